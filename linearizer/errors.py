@@ -1,0 +1,47 @@
+"""What can go wrong, as types. The command line turns each into one sentence and an exit code.
+
+LinearizerError
+├── RequestError          the request cannot be served: exit code 2
+│   ├── UnsupportedModel  the model is of a kind that cannot be linearized
+│   ├── ModelNotAvailable the model cannot be had: missing, private, gated, no network, damaged
+│   ├── TextError         the text cannot be had, or there is too little of it
+│   ├── BudgetError       the budget buys nothing, or is no number
+│   └── FolderError       the output folder holds something else, or cannot be written
+└── FaultError            something broke on the way: exit code 1
+
+A message says what was received, why it cannot be, and what to do.
+"""
+
+
+class LinearizerError(Exception):
+    """Base of all errors that this package raises on purpose."""
+
+    exit_code = 1
+
+
+class RequestError(LinearizerError):
+    exit_code = 2
+
+
+class UnsupportedModel(RequestError):
+    pass
+
+
+class ModelNotAvailable(RequestError):
+    pass
+
+
+class TextError(RequestError):
+    pass
+
+
+class BudgetError(RequestError):
+    pass
+
+
+class FolderError(RequestError):
+    pass
+
+
+class FaultError(LinearizerError):
+    pass

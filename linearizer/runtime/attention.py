@@ -1,0 +1,129 @@
+"""The seam to transformers' attention, and the only place that knows it.
+
+A model that asks for the implementation "linearized" hands the queries, keys and values of every layer, positions
+applied, to `linearized`; one that asks for "observed" hands them to whatever `observing` put there, and then attends
+as it always did. A layer without a student (a native sliding window) always attends as it did.
+"""
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import AttentionInterface, AttentionMaskInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import causal_mask_function, sdpa_mask
+
+CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # GPT-NeoX and GPT-BigCode use the second name
+UNSERVED = ("softcap", "s_aux", "sinks")  # what changes the scores in ways that a student does not follow
+
+
+def attention_modules(model: nn.Module) -> list[nn.Module]:
+    """The self-attention modules of a model, in the order of its layers."""
+    found = [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")]
+    return sorted(found, key=lambda module: module.layer_idx)
+
+
+def score_scale(query: torch.Tensor, scaling: float | None) -> float:
+    """The factor of q·k: the model's own where it states one, and else the default of the interface."""
+    return query.shape[-1] ** -0.5 if scaling is None else scaling
+
+
+def linearized(
+    module: nn.Module,
+    query: torch.Tensor,  # (batch, query heads, tokens, head_dim)
+    key: torch.Tensor,  # (batch, kv heads, tokens, head_dim)
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,  # (batch, 1, 1, tokens), true where a token is no padding
+    scaling: float | None = None,
+    linear_state: object = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Attend with the student of this layer, or as the teacher did where the layer has none."""
+    student = getattr(module, "student", None)
+    if student is None:
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+    real = None if attention_mask is None else attention_mask[:, 0, 0]
+    out = student(query, key, value, score_scale(query, scaling), real, linear_state)
+    return out.transpose(1, 2).contiguous(), None
+
+
+def padding_only(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int = 0,
+    kv_offset: int = 0,
+    mask_function: Callable = causal_mask_function,
+    attention_mask: torch.Tensor | None = None,
+    local_size: int | None = None,
+    **kwargs: object,
+) -> torch.Tensor | None:
+    """Tell which of the new tokens are no padding; a student knows the rest, so no tokens × tokens mask is built."""
+    if local_size is not None:
+        return sdpa_mask(
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset=q_offset,
+            kv_offset=kv_offset,
+            mask_function=mask_function,
+            attention_mask=attention_mask,
+            local_size=local_size,
+            **kwargs,
+        )
+    if mask_function is not causal_mask_function:
+        raise ValueError(
+            "a linearized model attends causally to one text per row; packed rows and custom masks are not served: "
+            "give each text a row of its own, and an attention_mask for its padding"
+        )
+    if attention_mask is None or attention_mask.all():
+        return None
+    return attention_mask[:, None, None, -q_length:].bool()
+
+
+def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
+    """Give an attention module the cache layer that is its own (a forward pre-hook)."""
+    for name in CACHE_ARGUMENTS:
+        if kwargs.get(name) is not None:
+            kwargs["linear_state"] = kwargs[name].layers[module.layer_idx]
+    return args, kwargs
+
+
+def observed(
+    module: nn.Module,
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    attention_mask: torch.Tensor | None,
+    scaling: float | None = None,
+    **kwargs: object,
+) -> tuple[torch.Tensor, None]:
+    """Show a layer's queries, keys and values to its observer, then attend as the model does by itself."""
+    module.observe(module, query, key, value, score_scale(query, scaling), kwargs)
+    return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
+
+
+# observe(attention module, query, key, value, scaling, the other arguments that the layer passed)
+Observer = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, float, dict], None]
+
+
+@contextmanager
+def observing(model: nn.Module, observe: Observer) -> Iterator[None]:
+    """While this lasts, show the observer what every attention layer of the model attends with."""
+    before, modules = model.config._attn_implementation, attention_modules(model)
+    model.set_attn_implementation("observed")
+    for module in modules:
+        module.observe = observe
+    try:
+        yield
+    finally:
+        for module in modules:
+            del module.observe
+        model.set_attn_implementation(before)
+
+
+AttentionInterface.register("linearized", linearized)
+AttentionMaskInterface.register("linearized", padding_only)
+AttentionInterface.register("observed", observed)
+AttentionMaskInterface.register("observed", sdpa_mask)
