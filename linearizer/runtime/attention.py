@@ -1,10 +1,11 @@
 """The seam to transformers' attention, and the only place that knows it.
 
-A model that asks for the implementation "linearized" hands the queries, keys and values of every layer, positions
+A model that asks for the implementation IMPLEMENTATION hands the queries, keys and values of every layer, positions
 applied, to `linearized`; one that asks for "observed" hands them to whatever `observing` put there, and then attends
 as it always did. A layer without a student (a native sliding window) always attends as it did.
 """
 
+import hashlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
@@ -14,8 +15,10 @@ from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+# Checkpoints bring a copy of this file each; the names keep them apart in one process.
+_COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
+IMPLEMENTATION, OBSERVED = f"linearized_{_COPY}", f"observed_{_COPY}"
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # GPT-NeoX and GPT-BigCode use the second name
-UNSERVED = ("softcap", "s_aux", "sinks")  # what changes the scores in ways that a student does not follow
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -36,7 +39,7 @@ def linearized(
     value: torch.Tensor,
     attention_mask: torch.Tensor | None,  # (batch, 1, 1, tokens), true where a token is no padding
     scaling: float | None = None,
-    linear_state: object = None,
+    linear_state: list | None = None,
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Attend with the student of this layer, or as the teacher did where the layer has none."""
@@ -86,7 +89,7 @@ def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     """Give an attention module the cache layer that is its own (a forward pre-hook)."""
     for name in CACHE_ARGUMENTS:
         if kwargs.get(name) is not None:
-            kwargs["linear_state"] = kwargs[name].layers[module.layer_idx]
+            kwargs["linear_state"] = kwargs[name].layers[module.layer_idx].memory
     return args, kwargs
 
 
@@ -112,7 +115,7 @@ Observer = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, float,
 def observing(model: nn.Module, observe: Observer) -> Iterator[None]:
     """While this lasts, show the observer what every attention layer of the model attends with."""
     before, modules = model.config._attn_implementation, attention_modules(model)
-    model.set_attn_implementation("observed")
+    model.set_attn_implementation(OBSERVED)
     for module in modules:
         module.observe = observe
     try:
@@ -123,7 +126,7 @@ def observing(model: nn.Module, observe: Observer) -> Iterator[None]:
         model.set_attn_implementation(before)
 
 
-AttentionInterface.register("linearized", linearized)
-AttentionMaskInterface.register("linearized", padding_only)
-AttentionInterface.register("observed", observed)
-AttentionMaskInterface.register("observed", sdpa_mask)
+AttentionInterface.register(IMPLEMENTATION, linearized)
+AttentionMaskInterface.register(IMPLEMENTATION, padding_only)
+AttentionInterface.register(OBSERVED, observed)
+AttentionMaskInterface.register(OBSERVED, sdpa_mask)

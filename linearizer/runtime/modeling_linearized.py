@@ -1,0 +1,172 @@
+"""A causal language model of transformers whose attention layers have a state of fixed size.
+
+The teacher's own modelling code runs unchanged inside `base`; each attention module carries a `student` that takes
+over where transformers lets an attention implementation be chosen (attention.py).
+"""
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from .attention import IMPLEMENTATION, attention_modules, hand_over_state
+from .cache import LinearizedLayer, empty_cache
+from .student import LayerStudent
+
+COPIED = (
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "max_position_embeddings",
+    "bos_token_id",
+    "eos_token_id",
+    "pad_token_id",
+    "tie_word_embeddings",
+    "dtype",
+)
+
+
+class LinearizedConfig(PreTrainedConfig):
+    """base: the teacher's config; layers: for each layer what its KV heads hold, or null where it stays as it was."""
+
+    model_type = "linearized"
+
+    def __init__(
+        self,
+        base: dict | None = None,
+        layers: list | None = None,
+        sinks: int = 0,
+        feature_map: str = "prf",
+        teacher: dict | None = None,
+        use_cache: bool = True,
+        **kwargs: object,
+    ) -> None:
+        self.base, self.layers = base or {}, layers or []
+        self.sinks, self.feature_map = sinks, feature_map
+        self.teacher = teacher or {}  # name and revision
+        own = self.base_config() if self.base else None
+        copied = {name: getattr(own, name) for name in COPIED if hasattr(own, name)}
+        super().__init__(**{**copied, **kwargs})
+        self.use_cache = use_cache
+
+    def base_config(self) -> PreTrainedConfig:
+        settings = {name: value for name, value in self.base.items() if name != "model_type"}
+        return AutoConfig.for_model(self.base["model_type"], **settings)
+
+
+class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
+    config_class = LinearizedConfig
+    main_input_name = "input_ids"
+    supports_gradient_checkpointing = True
+    _supports_sdpa = True
+    _supports_attention_backend = True
+    _is_stateful = True  # the state cannot be rolled back
+    _keep_in_fp32_modules_strict = ("student",)
+    _skip_keys_device_placement = ("past_key_values", "linear_state")
+
+    def __init__(self, config: LinearizedConfig, base: PreTrainedModel | None = None) -> None:
+        super().__init__(config)
+        if base is None:
+            base = AutoModelForCausalLM.from_config(config.base_config(), attn_implementation=IMPLEMENTATION)
+        self.base = base
+        modules = attention_modules(base)
+        if len(modules) != len(config.layers):
+            raise ValueError(f"the config describes {len(config.layers)} layers, the model has {len(modules)}")
+        for module, held in zip(modules, config.layers, strict=True):
+            if held is not None:
+                module.student = LayerStudent(held["heads"], config.sinks, held["key_dim"], config.feature_map)
+                module.register_forward_pre_hook(hand_over_state, with_kwargs=True)
+        self.post_init()
+
+    @classmethod
+    def from_teacher(cls, teacher: PreTrainedModel, config: LinearizedConfig, seed: int) -> "LinearizedForCausalLM":
+        """Put untrained students into a teacher, which is changed in place and shares all its weights."""
+        student = cls(config, base=teacher)
+        teacher.set_attn_implementation(IMPLEMENTATION)
+        generator = torch.Generator().manual_seed(seed)
+        for layer in student.students():
+            layer.to(next(teacher.parameters()).device).reset(generator)
+        student.generation_config = teacher.generation_config
+        return student.train(teacher.training)
+
+    def students(self) -> list[LayerStudent]:
+        return [module.student for module in attention_modules(self.base) if hasattr(module, "student")]
+
+    def _init_weights(self, module: nn.Module) -> None:
+        """Nothing to draw: the base draws its own, and features come from a teacher or a checkpoint."""
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.base.get_input_embeddings()
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        self.base.set_input_embeddings(value)
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.base.get_output_embeddings()
+
+    def set_output_embeddings(self, value: nn.Module) -> None:
+        self.base.set_output_embeddings(value)
+
+    def forward(
+        self,
+        input_ids: torch.Tensor | None = None,
+        attention_mask: torch.Tensor | None = None,
+        position_ids: torch.Tensor | None = None,
+        past_key_values: Cache | None = None,
+        inputs_embeds: torch.Tensor | None = None,
+        labels: torch.Tensor | None = None,
+        use_cache: bool | None = None,
+        logits_to_keep: int | torch.Tensor = 0,
+        **kwargs: object,
+    ) -> object:
+        use_cache = self.config.use_cache if use_cache is None else use_cache
+        if past_key_values is None and use_cache:
+            past_key_values = self.empty_cache()
+        return self.base(
+            input_ids=input_ids,
+            attention_mask=attention_mask,
+            position_ids=position_ids,
+            past_key_values=self.checked(past_key_values),
+            inputs_embeds=inputs_embeds,
+            labels=labels,
+            use_cache=use_cache,
+            logits_to_keep=logits_to_keep,
+            **kwargs,
+        )
+
+    def empty_cache(self) -> Cache:
+        return empty_cache(self.base.config, [held is not None for held in self.config.layers])
+
+    def checked(self, cache: Cache | None) -> Cache | None:
+        """Refuse a cache that keeps keys: the students would not see it."""
+        layers = getattr(cache, "layers", [])
+        mine = [isinstance(layer, LinearizedLayer) for layer in layers]
+        if cache is not None and mine != [held is not None for held in self.config.layers]:
+            raise ValueError(
+                f"a linearized model keeps a state, not keys, and cannot use a {type(cache).__name__}: "
+                "leave past_key_values out, or pass model.empty_cache()"
+            )
+        return cache
+
+    def _prepare_cache_for_generation(
+        self, generation_config: object, model_kwargs: dict, *args: object, **kwargs: object
+    ) -> None:
+        wanted = generation_config.cache_implementation
+        if wanted not in (None, "dynamic"):
+            raise ValueError(
+                f"cache_implementation={wanted!r}: a linearized model has a cache of its own; leave it out"
+            )
+        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
+            model_kwargs["past_key_values"] = self.empty_cache()
+
+    def set_attn_implementation(self, attn_implementation: str | dict, *args: object, **kwargs: object) -> None:
+        raise ValueError(
+            f"attn_implementation={attn_implementation!r}: the attention of a linearized model is its own and cannot "
+            "be exchanged; load the teacher to attend with softmax"
+        )
+
+
+LinearizedConfig.register_for_auto_class()
+LinearizedForCausalLM.register_for_auto_class("AutoModelForCausalLM")

@@ -1,0 +1,119 @@
+"""The student of one attention layer: its KV heads, grouped by what they hold.
+
+Every KV head is one of three kinds: an exact window, a window and a far field of features, or softmax over all it has
+read. Heads that hold alike are computed together, and none pays for what it does not hold.
+"""
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
+
+from .feature_map import FEATURE_MAPS
+from .linear_attention import State, linear_attention
+
+Tensor = torch.Tensor
+SOFTMAX = "softmax"
+
+
+@dataclass
+class SoftmaxState:
+    """All keys and values that heads left softmax have read."""
+
+    k: Tensor  # (batch, heads, tokens, dim)
+    v: Tensor
+    real: Tensor  # (batch, tokens)
+
+
+class HeadGroup(nn.Module):
+    """KV heads of one layer that hold the same; heads are their indices in the layer."""
+
+    def __init__(
+        self, heads: list[int], window: int, features: int, sinks: int, key_dim: int, feature_map: str
+    ) -> None:
+        super().__init__()
+        self.heads, self.window, self.sinks = heads, window, sinks
+        self.feature_map = FEATURE_MAPS[feature_map](len(heads), key_dim, features) if features else None
+        self.features = features
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: State | None
+    ) -> tuple[Tensor, State]:
+        if state is None:
+            state = State.empty(k, v, self.window, self.sinks, self.features)
+        scaled = None if self.feature_map is None else Scaled(self.feature_map, scale)
+        return linear_attention(q * scale, k, v, scaled, self.window, real, state), state
+
+
+class SoftmaxGroup(nn.Module):
+    """KV heads of one layer that were left softmax."""
+
+    def __init__(self, heads: list[int]) -> None:
+        super().__init__()
+        self.heads = heads
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SoftmaxState | None
+    ) -> tuple[Tensor, SoftmaxState]:
+        tokens, padded = q.shape[-2], real is not None or (state is not None and not state.real.all())
+        real = torch.ones(k.shape[0], tokens, dtype=torch.bool, device=k.device) if real is None else real
+        if state is not None:
+            k, v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
+            real = torch.cat([state.real, real], -1)
+        mask = None
+        if padded or (state is not None and tokens > 1):
+            causal = torch.ones(tokens, k.shape[-2], dtype=torch.bool, device=k.device).tril(k.shape[-2] - tokens)
+            mask = (causal & real[:, None])[:, None]
+        out = scaled_dot_product_attention(
+            q.flatten(1, 2), k, v, attn_mask=mask, is_causal=mask is None and tokens > 1, scale=scale, enable_gqa=True
+        )
+        return out.unflatten(1, q.shape[1:3]), SoftmaxState(k, v, real)
+
+
+class Scaled:
+    """A feature map whose queries carry the whole scale of the scores, as attention gives them, and whose keys none."""
+
+    def __init__(self, feature_map: nn.Module, scale: float) -> None:
+        self.feature_map, self.features, self.root = feature_map, feature_map.features, scale**0.5
+
+    def queries(self, q: Tensor) -> Tensor:
+        return self.feature_map.queries(q / self.root)
+
+    def keys(self, k: Tensor) -> Tensor:
+        return self.feature_map.keys(k * self.root)
+
+
+class LayerStudent(nn.Module):
+    """Attention of one layer; `held` says for every KV head either [window, features] or "softmax"."""
+
+    def __init__(self, held: list, sinks: int, key_dim: int, feature_map: str) -> None:
+        super().__init__()
+        kinds: dict[object, list[int]] = {}
+        for head, kind in enumerate(held):
+            kinds.setdefault(kind if kind == SOFTMAX else tuple(kind), []).append(head)
+        self.kv_heads = len(held)
+        self.groups = nn.ModuleList(
+            SoftmaxGroup(heads) if kind == SOFTMAX else HeadGroup(heads, *kind, sinks, key_dim, feature_map)
+            for kind, heads in kinds.items()
+        )
+
+    def reset(self, generator: torch.Generator) -> None:
+        """Draw the features anew."""
+        for group in self.groups:
+            if getattr(group, "feature_map", None) is not None:
+                group.feature_map.reset(generator)
+
+    def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, memory: list | None
+    ) -> Tensor:
+        """Attend; `memory` is a list with the state of every group, which is brought up to date."""
+        query = query.unflatten(1, (self.kv_heads, -1))
+        out = value.new_empty(*query.shape[:-1], value.shape[-1])
+        for index, group in enumerate(self.groups):
+            state = memory[index] if memory is not None and index < len(memory) else None
+            part, state = group(query[:, group.heads], key[:, group.heads], value[:, group.heads], scale, real, state)
+            out[:, group.heads] = part.to(out.dtype)
+            if memory is not None:
+                memory[index : index + 1] = [state]
+        return out.flatten(1, 2)
