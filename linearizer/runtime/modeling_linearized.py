@@ -11,6 +11,8 @@ from transformers.cache_utils import Cache
 
 from .attention import IMPLEMENTATION, attention_modules, hand_over_state
 from .cache import LinearizedLayer, empty_cache
+from .feature_map import FEATURE_MAPS
+from .linear_attention import linear_attention  # noqa: F401  older transformers copy only the files named here
 from .student import LayerStudent
 
 COPIED = (
@@ -68,6 +70,8 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LinearizedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
+        if config.feature_map not in FEATURE_MAPS:
+            raise ValueError(f"feature_map={config.feature_map!r} is none of {', '.join(FEATURE_MAPS)}")
         if base is None:
             base = AutoModelForCausalLM.from_config(config.base_config(), attn_implementation=IMPLEMENTATION)
         self.base = base
