@@ -154,8 +154,9 @@ def gaussian(rows: int, dim: int, generator: torch.Generator) -> Tensor:
 
 def orthogonal(rows: int, dim: int, generator: torch.Generator) -> Tensor:
     """Blocks of orthogonal directions with the norms of Gaussian vectors."""
-    blocks = [torch.linalg.qr(gaussian(dim, dim, generator))[0] for _ in range(-(-rows // dim))]
-    return torch.cat(blocks)[:rows] * gaussian(rows, dim, generator).norm(dim=-1, keepdim=True)
+    q, r = torch.linalg.qr(gaussian(-(-rows // dim) * dim, dim, generator).unflatten(0, (-1, dim)))
+    blocks = q * r.diagonal(dim1=-2, dim2=-1).sign()[:, None]  # uniform over rotations; without the signs biased
+    return blocks.flatten(0, 1)[:rows] * gaussian(rows, dim, generator).norm(dim=-1, keepdim=True)
 
 
 def cosine_transform(rows: int, dim: int, generator: torch.Generator) -> Tensor:

@@ -167,7 +167,7 @@ def chunked(
     """
     tokens, order = q.shape[-2], None
     if real is not None:
-        order = real.to(torch.int8).argsort(-1, stable=True)
+        order = real.to(torch.int8).argsort(dim=-1, stable=True)
         q = take(q, order)
     columns = lay_columns(k, v, window, real, state)
     remember_sinks(state, columns)
@@ -190,7 +190,7 @@ def lay_columns(k: Tensor, v: Tensor, window: int, real: Tensor | None, state: S
     new = k.new_full(held.shape, k.shape[-2] - window, dtype=torch.long) if real is None else real.sum(-1)
     if real is not None:
         old = torch.arange(window, device=k.device) >= window - held[:, None]
-        order = torch.cat([old, real], -1).to(torch.int8).argsort(-1, stable=True)
+        order = torch.cat([old, real], -1).to(torch.int8).argsort(dim=-1, stable=True)
         k, v = take(k, order), take(v, order)
     return Columns(k, v, state.count + new - k.shape[-2], k.shape[-2] - held - new, window)
 
