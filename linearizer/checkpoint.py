@@ -1,0 +1,76 @@
+"""Students as folders: make one from a teacher, save it, load it.
+
+What is saved loads with transformers alone: AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True).
+"""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+
+from linearizer.allocation import Allocation, check
+from linearizer.cost import Head, Layer
+from linearizer.errors import FolderError, RequestError
+from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
+from linearizer.runtime.student import SOFTMAX
+
+# Code that is installed is preferred to the copy in a checkpoint, with and without trust_remote_code.
+AutoConfig.register(LinearizedConfig.model_type, LinearizedConfig, exist_ok=True)
+AutoModelForCausalLM.register(LinearizedConfig, LinearizedForCausalLM, exist_ok=True)
+
+
+def linearize(
+    teacher: PreTrainedModel,
+    layers: Sequence[Layer],
+    allocation: Allocation,
+    feature_map: str = "prf",
+    seed: int = 0,
+    origin: dict[str, str | None] | None = None,
+) -> LinearizedForCausalLM:
+    """Put an untrained student into every layer of a teacher, which is changed in place and keeps all its weights."""
+    check(allocation, layers)
+    base = {name: value for name, value in teacher.config.to_dict().items() if not name.startswith("_")}
+    config = LinearizedConfig(
+        base=base,
+        layers=[held(heads, layer) for heads, layer in zip(allocation.heads, layers, strict=True)],
+        sinks=allocation.sinks,
+        feature_map=feature_map,
+        teacher=origin or {},
+    )
+    return LinearizedForCausalLM.from_teacher(teacher, config, seed)
+
+
+def held(heads: Sequence[Head], layer: Layer) -> dict[str, object] | None:
+    """Say in a config what the heads of a layer hold; nothing where the layer stays as it is."""
+    if layer.native_window is not None:
+        return None
+    kinds = [SOFTMAX if head.softmax else [head.window, head.features] for head in heads]
+    return {"heads": kinds, "key_dim": layer.key_dim}
+
+
+def save(student: LinearizedForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
+    """Write weights, config, runtime code and tokenizer; an older checkpoint stays until the new one is whole."""
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    shutil.rmtree(unfinished, ignore_errors=True)
+    try:
+        student.save_pretrained(unfinished)
+        if tokenizer is not None:
+            tokenizer.save_pretrained(unfinished)
+        shutil.rmtree(folder, ignore_errors=True)
+        unfinished.rename(folder)
+    except OSError as error:
+        shutil.rmtree(unfinished, ignore_errors=True)
+        raise FolderError(
+            f"the checkpoint cannot be written to {folder} ({error.strerror or error}): make room there or name "
+            "another folder; what the run had finished is kept"
+        ) from error
+
+
+def load(folder: str | Path, **how: object) -> LinearizedForCausalLM:
+    """Load a student with the code of this package; `how` goes to from_pretrained (dtype, device_map, …)."""
+    if not (Path(folder) / "config.json").is_file():
+        raise RequestError(f"{folder} holds no checkpoint: there is no config.json in it")
+    return LinearizedForCausalLM.from_pretrained(folder, **how).eval()
