@@ -1,0 +1,243 @@
+"""The only network code: finds a model, pins its revision, and loads what it is made of; code of a model is never run.
+
+A token is sent only if it was given, or if its owner is at this machine: a Space never lends its own to a visitor.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from huggingface_hub import HfApi, ModelCard, constants, get_token, snapshot_download
+from huggingface_hub.errors import (
+    EntryNotFoundError,
+    GatedRepoError,
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+    RevisionNotFoundError,
+    SafetensorsParsingError,
+)
+from huggingface_hub.file_download import repo_folder_name
+
+from linearizer.errors import ModelNotAvailable, TextError
+from linearizer.weights import INDEX, SINGLE, Weights, check_format, damaged, weigh_folder
+
+if TYPE_CHECKING:
+    from datasets import IterableDatasetDict
+
+DEMO = "demo"
+CONFIG = "config.json"
+SECONDS = 10  # that the Hub may take to answer a question
+SIGN_IN = "sign in with `hf auth login`, or set HF_TOKEN"
+
+
+@dataclass(frozen=True)
+class Source:
+    """A model that was found, pinned to one revision."""
+
+    name: str  # as asked for
+    folder: Path | None  # of a local model
+    repo_id: str | None
+    revision: str | None  # the commit; None for a local model
+    licence: str | None
+    gated: bool
+    weights: Weights
+
+    @property
+    def parameters(self) -> int:
+        """How many numbers the weights hold."""
+        return self.weights.parameters
+
+    @property
+    def weight_bytes(self) -> int:
+        """How many bytes the weights take."""
+        return self.weights.bytes
+
+
+def access_token(token: str | None = None) -> str | bool:
+    """Choose the token to send: the one given, or the user's own at their own machine, or none (False)."""
+    if token:
+        return token
+    if os.environ.get("SPACE_ID") or constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
+        return False
+    return get_token() or False
+
+
+def find_model(name: str, token: str | None = None) -> Source:
+    """Find `demo`, a local folder, `org/name` or `org/name@revision`, without downloading any weight."""
+    if name == DEMO:
+        return _local(name, _demo_folder())
+    path = Path(name).expanduser()
+    if path.is_dir() and name:
+        return _local(name, path)
+    if path.is_file():
+        raise ModelNotAvailable(f"{name!r} is a file: name the folder that holds it")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1:
+        raise ModelNotAvailable(f"{name!r} is no folder here: name a folder, `org/name`, `org/name@revision` or `demo`")
+    return _remote(name, token)
+
+
+def fetch(source: Source, patterns: tuple[str, ...], token: str | None = None) -> Path:
+    """Return a folder that holds those of a model's files that match, downloading what is not in the cache."""
+    if source.folder is not None:
+        return source.folder
+    assert source.repo_id is not None
+    with explained(source.name, token):
+        folder = snapshot_download(
+            source.repo_id, revision=source.revision, allow_patterns=list(patterns), token=access_token(token)
+        )
+    return Path(folder)
+
+
+@contextmanager
+def explained(name: str, token: str | None = None) -> Iterator[None]:
+    """Turn what the Hub answers into one sentence: what was asked for, why it cannot be had, what to do."""
+    page = f"{constants.ENDPOINT}/{name.partition('@')[0]}"
+    try:
+        yield
+    except GatedRepoError as error:
+        raise ModelNotAvailable(f"{name!r} is gated: accept its licence at {page}, then {SIGN_IN}") from error
+    except RepositoryNotFoundError as error:
+        if access_token(token):
+            raise ModelNotAvailable(
+                f"{name!r} is not on the Hub, or is private and the token in use may not see it: "
+                f"check the spelling, or use a token of its owner"
+            ) from error
+        raise ModelNotAvailable(
+            f"{name!r} is no folder here and not on the Hub, or it is private: check the spelling, or {SIGN_IN}"
+        ) from error
+    except RevisionNotFoundError as error:
+        raise ModelNotAvailable(
+            f"{name!r} names a revision that the model does not have: see {page}/tree/main for its branches and commits"
+        ) from error
+    except LocalEntryNotFoundError as error:
+        raise _unreachable(name) from error
+    except EntryNotFoundError as error:
+        raise damaged(name, "a file that it names is missing") from error
+    except SafetensorsParsingError as error:
+        raise damaged(name, error) from error
+    except HfHubHTTPError as error:
+        status = error.response.status_code
+        remedy = f"the token in use was refused, so {SIGN_IN} again" if status in (401, 403) else "try again later"
+        raise ModelNotAvailable(f"{name!r} cannot be had, the Hub answered {status}: {remedy}") from error
+    except HFValidationError as error:
+        raise ModelNotAvailable(
+            f"{name!r} is neither a folder here nor an id of the Hub: write `org/name`, `org/name@revision` or `demo`"
+        ) from error
+    except (HTTPError, OfflineModeIsEnabled, ConnectionError) as error:
+        raise _unreachable(name) from error
+
+
+def stream_dataset(identifier: str, config: str | None, token: str | None = None) -> IterableDatasetDict:
+    """Open every split of a data set of the Hub, or of a local folder of data files, to be read as it is used."""
+    from datasets import get_dataset_config_names, load_dataset
+
+    if not Path(identifier).exists():  # `datasets` tries for half a minute, and does not tell gated from missing
+        HfApi(token=access_token(token)).auth_check(identifier, repo_type="dataset")
+    if config is not None:
+        known = get_dataset_config_names(identifier, token=access_token(token))
+        if config not in known:
+            raise TextError(f"{identifier!r} has no config {config!r}: it has {', '.join(known)}")
+    return load_dataset(identifier, config, streaming=True, token=access_token(token))
+
+
+@contextmanager
+def explained_dataset(identifier: str, token: str | None = None) -> Iterator[None]:
+    """Turn what goes wrong with a data set into one sentence."""
+    from datasets.exceptions import DatasetNotFoundError, DatasetsError
+
+    try:
+        yield
+    except GatedRepoError as error:
+        page = f"{constants.ENDPOINT}/datasets/{identifier}"
+        raise TextError(f"{identifier!r} is gated: accept its terms at {page}, then {SIGN_IN}") from error
+    except (DatasetNotFoundError, RepositoryNotFoundError) as error:
+        remedy = "use a token of its owner" if access_token(token) else SIGN_IN
+        raise TextError(
+            f"{identifier!r} is no data set of the Hub, or is private: check the spelling, or {remedy}"
+        ) from error
+    except (ConnectionError, HTTPError, OfflineModeIsEnabled) as error:
+        raise TextError(
+            f"{identifier!r} cannot be read, the Hub does not answer: connect, or use `builtin` or `file:PATH`"
+        ) from error
+    except (DatasetsError, OSError, ValueError, RuntimeError) as error:
+        raise TextError(f"{identifier!r} cannot be read ({first_line(error)}): name another data set") from error
+
+
+def first_line(error: Exception) -> str:
+    """Shorten an error to its first line that says something, for use inside a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["it says no more"]
+    said = lines[-1] if lines[0].endswith(":") else f"{type(error).__name__}: {lines[0]}"
+    return said[:200].rstrip(".:!")
+
+
+def _local(name: str, folder: Path) -> Source:
+    if not (folder / CONFIG).is_file():
+        raise ModelNotAvailable(f"{name!r} is a folder without {CONFIG}: name the folder of a model")
+    licence = None
+    if (folder / "README.md").is_file():
+        licence = _licence(ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data)
+    return Source(name, folder, None, None, licence, False, weigh_folder(name, folder))
+
+
+def _remote(name: str, token: str | None) -> Source:
+    repo_id, _, revision = name.partition("@")
+    with explained(name, token):
+        hub = HfApi(token=access_token(token))
+        info = hub.model_info(repo_id, revision=revision or None, files_metadata=True, timeout=SECONDS)
+        sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
+        if CONFIG not in sizes:
+            raise ModelNotAvailable(f"{name!r} has no {CONFIG}: name a model that transformers can load")
+        check_format(name, sizes)
+        weights = _weigh_remote(name, hub, info.id, info.sha, sizes)
+    return Source(name, None, info.id, info.sha, _licence(info.card_data), bool(info.gated), weights)
+
+
+def _weigh_remote(name: str, hub: HfApi, repo_id: str, revision: str | None, sizes: dict[str, int]) -> Weights:
+    try:
+        headers = hub.get_safetensors_metadata(repo_id, revision=revision).files_metadata
+    except (ValueError, AttributeError) as error:  # an index that is no JSON, or no object
+        raise damaged(name, f"{INDEX}: {error}") from error
+    if not headers:
+        raise damaged(name, f"{INDEX} names no files")
+    for file, header in headers.items():
+        needed = 8 + max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
+        if sizes.get(file, 0) < needed:
+            raise damaged(name, f"{file} has {sizes.get(file, 0)} bytes and should have more than {needed}")
+    parameters = sum(sum(header.parameter_count.values()) for header in headers.values())
+    return Weights(tuple(sorted(headers)), parameters, sum(sizes[file] for file in headers))
+
+
+def _licence(card: Any) -> str | None:
+    licence = card.get("license") if card else None
+    if licence == "other":
+        licence = card.get("license_name") or licence
+    return ", ".join(licence) if isinstance(licence, list) else licence
+
+
+def _demo_folder() -> Path:
+    """Find the embedded model: beside the package in a checkout, inside it where it was installed."""
+    package = Path(__file__).parent
+    for folder in (package.parent / "assets" / "demo-model", package / "assets" / "demo-model"):
+        if folder.is_dir():
+            return folder
+    raise ModelNotAvailable("'demo' was not installed with this package: run from a checkout of the project")
+
+
+def _unreachable(name: str) -> ModelNotAvailable:
+    """Say that there is no network, and what is in the cache, where a pinned download leaves a folder of its own."""
+    repo_id, _, revision = name.partition("@")
+    snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type="model") / "snapshots"
+    remedy = "it is not in the cache either, so connect, or name a local folder"
+    for folder in snapshots.glob(revision or "*"):
+        if (folder / CONFIG).exists() and ((folder / SINGLE).exists() or (folder / INDEX).exists()):
+            remedy = f"a copy is in the cache, so name its folder instead ({folder}), or connect"
+    return ModelNotAvailable(f"{name!r} cannot be had, no network: {remedy}")

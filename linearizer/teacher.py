@@ -1,0 +1,126 @@
+"""Loads what a source names: config, tokenizer, weights. Code of the model's repository is never run."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING
+
+import torch
+from safetensors import SafetensorError
+
+from linearizer.errors import ModelNotAvailable, UnsupportedModel
+from linearizer.hub import CONFIG, Source, fetch, first_line
+from linearizer.weights import INDEX, damaged, read_json
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
+
+GENERATION = "generation_config.json"
+TOKENIZER = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.jinja")
+
+
+def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
+    """Load a model's config."""
+    import transformers
+    from transformers import CONFIG_MAPPING, AutoConfig
+
+    folder = fetch(source, (CONFIG,), token)
+    content = read_json(source.name, folder / CONFIG)
+    kind = content.get("model_type")
+    if kind not in CONFIG_MAPPING and "auto_map" in content:
+        raise UnsupportedModel(
+            f"{source.name!r} needs code from its repository, which is never run here: "
+            f"name a model of a kind that transformers itself knows"
+        )
+    if kind not in CONFIG_MAPPING:
+        raise UnsupportedModel(
+            f"{source.name!r} is of the kind {kind!r}, which transformers {transformers.__version__} does not know: "
+            f"name another model, or update transformers"
+        )
+    with quiet():
+        try:
+            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # each kind checks its config in its own way, with errors of many types
+            raise UnsupportedModel(
+                f"{source.name!r} has a {CONFIG} that transformers refuses ({first_line(error)}): repair that file"
+            ) from error
+
+
+def load_tokenizer(source: Source, token: str | None = None) -> PreTrainedTokenizerBase:
+    """Load a model's tokenizer."""
+    from transformers import AutoTokenizer
+
+    folder = fetch(source, (CONFIG, *TOKENIZER), token)
+    with quiet():
+        try:
+            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+        except Exception as error:  # each kind reads its files in its own way, with errors of many types
+            raise ModelNotAvailable(
+                f"{source.name!r} has no tokenizer that can be loaded ({first_line(error)}): "
+                f"put its tokenizer's files beside its weights"
+            ) from error
+
+
+def load_teacher(
+    source: Source, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu", token: str | None = None
+) -> PreTrainedModel:
+    """Load a model frozen, in evaluation mode, with every weight present, of the right shape and finite."""
+    from transformers import AutoModelForCausalLM
+
+    config = load_config(source, token)
+    folder = fetch(source, (CONFIG, GENERATION, INDEX, *source.weights.files), token)
+    missing = [file for file in source.weights.files if not (folder / file).is_file()]
+    if missing:  # where there is no network, the Hub's client returns what it has
+        raise ModelNotAvailable(f"{source.name!r} lacks {missing[0]}, no network: connect, or name a local folder")
+    with quiet():
+        try:
+            model, report = AutoModelForCausalLM.from_pretrained(
+                folder,
+                config=config,
+                dtype=dtype,
+                attn_implementation="sdpa",
+                trust_remote_code=False,
+                use_safetensors=True,
+                ignore_mismatched_sizes=True,  # found in the report, and named
+                output_loading_info=True,
+            )
+        except (SafetensorError, OSError) as error:
+            raise damaged(source.name, first_line(error)) from error
+    _check_complete(source.name, report)
+    _check_finite(source.name, model)
+    return model.requires_grad_(False).eval().to(device)
+
+
+@contextmanager
+def quiet() -> Iterator[None]:
+    """Keep transformers from printing: what matters is raised."""
+    from transformers.utils import logging
+
+    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
+    logging.set_verbosity_error()
+    logging.disable_progress_bar()
+    try:
+        yield
+    finally:
+        logging.set_verbosity(level)
+        if bars:
+            logging.enable_progress_bar()
+
+
+def _check_complete(name: str, report: dict) -> None:
+    """Refuse weights that do not fill the model: transformers would make them up at random."""
+    if report["missing_keys"]:
+        missing = sorted(report["missing_keys"])
+        raise damaged(name, f"{len(missing)} of its parameters are missing, such as {missing[0]}")
+    if report["mismatched_keys"]:
+        key, stored, wanted = sorted(report["mismatched_keys"])[0]
+        raise damaged(name, f"{key} is stored as {tuple(stored)} and should be {tuple(wanted)}")
+
+
+def _check_finite(name: str, model: torch.nn.Module) -> None:
+    for key, parameter in model.named_parameters():
+        if not torch.isfinite(parameter).all():
+            raise ModelNotAvailable(
+                f"{name!r} has weights that are not finite ({key} holds NaN or infinity): name an intact model"
+            )

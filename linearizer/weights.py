@@ -1,0 +1,95 @@
+"""What a folder's safetensors hold, read from their headers alone."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Collection
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from safetensors import SafetensorError, safe_open
+
+from linearizer.errors import ModelNotAvailable
+
+SINGLE = "model.safetensors"
+INDEX = "model.safetensors.index.json"
+PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
+
+
+@dataclass(frozen=True)
+class Weights:
+    """The files that hold a model's weights, and how much they hold."""
+
+    files: tuple[str, ...]
+    parameters: int
+    bytes: int
+
+
+def check_format(name: str, files: Collection[str]) -> None:
+    """Refuse a model whose files hold no weights that can be read without running code."""
+    if SINGLE in files or INDEX in files:
+        return
+    pickles = sorted(file for file in files if file.endswith(PICKLES) and file != "training_args.bin")
+    if pickles:
+        raise ModelNotAvailable(
+            f"{name!r} holds its weights only as a pickle ({pickles[0]}), which can run any code when it is opened: "
+            f"ask its author for safetensors, or convert it yourself with save_pretrained where that code is harmless"
+        )
+    others = sorted(file for file in files if file.endswith((".safetensors", ".gguf", ".h5", ".msgpack", ".onnx")))
+    found = f"only {others[0]}" if others else "no weights at all"
+    raise ModelNotAvailable(
+        f"{name!r} holds {found}, but neither {SINGLE} nor {INDEX}: name a model that transformers can load"
+    )
+
+
+def read_json(name: str, path: Path) -> dict[str, Any]:
+    """Read a JSON object of a model's folder."""
+    try:
+        content = json.loads(path.read_text(encoding="utf-8"))
+    except OSError as error:
+        raise ModelNotAvailable(
+            f"{name!r} has a {path.name} that cannot be read ({error.strerror}): check the folder"
+        ) from error
+    except ValueError as error:
+        raise ModelNotAvailable(
+            f"{name!r} has a {path.name} that is no JSON ({error}): download the model again, or repair that file"
+        ) from error
+    if not isinstance(content, dict):
+        raise ModelNotAvailable(
+            f"{name!r} has a {path.name} that is no JSON object but a {type(content).__name__}: repair that file"
+        )
+    return content
+
+
+def damaged(name: str, what: object) -> ModelNotAvailable:
+    """Say that a model's weights are damaged."""
+    return ModelNotAvailable(f"{name!r} has damaged weights ({what}): download the model again")
+
+
+def weigh_folder(name: str, folder: Path) -> Weights:
+    """Count the parameters of a local model from its headers, which must fit the length of each file."""
+    check_format(name, [path.name for path in folder.iterdir()])
+    files = (SINGLE,) if (folder / SINGLE).exists() else shards(name, read_json(name, folder / INDEX))
+    missing = [file for file in files if not (folder / file).is_file()]
+    if missing:
+        raise damaged(name, f"{INDEX} names {missing[0]}, which is missing")
+    parameters = sum(_count(name, folder / file) for file in files)
+    return Weights(files, parameters, sum((folder / file).stat().st_size for file in files))
+
+
+def shards(name: str, index: dict[str, Any]) -> tuple[str, ...]:
+    """List the files that an index of sharded weights names."""
+    weight_map = index.get("weight_map")
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise damaged(name, f"{INDEX} names no files")
+    return tuple(sorted({str(file) for file in weight_map.values()}))
+
+
+def _count(name: str, path: Path) -> int:
+    try:
+        with safe_open(path, framework="pt") as weights:
+            return sum(math.prod(weights.get_slice(key).get_shape()) for key in weights.keys())
+    except (SafetensorError, OSError) as error:
+        raise damaged(name, f"{path.name}: {error}") from error

@@ -1,0 +1,47 @@
+"""Every test runs against a stand-in Hub, with a cache of its own and no token: none can reach the real one."""
+
+import os
+import shutil
+import tempfile
+
+from tests.fakehub import FakeHub
+
+HUB = FakeHub()
+os.environ.update(
+    HF_ENDPOINT=HUB.url,
+    HF_HOME=tempfile.mkdtemp(prefix="linearizer-tests-"),
+    HF_HUB_DISABLE_XET="1",
+    HF_HUB_DISABLE_TELEMETRY="1",
+    HF_HUB_DISABLE_PROGRESS_BARS="1",
+    OMP_NUM_THREADS="1",  # tiny models are fastest so, and a test and the processes it starts compute the same bits
+    TOKENIZERS_PARALLELISM="false",
+)
+for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "SPACE_ID"):
+    os.environ.pop(name, None)
+
+import pytest  # noqa: E402  (huggingface_hub reads the environment when it is imported, and pytest's plugins may)
+
+
+@pytest.fixture
+def hub():
+    """Give the stand-in Hub, empty."""
+    HUB.clear()
+    return HUB
+
+
+@pytest.fixture(scope="session")
+def tiny_llama(tmp_path_factory):
+    """Save a tiny model with two shards, and return its folder, which no test may change."""
+    from tests.families import tiny_config
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("tiny") / "llama"
+    model = AutoModelForCausalLM.from_config(tiny_config("llama"))
+    model.save_pretrained(folder, max_shard_size="300KB")
+    (folder / "README.md").write_text("---\nlicense: mit\n---\nA tiny model.\n")
+    return folder
+
+
+def pytest_unconfigure():
+    """Remove the cache of this run."""
+    shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)
