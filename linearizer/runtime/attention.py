@@ -6,12 +6,13 @@ as it always did. A layer without a student (a native sliding window) always att
 """
 
 import hashlib
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
@@ -24,7 +25,12 @@ CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # GPT-NeoX and GPT-BigCode 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """The self-attention modules of a model, in the order of its layers."""
     found = [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")]
-    return sorted(found, key=lambda module: module.layer_idx)
+    return sorted(found, key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
+
+
+def hands_over(module: nn.Module) -> bool:
+    """Tell whether a module's code uses the attention interface, whatever its class claims."""
+    return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")
 
 
 def score_scale(query: torch.Tensor, scaling: float | None) -> float:
@@ -93,6 +99,10 @@ def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     return args, kwargs
 
 
+# observe(attention module, query, key, value, scaling, the other arguments that the layer passed)
+Observer = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, float, dict], None]
+
+
 def observed(
     module: nn.Module,
     query: torch.Tensor,
@@ -103,21 +113,18 @@ def observed(
     **kwargs: object,
 ) -> tuple[torch.Tensor, None]:
     """Show a layer's queries, keys and values to its observer, then attend as the model does by itself."""
-    module.observe(module, query, key, value, score_scale(query, scaling), kwargs)
+    observe: Observer = module.observe  # type: ignore[assignment]
+    observe(module, query, key, value, score_scale(query, scaling), kwargs)
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 
-# observe(attention module, query, key, value, scaling, the other arguments that the layer passed)
-Observer = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, float, dict], None]
-
-
 @contextmanager
-def observing(model: nn.Module, observe: Observer) -> Iterator[None]:
+def observing(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
     """While this lasts, show the observer what every attention layer of the model attends with."""
     before, modules = model.config._attn_implementation, attention_modules(model)
     model.set_attn_implementation(OBSERVED)
     for module in modules:
-        module.observe = observe
+        module.observe = observe  # type: ignore[assignment]
     try:
         yield
     finally:

@@ -1,5 +1,7 @@
 """The cache layer of a linearized attention layer: a state of fixed size where a teacher keeps all keys."""
 
+from collections.abc import Callable
+
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
@@ -43,7 +45,7 @@ class LinearizedLayer(CacheLayerMixin):
         held = [tensor for state in self.memory for tensor in tensors(state).values() if tensor.is_floating_point()]
         return sum(tensor.numel() * tensor.element_size() for tensor in held)
 
-    def change(self, change: object) -> None:
+    def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for state in self.memory:
             change_tensors(state, change)
 

@@ -11,6 +11,7 @@ Inputs are scaled so that the kernel is exp(q·k). Parameters are one set per KV
 """
 
 import math
+from abc import ABC, abstractmethod
 from collections.abc import Callable
 
 import torch
@@ -20,7 +21,25 @@ Tensor = torch.Tensor
 ABSENT = -2e30  # the log-feature of a key that does not touch a feature: finite, and below any level
 
 
-class PositiveFeatures(nn.Module):
+class FeatureMap(nn.Module, ABC):
+    """What every map offers."""
+
+    features: int
+
+    @abstractmethod
+    def reset(self, generator: torch.Generator) -> None:
+        """Draw the parameters anew."""
+
+    @abstractmethod
+    def queries(self, q: Tensor) -> Tensor:
+        """Give u: (batch, heads, group, tokens, dim) -> (…, features)."""
+
+    @abstractmethod
+    def keys(self, k: Tensor) -> Tensor:
+        """Give w: (batch, heads, tokens, dim) -> (…, features)."""
+
+
+class PositiveFeatures(FeatureMap):
     """u = z·q - |q|²/2 + (log α - log M)/2, and the same for keys."""
 
     def __init__(self, heads: int, dim: int, features: int, draw: Callable, learn_z: bool, learn_weight: bool) -> None:
@@ -41,7 +60,7 @@ class PositiveFeatures(nn.Module):
         return k @ self.z.to(k.dtype).mT - half_square(k) + bias[:, None].to(k.dtype)
 
 
-class Hedgehog(nn.Module):
+class Hedgehog(FeatureMap):
     """u = log softmax(±Wq) + gain: the gain sets the far field's scale beside exact tokens."""
 
     def __init__(self, heads: int, dim: int, features: int) -> None:
@@ -98,7 +117,7 @@ class Side(nn.Module):
         return x @ z.mT - norm[:, None, None] * half_square(x) + bias[:, None] + network
 
 
-class MLP(nn.Module):
+class MLP(FeatureMap):
     def __init__(self, heads: int, dim: int, features: int) -> None:
         super().__init__()
         self.features = features
@@ -116,7 +135,7 @@ class MLP(nn.Module):
         return self.key_side(k)
 
 
-class Codebook(nn.Module):
+class Codebook(FeatureMap):
     """u_m = q·c_m; w_m = 0 for the nearest centre and nothing for the others (while training: soft)."""
 
     def __init__(self, heads: int, dim: int, features: int) -> None:
@@ -175,7 +194,7 @@ def draw_heads(draw: Callable, like: Tensor, generator: torch.Generator) -> Tens
     return torch.stack([draw(*like.shape[1:], generator) for _ in range(like.shape[0])])
 
 
-FEATURE_MAPS: dict[str, Callable[[int, int, int], nn.Module]] = {
+FEATURE_MAPS: dict[str, Callable[[int, int, int], FeatureMap]] = {
     "prf": lambda heads, dim, features: PositiveFeatures(heads, dim, features, gaussian, True, True),
     "performer": lambda heads, dim, features: PositiveFeatures(heads, dim, features, orthogonal, False, False),
     "dijiang": lambda heads, dim, features: PositiveFeatures(heads, dim, features, cosine_transform, False, True),

@@ -6,7 +6,14 @@ over where transformers lets an attention implementation be chosen (attention.py
 
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    GenerationConfig,
+    GenerationMixin,
+    PreTrainedConfig,
+    PreTrainedModel,
+)
 from transformers.cache_utils import Cache
 
 from .attention import IMPLEMENTATION, attention_modules, hand_over_state
@@ -96,7 +103,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         return student.train(teacher.training)
 
     def students(self) -> list[LayerStudent]:
-        return [module.student for module in attention_modules(self.base) if hasattr(module, "student")]
+        return [module for module in self.base.modules() if isinstance(module, LayerStudent)]
 
     def _init_weights(self, module: nn.Module) -> None:
         """Nothing to draw: the base draws its own, and features come from a teacher or a checkpoint."""
@@ -155,7 +162,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         return cache
 
     def _prepare_cache_for_generation(
-        self, generation_config: object, model_kwargs: dict, *args: object, **kwargs: object
+        self, generation_config: GenerationConfig, model_kwargs: dict, *args: object, **kwargs: object
     ) -> None:
         wanted = generation_config.cache_implementation
         if wanted not in (None, "dynamic"):

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from .feature_map import FEATURE_MAPS
+from .feature_map import FEATURE_MAPS, FeatureMap
 from .linear_attention import State, linear_attention
 
 Tensor = torch.Tensor
@@ -74,7 +74,7 @@ class SoftmaxGroup(nn.Module):
 class Scaled:
     """A feature map whose queries carry the whole scale of the scores, as attention gives them, and whose keys none."""
 
-    def __init__(self, feature_map: nn.Module, scale: float) -> None:
+    def __init__(self, feature_map: FeatureMap, scale: float) -> None:
         self.feature_map, self.features, self.root = feature_map, feature_map.features, scale**0.5
 
     def queries(self, q: Tensor) -> Tensor:
@@ -89,20 +89,22 @@ class LayerStudent(nn.Module):
 
     def __init__(self, held: list, sinks: int, key_dim: int, feature_map: str) -> None:
         super().__init__()
-        kinds: dict[object, list[int]] = {}
+        kinds: dict[tuple[int, int] | str, list[int]] = {}
         for head, kind in enumerate(held):
-            kinds.setdefault(kind if kind == SOFTMAX else tuple(kind), []).append(head)
+            kinds.setdefault(SOFTMAX if kind == SOFTMAX else tuple(kind), []).append(head)
+        if (0, 0) in kinds and not sinks:
+            raise ValueError(f"KV heads {kinds[0, 0]} hold nothing: give them a window, features, sinks or softmax")
         self.kv_heads = len(held)
         self.groups = nn.ModuleList(
-            SoftmaxGroup(heads) if kind == SOFTMAX else HeadGroup(heads, *kind, sinks, key_dim, feature_map)
+            SoftmaxGroup(heads) if isinstance(kind, str) else HeadGroup(heads, *kind, sinks, key_dim, feature_map)
             for kind, heads in kinds.items()
         )
 
     def reset(self, generator: torch.Generator) -> None:
         """Draw the features anew."""
-        for group in self.groups:
-            if getattr(group, "feature_map", None) is not None:
-                group.feature_map.reset(generator)
+        for module in self.modules():
+            if isinstance(module, FeatureMap):
+                module.reset(generator)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, memory: list | None
@@ -112,8 +114,9 @@ class LayerStudent(nn.Module):
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
         for index, group in enumerate(self.groups):
             state = memory[index] if memory is not None and index < len(memory) else None
-            part, state = group(query[:, group.heads], key[:, group.heads], value[:, group.heads], scale, real, state)
-            out[:, group.heads] = part.to(out.dtype)
+            heads: list[int] = group.heads  # type: ignore[assignment]
+            part, state = group(query[:, heads], key[:, heads], value[:, heads], scale, real, state)
+            out[:, heads] = part.to(out.dtype)
             if memory is not None:
                 memory[index : index + 1] = [state]
         return out.flatten(1, 2)

@@ -1,0 +1,129 @@
+"""What a model is, and whether it can be linearized: told from its config, before any weight is downloaded."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from linearizer.cost import Layer, cache_bytes, feature_bytes
+from linearizer.errors import UnsupportedModel
+from linearizer.hub import Source
+from linearizer.probe import Seen, blueprint, watch, watch_blueprint
+from linearizer.support import TESTED, Refused, check_config, check_windows
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+BUDGETS = (64, 256, 1024)  # tokens of the teacher's cache
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the bytes of a cache of so many tokens buy."""
+
+    tokens: int
+    bytes: int
+    features_mean: float  # per KV head, if nothing else is bought
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is known of a model without its weights; its layers only as far as its code could be followed."""
+
+    name: str
+    revision: str | None
+    architecture: str
+    model_type: str
+    supported: bool
+    reason: str | None  # why it is not supported
+    remedy: str | None  # what to do instead
+    tested: bool  # whether tests of this project cover its kind
+    layers: tuple[Layer, ...]
+    scalings: tuple[float, ...]  # of each layer's scores
+    positions: str | None
+    max_positions: int | None
+    parameters: int
+    weight_bytes: int
+    licence: str | None
+    gated: bool
+    cache_bytes_per_token: int  # in the layers that a student replaces
+    budgets: tuple[Budget, ...]
+
+    def to_json(self) -> dict[str, Any]:
+        """Give everything as plain numbers, strings, lists and dicts."""
+        return asdict(self)
+
+    def require_support(self) -> None:
+        """Raise an error that says why the model cannot be linearized, if it cannot."""
+        if not self.supported:
+            raise UnsupportedModel(f"{self.name!r} cannot be linearized, because {self.reason}: {self.remedy}")
+
+
+def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
+    """Tell what a model is, and whether it is supported."""
+    model, seen, refusal = None, [], None
+    try:
+        check_config(config)
+        model = blueprint(config)
+        seen = watch_blueprint(model)
+        check_windows([layer.shape.native_window for layer in seen])
+    except Refused as refused:
+        refusal = refused
+    layers = tuple(layer.shape for layer in seen)
+    return Inspection(
+        name=source.name,
+        revision=source.revision,
+        architecture=(config.architectures or [config.model_type])[0],
+        model_type=config.model_type,
+        supported=refusal is None,
+        reason=refusal.reason if refusal else None,
+        remedy=refusal.remedy if refusal else None,
+        tested=refusal is None and config.model_type in TESTED,
+        layers=layers,
+        scalings=tuple(layer.scaling for layer in seen),
+        positions=positions(config, model),
+        max_positions=getattr(config, "max_position_embeddings", None),
+        parameters=source.parameters,
+        weight_bytes=source.weight_bytes,
+        licence=source.licence,
+        gated=source.gated,
+        cache_bytes_per_token=cache_bytes(layers, 1),
+        budgets=tuple(price(layers, tokens) for tokens in BUDGETS) if refusal is None else (),
+    )
+
+
+def verify_teacher(model: PreTrainedModel, inspection: Inspection) -> None:
+    """Check that a loaded model attends in every layer as its config said it would."""
+    try:
+        seen = watch(model)
+    except Refused as refused:
+        raise UnsupportedModel(f"{inspection.name!r} cannot be linearized, because {refused}") from refused
+    expected = [Seen(i, *pair) for i, pair in enumerate(zip(inspection.layers, inspection.scalings, strict=True))]
+    if seen != expected:
+        found, told = next((pair for pair in zip(seen, expected, strict=False) if pair[0] != pair[1]), (seen, expected))
+        raise UnsupportedModel(
+            f"{inspection.name!r} attends differently from what its config says ({found} instead of {told}): "
+            f"give the config that belongs to its weights"
+        )
+
+
+def price(layers: tuple[Layer, ...], tokens: int) -> Budget:
+    """Tell what a budget of so many tokens of cache means."""
+    paid = cache_bytes(layers, tokens)
+    feature = sum(layer.kv_heads * feature_bytes(layer) for layer in layers if layer.native_window is None)
+    return Budget(tokens, paid, paid / feature)
+
+
+def positions(config: PreTrainedConfig, model: PreTrainedModel | None) -> str | None:
+    """Name how a model tells positions apart, where its config or its modules show it."""
+    rope = getattr(config, "rope_parameters", None)
+    if rope:
+        by_kind = [part for part in rope.values() if isinstance(part, dict)] or [rope]
+        if any(part.get("partial_rotary_factor", 1) < 1 for part in by_kind):
+            return "partial rotary"
+        return "rotary" if all(getattr(config, "no_rope_layers", None) or [1]) else "rotary, but for some layers"
+    if model is not None and len([m for m in model.modules() if isinstance(m, torch.nn.Embedding)]) > 1:
+        return "learned"
+    return None

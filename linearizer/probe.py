@@ -1,0 +1,105 @@
+"""What every attention layer of a model attends with, seen by running the model's own code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from linearizer.cost import Layer
+from linearizer.hub import first_line
+from linearizer.runtime.attention import observing
+from linearizer.support import Refused, check_attention, check_layers, check_modules
+from linearizer.teacher import quiet
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig, PreTrainedModel
+
+TOKENS = 4
+
+
+@dataclass(frozen=True)
+class Seen:
+    """One attention layer as it was seen at work."""
+
+    index: int
+    shape: Layer
+    scaling: float
+
+
+class Unvalued(TorchDispatchMode):
+    """Answer each question about the values of meta tensors, which have none; no shape of attention hangs on it."""
+
+    def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        aten = torch.ops.aten
+        if func is aten._local_scalar_dense.default and args[0].is_meta:
+            return torch.zeros((), dtype=args[0].dtype).item()
+        if func is aten.nonzero.default and args[0].is_meta:  # no token goes to any expert
+            return args[0].new_empty(0, args[0].ndim, dtype=torch.long)
+        return func(*args, **(kwargs or {}))
+
+
+def blueprint(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a model without weights, on the meta device: no memory, whatever its size."""
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"), quiet():
+        try:
+            return AutoModelForCausalLM.from_config(
+                deepcopy(config), attn_implementation="eager", experts_implementation="eager"
+            ).eval()
+        except Exception as error:  # the model's own code, given numbers that it does not check
+            raise unbuildable(error) from error
+
+
+def watch_blueprint(model: PreTrainedModel) -> list[Seen]:
+    """Watch a model that has no weights."""
+    with Unvalued():
+        try:
+            return watch(model)
+        except Refused:
+            raise
+        except Exception as error:  # the model's own code, given numbers that it does not check
+            raise unbuildable(error) from error
+
+
+def unbuildable(error: Exception) -> Refused:
+    """Say that a config and its model's code do not fit together."""
+    return Refused(f"transformers cannot build it from its config ({first_line(error)})", "check its config.json")
+
+
+def watch(model: PreTrainedModel) -> list[Seen]:
+    """Let a model read a few tokens, and tell what each of its layers attended with; each must be seen once."""
+    seen: list[Seen] = []
+
+    def observe(
+        module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, more: dict
+    ) -> None:
+        check_attention(query, key, more)
+        index = int(module.layer_idx)  # type: ignore[arg-type]
+        window = native_window(model.config, index, more)
+        shape = Layer(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], window)
+        seen.append(Seen(index, shape, float(scaling)))
+
+    check_modules(model)
+    tokens = torch.zeros(1, TOKENS, dtype=torch.long, device=model.device)
+    with torch.no_grad(), quiet(), observing(model, observe):
+        cache = getattr(model(tokens, use_cache=True), "past_key_values", None)
+    cached = {i for i, layer in enumerate(getattr(cache, "layers", ())) if getattr(layer, "keys", None) is not None}
+    check_layers([layer.index for layer in seen], cached, getattr(model.config, "num_hidden_layers", 0))
+    return sorted(seen, key=lambda layer: layer.index)
+
+
+def native_window(config: PreTrainedConfig, index: int, arguments: dict) -> int | None:
+    """Tell how many tokens back a layer of the teacher may look, if that is bounded."""
+    kinds = getattr(config, "layer_types", None)
+    kind = kinds[index] if kinds else None
+    if kind == "chunked_attention":
+        return config.attention_chunk_size
+    if kind == "sliding_attention":
+        return config.sliding_window
+    return arguments.get("sliding_window")

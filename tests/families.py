@@ -1,0 +1,71 @@
+"""Tiny configs of every supported family: three layers, random weights, nothing downloaded."""
+
+from transformers import AutoConfig, PreTrainedConfig
+
+WINDOW = 8  # of the native sliding layers of gemma3_text
+
+SIZES = dict(
+    vocab_size=128,
+    hidden_size=64,
+    num_hidden_layers=3,
+    num_attention_heads=4,
+    intermediate_size=96,
+    max_position_embeddings=256,
+    initializer_range=0.2,  # attention far from uniform, so that a wrong one is seen
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
+PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+GPT = dict(
+    vocab_size=128,
+    n_embd=64,
+    n_layer=3,
+    n_head=4,
+    n_positions=256,
+    initializer_range=0.2,
+    bos_token_id=1,
+    eos_token_id=2,
+    pad_token_id=0,
+)
+EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+
+FAMILIES: dict[str, dict] = {
+    "gpt2": GPT,
+    "gpt_neox": {**SIZES, "rope_parameters": PARTIAL},
+    "gpt_bigcode": {**GPT, "multi_query": True},
+    "opt": {
+        **{k: v for k, v in SIZES.items() if k not in ("intermediate_size", "initializer_range")},
+        "ffn_dim": 96,
+        "word_embed_proj_dim": 64,
+        "init_std": 0.2,
+    },
+    "llama": GROUPED,
+    "mistral": {**GROUPED, "sliding_window": None},
+    "mixtral": {**GROUPED, **EXPERTS, "sliding_window": None},
+    "qwen2": GROUPED,
+    "qwen3": GROUPED,
+    "qwen3_moe": {**GROUPED, **EXPERTS, "moe_intermediate_size": 32},
+    "gemma": GROUPED,
+    "gemma3_text": {
+        **GROUPED,
+        "query_pre_attn_scalar": 32,  # scores are scaled by 32^-½, not by head_dim^-½
+        "sliding_window": WINDOW,
+        "layer_types": ["sliding_attention", "full_attention", "full_attention"],
+    },
+    "phi": {**SIZES, "num_key_value_heads": 2, "rope_parameters": PARTIAL},
+    "phi3": {**SIZES, "num_key_value_heads": 2, "original_max_position_embeddings": 256},
+    "olmo2": {**SIZES, "num_key_value_heads": 2},
+    "granite": {**SIZES, "num_key_value_heads": 2, "attention_multiplier": 0.1},
+    "smollm3": {**SIZES, "num_key_value_heads": 2, "no_rope_layers": [1, 1, 0]},
+    "stablelm": {**SIZES, "num_key_value_heads": 2, "rope_parameters": PARTIAL},
+    "starcoder2": {**SIZES, "num_key_value_heads": 2, "sliding_window": None},
+    "cohere": {**SIZES, "num_key_value_heads": 2, "logit_scale": 1.0},
+    "glm4": {**GROUPED, "rope_parameters": PARTIAL},
+}
+
+
+def tiny_config(family: str, **overrides: object) -> PreTrainedConfig:
+    """Build the config of a family's smallest member that has all its traits."""
+    return AutoConfig.for_model(family, **{**FAMILIES[family], **overrides})
