@@ -1,0 +1,189 @@
+"""Where text comes from, and how it becomes windows of tokens. Everything is read as it is used: memory stays flat."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Generator, Iterable, Iterator
+from pathlib import Path
+from typing import IO, TYPE_CHECKING, Any
+
+import torch
+
+from linearizer.errors import TextError
+from linearizer.hub import explained_dataset, stream_dataset
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+SOURCES = "`builtin`, `file:PATH`, `dataset:ID[:config][:split][:column]` or `self`"
+PIECE = 1 << 16  # characters read at a time
+ROWS = 16  # texts sampled at a time
+
+
+def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
+    """Read the documents of `builtin`, `file:PATH` or `dataset:ID[:config][:split][:column]`."""
+    kind, _, rest = source.partition(":")
+    if source == "builtin":
+        return _builtin()
+    if kind == "file" and rest:
+        return _not_empty(source, _file(Path(rest).expanduser()))
+    if kind == "dataset" and rest:
+        return _not_empty(source, _dataset(rest, token))
+    if source == "self":
+        raise TextError("'self' is text that the model itself writes, and there is no model here: name another source")
+    raise TextError(f"{source!r} is no source of text: write {SOURCES}")
+
+
+def token_windows(
+    documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int
+) -> Generator[torch.Tensor, None, int]:
+    """Pack documents, an end between them, into windows of `length` tokens; return how many tokens were left over.
+
+    Where the tokenizer starts a text with a token of its own, so does every window: models lean on it.
+    """
+    start, end = _start(tokenizer), _end(tokenizer)
+    fresh = length - len(start)
+    pending: list[int] = []
+    for document in documents:
+        pending += tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"] + end
+        whole = len(pending) // fresh * fresh
+        for begin in range(0, whole, fresh):
+            yield torch.tensor(start + pending[begin : begin + fresh])
+        pending = pending[whole:]
+    return len(pending)
+
+
+def enough_windows(
+    source: str,
+    tokenizer: PreTrainedTokenizerBase,
+    length: int,
+    count: int,
+    *,
+    model: PreTrainedModel | None = None,
+    seed: int = 0,
+    token: str | None = None,
+) -> torch.Tensor:  # (count, length)
+    """Take the first windows of a source, or say how much text is missing; `self` needs the model."""
+    if source == "self" and model is not None:
+        return sample_from(model, tokenizer, length, count, seed)
+    found: list[torch.Tensor] = []
+    windows = token_windows(read_documents(source, token=token), tokenizer, length)
+    while len(found) < count:
+        try:
+            found.append(next(windows))
+        except StopIteration as end:
+            raise TextError(
+                f"{source!r} has {len(found) * length + end.value} tokens, and {count * length} are needed "
+                f"({count} windows of {length}): give more text, or ask for fewer or shorter windows"
+            ) from None
+    return torch.stack(found)
+
+
+@torch.no_grad()
+def sample_from(
+    model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int
+) -> torch.Tensor:  # (count, length)
+    """Let a model write `count` texts of `length` tokens, each from the start of a text; the same for the same seed."""
+    first = _start(tokenizer) or _end(tokenizer)
+    if not first:
+        raise TextError("'self' needs a token to start from, and this tokenizer has neither bos nor eos: use `builtin`")
+    generator = torch.Generator(model.device).manual_seed(seed)
+    texts = []
+    for begin in range(0, count, ROWS):
+        rows = torch.full((min(ROWS, count - begin), 1), first[0], device=model.device)
+        cache = None
+        while rows.shape[1] < length:
+            out = model(rows[:, -1:], past_key_values=cache, use_cache=True)
+            chances = out.logits[:, -1].float().softmax(-1)
+            rows = torch.cat([rows, torch.multinomial(chances, 1, generator=generator)], dim=1)
+            cache = out.past_key_values
+        texts.append(rows.cpu())
+    return torch.cat(texts)
+
+
+def _start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Give the token that the tokenizer puts before every text, if there is one."""
+    first = tokenizer("a", verbose=False)["input_ids"][:1]
+    return first if first == [tokenizer.bos_token_id] else []
+
+
+def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+    """Give the token that ends a text, or else the one that begins the next."""
+    found = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    return [] if found is None else [found]
+
+
+def _not_empty(source: str, documents: Iterator[str]) -> Iterator[str]:
+    empty = True
+    for document in documents:
+        if document.strip():
+            empty = False
+            yield document
+    if empty:
+        raise TextError(f"{source!r} holds no text: name a source that does, such as `builtin`")
+
+
+def _builtin() -> Iterator[str]:
+    """Give the topics of the language reference, which every CPython carries."""
+    from pydoc_data.topics import topics
+
+    yield from topics.values()
+
+
+def _file(path: Path) -> Iterator[str]:
+    try:
+        with path.open(encoding="utf-8-sig") as file:
+            yield from _rows(path, file) if path.suffix == ".jsonl" else _pieces(path, file)
+    except UnicodeDecodeError as error:
+        raise TextError(
+            f"{str(path)!r} is no text in UTF-8 (byte {error.start}): convert it, or name another"
+        ) from error
+    except IsADirectoryError as error:
+        raise TextError(f"{str(path)!r} is a folder: name one file of it") from error
+    except FileNotFoundError as error:
+        raise TextError(f"{str(path)!r} does not exist: check the path") from error
+    except OSError as error:
+        raise TextError(
+            f"{str(path)!r} cannot be read ({error.strerror}): check the path and its permissions"
+        ) from error
+
+
+def _pieces(path: Path, file: IO[str]) -> Iterator[str]:
+    """Read a text in pieces that end where a line does."""
+    while piece := file.read(PIECE):
+        if "\0" in piece:
+            raise TextError(f"{str(path)!r} is no text, it holds zero bytes: name a text file")
+        yield piece + file.readline(PIECE)
+
+
+def _rows(path: Path, file: IO[str]) -> Iterator[str]:
+    for number, line in enumerate(file, 1):
+        if not line.strip():
+            continue
+        try:
+            row: Any = json.loads(line)
+        except ValueError as error:
+            raise TextError(f"{str(path)!r} has no JSON in line {number} ({error}): repair that line") from error
+        if not isinstance(row, dict) or not isinstance(row.get("text"), str):
+            raise TextError(f'{str(path)!r} has no string named "text" in line {number}: each line needs one')
+        yield row["text"]
+
+
+def _dataset(spec: str, token: str | None) -> Iterator[str]:
+    """Stream a column of a data set; each part of the specification after the id may be left empty."""
+    parts = spec.split(":")
+    if len(parts) > 4:
+        raise TextError(f"'dataset:{spec}' has {len(parts)} parts and may have 4: write {SOURCES}")
+    identifier, config, split, column = parts + [""] * (4 - len(parts))
+    split, column = split or "train", column or "text"
+    if "/" not in identifier:
+        raise TextError(f"{identifier!r} is no id of a data set: write `org/name`")
+    with explained_dataset(identifier, token):
+        splits = stream_dataset(identifier, config or None, token)
+        if split not in splits:
+            raise TextError(f"{identifier!r} has no split {split!r}: it has {', '.join(splits)}")
+        for row in splits[split]:
+            if not isinstance(row.get(column), str):
+                text = [name for name, value in row.items() if isinstance(value, str)]
+                raise TextError(f"{identifier!r} has no text in a column {column!r}: it has some in {', '.join(text)}")
+            yield row[column]
