@@ -1,0 +1,192 @@
+"""The command line.  linearizer run MODEL --budget 256 --out RUN"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, fields, replace
+from pathlib import Path
+from typing import Any, NoReturn
+
+from linearizer.errors import LinearizerError, RequestError
+from linearizer.plan import Plan
+
+BUDGET = 256
+STOPPED = 130
+
+
+class Parser(argparse.ArgumentParser):
+    """Says what is wrong with a request as everything else here does: in a sentence."""
+
+    def error(self, message: str) -> NoReturn:
+        raise RequestError(f"{message}; see `{self.prog} --help`")
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Serve one request; return 0 done, 1 a fault, 2 it cannot be served, 130 stopped."""
+    try:
+        asked = parser().parse_args(arguments)
+        asked.serve(asked)
+    except LinearizerError as error:
+        print(f"linearizer: {error}", file=sys.stderr)  # noqa: T201
+        return error.exit_code
+    except KeyboardInterrupt:
+        print("linearizer: stopped; what was finished is kept", file=sys.stderr)  # noqa: T201
+        return STOPPED
+    return 0
+
+
+def parser() -> Parser:
+    root = Parser(prog="linearizer", description="Turn a causal language model into one with a state of fixed size.")
+    commands = root.add_subparsers(required=True, metavar="COMMAND")
+    model_help = "a Hub id, id@revision, a local folder, or demo"
+
+    command = commands.add_parser("inspect", help="what a model is, and whether it can be linearized")
+    command.add_argument("model", metavar="MODEL", help=model_help)
+    command.set_defaults(serve=serve_inspect)
+
+    command = commands.add_parser("run", help="all the steps: profile, allocate, student, checkpoint")
+    command.add_argument("model", metavar="MODEL", help=model_help)
+    add_run_options(command)
+    command.set_defaults(serve=serve_run)
+
+    command = commands.add_parser("profile", help="measure how many degrees of freedom each head uses")
+    command.add_argument("model", metavar="MODEL", help=model_help)
+    add_run_options(command)
+    command.set_defaults(serve=serve_profile)
+
+    command = commands.add_parser("allocate", help="share out another budget, from what a run has measured")
+    command.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+    add_budget_options(command)
+    command.set_defaults(serve=serve_allocate)
+
+    command = commands.add_parser("compare", help="teacher and student continue the same prompt")
+    command.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+    command.add_argument("--prompt", default="The", help="what both continue (default: %(default)s)")
+    command.add_argument("--tokens", type=int, default=64, help="how many tokens they write (default: %(default)s)")
+    command.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
+    command.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
+    command.set_defaults(serve=serve_compare)
+
+    for command in commands.choices.values():
+        command.add_argument("--json", action="store_true", help="print the product, and nothing else")
+    return root
+
+
+def add_budget_options(command: argparse.ArgumentParser) -> None:
+    """Options that decide an allocation; what is not given is None, and the plan's."""
+    dial = command.add_mutually_exclusive_group()
+    dial.add_argument(
+        "--budget", type=int, help=f"the state may cost what the KV cache costs at this many tokens (default: {BUDGET})"
+    )
+    dial.add_argument("--features", type=int, help="instead: mean features per KV head, the paper's C")
+    command.add_argument("--strategy", help="fix, dof, dof-clip, dof-mean or common-lambda (default: common-lambda)")
+    command.add_argument("--window", type=int, help="exact tokens before each token (default: half of the budget)")
+    command.add_argument("--sinks", type=int, help="exact tokens at the start (default: 4; none with --features)")
+
+
+def add_run_options(command: argparse.ArgumentParser) -> None:
+    add_budget_options(command)
+    usual = {field.name: field.default for field in fields(Plan)}
+    texts = {
+        "feature-map": "prf, performer, dijiang, hedgehog, mlp or codebook",
+        "text": "builtin, self, file:PATH or dataset:ID[:config][:split][:column]",
+        "normalise": "the Gram matrix: trace, J or none",
+        "gauge": "keys: centred or raw",
+        "per": "degrees of freedom per KV head, or per query head as in the paper: kv or query",
+        "device": "auto, cpu, cuda, cuda:1, …",
+        "dtype": "auto, float32, bfloat16 or float16",
+    }
+    for name, text in texts.items():
+        command.add_argument(f"--{name}", help=f"{text} (default: {usual[name.replace('-', '_')]})")
+    numbers = {
+        "texts": "windows of text to measure",
+        "length": "tokens of each",
+        "samples": "queries and keys per head",
+        "seed": "of everything that is drawn",
+    }
+    for name, text in numbers.items():
+        command.add_argument(f"--{name}", type=int, help=f"{text} (default: {usual[name]})")
+    command.add_argument("--out", type=Path, help="the run's folder (default: a new one under runs/)")
+    command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
+
+
+def plan_changes(asked: argparse.Namespace) -> dict[str, Any]:
+    """What was given of a plan; a budget takes the place of features, and the other way round."""
+    names = {field.name for field in fields(Plan)}
+    given = {name: value for name, value in vars(asked).items() if name in names and value is not None}
+    if "features" in given:
+        given["budget"] = None
+    elif "budget" in given:
+        given["features"] = None
+    return given
+
+
+def begin(asked: argparse.Namespace) -> Any:
+    """Open the run that was asked for, new or to be resumed."""
+    from linearizer.run import Run, fresh_folder
+
+    plan = Plan(**{"budget": BUDGET, **plan_changes(asked)})
+    if asked.resume and asked.out is None:
+        raise RequestError("--resume needs --out: name the run's folder")
+    dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"
+    return Run.begin(asked.out or fresh_folder(plan.model, dial), plan, asked.resume)
+
+
+def show(asked: argparse.Namespace, product: object, text: str) -> None:
+    """Print a product, for people or for programs."""
+    print(json.dumps(product, indent=1) if asked.json else text)  # noqa: T201
+
+
+def serve_inspect(asked: argparse.Namespace) -> None:
+    from linearizer import pipeline, terminal
+
+    found = pipeline.inspect(asked.model)
+    show(asked, found.to_json(), terminal.inspection_text(found))
+    found.require_support()
+
+
+def serve_profile(asked: argparse.Namespace) -> None:
+    from linearizer import pipeline, terminal
+
+    run = begin(asked)
+    found = terminal.watch(pipeline.measure_only(run))
+    show(asked, asdict(found), terminal.profile_text(found) + f"\nin {run.folder}")
+
+
+def serve_allocate(asked: argparse.Namespace) -> None:
+    from linearizer import pipeline, terminal
+    from linearizer.run import Run
+
+    run = Run.open(asked.run)
+    found = pipeline.reallocate(run, replace(run.plan, **plan_changes(asked)))
+    show(asked, pipeline.summary(found, run.layers), terminal.allocation_text(found, run.layers))
+
+
+def serve_run(asked: argparse.Namespace) -> None:
+    from linearizer import pipeline, terminal
+
+    run = begin(asked)
+    terminal.watch(pipeline.linearize(run))
+    product = {
+        "run": str(run.folder),
+        "checkpoint": str(run.checkpoint),
+        **pipeline.summary(run.allocation, run.layers),
+    }
+    text = f"{terminal.cost_text(run.allocation, run.layers)}\nthe student is in {run.checkpoint}"
+    show(asked, product, f"{text}\nsee it write: linearizer compare {run.folder}")
+
+
+def serve_compare(asked: argparse.Namespace) -> None:
+    from linearizer import pipeline, terminal
+    from linearizer.run import Run
+
+    run = Run.open(asked.run)
+    found = terminal.watch(pipeline.compare_run(run, asked.prompt, asked.tokens, asked.seed, asked.sample))
+    show(asked, asdict(found), terminal.comparison_text(found))
+
+
+if __name__ == "__main__":
+    sys.exit(main())

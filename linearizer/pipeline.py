@@ -1,0 +1,169 @@
+"""The order of the steps, written once: model -> profile -> allocation -> student -> checkpoint.
+
+Each step's product is stored in the run's folder, and a step whose product is there is not done again.
+"""
+
+from __future__ import annotations
+
+import json
+from dataclasses import asdict, dataclass
+
+import torch
+from safetensors.torch import save_file
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from linearizer import checkpoint
+from linearizer.allocation import Allocation, allocate
+from linearizer.comparison import Comparison, compare
+from linearizer.cost import Layer
+from linearizer.errors import RequestError
+from linearizer.hub import Source, find_model
+from linearizer.inspection import Inspection, inspect_model, verify_teacher
+from linearizer.measurement import measure
+from linearizer.plan import Plan
+from linearizer.profile import Asked, Profile
+from linearizer.progress import Steps
+from linearizer.run import Run, writing
+from linearizer.teacher import load_config, load_teacher, load_tokenizer, quiet
+from linearizer.text import enough_windows
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher in memory, checked against its inspection."""
+
+    source: Source
+    inspection: Inspection
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def inspect(model: str, token: str | None = None) -> Inspection:
+    """Say what a model is and whether it can be linearized; no weight is downloaded."""
+    source = find_model(model, token)
+    return inspect_model(source, load_config(source, token))
+
+
+def load(plan: Plan, token: str | None = None) -> Teacher:
+    """Load the teacher of a plan, after its config said that it can be linearized."""
+    source = find_model(plan.model, token)
+    inspection = inspect_model(source, load_config(source, token))
+    inspection.require_support()
+    tokenizer = load_tokenizer(source, token)
+    model = load_teacher(source, plan.dtype, device_of(plan), token)
+    verify_teacher(model, inspection)
+    return Teacher(source, inspection, model, tokenizer)
+
+
+def device_of(plan: Plan) -> str:
+    """The device asked for, or the best there is."""
+    if plan.device != "auto":
+        try:
+            torch.empty(0, device=plan.device)
+        except (RuntimeError, AssertionError) as error:
+            raise RequestError(f"device {plan.device!r} is not to be had here: name cpu, or leave it out") from error
+        return plan.device
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profile]:
+    """Measure the teacher, unless this run has measured it."""
+    if found := run.profile:
+        return found
+    plan, most = run.plan, teacher.inspection.max_positions
+    length = plan.length if most is None else min(plan.length, most)
+    windows = enough_windows(
+        plan.text, teacher.tokenizer, length, plan.texts, model=teacher.model, seed=plan.seed, token=token
+    )
+    asked = Asked(
+        text=plan.text,
+        samples=plan.samples,
+        per=plan.per,  # type: ignore[arg-type]
+        normalise=plan.normalise,  # type: ignore[arg-type]
+        gauge=plan.gauge,  # type: ignore[arg-type]
+        seed=plan.seed,
+    )
+    measured = yield from measure(teacher.model, windows, teacher.inspection.layers, asked)
+    with writing(run.folder / "state"):
+        save_file(measured.samples.tensors(), run.folder / "state" / "samples.safetensors")
+    run.write("state/layers.json", json.dumps([asdict(layer) for layer in teacher.inspection.layers]))
+    run.write("profile.json", measured.profile.to_json())
+    run.log("profiled", tokens=measured.profile.tokens)
+    return measured.profile
+
+
+def decide(plan: Plan, profile: Profile, layers: tuple[Layer, ...]) -> Allocation:
+    """Allocate what a plan asks for."""
+    return allocate(
+        profile,
+        layers,
+        budget=plan.budget,
+        features=plan.features,
+        strategy=plan.strategy,
+        window=plan.kept_window,
+        sinks=plan.kept_sinks,
+    )
+
+
+def reallocate(run: Run, plan: Plan) -> Allocation:
+    """Decide anew, from what the run has measured; it becomes the run's own if no student was made yet."""
+    measured = run.profile
+    if measured is None:
+        raise RequestError(f"{str(run.folder)!r} has no profile yet: `linearizer run --resume` measures it")
+    allocation = decide(plan, measured, run.layers)
+    if not run.checkpoint.exists():
+        with run.locked():
+            run.write("plan.json", plan.to_json())
+            run.write("allocation.json", allocation.to_json())
+            run.log("allocated", strategy=allocation.strategy, features_mean=allocation.features_mean)
+    return allocation
+
+
+def linearize(run: Run, token: str | None = None) -> Steps[Run]:
+    """Do what the plan of a run asks for, from where it stands."""
+    with run.locked(), quiet():
+        if run.checkpoint.is_dir():
+            return run
+        run.log("started")
+        teacher = load(run.plan, token)
+        found = yield from profile(run, teacher, token)
+        allocation = run.allocation or decide(run.plan, found, teacher.inspection.layers)
+        run.write("allocation.json", allocation.to_json())
+        run.log("allocated", strategy=allocation.strategy, features_mean=allocation.features_mean)
+        origin = {"name": teacher.source.repo_id or teacher.source.name, "revision": teacher.source.revision}
+        student = checkpoint.linearize(
+            teacher.model, teacher.inspection.layers, allocation, run.plan.feature_map, run.plan.seed, origin
+        )
+        checkpoint.save(student, teacher.tokenizer, run.checkpoint)
+        run.log("done", checkpoint="checkpoint")
+        return run
+
+
+def measure_only(run: Run, token: str | None = None) -> Steps[Profile]:
+    """Take a run as far as its profile."""
+    with run.locked(), quiet():
+        run.log("started")
+        return (yield from profile(run, load(run.plan, token), token))
+
+
+def compare_run(
+    run: Run, prompt: str, new_tokens: int, seed: int, sample: bool, token: str | None = None
+) -> Steps[Comparison]:
+    """Let the teacher and the student of a run continue a prompt."""
+    if not run.checkpoint.is_dir():
+        raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
+    with quiet():
+        teacher = load(run.plan, token)
+        student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
+        return (yield from compare(teacher.model, student, teacher.tokenizer, prompt, new_tokens, seed, sample))
+
+
+def summary(allocation: Allocation, layers: tuple[Layer, ...]) -> dict[str, object]:
+    """An allocation with what it costs, as plain numbers."""
+    breakeven = allocation.breakeven_tokens(layers)
+    return {
+        **json.loads(allocation.to_json()),
+        "features_mean": allocation.features_mean,
+        "state_bytes": allocation.state_bytes(layers, breakeven or 0),
+        "breakeven_tokens": breakeven,
+    }

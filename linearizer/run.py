@@ -1,0 +1,161 @@
+"""A run is a folder: what was asked, what came of it, and a log of events that is the only truth.
+
+RUN/plan.json profile.json allocation.json events.jsonl
+RUN/state/          what resuming needs: the shapes of the layers, the samples of queries and keys
+RUN/checkpoint/     what loads with transformers
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from filelock import FileLock, Timeout
+
+from linearizer.allocation import Allocation
+from linearizer.cost import Layer
+from linearizer.errors import FolderError, RequestError
+from linearizer.plan import Plan
+from linearizer.profile import Profile
+
+OWN = {
+    "plan.json", "profile.json", "allocation.json", "evaluation.json", "events.jsonl", "state", "checkpoint",
+    "checkpoint.unfinished", "lock",
+}  # fmt: skip
+
+
+@dataclass(frozen=True)
+class Run:
+    """One run's folder."""
+
+    folder: Path
+
+    @staticmethod
+    def open(folder: Path) -> Run:
+        """Open a run that is there."""
+        if not (folder / "plan.json").is_file():
+            raise FolderError(f"{str(folder)!r} holds no run: start one with `linearizer run MODEL --out {folder}`")
+        return Run(folder)
+
+    @staticmethod
+    def begin(folder: Path, plan: Plan, resume: bool = False) -> Run:
+        """Start a run in a folder, or go on with the one that is there if it has the same plan."""
+        there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
+        if "plan.json" in there and not resume:
+            raise FolderError(
+                f"{str(folder)!r} holds a run already: add --resume to go on with it, or name another folder"
+            )
+        if folder.exists() and (not folder.is_dir() or there - OWN):
+            raise FolderError(f"{str(folder)!r} holds something else: name a folder that is new or empty")
+        run = Run(folder)
+        if "plan.json" not in there:
+            with writing(folder):
+                (folder / "state").mkdir(parents=True, exist_ok=True)
+            run.write("plan.json", plan.to_json())
+        elif differences := plan.differences(run.plan):
+            raise RequestError(
+                f"{str(folder)!r} was begun with another plan ({'; '.join(differences)}): ask for the same, or name "
+                "another folder"
+            )
+        return run
+
+    @property
+    def plan(self) -> Plan:
+        return Plan.from_json(self.read("plan.json"))
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        """The shapes of the teacher's layers, stored with the profile."""
+        return tuple(Layer(**layer) for layer in json.loads(self.read("state/layers.json")))
+
+    @property
+    def profile(self) -> Profile | None:
+        return Profile.from_json(self.read("profile.json")) if self.has("profile.json") else None
+
+    @property
+    def allocation(self) -> Allocation | None:
+        return Allocation.from_json(self.read("allocation.json")) if self.has("allocation.json") else None
+
+    @property
+    def checkpoint(self) -> Path:
+        return self.folder / "checkpoint"
+
+    def has(self, name: str) -> bool:
+        return (self.folder / name).exists()
+
+    def read(self, name: str) -> str:
+        try:
+            return (self.folder / name).read_text(encoding="utf-8")
+        except (OSError, UnicodeDecodeError) as error:
+            raise FolderError(f"{str(self.folder / name)!r} cannot be read ({error}): start a new run") from error
+
+    def write(self, name: str, text: str) -> None:
+        """Write a file whole or not at all."""
+        path = self.folder / name
+        with writing(path):
+            unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+            try:
+                with unfinished.open("w", encoding="utf-8") as file:
+                    file.write(text)
+                    file.flush()
+                    os.fsync(file.fileno())
+                unfinished.replace(path)
+            finally:
+                unfinished.unlink(missing_ok=True)
+
+    def log(self, event: str, **details: Any) -> None:
+        """Append an event; the time is seconds since 1970."""
+        path = self.folder / "events.jsonl"
+        with writing(path), path.open("ab+") as file:
+            torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+            line = json.dumps({"time": round(time.time(), 3), "event": event, **details})
+            file.write((b"\n" if torn else b"") + line.encode() + b"\n")
+
+    def events(self) -> list[dict[str, Any]]:
+        """Read all events; a line that was cut off while being written is not one."""
+        found = []
+        for line in self.read("events.jsonl").split("\n") if self.has("events.jsonl") else ():
+            try:
+                found.append(json.loads(line))
+            except ValueError:
+                continue
+        return found
+
+    @contextmanager
+    def locked(self) -> Iterator[None]:
+        """Keep other processes from writing this run; the system frees the lock of a process that died."""
+        with writing(self.folder):
+            lock = FileLock(self.folder / "lock")
+            try:
+                lock.acquire(blocking=False)
+            except Timeout as error:
+                raise FolderError(
+                    f"{str(self.folder)!r} is being written by another process: wait for it, or stop it"
+                ) from error
+        with lock:
+            yield
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system says about a path that cannot be written into a sentence."""
+    try:
+        yield
+    except OSError as error:
+        raise FolderError(
+            f"{str(path)!r} cannot be written ({error.strerror}): free the disk, or name a folder that is yours to "
+            "write; what was there is untouched"
+        ) from error
+
+
+def fresh_folder(model: str, budget: str) -> Path:
+    """Choose a folder under runs/ that is not there yet."""
+    name = f"{model.rstrip('/').split('/')[-1].replace('@', '-')}-{budget}"
+    names = (Path("runs") / (name if n == 1 else f"{name}-{n}") for n in range(1, 10**6))
+    return next(path for path in names if not path.exists())

@@ -1,0 +1,162 @@
+"""What the command line shows: progress while a step works, and tables of what came of it."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Sequence
+from typing import TextIO, TypeVar
+
+from linearizer.allocation import Allocation
+from linearizer.comparison import Comparison
+from linearizer.cost import Layer
+from linearizer.inspection import Inspection
+from linearizer.profile import Profile
+from linearizer.progress import Progress, Steps
+
+Product = TypeVar("Product")
+
+
+class Bar:
+    """One line on a terminal: how far a step is, how fast it goes, what is left."""
+
+    def __init__(self, stream: TextIO) -> None:
+        self.stream, self.shown = stream, stream.isatty()
+        self.step, self.begin, self.first, self.width = ("", ""), 0.0, 0, 0
+
+    def show(self, progress: Progress) -> None:
+        now = time.monotonic()
+        if (progress.step, progress.unit) != self.step:
+            self.step, self.begin, self.first = (progress.step, progress.unit), now, progress.done
+        done, took = progress.done - self.first, now - self.begin
+        line = f"{progress.step:>10}  {progress.done}/{progress.total} {progress.unit}"
+        if done and took > 0:
+            line += f"  {done / took:.1f}/s  {duration((progress.total - progress.done) * took / done)} left"
+        self.print(line)
+
+    def print(self, line: str) -> None:
+        if self.shown:
+            self.stream.write("\r" + line.ljust(self.width))
+            self.stream.flush()
+            self.width = len(line)
+
+    def clear(self) -> None:
+        self.print("")
+        if self.shown:
+            self.stream.write("\r")
+
+
+def watch(steps: Steps[Product]) -> Product:
+    """Run a step to its end, with its progress on standard error if that is a terminal."""
+    bar = Bar(sys.stderr)
+    try:
+        while True:
+            try:
+                bar.show(next(steps))
+            except StopIteration as end:
+                return end.value
+    finally:
+        bar.clear()
+
+
+def duration(seconds: float) -> str:
+    minutes, seconds = divmod(round(seconds), 60)
+    return f"{minutes} min {seconds} s" if minutes else f"{seconds} s"
+
+
+def size(count: float) -> str:
+    """Bytes with three digits: 512 B, 1.50 MB."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 1000:
+            return f"{count:.3g} {unit}"
+        count /= 1000
+    return f"{count:.3g} TB"
+
+
+def columns(rows: Sequence[Sequence[object]]) -> str:
+    """Lay out rows of cells, the first column to the left and the others to the right."""
+    texts = [[str(cell) for cell in row] for row in rows]
+    widths = [max(len(cell) for cell in column) for column in zip(*texts, strict=True)]
+    lines = ([cell.rjust(width) for cell, width in zip(row, widths, strict=True)] for row in texts)
+    return "\n".join("  ".join([row[0].strip().ljust(widths[0]), *row[1:]]).rstrip() for row in lines)
+
+
+def inspection_text(found: Inspection) -> str:
+    """Say what a model is."""
+    shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in found.layers})
+    windowed = sum(layer.native_window is not None for layer in found.layers)
+    heads = "; ".join(f"{query} query heads on {kv} KV heads of size {dim}" for query, kv, dim in shapes)
+    facts = [
+        ("model", found.name + (f" at {found.revision}" if found.revision else "")),
+        ("architecture", f"{found.architecture} ({found.model_type})"),
+        ("supported", "yes" + ("" if found.tested else ", by its interface; its family is not among the tested"))
+        if found.supported
+        else ("supported", f"no, because {found.reason}: {found.remedy}"),
+        ("layers", f"{len(found.layers)}" + (f", {windowed} of them windowed by itself" if windowed else "")),
+        ("attention", heads or "unknown"),
+        ("positions", f"{found.positions or 'unknown'}, at most {found.max_positions or 'any'}"),
+        ("parameters", f"{found.parameters:,} ({size(found.weight_bytes)} to download)"),
+        ("licence", (found.licence or "not stated") + (", gated" if found.gated else "")),
+        ("KV cache", f"{found.cache_bytes_per_token:,} bytes a token"),
+    ]
+    lines = [f"{name:13}{text}" for name, text in facts]
+    for budget in found.budgets:
+        lines.append(
+            f"{'budget ' + str(budget.tokens):13}{size(budget.bytes)} of state, or {budget.features_mean:.1f} features "
+            "per KV head"
+        )
+    return "\n".join(lines)
+
+
+def profile_text(profile: Profile) -> str:
+    """Say what was measured, layer by layer."""
+    reference = profile.asked.ridges.index(profile.asked.reference)
+    rows: list[Sequence[object]] = [
+        ("layer", "N(λ) by KV head", "in sinks", f"in window {profile.windows[-1]}", "nats")
+    ]
+    for index, layer in enumerate(profile.layers):
+        if not layer.heads:
+            rows.append((index, "bounded by itself", "", "", ""))
+            continue
+        counts = " ".join(f"{head.freedoms[reference]:.1f}{'*' * head.saturated}" for head in layer.heads)
+        sinks, window, entropy = (
+            sum(values) / len(layer.heads)
+            for values in zip(*((h.sink_mass, h.window_mass[-1], h.entropy) for h in layer.heads), strict=True)
+        )
+        rows.append((index, counts, f"{sinks:.0%}", f"{window:.0%}", f"{entropy:.2f}"))
+    text = columns(rows) + f"\ndegrees of freedom at λ = {profile.asked.reference:g}, from {profile.tokens:,} tokens"
+    if any(head.saturated for layer in profile.layers for head in layer.heads):
+        text += f"\n* more than a quarter of the {profile.asked.samples} samples: ask for more with --samples"
+    return text
+
+
+def allocation_text(allocation: Allocation, layers: Sequence[Layer]) -> str:
+    """Say what every head got, and what that costs."""
+    rows: list[Sequence[object]] = [("layer", "by KV head: window + features")]
+    for index, heads in enumerate(allocation.heads):
+        kinds = ("softmax" if head.softmax else f"{head.window}+{head.features}" for head in heads)
+        rows.append((index, "  ".join(kinds) or "stays as it is"))
+    return columns(rows) + "\n" + cost_text(allocation, layers)
+
+
+def cost_text(allocation: Allocation, layers: Sequence[Layer]) -> str:
+    """Say in one line what a student's state is and costs."""
+    breakeven = allocation.breakeven_tokens(layers)
+    from_then = (
+        "never smaller than the cache" if breakeven is None else f"smaller than the cache from {breakeven} tokens on"
+    )
+    state = size(allocation.state_bytes(layers, breakeven or 0))
+    return (
+        f"{allocation.strategy}: {allocation.features_mean:.1f} features per KV head and {allocation.sinks} sinks, "
+        f"{state} of state, {from_then}"
+    )
+
+
+def comparison_text(found: Comparison) -> str:
+    """Say what teacher and student wrote, how fast, and what they remember."""
+    rows: list[Sequence[object]] = [("", "tokens", "first token", "tokens/s", "remembers")]
+    for name, side in (("teacher", found.teacher), ("student", found.student)):
+        first = f"{side.first_token_seconds * 1000:.0f} ms"
+        rows.append((name, side.tokens, first, f"{side.tokens_per_second:.1f}", size(side.state_bytes)))
+    texts = (f"{name}: {side.text}" for name, side in (("teacher", found.teacher), ("student", found.student)))
+    return "\n\n".join([f"prompt: {found.prompt}", *texts, columns(rows)])
