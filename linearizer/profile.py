@@ -1,0 +1,128 @@
+"""What was measured of a model: how many features each KV head needs, and what its attention looks at."""
+
+from __future__ import annotations
+
+import json
+import math
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass
+from itertools import accumulate, pairwise
+from typing import Any, Literal, get_args
+
+from linearizer.errors import RequestError
+from linearizer.spectrum import Normalise
+
+Gauge = Literal["raw", "centred"]  # keys as they are, or less their mean, to which a softmax is blind
+Per = Literal["kv", "query"]  # one curve for every KV head; or for every query head too, as the paper has it
+
+
+@dataclass(frozen=True)
+class Asked:
+    """What to measure. The paper leaves no token out and keeps the keys: sinks=0, gauge="raw", per="query"."""
+
+    text: str = ""  # where it comes from
+    samples: int = 2048  # queries and keys of a head, half and half
+    rows: int = 1024  # queries whose whole attention is read
+    sinks: int = 4  # first tokens of each text that are left out
+    per: Per = "kv"
+    normalise: Normalise = "trace"
+    gauge: Gauge = "centred"
+    seed: int = 0
+    ridges: tuple[float, ...] = tuple(2.0**-exponent for exponent in range(21))  # falling
+    reference: float = 2.0**-8  # where leverages are taken: the λ of the paper's table of heads
+
+    def __post_init__(self) -> None:
+        if self.samples < 32 or self.samples % 8:
+            raise RequestError(f"samples {self.samples} cannot be shared out: give a multiple of 8 from 32 on")
+        if self.rows < 1 or self.sinks < 0:
+            raise RequestError(f"rows {self.rows} and sinks {self.sinks} cannot be: give at least 1 row and 0 sinks")
+        for name, kind in (("per", Per), ("normalise", Normalise), ("gauge", Gauge)):
+            if getattr(self, name) not in get_args(kind):
+                raise RequestError(f"{name} {getattr(self, name)!r} is unknown; there are {get_args(kind)}")
+        falling = bool(self.ridges) and all(high > low for high, low in pairwise(self.ridges))
+        if not falling or not all(0 < ridge < math.inf for ridge in (*self.ridges, self.reference)):
+            raise RequestError(f"ridges must fall and be above 0, not {self.ridges} and {self.reference}")
+
+
+@dataclass(frozen=True)
+class HeadProfile:
+    """One KV head, with the queries of its group. Masses, entropy and norm are means over queries."""
+
+    freedoms: tuple[float, ...]  # N(λ) for every ridge of the profile
+    errors: tuple[float, ...]  # the standard error of each
+    saturated: bool  # N(reference) > samples / 4: more samples would give more
+    sink_mass: float  # attention that falls on the sinks
+    window_mass: tuple[float, ...]  # attention within each window of the profile, sinks apart
+    entropy: float  # nats
+    value_norm: float  # mean square of a value after the output projection
+
+
+@dataclass(frozen=True)
+class LayerProfile:
+    """The KV heads of one layer; none where the teacher bounds the layer itself."""
+
+    heads: tuple[HeadProfile, ...]
+    query_freedoms: tuple[tuple[float, ...], ...] = ()  # [query head][ridge], where it was asked for
+
+
+@dataclass(frozen=True)
+class Profile:
+    """A model on a text: what was asked, and what was found."""
+
+    asked: Asked
+    tokens: int  # no padding among them
+    windows: tuple[int, ...]
+    layers: tuple[LayerProfile, ...]
+
+    def to_json(self) -> str:
+        """Write the profile as text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Profile:
+        """Read a profile that `to_json` wrote."""
+        try:
+            read = frozen(json.loads(text))
+            layers = tuple(read_layer(layer) for layer in read["layers"])
+            return Profile(**read | {"asked": Asked(**read["asked"]), "layers": layers})
+        except (ValueError, TypeError, KeyError) as error:
+            raise RequestError(f"the profile cannot be read ({error}): measure it again") from error
+
+
+def read_layer(read: Mapping[str, Any]) -> LayerProfile:
+    """Build a layer from what JSON gave."""
+    return LayerProfile(tuple(HeadProfile(**head) for head in read["heads"]), read["query_freedoms"])
+
+
+def frozen(read: Any) -> Any:
+    """Turn the lists that JSON gave into tuples, all the way down."""
+    if isinstance(read, dict):
+        return {name: frozen(value) for name, value in read.items()}
+    return tuple(frozen(value) for value in read) if isinstance(read, list) else read
+
+
+@dataclass(frozen=True)
+class Curve:
+    """N(λ) of one head between the ridges too, on logarithmic axes, where it is smooth."""
+
+    levels: tuple[float, ...]  # -log λ, rising
+    logs: tuple[float, ...]  # log N, rising
+
+    @staticmethod
+    def through(freedoms: Sequence[float], ridges: Sequence[float]) -> Curve:
+        """Draw the curve through what was measured."""
+        logs = accumulate((math.log(max(count, 1e-9)) for count in freedoms), max)
+        return Curve(tuple(-math.log(ridge) for ridge in ridges), tuple(logs))
+
+    def at(self, level: float) -> float:
+        """Read N off; beyond the grid every head goes in proportion to 1/λ, as far from it they do."""
+        if level <= self.levels[0]:
+            return math.exp(self.logs[0] + level - self.levels[0])
+        if level >= self.levels[-1]:
+            return math.exp(self.logs[-1] + level - self.levels[-1])
+        after = bisect_right(self.levels, level)
+        low, high = self.logs[after - 1], self.logs[after]
+        slope = (high - low) / (self.levels[after] - self.levels[after - 1])
+        # never past the next point by a rounding: allocations rely on a curve that does not fall
+        return math.exp(min(low + slope * (level - self.levels[after - 1]), high))

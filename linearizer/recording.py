@@ -1,0 +1,204 @@
+"""What is kept of a model's attention while it runs: a sample of queries and keys, and a few sums over the text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
+from typing import cast
+
+import torch
+from torch import nn
+
+from linearizer.cost import Layer
+from linearizer.errors import FaultError, RequestError, TextError
+from linearizer.runtime.attention import attention_modules, observing
+
+SCORES = 2**23  # attention scores that are held at once
+UNIT = 256  # a weight so many times larger than it is loses no bfloat16 digits to a bias
+
+
+@dataclass(frozen=True)
+class Draw:
+    """The tokens that are looked at, chosen before the model runs: how the text is batched changes nothing."""
+
+    real: torch.Tensor  # (texts, tokens) true where a token is no padding
+    sinks: torch.Tensor  # (texts, tokens) true for the first real tokens of each text
+    keys: torch.Tensor  # (samples / 2,) positions in the flattened texts, rising
+    queries: torch.Tensor  # (samples / 2,) drawn apart from the keys
+    rows: torch.Tensor  # (rows,) the queries whose whole attention is read
+
+
+def draw_tokens(real: torch.Tensor, samples: int, rows: int, sinks: int, seed: int) -> Draw:
+    """Draw tokens that are neither padding nor sinks, without replacement."""
+    first = real & (real.cumsum(-1) <= sinks)
+    eligible = (real & ~first).flatten().nonzero()[:, 0]
+    if len(eligible) < samples // 2:
+        raise TextError(
+            f"the text leaves {len(eligible)} tokens to draw from, {samples} samples per head need {samples // 2}: "
+            "give more text, or ask for fewer samples"
+        )
+    generator = torch.Generator().manual_seed(seed)
+
+    def pick(count: int) -> torch.Tensor:
+        return eligible[torch.randperm(len(eligible), generator=generator)[:count]].sort().values
+
+    return Draw(real, first, pick(samples // 2), pick(samples // 2), pick(rows))
+
+
+class LayerRecord:
+    """What is kept of one layer. Sums are over the counted tokens, means over the query group of a KV head."""
+
+    def __init__(self, layer: Layer, draw: Draw, windows: tuple[int, ...], device: torch.device) -> None:
+        heads = layer.kv_heads
+        self.layer, self.draw, self.windows, self.device = layer, draw, windows, device
+        self.keys = torch.zeros(heads, len(draw.keys), layer.key_dim)
+        self.queries = torch.zeros(layer.query_heads, len(draw.queries), layer.key_dim)
+        # (kv heads, 2 + windows): entropy, mass on sinks, mass within each window
+        self.attention = torch.zeros(heads, 2 + len(windows), dtype=torch.float64, device=device)
+        self.values = torch.zeros(heads, layer.value_dim, layer.value_dim, dtype=torch.float64, device=device)  # Σ v vᵀ
+
+    def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int) -> None:
+        """Take what is wanted of a batch whose first text is number `first`, the scaling being in query and key."""
+        texts, length = len(query), query.shape[2]
+        for kept, vectors, chosen in ((self.keys, key, self.draw.keys), (self.queries, query, self.draw.queries)):
+            slots, picked = within(chosen, first * length, (first + texts) * length)
+            picked = picked.to(vectors.device)
+            kept[:, slots] = vectors[picked // length, :, picked % length].transpose(0, 1).cpu()
+        real = self.draw.real[first : first + texts].to(value.device)
+        sinks = self.draw.sinks[first : first + texts].to(value.device)
+        counted = value.transpose(1, 2)[real & ~sinks]  # (counted tokens, kv heads, value_dim)
+        self.values += torch.einsum("tkd,tke->kde", counted, counted)
+        for text in range(texts):
+            _, rows = within(self.draw.rows, (first + text) * length, (first + text + 1) * length)
+            rows = rows.to(query.device)
+            self.add_attention(query[text], key[text], rows, real[text], sinks[text])
+
+    def add_attention(
+        self, query: torch.Tensor, key: torch.Tensor, rows: torch.Tensor, real: torch.Tensor, sinks: torch.Tensor
+    ) -> None:
+        """Read the whole attention of some rows of one text, a block at a time."""
+        for block in rows.split(max(1, SCORES // (query.shape[0] * query.shape[1]))):
+            grouped = query[:, block].unflatten(0, (self.layer.kv_heads, -1))  # (kv heads, group, rows, key_dim)
+            self.attention += attention_sums(grouped, key, block, real, sinks, self.windows)
+
+    def attention_means(self) -> torch.Tensor:
+        """Give entropy, mass on sinks and mass within each window, a row per KV head."""
+        return self.attention / len(self.draw.rows)
+
+    def value_norms(self, projection: nn.Module) -> torch.Tensor:
+        """Give the mean |W v|² of each KV head, W what the output projection makes of a value: tr Wᵀ W E[v vᵀ]."""
+        heads, size = self.layer.query_heads, self.layer.value_dim
+        weight = matrix(projection, heads * size, self.device).unflatten(0, (heads, size))
+        products = (weight @ weight.mT).double().unflatten(0, (self.layer.kv_heads, -1)).mean(1)
+        return (products * self.values).sum((1, 2)) / (self.draw.real & ~self.draw.sinks).sum()
+
+
+def number(attention: nn.Module) -> int:
+    """Give the number of the layer that an attention module belongs to."""
+    return cast(int, attention.layer_idx)
+
+
+def matrix(projection: nn.Module, inputs: int, device: torch.device) -> torch.Tensor:
+    """Read a linear map, (inputs, outputs), off what it does to unit vectors: however it keeps its weight."""
+    units = UNIT * torch.eye(inputs, dtype=next(projection.parameters()).dtype, device=device)
+    with torch.no_grad():
+        return (projection(units) - projection(torch.zeros_like(units[:1]))).float() / UNIT
+
+
+def within(chosen: torch.Tensor, begin: int, end: int) -> tuple[slice, torch.Tensor]:
+    """Find the rising positions that lie in a stretch: their slots, and where they stand in the stretch."""
+    low, high = torch.searchsorted(chosen, torch.tensor([begin, end])).tolist()
+    return slice(low, high), chosen[low:high] - begin
+
+
+def attention_sums(
+    query: torch.Tensor,  # (kv heads, group, rows, key_dim)
+    key: torch.Tensor,  # (kv heads, tokens, key_dim)
+    rows: torch.Tensor,  # (rows,) where the queries stand among the tokens
+    real: torch.Tensor,  # (tokens,)
+    sinks: torch.Tensor,  # (tokens,)
+    windows: tuple[int, ...],
+) -> torch.Tensor:  # (kv heads, 2 + windows)
+    """Sum entropy, mass on sinks, and mass within each window (sinks apart) over the rows."""
+    seen = (torch.arange(len(real), device=rows.device) <= rows[:, None]) & real
+    logs = (query @ key.unsqueeze(1).mT).masked_fill(~seen, -torch.inf).log_softmax(-1)  # (…, rows, tokens)
+    mass = logs.exp()
+    entropy = -(mass * logs.masked_fill(~seen, 0)).sum(-1)
+    before = (mass * ~sinks).cumsum(-1)
+    edges = rows[:, None] - rows.new_tensor(windows)  # (rows, windows): the last token outside
+    outside = before.gather(-1, edges.clamp(min=0).expand(*mass.shape[:3], -1)) * (edges >= 0)
+    found = [entropy.unsqueeze(-1), (mass * sinks).sum(-1, keepdim=True), before[..., -1:] - outside]
+    return torch.cat(found, -1).double().mean(1).sum(1)
+
+
+class Recorder:
+    """Watches a model run, and keeps a record of every layer that the teacher does not bound itself."""
+
+    def __init__(self, layers: tuple[Layer, ...], draw: Draw, windows: tuple[int, ...]) -> None:
+        self.layers, self.draw, self.windows = layers, draw, windows
+        self.records: dict[int, LayerRecord] = {}
+        self.projections: dict[int, nn.Module] = {}
+        self.attended: int | None = None  # the layer whose projection is still to come
+        self.first = 0  # number of the first text of the batch
+
+    @contextmanager
+    def watching(self, model: nn.Module, first: int) -> Iterator[None]:
+        """Record while a batch runs; nothing stays on the model afterwards."""
+        self.first = first
+        hooks = [
+            part.register_forward_pre_hook(partial(self.entered, number(module)))
+            for module in attention_modules(model)
+            for part in module.modules()
+            if getattr(getattr(part, "weight", None), "ndim", 0) == 2
+        ]
+        try:
+            with observing(model, self.observe):
+                yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def entered(self, index: int, part: nn.Module, args: tuple) -> None:
+        """Learn the output projection: the first map with a matrix that a layer calls once it has attended."""
+        if self.attended == index:
+            self.projections[index], self.attended = part, None
+
+    def observe(
+        self,
+        module: nn.Module,
+        query: torch.Tensor,  # (batch, query heads, tokens, key_dim)
+        key: torch.Tensor,  # (batch, kv heads, tokens, key_dim)
+        value: torch.Tensor,  # (batch, kv heads, tokens, value_dim)
+        scaling: float,
+        others: dict,
+    ) -> None:
+        """Record one layer of a batch."""
+        index = number(module)
+        layer = self.layers[index]
+        if layer.native_window is not None:
+            return
+        seen = (query.shape[1], key.shape[1], key.shape[-1], value.shape[-1])
+        expected = (layer.query_heads, layer.kv_heads, layer.key_dim, layer.value_dim)
+        if seen != expected:
+            raise FaultError(f"layer {index} attends with (query heads, KV heads, sizes) {seen}, not {expected}")
+        real = self.draw.real[self.first : self.first + len(query)].to(query.device)
+        for name, vectors in (("queries", query), ("keys", key), ("values", value)):
+            if not (vectors.isfinite().all(-1).all(1) | ~real).all():
+                raise RequestError(
+                    f"layer {index}: the {name} are not finite; the weights are damaged, or their type is too small: "
+                    "load the model in float32"
+                )
+        if index not in self.records:
+            self.records[index] = LayerRecord(layer, self.draw, self.windows, query.device)
+        root = scaling**0.5  # half of it to each, so that the kernel is exp(x·y)
+        self.records[index].add(query.float() * root, key.float() * root, value.float(), self.first)
+        self.attended = index
+
+    def check(self) -> None:
+        """Be sure that every layer was seen, and its projection found."""
+        expected = {index for index, layer in enumerate(self.layers) if layer.native_window is None}
+        for found, what in ((self.records, "attention"), (self.projections, "output projection")):
+            if missing := sorted(expected - found.keys()):
+                raise FaultError(f"the {what} of layers {missing} was not seen: this model cannot be measured")
