@@ -1,10 +1,22 @@
-"""Profile + budget -> Allocation: how much state every KV head gets. Pure arithmetic, one function per strategy."""
+"""Profile + budget -> Allocation: how much state every KV head gets. Pure arithmetic."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import json
+import math
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
 
-from linearizer.cost import Head
+from linearizer import cost
+from linearizer.cost import Head, Layer
+from linearizer.errors import BudgetError, RequestError
+from linearizer.profile import Curve, Profile
+from linearizer.purchase import TILE, Unit, purchase
+from linearizer.strategies import STRATEGIES
+
+DEFAULT = "common-lambda"
+MOST = 2**40  # tokens or features: more is no budget but a mistake
 
 
 @dataclass(frozen=True)
@@ -14,3 +26,168 @@ class Allocation:
     strategy: str
     sinks: int
     heads: tuple[tuple[Head, ...], ...]  # [layer][kv head]
+
+    def __post_init__(self) -> None:
+        if not is_count(self.sinks):
+            raise RequestError(f"an allocation keeps a whole number of sinks, not {self.sinks!r}")
+        for head in (head for row in self.heads for head in row):
+            if not is_count(head.window) or not is_count(head.features):
+                raise RequestError(f"{head} is no head: window and features are whole numbers, 0 or more")
+            if head.softmax and (head.window or head.features):
+                raise RequestError(f"{head} is no head: what is left softmax has its whole cache, and nothing else")
+
+    @property
+    def features_mean(self) -> float:
+        """Give the mean number of features over the heads that were not left softmax."""
+        counts = [head.features for row in self.heads for head in row if not head.softmax]
+        return sum(counts) / len(counts) if counts else 0.0
+
+    def state_bytes(self, layers: Sequence[Layer], length: int) -> int:
+        """Give the bytes that the student holds once `length` tokens have been read."""
+        return cost.state_bytes(self.heads, layers, self.sinks, length)
+
+    def breakeven_tokens(self, layers: Sequence[Layer]) -> int | None:
+        """Give the length from which on the teacher's cache is no smaller; None: never."""
+        return cost.breakeven_tokens(self.heads, layers, self.sinks)
+
+    def to_json(self) -> str:
+        """Write the allocation as text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Allocation:
+        """Read an allocation that `to_json` wrote."""
+        try:
+            read = json.loads(text)
+            heads = tuple(tuple(Head(**head) for head in row) for row in read["heads"])
+            return Allocation(read["strategy"], read["sinks"], heads)
+        except (ValueError, TypeError, KeyError) as error:
+            raise RequestError(f"the allocation cannot be read ({error}): allocate again") from error
+
+
+def check(allocation: Allocation, layers: Sequence[Layer]) -> None:
+    """Refuse an allocation that was made for another model."""
+    if len(allocation.heads) != len(layers):
+        raise RequestError(f"the allocation is for {len(allocation.heads)} layers, the model has {len(layers)}")
+    for index, (heads, layer) in enumerate(zip(allocation.heads, layers, strict=True)):
+        if len(heads) != heads_replaced(layer):
+            raise RequestError(
+                f"layer {index}: the allocation gives {len(heads)} KV heads, the model has {heads_replaced(layer)} to "
+                "replace: allocate again from the profile of this model"
+            )
+
+
+def heads_replaced(layer: Layer) -> int:
+    """Count the KV heads of a layer that a student replaces: none where the teacher bounds the layer itself."""
+    return layer.kv_heads if layer.native_window is None else 0
+
+
+def allocate(
+    profile: Profile,
+    layers: Sequence[Layer],
+    *,
+    budget: int | None = None,
+    features: int | None = None,
+    strategy: str = DEFAULT,
+    window: int = 0,
+    sinks: int = 0,
+    ridge: float | None = None,
+    paper_rounding: bool = False,
+) -> Allocation:
+    """Spend a budget in tokens of cache, or a mean number of features beside window and sinks, on the KV heads.
+
+    `ridge` is the fixed λ of the paper's strategies (the profile's reference unless given); `paper_rounding` rounds
+    features to whole numbers as the paper does, which may spend a little more than asked.
+    """
+    check_request(profile, layers, budget, features, strategy, window, sinks)
+    fixed = profile.asked.reference if ridge is None else ridge
+    if not 0 < fixed < math.inf:
+        raise BudgetError(f"ridge {ridge!r} is no λ: give a number above 0")
+    level = -math.log(fixed)
+    rows = [layer_units(profile, index, layer, strategy, level) for index, layer in enumerate(layers)]
+    units = [unit for row in rows for unit in row]
+    if paper_rounding:
+        counts = rounded(units, strategy, features)
+    else:
+        counts = purchase(units, affordable(units, layers, budget, features, window + sinks))
+    bought = iter(counts)
+    heads = tuple(tuple(Head(window, each) for unit in row for each in [next(bought)] * unit.heads) for row in rows)
+    return Allocation(strategy, sinks, clipped(heads, layers, paper_rounding) if strategy == "dof-clip" else heads)
+
+
+def layer_units(profile: Profile, index: int, layer: Layer, strategy: str, level: float) -> list[Unit]:
+    """Ask the strategy what one layer wants."""
+    if layer.native_window is not None:
+        return []
+    found = profile.layers[index]
+    heads = [Curve.through(head.freedoms, profile.asked.ridges) for head in found.heads]
+    queries = [Curve.through(freedoms, profile.asked.ridges) for freedoms in found.query_freedoms]
+    return STRATEGIES[strategy](heads, queries, level, TILE * cost.feature_bytes(layer))
+
+
+def affordable(
+    units: Sequence[Unit], layers: Sequence[Layer], budget: int | None, features: int | None, kept: int
+) -> int:
+    """Give the bytes to spend on features, after the tokens that every head keeps exactly."""
+    if budget is None:
+        return (features or 0) * sum(heads_replaced(layer) * cost.feature_bytes(layer) for layer in layers)
+    fixed = kept * cost.cache_bytes(layers, 1)
+    least = sum(unit.price for unit in units)
+    spend = cost.cache_bytes(layers, budget) - fixed
+    if spend < least:
+        enough = -(-(fixed + least) // cost.cache_bytes(layers, 1))
+        raise BudgetError(
+            f"a budget of {budget} tokens is too small: {kept} exact tokens and {TILE} features for every KV head take "
+            f"{enough}; ask for at least that, or keep fewer exact tokens"
+        )
+    return spend
+
+
+def rounded(units: Sequence[Unit], strategy: str, features: int | None) -> list[int]:
+    """Round each layer's share of the mean dimension, as the paper does."""
+    if features is None or strategy == "common-lambda":
+        raise BudgetError("the paper's rounding needs a mean number of features, and a strategy of the paper")
+    shares = [unit.wanted(0.0) for unit in units]
+    mean = math.fsum(shares) / len(shares)
+    return [max(1, round(features * share / mean)) for share in shares]
+
+
+def clipped(heads: tuple[tuple[Head, ...], ...], layers: Sequence[Layer], exact: bool) -> tuple[tuple[Head, ...], ...]:
+    """Leave no head more features than its size, in whole tiles unless exactly."""
+    most = [layer.key_dim if exact else max(TILE, layer.key_dim // TILE * TILE) for layer in layers]
+    return tuple(
+        tuple(replace(head, features=min(head.features, limit)) for head in row)
+        for row, limit in zip(heads, most, strict=True)
+    )
+
+
+def check_request(
+    profile: Profile,
+    layers: Sequence[Layer],
+    budget: Any,
+    features: Any,
+    strategy: str,
+    window: Any,
+    sinks: Any,
+) -> None:
+    """Refuse what cannot be allocated, and say what can."""
+    if strategy not in STRATEGIES:
+        raise BudgetError(f"there is no strategy {strategy!r}; there are {', '.join(STRATEGIES)}")
+    if (budget is None) == (features is None):
+        raise BudgetError("give either a budget in tokens or a mean number of features, and not both")
+    name, asked, least = ("features", features, TILE) if budget is None else ("budget", budget, 1)
+    if not is_count(asked) or not least <= asked <= MOST:
+        raise BudgetError(f"{name} {asked!r} buys nothing: give a whole number from {least} to {MOST}")
+    for name, asked in (("window", window), ("sinks", sinks)):
+        if not is_count(asked) or asked > MOST:
+            raise BudgetError(f"{name} {asked!r} cannot be: give a whole number of tokens, 0 or more")
+    found = [len(layer.heads) for layer in profile.layers]
+    if found != [heads_replaced(layer) for layer in layers]:
+        raise RequestError(f"the profile is of another model (KV heads by layer: {found}): measure this one")
+    if not any(found):
+        raise BudgetError("the model bounds every layer itself: there is nothing to allocate")
+
+
+def is_count(value: Any) -> bool:
+    """Tell whole numbers, 0 or more, from all else."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

@@ -5,7 +5,7 @@ Keys and values are priced at two bytes a number (a cache is kept in bf16), the 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 CACHED = 2  # bytes of a cached number
@@ -52,3 +52,61 @@ def head_bytes(head: Head, layer: Layer, sinks: int, length: int) -> int:
     if head.softmax:
         return length * token_bytes(layer)
     return (sinks + head.window) * token_bytes(layer) + head.features * feature_bytes(layer)
+
+
+def state_bytes(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks: int, length: int) -> int:
+    """Bytes that a student holds once `length` tokens have been read, in the layers that it replaces."""
+    return sum(head_bytes(head, layer, sinks, length) for head, layer in each(heads, layers))
+
+
+def cache_operations(layers: Sequence[Layer], length: int) -> int:
+    """Multiplications and additions of the teacher's attention for one new token after `length` others."""
+    replaced = [layer for layer in layers if layer.native_window is None]
+    return sum(layer.query_heads * pair_operations(layer) * length for layer in replaced)
+
+
+def state_operations(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks: int, length: int) -> int:
+    """Multiplications and additions of a student's attention for one new token after `length` others."""
+    return sum(head_operations(head, layer, sinks, length) for head, layer in each(heads, layers))
+
+
+def head_operations(head: Head, layer: Layer, sinks: int, length: int) -> int:
+    """Price one KV head and the queries of its group; a feature map counts as one product, key_dim × features."""
+    group = layer.query_heads // layer.kv_heads
+    if head.softmax:
+        return group * pair_operations(layer) * length
+    feature = 2 * layer.key_dim + 2 * (layer.value_dim + 1)  # made from a vector, and read from or added to the state
+    return group * pair_operations(layer) * (sinks + head.window) + (group + 1) * feature * head.features
+
+
+def pair_operations(layer: Layer) -> int:
+    """Price one query with one cached token: a score, and its value added."""
+    return 2 * (layer.key_dim + layer.value_dim)
+
+
+def breakeven_tokens(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks: int) -> int | None:
+    """Give the length from which on the teacher's cache is no smaller than the student's state; None: never."""
+    fixed = state_bytes(heads, layers, sinks, 0)
+    growth = cache_bytes(layers, 1) - (state_bytes(heads, layers, sinks, 1) - fixed)
+    return meeting(fixed, growth)
+
+
+def breakeven_operations(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks: int) -> int | None:
+    """Give the length from which on the teacher's attention is no cheaper per token; None: never."""
+    fixed = state_operations(heads, layers, sinks, 0)
+    growth = cache_operations(layers, 1) - (state_operations(heads, layers, sinks, 1) - fixed)
+    return meeting(fixed, growth)
+
+
+def meeting(fixed: int, growth: int) -> int | None:
+    """Give the least n with growth · n ≥ fixed."""
+    if fixed == 0:
+        return 0
+    return -(-fixed // growth) if growth > 0 else None
+
+
+def each(heads: Sequence[Sequence[Head]], layers: Sequence[Layer]) -> Iterator[tuple[Head, Layer]]:
+    """Pair every head with its layer."""
+    for row, layer in zip(heads, layers, strict=True):
+        for head in row:
+            yield head, layer
