@@ -8,13 +8,18 @@ import sys
 from collections.abc import Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from linearizer.errors import LinearizerError, RequestError
+from linearizer.errors import LinearizerError, RequestError, Stopped
 from linearizer.plan import Plan
 
+if TYPE_CHECKING:
+    from linearizer.progress import Steps
+    from linearizer.run import Run
+
+Product = TypeVar("Product")
+
 BUDGET = 256
-STOPPED = 130
 
 
 class Parser(argparse.ArgumentParser):
@@ -33,8 +38,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
         print(f"linearizer: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
     except KeyboardInterrupt:
-        print("linearizer: stopped; what was finished is kept", file=sys.stderr)  # noqa: T201
-        return STOPPED
+        print("linearizer: stopped", file=sys.stderr)  # noqa: T201
+        return Stopped.exit_code
     return 0
 
 
@@ -124,7 +129,7 @@ def plan_changes(asked: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
-def begin(asked: argparse.Namespace) -> Any:
+def begin(asked: argparse.Namespace) -> Run:
     """Open the run that was asked for, new or to be resumed."""
     from linearizer.run import Run, fresh_folder
 
@@ -133,6 +138,18 @@ def begin(asked: argparse.Namespace) -> Any:
         raise RequestError("--resume needs --out: name the run's folder")
     dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"
     return Run.begin(asked.out or fresh_folder(plan.model, dial), plan, asked.resume)
+
+
+def work(run: Run, steps: Steps[Product]) -> Product:
+    """Run a step with its progress shown; stopped, it says how to go on."""
+    from linearizer import terminal
+
+    try:
+        return terminal.watch(steps)
+    except KeyboardInterrupt as stopped:
+        raise Stopped(
+            f"stopped; what was finished is kept: repeat the command with --resume --out {run.folder}"
+        ) from stopped
 
 
 def show(asked: argparse.Namespace, product: object, text: str) -> None:
@@ -152,7 +169,7 @@ def serve_profile(asked: argparse.Namespace) -> None:
     from linearizer import pipeline, terminal
 
     run = begin(asked)
-    found = terminal.watch(pipeline.measure_only(run))
+    found = work(run, pipeline.measure_only(run))
     show(asked, asdict(found), terminal.profile_text(found) + f"\nin {run.folder}")
 
 
@@ -169,13 +186,9 @@ def serve_run(asked: argparse.Namespace) -> None:
     from linearizer import pipeline, terminal
 
     run = begin(asked)
-    terminal.watch(pipeline.linearize(run))
-    product = {
-        "run": str(run.folder),
-        "checkpoint": str(run.checkpoint),
-        **pipeline.summary(run.allocation, run.layers),
-    }
-    text = f"{terminal.cost_text(run.allocation, run.layers)}\nthe student is in {run.checkpoint}"
+    made = work(run, pipeline.linearize(run))
+    product = {"run": str(run.folder), "checkpoint": str(run.checkpoint), **pipeline.summary(made, run.layers)}
+    text = f"{terminal.cost_text(made, run.layers)}\nthe student is in {run.checkpoint}"
     show(asked, product, f"{text}\nsee it write: linearizer compare {run.folder}")
 
 

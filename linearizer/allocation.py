@@ -99,7 +99,8 @@ def allocate(
     `ridge` is the fixed λ of the paper's strategies (the profile's reference unless given); `paper_rounding` rounds
     features to whole numbers as the paper does, which may spend a little more than asked.
     """
-    check_request(profile, layers, budget, features, strategy, window, sinks)
+    check_dial(layers, budget, features, strategy, window, sinks)
+    check_profile(profile, layers)
     fixed = profile.asked.reference if ridge is None else ridge
     if not 0 < fixed < math.inf:
         raise BudgetError(f"ridge {ridge!r} is no λ: give a number above 0")
@@ -109,7 +110,7 @@ def allocate(
     if paper_rounding:
         counts = rounded(units, strategy, features)
     else:
-        counts = purchase(units, affordable(units, layers, budget, features, window + sinks))
+        counts = purchase(units, affordable(layers, budget, features, window + sinks))
     bought = iter(counts)
     heads = tuple(tuple(Head(window, each) for unit in row for each in [next(bought)] * unit.heads) for row in rows)
     return Allocation(strategy, sinks, clipped(heads, layers, paper_rounding) if strategy == "dof-clip" else heads)
@@ -125,14 +126,12 @@ def layer_units(profile: Profile, index: int, layer: Layer, strategy: str, level
     return STRATEGIES[strategy](heads, queries, level, TILE * cost.feature_bytes(layer))
 
 
-def affordable(
-    units: Sequence[Unit], layers: Sequence[Layer], budget: int | None, features: int | None, kept: int
-) -> int:
+def affordable(layers: Sequence[Layer], budget: int | None, features: int | None, kept: int) -> int:
     """Give the bytes to spend on features, after the tokens that every head keeps exactly."""
+    one = sum(heads_replaced(layer) * cost.feature_bytes(layer) for layer in layers)
     if budget is None:
-        return (features or 0) * sum(heads_replaced(layer) * cost.feature_bytes(layer) for layer in layers)
-    fixed = kept * cost.cache_bytes(layers, 1)
-    least = sum(unit.price for unit in units)
+        return (features or 0) * one
+    fixed, least = kept * cost.cache_bytes(layers, 1), TILE * one
     spend = cost.cache_bytes(layers, budget) - fixed
     if spend < least:
         enough = -(-(fixed + least) // cost.cache_bytes(layers, 1))
@@ -161,16 +160,8 @@ def clipped(heads: tuple[tuple[Head, ...], ...], layers: Sequence[Layer], exact:
     )
 
 
-def check_request(
-    profile: Profile,
-    layers: Sequence[Layer],
-    budget: Any,
-    features: Any,
-    strategy: str,
-    window: Any,
-    sinks: Any,
-) -> None:
-    """Refuse what cannot be allocated, and say what can."""
+def check_dial(layers: Sequence[Layer], budget: Any, features: Any, strategy: str, window: Any, sinks: Any) -> None:
+    """Refuse what cannot be allocated to these layers, whatever will be measured of them, and say what can."""
     if strategy not in STRATEGIES:
         raise BudgetError(f"there is no strategy {strategy!r}; there are {', '.join(STRATEGIES)}")
     if (budget is None) == (features is None):
@@ -181,11 +172,16 @@ def check_request(
     for name, asked in (("window", window), ("sinks", sinks)):
         if not is_count(asked) or asked > MOST:
             raise BudgetError(f"{name} {asked!r} cannot be: give a whole number of tokens, 0 or more")
+    if not any(map(heads_replaced, layers)):
+        raise BudgetError("the model bounds every layer itself: there is nothing to allocate")
+    affordable(layers, budget, features, window + sinks)
+
+
+def check_profile(profile: Profile, layers: Sequence[Layer]) -> None:
+    """Refuse a profile of another model."""
     found = [len(layer.heads) for layer in profile.layers]
     if found != [heads_replaced(layer) for layer in layers]:
         raise RequestError(f"the profile is of another model (KV heads by layer: {found}): measure this one")
-    if not any(found):
-        raise BudgetError("the model bounds every layer itself: there is nothing to allocate")
 
 
 def is_count(value: Any) -> bool:

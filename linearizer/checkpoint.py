@@ -5,7 +5,6 @@ What is saved loads with transformers alone: AutoModelForCausalLM.from_pretraine
 
 from __future__ import annotations
 
-import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -13,7 +12,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from linearizer.allocation import Allocation, check
 from linearizer.cost import Head, Layer
-from linearizer.errors import FolderError, RequestError
+from linearizer.errors import RequestError
+from linearizer.files import replacing
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 from linearizer.runtime.student import SOFTMAX
 
@@ -53,20 +53,10 @@ def held(heads: Sequence[Head], layer: Layer) -> dict[str, object] | None:
 
 def save(student: LinearizedForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
     """Write weights, config, runtime code and tokenizer; an older checkpoint stays until the new one is whole."""
-    unfinished = folder.with_name(folder.name + ".unfinished")
-    shutil.rmtree(unfinished, ignore_errors=True)
-    try:
+    with replacing(folder) as unfinished:
         student.save_pretrained(unfinished)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
-        shutil.rmtree(folder, ignore_errors=True)
-        unfinished.rename(folder)
-    except OSError as error:
-        shutil.rmtree(unfinished, ignore_errors=True)
-        raise FolderError(
-            f"the checkpoint cannot be written to {folder} ({error.strerror or error}): make room there or name "
-            "another folder; what the run had finished is kept"
-        ) from error
 
 
 def load(folder: str | Path, **how: object) -> LinearizedForCausalLM:

@@ -7,7 +7,8 @@ LinearizerError
 │   ├── TextError         the text cannot be had, or there is too little of it
 │   ├── BudgetError       the budget buys nothing, or is no number
 │   └── FolderError       the output folder holds something else, or cannot be written
-└── FaultError            something broke on the way: exit code 1
+├── FaultError            something broke on the way: exit code 1
+└── Stopped               the user stopped it: exit code 130
 
 A message says what was received, why it cannot be, and what to do.
 """
@@ -45,3 +46,7 @@ class FolderError(RequestError):
 
 class FaultError(LinearizerError):
     pass
+
+
+class Stopped(LinearizerError):
+    exit_code = 130

@@ -6,6 +6,8 @@ Each step's product is stored in the run's folder, and a step whose product is t
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 
 import torch
@@ -13,19 +15,23 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer import checkpoint
-from linearizer.allocation import Allocation, allocate
+from linearizer.allocation import Allocation, allocate, check_dial
 from linearizer.comparison import Comparison, compare
 from linearizer.cost import Layer
-from linearizer.errors import RequestError
+from linearizer.errors import LinearizerError, RequestError
+from linearizer.files import check_room, writing
 from linearizer.hub import Source, find_model
 from linearizer.inspection import Inspection, inspect_model, verify_teacher
 from linearizer.measurement import measure
 from linearizer.plan import Plan
 from linearizer.profile import Asked, Profile
 from linearizer.progress import Steps
-from linearizer.run import Run, writing
+from linearizer.run import Run
+from linearizer.runtime.feature_map import FEATURE_MAPS
 from linearizer.teacher import load_config, load_teacher, load_tokenizer, quiet
 from linearizer.text import enough_windows
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -49,10 +55,34 @@ def load(plan: Plan, token: str | None = None) -> Teacher:
     source = find_model(plan.model, token)
     inspection = inspect_model(source, load_config(source, token))
     inspection.require_support()
+    check_plan(plan, inspection.layers)
     tokenizer = load_tokenizer(source, token)
     model = load_teacher(source, plan.dtype, device_of(plan), token)
     verify_teacher(model, inspection)
     return Teacher(source, inspection, model, tokenizer)
+
+
+def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
+    """Refuse before anything is loaded what could not be served after all the work."""
+    check_dial(layers, plan.budget, plan.features, plan.strategy, plan.kept_window, plan.kept_sinks)
+    asked_of(plan)
+    if plan.feature_map not in FEATURE_MAPS:
+        raise RequestError(f"feature map {plan.feature_map!r} is none of {', '.join(FEATURE_MAPS)}")
+    if plan.dtype not in DTYPES:
+        raise RequestError(f"dtype {plan.dtype!r} is none of {', '.join(DTYPES)}")
+
+
+def asked_of(plan: Plan) -> Asked:
+    """What a plan wants to be measured."""
+    return Asked(
+        text=plan.text,
+        samples=plan.samples,
+        sinks=plan.kept_sinks,
+        per=plan.per,  # type: ignore[arg-type]
+        normalise=plan.normalise,  # type: ignore[arg-type]
+        gauge=plan.gauge,  # type: ignore[arg-type]
+        seed=plan.seed,
+    )
 
 
 def device_of(plan: Plan) -> str:
@@ -75,15 +105,7 @@ def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profi
     windows = enough_windows(
         plan.text, teacher.tokenizer, length, plan.texts, model=teacher.model, seed=plan.seed, token=token
     )
-    asked = Asked(
-        text=plan.text,
-        samples=plan.samples,
-        per=plan.per,  # type: ignore[arg-type]
-        normalise=plan.normalise,  # type: ignore[arg-type]
-        gauge=plan.gauge,  # type: ignore[arg-type]
-        seed=plan.seed,
-    )
-    measured = yield from measure(teacher.model, windows, teacher.inspection.layers, asked)
+    measured = yield from measure(teacher.model, windows, teacher.inspection.layers, asked_of(plan))
     with writing(run.folder / "state"):
         save_file(measured.samples.tensors(), run.folder / "state" / "samples.safetensors")
     run.write("state/layers.json", json.dumps([asdict(layer) for layer in teacher.inspection.layers]))
@@ -119,13 +141,39 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
     return allocation
 
 
-def linearize(run: Run, token: str | None = None) -> Steps[Run]:
+@contextmanager
+def working(run: Run) -> Iterator[None]:
+    """Hold a run while it is worked on, and log how that ended; a request that could not be served leaves no run."""
+    try:
+        with run.locked(), quiet():
+            run.log("started")
+            try:
+                yield
+            except LinearizerError as error:
+                run.log("failed", error=str(error))
+                raise
+            except (KeyboardInterrupt, GeneratorExit):
+                run.log("stopped")
+                raise
+    except RequestError:
+        if not run.has("profile.json"):
+            run.forget()
+        raise
+
+
+def measure_only(run: Run, token: str | None = None) -> Steps[Profile]:
+    """Take a run as far as its profile."""
+    with working(run):
+        return (yield from profile(run, load(run.plan, token), token))
+
+
+def linearize(run: Run, token: str | None = None) -> Steps[Allocation]:
     """Do what the plan of a run asks for, from where it stands."""
-    with run.locked(), quiet():
-        if run.checkpoint.is_dir():
-            return run
-        run.log("started")
+    if run.checkpoint.is_dir() and (made := run.allocation):
+        return made
+    with working(run):
         teacher = load(run.plan, token)
+        check_room(run.folder, teacher.inspection.weight_bytes)
         found = yield from profile(run, teacher, token)
         allocation = run.allocation or decide(run.plan, found, teacher.inspection.layers)
         run.write("allocation.json", allocation.to_json())
@@ -135,15 +183,8 @@ def linearize(run: Run, token: str | None = None) -> Steps[Run]:
             teacher.model, teacher.inspection.layers, allocation, run.plan.feature_map, run.plan.seed, origin
         )
         checkpoint.save(student, teacher.tokenizer, run.checkpoint)
-        run.log("done", checkpoint="checkpoint")
-        return run
-
-
-def measure_only(run: Run, token: str | None = None) -> Steps[Profile]:
-    """Take a run as far as its profile."""
-    with run.locked(), quiet():
-        run.log("started")
-        return (yield from profile(run, load(run.plan, token), token))
+        run.log("done")
+    return allocation
 
 
 def compare_run(

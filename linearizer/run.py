@@ -21,6 +21,7 @@ from filelock import FileLock, Timeout
 from linearizer.allocation import Allocation
 from linearizer.cost import Layer
 from linearizer.errors import FolderError, RequestError
+from linearizer.files import write_whole, writing
 from linearizer.plan import Plan
 from linearizer.profile import Profile
 
@@ -96,18 +97,15 @@ class Run:
             raise FolderError(f"{str(self.folder / name)!r} cannot be read ({error}): start a new run") from error
 
     def write(self, name: str, text: str) -> None:
-        """Write a file whole or not at all."""
-        path = self.folder / name
-        with writing(path):
-            unfinished = path.with_name(f".{path.name}.{os.getpid()}")
-            try:
-                with unfinished.open("w", encoding="utf-8") as file:
-                    file.write(text)
-                    file.flush()
-                    os.fsync(file.fileno())
-                unfinished.replace(path)
-            finally:
-                unfinished.unlink(missing_ok=True)
+        write_whole(self.folder / name, text)
+
+    def forget(self) -> None:
+        """Remove a run that has made nothing, and its folder if that leaves it empty."""
+        for name in ("plan.json", "events.jsonl", "lock"):
+            (self.folder / name).unlink(missing_ok=True)
+        for folder in (self.folder / "state", self.folder):
+            if folder.is_dir() and not any(folder.iterdir()):
+                folder.rmdir()
 
     def log(self, event: str, **details: Any) -> None:
         """Append an event; the time is seconds since 1970."""
@@ -140,18 +138,6 @@ class Run:
                 ) from error
         with lock:
             yield
-
-
-@contextmanager
-def writing(path: Path) -> Iterator[None]:
-    """Turn what the system says about a path that cannot be written into a sentence."""
-    try:
-        yield
-    except OSError as error:
-        raise FolderError(
-            f"{str(path)!r} cannot be written ({error.strerror}): free the disk, or name a folder that is yours to "
-            "write; what was there is untouched"
-        ) from error
 
 
 def fresh_folder(model: str, budget: str) -> Path:

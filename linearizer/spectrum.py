@@ -3,7 +3,7 @@
 K(x, y) = exp(x·y) overflows float64 from |x|² = 709 on, so K itself is never formed. With K = D K̃ D, D = exp(|x|²/2),
 K̃(x, y) = exp(-|x - y|²/2) in (0, 1], the ridge moves into the logarithm: N(λ) = tr K̃ (K̃ + Λ)⁻¹ with
 log Λᵢ = log λ + log scale - |xᵢ|². Scaled to a unit diagonal, K̃ + Λ becomes A = F K̃ F + R, Fᵢ² = 1/(1 + Λᵢ),
-R = Λ F², and the leverage of point i is 1 - Rᵢ [A⁻¹]ᵢᵢ (kernels.md, 2d).
+R = Λ F², and the leverage of point i is 1 - Rᵢ [A⁻¹]ᵢᵢ.
 
 One factor serves every λ. The eigenvalues β of R^½ A⁻¹ R^½ lie in [0, 1], and at t times the ridge of the factor
 N = Σ (1-β) / ((1-β) + tβ). An error δ of β enters N as at most max(t, 1/t) δ, so a ridge within a factor of 2¹² of

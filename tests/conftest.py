@@ -32,8 +32,9 @@ def hub():
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):
     """Save a tiny model with two shards, and return its folder, which no test may change."""
-    from tests.families import tiny_config
     from transformers import AutoModelForCausalLM
+
+    from tests.families import tiny_config
 
     folder = tmp_path_factory.mktemp("tiny") / "llama"
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))

@@ -3,7 +3,6 @@ import time
 
 import pytest
 import torch
-from tests.families import FAMILIES, WINDOW, tiny_config
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from linearizer.cost import Layer, cache_bytes
@@ -13,6 +12,7 @@ from linearizer.inspection import inspect_model, verify_teacher
 from linearizer.support import TESTED
 from linearizer.teacher import load_config
 from linearizer.weights import Weights
+from tests.families import FAMILIES, WINDOW, tiny_config
 
 MIXTURES = ("mixtral", "qwen3_moe")
 LEARNED = ("gpt2", "gpt_bigcode", "opt")

@@ -161,7 +161,7 @@ def test_a_cache_can_be_reset_repeated_and_selected():
 def test_memory_and_time_per_token_stay_flat_to_32k():
     """In a process of its own: what a process has taken before would hide growth."""
     program = """
-        import time, torch, resource
+        import resource, time, torch
         from linearizer.cost import Head
         from tests.students import student_of, tokens
         torch.set_num_threads(1)
@@ -170,11 +170,11 @@ def test_memory_and_time_per_token_stay_flat_to_32k():
             return int(open("/proc/self/statm").read().split()[1]) * resource.getpagesize()
         def per_token(cache):
             took = []
-            for _ in range(150):
-                begin = time.perf_counter()
+            for _ in range(200):
+                begin = time.process_time()
                 student(tokens(1, 1), past_key_values=cache)
-                took.append(time.perf_counter() - begin)
-            return sorted(took)[75]
+                took.append(time.process_time() - begin)
+            return sorted(took)[50]  # what the machine does beside only makes it slower
         with torch.inference_mode():
             cache, read, found = student.empty_cache(), 0, {}
             for length in (1024, 32768):

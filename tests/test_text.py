@@ -3,13 +3,13 @@ import json
 import huggingface_hub
 import pytest
 import torch
-from tests.families import tiny_config
 from transformers import AutoModelForCausalLM
 
 from linearizer.errors import TextError
 from linearizer.hub import find_model
 from linearizer.teacher import load_tokenizer
 from linearizer.text import enough_windows, read_documents, sample_from, token_windows
+from tests.families import tiny_config
 
 
 @pytest.fixture(scope="module")

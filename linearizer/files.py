@@ -1,0 +1,64 @@
+"""Writing files: whole or not at all, and what the system says about it in a sentence."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from linearizer.errors import FolderError
+
+
+@contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Turn what the system says about a path that cannot be written into a sentence."""
+    from safetensors import SafetensorError
+
+    try:
+        yield
+    except (OSError, SafetensorError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise FolderError(
+            f"{str(path)!r} cannot be written ({reason}): free the disk, or name a folder that is yours to write; "
+            "what was there is untouched"
+        ) from error
+
+
+def write_whole(path: Path, text: str) -> None:
+    """Replace a file by a text at once, so that a reader or a crash never meets half of it."""
+    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    with writing(path):
+        try:
+            with unfinished.open("w", encoding="utf-8") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+@contextmanager
+def replacing(folder: Path) -> Iterator[Path]:
+    """Give a folder to fill; when it is whole it takes the place of `folder`, and else nothing changes."""
+    unfinished = folder.with_name(folder.name + ".unfinished")
+    with writing(folder):
+        shutil.rmtree(unfinished, ignore_errors=True)
+        try:
+            yield unfinished
+            shutil.rmtree(folder, ignore_errors=True)
+            unfinished.rename(folder)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+
+
+def check_room(folder: Path, needed: int) -> None:
+    """Refuse to start what the disk has no room for."""
+    free = shutil.disk_usage(folder).free
+    if free < needed:
+        raise FolderError(
+            f"{str(folder)!r} is on a disk with {free / 1e9:.2f} GB free, and {needed / 1e9:.2f} GB are needed: make "
+            "room, or name another folder"
+        )

@@ -1,0 +1,80 @@
+"""Imports point down, and each outside library has its one seam."""
+
+import ast
+import sys
+from pathlib import Path
+
+import linearizer
+
+ROOT = Path(linearizer.__file__).parent
+LAYERS = [  # a module may import from the layers after its own
+    {"__main__"},
+    {"terminal"},
+    {"pipeline"},
+    {"run", "plan"},
+    {"checkpoint", "comparison", "inspection", "measurement"},  # steps
+    {"probe", "recording", "support", "teacher", "text"},  # what steps are made of
+    {"hub", "weights", "runtime"},  # seams
+    {"allocation", "strategies", "purchase", "profile", "spectrum", "cost", "progress", "files", "errors"},  # ground
+]
+INSIDE = {"run": ["plan"], "probe": ["support", "teacher"], "hub": ["weights"]}  # besides, within its own layer
+SEAMS = {  # library -> the modules that may import it
+    "gradio": set(),
+    "huggingface_hub": {"hub"},
+    "datasets": {"hub", "text"},
+}
+
+
+def modules():
+    for path in sorted(ROOT.rglob("*.py")):
+        yield path.relative_to(ROOT).parts[0].removesuffix(".py"), path
+
+
+def imports(path):
+    """Names of the modules that a file imports, relative ones with their dot."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            name = "." * node.level + (node.module or "")
+            yield from (f"linearizer.{alias.name}" for alias in node.names) if name == "linearizer" else [name]
+
+
+def layer_of(name):
+    return next(index for index, layer in enumerate(LAYERS) if name in layer)
+
+
+def test_imports_point_down():
+    for name, path in modules():
+        if name in ("runtime", "__init__"):
+            continue
+        for imported in imports(path):
+            if imported.startswith("linearizer."):
+                other = imported.split(".")[1]
+                ground = layer_of(name) == layer_of(other) == len(LAYERS) - 1
+                allowed = layer_of(other) > layer_of(name) or other in INSIDE.get(name, []) or ground
+                assert allowed, f"{name} imports {other}"
+
+
+def test_the_runtime_stands_alone():
+    for name, path in modules():
+        if name == "runtime":
+            for imported in imports(path):
+                root = imported.split(".")[0]
+                assert root in {"", "torch", "transformers"} or root in sys.stdlib_module_names, (
+                    f"{path.name}: {imported}"
+                )
+
+
+def test_each_library_has_its_seam():
+    for name, path in modules():
+        for imported in imports(path):
+            library = imported.split(".")[0]
+            assert name in SEAMS.get(library, {name}), f"{name} imports {library}"
+
+
+def test_attention_of_transformers_is_known_to_one_file():
+    for _, path in modules():
+        if path.name != "attention.py":
+            assert "AttentionInterface" not in path.read_text(encoding="utf-8")
+            assert "ALL_ATTENTION_FUNCTIONS" not in path.read_text(encoding="utf-8")
