@@ -87,7 +87,18 @@ def add_budget_options(command: argparse.ArgumentParser) -> None:
         "--budget", type=int, help=f"the state may cost what the KV cache costs at this many tokens (default: {BUDGET})"
     )
     dial.add_argument("--features", type=int, help="instead: mean features per KV head, the paper's C")
-    command.add_argument("--strategy", help="fix, dof, dof-clip, dof-mean or common-lambda (default: common-lambda)")
+    command.add_argument(
+        "--strategy",
+        help="fix, dof, dof-clip, dof-mean, common-lambda (the default), or gain: what each head costs the model",
+    )
+    command.add_argument(
+        "--target-length",
+        type=int,
+        help="tokens at which gain prices heads left softmax (default: the model's positions)",
+    )
+    command.add_argument(
+        "--constant", action="store_true", default=None, help="gain leaves no head softmax: the state never grows"
+    )
     command.add_argument("--window", type=int, help="exact tokens before each token (default: half of the budget)")
     command.add_argument("--sinks", type=int, help="exact tokens at the start (default: 4; none with --features)")
 

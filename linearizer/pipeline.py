@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
 import torch
 from safetensors.torch import save_file
@@ -24,6 +24,8 @@ from linearizer.hub import Source, find_model
 from linearizer.inspection import Inspection, inspect_model, verify_teacher
 from linearizer.measurement import measure
 from linearizer.plan import Plan
+from linearizer.prices import Prices, check_least, choose
+from linearizer.pricing import price, window_options, with_repeats
 from linearizer.profile import Asked, Profile
 from linearizer.progress import Steps
 from linearizer.run import Run
@@ -64,7 +66,10 @@ def load(plan: Plan, token: str | None = None) -> Teacher:
 
 def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
     """Refuse before anything is loaded what could not be served after all the work."""
-    check_dial(layers, plan.budget, plan.features, plan.strategy, plan.kept_window, plan.kept_sinks)
+    if plan.strategy == "gain":
+        check_least(layers, plan.budget or 0, plan.kept_sinks)
+    else:
+        check_dial(layers, plan.budget, plan.features, plan.strategy, plan.kept_window, plan.kept_sinks)
     asked_of(plan)
     if plan.feature_map not in FEATURE_MAPS:
         raise RequestError(f"feature map {plan.feature_map!r} is none of {', '.join(FEATURE_MAPS)}")
@@ -96,26 +101,50 @@ def device_of(plan: Plan) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
+def windows_of(plan: Plan, teacher: Teacher, texts: int, token: str | None) -> torch.Tensor:  # (texts, tokens)
+    """Take the text that a plan measures with."""
+    most = teacher.inspection.max_positions
+    length = plan.length if most is None else min(plan.length, most)
+    return enough_windows(plan.text, teacher.tokenizer, length, texts, model=teacher.model, seed=plan.seed, token=token)
+
+
 def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profile]:
     """Measure the teacher, unless this run has measured it."""
     if found := run.profile:
         return found
-    plan, most = run.plan, teacher.inspection.max_positions
-    length = plan.length if most is None else min(plan.length, most)
-    windows = enough_windows(
-        plan.text, teacher.tokenizer, length, plan.texts, model=teacher.model, seed=plan.seed, token=token
-    )
-    measured = yield from measure(teacher.model, windows, teacher.inspection.layers, asked_of(plan))
+    windows = windows_of(run.plan, teacher, run.plan.texts, token)
+    measured = yield from measure(teacher.model, windows, teacher.inspection.layers, asked_of(run.plan))
     with writing(run.folder / "state"):
         save_file(measured.samples.tensors(), run.folder / "state" / "samples.safetensors")
-    run.write("state/layers.json", json.dumps([asdict(layer) for layer in teacher.inspection.layers]))
+    run.write("inspection.json", json.dumps(teacher.inspection.to_json()))
     run.write("profile.json", measured.profile.to_json())
     run.log("profiled", tokens=measured.profile.tokens)
     return measured.profile
 
 
-def decide(plan: Plan, profile: Profile, layers: tuple[Layer, ...]) -> Allocation:
-    """Allocate what a plan asks for."""
+def measured_prices(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Prices]:
+    """Price every KV head, unless this run has done so: on fewer texts, in half of which passages come again."""
+    if found := run.prices:
+        return found
+    windows = windows_of(run.plan, teacher, max(2, run.plan.texts // 2), token)
+    length = windows.shape[1]
+    windows = with_repeats(windows, max(2, length // 16), run.plan.seed)
+    options = window_options(length)
+    found = yield from price(teacher.model, windows, teacher.inspection.layers, options, run.plan.kept_sinks)
+    run.write("prices.json", found.to_json())
+    run.log("priced", tokens=windows.numel())
+    return found
+
+
+def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
+    """Allocate what a plan asks for, from what the run has measured."""
+    profile, prices = run.profile, run.prices
+    if profile is None or (plan.strategy == "gain" and prices is None):
+        missing = "profile" if profile is None else "prices"
+        raise RequestError(f"{str(run.folder)!r} has no {missing} yet: `linearizer run --resume` measures them")
+    if plan.strategy == "gain" and prices is not None:
+        assert plan.budget is not None
+        return choose(prices, layers, plan.budget, plan.target_length or run.positions, plan.constant)[0]
     return allocate(
         profile,
         layers,
@@ -129,10 +158,7 @@ def decide(plan: Plan, profile: Profile, layers: tuple[Layer, ...]) -> Allocatio
 
 def reallocate(run: Run, plan: Plan) -> Allocation:
     """Decide anew, from what the run has measured; it becomes the run's own if no student was made yet."""
-    measured = run.profile
-    if measured is None:
-        raise RequestError(f"{str(run.folder)!r} has no profile yet: `linearizer run --resume` measures it")
-    allocation = decide(plan, measured, run.layers)
+    allocation = decide(run, plan, run.layers)
     if not run.checkpoint.exists():
         with run.locked():
             run.write("plan.json", plan.to_json())
@@ -174,8 +200,10 @@ def linearize(run: Run, token: str | None = None) -> Steps[Allocation]:
     with working(run):
         teacher = load(run.plan, token)
         check_room(run.folder, teacher.inspection.weight_bytes)
-        found = yield from profile(run, teacher, token)
-        allocation = run.allocation or decide(run.plan, found, teacher.inspection.layers)
+        yield from profile(run, teacher, token)
+        if run.plan.strategy == "gain":
+            yield from measured_prices(run, teacher, token)
+        allocation = run.allocation or decide(run, run.plan, teacher.inspection.layers)
         run.write("allocation.json", allocation.to_json())
         run.log("allocated", strategy=allocation.strategy, features_mean=allocation.features_mean)
         origin = {"name": teacher.source.repo_id or teacher.source.name, "revision": teacher.source.revision}

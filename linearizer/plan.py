@@ -29,6 +29,8 @@ class Plan:
     per: str = "kv"
     normalise: str = "trace"
     gauge: str = "centred"
+    target_length: int | None = None  # where `gain` prices heads left softmax; None: what the model's positions allow
+    constant: bool = False  # `gain` leaves no head softmax, so that the state never grows
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
@@ -39,6 +41,8 @@ class Plan:
         for name in ("budget", "features"):
             if (asked := getattr(self, name)) is not None and asked < 1:
                 raise BudgetError(f"{name} {asked} buys nothing: give a whole number, at least 1")
+        if self.strategy == "gain" and self.budget is None:
+            raise BudgetError("the strategy gain spends a budget in tokens: give one instead of features")
         for name in ("texts", "length", "samples"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} {getattr(self, name)} is too few: give at least 1")

@@ -1,7 +1,7 @@
 """A run is a folder: what was asked, what came of it, and a log of events that is the only truth.
 
-RUN/plan.json profile.json allocation.json events.jsonl
-RUN/state/          what resuming needs: the shapes of the layers, the samples of queries and keys
+RUN/plan.json inspection.json profile.json prices.json allocation.json events.jsonl
+RUN/state/          what resuming needs: the samples of queries and keys
 RUN/checkpoint/     what loads with transformers
 """
 
@@ -23,12 +23,14 @@ from linearizer.cost import Layer
 from linearizer.errors import FolderError, RequestError
 from linearizer.files import write_whole, writing
 from linearizer.plan import Plan
+from linearizer.prices import Prices
 from linearizer.profile import Profile
 
 OWN = {
-    "plan.json", "profile.json", "allocation.json", "evaluation.json", "events.jsonl", "state", "checkpoint",
-    "checkpoint.unfinished", "lock",
+    "plan.json", "inspection.json", "profile.json", "prices.json", "allocation.json", "evaluation.json",
+    "events.jsonl", "state", "checkpoint", "checkpoint.unfinished", "lock",
 }  # fmt: skip
+UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
 
 
 @dataclass(frozen=True)
@@ -71,13 +73,26 @@ class Run:
         return Plan.from_json(self.read("plan.json"))
 
     @property
+    def inspection(self) -> dict[str, Any]:
+        """What the teacher is, stored with the profile."""
+        return json.loads(self.read("inspection.json"))
+
+    @property
     def layers(self) -> tuple[Layer, ...]:
-        """The shapes of the teacher's layers, stored with the profile."""
-        return tuple(Layer(**layer) for layer in json.loads(self.read("state/layers.json")))
+        return tuple(Layer(**layer) for layer in self.inspection["layers"])
+
+    @property
+    def positions(self) -> int:
+        """How far the teacher's positions reach."""
+        return self.inspection["max_positions"] or UNBOUNDED
 
     @property
     def profile(self) -> Profile | None:
         return Profile.from_json(self.read("profile.json")) if self.has("profile.json") else None
+
+    @property
+    def prices(self) -> Prices | None:
+        return Prices.from_json(self.read("prices.json")) if self.has("prices.json") else None
 
     @property
     def allocation(self) -> Allocation | None:

@@ -77,6 +77,22 @@ def test_a_profile_is_taken_up_by_the_run_that_follows(tmp_path, capsys):
     assert (folder / "profile.json").stat().st_mtime_ns == profile
 
 
+def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, capsys):
+    folder = tmp_path / "run"
+    gain = ["--strategy", "gain", "--budget", "24", "--target-length", "512"]
+    code, out, err = said(capsys, "run", "demo", *gain, "--out", folder, *QUICK)
+    assert code == 0, err
+    assert "gain: 0.0 features" in out
+    run = Run.open(folder)
+    windows = {head.window for row in run.allocation.heads for head in row}
+    assert len(windows) > 3 and run.allocation.state_bytes(run.layers, 512) <= 24 * 4096
+    assert [event["event"] for event in run.events()] == ["started", "profiled", "priced", "allocated", "done"]
+    code, out, _ = said(capsys, "allocate", folder, "--budget", "200", "--constant")
+    assert code == 0 and "softmax" not in out
+    code, _, err = said(capsys, "run", "demo", "--strategy", "gain", "--budget", "4", "--sinks", "2", *QUICK)
+    assert code == 2 and "take 6" in err
+
+
 @pytest.mark.parametrize(
     "arguments, sentence",
     [

@@ -119,18 +119,28 @@ def observed(
 
 
 @contextmanager
-def observing(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
-    """While this lasts, show the observer what every attention layer of the model attends with."""
-    before, modules = model.config._attn_implementation, attention_modules(model)
-    model.set_attn_implementation(OBSERVED)
-    for module in modules:
-        module.observe = observe  # type: ignore[assignment]
+def attending(model: PreTrainedModel, implementation: str) -> Iterator[None]:
+    """While this lasts, let the model attend with another implementation: "sdpa" makes a student's base its teacher."""
+    before = model.config._attn_implementation
+    model.set_attn_implementation(implementation)
     try:
         yield
     finally:
+        model.set_attn_implementation(before)
+
+
+@contextmanager
+def observing(model: PreTrainedModel, observe: Observer) -> Iterator[None]:
+    """While this lasts, show the observer what every attention layer of the model attends with."""
+    modules = attention_modules(model)
+    for module in modules:
+        module.observe = observe  # type: ignore[assignment]
+    try:
+        with attending(model, OBSERVED):
+            yield
+    finally:
         for module in modules:
             del module.observe
-        model.set_attn_implementation(before)
 
 
 AttentionInterface.register(IMPLEMENTATION, linearized)

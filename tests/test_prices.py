@@ -1,0 +1,86 @@
+"""Prices buy what spares most per byte, within the budget."""
+
+import itertools
+import math
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from linearizer.cost import Head, Layer, cache_bytes, head_bytes
+from linearizer.errors import BudgetError, RequestError
+from linearizer.prices import Prices, choose
+
+LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2, 16, 16))
+WINDOWS = (4, 16, 64)
+OPTIONS = tuple(Head(window=window) for window in WINDOWS) + (Head(window=4, features=32),)
+
+
+def prices_of(rows):
+    return Prices(2, OPTIONS, (tuple(map(tuple, rows[:2])), (), tuple(map(tuple, rows[2:]))))
+
+
+falling = st.lists(st.floats(1e-6, 1.0), min_size=4, max_size=4).map(
+    lambda found: [*sorted(found[:3], reverse=True), found[3]]
+)
+four_heads = st.lists(falling, min_size=4, max_size=4).map(prices_of)
+
+
+def spent(allocation, length):
+    return allocation.state_bytes(LAYERS, length)
+
+
+@settings(deadline=None)
+@given(prices=four_heads, budget=st.integers(6, 300), constant=st.booleans(), length=st.integers(64, 4096))
+def test_the_budget_is_kept_and_every_head_served(prices, budget, constant, length):
+    allocation, divergence = choose(prices, LAYERS, budget, length, constant)
+    assert spent(allocation, length) <= cache_bytes(LAYERS, budget)
+    assert [len(row) for row in allocation.heads] == [2, 0, 2]
+    assert math.isfinite(divergence)
+    assert not constant or not any(head.softmax for row in allocation.heads for head in row)
+
+
+@settings(deadline=None)
+@given(prices=four_heads, budget=st.integers(6, 120))
+def test_it_is_the_best_choice_but_for_one_step(prices, budget):
+    """Against all choices: no budget of one head's dearest option less does better."""
+    _, divergence = choose(prices, LAYERS, budget, 10_000, constant=True)
+    dearest = max(head_bytes(option, LAYERS[0], 2, 10_000) for option in OPTIONS)
+    paid = cache_bytes(LAYERS, budget) - dearest
+    rows = [row for layer in prices.divergences for row in layer]
+    best = min(
+        (
+            sum(row[i] for row, i in zip(rows, chosen, strict=True))
+            for chosen in itertools.product(range(4), repeat=4)
+            if sum(head_bytes(OPTIONS[i], LAYERS[0], 2, 10_000) for i in chosen) <= paid
+        ),
+        default=math.inf,
+    )
+    assert divergence <= best + 1e-9
+
+
+@settings(deadline=None)
+@given(prices=four_heads, budget=st.integers(6, 200), more=st.integers(0, 200))
+def test_a_larger_budget_is_spent_to_lose_no_more(prices, budget, more):
+    small, large = (choose(prices, LAYERS, spend, 4096, constant=True)[1] for spend in (budget, budget + more))
+    assert large <= small + 1e-12
+
+
+def test_a_dear_head_is_left_softmax_where_its_length_can_be_paid():
+    prices = prices_of([[0.5, 0.4, 0.3, 0.4]] + [[1e-4, 1e-5, 1e-6, 1e-4]] * 3)
+    kinds = [choose(prices, LAYERS, 64, length)[0].heads[0][0].softmax for length in (128, 4096)]
+    assert kinds == [True, False]
+
+
+def test_a_budget_below_the_least_options_says_what_would_do():
+    prices = prices_of([[0.5, 0.4, 0.3, 0.4]] * 4)
+    with pytest.raises(BudgetError, match="the least options of all KV heads take 6"):
+        choose(prices, LAYERS, 5, 4096)
+    assert choose(prices, LAYERS, 6, 4096)
+
+
+def test_prices_survive_a_round_trip_and_damage_is_said():
+    prices = prices_of([[0.5, 0.4, 0.3, 0.4]] * 4)
+    assert Prices.from_json(prices.to_json()) == prices
+    with pytest.raises(RequestError, match="measure them again"):
+        Prices.from_json("{}")
