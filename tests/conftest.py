@@ -19,6 +19,11 @@ os.environ.update(
 for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "SPACE_ID"):
     os.environ.pop(name, None)
 
+import torch  # noqa: E402
+
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"  # kernels are read where they are defined, and then run by numpy
+
 import pytest  # noqa: E402  (huggingface_hub reads the environment when it is imported, and pytest's plugins may)
 
 

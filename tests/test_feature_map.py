@@ -71,6 +71,13 @@ def test_a_codebook_holding_every_key_is_exact():
     torch.testing.assert_close(kernel(feature_map, q, k), (q @ k[:, :, None].mT).exp())
 
 
+def test_clusters_start_as_a_codebook_in_training_and_stay_soft():
+    book, clusters = make("codebook", 6).train(), make("clusters", 6)
+    q, k = draw(1, 2, 2, 5, DIM), draw(1, 2, 6, DIM, seed=2)
+    torch.testing.assert_close(kernel(clusters, q, k), kernel(book, q, k))
+    torch.testing.assert_close(clusters.keys(k), clusters.train().keys(k))
+
+
 def test_a_soft_codebook_hardens_as_it_sharpens():
     feature_map, k = make("codebook", 6), draw(1, 2, 6, DIM)
     hard = feature_map.keys(k).exp()

@@ -8,6 +8,8 @@ Inputs are scaled so that the kernel is exp(q·k). Parameters are one set per KV
   hedgehog   softmax(±Wx) with a W of its own for queries and keys (Zhang et al. 2024)
   mlp        prf, apart for queries and keys, plus a small network; starts as prf
   codebook   a key is its nearest centre, a query scores the centres exactly
+  clusters   a key is shared among near centres, a query scores centres of its own
+  clusters   a key is shared among near centres, a query scores centres of its own
 """
 
 import math
@@ -138,6 +140,8 @@ class MLP(FeatureMap):
 class Codebook(FeatureMap):
     """u_m = q·c_m; w_m = 0 for the nearest centre and nothing for the others (while training: soft)."""
 
+    soft = False
+
     def __init__(self, heads: int, dim: int, features: int) -> None:
         super().__init__()
         self.features = features
@@ -157,10 +161,29 @@ class Codebook(FeatureMap):
         metric, centres = self.metric.to(k.dtype), self.centres.to(k.dtype)
         k, centres = k @ metric.mT, centres @ metric.mT
         closeness = k @ centres.mT - half_square(centres).mT
-        if self.training:
+        if self.training or self.soft:
             return (closeness * self.log_sharpness.exp().to(k.dtype)[:, None, None]).log_softmax(-1)
         nearest = closeness.argmax(-1, keepdim=True)
         return torch.full_like(closeness, ABSENT).scatter(-1, nearest, 0.0)
+
+
+class Clusters(Codebook):
+    """u_m = q·a_m + b_m with a, b that begin as c, 0; keys are shared as in training, so nothing changes after it."""
+
+    soft = True
+
+    def __init__(self, heads: int, dim: int, features: int) -> None:
+        super().__init__(heads, dim, features)
+        self.query_centres = nn.Parameter(torch.zeros(heads, features, dim))
+        self.bias = nn.Parameter(torch.zeros(heads, features))
+
+    def reset(self, generator: torch.Generator) -> None:
+        super().reset(generator)
+        self.query_centres.data.copy_(self.centres.data)
+        self.bias.data.zero_()
+
+    def queries(self, q: Tensor) -> Tensor:
+        return q @ self.query_centres.to(q.dtype)[:, None].mT + self.bias.to(q.dtype)[:, None, None]
 
 
 def half_square(x: Tensor) -> Tensor:
@@ -201,4 +224,5 @@ FEATURE_MAPS: dict[str, Callable[[int, int, int], FeatureMap]] = {
     "hedgehog": Hedgehog,
     "mlp": MLP,
     "codebook": Codebook,
+    "clusters": Clusters,
 }

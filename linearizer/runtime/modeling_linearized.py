@@ -22,6 +22,14 @@ from .feature_map import FEATURE_MAPS
 from .linear_attention import linear_attention  # noqa: F401  older transformers copy only the files named here
 from .student import LayerStudent
 
+try:  # older transformers copy only the files named here
+    from .kernel_gradients import Attention  # noqa: F401
+    from .kernel_step import run_step  # noqa: F401
+    from .kernels import run  # noqa: F401
+except ImportError as missing:
+    if missing.name != "triton":
+        raise
+
 COPIED = (
     "vocab_size",
     "hidden_size",

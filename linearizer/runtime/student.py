@@ -4,13 +4,14 @@ Every KV head is one of three kinds: an exact window, a window and a far field o
 read. Heads that hold alike are computed together, and none pays for what it does not hold.
 """
 
+import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from .feature_map import FEATURE_MAPS, FeatureMap
+from .feature_map import FEATURE_MAPS, FeatureMap, PositiveFeatures
 from .linear_attention import State, linear_attention
 
 Tensor = torch.Tensor
@@ -82,6 +83,13 @@ class Scaled:
 
     def keys(self, k: Tensor) -> Tensor:
         return self.feature_map.keys(k * self.root)
+
+    def affine(self) -> tuple[Tensor, Tensor, float] | None:
+        """z, bias and root, where log-features are z·x - |x|²/2 + bias: a kernel computes those itself."""
+        features = self.feature_map
+        if not isinstance(features, PositiveFeatures):
+            return None
+        return features.z, (features.log_weight - math.log(self.features)) / 2, self.root
 
 
 class LayerStudent(nn.Module):

@@ -1,0 +1,129 @@
+"""Compile every kernel for a GPU that need not be there: python -m tests.compiling 90 prints what each one takes."""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from linearizer import loss_kernels
+from linearizer.runtime import kernel_gradients, kernel_step, kernels
+
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
+
+
+def launches(chip, call):
+    """What `call` would launch on such a chip: (kernel, its arguments by name, launch options)."""
+    found = []
+
+    def capture(kernel, *args, grid=None, warmup=False, **kwargs):
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        found.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}, options))
+
+    run, JITFunction.run = JITFunction.run, capture
+    asked, kernels.chip = kernels.chip, lambda _: chip
+    try:
+        call()
+    finally:
+        JITFunction.run, kernels.chip = run, asked
+    return found
+
+
+def draw(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def everything(dim, features, dtype=torch.bfloat16, window=64, sinks=4):
+    """Call all that launches: attention and its gradients, a step with features of its own or given, both losses."""
+    batch, heads, group, tokens = 1, 8, 4, 2048
+    q, g = draw(batch, heads, group, tokens, dim, dtype=dtype), draw(batch, heads, group, tokens, dim, dtype=dtype)
+    k, sink = (draw(batch, heads, size, dim, dtype=dtype) for size in (tokens + window, sinks))
+    ring, one = (draw(batch, heads, size, dim, dtype=dtype) for size in (window, 1))
+    count = draw(batch, dtype=torch.int64)
+    u, level = draw(batch, heads, group, tokens, features, dtype=torch.float32), draw(batch, heads, features).float()
+    w, mean = draw(batch, heads, tokens, features).float(), draw(batch, heads, features, dim).float()
+    inputs = (q, k, k, sink, sink, count, count, u, w, level, mean)
+    out, lse, last_level, last_mean, kept = kernels.run(*inputs, window)
+
+    class Context:
+        saved_tensors = (*inputs, out, lse, last_level, last_mean, *kept)
+
+    Context.window = window
+    kernel_gradients.Attention.backward(Context, g, level, mean)
+    kernels.run(*inputs[:7], None, None, level, mean, window)
+    state = (count, sink, sink, ring, ring, level, mean)
+    first = (q[..., :1, :], one, one)
+    kernel_step.run_step(*first, None, None, (draw(heads, features, dim).float(), level[0], 1.0), *state)
+    kernel_step.run_step(*first, u[..., :1, :], w[..., :1, :], None, *state)
+    for squared in (False, True):
+        loss_kernels.losses(u, w, q, k[:, :, :tokens], window, sinks, squared)
+
+
+def compiled(kernel, arguments, options, chip):
+    """Compile a launch: its registers, its spilled bytes, its shared memory."""
+    names, constants, signature, attributes = kernel.arg_names, {}, {}, {}
+    for index, name in enumerate(names):
+        value, parameter = arguments[name], kernel.params[index]
+        if parameter.is_constexpr or value is None:
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(index,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if signature[name] == "i32" and value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", chip[0] * 10 + chip[1], 32), options=options)
+    report = assemble(built.asm["ptx"])
+    return {
+        "kernel": kernel.__name__,
+        "registers": int(re.search(r"Used (\d+) registers", report)[1]),
+        "spilled": max(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report))),
+        "shared": built.metadata.shared,
+        "warps": options.get("num_warps", 4),
+        "tensor_cores": bool(re.search(r"wgmma|mma\.sync|tcgen05", built.asm["ptx"])),
+    }
+
+
+def assemble(ptx):
+    """Have Triton's own assembler say what a program takes."""
+    target = re.search(r"\.target (sm_\w+)", ptx)[1]
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as work:
+        path = Path(work, "kernel.ptx")
+        path.write_text(ptx)
+        for assembler in sorted(folder.glob("ptxas*")):  # newer programs may need the second one
+            command = [assembler, "-v", f"--gpu-name={target}", path, "-o", Path(work, "out")]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if not done.returncode:
+                return done.stderr
+    raise RuntimeError(done.stderr)
+
+
+def report(chip, dim, features):
+    """All kernels of one size on one chip, each launch once."""
+    seen = {}
+    for kernel, arguments, options in launches(chip, lambda: everything(dim, features)):
+        plain = {n: a if not isinstance(a, torch.Tensor) else str(a.dtype) for n, a in arguments.items()}
+        seen.setdefault(json.dumps([kernel.__name__, plain], default=str), (kernel, arguments, options))
+    return [compiled(*launch, chip) | {"dim": dim, "features": features} for launch in seen.values()]
+
+
+def main():
+    chip = divmod(int(sys.argv[1]), 10)
+    sizes = [tuple(map(int, size.split("x"))) for size in sys.argv[2:]] or [(128, 128)]
+    for dim, features in sizes:
+        for row in report(chip, dim, features):
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()
