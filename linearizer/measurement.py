@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
@@ -15,47 +15,12 @@ from linearizer.cost import Layer
 from linearizer.profile import Asked, Gauge, HeadProfile, LayerProfile, Profile
 from linearizer.progress import Progress, Steps
 from linearizer.recording import LayerRecord, Recorder, draw_tokens
+from linearizer.samples import LayerSamples, Samples
 from linearizer.spectrum import Spectrum, degrees_of_freedom
 
 QUARTERS = 4  # disjoint stretches of the sample, for the error bars: 4 (1/4)³, 6 % more work
 WORKERS = 8  # heads at once: each takes 5 samples² numbers
 USUAL = Asked()
-
-
-@dataclass(frozen=True)
-class LayerSamples:
-    """Queries and keys of one layer, in the units where the kernel is exp(x·y), and in the model's own gauge."""
-
-    queries: torch.Tensor  # (query heads, samples / 2, key_dim)
-    keys: torch.Tensor  # (kv heads, samples / 2, key_dim)
-    weights: torch.Tensor  # (kv heads, samples) leverages of `head_points`, which sum to N(reference)
-
-
-@dataclass(frozen=True)
-class Samples:
-    """What feature maps are begun from."""
-
-    layers: tuple[LayerSamples | None, ...]  # None where the teacher bounds the layer itself
-
-    def tensors(self) -> dict[str, torch.Tensor]:
-        """Name every tensor, as safetensors wants them."""
-        named: dict[str, torch.Tensor] = {}
-        for index, layer in enumerate(self.layers):
-            if layer is not None:
-                named |= {f"{index}.queries": layer.queries, f"{index}.keys": layer.keys}
-                named[f"{index}.weights"] = layer.weights
-        return named
-
-    @staticmethod
-    def of_tensors(tensors: Mapping[str, torch.Tensor], layers: int) -> Samples:
-        """Put together what `tensors` took apart."""
-        parts = ("queries", "keys", "weights")
-        return Samples(
-            tuple(
-                LayerSamples(*(tensors[f"{index}.{part}"] for part in parts)) if f"{index}.keys" in tensors else None
-                for index in range(layers)
-            )
-        )
 
 
 @dataclass(frozen=True)

@@ -133,37 +133,62 @@ def attention_sums(
     return torch.cat(found, -1).double().mean(1).sum(1)
 
 
+class Projections(dict[int, nn.Module]):
+    """The output projection of every layer: the first map with a matrix that it calls once it has attended."""
+
+    attended: int | None = None  # the layer whose projection is still to come
+
+    @contextmanager
+    def learning(self, model: nn.Module) -> Iterator[None]:
+        """Learn while a model runs, whose observer says which layer has `attended`."""
+        hooks = [
+            part.register_forward_pre_hook(partial(self.entered, number(module)))
+            for module in attention_modules(model)
+            for part in matrices(module)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def entered(self, index: int, part: nn.Module, args: tuple) -> None:
+        if self.attended == index:
+            self[index], self.attended = part, None
+
+
+def matrices(module: nn.Module) -> list[nn.Module]:
+    """List the parts of a module that have a matrix for a weight: of an attention module, its q, k, v and o."""
+    return [part for part in module.modules() if getattr(getattr(part, "weight", None), "ndim", 0) == 2]
+
+
+def output_projections(model: nn.Module, ids: torch.Tensor) -> Projections:
+    """Find the output projections by letting a model read a few tokens."""
+    projections = Projections()
+
+    def attended(module: nn.Module, *_: object) -> None:
+        projections.attended = number(module)
+
+    with torch.no_grad(), projections.learning(model), observing(model, attended):
+        getattr(model, "base_model", model)(input_ids=ids, use_cache=False)
+    return projections
+
+
 class Recorder:
     """Watches a model run, and keeps a record of every layer that the teacher does not bound itself."""
 
     def __init__(self, layers: tuple[Layer, ...], draw: Draw, windows: tuple[int, ...]) -> None:
         self.layers, self.draw, self.windows = layers, draw, windows
         self.records: dict[int, LayerRecord] = {}
-        self.projections: dict[int, nn.Module] = {}
-        self.attended: int | None = None  # the layer whose projection is still to come
+        self.projections = Projections()
         self.first = 0  # number of the first text of the batch
 
     @contextmanager
     def watching(self, model: nn.Module, first: int) -> Iterator[None]:
         """Record while a batch runs; nothing stays on the model afterwards."""
         self.first = first
-        hooks = [
-            part.register_forward_pre_hook(partial(self.entered, number(module)))
-            for module in attention_modules(model)
-            for part in module.modules()
-            if getattr(getattr(part, "weight", None), "ndim", 0) == 2
-        ]
-        try:
-            with observing(model, self.observe):
-                yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def entered(self, index: int, part: nn.Module, args: tuple) -> None:
-        """Learn the output projection: the first map with a matrix that a layer calls once it has attended."""
-        if self.attended == index:
-            self.projections[index], self.attended = part, None
+        with self.projections.learning(model), observing(model, self.observe):
+            yield
 
     def observe(
         self,
@@ -194,7 +219,7 @@ class Recorder:
             self.records[index] = LayerRecord(layer, self.draw, self.windows, query.device)
         root = scaling**0.5  # half of it to each, so that the kernel is exp(x·y)
         self.records[index].add(query.float() * root, key.float() * root, value.float(), self.first)
-        self.attended = index
+        self.projections.attended = index
 
     def check(self) -> None:
         """Be sure that every layer was seen, and its projection found."""

@@ -1,0 +1,44 @@
+"""Samples of a model's queries and keys, which feature maps are begun from."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class LayerSamples:
+    """Queries and keys of one layer, in the units where the kernel is exp(x·y), and in the model's own gauge."""
+
+    queries: torch.Tensor  # (query heads, samples / 2, key_dim)
+    keys: torch.Tensor  # (kv heads, samples / 2, key_dim)
+    weights: torch.Tensor  # (kv heads, samples) leverages of `head_points`, which sum to N(reference)
+
+
+@dataclass(frozen=True)
+class Samples:
+    """Samples of every layer."""
+
+    layers: tuple[LayerSamples | None, ...]  # None where the teacher bounds the layer itself
+
+    def tensors(self) -> dict[str, torch.Tensor]:
+        """Name every tensor, as safetensors wants them."""
+        named: dict[str, torch.Tensor] = {}
+        for index, layer in enumerate(self.layers):
+            if layer is not None:
+                named |= {f"{index}.queries": layer.queries, f"{index}.keys": layer.keys}
+                named[f"{index}.weights"] = layer.weights
+        return named
+
+    @staticmethod
+    def of_tensors(tensors: Mapping[str, torch.Tensor], layers: int) -> Samples:
+        """Put together what `tensors` took apart."""
+        parts = ("queries", "keys", "weights")
+        return Samples(
+            tuple(
+                LayerSamples(*(tensors[f"{index}.{part}"] for part in parts)) if f"{index}.keys" in tensors else None
+                for index in range(layers)
+            )
+        )
