@@ -26,13 +26,13 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
-def write_whole(path: Path, text: str) -> None:
-    """Replace a file by a text at once, so that a reader or a crash never meets half of it."""
+def write_whole(path: Path, content: str | bytes) -> None:
+    """Replace a file at once, so that a reader or a crash never meets half of it."""
     unfinished = path.with_name(f".{path.name}.{os.getpid()}")
     with writing(path):
         try:
-            with unfinished.open("w", encoding="utf-8") as file:
-                file.write(text)
+            with unfinished.open("wb") as file:
+                file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
             unfinished.replace(path)

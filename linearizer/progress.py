@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Generator
-from dataclasses import dataclass
+from collections.abc import Generator, Mapping
+from dataclasses import dataclass, field
 from typing import TypeVar
 
 Product = TypeVar("Product")
@@ -17,6 +17,7 @@ class Progress:
     done: int
     total: int
     unit: str  # what is counted: "batches", "heads", "tokens"
+    details: Mapping[str, object] = field(default_factory=dict)  # what else is known by now: a loss, a rate, a warning
 
 
 # A step yields Progress and returns its product:  product = yield from step(...)

@@ -1,0 +1,69 @@
+"""Low-rank adapters (LoRA) on the matrices of a student's attention: put in, switched off, merged, taken out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from linearizer.errors import RequestError
+from linearizer.recording import matrices
+from linearizer.runtime.attention import attention_modules
+
+NAME = "distillation"
+
+
+def add_adapters(base: PreTrainedModel, rank: int, seed: int) -> None:
+    """Put adapters, in fp32, on q, k, v and o of every layer that has a student; they start without effect."""
+    try:
+        from peft import LoraConfig, inject_adapter_in_model
+    except ImportError as error:
+        raise RequestError(f"lora={rank} needs peft: `pip install peft`, or train without adapters") from error
+    names = {part: name for name, part in base.named_modules()}
+    targets = [
+        names[part] for module in attention_modules(base) if hasattr(module, "student") for part in matrices(module)
+    ]
+    config = LoraConfig(
+        r=rank, lora_alpha=2 * rank, target_modules=targets, fan_in_fan_out=is_transposed(base, targets)
+    )
+    with torch.random.fork_rng():
+        torch.manual_seed(seed)
+        inject_adapter_in_model(config, base, adapter_name=NAME)
+    for name, parameter in base.named_parameters():
+        if "lora_" in name:
+            parameter.data = parameter.data.float()
+
+
+def is_transposed(base: PreTrainedModel, targets: list[str]) -> bool:
+    """Tell whether weights are kept as (inputs, outputs), as in GPT-2."""
+    return any(type(base.get_submodule(name)).__name__ == "Conv1D" for name in targets)
+
+
+def adapted(base: PreTrainedModel) -> dict[str, nn.Module]:
+    """List the maps that have an adapter."""
+    return {name: part for name, part in base.named_modules() if hasattr(part, "lora_A")}
+
+
+@contextmanager
+def without_adapters(base: PreTrainedModel) -> Iterator[None]:
+    """While this lasts, compute with the weights alone."""
+    parts = adapted(base).values()
+    for part in parts:
+        part.enable_adapters(False)  # type: ignore[operator]
+    try:
+        yield
+    finally:
+        for part in parts:
+            part.enable_adapters(True)  # type: ignore[operator]
+
+
+def remove_adapters(base: PreTrainedModel, merge: bool) -> None:
+    """Take the adapters out, their effect added to the weights or forgotten."""
+    for name, part in adapted(base).items():
+        if merge:
+            part.merge()  # type: ignore[operator]
+        parent, _, own = name.rpartition(".")
+        setattr(base.get_submodule(parent), own, part.get_base_layer())  # type: ignore[operator]

@@ -1,0 +1,135 @@
+"""What a training was asked for, and what follows from it for each step: text, windows, rates.
+
+Everything random is a function of the seed and the number of the step, so that a training resumes by its number alone.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field, fields
+
+import torch
+
+from linearizer.errors import RequestError
+
+LAYERWISE, END_TO_END = ("softmax", "l2", "output"), ("direct", "logits")
+RATES: Mapping[str, float] = {  # by what a parameter is called in its feature map; z and log_weight: the paper's
+    "z": 0.02,
+    "log_weight": 0.2,
+    "query_weight": 0.02,
+    "key_weight": 0.02,
+    "gain": 0.02,
+    "norm": 0.01,
+    "bias": 0.02,
+    "hidden": 0.003,
+    "out": 0.003,
+    "centres": 0.03,
+    "query_centres": 0.06,
+    "metric": 0.03,
+    "log_sharpness": 0.06,
+    "lora": 0.0005,
+}
+SHORTEST = 16  # tokens of a passage that is repeated
+
+
+@dataclass(frozen=True)
+class Settings:
+    """How a student is trained."""
+
+    loss: str = "softmax"  # softmax | l2 | output | direct | logits
+    steps: int = 150
+    batch: int = 2  # texts per step
+    rate: float = 1.0  # of all learning rates
+    rates: Mapping[str, float] = field(default_factory=dict)  # in place of RATES
+    decay: str = "cosine"  # of the rates over the training: cosine | linear | none
+    warmup: int = 10  # steps until the rates are full
+    window_dropout: float = 0.5  # chance at the start, falling to 0, that a step trains with smaller windows
+    repeats: float = 0.5  # share of the texts in which a passage is made to stand twice
+    lora: int = 0  # rank of adapters on q, k, v and o; end to end only
+    save_every: int = 25  # steps
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        known = LAYERWISE + END_TO_END
+        if self.loss not in known:
+            raise RequestError(f"loss {self.loss!r} is none of {', '.join(known)}")
+        if self.decay not in ("cosine", "linear", "none"):
+            raise RequestError(f"decay {self.decay!r} is none of cosine, linear, none")
+        for name in ("batch", "save_every"):
+            if getattr(self, name) < 1:
+                raise RequestError(f"{name} {getattr(self, name)} is too few: give at least 1")
+        for name in ("steps", "warmup", "lora"):
+            if getattr(self, name) < 0:
+                raise RequestError(f"{name} {getattr(self, name)} cannot be: give 0 or more")
+        for name in ("window_dropout", "repeats"):
+            if not 0 <= getattr(self, name) <= 1:
+                raise RequestError(f"{name} {getattr(self, name)} is no chance: give 0 to 1")
+        if unknown := sorted(set(self.rates) - set(RATES)):
+            raise RequestError(f"rates are known for {', '.join(RATES)}, not for {', '.join(unknown)}")
+        if not all(math.isfinite(rate) and rate >= 0 for rate in (self.rate, *self.rates.values())):
+            raise RequestError(f"rate {self.rate} and rates {dict(self.rates)} have to be finite, and 0 or more")
+        if self.lora and self.loss not in END_TO_END:
+            raise RequestError(
+                f"lora={self.lora} changes what layers attend with, which the loss {self.loss!r} takes as given: "
+                f"use {' or '.join(END_TO_END)}, or lora=0"
+            )
+
+    def rate_of(self, parameter: str) -> float:
+        """Give the learning rate of a parameter by its name in the model."""
+        kind = "lora" if "lora_" in parameter else parameter.rpartition(".")[2]
+        return self.rate * {**RATES, **self.rates}[kind]
+
+    def differences(self, other: Mapping[str, object]) -> list[str]:
+        """Name what other settings, as plain numbers, ask for otherwise."""
+        mine = asdict(self)
+        names = [f.name for f in fields(self) if mine[f.name] != other.get(f.name)]
+        return [f"{name} {mine[name]!r} instead of {other.get(name)!r}" for name in names]
+
+
+def rate_share(settings: Settings, step: int) -> float:
+    """Give the share of the learning rates that a step uses."""
+    warm = min(1.0, (step + 1) / (settings.warmup + 1))
+    done = step / max(1, settings.steps)
+    return warm * {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "none": 1.0}[settings.decay]
+
+
+def window_share(settings: Settings, step: int) -> float:
+    """Give the share of the windows that a step trains with: 1, or at random less, so that the far field learns."""
+    drop, share = torch.rand(2, generator=generator(settings, step)).tolist()
+    chance = settings.window_dropout * (1 - step / max(1, settings.steps))
+    return share if drop < chance else 1.0
+
+
+def batch_of(windows: torch.Tensor, settings: Settings, step: int) -> torch.Tensor:  # (batch, tokens)
+    """Take the texts of a step, each once before any comes again; in some a passage is made to stand twice."""
+    rows = []
+    for position in range(step * settings.batch, (step + 1) * settings.batch):
+        epoch, place = divmod(position, len(windows))
+        order = torch.randperm(len(windows), generator=generator(settings, -1 - epoch))
+        rows.append(windows[order[place]])
+    draw = generator(settings, step + 2**40)
+    return torch.stack(
+        [repeated(row, draw) if float(torch.rand((), generator=draw)) < settings.repeats else row for row in rows]
+    )
+
+
+def repeated(text: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Copy a passage of a text, its length and both places drawn at random, over a later one."""
+
+    def pick(low: int, high: int) -> int:
+        return int(torch.randint(low, high, (), generator=draw))
+
+    if len(text) < 4 * SHORTEST:
+        return text
+    length = pick(SHORTEST, len(text) // 4 + 1)
+    begin = pick(1, len(text) - 2 * length + 1)
+    again = pick(begin + length, len(text) - length + 1)
+    text = text.clone()
+    text[again : again + length] = text[begin : begin + length]
+    return text
+
+
+def generator(settings: Settings, number: int) -> torch.Generator:
+    """Start a generator for one purpose."""
+    return torch.Generator().manual_seed((settings.seed * 0x9E3779B97F4A7C15 + number) % 2**63)
