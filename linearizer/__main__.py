@@ -107,11 +107,12 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
     add_budget_options(command)
     usual = {field.name: field.default for field in fields(Plan)}
     texts = {
-        "feature-map": "prf, performer, dijiang, hedgehog, mlp or codebook",
+        "feature-map": "clusters, codebook, mlp, prf, performer, dijiang or hedgehog",
         "text": "builtin, self, file:PATH or dataset:ID[:config][:split][:column]",
         "normalise": "the Gram matrix: trace, J or none",
         "gauge": "keys: centred or raw",
         "per": "degrees of freedom per KV head, or per query head as in the paper: kv or query",
+        "loss": "of training: softmax, l2 or output by layer; direct or logits end to end",
         "device": "auto, cpu, cuda, cuda:1, …",
         "dtype": "auto, float32, bfloat16 or float16",
     }
@@ -121,6 +122,8 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
         "texts": "windows of text to measure",
         "length": "tokens of each",
         "samples": "queries and keys per head",
+        "steps": "of training; 0: none",
+        "batch": "texts of a step",
         "seed": "of everything that is drawn",
     }
     for name, text in numbers.items():
@@ -198,8 +201,14 @@ def serve_run(asked: argparse.Namespace) -> None:
 
     run = begin(asked)
     made = work(run, pipeline.linearize(run))
-    product = {"run": str(run.folder), "checkpoint": str(run.checkpoint), **pipeline.summary(made, run.layers)}
-    text = f"{terminal.cost_text(made, run.layers)}\nthe student is in {run.checkpoint}"
+    product = {
+        "run": str(run.folder),
+        "checkpoint": str(run.checkpoint),
+        **pipeline.summary(made, run.layers),
+        "evaluation": run.evaluation,
+    }
+    judged = terminal.evaluation_text(run.evaluation)
+    text = f"{terminal.cost_text(made, run.layers)}\n{judged}\nthe student is in {run.checkpoint}"
     show(asked, product, f"{text}\nsee it write: linearizer compare {run.folder}")
 
 

@@ -5,8 +5,10 @@ What is saved loads with transformers alone: AutoModelForCausalLM.from_pretraine
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
@@ -14,8 +16,9 @@ from linearizer.allocation import Allocation, check
 from linearizer.cost import Head, Layer
 from linearizer.errors import RequestError
 from linearizer.files import replacing
+from linearizer.runtime.attention import attention_modules
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
-from linearizer.runtime.student import SOFTMAX
+from linearizer.runtime.student import SOFTMAX, LayerStudent
 
 # Code that is installed is preferred to the copy in a checkpoint, with and without trust_remote_code.
 AutoConfig.register(LinearizedConfig.model_type, LinearizedConfig, exist_ok=True)
@@ -43,7 +46,23 @@ def linearize(
     return LinearizedForCausalLM.from_teacher(teacher, config, seed)
 
 
-def held(heads: Sequence[Head], layer: Layer) -> dict[str, object] | None:
+@contextmanager
+def holding(student: LinearizedForCausalLM, layers: Sequence[Layer], allocation: Allocation) -> Iterator[None]:
+    """While this lasts, let a student's heads hold what another allocation without features gives them: a control."""
+    check(allocation, layers)
+    modules = [module for module in attention_modules(student.base) if hasattr(module, "student")]
+    own = [module.student for module in modules]
+    rows = [held(heads, layer) for heads, layer in zip(allocation.heads, layers, strict=True)]
+    for module, row in zip(modules, (row for row in rows if row is not None), strict=True):
+        module.student = LayerStudent(row["heads"], allocation.sinks, row["key_dim"], student.config.feature_map)
+    try:
+        yield
+    finally:
+        for module, kept in zip(modules, own, strict=True):
+            module.student = kept
+
+
+def held(heads: Sequence[Head], layer: Layer) -> dict[str, Any] | None:
     """Say in a config what the heads of a layer hold; nothing where the layer stays as it is."""
     if layer.native_window is not None:
         return None

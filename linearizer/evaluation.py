@@ -32,6 +32,16 @@ class Language:
 
 
 @dataclass(frozen=True)
+class Evaluation:
+    """One model of a comparison: the teacher, the student, or a control at equal bytes."""
+
+    name: str
+    state_bytes: int | None  # None: grows with the text
+    language: Language
+    recall: tuple[Recall, ...]
+
+
+@dataclass(frozen=True)
 class Recall:
     """Loss on a passage that comes twice, a gap apart."""
 

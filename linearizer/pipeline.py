@@ -1,4 +1,4 @@
-"""The order of the steps, written once: model -> profile -> allocation -> student -> checkpoint.
+"""The order of the steps, written once: model -> profile -> allocation -> student -> training -> checkpoint.
 
 Each step's product is stored in the run's folder, and a step whose product is there is not done again.
 """
@@ -8,19 +8,25 @@ from __future__ import annotations
 import json
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from typing import TypeVar
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer import checkpoint
 from linearizer.allocation import Allocation, allocate, check_dial
+from linearizer.checkpoint import holding
 from linearizer.comparison import Comparison, compare
-from linearizer.cost import Layer
+from linearizer.cost import Head, Layer, cache_bytes
+from linearizer.distillation import distill
 from linearizer.errors import LinearizerError, RequestError
+from linearizer.evaluation import Evaluation, evaluate_language, evaluate_recall
 from linearizer.files import check_room, writing
 from linearizer.hub import Source, find_model
+from linearizer.initialisation import initialise
 from linearizer.inspection import Inspection, inspect_model, verify_teacher
 from linearizer.measurement import measure
 from linearizer.plan import Plan
@@ -30,9 +36,15 @@ from linearizer.profile import Asked, Profile
 from linearizer.progress import Steps
 from linearizer.run import Run
 from linearizer.runtime.feature_map import FEATURE_MAPS
+from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.samples import Samples
+from linearizer.schedule import Settings
 from linearizer.teacher import load_config, load_teacher, load_tokenizer, quiet
 from linearizer.text import enough_windows
 
+JUDGED = 8  # texts that are kept from training, to judge by
+NOTHING = Allocation("none", 0, ())
+Product = TypeVar("Product")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -101,11 +113,15 @@ def device_of(plan: Plan) -> str:
     return "cuda" if torch.cuda.is_available() else "cpu"
 
 
-def windows_of(plan: Plan, teacher: Teacher, texts: int, token: str | None) -> torch.Tensor:  # (texts, tokens)
+def windows_of(
+    plan: Plan, teacher: Teacher, texts: int, token: str | None, least: int | None = None
+) -> torch.Tensor:  # (texts, tokens)
     """Take the text that a plan measures with."""
     most = teacher.inspection.max_positions
     length = plan.length if most is None else min(plan.length, most)
-    return enough_windows(plan.text, teacher.tokenizer, length, texts, model=teacher.model, seed=plan.seed, token=token)
+    return enough_windows(
+        plan.text, teacher.tokenizer, length, texts, least=least, model=teacher.model, seed=plan.seed, token=token
+    )
 
 
 def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profile]:
@@ -167,6 +183,61 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
     return allocation
 
 
+def train(run: Run, teacher: Teacher, student: LinearizedForCausalLM, token: str | None = None) -> Steps[None]:
+    """Begin the feature maps from the profile's samples, and train them as long as the plan says."""
+    plan = run.plan
+    with safe_open(run.folder / "state" / "samples.safetensors", "pt") as file:
+        samples = Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118
+    initialise(student, samples, plan.seed)
+    if not plan.steps or not any(head.features for row in (run.allocation or NOTHING).heads for head in row):
+        return
+    settings = Settings(loss=plan.loss, steps=plan.steps, batch=plan.batch, seed=plan.seed)
+    most = plan.steps * plan.batch + JUDGED
+    windows = windows_of(plan, teacher, most, token, least=plan.batch + 1)
+    learnt = windows[:-JUDGED] if len(windows) >= plan.batch + JUDGED else windows[: plan.batch]
+    folder = run.folder / "state" / "training"
+    done = yield from logged(run, distill(student, learnt, settings, folder=folder, resume=folder.exists()))
+    run.log("distilled", **asdict(done))
+
+
+def logged(run: Run, steps: Steps[Product]) -> Steps[Product]:
+    """Write the details of a step's progress into the run's log, too."""
+    while True:
+        try:
+            progress = next(steps)
+        except StopIteration as end:
+            return end.value
+        run.log(progress.step, done=progress.done, total=progress.total, **progress.details)
+        yield progress
+
+
+def judge(
+    run: Run, teacher: Teacher, student: LinearizedForCausalLM, token: str | None = None
+) -> Steps[tuple[Evaluation, ...]]:
+    """Put teacher, student, and a window that takes the student's bytes, through the same text."""
+    plan, layers, allocation = run.plan, run.layers, run.allocation or NOTHING
+    windows = windows_of(plan, teacher, plan.steps * plan.batch + JUDGED, token, least=1)[-JUDGED:]
+    length = windows.shape[1]
+    state = allocation.state_bytes(layers, length)
+    tokens = state // cache_bytes(layers, 1)
+    rows = tuple((Head(window=tokens - allocation.sinks),) * len(row) for row in allocation.heads)
+    control = Allocation("window", allocation.sinks, rows)
+    passage = max(2, length // 20)
+    gaps = [gap for gap in (length // 16, length // 4, length * 5 // 8) if 2 * passage + gap <= length]
+
+    def look(name: str, size: int | None, as_teacher: bool = False) -> Steps[Evaluation]:
+        language = yield from evaluate_language(student, windows, as_teacher)
+        recall = yield from evaluate_recall(student, windows, gaps, passage, as_teacher)
+        return Evaluation(name, size, language, recall)
+
+    found = [(yield from look("teacher", None, as_teacher=True)), (yield from look("student", state))]
+    with holding(student, layers, control):
+        found.append((yield from look("window", control.state_bytes(layers, length))))
+    run.write("evaluation.json", json.dumps([asdict(evaluation) for evaluation in found]))
+    run.log("evaluated", **{evaluation.name: evaluation.language.loss for evaluation in found})
+    return tuple(found)
+
+
 @contextmanager
 def working(run: Run) -> Iterator[None]:
     """Hold a run while it is worked on, and log how that ended; a request that could not be served leaves no run."""
@@ -210,6 +281,8 @@ def linearize(run: Run, token: str | None = None) -> Steps[Allocation]:
         student = checkpoint.linearize(
             teacher.model, teacher.inspection.layers, allocation, run.plan.feature_map, run.plan.seed, origin
         )
+        yield from train(run, teacher, student, token)
+        yield from judge(run, teacher, student, token)
         checkpoint.save(student, teacher.tokenizer, run.checkpoint)
         run.log("done")
     return allocation

@@ -21,14 +21,17 @@ class Plan:
     strategy: str = "common-lambda"
     window: int | None = None  # exact tokens per KV head; None: half of the budget
     sinks: int | None = None  # None: 4, or none where features are asked for
-    feature_map: str = "prf"
+    feature_map: str = "clusters"
     text: str = "builtin"
     texts: int = 8  # how many windows of text are measured
-    length: int = 1024  # tokens of each, at most what the model's positions allow
+    length: int = 512  # tokens of each, at most what the model's positions allow
     samples: int = 2048  # queries and keys of a head that its degrees of freedom are computed from
     per: str = "kv"
     normalise: str = "trace"
     gauge: str = "centred"
+    steps: int = 60  # of training the feature maps; 0: none
+    loss: str = "softmax"  # softmax, l2 or output, a layer at a time; direct or logits, end to end
+    batch: int = 2  # texts of a step
     target_length: int | None = None  # where `gain` prices heads left softmax; None: what the model's positions allow
     constant: bool = False  # `gain` leaves no head softmax, so that the state never grows
     seed: int = 0
@@ -46,7 +49,7 @@ class Plan:
         for name in ("texts", "length", "samples"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} {getattr(self, name)} is too few: give at least 1")
-        for name in ("window", "sinks"):
+        for name in ("window", "sinks", "steps"):
             if (getattr(self, name) or 0) < 0:
                 raise RequestError(f"{name} {getattr(self, name)} cannot be: give 0 or more")
 

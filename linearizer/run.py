@@ -99,6 +99,11 @@ class Run:
         return Allocation.from_json(self.read("allocation.json")) if self.has("allocation.json") else None
 
     @property
+    def evaluation(self) -> list[dict[str, Any]]:
+        """Teacher, student and control, as they were judged on the same text."""
+        return json.loads(self.read("evaluation.json"))
+
+    @property
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint"
 

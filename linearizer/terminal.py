@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
-from typing import TextIO, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from linearizer.allocation import Allocation
 from linearizer.comparison import Comparison
@@ -150,6 +150,17 @@ def cost_text(allocation: Allocation, layers: Sequence[Layer]) -> str:
         f"{allocation.strategy}: {allocation.features_mean:.1f} features per KV head and {allocation.sinks} sinks, "
         f"{state} of state, {from_then}"
     )
+
+
+def evaluation_text(found: Sequence[dict[str, Any]]) -> str:
+    """Say what the student kept, beside its teacher and a plain window of the same bytes."""
+    gaps = [f"recall after {recall['gap']}" for recall in found[0]["recall"]]
+    rows: list[Sequence[object]] = [("", "state", "loss", "KL", *gaps)]
+    for one in found:
+        state = "grows" if one["state_bytes"] is None else size(one["state_bytes"])
+        recalls = (f"{recall['second']:.3f}" for recall in one["recall"])
+        rows.append((one["name"], state, f"{one['language']['loss']:.3f}", f"{one['language']['kl']:.4f}", *recalls))
+    return columns(rows)
 
 
 def comparison_text(found: Comparison) -> str:

@@ -59,22 +59,26 @@ def enough_windows(
     length: int,
     count: int,
     *,
+    least: int | None = None,
     model: PreTrainedModel | None = None,
     seed: int = 0,
     token: str | None = None,
-) -> torch.Tensor:  # (count, length)
+) -> torch.Tensor:  # (count, length), or at least (least, length) where the text ends before
     """Take the first windows of a source, or say how much text is missing; `self` needs the model."""
+    least = count if least is None else least
     if source == "self" and model is not None:
-        return sample_from(model, tokenizer, length, count, seed)
+        return sample_from(model, tokenizer, length, least, seed)
     found: list[torch.Tensor] = []
     windows = token_windows(read_documents(source, token=token), tokenizer, length)
     while len(found) < count:
         try:
             found.append(next(windows))
         except StopIteration as end:
+            if len(found) >= least:
+                break
             raise TextError(
-                f"{source!r} has {len(found) * length + end.value} tokens, and {count * length} are needed "
-                f"({count} windows of {length}): give more text, or ask for fewer or shorter windows"
+                f"{source!r} has {len(found) * length + end.value} tokens, and {least * length} are needed "
+                f"({least} windows of {length}): give more text, or ask for fewer or shorter windows"
             ) from None
     return torch.stack(found)
 

@@ -17,7 +17,7 @@ from linearizer.__main__ import main
 from linearizer.checkpoint import load
 from linearizer.run import Run
 
-QUICK = ["--texts", "2", "--length", "64", "--samples", "128"]
+QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--steps", "2"]
 
 
 @pytest.fixture(scope="module")
@@ -40,7 +40,8 @@ def test_a_run_ends_in_a_checkpoint_that_writes(done):
     ids = torch.tensor([[5, 6, 7]])
     assert student.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4).shape == (1, 7)
     assert {path.name for path in done.iterdir()} >= {"plan.json", "profile.json", "allocation.json", "checkpoint"}
-    assert [event["event"] for event in Run.open(done).events()] == ["started", "profiled", "allocated", "done"]
+    names = [event["event"] for event in Run.open(done).events()]
+    assert names == ["started", "profiled", "allocated", "distill", "distill", "distilled", "evaluated", "done"]
 
 
 def test_json_is_all_there_is_on_standard_output(done, capsys):
@@ -55,6 +56,9 @@ def test_json_is_all_there_is_on_standard_output(done, capsys):
 
 
 def test_the_tables_say_what_was_found(done, capsys):
+    evaluation = Run.open(done).evaluation
+    assert [one["name"] for one in evaluation] == ["teacher", "student", "window"]
+    assert evaluation[2]["state_bytes"] <= evaluation[1]["state_bytes"] <= 64 * 4096
     assert "8 query heads on 4 KV heads of size 32" in said(capsys, "inspect", "demo")[1]
     assert "smaller than the cache from" in said(capsys, "allocate", done)[1]
     assert "remembers" in said(capsys, "compare", done, "--tokens", "3", "--sample")[1]
@@ -86,7 +90,14 @@ def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, capsys):
     run = Run.open(folder)
     windows = {head.window for row in run.allocation.heads for head in row}
     assert len(windows) > 3 and run.allocation.state_bytes(run.layers, 512) <= 24 * 4096
-    assert [event["event"] for event in run.events()] == ["started", "profiled", "priced", "allocated", "done"]
+    assert [event["event"] for event in run.events()] == [
+        "started",
+        "profiled",
+        "priced",
+        "allocated",
+        "evaluated",
+        "done",
+    ]
     code, out, _ = said(capsys, "allocate", folder, "--budget", "200", "--constant")
     assert code == 0 and "softmax" not in out
     code, _, err = said(capsys, "run", "demo", "--strategy", "gain", "--budget", "4", "--sinks", "2", *QUICK)
@@ -203,7 +214,7 @@ def wait_for(condition, process):
         time.sleep(0.02)
 
 
-LONG = ["--texts", "16", "--length", "256", "--samples", "1024"]
+LONG = ["--texts", "16", "--length", "256", "--samples", "1024", "--steps", "4"]
 
 
 def test_ctrl_c_stops_with_130_and_the_run_can_be_resumed(tmp_path, capsys):
