@@ -1,0 +1,29 @@
+"""Turn any causal language model of the Hub into one with a state of fixed size.
+
+run = Run.begin(Path("RUN"), Plan("demo", budget=64))
+finish(linearize(run))
+student = load(run.checkpoint)
+"""
+
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from linearizer.checkpoint import load
+    from linearizer.errors import LinearizerError
+    from linearizer.pipeline import inspect, linearize
+    from linearizer.plan import Plan
+    from linearizer.progress import finish
+    from linearizer.run import Run
+
+__all__ = ["LinearizerError", "Plan", "Run", "finish", "inspect", "linearize", "load"]
+
+HOMES = {"load": "checkpoint", "LinearizerError": "errors", "inspect": "pipeline", "linearize": "pipeline"}
+HOMES |= {"Plan": "plan", "finish": "progress", "Run": "run"}
+
+
+def __getattr__(name: str) -> Any:
+    """Import a public name when it is first used: torch and transformers take seconds."""
+    if name not in HOMES:
+        raise AttributeError(f"module 'linearizer' has no attribute {name!r}")
+    return getattr(import_module(f"linearizer.{HOMES[name]}"), name)

@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from linearizer.runtime.linear_attention import EMPTY, HEADROOM, exp, working_dtype
+from linearizer.runtime.linear_attention import exp, kernels_wanted
+from linearizer.runtime.state import EMPTY, HEADROOM, working_dtype
 
 try:
     from linearizer import loss_kernels
@@ -51,7 +52,7 @@ def attention_loss(u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sink
     """Compare the student's rows with the teacher's; q is already multiplied by the scale of the scores."""
     if kind not in ("softmax", "l2"):
         raise ValueError(f"kind={kind!r} is none of softmax, l2")
-    served = loss_kernels is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float32)
+    served = kernels_wanted() and loss_kernels is not None and q.is_cuda and q.dtype in (torch.bfloat16, torch.float32)
     compute = fused if served and q.dtype == k.dtype else blocked
     return Loss(*RowLoss.apply(compute, u, w, q, k, window, sinks, kind == "l2"))
 

@@ -24,7 +24,8 @@ from transformers import PreTrainedModel
 from linearizer.attention_loss import attention_loss
 from linearizer.errors import RequestError
 from linearizer.recording import matrix
-from linearizer.runtime.linear_attention import State, chunked
+from linearizer.runtime.linear_attention import chunked
+from linearizer.runtime.state import State
 from linearizer.runtime.student import HeadGroup, LayerStudent, Scaled
 
 LOGITS = 2**23  # logits that are held at once, in fp32

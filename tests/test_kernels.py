@@ -12,7 +12,8 @@ pytest.importorskip("triton")
 from linearizer import attention_loss, loss_kernels
 from linearizer.runtime import kernel_gradients, kernels, linear_attention
 from linearizer.runtime.feature_map import FEATURE_MAPS
-from linearizer.runtime.linear_attention import State, attend_fused, chunked, fused_step, reference, step, tensors
+from linearizer.runtime.linear_attention import attend_fused, chunked, fused_step, reference, step
+from linearizer.runtime.state import State, tensors
 from tests.test_attention_loss import make as make_loss
 from tests.test_linear_attention import extreme
 

@@ -6,7 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linearizer.runtime.feature_map import FEATURE_MAPS
-from linearizer.runtime.linear_attention import State, chunked, linear_attention, reference, step, tensors
+from linearizer.runtime.linear_attention import chunked, linear_attention, reference, step
+from linearizer.runtime.state import State, tensors
 
 DIM, VALUE_DIM = 6, 5
 

@@ -290,6 +290,18 @@ def test_progress_is_shown_on_a_terminal_and_only_there(tmp_path):
         assert terminal or shown == b""
 
 
+def test_the_library_does_what_the_command_does(done, tmp_path):
+    import linearizer
+    from linearizer import Plan, finish, linearize
+
+    run = linearizer.Run.begin(tmp_path / "run", Plan("demo", budget=64, texts=2, length=64, samples=128, steps=2))
+    allocation = finish(linearize(run))
+    assert allocation == linearizer.Run.open(done).allocation
+    weights = "checkpoint/model.safetensors"
+    assert (run.folder / weights).read_bytes() == (done / weights).read_bytes()
+    assert all(getattr(linearizer, name) for name in linearizer.__all__)
+
+
 def test_help_and_bad_requests_answer_at_once():
     begin = time.perf_counter()
     subprocess.run([sys.executable, "-m", "linearizer", "--help"], check=True, capture_output=True)

@@ -5,7 +5,7 @@ from collections.abc import Callable
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .linear_attention import change_tensors, tensors
+from .state import change_tensors, tensors
 
 
 class LinearizedLayer(CacheLayerMixin):

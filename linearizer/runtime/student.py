@@ -12,7 +12,8 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .feature_map import FEATURE_MAPS, FeatureMap, PositiveFeatures
-from .linear_attention import State, linear_attention
+from .linear_attention import linear_attention
+from .state import State
 
 Tensor = torch.Tensor
 SOFTMAX = "softmax"

@@ -1,0 +1,118 @@
+"""What heads remember, and how new tokens are laid beside it.
+
+real (batch, tokens) is false at padding, which may stand anywhere; None means that every token is real. A token's place
+is its rank among the real ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, fields
+
+import torch
+
+EMPTY = -1e30  # the logit of what is not seen, the level of what has seen nothing: finite, so that differences are
+ABSENT = 2 * EMPTY  # the log-feature of a key that is not there: vanishes even beside an empty level
+HEADROOM = 60.0  # fp32 spans e^±87: shifting by 60 leaves 147 below a stabiliser that a row may not have reached
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class State:
+    """What some heads remember. The window is a ring: the token at place p lies in slot p mod window."""
+
+    count: Tensor  # (batch,) real tokens read so far
+    sink_k: Tensor  # (batch, heads, sinks, dim)
+    sink_v: Tensor
+    window_k: Tensor  # (batch, heads, window, dim)
+    window_v: Tensor
+    level: Tensor  # (batch, heads, features)
+    mean: Tensor  # (batch, heads, features, value_dim)
+
+    @classmethod
+    def empty(cls, k: Tensor, v: Tensor, window: int, sinks: int, features: int) -> State:
+        batch, heads = k.shape[:2]
+        work = working_dtype(v)
+        return cls(
+            count=torch.zeros(batch, dtype=torch.long, device=k.device),
+            sink_k=k.new_zeros(batch, heads, sinks, k.shape[-1]),
+            sink_v=v.new_zeros(batch, heads, sinks, v.shape[-1]),
+            window_k=k.new_zeros(batch, heads, window, k.shape[-1]),
+            window_v=v.new_zeros(batch, heads, window, v.shape[-1]),
+            level=torch.full((batch, heads, features), EMPTY, dtype=work, device=v.device),
+            mean=torch.zeros(batch, heads, features, v.shape[-1], dtype=work, device=v.device),
+        )
+
+
+def tensors(state: object) -> dict[str, Tensor]:
+    """The tensors of a state by name; each has the batch first."""
+    return {field.name: getattr(state, field.name) for field in fields(state)}  # type: ignore[arg-type]
+
+
+def change_tensors(state: object, change: Callable[[Tensor], Tensor]) -> None:
+    """Replace every tensor of a state by what `change` makes of it."""
+    for name, tensor in tensors(state).items():
+        setattr(state, name, change(tensor))
+
+
+def working_dtype(x: Tensor) -> torch.dtype:
+    """Sums and exponentials are taken in at least fp32: a bf16 sum loses every term below 1/512 of it."""
+    return torch.promote_types(x.dtype, torch.float32)
+
+
+@dataclass
+class Columns:
+    """The remembered window and the new tokens in one row, real tokens at the right end without gaps, so that
+    distances in columns are distances in places."""
+
+    k: Tensor  # (batch, heads, window + tokens, dim)
+    v: Tensor
+    first: Tensor  # (batch,) the place of column 0
+    empty: Tensor  # (batch,) how many columns at the left hold nothing
+    window: int
+
+    def place(self, start: int, stop: int) -> Tensor:
+        """Places of the columns start … stop - 1: (batch, columns)."""
+        return self.first[:, None] + torch.arange(start, stop, device=self.k.device)
+
+    def filled(self, start: int, stop: int) -> Tensor:
+        """Which of these columns hold a token: (batch, columns)."""
+        return torch.arange(start, stop, device=self.k.device) >= self.empty[:, None]
+
+
+def lay_columns(k: Tensor, v: Tensor, window: int, real: Tensor | None, state: State) -> Columns:
+    """Lay the remembered window before the new keys and values; move what is no token to the left end."""
+    if window:
+        slot = ring_slots(state.count, window)
+        k = torch.cat([take(state.window_k, slot), k], -2)
+        v = torch.cat([take(state.window_v, slot), v], -2)
+    held = state.count.clamp(max=window)
+    new = k.new_full(held.shape, k.shape[-2] - window, dtype=torch.long) if real is None else real.sum(-1)
+    if real is not None:
+        old = torch.arange(window, device=k.device) >= window - held[:, None]
+        order = torch.cat([old, real], -1).to(torch.int8).argsort(dim=-1, stable=True)
+        k, v = take(k, order), take(v, order)
+    return Columns(k, v, state.count + new - k.shape[-2], k.shape[-2] - held - new, window)
+
+
+def ring_slots(count: Tensor, window: int) -> Tensor:
+    """The slots of a ring from the oldest to the newest token, once `count` tokens were read: (batch, window)."""
+    return (count[:, None] + torch.arange(window, device=count.device)) % max(window, 1)
+
+
+def take(x: Tensor, index: Tensor) -> Tensor:
+    """Take tokens of x (batch, …, tokens, dim) by an index (batch, tokens)."""
+    shape = (index.shape[0], *[1] * (x.dim() - 3), index.shape[1], 1)
+    return x.gather(-2, index.view(shape).expand(*x.shape[:-2], -1, x.shape[-1]))
+
+
+def remember_sinks(state: State, columns: Columns) -> None:
+    """Copy the first tokens of the text to where they stay, if they are among the columns."""
+    sinks = state.sink_k.shape[-2]
+    column = torch.arange(sinks, device=columns.k.device) - columns.first[:, None]
+    length = columns.k.shape[-2]
+    here = ((column >= columns.empty[:, None]) & (column < length))[:, None, :, None]
+    column = column.clamp(0, length - 1)
+    state.sink_k = torch.where(here, take(columns.k, column), state.sink_k)
+    state.sink_v = torch.where(here, take(columns.v, column), state.sink_v)
