@@ -10,6 +10,8 @@ from pathlib import Path
 
 from linearizer.errors import FolderError
 
+UNFINISHED = ".unfinished"  # ends the name of what is being written; a killed process leaves it behind
+
 
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
@@ -28,7 +30,7 @@ def writing(path: Path) -> Iterator[None]:
 
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file at once, so that a reader or a crash never meets half of it."""
-    unfinished = path.with_name(f".{path.name}.{os.getpid()}")
+    unfinished = path.with_name(path.name + UNFINISHED)
     with writing(path):
         try:
             with unfinished.open("wb") as file:
@@ -43,7 +45,7 @@ def write_whole(path: Path, content: str | bytes) -> None:
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """Give a folder to fill; when it is whole it takes the place of `folder`, and else nothing changes."""
-    unfinished = folder.with_name(folder.name + ".unfinished")
+    unfinished = folder.with_name(folder.name + UNFINISHED)
     with writing(folder):
         shutil.rmtree(unfinished, ignore_errors=True)
         try:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
 from typing import TypeVar
 
@@ -83,6 +83,7 @@ def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
     else:
         check_dial(layers, plan.budget, plan.features, plan.strategy, plan.kept_window, plan.kept_sinks)
     asked_of(plan)
+    settings_of(plan)
     if plan.feature_map not in FEATURE_MAPS:
         raise RequestError(f"feature map {plan.feature_map!r} is none of {', '.join(FEATURE_MAPS)}")
     if plan.dtype not in DTYPES:
@@ -100,6 +101,11 @@ def asked_of(plan: Plan) -> Asked:
         gauge=plan.gauge,  # type: ignore[arg-type]
         seed=plan.seed,
     )
+
+
+def settings_of(plan: Plan) -> Settings:
+    """How a plan wants the features to be trained."""
+    return Settings(loss=plan.loss, steps=plan.steps, batch=plan.batch, seed=plan.seed)
 
 
 def device_of(plan: Plan) -> str:
@@ -183,7 +189,15 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
     return allocation
 
 
-def train(run: Run, teacher: Teacher, student: LinearizedForCausalLM, token: str | None = None) -> Steps[None]:
+def shared_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take texts to train on, and others to judge by."""
+    learnt = plan.batch if plan.steps else 0
+    texts = windows_of(plan, teacher, plan.steps * plan.batch + JUDGED, token, least=learnt + 1)
+    judged = min(JUDGED, len(texts) - learnt)
+    return texts[:-judged], texts[-judged:]
+
+
+def train(run: Run, student: LinearizedForCausalLM, texts: torch.Tensor) -> Steps[None]:
     """Begin the feature maps from the profile's samples, and train them as long as the plan says."""
     plan = run.plan
     with safe_open(run.folder / "state" / "samples.safetensors", "pt") as file:
@@ -191,33 +205,27 @@ def train(run: Run, teacher: Teacher, student: LinearizedForCausalLM, token: str
     initialise(student, samples, plan.seed)
     if not plan.steps or not any(head.features for row in (run.allocation or NOTHING).heads for head in row):
         return
-    settings = Settings(loss=plan.loss, steps=plan.steps, batch=plan.batch, seed=plan.seed)
-    most = plan.steps * plan.batch + JUDGED
-    windows = windows_of(plan, teacher, most, token, least=plan.batch + 1)
-    learnt = windows[:-JUDGED] if len(windows) >= plan.batch + JUDGED else windows[: plan.batch]
     folder = run.folder / "state" / "training"
-    done = yield from logged(run, distill(student, learnt, settings, folder=folder, resume=folder.exists()))
+    done = yield from logged(run, distill(student, texts, settings_of(plan), folder=folder, resume=folder.exists()))
     run.log("distilled", **asdict(done))
 
 
 def logged(run: Run, steps: Steps[Product]) -> Steps[Product]:
     """Write the details of a step's progress into the run's log, too."""
-    while True:
-        try:
-            progress = next(steps)
-        except StopIteration as end:
-            return end.value
-        run.log(progress.step, done=progress.done, total=progress.total, **progress.details)
-        yield progress
+    with closing(steps):  # a step that is stopped saves its state
+        while True:
+            try:
+                progress = next(steps)
+            except StopIteration as end:
+                return end.value
+            run.log(progress.step, done=progress.done, total=progress.total, **progress.details)
+            yield progress
 
 
-def judge(
-    run: Run, teacher: Teacher, student: LinearizedForCausalLM, token: str | None = None
-) -> Steps[tuple[Evaluation, ...]]:
+def judge(run: Run, student: LinearizedForCausalLM, texts: torch.Tensor) -> Steps[tuple[Evaluation, ...]]:
     """Put teacher, student, and a window that takes the student's bytes, through the same text."""
-    plan, layers, allocation = run.plan, run.layers, run.allocation or NOTHING
-    windows = windows_of(plan, teacher, plan.steps * plan.batch + JUDGED, token, least=1)[-JUDGED:]
-    length = windows.shape[1]
+    layers, allocation = run.layers, run.allocation or NOTHING
+    length = texts.shape[1]
     state = allocation.state_bytes(layers, length)
     tokens = state // cache_bytes(layers, 1)
     rows = tuple((Head(window=tokens - allocation.sinks),) * len(row) for row in allocation.heads)
@@ -226,8 +234,8 @@ def judge(
     gaps = [gap for gap in (length // 16, length // 4, length * 5 // 8) if 2 * passage + gap <= length]
 
     def look(name: str, size: int | None, as_teacher: bool = False) -> Steps[Evaluation]:
-        language = yield from evaluate_language(student, windows, as_teacher)
-        recall = yield from evaluate_recall(student, windows, gaps, passage, as_teacher)
+        language = yield from evaluate_language(student, texts, as_teacher)
+        recall = yield from evaluate_recall(student, texts, gaps, passage, as_teacher)
         return Evaluation(name, size, language, recall)
 
     found = [(yield from look("teacher", None, as_teacher=True)), (yield from look("student", state))]
@@ -281,8 +289,9 @@ def linearize(run: Run, token: str | None = None) -> Steps[Allocation]:
         student = checkpoint.linearize(
             teacher.model, teacher.inspection.layers, allocation, run.plan.feature_map, run.plan.seed, origin
         )
-        yield from train(run, teacher, student, token)
-        yield from judge(run, teacher, student, token)
+        learnt, judged = shared_texts(run.plan, teacher, token)
+        yield from train(run, student, learnt)
+        yield from judge(run, student, judged)
         checkpoint.save(student, teacher.tokenizer, run.checkpoint)
         run.log("done")
     return allocation

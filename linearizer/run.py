@@ -21,14 +21,14 @@ from filelock import FileLock, Timeout
 from linearizer.allocation import Allocation
 from linearizer.cost import Layer
 from linearizer.errors import FolderError, RequestError
-from linearizer.files import write_whole, writing
+from linearizer.files import UNFINISHED, write_whole, writing
 from linearizer.plan import Plan
 from linearizer.prices import Prices
 from linearizer.profile import Profile
 
 OWN = {
     "plan.json", "inspection.json", "profile.json", "prices.json", "allocation.json", "evaluation.json",
-    "events.jsonl", "state", "checkpoint", "checkpoint.unfinished", "lock",
+    "events.jsonl", "state", "checkpoint", "lock",
 }  # fmt: skip
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
 
@@ -49,15 +49,16 @@ class Run:
     @staticmethod
     def begin(folder: Path, plan: Plan, resume: bool = False) -> Run:
         """Start a run in a folder, or go on with the one that is there if it has the same plan."""
-        there = {path.name for path in folder.iterdir()} if folder.is_dir() else set()
-        if "plan.json" in there and not resume:
+        there = {path.name.removesuffix(UNFINISHED) for path in folder.iterdir()} if folder.is_dir() else set()
+        begun = (folder / "plan.json").exists()
+        if begun and not resume:
             raise FolderError(
                 f"{str(folder)!r} holds a run already: add --resume to go on with it, or name another folder"
             )
         if folder.exists() and (not folder.is_dir() or there - OWN):
             raise FolderError(f"{str(folder)!r} holds something else: name a folder that is new or empty")
         run = Run(folder)
-        if "plan.json" not in there:
+        if not begun:
             with writing(folder):
                 (folder / "state").mkdir(parents=True, exist_ok=True)
             run.write("plan.json", plan.to_json())
@@ -121,7 +122,7 @@ class Run:
 
     def forget(self) -> None:
         """Remove a run that has made nothing, and its folder if that leaves it empty."""
-        for name in ("plan.json", "events.jsonl", "lock"):
+        for name in ("plan.json", "plan.json" + UNFINISHED, "events.jsonl", "lock"):
             (self.folder / name).unlink(missing_ok=True)
         for folder in (self.folder / "state", self.folder):
             if folder.is_dir() and not any(folder.iterdir()):

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 SOURCES = "`builtin`, `file:PATH`, `dataset:ID[:config][:split][:column]` or `self`"
 PIECE = 1 << 16  # characters read at a time
 ROWS = 16  # texts sampled at a time
+SAMPLED = 32  # texts that a model writes where fewer will do, since they take long
 
 
 def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
@@ -67,7 +68,7 @@ def enough_windows(
     """Take the first windows of a source, or say how much text is missing; `self` needs the model."""
     least = count if least is None else least
     if source == "self" and model is not None:
-        return sample_from(model, tokenizer, length, least, seed)
+        return sample_from(model, tokenizer, length, max(least, min(count, SAMPLED)), seed)
     found: list[torch.Tensor] = []
     windows = token_windows(read_documents(source, token=token), tokenizer, length)
     while len(found) < count:

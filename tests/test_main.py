@@ -116,6 +116,9 @@ def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, capsys):
         (["--window", "-1"], "window -1 cannot be"),
         (["--window", "99999"], "is too small"),
         (["--feature-map", "magic"], "'magic' is none of prf, performer"),
+        (["--loss", "magic"], "loss 'magic' is none of softmax"),
+        (["--steps", "-1"], "steps -1 cannot be"),
+        (["--batch", "0"], "batch 0 is too few"),
         (["--strategy", "magic"], "no strategy 'magic'; there are fix"),
         (["--text", "magic"], "no source of text"),
         (["--text", "file:absent.txt"], "does not exist"),
@@ -236,6 +239,7 @@ def test_a_killed_run_resumes_to_the_same_student(done, tmp_path, capsys):
     wait_for((folder / "profile.json").exists, process)
     process.kill()
     process.communicate()
+    (folder / "allocation.json.unfinished").write_text("cut off wh")  # as a kill in the middle of a write leaves it
     code, _, err = said(capsys, "run", "demo", "--budget", "64", "--out", folder, "--resume", *QUICK)
     assert code == 0, err
     weights = "checkpoint/model.safetensors"

@@ -18,6 +18,7 @@ class LinearizedLayer(CacheLayerMixin):
         self.tokens_read = 0
         self.memory: list = []
         self.is_initialized = True
+        self.device = torch.device("cpu")
 
     def lazy_initialization(self, *args: object, **kwargs: object) -> None:
         """States are made by the first attention, which knows their sizes."""
@@ -26,6 +27,7 @@ class LinearizedLayer(CacheLayerMixin):
         self, key_states: torch.Tensor, value_states: torch.Tensor, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self.tokens_read += key_states.shape[-2]
+        self.device = key_states.device
         return key_states, value_states
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
@@ -65,7 +67,8 @@ class LinearizedLayer(CacheLayerMixin):
         self.change(lambda tensor: tensor.to("cpu", non_blocking=True))
 
     def prefetch(self) -> None:
-        """Nothing to fetch: attention moves a state to where its keys are."""
+        """Bring an offloaded state back to where its layer computes."""
+        self.change(lambda tensor: tensor.to(self.device, non_blocking=True))
 
     def crop(self, *args: object) -> None:
         raise ValueError(
