@@ -185,17 +185,23 @@ def test_paper_mode_has_a_curve_for_every_query_head():
         assert layer.query_freedoms == tuple(head.freedoms for head in layer.heads)
 
 
+def live_bytes():
+    gc.collect()
+    tensors = {t.data_ptr(): t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)}
+    return sum(t.nbytes for t in tensors.values())
+
+
 def test_what_is_kept_does_not_grow_with_the_text():
     def most_held(count):
-        gc.collect()
-        held = []
-        teacher = teacher_of("llama")
-        for _ in measure(teacher, texts(count), layers_of(teacher), Asked(samples=64, rows=32), batch_tokens=40):
-            tensors = {t.data_ptr(): t for t in gc.get_objects() if issubclass(type(t), torch.Tensor)}
-            held.append(sum(t.nbytes for t in tensors.values()))
+        teacher, windows = teacher_of("llama"), texts(count)
+        before, held = live_bytes(), []
+        steps = measure(teacher, windows, layers_of(teacher), Asked(samples=64, rows=32), batch_tokens=40)
+        for progress in steps:
+            if progress.unit == "heads" or progress.done % 16 == 0:
+                held.append(live_bytes() - before)
         return max(held)
 
-    assert most_held(64) - most_held(4) <= 60 * 40 * (8 + 2 * 8)  # the tokens themselves, and two marks for each
+    assert most_held(64) - most_held(4) <= 60 * 40 * 2 * 8  # two marks for each token
 
 
 def test_samples_come_back_from_their_tensors():
