@@ -224,7 +224,7 @@ def test_ctrl_c_stops_with_130_and_the_run_can_be_resumed(tmp_path, capsys):
     folder = tmp_path / "run"
     process = start("run", "demo", "--out", folder, *LONG)
     wait_for((folder / "events.jsonl").exists, process)
-    time.sleep(3)
+    time.sleep(1)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=60)
     assert process.returncode == 130, err
