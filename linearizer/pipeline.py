@@ -43,7 +43,6 @@ from linearizer.teacher import load_config, load_teacher, load_tokenizer, quiet
 from linearizer.text import enough_windows
 
 JUDGED = 8  # texts that are kept from training, to judge by
-NOTHING = Allocation("none", 0, ())
 Product = TypeVar("Product")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -197,13 +196,13 @@ def shared_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch
     return texts[:-judged], texts[-judged:]
 
 
-def train(run: Run, student: LinearizedForCausalLM, texts: torch.Tensor) -> Steps[None]:
+def train(run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor) -> Steps[None]:
     """Begin the feature maps from the profile's samples, and train them as long as the plan says."""
     plan = run.plan
     with safe_open(run.folder / "state" / "samples.safetensors", "pt") as file:
         samples = Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118
     initialise(student, samples, plan.seed)
-    if not plan.steps or not any(head.features for row in (run.allocation or NOTHING).heads for head in row):
+    if not plan.steps or not any(head.features for row in allocation.heads for head in row):
         return
     folder = run.folder / "state" / "training"
     done = yield from logged(run, distill(student, texts, settings_of(plan), folder=folder, resume=folder.exists()))
@@ -222,9 +221,11 @@ def logged(run: Run, steps: Steps[Product]) -> Steps[Product]:
             yield progress
 
 
-def judge(run: Run, student: LinearizedForCausalLM, texts: torch.Tensor) -> Steps[tuple[Evaluation, ...]]:
+def judge(
+    run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor
+) -> Steps[tuple[Evaluation, ...]]:
     """Put teacher, student, and a window that takes the student's bytes, through the same text."""
-    layers, allocation = run.layers, run.allocation or NOTHING
+    layers = run.layers
     length = texts.shape[1]
     state = allocation.state_bytes(layers, length)
     tokens = state // cache_bytes(layers, 1)
@@ -290,8 +291,8 @@ def linearize(run: Run, token: str | None = None) -> Steps[Allocation]:
             teacher.model, teacher.inspection.layers, allocation, run.plan.feature_map, run.plan.seed, origin
         )
         learnt, judged = shared_texts(run.plan, teacher, token)
-        yield from train(run, student, learnt)
-        yield from judge(run, student, judged)
+        yield from train(run, student, allocation, learnt)
+        yield from judge(run, student, allocation, judged)
         checkpoint.save(student, teacher.tokenizer, run.checkpoint)
         run.log("done")
     return allocation
