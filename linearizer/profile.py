@@ -11,8 +11,8 @@ from itertools import accumulate, pairwise
 from typing import Any, Literal, get_args
 
 from linearizer.errors import RequestError
-from linearizer.spectrum import Normalise
 
+Normalise = Literal["trace", "J", "none"]  # what a ridge is a multiple of: tr K, the sample's size, one
 Gauge = Literal["raw", "centred"]  # keys as they are, or less their mean, to which a softmax is blind
 Per = Literal["kv", "query"]  # one curve for every KV head; or for every query head too, as the paper has it
 

@@ -15,13 +15,12 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Literal
 
 import torch
 
 from linearizer.errors import FaultError
+from linearizer.profile import Normalise
 
-Normalise = Literal["trace", "J", "none"]  # what a ridge is a multiple of: tr K, the sample's size, one
 JITTERS = (0.0, 1e-15, 1e-14, 1e-13, 1e-12)  # per point; the first that lets the factor exist is taken
 
 
