@@ -157,9 +157,10 @@ def begin(asked: argparse.Namespace) -> Run:
 def work(run: Run, steps: Steps[Product]) -> Product:
     """Run a step with its progress shown; stopped, it says how to go on."""
     from linearizer import terminal
+    from linearizer.worker import foreground
 
     try:
-        return terminal.watch(steps)
+        return terminal.watch(foreground(run, steps))
     except KeyboardInterrupt as stopped:
         raise Stopped(
             f"stopped; what was finished is kept: repeat the command with --resume --out {run.folder}"
@@ -183,7 +184,7 @@ def serve_profile(asked: argparse.Namespace) -> None:
     from linearizer import pipeline, terminal
 
     run = begin(asked)
-    found = work(run, pipeline.measure_only(run))
+    found = work(run, pipeline.measure_only(run, held=True))
     show(asked, asdict(found), terminal.profile_text(found) + f"\nin {run.folder}")
 
 
@@ -198,9 +199,11 @@ def serve_allocate(asked: argparse.Namespace) -> None:
 
 def serve_run(asked: argparse.Namespace) -> None:
     from linearizer import pipeline, terminal
+    from linearizer.progress import finish
 
     run = begin(asked)
-    made = work(run, pipeline.linearize(run))
+    steps = pipeline.linearize(run, held=not run.done)
+    made = finish(steps) if run.done else work(run, steps)
     product = {
         "run": str(run.folder),
         "checkpoint": str(run.checkpoint),

@@ -6,10 +6,7 @@ Each step's product is stored in the run's folder, and a step whose product is t
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
 from dataclasses import asdict, dataclass
-from typing import TypeVar
 
 import torch
 from safetensors import safe_open
@@ -22,7 +19,7 @@ from linearizer.checkpoint import holding
 from linearizer.comparison import Comparison, compare
 from linearizer.cost import Head, Layer, cache_bytes
 from linearizer.distillation import distill
-from linearizer.errors import LinearizerError, RequestError
+from linearizer.errors import RequestError
 from linearizer.evaluation import Evaluation, evaluate_language, evaluate_recall
 from linearizer.files import check_room, writing
 from linearizer.hub import Source, find_model
@@ -41,9 +38,9 @@ from linearizer.samples import Samples
 from linearizer.schedule import Settings
 from linearizer.teacher import load_config, load_teacher, load_tokenizer, quiet
 from linearizer.text import enough_windows
+from linearizer.working import interruptible, logged, working
 
 JUDGED = 8  # texts that are kept from training, to judge by
-Product = TypeVar("Product")
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
@@ -133,8 +130,10 @@ def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profi
     """Measure the teacher, unless this run has measured it."""
     if found := run.profile:
         return found
-    windows = windows_of(run.plan, teacher, run.plan.texts, token)
-    measured = yield from measure(teacher.model, windows, teacher.inspection.layers, asked_of(run.plan))
+    with interruptible(run):
+        windows = windows_of(run.plan, teacher, run.plan.texts, token)
+    steps = measure(teacher.model, windows, teacher.inspection.layers, asked_of(run.plan))
+    measured = yield from logged(run, steps)
     with writing(run.folder / "state"):
         save_file(measured.samples.tensors(), run.folder / "state" / "samples.safetensors")
     run.write("inspection.json", json.dumps(teacher.inspection.to_json()))
@@ -147,11 +146,13 @@ def measured_prices(run: Run, teacher: Teacher, token: str | None = None) -> Ste
     """Price every KV head, unless this run has done so: on fewer texts, in half of which passages come again."""
     if found := run.prices:
         return found
-    windows = windows_of(run.plan, teacher, max(2, run.plan.texts // 2), token)
+    with interruptible(run):
+        windows = windows_of(run.plan, teacher, max(2, run.plan.texts // 2), token)
     length = windows.shape[1]
     windows = with_repeats(windows, max(2, length // 16), run.plan.seed)
     options = window_options(length)
-    found = yield from price(teacher.model, windows, teacher.inspection.layers, options, run.plan.kept_sinks)
+    steps = price(teacher.model, windows, teacher.inspection.layers, options, run.plan.kept_sinks)
+    found = yield from logged(run, steps)
     run.write("prices.json", found.to_json())
     run.log("priced", tokens=windows.numel())
     return found
@@ -209,18 +210,6 @@ def train(run: Run, student: LinearizedForCausalLM, allocation: Allocation, text
     run.log("distilled", **asdict(done))
 
 
-def logged(run: Run, steps: Steps[Product]) -> Steps[Product]:
-    """Write the details of a step's progress into the run's log, too."""
-    with closing(steps):  # a step that is stopped saves its state
-        while True:
-            try:
-                progress = next(steps)
-            except StopIteration as end:
-                return end.value
-            run.log(progress.step, done=progress.done, total=progress.total, **progress.details)
-            yield progress
-
-
 def judge(
     run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor
 ) -> Steps[tuple[Evaluation, ...]]:
@@ -247,38 +236,23 @@ def judge(
     return tuple(found)
 
 
-@contextmanager
-def working(run: Run) -> Iterator[None]:
-    """Hold a run while it is worked on, and log how that ended; a request that could not be served leaves no run."""
-    try:
-        with run.locked(), quiet():
-            run.log("started")
-            try:
-                yield
-            except LinearizerError as error:
-                run.log("failed", error=str(error))
-                raise
-            except (KeyboardInterrupt, GeneratorExit):
-                run.log("stopped")
-                raise
-    except RequestError:
-        if not run.has("profile.json"):
-            run.forget()
-        raise
-
-
-def measure_only(run: Run, token: str | None = None) -> Steps[Profile]:
+def measure_only(run: Run, token: str | None = None, held: bool = False) -> Steps[Profile]:
     """Take a run as far as its profile."""
-    with working(run):
-        return (yield from profile(run, load(run.plan, token), token))
+    with working(run, held):
+        with interruptible(run):
+            teacher = load(run.plan, token)
+        found = yield from profile(run, teacher, token)
+        run.log("stopped")
+    return found
 
 
-def linearize(run: Run, token: str | None = None) -> Steps[Allocation]:
-    """Do what the plan of a run asks for, from where it stands."""
-    if run.checkpoint.is_dir() and (made := run.allocation):
+def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[Allocation]:
+    """Do what the plan of a run asks for, from where it stands; `held` says that the caller holds its lock."""
+    if run.done and (made := run.allocation):
         return made
-    with working(run):
-        teacher = load(run.plan, token)
+    with working(run, held):
+        with interruptible(run):
+            teacher = load(run.plan, token)
         check_room(run.folder, teacher.inspection.weight_bytes)
         yield from profile(run, teacher, token)
         if run.plan.strategy == "gain":
@@ -290,9 +264,10 @@ def linearize(run: Run, token: str | None = None) -> Steps[Allocation]:
         student = checkpoint.linearize(
             teacher.model, teacher.inspection.layers, allocation, run.plan.feature_map, run.plan.seed, origin
         )
-        learnt, judged = shared_texts(run.plan, teacher, token)
+        with interruptible(run):
+            learnt, judged = shared_texts(run.plan, teacher, token)
         yield from train(run, student, allocation, learnt)
-        yield from judge(run, student, allocation, judged)
+        yield from logged(run, judge(run, student, allocation, judged))
         checkpoint.save(student, teacher.tokenizer, run.checkpoint)
         run.log("done")
     return allocation

@@ -1,34 +1,36 @@
 """A run is a folder: what was asked, what came of it, and a log of events that is the only truth.
 
 RUN/plan.json inspection.json profile.json prices.json allocation.json events.jsonl
-RUN/state/          what resuming needs: the samples of queries and keys
+RUN/state/          what resuming needs: the samples of queries and keys, and of training
 RUN/checkpoint/     what loads with transformers
+RUN/lock            held by the process that works on the run
+RUN/stop use        requests to that process, removed when they are taken up
+RUN/worker.log      what a process in the background wrote to standard error
 """
 
 from __future__ import annotations
 
 import json
 import os
-import time
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 from typing import Any
 
-from filelock import FileLock, Timeout
-
+from linearizer import journal, locks
 from linearizer.allocation import Allocation
 from linearizer.cost import Layer
 from linearizer.errors import FolderError, RequestError
 from linearizer.files import UNFINISHED, write_whole, writing
+from linearizer.journal import Event
+from linearizer.locks import Lock
 from linearizer.plan import Plan
 from linearizer.prices import Prices
 from linearizer.profile import Profile
 
 OWN = {
     "plan.json", "inspection.json", "profile.json", "prices.json", "allocation.json", "evaluation.json",
-    "events.jsonl", "state", "checkpoint", "lock",
+    "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
 }  # fmt: skip
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
 
@@ -108,6 +110,11 @@ class Run:
     def checkpoint(self) -> Path:
         return self.folder / "checkpoint"
 
+    @property
+    def done(self) -> bool:
+        """Whether there is nothing left to do."""
+        return self.checkpoint.is_dir() and self.has("allocation.json")
+
     def has(self, name: str) -> bool:
         return (self.folder / name).exists()
 
@@ -122,7 +129,7 @@ class Run:
 
     def forget(self) -> None:
         """Remove a run that has made nothing, and its folder if that leaves it empty."""
-        for name in ("plan.json", "plan.json" + UNFINISHED, "events.jsonl", "lock"):
+        for name in ("plan.json", "plan.json" + UNFINISHED, "events.jsonl", "stop", "use", "worker.log", "lock"):
             (self.folder / name).unlink(missing_ok=True)
         for folder in (self.folder / "state", self.folder):
             if folder.is_dir() and not any(folder.iterdir()):
@@ -130,39 +137,51 @@ class Run:
 
     def log(self, event: str, **details: Any) -> None:
         """Append an event; the time is seconds since 1970."""
-        path = self.folder / "events.jsonl"
-        with writing(path), path.open("ab+") as file:
-            torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
-            line = json.dumps({"time": round(time.time(), 3), "event": event, **details})
-            file.write((b"\n" if torn else b"") + line.encode() + b"\n")
+        journal.append(self.log_file, event, details)
 
-    def events(self) -> list[dict[str, Any]]:
-        """Read all events; a line that was cut off while being written is not one."""
-        found = []
-        for line in self.read("events.jsonl").split("\n") if self.has("events.jsonl") else ():
-            try:
-                found.append(json.loads(line))
-            except ValueError:
-                continue
-        return found
+    def events(self) -> list[Event]:
+        """Read all events."""
+        return journal.read(self.log_file)[0]
 
-    @contextmanager
-    def locked(self) -> Iterator[None]:
+    @property
+    def log_file(self) -> Path:
+        return self.folder / "events.jsonl"
+
+    def locked(self) -> Lock:
         """Keep other processes from writing this run; the system frees the lock of a process that died."""
         with writing(self.folder):
-            lock = FileLock(self.folder / "lock")
-            try:
-                lock.acquire(blocking=False)
-            except Timeout as error:
-                raise FolderError(
-                    f"{str(self.folder)!r} is being written by another process: wait for it, or stop it"
-                ) from error
-        with lock:
-            yield
+            lock = locks.take(self.folder / "lock")
+        if lock is None:
+            raise FolderError(f"{str(self.folder)!r} is being written by another process: wait for it, or stop it")
+        self.settle("stop")  # it was for a process that is gone
+        return lock
+
+    @property
+    def worked_on(self) -> bool:
+        """Whether a live process holds this run."""
+        return locks.held(self.folder / "lock")
+
+    def request(self, name: str) -> None:
+        """Ask the process that works on this run to `stop`, or to `use` the training as it is."""
+        with writing(self.folder):
+            (self.folder / name).touch()
+
+    def requested(self, name: str) -> bool:
+        return self.has(name)
+
+    def settle(self, name: str) -> None:
+        """Forget a request: it was taken up, or was for a process that is gone."""
+        with writing(self.folder):
+            (self.folder / name).unlink(missing_ok=True)
 
 
-def fresh_folder(model: str, budget: str) -> Path:
-    """Choose a folder under runs/ that is not there yet."""
+def runs_root() -> Path:
+    """Give the folder that runs are in unless another is named."""
+    return Path(os.environ.get("LINEARIZER_RUNS") or "runs")
+
+
+def fresh_folder(model: str, budget: str, root: Path | None = None) -> Path:
+    """Choose a folder for a run that is not there yet."""
     name = f"{model.rstrip('/').split('/')[-1].replace('@', '-')}-{budget}"
-    names = (Path("runs") / (name if n == 1 else f"{name}-{n}") for n in range(1, 10**6))
-    return next(path for path in names if not path.exists())
+    root = root or runs_root()
+    return next(path for n in count(1) if not (path := root / (name if n == 1 else f"{name}-{n}")).exists())

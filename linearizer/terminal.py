@@ -5,6 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Sequence
+from contextlib import closing
 from typing import Any, TextIO, TypeVar
 
 from linearizer.allocation import Allocation
@@ -49,14 +50,15 @@ class Bar:
 def watch(steps: Steps[Product]) -> Product:
     """Run a step to its end, with its progress on standard error if that is a terminal."""
     bar = Bar(sys.stderr)
-    try:
-        while True:
-            try:
-                bar.show(next(steps))
-            except StopIteration as end:
-                return end.value
-    finally:
-        bar.clear()
+    with closing(steps):
+        try:
+            while True:
+                try:
+                    bar.show(next(steps))
+                except StopIteration as end:
+                    return end.value
+        finally:
+            bar.clear()
 
 
 def duration(seconds: float) -> str:

@@ -9,7 +9,8 @@ from tests.fakehub import FakeHub
 HUB = FakeHub()
 os.environ.update(
     HF_ENDPOINT=HUB.url,
-    HF_HOME=tempfile.mkdtemp(prefix="linearizer-tests-"),
+    HF_HOME=(home := tempfile.mkdtemp(prefix="linearizer-tests-")),
+    LINEARIZER_QUEUE=f"{home}/queue",  # tests that run side by side do not wait for each other
     HF_HUB_DISABLE_XET="1",
     HF_HUB_DISABLE_TELEMETRY="1",
     HF_HUB_DISABLE_PROGRESS_BARS="1",
@@ -17,7 +18,7 @@ os.environ.update(
     TOKENIZERS_PARALLELISM="false",
     LINEARIZER_KERNELS="1",
 )
-for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "SPACE_ID"):
+for name in ("HF_TOKEN", "HF_HUB_OFFLINE", "SPACE_ID", "LINEARIZER_RUNS"):
     os.environ.pop(name, None)
 
 import torch  # noqa: E402

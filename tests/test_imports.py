@@ -10,7 +10,9 @@ ROOT = Path(linearizer.__file__).parent
 LAYERS = [  # a module may import from the layers after its own
     {"__main__"},
     {"terminal"},
-    {"pipeline"},
+    {"worker"},
+    {"jobs", "pipeline"},
+    {"working"},
     {"run", "plan"},
     {
         "checkpoint",
@@ -38,6 +40,9 @@ LAYERS = [  # a module may import from the layers after its own
         "cost",
         "progress",
         "files",
+        "journal",
+        "locks",
+        "turns",
         "errors",
     },  # ground
 ]

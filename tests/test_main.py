@@ -40,8 +40,16 @@ def test_a_run_ends_in_a_checkpoint_that_writes(done):
     ids = torch.tensor([[5, 6, 7]])
     assert student.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=4).shape == (1, 7)
     assert {path.name for path in done.iterdir()} >= {"plan.json", "profile.json", "allocation.json", "checkpoint"}
-    names = [event["event"] for event in Run.open(done).events()]
-    assert names == ["started", "profiled", "allocated", "distill", "distill", "distilled", "evaluated", "done"]
+    names = ["queued", "started", "profiled", "allocated", "distilled", "evaluated", "done"]
+    assert milestones(Run.open(done)) == names
+    progress = {
+        event["event"]: (event["done"], event["total"]) for event in Run.open(done).events() if "total" in event
+    }
+    assert progress == {"profile": (32, 32), "distill": (2, 2), "evaluate": (2, 2), "recall": (3, 3)}
+
+
+def milestones(run):
+    return [event["event"] for event in run.events() if "total" not in event]
 
 
 def test_json_is_all_there_is_on_standard_output(done, capsys):
@@ -90,14 +98,10 @@ def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, capsys):
     run = Run.open(folder)
     windows = {head.window for row in run.allocation.heads for head in row}
     assert len(windows) > 3 and run.allocation.state_bytes(run.layers, 512) <= 24 * 4096
-    assert [event["event"] for event in run.events()] == [
-        "started",
-        "profiled",
-        "priced",
-        "allocated",
-        "evaluated",
-        "done",
-    ]
+    assert milestones(run) == ["queued", "started", "profiled", "priced", "allocated", "evaluated", "done"]
+    assert {"done": 32, "total": 32}.items() <= [event for event in run.events() if event["event"] == "price"][
+        -1
+    ].items()
     code, out, _ = said(capsys, "allocate", folder, "--budget", "200", "--constant")
     assert code == 0 and "softmax" not in out
     code, _, err = said(capsys, "run", "demo", "--strategy", "gain", "--budget", "4", "--sinks", "2", *QUICK)

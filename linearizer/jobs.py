@@ -1,0 +1,217 @@
+"""Runs as processes of their own: page, command line and Python start, watch, stop and delete them with these.
+
+What a run is doing is read from its log, and from whether a live process holds its lock: nothing is kept in memory,
+so every process that looks sees the same.
+"""
+
+from __future__ import annotations
+
+import os
+import re
+import shutil
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linearizer import journal, turns
+from linearizer.errors import FolderError, RequestError
+from linearizer.files import UNFINISHED, writing
+from linearizer.journal import Event
+from linearizer.locks import Lock
+from linearizer.run import OWN, Run
+from linearizer.turns import Ticket
+
+STATES = ("queued", "running", "stopping", "stopped", "failed", "done", "lost")
+TOLD = {"queued": "queued", "started": "running", "stopped": "stopped", "failed": "failed", "done": "done"}
+LIVE = ("queued", "running", "stopping")
+OFTEN = 0.25  # seconds between two looks at a log
+GONE = "its process is gone (killed, or the machine was): resume it, and it goes on from what was saved"
+
+
+@dataclass(frozen=True)
+class Status:
+    """What a run is doing, and what it has come to."""
+
+    run: Run
+    state: str
+    place: int | None  # in the queue of its device: 1 is next; None unless queued
+    step: dict[str, Any] | None  # the newest progress: {"event", "done", "total", "unit", "time", …}
+    error: str | None  # why it failed, in a sentence
+    begun: float  # seconds since 1970
+    changed: float
+    disk_bytes: int
+    saved: float | None  # when the state of training was last written
+
+
+def start(run: Run, token: str | None = None) -> None:
+    """Queue a run and start its process, which goes on from where the run stands and outlives this one."""
+    if run.done:
+        raise RequestError(f"{str(run.folder)!r} is done: its student is in {run.checkpoint}")
+    if token and not re.fullmatch(r"[!-~]+", token):
+        raise RequestError("the token holds characters that no token has: copy it again")
+    lock, ticket = enter(run)
+    with lock, ticket.lock:  # the process that is started holds them, too
+        try:
+            spawn(run, lock, ticket, token)
+        except OSError as error:
+            ticket.path.unlink(missing_ok=True)
+            run.log("failed", error=f"no process could be started ({error.strerror}): free memory, then resume")
+            raise FolderError(f"{str(run.folder)!r} cannot be worked on ({error.strerror}): free memory") from error
+
+
+def enter(run: Run) -> tuple[Lock, Ticket]:
+    """Hold a run, and take a number for it."""
+    lock = run.locked()
+    try:
+        ticket = turns.ask(run.folder)
+        run.log("queued")
+    except BaseException:
+        lock.release()
+        raise
+    return lock, ticket
+
+
+def spawn(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
+    """Start the process of a run; the token goes through a pipe, where nobody else can read it."""
+    fds = (lock.fd, ticket.lock.fd)
+    command = [sys.executable, "-m", "linearizer.worker", str(run.folder), str(ticket.path), *map(str, fds)]
+    package = str(Path(__file__).parents[1])
+    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
+    with (run.folder / "worker.log").open("wb") as log:
+        process = subprocess.Popen(
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            pass_fds=fds,
+            start_new_session=True,
+            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+        )
+    assert process.stdin is not None
+    with suppress(BrokenPipeError), process.stdin as pipe:  # a process that died at once shows as lost
+        pipe.write((token or "").encode())
+    threading.Thread(target=process.wait, daemon=True).start()  # leave no zombie
+
+
+def stop(run: Run) -> None:
+    """Ask for a run to finish its step, save and stop."""
+    state = state_of(run)
+    if state not in LIVE:
+        raise RequestError(f"{str(run.folder)!r} is {state}: there is nothing to stop")
+    run.request("stop")
+
+
+def use_now(run: Run) -> None:
+    """Ask for training to end at this step; the student is judged and saved as it is then."""
+    found = status(run)
+    if found.state not in ("queued", "running"):
+        raise RequestError(f"{str(run.folder)!r} is {found.state}: only a run that is at work can end its training")
+    if found.step is None or found.step["event"] != "distill":
+        raise RequestError(f"{str(run.folder)!r} is not training: there is nothing to use yet, or nothing left to end")
+    run.request("use")
+
+
+def delete(run: Run) -> None:
+    """Remove what a run has written, and its folder if nothing else is in it."""
+    Run.open(run.folder)
+    last = ["plan.json", "lock"]  # as long as they are there, deleting can be repeated
+    with run.locked(), writing(run.folder):
+        for name in [*sorted(OWN.difference(last)), *last]:
+            for path in (run.folder / name, run.folder / (name + UNFINISHED)):
+                if path.is_dir() and not path.is_symlink():
+                    shutil.rmtree(path)
+                else:
+                    path.unlink(missing_ok=True)
+        if not any(run.folder.iterdir()):
+            run.folder.rmdir()
+
+
+def status(run: Run) -> Status:
+    """Say what a run is doing."""
+    Run.open(run.folder)
+    state, newest, step = look(run)
+    first, files = journal.first(run.log_file), files_of(run.folder)
+    saved = [stat.st_mtime for path, stat in files.items() if path.parent == run.folder / "state" / "training"]
+    begun = first["time"] if first else max((stat.st_mtime for stat in files.values()), default=0.0)
+    error = {"failed": (newest or {}).get("error"), "lost": GONE}.get(state)
+    return Status(
+        run=run,
+        state=state,
+        place=turns.place_of(run.folder) if state == "queued" else None,
+        step=step,
+        error=error,
+        begun=begun,
+        changed=newest["time"] if newest else begun,
+        disk_bytes=sum(stat.st_size for stat in files.values()),
+        saved=max(saved, default=None),
+    )
+
+
+def state_of(run: Run) -> str:
+    """Say in a word what a run is doing."""
+    return look(run)[0]
+
+
+def look(run: Run) -> tuple[str, Event | None, Event | None]:
+    """Give the state of a run, its newest event, and the newest one of progress."""
+    while True:
+        held = run.worked_on
+        state, newest, step = told(run)
+        if state not in LIVE:
+            return state, newest, step
+        if held == run.worked_on:  # otherwise it began or ended meanwhile
+            break
+    if not held:
+        return "lost", newest, step
+    return "stopping" if run.requested("stop") else state, newest, step
+
+
+def told(run: Run) -> tuple[str, Event | None, Event | None]:
+    """Give the same as far as the log tells it."""
+    state, newest = None, None
+    for event in journal.newest_first(run.log_file):
+        newest = newest or event
+        progress = "done" in event and "total" in event
+        state = state or TOLD.get(event["event"]) or ("running" if progress else None)
+        if progress:
+            return state or "running", newest, event
+    return state or "stopped", newest, None
+
+
+def files_of(folder: Path) -> dict[Path, os.stat_result]:
+    """List the files of a run; those that vanish meanwhile are none."""
+    found = {}
+    for place, _, names in os.walk(folder):
+        for path in (Path(place) / name for name in names):
+            with suppress(FileNotFoundError):
+                found[path] = path.lstat()
+    return found
+
+
+def runs_in(root: Path) -> list[Status]:
+    """Say what every run under a folder is doing, the newest first."""
+    found = []
+    for plan in root.glob("*/plan.json"):
+        with suppress(FolderError):  # deleted meanwhile
+            found.append(status(Run(plan.parent)))
+    return sorted(found, key=lambda one: one.begun, reverse=True)
+
+
+def follow(run: Run, after: int = 0) -> Iterator[list[Event]]:
+    """Give the events of a run as they come, but for the first so many, until it has ended."""
+    place, seen = 0, 0
+    while True:
+        ended = not run.worked_on and state_of(run) not in LIVE  # asked first, so that nothing is missed
+        events, place = journal.read(run.log_file, place)
+        new, seen = events[max(0, after - seen) :], seen + len(events)
+        if new:
+            yield new
+        if ended:
+            return
+        time.sleep(OFTEN)

@@ -1,0 +1,74 @@
+"""A log of events, one JSON object a line; a line that was cut off by a kill or a full disk is no event."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+from linearizer.files import writing
+
+PART = 2**14  # bytes that are read at once
+Event = dict[str, Any]  # {"time": seconds since 1970, "event": its name, …}
+
+
+def append(path: Path, event: str, details: Mapping[str, Any]) -> None:
+    """Append an event."""
+    with writing(path), path.open("ab+") as file:
+        torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
+        line = json.dumps({"time": round(time.time(), 3), "event": event, **details})
+        file.write((b"\n" if torn else b"") + line.encode() + b"\n")
+
+
+def read(path: Path, begin: int = 0) -> tuple[list[Event], int]:
+    """Read the events from a byte on, and say where the next will begin; a line that is being written is left there."""
+    try:
+        with path.open("rb") as file:
+            file.seek(begin)
+            content = file.read()
+    except FileNotFoundError:
+        return [], begin
+    whole = content[: content.rfind(b"\n") + 1]
+    found = (parsed(line) for line in whole.split(b"\n"))
+    return [event for event in found if event is not None], begin + len(whole)
+
+
+def first(path: Path) -> Event | None:
+    """Read the first event."""
+    try:
+        with path.open("rb") as file:
+            return next((event for line in file if (event := parsed(line)) is not None), None)
+    except FileNotFoundError:
+        return None
+
+
+def newest_first(path: Path) -> Iterator[Event]:
+    """Read the events backwards; who wants the newest pays for a few lines, however long the log."""
+    try:
+        with path.open("rb") as file:
+            end = file.seek(0, os.SEEK_END)
+            cut = b""  # the beginning of a line, which belongs to the part before
+            whole = False  # the last line may still be being written
+            while end > 0:
+                begin = max(0, end - PART)
+                file.seek(begin)
+                lines = (file.read(end - begin) + cut).split(b"\n")
+                cut, end = lines[0] if begin else b"", begin
+                for line in reversed(lines[1 if begin else 0 :]):
+                    if whole and (event := parsed(line)) is not None:
+                        yield event
+                    whole = True
+    except FileNotFoundError:
+        return
+
+
+def parsed(line: bytes) -> Event | None:
+    """Read one line, if it is an event."""
+    try:
+        found = json.loads(line)
+    except ValueError:  # among them what is no UTF-8
+        return None
+    return found if isinstance(found, dict) and isinstance(found.get("event"), str) and "time" in found else None

@@ -1,0 +1,131 @@
+"""Turns at the devices of this machine: one run at a time at each, in the order in which they asked.
+
+Everyone who waits or works holds the lock of a ticket, a file that names the run and is itself named NUMBER, then
+NUMBER@DEVICE, and NUMBER@DEVICE@now while the run works. A ticket that nobody holds is that of a dead process, and does
+not count. Until a run knows its device it stands in everybody's way.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+
+from linearizer.errors import FolderError
+from linearizer.files import writing
+from linearizer.locks import Lock, held, take
+
+NOW = "now"
+SECONDS = 30.0  # to wait for the others who take a number, which takes each of them a moment
+
+
+@dataclass
+class Ticket:
+    """A turn that was asked for; who holds its lock may work when nobody is before."""
+
+    path: Path
+    lock: Lock
+
+    def at(self, device: str) -> None:
+        """Say which device it is for."""
+        with alone(), writing(self.path):
+            self.path = self.path.rename(self.path.with_name(f"{number_of(self.path)}@{device}"))
+
+    def before(self) -> int:
+        """Count the live ones before this; if there is none, its turn begins."""
+        with alone(), writing(self.path):  # nobody is overlooked while a ticket is renamed
+            count = len(ahead(self.path))
+            if not count:
+                self.path = self.path.rename(self.path.with_name(f"{self.path.name}@{NOW}"))
+        return count
+
+    def give_back(self) -> None:
+        """Let the next one work."""
+        self.path.unlink(missing_ok=True)
+        self.lock.release()
+
+
+def folder() -> Path:
+    """Give the folder of the tickets, which all servers and terminals of one user share."""
+    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    return Path(os.environ.get("LINEARIZER_QUEUE") or Path(cache) / "linearizer" / "queue")
+
+
+def ask(run: Path) -> Ticket:
+    """Take the next number for a run."""
+    with writing(folder()):
+        folder().mkdir(parents=True, exist_ok=True)
+    with alone():
+        there = sorted(tickets())
+        for path in there:
+            if not held(path):
+                path.unlink(missing_ok=True)
+        path = folder() / f"{int(number_of(there[-1])) + 1 if there else 1:08d}"
+        with writing(path):
+            path.write_text(str(run.resolve()), encoding="utf-8")
+            lock = take(path, SECONDS)
+        assert lock is not None  # who asks whether it is held takes a moment only
+        return Ticket(path, lock)
+
+
+def place_of(run: Path) -> int | None:
+    """Say where a run that waits stands in the queue of its device: 1 is next."""
+    for path in sorted(tickets()):
+        if run_of(path) == str(run.resolve()) and held(path):
+            return 1 + sum(not other.name.endswith(f"@{NOW}") for other in ahead(path))
+    return None
+
+
+def ahead(own: Path) -> list[Path]:
+    """List the live tickets before one, as far as they may be for the same device."""
+    device = device_of(own)
+    return [
+        path
+        for path in sorted(tickets())
+        if number_of(path) < number_of(own) and (not device or device_of(path) in ("", device)) and held(path)
+    ]
+
+
+def tickets() -> Iterator[Path]:
+    """List all tickets, of the living and the dead."""
+    return (path for path in folder().glob("[0-9]*") if number_of(path).isdigit())
+
+
+def number_of(ticket: Path) -> str:
+    return ticket.name.partition("@")[0]
+
+
+def device_of(ticket: Path) -> str:
+    """Name the device of a ticket; nothing while it is not known."""
+    return ticket.name.removesuffix(f"@{NOW}").partition("@")[2]
+
+
+def run_of(ticket: Path) -> str:
+    """Name the run that a ticket is of; nothing if it was given back meanwhile."""
+    try:
+        return ticket.read_text(encoding="utf-8")
+    except FileNotFoundError:
+        return ""
+
+
+def device_name(device: str) -> str:
+    """Name a device so that processes that see other ones agree: cpu, cuda:0, cuda:GPU-…"""
+    kind, _, index = device.partition(":")
+    if kind != "cuda":
+        return kind
+    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    number = int(index or 0)
+    return f"cuda:{visible[number] if number < len(visible) else number}".replace("/", "-")
+
+
+@contextmanager
+def alone() -> Iterator[None]:
+    """Keep the tickets as they are while this lasts."""
+    with writing(folder()):
+        lock = take(folder() / "lock", SECONDS)
+    if lock is None:
+        raise FolderError(f"{str(folder())!r} has been locked for {SECONDS:.0f} seconds: stop the process that does it")
+    with lock:
+        yield

@@ -1,0 +1,116 @@
+"""Work on a run: wait for a turn at the device, do what the plan asks for, and say how that ended.
+
+python -m linearizer.worker RUN TICKET FD FD is the process of a run in the background: `jobs.start` hands it the
+locks of the run and of the ticket, as open files, and the token on standard input.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import TypeVar
+
+from linearizer import turns
+from linearizer.errors import LinearizerError, RequestError, Stopped
+from linearizer.jobs import enter
+from linearizer.locks import Lock
+from linearizer.progress import Progress, Steps, finish
+from linearizer.run import Run
+from linearizer.turns import Ticket
+
+Product = TypeVar("Product")
+OFTEN = 0.3  # seconds between two looks at the queue
+
+
+def main(arguments: Sequence[str]) -> int:
+    """Work on a run that was handed over, and return an exit code; what there is to say is in the run's log."""
+    folder, number, *fds = arguments
+    lock, ticket_lock = (Lock(int(fd)) for fd in fds)
+    for held in (lock, ticket_lock):
+        os.set_inheritable(held.fd, False)
+    token = sys.stdin.read() or None
+    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    run = Run(Path(folder))
+    with lock, heeding_signals(run):
+        try:
+            with faults_logged(run):
+                from linearizer.pipeline import linearize
+
+                finish(in_turn(run, Ticket(Path(number), ticket_lock), linearize(run, token, held=True)))
+        except LinearizerError as error:
+            return error.exit_code
+        except KeyboardInterrupt:
+            return Stopped.exit_code
+        except Exception:  # a fault of ours: its traceback is all that is left to keep
+            text = traceback.format_exc()
+            sys.stderr.write(text.replace(token, "…") if token else text)
+            return 1
+    return 0
+
+
+def foreground(run: Run, steps: Steps[Product]) -> Steps[Product]:
+    """Work on a run in this process; a request that cannot be served leaves no run."""
+    lock, ticket = enter(run)
+    with lock, heeding_signals(run):
+        try:
+            with faults_logged(run):
+                return (yield from in_turn(run, ticket, steps))
+        except RequestError:
+            if not run.has("profile.json"):
+                run.forget()
+            raise
+
+
+def in_turn(run: Run, ticket: Ticket, steps: Steps[Product]) -> Steps[Product]:
+    """Wait until a run's device is free, then do the steps; the caller holds the run."""
+    from linearizer.pipeline import device_of
+    from linearizer.working import check, reported
+
+    try:
+        with reported(run):
+            ticket.at(turns.device_name(device_of(run.plan)))
+            while before := ticket.before():
+                check(run)
+                yield Progress("queue", 0, before, "runs before")
+                time.sleep(OFTEN)
+            check(run)
+        return (yield from steps)
+    finally:
+        ticket.give_back()
+
+
+@contextmanager
+def faults_logged(run: Run) -> Iterator[None]:
+    """Let the log say of what kind a fault of our own was, and where to read on."""
+    try:
+        yield
+    except LinearizerError:
+        raise
+    except Exception as fault:
+        run.log(
+            "failed",
+            error=f"{type(fault).__name__}, a fault of Linearizer itself: its traceback is on standard error, which a "
+            "run in the background keeps in its folder as worker.log",
+        )
+        raise
+
+
+@contextmanager
+def heeding_signals(run: Run) -> Iterator[None]:
+    """While this lasts, let SIGTERM stop the run as `jobs.stop` does."""
+    before = signal.signal(signal.SIGTERM, lambda *_: run.request("stop"))
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))

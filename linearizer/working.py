@@ -1,0 +1,125 @@
+"""A run while it is worked on: held, logged, and stopped when that is asked for."""
+
+from __future__ import annotations
+
+import _thread
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, nullcontext
+from typing import TypeVar
+
+from linearizer.errors import FaultError, FolderError, LinearizerError, Stopped
+from linearizer.progress import Progress, Steps
+from linearizer.run import Run
+from linearizer.teacher import quiet
+from linearizer.training import is_out_of_memory
+
+Product = TypeVar("Product")
+OFTEN = 0.25  # seconds between two events of a step, and more in a long one:
+SHARE = 1e-3  # of the time that the step has taken
+GLANCE = 0.2  # seconds between two looks for a request where nothing is yielded
+
+
+@contextmanager
+def working(run: Run, held: bool = False) -> Iterator[None]:
+    """Hold a run while it is worked on, unless it is held already, and log how that began and ended."""
+    with nullcontext() if held else run.locked(), quiet(), reported(run):
+        run.log("started")
+        yield
+        run.settle("stop")
+
+
+@contextmanager
+def reported(run: Run) -> Iterator[None]:
+    """Log it if a run is stopped, or fails with a sentence."""
+    try:
+        with memory_explained():
+            yield
+    except (Stopped, KeyboardInterrupt, GeneratorExit):
+        run.log("stopped")
+        run.settle("stop")
+        raise
+    except LinearizerError as error:
+        run.log("failed", error=str(error))
+        raise
+
+
+@contextmanager
+def memory_explained() -> Iterator[None]:
+    """Turn what a device says when its memory is full into a sentence."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as error:
+        if not isinstance(error, MemoryError) and not is_out_of_memory(error):
+            raise
+        raise FaultError(
+            "the memory of the device is full: free it, or begin again with a smaller --length, --batch or --samples; "
+            "what was finished is kept"
+        ) from error
+
+
+def logged(run: Run, steps: Steps[Product]) -> Steps[Product]:
+    """Write a step's progress into the run's log, too, and end it early if the run is to stop."""
+    pace = Pace()
+    with closing(steps):  # a step that is stopped saves its state
+        while True:
+            try:
+                progress = next(steps)
+            except StopIteration as end:
+                return end.value
+            stop = run.requested("stop")
+            if pace.due(progress) or stop:
+                details = {"done": progress.done, "total": progress.total, "unit": progress.unit, **progress.details}
+                run.log(progress.step, **details)
+            yield progress
+            check(run)
+
+
+def check(run: Run) -> None:
+    """End the work if that was asked for, or if its folder is gone."""
+    if run.requested("stop"):
+        raise Stopped(f"stopped as asked; what was finished is kept in {run.folder}")
+    if not run.has("plan.json"):
+        raise FolderError(f"{str(run.folder)!r} was deleted while it was worked on: start a new run")
+
+
+class Pace:
+    """Lets through so few events of a step that the log of a long run stays small."""
+
+    def __init__(self) -> None:
+        self.part, self.begin, self.last = ("", ""), 0.0, 0.0
+
+    def due(self, progress: Progress) -> bool:
+        """Tell whether an event is to be logged: the first, the last, one that warns, and some between."""
+        now, part = time.monotonic(), (progress.step, progress.unit)
+        if part != self.part:
+            self.part, self.begin, self.last = part, now, -OFTEN
+        due = now - self.last >= max(OFTEN, SHARE * (now - self.begin))
+        if due or progress.done == progress.total or progress.details.get("events"):
+            self.last = now
+            return True
+        return False
+
+
+@contextmanager
+def interruptible(run: Run) -> Iterator[None]:
+    """While this lasts, let a request to stop act as ctrl-C does: for work that is long and yields nothing."""
+    if threading.current_thread() is not threading.main_thread():
+        yield
+        return
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(GLANCE):
+            if run.requested("stop"):
+                _thread.interrupt_main()
+                return
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        over.set()
+        watcher.join()
