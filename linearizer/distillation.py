@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -42,8 +42,12 @@ def distill(
     *,
     folder: Path | None = None,
     resume: bool = False,
+    enough: Callable[[], bool] = lambda: False,
 ) -> Steps[Distilled]:
-    """Train a student's feature maps; with a folder, a training that was stopped goes on where it was."""
+    """Train a student's feature maps; with a folder, a training that was stopped goes on where it was.
+
+    `enough` is asked before each step, and ends the training early.
+    """
     check_text(windows, settings)
     check_teacher(student, windows)
     with learning(student, settings):
@@ -55,7 +59,7 @@ def distill(
         events = [] if state is None else list(state.facts["events"])
         new = [] if state is None or state.warning is None else [state.warning]
         try:
-            yield from train(training, events, new, folder, identity)
+            yield from train(training, events, new, folder, identity, enough)
         except GeneratorExit:
             if folder is not None:
                 write_state(folder, training.state({**identity, "events": events}))
@@ -78,12 +82,17 @@ def identify(student: LinearizedForCausalLM, windows: torch.Tensor, settings: Se
 
 
 def train(
-    training: Training, events: list[str], new: list[str], folder: Path | None, identity: Mapping[str, object]
+    training: Training,
+    events: list[str],
+    new: list[str],
+    folder: Path | None,
+    identity: Mapping[str, object],
+    enough: Callable[[], bool],
 ) -> Steps[None]:
     """Do the steps that are left, and keep the state of every few; `new` events are added to those before."""
     settings, first, begun = training.settings, training.step, time.monotonic()
     events += new
-    while training.learners and training.step < settings.steps:
+    while training.learners and training.step < settings.steps and not enough():
         losses, wrong = training.advance()
         events += wrong
         if folder is not None and (training.step % settings.save_every == 0 or training.step == settings.steps):
@@ -97,6 +106,8 @@ def train(
         }
         new = []
         yield Progress("distill", training.step, settings.steps, "steps", details)
+    if folder is not None and training.learners and training.step < settings.steps:
+        write_state(folder, training.state({**identity, "events": events}))
 
 
 def described(losses: Losses, settings: Settings) -> dict[str, object]:

@@ -38,7 +38,7 @@ def write_state(folder: Path, state: TrainingState) -> None:
     facts = json.dumps(dict(state.facts))
     content = save(tensors, {"facts": facts, "digest": digest(tensors, facts)})
     with writing(folder):
-        folder.mkdir(parents=True, exist_ok=True)
+        folder.mkdir(exist_ok=True)  # without its parents: a run that was deleted stays so
         if (folder / NEWEST).exists():
             (folder / NEWEST).replace(folder / BEFORE)
     write_whole(folder / NEWEST, content)
