@@ -56,6 +56,15 @@ def replacing(folder: Path) -> Iterator[Path]:
             shutil.rmtree(unfinished, ignore_errors=True)
 
 
+def remove(path: Path) -> None:
+    """Remove a file, or a folder with all that is in it, if it is there."""
+    with writing(path):
+        if path.is_dir() and not path.is_symlink():
+            shutil.rmtree(path)
+        else:
+            path.unlink(missing_ok=True)
+
+
 def check_room(folder: Path, needed: int) -> None:
     """Refuse to start what the disk has no room for."""
     free = shutil.disk_usage(folder).free

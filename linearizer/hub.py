@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import HfApi, ModelCard, constants, get_token, snapshot_download
+from huggingface_hub import HfApi, ModelCard, constants, get_token, snapshot_download, try_to_load_from_cache
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -95,6 +95,20 @@ def fetch(source: Source, patterns: tuple[str, ...], token: str | None = None) -
             source.repo_id, revision=source.revision, allow_patterns=list(patterns), token=access_token(token)
         )
     return Path(folder)
+
+
+def download_bytes(source: Source) -> int:
+    """Estimate how many bytes of a model's weights are not in the cache yet."""
+    if source.folder is not None or source.repo_id is None:
+        return 0
+    files = source.weights.files
+    cached = (try_to_load_from_cache(source.repo_id, file, revision=source.revision) for file in files)
+    return source.weight_bytes * sum(not isinstance(path, str) for path in cached) // len(files)
+
+
+def cache_folder() -> Path:
+    """Give the folder that models are downloaded to."""
+    return Path(constants.HF_HUB_CACHE)
 
 
 @contextmanager

@@ -1,0 +1,54 @@
+"""How much a run will write, and whether the disks have room for it: asked before anything is downloaded."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from linearizer.files import check_room
+from linearizer.hub import Source, cache_folder, download_bytes
+from linearizer.inspection import Inspection
+from linearizer.plan import Plan
+
+NUMBER = 4  # bytes of a float32
+KEPT = 4  # numbers that training keeps of a parameter: itself, a good one of before, two moments
+FILES = 3  # of a state of training: the newest, the one before, the one that is being written
+SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+
+
+def checkpoint_bytes(plan: Plan, inspection: Inspection) -> int:
+    """Estimate the size of a student: the weights of its teacher, in the type they are loaded in, and its features."""
+    if plan.dtype in SIZES:
+        return inspection.parameters * SIZES[plan.dtype] + feature_bytes(plan, inspection)
+    return inspection.weight_bytes + feature_bytes(plan, inspection)
+
+
+def feature_bytes(plan: Plan, inspection: Inspection) -> int:
+    """Estimate the size of the feature maps, where a feature is what a query, a key and a centre are."""
+    features = plan.features or plan.budget or 0
+    return sum(layer.kv_heads * features * (3 * layer.key_dim + 4) * NUMBER for layer in inspection.layers)
+
+
+def state_bytes(plan: Plan, inspection: Inspection) -> int:
+    """Estimate what resuming needs: samples of queries and keys, and the state of training."""
+    samples = sum(
+        (layer.query_heads + layer.kv_heads) * plan.samples // 2 * layer.key_dim + layer.kv_heads * plan.samples
+        for layer in inspection.layers
+    )
+    return samples * NUMBER + (KEPT * FILES * feature_bytes(plan, inspection) if plan.steps else 0)
+
+
+def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection) -> None:
+    """Refuse to begin what the disk of a run, or that of the models, has no room for."""
+    there = sum(path.stat().st_size for path in (folder / "state").rglob("*") if path.is_file())
+    needed = max(0, state_bytes(plan, inspection) - there) + checkpoint_bytes(plan, inspection)
+    download, cache = download_bytes(source), existing(cache_folder())
+    if cache.stat().st_dev == folder.stat().st_dev:
+        check_room(folder, needed + download)
+    else:
+        check_room(folder, needed)
+        check_room(cache, download)
+
+
+def existing(folder: Path) -> Path:
+    """Give the folder, or the nearest above it that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
