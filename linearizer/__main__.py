@@ -10,6 +10,7 @@ from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
+from linearizer import runs
 from linearizer.errors import LinearizerError, RequestError, Stopped
 from linearizer.plan import Plan
 
@@ -55,7 +56,12 @@ def parser() -> Parser:
     command = commands.add_parser("run", help="all the steps: profile, allocate, student, checkpoint")
     command.add_argument("model", metavar="MODEL", help=model_help)
     add_run_options(command)
+    command.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
     command.set_defaults(serve=serve_run)
+
+    command = commands.add_parser("runs", help="see, attach to, stop, resume and delete runs")
+    runs.add_options(command)
+    command.set_defaults(serve=runs.serve)
 
     command = commands.add_parser("profile", help="measure how many degrees of freedom each head uses")
     command.add_argument("model", metavar="MODEL", help=model_help)
@@ -197,7 +203,19 @@ def serve_allocate(asked: argparse.Namespace) -> None:
     show(asked, pipeline.summary(found, run.layers), terminal.allocation_text(found, run.layers))
 
 
+def detach(asked: argparse.Namespace, run: Run) -> None:
+    """Let a process of its own work on a run."""
+    from linearizer import jobs
+
+    jobs.start(run)
+    text = f"{run.folder} is queued: linearizer runs attach {run.folder}"
+    show(asked, {"run": str(run.folder), "state": jobs.state_of(run)}, text)
+
+
 def serve_run(asked: argparse.Namespace) -> None:
+    if asked.detach:
+        detach(asked, begin(asked))
+        return
     from linearizer import pipeline, terminal
     from linearizer.progress import finish
 
@@ -210,9 +228,7 @@ def serve_run(asked: argparse.Namespace) -> None:
         **pipeline.summary(made, run.layers),
         "evaluation": run.evaluation,
     }
-    judged = terminal.evaluation_text(run.evaluation)
-    text = f"{terminal.cost_text(made, run.layers)}\n{judged}\nthe student is in {run.checkpoint}"
-    show(asked, product, f"{text}\nsee it write: linearizer compare {run.folder}")
+    show(asked, product, terminal.run_text(run))
 
 
 def serve_compare(asked: argparse.Namespace) -> None:

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import shutil
 import subprocess
 import sys
 import threading
@@ -21,7 +20,7 @@ from typing import Any
 
 from linearizer import journal, turns
 from linearizer.errors import FolderError, RequestError
-from linearizer.files import UNFINISHED, writing
+from linearizer.files import UNFINISHED, remove, writing
 from linearizer.journal import Event
 from linearizer.locks import Lock
 from linearizer.run import OWN, Run
@@ -31,6 +30,7 @@ STATES = ("queued", "running", "stopping", "stopped", "failed", "done", "lost")
 TOLD = {"queued": "queued", "started": "running", "stopped": "stopped", "failed": "failed", "done": "done"}
 LIVE = ("queued", "running", "stopping")
 OFTEN = 0.25  # seconds between two looks at a log
+SAID = 200  # letters that are quoted of a log
 GONE = "its process is gone (killed, or the machine was): resume it, and it goes on from what was saved"
 
 
@@ -69,6 +69,7 @@ def enter(run: Run) -> tuple[Lock, Ticket]:
     """Hold a run, and take a number for it."""
     lock = run.locked()
     try:
+        remove(run.folder / "worker.log")
         ticket = turns.ask(run.folder)
         run.log("queued")
     except BaseException:
@@ -124,10 +125,7 @@ def delete(run: Run) -> None:
     with run.locked(), writing(run.folder):
         for name in [*sorted(OWN.difference(last)), *last]:
             for path in (run.folder / name, run.folder / (name + UNFINISHED)):
-                if path.is_dir() and not path.is_symlink():
-                    shutil.rmtree(path)
-                else:
-                    path.unlink(missing_ok=True)
+                remove(path)
         if not any(run.folder.iterdir()):
             run.folder.rmdir()
 
@@ -139,13 +137,13 @@ def status(run: Run) -> Status:
     first, files = journal.first(run.log_file), files_of(run.folder)
     saved = [stat.st_mtime for path, stat in files.items() if path.parent == run.folder / "state" / "training"]
     begun = first["time"] if first else max((stat.st_mtime for stat in files.values()), default=0.0)
-    error = {"failed": (newest or {}).get("error"), "lost": GONE}.get(state)
+    error = (newest or {}).get("error") if state == "failed" else None
     return Status(
         run=run,
         state=state,
         place=turns.place_of(run.folder) if state == "queued" else None,
         step=step,
-        error=error,
+        error=GONE + last_words(run) if state == "lost" else error,
         begun=begun,
         changed=newest["time"] if newest else begun,
         disk_bytes=sum(stat.st_size for stat in files.values()),
@@ -182,6 +180,19 @@ def told(run: Run) -> tuple[str, Event | None, Event | None]:
         if progress:
             return state or "running", newest, event
     return state or "stopped", newest, None
+
+
+def last_words(run: Run) -> str:
+    """Quote the last line that a lost process wrote to standard error, without folders, and without what is a token."""
+    path = run.folder / "worker.log"
+    if not path.is_file():
+        return ""
+    with path.open("rb") as file:
+        file.seek(max(0, path.stat().st_size - journal.PART))
+        lines = file.read().decode(errors="replace").splitlines()
+    last = next((line.strip() for line in reversed(lines) if line.strip()), "")
+    last = re.sub(r"hf_\w+", "…", re.sub(r"[^\s'\"=:(]*/", "", last))
+    return f"; its last words: {last[:SAID]}" if last else ""
 
 
 def files_of(folder: Path) -> dict[Path, os.stat_result]:

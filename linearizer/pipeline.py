@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass
+from pathlib import Path
 
 import torch
 from safetensors import safe_open
@@ -18,10 +19,11 @@ from linearizer.allocation import Allocation, allocate, check_dial
 from linearizer.checkpoint import holding
 from linearizer.comparison import Comparison, compare
 from linearizer.cost import Head, Layer, cache_bytes
+from linearizer.devices import device_of
 from linearizer.distillation import distill
 from linearizer.errors import RequestError
 from linearizer.evaluation import Evaluation, evaluate_language, evaluate_recall
-from linearizer.files import check_room, writing
+from linearizer.files import remove, writing
 from linearizer.hub import Source, find_model
 from linearizer.initialisation import initialise
 from linearizer.inspection import Inspection, inspect_model, verify_teacher
@@ -31,6 +33,7 @@ from linearizer.prices import Prices, check_least, choose
 from linearizer.pricing import price, window_options, with_repeats
 from linearizer.profile import Asked, Profile
 from linearizer.progress import Steps
+from linearizer.room import check_disks
 from linearizer.run import Run
 from linearizer.runtime.feature_map import FEATURE_MAPS
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
@@ -38,7 +41,7 @@ from linearizer.samples import Samples
 from linearizer.schedule import Settings
 from linearizer.teacher import load_config, load_teacher, load_tokenizer, quiet
 from linearizer.text import enough_windows
-from linearizer.working import interruptible, logged, working
+from linearizer.working import check, interruptible, logged, working
 
 JUDGED = 8  # texts that are kept from training, to judge by
 DTYPES = ("auto", "float32", "bfloat16", "float16")
@@ -60,14 +63,16 @@ def inspect(model: str, token: str | None = None) -> Inspection:
     return inspect_model(source, load_config(source, token))
 
 
-def load(plan: Plan, token: str | None = None) -> Teacher:
-    """Load the teacher of a plan, after its config said that it can be linearized."""
+def load(plan: Plan, token: str | None = None, folder: Path | None = None) -> Teacher:
+    """Load the teacher of a plan, after its config said that it can be linearized, and a run's folder can hold it."""
     source = find_model(plan.model, token)
     inspection = inspect_model(source, load_config(source, token))
     inspection.require_support()
     check_plan(plan, inspection.layers)
+    if folder is not None:
+        check_disks(folder, plan, source, inspection)
     tokenizer = load_tokenizer(source, token)
-    model = load_teacher(source, plan.dtype, device_of(plan), token)
+    model = load_teacher(source, plan.dtype, device_of(plan.device), token)
     verify_teacher(model, inspection)
     return Teacher(source, inspection, model, tokenizer)
 
@@ -102,17 +107,6 @@ def asked_of(plan: Plan) -> Asked:
 def settings_of(plan: Plan) -> Settings:
     """How a plan wants the features to be trained."""
     return Settings(loss=plan.loss, steps=plan.steps, batch=plan.batch, seed=plan.seed)
-
-
-def device_of(plan: Plan) -> str:
-    """The device asked for, or the best there is."""
-    if plan.device != "auto":
-        try:
-            torch.empty(0, device=plan.device)
-        except (RuntimeError, AssertionError) as error:
-            raise RequestError(f"device {plan.device!r} is not to be had here: name cpu, or leave it out") from error
-        return plan.device
-    return "cuda" if torch.cuda.is_available() else "cpu"
 
 
 def windows_of(
@@ -183,6 +177,8 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
     allocation = decide(run, plan, run.layers)
     if not run.checkpoint.exists():
         with run.locked():
+            if allocation != run.allocation:  # another student, which a training of the one before says nothing of
+                remove(run.folder / "state" / "training")
             run.write("plan.json", plan.to_json())
             run.write("allocation.json", allocation.to_json())
             run.log("allocated", strategy=allocation.strategy, features_mean=allocation.features_mean)
@@ -206,8 +202,15 @@ def train(run: Run, student: LinearizedForCausalLM, allocation: Allocation, text
     if not plan.steps or not any(head.features for row in allocation.heads for head in row):
         return
     folder = run.folder / "state" / "training"
-    done = yield from logged(run, distill(student, texts, settings_of(plan), folder=folder, resume=folder.exists()))
+    ended = folder.exists() and any(event["event"] == "distilled" for event in run.events())  # perhaps early
+
+    def enough() -> bool:
+        return ended or run.requested("use")
+
+    steps = distill(student, texts, settings_of(plan), folder=folder, resume=folder.exists(), enough=enough)
+    done = yield from logged(run, steps)
     run.log("distilled", **asdict(done))
+    run.settle("use")
 
 
 def judge(
@@ -240,7 +243,7 @@ def measure_only(run: Run, token: str | None = None, held: bool = False) -> Step
     """Take a run as far as its profile."""
     with working(run, held):
         with interruptible(run):
-            teacher = load(run.plan, token)
+            teacher = load(run.pinned_plan, token, run.folder)
         found = yield from profile(run, teacher, token)
         run.log("stopped")
     return found
@@ -252,8 +255,7 @@ def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[A
         return made
     with working(run, held):
         with interruptible(run):
-            teacher = load(run.plan, token)
-        check_room(run.folder, teacher.inspection.weight_bytes)
+            teacher = load(run.pinned_plan, token, run.folder)
         yield from profile(run, teacher, token)
         if run.plan.strategy == "gain":
             yield from measured_prices(run, teacher, token)
@@ -268,6 +270,7 @@ def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[A
             learnt, judged = shared_texts(run.plan, teacher, token)
         yield from train(run, student, allocation, learnt)
         yield from logged(run, judge(run, student, allocation, judged))
+        check(run)
         checkpoint.save(student, teacher.tokenizer, run.checkpoint)
         run.log("done")
     return allocation
@@ -280,7 +283,7 @@ def compare_run(
     if not run.checkpoint.is_dir():
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     with quiet():
-        teacher = load(run.plan, token)
+        teacher = load(run.pinned_plan, token)
         student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
         return (yield from compare(teacher.model, student, teacher.tokenizer, prompt, new_tokens, seed, sample))
 

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -74,6 +74,14 @@ class Run:
     @property
     def plan(self) -> Plan:
         return Plan.from_json(self.read("plan.json"))
+
+    @property
+    def pinned_plan(self) -> Plan:
+        """The plan, for the very revision that was measured: a branch of the Hub may move on before a run resumes."""
+        revision = self.inspection["revision"] if self.has("inspection.json") else None
+        return (
+            self.plan if revision is None else replace(self.plan, model=f"{self.plan.model.split('@')[0]}@{revision}")
+        )
 
     @property
     def inspection(self) -> dict[str, Any]:

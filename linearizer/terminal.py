@@ -6,14 +6,17 @@ import sys
 import time
 from collections.abc import Sequence
 from contextlib import closing
-from typing import Any, TextIO, TypeVar
+from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from linearizer.allocation import Allocation
-from linearizer.comparison import Comparison
-from linearizer.cost import Layer
-from linearizer.inspection import Inspection
-from linearizer.profile import Profile
 from linearizer.progress import Progress, Steps
+
+if TYPE_CHECKING:
+    from linearizer.allocation import Allocation
+    from linearizer.comparison import Comparison
+    from linearizer.cost import Layer
+    from linearizer.inspection import Inspection
+    from linearizer.profile import Profile
+    from linearizer.run import Run
 
 Product = TypeVar("Product")
 
@@ -25,9 +28,12 @@ class Bar:
         self.stream, self.shown = stream, stream.isatty()
         self.step, self.begin, self.first, self.width = ("", ""), 0.0, 0, 0
 
-    def show(self, progress: Progress) -> None:
-        now = time.monotonic()
+    def show(self, progress: Progress, now: float | None = None) -> None:
+        """Show progress that was made now, or at a time in seconds."""
+        now = time.monotonic() if now is None else now
         if (progress.step, progress.unit) != self.step:
+            if progress.step == "queue" and not self.shown:  # who waits for hours is told, on whatever stream
+                self.stream.write(f"waiting for the runs before this one: {progress.total}\n")
             self.step, self.begin, self.first = (progress.step, progress.unit), now, progress.done
         done, took = progress.done - self.first, now - self.begin
         line = f"{progress.step:>10}  {progress.done}/{progress.total} {progress.unit}"
@@ -163,6 +169,14 @@ def evaluation_text(found: Sequence[dict[str, Any]]) -> str:
         recalls = (f"{recall['second']:.3f}" for recall in one["recall"])
         rows.append((one["name"], state, f"{one['language']['loss']:.3f}", f"{one['language']['kl']:.4f}", *recalls))
     return columns(rows)
+
+
+def run_text(run: Run) -> str:
+    """Say what came of a run that is done."""
+    assert run.allocation is not None
+    judged = evaluation_text(run.evaluation)
+    text = f"{cost_text(run.allocation, run.layers)}\n{judged}\nthe student is in {run.checkpoint}"
+    return f"{text}\nsee it write: linearizer compare {run.folder}"
 
 
 def comparison_text(found: Comparison) -> str:

@@ -110,16 +110,6 @@ def run_of(ticket: Path) -> str:
         return ""
 
 
-def device_name(device: str) -> str:
-    """Name a device so that processes that see other ones agree: cpu, cuda:0, cuda:GPU-…"""
-    kind, _, index = device.partition(":")
-    if kind != "cuda":
-        return kind
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    number = int(index or 0)
-    return f"cuda:{visible[number] if number < len(visible) else number}".replace("/", "-")
-
-
 @contextmanager
 def alone() -> Iterator[None]:
     """Keep the tickets as they are while this lasts."""

@@ -11,18 +11,22 @@ import signal
 import sys
 import time
 import traceback
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TypeVar
+from typing import TYPE_CHECKING, TypeVar
 
-from linearizer import turns
+from linearizer.devices import device_name, device_of
 from linearizer.errors import LinearizerError, RequestError, Stopped
 from linearizer.jobs import enter
 from linearizer.locks import Lock
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run import Run
 from linearizer.turns import Ticket
+from linearizer.working import check, reported
+
+if TYPE_CHECKING:
+    from linearizer.allocation import Allocation
 
 Product = TypeVar("Product")
 OFTEN = 0.3  # seconds between two looks at the queue
@@ -41,9 +45,7 @@ def main(arguments: Sequence[str]) -> int:
     with lock, heeding_signals(run):
         try:
             with faults_logged(run):
-                from linearizer.pipeline import linearize
-
-                finish(in_turn(run, Ticket(Path(number), ticket_lock), linearize(run, token, held=True)))
+                finish(in_turn(run, Ticket(Path(number), ticket_lock), lambda: work_on(run, token)))
         except LinearizerError as error:
             return error.exit_code
         except KeyboardInterrupt:
@@ -55,33 +57,37 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
+def work_on(run: Run, token: str | None) -> Steps[Allocation]:
+    """Begin to work, now that it is this run's turn: what is imported here takes memory."""
+    from linearizer.pipeline import linearize
+
+    return linearize(run, token, held=True)
+
+
 def foreground(run: Run, steps: Steps[Product]) -> Steps[Product]:
     """Work on a run in this process; a request that cannot be served leaves no run."""
     lock, ticket = enter(run)
     with lock, heeding_signals(run):
         try:
             with faults_logged(run):
-                return (yield from in_turn(run, ticket, steps))
+                return (yield from in_turn(run, ticket, lambda: steps))
         except RequestError:
             if not run.has("profile.json"):
                 run.forget()
             raise
 
 
-def in_turn(run: Run, ticket: Ticket, steps: Steps[Product]) -> Steps[Product]:
+def in_turn(run: Run, ticket: Ticket, steps: Callable[[], Steps[Product]]) -> Steps[Product]:
     """Wait until a run's device is free, then do the steps; the caller holds the run."""
-    from linearizer.pipeline import device_of
-    from linearizer.working import check, reported
-
     try:
         with reported(run):
-            ticket.at(turns.device_name(device_of(run.plan)))
+            ticket.at(device_name(device_of(run.plan.device)))
             while before := ticket.before():
                 check(run)
                 yield Progress("queue", 0, before, "runs before")
                 time.sleep(OFTEN)
             check(run)
-        return (yield from steps)
+        return (yield from steps())
     finally:
         ticket.give_back()
 

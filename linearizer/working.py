@@ -1,8 +1,11 @@
-"""A run while it is worked on: held, logged, and stopped when that is asked for."""
+"""A run while it is worked on: held, logged, and stopped when that is asked for.
+
+Nothing here imports torch before it is used: a run that waits for its turn needs little memory.
+"""
 
 from __future__ import annotations
 
-import _thread
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -12,8 +15,6 @@ from typing import TypeVar
 from linearizer.errors import FaultError, FolderError, LinearizerError, Stopped
 from linearizer.progress import Progress, Steps
 from linearizer.run import Run
-from linearizer.teacher import quiet
-from linearizer.training import is_out_of_memory
 
 Product = TypeVar("Product")
 OFTEN = 0.25  # seconds between two events of a step, and more in a long one:
@@ -24,6 +25,8 @@ GLANCE = 0.2  # seconds between two looks for a request where nothing is yielded
 @contextmanager
 def working(run: Run, held: bool = False) -> Iterator[None]:
     """Hold a run while it is worked on, unless it is held already, and log how that began and ended."""
+    from linearizer.teacher import quiet
+
     with nullcontext() if held else run.locked(), quiet(), reported(run):
         run.log("started")
         yield
@@ -51,6 +54,8 @@ def memory_explained() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
+        from linearizer.training import is_out_of_memory
+
         if not isinstance(error, MemoryError) and not is_out_of_memory(error):
             raise
         raise FaultError(
@@ -113,13 +118,17 @@ def interruptible(run: Run) -> Iterator[None]:
     def watch() -> None:
         while not over.wait(GLANCE):
             if run.requested("stop"):
-                _thread.interrupt_main()
+                signal.pthread_kill(main, signal.SIGINT)
                 return
 
-    watcher = threading.Thread(target=watch, daemon=True)
+    main, watcher = threading.get_ident(), threading.Thread(target=watch, daemon=True)
     watcher.start()
     try:
-        yield
-    finally:
-        over.set()
-        watcher.join()
+        try:
+            yield
+        finally:
+            over.set()
+            watcher.join()
+    except KeyboardInterrupt:
+        check(run)
+        raise

@@ -9,10 +9,11 @@ import linearizer
 ROOT = Path(linearizer.__file__).parent
 LAYERS = [  # a module may import from the layers after its own
     {"__main__"},
+    {"runs"},
     {"terminal"},
     {"worker"},
     {"jobs", "pipeline"},
-    {"working"},
+    {"room", "working"},
     {"run", "plan"},
     {
         "checkpoint",
@@ -43,6 +44,7 @@ LAYERS = [  # a module may import from the layers after its own
         "journal",
         "locks",
         "turns",
+        "devices",
         "errors",
     },  # ground
 ]

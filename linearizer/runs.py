@@ -1,0 +1,150 @@
+"""The command `linearizer runs`: see, follow, stop, resume and delete runs that work in processes of their own."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from linearizer import jobs, terminal
+from linearizer.errors import FaultError, FolderError, RequestError, Stopped
+from linearizer.jobs import Status
+from linearizer.progress import Progress
+from linearizer.run import Run, runs_root
+
+ACTIONS = {
+    "list": "all runs under the root (the default)",
+    "attach": "follow a run to its end; ctrl-C leaves it, and it goes on",
+    "stop": "let it finish its step, save and stop",
+    "resume": "go on, in the background",
+    "use": "end its training at this step, judge and save what there is",
+    "delete": "remove its folder",
+}
+
+
+def add_options(command: argparse.ArgumentParser) -> None:
+    said = "; ".join(f"{name}: {text}" for name, text in ACTIONS.items())
+    command.add_argument("action", metavar="ACTION", nargs="?", default="list", choices=list(ACTIONS), help=said)
+    command.add_argument("run", metavar="RUN", nargs="?", help="a run's folder, or its name under the root")
+    command.add_argument("--root", type=Path, help="where the runs are (default: LINEARIZER_RUNS, or runs)")
+
+
+def serve(asked: argparse.Namespace) -> None:
+    """Do what was asked of one run, or list all."""
+    root = asked.root or runs_root()
+    if asked.action == "list":
+        if asked.run is not None:
+            raise RequestError(
+                f"list shows all runs, not {asked.run!r}: leave it out, or name an action such as attach"
+            )
+        found = jobs.runs_in(root)
+        say(asked, [as_json(one) for one in found], table(found) if found else f"no runs in {root}")
+        return
+    run = find(asked.run, root)
+    if asked.action == "attach":
+        attach(run, asked.json)
+        return
+    if asked.action == "delete":
+        jobs.delete(run)
+        say(asked, {"deleted": str(run.folder)}, f"{run.folder} is deleted")
+        return
+    {"stop": jobs.stop, "resume": jobs.start, "use": jobs.use_now}[asked.action](run)
+    done = {"stop": "will stop after its step", "resume": "is queued", "use": "will end its training after this step"}
+    text = f"{run.folder} {done[asked.action]}: linearizer runs attach {run.folder}"
+    say(asked, as_json(jobs.status(run)), text)
+
+
+def find(name: str | None, root: Path) -> Run:
+    """Open a run by its folder, or by its name under the root."""
+    if name is None:
+        raise RequestError("name the run: its folder, or its name as `linearizer runs` shows it")
+    for folder in (root / name, Path(name)):
+        if (folder / "plan.json").is_file():
+            return Run.open(folder)
+    known = [one.run.folder.name for one in jobs.runs_in(root)]
+    raise FolderError(f"there is no run {name!r}: {str(root)!r} has {', '.join(known) or 'none'}")
+
+
+def attach(run: Run, as_lines: bool = False) -> None:
+    """Show the progress of a run until it ends, and then what came of it."""
+    bar = terminal.Bar(sys.stderr)
+    if bar.shown:
+        sys.stderr.write("ctrl-C leaves this display; the run goes on\n")
+    try:
+        wait_in_line(run, bar)
+        for event in (event for events in jobs.follow(run) for event in events):
+            if as_lines:
+                print(json.dumps(event), flush=True)  # noqa: T201
+            elif "total" in event and "done" in event:
+                shown = Progress(event["event"], event["done"], event["total"], event.get("unit", ""))
+                bar.show(shown, event["time"])
+    except KeyboardInterrupt as left:
+        raise Stopped(f"left {run.folder}, which goes on: linearizer runs attach {run.folder}") from left
+    finally:
+        bar.clear()
+    found = jobs.status(run)
+    if found.state == "stopped":
+        raise Stopped(f"{run.folder} is stopped: linearizer runs resume {run.folder}")
+    if found.state != "done":
+        raise FaultError(f"{run.folder} {'failed' if found.state == 'failed' else 'is lost'}: {found.error}")
+    if not as_lines:
+        print(terminal.run_text(run))  # noqa: T201
+
+
+def wait_in_line(run: Run, bar: terminal.Bar) -> None:
+    """Show the place of a run that waits for its device."""
+    while (found := jobs.status(run)).state == "queued":
+        bar.print(f"{'queue':>10}  place {found.place}")
+        time.sleep(jobs.OFTEN)
+
+
+def as_json(found: Status) -> dict[str, Any]:
+    """Say what a run is doing as plain values."""
+    return {"name": found.run.folder.name, **asdict(found), "run": str(found.run.folder), **asked_of(found.run)}
+
+
+def asked_of(run: Run) -> dict[str, Any]:
+    """Say what a run was asked for; nothing if its plan is damaged."""
+    try:
+        plan = run.plan
+    except RequestError:
+        return {"model": None, "budget": None, "features": None}
+    return {"model": plan.model, "budget": plan.budget, "features": plan.features}
+
+
+def table(found: Sequence[Status]) -> str:
+    """Lay out what runs are doing, a line for each, and below why some failed."""
+    rows: list[Sequence[object]] = [("run", "model", "budget", "state", "progress", "disk", "age")]
+    for one in found:
+        asked = asked_of(one.run)
+        dial = f"C = {asked['features']}" if asked["features"] else asked["budget"] or "?"
+        state = one.state if one.place is None else f"queued, place {one.place}"
+        step = "" if one.step is None else f"{one.step['event']} {one.step['done']}/{one.step['total']}"
+        model = printable(asked["model"] or "?")
+        age = since(time.time() - one.begun)
+        rows.append((printable(one.run.folder.name), model, dial, state, step, terminal.size(one.disk_bytes), age))
+    errors = [f"{printable(one.run.folder.name)}: {printable(one.error)}" for one in found if one.error]
+    return "\n".join([terminal.columns(rows), *errors])
+
+
+def printable(text: str) -> str:
+    """Keep what a name holds from commanding the terminal."""
+    return "".join(letter if letter.isprintable() else "�" for letter in text)
+
+
+def since(seconds: float) -> str:
+    """Say a time in one unit."""
+    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= size:
+            return f"{seconds / size:.0f} {unit}"
+    return f"{seconds:.0f} s"
+
+
+def say(asked: argparse.Namespace, product: object, text: str) -> None:
+    """Print what came of it, for people or for programs."""
+    print(json.dumps(product, indent=1) if asked.json else text)  # noqa: T201

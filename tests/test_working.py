@@ -1,0 +1,129 @@
+"""Work on a run is stopped within every step, resumed to the same bits, and refused where the disk is too small."""
+
+import threading
+import time
+
+import pytest
+
+from linearizer import jobs
+from linearizer.errors import FolderError, RequestError, Stopped
+from linearizer.files import remove
+from linearizer.hub import find_model
+from linearizer.pipeline import linearize, measure_only, reallocate
+from linearizer.plan import Plan
+from linearizer.progress import Progress, finish
+from linearizer.run import Run
+from linearizer.working import Pace
+from tests.at_work import LONG, QUICK
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Begin runs that the test itself works on."""
+    return lambda name="run", plan=LONG: Run.begin(tmp_path / name, plan)
+
+
+def student(run):
+    return (run.checkpoint / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("strategy", ["common-lambda", "gain"])
+def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, begin):
+    plan = Plan("demo", strategy=strategy, target_length=64, steps=4, **{**QUICK, "budget": 24})
+    whole, run = begin("whole", plan), begin("run", plan)
+    finish(linearize(whole))
+    steps = ["profile", "price" if strategy == "gain" else "distill", "evaluate", "recall"]
+    for step in steps:
+        with pytest.raises(Stopped):
+            for progress in linearize(run):
+                if progress.step == step and not run.requested("stop"):
+                    assert jobs.status(run).state == "running"
+                    jobs.stop(run)
+                    assert jobs.status(run).state == "stopping"
+                    reached = progress.done
+        found = jobs.status(run)
+        assert (found.state, found.step["event"], found.step["done"]) == ("stopped", step, reached)
+        assert not run.requested("stop") and not run.worked_on
+    finish(linearize(run))
+    assert student(run) == student(whole)
+    assert jobs.status(run).state == "done"
+
+
+def test_what_has_no_steps_is_stopped_at_once(begin):
+    run = begin(plan=Plan("demo", text="self", budget=64, texts=64, length=512))  # the model writes for minutes
+    threading.Timer(1, run.request, ["stop"]).start()
+    begun = time.monotonic()
+    with pytest.raises(Stopped):
+        finish(linearize(run))
+    assert time.monotonic() - begun < 10 and jobs.status(run).state == "stopped"
+
+
+def test_training_ends_early_where_that_is_asked_and_stays_so(begin):
+    run = begin(plan=LONG)
+    with pytest.raises(RequestError, match="is stopped: only a run that is at work"):
+        jobs.use_now(run)
+    steps = linearize(run)
+    assert next(steps).step == "profile"
+    with pytest.raises(RequestError, match="is not training"):
+        jobs.use_now(run)
+    reached = 0
+    while (progress := next(steps)).step != "evaluate":
+        if progress.step == "distill" and progress.done == 3:
+            jobs.use_now(run)
+        reached = progress.done
+    steps.close()
+    assert reached == 3 and not run.requested("use")
+    assert jobs.status(run).state == "stopped"
+    assert {progress.step for progress in linearize(run)} == {"evaluate", "recall"}
+    assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [3, 3]
+    assert jobs.status(run).state == "done"
+
+
+def test_another_budget_begins_another_training(begin):
+    run = begin(plan=LONG)
+    with pytest.raises(Stopped):
+        for progress in linearize(run):
+            if progress.step == "distill":
+                run.request("stop")
+    reallocate(run, Plan("demo", steps=2, **{**QUICK, "budget": 48}))
+    assert [progress.done for progress in linearize(run) if progress.step == "distill"] == [1, 2]
+
+
+def test_a_run_that_was_only_measured_waits_to_be_resumed(begin):
+    run = begin()
+    finish(measure_only(run))
+    assert jobs.status(run).state == "stopped" and run.has("profile.json")
+
+
+def test_a_run_deleted_while_it_is_worked_on_ends_and_stays_deleted(begin):
+    run = begin()
+    with pytest.raises(FolderError, match="was deleted|cannot be written"):
+        for progress in linearize(run):
+            if progress.step == "distill" and progress.done == 3:
+                remove(run.folder)
+    assert not run.folder.exists()
+
+
+def test_what_the_disk_has_no_room_for_is_refused_before_anything_is_loaded(begin, hub):
+    run = begin(plan=Plan("demo", budget=64, samples=8 * 10**12))
+    with pytest.raises(FolderError, match=r"GB free, and \d+\.\d+ GB are needed: make room"):
+        next(linearize(run))
+    assert jobs.status(run).state == "failed" and "are needed" in jobs.status(run).error
+
+
+def test_a_branch_that_moves_on_does_not_change_a_run_that_resumes(begin, hub):
+    demo = find_model("demo").folder
+    hub.add("org/moving", demo)
+    run, whole = begin("run", Plan("org/moving", steps=2, **QUICK)), begin("whole", Plan("demo", steps=2, **QUICK))
+    finish(measure_only(run))
+    hub.add("org/moving", {"config.json": b"{}"})
+    finish(linearize(run))
+    finish(linearize(whole))
+    assert student(run) == student(whole)
+
+
+def test_the_log_of_a_long_step_stays_small():
+    pace = Pace()
+    shown = [done for done in range(1, 10_001) if pace.due(Progress("distill", done, 10_000, "steps"))]
+    assert shown[0] == 1 and shown[-1] == 10_000 and len(shown) < 20
+    assert all(pace.due(Progress("distill", 5, 10_000, "steps", {"events": ("out of memory",)})) for _ in range(3))
