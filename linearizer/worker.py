@@ -119,4 +119,6 @@ def heeding_signals(run: Run) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    sys.exit(main(sys.argv[1:]))
+    code = main(sys.argv[1:])
+    sys.stderr.flush()
+    os._exit(code)  # without waiting for the threads of a download that was given up

@@ -20,6 +20,7 @@ Product = TypeVar("Product")
 OFTEN = 0.25  # seconds between two events of a step, and more in a long one:
 SHARE = 1e-3  # of the time that the step has taken
 GLANCE = 0.2  # seconds between two looks for a request where nothing is yielded
+AGAIN = 1.0  # seconds until whoever did not stop at once is interrupted again
 
 
 @contextmanager
@@ -118,8 +119,8 @@ def interruptible(run: Run) -> Iterator[None]:
     def watch() -> None:
         while not over.wait(GLANCE):
             if run.requested("stop"):
-                signal.pthread_kill(main, signal.SIGINT)
-                return
+                signal.pthread_kill(main, signal.SIGINT)  # and again: a download waits for its threads after the first
+                over.wait(AGAIN)
 
     main, watcher = threading.get_ident(), threading.Thread(target=watch, daemon=True)
     watcher.start()

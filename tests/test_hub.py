@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linearizer.errors import ModelNotAvailable
-from linearizer.hub import access_token, fetch, find_model
+from linearizer.hub import access_token, download_bytes, fetch, find_model
 
 OWNER = "hf_fake_org"
 
@@ -39,6 +39,16 @@ def test_model_of_the_hub_is_pinned_and_weighed_without_its_weights(hub, files):
     assert (source.revision, source.repo_id, source.parameters, source.licence) == (commit, "org/tiny", 108_992, "mit")
     assert source.weight_bytes == sum(len(data) for name, data in files.items() if name.endswith(".safetensors"))
     assert not list(fetch(source, ("config.json",)).glob("*.safetensors"))
+
+
+def test_what_is_left_to_download_is_known(hub, files, tiny_llama):
+    hub.add("org/heavy", {**files, "note.txt": b"a repository of its own"})
+    source = find_model("org/heavy")
+    assert download_bytes(find_model(str(tiny_llama))) == 0 and download_bytes(source) == source.weight_bytes
+    fetch(source, (source.weights.files[0],))
+    assert 0 < download_bytes(source) < source.weight_bytes
+    fetch(source, source.weights.files)
+    assert download_bytes(source) == 0
 
 
 def test_revision_is_resolved_to_its_commit(hub, files):

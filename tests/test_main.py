@@ -15,6 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from linearizer.__main__ import main
 from linearizer.checkpoint import load
+from linearizer.plan import Plan
 from linearizer.run import Run
 
 QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--steps", "2"]
@@ -259,6 +260,14 @@ def test_two_processes_never_write_one_run(done, tmp_path, capsys):
     assert process.returncode == 2 and "being written by another process" in err
 
 
+def test_a_run_that_is_refused_because_another_process_has_it_is_left_alone(tmp_path, capsys):
+    run = Run.begin(tmp_path / "run", Plan("demo", budget=64))
+    with run.locked():
+        code, _, err = said(capsys, "run", "demo", "--budget", "64", "--out", run.folder, "--resume")
+    assert code == 2 and "being written by another process" in err
+    assert run.plan == Plan("demo", budget=64)
+
+
 def test_a_full_disk_is_a_sentence_and_keeps_what_was_finished(done, tmp_path):
     folder = tmp_path / "run"
     shutil.copytree(done, folder)
@@ -300,7 +309,7 @@ def test_progress_is_shown_on_a_terminal_and_only_there(tmp_path):
 
 def test_the_library_does_what_the_command_does(done, tmp_path):
     import linearizer
-    from linearizer import Plan, finish, linearize
+    from linearizer import finish, linearize
 
     run = linearizer.Run.begin(tmp_path / "run", Plan("demo", budget=64, texts=2, length=64, samples=128, steps=2))
     allocation = finish(linearize(run))

@@ -14,6 +14,7 @@ from linearizer.plan import Plan
 from linearizer.progress import Progress, finish
 from linearizer.run import Run
 from linearizer.working import Pace
+from tests import fakehub
 from tests.at_work import LONG, QUICK
 
 
@@ -56,6 +57,25 @@ def test_what_has_no_steps_is_stopped_at_once(begin):
     with pytest.raises(Stopped):
         finish(linearize(run))
     assert time.monotonic() - begun < 10 and jobs.status(run).state == "stopped"
+
+
+def test_a_download_is_stopped_at_once(begin, hub, monkeypatch):
+    hub.add("org/slow", find_model("demo").folder)
+    served, over = fakehub.Handler.file, threading.Event()
+
+    def slow(self, repo, revision, path):
+        if path.endswith(".safetensors") and self.command == "GET" and "Range" not in self.headers:
+            over.wait(60)
+        served(self, repo, revision, path)
+
+    monkeypatch.setattr(fakehub.Handler, "file", slow)
+    run = begin(plan=Plan("org/slow", **QUICK))
+    threading.Timer(1, run.request, ["stop"]).start()
+    begun = time.monotonic()
+    with pytest.raises(Stopped):
+        finish(linearize(run))
+    assert time.monotonic() - begun < 10 and jobs.status(run).state == "stopped"
+    over.set()
 
 
 def test_training_ends_early_where_that_is_asked_and_stays_so(begin):
