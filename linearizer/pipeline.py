@@ -234,7 +234,7 @@ def judge(
     found = [(yield from look("teacher", None, as_teacher=True)), (yield from look("student", state))]
     with holding(student, layers, control):
         found.append((yield from look("window", control.state_bytes(layers, length))))
-    run.write("evaluation.json", json.dumps([asdict(evaluation) for evaluation in found]))
+    run.keep_found(rows=[asdict(evaluation) for evaluation in found], parts={})
     run.log("evaluated", **{evaluation.name: evaluation.language.loss for evaluation in found})
     return tuple(found)
 
