@@ -10,15 +10,16 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.allocation import Allocation, check
 from linearizer.cost import Head, Layer
 from linearizer.errors import RequestError
 from linearizer.files import replacing
-from linearizer.runtime.attention import attention_modules
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 from linearizer.runtime.student import SOFTMAX, LayerStudent
+from linearizer.subjects import exchanged
 
 # Code that is installed is preferred to the copy in a checkpoint, with and without trust_remote_code.
 AutoConfig.register(LinearizedConfig.model_type, LinearizedConfig, exist_ok=True)
@@ -46,20 +47,26 @@ def linearize(
     return LinearizedForCausalLM.from_teacher(teacher, config, seed)
 
 
+def students_of(
+    student: LinearizedForCausalLM, layers: Sequence[Layer], allocation: Allocation, seed: int = 0
+) -> tuple[LayerStudent, ...]:
+    """Make what would attend in a student's layers if another allocation were its own; features are untrained."""
+    check(allocation, layers)
+    rows = [held(heads, layer) for heads, layer in zip(allocation.heads, layers, strict=True)]
+    generator = torch.Generator().manual_seed(seed)
+    made = []
+    for row in (row for row in rows if row is not None):
+        layer = LayerStudent(row["heads"], allocation.sinks, row["key_dim"], student.config.feature_map)
+        made.append(layer.to(next(student.parameters()).device).requires_grad_(False).eval())
+        layer.reset(generator)
+    return tuple(made)
+
+
 @contextmanager
 def holding(student: LinearizedForCausalLM, layers: Sequence[Layer], allocation: Allocation) -> Iterator[None]:
     """While this lasts, let a student's heads hold what another allocation without features gives them: a control."""
-    check(allocation, layers)
-    modules = [module for module in attention_modules(student.base) if hasattr(module, "student")]
-    own = [module.student for module in modules]
-    rows = [held(heads, layer) for heads, layer in zip(allocation.heads, layers, strict=True)]
-    for module, row in zip(modules, (row for row in rows if row is not None), strict=True):
-        module.student = LayerStudent(row["heads"], allocation.sinks, row["key_dim"], student.config.feature_map)
-    try:
+    with exchanged(student.base, students_of(student, layers, allocation)):
         yield
-    finally:
-        for module, kept in zip(modules, own, strict=True):
-            module.student = kept
 
 
 def held(heads: Sequence[Head], layer: Layer) -> dict[str, Any] | None:

@@ -18,7 +18,7 @@ from linearizer import checkpoint
 from linearizer.allocation import Allocation, allocate, check_dial
 from linearizer.checkpoint import holding
 from linearizer.comparison import Comparison, compare
-from linearizer.cost import Head, Layer, cache_bytes
+from linearizer.cost import Layer
 from linearizer.devices import device_of
 from linearizer.distillation import distill
 from linearizer.errors import RequestError
@@ -39,6 +39,7 @@ from linearizer.runtime.feature_map import FEATURE_MAPS
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.samples import Samples
 from linearizer.schedule import Settings
+from linearizer.subjects import window_control
 from linearizer.teacher import load_config, load_teacher, load_tokenizer, quiet
 from linearizer.text import enough_windows
 from linearizer.working import check, interruptible, logged, working
@@ -193,12 +194,17 @@ def shared_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch
     return texts[:-judged], texts[-judged:]
 
 
+def begin_features(run: Run, student: LinearizedForCausalLM) -> None:
+    """Begin the feature maps from the samples of a run's profile: all that training starts from."""
+    with safe_open(run.folder / "state" / "samples.safetensors", "pt") as file:
+        samples = Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118
+    initialise(student, samples, run.plan.seed)
+
+
 def train(run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor) -> Steps[None]:
     """Begin the feature maps from the profile's samples, and train them as long as the plan says."""
     plan = run.plan
-    with safe_open(run.folder / "state" / "samples.safetensors", "pt") as file:
-        samples = Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118
-    initialise(student, samples, plan.seed)
+    begin_features(run, student)
     if not plan.steps or not any(head.features for row in allocation.heads for head in row):
         return
     folder = run.folder / "state" / "training"
@@ -220,9 +226,7 @@ def judge(
     layers = run.layers
     length = texts.shape[1]
     state = allocation.state_bytes(layers, length)
-    tokens = state // cache_bytes(layers, 1)
-    rows = tuple((Head(window=tokens - allocation.sinks),) * len(row) for row in allocation.heads)
-    control = Allocation("window", allocation.sinks, rows)
+    control = window_control(allocation, layers, length)
     passage = max(2, length // 20)
     gaps = [gap for gap in (length // 16, length // 4, length * 5 // 8) if 2 * passage + gap <= length]
 

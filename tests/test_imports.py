@@ -27,7 +27,16 @@ LAYERS = [  # a module may import from the layers after its own
     },  # steps
     {"training"},
     {"adapters", "learner", "losses", "schedule", "training_state"},  # what training is made of
-    {"attention_loss", "outputs", "probe", "recording", "support", "teacher", "text"},  # what steps are made of
+    {
+        "attention_loss",
+        "outputs",
+        "probe",
+        "recording",
+        "subjects",
+        "support",
+        "teacher",
+        "text",
+    },  # what steps are made of
     {"loss_kernels"},
     {"hub", "weights", "runtime"},  # seams
     {

@@ -1,0 +1,59 @@
+"""Who is compared: the teacher, the student, and the same model with other heads in place: its controls."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from linearizer.allocation import Allocation
+from linearizer.cost import Head, Layer, cache_bytes
+from linearizer.runtime.attention import attention_modules
+from linearizer.runtime.student import LayerStudent
+
+
+@dataclass(frozen=True)
+class Subject:
+    """One of those that go through the same code on the same text."""
+
+    name: str
+    model: PreTrainedModel
+    allocation: Allocation | None = None  # None: a teacher, whose state grows with the text
+    heads: tuple[LayerStudent, ...] | None = None  # what takes the place of the model's own students
+
+    @contextmanager
+    def at_work(self) -> Iterator[PreTrainedModel]:
+        """Give the model, attending as this subject does."""
+        if self.heads is None:
+            yield self.model
+        else:
+            with exchanged(self.model, self.heads):
+                yield self.model
+
+    def state_bytes(self, layers: Sequence[Layer], length: int) -> int | None:
+        """Give the bytes that are held once `length` tokens have been read; None: they grow with every token."""
+        return None if self.allocation is None else self.allocation.state_bytes(layers, length)
+
+
+@contextmanager
+def exchanged(model: PreTrainedModel, heads: Sequence[LayerStudent]) -> Iterator[None]:
+    """While this lasts, let other students attend in a model's layers."""
+    modules = [module for module in attention_modules(model) if hasattr(module, "student")]
+    own = [module.student for module in modules]
+    for module, other in zip(modules, heads, strict=True):
+        module.student = other
+    try:
+        yield
+    finally:
+        for module, kept in zip(modules, own, strict=True):
+            module.student = kept
+
+
+def window_control(allocation: Allocation, layers: Sequence[Layer], length: int) -> Allocation:
+    """Give every head a plain window and sinks that together take a student's bytes at a length."""
+    tokens = allocation.state_bytes(layers, length) // cache_bytes(layers, 1)
+    sinks = min(allocation.sinks, max(tokens - 1, 0))
+    rows = tuple((Head(window=max(tokens - sinks, 1)),) * len(row) for row in allocation.heads)
+    return Allocation("window", sinks, rows)
