@@ -73,6 +73,11 @@ def parser() -> Parser:
     add_budget_options(command)
     command.set_defaults(serve=serve_allocate)
 
+    command = commands.add_parser("evaluate", help="what the student kept, what it costs, where it breaks")
+    command.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+    add_evaluate_options(command)
+    command.set_defaults(serve=serve_evaluate)
+
     command = commands.add_parser("compare", help="teacher and student continue the same prompt")
     command.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
     command.add_argument("--prompt", default="The", help="what both continue (default: %(default)s)")
@@ -138,6 +143,21 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
 
 
+def add_evaluate_options(command: argparse.ArgumentParser) -> None:
+    """Options of a request to evaluate; what is not given is the request's default."""
+    command.add_argument("--parts", type=names, help="language,recall (default: all)")
+    command.add_argument("--text", help="as of `run` (default: the run's own, where its training did not reach)")
+    command.add_argument("--length", type=int, help="tokens of a text (default: as the run's own)")
+    command.add_argument("--texts", type=int, help="how many (default: 8)")
+    command.add_argument("--seed", type=int, help="of everything that is drawn (default: 0)")
+    command.add_argument("--again", action="store_true", help="measure again what was measured")
+
+
+def names(text: str) -> tuple[str, ...]:
+    """Read a list of names with commas between them."""
+    return tuple(name for part in text.split(",") if (name := part.strip()))
+
+
 def plan_changes(asked: argparse.Namespace) -> dict[str, Any]:
     """What was given of a plan; a budget takes the place of features, and the other way round."""
     names = {field.name for field in fields(Plan)}
@@ -160,7 +180,7 @@ def begin(asked: argparse.Namespace) -> Run:
     return Run.begin(asked.out or fresh_folder(plan.model, dial), plan, asked.resume)
 
 
-def work(run: Run, steps: Steps[Product]) -> Product:
+def work(run: Run, steps: Steps[Product], remedy: str = "") -> Product:
     """Run a step with its progress shown; stopped, it says how to go on."""
     from linearizer import terminal
     from linearizer.worker import foreground
@@ -168,9 +188,8 @@ def work(run: Run, steps: Steps[Product]) -> Product:
     try:
         return terminal.watch(foreground(run, steps))
     except KeyboardInterrupt as stopped:
-        raise Stopped(
-            f"stopped; what was finished is kept: repeat the command with --resume --out {run.folder}"
-        ) from stopped
+        remedy = remedy or f"what was finished is kept: repeat the command with --resume --out {run.folder}"
+        raise Stopped(f"stopped; {remedy}") from stopped
 
 
 def show(asked: argparse.Namespace, product: object, text: str) -> None:
@@ -229,6 +248,20 @@ def serve_run(asked: argparse.Namespace) -> None:
         "evaluation": run.evaluation,
     }
     show(asked, product, terminal.run_text(run))
+
+
+def serve_evaluate(asked: argparse.Namespace) -> None:
+    from linearizer import report
+    from linearizer.examination import Request, examine
+    from linearizer.run import Run
+
+    run = Run.open(asked.run)
+    known = {field.name for field in fields(Request)}
+    request = Request(**{name: value for name, value in vars(asked).items() if name in known and value is not None})
+    how = f"linearizer evaluate {run.folder}"
+    found = work(run, examine(run, request, asked.again), f"what was finished is kept: repeat `{how}` to go on")
+    chosen = {part: found[part] for part in request.chosen}
+    show(asked, chosen, report.evaluation_report(chosen))
 
 
 def serve_compare(asked: argparse.Namespace) -> None:

@@ -6,11 +6,12 @@ import time
 from dataclasses import dataclass
 
 import torch
-from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from linearizer.errors import RequestError
+from linearizer.outputs import fresh_cache
 from linearizer.progress import Progress, Steps
 from linearizer.runtime.cache import LinearizedLayer
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
@@ -84,8 +85,7 @@ def write(
     sample: bool,
 ) -> Side:
     """Let one model write, from a cache of its own kind."""
-    own = isinstance(model, LinearizedForCausalLM)
-    cache = model.empty_cache() if own else DynamicCache(config=model.config)
+    cache = fresh_cache(model)
     ids, watch = ids.to(model.device), Stopwatch()
     torch.manual_seed(seed)
     text = model.generate(

@@ -14,6 +14,7 @@ from linearizer.outputs import divergence, logits_of, token_losses
 from linearizer.progress import Progress, Steps
 from linearizer.runtime.attention import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.text import repeated_passages
 
 Tensor = torch.Tensor
 EDGES = (0, 64, 256)  # where the ranges of positions begin
@@ -76,15 +77,6 @@ def evaluate_language(student: LinearizedForCausalLM, windows: Tensor, as_teache
         torch.cat(agreements).mean().item(),
         loss.numel(),
     )
-
-
-def repeated_passages(windows: Tensor, passage: int, gap: int) -> Tensor:
-    """Make each text end in a passage, a gap of other text, and the passage again (texts, tokens)."""
-    tokens = windows.shape[1]
-    begin = tokens - 2 * passage - gap
-    if begin < 0:
-        raise ValueError(f"a passage of {passage} twice and a gap of {gap} take {tokens - begin} tokens, not {tokens}")
-    return torch.cat([windows[:, : tokens - passage], windows[:, begin : begin + passage]], 1)
 
 
 def evaluate_recall(

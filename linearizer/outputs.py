@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
+
 import torch
-from transformers import PreTrainedModel
+from transformers import DynamicCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.subjects import Subject
 
 Tensor = torch.Tensor
+LOGITS = 2**26  # logits of one subject that are held at once, in fp32
 
 
 @torch.inference_mode()
@@ -14,10 +21,65 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:  # (texts, tokens,
 
 
 def token_losses(logits: Tensor, ids: Tensor) -> Tensor:  # (texts, tokens - 1)
-    return torch.nn.functional.cross_entropy(logits[:, :-1].mT, ids[:, 1:].to(logits.device), reduction="none")
+    return losses_of(logits[:, :-1], ids[:, 1:])
+
+
+def losses_of(logits: Tensor, following: Tensor) -> Tensor:  # (texts, tokens)
+    return torch.nn.functional.cross_entropy(logits.mT, following.to(logits.device), reduction="none")
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:  # (texts, tokens)
     """KL(teacher ‖ student) of every next-token distribution."""
     log_p, log_q = teacher.log_softmax(-1), student.log_softmax(-1)
     return (log_p.exp() * (log_p - log_q)).sum(-1)
+
+
+def fresh_cache(model: PreTrainedModel) -> Cache:
+    """Make a cache of the model's own kind, with nothing in it."""
+    return model.empty_cache() if isinstance(model, LinearizedForCausalLM) else DynamicCache(config=model.config)
+
+
+def texts_at_once(model: PreTrainedModel, length: int) -> int:
+    """Tell how many texts' logits may be held at once."""
+    return max(1, LOGITS // (length * vocabulary(model)))
+
+
+def vocabulary(model: PreTrainedModel) -> int:
+    return model.get_output_embeddings().weight.shape[0]
+
+
+@torch.inference_mode()
+def read_together(subjects: Sequence[Subject], ids: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
+    """Let all read the same texts: where a piece begins, and each one's logits (texts, tokens, vocabulary) of it.
+
+    Texts whose logits would be too many are read in pieces, each subject remembering in a cache of its own kind.
+    """
+    size = max(1, LOGITS // (len(ids) * vocabulary(subjects[0].model)))
+    if size >= ids.shape[1]:
+        yield 0, [read(subject, ids, None) for subject in subjects]
+        return
+    caches = [fresh_cache(subject.model) for subject in subjects]
+    for begin in range(0, ids.shape[1], size):
+        piece = ids[:, begin : begin + size]
+        yield begin, [read(subject, piece, cache) for subject, cache in zip(subjects, caches, strict=True)]
+
+
+def read(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> Tensor:
+    """Let one read on from what its cache holds; give the logits of the last `keep` tokens, or of all."""
+    with subject.at_work() as model, torch.inference_mode():
+        given = {"input_ids": ids.to(model.device), "past_key_values": cache, "use_cache": cache is not None}
+        return model(**given, logits_to_keep=keep).logits.float()
+
+
+def read_losses(subjects: Sequence[Subject], ids: Tensor) -> list[Tensor]:
+    """Give every subject's loss on every predicted token: (texts, tokens - 1), fp64."""
+    found: list[list[Tensor]] = [[] for _ in subjects]
+    for some in ids.split(texts_at_once(subjects[0].model, ids.shape[1])):
+        parts: list[list[Tensor]] = [[] for _ in subjects]
+        for begin, logits in read_together(subjects, some):
+            following = some[:, begin + 1 : begin + 1 + logits[0].shape[1]]
+            for pieces, own in zip(parts, logits, strict=True):
+                pieces.append(losses_of(own[:, : following.shape[1]], following).double().cpu())
+        for texts, pieces in zip(found, parts, strict=True):
+            texts.append(torch.cat(pieces, 1))
+    return [torch.cat(texts) for texts in found]

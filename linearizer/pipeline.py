@@ -33,6 +33,7 @@ from linearizer.prices import Prices, check_least, choose
 from linearizer.pricing import price, window_options, with_repeats
 from linearizer.profile import Asked, Profile
 from linearizer.progress import Steps
+from linearizer.provenance import environment
 from linearizer.room import check_disks
 from linearizer.run import Run
 from linearizer.runtime.feature_map import FEATURE_MAPS
@@ -274,6 +275,8 @@ def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[A
             learnt, judged = shared_texts(run.plan, teacher, token)
         yield from train(run, student, allocation, learnt)
         yield from logged(run, judge(run, student, allocation, judged))
+        made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
+        run.keep_found(made_with={**made_with, **environment(student)})
         check(run)
         checkpoint.save(student, teacher.tokenizer, run.checkpoint)
         run.log("done")

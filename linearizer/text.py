@@ -54,6 +54,18 @@ def token_windows(
     return len(pending)
 
 
+def first_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
+    """Count the tokens that the tokenizer puts before every text."""
+    return len(_start(tokenizer))
+
+
+def document_numbers(windows: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:  # (texts, tokens)
+    """Number the document that each token of consecutive windows is of: one ends where an end token stands."""
+    end = _end(tokenizer)
+    ends = (windows == end[0]).long() if end else torch.zeros_like(windows)
+    return (ends.flatten().cumsum(0) - ends.flatten()).view_as(windows)
+
+
 def enough_windows(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
@@ -82,6 +94,15 @@ def enough_windows(
                 f"({least} windows of {length}): give more text, or ask for fewer or shorter windows"
             ) from None
     return torch.stack(found)
+
+
+def repeated_passages(windows: torch.Tensor, passage: int, gap: int) -> torch.Tensor:
+    """Make each text end in a passage, a gap of other text, and the passage again (texts, tokens)."""
+    tokens = windows.shape[1]
+    begin = tokens - 2 * passage - gap
+    if begin < 0:
+        raise ValueError(f"a passage of {passage} twice and a gap of {gap} take {tokens - begin} tokens, not {tokens}")
+    return torch.cat([windows[:, : tokens - passage], windows[:, begin : begin + passage]], 1)
 
 
 @torch.no_grad()

@@ -1,14 +1,64 @@
 """`linearizer evaluate` measures a finished run part by part, and answers bad requests with a sentence."""
 
 import json
+import shutil
 
 import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
+from linearizer import examination
+from linearizer.__main__ import main
+from linearizer.bench import assembled
 from linearizer.errors import FolderError
+from linearizer.hub import find_model
 from linearizer.plan import Plan
+from linearizer.progress import finish
 from linearizer.run import Run
+from linearizer.text import enough_windows
 
+QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--steps", "2"]
 ROW = {"name": "teacher", "state_bytes": None, "language": {"loss": 1.0}, "recall": []}
+
+
+@pytest.fixture(scope="module")
+def model(tmp_path_factory):
+    """A tiny GPT-2: it learns 128 positions."""
+    folder = tmp_path_factory.mktemp("model") / "gpt2"
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=4096, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(find_model("demo").folder).save_pretrained(folder)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory, model):
+    """A finished run of it, which no test may change."""
+    folder = tmp_path_factory.mktemp("run") / "run"
+    assert main(["run", str(model), "--budget", "32", "--feature-map", "mlp", "--out", str(folder), *QUICK]) == 0
+    return folder
+
+
+@pytest.fixture
+def run(finished, tmp_path):
+    """A copy of the finished run."""
+    shutil.copytree(finished, tmp_path / "run")
+    return Run.open(tmp_path / "run")
+
+
+def said(capsys, *arguments):
+    """The exit code, and what was written to standard output and to standard error."""
+    code = main(["evaluate", *map(str, arguments)])
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def refused(capsys, *arguments):
+    """The sentence by which a request is refused."""
+    code, out, err = said(capsys, *arguments)
+    assert (code, out) == (2, "") and err.startswith("linearizer: ") and err.count("\n") == 1
+    return err
 
 
 @pytest.fixture
@@ -33,3 +83,106 @@ def test_a_file_that_was_cut_off_is_named(begun):
     begun.write("evaluation.json", '[{"name": "tea')
     with pytest.raises(FolderError, match="evaluation.json' cannot be read"):
         assert begun.evaluation
+
+
+def test_all_are_measured_and_it_is_said_with_what(run, capsys):
+    rows = run.evaluation
+    code, out, err = said(capsys, run.folder, "--parts", "language,recall", "--texts", "3", "--json")
+    assert code == 0, err
+    assert json.loads(out) == run.evaluation_parts and run.evaluation == rows
+    language = run.evaluation_parts["language"]
+    assert [one["name"] for one in language["subjects"]] == ["teacher", "student", "window", "untrained"]
+    assert (language["text"], language["texts"], language["length"], language["seed"]) == ("builtin", 3, 64, 0)
+    made = language["asked"]["made_with"]
+    assert made["versions"]["torch"] == torch.__version__ and made["device"].startswith("cpu") and made["teacher"]
+    assert {"text", "learnt", "judged", "seed", "versions", "device"} <= run.found["made_with"].keys()
+
+
+def test_the_tables_name_all_that_are_compared(run, capsys):
+    out = said(capsys, run.folder, "--parts", "language,recall", "--texts", "2")[1]
+    for word in ("teacher", "student", "window", "untrained", "calibration", "seed 0", "torch", "95 %"):
+        assert word in out
+
+
+def test_a_part_that_is_there_as_asked_is_not_measured_again(run, capsys, monkeypatch):
+    said(capsys, run.folder, "--parts", "language", "--texts", "2")
+    before = run.evaluation_parts["language"]
+    with monkeypatch.context() as patch:
+        patch.setitem(examination.PARTS, "language", (lambda *_: pytest.fail(), examination.ON_TEXT))
+        said(capsys, run.folder, "--parts", "language,recall", "--texts", "2")
+    assert list(run.evaluation_parts) == ["language", "recall"]
+    said(capsys, run.folder, "--parts", "language", "--texts", "2", "--again")
+    assert run.evaluation_parts["language"] == before
+    said(capsys, run.folder, "--parts", "language", "--texts", "3")
+    assert run.evaluation_parts["language"] != before
+
+
+def test_an_interrupted_evaluation_keeps_what_was_finished(run):
+    steps = examination.examine(run, examination.Request(("language", "recall"), texts=2))
+    while next(steps).step != "recall":
+        pass
+    steps.close()
+    assert list(run.evaluation_parts) == ["language"]
+    events = [event["event"] for event in run.events()]
+    finish(examination.examine(run, examination.Request(("language", "recall"), texts=2)))
+    assert [event["event"] for event in run.events()][len(events) :] == ["examined"]
+
+
+def test_the_text_is_not_what_the_student_was_trained_on(finished):
+    run = Run.open(finished)
+    learnt = run.found["made_with"]["learnt"]
+    with assembled(run) as bench:
+        text = enough_windows("builtin", bench.tokenizer, 64, learnt + 2)
+        assert torch.equal(bench.windows(None, 64, 2, 0), text[learnt:])
+        assert torch.equal(bench.windows(None, 32, 4, 0).flatten(), text[learnt:].flatten())
+        sampled = bench.windows("self", 32, 2, 0)
+        assert sampled.shape == (2, 32) and not torch.equal(sampled, bench.windows("self", 32, 2, 1))
+
+
+def test_a_folder_that_is_no_run_is_refused(tmp_path, begun, capsys):
+    assert "holds no run" in refused(capsys, tmp_path)
+    assert "has no student yet" in refused(capsys, begun.folder)
+
+
+def test_a_text_shorter_than_one_window_is_refused(run, tmp_path, capsys):
+    (tmp_path / "short.txt").write_text("A few words.")
+    err = refused(capsys, run.folder, "--text", f"file:{tmp_path / 'short.txt'}", "--parts", "language")
+    assert "and 64 are needed (1 windows of 64)" in err
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--parts", "langage"], "there is no part 'langage' (did you mean 'language'?)"),
+        (["--parts", "xyz"], "there is no part 'xyz': name some of language, recall"),
+        (["--length", "3"], "length 3 is too few"),
+        (["--texts", "0"], "texts 0 is too few"),
+        (["--length", "129"], "has learned 128 positions; ask for at most 128"),
+    ],
+)
+def test_bad_requests_are_refused_with_a_sentence(arguments, sentence, run, capsys):
+    assert sentence in refused(capsys, run.folder, *arguments)
+    assert run.evaluation_parts == {}
+
+
+def test_a_context_beyond_rotary_positions_is_marked_as_extrapolated(tmp_path, capsys):
+    folder = tmp_path / "run"
+    assert main(["run", "demo", "--budget", "64", "--out", str(folder), *QUICK]) == 0
+    capsys.readouterr()
+    _, out, _ = said(capsys, folder, "--parts", "language", "--length", "1100", "--texts", "1")
+    assert "longer than the teacher's positions: extrapolated" in out
+    assert Run.open(folder).evaluation_parts["language"]["extrapolated"] is True
+
+
+def test_a_student_whose_teacher_is_gone_is_measured_alone(run, model, tmp_path, capsys):
+    hidden = model.with_name("hidden")
+    model.rename(hidden)
+    try:
+        code, out, err = said(capsys, run.folder, "--parts", "language,recall", "--texts", "2")
+    finally:
+        hidden.rename(model)
+    assert code == 0, err
+    assert "the student was measured alone: " in out
+    language = run.evaluation_parts["language"]
+    assert [one["name"] for one in language["subjects"]] == ["student", "window", "untrained"]
+    assert language["subjects"][0]["kl"] is None and "–" in out

@@ -10,8 +10,11 @@ ROOT = Path(linearizer.__file__).parent
 LAYERS = [  # a module may import from the layers after its own
     {"__main__"},
     {"runs"},
+    {"report"},
     {"terminal"},
     {"worker"},
+    {"examination"},
+    {"bench"},
     {"jobs", "pipeline"},
     {"room", "working"},
     {"run", "plan"},
@@ -22,8 +25,10 @@ LAYERS = [  # a module may import from the layers after its own
         "evaluation",
         "initialisation",
         "inspection",
+        "language",
         "measurement",
         "pricing",
+        "recall",
     },  # steps
     {"training"},
     {"adapters", "learner", "losses", "schedule", "training_state"},  # what training is made of
@@ -49,6 +54,7 @@ LAYERS = [  # a module may import from the layers after its own
         "spectrum",
         "cost",
         "progress",
+        "provenance",
         "files",
         "journal",
         "locks",
@@ -57,7 +63,12 @@ LAYERS = [  # a module may import from the layers after its own
         "errors",
     },  # ground
 ]
-INSIDE = {"run": ["plan"], "probe": ["support", "teacher"], "hub": ["weights"]}  # besides, within its own layer
+INSIDE = {
+    "outputs": ["subjects"],
+    "run": ["plan"],
+    "probe": ["support", "teacher"],
+    "hub": ["weights"],
+}  # besides, within its own layer
 SEAMS = {  # library -> the modules that may import it
     "gradio": set(),
     "huggingface_hub": {"hub"},

@@ -5,10 +5,11 @@ import torch
 
 from linearizer.checkpoint import linearize
 from linearizer.cost import Head
-from linearizer.evaluation import evaluate_language, evaluate_recall, repeated_passages
+from linearizer.evaluation import evaluate_language, evaluate_recall
 from linearizer.outputs import divergence, logits_of
 from linearizer.pricing import blocks_of, price, window_options, with_repeats
 from linearizer.progress import finish
+from linearizer.text import repeated_passages
 from tests.students import WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 
 OPTIONS = (Head(window=3), Head(window=12))

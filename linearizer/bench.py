@@ -1,0 +1,144 @@
+"""Where a finished run is measured: its student, its teacher if that is still to be had, its controls, its text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import islice
+from typing import Any
+
+import torch
+from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
+
+from linearizer import checkpoint, pipeline
+from linearizer.allocation import Allocation
+from linearizer.cost import Layer
+from linearizer.errors import FolderError, ModelNotAvailable, RequestError, TextError
+from linearizer.provenance import environment
+from linearizer.run import Run
+from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.runtime.student import LayerStudent
+from linearizer.subjects import Subject, exchanged, window_control
+from linearizer.teacher import quiet
+from linearizer.text import enough_windows, first_tokens, read_documents, token_windows
+
+
+@dataclass(frozen=True)
+class Bench:
+    """All that the parts of an evaluation need."""
+
+    run: Run
+    student: LinearizedForCausalLM
+    tokenizer: PreTrainedTokenizerBase
+    teacher: PreTrainedModel | None
+    alone: str | None  # why there is no teacher
+
+    @property
+    def layers(self) -> tuple[Layer, ...]:
+        return self.run.layers
+
+    @cached_property
+    def allocation(self) -> Allocation:
+        found = self.run.allocation
+        if found is None:
+            raise FolderError(f"{str(self.run.folder)!r} has lost its allocation.json: start a new run")
+        return found
+
+    @cached_property
+    def untrained(self) -> tuple[LayerStudent, ...] | None:
+        """The student as it was before its training; None where it has no features, or their samples are gone."""
+        featured = any(head.features for row in self.allocation.heads for head in row)
+        if not featured or not self.run.has("state/samples.safetensors"):
+            return None
+        heads = checkpoint.students_of(self.student, self.layers, self.allocation, self.run.plan.seed)
+        with exchanged(self.student, heads):
+            pipeline.begin_features(self.run, self.student)
+        return heads
+
+    def subjects(self, length: int) -> list[Subject]:
+        """Teacher, student, a plain window that takes the student's bytes at this length, the student untrained."""
+        control = window_control(self.allocation, self.layers, length)
+        heads = checkpoint.students_of(self.student, self.layers, control)
+        found = [] if self.teacher is None else [Subject("teacher", self.teacher)]
+        found.append(Subject("student", self.student, self.allocation))
+        found.append(Subject(control.strategy, self.student, control, heads))
+        if self.untrained is not None:
+            found.append(Subject("untrained", self.student, self.allocation, self.untrained))
+        return found
+
+    @property
+    def usual_length(self) -> int:
+        """The length of the run's own texts."""
+        return min(self.run.plan.length, self.run.positions)
+
+    def beyond(self, length: int) -> bool:
+        """Tell whether a text is longer than the teacher's positions; refuse it where these are learned."""
+        found = self.run.inspection
+        most = found["max_positions"]
+        if most is None or length <= most:
+            return False
+        if found["positions"] == "learned":
+            raise RequestError(
+                f"length {length} cannot be: {found['name']!r} has learned {most} positions; ask for at most {most}"
+            )
+        return True
+
+    def windows(self, source: str | None, length: int, count: int, seed: int) -> torch.Tensor:  # (≤ count, length)
+        """Take text that the student was not trained on: what follows its own, or another source."""
+        plan = self.run.plan
+        source = source or plan.text
+        if source != plan.text or source == "self":
+            if source == "self" and self.teacher is None:
+                raise TextError("'self' is text that the teacher writes, which is not to be had: name another source")
+            new = seed + plan.seed + 1  # other texts than those of the training
+            return enough_windows(source, self.tokenizer, length, count, least=1, model=self.teacher, seed=new)
+        first = first_tokens(self.tokenizer)
+        learnt = self.run.found["made_with"].get("learnt", plan.steps * plan.batch)
+        skipped = -(-learnt * (self.usual_length - first) // (length - first))
+        stream = token_windows(read_documents(source), self.tokenizer, length)
+        found = list(islice(stream, skipped, skipped + count))
+        if not found:
+            raise TextError(
+                f"{source!r} holds no text beyond what the student was trained on, or less than one window of {length} "
+                "tokens: ask for shorter ones, or name another source with --text"
+            )
+        return torch.stack(found)
+
+    def made_with(self) -> dict[str, Any]:
+        """Say what the numbers were made with."""
+        return {
+            **environment(self.student),
+            "teacher": None if self.teacher is None else self.student.config.teacher,
+            "alone": self.alone,
+        }
+
+
+@contextmanager
+def assembled(run: Run, token: str | None = None) -> Iterator[Bench]:
+    """Load what a run made, and its teacher."""
+    if not run.checkpoint.is_dir():
+        raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
+    with quiet():
+        plan, revision = run.plan, run.inspection["revision"]
+        if revision and "@" not in plan.model:
+            plan = replace(plan, model=f"{plan.model}@{revision}")  # what the student was made of, not what is newest
+        try:
+            teacher = pipeline.load(plan, token)
+        except ModelNotAvailable as error:
+            student = checkpoint.load(run.checkpoint).to(pipeline.device_of(plan))
+            tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
+            yield Bench(run, student, tokenizer, None, str(error))
+            return
+        student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
+        share_weights(student.base, teacher.model)
+        yield Bench(run, student, teacher.tokenizer, teacher.model, None)
+
+
+def share_weights(base: torch.nn.Module, teacher: torch.nn.Module) -> None:
+    """Let a student use its teacher's weights where they are the same: they are in memory once."""
+    own = dict(teacher.named_parameters())
+    for name, parameter in base.named_parameters():
+        if name in own and torch.equal(parameter, own[name]):
+            parameter.data = own[name].data

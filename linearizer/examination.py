@@ -1,0 +1,113 @@
+"""Measures a finished run, part by part; each part is kept as it is done, so that an interrupted one goes on there."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from linearizer.bench import Bench, assembled
+from linearizer.errors import RequestError
+from linearizer.language import measure_language
+from linearizer.progress import Steps
+from linearizer.recall import measure_longer, measure_recall
+from linearizer.run import Run
+from linearizer.text import document_numbers
+
+Found = dict[str, Any]  # of one part, as it is stored: numbers, strings, lists and dicts
+
+
+@dataclass(frozen=True)
+class Request:
+    """What to measure, and on what."""
+
+    parts: tuple[str, ...] = ()  # none: all of them
+    text: str | None = None  # None: the run's own, where its training did not reach
+    length: int | None = None  # tokens of a text; None: as the run's own
+    texts: int = 8
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        for part in self.parts:
+            if part not in PARTS:
+                near = get_close_matches(part, PARTS, 1)
+                meant = f" (did you mean {near[0]!r}?)" if near else ""
+                raise RequestError(f"there is no part {part!r}{meant}: name some of {', '.join(PARTS)}")
+        for name, least in (("length", 16), ("texts", 1)):
+            if (asked := getattr(self, name)) is not None and asked < least:
+                raise RequestError(f"{name} {asked} is too few: give at least {least}")
+
+    @property
+    def chosen(self) -> tuple[str, ...]:
+        """The parts to measure, in their order."""
+        return tuple(part for part in PARTS if part in self.parts or not self.parts)
+
+
+def examine(run: Run, request: Request, again: bool = False, token: str | None = None) -> Steps[dict[str, Found]]:
+    """Measure the parts that were asked for, but for those that are there as they were asked; give all of them."""
+    with assembled(run, token) as bench, run.locked():
+        student, made_with = digest(run.checkpoint), bench.made_with()
+        for part in request.chosen:
+            measure, uses = PARTS[part]
+            asked = {"student": student, **{name: getattr(request, name) for name in uses}, "made_with": made_with}
+            there = run.evaluation_parts.get(part)
+            if there is not None and there["asked"] == asked and not again:
+                continue
+            with closing(measure(bench, request)) as steps:
+                found = yield from steps
+            run.keep_found(parts={**run.evaluation_parts, part: {"asked": asked, **found}})
+            run.log("examined", part=part)
+    return run.evaluation_parts
+
+
+def digest(checkpoint: Path) -> str:
+    """Tell students apart by what their files hold."""
+    found = hashlib.sha256()
+    for path in sorted((*checkpoint.glob("*.safetensors"), checkpoint / "config.json")):
+        with path.open("rb") as file:
+            while piece := file.read(2**24):
+                found.update(piece)
+    return found.hexdigest()[:16]
+
+
+def look_at_language(bench: Bench, request: Request) -> Steps[Found]:
+    length = request.length or bench.usual_length
+    beyond = bench.beyond(length)
+    windows = bench.windows(request.text, length, request.texts, request.seed)
+    documents = document_numbers(windows, bench.tokenizer)
+    found = yield from measure_language(bench.subjects(length), windows, documents, bench.layers, request.seed)
+    return {**of_text(bench, request, windows), "extrapolated": beyond, **asdict(found)}
+
+
+def look_at_recall(bench: Bench, request: Request) -> Steps[Found]:
+    """Passages that come again within the asked length; and twice the training's length, if positions reach there."""
+    length = request.length or bench.usual_length
+    beyond = bench.beyond(length)
+    windows = bench.windows(request.text, length, request.texts, request.seed)
+    passages = yield from measure_recall(bench.subjects(length), windows, max(2, length // 16))
+    found = {**of_text(bench, request, windows), "extrapolated": beyond, **asdict(passages), "longer": None}
+    trained, positions = bench.usual_length, bench.run.positions
+    long = max(length, 2 * trained)
+    if long > positions and bench.run.inspection["positions"] == "learned":
+        return found
+    windows = bench.windows(request.text, long, max(1, request.texts * length // long), request.seed)
+    longer = yield from measure_longer(bench.subjects(long), windows, trained, positions)
+    return {**found, "longer": {"texts": len(windows), **asdict(longer)}}
+
+
+def of_text(bench: Bench, request: Request, windows: Any) -> Found:
+    """Say what text was read."""
+    source = request.text or bench.run.plan.text
+    return {"text": source, "texts": windows.shape[0], "length": windows.shape[1], "seed": request.seed}
+
+
+ON_TEXT = ("text", "length", "texts", "seed")
+PARTS: dict[str, tuple[Callable[[Bench, Request], Steps[Found]], tuple[str, ...]]] = {
+    # how each is measured, and what of a request it depends on
+    "language": (look_at_language, ON_TEXT),
+    "recall": (look_at_recall, ON_TEXT),
+}

@@ -1,0 +1,197 @@
+"""How well the next token is predicted: loss, divergence, agreement and calibration, with their spread over the text.
+
+All go through the same code on the same tokens; the first may be the teacher, whom the others are held against.
+Intervals hold 95 % of what is found when documents are drawn again with replacement, neighbours in a text being alike.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+from linearizer.cost import Layer
+from linearizer.outputs import divergence, read_together, texts_at_once
+from linearizer.progress import Progress, Steps
+from linearizer.subjects import Subject
+
+Tensor = torch.Tensor
+Interval = tuple[float, float]
+DRAWN = 1000  # times that the documents are drawn again
+FEWEST = 8  # documents; where there are fewer, texts are drawn instead
+BINS = 10  # of the probability of the likeliest token
+FIRST_EDGE = 64
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over tokens, and where it may lie."""
+
+    mean: float
+    interval: Interval
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The predictions whose likeliest token has a probability in one range."""
+
+    share: float  # of all predictions
+    probability: float  # that the likeliest token was given, on average
+    correct: float  # how often it came
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """One subject, in nats; what is held against the teacher is None for whom there is none."""
+
+    name: str
+    state_bytes: int | None  # at the end of a text; None: grows with it
+    loss: Estimate
+    perplexity: float
+    by_position: tuple[float, ...]  # loss in the ranges that begin at `edges`
+    excess: Estimate | None  # loss above the teacher's on the same tokens
+    kl: Estimate | None  # of the next-token distribution from the teacher's
+    agreement: Estimate | None  # how often the likeliest tokens are the same
+    calibration_error: float  # |probability - correct|, averaged over the predictions
+    bins: tuple[Bin, ...]
+
+
+@dataclass(frozen=True)
+class Language:
+    """All subjects on one text."""
+
+    tokens: int  # predicted
+    edges: tuple[int, ...]
+    drawn: str  # what the intervals are over: documents or texts
+    count: int  # how many of these there are
+    subjects: tuple[Predictions, ...]
+
+
+class Scores(NamedTuple):
+    """What one subject said of every predicted token: (texts, tokens - 1), fp64."""
+
+    loss: Tensor
+    probability: Tensor  # of the likeliest token
+    correct: Tensor  # whether it came
+    kl: Tensor  # not a number where there is no teacher
+    agreement: Tensor  # likewise
+
+
+def measure_language(
+    subjects: Sequence[Subject], windows: Tensor, documents: Tensor, layers: Sequence[Layer], seed: int = 0
+) -> Steps[Language]:
+    """Let all predict the same texts (texts, tokens); `documents` numbers the document of every token."""
+    found: list[list[Scores]] = [[] for _ in subjects]
+    split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
+    for done, ids in enumerate(split):
+        for texts, own in zip(found, read_scores(subjects, ids), strict=True):
+            texts.append(own)
+        yield Progress("language", done + 1, len(split), "batches")
+    scores = [joined(batches, 0) for batches in found]
+    unit, owners = owners_of(documents)
+    resampled = Resampled(owners, seed)
+    teacher = scores[0].loss if subjects[0].allocation is None else None
+    edges = doubling_edges(windows.shape[1] - 1)
+    rows = tuple(
+        described(subject, own, teacher, edges, resampled, subject.state_bytes(layers, windows.shape[1]))
+        for subject, own in zip(subjects, scores, strict=True)
+    )
+    return Language(scores[0].loss.numel(), edges, unit, int(owners.max()) + 1, rows)
+
+
+def read_scores(subjects: Sequence[Subject], ids: Tensor) -> list[Scores]:
+    """Score every token of some texts, for every subject."""
+    parts: list[list[Scores]] = [[] for _ in subjects]
+    for begin, read in read_together(subjects, ids):
+        following = ids[:, begin + 1 : begin + 1 + read[0].shape[1]].to(read[0].device)
+        if not following.shape[1]:
+            continue  # the last token predicts nothing that is there
+        logits = [part[:, : following.shape[1]] for part in read]
+        expected = logits[0] if subjects[0].allocation is None else None
+        for place, given in enumerate(logits):
+            parts[place].append(scores_of(given, expected, following))
+    return [joined(found, 1) for found in parts]
+
+
+def scores_of(given: Tensor, expected: Tensor | None, following: Tensor) -> Scores:
+    """Score logits (texts, tokens, vocabulary) by the tokens that followed, and by the teacher's logits."""
+    logs = given.log_softmax(-1)
+    best, likeliest = logs.max(-1)
+    loss = -logs.gather(-1, following[..., None])[..., 0]
+    unknown = torch.full_like(loss, math.nan)
+    kl = unknown if expected is None else divergence(expected, given)
+    agreement = unknown if expected is None else likeliest == expected.argmax(-1)
+    return Scores(*(x.double().cpu() for x in (loss, best.exp(), likeliest == following, kl, agreement)))
+
+
+def joined(parts: Sequence[Scores], dim: int) -> Scores:
+    """Put scores together, of texts (0) or of tokens (1)."""
+    return Scores(*(torch.cat(column, dim) for column in zip(*parts, strict=True)))
+
+
+def described(
+    subject: Subject, own: Scores, teacher: Tensor | None, edges: Sequence[int], over: Resampled, state: int | None
+) -> Predictions:
+    """Reduce the scores of one subject."""
+    loss = over.estimate(own.loss)
+    ends = [*edges[1:], own.loss.shape[1]]
+    bins = calibration(own.probability, own.correct)
+    return Predictions(
+        name=subject.name,
+        state_bytes=state,
+        loss=loss,
+        perplexity=math.exp(min(loss.mean, 700.0)),
+        by_position=tuple(own.loss[:, a:b].mean().item() for a, b in zip(edges, ends, strict=True)),
+        excess=None if teacher is None else over.estimate(own.loss - teacher),
+        kl=None if teacher is None else over.estimate(own.kl),
+        agreement=None if teacher is None else over.estimate(own.agreement),
+        calibration_error=sum(bin.share * abs(bin.probability - bin.correct) for bin in bins),
+        bins=bins,
+    )
+
+
+def doubling_edges(length: int) -> tuple[int, ...]:
+    """Begin ranges of positions at 0, 64, 128, 256, … below a length."""
+    return (0, *(FIRST_EDGE << step for step in range(30) if FIRST_EDGE << step < length))
+
+
+def calibration(probability: Tensor, correct: Tensor) -> tuple[Bin, ...]:
+    """Compare what the likeliest token was given with how often it came; empty ranges are left out."""
+    place = (probability * BINS).long().clamp(max=BINS - 1)
+    bins = []
+    for chosen in (place == index for index in range(BINS)):
+        if chosen.any():
+            share, given, came = (x.mean().item() for x in (chosen.double(), probability[chosen], correct[chosen]))
+            bins.append(Bin(share, given, came))
+    return tuple(bins)
+
+
+def owners_of(documents: Tensor) -> tuple[str, Tensor]:
+    """Say what is drawn again, and number it for every predicted token: documents, or texts where these are few."""
+    predicted = documents[:, 1:]
+    _, numbered = torch.unique(predicted, return_inverse=True)
+    if int(numbered.max()) + 1 >= FEWEST:
+        return "documents", numbered
+    return "texts", torch.arange(len(documents))[:, None].expand_as(predicted)
+
+
+class Resampled:
+    """Means over tokens, of documents that are drawn again and again, the same for all that is estimated."""
+
+    def __init__(self, owners: Tensor, seed: int) -> None:
+        self.owners, self.count = owners.flatten(), int(owners.max()) + 1
+        generator = torch.Generator().manual_seed(seed)
+        drawn = torch.randint(self.count, (DRAWN, self.count), generator=generator)
+        self.weights = torch.zeros(DRAWN, self.count, dtype=torch.float64)
+        self.weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
+
+    def estimate(self, scores: Tensor) -> Estimate:
+        """Give the mean of scores (texts, tokens), and between what 95 % of the drawn means lie."""
+        sums = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.owners, scores.flatten())
+        sizes = torch.bincount(self.owners, minlength=self.count).double()
+        means = (self.weights @ sums) / (self.weights @ sizes)
+        low, high = means.quantile(means.new_tensor([0.025, 0.975])).tolist()
+        return Estimate(scores.mean().item(), (low, high))

@@ -1,0 +1,36 @@
+"""What numbers were made with: without it nobody can tell why theirs are different."""
+
+from __future__ import annotations
+
+import platform
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+import torch
+
+PACKAGES = ("linearizer", "torch", "transformers", "lm_eval")
+
+
+def environment(model: torch.nn.Module) -> dict[str, Any]:
+    """Name versions, device and type of number of a model that is measured."""
+    weight = next(model.parameters())
+    return {
+        "versions": {"python": platform.python_version(), **{name: found for name in PACKAGES if (found := has(name))}},
+        "device": device_name(weight.device),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+    }
+
+
+def has(package: str) -> str | None:
+    """Give the version of a package, or None where it is not installed."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def device_name(device: torch.device) -> str:
+    """Name a device as its maker does."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
