@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 Product = TypeVar("Product")
 
 BUDGET = 256
+PARTS = "language, recall, needle, generation"  # of an evaluation
 
 
 class Parser(argparse.ArgumentParser):
@@ -145,17 +146,23 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
 
 def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     """Options of a request to evaluate; what is not given is the request's default."""
-    command.add_argument("--parts", type=names, help="language,recall (default: all)")
+    command.add_argument("--parts", type=names, help=f"some of {PARTS} (default: all)")
     command.add_argument("--text", help="as of `run` (default: the run's own, where its training did not reach)")
     command.add_argument("--length", type=int, help="tokens of a text (default: as the run's own)")
     command.add_argument("--texts", type=int, help="how many (default: 8)")
     command.add_argument("--seed", type=int, help="of everything that is drawn (default: 0)")
+    command.add_argument("--lengths", type=counts, help="where lengths are compared: 1024,4096,…")
     command.add_argument("--again", action="store_true", help="measure again what was measured")
 
 
 def names(text: str) -> tuple[str, ...]:
     """Read a list of names with commas between them."""
     return tuple(name for part in text.split(",") if (name := part.strip()))
+
+
+def counts(text: str) -> tuple[int, ...]:
+    """Read a list of whole numbers with commas between them."""
+    return tuple(int(part) for part in text.split(",") if part.strip())
 
 
 def plan_changes(asked: argparse.Namespace) -> dict[str, Any]:

@@ -12,12 +12,15 @@ from typing import Any
 
 from linearizer.bench import Bench, assembled
 from linearizer.errors import RequestError
+from linearizer.generation import measure_generation
 from linearizer.language import measure_language
+from linearizer.needle import LEAST, measure_needle
 from linearizer.progress import Steps
 from linearizer.recall import measure_longer, measure_recall
 from linearizer.run import Run
 from linearizer.text import document_numbers
 
+WRITTEN = 96  # tokens at most
 Found = dict[str, Any]  # of one part, as it is stored: numbers, strings, lists and dicts
 
 
@@ -29,6 +32,7 @@ class Request:
     text: str | None = None  # None: the run's own, where its training did not reach
     length: int | None = None  # tokens of a text; None: as the run's own
     texts: int = 8
+    lengths: tuple[int, ...] = ()  # tokens, where several lengths are compared; none: as each part chooses
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -37,8 +41,12 @@ class Request:
                 near = get_close_matches(part, PARTS, 1)
                 meant = f" (did you mean {near[0]!r}?)" if near else ""
                 raise RequestError(f"there is no part {part!r}{meant}: name some of {', '.join(PARTS)}")
-        for name, least in (("length", 16), ("texts", 1)):
-            if (asked := getattr(self, name)) is not None and asked < least:
+        for name, least, asked in (
+            ("length", 16, self.length),
+            ("texts", 1, self.texts),
+            *(("lengths", 16, length) for length in self.lengths),
+        ):
+            if asked is not None and asked < least:
                 raise RequestError(f"{name} {asked} is too few: give at least {least}")
 
     @property
@@ -51,6 +59,8 @@ def examine(run: Run, request: Request, again: bool = False, token: str | None =
     """Measure the parts that were asked for, but for those that are there as they were asked; give all of them."""
     with assembled(run, token) as bench, run.locked():
         student, made_with = digest(run.checkpoint), bench.made_with()
+        for length in (*request.lengths, request.length or 0):
+            bench.beyond(length)
         for part in request.chosen:
             measure, uses = PARTS[part]
             asked = {"student": student, **{name: getattr(request, name) for name in uses}, "made_with": made_with}
@@ -99,6 +109,31 @@ def look_at_recall(bench: Bench, request: Request) -> Steps[Found]:
     return {**found, "longer": {"texts": len(windows), **asdict(longer)}}
 
 
+def look_for_needles(bench: Bench, request: Request) -> Steps[Found]:
+    lengths = request.lengths or needle_lengths(bench.usual_length, bench.run.positions)
+    texts = max(1, request.texts // 2)
+    windows = bench.windows(request.text, max(lengths), texts, request.seed)
+    subjects = bench.subjects(max(lengths))
+    found = yield from measure_needle(subjects, windows, lengths, bench.run.positions, request.seed)
+    return {**of_text(bench, request, windows), **asdict(found)}
+
+
+def look_at_generation(bench: Bench, request: Request) -> Steps[Found]:
+    """Each text's first part is the prompt, as long as what is written."""
+    length = request.length or bench.usual_length
+    bench.beyond(length)
+    windows = bench.windows(request.text, length, request.texts, request.seed)
+    prompt = min(length // 2, WRITTEN)
+    found = yield from measure_generation(bench.subjects(length), windows[:, :prompt], prompt, request.seed)
+    return {**of_text(bench, request, windows), **asdict(found)}
+
+
+def needle_lengths(usual: int, most: int) -> tuple[int, ...]:
+    """Half the length of the training's texts, that, and what of its doubles positions allow."""
+    lengths = [length for length in (usual // 2, usual, 2 * usual, 4 * usual) if LEAST <= length <= most]
+    return tuple(lengths) or (min(LEAST, most),)
+
+
 def of_text(bench: Bench, request: Request, windows: Any) -> Found:
     """Say what text was read."""
     source = request.text or bench.run.plan.text
@@ -110,4 +145,6 @@ PARTS: dict[str, tuple[Callable[[Bench, Request], Steps[Found]], tuple[str, ...]
     # how each is measured, and what of a request it depends on
     "language": (look_at_language, ON_TEXT),
     "recall": (look_at_recall, ON_TEXT),
+    "needle": (look_for_needles, ("text", "texts", "seed", "lengths")),
+    "generation": (look_at_generation, ON_TEXT),
 }

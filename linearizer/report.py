@@ -26,7 +26,7 @@ def made_with_text(made: Found) -> str:
 
 def text_of(found: Found) -> str:
     """Say on what text, and whether it is longer than the teacher's positions."""
-    beyond = "; longer than the teacher's positions: extrapolated" if found.get("extrapolated") else ""
+    beyond = "; longer than the teacher's positions: extrapolated" if found.get("extrapolated") is True else ""
     return f"{found['texts']} texts of {found['length']} tokens of {found['text']}, seed {found['seed']}{beyond}"
 
 
@@ -60,6 +60,40 @@ def recall_table(found: Found) -> str:
     return f"{text}\n\n{columns(ranges)}\n{note}{star}"
 
 
+def needle_table(found: Found) -> str:
+    """The share of the value that was found, a block for each subject."""
+    marks = ["*" if beyond else "" for beyond in found["extrapolated"]]
+    rows: Rows = [("found, at depth", *(f"{depth:.0%}" for depth in found["depths"]), "loss", "when new")]
+    for one in found["subjects"]:
+        for length, mark, *cells in zip(
+            found["lengths"], marks, one["found"], one["loss"], one["surprise"], strict=True
+        ):
+            shares = ("–" if share is None else f"{share:.0%}" for share in cells[0])
+            rows.append((f"{one['name']}, {length}{mark}", *shares, *(mean(losses) for losses in cells[1:])))
+    star = "\n* longer than the teacher's positions: extrapolated" if any(found["extrapolated"]) else ""
+    gone = any(share is None for one in found["subjects"] for row in one["found"] for share in row)
+    dash = "\n– more than memory holds" if gone else ""
+    return f"{columns(rows)}\n{text_of(found)}{star}{dash}"
+
+
+def generation_table(found: Found) -> str:
+    rows: Rows = [("", "leaves the teacher", "repeats", "distinct 1", "2", "3", "loss by the teacher", "its choice")]
+    for one in found["subjects"]:
+        after = "–" if one["diverged"] is None else f"after {mean(one['diverged'], '.1f')}"
+        distinct = (f"{share:.2f}" for share in one["distinct"])
+        loss = "–" if one["loss"] is None else f"{one['loss']:.3f}"
+        likeliest = "–" if one["likeliest"] is None else f"{one['likeliest']:.0%}"
+        name = f"{one['name']}, {'drawn' if one['sampled'] else 'greedy'}"
+        rows.append((name, after, f"{one['repeated']:.0%}", *distinct, loss, likeliest))
+    asked = f"{found['prompts']} prompts of {found['prompt_tokens']} tokens, {found['new_tokens']} written"
+    return f"{columns(rows)}\n{asked}, of {found['text']}, seed {found['seed']}"
+
+
+def mean(values: Sequence[float | None], form: str = ".3f") -> str:
+    there = [value for value in values if value is not None]
+    return f"{sum(there) / len(there):{form}}" if there else "–"
+
+
 def state(bytes: int | None) -> str:
     return "grows" if bytes is None else size(bytes)
 
@@ -72,4 +106,9 @@ def spread(estimate: Found | None, form: str = ".3f") -> str:
     return f"{estimate['mean']:{form}} ± {(high - low) / 2:{form}}"
 
 
-TABLES: dict[str, Callable[[Found], str]] = {"language": language_table, "recall": recall_table}
+TABLES: dict[str, Callable[[Found], str]] = {
+    "language": language_table,
+    "recall": recall_table,
+    "needle": needle_table,
+    "generation": generation_table,
+}

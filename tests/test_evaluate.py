@@ -23,10 +23,10 @@ ROW = {"name": "teacher", "state_bytes": None, "language": {"loss": 1.0}, "recal
 
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
-    """A tiny GPT-2: it learns 128 positions."""
+    """A tiny GPT-2: it learns 192 positions."""
     folder = tmp_path_factory.mktemp("model") / "gpt2"
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=4096, n_embd=32, n_layer=2, n_head=2, n_positions=128, initializer_range=0.2)
+    config = GPT2Config(vocab_size=4096, n_embd=32, n_layer=2, n_head=2, n_positions=192, initializer_range=0.2)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(find_model("demo").folder).save_pretrained(folder)
     return folder
@@ -157,7 +157,10 @@ def test_a_text_shorter_than_one_window_is_refused(run, tmp_path, capsys):
         (["--parts", "xyz"], "there is no part 'xyz': name some of language, recall"),
         (["--length", "3"], "length 3 is too few"),
         (["--texts", "0"], "texts 0 is too few"),
-        (["--length", "129"], "has learned 128 positions; ask for at most 128"),
+        (["--lengths", "64,few"], "invalid counts value: '64,few'"),
+        (["--parts", "needle", "--lengths", "100"], "4 pairs do not fit into a text of 100 tokens"),
+        (["--lengths", "160,200"], "has learned 192 positions; ask for at most 192"),
+        (["--length", "193"], "has learned 192 positions; ask for at most 192"),
     ],
 )
 def test_bad_requests_are_refused_with_a_sentence(arguments, sentence, run, capsys):

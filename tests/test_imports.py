@@ -23,10 +23,12 @@ LAYERS = [  # a module may import from the layers after its own
         "comparison",
         "distillation",
         "evaluation",
+        "generation",
         "initialisation",
         "inspection",
         "language",
         "measurement",
+        "needle",
         "pricing",
         "recall",
     },  # steps
@@ -34,6 +36,7 @@ LAYERS = [  # a module may import from the layers after its own
     {"adapters", "learner", "losses", "schedule", "training_state"},  # what training is made of
     {
         "attention_loss",
+        "memory",
         "outputs",
         "probe",
         "recording",

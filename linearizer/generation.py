@@ -1,0 +1,109 @@
+"""What is written: where a student leaves its teacher's path, whether it repeats itself, what the teacher thinks of it.
+
+All go on from the same prompts. Where tokens are drawn, all draw with the same noise, so that they part only where
+they differ. An end of text is a token like any other: texts keep one length.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+
+from linearizer.outputs import fresh_cache, losses_of, read
+from linearizer.progress import Progress, Steps
+from linearizer.subjects import Subject
+
+Tensor = torch.Tensor
+GRAMS = (1, 2, 3)  # tokens in a row, whose variety is counted
+REPEATED = 4  # tokens in a row that, found again, count as repeated
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one subject wrote; what is held against the teacher is None for whom there is none."""
+
+    name: str
+    sampled: bool  # drawn, or the likeliest tokens
+    diverged: tuple[int, ...] | None  # tokens of each text before the first that is not the teacher's
+    repeated: float  # share of the runs of four tokens that stood in the same text before
+    distinct: tuple[float, ...]  # share of the runs of one, two, three tokens that are different
+    loss: float | None  # of the teacher on what was written, in nats per token
+    likeliest: float | None  # share of the tokens that are the teacher's first choice at their place
+
+
+@dataclass(frozen=True)
+class Generation:
+    """All subjects on the same prompts."""
+
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    subjects: tuple[Written, ...]
+
+
+def measure_generation(
+    subjects: Sequence[Subject], prompts: Tensor, new_tokens: int, seed: int = 0
+) -> Steps[Generation]:
+    """Let all continue prompts (texts, tokens): with their likeliest tokens, and with drawn ones."""
+    teacher = subjects[0] if subjects[0].allocation is None else None
+    found, done = [], 0
+    for sampled in (False, True):
+        first: Tensor | None = None
+        for subject in subjects:
+            texts = write(subject, prompts, new_tokens, seed if sampled else None)
+            first = texts if subject is teacher else first
+            found.append(judged(subject.name, sampled, prompts, texts, teacher, first))
+            done += 1
+            yield Progress("generation", done, 2 * len(subjects), "texts")
+    return Generation(len(prompts), prompts.shape[1], new_tokens, tuple(found))
+
+
+def write(subject: Subject, prompts: Tensor, count: int, seed: int | None) -> Tensor:  # (texts, count)
+    """Go on with the likeliest tokens, or draw them with the noise of a seed."""
+    cache, given, texts = fresh_cache(subject.model), prompts, []
+    noise = None if seed is None else torch.Generator().manual_seed(seed)
+    for _ in range(count):
+        logits = read(subject, given, cache, keep=1)[:, -1].cpu()
+        if noise is not None:  # the largest of logits with Gumbel noise is a draw from their softmax
+            logits = logits - torch.rand(logits.shape, generator=noise).clamp_min(1e-20).log().neg().log()
+        given = logits.argmax(-1, keepdim=True)
+        texts.append(given)
+    return torch.cat(texts, 1)
+
+
+def judged(
+    name: str, sampled: bool, prompts: Tensor, texts: Tensor, teacher: Subject | None, expected: Tensor | None
+) -> Written:
+    """Look at what was written."""
+    loss = likeliest = None
+    if teacher is not None:
+        logits = read(teacher, torch.cat([prompts, texts], 1), None, keep=texts.shape[1] + 1)[:, :-1]
+        loss = losses_of(logits, texts).mean().item()
+        likeliest = (logits.argmax(-1).cpu() == texts).double().mean().item()
+    return Written(
+        name=name,
+        sampled=sampled,
+        diverged=None if expected is None else tuple(map(agreeing, texts, expected)),
+        repeated=mean([1 - variety(text, REPEATED) for text in texts.tolist()]),
+        distinct=tuple(mean([variety(text, size) for text in texts.tolist()]) for size in GRAMS),
+        loss=loss,
+        likeliest=likeliest,
+    )
+
+
+def agreeing(text: Tensor, expected: Tensor) -> int:
+    """Count the tokens before the first that differs."""
+    return int((text == expected).long().cumprod(0).sum())
+
+
+def variety(text: Sequence[int], size: int) -> float:
+    """Share of the runs of so many tokens that are different."""
+    runs = [tuple(text[begin : begin + size]) for begin in range(len(text) - size + 1)]
+    return len(set(runs)) / len(runs) if runs else 1.0
+
+
+def mean(values: Sequence[float]) -> float:
+    return math.fsum(values) / len(values)

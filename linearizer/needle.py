@@ -1,0 +1,136 @@
+"""Finds out how far back a pair hidden in text is still found: key → value, by depth and by length.
+
+Keys and values are tokens of the text itself, drawn anew: the model knows them, whatever its tokenizer, and nothing but
+the pair foretells their order. A text ends in the key of one of its pairs; the value is what should follow.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from transformers.cache_utils import Cache
+
+from linearizer.errors import RequestError
+from linearizer.memory import fits
+from linearizer.outputs import fresh_cache, losses_of, read
+from linearizer.progress import Progress, Steps
+from linearizer.subjects import Subject
+
+Tensor = torch.Tensor
+DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the text between the start and the question
+KEY, VALUE = 8, 8  # tokens
+PAIRS = 4  # of which one is asked for
+LEAST = 2 * (PAIRS + 1) * (KEY + VALUE)  # tokens of a text: half of them pairs
+PIECE = 2048  # tokens that are read at a time
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What one found of one pair, over the texts."""
+
+    found: float  # share of the value's tokens that it would have written
+    loss: float  # on the value, when it is asked for
+    surprise: float  # on the value, when the pair is new
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One subject's answers, [length][depth]; None where memory did not reach."""
+
+    name: str
+    found: tuple[tuple[float | None, ...], ...]
+    loss: tuple[tuple[float | None, ...], ...]
+    surprise: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class Needle:
+    """All subjects on the same texts."""
+
+    lengths: tuple[int, ...]  # tokens
+    depths: tuple[float, ...]  # share of the text before the pair
+    extrapolated: tuple[bool, ...]  # whether a length lies beyond the teacher's positions
+    subjects: tuple[Grid, ...]
+
+
+@dataclass(frozen=True)
+class Hidden:
+    """Texts that hold pairs and end in a question."""
+
+    ids: Tensor  # (texts, tokens), the value being last
+    place: int  # where the pair that is asked for begins
+
+
+def hide(windows: Tensor, depth: float, seed: int) -> Hidden:
+    """Hide pairs in texts that keep their length, one at a depth, the others anywhere else, and ask for that one."""
+    texts, length = windows.shape
+    if length < LEAST:
+        raise RequestError(f"{PAIRS} pairs do not fit into a text of {length} tokens: ask for lengths from {LEAST} on")
+    generator = torch.Generator().manual_seed(seed)
+    words = windows.flatten()  # as often as the texts hold them
+    drawn = words[torch.randint(len(words), (texts, PAIRS, KEY + VALUE), generator=generator)]
+    room = length - (PAIRS + 1) * (KEY + VALUE)  # tokens of text
+    target = min(room - 1, max(1, round(depth * room)))
+    elsewhere = [place + 1 for place in torch.randperm(room - 1, generator=generator).tolist() if place + 1 != target]
+    places = sorted([(target, 0), *zip(elsewhere, range(1, PAIRS), strict=False)])
+    pieces, before = [], 0
+    for place, number in places:
+        pieces += [windows[:, before:place], drawn[:, number]]
+        before = place
+    ids = torch.cat([*pieces, windows[:, before:room], drawn[:, 0]], 1)
+    return Hidden(ids, target + (KEY + VALUE) * places.index((target, 0)))
+
+
+def measure_needle(
+    subjects: Sequence[Subject],
+    windows: Tensor,  # (texts, at least the largest length)
+    lengths: Sequence[int],
+    positions: int,
+    seed: int = 0,
+) -> Steps[Needle]:
+    """Ask all for pairs at every depth of every length; one that runs out of memory misses the lengths from there."""
+    asked = [(length, depth) for length in sorted(lengths) for depth in DEPTHS]
+    found: list[list[Answer | None]] = [[] for _ in subjects]
+    for done, (length, depth) in enumerate(asked):
+        hidden = hide(windows[:, :length], depth, seed + done)
+        for row, subject in zip(found, subjects, strict=True):
+            ended = row and row[-1] is None
+            row.append(None if ended else fits(partial(ask, subject, hidden)))
+        yield Progress("needle", done + 1, len(asked), "cells")
+    rows = [[row[begin : begin + len(DEPTHS)] for begin in range(0, len(row), len(DEPTHS))] for row in found]
+    return Needle(
+        lengths=tuple(sorted(lengths)),
+        depths=DEPTHS,
+        extrapolated=tuple(length > positions for length in sorted(lengths)),
+        subjects=tuple(grid(subject.name, cells) for subject, cells in zip(subjects, rows, strict=True)),
+    )
+
+
+def grid(name: str, cells: Sequence[Sequence[Answer | None]]) -> Grid:
+    """Lay out the answers of one subject."""
+
+    def column(of: Callable[[Answer], float]) -> tuple[tuple[float | None, ...], ...]:
+        return tuple(tuple(None if cell is None else of(cell) for cell in row) for row in cells)
+
+    return Grid(name, column(lambda a: a.found), column(lambda a: a.loss), column(lambda a: a.surprise))
+
+
+def ask(subject: Subject, hidden: Hidden) -> Answer:
+    """Let one read the texts: what does it foretell of the value when the pair is new, and when it is asked for?"""
+    ids, cache = hidden.ids, fresh_cache(subject.model)
+    pair, question = hidden.place, ids.shape[1] - KEY - VALUE
+    new = read_from(subject, ids, cache, 0, pair)
+    again = read_from(subject, ids, cache, pair + KEY + VALUE, question)
+    value = ids[:, -VALUE:].to(again.device)
+    found = (again.argmax(-1) == value).double().mean().item()
+    return Answer(found, losses_of(again, value).mean().item(), losses_of(new, value).mean().item())
+
+
+def read_from(subject: Subject, ids: Tensor, cache: Cache, begin: int, pair: int) -> Tensor:
+    """Read text up to a pair, and the pair; give the logits that foretell its value (texts, VALUE, vocabulary)."""
+    for start in range(begin, pair, PIECE):
+        read(subject, ids[:, start : min(start + PIECE, pair)], cache, keep=1)
+    return read(subject, ids[:, pair : pair + KEY + VALUE], cache)[:, KEY - 1 : -1]
