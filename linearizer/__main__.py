@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Product = TypeVar("Product")
 
 BUDGET = 256
-PARTS = "language, recall, needle, generation"  # of an evaluation
+PARTS = "language, recall, needle, generation, approximation"  # of an evaluation
 
 
 class Parser(argparse.ArgumentParser):
@@ -152,6 +152,7 @@ def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--texts", type=int, help="how many (default: 8)")
     command.add_argument("--seed", type=int, help="of everything that is drawn (default: 0)")
     command.add_argument("--lengths", type=counts, help="where lengths are compared: 1024,4096,…")
+    command.add_argument("--curve-steps", type=int, help="train the features of the curve of errors, too (default: 0)")
     command.add_argument("--again", action="store_true", help="measure again what was measured")
 
 

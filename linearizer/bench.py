@@ -14,7 +14,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer import checkpoint, pipeline
 from linearizer.allocation import Allocation
-from linearizer.cost import Layer
+from linearizer.cost import Head, Layer
 from linearizer.errors import FolderError, ModelNotAvailable, RequestError, TextError
 from linearizer.provenance import environment
 from linearizer.run import Run
@@ -56,6 +56,15 @@ class Bench:
         with exchanged(self.student, heads):
             pipeline.begin_features(self.run, self.student)
         return heads
+
+    def plain(self, features: int) -> Subject:
+        """The student if every KV head had so many untrained features, and nothing else."""
+        rows = tuple((Head(features=features),) * len(row) for row in self.allocation.heads)
+        allocation = Allocation(f"{features} features", 0, rows)
+        heads = checkpoint.students_of(self.student, self.layers, allocation, self.run.plan.seed)
+        with exchanged(self.student, heads):
+            pipeline.begin_features(self.run, self.student)
+        return Subject(allocation.strategy, self.student, allocation, heads)
 
     def subjects(self, length: int) -> list[Subject]:
         """Teacher, student, a plain window that takes the student's bytes at this length, the student untrained."""
@@ -105,6 +114,19 @@ class Bench:
                 "tokens: ask for shorter ones, or name another source with --text"
             )
         return torch.stack(found)
+
+    def learnt(self, count: int) -> torch.Tensor:  # (≤ count, tokens)
+        """Take the text that the student was trained on."""
+        plan = self.run.plan
+        return enough_windows(
+            plan.text,
+            self.tokenizer,
+            self.usual_length,
+            count,
+            least=plan.batch,
+            model=self.teacher,
+            seed=plan.seed,
+        )
 
     def made_with(self) -> dict[str, Any]:
         """Say what the numbers were made with."""

@@ -57,7 +57,7 @@ def students_of(
     made = []
     for row in (row for row in rows if row is not None):
         layer = LayerStudent(row["heads"], allocation.sinks, row["key_dim"], student.config.feature_map)
-        made.append(layer.to(next(student.parameters()).device).requires_grad_(False).eval())
+        made.append(layer.to(next(student.parameters()).device).eval())
         layer.reset(generator)
     return tuple(made)
 

@@ -5,22 +5,28 @@ from __future__ import annotations
 import hashlib
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
+from linearizer.approximation import measure_approximation, measure_curve
 from linearizer.bench import Bench, assembled
+from linearizer.distillation import distill
 from linearizer.errors import RequestError
 from linearizer.generation import measure_generation
 from linearizer.language import measure_language
 from linearizer.needle import LEAST, measure_needle
+from linearizer.pipeline import settings_of
 from linearizer.progress import Steps
 from linearizer.recall import measure_longer, measure_recall
 from linearizer.run import Run
+from linearizer.subjects import Subject
 from linearizer.text import document_numbers
 
 WRITTEN = 96  # tokens at most
+LOOKED_AT = 2  # texts whose attention is compared, head by head
+FEATURES = (8, 16, 32, 64, 128, 256)  # of the curve of errors
 Found = dict[str, Any]  # of one part, as it is stored: numbers, strings, lists and dicts
 
 
@@ -33,6 +39,7 @@ class Request:
     length: int | None = None  # tokens of a text; None: as the run's own
     texts: int = 8
     lengths: tuple[int, ...] = ()  # tokens, where several lengths are compared; none: as each part chooses
+    curve_steps: int = 0  # of training at every number of features; 0: the curve is of untrained ones alone
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -44,6 +51,7 @@ class Request:
         for name, least, asked in (
             ("length", 16, self.length),
             ("texts", 1, self.texts),
+            ("curve_steps", 0, self.curve_steps),
             *(("lengths", 16, length) for length in self.lengths),
         ):
             if asked is not None and asked < least:
@@ -128,6 +136,35 @@ def look_at_generation(bench: Bench, request: Request) -> Steps[Found]:
     return {**of_text(bench, request, windows), **asdict(found)}
 
 
+def look_at_approximation(bench: Bench, request: Request) -> Steps[Found]:
+    """Every head as it is and as it was before its training; and the error as a function of the features."""
+    length = request.length or bench.usual_length
+    bench.beyond(length)
+    windows = bench.windows(request.text, length, min(request.texts, LOOKED_AT), request.seed)
+    profile = bench.run.profile
+    assert profile is not None, "a finished run has one"
+    teacher = bench.student.base if bench.teacher is None else bench.teacher
+    students = [subject for subject in bench.subjects(length) if subject.allocation is not None]
+    found = yield from measure_approximation(teacher, students, windows, profile)
+    plain = yield from plain_students(bench, request.curve_steps)
+    curve = yield from measure_curve(teacher, plain, FEATURES, windows, profile)
+    return {**of_text(bench, request, windows), **asdict(found), "curve": asdict(curve)}
+
+
+def plain_students(bench: Bench, steps: int) -> Steps[dict[str, list[Subject]]]:
+    """Students that have nothing but features, for every number of them: untrained, and trained if that is asked."""
+    found = {"untrained": [bench.plain(count) for count in FEATURES]}
+    if steps:
+        found["trained"] = [bench.plain(count) for count in FEATURES]
+        plan = bench.run.plan
+        texts = bench.learnt(steps * plan.batch)
+        settings = replace(settings_of(plan), steps=steps)
+        for subject in found["trained"]:
+            with subject.at_work():
+                yield from distill(bench.student, texts, settings)
+    return found
+
+
 def needle_lengths(usual: int, most: int) -> tuple[int, ...]:
     """Half the length of the training's texts, that, and what of its doubles positions allow."""
     lengths = [length for length in (usual // 2, usual, 2 * usual, 4 * usual) if LEAST <= length <= most]
@@ -147,4 +184,5 @@ PARTS: dict[str, tuple[Callable[[Bench, Request], Steps[Found]], tuple[str, ...]
     "recall": (look_at_recall, ON_TEXT),
     "needle": (look_for_needles, ("text", "texts", "seed", "lengths")),
     "generation": (look_at_generation, ON_TEXT),
+    "approximation": (look_at_approximation, (*ON_TEXT, "curve_steps")),
 }

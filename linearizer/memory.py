@@ -11,7 +11,7 @@ from typing import TypeVar
 import torch
 
 Result = TypeVar("Result")
-TOLD = ("out of memory", "not enough memory", "can't allocate memory")  # by allocators that raise no type of their own
+SAID = ("not enough memory", "can't allocate memory")  # by PyTorch on a CPU
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -19,13 +19,17 @@ def fits(work: Callable[[], Result]) -> Result | None:
     """Do something that may take more memory than there is: then give None, and free what it had taken."""
     try:
         return work()
-    except (RuntimeError, MemoryError) as error:
-        if not isinstance(error, MemoryError) and not any(told in str(error) for told in TOLD):
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
             raise
     gc.collect()
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return None
+
+
+def is_out_of_memory(error: RuntimeError) -> bool:
+    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in SAID)
 
 
 def free_bytes(device: torch.device) -> int:

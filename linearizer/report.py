@@ -89,6 +89,24 @@ def generation_table(found: Found) -> str:
     return f"{columns(rows)}\n{asked}, of {found['text']}, seed {found['seed']}"
 
 
+def approximation_table(found: Found) -> str:
+    """Errors by layer; what was predicted of the student, and how far the order of the heads agrees with it."""
+    rows: Rows = [("rows misplaced in layer", *range(len(found["predicted"][0])), "all", "of outputs", "foretold")]
+    for one, ranked in zip(found["subjects"], found["correlation"], strict=True):
+        cells = (mean(heads) for heads in one["rows"])
+        agreed = "–" if ranked is None else f"{ranked:.2f}"
+        rows.append((one["name"], *cells, f"{one['rows_mean']:.3f}", f"{one['outputs_mean']:.3f}", agreed))
+    rows.append(("student, predicted", *(mean(heads, ".1e") for heads in found["predicted"][0]), "", "", ""))
+    curve = found["curve"]
+    points: Rows = [("features per KV head, and nothing else", *curve["features"])]
+    for name, errors, outputs in zip(curve["names"], curve["rows"], curve["outputs"], strict=True):
+        points.append((f"{name}: rows misplaced", *(f"{error:.3f}" for error in errors)))
+        points.append((f"{name}: of outputs", *(f"{error:.3f}" for error in outputs)))
+    points.append(("predicted: λ where N(λ) is that many", *(f"{error:.2g}" for error in curve["predicted"])))
+    note = "foretold: rank correlation over heads of what is misplaced with what the profile predicts"
+    return f"{columns(rows)}\n{note}\n{text_of(found)}\n\n{columns(points)}"
+
+
 def mean(values: Sequence[float | None], form: str = ".3f") -> str:
     there = [value for value in values if value is not None]
     return f"{sum(there) / len(there):{form}}" if there else "–"
@@ -111,4 +129,5 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "recall": recall_table,
     "needle": needle_table,
     "generation": generation_table,
+    "approximation": approximation_table,
 }

@@ -25,6 +25,7 @@ from linearizer.losses import (
     layer_loss,
     logits_loss,
 )
+from linearizer.memory import is_out_of_memory
 from linearizer.recording import number, output_projections
 from linearizer.runtime.attention import attending, attention_modules, observing
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
@@ -214,11 +215,6 @@ def without_denormals() -> Iterator[None]:
         yield
     finally:
         torch.set_flush_denormal(before)
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    said = ("not enough memory", "can't allocate memory")  # by PyTorch on a CPU
-    return isinstance(error, torch.cuda.OutOfMemoryError) or any(words in str(error) for words in said)
 
 
 def layers_named(layers: Sequence[int]) -> str:

@@ -19,6 +19,7 @@ LAYERS = [  # a module may import from the layers after its own
     {"room", "working"},
     {"run", "plan"},
     {
+        "approximation",
         "checkpoint",
         "comparison",
         "distillation",
@@ -58,6 +59,7 @@ LAYERS = [  # a module may import from the layers after its own
         "cost",
         "progress",
         "provenance",
+        "ranks",
         "files",
         "journal",
         "locks",

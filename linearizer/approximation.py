@@ -1,0 +1,197 @@
+"""How far a student's attention is from its teacher's, head by head, on what the teacher's own layers attend with.
+
+A head's rows are its outputs on unit values, so one code serves every kind of head. Their error is half of what all
+weights are off by: the share of attention that is misplaced. An output's error is |y - ŷ|² as a share of |y|².
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention
+from transformers import PreTrainedModel
+
+from linearizer.allocation import Allocation
+from linearizer.cost import Head
+from linearizer.outputs import logits_of
+from linearizer.profile import Curve, HeadProfile, Profile
+from linearizer.progress import Progress, Steps
+from linearizer.ranks import spearman
+from linearizer.recording import number
+from linearizer.runtime.attention import attention_modules, observing
+from linearizer.runtime.student import LayerStudent
+from linearizer.subjects import Subject
+
+Tensor = torch.Tensor
+COLUMNS = 128  # of the rows that are looked at together
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of one subject, [layer][KV head]; no heads where the teacher bounds the layer itself."""
+
+    name: str
+    rows: tuple[tuple[float, ...], ...]
+    outputs: tuple[tuple[float, ...], ...]
+    rows_mean: float
+    outputs_mean: float
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """Students against what was predicted of their heads from the profile alone."""
+
+    subjects: tuple[Errors, ...]
+    predicted: tuple[tuple[tuple[float, ...], ...], ...]  # [subject][layer][KV head]: mass outside, times λ(M)
+    correlation: tuple[float | None, ...]  # of each subject's row errors with the predicted ones: Spearman's
+
+
+@dataclass(frozen=True)
+class FeatureCurve:
+    """Errors if every KV head had nothing but so many features, as a function of their number."""
+
+    features: tuple[int, ...]
+    predicted: tuple[float, ...]  # mean over the heads of λ, where N(λ) is the number of features
+    names: tuple[str, ...]  # untrained, and trained if that was asked for
+    rows: tuple[tuple[float, ...], ...]  # [name][features]: means over the heads
+    outputs: tuple[tuple[float, ...], ...]
+    layers: tuple[tuple[tuple[float, ...], ...], ...]  # [name][layer][features]: of the rows
+
+
+def measure_approximation(
+    teacher: PreTrainedModel, subjects: Sequence[Subject], windows: Tensor, found: Profile
+) -> Steps[Approximation]:
+    """Compare the attention of students with their teacher's on the same texts."""
+    errors = yield from measure_errors(teacher, subjects, windows)
+    predicted = tuple(predicted_errors(subject.allocation, found) for subject in subjects)
+    ranked = tuple(spearman(flat(own.rows), flat(told)) for own, told in zip(errors, predicted, strict=True))
+    return Approximation(tuple(errors), predicted, ranked)
+
+
+def measure_errors(teacher: PreTrainedModel, subjects: Sequence[Subject], windows: Tensor) -> Steps[list[Errors]]:
+    """Measure all subjects while the teacher reads, a text at a time."""
+    layers = [layer_students(subject) for subject in subjects]
+    total = len(attention_modules(teacher))
+    sums: list[dict[int, Tensor]] = [{} for _ in subjects]
+
+    def observe(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, _: dict) -> None:
+        index = number(module)
+        for own, kept in zip(layers, sums, strict=True):
+            if index in own:
+                new = head_errors(own[index], q.float(), k.float(), v.float(), scale)
+                kept[index] = kept.get(index, torch.zeros_like(new)) + new / len(windows)
+
+    for done, ids in enumerate(windows.split(1)):
+        with observing(teacher, observe):
+            logits_of(teacher, ids)
+        yield Progress("approximation", done + 1, len(windows), "texts")
+    return [reduced(subject.name, kept, total) for subject, kept in zip(subjects, sums, strict=True)]
+
+
+def layer_students(subject: Subject) -> dict[int, LayerStudent]:
+    """Find what attends in each layer of a subject."""
+    with subject.at_work() as model:
+        found = {number(module): getattr(module, "student", None) for module in attention_modules(model)}
+    return {index: student for index, student in found.items() if student is not None}
+
+
+def reduced(name: str, sums: Mapping[int, Tensor], layers: int) -> Errors:
+    """Lay the errors of all layers out."""
+    rows, outputs = (
+        tuple(tuple(sums[index][part].tolist()) if index in sums else () for index in range(layers)) for part in (0, 1)
+    )
+    return Errors(name, rows, outputs, mean_of(rows), mean_of(outputs))
+
+
+def flat(table: Sequence[Sequence[float]]) -> list[float]:
+    return [value for row in table for value in row]
+
+
+def mean_of(table: Sequence[Sequence[float]]) -> float:
+    return math.fsum(flat(table)) / max(len(flat(table)), 1)
+
+
+@torch.inference_mode()
+def head_errors(student: LayerStudent, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:  # (2, kv heads)
+    """Give the errors of rows and outputs of one layer on one text: (1, heads, tokens, dim)."""
+
+    def both(value: Tensor) -> tuple[Tensor, Tensor]:  # (kv heads, group, tokens, columns)
+        exact = scaled_dot_product_attention(q, k, value, is_causal=True, scale=scale, enable_gqa=True)
+        own = student(q, k, value, scale, None, None)
+        return exact[0].unflatten(0, (k.shape[1], -1)), own[0].unflatten(0, (k.shape[1], -1))
+
+    tokens = k.shape[-2]
+    misplaced = q.new_zeros(k.shape[1], dtype=torch.float64)
+    for columns in torch.eye(tokens, device=k.device).split(COLUMNS, dim=1):
+        exact, own = both(columns.expand(*k.shape[:2], -1, -1))
+        misplaced += (exact - own).abs().double().sum((1, 2, 3)) / 2
+    exact, own = both(v)
+    off = (exact - own).square().double().sum((1, 2, 3)) / exact.square().double().sum((1, 2, 3)).clamp_min(1e-30)
+    return torch.stack([misplaced / (tokens * q.shape[1] // k.shape[1]), off]).cpu()
+
+
+def predicted_errors(allocation: Allocation | None, found: Profile) -> tuple[tuple[float, ...], ...]:
+    """Predict the error of every head of an allocation: [layer][KV head]."""
+    assert allocation is not None, "a teacher has no error"
+    return tuple(
+        tuple(predicted_error(head, own, found) for head, own in zip(row, layer.heads, strict=True))
+        for row, layer in zip(allocation.heads, found.layers, strict=True)
+    )
+
+
+def predicted_error(head: Head, own: HeadProfile, found: Profile) -> float:
+    """Predict from the profile how badly a head will do: what lies outside of its window, times λ(M)."""
+    if head.softmax:
+        return 0.0
+    return outside(head.window, own, found.windows) * (level_of(head.features, own, found) if head.features else 1.0)
+
+
+def outside(window: int, own: HeadProfile, windows: Sequence[int]) -> float:
+    """Read off how much attention falls neither on sinks nor into a window, between the windows that were measured."""
+    sizes, masses = (0, *windows), (0.0, *own.window_mass)
+    place = min(window, sizes[-1])
+    upper = next(index for index, size in enumerate(sizes) if size >= place)
+    if upper == 0:
+        return 1 - own.sink_mass
+    share = (place - sizes[upper - 1]) / (sizes[upper] - sizes[upper - 1])
+    inside = masses[upper - 1] + share * (masses[upper] - masses[upper - 1])
+    return max(0.0, 1 - own.sink_mass - inside)
+
+
+def level_of(features: int, own: HeadProfile, found: Profile) -> float:
+    """Give the λ at which N(λ) is a number of features: the error that theory promises them."""
+    curve = Curve.through(own.freedoms, found.asked.ridges)
+    low, high = -60.0, 60.0  # of -log λ
+    for _ in range(60):
+        middle = (low + high) / 2
+        low, high = (middle, high) if curve.at(middle) < features else (low, middle)
+    return math.exp(-low)
+
+
+def measure_curve(
+    teacher: PreTrainedModel,
+    subjects: Mapping[str, Sequence[Subject]],
+    features: Sequence[int],
+    windows: Tensor,
+    found: Profile,
+) -> Steps[FeatureCurve]:
+    """Measure subjects that have one number of features each: name -> a subject for every number."""
+    tables = {}
+    for name, row in subjects.items():
+        tables[name] = yield from measure_errors(teacher, row, windows)
+    heads = [head for layer in found.layers for head in layer.heads]
+    predicted = tuple(math.fsum(level_of(count, head, found) for head in heads) / len(heads) for count in features)
+    return FeatureCurve(
+        features=tuple(features),
+        predicted=predicted,
+        names=tuple(tables),
+        rows=tuple(tuple(errors.rows_mean for errors in row) for row in tables.values()),
+        outputs=tuple(tuple(errors.outputs_mean for errors in row) for row in tables.values()),
+        layers=tuple(
+            tuple(tuple(mean_of([heads]) for heads in column) for column in zip(*(e.rows for e in row), strict=True))
+            for row in tables.values()
+        ),
+    )
