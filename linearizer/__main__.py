@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 Product = TypeVar("Product")
 
 BUDGET = 256
-PARTS = "language, recall, needle, generation, approximation"  # of an evaluation
+PARTS = "language, recall, needle, generation, approximation, speed"  # of an evaluation
 
 
 class Parser(argparse.ArgumentParser):
@@ -153,6 +153,7 @@ def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--seed", type=int, help="of everything that is drawn (default: 0)")
     command.add_argument("--lengths", type=counts, help="where lengths are compared: 1024,4096,…")
     command.add_argument("--curve-steps", type=int, help="train the features of the curve of errors, too (default: 0)")
+    command.add_argument("--seconds", type=float, help="that one measurement of speed may take (default: 15)")
     command.add_argument("--again", action="store_true", help="measure again what was measured")
 
 

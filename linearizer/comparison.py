@@ -7,13 +7,11 @@ from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache
 from transformers.generation.streamers import BaseStreamer
 
 from linearizer.errors import RequestError
-from linearizer.outputs import fresh_cache
+from linearizer.outputs import fresh_cache, remembered
 from linearizer.progress import Progress, Steps
-from linearizer.runtime.cache import LinearizedLayer
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 
@@ -101,14 +99,3 @@ def write(
     rate = (len(watch.times) - 1) / took if took > 0 else 0.0
     written = tokenizer.decode(text, skip_special_tokens=True)
     return Side(written, len(text), watch.times[0], rate, remembered(cache))
-
-
-def remembered(cache: Cache) -> int:
-    """The bytes of a cache's tensors."""
-    total = 0
-    for layer in cache.layers:
-        if isinstance(layer, LinearizedLayer):
-            total += layer.bytes()
-        elif layer.is_initialized:
-            total += sum(tensor.numel() * tensor.element_size() for tensor in (layer.keys, layer.values))
-    return total

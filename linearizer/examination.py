@@ -21,6 +21,7 @@ from linearizer.pipeline import settings_of
 from linearizer.progress import Steps
 from linearizer.recall import measure_longer, measure_recall
 from linearizer.run import Run
+from linearizer.speed import LENGTHS, measure_speed
 from linearizer.subjects import Subject
 from linearizer.text import document_numbers
 
@@ -39,6 +40,7 @@ class Request:
     length: int | None = None  # tokens of a text; None: as the run's own
     texts: int = 8
     lengths: tuple[int, ...] = ()  # tokens, where several lengths are compared; none: as each part chooses
+    seconds: float = 15.0  # that one measurement of speed may take
     curve_steps: int = 0  # of training at every number of features; 0: the curve is of untrained ones alone
     seed: int = 0
 
@@ -165,6 +167,20 @@ def plain_students(bench: Bench, steps: int) -> Steps[dict[str, list[Subject]]]:
     return found
 
 
+def look_at_speed(bench: Bench, request: Request) -> Steps[Found]:
+    """Of random tokens; as far as learned positions reach."""
+    lengths = request.lengths or LENGTHS
+    if bench.run.inspection["positions"] == "learned":
+        reached = [length for length in lengths if length <= bench.run.positions]
+        lengths = tuple(sorted({*reached, bench.run.positions})) if not request.lengths else tuple(reached)
+    # an untrained student is as fast as the trained one
+    subjects = [subject for subject in bench.subjects(bench.usual_length) if subject.name != "untrained"]
+    found = yield from measure_speed(
+        subjects, bench.layers, lengths, bench.run.positions, request.seconds, request.seed
+    )
+    return asdict(found)
+
+
 def needle_lengths(usual: int, most: int) -> tuple[int, ...]:
     """Half the length of the training's texts, that, and what of its doubles positions allow."""
     lengths = [length for length in (usual // 2, usual, 2 * usual, 4 * usual) if LEAST <= length <= most]
@@ -185,4 +201,5 @@ PARTS: dict[str, tuple[Callable[[Bench, Request], Steps[Found]], tuple[str, ...]
     "needle": (look_for_needles, ("text", "texts", "seed", "lengths")),
     "generation": (look_at_generation, ON_TEXT),
     "approximation": (look_at_approximation, (*ON_TEXT, "curve_steps")),
+    "speed": (look_at_speed, ("lengths", "seconds", "seed")),
 }

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import gc
 import os
 from collections.abc import Callable
@@ -55,6 +56,7 @@ class Peak:
             return
         self.before = None
         if device.type == "cpu" and CLEAR.exists():
+            give_back()
             try:
                 CLEAR.write_text("5")  # lets the high-water mark begin anew
                 self.before = status_bytes("VmRSS")
@@ -67,6 +69,13 @@ class Peak:
             return None
         most = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else status_bytes("VmHWM")
         return max(0, most - self.before)
+
+
+def give_back() -> None:
+    """Let the system have what was freed: what is kept for later would hide what is taken next."""
+    trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
+    if trim is not None:
+        trim(0)
 
 
 def status_bytes(name: str) -> int:

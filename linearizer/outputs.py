@@ -8,6 +8,7 @@ import torch
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from linearizer.runtime.cache import LinearizedLayer
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.subjects import Subject
 
@@ -37,6 +38,17 @@ def divergence(teacher: Tensor, student: Tensor) -> Tensor:  # (texts, tokens)
 def fresh_cache(model: PreTrainedModel) -> Cache:
     """Make a cache of the model's own kind, with nothing in it."""
     return model.empty_cache() if isinstance(model, LinearizedForCausalLM) else DynamicCache(config=model.config)
+
+
+def remembered(cache: Cache) -> int:
+    """The bytes of a cache's tensors."""
+    total = 0
+    for layer in cache.layers:
+        if isinstance(layer, LinearizedLayer):
+            total += layer.bytes()
+        elif layer.is_initialized:
+            total += sum(tensor.numel() * tensor.element_size() for tensor in (layer.keys, layer.values))
+    return total
 
 
 def texts_at_once(model: PreTrainedModel, length: int) -> int:

@@ -107,6 +107,47 @@ def approximation_table(found: Found) -> str:
     return f"{columns(rows)}\n{note}\n{text_of(found)}\n\n{columns(points)}"
 
 
+def speed_table(found: Found) -> str:
+    head = ("", "reads tokens/s", "writes", "peak", "remembers", "told", "operations", "batch", "reads", "writes")
+    rows: Rows = [head]
+    beyond = dict(zip(found["lengths"], found["beyond"], strict=True))
+    for one in found["subjects"]:
+        many = {pace["length"]: pace for pace in one["many"]}
+        for pace in one["one"]:
+            length, more = pace["length"], many.get(pace["length"])
+            mark = "*" * (pace["extrapolated"] is not None) + "+" * beyond[length]
+            own = (rate(pace["read_rate"]), rate(pace["write_rate"]), held(pace["peak_bytes"]))
+            told = (held(pace["state_bytes"]), held(pace["told_bytes"]), f"{pace['told_operations']:.2g}")
+            others = (more["batch"], rate(more["read_rate"]), rate(more["write_rate"])) if more else ("", "", "")
+            rows.append((f"{one['name']}, {length}{mark}", *own, *told, *others))
+    marks = {pace["extrapolated"] for one in found["subjects"] for pace in one["one"]} - {None}
+    star = f"\n* drawn out from shorter texts, for lack of {' and '.join(sorted(marks))}" if marks else ""
+    plus = "\n+ longer than the teacher's positions" if any(found["beyond"]) else ""
+    return f"{columns(rows)}{star}{plus}{breakeven_text(found['breakeven'])}"
+
+
+def breakeven_text(found: Found | None) -> str:
+    """Say from when on the student is the better one, as told by its shape and as measured."""
+    if found is None:
+        return ""
+
+    def at(tokens: int | None) -> str:
+        return "never" if tokens is None else f"from {tokens} tokens on"
+
+    return (
+        f"\nthe student remembers less {at(found['told_bytes'])} by its shape, {at(found['bytes'])} as measured; "
+        f"it writes with fewer operations {at(found['told_operations'])}, and faster {at(found['writing'])} as measured"
+    )
+
+
+def rate(tokens: float | None) -> str:
+    return "–" if tokens is None else f"{tokens:,.0f}" if tokens >= 100 else f"{tokens:.1f}"
+
+
+def held(bytes: int | None) -> str:
+    return "–" if bytes is None else size(bytes)
+
+
 def mean(values: Sequence[float | None], form: str = ".3f") -> str:
     there = [value for value in values if value is not None]
     return f"{sum(there) / len(there):{form}}" if there else "–"
@@ -130,4 +171,5 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "needle": needle_table,
     "generation": generation_table,
     "approximation": approximation_table,
+    "speed": speed_table,
 }

@@ -189,3 +189,18 @@ def test_a_student_whose_teacher_is_gone_is_measured_alone(run, model, tmp_path,
     language = run.evaluation_parts["language"]
     assert [one["name"] for one in language["subjects"]] == ["student", "window", "untrained"]
     assert language["subjects"][0]["kl"] is None and "–" in out
+
+
+def test_every_part_is_measured_told_and_plotted_as_it_is(run, capsys):
+    small = ["--texts", "2", "--lengths", "160,192", "--seconds", "0.2", "--curve-steps", "1"]
+    code, out, err = said(capsys, run.folder, *small)
+    assert code == 0, err
+    parts = run.evaluation_parts
+    assert list(parts) == list(examination.PARTS)
+    for word in ("found, at depth", "leaves the teacher", "rows misplaced", "reads tokens/s", "by its shape"):
+        assert word in out
+    assert parts["needle"]["lengths"] == [160, 192] and len(parts["needle"]["subjects"][0]["found"][0]) == 5
+    curve = parts["approximation"]["curve"]
+    assert curve["names"] == ["untrained", "trained"] and len(curve["rows"][1]) == len(curve["features"])
+    assert [one["name"] for one in parts["speed"]["subjects"]] == ["teacher", "student", "window"]
+    assert json.loads(json.dumps(parts)) == parts

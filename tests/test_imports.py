@@ -32,6 +32,7 @@ LAYERS = [  # a module may import from the layers after its own
         "needle",
         "pricing",
         "recall",
+        "speed",
     },  # steps
     {"training"},
     {"adapters", "learner", "losses", "schedule", "training_state"},  # what training is made of
