@@ -1,8 +1,9 @@
 """A stand-in Hugging Face Hub on this machine, standard library only, without Xet.
 
 Clients find it by HF_ENDPOINT, which must be set before huggingface_hub is imported. The token `hf_fake_<user>` logs
-in as that user; any other, or none, is anonymous. Only its owner sees a private repository, or the files of a gated
-one. `requests` lists what was asked, never a token. A repository is filled with `add`, not by uploads.
+in as that user, `hf_read_<user>` too, to read only; any other, or none, is anonymous. Only its owner, or a member of
+the organisation that owns it, sees a private repository, or the files of a gated one. `requests` lists what was asked,
+never a token. A repository is filled with `add`, or by uploads (fakehub_writing.py).
 """
 
 import hashlib
@@ -13,23 +14,17 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
-LARGE = (".safetensors", ".bin", ".parquet")  # served as the Hub serves LFS files
+from tests.fakehub_writing import Refusal, Writing
+
+LARGE = (".safetensors", ".bin", ".parquet", ".png")  # served as the Hub serves LFS files
 WHEN = "2026-01-01T00:00:00.000Z"
-
-
-class Refusal(Exception):
-    """An answer with an HTTP status and one of the Hub's error codes."""
-
-    def __init__(self, status, message, code=""):
-        super().__init__(message)
-        self.status, self.headers = status, {"X-Error-Message": message, "X-Error-Code": code}
 
 
 @dataclass
 class Repo:
     """One repository: every commit holds all its files."""
 
-    kind: str  # "models" or "datasets"
+    kind: str  # "models", "datasets" or "spaces"
     name: str
     private: bool = False
     gated: bool | str = False
@@ -38,7 +33,10 @@ class Repo:
 
     def commit(self, files, branch="main"):
         """Add files on top of a branch, and return the commit."""
-        kept = {**self.commits.get(self.branches.get(branch, ""), {}), **files}
+        return self.replace({**self.commits.get(self.branches.get(branch, ""), {}), **files}, branch)
+
+    def replace(self, kept, branch="main"):
+        """Make these all the files of a branch, and return the commit."""
         commit = hashlib.sha1(repr((self.name, len(self.commits), sorted(kept))).encode()).hexdigest()
         self.commits[commit], self.branches[branch] = kept, commit
         return commit
@@ -53,6 +51,8 @@ class FakeHub:
 
     def __init__(self):
         self.repos, self.requests, self.faults = {}, [], []
+        self.objects = {}  # large files that were sent, by sha256
+        self.organisations = {}  # user -> {organisation: role}
         handler = type("Bound", (Handler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
@@ -66,17 +66,17 @@ class FakeHub:
         repo = self.repos.setdefault((kind, name), Repo(kind, name, **traits))
         return repo.commit(files, branch)
 
-    def fail_next(self, path_part, status, times=1):
-        """Answer the next requests for a path with an HTTP status."""
-        self.faults += [(path_part, status)] * times
+    def fail_next(self, part, status, times=1, *, skip=0, done=False, **headers):
+        """Answer requests whose method and path hold a part with a status; `skip` some first; `done`: but obey."""
+        self.faults += [(part, None, False, {})] * skip + [(part, status, done, headers)] * times
 
     def clear(self):
         """Forget everything."""
-        for content in (self.repos, self.requests, self.faults):
+        for content in (self.repos, self.requests, self.faults, self.objects, self.organisations):
             content.clear()
 
 
-class Handler(BaseHTTPRequestHandler):
+class Handler(Writing, BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: FakeHub
 
@@ -87,18 +87,31 @@ class Handler(BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         self.query = {key: values[-1] for key, values in parse_qs(url.query).items()}
         self.posted = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        self.hub.requests.append(f"{self.command} {self.path}")
+        asked = f"{self.command} {self.path}"
+        self.hub.requests.append(asked)
+        self.muted = False
         try:
-            for fault in [fault for fault in self.hub.faults if fault[0] in url.path][:1]:
+            for fault in [fault for fault in self.hub.faults if fault[0] in asked][:1]:
                 self.hub.faults.remove(fault)
-                raise Refusal(fault[1], "injected fault")
+                _, status, self.muted, headers = fault
+                if self.muted:
+                    self.route(url.path)
+                    self.muted = False
+                if status == 0:  # the connection breaks
+                    self.close_connection = True
+                    return
+                if status is not None:
+                    raise Refusal(status, "injected fault", **headers)
             self.route(url.path)
         except Refusal as refusal:
+            self.muted = False
             self.reply({"error": str(refusal)}, refusal.status, refusal.headers)
 
-    do_GET = do_HEAD = do_POST = answer
+    do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer
 
     def reply(self, content, status=200, headers=None):
+        if self.muted:
+            return
         data = content if isinstance(content, bytes) else json.dumps(content).encode()
         self.send_response(status)
         for key, value in {"Content-Length": str(len(data)), **(headers or {})}.items():
@@ -108,13 +121,20 @@ class Handler(BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def route(self, path):
-        if found := re.fullmatch(r"/(datasets/)?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+        if self.command in ("POST", "PUT", "DELETE") and self.write(path):
+            return None
+        if found := re.fullmatch(r"/((?:datasets|spaces)(?=/))?/?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             kind, name, revision, file = found.groups()
-            return self.file(self.repo("datasets" if kind else "models", name), unquote(revision), unquote(file))
+            return self.file(self.repo(kind or "models", name), unquote(revision), unquote(file))
+        if path == "/api/whoami-v2":
+            return self.whoami()
+        if found := re.fullmatch(r"/api/(models|spaces)/([^/]+/[^/]+)/auth-check/write", path):
+            self.check_write(self.repo(*found.groups()).owner)
+            return self.reply({})
         if found := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/auth-check", path):
             self.check_gate(self.repo(*found.groups()))
             return self.reply({})
-        if found := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
+        if found := re.fullmatch(r"/api/(models|datasets|spaces)/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
             kind, name, revision = found.groups()
             return self.info(self.repo(kind, name), unquote(revision or "main"))
         if found := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/(tree|paths-info)/([^/]+)(?:/(.*))?", path):
@@ -125,25 +145,28 @@ class Handler(BaseHTTPRequestHandler):
         raise Refusal(404, f"no route for {self.command} {path}", "RepoNotFound")
 
     def user(self):
-        found = re.fullmatch(r"Bearer hf_fake_(\w+)", self.headers.get("Authorization", ""))
+        found = re.fullmatch(r"Bearer hf_(?:fake|read)_(\w+)", self.headers.get("Authorization", ""))
         return found and found[1]
+
+    def belongs(self, owner):
+        return self.user() == owner or owner in self.hub.organisations.get(self.user(), {})
 
     def repo(self, kind, name):
         repo = self.hub.repos.get((kind, name))
-        if repo is None or (repo.private and self.user() != repo.owner):
+        if repo is None or (repo.private and not self.belongs(repo.owner)):
             raise Refusal(404 if self.user() else 401, "Repository not found", "RepoNotFound")
         return repo
 
-    def commit(self, repo, revision):
+    def commit_of(self, repo, revision):
         commit = repo.branches.get(revision, revision)
         if commit not in repo.commits:
             raise Refusal(404, f"Invalid rev id: {revision}", "RevisionNotFound")
         return commit, repo.commits[commit]
 
     def info(self, repo, revision):
-        commit, files = self.commit(repo, revision)
+        commit, files = self.commit_of(repo, revision)
         card = re.match(r"---\n(.*?)\n---", files.get("README.md", b"").decode(), re.DOTALL)
-        lines = [line.split(": ", 1) for line in card[1].splitlines()] if card else []
+        lines = re.findall(r"^(\w+): (.+)$", card[1], re.MULTILINE) if card else []
         self.reply(
             {
                 "id": repo.name,
@@ -159,30 +182,31 @@ class Handler(BaseHTTPRequestHandler):
                 "lastModified": WHEN,
                 "cardData": dict(lines),
                 "siblings": [
-                    {"rfilename": path, "size": len(data), "blobId": etag(path, data)} for path, data in files.items()
+                    {"rfilename": path, "size": len(data), "blobId": git_oid(path, data), **lfs(path, data)}
+                    for path, data in files.items()
                 ],
             }
         )
 
     def tree(self, repo, revision, folder):
-        files = self.commit(repo, revision)[1]
+        files = self.commit_of(repo, revision)[1]
         if folder:
             raise Refusal(404, f"{folder} does not exist", "EntryNotFound")
         self.reply([entry(path, data) for path, data in files.items()])
 
     def paths_info(self, repo, revision, folder):
-        files = self.commit(repo, revision)[1]
+        files = self.commit_of(repo, revision)[1]
         typed = self.headers.get("Content-Type", "").startswith("application/json")
         paths = json.loads(self.posted)["paths"] if typed else parse_qs(self.posted.decode()).get("paths", [])
         self.reply([entry(path, files[path]) for path in paths if path in files])
 
     def check_gate(self, repo):
-        if repo.gated and self.user() != repo.owner:
+        if repo.gated and not self.belongs(repo.owner):
             raise Refusal(403 if self.user() else 401, f"Access to {repo.name} is restricted", "GatedRepo")
 
     def file(self, repo, revision, path):
         self.check_gate(repo)
-        commit, files = self.commit(repo, revision)
+        commit, files = self.commit_of(repo, revision)
         if path not in files:
             raise Refusal(404, f"Entry not found: {path}", "EntryNotFound")
         data = files[path]
@@ -197,14 +221,24 @@ class Handler(BaseHTTPRequestHandler):
 
 def etag(path, data):
     """Name a file's content as git does, or as LFS does where it is large."""
+    return hashlib.sha256(data).hexdigest() if path.endswith(LARGE) else git_oid(path, data)
+
+
+def git_oid(path, data):
+    """Name what git keeps of a file: the content, or where it is large a pointer to it."""
     if path.endswith(LARGE):
-        return hashlib.sha256(data).hexdigest()
+        oid = hashlib.sha256(data).hexdigest()
+        data = f"version https://git-lfs.github.com/spec/v1\noid sha256:{oid}\nsize {len(data)}\n".encode()
     return hashlib.sha1(b"blob %d\0" % len(data) + data).hexdigest()
+
+
+def lfs(path, data):
+    """Describe the large file behind a pointer."""
+    sha = hashlib.sha256(data).hexdigest()
+    found = {"oid": sha, "sha256": sha, "size": len(data), "pointerSize": 134}
+    return {"lfs": found} if path.endswith(LARGE) else {}
 
 
 def entry(path, data):
     """Describe a file of a tree."""
-    found = {"type": "file", "path": path, "size": len(data), "oid": hashlib.sha1(data).hexdigest()}
-    if path.endswith(LARGE):
-        found["lfs"] = {"oid": etag(path, data), "size": len(data), "pointerSize": 134}
-    return found
+    return {"type": "file", "path": path, "size": len(data), "oid": git_oid(path, data), **lfs(path, data)}
