@@ -87,6 +87,14 @@ def parser() -> Parser:
     command.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
     command.set_defaults(serve=serve_compare)
 
+    command = commands.add_parser("push", help="publish a run's student on the Hub, private unless --public")
+    command.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run's folder")
+    command.add_argument("name", metavar="OWNER/NAME", nargs="?", help="the repository; NAME alone is your own")
+    command.add_argument("--space", metavar="OWNER/NAME", help="instead of a run: publish this app as a Space")
+    command.add_argument("--public", action="store_true", help="let everyone see it")
+    command.add_argument("--dry-run", action="store_true", help="show what would be sent, and send nothing")
+    command.set_defaults(serve=serve_push)
+
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print the product, and nothing else")
     return root
@@ -280,6 +288,28 @@ def serve_compare(asked: argparse.Namespace) -> None:
     run = Run.open(asked.run)
     found = terminal.watch(pipeline.compare_run(run, asked.prompt, asked.tokens, asked.seed, asked.sample))
     show(asked, asdict(found), terminal.comparison_text(found))
+
+
+def serve_push(asked: argparse.Namespace) -> None:
+    from linearizer import publishing, terminal
+    from linearizer.run import Run
+
+    if (asked.space is None) == (asked.name is None) or (asked.space is not None and asked.run is not None):
+        raise RequestError("push needs RUN and OWNER/NAME, or --space OWNER/NAME alone; see `linearizer push --help`")
+    private = not asked.public
+    run = Run.open(asked.run) if asked.run else None
+    if asked.dry_run:
+        found = publishing.preview(run, asked.name, private) if run else publishing.preview_space(asked.space, private)
+        show(asked, asdict(found), terminal.preview_text(found))
+        return
+    try:
+        if run:
+            done = terminal.watch(publishing.publish(run, asked.name, private=private))
+        else:
+            done = terminal.watch(publishing.publish_space(asked.space, private=private))
+    except KeyboardInterrupt as stopped:
+        raise Stopped("stopped; what has arrived is not sent again: repeat the command to go on") from stopped
+    show(asked, asdict(done), f"{done.url}\n\n{done.snippet}" if run else done.url)
 
 
 if __name__ == "__main__":

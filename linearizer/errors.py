@@ -6,6 +6,7 @@ LinearizerError
 │   ├── ModelNotAvailable the model cannot be had: missing, private, gated, no network, damaged
 │   ├── TextError         the text cannot be had, or there is too little of it
 │   ├── BudgetError       the budget buys nothing, or is no number
+│   ├── PublishError      the repository cannot be written: rights, a name that is taken, what the Hub refuses
 │   └── FolderError       the output folder holds something else, or cannot be written
 ├── FaultError            something broke on the way: exit code 1
 └── Stopped               the user stopped it: exit code 130
@@ -37,6 +38,10 @@ class TextError(RequestError):
 
 
 class BudgetError(RequestError):
+    pass
+
+
+class PublishError(RequestError):
     pass
 
 

@@ -1,6 +1,7 @@
-"""The only network code: finds a model, pins its revision, and loads what it is made of; code of a model is never run.
+"""The network code that reads: finds a model, pins its revision, and loads what it is made of; code is never run.
 
-A token is sent only if it was given, or if its owner is at this machine: a Space never lends its own to a visitor.
+What writes is in uploads.py. A token is sent only if it was given, or if its owner is at this machine: a Space never
+lends its own to a visitor.
 """
 
 from __future__ import annotations
@@ -8,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -35,6 +36,7 @@ if TYPE_CHECKING:
 
 DEMO = "demo"
 CONFIG = "config.json"
+TERMS = ("license", "license_name", "license_link", "language")  # of a model's card
 SECONDS = 10  # that the Hub may take to answer a question
 SIGN_IN = "sign in with `hf auth login`, or set HF_TOKEN"
 
@@ -50,6 +52,7 @@ class Source:
     licence: str | None
     gated: bool
     weights: Weights
+    terms: dict[str, Any] = field(default_factory=dict)  # TERMS, as far as its author states them
 
     @property
     def parameters(self) -> int:
@@ -186,7 +189,7 @@ def explained_dataset(identifier: str, token: str | None = None) -> Iterator[Non
         raise TextError(f"{identifier!r} cannot be read ({first_line(error)}): name another data set") from error
 
 
-def first_line(error: Exception) -> str:
+def first_line(error: BaseException) -> str:
     """Shorten an error to its first line that says something, for use inside a sentence."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["it says no more"]
     said = lines[-1] if lines[0].endswith(":") else f"{type(error).__name__}: {lines[0]}"
@@ -196,10 +199,10 @@ def first_line(error: Exception) -> str:
 def _local(name: str, folder: Path) -> Source:
     if not (folder / CONFIG).is_file():
         raise ModelNotAvailable(f"{name!r} is a folder without {CONFIG}: name the folder of a model")
-    licence = None
+    card = None
     if (folder / "README.md").is_file():
-        licence = _licence(ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data)
-    return Source(name, folder, None, None, licence, False, weigh_folder(name, folder))
+        card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data
+    return Source(name, folder, None, None, _licence(card), False, weigh_folder(name, folder), _terms(card))
 
 
 def _remote(name: str, token: str | None) -> Source:
@@ -212,7 +215,8 @@ def _remote(name: str, token: str | None) -> Source:
             raise ModelNotAvailable(f"{name!r} has no {CONFIG}: name a model that transformers can load")
         check_format(name, sizes)
         weights = _weigh_remote(name, hub, info.id, info.sha, sizes)
-    return Source(name, None, info.id, info.sha, _licence(info.card_data), bool(info.gated), weights)
+    card = info.card_data
+    return Source(name, None, info.id, info.sha, _licence(card), bool(info.gated), weights, _terms(card))
 
 
 def _weigh_remote(name: str, hub: HfApi, repo_id: str, revision: str | None, sizes: dict[str, int]) -> Weights:
@@ -235,6 +239,16 @@ def _licence(card: Any) -> str | None:
     if licence == "other":
         licence = card.get("license_name") or licence
     return ", ".join(licence) if isinstance(licence, list) else licence
+
+
+def _terms(card: Any) -> dict[str, Any]:
+    """Keep what a student's card takes over from its teacher's: texts, and lists of texts."""
+    said = {name: card.get(name) for name in TERMS} if card else {}
+    return {
+        name: value
+        for name, value in said.items()
+        if (value and isinstance(value, str)) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
+    }
 
 
 def _demo_folder() -> Path:

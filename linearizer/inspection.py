@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -50,6 +50,7 @@ class Inspection:
     gated: bool
     cache_bytes_per_token: int  # in the layers that a student replaces
     budgets: tuple[Budget, ...]
+    terms: dict[str, Any] = field(default_factory=dict)  # licence and language as the teacher's card states them
 
     def to_json(self) -> dict[str, Any]:
         """Give everything as plain numbers, strings, lists and dicts."""
@@ -91,6 +92,7 @@ def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
         gated=source.gated,
         cache_bytes_per_token=cache_bytes(layers, 1),
         budgets=tuple(price(layers, tokens) for tokens in BUDGETS) if refusal is None else (),
+        terms=source.terms,
     )
 
 

@@ -28,6 +28,7 @@ from linearizer.hub import Source, find_model
 from linearizer.initialisation import initialise
 from linearizer.inspection import Inspection, inspect_model, verify_teacher
 from linearizer.measurement import measure
+from linearizer.model_card import add_card
 from linearizer.plan import Plan
 from linearizer.prices import Prices, check_least, choose
 from linearizer.pricing import price, window_options, with_repeats
@@ -267,7 +268,8 @@ def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[A
         allocation = run.allocation or decide(run, run.plan, teacher.inspection.layers)
         run.write("allocation.json", allocation.to_json())
         run.log("allocated", strategy=allocation.strategy, features_mean=allocation.features_mean)
-        origin = {"name": teacher.source.repo_id or teacher.source.name, "revision": teacher.source.revision}
+        name = teacher.source.repo_id or Path(teacher.source.name).name  # where a folder lies is nobody's business
+        origin = {"name": name, "revision": teacher.source.revision}
         student = checkpoint.linearize(
             teacher.model, teacher.inspection.layers, allocation, run.plan.feature_map, run.plan.seed, origin
         )
@@ -279,6 +281,7 @@ def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[A
         run.keep_found(made_with={**made_with, **environment(student)})
         check(run)
         checkpoint.save(student, teacher.tokenizer, run.checkpoint)
+        add_card(run)
         run.log("done")
     return allocation
 

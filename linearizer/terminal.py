@@ -9,6 +9,7 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from linearizer.progress import Progress, Steps
+from linearizer.publishing import Preview
 
 if TYPE_CHECKING:
     from linearizer.allocation import Allocation
@@ -37,6 +38,8 @@ class Bar:
             self.step, self.begin, self.first = (progress.step, progress.unit), now, progress.done
         done, took = progress.done - self.first, now - self.begin
         line = f"{progress.step:>10}  {progress.done}/{progress.total} {progress.unit}"
+        if "waiting" in progress.details:
+            line += f"  {progress.details['because']}, trying again in {progress.details['waiting']} s"
         if done and took > 0:
             line += f"  {done / took:.1f}/s  {duration((progress.total - progress.done) * took / done)} left"
         self.print(line)
@@ -187,3 +190,12 @@ def comparison_text(found: Comparison) -> str:
         rows.append((name, side.tokens, first, f"{side.tokens_per_second:.1f}", size(side.state_bytes)))
     texts = (f"{name}: {side.text}" for name, side in (("teacher", found.teacher), ("student", found.student)))
     return "\n\n".join([f"prompt: {found.prompt}", *texts, columns(rows)])
+
+
+def preview_text(found: Preview) -> str:
+    """Say what would be published: the notes first, then files and card."""
+    seen = "private" if found.private else "public"
+    lines = [f"{found.repo_id}, {seen}, {len(found.files)} files, {size(found.bytes)}; nothing was sent"]
+    lines += [f"note: {note}" for note in found.notes]
+    files = columns([(name, size(count)) for name, count in found.files])
+    return "\n".join([*lines, "", files, "", found.card])

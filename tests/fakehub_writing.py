@@ -74,14 +74,14 @@ class Writing:
         self.reply({"url": url, "name": name, "id": "1"})
 
     def preupload(self, repo, revision):
-        from tests.fakehub import LARGE, git_oid
+        from tests.fakehub import LARGE, etag
 
         files = self.commit_of(repo, revision)[1]
         found = []
         for file in json.loads(self.posted)["files"]:
             path = file["path"]
             mode = "lfs" if path.endswith(LARGE) else "regular"
-            oid = git_oid(path, files[path]) if path in files else None
+            oid = etag(path, files[path]) if path in files else None
             found.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
         self.reply({"files": found})
 

@@ -15,8 +15,10 @@ LAYERS = [  # a module may import from the layers after its own
     {"worker"},
     {"examination"},
     {"bench"},
-    {"jobs", "pipeline"},
+    {"jobs", "pipeline", "publishing"},
     {"room", "working"},
+    {"model_card", "space"},
+    {"command", "evaluation_table"},
     {"run", "plan"},
     {
         "approximation",
@@ -43,12 +45,13 @@ LAYERS = [  # a module may import from the layers after its own
         "probe",
         "recording",
         "subjects",
+        "picture",
         "support",
         "teacher",
         "text",
     },  # what steps are made of
     {"loss_kernels"},
-    {"hub", "weights", "runtime"},  # seams
+    {"hub", "uploads", "weights", "runtime"},  # seams
     {
         "allocation",
         "strategies",
@@ -74,10 +77,12 @@ INSIDE = {
     "run": ["plan"],
     "probe": ["support", "teacher"],
     "hub": ["weights"],
+    "uploads": ["hub"],
 }  # besides, within its own layer
 SEAMS = {  # library -> the modules that may import it
     "gradio": set(),
-    "huggingface_hub": {"hub"},
+    "huggingface_hub": {"hub", "uploads", "model_card"},
+    "PIL": {"picture"},
     "datasets": {"hub", "text"},
 }
 

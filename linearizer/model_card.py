@@ -1,0 +1,274 @@
+"""The card of a student: what it is, what it kept, how to load it, its limits, and how it was made.
+
+Names and texts that come from others are data: nothing in them becomes markup or metadata of its own.
+"""
+
+from __future__ import annotations
+
+import html
+import json
+import re
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from importlib.metadata import version
+from pathlib import Path
+from string import Template
+from typing import Any
+
+from huggingface_hub import EvalResult, ModelCardData
+
+from linearizer.allocation import Allocation
+from linearizer.command import command_of
+from linearizer.cost import Layer
+from linearizer.evaluation_table import measures, table
+from linearizer.files import write_whole
+from linearizer.hub import DEMO
+from linearizer.picture import draw
+from linearizer.plan import Plan
+from linearizer.run import Run
+
+PICTURE = "allocation.png"
+TAGS = ["linearizer", "linear-attention", "linearized", "custom_code"]
+LINK = r"https?://[\w./~%#?=&:+@-]+"
+SNIPPET = """\
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+name$revision
+model = AutoModelForCausalLM.from_pretrained(name$pinned, trust_remote_code=True)
+tokenizer = AutoTokenizer.from_pretrained(name$pinned)
+text = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=40)
+print(tokenizer.decode(text[0]))"""
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """What a student was made from, as far as its card says."""
+
+    name: str
+    repo_id: str | None  # None: a local folder, which nobody else can find
+    revision: str | None
+    gated: bool
+    terms: dict[str, Any]
+
+    @staticmethod
+    def of(run: Run) -> Teacher:
+        found = run.inspection
+        repo_id = found["name"].partition("@")[0] if found["revision"] else None
+        name = repo_id or Path(found["name"]).name
+        return Teacher(name, repo_id, found["revision"], found["gated"], found.get("terms", {}))
+
+
+def add_card(run: Run) -> None:
+    """Put a card into the checkpoint of a run."""
+    for name, content in card_files(run).items():
+        write_whole(run.checkpoint / name, content)
+
+
+def card_files(run: Run, repo_id: str | None = None) -> dict[str, bytes]:
+    """Make the card and its picture; `repo_id` is where it will be read."""
+    assert run.allocation is not None
+    return {"README.md": card(run, repo_id).encode(), PICTURE: draw(run.allocation, run.layers)}
+
+
+def card(run: Run, repo_id: str | None = None) -> str:
+    """Write the card of a run's student."""
+    allocation, layers, teacher = run.allocation, run.layers, Teacher.of(run)
+    assert allocation is not None
+    plan = public_plan(run.plan, teacher)
+    rows = run.evaluation if run.has("evaluation.json") else []
+    title = repo_id.partition("/")[2] if repo_id else f"{teacher.name}, linearized"
+    head = metadata(plan, teacher, title, rows).to_yaml(line_break="\n")
+    body = Template((Path(__file__).parent / "model_card.md").read_text(encoding="utf-8")).substitute(
+        title=plain(title),
+        summary=summary(allocation, layers, teacher, run.positions),
+        alternative=f"Layers down, KV heads across. {in_words(allocation, layers, run.positions)}",
+        allocation=listing(allocation),
+        snippet=snippet(repo_id or "PATH/OF/THIS/FOLDER"),
+        evaluation=evaluation(rows, plan),
+        limits=limits(allocation, plan),
+        made=made(allocation, plan),
+        version=version("linearizer"),
+        command=command_of(plan),
+        plan=json.dumps(asdict(plan), indent=1).replace("`", "\\u0060"),
+        licence=licence(teacher),
+    )
+    return f"---\n{head.strip()}\n---\n{body}"
+
+
+def snippet(name: str, revision: str | None = None) -> str:
+    """Write the lines that load a student and let it write."""
+    pinned = f"\nrevision = {json.dumps(revision)}" if revision else ""
+    return Template(SNIPPET).substitute(
+        revision=f" = {json.dumps(name)}{pinned}", pinned=", revision=revision" if revision else ""
+    )
+
+
+def public_plan(plan: Plan, teacher: Teacher) -> Plan:
+    """Pin the teacher of a plan, and leave out where files lie on the machine that made the student."""
+    model = f"{teacher.repo_id}@{teacher.revision}" if teacher.repo_id else teacher.name
+    kind, _, path = plan.text.partition(":")
+    text = f"file:{one_line(Path(path).name)}" if kind == "file" else one_line(plan.text)
+    return replace(plan, model=one_line(model), text=text)
+
+
+def metadata(plan: Plan, teacher: Teacher, title: str, rows: Sequence[dict[str, Any]]) -> ModelCardData:
+    """Say to the Hub what the student is."""
+    results = results_of(plan, rows)
+    return ModelCardData(
+        base_model=teacher.repo_id,
+        base_model_relation="finetune" if teacher.repo_id else None,
+        pipeline_tag="text-generation",
+        library_name="transformers",
+        tags=TAGS,
+        datasets=[plan.text.split(":")[1]] if plan.text.startswith("dataset:") else None,
+        model_name=one_line(title),
+        eval_results=results or None,
+        **terms_of(teacher),
+    )
+
+
+def terms_of(teacher: Teacher) -> dict[str, Any]:
+    """Take over licence and language; a link to a file beside the teacher is made one that works elsewhere."""
+    terms = dict(teacher.terms)
+    link = terms.pop("license_link", None)
+    if isinstance(link, str) and re.fullmatch(LINK, link):
+        terms["license_link"] = link
+    elif teacher.repo_id and isinstance(link, str) and re.fullmatch(r"[\w./-]+", link):
+        terms["license_link"] = f"https://huggingface.co/{teacher.repo_id}/blob/{teacher.revision}/{link}"
+    return terms
+
+
+def results_of(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[EvalResult]:
+    """Give the student's own measures as results that the Hub can list."""
+    student = next((row for row in rows if row["name"] == "student"), None)
+    where = plan.text.split(":")[1] if plan.text.startswith("dataset:") else plan.text
+    return [
+        EvalResult(
+            task_type="text-generation",
+            dataset_type=where,
+            dataset_name=f"{plan.text}, kept from training",
+            metric_type=re.sub(r"\W+", "_", one.name.lower()).strip("_"),
+            metric_name=one.name,
+            metric_value=round(one.value, 4),
+        )
+        for one in (measures(student) if student else ())
+        if one.value is not None
+    ]
+
+
+def summary(allocation: Allocation, layers: Sequence[Layer], teacher: Teacher, positions: int) -> str:
+    """Say in a paragraph what this is."""
+    if teacher.repo_id:
+        page = f"https://huggingface.co/{teacher.repo_id}"
+        origin = f"[{plain(teacher.repo_id)}]({page}) at revision [`{(teacher.revision or '')[:12]}`]({page}/tree/"
+        origin += f"{teacher.revision})"
+    elif teacher.name == DEMO:
+        origin = "the demo model that comes with Linearizer"
+    else:
+        origin = f"{plain(teacher.name)}, a model in a local folder that is not on the Hub"
+    heads = [head for row in allocation.heads for head in row]
+    kept = ["a few exact tokens at the start"] * bool(allocation.sinks)
+    kept += ["an exact window"] * any(head.window for head in heads)
+    kept += ["features that stand for all older tokens"] * any(head.features for head in heads)
+    return (
+        f"This is {origin}, with its attention exchanged: instead of a cache of the keys and values of every token, KV "
+        f"heads keep {' and '.join(kept)}. {in_words(allocation, layers, positions)}"
+    )
+
+
+def in_words(allocation: Allocation, layers: Sequence[Layer], positions: int) -> str:
+    """Say what the student's state is and costs."""
+    heads = [head for row in allocation.heads for head in row]
+    whole = sum(head.softmax for head in heads)
+    held = f"{allocation.state_bytes(layers, positions):,} bytes"
+    breakeven = allocation.breakeven_tokens(layers)
+    if whole:
+        state = f"{whole} of {len(heads)} KV heads were left softmax and grow with the text: its state takes {held} "
+        state += f"after {positions:,} tokens"
+    else:
+        state = f"Its state takes {held}, whatever the length of the text"
+    larger = (
+        f"the teacher's cache is the larger one from {breakeven:,} tokens on"
+        if breakeven is not None
+        else ("it is never smaller than the teacher's cache")
+    )
+    return (
+        f"{state}; {larger}. Mean features per KV head: {allocation.features_mean:.1f}; shared out by the strategy "
+        f"{plain(allocation.strategy)}."
+    )
+
+
+def listing(allocation: Allocation) -> str:
+    """List what the heads hold, a layer a line."""
+    rows = ["| layer | KV heads |", "|---|---|"]
+    for index, heads in enumerate(allocation.heads):
+        kinds = ("softmax" if head.softmax else f"{head.window} + {head.features}" for head in heads)
+        rows.append(f"| {index} | {' · '.join(kinds) or 'bounded by the teacher itself: stays as it is'} |")
+    return "\n".join(rows)
+
+
+def evaluation(rows: Sequence[dict[str, Any]], plan: Plan) -> str:
+    """Show what was measured, beside the teacher and the control."""
+    if not rows:
+        return "It was not evaluated."
+    tokens = rows[0]["language"]["tokens"]
+    return (
+        f"{table(rows)}\n\nOn {tokens:,} tokens of `{code(plan.text)}` that were kept from training, one seed. The "
+        "teacher is the same weights with softmax attention, through the same code. `window` is the control: a plain "
+        "window with sinks that takes the student's bytes. Losses are in nats per token; recall is the loss on a "
+        "passage that comes a second time, so many tokens later."
+    )
+
+
+def made(allocation: Allocation, plan: Plan) -> str:
+    """Say what was done."""
+    done = ["measured how many degrees of freedom each KV head uses"]
+    done += ["measured what each head costs the model"] * (plan.strategy == "gain") + ["shared out the budget"]
+    if plan.steps and any(head.features for row in allocation.heads for head in row):
+        done.append("trained the features to attend as the teacher does")
+    return ", ".join(done)
+
+
+def limits(allocation: Allocation, plan: Plan) -> str:
+    """Say what not to expect."""
+    said = [
+        "A state of fixed size cannot hold everything: exact recall from further back than the window is weaker than "
+        "the teacher's, as the table says.",
+        "The evaluation is small: a first impression on one kind of text, no benchmark, and no measure of what the "
+        "teacher can do besides.",
+        "No speed is claimed. A state cannot forget tokens, so assisted decoding is refused.",
+        "Everything that is to be said against the teacher (errors, bias, unsafe text) is to be said against this.",
+    ]
+    if any(head.softmax for row in allocation.heads for head in row):
+        said.insert(1, "The KV heads that were left softmax keep their whole cache: the state grows with the text.")
+    if not plan.steps and any(head.features for row in allocation.heads for head in row):
+        said.insert(0, "Its features were not trained.")
+    return "\n".join(f"- {line}" for line in said)
+
+
+def licence(teacher: Teacher) -> str:
+    """Say under what terms the student stands: its teacher's."""
+    terms = terms_of(teacher)
+    name = terms.get("license_name") or terms.get("license")
+    name = ", ".join(name) if isinstance(name, list) else name
+    if not name:
+        return "The card of the teacher states no licence: ask its author before you use or share this."
+    link = terms.get("license_link")
+    at = f" (<{link}>)" if isinstance(link, str) and re.fullmatch(LINK, link) else ""
+    gated = " The teacher is gated: who uses this accepts the terms that the teacher's page asks for." * teacher.gated
+    return f"The weights are the teacher's, and so is the licence: {plain(name)}{at}.{gated}"
+
+
+def one_line(text: str) -> str:
+    """Keep what can be printed, on one line."""
+    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
+
+
+def plain(text: str) -> str:
+    """Write text so that Markdown and HTML show it as it is."""
+    return re.sub(r"([\\`*_\[\]|~$])", r"\\\1", html.escape(one_line(text), quote=False))
+
+
+def code(text: str) -> str:
+    """Write text for a code span, which must not end in it."""
+    return one_line(text).replace("`", "'").replace("|", "¦")

@@ -1,0 +1,324 @@
+"""What is published loads and writes as it does here; what goes wrong is a sentence, and loses nothing."""
+
+import hashlib
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub import ModelCard, hf_hub_download
+from transformers import AutoTokenizer
+
+from linearizer import publishing
+from linearizer.__main__ import main
+from linearizer.checkpoint import load
+from linearizer.errors import FaultError, LinearizerError, PublishError, RequestError
+from linearizer.hub import find_model
+from linearizer.pipeline import linearize
+from linearizer.plan import Plan
+from linearizer.progress import finish
+from linearizer.run import Run
+
+ME = "hf_fake_me"
+WEIGHTS = "model.safetensors"
+DEMO = find_model("demo").folder
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # how the Hub's client sends files
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run of the demo model, which no test may change but for its log."""
+    plan = Plan("demo", budget=64, texts=2, length=64, samples=128, steps=1)
+    run = Run.begin(tmp_path_factory.mktemp("run") / "demo", plan)
+    finish(linearize(run))
+    return run
+
+
+@pytest.fixture(autouse=True)
+def slept(monkeypatch):
+    """Wait for nothing, and list how long it would have been."""
+    found = []
+    monkeypatch.setattr(time, "sleep", found.append)
+    return found
+
+
+@pytest.fixture
+def signed_in(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", ME)
+
+
+def publish(run, name="me/student", token=ME, **how):
+    return finish(publishing.publish(run, name, token=token, **how))
+
+
+def refused(run, *arguments, kind=PublishError, **how):
+    """The sentence that publishing ends with."""
+    with pytest.raises(LinearizerError) as caught:
+        publish(run, *arguments, **how)
+    assert caught.type is kind and "hf_" not in str(caught.value) and "\n" not in str(caught.value)
+    return str(caught.value)
+
+
+def written(hub):
+    return [line for line in hub.requests if not line.startswith(("GET", "HEAD"))]
+
+
+def files_of(hub, name="me/student", kind="models"):
+    repo = hub.repos[kind, name]
+    return repo.commits[repo.branches["main"]]
+
+
+def test_what_is_published_loads_from_its_snippet_and_writes_the_same(hub, run, tmp_path):
+    done = publish(run)
+    program = f"import sys\n{done.snippet}\nimport torch\n" + (
+        "with torch.no_grad():\n    logits = model(torch.tensor([[5, 6, 7]])).logits\n"
+        "torch.save({'logits': logits, 'text': text}, sys.argv[1])\n"
+        "assert not any(name.split('.')[0] == 'linearizer' for name in sys.modules)\n"
+    )
+    environment = {**os.environ, "HF_TOKEN": ME, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
+    command = [sys.executable, "-c", program, str(tmp_path / "out")]
+    ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    found = torch.load(tmp_path / "out")
+    student = load(run.checkpoint)
+    ids = AutoTokenizer.from_pretrained(run.checkpoint)("Once", return_tensors="pt")
+    with torch.no_grad():
+        assert torch.equal(found["logits"], student(torch.tensor([[5, 6, 7]])).logits)
+        assert torch.equal(found["text"], student.generate(**ids, max_new_tokens=40))
+
+
+def test_weights_and_card_come_in_one_commit_of_a_private_repository(hub, run):
+    done = publish(run)
+    repo = hub.repos["models", "me/student"]
+    assert repo.private and list(repo.commits)[1:] == [done.revision]
+    sent = files_of(hub)
+    assert {"README.md", "allocation.png", "config.json", WEIGHTS, "modeling_linearized.py"} <= set(sent)
+    assert sent[WEIGHTS] == (run.checkpoint / WEIGHTS).read_bytes()
+    assert done.url.endswith(f"/me/student/tree/{done.revision}") and done.revision in done.snippet
+    assert run.events()[-1]["event"] == "published"
+
+
+def test_no_published_file_tells_where_it_was_made(hub, run):
+    publish(run)
+    for name, content in files_of(hub).items():
+        assert str(run.folder.parent).encode() not in content and str(Path.home()).encode() not in content, name
+
+
+def test_the_card_is_valid_and_beside_the_local_checkpoint_too(hub, run, tmp_path):
+    done = publish(run)
+    path = hf_hub_download("me/student", "README.md", revision=done.revision, token=ME, local_dir=tmp_path)
+    card = ModelCard.load(path)
+    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
+    assert card.data.license == "apache-2.0" and card.data.base_model is None  # the demo is on no Hub
+    results = {result.metric_name: result.metric_value for result in card.data.eval_results}
+    assert results["loss"] == round(run.evaluation[1]["language"]["loss"], 4)
+    assert "AutoModelForCausalLM" in card.text and '"me/student"' in card.text
+    assert ModelCard.load(run.checkpoint / "README.md").data.to_dict()["license"] == "apache-2.0"
+    assert (run.checkpoint / "allocation.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_of_the_hub_is_named_as_the_base_with_its_licence(hub, tmp_path):
+    terms = "license: other\nlicense_name: tiny-licence\nlicense_link: LICENSE\nlanguage: en\n"
+    commit = hub.add("org/small", DEMO)
+    commit = hub.add("org/small", {"README.md": f"---\n{terms}---\n".encode()})
+    run = Run.begin(tmp_path / "run", Plan("org/small", budget=64, texts=2, length=64, samples=128, steps=0))
+    finish(linearize(run))
+    found = publishing.preview(run, "student", token=ME)
+    card = ModelCard(found.card).data
+    assert (card.base_model, card["base_model_relation"]) == ("org/small", "finetune")
+    assert (card.license, card.license_name, card.language) == ("other", "tiny-licence", "en")
+    assert card.license_link.endswith(f"org/small/blob/{commit}/LICENSE")
+    assert f"linearizer run org/small@{commit} --budget 64" in found.card
+
+
+def test_a_preview_sends_nothing_and_lists_what_would_be_sent(hub, run):
+    found = publishing.preview(run, "student", token=ME)
+    assert (found.repo_id, found.private) == ("me/student", True) and not written(hub)
+    publish(run)
+    assert dict(found.files) == {name: len(data) for name, data in files_of(hub).items() if name != ".gitattributes"}
+    assert found.bytes == sum(size for _, size in found.files) and found.card.encode() == files_of(hub)["README.md"]
+    assert any("earlier student" in note for note in publishing.preview(run, "student", token=ME).notes)
+    assert any("everyone" in note for note in publishing.preview(run, "other", False, ME).notes)
+
+
+def test_owners_are_the_account_and_where_it_may_write(hub, run):
+    hub.organisations["me"] = {"lab": "write", "club": "read"}
+    assert publishing.owners(ME) == ("me", "lab")
+    assert publish(run, "lab/student").repo_id == "lab/student" and hub.repos["models", "lab/student"].private
+    assert "choose from me, lab" in refused(run, "club/student")
+
+
+def test_publishing_again_sends_only_what_changed(hub, run):
+    first = publish(run)
+    hub.add("me/student", {"model-00001-of-00002.safetensors": b"older", "mine.txt": b"a note"})
+    hub.requests.clear()
+    second = publish(run)
+    assert not [line for line in written(hub) if line.startswith("PUT")]
+    assert {"mine.txt", WEIGHTS} <= set(files_of(hub)) and "model-00001-of-00002.safetensors" not in files_of(hub)
+    assert publish(run).revision == second.revision != first.revision  # nothing to change, so no commit
+
+
+def test_an_upload_that_broke_goes_on_where_it_was(hub, run):
+    hub.fail_next("/commit/", 503, times=9)
+    sentence = refused(run, kind=FaultError)
+    assert "'me/student' cannot be written now, the Hub answered 503: try again later" in sentence
+    assert "has arrived is not sent again" in sentence and set(files_of(hub)) == {".gitattributes"}
+    hub.faults.clear()
+    hub.requests.clear()
+    publish(run)
+    assert not [line for line in written(hub) if line.startswith("PUT")] and WEIGHTS in files_of(hub)
+
+
+def test_a_publication_that_was_stopped_goes_on_where_it_was(hub, run):
+    steps = publishing.publish(run, "me/student", token=ME)
+    while next(steps).details.get("file") != "the commit":
+        pass
+    steps.close()
+    hub.requests.clear()
+    publish(run)
+    assert not [line for line in written(hub) if line.startswith("PUT")] and WEIGHTS in files_of(hub)
+
+
+@pytest.mark.parametrize("status", [429, 500, 502, 503, 504, 0])
+def test_what_passes_is_waited_for(hub, run, slept, status):
+    hub.fail_next("/commit/", status, times=2)
+    said = [progress.details for progress in publishing.publish(run, "me/student", token=ME)]
+    assert [step["waiting"] for step in said if "waiting" in step] == [1, 2] == slept[-2:]
+    assert WEIGHTS in files_of(hub)
+
+
+def test_an_answer_that_was_lost_makes_no_second_commit(hub, run):
+    hub.fail_next("/commit/", 503, done=True)
+    done = publish(run)
+    assert list(hub.repos["models", "me/student"].commits)[1:] == [done.revision]
+
+
+def test_the_hub_says_how_long_to_wait(hub, run, slept):
+    hub.fail_next("/commit/", 429, **{"Retry-After": "7"})
+    publish(run)
+    assert slept[-1] == 7
+    hub.clear()
+    hub.fail_next("/commit/", 429, **{"Retry-After": "3600"})
+    assert "asked too often (429): try again in 3600 seconds" in refused(run, kind=FaultError)
+
+
+REFUSALS = {
+    400: "the Hub does not accept it (400: injected fault)",
+    401: "the token in use was refused: sign in",
+    402: "the account's plan does not allow it",
+    403: "may not write there (injected fault)",
+    404: "it is not there",
+    409: "the name is taken, or it is being changed",
+    412: "someone else has changed it meanwhile",
+}
+
+
+@pytest.mark.parametrize("place", ["repos/create", "PUT /lfs/", "/commit/"])
+@pytest.mark.parametrize("status", REFUSALS)
+def test_what_the_hub_refuses_is_a_sentence_that_says_what_was_kept(hub, run, status, place):
+    hub.fail_next(place, status)
+    sentence = refused(run)
+    assert "'me/student' cannot be written" in sentence and REFUSALS[status] in sentence
+    assert ("nothing was sent" if "create" in place else "what has arrived is not sent again") in sentence
+    assert WEIGHTS not in (files_of(hub) if hub.repos else {})
+    publish(run)
+    assert WEIGHTS in files_of(hub)
+
+
+@pytest.mark.parametrize("place", ["repos/create", "/preupload/", "info/lfs/objects", "PUT /lfs/", "revision"])
+@pytest.mark.parametrize("status", [429, 500, 503, 0])
+def test_a_hub_that_stays_broken_is_a_sentence(hub, run, status, place):
+    hub.fail_next(place, status, times=99)
+    sentence = refused(run, kind=FaultError)
+    assert {429: "(429)", 0: "does not answer"}.get(status, f"answered {status}") in sentence
+
+
+@pytest.mark.parametrize(
+    ("name", "token", "sentence"),
+    [
+        ("me/student", None, "nobody is signed in, so nothing can be published: sign in"),
+        ("me/student", "hf_read_me", "the token of 'me' may only read: make one that may write at http"),
+        ("me/student", "hf_wrong", "the token in use was refused: sign in"),
+        ("org/student", ME, "'org' is not an owner that 'me' may publish for: choose from me"),
+        ("me/no such", ME, "'me/no such' is no name for a repository: write OWNER/NAME"),
+        ("me/a--b", ME, "is no name for a repository"),
+        ("a/b/c", ME, "is no name for a repository"),
+        ("", ME, "is no name for a repository"),
+        ("me/" + "x" * 99, ME, "is no name for a repository"),
+        ("me/other", ME, "'me/other' exists and holds something else (1 files: pytorch_model.bin"),
+        ("me/config", ME, "'me/config' exists and holds something else"),
+        ("me/odd", ME, "'me/odd' exists and holds something else"),
+        ("me/open", ME, "'me/open' exists and is public: add --public"),
+    ],
+)
+def test_what_cannot_be_written_is_said_before_anything_is_sent(hub, run, name, token, sentence):
+    hub.add("me/other", {"pytorch_model.bin": b"x"}, private=True)
+    hub.add("me/config", {"config.json": b'{"model_type": "llama"}'}, private=True)
+    hub.add("me/odd", {"config.json": b"\xff[]"}, private=True)
+    hub.add("me/open", {"README.md": b""})
+    found = refused(run, name, token)
+    assert sentence in found and (token is None or "nothing was sent" in found or "choose from" in found)
+    assert not written(hub)
+
+
+def test_a_repository_that_was_made_by_hand_and_is_gated_is_filled(hub, run):
+    hub.add("me/student", {"README.md": b"# soon", ".gitattributes": b""}, gated="manual")
+    publish(run, private=False)
+    assert WEIGHTS in files_of(hub) and not hub.repos["models", "me/student"].private
+    sentence = refused(run)
+    assert "exists and is public" in sentence and "nothing was sent" in sentence
+
+
+def test_what_differs_on_the_hub_from_what_was_sent_is_found(hub, run):
+    sha = hashlib.sha256((run.checkpoint / WEIGHTS).read_bytes()).hexdigest()
+    hub.objects[sha] = b"something else"
+    assert f"does not hold {WEIGHTS} as it was sent" in refused(run, kind=FaultError)
+
+
+def test_without_a_network_nothing_is_lost(hub, run, monkeypatch):
+    monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
+    assert "the Hub does not answer: connect, then try again; nothing was sent" in refused(run, kind=FaultError)
+    monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
+    assert "no network: connect, then try again; nothing was sent" in refused(run, kind=FaultError)
+
+
+def test_on_a_space_no_token_but_the_visitors_is_used(hub, run, monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", ME)
+    monkeypatch.setenv("SPACE_ID", "org/space")
+    assert "press the button that signs in" in refused(run, token=None)
+    assert publish(run, "you/student", "hf_fake_you").repo_id == "you/student"
+
+
+def test_a_run_without_a_student_is_refused(hub, tmp_path):
+    begun = Run.begin(tmp_path / "run", Plan("demo", budget=64))
+    with pytest.raises(RequestError, match="has no student yet"):
+        finish(publishing.publish(begun, "me/student", token=ME))
+    assert not hub.requests
+
+
+def said(capsys, *arguments):
+    """The exit code, and what was written to standard output and to standard error."""
+    code = main([str(argument) for argument in arguments])
+    return code, *capsys.readouterr()
+
+
+def test_the_command_shows_then_publishes(hub, run, signed_in, capsys):
+    code, out, _ = said(capsys, "push", run.folder, "student", "--dry-run")
+    assert code == 0 and "me/student, private" in out and "note: demo is a local folder" in out and not written(hub)
+    code, out, err = said(capsys, "push", run.folder, "me/student")
+    assert code == 0 and not err and "from_pretrained(name, revision=revision, trust_remote_code=True)" in out
+    code, out, _ = said(capsys, "push", run.folder, "me/open", "--public", "--json")
+    assert code == 0 and json.loads(out)["repo_id"] == "me/open" and not hub.repos["models", "me/open"].private
+
+
+def test_the_command_says_what_it_needs(hub, run, signed_in, capsys):
+    for arguments in ([run.folder], [], [run.folder, "me/a", "--space", "me/b"], [run.folder, "--space", "me/b"]):
+        code, out, err = said(capsys, "push", *arguments)
+        assert (code, out) == (2, "") and "push needs RUN and OWNER/NAME, or --space OWNER/NAME alone" in err
+    code, _, err = said(capsys, "push", run.folder, "org/student")
+    assert code == 2 and "choose from me" in err and ME not in err
