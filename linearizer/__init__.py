@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from linearizer.progress import finish
     from linearizer.run import Run
 
+__version__ = "0.1.0"
 __all__ = ["LinearizerError", "Plan", "Run", "finish", "inspect", "linearize", "load"]
 
 HOMES = {"load": "checkpoint", "LinearizerError": "errors", "inspect": "pipeline", "linearize": "pipeline"}

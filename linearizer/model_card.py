@@ -9,14 +9,14 @@ import html
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
-from importlib.metadata import version
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from string import Template
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
+import linearizer
 from linearizer.allocation import Allocation
 from linearizer.command import command_of
 from linearizer.cost import Layer
@@ -87,7 +87,7 @@ def card(run: Run, repo_id: str | None = None) -> str:
         evaluation=evaluation(rows, plan),
         limits=limits(allocation, plan),
         made=made(allocation, plan),
-        version=version("linearizer"),
+        version=linearizer.__version__,
         command=command_of(plan),
         plan=json.dumps(asdict(plan), indent=1).replace("`", "\\u0060"),
         licence=licence(teacher),
@@ -107,8 +107,12 @@ def public_plan(plan: Plan, teacher: Teacher) -> Plan:
     """Pin the teacher of a plan, and leave out where files lie on the machine that made the student."""
     model = f"{teacher.repo_id}@{teacher.revision}" if teacher.repo_id else teacher.name
     kind, _, path = plan.text.partition(":")
-    text = f"file:{one_line(Path(path).name)}" if kind == "file" else one_line(plan.text)
-    return replace(plan, model=one_line(model), text=text)
+    text = f"file:{Path(path).name}" if kind == "file" else plan.text
+    asked = {**asdict(plan), "model": model, "text": text}
+    written: dict[str, Any] = {
+        name: one_line(value) if isinstance(value, str) else value for name, value in asked.items()
+    }
+    return Plan(**written)
 
 
 def metadata(plan: Plan, teacher: Teacher, title: str, rows: Sequence[dict[str, Any]]) -> ModelCardData:
@@ -129,7 +133,10 @@ def metadata(plan: Plan, teacher: Teacher, title: str, rows: Sequence[dict[str, 
 
 def terms_of(teacher: Teacher) -> dict[str, Any]:
     """Take over licence and language; a link to a file beside the teacher is made one that works elsewhere."""
-    terms = dict(teacher.terms)
+    terms = {
+        name: one_line(said) if isinstance(said, str) else [one_line(each) for each in said]
+        for name, said in teacher.terms.items()
+    }
     link = terms.pop("license_link", None)
     if isinstance(link, str) and re.fullmatch(LINK, link):
         terms["license_link"] = link

@@ -47,9 +47,9 @@ def draw(allocation: Allocation, layers: Sequence[Layer]) -> bytes:
 
 
 def sizes(allocation: Allocation, layers: Sequence[Layer]) -> list[list[int]]:
-    """Give the bytes that heads hold whose state does not grow."""
+    """Give the bytes of windows and features, which all heads' sinks come on top of."""
     return [
-        [head_bytes(head, layer, allocation.sinks, 0) for head in row if not head.softmax]
+        [head_bytes(head, layer, 0, 0) for head in row if not head.softmax]
         for row, layer in zip(allocation.heads, layers, strict=True)
     ]
 
@@ -57,7 +57,8 @@ def sizes(allocation: Allocation, layers: Sequence[Layer]) -> list[list[int]]:
 def legend(pen: ImageDraw, allocation: Allocation) -> None:
     """Say what the colours are; words in the cells say it, too."""
     write(pen, MARGIN, 24, "What every KV head keeps", INK, "lm", 20)
-    note = f"bars: bytes of state; besides, {allocation.sinks} exact tokens at the start of the text"
+    sinks = f"; besides, {allocation.sinks} exact tokens at the start of the text" if allocation.sinks else ""
+    note = f"bars: bytes of state{sinks}"
     write(pen, MARGIN, 50, note, FAINT, "lm")
     at = float(MARGIN)
     for name, colour in KINDS:
@@ -77,8 +78,8 @@ def cell(pen: ImageDraw, left: float, top: float, head: Head, layer: Layer, sink
         return
     words = [f"w {head.window}"] * bool(head.window) + [f"f {head.features}"] * bool(head.features)
     whole = right - left
-    exact = whole * head_bytes(Head(window=head.window), layer, sinks, 0) / most
-    every = whole * head_bytes(head, layer, sinks, 0) / most
+    exact = whole * head_bytes(Head(window=head.window), layer, 0, 0) / most
+    every = whole * head_bytes(head, layer, 0, 0) / most
     if exact >= 1:
         pen.rectangle((left, line, left + exact, bottom), fill=WINDOW)
     if every - exact >= 1:

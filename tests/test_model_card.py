@@ -1,0 +1,166 @@
+"""The card says what is there, and nothing that others wrote becomes markup, metadata or a path of this machine."""
+
+import json
+from dataclasses import asdict
+from io import BytesIO
+
+import pytest
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from PIL import Image
+
+from linearizer.__main__ import parser, plan_changes
+from linearizer.allocation import Allocation
+from linearizer.command import command_of
+from linearizer.cost import Head, Layer
+from linearizer.model_card import card, plain, snippet
+from linearizer.picture import EMPTY, FEATURES, WHOLE, WINDOW, draw
+from linearizer.plan import Plan
+from linearizer.run import Run
+
+LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2, 16, 16))
+HEADS = ((Head(8, 32), Head(softmax=True)), (), (Head(8), Head(features=64)))
+HOSTILE = "](http://evil)\n---\nlicense: mit\n# <script>alert(1)</script> `x` | **bold** ${os} ```"
+
+
+def row(name, state, loss):
+    language = {"loss": loss, "by_position": [loss + 1, loss - 1], "kl": 0.5, "agreement": 0.75, "tokens": 1234}
+    return {
+        "name": name, "state_bytes": state, "language": language, "recall": [{"gap": 16, "first": 4.0, "second": 2.0}]
+    }  # fmt: skip
+
+
+ROWS = [row("teacher", None, 3.0), row("student", 4096, 3.25), row("window", 4000, 3.5)]
+
+
+def made(folder, rows=ROWS, plan=None, **inspection):
+    """A run whose products are as given."""
+    run = Run.begin(folder, plan or Plan("org/base@main", budget=64))
+    facts = {"name": "org/base@main", "revision": "c0ffee" * 6, "gated": False, "terms": {"license": "mit"}}
+    layers = [asdict(layer) for layer in LAYERS]
+    run.write("inspection.json", json.dumps({**facts, "layers": layers, "max_positions": 1024, **inspection}))
+    run.write("allocation.json", Allocation("gain", 4, HEADS).to_json())
+    if rows:
+        run.write("evaluation.json", json.dumps(rows))
+    return run
+
+
+def test_the_card_names_base_results_and_how_to_load(tmp_path):
+    text = card(made(tmp_path / "run"), "me/student")
+    data = ModelCard(text).data
+    assert (data.base_model, data["base_model_relation"], data.license) == ("org/base", "finetune", "mit")
+    assert data.model_name == "student" and "linear-attention" in data.tags
+    results = {result.metric_type: result.metric_value for result in data.eval_results}
+    assert results["loss"] == 3.25 and results["recall_after_16"] == 2.0
+    assert "| loss | 3.0000 | 3.2500 | 3.5000 |" in text and "| state, bytes | grows | 4,096 | 4,000 |" in text
+    assert "| loss at positions 64 and later | 2.0000 |" in text and "1,234 tokens" in text
+    assert snippet("me/student") in text and "1 of 4 KV heads were left softmax and grow with the text" in text
+    assert f"linearizer run org/base@{'c0ffee' * 6} --budget 64" in text
+    assert "| 0 | 8 + 32 · softmax |" in text and "| 1 | bounded by the teacher itself" in text
+
+
+def test_the_plan_on_the_card_is_the_plan(tmp_path):
+    plan = Plan("org/base@main", features=32, text="dataset:org/text:en:train:body", steps=0, window=3, constant=True)
+    text = card(made(tmp_path / "run", plan=plan))
+    shown = Plan.from_json(text.partition("```json\n")[2].partition("\n```")[0])
+    assert shown == Plan(**{**asdict(plan), "model": f"org/base@{'c0ffee' * 6}"})
+    assert ModelCard(text).data.datasets == ["org/text"] and "Its features were not trained." in text
+
+
+def test_what_others_wrote_stays_text(tmp_path):
+    plan = Plan(f"/home/someone/{HOSTILE}", budget=64, text=f"file:/home/someone/{HOSTILE}", strategy=HOSTILE)
+    terms = {"license": HOSTILE, "license_link": f"javascript:{HOSTILE}", "language": [HOSTILE]}
+    run = made(tmp_path / "run", plan=plan, name=plan.model, revision=None, terms=terms)
+    run.write("allocation.json", Allocation(HOSTILE, 4, HEADS).to_json())
+    text = card(run)
+    assert text.count("\n---\n") == 1 and text.startswith("---\n")
+    data = ModelCard(text).data.to_dict()
+    assert data["license"] == " ".join(HOSTILE.split()) and data["language"] == [data["license"]]
+    assert "base_model" not in data and "license_link" not in data
+    assert "/home/someone" not in text
+    page = MarkdownIt("commonmark").enable("table").render(text.partition("\n---\n")[2])
+    assert "<script>" not in page and 'href="http://evil"' not in page and "<strong>" not in page
+    assert page.count("<h1>") == 1 and page.count("<pre>") == 4
+
+
+def test_a_card_without_results_says_so(tmp_path):
+    text = card(made(tmp_path / "run", rows=None))
+    assert "It was not evaluated." in text and ModelCard(text).data.eval_results is None
+
+
+def test_what_is_not_finite_is_no_result(tmp_path):
+    rows = [row("teacher", None, 3.0), row("student", 4096, float("nan"))]
+    text = card(made(tmp_path / "run", rows=rows))
+    assert "| loss | 3.0000 | – |" in text
+    assert "loss" not in {result.metric_type for result in ModelCard(text).data.eval_results}
+
+
+@pytest.mark.parametrize(
+    ("terms", "link", "said"),
+    [
+        ({"license": "mit"}, None, "mit."),
+        ({}, None, "states no licence"),
+        ({"license": ["mit", "apache-2.0"]}, None, "mit, apache-2.0."),
+        ({"license": "other", "license_name": "x", "license_link": "LICENSE"}, "c0ffee/LICENSE", "x (<https://"),
+        (
+            {"license": "other", "license_name": "x", "license_link": "https://a.b/c_d"},
+            "a.b/c_d",
+            "(<https://a.b/c_d>)",
+        ),
+        ({"license": "other", "license_name": "x", "license_link": "../../evil y"}, None, "x."),
+    ],
+)
+def test_the_licence_is_the_teachers(tmp_path, terms, link, said):
+    text = card(made(tmp_path / "run", terms=terms))
+    found = ModelCard(text).data.license_link
+    assert (found is None) == (link is None) and (link is None or found.endswith(link)) and said in text
+
+
+def test_a_gated_teacher_is_said_to_be_gated(tmp_path):
+    assert "The teacher is gated" in card(made(tmp_path / "run", gated=True))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan("demo", budget=64),
+        Plan("a b's; rm -rf", features=32, window=0, sinks=0, text="file:a b", seed=7, feature_map="prf"),
+        Plan("org/x", budget=9, strategy="gain", constant=True, target_length=99, device="cpu", dtype="float32"),
+    ],
+)
+def test_the_command_asks_for_the_plan(plan):
+    import shlex
+
+    asked = parser().parse_args(shlex.split(command_of(plan))[1:])
+    assert Plan(**plan_changes(asked)) == plan
+
+
+def test_escaped_text_has_no_line_breaks_and_no_markup():
+    assert plain("a\n# b\u202e <i> [c](d) `e`") == r"a # b &lt;i&gt; \[c\](d) \`e\`"
+
+
+def colours(image, box):
+    return {colour for _, colour in image.crop(box).getcolors(maxcolors=10**6)}
+
+
+def rgb(colour):
+    return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
+
+
+def test_the_picture_has_a_cell_for_every_head(tmp_path):
+    image = Image.open(BytesIO(draw(Allocation("gain", 4, HEADS), LAYERS)))
+    rows = [116 + 46 * index for index in range(3)]
+    left = [(96 + 108 * head, 96 + 108 * head + 104) for head in range(2)]
+    cells = {(layer, head): colours(image, (*(left[head][0], rows[layer]), left[head][1], rows[layer] + 42))
+             for layer in range(3) for head in range(2)}  # fmt: skip
+    assert {rgb(WINDOW), rgb(FEATURES), rgb(EMPTY)} <= cells[0, 0] and rgb(WHOLE) in cells[0, 1]
+    assert rgb(EMPTY) not in cells[1, 0] | cells[1, 1]  # the teacher bounds this layer itself
+    assert rgb(WINDOW) in cells[2, 0] and rgb(FEATURES) not in cells[2, 0]
+    assert rgb(FEATURES) in cells[2, 1] and rgb(WINDOW) not in cells[2, 1]
+
+
+@pytest.mark.parametrize("heads", [(), (Head(),), (Head(softmax=True),) * 32])
+def test_any_allocation_can_be_drawn(heads):
+    layer = Layer(32, max(1, len(heads)), 16, 16, native_window=None if heads else 8)
+    image = Image.open(BytesIO(draw(Allocation("fix", 0, (heads,) * 2), (layer,) * 2)))
+    assert image.format == "PNG" and image.width >= 640
