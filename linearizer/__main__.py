@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 from linearizer import runs
 from linearizer.errors import LinearizerError, RequestError, Stopped
 from linearizer.plan import Plan
+from linearizer.recipes import RECIPES
 
 if TYPE_CHECKING:
     from linearizer.progress import Steps
@@ -109,47 +110,62 @@ def add_budget_options(command: argparse.ArgumentParser) -> None:
     dial.add_argument("--features", type=int, help="instead: mean features per KV head, the paper's C")
     command.add_argument(
         "--strategy",
-        help="fix, dof, dof-clip, dof-mean, common-lambda (the default), or gain: what each head costs the model",
+        help="gain (the default) or windows: by what each head costs the model; window: all alike; duo: by learned "
+        "gates; fix, dof, dof-clip, dof-mean or common-lambda: features",
     )
     command.add_argument(
         "--target-length",
         type=int,
-        help="tokens at which gain prices heads left softmax (default: the model's positions)",
+        help="tokens at which heads left softmax are paid for (default: the model's positions)",
     )
     command.add_argument(
-        "--constant", action="store_true", default=None, help="gain leaves no head softmax: the state never grows"
+        "--constant", action="store_true", default=None, help="leave no head softmax: the state never grows"
     )
-    command.add_argument("--window", type=int, help="exact tokens before each token (default: half of the budget)")
+    command.add_argument(
+        "--window",
+        type=int,
+        help="exact tokens before each token, where features are bought (default: half of the budget)",
+    )
     command.add_argument("--sinks", type=int, help="exact tokens at the start (default: 4; none with --features)")
 
 
 def add_run_options(command: argparse.ArgumentParser) -> None:
+    command.add_argument("--recipe", help=f"{', '.join(RECIPES)} (default: best); options below take precedence")
     add_budget_options(command)
-    usual = {field.name: field.default for field in fields(Plan)}
     texts = {
         "feature-map": "clusters, codebook, mlp, prf, performer, dijiang or hedgehog",
         "text": "builtin, self, file:PATH or dataset:ID[:config][:split][:column]",
         "normalise": "the Gram matrix: trace, J or none",
         "gauge": "keys: centred or raw",
         "per": "degrees of freedom per KV head, or per query head as in the paper: kv or query",
-        "loss": "of training: softmax, l2 or output by layer; direct or logits end to end",
+        "loss": "of training: softmax, l2 or output by layer; direct or logits end to end; a+b: one after the other",
         "device": "auto, cpu, cuda, cuda:1, …",
         "dtype": "auto, float32, bfloat16 or float16",
     }
     for name, text in texts.items():
-        command.add_argument(f"--{name}", help=f"{text} (default: {usual[name.replace('-', '_')]})")
+        command.add_argument(f"--{name}", help=f"{text} ({default_of(name)})")
     numbers = {
         "texts": "windows of text to measure",
         "length": "tokens of each",
         "samples": "queries and keys per head",
         "steps": "of training; 0: none",
+        "lora": "rank of adapters that a loss end to end trains too",
+        "exchanges": "allocations near the one chosen by gain that are measured, too",
         "batch": "texts of a step",
         "seed": "of everything that is drawn",
     }
     for name, text in numbers.items():
-        command.add_argument(f"--{name}", type=int, help=f"{text} (default: {usual[name]})")
+        command.add_argument(f"--{name}", type=int, help=f"{text} ({default_of(name)})")
     command.add_argument("--out", type=Path, help="the run's folder (default: a new one under runs/)")
     command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
+
+
+def default_of(option: str) -> str:
+    """Say what an option is if it is not given."""
+    name = option.replace("-", "_")
+    if any(name in choices for choices in RECIPES.values()):
+        return "default: the recipe's"
+    return f"default: {next(field.default for field in fields(Plan) if field.name == name)}"
 
 
 def add_evaluate_options(command: argparse.ArgumentParser) -> None:
@@ -190,7 +206,7 @@ def begin(asked: argparse.Namespace) -> Run:
     """Open the run that was asked for, new or to be resumed."""
     from linearizer.run import Run, fresh_folder
 
-    plan = Plan(**{"budget": BUDGET, **plan_changes(asked)})
+    plan = Plan.of(**{"budget": BUDGET, **plan_changes(asked)})
     if asked.resume and asked.out is None:
         raise RequestError("--resume needs --out: name the run's folder")
     dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"

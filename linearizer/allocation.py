@@ -31,9 +31,11 @@ class Allocation:
         if not is_count(self.sinks):
             raise RequestError(f"an allocation keeps a whole number of sinks, not {self.sinks!r}")
         for head in (head for row in self.heads for head in row):
-            if not is_count(head.window) or not is_count(head.features):
-                raise RequestError(f"{head} is no head: window and features are whole numbers, 0 or more")
-            if head.softmax and (head.window or head.features):
+            if not all(map(is_count, (head.window, head.features, head.slots))):
+                raise RequestError(f"{head} is no head: window, features and slots are whole numbers, 0 or more")
+            if head.slots and (head.features or not head.window):
+                raise RequestError(f"{head} is no head: slots take what leaves a window, and go without features")
+            if head.softmax and (head.window or head.features or head.slots):
                 raise RequestError(f"{head} is no head: what is left softmax has its whole cache, and nothing else")
 
     @property

@@ -149,7 +149,7 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Bench]:
         try:
             teacher = pipeline.load(plan, token)
         except ModelNotAvailable as error:
-            student = checkpoint.load(run.checkpoint).to(pipeline.device_of(plan))
+            student = checkpoint.load(run.checkpoint).to(pipeline.device_of(plan.device))
             tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
             yield Bench(run, student, tokenizer, None, str(error))
             return

@@ -18,7 +18,7 @@ from linearizer.cost import Head, Layer
 from linearizer.errors import RequestError
 from linearizer.files import replacing
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
-from linearizer.runtime.student import SOFTMAX, LayerStudent
+from linearizer.runtime.student import LayerStudent
 from linearizer.subjects import exchanged
 
 # Code that is installed is preferred to the copy in a checkpoint, with and without trust_remote_code.
@@ -73,8 +73,7 @@ def held(heads: Sequence[Head], layer: Layer) -> dict[str, Any] | None:
     """Say in a config what the heads of a layer hold; nothing where the layer stays as it is."""
     if layer.native_window is not None:
         return None
-    kinds = [SOFTMAX if head.softmax else [head.window, head.features] for head in heads]
-    return {"heads": kinds, "key_dim": layer.key_dim}
+    return {"heads": [head.held for head in heads], "key_dim": layer.key_dim}
 
 
 def save(student: LinearizedForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:

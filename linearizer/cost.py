@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 CACHED = 2  # bytes of a cached number
 SUMMED = 4  # bytes of a number in a running state
+BLOCK = 16  # tokens that leave a window at once where slots take them
 
 
 @dataclass(frozen=True)
@@ -25,11 +26,24 @@ class Layer:
 
 @dataclass(frozen=True)
 class Head:
-    """What one KV head of a student holds: an exact window, far-field features, or its whole cache."""
+    """What one KV head of a student holds: an exact window, far-field features or slots, or its whole cache."""
 
     window: int = 0
     features: int = 0
     softmax: bool = False
+    slots: int = 0  # tokens, each merged of several
+
+    @property
+    def block(self) -> int:
+        """How many tokens are merged at once; more where there are many slots, since each time costs slots²."""
+        return min(self.window, max(BLOCK, self.slots // 8))
+
+    @property
+    def held(self) -> list[int] | str:
+        """What a student's config says of this head."""
+        if self.softmax:
+            return "softmax"
+        return [self.window, self.features, *([self.slots, self.block] if self.slots else [])]
 
 
 def token_bytes(layer: Layer) -> int:
@@ -42,6 +56,11 @@ def feature_bytes(layer: Layer) -> int:
     return SUMMED * (layer.value_dim + 1)
 
 
+def slot_bytes(layer: Layer) -> int:
+    """Bytes of one slot: a token, the weight it stands for, and how far that spreads."""
+    return token_bytes(layer) + 2 * SUMMED
+
+
 def cache_bytes(layers: Sequence[Layer], tokens: int) -> int:
     """Bytes of the teacher's KV cache in the layers that a student replaces."""
     return tokens * sum(layer.kv_heads * token_bytes(layer) for layer in layers if layer.native_window is None)
@@ -51,7 +70,8 @@ def head_bytes(head: Head, layer: Layer, sinks: int, length: int) -> int:
     """Bytes that one head holds once `length` tokens have been read."""
     if head.softmax:
         return length * token_bytes(layer)
-    return (sinks + head.window) * token_bytes(layer) + head.features * feature_bytes(layer)
+    far = head.features * feature_bytes(layer) + head.slots * slot_bytes(layer)
+    return (sinks + head.window) * token_bytes(layer) + far
 
 
 def state_bytes(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks: int, length: int) -> int:
@@ -76,7 +96,15 @@ def head_operations(head: Head, layer: Layer, sinks: int, length: int) -> int:
     if head.softmax:
         return group * pair_operations(layer) * length
     feature = 2 * layer.key_dim + 2 * (layer.value_dim + 1)  # made from a vector, and read from or added to the state
-    return group * pair_operations(layer) * (sinks + head.window) + (group + 1) * feature * head.features
+    near = group * pair_operations(layer) * (sinks + head.window + head.slots)
+    return near + (group + 1) * feature * head.features + merging_operations(head, layer)
+
+
+def merging_operations(head: Head, layer: Layer) -> int:
+    """Price what one token's share of merging a block costs: the distances of all pairs, about twice."""
+    if not head.slots:
+        return 0
+    return 2 * pair_operations(layer) * (head.slots + head.block) ** 2 // head.block
 
 
 def pair_operations(layer: Layer) -> int:

@@ -1,6 +1,7 @@
-"""Where feature maps begin, found from a sample of a layer's queries and keys, without training.
+"""Where slots and feature maps begin, found from a sample of a layer's queries and keys, without training.
 
-  codebook, clusters  centres of the keys, by k-means in the metric of the queries: |metric·x|² is the mean of (q·x)²
+  slots  the metric of the queries: |metric·x|² is the mean of (q·x)²
+  codebook, clusters  centres of the keys, by k-means in that metric
   prf, mlp  orthogonal directions, drawn again by their leverage on the sample: the density that the theory calls
             optimal (Bach 2017), with the weights that keep the estimate of the kernel unbiased
 Hedgehog stays as its authors start it, and directions that are not learnt stay as they are.
@@ -25,7 +26,8 @@ from linearizer.runtime.feature_map import (
     orthogonal,
 )
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.samples import Samples
+from linearizer.runtime.student import LayerStudent, SlotGroup
+from linearizer.samples import LayerSamples, Samples
 
 LLOYD = 8  # rounds of k-means
 SHARPNESS = 4.0  # of a key's assignment to centres, while training: nearly that of inference
@@ -38,27 +40,37 @@ Tensor = torch.Tensor
 
 @torch.no_grad()
 def initialise(student: LinearizedForCausalLM, samples: Samples, seed: int = 0, leverage: bool = False) -> None:
-    """Begin feature maps from samples of the teacher's queries and keys; prf and mlp only if `leverage` asks for it.
+    """Begin what the layers of a student hold from samples of the teacher's queries and keys.
 
-    On the demo model leverage takes a fifth off the divergence of an untrained mlp, and is no gain once it is trained.
+    prf and mlp only if `leverage` asks for it: on the demo model it takes a fifth off the divergence of an untrained
+    mlp, and is no gain once it is trained.
     """
     generator = torch.Generator().manual_seed(seed)
     for module in attention_modules(student.base):
         student_of_layer, found = getattr(module, "student", None), samples.layers[number(module)]
-        if student_of_layer is None or found is None:
-            continue
-        queries = found.queries.unflatten(0, (len(found.keys), -1)).flatten(1, 2)  # of each KV head, its group's
-        for group in featured(student_of_layer):
-            if not leverage and not isinstance(group.feature_map, Codebook):
-                continue
+        if student_of_layer is not None and found is not None:
+            begin_layer(student_of_layer, found, generator, leverage)
+
+
+@torch.no_grad()
+def begin_layer(student: LayerStudent, found: LayerSamples, generator: torch.Generator, leverage: bool = False) -> None:
+    """Begin the slots and the feature maps of one layer."""
+    queries = found.queries.unflatten(0, (len(found.keys), -1)).flatten(1, 2).float()  # of each KV head, its group's
+    for group in student.groups:
+        if isinstance(group, SlotGroup):
+            group.merger.reset()
             for place, head in enumerate(group.heads):
-                begin(group.feature_map, place, queries[head].float(), found.keys[head].float(), generator)  # type: ignore[arg-type]
+                group.merger.metric[place] = query_metric(queries[head]).to(group.merger.metric)
+    for group in featured(student):
+        if leverage or isinstance(group.feature_map, Codebook):
+            for place, head in enumerate(group.heads):
+                begin(group.feature_map, place, queries[head], found.keys[head].float(), generator)  # type: ignore[arg-type]
 
 
 def begin(feature_map: FeatureMap, head: int, q: Tensor, k: Tensor, generator: torch.Generator) -> None:
     """Begin one head of a map from queries and keys, (samples, dim), whose kernel is exp(q·k)."""
     if isinstance(feature_map, Codebook):
-        metric = root(q.mT @ q / len(q)).to(feature_map.metric)
+        metric = query_metric(q).to(feature_map.metric)
         centres = cluster(k @ metric.cpu(), feature_map.features, generator)
         feature_map.metric[head] = metric
         feature_map.centres[head] = torch.linalg.solve(metric.cpu(), centres.mT).mT
@@ -72,6 +84,11 @@ def begin(feature_map: FeatureMap, head: int, q: Tensor, k: Tensor, generator: t
             side.bias[head] = (weight - math.log(len(z))) / 2
     elif isinstance(feature_map, PositiveFeatures) and feature_map.z.requires_grad:
         feature_map.z[head], feature_map.log_weight[head] = directions(q, k, feature_map.features, generator)
+
+
+def query_metric(q: Tensor) -> Tensor:
+    """A matrix with |metric·x|² the mean of (q·x)²: what a difference of keys is to queries."""
+    return root(q.mT @ q / len(q))
 
 
 def root(square: Tensor) -> Tensor:

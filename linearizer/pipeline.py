@@ -15,23 +15,25 @@ from safetensors.torch import save_file
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer import checkpoint
-from linearizer.allocation import Allocation, allocate, check_dial
+from linearizer.allocation import Allocation
 from linearizer.checkpoint import holding
 from linearizer.comparison import Comparison, compare
 from linearizer.cost import Layer
+from linearizer.decision import check_dials, decide, market_of
 from linearizer.devices import device_of
 from linearizer.distillation import distill
 from linearizer.errors import RequestError
 from linearizer.evaluation import Evaluation, evaluate_language, evaluate_recall
 from linearizer.files import remove, writing
+from linearizer.gates import learn_gates
 from linearizer.hub import Source, find_model
-from linearizer.initialisation import initialise
+from linearizer.initialisation import begin_layer, initialise
 from linearizer.inspection import Inspection, inspect_model, verify_teacher
 from linearizer.measurement import measure
 from linearizer.model_card import add_card
 from linearizer.plan import Plan
-from linearizer.prices import Prices, check_least, choose
-from linearizer.pricing import price, window_options, with_repeats
+from linearizer.prices import Prices, exchanges
+from linearizer.pricing import Begin, exchange, options, price, with_repeats
 from linearizer.profile import Asked, Profile
 from linearizer.progress import Steps
 from linearizer.provenance import environment
@@ -39,13 +41,15 @@ from linearizer.room import check_disks
 from linearizer.run import Run
 from linearizer.runtime.feature_map import FEATURE_MAPS
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.runtime.student import LayerStudent
 from linearizer.samples import Samples
-from linearizer.schedule import Settings
+from linearizer.schedule import END_TO_END, Settings
 from linearizer.subjects import window_control
 from linearizer.teacher import load_config, load_teacher, load_tokenizer, quiet
 from linearizer.text import enough_windows
 from linearizer.working import check, interruptible, logged, working
 
+GATE_STEPS = 60
 JUDGED = 8  # texts that are kept from training, to judge by
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -82,10 +86,7 @@ def load(plan: Plan, token: str | None = None, folder: Path | None = None) -> Te
 
 def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
     """Refuse before anything is loaded what could not be served after all the work."""
-    if plan.strategy == "gain":
-        check_least(layers, plan.budget or 0, plan.kept_sinks)
-    else:
-        check_dial(layers, plan.budget, plan.features, plan.strategy, plan.kept_window, plan.kept_sinks)
+    check_dials(plan, layers)
     asked_of(plan)
     settings_of(plan)
     if plan.feature_map not in FEATURE_MAPS:
@@ -107,9 +108,19 @@ def asked_of(plan: Plan) -> Asked:
     )
 
 
-def settings_of(plan: Plan) -> Settings:
-    """How a plan wants the features to be trained."""
-    return Settings(loss=plan.loss, steps=plan.steps, batch=plan.batch, seed=plan.seed)
+def settings_of(plan: Plan) -> list[Settings]:
+    """How a plan wants its student to be trained: one after the other, the steps shared."""
+    losses = plan.loss.split("+")
+    return [
+        Settings(
+            loss=loss,
+            steps=plan.steps // len(losses),
+            batch=plan.batch,
+            seed=plan.seed,
+            lora=plan.lora if loss in END_TO_END else 0,
+        )
+        for loss in losses
+    ]
 
 
 def windows_of(
@@ -139,40 +150,58 @@ def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profi
     return measured.profile
 
 
-def measured_prices(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Prices]:
-    """Price every KV head, unless this run has done so: on fewer texts, in half of which passages come again."""
-    if found := run.prices:
-        return found
+def priced_texts(run: Run, teacher: Teacher, token: str | None) -> torch.Tensor:
+    """Take the text that heads are priced on: less than is profiled, and in half of it passages come again."""
     with interruptible(run):
         windows = windows_of(run.plan, teacher, max(2, run.plan.texts // 2), token)
-    length = windows.shape[1]
-    windows = with_repeats(windows, max(2, length // 16), run.plan.seed)
-    options = window_options(length)
-    steps = price(teacher.model, windows, teacher.inspection.layers, options, run.plan.kept_sinks)
+    return with_repeats(windows, max(2, windows.shape[1] // 16), run.plan.seed)
+
+
+def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Prices]:
+    """Price every KV head, unless this run has done so."""
+    if found := run.prices:
+        return found
+    offered = options(texts.shape[1], slots=run.plan.strategy != "windows")
+    layers, sinks = teacher.inspection.layers, run.plan.kept_sinks
+    steps = price(teacher.model, texts, layers, offered, sinks, begin_of(run))
     found = yield from logged(run, steps)
     run.write("prices.json", found.to_json())
-    run.log("priced", tokens=windows.numel())
+    run.log("priced", tokens=texts.numel())
     return found
 
 
-def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
-    """Allocate what a plan asks for, from what the run has measured."""
-    profile, prices = run.profile, run.prices
-    if profile is None or (plan.strategy == "gain" and prices is None):
-        missing = "profile" if profile is None else "prices"
-        raise RequestError(f"{str(run.folder)!r} has no {missing} yet: `linearizer run --resume` measures them")
-    if plan.strategy == "gain" and prices is not None:
-        assert plan.budget is not None
-        return choose(prices, layers, plan.budget, plan.target_length or run.positions, plan.constant)[0]
-    return allocate(
-        profile,
-        layers,
-        budget=plan.budget,
-        features=plan.features,
-        strategy=plan.strategy,
-        window=plan.kept_window,
-        sinks=plan.kept_sinks,
-    )
+def bought(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
+    """Buy by prices, and exchange what measuring shows to be better."""
+    texts, layers = priced_texts(run, teacher, token), teacher.inspection.layers
+    yield from measured_prices(run, teacher, texts)
+    chosen, market = decide(run, run.plan, layers), market_of(run, run.plan, layers)
+
+    def others(allocation: Allocation) -> list[Allocation]:
+        return exchanges(market, allocation, run.plan.exchanges)
+
+    steps = exchange(teacher.model, texts, layers, chosen, others, begin_of(run))
+    best, measured = yield from logged(run, steps)
+    run.log("exchanged", predicted=market.divergence(market.steps(best)), measured=measured, changed=best != chosen)
+    return best
+
+
+def gated(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
+    """Learn gates, unless this run has done so, and leave softmax the heads that they are open for."""
+    if run.gates is None:
+        texts, plan = priced_texts(run, teacher, token), run.plan
+        window = max(plan.budget or 0, 2 * plan.kept_sinks) - plan.kept_sinks
+        steps = learn_gates(teacher.model, texts, teacher.inspection.layers, window, plan.kept_sinks, GATE_STEPS)
+        run.write("gates.json", json.dumps((yield from logged(run, steps))))
+    return decide(run, run.plan, teacher.inspection.layers)
+
+
+def allocated(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
+    """Decide what every head holds, measuring what the plan's strategy asks for."""
+    if run.plan.measured:
+        return (yield from bought(run, teacher, token))
+    if run.plan.strategy == "duo":
+        return (yield from gated(run, teacher, token))
+    return decide(run, run.plan, teacher.inspection.layers)
 
 
 def reallocate(run: Run, plan: Plan) -> Allocation:
@@ -196,28 +225,52 @@ def shared_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch
     return texts[:-judged], texts[-judged:]
 
 
-def begin_features(run: Run, student: LinearizedForCausalLM) -> None:
-    """Begin the feature maps from the samples of a run's profile: all that training starts from."""
+def samples_of(run: Run) -> Samples:
+    """Read the queries and keys that were kept when the run was profiled."""
     with safe_open(run.folder / "state" / "samples.safetensors", "pt") as file:
-        samples = Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118
-    initialise(student, samples, run.plan.seed)
+        return Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118
+
+
+def begin_of(run: Run) -> Begin:
+    """Give the way to begin the student of one layer."""
+    samples, generator = samples_of(run), torch.Generator().manual_seed(run.plan.seed)
+
+    def begin(student: LayerStudent, index: int) -> None:
+        if (found := samples.layers[index]) is not None:
+            begin_layer(student, found, generator)
+
+    return begin
+
+
+def begin_features(run: Run, student: LinearizedForCausalLM) -> None:
+    """Begin slots and feature maps from the samples of a run's profile: all that training starts from."""
+    initialise(student, samples_of(run), run.plan.seed)
 
 
 def train(run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor) -> Steps[None]:
-    """Begin the feature maps from the profile's samples, and train them as long as the plan says."""
-    plan = run.plan
+    """Begin what the heads hold from the profile's samples, and train it as long as the plan says."""
     begin_features(run, student)
-    if not plan.steps or not any(head.features for row in allocation.heads for head in row):
-        return
-    folder = run.folder / "state" / "training"
-    ended = folder.exists() and any(event["event"] == "distilled" for event in run.events())  # perhaps early
+    for number, settings in enumerate(settings_of(run.plan)):
+        if settings.steps and (settings.lora or any(head.features for row in allocation.heads for head in row)):
+            yield from train_phase(run, student, settings, texts, number)
+
+
+def train_phase(
+    run: Run, student: LinearizedForCausalLM, settings: Settings, texts: torch.Tensor, number: int
+) -> Steps[None]:
+    """Train with one loss, from where it was stopped."""
+    folder = run.folder / "state" / "training" / str(number)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    ends = [event for event in run.events() if event["event"] == "distilled" and event.get("phase", 0) == number]
+    ended = folder.exists() and bool(ends)  # perhaps early
 
     def enough() -> bool:
         return ended or run.requested("use")
 
-    steps = distill(student, texts, settings_of(plan), folder=folder, resume=folder.exists(), enough=enough)
+    steps = distill(student, texts, settings, folder=folder, resume=folder.exists(), enough=enough)
     done = yield from logged(run, steps)
-    run.log("distilled", **asdict(done))
+    run.log("distilled", phase=number, **asdict(done))
     run.settle("use")
 
 
@@ -263,9 +316,7 @@ def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[A
         with interruptible(run):
             teacher = load(run.pinned_plan, token, run.folder)
         yield from profile(run, teacher, token)
-        if run.plan.strategy == "gain":
-            yield from measured_prices(run, teacher, token)
-        allocation = run.allocation or decide(run, run.plan, teacher.inspection.layers)
+        allocation = run.allocation or (yield from allocated(run, teacher, token))
         run.write("allocation.json", allocation.to_json())
         run.log("allocated", strategy=allocation.strategy, features_mean=allocation.features_mean)
         name = teacher.source.repo_id or Path(teacher.source.name).name  # where a folder lies is nobody's business

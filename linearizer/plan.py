@@ -4,11 +4,14 @@ from __future__ import annotations
 
 import json
 from dataclasses import asdict, dataclass, fields
+from typing import Any
 
 from linearizer.errors import BudgetError, RequestError
+from linearizer.recipes import RECIPES
 
 SINKS = 4  # tokens at the start of a text that most models lean on
 LEAST = 18  # tokens of cache that the fewest features of a head cost
+IN_TOKENS = ("gain", "windows", "window", "duo")  # strategies that buy no features, and so take no number of them
 
 
 @dataclass(frozen=True)
@@ -18,7 +21,8 @@ class Plan:
     model: str
     budget: int | None = None  # tokens of the teacher's cache whose bytes the state may take
     features: int | None = None  # instead of a budget: mean features per KV head, the paper's C
-    strategy: str = "common-lambda"
+    recipe: str = "best"  # what the choices below were taken from
+    strategy: str = "gain"
     window: int | None = None  # exact tokens per KV head; None: half of the budget
     sinks: int | None = None  # None: 4, or none where features are asked for
     feature_map: str = "clusters"
@@ -29,14 +33,25 @@ class Plan:
     per: str = "kv"
     normalise: str = "trace"
     gauge: str = "centred"
-    steps: int = 60  # of training the feature maps; 0: none
-    loss: str = "softmax"  # softmax, l2 or output, a layer at a time; direct or logits, end to end
+    steps: int = 0  # of training the feature maps
+    loss: str = "softmax"  # softmax, l2 or output, a layer at a time; direct or logits, end to end; a + b: one by one
+    lora: int = 0  # rank of adapters on q, k, v and o where a loss is end to end
     batch: int = 2  # texts of a step
-    target_length: int | None = None  # where `gain` prices heads left softmax; None: what the model's positions allow
-    constant: bool = False  # `gain` leaves no head softmax, so that the state never grows
+    target_length: int | None = None  # where heads left softmax are priced; None: what the model's positions allow
+    constant: bool = False  # no head is left softmax, so that the state never grows
+    exchanges: int = 8  # allocations near the chosen one that are measured, too
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"
+
+    @staticmethod
+    def of(recipe: str = "best", **given: Any) -> Plan:
+        """Take a recipe's choices for what is not given."""
+        if recipe not in RECIPES:
+            raise RequestError(f"recipe {recipe!r} is none of {', '.join(RECIPES)}")
+        if recipe == "best" and given.get("features") is not None:
+            recipe = "features"  # the paper's dial counts what only this recipe has
+        return Plan(**{"recipe": recipe, **RECIPES[recipe], **given})
 
     def __post_init__(self) -> None:
         if (self.budget is None) == (self.features is None):
@@ -44,12 +59,12 @@ class Plan:
         for name in ("budget", "features"):
             if (asked := getattr(self, name)) is not None and asked < 1:
                 raise BudgetError(f"{name} {asked} buys nothing: give a whole number, at least 1")
-        if self.strategy == "gain" and self.budget is None:
-            raise BudgetError("the strategy gain spends a budget in tokens: give one instead of features")
+        if self.strategy in IN_TOKENS and self.budget is None:
+            raise BudgetError(f"the strategy {self.strategy} spends a budget in tokens: give one instead of features")
         for name in ("texts", "length", "samples"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} {getattr(self, name)} is too few: give at least 1")
-        for name in ("window", "sinks", "steps"):
+        for name in ("window", "sinks", "steps", "lora", "exchanges"):
             if (getattr(self, name) or 0) < 0:
                 raise RequestError(f"{name} {getattr(self, name)} cannot be: give 0 or more")
 
@@ -65,6 +80,11 @@ class Plan:
         if self.window is not None:
             return self.window
         return 0 if self.budget is None else max(min(self.budget // 2, self.budget - LEAST) - self.kept_sinks, 0)
+
+    @property
+    def measured(self) -> bool:
+        """Whether what each KV head costs the model has to be measured."""
+        return self.strategy in ("gain", "windows")
 
     def differences(self, other: Plan) -> list[str]:
         """Name what another plan asks for otherwise."""

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass
 from itertools import pairwise
 
@@ -23,6 +23,12 @@ class Prices:
     sinks: int
     options: tuple[Head, ...]
     divergences: tuple[tuple[tuple[float, ...], ...], ...]  # [layer][kv head][option]; no heads in a native layer
+
+    def of(self, kinds: Callable[[Head], bool]) -> Prices:
+        """Keep some of the options."""
+        kept = [index for index, option in enumerate(self.options) if kinds(option)]
+        found = tuple(tuple(tuple(row[index] for index in kept) for row in layer) for layer in self.divergences)
+        return Prices(self.sinks, tuple(self.options[index] for index in kept), found)
 
     def to_json(self) -> str:
         """Write the prices as text that `from_json` reads."""
@@ -57,53 +63,125 @@ def check_least(layers: Sequence[Layer], budget: int, sinks: int) -> None:
         )
 
 
+@dataclass(frozen=True)
+class Market:
+    """What every KV head may hold, from the least on: each offer dearer and better than the one before."""
+
+    sinks: int
+    ladders: tuple[tuple[Offer, ...], ...]
+    counts: tuple[int, ...]  # heads of each layer
+    paid: int  # bytes
+
+    @staticmethod
+    def of(prices: Prices, layers: Sequence[Layer], budget: int, length: int, constant: bool = False) -> Market:
+        """Price what heads may hold; one left softmax is paid for at `length` tokens, `constant` leaves none."""
+        rows = [
+            [tuple(hull(offers(prices, layer, row, length, constant))) for row in found]
+            for layer, found in zip(layers, prices.divergences, strict=True)
+        ]
+        ladders = tuple(ladder for row in rows for ladder in row)
+        paid, least = cache_bytes(layers, budget), sum(ladder[0].bytes for ladder in ladders)
+        if paid < least:
+            enough = -(-least // cache_bytes(layers, 1))
+            raise BudgetError(
+                f"a budget of {budget} tokens is too small: the least options of all KV heads take {enough}"
+            )
+        return Market(prices.sinks, ladders, tuple(map(len, rows)), paid)
+
+    def allocation(self, steps: Sequence[int]) -> Allocation:
+        """Give every head the offer at its step."""
+        taken = iter(ladder[step].head for ladder, step in zip(self.ladders, steps, strict=True))
+        return Allocation("gain", self.sinks, tuple(tuple(next(taken) for _ in range(count)) for count in self.counts))
+
+    def steps(self, allocation: Allocation) -> list[int]:
+        """Find the steps of an allocation that was bought here."""
+        heads = (head for row in allocation.heads for head in row)
+        return [[offer.head for offer in ladder].index(head) for ladder, head in zip(self.ladders, heads, strict=True)]
+
+    def divergence(self, steps: Sequence[int]) -> float:
+        """Give what the prices of these steps add up to."""
+        return math.fsum(ladder[step].divergence for ladder, step in zip(self.ladders, steps, strict=True))
+
+    def left(self, steps: Sequence[int]) -> int:
+        """Give the bytes that these steps leave."""
+        return self.paid - sum(ladder[step].bytes for ladder, step in zip(self.ladders, steps, strict=True))
+
+
 def choose(
     prices: Prices, layers: Sequence[Layer], budget: int, length: int, constant: bool = False
 ) -> tuple[Allocation, float]:
-    """Spend a budget in tokens of cache; return also the divergence that the prices add up to.
+    """Spend a budget in tokens of cache; return also the divergence that the prices add up to."""
+    market = Market.of(prices, layers, budget, length, constant)
+    steps = climb(market.ladders, market.left([0] * len(market.ladders)))
+    return market.allocation(steps), market.divergence(steps)
 
-    A head left softmax is paid for at `length` tokens; `constant` leaves none, so that the state never grows.
+
+def exchanges(market: Market, allocation: Allocation, count: int) -> list[Allocation]:
+    """Give allocations with one of the dearest heads a step up, paid by steps down where they cost least.
+
+    Prices are of one head alone; together heads may make up for each other, or not: measuring tells.
     """
-    rows = [
-        [hull(offers(prices, layer, row, length, constant)) for row in found]
-        for layer, found in zip(layers, prices.divergences, strict=True)
-    ]
-    ladders = [ladder for row in rows for ladder in row]
-    paid, least = cache_bytes(layers, budget), sum(ladder[0].bytes for ladder in ladders)
-    if paid < least:
-        enough = -(-least // cache_bytes(layers, 1))
-        raise BudgetError(f"a budget of {budget} tokens is too small: the least options of all KV heads take {enough}")
-    steps = climb(ladders, paid - least)
-    taken = iter(ladder[step] for ladder, step in zip(ladders, steps, strict=True))
-    chosen = [[next(taken) for _ in row] for row in rows]
-    allocation = Allocation("gain", prices.sinks, tuple(tuple(offer.head for offer in row) for row in chosen))
-    return allocation, math.fsum(offer.divergence for row in chosen for offer in row)
+    own, found = market.steps(allocation), []
+    dearest = sorted(range(len(own)), key=lambda head: -market.ladders[head][own[head]].divergence)
+    for head in dearest[:count]:
+        if own[head] + 1 < len(market.ladders[head]):
+            steps = list(own)
+            steps[head] += 1
+            if descend(market, steps, keep=head):
+                found.append(market.allocation(steps))
+    return found
+
+
+def descend(market: Market, steps: list[int], keep: int) -> bool:
+    """Take steps down, the cheapest per byte first, until the budget is kept; tell whether it could be."""
+    while market.left(steps) < 0:
+        below = [
+            (rate(ladder[step - 1], ladder[step]), head)
+            for head, (ladder, step) in enumerate(zip(market.ladders, steps, strict=True))
+            if head != keep and step
+        ]
+        if not below:
+            return False
+        steps[min(below)[1]] -= 1
+    return True
 
 
 def offers(prices: Prices, layer: Layer, row: Sequence[float], length: int, constant: bool) -> Iterator[Offer]:
-    """Give all that one head may hold, windows between the priced ones too."""
+    """Give all that one head may hold, what lies between two priced options too."""
 
     def offer(head: Head, divergence: float) -> Offer:
         return Offer(head, head_bytes(head, layer, prices.sinks, length), max(divergence, 0.0))
 
+    families: dict[str, list[tuple[Head, float]]] = {}
     for head, divergence in zip(prices.options, row, strict=True):
         yield offer(head, divergence)
-    windows = sorted((head.window, found) for head, found in zip(prices.options, row, strict=True) if not head.features)
-    for low, high in pairwise(windows):
-        yield from (offer(Head(window=window), found) for window, found in between(low, high))
+        families.setdefault(family(head), []).append((head, divergence))
+    for found in families.values():
+        for low, high in pairwise(sorted(found, key=lambda one: (one[0].window, one[0].slots))):
+            yield from (offer(head, divergence) for head, divergence in between(low, high))
     if not constant:
         yield offer(Head(softmax=True), 0.0)
 
 
-def between(low: tuple[int, float], high: tuple[int, float], parts: int = 4) -> Iterator[tuple[int, float]]:
-    """Give windows between two priced ones; prices fall about as a power of the window."""
-    if low[0] < 1:
-        return
+def family(head: Head) -> str:
+    """Say which options lie on one line, so that there is something between them."""
+    if head.features:
+        return repr(head)
+    if not head.slots:
+        return "windows"
+    return "even" if head.window == head.slots else f"slots beside {head.window}"
+
+
+def between(low: tuple[Head, float], high: tuple[Head, float], parts: int = 4) -> Iterator[tuple[Head, float]]:
+    """Give heads between two priced ones; prices fall about as a power of the size."""
     logs = [math.log(max(price, LEAST)) for _, price in (low, high)]
     for part in range(1, parts):
         share = part / parts
-        window = round(low[0] * (high[0] / low[0]) ** share)
-        yield window, math.exp(logs[0] + share * (logs[1] - logs[0]))
+        size = {
+            name: round(getattr(low[0], name) ** (1 - share) * getattr(high[0], name) ** share)
+            for name in ("window", "slots")
+        }
+        yield Head(**size), math.exp(logs[0] + share * (logs[1] - logs[0]))
 
 
 def hull(found: Iterator[Offer]) -> list[Offer]:

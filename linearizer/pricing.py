@@ -1,7 +1,7 @@
 """What each KV head costs the model: the divergence at its output when that head alone is cut to each option.
 
-An option is what a head may hold: a window, a window with features, or its whole cache. The teacher's other heads
-stay as they are, so prices add up as far as heads do not make up for each other.
+An option is what a head may hold: a window, a window with slots, or its whole cache. The teacher's other heads stay as
+they are, so prices add up as far as heads do not make up for each other; `exchange` measures how far that is.
 """
 
 from __future__ import annotations
@@ -14,19 +14,31 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.cost import Head, Layer
+from linearizer.allocation import Allocation
+from linearizer.cost import BLOCK, Head, Layer
 from linearizer.outputs import divergence, logits_of
 from linearizer.prices import SMALLEST, Prices
 from linearizer.progress import Progress, Steps
-from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_modules, hand_over_state
-from linearizer.runtime.student import SOFTMAX, LayerStudent
+from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_modules
+from linearizer.runtime.student import LayerStudent
 
-Begin = Callable[[LayerStudent, int], None]  # gives a layer's untrained students their features
+Begin = Callable[[LayerStudent, int], None]  # begins the student of a layer, given by its number
 
 
-def window_options(length: int) -> tuple[Head, ...]:
-    """Windows that double, as far as texts of this length can tell them from the whole cache."""
-    return tuple(Head(window=window) for window in (SMALLEST << step for step in range(30)) if window < length)
+def options(length: int, slots: bool = True) -> tuple[Head, ...]:
+    """Windows and slots that double, as far as texts of this length can tell them from the whole cache."""
+    windows = [Head(window=window) for window in doubling(SMALLEST, length)]
+    if not slots:
+        return tuple(windows)
+    least = min(BLOCK, max(SMALLEST, length // 8))
+    slim = [Head(window=least, slots=count) for count in doubling(least, length - least)]
+    even = [Head(window=count, slots=count) for count in doubling(2 * least, length // 2)]
+    return tuple(windows + slim + even)
+
+
+def doubling(first: int, end: int) -> list[int]:
+    """List first, 2 · first, 4 · first, … below an end."""
+    return [first << step for step in range(30) if first << step < end]
 
 
 @torch.inference_mode()
@@ -36,45 +48,138 @@ def price(
     layers: Sequence[Layer],
     options: Sequence[Head],
     sinks: int,
+    begin: Begin,
     feature_map: str = "codebook",
-    begin: Begin | None = None,
 ) -> Steps[Prices]:
     """Cut one head after the other to each option and measure what the model's output loses."""
     expected = logits_of(teacher, windows)
-    modules, found = attention_modules(teacher), []
-    total, done = sum(layer.kv_heads for layer in layers if layer.native_window is None), 0
+    modules, found = attention_modules(teacher), list[tuple[tuple[float, ...], ...]]()
+    total, done = sum(layer.kv_heads for layer in layers if layer.native_window is None) * len(options), 0
     with attending(teacher, IMPLEMENTATION), skipping(teacher, windows) as skip:
         for index, (module, layer) in enumerate(zip(modules, layers, strict=True)):
-            rows = []
-            for head in range(layer.kv_heads if layer.native_window is None else 0):
-                row = []
+            if layer.native_window is not None:
+                found.append(())
+                continue
+            costs: list[list[float]] = []  # [option][head]
+            with skip(index):
+                seen = seen_by(module, teacher, windows)
+                whole = answer(module, layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin, feature_map, seen)
                 for option in options:
-                    with skip(index), cut(module, layer, head, option, sinks, feature_map, begin):
-                        row.append(divergence(expected, logits_of(teacher, windows)).mean().item())
-                rows.append(tuple(row))
-                done += 1
-                yield Progress("price", done, total, "heads")
-            found.append(tuple(rows))
+                    # one student for all heads of the layer, which then answers for one head at a time
+                    cut_all = answer(module, layer, [option] * layer.kv_heads, sinks, begin, feature_map, seen)
+                    costs.append([])
+                    for head in range(layer.kv_heads):
+                        with giving(module, with_head(whole, cut_all, head, layer.kv_heads)):
+                            costs[-1].append(divergence(expected, logits_of(teacher, windows)).mean().item())
+                        done += 1
+                        yield Progress("price", done, total, "prices")
+            found.append(tuple(zip(*costs, strict=True)))
     return Prices(sinks, tuple(options), tuple(found))
+
+
+@torch.inference_mode()
+def exchange(
+    teacher: PreTrainedModel,
+    windows: torch.Tensor,
+    layers: Sequence[Layer],
+    allocation: Allocation,
+    others: Callable[[Allocation], Sequence[Allocation]],
+    begin: Begin,
+) -> Steps[tuple[Allocation, float]]:
+    """Measure an allocation, then each that `others` gives of the best so far; return the best and what it costs."""
+    expected = logits_of(teacher, windows)
+
+    def cost(allocation: Allocation) -> float:
+        modules, rows = attention_modules(teacher), zip(layers, allocation.heads, strict=True)
+        with attending(teacher, IMPLEMENTATION), ExitStack() as stack:
+            for module, (layer, heads) in zip(modules, rows, strict=True):
+                if heads:
+                    stack.enter_context(cut(module, layer, heads, allocation.sinks, begin))
+            return divergence(expected, logits_of(teacher, windows)).mean().item()
+
+    best, least = allocation, cost(allocation)
+    candidates = others(allocation)
+    yield Progress("exchange", 1, 1 + len(candidates), "students", {"kl": least})
+    for done, candidate in enumerate(candidates):
+        if (found := cost(candidate)) < least:
+            best, least = candidate, found
+        yield Progress("exchange", 2 + done, 1 + len(candidates), "students", {"kl": least})
+    return best, least
+
+
+class Seen(nn.Module):
+    """Takes the place of a layer's student, and keeps what that would be given."""
+
+    def forward(self, *given: Any) -> torch.Tensor:
+        self.given = given
+        return given[0].new_zeros(*given[0].shape[:-1], given[2].shape[-1])
+
+
+class Answer(nn.Module):
+    """Takes the place of a layer's student, and gives an output that was made before."""
+
+    def __init__(self, out: torch.Tensor) -> None:
+        super().__init__()
+        self.out = out
+
+    def forward(self, *given: Any) -> torch.Tensor:
+        return self.out
+
+
+@contextmanager
+def giving(module: nn.Module, out: torch.Tensor) -> Iterator[None]:
+    """While this lasts, let a layer's attention give an output that was made before."""
+    module.student = Answer(out)
+    try:
+        yield
+    finally:
+        del module.student
+
+
+def seen_by(module: nn.Module, teacher: PreTrainedModel, windows: torch.Tensor) -> tuple:
+    """Give what a layer attends with on texts: the layers before it are as they are."""
+    module.student = seen = Seen()
+    try:
+        teacher.base_model(input_ids=windows.to(teacher.device), use_cache=False)
+    finally:
+        del module.student
+    return seen.given
+
+
+def answer(
+    module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin, feature_map: str, seen: tuple
+) -> torch.Tensor:
+    """Give what a layer's attention is if its KV heads hold so much: (texts, query heads, tokens, value_dim)."""
+    return student_of(module, layer, heads, sinks, begin, feature_map)(*seen)
+
+
+def with_head(whole: torch.Tensor, other: torch.Tensor, head: int, kv_heads: int) -> torch.Tensor:
+    """Take one KV head, with the queries of its group, from the other."""
+    group = whole.shape[1] // kv_heads
+    mixed = whole.clone()
+    mixed[:, head * group : (head + 1) * group] = other[:, head * group : (head + 1) * group]
+    return mixed
 
 
 @contextmanager
 def cut(
-    module: nn.Module, layer: Layer, head: int, option: Head, sinks: int, feature_map: str, begin: Begin | None
+    module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin, feature_map: str = "codebook"
 ) -> Iterator[None]:
-    """While this lasts, let one KV head of a layer hold an option and the others all they have read."""
-    held: list[Any] = [SOFTMAX] * layer.kv_heads
-    held[head] = [option.window, option.features]
-    student = LayerStudent(held, sinks, layer.key_dim, feature_map).to(next(module.parameters()).device).eval()
-    if begin is not None:
-        begin(student, int(module.layer_idx))  # type: ignore[arg-type]
-    module.student = student
-    hook = module.register_forward_pre_hook(hand_over_state, with_kwargs=True)
+    """While this lasts, let the KV heads of a layer hold so much."""
+    module.student = student_of(module, layer, heads, sinks, begin, feature_map)
     try:
         yield
     finally:
-        hook.remove()
         del module.student
+
+
+def student_of(
+    module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin, feature_map: str
+) -> LayerStudent:
+    """Make the student of a layer whose KV heads hold so much."""
+    student = LayerStudent([head.held for head in heads], sinks, layer.key_dim, feature_map)
+    begin(student, int(module.layer_idx))  # type: ignore[arg-type]
+    return student.to(next(module.parameters()).device).eval()
 
 
 @contextmanager

@@ -1,6 +1,6 @@
 """A run is a folder: what was asked, what came of it, and a log of events that is the only truth.
 
-RUN/plan.json inspection.json profile.json prices.json allocation.json events.jsonl
+RUN/plan.json inspection.json profile.json prices.json gates.json allocation.json events.jsonl
 RUN/state/          what resuming needs: the samples of queries and keys, and of training
 RUN/checkpoint/     what loads with transformers
 RUN/lock            held by the process that works on the run
@@ -29,7 +29,7 @@ from linearizer.prices import Prices
 from linearizer.profile import Profile
 
 OWN = {
-    "plan.json", "inspection.json", "profile.json", "prices.json", "allocation.json", "evaluation.json",
+    "plan.json", "inspection.json", "profile.json", "prices.json", "gates.json", "allocation.json", "evaluation.json",
     "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
 }  # fmt: skip
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
@@ -104,6 +104,11 @@ class Run:
     @property
     def prices(self) -> Prices | None:
         return Prices.from_json(self.read("prices.json")) if self.has("prices.json") else None
+
+    @property
+    def gates(self) -> list[list[float]] | None:
+        """How much each KV head needs its whole cache, where gates were learned."""
+        return json.loads(self.read("gates.json")) if self.has("gates.json") else None
 
     @property
     def allocation(self) -> Allocation | None:

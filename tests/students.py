@@ -10,7 +10,13 @@ from linearizer.runtime.attention import observing
 from tests.families import tiny_config
 
 WHOLE = Head(softmax=True)
-MIXED = [Head(window=5, features=16), WHOLE, Head(window=3), Head(features=32)]  # one after the other over KV heads
+MIXED = [  # one after the other over KV heads, each layer beginning one later
+    Head(window=5, features=16),
+    WHOLE,
+    Head(window=4, slots=6),
+    Head(window=3),
+    Head(features=32),
+]
 
 
 def teacher_of(family, **overrides):
@@ -33,8 +39,8 @@ def layers_of(teacher):
 
 def allocation_of(layers, heads, sinks):
     rows = [
-        [heads[h % len(heads)] for h in range(layer.kv_heads)] if layer.native_window is None else []
-        for layer in layers
+        [heads[(index + h) % len(heads)] for h in range(layer.kv_heads)] if layer.native_window is None else []
+        for index, layer in enumerate(layers)
     ]
     return Allocation("by hand", sinks, tuple(map(tuple, rows)))
 

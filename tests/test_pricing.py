@@ -3,16 +3,21 @@
 import pytest
 import torch
 
+from linearizer.allocation import Allocation
 from linearizer.checkpoint import linearize
 from linearizer.cost import Head
 from linearizer.evaluation import evaluate_language, evaluate_recall
 from linearizer.outputs import divergence, logits_of
-from linearizer.pricing import blocks_of, price, window_options, with_repeats
+from linearizer.pricing import blocks_of, exchange, options, price, with_repeats
 from linearizer.progress import finish
 from linearizer.text import repeated_passages
 from tests.students import WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 
-OPTIONS = (Head(window=3), Head(window=12))
+OPTIONS = (Head(window=3), Head(window=4, slots=5), Head(window=12))
+
+
+def begin(student, index):
+    student.reset(torch.Generator().manual_seed(0))
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mixtral", "gpt_neox", "opt"])
@@ -20,17 +25,16 @@ OPTIONS = (Head(window=3), Head(window=12))
 def test_a_price_is_the_divergence_of_that_student(family):
     teacher, windows = teacher_of(family), tokens(2, 24)
     layers = layers_of(teacher)
-    prices = finish(price(teacher, windows, layers, OPTIONS, sinks=2))
+    prices = finish(price(teacher, windows, layers, OPTIONS, 2, begin))
     expected = logits_of(teacher, windows)
     for index, layer in enumerate(layers):
         for head in range(layer.kv_heads if layer.native_window is None else 0):
-            allocation = allocation_of(layers, [WHOLE], 2)
-            rows = [list(row) for row in allocation.heads]
-            rows[index][head] = OPTIONS[0]
-            allocation = type(allocation)("by hand", 2, tuple(map(tuple, rows)))
-            student = linearize(teacher_of(family), layers, allocation)
-            cost = divergence(expected, logits_of(student, windows)).mean().item()
-            assert prices.divergences[index][head][0] == pytest.approx(cost, rel=1e-3, abs=1e-6)
+            for option in (0, 1):
+                rows = [list(row) for row in allocation_of(layers, [WHOLE], 2).heads]
+                rows[index][head] = OPTIONS[option]
+                student = linearize(teacher_of(family), layers, Allocation("by hand", 2, tuple(map(tuple, rows))))
+                cost = divergence(expected, logits_of(student, windows)).mean().item()
+                assert prices.divergences[index][head][option] == pytest.approx(cost, rel=1e-3, abs=1e-6)
     assert all(
         len(row) == (0 if layer.native_window else layer.kv_heads)
         for row, layer in zip(prices.divergences, layers, strict=True)
@@ -41,7 +45,7 @@ def test_a_price_is_the_divergence_of_that_student(family):
 def test_pricing_leaves_the_teacher_as_it_was():
     teacher, windows = teacher_of("llama"), tokens(2, 24)
     before, names = logits_of(teacher, windows), {name for name, _ in teacher.named_modules()}
-    finish(price(teacher, windows, layers_of(teacher), OPTIONS, sinks=2))
+    finish(price(teacher, windows, layers_of(teacher), OPTIONS, 2, begin))
     assert torch.equal(logits_of(teacher, windows), before)
     assert {name for name, _ in teacher.named_modules()} == names
     assert teacher.config._attn_implementation == "sdpa"
@@ -52,8 +56,23 @@ def test_the_layers_of_a_model_are_found(family):
     assert len(blocks_of(teacher_of(family))) == 3
 
 
-def test_windows_double_up_to_the_texts():
-    assert [head.window for head in window_options(64)] == [4, 8, 16, 32]
+def test_windows_and_slots_double_up_to_the_texts():
+    assert [head.window for head in options(64, slots=False)] == [4, 8, 16, 32]
+    slots = [(head.window, head.slots) for head in options(64) if head.slots]
+    assert slots == [(8, 8), (8, 16), (8, 32), (16, 16)]
+
+
+@torch.no_grad()
+def test_an_exchange_measures_whole_students_and_keeps_the_best():
+    teacher, windows = teacher_of("llama"), tokens(2, 24)
+    layers = layers_of(teacher)
+    tried = [allocation_of(layers, [Head(window=window)], 2) for window in (3, 20, 6)]
+    best, cost = finish(exchange(teacher, windows, layers, tried[0], lambda _: tried[1:], begin))
+    assert best == tried[1]
+    student = linearize(teacher_of("llama"), layers, best)
+    assert cost == pytest.approx(
+        divergence(logits_of(teacher, windows), logits_of(student, windows)).mean().item(), rel=1e-3
+    )
 
 
 @torch.no_grad()

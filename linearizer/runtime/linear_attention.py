@@ -35,7 +35,7 @@ from .state import (
     change_tensors,
     lay_columns,
     remember_sinks,
-    ring_slots,
+    remember_window,
     take,
     tensors,
     working_dtype,
@@ -138,9 +138,7 @@ def chunked(
     remember_sinks(state, columns)
     out = (attend or attend_chunks)(q, columns, feature_map, state, chunk)
     state.count = columns.first + window + tokens
-    slot = ring_slots(state.count, window)
-    state.window_k = take(columns.k[:, :, tokens:], slot.argsort(-1))
-    state.window_v = take(columns.v[:, :, tokens:], slot.argsort(-1))
+    remember_window(state, columns, tokens)
     return out if order is None else take(out, order.argsort(-1))
 
 

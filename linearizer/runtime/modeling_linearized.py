@@ -20,6 +20,7 @@ from .attention import IMPLEMENTATION, attention_modules, hand_over_state
 from .cache import LinearizedLayer, empty_cache
 from .feature_map import FEATURE_MAPS
 from .linear_attention import linear_attention  # noqa: F401  older transformers copy only the files named here
+from .slots import SlotState  # noqa: F401  older transformers copy only the files named here
 from .state import State  # noqa: F401  older transformers copy only the files named here
 from .student import LayerStudent
 

@@ -19,14 +19,31 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class State:
-    """What some heads remember. The window is a ring: the token at place p lies in slot p mod window."""
+class Near:
+    """What heads remember exactly. The window is a ring: the token at place p lies in slot p mod window."""
 
     count: Tensor  # (batch,) real tokens read so far
     sink_k: Tensor  # (batch, heads, sinks, dim)
     sink_v: Tensor
     window_k: Tensor  # (batch, heads, window, dim)
     window_v: Tensor
+
+    @staticmethod
+    def nothing(k: Tensor, v: Tensor, window: int, sinks: int) -> dict[str, Tensor]:
+        batch, heads = k.shape[:2]
+        return {
+            "count": torch.zeros(batch, dtype=torch.long, device=k.device),
+            "sink_k": k.new_zeros(batch, heads, sinks, k.shape[-1]),
+            "sink_v": v.new_zeros(batch, heads, sinks, v.shape[-1]),
+            "window_k": k.new_zeros(batch, heads, window, k.shape[-1]),
+            "window_v": v.new_zeros(batch, heads, window, v.shape[-1]),
+        }
+
+
+@dataclass
+class State(Near):
+    """What heads with a window and features remember."""
+
     level: Tensor  # (batch, heads, features)
     mean: Tensor  # (batch, heads, features, value_dim)
 
@@ -35,11 +52,7 @@ class State:
         batch, heads = k.shape[:2]
         work = working_dtype(v)
         return cls(
-            count=torch.zeros(batch, dtype=torch.long, device=k.device),
-            sink_k=k.new_zeros(batch, heads, sinks, k.shape[-1]),
-            sink_v=v.new_zeros(batch, heads, sinks, v.shape[-1]),
-            window_k=k.new_zeros(batch, heads, window, k.shape[-1]),
-            window_v=v.new_zeros(batch, heads, window, v.shape[-1]),
+            **Near.nothing(k, v, window, sinks),
             level=torch.full((batch, heads, features), EMPTY, dtype=work, device=v.device),
             mean=torch.zeros(batch, heads, features, v.shape[-1], dtype=work, device=v.device),
         )
@@ -81,7 +94,7 @@ class Columns:
         return torch.arange(start, stop, device=self.k.device) >= self.empty[:, None]
 
 
-def lay_columns(k: Tensor, v: Tensor, window: int, real: Tensor | None, state: State) -> Columns:
+def lay_columns(k: Tensor, v: Tensor, window: int, real: Tensor | None, state: Near) -> Columns:
     """Lay the remembered window before the new keys and values; move what is no token to the left end."""
     if window:
         slot = ring_slots(state.count, window)
@@ -107,7 +120,7 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(-2, index.view(shape).expand(*x.shape[:-2], -1, x.shape[-1]))
 
 
-def remember_sinks(state: State, columns: Columns) -> None:
+def remember_sinks(state: Near, columns: Columns) -> None:
     """Copy the first tokens of the text to where they stay, if they are among the columns."""
     sinks = state.sink_k.shape[-2]
     column = torch.arange(sinks, device=columns.k.device) - columns.first[:, None]
@@ -116,3 +129,10 @@ def remember_sinks(state: State, columns: Columns) -> None:
     column = column.clamp(0, length - 1)
     state.sink_k = torch.where(here, take(columns.k, column), state.sink_k)
     state.sink_v = torch.where(here, take(columns.v, column), state.sink_v)
+
+
+def remember_window(state: Near, columns: Columns, tokens: int) -> None:
+    """Put the last columns into the ring, once the state counts the new tokens."""
+    slot = ring_slots(state.count, columns.window).argsort(-1)
+    state.window_k = take(columns.k[:, :, tokens:], slot)
+    state.window_v = take(columns.v[:, :, tokens:], slot)

@@ -1,7 +1,8 @@
 """The student of one attention layer: its KV heads, grouped by what they hold.
 
-Every KV head is one of three kinds: an exact window, a window and a far field of features, or softmax over all it has
-read. Heads that hold alike are computed together, and none pays for what it does not hold.
+Every KV head is one of four kinds: an exact window, a window and a far field of features, a window and slots that older
+tokens are merged into, or softmax over all it has read. Heads that hold alike are computed together, and none pays for
+what it does not hold.
 """
 
 import math
@@ -13,6 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .feature_map import FEATURE_MAPS, FeatureMap, PositiveFeatures
 from .linear_attention import linear_attention
+from .slots import Merger, Merging, SlotState, slot_attention
 from .state import State
 
 Tensor = torch.Tensor
@@ -46,6 +48,23 @@ class HeadGroup(nn.Module):
             state = State.empty(k, v, self.window, self.sinks, self.features)
         scaled = None if self.feature_map is None else Scaled(self.feature_map, scale)
         return linear_attention(q * scale, k, v, scaled, self.window, real, state), state
+
+
+class SlotGroup(nn.Module):
+    """KV heads of one layer that merge what leaves their window; heads are their indices in the layer."""
+
+    def __init__(self, heads: list[int], window: int, slots: int, block: int, sinks: int, key_dim: int) -> None:
+        super().__init__()
+        self.heads, self.window, self.slots, self.block, self.sinks = heads, window, slots, block, sinks
+        self.merger = Merger(len(heads), key_dim)
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SlotState | None
+    ) -> tuple[Tensor, SlotState]:
+        if state is None:
+            state = SlotState.empty(k, v, self.window, self.sinks, self.slots)
+        merging = Merging(self.merger.metric * scale**0.5, self.merger.gain, self.window, self.block)
+        return slot_attention(q * scale, k, v, merging, real, state), state
 
 
 class SoftmaxGroup(nn.Module):
@@ -94,26 +113,37 @@ class Scaled:
 
 
 class LayerStudent(nn.Module):
-    """Attention of one layer; `held` says for every KV head either [window, features] or "softmax"."""
+    """Attention of one layer; `held` says for every KV head what it holds.
+
+    It is [window, features], [window, 0, slots, block] or "softmax".
+    """
 
     def __init__(self, held: list, sinks: int, key_dim: int, feature_map: str) -> None:
         super().__init__()
-        kinds: dict[tuple[int, int] | str, list[int]] = {}
+        kinds: dict[tuple[int, ...] | str, list[int]] = {}
         for head, kind in enumerate(held):
             kinds.setdefault(SOFTMAX if kind == SOFTMAX else tuple(kind), []).append(head)
         if (0, 0) in kinds and not sinks:
             raise ValueError(f"KV heads {kinds[0, 0]} hold nothing: give them a window, features, sinks or softmax")
+
+        def group(kind: tuple[int, ...] | str, heads: list[int]) -> nn.Module:
+            if isinstance(kind, str):
+                return SoftmaxGroup(heads)
+            window, features, slots, block = (*kind, 0, 0)[:4]
+            if slots:
+                return SlotGroup(heads, window, slots, block, sinks, key_dim)
+            return HeadGroup(heads, window, features, sinks, key_dim, feature_map)
+
         self.kv_heads = len(held)
-        self.groups = nn.ModuleList(
-            SoftmaxGroup(heads) if isinstance(kind, str) else HeadGroup(heads, *kind, sinks, key_dim, feature_map)
-            for kind, heads in kinds.items()
-        )
+        self.groups = nn.ModuleList(group(kind, heads) for kind, heads in kinds.items())
 
     def reset(self, generator: torch.Generator) -> None:
         """Draw the features anew."""
         for module in self.modules():
             if isinstance(module, FeatureMap):
                 module.reset(generator)
+            elif isinstance(module, Merger):
+                module.reset()
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, memory: list | None

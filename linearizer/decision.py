@@ -1,0 +1,107 @@
+"""What a plan and the measurements of a run decide."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from linearizer.allocation import Allocation, allocate, check_dial, heads_replaced
+from linearizer.cost import Head, Layer, cache_bytes, token_bytes
+from linearizer.errors import BudgetError, RequestError
+from linearizer.plan import IN_TOKENS, Plan
+from linearizer.prices import SMALLEST, Market, check_least, choose
+from linearizer.run import Run
+from linearizer.strategies import STRATEGIES
+
+
+def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
+    """Refuse a budget that cannot be spent as the plan's strategy spends it, whatever will be measured."""
+    if plan.strategy in IN_TOKENS:
+        check_least(layers, plan.budget or 0, plan.kept_sinks)
+    elif plan.strategy in STRATEGIES:
+        check_dial(layers, plan.budget, plan.features, plan.strategy, plan.kept_window, plan.kept_sinks)
+    else:
+        known = ", ".join([*STRATEGIES, *IN_TOKENS])
+        raise BudgetError(f"there is no strategy {plan.strategy!r}; there are {known}")
+
+
+def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
+    """Allocate what a plan asks for, from what the run has measured."""
+    if plan.measured:
+        prices, positions = market_asked(run, plan)
+        return choose(prices, layers, plan.budget or 0, positions, plan.constant)[0]
+    if plan.strategy == "window":
+        head = Head(window=(plan.budget or 0) - plan.kept_sinks)
+        return Allocation("window", plan.kept_sinks, tuple((head,) * heads_replaced(layer) for layer in layers))
+    if plan.strategy == "duo":
+        if (gates := run.gates) is None:
+            raise missing(run, "gates")
+        return by_gates(gates, layers, plan.budget or 0, plan.kept_sinks, plan.target_length or run.positions)
+    if (profile := run.profile) is None:
+        raise missing(run, "profile")
+    return allocate(
+        profile,
+        layers,
+        budget=plan.budget,
+        features=plan.features,
+        strategy=plan.strategy,
+        window=plan.kept_window,
+        sinks=plan.kept_sinks,
+    )
+
+
+def market_asked(run: Run, plan: Plan) -> tuple:
+    """Give the prices that a plan buys by, and the length at which it pays for heads left softmax."""
+    if (prices := run.prices) is None:
+        raise missing(run, "prices")
+    if plan.strategy == "windows":
+        prices = prices.of(lambda head: not head.slots)
+    return prices, plan.target_length or run.positions
+
+
+def market_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Market:
+    """Give all that a plan may buy."""
+    prices, positions = market_asked(run, plan)
+    return Market.of(prices, layers, plan.budget or 0, positions, plan.constant)
+
+
+def missing(run: Run, what: str) -> RequestError:
+    return RequestError(f"{str(run.folder)!r} has no {what} yet: `linearizer run --resume` measures them")
+
+
+def by_gates(
+    gates: Sequence[Sequence[float]], layers: Sequence[Layer], budget: int, sinks: int, length: int
+) -> Allocation:
+    """Leave softmax as many heads as the budget pays for, those with the largest gates; the rest share what is left."""
+    order = sorted(
+        ((index, head) for index, row in enumerate(gates) for head in range(len(row))),
+        key=lambda place: -gates[place[0]][place[1]],
+    )
+    whole: set[tuple[int, int]] = set()
+    least = sinks + max(SMALLEST, budget // 4)  # a window is worth more than another whole head
+    for place in order:
+        if shared(layers, gates, whole | {place}, budget, length) < least:
+            break
+        whole.add(place)
+    window = shared(layers, gates, whole, budget, length) - sinks
+    return Allocation(
+        "duo",
+        sinks,
+        tuple(
+            tuple(Head(softmax=True) if (index, head) in whole else Head(window=window) for head in range(len(row)))
+            for index, row in enumerate(gates)
+        ),
+    )
+
+
+def shared(
+    layers: Sequence[Layer], gates: Sequence[Sequence[float]], whole: set[tuple[int, int]], budget: int, length: int
+) -> int:
+    """Give the tokens that every other head can have if some have their whole cache at a length."""
+    paid = cache_bytes(layers, budget) - sum(length * token_bytes(layers[index]) for index, _ in whole)
+    others = sum(
+        token_bytes(layer)
+        for index, (layer, row) in enumerate(zip(layers, gates, strict=True))
+        for head in range(len(row))
+        if (index, head) not in whole
+    )
+    return paid // others if others else 0
