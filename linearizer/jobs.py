@@ -13,7 +13,7 @@ import sys
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import suppress
+from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from linearizer.run import OWN, Run
 from linearizer.turns import Ticket
 
 STATES = ("queued", "running", "stopping", "stopped", "failed", "done", "lost")
+STEPS = ("profile", "price", "distill", "evaluate", "recall")
 TOLD = {"queued": "queued", "started": "running", "stopped": "stopped", "failed": "failed", "done": "done"}
 LIVE = ("queued", "running", "stopping")
 OFTEN = 0.25  # seconds between two looks at a log
@@ -67,14 +68,13 @@ def start(run: Run, token: str | None = None) -> None:
 
 def enter(run: Run) -> tuple[Lock, Ticket]:
     """Hold a run, and take a number for it."""
-    lock = run.locked()
-    try:
+    with ExitStack() as undo:
+        lock = undo.enter_context(run.locked())
         remove(run.folder / "worker.log")
         ticket = turns.ask(run.folder)
+        undo.callback(ticket.give_back)
         run.log("queued")
-    except BaseException:
-        lock.release()
-        raise
+        undo.pop_all()
     return lock, ticket
 
 
@@ -82,8 +82,6 @@ def spawn(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
     """Start the process of a run; the token goes through a pipe, where nobody else can read it."""
     fds = (lock.fd, ticket.lock.fd)
     command = [sys.executable, "-m", "linearizer.worker", str(run.folder), str(ticket.path), *map(str, fds)]
-    package = str(Path(__file__).parents[1])
-    path = os.pathsep.join(filter(None, (package, os.environ.get("PYTHONPATH"))))
     with (run.folder / "worker.log").open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -92,12 +90,20 @@ def spawn(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
             stderr=log,
             pass_fds=fds,
             start_new_session=True,
-            env={**os.environ, "PYTHONPATH": path, "PYTHONSAFEPATH": "1"},
+            env=environment(),
         )
     assert process.stdin is not None
     with suppress(BrokenPipeError), process.stdin as pipe:  # a process that died at once shows as lost
         pipe.write((token or "").encode())
     threading.Thread(target=process.wait, daemon=True).start()  # leave no zombie
+
+
+def environment() -> dict[str, str]:
+    """Let a process import this very package, and nothing that lies in the working directory by chance."""
+    home, paths = Path(__file__).parents[1], os.environ.get("PYTHONPATH")
+    if home.name not in ("site-packages", "dist-packages"):  # those it finds, after the standard library
+        paths = os.pathsep.join(filter(None, (str(home), paths)))
+    return {**os.environ, "PYTHONPATH": paths or "", "PYTHONSAFEPATH": "1"}
 
 
 def stop(run: Run) -> None:
@@ -133,19 +139,19 @@ def delete(run: Run) -> None:
 def status(run: Run) -> Status:
     """Say what a run is doing."""
     Run.open(run.folder)
-    state, newest, step = look(run)
+    state, told = look(run)
     first, files = journal.first(run.log_file), files_of(run.folder)
-    saved = [stat.st_mtime for path, stat in files.items() if path.parent == run.folder / "state" / "training"]
     begun = first["time"] if first else max((stat.st_mtime for stat in files.values()), default=0.0)
-    error = (newest or {}).get("error") if state == "failed" else None
+    training = run.folder / "state" / "training"
+    saved = (stat.st_mtime for path, stat in files.items() if path.parent == training and not path.suffix == UNFINISHED)
     return Status(
         run=run,
         state=state,
         place=turns.place_of(run.folder) if state == "queued" else None,
-        step=step,
-        error=GONE + last_words(run) if state == "lost" else error,
+        step=told.step,
+        error=GONE + last_words(run) if state == "lost" else told.error,
         begun=begun,
-        changed=newest["time"] if newest else begun,
+        changed=told.newest["time"] if told.newest else begun,
         disk_bytes=sum(stat.st_size for stat in files.values()),
         saved=max(saved, default=None),
     )
@@ -156,30 +162,43 @@ def state_of(run: Run) -> str:
     return look(run)[0]
 
 
-def look(run: Run) -> tuple[str, Event | None, Event | None]:
-    """Give the state of a run, its newest event, and the newest one of progress."""
+@dataclass(frozen=True)
+class Told:
+    """What the log of a run says by itself."""
+
+    state: str
+    error: str | None
+    newest: Event | None
+    step: Event | None
+
+
+def look(run: Run) -> tuple[str, Told]:
+    """Give the state of a run, and what its log says."""
     while True:
         held = run.worked_on
-        state, newest, step = told(run)
-        if state not in LIVE:
-            return state, newest, step
+        told = read(run)
+        if told.state not in LIVE:
+            return told.state, told
         if held == run.worked_on:  # otherwise it began or ended meanwhile
             break
     if not held:
-        return "lost", newest, step
-    return "stopping" if run.requested("stop") else state, newest, step
+        return "lost", told
+    return "stopping" if run.requested("stop") else told.state, told
 
 
-def told(run: Run) -> tuple[str, Event | None, Event | None]:
-    """Give the same as far as the log tells it."""
-    state, newest = None, None
+def read(run: Run) -> Told:
+    """Read as much of the end of a log as it takes: who makes progress was started."""
+    newest = last = step = None
     for event in journal.newest_first(run.log_file):
         newest = newest or event
-        progress = "done" in event and "total" in event
-        state = state or TOLD.get(event["event"]) or ("running" if progress else None)
-        if progress:
-            return state or "running", newest, event
-    return state or "stopped", newest, None
+        if event["event"] in STEPS and "done" in event and "total" in event:
+            step = event
+        if event["event"] in TOLD or step:
+            last = last or event
+        if step:
+            break
+    state = "stopped" if last is None else TOLD.get(last["event"], "running")
+    return Told(state, last.get("error") if last and state == "failed" else None, newest, step)
 
 
 def last_words(run: Run) -> str:
@@ -209,7 +228,7 @@ def runs_in(root: Path) -> list[Status]:
     """Say what every run under a folder is doing, the newest first."""
     found = []
     for plan in root.glob("*/plan.json"):
-        with suppress(FolderError):  # deleted meanwhile
+        with suppress(FolderError, PermissionError):  # deleted meanwhile, or not ours to see
             found.append(status(Run(plan.parent)))
     return sorted(found, key=lambda one: one.begun, reverse=True)
 

@@ -309,7 +309,10 @@ def measure_only(run: Run, token: str | None = None, held: bool = False) -> Step
 
 
 def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[Allocation]:
-    """Do what the plan of a run asks for, from where it stands; `held` says that the caller holds its lock."""
+    """Do what the plan of a run asks for, from where it stands; `held` says that the caller holds its lock.
+
+    It works at once, beside others: `jobs.start` and the command line wait for their turn at the device.
+    """
     if run.done and (made := run.allocation):
         return made
     with working(run, held):

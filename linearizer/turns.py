@@ -49,14 +49,19 @@ class Ticket:
 
 def folder() -> Path:
     """Give the folder of the tickets, which all servers and terminals of one user share."""
-    cache = os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache"
+    cache = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(os.environ.get("LINEARIZER_QUEUE") or Path(cache) / "linearizer" / "queue")
 
 
 def ask(run: Path) -> Ticket:
     """Take the next number for a run."""
-    with writing(folder()):
+    try:
         folder().mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise FolderError(
+            f"{str(folder())!r}, where runs wait for their turn, cannot be made ({error.strerror}): set "
+            "LINEARIZER_QUEUE to a folder that is yours to write"
+        ) from error
     with alone():
         there = sorted(tickets())
         for path in there:

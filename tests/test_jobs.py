@@ -192,11 +192,11 @@ def test_a_crash_is_told_by_its_last_words_without_folders_or_tokens(begin, torc
     assert found.error.endswith("its last words: no driver in lib.so for …")
 
 
-def test_a_run_that_fails_keeps_its_reason_and_can_be_tried_again(begin, tmp_path):
-    run = begin(plan=Plan(str(tmp_path / "model"), steps=0, **QUICK))
+def test_a_run_that_fails_keeps_its_reason_and_can_be_tried_again(begin):
+    run = begin(plan=Plan("demo", device="magic", **QUICK))
     for _ in range(2):
         jobs.start(run)
-        assert f"{str(tmp_path / 'model')!r} is no folder here" in wait_for(run, "failed").error
+        assert "device 'magic' is not to be had here" in wait_for(run, "failed").error
     assert log_of(run) == ""
 
 
@@ -233,3 +233,45 @@ def test_a_folder_of_runs_is_listed_whatever_else_is_in_it(begin, tmp_path):
     (tmp_path / "runs" / "file").write_text("")
     assert {one.run for one in jobs.runs_in(tmp_path / "runs")} == {run, broken}
     assert jobs.runs_in(tmp_path / "absent") == []
+
+
+def test_what_others_log_changes_no_state(begin):
+    run = begin()
+    for event, details, state in (
+        ("started", {}, "lost"),
+        ("distill", {"done": 1, "total": 2}, "lost"),
+        ("distilled", {}, "lost"),
+        ("failed", {"error": "because"}, "failed"),
+        ("allocated", {}, "failed"),
+        ("upload", {"done": 1, "total": 2}, "failed"),
+        ("queued", {}, "lost"),
+        ("done", {}, "done"),
+        ("upload", {"done": 2, "total": 2}, "done"),
+    ):
+        run.log(event, **details)
+        found = jobs.status(run)
+        assert (found.state, found.changed) == (state, run.events()[-1]["time"]), event
+        assert (found.error == "because") == (state == "failed")
+    with run.locked():
+        run.log("started")
+        assert jobs.status(run).state == "running"
+        run.request("stop")
+        assert jobs.status(run).state == "stopping"
+
+
+def test_a_start_that_fails_holds_nobody_up(begin, tmp_path, monkeypatch):
+    run = begin()
+    (tmp_path / "file").write_text("")
+    with monkeypatch.context() as broken:
+        broken.setenv("LINEARIZER_QUEUE", str(tmp_path / "file" / "queue"))
+        with pytest.raises(FolderError, match="set LINEARIZER_QUEUE to a folder that is yours to write"):
+            jobs.start(run)
+    (run.folder / "events.jsonl").mkdir()
+    with pytest.raises(FolderError, match="cannot be written"):
+        jobs.start(run)
+    (run.folder / "events.jsonl").rmdir()
+    monkeypatch.setattr("sys.executable", str(tmp_path / "absent"))
+    with pytest.raises(FolderError, match="cannot be worked on"):
+        jobs.start(run)
+    assert jobs.status(run).state == "failed" and not run.worked_on
+    assert [path.name for path in turns.folder().iterdir()] == ["lock"]
