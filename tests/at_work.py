@@ -7,7 +7,7 @@ from linearizer import jobs
 from linearizer.plan import Plan
 
 QUICK = dict(recipe="features", strategy="common-lambda", budget=64, texts=2, length=64, samples=128)
-PLAN = Plan("demo", steps=32, **QUICK)  # the state of training is written at 25
+PLAN = Plan("demo", steps=60, **QUICK)  # the state of training is written at 25 and 50
 LONG = Plan("demo", steps=100_000, **QUICK)
 ENDED = ("stopped", "failed", "done", "lost")
 

