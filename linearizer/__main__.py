@@ -213,16 +213,21 @@ def begin(asked: argparse.Namespace) -> Run:
     return Run.begin(asked.out or fresh_folder(plan.model, dial), plan, asked.resume)
 
 
-def work(run: Run, steps: Steps[Product], remedy: str = "") -> Product:
-    """Run a step with its progress shown; stopped, it says how to go on."""
+def work(steps: Steps[Product], how: str) -> Product:
+    """Do steps with their progress shown; stopped, say how to go on."""
     from linearizer import terminal
-    from linearizer.worker import foreground
 
     try:
-        return terminal.watch(foreground(run, steps))
+        return terminal.watch(steps)
     except KeyboardInterrupt as stopped:
-        remedy = remedy or f"what was finished is kept: repeat the command with --resume --out {run.folder}"
-        raise Stopped(f"stopped; {remedy}") from stopped
+        raise Stopped(f"stopped; what was finished is kept: repeat {how} to go on") from stopped
+
+
+def work_on(run: Run, steps: Steps[Product]) -> Product:
+    """Work on a run in this process, when its device is free."""
+    from linearizer.worker import foreground
+
+    return work(foreground(run, steps), f"the command with --resume --out {run.folder}")
 
 
 def show(asked: argparse.Namespace, product: object, text: str) -> None:
@@ -242,7 +247,7 @@ def serve_profile(asked: argparse.Namespace) -> None:
     from linearizer import pipeline, terminal
 
     run = begin(asked)
-    found = work(run, pipeline.measure_only(run, held=True))
+    found = work_on(run, pipeline.measure_only(run, held=True))
     show(asked, asdict(found), terminal.profile_text(found) + f"\nin {run.folder}")
 
 
@@ -273,7 +278,7 @@ def serve_run(asked: argparse.Namespace) -> None:
 
     run = begin(asked)
     steps = pipeline.linearize(run, held=not run.done)
-    made = finish(steps) if run.done else work(run, steps)
+    made = finish(steps) if run.done else work_on(run, steps)
     product = {
         "run": str(run.folder),
         "checkpoint": str(run.checkpoint),
@@ -287,12 +292,12 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
     from linearizer import report
     from linearizer.examination import Request, examine
     from linearizer.run import Run
+    from linearizer.worker import beside
 
     run = Run.open(asked.run)
     known = {field.name for field in fields(Request)}
     request = Request(**{name: value for name, value in vars(asked).items() if name in known and value is not None})
-    how = f"linearizer evaluate {run.folder}"
-    found = work(run, examine(run, request, asked.again), f"what was finished is kept: repeat `{how}` to go on")
+    found = work(beside(run, examine(run, request, asked.again)), f"`linearizer evaluate {run.folder}`")
     chosen = {part: found[part] for part in request.chosen}
     show(asked, chosen, report.evaluation_report(chosen))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
 from typing import Any
@@ -15,6 +15,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from linearizer import checkpoint, pipeline
 from linearizer.allocation import Allocation
 from linearizer.cost import Head, Layer
+from linearizer.devices import device_of
 from linearizer.errors import FolderError, ModelNotAvailable, RequestError, TextError
 from linearizer.provenance import environment
 from linearizer.run import Run
@@ -143,13 +144,10 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Bench]:
     if not run.checkpoint.is_dir():
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     with quiet():
-        plan, revision = run.plan, run.inspection["revision"]
-        if revision and "@" not in plan.model:
-            plan = replace(plan, model=f"{plan.model}@{revision}")  # what the student was made of, not what is newest
         try:
-            teacher = pipeline.load(plan, token)
+            teacher = pipeline.load(run.pinned_plan, token)
         except ModelNotAvailable as error:
-            student = checkpoint.load(run.checkpoint).to(pipeline.device_of(plan.device))
+            student = checkpoint.load(run.checkpoint).to(device_of(run.plan.device))
             tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
             yield Bench(run, student, tokenizer, None, str(error))
             return

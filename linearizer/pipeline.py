@@ -313,31 +313,36 @@ def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[A
 
     It works at once, beside others: `jobs.start` and the command line wait for their turn at the device.
     """
-    if run.done and (made := run.allocation):
-        return made
-    with working(run, held):
-        with interruptible(run):
-            teacher = load(run.pinned_plan, token, run.folder)
-        yield from profile(run, teacher, token)
-        allocation = run.allocation or (yield from allocated(run, teacher, token))
-        run.write("allocation.json", allocation.to_json())
-        run.log("allocated", strategy=allocation.strategy, features_mean=allocation.features_mean)
-        name = teacher.source.repo_id or Path(teacher.source.name).name  # where a folder lies is nobody's business
-        origin = {"name": name, "revision": teacher.source.revision}
-        student = checkpoint.linearize(
-            teacher.model, teacher.inspection.layers, allocation, run.plan.feature_map, run.plan.seed, origin
-        )
-        with interruptible(run):
-            learnt, judged = shared_texts(run.plan, teacher, token)
-        yield from train(run, student, allocation, learnt)
-        yield from logged(run, judge(run, student, allocation, judged))
-        made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
-        run.keep_found(made_with={**made_with, **environment(student)})
-        check(run)
-        checkpoint.save(student, teacher.tokenizer, run.checkpoint)
-        add_card(run)
-        run.log("done")
-    return allocation
+    if not run.done:
+        with working(run, held):
+            if not run.checkpoint.is_dir():  # otherwise it was killed when all but the last was done
+                yield from make(run, token)
+            add_card(run)
+            run.log("done")
+    assert run.allocation is not None
+    return run.allocation
+
+
+def make(run: Run, token: str | None) -> Steps[None]:
+    """Do the steps that are left until a run's checkpoint is there."""
+    with interruptible(run):
+        teacher = load(run.pinned_plan, token, run.folder)
+    layers = teacher.inspection.layers
+    yield from profile(run, teacher, token)
+    allocation = run.allocation or (yield from allocated(run, teacher, token))
+    run.write("allocation.json", allocation.to_json())
+    run.log("allocated", strategy=allocation.strategy, features_mean=allocation.features_mean)
+    name = teacher.source.repo_id or Path(teacher.source.name).name  # where a folder lies is nobody's business
+    origin = {"name": name, "revision": teacher.source.revision}
+    student = checkpoint.linearize(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
+    with interruptible(run):
+        learnt, judged = shared_texts(run.plan, teacher, token)
+    yield from train(run, student, allocation, learnt)
+    yield from logged(run, judge(run, student, allocation, judged))
+    made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
+    run.keep_found(made_with={**made_with, **environment(student)})
+    check(run)
+    checkpoint.save(student, teacher.tokenizer, run.checkpoint)
 
 
 def compare_run(

@@ -32,6 +32,7 @@ OWN = {
     "plan.json", "inspection.json", "profile.json", "prices.json", "gates.json", "allocation.json", "evaluation.json",
     "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
 }  # fmt: skip
+ENDS = ("started", "done")  # of the events that say so, the newest tells whether a run is done
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
 
 
@@ -146,7 +147,8 @@ class Run:
     @property
     def done(self) -> bool:
         """Whether there is nothing left to do."""
-        return self.checkpoint.is_dir() and self.has("allocation.json")
+        told = (event["event"] for event in journal.newest_first(self.log_file))
+        return self.checkpoint.is_dir() and next((name for name in told if name in ENDS), None) == "done"
 
     def has(self, name: str) -> bool:
         return (self.folder / name).exists()

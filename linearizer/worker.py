@@ -16,6 +16,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, TypeVar
 
+from linearizer import turns
 from linearizer.devices import device_name, device_of
 from linearizer.errors import LinearizerError, RequestError, Stopped
 from linearizer.jobs import enter
@@ -77,19 +78,35 @@ def foreground(run: Run, steps: Steps[Product]) -> Steps[Product]:
             raise
 
 
+def beside(run: Run, steps: Steps[Product]) -> Steps[Product]:
+    """Do steps that look at what a run made, when its device is free; the run itself stays what it is."""
+    ticket = turns.ask(run.folder)
+    try:
+        yield from turn(run, ticket)
+        return (yield from steps)
+    finally:
+        ticket.give_back()
+
+
 def in_turn(run: Run, ticket: Ticket, steps: Callable[[], Steps[Product]]) -> Steps[Product]:
-    """Wait until a run's device is free, then do the steps; the caller holds the run."""
+    """Work on a run when its device is free; the caller holds the run."""
     try:
         with reported(run):
-            ticket.at(device_name(device_of(run.plan.device)))
-            while before := ticket.before():
+            for waiting in turn(run, ticket):
                 check(run)
-                yield Progress("queue", 0, before, "runs before")
-                time.sleep(OFTEN)
+                yield waiting
             check(run)
         return (yield from steps())
     finally:
         ticket.give_back()
+
+
+def turn(run: Run, ticket: Ticket) -> Steps[None]:
+    """Wait until a run's device is free."""
+    ticket.at(device_name(device_of(run.plan.device)))
+    while before := ticket.before():
+        yield Progress("queue", 0, before, "runs before")
+        time.sleep(OFTEN)
 
 
 @contextmanager

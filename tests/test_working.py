@@ -109,6 +109,19 @@ def test_another_budget_begins_another_training(begin):
     assert [progress.done for progress in linearize(run) if progress.step == "distill"] == [1, 2]
 
 
+def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
+    run = begin(plan=Plan("demo", steps=0, **QUICK))
+    finish(linearize(run))
+    made = student(run)
+    lines = run.log_file.read_text().splitlines(keepends=True)
+    assert '"done"' in lines.pop()
+    run.log_file.write_text("".join(lines))
+    (run.checkpoint / "README.md").unlink()
+    assert jobs.status(run).state == "lost"
+    assert list(linearize(run)) == []
+    assert jobs.status(run).state == "done" and (run.checkpoint / "README.md").exists() and student(run) == made
+
+
 def test_a_run_that_was_only_measured_waits_to_be_resumed(begin):
     run = begin()
     finish(measure_only(run))
