@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from linearizer import examination
+from linearizer import examination, jobs
 from linearizer.__main__ import main
 from linearizer.bench import assembled
 from linearizer.errors import FolderError
@@ -102,6 +102,7 @@ def test_the_tables_name_all_that_are_compared(run, capsys):
     out = said(capsys, run.folder, "--parts", "language,recall", "--texts", "2")[1]
     for word in ("teacher", "student", "window", "untrained", "calibration", "seed 0", "torch", "95 %"):
         assert word in out
+    assert run.done and jobs.status(run).state == "done"
 
 
 def test_a_part_that_is_there_as_asked_is_not_measured_again(run, capsys, monkeypatch):
