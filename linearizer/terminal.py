@@ -9,7 +9,6 @@ from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from linearizer.progress import Progress, Steps
-from linearizer.publishing import Preview
 
 if TYPE_CHECKING:
     from linearizer.allocation import Allocation
@@ -17,6 +16,7 @@ if TYPE_CHECKING:
     from linearizer.cost import Layer
     from linearizer.inspection import Inspection
     from linearizer.profile import Profile
+    from linearizer.publishing import Preview
     from linearizer.run import Run
 
 Product = TypeVar("Product")

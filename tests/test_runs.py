@@ -140,7 +140,7 @@ def test_a_bad_request_is_refused_with_a_sentence(arguments, sentence, root, cap
     assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
 
 
-def test_runs_are_listed_at_once(root):
-    begin = time.perf_counter()
-    subprocess.run([sys.executable, "-m", "linearizer", "runs"], check=True, capture_output=True)
-    assert time.perf_counter() - begin < 1
+def test_runs_are_listed_without_a_heavy_library(root):
+    code = "import sys; from linearizer.__main__ import main; main(['runs']); print({'torch', 'gradio'} & set(sys.modules))"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == f"no runs in {root}\nset()\n"
