@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.approximation import measure_approximation, measure_curve
+from linearizer.asking import settings_of
 from linearizer.bench import Bench, assembled
 from linearizer.distillation import distill
 from linearizer.errors import RequestError
 from linearizer.generation import measure_generation
 from linearizer.language import measure_language
 from linearizer.needle import LEAST, measure_needle
-from linearizer.pipeline import settings_of
 from linearizer.progress import Steps
 from linearizer.recall import measure_longer, measure_recall
 from linearizer.run import Run

@@ -16,10 +16,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer import checkpoint
 from linearizer.allocation import Allocation
+from linearizer.asking import asked_of, check_plan, settings_of
 from linearizer.checkpoint import holding
 from linearizer.comparison import Comparison, compare
 from linearizer.cost import Layer
-from linearizer.decision import check_dials, decide, market_of
+from linearizer.decision import decide, market_of
 from linearizer.devices import device_of
 from linearizer.distillation import distill
 from linearizer.errors import RequestError
@@ -34,16 +35,14 @@ from linearizer.model_card import add_card
 from linearizer.plan import Plan
 from linearizer.prices import Prices, exchanges
 from linearizer.pricing import Begin, exchange, options, price, with_repeats
-from linearizer.profile import Asked, Profile
+from linearizer.profile import Profile
 from linearizer.progress import Steps
 from linearizer.provenance import environment
 from linearizer.room import check_disks
 from linearizer.run import Run
-from linearizer.runtime.feature_map import FEATURE_MAPS
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.runtime.student import LayerStudent
 from linearizer.samples import Samples
-from linearizer.schedule import END_TO_END, Settings
 from linearizer.subjects import window_control
 from linearizer.teacher import load_config, load_teacher, load_tokenizer, quiet
 from linearizer.text import enough_windows
@@ -51,7 +50,6 @@ from linearizer.working import check, interruptible, logged, working
 
 GATE_STEPS = 60
 JUDGED = 8  # texts that are kept from training, to judge by
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 @dataclass(frozen=True)
@@ -82,45 +80,6 @@ def load(plan: Plan, token: str | None = None, folder: Path | None = None) -> Te
     model = load_teacher(source, plan.dtype, device_of(plan.device), token)
     verify_teacher(model, inspection)
     return Teacher(source, inspection, model, tokenizer)
-
-
-def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
-    """Refuse before anything is loaded what could not be served after all the work."""
-    check_dials(plan, layers)
-    asked_of(plan)
-    settings_of(plan)
-    if plan.feature_map not in FEATURE_MAPS:
-        raise RequestError(f"feature map {plan.feature_map!r} is none of {', '.join(FEATURE_MAPS)}")
-    if plan.dtype not in DTYPES:
-        raise RequestError(f"dtype {plan.dtype!r} is none of {', '.join(DTYPES)}")
-
-
-def asked_of(plan: Plan) -> Asked:
-    """What a plan wants to be measured."""
-    return Asked(
-        text=plan.text,
-        samples=plan.samples,
-        sinks=plan.kept_sinks,
-        per=plan.per,  # type: ignore[arg-type]
-        normalise=plan.normalise,  # type: ignore[arg-type]
-        gauge=plan.gauge,  # type: ignore[arg-type]
-        seed=plan.seed,
-    )
-
-
-def settings_of(plan: Plan) -> list[Settings]:
-    """How a plan wants its student to be trained: one after the other, the steps shared."""
-    losses = plan.loss.split("+")
-    return [
-        Settings(
-            loss=loss,
-            steps=plan.steps // len(losses),
-            batch=plan.batch,
-            seed=plan.seed,
-            lora=plan.lora if loss in END_TO_END else 0,
-        )
-        for loss in losses
-    ]
 
 
 def windows_of(
