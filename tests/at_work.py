@@ -5,11 +5,27 @@ from pathlib import Path
 
 from linearizer import jobs
 from linearizer.plan import Plan
+from linearizer.run import Run
 
 QUICK = dict(recipe="features", strategy="common-lambda", budget=64, texts=2, length=64, samples=128)
 PLAN = Plan("demo", steps=60, **QUICK)  # the state of training is written at 25 and 50
 LONG = Plan("demo", steps=100_000, **QUICK)
 ENDED = ("stopped", "failed", "done", "lost")
+
+
+def beginning(root):
+    """Give a way to begin runs; when it is closed, none of them is at work any more."""
+    begun = []
+
+    def run(name="run", plan=PLAN):
+        begun.append(Run.begin(root / name, plan))
+        return begun[-1]
+
+    yield run
+    for run in begun:
+        if run.folder.is_dir() and run.worked_on:
+            run.request("stop")
+            wait_for(run, *ENDED)
 
 
 def wait_for(run, *states, seconds=60):
