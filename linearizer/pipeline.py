@@ -43,6 +43,7 @@ from linearizer.run import Run
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.runtime.student import LayerStudent
 from linearizer.samples import Samples
+from linearizer.schedule import Settings
 from linearizer.subjects import window_control
 from linearizer.teacher import load_config, load_teacher, load_tokenizer, quiet
 from linearizer.text import enough_windows
