@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import hashlib
-import os
-import re
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, replace
+from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -21,18 +19,12 @@ from huggingface_hub import (
     constants,
     hf_hub_download,
 )
-from huggingface_hub.errors import (
-    HfHubHTTPError,
-    HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
-)
-from huggingface_hub.utils import validate_repo_id
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
+from huggingface_hub.utils import get_session, hf_raise_for_status, validate_repo_id
 
-from linearizer.errors import FaultError, LinearizerError, PublishError
-from linearizer.hub import SECONDS, SIGN_IN, access_token, first_line
+from linearizer.answers import KEPT, NOTHING, explained, passing, reason, root_of, sign_in, wait_asked
+from linearizer.errors import FaultError, PublishError
+from linearizer.hub import SECONDS, access_token
 from linearizer.progress import Progress, Steps
 
 Content = Path | bytes
@@ -42,8 +34,6 @@ PAUSES = (1, 2, 4, 8, 16)  # seconds before a request that the Hub could not ser
 LONGEST = 120  # seconds that the Hub may ask us to wait
 SMALL = 10**7  # bytes of the files that are announced together
 FRESH = {".gitattributes", "README.md"}  # what a repository holds that was just made
-NOTHING = "nothing was sent"
-KEPT = "what is here is untouched, and what has arrived is not sent again"
 
 
 @dataclass(frozen=True)
@@ -134,19 +124,28 @@ def send(
 ) -> Steps[str]:
     """Make a repository hold these files as of one commit, checked by their hashes, and return its revision."""
     hub = HfApi(token=access_token(token))
-    if place.head is None:
-        with explained(repr(place.repo_id)):
-            hub.create_repo(
-                place.repo_id,
-                private=place.private,
-                repo_type=place.kind,
-                space_sdk="gradio" if place.kind == "space" else None,
-            )
+    with explained(repr(place.repo_id)):
+        check_card(place, files["README.md"])
+        if place.head is None:
+            sdk = "gradio" if place.kind == "space" else None
+            hub.create_repo(place.repo_id, private=place.private, repo_type=place.kind, space_sdk=sdk)
     with explained(repr(place.repo_id), KEPT):
         yield from send_large(hub, place, (prepared := additions(files)))
         revision = yield from commit(hub, place, files, prepared, message, obsolete)
-        verify(hub, place, revision, prepared)
+        yield from verify(hub, place, revision, prepared)
     return revision
+
+
+def check_card(place: Place, content: Content) -> None:
+    """Let the Hub judge the metadata of a card, before anything large is sent."""
+    text = content.decode() if isinstance(content, bytes) else content.read_text(encoding="utf-8")
+    answer = get_session().post(
+        f"{constants.ENDPOINT}/api/validate-yaml", json={"content": text, "repoType": place.kind}
+    )
+    if answer.status_code == 400:
+        wrong = "; ".join(str(error.get("message")) for error in answer.json().get("errors", ()))
+        raise ValueError(f"the metadata of its card: {wrong}")
+    hf_raise_for_status(answer)
 
 
 def additions(files: Mapping[str, Content]) -> list[CommitOperationAdd]:
@@ -195,9 +194,13 @@ def commit(
     return (yield from patiently(try_once, Progress("publish", total, total, "bytes", {"file": "the commit"})))
 
 
-def verify(hub: HfApi, place: Place, revision: str, prepared: list[CommitOperationAdd]) -> None:
+def verify(hub: HfApi, place: Place, revision: str, prepared: list[CommitOperationAdd]) -> Steps[None]:
     """Compare what the Hub holds with what was sent, by hash."""
-    info = look(hub, place.kind, place.repo_id, revision=revision, files_metadata=True)
+
+    def ask() -> ModelInfo | SpaceInfo:
+        return look(hub, place.kind, place.repo_id, revision=revision, files_metadata=True)
+
+    info = yield from patiently(ask, Progress("publish", 0, len(prepared), "files checked"))
     held = {file.rfilename: file for file in info.siblings or ()}
     for one in prepared:
         found = held.get(one.path_in_repo)
@@ -225,7 +228,7 @@ def patiently(call: Callable[[], Product], at: Progress) -> Steps[Product]:
     for pause in PAUSES:
         try:
             return call()
-        except (HfHubHTTPError, HTTPError, ConnectionError, RuntimeError) as error:
+        except (HfHubHTTPError, HTTPError, ConnectionError, JSONDecodeError, RuntimeError) as error:
             cause = root_of(error)
             asked = wait_asked(cause)
             if not passing(cause) or asked > LONGEST:
@@ -233,76 +236,3 @@ def patiently(call: Callable[[], Product], at: Progress) -> Steps[Product]:
             yield replace(at, details={**at.details, "waiting": max(pause, asked), "because": reason(cause)})
             time.sleep(max(pause, asked))
     return call()
-
-
-def root_of(error: BaseException) -> BaseException:
-    """Find what went wrong beneath the client's `Error while uploading`."""
-    return error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
-
-
-def passing(error: BaseException) -> bool:
-    """Tell what may pass by itself from what will not."""
-    if isinstance(error, HfHubHTTPError):
-        return error.response.status_code in (408, 429) or error.response.status_code >= 500
-    return isinstance(error, HTTPError | ConnectionError)
-
-
-def wait_asked(error: BaseException) -> int:
-    """Read how many seconds the Hub asks to wait."""
-    asked = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) else ""
-    return int(asked) if asked.isdecimal() else 0
-
-
-def reason(error: BaseException) -> str:
-    """Say in words what the Hub answered."""
-    if not isinstance(error, HfHubHTTPError):
-        return "the Hub does not answer"
-    status = error.response.status_code
-    return {429: "the Hub is asked too often (429)"}.get(status, f"the Hub answered {status}")
-
-
-def redacted(error: BaseException) -> str:
-    """Shorten an error to its first line, without the signed addresses and tokens that a client may put there."""
-    return re.sub(r"\?\S+|hf_\w+", "…", first_line(error))
-
-
-def sign_in() -> str:
-    """Say how to sign in: on a Space there is a button."""
-    return "press the button that signs in" if os.environ.get("SPACE_ID") else SIGN_IN
-
-
-@contextmanager
-def explained(what: str, kept: str = NOTHING) -> Iterator[None]:
-    """Turn what the Hub answers to who writes into one sentence: what, why, what to do, what was kept."""
-    try:
-        yield
-    except HFValidationError as error:
-        raise PublishError(
-            f"{what} is no name for a repository: write OWNER/NAME with letters, digits, - _ and ., 96 at most; {kept}"
-        ) from error
-    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
-        raise FaultError(f"{what} cannot be reached, no network: connect, then try again; {kept}") from error
-    except (HfHubHTTPError, HTTPError, ConnectionError, RuntimeError) as error:
-        raise refusal(what, root_of(error), kept) from error
-
-
-def refusal(what: str, error: BaseException, kept: str) -> LinearizerError:
-    """Find the sentence for an answer of the Hub."""
-    if not isinstance(error, HTTPError | ConnectionError):
-        return FaultError(f"{what} cannot be written, the upload broke ({redacted(error)}): try again; {kept}")
-    if not isinstance(error, HfHubHTTPError):
-        return FaultError(f"{what} cannot be reached, the Hub does not answer: connect, then try again; {kept}")
-    status = error.response.status_code
-    if passing(error):
-        later = f"in {asked} seconds" if (asked := wait_asked(error)) else "later"
-        return FaultError(f"{what} cannot be written now, {reason(error)}: try again {later}; {kept}")
-    said = " ".join((error.server_message or "it does not say why").split())[:200].rstrip(".")
-    remedy = {
-        401: f"the token in use was refused: {sign_in()} again",
-        402: f"the account's plan does not allow it ({said}): change the plan, or choose another owner",
-        403: f"the token in use may not write there ({said}): use one that may, or choose another owner",
-        404: "it is not there, or not to be seen with this token: check the name, and whether it was deleted meanwhile",
-        409: f"the name is taken, or it is being changed by someone else ({said}): try again, or choose another name",
-        412: "someone else has changed it meanwhile: look at it, then try again",
-    }.get(status, f"the Hub does not accept it ({status}: {said})")
-    return PublishError(f"{what} cannot be written, {remedy}; {kept}")

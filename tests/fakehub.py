@@ -53,6 +53,7 @@ class FakeHub:
         self.repos, self.requests, self.faults = {}, [], []
         self.objects = {}  # large files that were sent, by sha256
         self.organisations = {}  # user -> {organisation: role}
+        self.yaml_errors = []  # that it finds in cards
         handler = type("Bound", (Handler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
@@ -72,7 +73,7 @@ class FakeHub:
 
     def clear(self):
         """Forget everything."""
-        for content in (self.repos, self.requests, self.faults, self.objects, self.organisations):
+        for content in (self.repos, self.requests, self.faults, self.objects, self.organisations, self.yaml_errors):
             content.clear()
 
 
@@ -105,7 +106,8 @@ class Handler(Writing, BaseHTTPRequestHandler):
             self.route(url.path)
         except Refusal as refusal:
             self.muted = False
-            self.reply({"error": str(refusal)}, refusal.status, refusal.headers)
+            said = {"error": str(refusal)} if refusal.status < 500 else b"<html>Service unavailable</html>"
+            self.reply(said, refusal.status, refusal.headers)
 
     do_GET = do_HEAD = do_POST = do_PUT = do_DELETE = answer
 
@@ -137,7 +139,8 @@ class Handler(Writing, BaseHTTPRequestHandler):
         if found := re.fullmatch(r"/api/(models|datasets|spaces)/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
             kind, name, revision = found.groups()
             return self.info(self.repo(kind, name), unquote(revision or "main"))
-        if found := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/(tree|paths-info)/([^/]+)(?:/(.*))?", path):
+        pattern = r"/api/(models|datasets|spaces)/([^/]+/[^/]+)/(tree|paths-info)/([^/]+)(?:/(.*))?"
+        if found := re.fullmatch(pattern, path):
             kind, name, what, revision, folder = found.groups()
             return getattr(self, what.replace("-", "_"))(
                 self.repo(kind, name), unquote(revision), unquote(folder or "")

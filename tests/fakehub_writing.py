@@ -23,7 +23,7 @@ class Writing:
     def write(self, path):
         """Obey a request that writes, and tell whether it was one."""
         if path == "/api/validate-yaml":
-            self.reply({"errors": [], "warnings": []})
+            self.reply({"errors": self.hub.yaml_errors, "warnings": []}, 400 if self.hub.yaml_errors else 200)
         elif path == "/api/repos/create":
             self.create(json.loads(self.posted))
         elif found := re.fullmatch(r"/lfs/([0-9a-f]{64})", path):

@@ -230,7 +230,7 @@ def test_what_the_hub_refuses_is_a_sentence_that_says_what_was_kept(hub, run, st
     assert WEIGHTS in files_of(hub)
 
 
-@pytest.mark.parametrize("place", ["repos/create", "/preupload/", "info/lfs/objects", "PUT /lfs/", "revision"])
+@pytest.mark.parametrize("place", ["validate-yaml", "/preupload/", "PUT /lfs/", "revision"])
 @pytest.mark.parametrize("status", [429, 500, 503, 0])
 def test_a_hub_that_stays_broken_is_a_sentence(hub, run, status, place):
     hub.fail_next(place, status, times=99)
@@ -278,6 +278,12 @@ def test_what_differs_on_the_hub_from_what_was_sent_is_found(hub, run):
     sha = hashlib.sha256((run.checkpoint / WEIGHTS).read_bytes()).hexdigest()
     hub.objects[sha] = b"something else"
     assert f"does not hold {WEIGHTS} as it was sent" in refused(run, kind=FaultError)
+
+
+def test_a_card_that_the_hub_finds_wrong_is_said(hub, run):
+    hub.yaml_errors.append({"message": '"license" must be one of the known ones'})
+    assert '"license" must be one of the known ones' in refused(run)
+    assert not hub.repos
 
 
 def test_without_a_network_nothing_is_lost(hub, run, monkeypatch):
