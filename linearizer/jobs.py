@@ -27,7 +27,7 @@ from linearizer.run import OWN, Run
 from linearizer.turns import Ticket
 
 STATES = ("queued", "running", "stopping", "stopped", "failed", "done", "lost")
-STEPS = ("profile", "price", "distill", "evaluate", "recall")
+STEPS = ("profile", "price", "exchange", "gates", "distill", "evaluate", "recall")
 TOLD = {"queued": "queued", "started": "running", "stopped": "stopped", "failed": "failed", "done": "done"}
 LIVE = ("queued", "running", "stopping")
 OFTEN = 0.25  # seconds between two looks at a log
