@@ -25,6 +25,7 @@ from linearizer.files import write_whole
 from linearizer.hub import DEMO
 from linearizer.picture import draw
 from linearizer.plan import Plan
+from linearizer.report import TABLES, evaluation_report
 from linearizer.run import Run
 
 PICTURE = "allocation.png"
@@ -75,7 +76,7 @@ def card(run: Run, repo_id: str | None = None) -> str:
     allocation, layers, teacher = run.allocation, run.layers, Teacher.of(run)
     assert allocation is not None
     plan = public_plan(run.plan, teacher)
-    rows = run.evaluation if run.has("evaluation.json") else []
+    rows = run.evaluation
     title = repo_id.partition("/")[2] if repo_id else f"{teacher.name}, linearized"
     head = metadata(plan, teacher, title, rows).to_yaml(line_break="\n")
     body = Template((Path(__file__).parent / "model_card.md").read_text(encoding="utf-8")).substitute(
@@ -84,8 +85,8 @@ def card(run: Run, repo_id: str | None = None) -> str:
         alternative=f"Layers down, KV heads across. {in_words(allocation, layers, run.positions)}",
         allocation=listing(allocation),
         snippet=snippet(repo_id or "PATH/OF/THIS/FOLDER"),
-        evaluation=evaluation(rows, plan),
-        limits=limits(allocation, plan),
+        evaluation=evaluation(rows, plan) + examination(run.evaluation_parts),
+        limits=limits(allocation, plan, bool(run.evaluation_parts)),
         made=made(allocation, plan),
         version=linearizer.__version__,
         command=command_of(plan),
@@ -106,13 +107,17 @@ def snippet(name: str, revision: str | None = None) -> str:
 def public_plan(plan: Plan, teacher: Teacher) -> Plan:
     """Pin the teacher of a plan, and leave out where files lie on the machine that made the student."""
     model = f"{teacher.repo_id}@{teacher.revision}" if teacher.repo_id else teacher.name
-    kind, _, path = plan.text.partition(":")
-    text = f"file:{Path(path).name}" if kind == "file" else plan.text
-    asked = {**asdict(plan), "model": model, "text": text}
+    asked = {**asdict(plan), "model": model, "text": public_text(plan.text)}
     written: dict[str, Any] = {
         name: one_line(value) if isinstance(value, str) else value for name, value in asked.items()
     }
     return Plan(**written)
+
+
+def public_text(source: str) -> str:
+    """Name a source of text without the folder that it is in."""
+    kind, _, path = source.partition(":")
+    return one_line(f"file:{Path(path).name}" if kind == "file" else source)
 
 
 def metadata(plan: Plan, teacher: Teacher, title: str, rows: Sequence[dict[str, Any]]) -> ModelCardData:
@@ -227,6 +232,24 @@ def evaluation(rows: Sequence[dict[str, Any]], plan: Plan) -> str:
     )
 
 
+def examination(parts: dict[str, dict[str, Any]]) -> str:
+    """Show what `linearizer evaluate` found, folded; where texts lie on this machine is left out."""
+    known = {part: without_folders(found) for part, found in parts.items() if part in TABLES}
+    if not known:
+        return ""
+    text = evaluation_report(known).replace("`", "'")
+    return f"\n\n<details><summary>All that was measured</summary>\n\n```text\n{text}\n```\n\n</details>"
+
+
+def without_folders(found: Any) -> Any:
+    """Name files of texts without the folders that they are in."""
+    if isinstance(found, dict):
+        return {name: without_folders(value) for name, value in found.items()}
+    if isinstance(found, list):
+        return [without_folders(value) for value in found]
+    return public_text(found) if isinstance(found, str) else found
+
+
 def made(allocation: Allocation, plan: Plan) -> str:
     """Say what was done."""
     done = ["measured how many degrees of freedom each KV head uses"]
@@ -236,16 +259,20 @@ def made(allocation: Allocation, plan: Plan) -> str:
     return ", ".join(done)
 
 
-def limits(allocation: Allocation, plan: Plan) -> str:
+def limits(allocation: Allocation, plan: Plan, examined: bool) -> str:
     """Say what not to expect."""
     said = [
         "A state of fixed size cannot hold everything: exact recall from further back than the window is weaker than "
         "the teacher's, as the table says.",
-        "The evaluation is small: a first impression on one kind of text, no benchmark, and no measure of what the "
-        "teacher can do besides.",
-        "No speed is claimed. A state cannot forget tokens, so assisted decoding is refused.",
+        "A state cannot forget tokens, so assisted decoding is refused.",
         "Everything that is to be said against the teacher (errors, bias, unsafe text) is to be said against this.",
     ]
+    if not examined:
+        said.insert(
+            1,
+            "The evaluation is small: a first impression on one kind of text, no benchmark, and no measure of what the "
+            "teacher can do besides, or of speed.",
+        )
     if any(head.softmax for row in allocation.heads for head in row):
         said.insert(1, "The KV heads that were left softmax keep their whole cache: the state grows with the text.")
     if not plan.steps and any(head.features for row in allocation.heads for head in row):

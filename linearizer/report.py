@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
-from linearizer.terminal import columns, size
+from linearizer.tables import columns, size
 
 Found = Mapping[str, Any]
 Rows = list[Sequence[object]]

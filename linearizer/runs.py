@@ -16,6 +16,7 @@ from linearizer.errors import FaultError, FolderError, RequestError, Stopped
 from linearizer.jobs import Status
 from linearizer.progress import Progress
 from linearizer.run import Run, runs_root
+from linearizer.tables import columns, size
 
 ACTIONS = {
     "list": "all runs under the root (the default)",
@@ -127,9 +128,9 @@ def table(found: Sequence[Status]) -> str:
         step = "" if one.step is None else f"{one.step['event']} {one.step['done']}/{one.step['total']}"
         model = printable(asked["model"] or "?")
         age = since(time.time() - one.begun)
-        rows.append((printable(one.run.folder.name), model, dial, state, step, terminal.size(one.disk_bytes), age))
+        rows.append((printable(one.run.folder.name), model, dial, state, step, size(one.disk_bytes), age))
     errors = [f"{printable(one.run.folder.name)}: {printable(one.error)}" for one in found if one.error]
-    return "\n".join([terminal.columns(rows), *errors])
+    return "\n".join([columns(rows), *errors])
 
 
 def printable(text: str) -> str:
@@ -139,9 +140,9 @@ def printable(text: str) -> str:
 
 def since(seconds: float) -> str:
     """Say a time in one unit."""
-    for unit, size in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= size:
-            return f"{seconds / size:.0f} {unit}"
+    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
+        if seconds >= length:
+            return f"{seconds / length:.0f} {unit}"
     return f"{seconds:.0f} s"
 
 

@@ -10,7 +10,6 @@ ROOT = Path(linearizer.__file__).parent
 LAYERS = [  # a module may import from the layers after its own
     {"__main__"},
     {"runs"},
-    {"report"},
     {"terminal"},
     {"worker"},
     {"examination"},
@@ -19,7 +18,7 @@ LAYERS = [  # a module may import from the layers after its own
     {"asking", "room", "working"},
     {"decision"},
     {"model_card", "space"},
-    {"command", "evaluation_table"},
+    {"command", "evaluation_table", "report"},
     {"plan", "run"},
     {
         "approximation",
@@ -62,6 +61,7 @@ LAYERS = [  # a module may import from the layers after its own
         "recipes",
         "profile",
         "samples",
+        "tables",
         "spectrum",
         "cost",
         "progress",

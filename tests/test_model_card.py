@@ -88,6 +88,18 @@ def test_a_card_without_results_says_so(tmp_path):
     assert "It was not evaluated." in text and ModelCard(text).data.eval_results is None
 
 
+def test_what_was_examined_is_shown_without_the_folders_of_this_machine(tmp_path):
+    run = made(tmp_path / "run")
+    asked = {"text": "file:/home/someone/poems.txt", "length": 64, "texts": 2, "seed": 0}
+    made_with = {"versions": {"torch": "2"}, "device": "cpu", "dtype": "float32", "alone": None}
+    subjects = [{"name": "student", "first": [4.0], "second": [2.5]}]
+    found = {**asked, "asked": {**asked, "made_with": made_with}, "subjects": subjects}
+    run.keep_found(parts={"recall": {**found, "gaps": [16], "passage": 8, "longer": None}, "unknown": {}})
+    text = card(run)
+    assert "student" in text and "2.500" in text and "file:poems.txt" in text and "/home/someone" not in text
+    assert "The evaluation is small" in card(made(tmp_path / "other")) and "The evaluation is small" not in text
+
+
 def test_what_is_not_finite_is_no_result(tmp_path):
     rows = [row("teacher", None, 3.0), row("student", 4096, float("nan"))]
     text = card(made(tmp_path / "run", rows=rows))
