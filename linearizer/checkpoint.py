@@ -21,6 +21,8 @@ from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedF
 from linearizer.runtime.student import LayerStudent
 from linearizer.subjects import exchanged
 
+SHARD = "1GB"  # what is sent again at most where an upload breaks
+
 # Code that is installed is preferred to the copy in a checkpoint, with and without trust_remote_code.
 AutoConfig.register(LinearizedConfig.model_type, LinearizedConfig, exist_ok=True)
 AutoModelForCausalLM.register(LinearizedConfig, LinearizedForCausalLM, exist_ok=True)
@@ -79,7 +81,7 @@ def held(heads: Sequence[Head], layer: Layer) -> dict[str, Any] | None:
 def save(student: LinearizedForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
     """Write weights, config, runtime code and tokenizer; an older checkpoint stays until the new one is whole."""
     with replacing(folder) as unfinished:
-        student.save_pretrained(unfinished)
+        student.save_pretrained(unfinished, max_shard_size=SHARD)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
 

@@ -38,11 +38,14 @@ class Bar:
                 self.stream.write(f"waiting for the runs before this one: {progress.total}\n")
             self.step, self.begin, self.first = (progress.step, progress.unit), now, progress.done
         done, took = progress.done - self.first, now - self.begin
-        line = f"{progress.step:>10}  {progress.done}/{progress.total} {progress.unit}"
+        count = size if progress.unit == "bytes" else str
+        unit = "" if progress.unit == "bytes" else f" {progress.unit}"
+        line = f"{progress.step:>10}  {count(progress.done)}/{count(progress.total)}{unit}"
         if "waiting" in progress.details:
             line += f"  {progress.details['because']}, trying again in {progress.details['waiting']} s"
         if done and took > 0:
-            line += f"  {done / took:.1f}/s  {duration((progress.total - progress.done) * took / done)} left"
+            rate = size(done / took) if progress.unit == "bytes" else f"{done / took:.1f}"
+            line += f"  {rate}/s  {duration((progress.total - progress.done) * took / done)} left"
         self.print(line)
 
     def print(self, line: str) -> None:

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import hashlib
-import time
-from collections.abc import Callable, Collection, Mapping
-from dataclasses import dataclass, replace
-from json import JSONDecodeError
+from collections.abc import Collection, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from huggingface_hub import (
     CommitOperationAdd,
@@ -19,19 +18,24 @@ from huggingface_hub import (
     constants,
     hf_hub_download,
 )
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, RepositoryNotFoundError
-from huggingface_hub.utils import get_session, hf_raise_for_status, validate_repo_id
+from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.utils import (
+    are_progress_bars_disabled,
+    disable_progress_bars,
+    enable_progress_bars,
+    get_session,
+    hf_raise_for_status,
+    validate_repo_id,
+)
 
-from linearizer.answers import KEPT, NOTHING, explained, passing, reason, root_of, sign_in, wait_asked
+from linearizer.answers import KEPT, NOTHING, explained, sign_in
 from linearizer.errors import FaultError, PublishError
 from linearizer.hub import SECONDS, access_token
+from linearizer.patience import patiently, watched
 from linearizer.progress import Progress, Steps
 
 Content = Path | bytes
-Product = TypeVar("Product")
 
-PAUSES = (1, 2, 4, 8, 16)  # seconds before a request that the Hub could not serve is made again
-LONGEST = 120  # seconds that the Hub may ask us to wait
 SMALL = 10**7  # bytes of the files that are announced together
 FRESH = {".gitattributes", "README.md"}  # what a repository holds that was just made
 
@@ -114,7 +118,7 @@ def refuse_taken(place: Place) -> None:
 
 def fetch_file(place: Place, path: str, revision: str, token: str | None = None) -> Path:
     """Download one small file of a repository."""
-    with explained(repr(place.repo_id), KEPT):
+    with explained(repr(place.repo_id), KEPT), without_bars():
         got = hf_hub_download(place.repo_id, path, revision=revision, repo_type=place.kind, token=access_token(token))
     return Path(got)
 
@@ -129,8 +133,9 @@ def send(
         if place.head is None:
             sdk = "gradio" if place.kind == "space" else None
             hub.create_repo(place.repo_id, private=place.private, repo_type=place.kind, space_sdk=sdk)
-    with explained(repr(place.repo_id), KEPT):
-        yield from send_large(hub, place, (prepared := additions(files)))
+    with explained(repr(place.repo_id), KEPT), without_bars():
+        prepared = yield from watched(lambda: additions(files), Progress("publish", 0, len(files), "files"))
+        yield from send_large(hub, place, prepared)
         revision = yield from commit(hub, place, files, prepared, message, obsolete)
         yield from verify(hub, place, revision, prepared)
     return revision
@@ -223,16 +228,14 @@ def git_hash(one: CommitOperationAdd) -> str:
     return found.hexdigest()
 
 
-def patiently(call: Callable[[], Product], at: Progress) -> Steps[Product]:
-    """Repeat a request that the Hub could not serve for a while, longer and longer, or as long as it asks for."""
-    for pause in PAUSES:
-        try:
-            return call()
-        except (HfHubHTTPError, HTTPError, ConnectionError, JSONDecodeError, RuntimeError) as error:
-            cause = root_of(error)
-            asked = wait_asked(cause)
-            if not passing(cause) or asked > LONGEST:
-                raise
-            yield replace(at, details={**at.details, "waiting": max(pause, asked), "because": reason(cause)})
-            time.sleep(max(pause, asked))
-    return call()
+@contextmanager
+def without_bars() -> Iterator[None]:
+    """Keep the Hub's client from drawing bars of its own: what it does is told by our progress."""
+    if are_progress_bars_disabled():
+        yield
+        return
+    disable_progress_bars()
+    try:
+        yield
+    finally:
+        enable_progress_bars()

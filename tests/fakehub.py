@@ -53,6 +53,7 @@ class FakeHub:
         self.repos, self.requests, self.faults = {}, [], []
         self.objects = {}  # large files that were sent, by sha256
         self.organisations = {}  # user -> {organisation: role}
+        self.released = threading.Event()  # lets go on what `fail_next(…, "hold")` holds
         self.yaml_errors = []  # that it finds in cards
         handler = type("Bound", (Handler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -73,6 +74,7 @@ class FakeHub:
 
     def clear(self):
         """Forget everything."""
+        self.released.clear()
         for content in (self.repos, self.requests, self.faults, self.objects, self.organisations, self.yaml_errors):
             content.clear()
 
@@ -95,6 +97,9 @@ class Handler(Writing, BaseHTTPRequestHandler):
             for fault in [fault for fault in self.hub.faults if fault[0] in asked][:1]:
                 self.hub.faults.remove(fault)
                 _, status, self.muted, headers = fault
+                if status == "hold":
+                    self.hub.released.wait(30)
+                    status = None
                 if self.muted:
                     self.route(url.path)
                     self.muted = False

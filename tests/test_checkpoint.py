@@ -171,7 +171,7 @@ def test_a_failed_save_keeps_the_checkpoint_that_was_there(tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["checkpoint"]
 
 
-def full_disk(folder):
+def full_disk(folder, **how):
     raise OSError(28, "No space left on device")
 
 

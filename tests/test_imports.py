@@ -52,7 +52,7 @@ LAYERS = [  # a module may import from the layers after its own
         "text",
     },  # what steps are made of
     {"loss_kernels"},
-    {"answers", "hub", "uploads", "weights", "runtime"},  # seams
+    {"answers", "hub", "patience", "uploads", "weights", "runtime"},  # seams
     {
         "allocation",
         "strategies",
@@ -81,11 +81,12 @@ INSIDE = {
     "probe": ["support", "teacher"],
     "hub": ["weights"],
     "answers": ["hub"],
-    "uploads": ["answers", "hub"],
+    "patience": ["answers"],
+    "uploads": ["answers", "hub", "patience"],
 }  # besides, within its own layer
 SEAMS = {  # library -> the modules that may import it
     "gradio": set(),
-    "huggingface_hub": {"hub", "uploads", "answers", "model_card"},
+    "huggingface_hub": {"hub", "uploads", "answers", "patience", "model_card"},
     "PIL": {"picture"},
     "datasets": {"hub", "text"},
 }
