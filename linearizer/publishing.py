@@ -29,9 +29,6 @@ class Preview:
     bytes: int
     notes: tuple[str, ...] = ()  # what the user should know first
 
-    def __str__(self) -> str:
-        return f"{len(self.files)} files, {self.bytes:,} bytes, to {self.repo_id}"
-
 
 @dataclass(frozen=True)
 class Published:

@@ -68,7 +68,8 @@ def account(token: str | None = None) -> tuple[str, ...]:
         raise PublishError(f"nobody is signed in, so nothing can be published: {sign_in()}")
     with explained("the Hub"):
         me = HfApi(token=chosen).whoami()
-    if me.get("auth", {}).get("accessToken", {}).get("role") == "read":
+    token_of = (me.get("auth") or {}).get("accessToken") or {}  # a visitor's sign-in has none
+    if token_of.get("role") == "read":
         raise PublishError(
             f"the token of {me['name']!r} may only read: make one that may write at "
             f"{constants.ENDPOINT}/settings/tokens, then {sign_in()} with it; {NOTHING}"
