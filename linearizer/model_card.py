@@ -9,18 +9,17 @@ import html
 import json
 import re
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
 from string import Template
 from typing import Any
 
-from huggingface_hub import EvalResult, ModelCardData
-
 import linearizer
 from linearizer.allocation import Allocation
+from linearizer.card_metadata import LINK, Teacher, metadata, one_line, terms_of
 from linearizer.command import command_of
 from linearizer.cost import Layer
-from linearizer.evaluation_table import measures, table
+from linearizer.evaluation_table import table
 from linearizer.files import write_whole
 from linearizer.hub import DEMO
 from linearizer.picture import draw
@@ -29,8 +28,6 @@ from linearizer.report import TABLES, evaluation_report
 from linearizer.run import Run
 
 PICTURE = "allocation.png"
-TAGS = ["linearizer", "linear-attention", "linearized", "custom_code"]
-LINK = r"https?://[\w./~%#?=&:+@-]+"
 SNIPPET = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -39,24 +36,6 @@ model = AutoModelForCausalLM.from_pretrained(name$pinned, trust_remote_code=True
 tokenizer = AutoTokenizer.from_pretrained(name$pinned)
 text = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=40)
 print(tokenizer.decode(text[0]))"""
-
-
-@dataclass(frozen=True)
-class Teacher:
-    """What a student was made from, as far as its card says."""
-
-    name: str
-    repo_id: str | None  # None: a local folder, which nobody else can find
-    revision: str | None
-    gated: bool
-    terms: dict[str, Any]
-
-    @staticmethod
-    def of(run: Run) -> Teacher:
-        found = run.inspection
-        repo_id = found["name"].partition("@")[0] if found["revision"] else None
-        name = repo_id or Path(found["name"]).name
-        return Teacher(name, repo_id, found["revision"], found["gated"], found.get("terms", {}))
 
 
 def add_card(run: Run) -> None:
@@ -118,54 +97,6 @@ def public_text(source: str) -> str:
     """Name a source of text without the folder that it is in."""
     kind, _, path = source.partition(":")
     return one_line(f"file:{Path(path).name}" if kind == "file" else source)
-
-
-def metadata(plan: Plan, teacher: Teacher, title: str, rows: Sequence[dict[str, Any]]) -> ModelCardData:
-    """Say to the Hub what the student is."""
-    results = results_of(plan, rows)
-    return ModelCardData(
-        base_model=teacher.repo_id,
-        base_model_relation="finetune" if teacher.repo_id else None,
-        pipeline_tag="text-generation",
-        library_name="transformers",
-        tags=TAGS,
-        datasets=[plan.text.split(":")[1]] if plan.text.startswith("dataset:") else None,
-        model_name=one_line(title),
-        eval_results=results or None,
-        **terms_of(teacher),
-    )
-
-
-def terms_of(teacher: Teacher) -> dict[str, Any]:
-    """Take over licence and language; a link to a file beside the teacher is made one that works elsewhere."""
-    terms = {
-        name: one_line(said) if isinstance(said, str) else [one_line(each) for each in said]
-        for name, said in teacher.terms.items()
-    }
-    link = terms.pop("license_link", None)
-    if isinstance(link, str) and re.fullmatch(LINK, link):
-        terms["license_link"] = link
-    elif teacher.repo_id and isinstance(link, str) and re.fullmatch(r"[\w./-]+", link):
-        terms["license_link"] = f"https://huggingface.co/{teacher.repo_id}/blob/{teacher.revision}/{link}"
-    return terms
-
-
-def results_of(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[EvalResult]:
-    """Give the student's own measures as results that the Hub can list."""
-    student = next((row for row in rows if row["name"] == "student"), None)
-    where = plan.text.split(":")[1] if plan.text.startswith("dataset:") else plan.text
-    return [
-        EvalResult(
-            task_type="text-generation",
-            dataset_type=where,
-            dataset_name=f"{plan.text}, kept from training",
-            metric_type=re.sub(r"\W+", "_", one.name.lower()).strip("_"),
-            metric_name=one.name,
-            metric_value=round(one.value, 4),
-        )
-        for one in (measures(student) if student else ())
-        if one.value is not None
-    ]
 
 
 def summary(allocation: Allocation, layers: Sequence[Layer], teacher: Teacher, positions: int) -> str:
@@ -291,11 +222,6 @@ def licence(teacher: Teacher) -> str:
     at = f" (<{link}>)" if isinstance(link, str) and re.fullmatch(LINK, link) else ""
     gated = " The teacher is gated: who uses this accepts the terms that the teacher's page asks for." * teacher.gated
     return f"The weights are the teacher's, and so is the licence: {plain(name)}{at}.{gated}"
-
-
-def one_line(text: str) -> str:
-    """Keep what can be printed, on one line."""
-    return " ".join("".join(letter if letter.isprintable() else " " for letter in text).split())
 
 
 def plain(text: str) -> str:

@@ -7,8 +7,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 from linearizer import space, uploads
+from linearizer.card_metadata import Teacher
 from linearizer.errors import FaultError, RequestError
-from linearizer.model_card import Teacher, card_files, snippet
+from linearizer.model_card import card_files, snippet
 from linearizer.progress import Progress, Steps
 from linearizer.run import Run
 from linearizer.uploads import Content, Place

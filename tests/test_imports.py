@@ -18,6 +18,7 @@ LAYERS = [  # a module may import from the layers after its own
     {"asking", "room", "working"},
     {"decision"},
     {"model_card", "space"},
+    {"card_metadata"},
     {"command", "evaluation_table", "report"},
     {"plan", "run"},
     {
@@ -86,7 +87,7 @@ INSIDE = {
 }  # besides, within its own layer
 SEAMS = {  # library -> the modules that may import it
     "gradio": set(),
-    "huggingface_hub": {"hub", "uploads", "answers", "patience", "model_card"},
+    "huggingface_hub": {"hub", "uploads", "answers", "patience", "card_metadata"},
     "PIL": {"picture"},
     "datasets": {"hub", "text"},
 }
