@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 Product = TypeVar("Product")
 
 BUDGET = 256
-PARTS = "language, recall, needle, generation, approximation, speed"  # of an evaluation
+PARTS = "language, recall, needle, generation, approximation, speed, tasks"  # of an evaluation
 
 
 class Parser(argparse.ArgumentParser):
@@ -170,7 +170,7 @@ def default_of(option: str) -> str:
 
 def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     """Options of a request to evaluate; what is not given is the request's default."""
-    command.add_argument("--parts", type=names, help=f"some of {PARTS} (default: all)")
+    command.add_argument("--parts", type=names, help=f"some of {PARTS} (default: all; tasks where some are named)")
     command.add_argument("--text", help="as of `run` (default: the run's own, where its training did not reach)")
     command.add_argument("--length", type=int, help="tokens of a text (default: as the run's own)")
     command.add_argument("--texts", type=int, help="how many (default: 8)")
@@ -178,6 +178,14 @@ def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--lengths", type=counts, help="where lengths are compared: 1024,4096,…")
     command.add_argument("--curve-steps", type=int, help="train the features of the curve of errors, too (default: 0)")
     command.add_argument("--seconds", type=float, help="that one measurement of speed may take (default: 15)")
+    command.add_argument(
+        "--tasks", type=names, help="of lm_eval: piqa,arc_easy,… (needs pip install 'linearizer[tasks]')"
+    )
+    command.add_argument("--limit", type=int, help="samples of a task (default: all)")
+    command.add_argument("--few-shot", type=int, help="examples before each sample (default: as the task says)")
+    command.add_argument(
+        "--task-folder", help="tasks of your own, as YAML files, which may run code that you put there"
+    )
     command.add_argument("--again", action="store_true", help="measure again what was measured")
 
 

@@ -23,6 +23,7 @@ from linearizer.recall import measure_longer, measure_recall
 from linearizer.run import Run
 from linearizer.speed import LENGTHS, measure_speed
 from linearizer.subjects import Subject
+from linearizer.tasks import find_tasks, measure_tasks
 from linearizer.text import document_numbers
 
 WRITTEN = 96  # tokens at most
@@ -35,7 +36,7 @@ Found = dict[str, Any]  # of one part, as it is stored: numbers, strings, lists 
 class Request:
     """What to measure, and on what."""
 
-    parts: tuple[str, ...] = ()  # none: all of them
+    parts: tuple[str, ...] = ()  # none: all of them, tasks if some are named
     text: str | None = None  # None: the run's own, where its training did not reach
     length: int | None = None  # tokens of a text; None: as the run's own
     texts: int = 8
@@ -43,6 +44,11 @@ class Request:
     seconds: float = 15.0  # that one measurement of speed may take
     curve_steps: int = 0  # of training at every number of features; 0: the curve is of untrained ones alone
     seed: int = 0
+
+    tasks: tuple[str, ...] = ()  # of lm_eval, or of the folder
+    limit: int | None = None  # samples of a task; None: all
+    few_shot: int | None = None  # examples before each sample; None: as the task says
+    task_folder: str | None = None
 
     def __post_init__(self) -> None:
         for part in self.parts:
@@ -54,15 +60,23 @@ class Request:
             ("length", 16, self.length),
             ("texts", 1, self.texts),
             ("curve_steps", 0, self.curve_steps),
+            ("limit", 1, self.limit),
+            ("few_shot", 0, self.few_shot),
             *(("lengths", 16, length) for length in self.lengths),
         ):
             if asked is not None and asked < least:
                 raise RequestError(f"{name} {asked} is too few: give at least {least}")
+        if "tasks" in self.parts and not self.tasks:
+            raise RequestError("no task was named: add --tasks, as in --tasks piqa,arc_easy")
+        if not self.seconds > 0:
+            raise RequestError(f"seconds {self.seconds} measure nothing: give a number above 0")
 
     @property
     def chosen(self) -> tuple[str, ...]:
         """The parts to measure, in their order."""
-        return tuple(part for part in PARTS if part in self.parts or not self.parts)
+        usual = tuple(part for part in PARTS if part != "tasks")
+        named = self.parts or usual
+        return tuple(part for part in PARTS if part in named or (part == "tasks" and self.tasks))
 
 
 def examine(run: Run, request: Request, again: bool = False, token: str | None = None) -> Steps[dict[str, Found]]:
@@ -71,6 +85,8 @@ def examine(run: Run, request: Request, again: bool = False, token: str | None =
         student, made_with = digest(run.checkpoint), bench.made_with()
         for length in (*request.lengths, request.length or 0):
             bench.beyond(length)
+        if request.tasks and request.chosen != ("tasks",):  # before the other parts take their time
+            find_tasks(request.tasks, None if request.task_folder is None else Path(request.task_folder))
         for part in request.chosen:
             measure, uses = PARTS[part]
             asked = {"student": student, **{name: getattr(request, name) for name in uses}, "made_with": made_with}
@@ -181,6 +197,13 @@ def look_at_speed(bench: Bench, request: Request) -> Steps[Found]:
     return asdict(found)
 
 
+def look_at_tasks(bench: Bench, request: Request) -> Steps[Found]:
+    folder = None if request.task_folder is None else Path(request.task_folder)
+    asked = (request.tasks, request.limit, request.few_shot, folder, request.seed)
+    found = yield from measure_tasks(bench.subjects(bench.usual_length), bench.tokenizer, *asked)
+    return asdict(found)
+
+
 def needle_lengths(usual: int, most: int) -> tuple[int, ...]:
     """Half the length of the training's texts, that, and what of its doubles positions allow."""
     lengths = [length for length in (usual // 2, usual, 2 * usual, 4 * usual) if LEAST <= length <= most]
@@ -202,4 +225,5 @@ PARTS: dict[str, tuple[Callable[[Bench, Request], Steps[Found]], tuple[str, ...]
     "generation": (look_at_generation, ON_TEXT),
     "approximation": (look_at_approximation, (*ON_TEXT, "curve_steps")),
     "speed": (look_at_speed, ("lengths", "seconds", "seed")),
+    "tasks": (look_at_tasks, ("tasks", "limit", "few_shot", "task_folder", "seed")),
 }

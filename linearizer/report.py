@@ -140,6 +140,21 @@ def breakeven_text(found: Found | None) -> str:
     )
 
 
+def tasks_table(found: Found) -> str:
+    """A row for every metric of every task, a column for every subject."""
+    rows: Rows = [("", *(one["name"] for one in found["subjects"]), "samples")]
+    for scores in zip(*(one["scores"] for one in found["subjects"]), strict=True):
+        values = (
+            f"{score['value']:.4f}" + ("" if score["error"] is None else f" ± {score['error']:.4f}") for score in scores
+        )
+        rows.append((f"{scores[0]['task']}, {scores[0]['metric']}", *values, scores[0]["samples"]))
+    if found["subjects"][0]["accuracy"] is not None:
+        rows.append(("mean of acc", *(f"{one['accuracy']:.4f}" for one in found["subjects"]), ""))
+    shots = "examples as each task says" if found["few_shot"] is None else f"{found['few_shot']} examples"
+    limit = "all samples" if found["limit"] is None else f"at most {found['limit']} samples"
+    return f"{columns(rows)}\n± standard errors; {shots}, {limit}"
+
+
 def rate(tokens: float | None) -> str:
     return "–" if tokens is None else f"{tokens:,.0f}" if tokens >= 100 else f"{tokens:.1f}"
 
@@ -172,4 +187,5 @@ TABLES: dict[str, Callable[[Found], str]] = {
     "generation": generation_table,
     "approximation": approximation_table,
     "speed": speed_table,
+    "tasks": tasks_table,
 }

@@ -161,6 +161,10 @@ def test_a_text_shorter_than_one_window_is_refused(run, tmp_path, capsys):
         (["--lengths", "64,few"], "invalid counts value: '64,few'"),
         (["--parts", "needle", "--lengths", "100"], "4 pairs do not fit into a text of 100 tokens"),
         (["--lengths", "160,200"], "has learned 192 positions; ask for at most 192"),
+        (["--parts", "tasks"], "no task was named: add --tasks"),
+        (["--tasks", "colours", "--task-folder", "absent"], "'absent' is no folder"),
+        (["--tasks", "colours", "--limit", "0"], "limit 0 is too few"),
+        (["--seconds", "0"], "seconds 0.0 measure nothing"),
         (["--length", "193"], "has learned 192 positions; ask for at most 192"),
     ],
 )
@@ -197,7 +201,7 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, capsys):
     code, out, err = said(capsys, run.folder, *small)
     assert code == 0, err
     parts = run.evaluation_parts
-    assert list(parts) == list(examination.PARTS)
+    assert list(parts) == [part for part in examination.PARTS if part != "tasks"]
     for word in ("found, at depth", "leaves the teacher", "rows misplaced", "reads tokens/s", "by its shape"):
         assert word in out
     assert parts["needle"]["lengths"] == [160, 192] and len(parts["needle"]["subjects"][0]["found"][0]) == 5

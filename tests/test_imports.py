@@ -37,6 +37,7 @@ LAYERS = [  # a module may import from the layers after its own
         "pricing",
         "recall",
         "speed",
+        "tasks",
     },  # steps
     {"training"},
     {"adapters", "learner", "losses", "schedule", "training_state"},  # what training is made of
@@ -90,6 +91,7 @@ SEAMS = {  # library -> the modules that may import it
     "huggingface_hub": {"hub", "uploads", "answers", "patience", "card_metadata"},
     "PIL": {"picture"},
     "datasets": {"hub", "text"},
+    "lm_eval": {"tasks"},
 }
 
 

@@ -1,0 +1,156 @@
+"""Scores on tasks of lm_eval, the harness that published figures come from: all go through its own code alike."""
+
+from __future__ import annotations
+
+import io
+import logging
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, redirect_stderr
+from copy import deepcopy
+from dataclasses import dataclass
+from difflib import get_close_matches
+from pathlib import Path
+from typing import Any
+
+from transformers import PreTrainedTokenizerBase
+
+from linearizer.errors import RequestError
+from linearizer.hub import first_line
+from linearizer.progress import Progress, Steps
+from linearizer.subjects import Subject
+
+DRAWN = 1000  # times that results are drawn again, for the errors of metrics that are no means
+INSTALL = "pip install 'linearizer[tasks]'"
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric of one task."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None  # standard; None where the harness gives none
+    samples: int
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What one subject scored."""
+
+    name: str
+    scores: tuple[Score, ...]
+    accuracy: float | None  # mean of "acc" over the tasks that have it, as in the paper's tables
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """All subjects on the same tasks."""
+
+    tasks: tuple[str, ...]
+    limit: int | None  # samples of a task; None: all
+    few_shot: int | None  # examples before each; None: as the task says
+    subjects: tuple[Scored, ...]
+
+
+def measure_tasks(
+    subjects: Sequence[Subject],
+    tokenizer: PreTrainedTokenizerBase,
+    names: Sequence[str],
+    limit: int | None = None,
+    few_shot: int | None = None,
+    folder: Path | None = None,
+    seed: int = 0,
+    batch: int = 8,
+) -> Steps[Tasks]:
+    """Let all do the same tasks; a folder may hold tasks of one's own."""
+    manager = find_tasks(names, folder)
+    import lm_eval
+    from lm_eval.models.huggingface import HFLM
+
+    found = []
+    for done, subject in enumerate(subjects):
+        yield Progress("tasks", done, len(subjects), "models")
+        with subject.at_work() as model, silent():
+            results = lm_eval.simple_evaluate(
+                HFLM(pretrained=model, tokenizer=deepcopy(tokenizer), backend="causal", batch_size=batch),
+                tasks=list(names),
+                task_manager=manager,
+                num_fewshot=few_shot,
+                limit=limit,
+                log_samples=False,
+                bootstrap_iters=DRAWN,
+                random_seed=seed,
+                numpy_random_seed=seed,
+                torch_random_seed=seed,
+                fewshot_random_seed=seed,
+            )
+        found.append(scored(subject.name, results, names))
+    yield Progress("tasks", len(subjects), len(subjects), "models")
+    return Tasks(tuple(names), limit, few_shot, tuple(found))
+
+
+def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
+    """Give lm_eval's manager of tasks, with all that were named loaded once: data that cannot be had is known now."""
+    try:
+        from lm_eval.tasks import TaskManager, get_task_dict
+    except ImportError as error:
+        raise RequestError(f"tasks need lm_eval, which is not installed here: {INSTALL}") from error
+    if folder is not None and not folder.is_dir():
+        raise RequestError(f"--task-folder {str(folder)!r} is no folder: name one that holds tasks as YAML files")
+    with silent():
+        manager = None if folder is None else TaskManager(include_path=str(folder), include_defaults=False)
+        if manager is None or not set(names) <= set(manager.all_tasks):  # reading all of its own takes seconds
+            manager = TaskManager(include_path=None if folder is None else str(folder))
+    known = manager.all_tasks
+    for name in names:
+        if name not in known:
+            near = get_close_matches(name, known, 3)
+            raise RequestError(
+                f"there is no task {name!r}: "
+                + (f"did you mean {' or '.join(near)}?" if near else "`lm-eval ls tasks` lists those that there are")
+            )
+    try:
+        with silent():
+            get_task_dict(list(names), manager)
+    except Exception as error:  # each task loads its data in its own way, with errors of many types
+        raise RequestError(
+            f"the data of {', '.join(names)} cannot be had ({first_line(error)}): connect, or name a folder with "
+            "tasks and data of your own with --task-folder"
+        ) from error
+    return manager
+
+
+def scored(name: str, results: Mapping[str, Any], asked: Sequence[str]) -> Scored:
+    """Read the scores of what was asked for: of a tag, those of its tasks."""
+    members = results.get("group_subtasks", {})
+    tasks = [own for task in asked for own in ([task] if task in results["results"] else members.get(task, []))]
+    scores = []
+    for task in tasks:
+        row = results["results"][task]
+        for key, value in row.items():
+            metric, _, kind = key.partition(",")
+            if kind and not metric.endswith("_stderr") and isinstance(value, (int, float)):
+                error = row.get(f"{metric}_stderr,{kind}")
+                known = isinstance(error, (int, float)) and math.isfinite(error)
+                label = metric if kind == "none" else f"{metric} ({kind})"
+                samples = int(row.get("sample_len", 0) or 0)
+                scores.append(Score(task, label, float(value), float(error) if known else None, samples))
+    accuracies = [score.value for score in scores if score.metric == "acc"]
+    return Scored(name, tuple(scores), math.fsum(accuracies) / len(accuracies) if accuracies else None)
+
+
+@contextmanager
+def silent() -> Iterator[None]:
+    """Keep the harness from printing: what matters is raised, or among the results."""
+    loggers = [logging.getLogger(name) for name in ("lm_eval", "datasets")]
+    levels = [logger.level for logger in loggers]
+    for logger in loggers:
+        logger.setLevel(logging.ERROR)
+    try:
+        with redirect_stderr(io.StringIO()):
+            yield
+    finally:
+        for logger, level in zip(loggers, levels, strict=True):
+            logger.setLevel(level)
