@@ -8,14 +8,17 @@ from typing import Any
 
 import torch
 
-PACKAGES = ("linearizer", "torch", "transformers", "lm_eval")
+import linearizer
+
+PACKAGES = ("torch", "transformers", "lm_eval")
 
 
 def environment(model: torch.nn.Module) -> dict[str, Any]:
     """Name versions, device and type of number of a model that is measured."""
     weight = next(model.parameters())
+    versions = {"python": platform.python_version(), "linearizer": linearizer.__version__}
     return {
-        "versions": {"python": platform.python_version(), **{name: found for name in PACKAGES if (found := has(name))}},
+        "versions": {**versions, **{name: found for name in PACKAGES if (found := has(name))}},
         "device": device_name(weight.device),
         "dtype": str(weight.dtype).removeprefix("torch."),
     }

@@ -1,0 +1,306 @@
+"""The tables of the paper, from this project's code, beside the published figures and with their rank correlation.
+
+python -m tests.benchmarks.paper MODEL            tables 1, 2, 4, 5, 7, 11 and 12; --tables names some of them
+python -m tests.benchmarks.paper fit MODEL        which reading of algorithm 1 gives tables 2 and 1 best
+
+MODEL: gpt2, EleutherAI/pythia-1b, a folder, demo, or tiny: a GPT-2 of the same shape, small and random, of which only
+shapes and ranks mean anything. What the paper leaves open is an option; the defaults are its text where that is clear.
+"""
+
+import argparse
+import itertools
+import json
+import tempfile
+import time
+from pathlib import Path
+
+import torch
+
+from linearizer import pipeline
+from linearizer.allocation import allocate
+from linearizer.checkpoint import linearize, students_of
+from linearizer.distillation import distill
+from linearizer.hub import find_model
+from linearizer.losses import Attended, rows_loss
+from linearizer.measurement import measure
+from linearizer.outputs import logits_of, read_losses
+from linearizer.plan import Plan
+from linearizer.profile import Asked
+from linearizer.progress import finish
+from linearizer.ranks import spearman
+from linearizer.recording import number
+from linearizer.runtime.attention import attention_modules, observing
+from linearizer.schedule import Settings
+from linearizer.speed import Meter
+from linearizer.subjects import Subject
+from linearizer.teacher import quiet
+from linearizer.terminal import columns
+from linearizer.text import enough_windows
+from tests.benchmarks.paper_fit import fit, head_freedoms, shown
+
+PUBLISHED = json.loads((Path(__file__).with_suffix(".json")).read_text(encoding="utf-8"))
+TABLES = ("1", "2", "4", "5", "7", "11", "12")
+LOSSES = ("direct", "softmax", "l2")
+
+
+class Paper:
+    """A model, and what the tables share: its profile, its students, what their training took and gave."""
+
+    def __init__(self, asked):
+        self.asked = asked
+        with tempfile.TemporaryDirectory() as folder:
+            name = tiny_gpt2(folder) if asked.model == "tiny" else asked.model
+            self.teacher = pipeline.load(Plan(name, features=64, device=asked.device, dtype=asked.dtype))
+        self.layers = self.teacher.inspection.layers
+        shape = (len(self.layers), self.layers[0].query_heads)
+        fitting = (one for one in ("gpt2", "pythia-1b") if shape == (PUBLISHED[one]["layers"], PUBLISHED[one]["heads"]))
+        self.published = PUBLISHED.get(next(fitting, None), {})
+        self.features = asked.features or self.published.get("features") or max(16, self.layers[0].key_dim)
+        self.ridge = 2.0 ** -(asked.ridge_exponent or self.published.get("ridge_exponent", 8))
+        length = min(asked.length, self.teacher.inspection.max_positions or asked.length)
+        count = asked.steps * asked.batch + asked.judged
+        texts = enough_windows(
+            asked.text, self.teacher.tokenizer, length, max(count, asked.texts), least=asked.batch + 1, seed=asked.seed,
+            model=self.teacher.model,
+        )  # fmt: skip
+        self.measured, self.judged = texts[: asked.texts], texts[-min(asked.judged, len(texts) - asked.batch) :]
+        self.learnt = texts[: len(texts) - len(self.judged)]
+        self.trained = {}
+
+    def begin(self):
+        """Measure the teacher, and make it a student."""
+        asked, begin = self.asked, time.perf_counter()
+        self.profile = self.measure(asked.normalise, asked.gauge, asked.sinks, asked.samples, asked.seed)
+        self.seconds = time.perf_counter() - begin
+        teacher = Subject("teacher", self.teacher.model)
+        self.teacher_loss, self.teacher_seconds = self.loss_of(teacher), self.seconds_to_write(teacher)
+        fix = self.allocation("Fix")
+        self.student = linearize(self.teacher.model, self.layers, fix, "prf", asked.seed)
+
+    def measure(self, normalise, gauge, sinks, samples, seed):
+        """Run algorithm 1 as far as the degrees of freedom."""
+        how = {"normalise": normalise, "gauge": gauge, "sinks": sinks, "samples": samples, "seed": seed}
+        ridges = tuple(2.0**-exponent for exponent in range(21))
+        return finish(
+            measure(self.teacher.model, self.measured, self.layers, Asked(**how, per="query", ridges=ridges))
+        ).profile
+
+    def dimensions(self, profile, over=None):
+        """Features of every layer."""
+        return [row[0].features for row in self.allocation("DoF", profile, over).heads if row]
+
+    def allocation(self, name, profile=None, over=None):
+        """Share features out as a row of the paper's tables does."""
+        dof = {"max": "dof", "mean": "dof-mean"}[over or self.asked.over]
+        strategy = {"Fix": "fix", "DoF": dof, "DoF+clip": "dof-clip"}[name]
+        how = {"features": self.features, "strategy": strategy, "ridge": self.ridge}
+        exact = self.asked.rounding == "paper"
+        return allocate(profile or self.profile, self.layers, **how, paper_rounding=exact)
+
+    def subject(self, name, loss, feature_map="prf"):
+        """Make a student of the paper, and train it; also note how long that took."""
+        if (name, loss) not in self.trained:
+            allocation = self.allocation(name if name in ("Fix", "DoF", "DoF+clip") else "Fix")
+            self.student.config.feature_map = feature_map
+            heads = students_of(self.student, self.layers, allocation, self.asked.seed)
+            subject, begin = Subject(name, self.student, allocation, heads), time.perf_counter()
+            if loss is not None:
+                settings = Settings(
+                    loss=loss, steps=self.asked.steps, batch=self.asked.batch, seed=self.asked.seed,
+                    decay=self.asked.decay, warmup=self.asked.warmup, window_dropout=0.0, repeats=0.0,
+                )  # fmt: skip
+                with subject.at_work():
+                    finish(distill(self.student, self.learnt, settings))
+            self.trained[name, loss] = subject, time.perf_counter() - begin
+        return self.trained[name, loss]
+
+    def rows(self):
+        """All that tables 7 and 12 train: strategy × loss."""
+        return itertools.product(("Fix", "DoF", "DoF+clip"), LOSSES)
+
+    def seconds_to_write(self, subject):
+        """Write a few tokens after a text, and reckon 1,000."""
+        meter = Meter(subject, self.layers, 60.0, self.asked.seed)
+        meter.timed(32, 1)
+        return 1000 / meter.timed(self.judged.shape[1], 1).write_rate
+
+    def loss_of(self, subject):
+        return read_losses([subject], self.judged)[0].mean().item()
+
+
+def tiny_gpt2(folder):
+    """Save a random GPT-2 of 12 layers and 12 heads that reads the demo model's tokens."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
+
+    torch.manual_seed(0)
+    config = GPT2Config(vocab_size=4096, n_embd=192, n_layer=12, n_head=12, n_positions=256, initializer_range=0.1,
+                        bos_token_id=0, eos_token_id=0)  # fmt: skip
+    AutoModelForCausalLM.from_config(config).save_pretrained(folder)
+    AutoTokenizer.from_pretrained(find_model("demo").folder).save_pretrained(folder)
+    return folder
+
+
+def numbered(values):
+    return {str(number + 1): value for number, value in enumerate(values)}
+
+
+def gridded(rows):
+    return {f"{layer}.{head}": value for layer, row in numbered(rows).items() for head, value in numbered(row).items()}
+
+
+def table_1(paper):
+    """Features of every layer."""
+    return numbered(paper.dimensions(paper.profile)), numbered(paper.published.get("table 1", []))
+
+
+def table_2(paper):
+    """Degrees of freedom of every head, at λ = 2^-8."""
+    return gridded(head_freedoms(paper.profile)), gridded(paper.published.get("table 2", []))
+
+
+def table_4(paper):
+    """Seconds to write 1,000 tokens; beside them the teacher's, which the paper's reviewers asked for."""
+    ours = {"teacher": paper.teacher_seconds}
+    for name in ("Fix", "DoF", "DoF+clip"):
+        ours[name] = paper.seconds_to_write(paper.subject(name, None)[0])
+    return ours, paper.published.get("table 4", {})
+
+
+def table_5(paper):
+    """Milliseconds of training for one text, by loss."""
+    texts = paper.asked.steps * paper.asked.batch
+    return {loss: 1000 * paper.subject("Fix", loss)[1] / texts for loss in LOSSES}, paper.published.get("table 5", {})
+
+
+def table_7(paper):
+    """Next-token loss."""
+    ours = {"teacher": paper.teacher_loss}
+    for name, loss in paper.rows():
+        ours[f"{name} {loss}"] = paper.loss_of(paper.subject(name, loss)[0])
+    ours["DiJiang"] = paper.loss_of(paper.subject("DiJiang", "softmax", "dijiang")[0])
+    ours["Performer"] = paper.loss_of(paper.subject("Performer", None, "performer")[0])
+    return ours, paper.published.get("table 7", {})
+
+
+def table_11(paper):
+    """Squared error of the kernel by layer, trained for it; ours is a share of the largest value, so ranks count."""
+    ours, told = {}, {}
+    for name in ("Fix", "DoF"):
+        ours |= {
+            f"{name}.{layer}": error for layer, error in kernel_errors(paper, paper.subject(name, "l2")[0]).items()
+        }
+        told |= {
+            f"{name}.{n}": value for n, value in numbered(paper.published.get("table 11", {}).get(name, [])).items()
+        }
+    return ours, told
+
+
+def table_12(paper):
+    """Seconds of training; published: minutes."""
+    return {f"{n} {loss}": paper.subject(n, loss)[1] for n, loss in paper.rows()}, paper.published.get("table 12", {})
+
+
+def kernel_errors(paper, subject):
+    """Mean squared error of the kernel in every layer, on text that was kept from training."""
+    students = dict(zip((number(m) for m in attention_modules(paper.student.base)), subject.heads, strict=True))
+    found = {}
+
+    def observe(module, q, k, v, scale, _):
+        group = students[number(module)].groups[0]
+        loss, _ = rows_loss("l2", group, Attended(q, k, v, scale), 1.0)
+        found[str(number(module) + 1)] = loss.item()
+
+    with observing(paper.student.base, observe):
+        logits_of(paper.student.base, paper.judged[:2])
+    return found
+
+
+def compared(ours, told):
+    """Lay both out, with their rank correlation; where keys have two parts, as a grid."""
+    same = [key for key in ours if key in told]
+    ranks = spearman([ours[key] for key in same], [told[key] for key in same])
+    note = (
+        "nothing published for this shape"
+        if not same
+        else f"rank correlation {'–' if ranks is None else f'{ranks:.3f}'}"
+    )
+    if all("." in key for key in ours):
+        lines = sorted({key.split(".")[0] for key in ours}, key=lambda name: (len(name), name))
+        tops = list(dict.fromkeys(key.split(".")[1] for key in ours))
+        rows = [("", *tops)]
+        for line in lines:
+            rows.append((line, *(shown(ours.get(f"{line}.{top}")) for top in tops)))
+            if same:
+                rows.append(("  published", *(shown(told.get(f"{line}.{top}")) for top in tops)))
+        return f"{columns(rows)}\n{note}"
+    return (
+        columns([("", "ours", "published"), *((key, shown(ours[key]), shown(told.get(key))) for key in ours)])
+        + "\n"
+        + note
+    )
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("words", nargs="+", metavar="[fit] MODEL")
+    parser.add_argument("--tables", default=",".join(TABLES), help="1,2,4,5,7,11,12")
+    parser.add_argument("--seeds", type=int, default=1, help="of a fit: how many, from --seed on")
+    parser.add_argument("--text", default="builtin", help="the paper: a tenth of Wikipedia (dataset:…)")
+    parser.add_argument("--length", type=int, default=1024, help="tokens; the paper: 1024 (GPT-2), 2048 (Pythia)")
+    parser.add_argument("--texts", type=int, default=8, help="T of algorithm 1, which the paper does not give")
+    parser.add_argument("--samples", type=int, default=2048, help="J, which it does not give; a fit tries half, too")
+    parser.add_argument("--features", type=int, help="C (default: as published, or the head size)")
+    parser.add_argument("--ridge-exponent", type=int, help="n of λ = 2^-n (default: as published, or 8)")
+    parser.add_argument(
+        "--normalise",
+        choices=("trace", "J", "none"),
+        default="trace",
+        help="of the Gram matrix, which is printed as none: then all heads saturate",
+    )
+    parser.add_argument(
+        "--gauge", choices=("raw", "centred"), default="raw", help="keys as they are, or less their mean"
+    )
+    parser.add_argument("--sinks", type=int, default=0, help="first tokens that are not sampled")
+    parser.add_argument("--over", choices=("max", "mean"), default="max", help="of a layer's heads")
+    parser.add_argument("--rounding", choices=("paper", "tiles"), default="paper")
+    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--batch", type=int, default=2, help="the paper: 128 (GPT-2), 64 (Pythia)")
+    parser.add_argument(
+        "--decay", choices=("none", "cosine", "linear"), default="none", help="of learning rates; not given"
+    )
+    parser.add_argument("--warmup", type=int, default=0, help="steps; not given")
+    parser.add_argument("--judged", type=int, default=8, help="texts that losses are taken on")
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--device", default="auto")
+    parser.add_argument("--dtype", default="float32")
+    parser.add_argument("--out", type=Path, help="write all figures there as JSON")
+    asked = parser.parse_args(arguments)
+    *command, asked.model = asked.words
+    if command not in ([], ["fit"]):
+        parser.error(f"{' '.join(command)!r} is no command: write fit MODEL, or MODEL alone")
+    with quiet():
+        paper = Paper(asked)
+        if command:
+            print(fit(paper))
+            return
+        show_tables(paper)
+
+
+def show_tables(paper):
+    asked, found = paper.asked, {}
+    paper.begin()
+    told = paper.published.get("algorithm 1", "–")
+    print(f"{asked.model}: C = {paper.features}, λ = {paper.ridge:g}")
+    print(f"algorithm 1: {paper.seconds:.1f} s, published {told}")
+    for name in asked.tables.split(","):
+        table = globals()[f"table_{name}"]
+        ours, told = table(paper)
+        found[name] = {"ours": ours, "published": told}
+        print(f"\ntable {name}: {table.__doc__}\n{compared(ours, told)}")
+    if asked.out:
+        choices = {name: str(value) for name, value in vars(asked).items()}
+        asked.out.write_text(json.dumps({"asked": choices, "tables": found}, indent=1))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,48 @@
+"""Which reading of the paper's algorithm 1 gives its tables: everything that it leaves open is tried."""
+
+import itertools
+import math
+
+from linearizer.ranks import spearman
+from linearizer.terminal import columns
+
+NORMALISE, GAUGE, SINKS, OVER = ("trace", "J", "none"), ("raw", "centred"), (0, 1, 4), ("max", "mean")
+HEADS_AT = 2.0**-8  # the λ of table 2
+
+
+def head_freedoms(profile):
+    """Degrees of freedom of every head at the λ of table 2: [layer][head]."""
+    place = profile.asked.ridges.index(HEADS_AT)
+    return [[curve[place] for curve in layer.query_freedoms] for layer in profile.layers if layer.heads]
+
+
+def fit(paper):
+    """Hold every reading against tables 2 and 1, the best first; without published figures, only show what it gives."""
+    asked, rows = paper.asked, []
+    told = [value for row in paper.published.get("table 2", []) for value in row]
+    published = paper.published.get("table 1", [])
+    samples = sorted({max(32, asked.samples // 2), asked.samples})
+    for normalise, gauge, sinks, count in itertools.product(NORMALISE, GAUGE, SINKS, samples):
+        for seed in range(asked.seed, asked.seed + asked.seeds):
+            profile = paper.measure(normalise, gauge, sinks, count, seed)
+            heads = [value for row in head_freedoms(profile) for value in row]
+            for over in OVER:
+                layers = paper.dimensions(profile, over)
+                way = f"{normalise}, {gauge}, {sinks} sinks, {count} samples, seed {seed}, {over} over heads"
+                rows.append((way, *agreement(heads, told), *agreement(layers, published), *layers))
+    rows.sort(key=lambda row: (-(row[1] or 0.0), row[2] or 0.0))
+    heading = ("read as", "ranks of table 2", "log error", "ranks of table 1", "log error", *range(1, len(layers) + 1))
+    return columns([heading, *((row[0], *map(shown, row[1:])) for row in rows)])
+
+
+def agreement(ours, told):
+    """Give the correlation of ranks, and the root mean square of the logarithms of the ratios."""
+    if len(ours) != len(told):
+        return None, None
+    logs = [math.log(max(one, 1e-9) / other) for one, other in zip(ours, told, strict=True)]
+    return spearman(ours, told), math.sqrt(math.fsum(log * log for log in logs) / len(logs))
+
+
+def shown(value):
+    """Write a number with four digits, and nothing as nothing."""
+    return "" if value is None else f"{value:.4g}"

@@ -1,0 +1,46 @@
+"""What the benchmarks hold their figures against is what was published, and they run."""
+
+import json
+
+import pytest
+
+from tests.benchmarks.paper import PUBLISHED, main
+from tests.benchmarks.paper_fit import agreement
+
+SMALL = ["--length", "64", "--texts", "4", "--samples", "64", "--steps", "1", "--judged", "2"]
+
+
+def test_the_published_figures_have_the_marks_that_were_told_of_them():
+    gpt2, pythia = PUBLISHED["gpt2"], PUBLISHED["pythia-1b"]
+    assert sum(gpt2["table 1"]) == 770 and sum(pythia["table 1"]) == 2049
+    assert [len(row) for row in gpt2["table 2"]] == [12] * 12
+    tops = [max(row) for row in gpt2["table 2"]]
+    means = [sum(row) / len(row) for row in gpt2["table 2"]]
+    assert sum(means) / sum(tops) == pytest.approx(0.263, abs=0.001)
+    assert sum(gpt2["table 11"]["Fix"]) == pytest.approx(45.68, abs=0.03)
+    assert sum(gpt2["table 11"]["DoF"]) == pytest.approx(44.10, abs=0.03)
+
+
+def test_the_tables_of_the_paper_come_from_our_code(tmp_path, capsys):
+    main(["tiny", *SMALL, "--out", str(tmp_path / "found.json")])
+    out = capsys.readouterr().out
+    tables = json.loads((tmp_path / "found.json").read_text())["tables"]
+    for name, table in tables.items():
+        assert f"\ntable {name}: " in out
+        assert set(table["published"]) <= set(table["ours"]), name
+    assert out.count("rank correlation") == 7
+    assert sum(tables["1"]["ours"].values()) == pytest.approx(12 * 64, abs=8)
+    assert set(tables["7"]["ours"]) == set(PUBLISHED["gpt2"]["table 7"])
+
+
+def test_the_fit_tries_what_the_paper_leaves_open(capsys):
+    main(["fit", "tiny", *SMALL])
+    lines = capsys.readouterr().out.splitlines()
+    assert len(lines) == 1 + 3 * 2 * 3 * 2 * 2 and "log error" in lines[0]
+    with pytest.raises(SystemExit):
+        main(["fix", "tiny"])
+
+
+def test_agreement_is_full_with_oneself_and_unknown_of_another_shape():
+    assert agreement([1.0, 2.0, 4.0], [1.0, 2.0, 4.0]) == pytest.approx((1, 0))
+    assert agreement([1.0, 2.0], [1.0]) == (None, None)
