@@ -1,0 +1,110 @@
+"""Measures the table of the README anew, between its markers: python -m tests.benchmarks.readme.
+
+A run of the demo model for each recipe, all at the bytes of the same budget and on the same text; then the teacher and
+a plain window through the same code.
+"""
+
+import argparse
+import tempfile
+import textwrap
+from pathlib import Path
+
+from linearizer.examination import Request, examine
+from linearizer.pipeline import linearize
+from linearizer.plan import Plan
+from linearizer.progress import finish
+from linearizer.run import Run
+from linearizer.terminal import size
+
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- measured: python -m tests.benchmarks.readme -->", "<!-- measured: end -->"
+BUDGET, TEXTS, LENGTH, GAPS = 64, 16, 1024, (32, 128, 448)
+RECIPES = {  # name -> what of a plan is not as usual
+    "the paper": {
+        "strategy": "dof",
+        "feature_map": "prf",
+        "window": 0,
+        "sinks": 0,
+        "per": "query",
+        "gauge": "raw",
+    },
+    "`common-lambda`": {},
+    "`gain`": {"strategy": "gain"},
+}
+ROWS = ("teacher", "window", *RECIPES)
+COLUMNS = (
+    "",
+    "remembers",
+    "loss",
+    "KL to the teacher",
+    *(f"recall after {gap}" for gap in GAPS),
+    "reads, tokens/s",
+    "writes",
+    "peak memory",
+)
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--readme", type=Path, default=README)
+    parser.add_argument("--texts", type=int, default=TEXTS)
+    parser.add_argument("--steps", type=int, help="of training (default: as usual)")
+    asked = parser.parse_args(arguments)
+    content = asked.readme.read_text(encoding="utf-8")
+    before, _, rest = content.partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        parser.error(f"{asked.readme} lacks the markers {BEGIN} and {END}")
+    asked.readme.write_text(f"{before}{BEGIN}\n{measured(asked)}\n{end}{after}", encoding="utf-8")
+
+
+def measured(asked):
+    """Run every recipe, and lay the table out."""
+    rows, made = {}, None
+    with tempfile.TemporaryDirectory() as folder:
+        for name, changes in RECIPES.items():
+            steps = {} if asked.steps is None else {"steps": asked.steps}
+            run = Run.begin(Path(folder) / str(len(rows)), Plan("demo", budget=BUDGET, **changes, **steps))
+            finish(linearize(run))
+            parts = ("language", "recall", "speed")
+            found = finish(examine(run, Request(parts, texts=asked.texts, lengths=(LENGTH,))))
+            if not rows:
+                rows |= {each: row_of(found, each) for each in ("teacher", "window")}
+            rows[name], made = row_of(found, "student"), found["language"]
+    lines = [COLUMNS, ("---",) * len(COLUMNS), *((name, *rows[name]) for name in ROWS)]
+    return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{note(made)}"
+
+
+def row_of(found, name):
+    """Take one subject's numbers out of all parts."""
+    language, recall, speed = (
+        next(one for one in found[part]["subjects"] if one["name"] == name) for part in ("language", "recall", "speed")
+    )
+    pace, kl = speed["one"][0], language["kl"]
+    seconds = dict(zip(found["recall"]["gaps"], recall["second"], strict=True))
+    return (
+        size(pace["state_bytes"]),
+        f"{language['loss']['mean']:.3f}",
+        f"{kl['mean']:.3f} ± {(kl['interval'][1] - kl['interval'][0]) / 2:.3f}",
+        *(f"{seconds[gap]:.2f}" for gap in GAPS),
+        f"{pace['read_rate']:,.0f}",
+        f"{pace['write_rate']:,.0f}",
+        "–" if pace["peak_bytes"] is None else size(pace["peak_bytes"]),
+    )
+
+
+def note(language):
+    """Say what was measured, and with what."""
+    made = language["asked"]["made_with"]
+    versions = ", ".join(f"{name} {made['versions'][name]}" for name in ("torch", "transformers"))
+    text = (
+        f"The demo model at the bytes of {BUDGET} tokens of cache; {language['texts']} texts of {language['length']} "
+        f"tokens that were kept from training, seed {language['seed']}; ± half of a 95 % interval over "
+        f"{language['drawn']}. Speed, memory and what is remembered: one text of {LENGTH} tokens, {made['dtype']} on "
+        f"{made['device']}, {versions}."
+    )
+    return textwrap.fill(text, 120)
+
+
+if __name__ == "__main__":
+    main()
