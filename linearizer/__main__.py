@@ -306,7 +306,7 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
     known = {field.name for field in fields(Request)}
     request = Request(**{name: value for name, value in vars(asked).items() if name in known and value is not None})
     found = work(beside(run, examine(run, request, asked.again)), f"`linearizer evaluate {run.folder}`")
-    chosen = {part: found[part] for part in request.chosen}
+    chosen = {part: found[part] for part in request.chosen if part in found}
     show(asked, chosen, report.evaluation_report(chosen))
 
 

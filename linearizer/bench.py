@@ -25,6 +25,8 @@ from linearizer.subjects import Subject, exchanged, window_control
 from linearizer.teacher import quiet
 from linearizer.text import enough_windows, first_tokens, read_documents, token_windows
 
+SAMPLES = "state/samples.safetensors"  # of a run's folder
+
 
 @dataclass(frozen=True)
 class Bench:
@@ -51,7 +53,7 @@ class Bench:
     def untrained(self) -> tuple[LayerStudent, ...] | None:
         """The student as it was before its training; None where it has no features, or their samples are gone."""
         featured = any(head.features for row in self.allocation.heads for head in row)
-        if not featured or not self.run.has("state/samples.safetensors"):
+        if not featured or not self.run.has(SAMPLES):
             return None
         heads = checkpoint.students_of(self.student, self.layers, self.allocation, self.run.plan.seed)
         with exchanged(self.student, heads):

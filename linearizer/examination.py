@@ -12,7 +12,7 @@ from typing import Any
 
 from linearizer.approximation import measure_approximation, measure_curve
 from linearizer.asking import settings_of
-from linearizer.bench import Bench, assembled
+from linearizer.bench import SAMPLES, Bench, assembled
 from linearizer.distillation import distill
 from linearizer.errors import RequestError
 from linearizer.generation import measure_generation
@@ -25,6 +25,7 @@ from linearizer.speed import LENGTHS, measure_speed
 from linearizer.subjects import Subject
 from linearizer.tasks import find_tasks, measure_tasks
 from linearizer.text import document_numbers
+from linearizer.working import memory_explained
 
 WRITTEN = 96  # tokens at most
 LOOKED_AT = 2  # texts whose attention is compared, head by head
@@ -62,7 +63,7 @@ class Request:
             ("curve_steps", 0, self.curve_steps),
             ("limit", 1, self.limit),
             ("few_shot", 0, self.few_shot),
-            *(("lengths", 16, length) for length in self.lengths),
+            *(("lengths", 32, length) for length in self.lengths),
         ):
             if asked is not None and asked < least:
                 raise RequestError(f"{name} {asked} is too few: give at least {least}")
@@ -88,12 +89,14 @@ def examine(run: Run, request: Request, again: bool = False, token: str | None =
         if request.tasks and request.chosen != ("tasks",):  # before the other parts take their time
             find_tasks(request.tasks, None if request.task_folder is None else Path(request.task_folder))
         for part in request.chosen:
+            if part == "needle" and not request.parts and bench.run.positions < LEAST:
+                continue  # nobody named it, and pairs do not fit into what this teacher reads
             measure, uses = PARTS[part]
             asked = {"student": student, **{name: getattr(request, name) for name in uses}, "made_with": made_with}
             there = run.evaluation_parts.get(part)
             if there is not None and there["asked"] == asked and not again:
                 continue
-            with closing(measure(bench, request)) as steps:
+            with memory_explained(), closing(measure(bench, request)) as steps:
                 found = yield from steps
             run.keep_found(parts={**run.evaluation_parts, part: {"asked": asked, **found}})
             run.log("examined", part=part)
@@ -164,9 +167,11 @@ def look_at_approximation(bench: Bench, request: Request) -> Steps[Found]:
     teacher = bench.student.base if bench.teacher is None else bench.teacher
     students = [subject for subject in bench.subjects(length) if subject.allocation is not None]
     found = yield from measure_approximation(teacher, students, windows, profile)
-    plain = yield from plain_students(bench, request.curve_steps)
-    curve = yield from measure_curve(teacher, plain, FEATURES, windows, profile)
-    return {**of_text(bench, request, windows), **asdict(found), "curve": asdict(curve)}
+    curve = None
+    if bench.run.has(SAMPLES):  # without them features begin nowhere
+        plain = yield from plain_students(bench, request.curve_steps)
+        curve = asdict((yield from measure_curve(teacher, plain, FEATURES, windows, profile)))
+    return {**of_text(bench, request, windows), **asdict(found), "curve": curve}
 
 
 def plain_students(bench: Bench, steps: int) -> Steps[dict[str, list[Subject]]]:

@@ -97,14 +97,19 @@ def approximation_table(found: Found) -> str:
         agreed = "–" if ranked is None else f"{ranked:.2f}"
         rows.append((one["name"], *cells, f"{one['rows_mean']:.3f}", f"{one['outputs_mean']:.3f}", agreed))
     rows.append(("student, predicted", *(mean(heads, ".1e") for heads in found["predicted"][0]), "", "", ""))
-    curve = found["curve"]
+    note = "foretold: rank correlation over heads of what is misplaced with what the profile predicts"
+    text = f"{columns(rows)}\n{note}\n{text_of(found)}"
+    return text if found["curve"] is None else f"{text}\n\n{curve_table(found['curve'])}"
+
+
+def curve_table(curve: Found) -> str:
+    """Errors by the number of features."""
     points: Rows = [("features per KV head, and nothing else", *curve["features"])]
     for name, errors, outputs in zip(curve["names"], curve["rows"], curve["outputs"], strict=True):
         points.append((f"{name}: rows misplaced", *(f"{error:.3f}" for error in errors)))
         points.append((f"{name}: of outputs", *(f"{error:.3f}" for error in outputs)))
     points.append(("predicted: λ where N(λ) is that many", *(f"{error:.2g}" for error in curve["predicted"])))
-    note = "foretold: rank correlation over heads of what is misplaced with what the profile predicts"
-    return f"{columns(rows)}\n{note}\n{text_of(found)}\n\n{columns(points)}"
+    return columns(points)
 
 
 def speed_table(found: Found) -> str:

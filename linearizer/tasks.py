@@ -93,12 +93,12 @@ def measure_tasks(
 
 def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
     """Give lm_eval's manager of tasks, with all that were named loaded once: data that cannot be had is known now."""
+    if folder is not None and not folder.is_dir():
+        raise RequestError(f"--task-folder {str(folder)!r} is no folder: name one that holds tasks as YAML files")
     try:
         from lm_eval.tasks import TaskManager, get_task_dict
     except ImportError as error:
         raise RequestError(f"tasks need lm_eval, which is not installed here: {INSTALL}") from error
-    if folder is not None and not folder.is_dir():
-        raise RequestError(f"--task-folder {str(folder)!r} is no folder: name one that holds tasks as YAML files")
     with silent():
         manager = None if folder is None else TaskManager(include_path=str(folder), include_defaults=False)
         if manager is None or not set(names) <= set(manager.all_tasks):  # reading all of its own takes seconds

@@ -55,7 +55,7 @@ def memory_explained() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        from linearizer.training import is_out_of_memory
+        from linearizer.memory import is_out_of_memory
 
         if not isinstance(error, MemoryError) and not is_out_of_memory(error):
             raise

@@ -2,6 +2,10 @@
 
 import json
 import shutil
+import signal
+import subprocess
+import sys
+import time
 
 import pytest
 import torch
@@ -24,9 +28,13 @@ ROW = {"name": "teacher", "state_bytes": None, "language": {"loss": 1.0}, "recal
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A tiny GPT-2: it learns 192 positions."""
-    folder = tmp_path_factory.mktemp("model") / "gpt2"
+    return save_gpt2(tmp_path_factory.mktemp("model") / "gpt2", 192)
+
+
+def save_gpt2(folder, positions):
     torch.manual_seed(0)
-    config = GPT2Config(vocab_size=4096, n_embd=32, n_layer=2, n_head=2, n_positions=192, initializer_range=0.2)
+    shape = {"vocab_size": 4096, "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": positions}
+    config = GPT2Config(**shape, initializer_range=0.2, bos_token_id=0, eos_token_id=0)
     AutoModelForCausalLM.from_config(config).save_pretrained(folder)
     AutoTokenizer.from_pretrained(find_model("demo").folder).save_pretrained(folder)
     return folder
@@ -129,6 +137,29 @@ def test_an_interrupted_evaluation_keeps_what_was_finished(run):
     assert [event["event"] for event in run.events()][len(events) :] == ["examined"]
 
 
+def test_ctrl_c_and_a_kill_leave_what_was_finished(run):
+    command = [sys.executable, "-m", "linearizer", "evaluate", str(run.folder), "--texts", "2"]
+    for sent, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
+        before = len(run.evaluation_parts)
+        process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+        while len(run.evaluation_parts) <= before:
+            assert process.poll() is None, process.stderr.read()
+            time.sleep(0.02)
+        process.send_signal(sent)
+        _, err = process.communicate(timeout=60)
+        assert process.returncode == code and "Traceback" not in err
+        assert code < 0 or "what was finished is kept: repeat `linearizer evaluate" in err
+    kept = run.evaluation_parts
+    finish(examination.examine(run, examination.Request(("language", "recall"), texts=2)))
+    assert {part: run.evaluation_parts[part] for part in kept} == kept
+    assert [event["event"] for event in run.events()].count("examined") == len(run.evaluation_parts)
+
+
+def test_two_evaluations_never_write_one_run(run, capsys):
+    with run.locked():
+        assert "being written by another process" in refused(capsys, run.folder, "--parts", "language")
+
+
 def test_the_text_is_not_what_the_student_was_trained_on(finished):
     run = Run.open(finished)
     learnt = run.found["made_with"]["learnt"]
@@ -158,6 +189,7 @@ def test_a_text_shorter_than_one_window_is_refused(run, tmp_path, capsys):
         (["--parts", "xyz"], "there is no part 'xyz': name some of language, recall"),
         (["--length", "3"], "length 3 is too few"),
         (["--texts", "0"], "texts 0 is too few"),
+        (["--lengths", "16"], "lengths 16 is too few: give at least 32"),
         (["--lengths", "64,few"], "invalid counts value: '64,few'"),
         (["--parts", "needle", "--lengths", "100"], "4 pairs do not fit into a text of 100 tokens"),
         (["--lengths", "160,200"], "has learned 192 positions; ask for at most 192"),
@@ -209,3 +241,13 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, capsys):
     assert curve["names"] == ["untrained", "trained"] and len(curve["rows"][1]) == len(curve["features"])
     assert [one["name"] for one in parts["speed"]["subjects"]] == ["teacher", "student", "window"]
     assert json.loads(json.dumps(parts)) == parts
+
+
+def test_a_teacher_too_short_for_pairs_is_measured_in_all_else(tmp_path, capsys):
+    model = save_gpt2(tmp_path / "model", 96)
+    assert main(["run", str(model), "--budget", "32", "--out", str(tmp_path / "run"), *QUICK]) == 0
+    capsys.readouterr()
+    code, out, err = said(capsys, tmp_path / "run", "--texts", "1", "--seconds", "0.1")
+    assert code == 0, err
+    assert "found, at depth" not in out and "reads tokens/s" in out
+    assert "4 pairs do not fit" in refused(capsys, tmp_path / "run", "--parts", "needle")

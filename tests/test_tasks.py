@@ -1,6 +1,7 @@
 """Tasks of the harness are scored alike for all, offline from a folder, and as the logits say."""
 
 import json
+import sys
 from pathlib import Path
 
 import pytest
@@ -104,3 +105,9 @@ def test_of_a_tag_its_tasks_are_read_and_names_are_kept():
         ("a", "f1 (strict)", 0.25, None),
     ]
     assert found.accuracy == 0.75 and scored("x", {"results": {"a": {"f1,x": 1}}}, ["a"]).accuracy is None
+
+
+def test_without_the_harness_it_is_said_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    with pytest.raises(RequestError, match=r"not installed here: pip install 'linearizer\[tasks\]'"):
+        find_tasks(["colours"], FOLDER)
