@@ -1,0 +1,278 @@
+"""The table that decides: recipes × budgets × seeds at equal bytes, beside their controls.
+
+  python -m tests.benchmarks.quality            hours; what is finished is kept, and a second call goes on
+  python -m tests.benchmarks.quality --quick    minutes: a few rows, one budget, one seed
+  python -m tests.benchmarks.quality --table    only write the table of what has been measured
+
+Writes results/quality-MODEL.json (one record per row, budget and seed), .md (the table) and .html (a picture).
+gap is the student's loss less its teacher's; recall is what a student gains when a passage of 64 tokens comes a second
+time, as a share of what its teacher gains; all on text that nothing was measured, priced or trained on.
+"""
+
+import argparse
+import json
+import shutil
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+
+import torch
+
+from linearizer import checkpoint, pipeline
+from linearizer.ablation import without_far, without_window
+from linearizer.cost import cache_bytes
+from linearizer.errors import BudgetError
+from linearizer.evaluation import evaluate_language, evaluate_recall
+from linearizer.eviction import Evicting
+from linearizer.plan import Plan
+from linearizer.progress import finish
+from linearizer.provenance import environment
+from linearizer.run import Run
+from linearizer.subjects import exchanged
+from linearizer.teacher import quiet
+from linearizer.text import enough_windows
+
+RESULTS = Path(__file__).parent / "results"
+BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
+TARGET, LENGTH, PASSAGE, GAPS, HELD = 512, 512, 64, (64, 128, 256, 320), 16
+STEPS = 60  # of every recipe that trains
+AHEAD = 160  # windows of text that belong to measuring and training
+OURS = {"sinks": 4}
+ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in which they are measured
+    "best": ("best", OURS),
+    "windows": ("windows", OURS),
+    "swa": ("swa", OURS),
+    "best --constant": ("best", {"constant": True, **OURS}),
+    "windows --constant": ("windows", {"constant": True, **OURS}),
+    "evict (h2o)": ("swa", OURS),
+    "evict (tova)": ("swa", OURS),
+    "best at 8192": ("best", {"target_length": 8192, "length": 1024, **OURS}),
+    "windows at 8192": ("windows", {"target_length": 8192, "length": 1024, **OURS}),
+    "duo": ("duo", OURS),
+    "paper": ("paper", {}),
+    "lolcats": ("lolcats", {}),
+    "features": ("features", OURS),
+    "paper, fix": ("paper", {"strategy": "fix"}),
+    "paper, clip": ("paper", {"strategy": "dof-clip"}),
+    "hedgehog": ("hedgehog", {}),
+    "performer": ("performer", {}),
+    "dijiang": ("dijiang", {}),
+    "features, fix": ("features", {"strategy": "fix", **OURS}),
+    "paper, l2": ("paper", {"loss": "l2"}),
+    "paper, direct": ("paper", {"loss": "direct"}),
+}
+UNTRAINED = ("best", "windows", "swa", "evict", "duo")
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", default="demo")
+    parser.add_argument("--text", default="builtin")
+    parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
+    parser.add_argument("--budgets", nargs="*", type=int, default=list(BUDGETS))
+    parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
+    parser.add_argument("--out", type=Path, help="where results go (default: results/quality-MODEL)")
+    parser.add_argument(
+        "--work", type=Path, default=Path("build") / "quality", help="what is measured once is kept here"
+    )
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--table", action="store_true")
+    asked = parser.parse_args(arguments)
+    if asked.quick:
+        asked.rows, asked.budgets, asked.seeds = ["best", "windows", "swa", "features"], [64], [0]
+    name = Path(asked.model).name + ("-quick" if asked.quick else "")
+    table = Table(asked.out or RESULTS / f"quality-{name}")
+    if not asked.table:
+        cells = [(row, budget, seed) for seed in asked.seeds for row in asked.rows for budget in asked.budgets]
+        for cell in sorted(cells, key=lambda cell: (cell[0].split()[0] not in UNTRAINED, cell[2])):
+            if not table.has(*cell):
+                table.add(measure(asked, *cell))
+                table.write()
+    print(table.write())
+
+
+def measure(asked, row, budget, seed):
+    """Make one student, and put it and its teacher through the same text."""
+    recipe, changes = ROWS[row]
+    trains = {"steps": STEPS} if Plan.of(recipe, model=asked.model, budget=64).steps else {}
+    given = {"length": LENGTH, "target_length": TARGET, "samples": 1024, "text": asked.text, **trains, **changes}
+    record = {"row": row, "budget": budget, "seed": seed}
+    try:
+        plan = Plan.of(recipe, model=asked.model, budget=budget, seed=seed, **given)
+        with quiet():
+            begun = time.perf_counter()
+            run, teacher = prepared(asked.work, plan)
+            measuring = time.perf_counter() - begun
+            held = held_out(plan, teacher)
+            begun = time.perf_counter()
+            student, allocation = made(run, teacher)
+            record |= {"seconds": time.perf_counter() - begun, "measuring": measuring}
+            with controlled(student, row, budget):
+                record |= judged(student, held)
+            record["teacher"] = judged(student, held, as_teacher=True)
+            record["state"] = allocation.state_bytes(teacher.inspection.layers, plan.length)
+            record["paid"] = cache_bytes(teacher.inspection.layers, budget)
+            for name, ablation in (("no far", without_far), ("no window", without_window)):
+                if "evict" not in row and any(
+                    h.window and (h.slots or h.features) for r in allocation.heads for h in r
+                ):
+                    with ablation(student):
+                        record[name] = judged(student, held)
+            record["made_with"] = environment(student)
+    except BudgetError as error:
+        record["refused"] = str(error)
+    print(
+        json.dumps({name: value for name, value in record.items() if name in ("row", "budget", "seed", "loss", "kl")})
+    )
+    return record
+
+
+def has_both(allocation):
+    """Tell whether some heads have a window and a far field."""
+    return any(head.window and (head.slots or head.features) for heads in allocation.heads for head in heads)
+
+
+def prepared(work, plan):
+    """Open a run that has the measurements of its plan, which other plans may have asked for before."""
+    asked = pipeline.asked_of(plan)
+    key = f"{Path(plan.model).name}-{plan.seed}-{asked.sinks}-{asked.per}-{asked.gauge}-{plan.length}"
+    base, folder = work / key, work / "run"
+    shutil.rmtree(folder, ignore_errors=True)
+    run, teacher = Run.begin(folder, plan), pipeline.load(plan)
+    if not base.exists():
+        finish(pipeline.profile(run, teacher))
+        if plan.measured:
+            finish(pipeline.measured_prices(run, teacher, pipeline.priced_texts(run, teacher, None)))
+        shutil.copytree(folder, base)
+    for kept in base.rglob("*.json"):
+        if kept.name in ("profile.json", "inspection.json", "prices.json"):
+            shutil.copy(kept, folder / kept.name)
+    shutil.copytree(base / "state", folder / "state", dirs_exist_ok=True)
+    if plan.measured and run.prices is None:
+        finish(pipeline.measured_prices(run, teacher, pipeline.priced_texts(run, teacher, None)))
+        shutil.copy(folder / "prices.json", base / "prices.json")
+    return run, teacher
+
+
+def made(run, teacher):
+    """Allocate, and train what the plan trains."""
+    plan, layers = run.plan, teacher.inspection.layers
+    allocation = finish(pipeline.allocated(run, teacher, None))
+    student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
+    texts = pipeline.windows_of(plan, teacher, AHEAD, None)
+    finish(pipeline.train(run, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
+    return student.eval(), allocation
+
+
+def held_out(plan, teacher):
+    """Take the same text for every row: what comes after all that is measured or trained on."""
+    source = (plan.text, teacher.tokenizer, plan.length, AHEAD + HELD)
+    return enough_windows(*source, model=teacher.model, seed=0)[-HELD:]
+
+
+@contextmanager
+def controlled(student, row, budget) -> Iterator[None]:
+    """While this lasts, let a control that is no student of its own take the student's place."""
+    if "evict" not in row:
+        yield
+        return
+    rule = row.partition("(")[2].rstrip(")")
+    with exchanged(student.base, [Evicting([budget] * layer.kv_heads, rule) for layer in student.students()]):
+        yield
+
+
+@torch.inference_mode()
+def judged(student, held, as_teacher=False):
+    """Loss by position, divergence, agreement, and the loss on passages that come again."""
+    language = finish(evaluate_language(student, held, as_teacher))
+    gaps = [gap for gap in GAPS if 2 * PASSAGE + gap <= held.shape[1]]
+    recall = finish(evaluate_recall(student, held, gaps, PASSAGE, as_teacher))
+    return {**asdict(language), "recall": [asdict(found) for found in recall]}
+
+
+class Table:
+    """What has been measured, kept in a file."""
+
+    def __init__(self, path):
+        self.path = path
+        read = path.with_suffix(".json")
+        self.records = json.loads(read.read_text()) if read.exists() else []
+
+    def has(self, row, budget, seed):
+        return any((r["row"], r["budget"], r["seed"]) == (row, budget, seed) for r in self.records)
+
+    def add(self, record):
+        self.records.append(record)
+
+    def write(self):
+        """Write all three forms; return the table."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        self.path.with_suffix(".json").write_text(json.dumps(self.records, indent=0))
+        text = self.markdown()
+        self.path.with_suffix(".md").write_text(text)
+        self.picture().write_html(self.path.with_suffix(".html"), include_plotlyjs="cdn")
+        return text
+
+    def of(self, row, budget):
+        return [r for r in self.records if (r["row"], r["budget"]) == (row, budget) and "loss" in r]
+
+    def markdown(self):
+        budgets = sorted({record["budget"] for record in self.records})
+        return "\n\n".join(self.block(budget) for budget in budgets) + "\n"
+
+    def block(self, budget):
+        gaps = [f"recall at {gap}" for gap in GAPS]
+        names = ("", "loss", "<64", "64–256", ">256", "KL", "agrees", *gaps, "no far field", "no window", "s", "seeds")
+        lines = [f"Budget {budget}", "", "| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+        rows = [row for row in ROWS if self.of(row, budget)]
+        if rows:
+            lines.append(self.line("teacher", [record["teacher"] for record in self.of(rows[0], budget)]))
+        for row in rows:
+            lines.append(self.line(row, self.of(row, budget)))
+        refused = sorted({r["row"] for r in self.records if r["budget"] == budget and "refused" in r})
+        if refused:
+            lines += ["", f"Not to be had at this budget: {', '.join(refused)}."]
+        return "\n".join(lines)
+
+    @staticmethod
+    def line(name, found):
+        """One row: means over seeds, ± half of their range where there are several."""
+
+        def cell(values, digits):
+            mean, spread = sum(values) / len(values), (max(values) - min(values)) / 2
+            return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread >= 0.5 * 10**-digits else "")
+
+        cells = [cell([r["loss"] for r in found], 3)]
+        cells += [cell([r["by_position"][i] for r in found], 3) for i in range(len(found[0]["by_position"]))]
+        cells += [cell([r["kl"] for r in found], 4), cell([100 * r["agreement"] for r in found], 1) + " %"]
+        cells += [cell([100 * share(r, i) for r in found], 0) + " %" for i in range(len(found[0]["recall"]))]
+        for ablation in ("no far", "no window"):
+            kept = [r[ablation]["loss"] for r in found if ablation in r]
+            cells.append(cell(kept, 3) if kept else "")
+        cells += [cell([r["seconds"] for r in found], 0) if "seconds" in found[0] else "", str(len(found))]
+        return f"| {name} | " + " | ".join(cells) + " |"
+
+    def picture(self):
+        """Draw KL against the budget, a line for every row."""
+        from plotly.graph_objects import Figure, Scatter
+
+        figure = Figure()
+        for row in ROWS:
+            points = [(b, self.of(row, b)) for b in sorted({r["budget"] for r in self.records}) if self.of(row, b)]
+            if points:
+                means = [sum(r["kl"] for r in found) / len(found) for _, found in points]
+                figure.add_trace(Scatter(x=[b for b, _ in points], y=means, name=row, mode="lines+markers"))
+        figure.update_xaxes(title="tokens of cache", type="log").update_yaxes(title="KL to the teacher", type="log")
+        return figure
+
+
+def share(record, index):
+    """What a student gains the second time, as a share of what its teacher gains."""
+    mine, theirs = record["recall"][index], record.get("teacher", record)["recall"][index]
+    return (mine["first"] - mine["second"]) / (theirs["first"] - theirs["second"])
+
+
+if __name__ == "__main__":
+    main()
