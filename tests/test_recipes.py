@@ -1,0 +1,107 @@
+"""Every recipe makes a student at the bytes that were asked for; controls and ablations are what they claim to be."""
+
+import math
+
+import pytest
+import torch
+
+from linearizer import pipeline
+from linearizer.ablation import without_far, without_window
+from linearizer.cost import Head, Layer, cache_bytes
+from linearizer.decision import by_gates
+from linearizer.errors import BudgetError, RequestError
+from linearizer.eviction import Evicting, evicted
+from linearizer.gates import learn_gates
+from linearizer.plan import Plan
+from linearizer.progress import finish
+from linearizer.recipes import RECIPES
+from linearizer.run import Run
+from tests.students import layers_of, student_of, teacher_of, tokens
+
+SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64)
+
+
+@pytest.mark.parametrize("recipe", ["windows", "swa", "duo", "lolcats", "performer"])
+def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
+    steps = {"steps": 2} if RECIPES[recipe].get("steps") else {}
+    run = Run.begin(tmp_path / "run", Plan.of(recipe, **SMALL, **steps))
+    allocation = finish(pipeline.linearize(run))
+    assert allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 40)
+    assert math.isfinite(run.evaluation[1]["language"]["loss"])
+    phases = [event["phase"] for event in run.events() if event["event"] == "distilled"]
+    assert phases == {"lolcats": [0, 1], "performer": [0]}.get(recipe, [])
+
+
+def test_what_is_given_takes_precedence_over_the_recipe():
+    plan = Plan.of("lolcats", model="demo", budget=64, steps=7, strategy="dof")
+    assert (plan.recipe, plan.steps, plan.strategy, plan.feature_map) == ("lolcats", 7, "dof", "hedgehog")
+    assert Plan.of(model="demo", features=32).recipe == "features"
+
+
+def test_what_cannot_be_is_said():
+    with pytest.raises(RequestError, match="recipe 'magic' is none of best, windows"):
+        Plan.of("magic", model="demo", budget=64)
+    with pytest.raises(BudgetError, match="the strategy duo spends a budget in tokens"):
+        Plan.of("duo", model="demo", features=64)
+
+
+@pytest.mark.parametrize("rule", ["h2o", "tova"])
+def test_a_cache_that_is_never_full_evicts_nothing(rule):
+    q, k, v = (torch.randn(2, *shape, 20, 4, dtype=torch.float64) for shape in ((3,), (), ()))
+    expected = (q @ k[:, None].mT).masked_fill(~torch.ones(20, 20, dtype=torch.bool).tril(), -torch.inf)
+    expected = expected.softmax(-1) @ v[:, None]
+    torch.testing.assert_close(evicted(q, k, v, 20, rule), expected, atol=1e-6, rtol=1e-6)
+    short = evicted(q, k, v, 5, rule)
+    torch.testing.assert_close(short[:, :, :5], expected[:, :, :5], atol=1e-6, rtol=1e-6)
+    assert not torch.allclose(short[:, :, -1], expected[:, :, -1], atol=1e-3)
+
+
+def test_tova_keeps_what_the_newest_token_attends_to():
+    k = torch.eye(4)[None]
+    q = 5 * torch.tensor([[0, 0, 0, 0], [1.0, 0, 0, 0], [1, 0, 2, 0], [1, 0, 0, 0]])[None, None]
+    values = torch.arange(4.0)[None, :, None]
+    rows = evicted(q, k, values, 2, "tova")[0, 0, :, 0]
+    assert rows[3] == pytest.approx((0 * math.exp(5) + 2 + 3) / (math.exp(5) + 2), abs=1e-4)  # token 1 was dropped
+
+
+@torch.no_grad()
+def test_an_evicting_layer_takes_the_place_of_a_student():
+    student, ids = student_of("llama", [Head(window=40)]), tokens(2, 24)
+    expected = student(ids, use_cache=False).logits
+    for module, layer in zip(student.base.model.layers, student.students(), strict=True):
+        module.self_attn.student = Evicting([24] * layer.kv_heads, "h2o")
+    torch.testing.assert_close(student(ids, use_cache=False).logits, expected, atol=2e-4, rtol=0)
+
+
+@torch.no_grad()
+def test_a_branch_is_taken_away_and_comes_back():
+    student, ids = student_of("llama", [Head(window=4, slots=6), Head(window=5, features=16)]), tokens(1, 40)
+    before = student(ids).logits
+    with without_far(student):
+        plain = student_of("llama", [Head(window=4), Head(window=5)])
+        torch.testing.assert_close(student(ids).logits, plain(ids).logits, atol=2e-4, rtol=0)
+    with without_window(student):
+        assert not torch.allclose(student(ids).logits, before, atol=1e-3)
+    assert torch.equal(student(ids).logits, before)
+
+
+def test_the_head_that_needs_its_cache_keeps_its_gate():
+    """Values of one head only are read: the gates of all others may close."""
+    teacher = teacher_of("llama").requires_grad_(False)
+    attention = teacher.model.layers[1].self_attn
+    for layer in teacher.model.layers:
+        layer.self_attn.o_proj.weight.zero_()
+    attention.o_proj.weight[:, :32] = 3 * torch.eye(64)[:, :32]  # the queries of KV head 0
+    gates = finish(learn_gates(teacher, tokens(4, 40), layers_of(teacher), window=2, sinks=0, steps=60))
+    flat = {(index, head): gate for index, row in enumerate(gates) for head, gate in enumerate(row)}
+    assert max(flat, key=flat.get) == (1, 0)
+    assert max(gate for place, gate in flat.items() if place != (1, 0)) < 0.2
+
+
+def test_open_gates_are_served_first_and_the_rest_shares_what_is_left():
+    layers, gates = (Layer(4, 2, 16, 16),) * 2, [[0.1, 0.9], [0.2, 0.3]]
+    allocation = by_gates(gates, layers, budget=64, sinks=4, length=128)
+    assert allocation.heads[0][1].softmax and sum(head.softmax for row in allocation.heads for head in row) == 1
+    assert allocation.state_bytes(layers, 128) <= cache_bytes(layers, 64)
+    assert allocation.heads[0][0].window == (4 * 64 - 128) // 3 - 4
+    assert not any(head.softmax for row in by_gates(gates, layers, 64, 4, 10_000).heads for head in row)
