@@ -146,7 +146,8 @@ def predicted_error(head: Head, own: HeadProfile, found: Profile) -> float:
     """Predict from the profile how badly a head will do: what lies outside of its window, times λ(M)."""
     if head.softmax:
         return 0.0
-    return outside(head.window, own, found.windows) * (level_of(head.features, own, found) if head.features else 1.0)
+    count = head.features or head.slots
+    return outside(head.window, own, found.windows) * (level_of(count, own, found) if count else 1.0)
 
 
 def outside(window: int, own: HeadProfile, windows: Sequence[int]) -> float:

@@ -34,6 +34,7 @@ class Bench:
 
     run: Run
     student: LinearizedForCausalLM
+    control: LinearizedForCausalLM  # the student with its teacher's weights: itself, if it has them
     tokenizer: PreTrainedTokenizerBase
     teacher: PreTrainedModel | None
     alone: str | None  # why there is no teacher
@@ -51,33 +52,33 @@ class Bench:
 
     @cached_property
     def untrained(self) -> tuple[LayerStudent, ...] | None:
-        """The student as it was before its training; None where it has no features, or their samples are gone."""
-        featured = any(head.features for row in self.allocation.heads for head in row)
-        if not featured or not self.run.has(SAMPLES):
+        """The student as it was before its training; None where there was none, or what it began from is gone."""
+        if not self.run.plan.steps or not self.run.has(SAMPLES):
             return None
-        heads = checkpoint.students_of(self.student, self.layers, self.allocation, self.run.plan.seed)
-        with exchanged(self.student, heads):
-            pipeline.begin_features(self.run, self.student)
+        return self.begun(self.allocation)
+
+    def begun(self, allocation: Allocation) -> tuple[LayerStudent, ...]:
+        """Make what a student would hold by an allocation, begun and not trained."""
+        heads = checkpoint.students_of(self.control, self.layers, allocation, self.run.plan.seed)
+        with exchanged(self.control, heads):
+            pipeline.begin_features(self.run, self.control)
         return heads
 
     def plain(self, features: int) -> Subject:
         """The student if every KV head had so many untrained features, and nothing else."""
         rows = tuple((Head(features=features),) * len(row) for row in self.allocation.heads)
         allocation = Allocation(f"{features} features", 0, rows)
-        heads = checkpoint.students_of(self.student, self.layers, allocation, self.run.plan.seed)
-        with exchanged(self.student, heads):
-            pipeline.begin_features(self.run, self.student)
-        return Subject(allocation.strategy, self.student, allocation, heads)
+        return Subject(allocation.strategy, self.control, allocation, self.begun(allocation))
 
     def subjects(self, length: int) -> list[Subject]:
         """Teacher, student, a plain window that takes the student's bytes at this length, the student untrained."""
         control = window_control(self.allocation, self.layers, length)
-        heads = checkpoint.students_of(self.student, self.layers, control)
+        heads = checkpoint.students_of(self.control, self.layers, control)
         found = [] if self.teacher is None else [Subject("teacher", self.teacher)]
         found.append(Subject("student", self.student, self.allocation))
-        found.append(Subject(control.strategy, self.student, control, heads))
+        found.append(Subject(control.strategy, self.control, control, heads))
         if self.untrained is not None:
-            found.append(Subject("untrained", self.student, self.allocation, self.untrained))
+            found.append(Subject("untrained", self.control, self.allocation, self.untrained))
         return found
 
     @property
@@ -98,7 +99,7 @@ class Bench:
         return True
 
     def windows(self, source: str | None, length: int, count: int, seed: int) -> torch.Tensor:  # (≤ count, length)
-        """Take text that the student was not trained on: what follows its own, or another source."""
+        """Take text that the student was neither measured nor trained on: what follows its own, or another source."""
         plan = self.run.plan
         source = source or plan.text
         if source != plan.text or source == "self":
@@ -107,7 +108,7 @@ class Bench:
             new = seed + plan.seed + 1  # other texts than those of the training
             return enough_windows(source, self.tokenizer, length, count, least=1, model=self.teacher, seed=new)
         first = first_tokens(self.tokenizer)
-        learnt = self.run.found["made_with"].get("learnt", plan.steps * plan.batch)
+        learnt = max(self.run.found["made_with"].get("learnt", plan.steps * plan.batch), plan.texts)
         skipped = -(-learnt * (self.usual_length - first) // (length - first))
         stream = token_windows(read_documents(source), self.tokenizer, length)
         found = list(islice(stream, skipped, skipped + count))
@@ -151,16 +152,26 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Bench]:
         except ModelNotAvailable as error:
             student = checkpoint.load(run.checkpoint).to(device_of(run.plan.device))
             tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
-            yield Bench(run, student, tokenizer, None, str(error))
+            yield Bench(run, student, student, tokenizer, None, str(error))
             return
         student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
-        share_weights(student.base, teacher.model)
-        yield Bench(run, student, teacher.tokenizer, teacher.model, None)
+        control = student
+        if not share_weights(student.base, teacher.model):  # adapters changed them
+            control = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
+            share_weights(control.base, teacher.model, different=True)
+        yield Bench(run, student, control, teacher.tokenizer, teacher.model, None)
 
 
-def share_weights(base: torch.nn.Module, teacher: torch.nn.Module) -> None:
-    """Let a student use its teacher's weights where they are the same: they are in memory once."""
-    own = dict(teacher.named_parameters())
+def share_weights(base: torch.nn.Module, teacher: torch.nn.Module, different: bool = False) -> bool:
+    """Let a student use its teacher's weights where they are the same, or all: they are in memory once.
+
+    Tell whether they all were the same.
+    """
+    own, same = dict(teacher.named_parameters()), True
     for name, parameter in base.named_parameters():
-        if name in own and torch.equal(parameter, own[name]):
-            parameter.data = own[name].data
+        if name in own:
+            equal = torch.equal(parameter, own[name])
+            same = same and equal
+            if equal or different:
+                parameter.data = own[name].data
+    return same

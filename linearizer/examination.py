@@ -184,7 +184,7 @@ def plain_students(bench: Bench, steps: int) -> Steps[dict[str, list[Subject]]]:
         settings = replace(settings_of(plan)[0], steps=steps)
         for subject in found["trained"]:
             with subject.at_work():
-                yield from distill(bench.student, texts, settings)
+                yield from distill(bench.control, texts, settings)
     return found
 
 

@@ -87,16 +87,18 @@ def test_windows_err_as_their_profile_foretells(measured):
     teacher, student, layers, profile = measured
     window = allocation_of(layers, [Head(window=4), Head(window=24)], 4)
     mixed = allocation_of(layers, MIXED, 2)
+    whole = [[head.softmax for head in row] for row in mixed.heads]
     subjects = [
         Subject("student", student, mixed),
         Subject("window", student, window, students_of(student, layers, window)),
     ]
     found = finish(measure_approximation(teacher, subjects, tokens(2, 64, seed=1), profile))
     assert [len(row) for row in found.subjects[0].rows] == [0, 2, 2]  # the first layer is bounded by itself
-    assert found.subjects[0].rows[1][1] < 1e-5  # left softmax
+    seen = [[error < 1e-5 for error in row] for row in found.subjects[0].rows]
+    assert seen == whole and any(map(any, whole))  # heads left softmax have no error, and only they
     for row, told in zip(found.subjects[1].rows, found.predicted[1], strict=True):
         assert row == pytest.approx(told, abs=0.15)
-    assert found.correlation[1] > 0.9
+    assert found.correlation[1] > 0.79  # of four heads: at most two neighbours change places
 
 
 def test_the_curve_is_a_list_that_plots_as_it_is(measured):

@@ -50,7 +50,9 @@ class Paper:
         self.asked = asked
         with tempfile.TemporaryDirectory() as folder:
             name = tiny_gpt2(folder) if asked.model == "tiny" else asked.model
-            self.teacher = pipeline.load(Plan(name, features=64, device=asked.device, dtype=asked.dtype))
+            self.teacher = pipeline.load(
+                Plan.of("paper", model=name, features=64, device=asked.device, dtype=asked.dtype)
+            )
         self.layers = self.teacher.inspection.layers
         shape = (len(self.layers), self.layers[0].query_heads)
         fitting = (one for one in ("gpt2", "pythia-1b") if shape == (PUBLISHED[one]["layers"], PUBLISHED[one]["heads"]))

@@ -19,18 +19,7 @@ from linearizer.terminal import size
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- measured: python -m tests.benchmarks.readme -->", "<!-- measured: end -->"
 BUDGET, TEXTS, LENGTH, GAPS = 64, 16, 1024, (32, 128, 448)
-RECIPES = {  # name -> what of a plan is not as usual
-    "the paper": {
-        "strategy": "dof",
-        "feature_map": "prf",
-        "window": 0,
-        "sinks": 0,
-        "per": "query",
-        "gauge": "raw",
-    },
-    "`common-lambda`": {},
-    "`gain`": {"strategy": "gain"},
-}
+RECIPES = ("paper", "features", "best")
 ROWS = ("teacher", "window", *RECIPES)
 COLUMNS = (
     "",
@@ -48,7 +37,6 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--readme", type=Path, default=README)
     parser.add_argument("--texts", type=int, default=TEXTS)
-    parser.add_argument("--steps", type=int, help="of training (default: as usual)")
     asked = parser.parse_args(arguments)
     content = asked.readme.read_text(encoding="utf-8")
     before, _, rest = content.partition(BEGIN)
@@ -62,9 +50,8 @@ def measured(asked):
     """Run every recipe, and lay the table out."""
     rows, made = {}, None
     with tempfile.TemporaryDirectory() as folder:
-        for name, changes in RECIPES.items():
-            steps = {} if asked.steps is None else {"steps": asked.steps}
-            run = Run.begin(Path(folder) / str(len(rows)), Plan("demo", budget=BUDGET, **changes, **steps))
+        for name in RECIPES:
+            run = Run.begin(Path(folder) / name, Plan.of(name, model="demo", budget=BUDGET))
             finish(linearize(run))
             parts = ("language", "recall", "speed")
             found = finish(examine(run, Request(parts, texts=asked.texts, lengths=(LENGTH,))))
