@@ -6,16 +6,20 @@ import shlex
 from dataclasses import fields
 
 from linearizer.plan import Plan
+from linearizer.recipes import RECIPES
 
 
 def command_of(plan: Plan) -> str:
-    """Write `linearizer run …` with every choice that is not the default."""
+    """Write `linearizer run …` with the recipe, and every choice that is not the recipe's."""
+    usual = {field.name: field.default for field in fields(Plan)} | dict(RECIPES.get(plan.recipe, {}))
     words = ["linearizer", "run", plan.model]
-    for field in fields(Plan):
-        asked = getattr(plan, field.name)
-        if field.name == "model" or asked == field.default:
+    if plan.recipe != ("best" if plan.features is None else "features"):  # what a dial alone stands for
+        words += ["--recipe", plan.recipe]
+    for name, choice in usual.items():
+        asked = getattr(plan, name)
+        if name in ("model", "recipe") or asked is None or asked == choice:
             continue
-        words.append(f"--{field.name.replace('_', '-')}")
+        words.append(f"--{name.replace('_', '-')}")
         if asked is not True:
             words.append(str(asked))
     return shlex.join(words)

@@ -18,7 +18,7 @@ import linearizer
 from linearizer.allocation import Allocation
 from linearizer.card_metadata import LINK, Teacher, metadata, one_line, terms_of
 from linearizer.command import command_of
-from linearizer.cost import Layer
+from linearizer.cost import Head, Layer
 from linearizer.evaluation_table import table
 from linearizer.files import write_whole
 from linearizer.hub import DEMO
@@ -113,9 +113,10 @@ def summary(allocation: Allocation, layers: Sequence[Layer], teacher: Teacher, p
     kept = ["a few exact tokens at the start"] * bool(allocation.sinks)
     kept += ["an exact window"] * any(head.window for head in heads)
     kept += ["features that stand for all older tokens"] * any(head.features for head in heads)
+    kept += ["slots that older tokens are merged into"] * any(head.slots for head in heads)
     return (
         f"This is {origin}, with its attention exchanged: instead of a cache of the keys and values of every token, KV "
-        f"heads keep {' and '.join(kept)}. {in_words(allocation, layers, positions)}"
+        f"heads keep {', '.join(kept) or 'nothing'}. {in_words(allocation, layers, positions)}"
     )
 
 
@@ -135,19 +136,23 @@ def in_words(allocation: Allocation, layers: Sequence[Layer], positions: int) ->
         if breakeven is not None
         else ("it is never smaller than the teacher's cache")
     )
-    return (
-        f"{state}; {larger}. Mean features per KV head: {allocation.features_mean:.1f}; shared out by the strategy "
-        f"{plain(allocation.strategy)}."
-    )
+    mean = f" Mean features per KV head: {allocation.features_mean:.1f}." if any(h.features for h in heads) else ""
+    return f"{state}; {larger}.{mean} It was shared out by the strategy {plain(allocation.strategy)}."
 
 
 def listing(allocation: Allocation) -> str:
     """List what the heads hold, a layer a line."""
     rows = ["| layer | KV heads |", "|---|---|"]
     for index, heads in enumerate(allocation.heads):
-        kinds = ("softmax" if head.softmax else f"{head.window} + {head.features}" for head in heads)
-        rows.append(f"| {index} | {' · '.join(kinds) or 'bounded by the teacher itself: stays as it is'} |")
+        rows.append(f"| {index} | {' · '.join(map(kind, heads)) or 'bounded by the teacher itself: stays as it is'} |")
     return "\n".join(rows)
+
+
+def kind(head: Head) -> str:
+    """Say what a head holds: window + features, or window + slots."""
+    if head.softmax:
+        return "softmax"
+    return f"{head.window} + {head.slots} slots" if head.slots else f"{head.window} + {head.features}"
 
 
 def evaluation(rows: Sequence[dict[str, Any]], plan: Plan) -> str:
@@ -184,10 +189,14 @@ def without_folders(found: Any) -> Any:
 def made(allocation: Allocation, plan: Plan) -> str:
     """Say what was done."""
     done = ["measured how many degrees of freedom each KV head uses"]
-    done += ["measured what each head costs the model"] * (plan.strategy == "gain") + ["shared out the budget"]
+    done += ["measured what each head costs the model"] * (plan.strategy in ("gain", "windows"))
+    done += ["learned gates that say which heads need their whole cache"] * (plan.strategy == "duo")
+    done += ["shared out the budget"]
     if plan.steps and any(head.features for row in allocation.heads for head in row):
         done.append("trained the features to attend as the teacher does")
-    return ", ".join(done)
+    adapted = f"Beside the teacher's own weights, adapters of rank {plan.lora} on q, k, v and o were trained"
+    weights = adapted if plan.lora and plan.steps else "The teacher's weights are as they were"
+    return f"{', '.join(done)}. {weights}"
 
 
 def limits(allocation: Allocation, plan: Plan, examined: bool) -> str:

@@ -16,8 +16,7 @@ if TYPE_CHECKING:
 CELL, HEIGHT, GAP = 108, 46, 4  # pixels
 LEFT, TOP, MARGIN = 96, 116, 20
 PAPER, INK, FAINT, EMPTY = "#ffffff", "#1f2430", "#5b6472", "#eef0f3"
-WINDOW, FEATURES, WHOLE = "#0f9d8a", "#3b6fd4", "#e0992e"
-KINDS = (("w: exact window, in tokens", WINDOW), ("f: features", FEATURES), ("softmax: grows with the text", WHOLE))
+WINDOW, FEATURES, SLOTS, WHOLE = "#0f9d8a", "#3b6fd4", "#8a5cc2", "#e0992e"
 LEAST = 640  # width that the legend needs
 
 
@@ -54,6 +53,18 @@ def sizes(allocation: Allocation, layers: Sequence[Layer]) -> list[list[int]]:
     ]
 
 
+def kinds(allocation: Allocation) -> list[tuple[str, str]]:
+    """Name what occurs, and its colour."""
+    heads = [head for row in allocation.heads for head in row]
+    named = [
+        ("w: exact window, in tokens", WINDOW, any(head.window for head in heads)),
+        ("f: features", FEATURES, any(head.features for head in heads)),
+        ("s: slots of merged tokens", SLOTS, any(head.slots for head in heads)),
+        ("softmax: grows", WHOLE, any(head.softmax for head in heads)),
+    ]
+    return [(name, colour) for name, colour, occurs in named if occurs]
+
+
 def legend(pen: ImageDraw, allocation: Allocation) -> None:
     """Say what the colours are; words in the cells say it, too."""
     write(pen, MARGIN, 24, "What every KV head keeps", INK, "lm", 20)
@@ -61,7 +72,7 @@ def legend(pen: ImageDraw, allocation: Allocation) -> None:
     note = f"bars: bytes of state{sinks}"
     write(pen, MARGIN, 50, note, FAINT, "lm")
     at = float(MARGIN)
-    for name, colour in KINDS:
+    for name, colour in kinds(allocation):
         pen.rectangle((at, 68, at + 14, 82), fill=colour)
         write(pen, at + 22, 75, name, INK, "lm")
         at += 22 + pen.textlength(name, font=font(15)) + 24
@@ -76,14 +87,15 @@ def cell(pen: ImageDraw, left: float, top: float, head: Head, layer: Layer, sink
         pen.rectangle((left, line, right, bottom), fill=WHOLE)
         write(pen, middle, (top + line) / 2, "softmax", INK)
         return
-    words = [f"w {head.window}"] * bool(head.window) + [f"f {head.features}"] * bool(head.features)
+    held = (("w", head.window), ("f", head.features), ("s", head.slots))
+    words = [f"{letter} {count}" for letter, count in held if count]
     whole = right - left
     exact = whole * head_bytes(Head(window=head.window), layer, 0, 0) / most
     every = whole * head_bytes(head, layer, 0, 0) / most
     if exact >= 1:
         pen.rectangle((left, line, left + exact, bottom), fill=WINDOW)
     if every - exact >= 1:
-        pen.rectangle((left + exact, line, left + every, bottom), fill=FEATURES)
+        pen.rectangle((left + exact, line, left + every, bottom), fill=SLOTS if head.slots else FEATURES)
     write(pen, middle, (top + line) / 2, "  ".join(words) or ("sinks only" if sinks else "nothing"), INK, size=14)
 
 

@@ -14,12 +14,12 @@ from linearizer.allocation import Allocation
 from linearizer.command import command_of
 from linearizer.cost import Head, Layer
 from linearizer.model_card import card, plain, snippet
-from linearizer.picture import EMPTY, FEATURES, WHOLE, WINDOW, draw
+from linearizer.picture import EMPTY, FEATURES, SLOTS, WHOLE, WINDOW, draw
 from linearizer.plan import Plan
 from linearizer.run import Run
 
 LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2, 16, 16))
-HEADS = ((Head(8, 32), Head(softmax=True)), (), (Head(8), Head(features=64)))
+HEADS = ((Head(8, 32), Head(softmax=True)), (), (Head(8, slots=4), Head(features=64)))
 HOSTILE = "](http://evil)\n---\nlicense: mit\n# <script>alert(1)</script> `x` | **bold** ${os} ```"
 
 
@@ -56,11 +56,17 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
     assert "| loss at positions 64 and later | 2.0000 |" in text and "1,234 tokens" in text
     assert snippet("me/student") in text and "1 of 4 KV heads were left softmax and grow with the text" in text
     assert f"linearizer run org/base@{'c0ffee' * 6} --budget 64" in text
-    assert "| 0 | 8 + 32 · softmax |" in text and "| 1 | bounded by the teacher itself" in text
+    assert (
+        "| 0 | 8 + 32 · softmax |" in text
+        and "| 2 | 8 + 4 slots · 0 + 64 |" in text
+        and "| 1 | bounded by the teacher itself" in text
+    )
+    assert "| 2 | 8 + 4 slots · 0 + 64 |" in text
 
 
 def test_the_plan_on_the_card_is_the_plan(tmp_path):
-    plan = Plan("org/base@main", features=32, text="dataset:org/text:en:train:body", steps=0, window=3, constant=True)
+    asked = dict(features=32, text="dataset:org/text:en:train:body", steps=0, window=3, constant=True)
+    plan = Plan.of(model="org/base@main", **asked)
     text = card(made(tmp_path / "run", plan=plan))
     shown = Plan.from_json(text.partition("```json\n")[2].partition("\n```")[0])
     assert shown == Plan(**{**asdict(plan), "model": f"org/base@{'c0ffee' * 6}"})
@@ -135,8 +141,11 @@ def test_a_gated_teacher_is_said_to_be_gated(tmp_path):
 @pytest.mark.parametrize(
     "plan",
     [
-        Plan("demo", budget=64),
-        Plan("a b's; rm -rf", features=32, window=0, sinks=0, text="file:a b", seed=7, feature_map="prf"),
+        Plan.of(model="demo", budget=64),
+        Plan.of("lolcats", model="demo", budget=64, sinks=2, lora=0),
+        Plan.of(model="demo", features=32, steps=9),
+        Plan.of("features", model="demo", budget=64),
+        Plan.of("paper", model="a b's; rm -rf", features=32, window=1, text="file:a b", seed=7, feature_map="prf"),
         Plan("org/x", budget=9, strategy="gain", constant=True, target_length=99, device="cpu", dtype="float32"),
     ],
 )
@@ -144,7 +153,7 @@ def test_the_command_asks_for_the_plan(plan):
     import shlex
 
     asked = parser().parse_args(shlex.split(command_of(plan))[1:])
-    assert Plan(**plan_changes(asked)) == plan
+    assert Plan.of(**plan_changes(asked)) == plan
 
 
 def test_escaped_text_has_no_line_breaks_and_no_markup():
@@ -167,7 +176,7 @@ def test_the_picture_has_a_cell_for_every_head(tmp_path):
              for layer in range(3) for head in range(2)}  # fmt: skip
     assert {rgb(WINDOW), rgb(FEATURES), rgb(EMPTY)} <= cells[0, 0] and rgb(WHOLE) in cells[0, 1]
     assert rgb(EMPTY) not in cells[1, 0] | cells[1, 1]  # the teacher bounds this layer itself
-    assert rgb(WINDOW) in cells[2, 0] and rgb(FEATURES) not in cells[2, 0]
+    assert {rgb(WINDOW), rgb(SLOTS)} <= cells[2, 0] and rgb(FEATURES) not in cells[2, 0]
     assert rgb(FEATURES) in cells[2, 1] and rgb(WINDOW) not in cells[2, 1]
 
 
