@@ -252,3 +252,25 @@ def test_a_teacher_too_short_for_pairs_is_measured_in_all_else(tmp_path, capsys)
     assert code == 0, err
     assert "found, at depth" not in out and "reads tokens/s" in out
     assert "4 pairs do not fit" in refused(capsys, tmp_path / "run", "--parts", "needle")
+
+
+def test_controls_have_the_teachers_weights_where_adapters_changed_the_students(tmp_path, model, capsys):
+    how = ["--recipe", "features", "--feature-map", "mlp", "--loss", "direct", "--lora", "2"]
+    assert main(["run", str(model), "--budget", "32", *how, "--out", str(tmp_path / "run"), *QUICK]) == 0
+    with assembled(Run.open(tmp_path / "run")) as bench:
+        own, control, teacher = (
+            dict(one.named_parameters()) for one in (bench.student.base, bench.control.base, bench.teacher)
+        )
+        changed = {name for name in teacher if not torch.equal(own[name], teacher[name])}
+        assert changed and len(changed) < len(teacher)
+        assert all(control[name].data_ptr() == teacher[name].data_ptr() for name in teacher)
+        assert all(own[name].data_ptr() == teacher[name].data_ptr() for name in teacher.keys() - changed)
+        names = {subject.name: subject.model for subject in bench.subjects(64)}
+    assert names["student"] is bench.student and names["window"] is names["untrained"] is bench.control
+
+
+def test_a_student_that_needed_no_training_has_no_untrained_one_beside_it(tmp_path, model, capsys):
+    assert main(["run", str(model), "--budget", "32", "--out", str(tmp_path / "run"), *QUICK[:-2]]) == 0
+    with assembled(Run.open(tmp_path / "run")) as bench:
+        assert [subject.name for subject in bench.subjects(64)] == ["teacher", "student", "window"]
+        assert bench.control is bench.student
