@@ -57,11 +57,19 @@ def teacher_logits(student: LinearizedForCausalLM, ids: Tensor) -> Tensor:
         return logits_of(student.base, ids)
 
 
-def evaluate_language(student: LinearizedForCausalLM, windows: Tensor, as_teacher: bool = False) -> Steps[Language]:
-    """Measure a student on texts (texts, tokens); `as_teacher` puts the teacher through the same code."""
+def evaluate_language(
+    student: LinearizedForCausalLM,
+    windows: Tensor,
+    as_teacher: bool = False,
+    reference: LinearizedForCausalLM | None = None,
+) -> Steps[Language]:
+    """Measure a student on texts (texts, tokens); `as_teacher` puts the teacher through the same code.
+
+    `reference` is one that has the teacher's weights, where adapters changed the student's.
+    """
     losses, kls, agreements = [], [], []
     for done, ids in enumerate(windows.split(ROWS)):
-        expected = teacher_logits(student, ids)
+        expected = teacher_logits(reference or student, ids)
         given = expected if as_teacher else logits_of(student, ids)
         losses.append(token_losses(given, ids).double().cpu())
         kls.append(divergence(expected, given).double().cpu())

@@ -235,7 +235,7 @@ def train_phase(
 
 
 def judge(
-    run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor
+    run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor, token: str | None
 ) -> Steps[tuple[Evaluation, ...]]:
     """Put teacher, student, and a window that takes the student's bytes, through the same text."""
     layers = run.layers
@@ -245,14 +245,19 @@ def judge(
     passage = max(2, length // 20)
     gaps = [gap for gap in (length // 16, length // 4, length * 5 // 8) if 2 * passage + gap <= length]
 
-    def look(name: str, size: int | None, as_teacher: bool = False) -> Steps[Evaluation]:
-        language = yield from evaluate_language(student, texts, as_teacher)
-        recall = yield from evaluate_recall(student, texts, gaps, passage, as_teacher)
+    reference = student
+    if run.plan.lora:  # adapters changed the student's weights: the teacher and its window have their own
+        reference = checkpoint.linearize(load(run.pinned_plan, token).model, layers, control)
+
+    def look(name: str, size: int | None, model: LinearizedForCausalLM, as_teacher: bool = False) -> Steps[Evaluation]:
+        language = yield from evaluate_language(model, texts, as_teacher, reference)
+        recall = yield from evaluate_recall(model, texts, gaps, passage, as_teacher)
         return Evaluation(name, size, language, recall)
 
-    found = [(yield from look("teacher", None, as_teacher=True)), (yield from look("student", state))]
-    with holding(student, layers, control):
-        found.append((yield from look("window", control.state_bytes(layers, length))))
+    teacher = yield from look("teacher", None, reference, as_teacher=True)
+    found = [teacher, (yield from look("student", state, student))]
+    with holding(reference, layers, control):
+        found.append((yield from look("window", control.state_bytes(layers, length), reference)))
     run.keep_found(rows=[asdict(evaluation) for evaluation in found], parts={})
     run.log("evaluated", **{evaluation.name: evaluation.language.loss for evaluation in found})
     return tuple(found)
@@ -298,7 +303,7 @@ def make(run: Run, token: str | None) -> Steps[None]:
     with interruptible(run):
         learnt, judged = shared_texts(run.plan, teacher, token)
     yield from train(run, student, allocation, learnt)
-    yield from logged(run, judge(run, student, allocation, judged))
+    yield from logged(run, judge(run, student, allocation, judged, token))
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
     run.keep_found(made_with={**made_with, **environment(student)})
     check(run)

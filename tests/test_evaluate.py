@@ -16,6 +16,7 @@ from linearizer.__main__ import main
 from linearizer.bench import assembled
 from linearizer.errors import FolderError
 from linearizer.hub import find_model
+from linearizer.outputs import read_losses
 from linearizer.plan import Plan
 from linearizer.progress import finish
 from linearizer.run import Run
@@ -257,7 +258,12 @@ def test_a_teacher_too_short_for_pairs_is_measured_in_all_else(tmp_path, capsys)
 def test_controls_have_the_teachers_weights_where_adapters_changed_the_students(tmp_path, model, capsys):
     how = ["--recipe", "features", "--feature-map", "mlp", "--loss", "direct", "--lora", "2"]
     assert main(["run", str(model), "--budget", "32", *how, "--out", str(tmp_path / "run"), *QUICK]) == 0
-    with assembled(Run.open(tmp_path / "run")) as bench:
+    run = Run.open(tmp_path / "run")
+    with assembled(run) as bench:
+        learnt, judged = (run.found["made_with"][name] for name in ("learnt", "judged"))
+        texts = enough_windows("builtin", bench.tokenizer, 64, learnt + judged)[learnt:]
+        losses = [loss.mean().item() for loss in read_losses(bench.subjects(64)[:3], texts)]
+        assert [row["language"]["loss"] for row in run.evaluation] == pytest.approx(losses, abs=1e-5)
         own, control, teacher = (
             dict(one.named_parameters()) for one in (bench.student.base, bench.control.base, bench.teacher)
         )
