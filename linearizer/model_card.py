@@ -116,7 +116,7 @@ def summary(allocation: Allocation, layers: Sequence[Layer], teacher: Teacher, p
     kept += ["slots that older tokens are merged into"] * any(head.slots for head in heads)
     return (
         f"This is {origin}, with its attention exchanged: instead of a cache of the keys and values of every token, KV "
-        f"heads keep {', '.join(kept) or 'nothing'}. {in_words(allocation, layers, positions)}"
+        f"heads keep {listed(kept)}. {in_words(allocation, layers, positions)}"
     )
 
 
@@ -149,10 +149,11 @@ def listing(allocation: Allocation) -> str:
 
 
 def kind(head: Head) -> str:
-    """Say what a head holds: window + features, or window + slots."""
+    """Say what a head holds besides sinks."""
     if head.softmax:
         return "softmax"
-    return f"{head.window} + {head.slots} slots" if head.slots else f"{head.window} + {head.features}"
+    far = (f"{count} {name}" for count, name in ((head.features, "features"), (head.slots, "slots")) if count)
+    return " + ".join([str(head.window)] * bool(head.window) + [*far]) or "nothing"
 
 
 def evaluation(rows: Sequence[dict[str, Any]], plan: Plan) -> str:
@@ -196,7 +197,7 @@ def made(allocation: Allocation, plan: Plan) -> str:
         done.append("trained the features to attend as the teacher does")
     adapted = f"Beside the teacher's own weights, adapters of rank {plan.lora} on q, k, v and o were trained"
     weights = adapted if plan.lora and plan.steps else "The teacher's weights are as they were"
-    return f"{', '.join(done)}. {weights}"
+    return f"{listed(done)}. {weights}"
 
 
 def limits(allocation: Allocation, plan: Plan, examined: bool) -> str:
@@ -231,6 +232,11 @@ def licence(teacher: Teacher) -> str:
     at = f" (<{link}>)" if isinstance(link, str) and re.fullmatch(LINK, link) else ""
     gated = " The teacher is gated: who uses this accepts the terms that the teacher's page asks for." * teacher.gated
     return f"The weights are the teacher's, and so is the licence: {plain(name)}{at}.{gated}"
+
+
+def listed(parts: Sequence[str]) -> str:
+    """Join parts of a sentence."""
+    return " and ".join([", ".join(parts[:-1])] * bool(parts[:-1]) + [*parts[-1:]]) or "nothing"
 
 
 def plain(text: str) -> str:

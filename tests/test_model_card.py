@@ -56,12 +56,9 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
     assert "| loss at positions 64 and later | 2.0000 |" in text and "1,234 tokens" in text
     assert snippet("me/student") in text and "1 of 4 KV heads were left softmax and grow with the text" in text
     assert f"linearizer run org/base@{'c0ffee' * 6} --budget 64" in text
-    assert (
-        "| 0 | 8 + 32 · softmax |" in text
-        and "| 2 | 8 + 4 slots · 0 + 64 |" in text
-        and "| 1 | bounded by the teacher itself" in text
-    )
-    assert "| 2 | 8 + 4 slots · 0 + 64 |" in text
+    assert "| 0 | 8 + 32 features · softmax |" in text and "| 1 | bounded by the teacher itself" in text
+    assert "| 2 | 8 + 4 slots · 64 features |" in text
+    assert "keep a few exact tokens at the start, an exact window, features that stand" in text
 
 
 def test_the_plan_on_the_card_is_the_plan(tmp_path):
