@@ -139,6 +139,7 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
         "gauge": "keys: centred or raw",
         "per": "degrees of freedom per KV head, or per query head as in the paper: kv or query",
         "loss": "of training: softmax, l2 or output by layer; direct or logits end to end; a+b: one after the other",
+        "prices": "of heads: measured, estimated from gradients, or auto: what there is time for",
         "device": "auto, cpu, cuda, cuda:1, …",
         "dtype": "auto, float32, bfloat16 or float16",
     }

@@ -24,6 +24,7 @@ from linearizer.decision import decide, market_of
 from linearizer.devices import device_of
 from linearizer.distillation import distill
 from linearizer.errors import RequestError
+from linearizer.estimate import estimate
 from linearizer.evaluation import Evaluation, evaluate_language, evaluate_recall
 from linearizer.files import remove, writing
 from linearizer.gates import learn_gates
@@ -34,7 +35,7 @@ from linearizer.measurement import measure
 from linearizer.model_card import add_card
 from linearizer.plan import Plan
 from linearizer.prices import Prices, exchanges
-from linearizer.pricing import Begin, exchange, options, price, with_repeats
+from linearizer.pricing import Begin, exchange, measuring_seconds, options, price, with_repeats
 from linearizer.profile import Profile
 from linearizer.progress import Steps
 from linearizer.provenance import environment
@@ -50,6 +51,7 @@ from linearizer.text import enough_windows
 from linearizer.working import check, interruptible, logged, working
 
 GATE_STEPS = 60
+PATIENCE = 1200  # seconds that prices may take to be measured, before they are estimated instead
 JUDGED = 8  # texts that are kept from training, to judge by
 
 
@@ -123,10 +125,13 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
         return found
     offered = options(texts.shape[1], slots=run.plan.strategy != "windows")
     layers, sinks = teacher.inspection.layers, run.plan.kept_sinks
-    steps = price(teacher.model, texts, layers, offered, sinks, begin_of(run))
+    estimated = run.plan.prices == "estimated" or (
+        run.plan.prices == "auto" and measuring_seconds(teacher.model, layers, offered, texts) > PATIENCE
+    )
+    steps = (estimate if estimated else price)(teacher.model, texts, layers, offered, sinks, begin_of(run))
     found = yield from logged(run, steps)
     run.write("prices.json", found.to_json())
-    run.log("priced", tokens=texts.numel())
+    run.log("priced", tokens=texts.numel(), estimated=estimated)
     return found
 
 

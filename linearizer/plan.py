@@ -12,6 +12,7 @@ from linearizer.recipes import RECIPES
 SINKS = 4  # tokens at the start of a text that most models lean on
 LEAST = 18  # tokens of cache that the fewest features of a head cost
 IN_TOKENS = ("gain", "windows", "window", "duo")  # strategies that buy no features, and so take no number of them
+PRICES = ("auto", "measured", "estimated")
 
 
 @dataclass(frozen=True)
@@ -39,6 +40,7 @@ class Plan:
     batch: int = 2  # texts of a step
     target_length: int | None = None  # where heads left softmax are priced; None: what the model's positions allow
     constant: bool = False  # no head is left softmax, so that the state never grows
+    prices: str = "auto"  # of heads: measured, estimated, or what this machine has the time for
     exchanges: int = 8  # allocations near the chosen one that are measured, too
     seed: int = 0
     device: str = "auto"
@@ -61,6 +63,10 @@ class Plan:
                 raise BudgetError(f"{name} {asked} buys nothing: give a whole number, at least 1")
         if self.strategy in IN_TOKENS and self.budget is None:
             raise BudgetError(f"the strategy {self.strategy} spends a budget in tokens: give one instead of features")
+        if self.prices not in PRICES:
+            raise RequestError(f"prices {self.prices!r} is none of {', '.join(PRICES)}")
+        if self.constant and self.strategy == "duo":
+            raise RequestError("duo leaves heads softmax by its nature: leave out constant, or ask for another recipe")
         for name in ("texts", "length", "samples"):
             if getattr(self, name) < 1:
                 raise RequestError(f"{name} {getattr(self, name)} is too few: give at least 1")

@@ -17,6 +17,7 @@ LAYERS = [  # a module may import from the layers after its own
     {"jobs", "pipeline", "publishing"},
     {"asking", "room", "working"},
     {"decision"},
+    {"estimate"},
     {"model_card", "space"},
     {"card_metadata"},
     {"command", "evaluation_table", "report"},

@@ -33,10 +33,11 @@ from linearizer.run import Run
 from linearizer.subjects import exchanged
 from linearizer.teacher import quiet
 from linearizer.text import enough_windows
+from linearizer.training_state import digest
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
-TARGET, LENGTH, PASSAGE, GAPS, HELD = 512, 512, 64, (64, 128, 256, 320), 16
+TARGET, LENGTH, PASSAGE, GAPS, HELD = 512, 512, 64, (64, 128, 256, 320), 8
 STEPS = 60  # of every recipe that trains
 AHEAD = 160  # windows of text that belong to measuring and training
 OURS = {"sinks": 4}
@@ -111,21 +112,17 @@ def measure(asked, row, budget, seed):
             record |= {"seconds": time.perf_counter() - begun, "measuring": measuring}
             with controlled(student, row, budget):
                 record |= judged(student, held)
-            record["teacher"] = judged(student, held, as_teacher=True)
+            record["teacher"] = judged_teacher(asked.work, student, held)
             record["state"] = allocation.state_bytes(teacher.inspection.layers, plan.length)
             record["paid"] = cache_bytes(teacher.inspection.layers, budget)
             for name, ablation in (("no far", without_far), ("no window", without_window)):
-                if "evict" not in row and any(
-                    h.window and (h.slots or h.features) for r in allocation.heads for h in r
-                ):
+                if "evict" not in row and has_both(allocation):
                     with ablation(student):
                         record[name] = judged(student, held)
             record["made_with"] = environment(student)
     except BudgetError as error:
         record["refused"] = str(error)
-    print(
-        json.dumps({name: value for name, value in record.items() if name in ("row", "budget", "seed", "loss", "kl")})
-    )
+    print(row, budget, seed, record.get("refused") or f"loss {record['loss']:.3f} KL {record['kl']:.4f}", flush=True)
     return record
 
 
@@ -190,6 +187,14 @@ def judged(student, held, as_teacher=False):
     gaps = [gap for gap in GAPS if 2 * PASSAGE + gap <= held.shape[1]]
     recall = finish(evaluate_recall(student, held, gaps, PASSAGE, as_teacher))
     return {**asdict(language), "recall": [asdict(found) for found in recall]}
+
+
+def judged_teacher(work, student, held):
+    """The same for the teacher, once for a text."""
+    kept = work / f"teacher-{digest({'text': held})}.json"
+    if not kept.exists():
+        kept.write_text(json.dumps(judged(student, held, as_teacher=True)))
+    return json.loads(kept.read_text())
 
 
 class Table:
