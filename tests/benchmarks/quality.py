@@ -110,15 +110,16 @@ def measure(asked, row, budget, seed):
             begun = time.perf_counter()
             student, allocation = made(run, teacher)
             record |= {"seconds": time.perf_counter() - begun, "measuring": measuring}
+            original = own_teacher(plan, teacher, student, allocation)
             with controlled(student, row, budget):
-                record |= judged(student, held)
-            record["teacher"] = judged_teacher(asked.work, student, held)
+                record |= judged(student, held, original)
+            record["teacher"] = judged_teacher(asked.work, original, held)
             record["state"] = allocation.state_bytes(teacher.inspection.layers, plan.length)
             record["paid"] = cache_bytes(teacher.inspection.layers, budget)
             for name, ablation in (("no far", without_far), ("no window", without_window)):
                 if "evict" not in row and has_both(allocation):
                     with ablation(student):
-                        record[name] = judged(student, held)
+                        record[name] = judged(student, held, original)
             record["made_with"] = environment(student)
     except BudgetError as error:
         record["refused"] = str(error)
@@ -181,19 +182,26 @@ def controlled(student, row, budget) -> Iterator[None]:
 
 
 @torch.inference_mode()
-def judged(student, held, as_teacher=False):
-    """Loss by position, divergence, agreement, and the loss on passages that come again."""
-    language = finish(evaluate_language(student, held, as_teacher))
+def judged(student, held, original, as_teacher=False):
+    """Loss by position, divergence from the teacher in `original`, agreement, and loss on passages that come again."""
+    language = finish(evaluate_language(student, held, as_teacher, original))
     gaps = [gap for gap in GAPS if 2 * PASSAGE + gap <= held.shape[1]]
     recall = finish(evaluate_recall(student, held, gaps, PASSAGE, as_teacher))
     return {**asdict(language), "recall": [asdict(found) for found in recall]}
 
 
-def judged_teacher(work, student, held):
+def own_teacher(plan, teacher, student, allocation):
+    """Give a model whose weights are the teacher's: the student itself, unless adapters changed it."""
+    if not plan.lora:
+        return student
+    return checkpoint.linearize(pipeline.load(plan).model.float(), teacher.inspection.layers, allocation)
+
+
+def judged_teacher(work, original, held):
     """The same for the teacher, once for a text."""
     kept = work / f"teacher-{digest({'text': held})}.json"
     if not kept.exists():
-        kept.write_text(json.dumps(judged(student, held, as_teacher=True)))
+        kept.write_text(json.dumps(judged(original, held, original, as_teacher=True)))
     return json.loads(kept.read_text())
 
 
