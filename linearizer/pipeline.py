@@ -183,11 +183,11 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
 
 
 def shared_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take texts to train on, and others to judge by."""
-    learnt = plan.batch if plan.steps else 0
-    texts = windows_of(plan, teacher, plan.steps * plan.batch + JUDGED, token, least=learnt + 1)
-    judged = min(JUDGED, len(texts) - learnt)
-    return texts[:-judged], texts[-judged:]
+    """Take texts to train on, and others to judge by: what follows all that was trained on, measured or priced."""
+    wanted, least = plan.steps * plan.batch, plan.batch if plan.steps else 0
+    texts = windows_of(plan, teacher, max(wanted, plan.texts) + JUDGED, token, least=least + 1)
+    judged = min(JUDGED, len(texts) - least)
+    return texts[:-judged][:wanted], texts[-judged:]
 
 
 def samples_of(run: Run) -> Samples:

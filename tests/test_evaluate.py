@@ -173,6 +173,16 @@ def test_the_text_is_not_what_the_student_was_trained_on(finished):
         assert sampled.shape == (2, 32) and not torch.equal(sampled, bench.windows("self", 32, 2, 1))
 
 
+def test_a_run_is_judged_on_text_that_nothing_was_measured_on(tmp_path, model):
+    assert main(["run", str(model), "--budget", "32", "--out", str(tmp_path / "run"), *QUICK[:-2]]) == 0
+    run = Run.open(tmp_path / "run")
+    with assembled(run) as bench:
+        texts = enough_windows("builtin", bench.tokenizer, 64, run.plan.texts + 8)[run.plan.texts :]
+        assert torch.equal(bench.windows(None, 64, 8, 0), texts)
+        losses = [loss.mean().item() for loss in read_losses(bench.subjects(64), texts)]
+    assert [row["language"]["loss"] for row in run.evaluation] == pytest.approx(losses, abs=1e-5)
+
+
 def test_a_folder_that_is_no_run_is_refused(tmp_path, begun, capsys):
     assert "holds no run" in refused(capsys, tmp_path)
     assert "has no student yet" in refused(capsys, begun.folder)
@@ -260,8 +270,7 @@ def test_controls_have_the_teachers_weights_where_adapters_changed_the_students(
     assert main(["run", str(model), "--budget", "32", *how, "--out", str(tmp_path / "run"), *QUICK]) == 0
     run = Run.open(tmp_path / "run")
     with assembled(run) as bench:
-        learnt, judged = (run.found["made_with"][name] for name in ("learnt", "judged"))
-        texts = enough_windows("builtin", bench.tokenizer, 64, learnt + judged)[learnt:]
+        texts = bench.windows(None, 64, 8, 0)
         losses = [loss.mean().item() for loss in read_losses(bench.subjects(64)[:3], texts)]
         assert [row["language"]["loss"] for row in run.evaluation] == pytest.approx(losses, abs=1e-5)
         own, control, teacher = (
