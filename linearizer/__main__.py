@@ -157,6 +157,7 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
     }
     for name, text in numbers.items():
         command.add_argument(f"--{name}", type=int, help=f"{text} ({default_of(name)})")
+    command.add_argument("--minutes", type=float, help="of training, instead of steps")
     command.add_argument("--out", type=Path, help="the run's folder (default: a new one under runs/)")
     command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
 

@@ -6,7 +6,9 @@ Each step's product is stored in the run's folder, and a step whose product is t
 from __future__ import annotations
 
 import json
-from dataclasses import asdict, dataclass
+import time
+from contextlib import closing
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 
 import torch
@@ -51,6 +53,7 @@ from linearizer.text import enough_windows
 from linearizer.working import check, interruptible, logged, working
 
 GATE_STEPS = 60
+TRIED = 4  # steps, to see how long one takes
 PATIENCE = 1200  # seconds that prices may take to be measured, before they are estimated instead
 JUDGED = 8  # texts that are kept from training, to judge by
 
@@ -212,10 +215,39 @@ def begin_features(run: Run, student: LinearizedForCausalLM) -> None:
     initialise(student, samples_of(run), run.plan.seed)
 
 
-def train(run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor) -> Steps[None]:
+def timed_plan(run: Run, teacher: Teacher, student: LinearizedForCausalLM, token: str | None) -> Plan:
+    """Turn the minutes that a plan asks for into steps, once: resumed, the run keeps their number."""
+    plan = run.plan
+    if plan.minutes is None:
+        return plan
+    if not run.has("state/steps.json"):
+        before = {name: value.clone() for name, value in student.state_dict().items() if ".student." in name}
+        begin_features(run, student)
+        texts = windows_of(plan, teacher, TRIED * plan.batch, token, least=plan.batch)
+        seconds = [step_seconds(student, replace(settings, steps=TRIED), texts) for settings in settings_of(plan)]
+        student.load_state_dict(before, strict=False)
+        steps = max(len(seconds), int(60 * plan.minutes / (sum(seconds) / len(seconds))))
+        run.write("state/steps.json", json.dumps(steps))
+        run.log("timed", steps=steps, seconds=seconds)
+    return replace(plan, steps=json.loads(run.read("state/steps.json")), minutes=None)
+
+
+def step_seconds(student: LinearizedForCausalLM, settings: Settings, texts: torch.Tensor) -> float:
+    """Time the steps after the first; closed before its end, a training leaves the weights of the teacher alone."""
+    times = []
+    with closing(distill(student, texts, settings)) as steps:
+        for _ in range(TRIED - 1):
+            next(steps)
+            times.append(time.perf_counter())
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def train(
+    run: Run, plan: Plan, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor
+) -> Steps[None]:
     """Begin what the heads hold from the profile's samples, and train it as long as the plan says."""
     begin_features(run, student)
-    for number, settings in enumerate(settings_of(run.plan)):
+    for number, settings in enumerate(settings_of(plan)):
         if settings.steps and (settings.lora or any(head.features for row in allocation.heads for head in row)):
             yield from train_phase(run, student, settings, texts, number)
 
@@ -306,8 +338,9 @@ def make(run: Run, token: str | None) -> Steps[None]:
     origin = {"name": name, "revision": teacher.source.revision}
     student = checkpoint.linearize(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
     with interruptible(run):
-        learnt, judged = shared_texts(run.plan, teacher, token)
-    yield from train(run, student, allocation, learnt)
+        plan = timed_plan(run, teacher, student, token)
+        learnt, judged = shared_texts(plan, teacher, token)
+    yield from train(run, plan, student, allocation, learnt)
     yield from logged(run, judge(run, student, allocation, judged, token))
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
     run.keep_found(made_with={**made_with, **environment(student)})

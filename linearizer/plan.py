@@ -35,6 +35,7 @@ class Plan:
     normalise: str = "trace"
     gauge: str = "centred"
     steps: int = 0  # of training the feature maps
+    minutes: float | None = None  # instead of steps: as many as fit, once a few were timed
     loss: str = "softmax"  # softmax, l2 or output, a layer at a time; direct or logits, end to end; a + b: one by one
     lora: int = 0  # rank of adapters on q, k, v and o where a loss is end to end
     batch: int = 2  # texts of a step
@@ -63,6 +64,10 @@ class Plan:
                 raise BudgetError(f"{name} {asked} buys nothing: give a whole number, at least 1")
         if self.strategy in IN_TOKENS and self.budget is None:
             raise BudgetError(f"the strategy {self.strategy} spends a budget in tokens: give one instead of features")
+        if self.minutes is not None and not self.minutes > 0:
+            raise RequestError(f"minutes {self.minutes} are no time to train: give a number above 0")
+        if self.minutes is not None and not self.steps:
+            raise RequestError(f"recipe {self.recipe!r} trains nothing: leave out minutes, or ask for one that trains")
         if self.prices not in PRICES:
             raise RequestError(f"prices {self.prices!r} is none of {', '.join(PRICES)}")
         if self.constant and self.strategy == "duo":

@@ -38,6 +38,20 @@ def test_what_is_given_takes_precedence_over_the_recipe():
     assert Plan.of(model="demo", features=32).recipe == "features"
 
 
+def test_minutes_become_as_many_steps_as_fit_and_stay_so(tmp_path):
+    run = Run.begin(tmp_path / "run", Plan.of("features", **SMALL, minutes=0.05))
+    finish(pipeline.linearize(run))
+    (timed,) = [event for event in run.events() if event["event"] == "timed"]
+    (end,) = [event for event in run.events() if event["event"] == "distilled"]
+    assert end["steps"] == timed["steps"] == max(1, int(3 / timed["seconds"][0]))
+    other = Run.begin(tmp_path / "other", Plan.of("features", **SMALL, steps=timed["steps"]))
+    finish(pipeline.linearize(other))
+    weights = "checkpoint/model.safetensors"
+    assert (run.folder / weights).read_bytes() == (other.folder / weights).read_bytes()
+    with pytest.raises(RequestError, match="recipe 'best' trains nothing"):
+        Plan.of(model="demo", budget=64, minutes=3)
+
+
 def test_what_cannot_be_is_said():
     with pytest.raises(RequestError, match="recipe 'magic' is none of best, windows"):
         Plan.of("magic", model="demo", budget=64)

@@ -160,7 +160,7 @@ def made(run, teacher):
     allocation = finish(pipeline.allocated(run, teacher, None))
     student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
     texts = pipeline.windows_of(plan, teacher, AHEAD, None)
-    finish(pipeline.train(run, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
+    finish(pipeline.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
     return student.eval(), allocation
 
 
