@@ -12,17 +12,19 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from linearizer import checkpoint, pipeline
+from linearizer import checkpoint
 from linearizer.allocation import Allocation
 from linearizer.cost import Head, Layer
 from linearizer.devices import device_of
 from linearizer.errors import FolderError, ModelNotAvailable, RequestError, TextError
+from linearizer.loading import load
 from linearizer.provenance import environment
 from linearizer.run import Run
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.runtime.student import LayerStudent
 from linearizer.subjects import Subject, exchanged, window_control
 from linearizer.teacher import quiet
+from linearizer.teaching import begin_features
 from linearizer.text import enough_windows, first_tokens, read_documents, token_windows
 
 SAMPLES = "state/samples.safetensors"  # of a run's folder
@@ -61,7 +63,7 @@ class Bench:
         """Make what a student would hold by an allocation, begun and not trained."""
         heads = checkpoint.students_of(self.control, self.layers, allocation, self.run.plan.seed)
         with exchanged(self.control, heads):
-            pipeline.begin_features(self.run, self.control)
+            begin_features(self.run, self.control)
         return heads
 
     def plain(self, features: int) -> Subject:
@@ -148,7 +150,7 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Bench]:
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     with quiet():
         try:
-            teacher = pipeline.load(run.pinned_plan, token)
+            teacher = load(run.pinned_plan, token)
         except ModelNotAvailable as error:
             student = checkpoint.load(run.checkpoint).to(device_of(run.plan.device))
             tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from linearizer import pipeline
+from linearizer import loading, pipeline
 from linearizer.cost import Head
 from linearizer.estimate import estimate
 from linearizer.plan import Plan
@@ -19,8 +19,8 @@ OPTIONS = (Head(window=8), Head(window=32), Head(window=16, slots=16))
 def both():
     """Prices of the demo model's heads, measured and estimated on the same text."""
     plan = Plan("demo", budget=64, dtype="float32")
-    teacher = pipeline.load(plan)
-    windows = pipeline.windows_of(Plan("demo", budget=64, length=128), teacher, 3, None)
+    teacher = loading.load(plan)
+    windows = loading.windows_of(Plan("demo", budget=64, length=128), teacher, 3, None)
     given = (teacher.model, windows, teacher.inspection.layers, OPTIONS, 4, begin)
     return finish(price(*given)), finish(estimate(*given))
 

@@ -20,8 +20,9 @@ from pathlib import Path
 
 import torch
 
-from linearizer import checkpoint, pipeline
+from linearizer import buying, checkpoint, loading, pipeline, teaching
 from linearizer.ablation import without_far, without_window
+from linearizer.asking import asked_of
 from linearizer.cost import cache_bytes
 from linearizer.errors import BudgetError
 from linearizer.evaluation import evaluate_language, evaluate_recall
@@ -134,22 +135,22 @@ def has_both(allocation):
 
 def prepared(work, plan):
     """Open a run that has the measurements of its plan, which other plans may have asked for before."""
-    asked = pipeline.asked_of(plan)
+    asked = asked_of(plan)
     key = f"{Path(plan.model).name}-{plan.seed}-{asked.sinks}-{asked.per}-{asked.gauge}-{plan.length}"
     base, folder = work / key, work / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    run, teacher = Run.begin(folder, plan), pipeline.load(plan)
+    run, teacher = Run.begin(folder, plan), loading.load(plan)
     if not base.exists():
         finish(pipeline.profile(run, teacher))
         if plan.measured:
-            finish(pipeline.measured_prices(run, teacher, pipeline.priced_texts(run, teacher, None)))
+            finish(buying.measured_prices(run, teacher, buying.priced_texts(run, teacher, None)))
         shutil.copytree(folder, base)
     for kept in base.rglob("*.json"):
         if kept.name in ("profile.json", "inspection.json", "prices.json"):
             shutil.copy(kept, folder / kept.name)
     shutil.copytree(base / "state", folder / "state", dirs_exist_ok=True)
     if plan.measured and run.prices is None:
-        finish(pipeline.measured_prices(run, teacher, pipeline.priced_texts(run, teacher, None)))
+        finish(buying.measured_prices(run, teacher, buying.priced_texts(run, teacher, None)))
         shutil.copy(folder / "prices.json", base / "prices.json")
     return run, teacher
 
@@ -157,10 +158,10 @@ def prepared(work, plan):
 def made(run, teacher):
     """Allocate, and train what the plan trains."""
     plan, layers = run.plan, teacher.inspection.layers
-    allocation = finish(pipeline.allocated(run, teacher, None))
+    allocation = finish(buying.allocated(run, teacher, None))
     student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
-    texts = pipeline.windows_of(plan, teacher, AHEAD, None)
-    finish(pipeline.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
+    texts = loading.windows_of(plan, teacher, AHEAD, None)
+    finish(teaching.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
     return student.eval(), allocation
 
 
@@ -194,7 +195,7 @@ def own_teacher(plan, teacher, student, allocation):
     """Give a model whose weights are the teacher's: the student itself, unless adapters changed it."""
     if not plan.lora:
         return student
-    return checkpoint.linearize(pipeline.load(plan).model.float(), teacher.inspection.layers, allocation)
+    return checkpoint.linearize(loading.load(plan).model.float(), teacher.inspection.layers, allocation)
 
 
 def judged_teacher(work, original, held):

@@ -1,0 +1,99 @@
+"""What a run measures to decide by, beside its profile: prices of KV heads, or gates."""
+
+from __future__ import annotations
+
+import json
+
+import torch
+from safetensors import safe_open
+
+from linearizer.allocation import Allocation
+from linearizer.decision import decide, market_of
+from linearizer.estimate import estimate
+from linearizer.gates import learn_gates
+from linearizer.initialisation import begin_layer
+from linearizer.loading import Teacher, windows_of
+from linearizer.prices import Prices, exchanges
+from linearizer.pricing import Begin, exchange, measuring_seconds, options, price, with_repeats
+from linearizer.progress import Steps
+from linearizer.run import Run
+from linearizer.runtime.student import LayerStudent
+from linearizer.samples import Samples
+from linearizer.working import interruptible, logged
+
+GATE_STEPS = 60
+PATIENCE = 1200  # seconds that prices may take to be measured, before they are estimated instead
+
+
+def priced_texts(run: Run, teacher: Teacher, token: str | None) -> torch.Tensor:
+    """Take the text that heads are priced on: less than is profiled, and in half of it passages come again."""
+    with interruptible(run):
+        windows = windows_of(run.plan, teacher, max(2, run.plan.texts // 2), token)
+    return with_repeats(windows, max(2, windows.shape[1] // 16), run.plan.seed)
+
+
+def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Prices]:
+    """Price every KV head, unless this run has done so."""
+    if found := run.prices:
+        return found
+    offered = options(texts.shape[1], slots=run.plan.strategy != "windows")
+    layers, sinks = teacher.inspection.layers, run.plan.kept_sinks
+    estimated = run.plan.prices == "estimated" or (
+        run.plan.prices == "auto" and measuring_seconds(teacher.model, layers, offered, texts) > PATIENCE
+    )
+    steps = (estimate if estimated else price)(teacher.model, texts, layers, offered, sinks, begin_of(run))
+    found = yield from logged(run, steps)
+    run.write("prices.json", found.to_json())
+    run.log("priced", tokens=texts.numel(), estimated=estimated)
+    return found
+
+
+def bought(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
+    """Buy by prices, and exchange what measuring shows to be better."""
+    texts, layers = priced_texts(run, teacher, token), teacher.inspection.layers
+    yield from measured_prices(run, teacher, texts)
+    chosen, market = decide(run, run.plan, layers), market_of(run, run.plan, layers)
+
+    def others(allocation: Allocation) -> list[Allocation]:
+        return exchanges(market, allocation, run.plan.exchanges)
+
+    steps = exchange(teacher.model, texts, layers, chosen, others, begin_of(run))
+    best, measured = yield from logged(run, steps)
+    run.log("exchanged", predicted=market.divergence(market.steps(best)), measured=measured, changed=best != chosen)
+    return best
+
+
+def gated(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
+    """Learn gates, unless this run has done so, and leave softmax the heads that they are open for."""
+    if run.gates is None:
+        texts, plan = priced_texts(run, teacher, token), run.plan
+        window = max(plan.budget or 0, 2 * plan.kept_sinks) - plan.kept_sinks
+        steps = learn_gates(teacher.model, texts, teacher.inspection.layers, window, plan.kept_sinks, GATE_STEPS)
+        run.write("gates.json", json.dumps((yield from logged(run, steps))))
+    return decide(run, run.plan, teacher.inspection.layers)
+
+
+def allocated(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
+    """Decide what every head holds, measuring what the plan's strategy asks for."""
+    if run.plan.measured:
+        return (yield from bought(run, teacher, token))
+    if run.plan.strategy == "duo":
+        return (yield from gated(run, teacher, token))
+    return decide(run, run.plan, teacher.inspection.layers)
+
+
+def samples_of(run: Run) -> Samples:
+    """Read the queries and keys that were kept when the run was profiled."""
+    with safe_open(run.folder / "state" / "samples.safetensors", "pt") as file:
+        return Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118
+
+
+def begin_of(run: Run) -> Begin:
+    """Give the way to begin the student of one layer."""
+    samples, generator = samples_of(run), torch.Generator().manual_seed(run.plan.seed)
+
+    def begin(student: LayerStudent, index: int) -> None:
+        if (found := samples.layers[index]) is not None:
+            begin_layer(student, found, generator)
+
+    return begin

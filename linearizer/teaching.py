@@ -1,0 +1,87 @@
+"""Begins what the heads of a run's student hold, and trains it as its plan says."""
+
+from __future__ import annotations
+
+import json
+import time
+from contextlib import closing
+from dataclasses import asdict, replace
+
+import torch
+
+from linearizer.allocation import Allocation
+from linearizer.asking import settings_of
+from linearizer.buying import samples_of
+from linearizer.distillation import distill
+from linearizer.files import writing
+from linearizer.initialisation import initialise
+from linearizer.loading import Teacher, windows_of
+from linearizer.plan import Plan
+from linearizer.progress import Steps
+from linearizer.run import Run
+from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.schedule import Settings
+from linearizer.working import logged
+
+TRIED = 4  # steps, to see how long one takes
+
+
+def begin_features(run: Run, student: LinearizedForCausalLM) -> None:
+    """Begin slots and feature maps from the samples of a run's profile: all that training starts from."""
+    initialise(student, samples_of(run), run.plan.seed)
+
+
+def timed_plan(run: Run, teacher: Teacher, student: LinearizedForCausalLM, token: str | None) -> Plan:
+    """Turn the minutes that a plan asks for into steps, once: resumed, the run keeps their number."""
+    plan = run.plan
+    if plan.minutes is None:
+        return plan
+    if not run.has("state/steps.json"):
+        before = {name: value.clone() for name, value in student.state_dict().items() if ".student." in name}
+        begin_features(run, student)
+        texts = windows_of(plan, teacher, TRIED * plan.batch, token, least=plan.batch)
+        seconds = [step_seconds(student, replace(settings, steps=TRIED), texts) for settings in settings_of(plan)]
+        student.load_state_dict(before, strict=False)
+        steps = max(len(seconds), int(60 * plan.minutes / (sum(seconds) / len(seconds))))
+        run.write("state/steps.json", json.dumps(steps))
+        run.log("timed", steps=steps, seconds=seconds)
+    return replace(plan, steps=json.loads(run.read("state/steps.json")), minutes=None)
+
+
+def step_seconds(student: LinearizedForCausalLM, settings: Settings, texts: torch.Tensor) -> float:
+    """Time the steps after the first; closed before its end, a training leaves the weights of the teacher alone."""
+    times = []
+    with closing(distill(student, texts, settings)) as steps:
+        for _ in range(TRIED - 1):
+            next(steps)
+            times.append(time.perf_counter())
+    return (times[-1] - times[0]) / (len(times) - 1)
+
+
+def train(
+    run: Run, plan: Plan, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor
+) -> Steps[None]:
+    """Begin what the heads hold from the profile's samples, and train it as long as the plan says."""
+    begin_features(run, student)
+    for number, settings in enumerate(settings_of(plan)):
+        if settings.steps and (settings.lora or any(head.features for row in allocation.heads for head in row)):
+            yield from train_phase(run, student, settings, texts, number)
+
+
+def train_phase(
+    run: Run, student: LinearizedForCausalLM, settings: Settings, texts: torch.Tensor, number: int
+) -> Steps[None]:
+    """Train with one loss, from where it was stopped."""
+    folder = run.folder / "state" / "training" / str(number)
+    with writing(folder):
+        folder.parent.mkdir(parents=True, exist_ok=True)
+    ends = [event for event in run.events() if event["event"] == "distilled" and event.get("phase", 0) == number]
+    ended = folder.exists() and bool(ends)  # perhaps early
+
+    def enough() -> bool:
+        return ended or run.requested("use")
+
+    steps = distill(student, texts, settings, folder=folder, resume=folder.exists(), enough=enough)
+    done = yield from logged(run, steps)
+    run.log("distilled", phase=number, **asdict(done))
+    run.settle("use")
