@@ -219,7 +219,7 @@ def test_bad_requests_are_refused_with_a_sentence(arguments, sentence, run, caps
 
 def test_a_context_beyond_rotary_positions_is_marked_as_extrapolated(tmp_path, capsys):
     folder = tmp_path / "run"
-    assert main(["run", "demo", "--budget", "64", "--out", str(folder), *QUICK]) == 0
+    assert main(["run", "demo", "--recipe", "swa", "--budget", "64", "--out", str(folder), *QUICK[:-2]]) == 0
     capsys.readouterr()
     _, out, _ = said(capsys, folder, "--parts", "language", "--length", "1100", "--texts", "1")
     assert "longer than the teacher's positions: extrapolated" in out
@@ -257,7 +257,8 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, capsys):
 
 def test_a_teacher_too_short_for_pairs_is_measured_in_all_else(tmp_path, capsys):
     model = save_gpt2(tmp_path / "model", 96)
-    assert main(["run", str(model), "--budget", "32", "--out", str(tmp_path / "run"), *QUICK]) == 0
+    how = ["--recipe", "swa", "--budget", "32", "--out", str(tmp_path / "run"), *QUICK[:-2]]
+    assert main(["run", str(model), *how]) == 0
     capsys.readouterr()
     code, out, err = said(capsys, tmp_path / "run", "--texts", "1", "--seconds", "0.1")
     assert code == 0, err
