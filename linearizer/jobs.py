@@ -143,7 +143,8 @@ def status(run: Run) -> Status:
     first, files = journal.first(run.log_file), files_of(run.folder)
     begun = first["time"] if first else max((stat.st_mtime for stat in files.values()), default=0.0)
     training = run.folder / "state" / "training"
-    saved = (stat.st_mtime for path, stat in files.items() if path.parent == training and not path.suffix == UNFINISHED)
+    kept = (path for path in files if training in path.parents and path.suffix != UNFINISHED)
+    saved = (files[path].st_mtime for path in kept)
     return Status(
         run=run,
         state=state,
