@@ -14,7 +14,7 @@ from linearizer.tables import columns, size
 if TYPE_CHECKING:
     from linearizer.allocation import Allocation
     from linearizer.comparison import Comparison
-    from linearizer.cost import Layer
+    from linearizer.cost import Head, Layer
     from linearizer.inspection import Inspection
     from linearizer.profile import Profile
     from linearizer.publishing import Preview
@@ -130,10 +130,9 @@ def profile_text(profile: Profile) -> str:
 
 def allocation_text(allocation: Allocation, layers: Sequence[Layer]) -> str:
     """Say what every head got, and what that costs."""
-    rows: list[Sequence[object]] = [("layer", "by KV head: window + features")]
+    rows: list[Sequence[object]] = [("layer", "by KV head: window, + features or slots (s)")]
     for index, heads in enumerate(allocation.heads):
-        kinds = ("softmax" if head.softmax else f"{head.window}+{head.features}" for head in heads)
-        rows.append((index, "  ".join(kinds) or "stays as it is"))
+        rows.append((index, "  ".join(map(head_text, heads)) or "stays as it is"))
     return columns(rows) + "\n" + cost_text(allocation, layers)
 
 
@@ -144,10 +143,27 @@ def cost_text(allocation: Allocation, layers: Sequence[Layer]) -> str:
         "never smaller than the cache" if breakeven is None else f"smaller than the cache from {breakeven} tokens on"
     )
     state = size(allocation.state_bytes(layers, breakeven or 0))
-    return (
-        f"{allocation.strategy}: {allocation.features_mean:.1f} features per KV head and {allocation.sinks} sinks, "
-        f"{state} of state, {from_then}"
-    )
+    return f"{allocation.strategy}: {held_text(allocation)}, {state} of state, {from_then}"
+
+
+def head_text(head: Head) -> str:
+    """Say in a word what one head holds."""
+    if head.softmax:
+        return "softmax"
+    return f"{head.window}+{head.slots}s" if head.slots else f"{head.window}+{head.features}"
+
+
+def held_text(allocation: Allocation) -> str:
+    """Say in a line what the heads hold."""
+    heads = [head for row in allocation.heads for head in row]
+    kinds = {
+        "with a window": [head for head in heads if not (head.softmax or head.slots or head.features)],
+        f"with {allocation.features_mean:.1f} features on average": [head for head in heads if head.features],
+        "with slots": [head for head in heads if head.slots],
+        "left softmax": [head for head in heads if head.softmax],
+    }
+    counts = ", ".join(f"{len(found)} KV heads {kind}" for kind, found in kinds.items() if found)
+    return f"{counts}, {allocation.sinks} sinks"
 
 
 def evaluation_text(found: Sequence[dict[str, Any]]) -> str:
