@@ -160,33 +160,33 @@ def absorb(state: SlotState, columns: Columns, merging: Merging, turn: Tensor, m
 
 
 def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
-    """Merge the cheapest pairs until at most `count` slots hold anything, and give those, in order.
+    """Merge what is cheapest to merge until at most `count` slots hold anything, and give those, in order.
 
     What a pair costs a query goes with how much weight it has, how far apart its keys are to the query, and its values.
-    In each round pairs that are each other's cheapest are merged, as many as have to be.
+    In each round the slots with the cheapest partners go into them, as many as have to; one whose partner goes, too,
+    waits for the next round.
     """
     number = torch.arange(given.weight.shape[-1], device=given.weight.device)
     while True:
         surplus = ((given.weight > 0).sum(-1, keepdim=True) - count).clamp_min(0)  # (batch, heads, 1)
         if not surplus.any():
             break
-        costs, apart = merging_costs(given, metric)
-        cheapest, partner = costs.min(-1)
-        mutual = (partner.gather(-1, partner) == number) & (number < partner) & cheapest.isfinite()
-        rank = cheapest.masked_fill(~mutual, float("inf")).argsort(-1).argsort(-1)
-        given = join(given, partner, mutual & (rank < surplus), apart)
+        cheapest, partner = merging_costs(given, metric).min(-1)
+        stays = (partner.gather(-1, partner) == number) & (number < partner) | cheapest.isinf()
+        rank = cheapest.masked_fill(stays, float("inf")).argsort(-1).argsort(-1)
+        goes = ~stays & (rank < surplus)
+        given = join(given, partner, goes & ~goes.gather(-1, partner), metric)
     return given.take((given.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :count])
 
 
-def merging_costs(given: Slots, metric: Tensor) -> tuple[Tensor, Tensor]:
-    """Price every pair; also give how far apart their keys are, squared: (batch, heads, slots, slots)."""
+def merging_costs(given: Slots, metric: Tensor) -> Tensor:
+    """Price every pair: (batch, heads, slots, slots)."""
     apart, values = squared_distances(given.k @ metric.to(given.k.dtype).mT), squared_distances(given.v)
     weight = given.weight[..., None] * given.weight[..., None, :]
     weight = weight / (given.weight[..., None] + given.weight[..., None, :]).clamp_min(1)
-    cost = weight.sqrt() * apart * values.pow(0.25)
     empty = given.weight == 0
-    never = empty[..., None] | empty[..., None, :] | torch.eye(cost.shape[-1], dtype=torch.bool, device=cost.device)
-    return cost.masked_fill(never, float("inf")), apart
+    never = empty[..., None] | empty[..., None, :] | torch.eye(empty.shape[-1], dtype=torch.bool, device=empty.device)
+    return (weight.sqrt() * apart * values.pow(0.25)).masked_fill(never, float("inf"))
 
 
 def squared_distances(x: Tensor) -> Tensor:
@@ -196,17 +196,17 @@ def squared_distances(x: Tensor) -> Tensor:
     return (square[..., None] + square[..., None, :] - 2 * x @ x.mT).clamp_min(0)
 
 
-def join(given: Slots, partner: Tensor, joins: Tensor, apart: Tensor) -> Slots:
-    """Merge into every slot where `joins` is true its partner, which is left empty."""
-    other = given.take(partner)
-    total = given.weight + other.weight
-    share = torch.where(joins, other.weight / total.clamp_min(1), 0.0)
-    between = share * (1 - share) * apart.gather(-1, partner[..., None])[..., 0]
-    spread = given.spread + share * (other.spread - given.spread) + between
-    gone = torch.zeros_like(given.weight).scatter_add(-1, partner, joins.to(given.weight)) > 0
-    return Slots(
-        given.k + share[..., None] * (other.k - given.k),
-        given.v + share[..., None] * (other.v - given.v),
-        torch.where(joins, total, given.weight).masked_fill(gone, 0.0),
-        spread,
-    )
+def join(given: Slots, partner: Tensor, goes: Tensor, metric: Tensor) -> Slots:
+    """Merge every slot that goes into its partner, which stays."""
+    number = torch.arange(partner.shape[-1], device=partner.device).expand_as(partner)
+    target = torch.where(goes, partner, number)
+    total = torch.zeros_like(given.weight).scatter_add(-1, target, given.weight)
+    share = (given.weight / total.gather(-1, target).clamp_min(1))[..., None]  # of each in what it becomes
+
+    def mean(x: Tensor) -> Tensor:
+        return torch.zeros_like(x).scatter_add(2, target[..., None].expand_as(x), share * x)
+
+    k = mean(given.k)
+    moved = (given.k - k.gather(2, target[..., None].expand_as(k))) @ metric.to(k.dtype).mT
+    spread = mean((given.spread + moved.square().sum(-1))[..., None])[..., 0]
+    return Slots(k, mean(given.v), total, spread)
