@@ -13,7 +13,7 @@ from linearizer.estimate import estimate
 from linearizer.gates import learn_gates
 from linearizer.initialisation import begin_layer
 from linearizer.loading import Teacher, windows_of
-from linearizer.prices import Prices, exchanges
+from linearizer.prices import Prices, exchanged
 from linearizer.pricing import Begin, exchange, measuring_seconds, options, price, with_repeats
 from linearizer.progress import Steps
 from linearizer.run import Run
@@ -54,10 +54,12 @@ def bought(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
     yield from measured_prices(run, teacher, texts)
     chosen, market = decide(run, run.plan, layers), market_of(run, run.plan, layers)
 
-    def others(allocation: Allocation) -> list[Allocation]:
-        return exchanges(market, allocation, run.plan.exchanges)
+    tried: set[int] = set()
 
-    steps = exchange(teacher.model, texts, layers, chosen, others, begin_of(run))
+    def other(allocation: Allocation) -> Allocation | None:
+        return exchanged(market, allocation, tried)
+
+    steps = exchange(teacher.model, texts, layers, chosen, other, run.plan.exchanges, begin_of(run))
     best, measured = yield from logged(run, steps)
     run.log("exchanged", predicted=market.divergence(market.steps(best)), measured=measured, changed=best != chosen)
     return best

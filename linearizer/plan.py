@@ -42,7 +42,7 @@ class Plan:
     target_length: int | None = None  # where heads left softmax are priced; None: what the model's positions allow
     constant: bool = False  # no head is left softmax, so that the state never grows
     prices: str = "auto"  # of heads: measured, estimated, or what this machine has the time for
-    exchanges: int = 8  # allocations near the chosen one that are measured, too
+    exchanges: int = 12  # allocations near the chosen one that are measured, too
     seed: int = 0
     device: str = "auto"
     dtype: str = "auto"

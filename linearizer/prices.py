@@ -116,20 +116,20 @@ def choose(
     return market.allocation(steps), market.divergence(steps)
 
 
-def exchanges(market: Market, allocation: Allocation, count: int) -> list[Allocation]:
-    """Give allocations with one of the dearest heads a step up, paid by steps down where they cost least.
+def exchanged(market: Market, allocation: Allocation, tried: set[int]) -> Allocation | None:
+    """Give the dearest head that was not tried yet a step up, paid by steps down where they cost least.
 
     Prices are of one head alone; together heads may make up for each other, or not: measuring tells.
     """
-    own, found = market.steps(allocation), []
-    dearest = sorted(range(len(own)), key=lambda head: -market.ladders[head][own[head]].divergence)
-    for head in dearest[:count]:
-        if own[head] + 1 < len(market.ladders[head]):
+    own = market.steps(allocation)
+    for head in sorted(range(len(own)), key=lambda head: -market.ladders[head][own[head]].divergence):
+        if head not in tried and own[head] + 1 < len(market.ladders[head]):
+            tried.add(head)
             steps = list(own)
             steps[head] += 1
             if descend(market, steps, keep=head):
-                found.append(market.allocation(steps))
-    return found
+                return market.allocation(steps)
+    return None
 
 
 def descend(market: Market, steps: list[int], keep: int) -> bool:

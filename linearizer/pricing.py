@@ -95,10 +95,11 @@ def exchange(
     windows: torch.Tensor,
     layers: Sequence[Layer],
     allocation: Allocation,
-    others: Callable[[Allocation], Sequence[Allocation]],
+    other: Callable[[Allocation], Allocation | None],
+    most: int,
     begin: Begin,
 ) -> Steps[tuple[Allocation, float]]:
-    """Measure an allocation, then each that `others` gives of the best so far; return the best and what it costs."""
+    """Measure an allocation, then one by one what `other` makes of the best so far; give the best and its cost."""
     expected = logits_of(teacher, windows)
 
     def cost(allocation: Allocation) -> float:
@@ -110,12 +111,13 @@ def exchange(
             return divergence(expected, logits_of(teacher, windows)).mean().item()
 
     best, least = allocation, cost(allocation)
-    candidates = others(allocation)
-    yield Progress("exchange", 1, 1 + len(candidates), "students", {"kl": least})
-    for done, candidate in enumerate(candidates):
+    for done in range(most + 1):
+        yield Progress("exchange", done, most, "students", {"kl": least})
+        candidate = other(best) if done < most else None
+        if candidate is None:
+            break
         if (found := cost(candidate)) < least:
             best, least = candidate, found
-        yield Progress("exchange", 2 + done, 1 + len(candidates), "students", {"kl": least})
     return best, least
 
 

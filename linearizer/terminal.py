@@ -181,7 +181,14 @@ def run_text(run: Run) -> str:
     """Say what came of a run that is done."""
     assert run.allocation is not None
     judged = evaluation_text(run.evaluation)
-    text = f"{cost_text(run.allocation, run.layers)}\n{judged}\nthe student is in {run.checkpoint}"
+    bought = [event for event in run.events() if event["event"] == "exchanged"]
+    real = (
+        f"KL on the text that heads were priced on: {bought[-1]['predicted']:.4f} predicted, "
+        f"{bought[-1]['measured']:.4f} measured\n"
+        if bought
+        else ""
+    )
+    text = f"{cost_text(run.allocation, run.layers)}\n{real}{judged}\nthe student is in {run.checkpoint}"
     return f"{text}\nsee it write: linearizer compare {run.folder}"
 
 

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 
 from linearizer.cost import Head, Layer, cache_bytes, head_bytes
 from linearizer.errors import BudgetError, RequestError
-from linearizer.prices import Prices, choose
+from linearizer.prices import Market, Prices, choose, exchanged
 
 LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2, 16, 16))
 WINDOWS = (4, 16, 64)
@@ -64,6 +64,18 @@ def test_it_is_the_best_choice_but_for_one_step(prices, budget):
 def test_a_larger_budget_is_spent_to_lose_no_more(prices, budget, more):
     small, large = (choose(prices, LAYERS, spend, 4096, constant=True)[1] for spend in (budget, budget + more))
     assert large <= small + 1e-12
+
+
+@settings(deadline=None)
+@given(prices=four_heads, budget=st.integers(6, 200))
+def test_exchanges_keep_the_budget_and_end(prices, budget):
+    market, tried = Market.of(prices, LAYERS, budget, 4096, constant=True), set()
+    first = best = choose(prices, LAYERS, budget, 4096, constant=True)[0]
+    assert market.allocation(market.steps(first)) == first
+    for _ in range(4):
+        best = exchanged(market, best, tried) or best
+        assert spent(best, 4096) <= cache_bytes(LAYERS, budget)
+    assert exchanged(market, best, tried) is None
 
 
 def test_a_dear_head_is_left_softmax_where_its_length_can_be_paid():

@@ -67,7 +67,8 @@ def test_an_exchange_measures_whole_students_and_keeps_the_best():
     teacher, windows = teacher_of("llama"), tokens(2, 24)
     layers = layers_of(teacher)
     tried = [allocation_of(layers, [Head(window=window)], 2) for window in (3, 20, 6)]
-    best, cost = finish(exchange(teacher, windows, layers, tried[0], lambda _: tried[1:], begin))
+    others = iter([*tried[1:], None])
+    best, cost = finish(exchange(teacher, windows, layers, tried[0], lambda _: next(others), 5, begin))
     assert best == tried[1]
     student = linearize(teacher_of("llama"), layers, best)
     assert cost == pytest.approx(
