@@ -96,6 +96,11 @@ def parser() -> Parser:
     command.add_argument("--dry-run", action="store_true", help="show what would be sent, and send nothing")
     command.set_defaults(serve=serve_push)
 
+    command = commands.add_parser("app", help="the page: all of this in a browser")
+    command.add_argument("--host", help="the address to listen at (default: this machine alone)")
+    command.add_argument("--port", type=int, help="the port (default: the first free one from 7860 on)")
+    command.set_defaults(serve=serve_app)
+
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print the product, and nothing else")
     return root
@@ -158,6 +163,7 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
     for name, text in numbers.items():
         command.add_argument(f"--{name}", type=int, help=f"{text} ({default_of(name)})")
     command.add_argument("--minutes", type=float, help="of training, instead of steps")
+    command.add_argument("--plan", type=Path, help="a plan.json, of a run or from the page; other options change it")
     command.add_argument("--out", type=Path, help="the run's folder (default: a new one under runs/)")
     command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
 
@@ -212,11 +218,20 @@ def plan_changes(asked: argparse.Namespace) -> dict[str, Any]:
     return given
 
 
+def read_plan(path: Path) -> Plan:
+    """Read a plan that a run, or the page, wrote to a file."""
+    try:
+        return Plan.from_json(path.read_text(encoding="utf-8"))
+    except (OSError, UnicodeDecodeError) as error:
+        raise RequestError(f"{str(path)!r} cannot be read ({error}): name a plan.json") from error
+
+
 def begin(asked: argparse.Namespace) -> Run:
     """Open the run that was asked for, new or to be resumed."""
     from linearizer.run import Run, fresh_folder
 
-    plan = Plan.of(**{"budget": BUDGET, **plan_changes(asked)})
+    given = plan_changes(asked)
+    plan = Plan.of(**{"budget": BUDGET, **given}) if asked.plan is None else replace(read_plan(asked.plan), **given)
     if asked.resume and asked.out is None:
         raise RequestError("--resume needs --out: name the run's folder")
     dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"
@@ -310,6 +325,15 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
     found = work(beside(run, examine(run, request, asked.again)), f"`linearizer evaluate {run.folder}`")
     chosen = {part: found[part] for part in request.chosen if part in found}
     show(asked, chosen, report.evaluation_report(chosen))
+
+
+def serve_app(asked: argparse.Namespace) -> None:
+    from linearizer.page import site
+
+    try:
+        site.serve(asked.port, asked.host)
+    except OSError as error:
+        raise RequestError(f"the page cannot be shown ({error}): name another --port") from error
 
 
 def serve_compare(asked: argparse.Namespace) -> None:

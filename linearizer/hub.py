@@ -88,6 +88,14 @@ def find_model(name: str, token: str | None = None) -> Source:
     return _remote(name, token)
 
 
+def search_models(query: str, count: int, token: str | None = None) -> list[str]:
+    """Name the models of the Hub that write text and are called so, the most downloaded first."""
+    with explained(query or "the Hub", token):
+        hub = HfApi(token=access_token(token))
+        found = hub.list_models(search=query or None, filter="text-generation", sort="downloads", limit=count)
+        return [model.id for model in found]
+
+
 def fetch(source: Source, patterns: tuple[str, ...], token: str | None = None) -> Path:
     """Return a folder that holds those of a model's files that match, downloading what is not in the cache."""
     if source.folder is not None:

@@ -83,11 +83,19 @@ def reduce_heads(recorder: Recorder, asked: Asked) -> Steps[dict[int, tuple[Laye
         found = pool.map(lambda sample: freedoms(sample[1](), asked, recorder.records[sample[0]].device), samples)
         for done, ((index, _), curve) in enumerate(zip(samples, found, strict=True)):
             curves[index].append(curve)
-            yield Progress("profile", done + 1, len(samples), "heads")
+            yield Progress("profile", done + 1, len(samples), "heads", finished(recorder, curves, index, asked))
     return {
         index: reduced(record, curves[index], recorder.projections[index], asked)
         for index, record in recorder.records.items()
     }
+
+
+def finished(recorder: Recorder, curves: dict[int, list[Freedoms]], index: int, asked: Asked) -> dict[str, object]:
+    """Say what a layer's KV heads came to, once all of them are known."""
+    heads = len(recorder.records[index].keys)
+    if len(curves[index]) != heads:
+        return {}
+    return {"layer": index, "freedoms": [asked.at_reference(curve.counts) for curve in curves[index]]}
 
 
 @contextmanager

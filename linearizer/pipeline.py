@@ -52,13 +52,13 @@ def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profi
     """Measure the teacher, unless this run has measured it."""
     if found := run.profile:
         return found
+    run.write("inspection.json", json.dumps(teacher.inspection.to_json()))
     with interruptible(run):
         windows = windows_of(run.plan, teacher, run.plan.texts, token)
     steps = measure(teacher.model, windows, teacher.inspection.layers, asked_of(run.plan))
     measured = yield from logged(run, steps)
     with writing(run.folder / "state"):
         save_file(measured.samples.tensors(), run.folder / "state" / "samples.safetensors")
-    run.write("inspection.json", json.dumps(teacher.inspection.to_json()))
     run.write("profile.json", measured.profile.to_json())
     run.log("profiled", tokens=measured.profile.tokens)
     return measured.profile

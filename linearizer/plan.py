@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
@@ -10,6 +11,13 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.recipes import RECIPES
 
 SINKS = 4  # tokens at the start of a text that most models lean on
+KINDS: dict[str, tuple[type, ...]] = {
+    "str": (str,),
+    "int": (int,),
+    "int | None": (int, type(None)),
+    "float | None": (float, int, type(None)),
+    "bool": (bool,),
+}
 LEAST = 18  # tokens of cache that the fewest features of a head cost
 IN_TOKENS = ("gain", "windows", "window", "duo")  # strategies that buy no features, and so take no number of them
 PRICES = ("auto", "measured", "estimated")
@@ -57,6 +65,12 @@ class Plan:
         return Plan(**{"recipe": recipe, **RECIPES[recipe], **given})
 
     def __post_init__(self) -> None:
+        for field in fields(self):
+            value = getattr(self, field.name)
+            if type(value) not in KINDS[str(field.type)]:
+                raise RequestError(f"{field.name} {value!r} is of the wrong kind: give {field.type}")
+        if not 0 <= self.seed < 2**63:
+            raise RequestError(f"seed {self.seed} cannot be: give a whole number from 0 to 2^63 - 1")
         if (self.budget is None) == (self.features is None):
             raise BudgetError("a plan needs either a budget in tokens of cache or a mean number of features, not both")
         for name in ("budget", "features"):
@@ -64,7 +78,7 @@ class Plan:
                 raise BudgetError(f"{name} {asked} buys nothing: give a whole number, at least 1")
         if self.strategy in IN_TOKENS and self.budget is None:
             raise BudgetError(f"the strategy {self.strategy} spends a budget in tokens: give one instead of features")
-        if self.minutes is not None and not self.minutes > 0:
+        if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise RequestError(f"minutes {self.minutes} are no time to train: give a number above 0")
         if self.minutes is not None and not self.steps:
             raise RequestError(f"recipe {self.recipe!r} trains nothing: leave out minutes, or ask for one that trains")

@@ -44,6 +44,10 @@ class Asked:
         if not falling or not all(0 < ridge < math.inf for ridge in (*self.ridges, self.reference)):
             raise RequestError(f"ridges must fall and be above 0, not {self.ridges} and {self.reference}")
 
+    def at_reference(self, freedoms: Sequence[float]) -> float:
+        """Read N off a curve where leverages are taken, which need not be on the grid."""
+        return Curve.through(freedoms, self.ridges).at(-math.log(self.reference))
+
 
 @dataclass(frozen=True)
 class HeadProfile:

@@ -101,8 +101,9 @@ class Pace:
         now, part = time.monotonic(), (progress.step, progress.unit)
         if part != self.part:
             self.part, self.begin, self.last = part, now, -OFTEN
+        news = progress.details.get("events") or "layer" in progress.details
         due = now - self.last >= max(OFTEN, SHARE * (now - self.begin))
-        if due or progress.done == progress.total or progress.details.get("events"):
+        if due or progress.done == progress.total or news:
             self.last = now
             return True
         return False

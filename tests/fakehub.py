@@ -133,6 +133,8 @@ class Handler(Writing, BaseHTTPRequestHandler):
         if found := re.fullmatch(r"/((?:datasets|spaces)(?=/))?/?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
             kind, name, revision, file = found.groups()
             return self.file(self.repo(kind or "models", name), unquote(revision), unquote(file))
+        if path == "/api/models":
+            return self.reply([{"id": name} for name in self.found()])
         if path == "/api/whoami-v2":
             return self.whoami()
         if found := re.fullmatch(r"/api/(models|spaces)/([^/]+/[^/]+)/auth-check/write", path):
@@ -158,6 +160,12 @@ class Handler(Writing, BaseHTTPRequestHandler):
 
     def belongs(self, owner):
         return self.user() == owner or owner in self.hub.organisations.get(self.user(), {})
+
+    def found(self):
+        """Name the public models that a search finds."""
+        part = self.query.get("search", "").lower()
+        names = [name for (kind, name), repo in self.hub.repos.items() if kind == "models" and not repo.private]
+        return [name for name in names if part in name.lower()][: int(self.query.get("limit", 100))]
 
     def repo(self, kind, name):
         repo = self.hub.repos.get((kind, name))

@@ -238,3 +238,23 @@ def test_layers_that_were_not_seen_are_an_error():
     layers = layers_of(teacher)
     with pytest.raises(FaultError, match=r"the attention of layers \[3\] was not seen"):
         finish(measure(teacher, texts(), (*layers, layers[0]), SMALL))
+
+
+@pytest.mark.parametrize("per", ["kv", "query"])
+def test_each_layer_is_told_of_once_as_soon_as_its_heads_are_known(per):
+    model = teacher_of("llama")
+    asked = Asked(samples=64, rows=8, sinks=2, per=per)
+    told, steps = {}, measure(model, texts(), layers_of(model), asked)
+    while True:
+        try:
+            details = next(steps).details
+        except StopIteration as end:
+            profile = end.value.profile
+            break
+        if "layer" in details:
+            assert details["layer"] not in told
+            told[details["layer"]] = details["freedoms"]
+    assert list(told) == list(range(len(profile.layers)))
+    for index, layer in enumerate(profile.layers):
+        close(told[index], [head.freedoms[8] for head in layer.heads])
+        assert asked.ridges[8] == asked.reference

@@ -1,0 +1,308 @@
+"""Figures of what was measured, decided and found. They sit on any background, and no value is told by colour alone."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from itertools import pairwise
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from linearizer import cost
+from linearizer.allocation import Allocation
+from linearizer.chart_style import BLUE, DEPTH, FAINT, GREEN, GREY, ORANGE, plain, shade, side, styled
+from linearizer.cost import Head, Layer
+from linearizer.prices import Prices, offers
+from linearizer.profile import Profile
+from linearizer.tables import size
+
+SHOWN = 300  # steps drawn of a training; more cannot be told apart
+LEAST = 1e-6  # nats: what costs less is drawn there
+LABELLED = 16  # heads of a layer beside which numbers can be read
+
+
+def freedoms_of(profile: Profile) -> dict[int, list[float]]:
+    """Give N at the reference ridge of every KV head, by layer; layers that stay as they are have none."""
+    at = profile.asked.at_reference
+    return {index: [at(head.freedoms) for head in layer.heads] for index, layer in enumerate(profile.layers)}
+
+
+def freedom_map(found: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -> go.Figure:
+    """Draw the degrees of freedom of every KV head; layers that are not measured yet are left empty."""
+    heads = max((layer.kv_heads for layer in layers), default=1)
+    rows = [[*found.get(index, ()), *[None] * (heads - len(found.get(index, ())))] for index in range(len(layers))]
+    known = [count for row in rows for count in row if count is not None]
+    logs = [[None if count is None else math.log10(max(count, 0.1)) for count in row] for row in rows]
+    texts = [["" if count is None else f"{count:.3g}" for count in row] for row in rows]
+    low, high = (math.log10(max(min(known), 0.1)), math.log10(max(known))) if known else (0.0, 2.0)
+    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if low <= math.log10(tick) <= high]
+    figure = plain(max(220, min(22 * len(layers) + 90, 720)))
+    figure.add_heatmap(
+        z=logs,
+        zmin=low,
+        zmax=max(high, low + 0.05),
+        text=texts,
+        texttemplate="%{text}" if heads <= LABELLED and len(layers) <= 48 else "",
+        textfont={"size": 11},
+        colorscale=[list(stop) for stop in DEPTH],
+        xgap=2,
+        ygap=2,
+        hoverongaps=False,
+        hovertemplate="layer %{y}, KV head %{x}<br>%{text} degrees of freedom<extra></extra>",
+        colorbar={
+            "title": {"text": "degrees of freedom", "side": "right"},
+            "tickvals": [math.log10(tick) for tick in ticks],
+            "ticktext": [str(tick) for tick in ticks],
+            "thickness": 10,
+            "outlinewidth": 0,
+        },
+    )
+    figure.update_layout(plot_bgcolor="rgba(128,138,150,0.10)")
+    figure.update_xaxes(title="KV head", dtick=max(1, heads // 16), range=[-0.5, heads - 0.5])
+    figure.update_yaxes(title="layer", dtick=max(1, len(layers) // 24), range=[len(layers) - 0.5, -0.5], showgrid=False)
+    return figure
+
+
+def freedom_curves(profile: Profile) -> go.Figure:
+    """Draw N(λ): a line for the mean of each layer, from the first (violet) to the last (green)."""
+    figure = plain(340, showlegend=False)
+    ridges, measured = list(profile.asked.ridges), [i for i, layer in enumerate(profile.layers) if layer.heads]
+    for place, index in enumerate(measured):
+        heads = profile.layers[index].heads
+        means = [math.fsum(counts) / len(heads) for counts in zip(*(head.freedoms for head in heads), strict=True)]
+        figure.add_scatter(
+            x=ridges,
+            y=means,
+            mode="lines",
+            line={"color": shade(place, len(measured)), "width": 2},
+            name=f"layer {index}",
+            hovertemplate="%{y:.3g} at λ = %{x:.2g}<extra>layer " + str(index) + "</extra>",
+        )
+        if place in (0, len(measured) - 1):
+            figure.add_annotation(
+                x=math.log10(ridges[-1]),
+                y=math.log10(means[-1]),
+                text=f"layer {index}",
+                showarrow=False,
+                xanchor="left",
+            )
+    figure.add_vline(x=profile.asked.reference, line={"color": FAINT, "width": 1, "dash": "dash"})
+    exponents = {"exponentformat": "power", "dtick": 1}
+    figure.update_xaxes(title="λ", type="log", autorange="reversed", **exponents)
+    figure.update_yaxes(title="N(λ), mean over heads", type="log", **exponents)
+    figure.update_layout(margin_r=64)
+    return figure
+
+
+def in_tokens(head: Head, layer: Layer) -> float:
+    """Say how many cached tokens the features and slots of a head cost."""
+    return cost.head_bytes(replace(head, window=0), layer, 0, 0) / cost.token_bytes(layer)
+
+
+def became(head: Head) -> str:
+    """Say in words what a KV head became."""
+    if head.softmax:
+        return "its whole cache, softmax"
+    far = [f"{count} {name}" for count, name in ((head.features, "features"), (head.slots, "slots")) if count]
+    if not far:
+        return f"a window of {head.window}"
+    return " and ".join(far) + (f" beside a window of {head.window}" if head.window else "")
+
+
+def paid(prices: Prices | None, layers: Sequence[Layer], layer: int, head: int, held: Head) -> float | None:
+    """Give what a head's choice costs the model alone, in nats per token, where that was priced."""
+    if prices is None:
+        return None
+    priced = offers(prices, layers[layer], prices.divergences[layer][head], 1, constant=False)
+    return next((offer.divergence for offer in priced if offer.head == held), None)
+
+
+def allocation_bars(
+    allocation: Allocation, layers: Sequence[Layer], fix: Allocation | None = None, prices: Prices | None = None
+) -> go.Figure:
+    """Draw what every KV head holds, in tokens of cache, beside Fix; below it what that costs the model."""
+    places = [(i, j) for i, row in enumerate(allocation.heads) for j in range(len(row))]
+    names = [f"layer {i}, KV head {j}: {became(allocation.heads[i][j])}" for i, j in places]
+    costs = [paid(prices, layers, i, j, allocation.heads[i][j]) for i, j in places]
+    priced = any(price is not None for price in costs)
+    figure = make_subplots(
+        rows=1 + priced, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.68, 0.32] if priced else [1]
+    )
+    styled(figure, 470 if priced else 340, barmode="stack", bargap=0.15)
+    level = level_of(fix, layers) if fix is not None else []
+    figure.update_yaxes(title="tokens of cache", range=[0, stack(figure, allocation, layers, names, level)], row=1)
+    if level:
+        figure.add_scatter(
+            y=level,
+            mode="lines",
+            line={"color": GREY, "width": 2, "dash": "dot", "shape": "hvh"},
+            name="Fix: the same for every head",
+            hovertemplate="Fix: %{y:.0f} tokens of cache<extra></extra>",
+        )
+    if priced:
+        figure.add_scatter(
+            y=[None if price is None else max(price, LEAST) for price in costs],
+            mode="markers",
+            marker={"color": GREEN, "symbol": "diamond", "size": 6},
+            name="cost to the model",
+            customdata=names,
+            hovertemplate="%{customdata}<br>costs %{y:.2g} nats per token<extra></extra>",
+            row=2,
+            col=1,
+        )
+        figure.update_yaxes(title="nats per token", type="log", exponentformat="power", dtick=1, row=2)
+    marks = [(at, i) for at, (i, j) in enumerate(places) if j == 0]
+    every = max(1, len(marks) // 24)
+    figure.update_xaxes(tickvals=[at for at, _ in marks[::every]], ticktext=[str(i) for _, i in marks[::every]])
+    figure.update_xaxes(title="layer, and its KV heads from left to right", row=1 + priced)
+    return figure
+
+
+def stack(
+    figure: go.Figure, allocation: Allocation, layers: Sequence[Layer], names: list[str], level: Sequence[float]
+) -> float:
+    """Stack exact tokens, features and whole caches for every head; return how high the axis is to be."""
+    held = [(head, layer) for row, layer in zip(allocation.heads, layers, strict=True) for head in row]
+    exact = [0.0 if head.softmax else float(head.window + allocation.sinks) for head, _ in held]
+    far = [0.0 if head.softmax else in_tokens(head, layer) for head, layer in held]
+    features = [amount if head.features else 0.0 for amount, (head, _) in zip(far, held, strict=True)]
+    slots = [0.0 if head.features else amount for amount, (head, _) in zip(far, held, strict=True)]
+    top = 1.12 * max((*map(sum, zip(exact, far, strict=True)), *level, 1))
+    whole = [top if head.softmax else 0.0 for head, _ in held]  # it grows: the bar leaves the picture
+    parts = (
+        ("exact tokens", exact, ORANGE, "/"),
+        ("features", features, BLUE, ""),
+        ("slots", slots, GREEN, "."),
+        ("whole cache, grows", whole, GREY, "x"),
+    )
+    for name, heights, colour, pattern in parts:
+        if any(heights):
+            shape = {"shape": pattern, "size": 5, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)"}
+            figure.add_bar(
+                x=list(range(len(held))),
+                y=heights,
+                name=name,
+                marker={"color": colour, "line": {"width": 0}, "pattern": shape},
+                customdata=names,
+                hovertemplate="%{customdata}<extra></extra>",
+            )
+    return top
+
+
+def level_of(fix: Allocation, layers: Sequence[Layer]) -> list[float]:
+    """Say what Fix gives each KV head, in tokens of cache."""
+    return [
+        fix.sinks + head.window + in_tokens(head, layer)
+        for row, layer in zip(fix.heads, layers, strict=True)
+        for head in row
+    ]
+
+
+def thinned(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Keep at most so many events as can be told apart, the newest among them."""
+    every = -(-len(events) // SHOWN) or 1
+    return list(events[(len(events) - 1) % every :: every])
+
+
+def loss_lines(events: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Draw the loss of every layer, above the least it can have, over the steps of a training."""
+    figure = plain(340, showlegend=False)
+    shown = thinned([event for event in events if event.get("layers")])
+    names = sorted({name for event in shown for name in event["layers"]}, key=int)
+    for place, name in enumerate(names):
+        values = [event["layers"].get(name) for event in shown]
+        figure.add_scatter(
+            x=[event["done"] for event in shown],
+            y=[value if value is not None and value > 0 else None for value in values],
+            mode="lines",
+            line={"color": shade(place, len(names)), "width": 1.5},
+            name=f"layer {name}",
+            hovertemplate="%{y:.3g} at step %{x}<extra>layer " + name + "</extra>",
+        )
+        if len(names) <= LABELLED and values[-1] is not None and values[-1] > 0:
+            figure.add_annotation(
+                x=shown[-1]["done"], y=math.log10(values[-1]), text=name, showarrow=False, xanchor="left", xshift=4
+            )
+    figure.update_xaxes(title="step", rangemode="tozero")
+    figure.update_yaxes(title="loss of each layer", type="log", exponentformat="power")
+    return figure
+
+
+def kl_line(events: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Draw the divergence from the teacher over the steps of a training, where the loss tells it."""
+    figure = plain(240, showlegend=False)
+    shown = thinned([event for event in events if event.get("kl") is not None])
+    figure.add_scatter(
+        x=[event["done"] for event in shown],
+        y=[event["kl"] for event in shown],
+        mode="lines",
+        line={"color": BLUE, "width": 2},
+        hovertemplate="%{y:.4f} nats at step %{x}<extra></extra>",
+    )
+    figure.update_xaxes(title="step", rangemode="tozero")
+    figure.update_yaxes(title="KL to the teacher", rangemode="tozero")
+    return figure
+
+
+def position_lines(evaluation: Sequence[Mapping[str, Any]], edges: Sequence[int] = (0, 64, 256)) -> go.Figure:
+    """Draw next-token loss by position in the text, for teacher, student and control."""
+    figure = plain(300)
+    for row in evaluation:
+        losses = row["language"]["by_position"]
+        begins = [*edges[: len(losses)]]
+        names = [f"{a}–{b}" for a, b in pairwise(begins)] + [f"from {begins[-1]}"]
+        figure.add_scatter(x=names, y=list(losses), **side(row["name"], "%{y:.3f} nats at %{x}"))
+    figure.update_xaxes(title="position in the text, tokens", type="category")
+    figure.update_yaxes(title="loss")
+    return figure
+
+
+def recall_lines(evaluation: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Draw the loss on a passage that comes again, by how far back it came first; lower remembers more."""
+    figure = plain(300)
+    for row in evaluation:
+        gaps, losses = [r["gap"] for r in row["recall"]], [r["second"] for r in row["recall"]]
+        figure.add_scatter(x=gaps, y=losses, **side(row["name"], "%{y:.3f} nats after %{x} tokens"))
+    figure.update_xaxes(
+        title="tokens since the passage came first", type="log", tickvals=[r["gap"] for r in evaluation[0]["recall"]]
+    )
+    figure.update_yaxes(title="loss on the passage again")
+    return figure
+
+
+def memory_lines(layers: Sequence[Layer], fixed: int, growth: int = 0, longest: int = 131072) -> go.Figure:
+    """Draw what teacher and student remember over the length of a text; `growth` bytes a token are left softmax."""
+    figure = plain(280)
+    lengths = [1 << step for step in range(5, longest.bit_length())]
+    caches = [cost.cache_bytes(layers, length) for length in lengths]
+    states = [fixed + growth * length for length in lengths]
+    for name, values in (("teacher", caches), ("student", states)):
+        title = "cache of the teacher" if name == "teacher" else "state of the student"
+        look = side(name, "%{customdata} after %{x} tokens") | {"name": title, "mode": "lines"}
+        figure.add_scatter(x=lengths, y=values, customdata=[size(value) for value in values], **look)
+    begin = cost.meeting(fixed, cost.cache_bytes(layers, 1) - growth)
+    if begin and lengths[0] <= begin <= lengths[-1]:
+        figure.add_scatter(
+            x=[begin],
+            y=[cost.cache_bytes(layers, begin)],
+            mode="markers+text",
+            marker={"color": BLUE, "symbol": "diamond", "size": 10},
+            text=[f"smaller from {begin:,} tokens on"],
+            textposition="bottom right",
+            showlegend=False,
+            hoverinfo="skip",
+        )
+    ticks = [length for length in lengths if length.bit_length() % 3 == 0]
+    figure.update_xaxes(title="tokens read", type="log", tickvals=ticks, ticktext=[short(tick) for tick in ticks])
+    powers = [
+        1000**n * m for n in range(1, 5) for m in (1, 10, 100) if min(states + caches) <= 1000**n * m <= max(caches)
+    ]
+    figure.update_yaxes(type="log", tickvals=powers, ticktext=[size(power) for power in powers])
+    return figure
+
+
+def short(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)

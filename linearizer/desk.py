@@ -1,0 +1,247 @@
+"""What a visitor can have done: the page and its API call the same few functions, and none of them knows of Gradio."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass, fields, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, TypeVar
+
+from linearizer import jobs, limits
+from linearizer.allocation import Allocation
+from linearizer.cost import Layer
+from linearizer.errors import BudgetError, LinearizerError, RequestError
+from linearizer.files import writing
+from linearizer.plan import Plan
+from linearizer.prices import Prices
+from linearizer.run import Run, runs_root
+from linearizer.visitors import Visitor, on_space
+
+if TYPE_CHECKING:
+    from linearizer.duet import Both
+    from linearizer.estimates import Estimate
+    from linearizer.inspection import Inspection
+
+EFFORTS = {  # how much of a plan's work to do, and how much of its training
+    "Try it": ({"texts": 2, "length": 256, "samples": 512, "exchanges": 0}, 1 / 6),
+    "Quick": ({"texts": 8, "length": 512, "samples": 2048, "exchanges": 8}, 1),
+    "Thorough": ({"texts": 32, "length": 1024, "samples": 4096, "exchanges": 16}, 5),
+}
+Compare = TypeVar("Compare", bound=Callable[..., Any])
+SLICE = 120  # seconds that ZeroGPU lends its device to a comparison
+FOUND = 20  # models that a search gives
+MEASURED = (
+    "inspection.json",
+    "profile.json",
+    "prices.json",
+    "gates.json",
+    "state/samples.safetensors",
+)  # what no budget changes
+
+
+def search(visitor: Visitor, query: str) -> list[str]:
+    """Find models: local folders where the machine is one's own, the demo, and what the Hub knows by that name."""
+    from linearizer.hub import search_models
+
+    local = [] if on_space() else local_models(query)
+    demo = ["demo"] if "demo".startswith(query.strip().lower()) else []
+    return [*local, *demo, *search_models(query.strip(), FOUND, visitor.token)][: FOUND + len(local)]
+
+
+def local_models(query: str) -> list[str]:
+    """List the folders that hold a model and begin as the query does."""
+    if not query or "\0" in query:
+        return []
+    start = Path(query).expanduser()
+    parent, begin = (start, "") if query.endswith("/") else (start.parent, start.name)
+    if not parent.is_dir():
+        return []
+    try:
+        found = sorted(path for path in parent.iterdir() if path.name.startswith(begin))
+    except OSError:  # a folder of someone else's
+        return []
+    return [str(path) for path in found if (path / "config.json").is_file()][:FOUND]
+
+
+def inspect(visitor: Visitor, model: str) -> Inspection:
+    """Say what a model is and whether it can be linearized; no weight is downloaded."""
+    from linearizer import pipeline
+
+    model = (model or "").strip()
+    if not model:
+        raise RequestError("no model was named: write `org/name`, or take the demo")
+    limits.check_model(model)
+    return pipeline.inspect(model, visitor.token)
+
+
+def plan_of(model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
+    """Write down what was asked for; what is None is left to the effort, or to its default."""
+    if not isinstance(effort, str) or effort not in EFFORTS:
+        raise RequestError(f"effort {effort!r} is none of {', '.join(EFFORTS)}")
+    given = {name: value for name, value in options.items() if value is not None and value != ""}
+    known = {field.name for field in fields(Plan)} - {"model", "budget"}
+    if unknown := sorted(set(given) - known):
+        raise RequestError(f"{', '.join(unknown)} is no option: there are {', '.join(sorted(known))}")
+    given.setdefault("budget", None if "features" in given else budget)
+    sizes, share = EFFORTS[effort]
+    plan = Plan.of(**{"model": model.strip(), **sizes, **given})
+    if plan.steps and "steps" not in given:
+        plan = replace(plan, steps=max(1, round(plan.steps * share)))
+    limits.check_model(plan.model, plan.text)
+    return plan
+
+
+def foresee(visitor: Visitor, plan: Plan, found: Inspection) -> Estimate:
+    """Estimate what a plan takes on this machine."""
+    from linearizer import devices, estimates, hub
+
+    source = hub.find_model(plan.model, visitor.token)
+    return estimates.estimate(plan, found, estimates.speeds(devices.device_of(plan.device)), hub.download_bytes(source))
+
+
+def begin(visitor: Visitor, plan: Plan) -> str:
+    """Start a run, and name it; it goes on whatever becomes of the page."""
+    from linearizer import asking, pipeline
+
+    limits.check_model(plan.model, plan.text)
+    found = pipeline.inspect(plan.model, visitor.token)
+    found.require_support()
+    asking.check_plan(plan, found.layers)
+    limits.check(visitor, plan, found, runs_root())
+    run = visitor.begin(plan)
+    return started(visitor, run)
+
+
+def branch(visitor: Visitor, name: str, budget: int) -> str:
+    """Start a run with another budget from what a run has measured, and name it."""
+    from linearizer import asking
+    from linearizer.inspection import Inspection
+
+    old = visitor.find(name)
+    plan = replace(old.plan, budget=budget, features=None)
+    if old.profile is None:
+        raise RequestError("this run is not measured yet: wait for its profile")
+    asking.check_plan(plan, old.layers)
+    facts = {**old.inspection, "layers": old.layers}
+    limits.check(visitor, plan, Inspection(**facts), runs_root())
+    run = visitor.begin(plan)
+    with writing(run.folder):
+        for file in MEASURED:
+            if old.has(file):
+                shutil.copyfile(old.folder / file, run.folder / file)
+    return started(visitor, run)
+
+
+def started(visitor: Visitor, run: Run) -> str:
+    """Start the process of a new run; where none can be, leave no folder behind."""
+    try:
+        jobs.start(run, visitor.token)
+    except LinearizerError:
+        run.forget()
+        raise
+    return run.folder.name
+
+
+def resume(visitor: Visitor, name: str) -> None:
+    """Go on with a run that was stopped, lost or failed."""
+    run = visitor.find(name)
+    if on_space():
+        limits.check_turn(visitor, runs_root())
+    jobs.start(run, visitor.token)
+
+
+@dataclass(frozen=True)
+class Shares:
+    """A budget as it is shared out, and what it is looked at beside."""
+
+    allocation: Allocation
+    fix: Allocation | None
+    layers: tuple[Layer, ...]
+    prices: Prices | None
+
+
+def share_out(run: Run, budget: int) -> Shares:
+    """Share a budget out among the heads, as the run's plan would and as Fix does; the model is not touched."""
+    from linearizer.allocation import allocate
+    from linearizer.decision import decide
+
+    if (profile := run.profile) is None:
+        raise RequestError("this run is not measured yet: wait for its profile")
+    plan, layers = replace(run.plan, budget=budget, features=None), run.layers
+    allocation = decide(run, plan, layers)
+    try:
+        window, sinks = plan.kept_window, plan.kept_sinks
+        fix = allocate(profile, layers, budget=budget, strategy="fix", window=window, sinks=sinks)
+    except BudgetError:  # windows are sold in smaller pieces than features
+        fix = None
+    return Shares(allocation, fix, layers, run.prices)
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A teacher and its student in memory."""
+
+    run: Run
+    teacher: Any
+    student: Any
+    tokenizer: Any
+
+
+STAGE = threading.Lock()  # one pair in memory, and one comparison at a time
+HELD: list[Pair] = []
+
+
+def on_gpu(function: Compare) -> Compare:
+    """Let ZeroGPU lend its device to a function while it works; anywhere else the function stays as it is."""
+    if not os.environ.get("SPACES_ZERO_GPU"):
+        return function
+    import spaces
+
+    return spaces.GPU(duration=SLICE)(function)
+
+
+@on_gpu
+def compare(visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool) -> Iterator[Both]:
+    """Let the teacher and the student of a run continue a prompt, side by side."""
+    from linearizer.duet import duet
+
+    run = visitor.find(name)
+    if not run.checkpoint.is_dir():
+        raise RequestError("this run has no student yet: wait until it is done, or use what it has")
+    if len(prompt) > limits.PROMPT or not 1 <= tokens <= limits.TOKENS:
+        raise RequestError(
+            f"a prompt of {len(prompt)} characters and {tokens} tokens cannot be compared here: give up to "
+            f"{limits.PROMPT} characters, and ask for 1 to {limits.TOKENS} tokens"
+        )
+    with on_stage():
+        pair = paired(run, visitor)
+        yield from duet(pair.teacher, pair.student, pair.tokenizer, prompt, tokens, seed, sample)
+
+
+@contextmanager
+def on_stage() -> Iterator[None]:
+    """Let one comparison after the other have the machine."""
+    if not STAGE.acquire(timeout=120):
+        raise RequestError("others are comparing: try again in a minute")
+    try:
+        yield
+    finally:
+        STAGE.release()
+
+
+def paired(run: Run, visitor: Visitor) -> Pair:
+    """Load the teacher and the student of a run, unless they are what was loaded last."""
+    from linearizer import checkpoint, pipeline
+    from linearizer.teacher import quiet
+
+    if not HELD or HELD[0].run != run:
+        HELD.clear()
+        with quiet():
+            teacher = pipeline.load(run.pinned_plan, visitor.token)
+            student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
+        HELD.append(Pair(run, teacher.model, student, teacher.tokenizer))
+    return HELD[0]

@@ -1,0 +1,72 @@
+"""What is being published: by threads of the server, so that a page may be closed meanwhile. Tokens stay in memory."""
+
+from __future__ import annotations
+
+import threading
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from linearizer.errors import LinearizerError, RequestError
+from linearizer.progress import Progress
+from linearizer.run import Run
+
+if TYPE_CHECKING:
+    from linearizer.publishing import Published
+
+
+@dataclass
+class Sending:
+    """One publication: under way, done, or broken off."""
+
+    run: Run
+    repo_id: str
+    progress: Progress | None = None
+    published: Published | None = None
+    error: str | None = None
+
+    @property
+    def over(self) -> bool:
+        return self.published is not None or self.error is not None
+
+    def send(self, private: bool, token: str | None) -> None:
+        """Publish, and note how that goes."""
+        from linearizer import publishing
+
+        steps = publishing.publish(self.run, self.repo_id, private=private, token=token)
+        try:
+            while True:
+                self.progress = next(steps)
+        except StopIteration as end:
+            self.published = end.value
+        except LinearizerError as error:
+            self.error = str(error)
+        finally:
+            if not self.over:
+                self.error = "publishing broke off by a fault of ours: try again, nothing is sent twice"
+
+
+SENT: dict[Path, Sending] = {}
+LOCK = threading.Lock()
+
+
+def send(run: Run, repo_id: str, private: bool, token: str | None) -> Sending:
+    """Begin to publish a run's student."""
+    with LOCK:
+        before = SENT.get(run.folder)
+        if before is not None and not before.over:
+            raise RequestError(f"this run is being published to {before.repo_id!r}: wait until that is done")
+        sending = SENT[run.folder] = Sending(run, repo_id)
+    threading.Thread(target=sending.send, args=(private, token), daemon=True).start()
+    return sending
+
+
+def latest(run: Run) -> Sending | None:
+    """Give the latest publication of a run by this server."""
+    return SENT.get(run.folder)
+
+
+def busy(run: Run) -> bool:
+    """Tell whether a run is being published."""
+    found = SENT.get(run.folder)
+    return found is not None and not found.over

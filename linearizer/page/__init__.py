@@ -1,0 +1,1 @@
+"""The page: everything here, and nothing elsewhere, knows of Gradio."""

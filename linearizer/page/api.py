@@ -1,0 +1,223 @@
+"""The page as an API: every step is an endpoint, for `gradio_client` and for agents.
+
+On a Space give a `secret` of your own (16 characters or more) with every call, or sign in: it is by that that your runs
+are yours. At one's own machine it may be left empty.
+"""
+
+from __future__ import annotations
+
+import inspect
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from functools import wraps
+from typing import Any, TypeAlias
+
+import gradio as gr
+
+from linearizer import desk, jobs, outbox, views, watch
+from linearizer.command import command_of
+from linearizer.errors import LinearizerError, RequestError
+from linearizer.jobs import Status
+from linearizer.visitors import Visitor, visitor
+
+Profile: TypeAlias = gr.OAuthProfile | None
+Token: TypeAlias = gr.OAuthToken | None
+
+
+def endpoint(function: Callable) -> Callable:
+    """Answer with what a function returns, or with the sentence that says why it cannot be served."""
+
+    @wraps(function)
+    def served(*args: Any, **how: Any) -> Any:
+        try:
+            return function(*args, **how)
+        except LinearizerError as error:
+            raise gr.Error(views.plain(str(error)), print_exception=False) from None
+
+    return served
+
+
+def who(secret: str, profile: Profile, token: Token) -> Visitor:
+    return visitor(profile.username if profile else None, token.token if token else None, secret)
+
+
+def search_models(query: str, profile: Profile = None, token: Token = None) -> list[str]:
+    """Find models by a part of their name: on the Hub, and among local folders where the machine is yours."""
+    return desk.search(who("", profile, token), str(query))
+
+
+def inspect_model(model: str, profile: Profile = None, token: Token = None) -> dict:
+    """Say what a model is and whether it can be linearized; no weight is downloaded."""
+    return desk.inspect(who("", profile, token), str(model)).to_json()
+
+
+def estimate_run(
+    model: str, budget: int = 256, effort: str = "Quick", profile: Profile = None, token: Token = None
+) -> dict:
+    """Say what a run will take: seconds, bytes of memory, disk and download, and the command line that does the same.
+
+    budget: tokens of cache that the state may cost. effort: "Try it", "Quick" or "Thorough".
+    """
+    someone = who("", profile, token)
+    plan = desk.plan_of(str(model), whole(budget), effort, {})
+    found = desk.inspect(someone, plan.model)
+    found.require_support()
+    return {**asdict(desk.foresee(someone, plan, found)), "command": command_of(plan), "plan": asdict(plan)}
+
+
+def start_run(
+    model: str,
+    budget: int = 256,
+    effort: str = "Quick",
+    options: dict | None = None,
+    secret: str = "",
+    profile: Profile = None,
+    token: Token = None,
+) -> str:
+    """Start a run and return its name at once; the work goes on whoever is connected.
+
+    options: other choices of a plan by their names, as `linearizer run --help` lists them, such as {"steps": 20}.
+    """
+    someone = who(secret, profile, token)
+    return desk.begin(someone, desk.plan_of(str(model), whole(budget), effort, checked(options)))
+
+
+def run_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
+    """Say what a run is doing: state, place in the queue, newest progress, error, disk, and how it was judged."""
+    one = who(secret, profile, token).find(run)
+    found = status_of(jobs.status(one))
+    return {**found, "evaluation": one.evaluation if one.has("evaluation.json") else None}
+
+
+def list_runs(secret: str = "", profile: Profile = None, token: Token = None) -> list[dict]:
+    """List your runs, the newest first."""
+    return [status_of(one) for one in jobs.runs_in(who(secret, profile, token).home)]
+
+
+def stop_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
+    """Ask a run to finish its step, save and stop; return its state."""
+    return asked(who(secret, profile, token), run, jobs.stop)
+
+
+def use_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
+    """End a run's training at this step, and judge and save the student as it is; return its state."""
+    return asked(who(secret, profile, token), run, jobs.use_now)
+
+
+def resume_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
+    """Go on with a run that was stopped, lost or failed; return its state."""
+    someone = who(secret, profile, token)
+    desk.resume(someone, run)
+    return jobs.state_of(someone.find(run))
+
+
+def delete_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
+    """Delete a run that is not at work; return its name."""
+    one = who(secret, profile, token).find(run)
+    jobs.delete(one)
+    watch.forget(one)
+    return run
+
+
+def share_budget(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
+    """Share another budget out among the heads of a measured run; the model is not touched."""
+    found = desk.share_out(who(secret, profile, token).find(run), whole(budget))
+    allocation = found.allocation
+    return {
+        **asdict(allocation),
+        "features_mean": allocation.features_mean,
+        "state_bytes": allocation.state_bytes(found.layers, 0),
+        "breakeven_tokens": allocation.breakeven_tokens(found.layers),
+    }
+
+
+def branch_run(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> str:
+    """Start a run with another budget from what a run has measured, and return its name."""
+    return desk.branch(who(secret, profile, token), run, whole(budget))
+
+
+def compare_models(
+    run: str,
+    prompt: str,
+    tokens: int = 64,
+    seed: int = 0,
+    sample: bool = False,
+    secret: str = "",
+    profile: Profile = None,
+    token: Token = None,
+) -> dict:
+    """Let teacher and student continue a prompt: what each wrote, tokens a second, seconds to the first, bytes held."""
+    someone = who(secret, profile, token)
+    for both in desk.compare(someone, run, str(prompt), whole(tokens), whole(seed), bool(sample)):
+        last = both
+    return {"teacher": asdict(last.teacher), "student": asdict(last.student)}
+
+
+def preview_publication(
+    run: str, repo_id: str, private: bool = True, secret: str = "", profile: Profile = None, token: Token = None
+) -> dict:
+    """Show what publishing a run as OWNER/NAME would send: card, files, bytes, notes. Nothing is sent."""
+    from linearizer import publishing
+
+    someone = who(secret, profile, token)
+    return asdict(publishing.preview(someone.find(run), str(repo_id), bool(private), someone.token))
+
+
+def publish_run(
+    run: str, repo_id: str, private: bool = True, secret: str = "", profile: Profile = None, token: Token = None
+) -> dict:
+    """Publish a run as OWNER/NAME, and return once what is there was checked: repository, revision, link, snippet."""
+    someone = who(secret, profile, token)
+    one = someone.find(run)
+    sending = outbox.send(one, str(repo_id), bool(private), someone.token)
+    while not sending.over:
+        time.sleep(0.1)
+    if sending.published is None:
+        raise RequestError(sending.error or "publishing broke off: try again")
+    return asdict(sending.published)
+
+
+ENDPOINTS = (
+    search_models, inspect_model, estimate_run, start_run, run_status, list_runs, stop_run, use_run, resume_run,
+    delete_run, share_budget, branch_run, compare_models, preview_publication, publish_run,
+)  # fmt: skip
+
+
+def add_endpoints() -> None:
+    """Make every step an endpoint under its own name."""
+    for function in ENDPOINTS:
+        limit = 1 if function is compare_models else 4
+        gr.api(
+            endpoint(function),
+            api_name=function.__name__,
+            api_description=inspect.getdoc(function),
+            concurrency_limit=limit,
+        )
+
+
+def asked(someone: Visitor, run: str, ask: Callable) -> str:
+    one = someone.find(run)
+    ask(one)
+    return jobs.state_of(one)
+
+
+def status_of(status: Status) -> dict[str, Any]:
+    """Give a status as plain numbers and words, and no path of this machine."""
+    found = {key: getattr(status, key) for key in ("state", "place", "step", "begun", "changed", "disk_bytes", "saved")}
+    return {"run": status.run.folder.name, **found, "error": status.error and views.plain(status.error)}
+
+
+def whole(number: object) -> int:
+    if isinstance(number, bool) or not isinstance(number, int | float) or number != number or abs(number) > 2**53:
+        raise RequestError(f"{str(number)[:40]!r} is no whole number: give one")
+    return int(number)
+
+
+def checked(options: object) -> dict[str, Any]:
+    """Take a client's choices of a plan."""
+    if options is None:
+        return {}
+    if not isinstance(options, dict):
+        raise RequestError("options are a dictionary of a plan's choices, such as {'steps': 20}")
+    return options

@@ -1,0 +1,286 @@
+"""What the page does when something on it is touched: asks the desk, and renders the answer."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator
+from functools import wraps
+from typing import Any, TypeAlias, TypeVar
+
+import gradio as gr
+from gradio.components.plot import PlotData
+
+from linearizer import desk, jobs, outbox, views, watch
+from linearizer.command import command_of
+from linearizer.errors import LinearizerError, RequestError
+from linearizer.page.layout import LEAST, MOST
+from linearizer.plan import Plan
+from linearizer.visitors import Visitor, new_secret, on_space, visitor
+
+Memory = dict[str, Any]
+Profile: TypeAlias = gr.OAuthProfile | None
+Token: TypeAlias = gr.OAuthToken | None
+Handler = TypeVar("Handler", bound=Callable)
+
+
+def telling(handler: Handler) -> Handler:
+    """Show what cannot be served as a sentence, escaped, and never as a traceback."""
+    if inspect.isgeneratorfunction(handler):
+
+        @wraps(handler)
+        def told(*args: Any, **how: Any) -> Any:
+            try:
+                yield from handler(*args, **how)
+            except LinearizerError as error:
+                raise refusal(error) from None
+    else:
+
+        @wraps(handler)
+        def told(*args: Any, **how: Any) -> Any:
+            try:
+                return handler(*args, **how)
+            except LinearizerError as error:
+                raise refusal(error) from None
+
+    return told  # type: ignore[return-value]
+
+
+def refusal(error: LinearizerError) -> gr.Error:
+    return gr.Error(views.marked(str(error)), title="That cannot be done", duration=15, print_exception=False)
+
+
+def who(memory: object, profile: Profile, token: Token) -> Visitor:
+    """Tell who is at the page. A browser's memory may hold anything."""
+    kept = memory if isinstance(memory, dict) else {}
+    return visitor(profile.username if profile else None, token.token if token else None, kept.get("secret") or "")
+
+
+def run_named(memory: object) -> str | None:
+    name = memory.get("run") if isinstance(memory, dict) else None
+    return name if isinstance(name, str) and name else None
+
+
+def plot(figure: str | None) -> Any:
+    """Send a figure that is JSON already."""
+    return None if figure is None else PlotData(type="plotly", plot=figure)
+
+
+def opened(memory: Memory, asked: str | None, profile: Profile, token: Token) -> tuple[Memory, Any, Any]:
+    """Re-attach to the run that the address names, or that this browser watched last."""
+    kept = {"secret": "", "run": None} | (memory if isinstance(memory, dict) else {})
+    if on_space() and len(str(kept["secret"])) < 16:
+        kept["secret"] = new_secret()
+    named = asked or run_named(kept)
+    note = ""
+    kept["run"] = None
+    if named:
+        try:
+            kept["run"] = who(kept, profile, token).find(named).folder.name
+        except LinearizerError as error:
+            note = views.said(str(error), "bad") if asked else ""
+    return kept, gr.HTML(note, visible=bool(note)), gr.Timer(0.2 if kept["run"] else 5.0, active=True)
+
+
+@telling
+def typed(memory: Memory, key: gr.KeyUpData, profile: Profile, token: Token) -> Any:
+    """Search as one types."""
+    try:
+        found = desk.search(who(memory, profile, token), key.input_value)
+    except RequestError:  # no network: what was typed may be a folder, or in the cache
+        found = []
+    return gr.Dropdown(choices=found)
+
+
+@telling
+def chosen(model: str | None, memory: Memory, profile: Profile, token: Token) -> tuple[Any, ...]:
+    """Say what a model is."""
+    if not model:
+        return "", None, gr.Button(interactive=False), gr.skip()
+    try:
+        found = desk.inspect(who(memory, profile, token), model)
+    except RequestError as error:
+        return views.said(str(error), "bad"), None, gr.Button(interactive=False), gr.skip()
+    most = max(2 * LEAST, min(MOST, found.max_positions or MOST))
+    return (
+        views.model_card(found),
+        Chosen(found) if found.supported else None,
+        gr.Button(interactive=found.supported),
+        gr.Slider(maximum=most),
+    )
+
+
+class Chosen:
+    """A model that was inspected. Gradio hashes what it keeps for a visitor, and an inspection holds a dictionary."""
+
+    def __init__(self, found: Any) -> None:
+        self.name, self.layers, self.inspection = found.name, found.layers, found
+
+
+ADVANCED = ("recipe", "text", "steps", "window", "seed", "constant")
+
+
+def asked_plan(found: Chosen | None, budget: float, effort: str, advanced: tuple[Any, ...]) -> Plan:
+    if found is None:
+        raise RequestError("no model was chosen yet: choose one in the first step")
+    return desk.plan_of(found.name, int(budget), effort, dict(zip(ADVANCED, advanced, strict=True)))
+
+
+def priced(found: Chosen | None, budget: float, effort: str, *advanced: Any) -> str:
+    """Say what a budget means; this answers while the slider moves."""
+    if found is None:
+        return views.said("Choose a model first.")
+    try:
+        return views.budget_card(asked_plan(found, budget, effort, advanced), found.layers)
+    except LinearizerError as error:
+        return views.said(str(error), "bad")
+
+
+def foreseen(
+    found: Chosen | None, budget: float, effort: str, recipe: str, text: str, steps: float | None,
+    window: float | None, seed: float, constant: bool, memory: Memory, profile: Profile,
+    token: Token,
+) -> tuple[str, str, str]:  # fmt: skip
+    """Say what a run will take, and how to do the same elsewhere."""
+    if found is None:
+        return "", "", ""
+    try:
+        plan = asked_plan(found, budget, effort, (recipe, text, steps, window, seed, constant))
+        guess = desk.foresee(who(memory, profile, token), plan, found.inspection)
+    except LinearizerError as error:
+        return views.said(str(error), "bad"), "", ""
+    return views.estimate_line(guess), command_of(plan), plan.to_json()
+
+
+@telling
+def start(
+    found: Chosen | None, budget: float, effort: str, recipe: str, text: str, steps: float | None,
+    window: float | None, seed: float, constant: bool, memory: Memory, profile: Profile,
+    token: Token,
+) -> tuple[Any, ...]:  # fmt: skip
+    """Start a run; from here on the page only watches."""
+    plan = asked_plan(found, budget, effort, (recipe, text, steps, window, seed, constant))
+    name = desk.begin(who(memory, profile, token), plan)
+    return attached(memory, name)
+
+
+def attached(memory: Memory, name: str | None) -> tuple[Any, ...]:
+    """Turn the page to a run: its name, nothing seen of it, its profile first."""
+    return {**memory, "run": name}, {}, gr.Walkthrough(selected=3 if name else 1), gr.Timer(0.2, active=True), False
+
+
+@telling
+def branch(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[Any, ...]:
+    """Start a run with another budget from what this one has measured."""
+    name = desk.branch(who(memory, profile, token), run_named(memory) or "", int(budget))
+    return attached(memory, name)
+
+
+def leave(memory: Memory) -> tuple[Any, ...]:
+    """Leave a run alone; it goes on."""
+    return attached(memory, None)
+
+
+def act(what: str) -> Callable:
+    """Make the handler of a button that asks something of the run."""
+
+    def asked(memory: Memory, profile: Profile, token: Token) -> Any:
+        someone, name = who(memory, profile, token), run_named(memory) or ""
+        if what == "resume":
+            desk.resume(someone, name)
+        else:
+            {"stop": jobs.stop, "use": jobs.use_now}[what](someone.find(name))
+        return gr.Timer(0.2)
+
+    return telling(asked)
+
+
+@telling
+def shared(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[Any, str, bool]:
+    """Share out another budget; the model is not touched."""
+    name = run_named(memory)
+    run = who(memory, profile, token).find(name) if name else None
+    if run is None or not run.has("profile.json"):
+        return gr.skip(), "", False
+    try:
+        return *shares(run, int(budget)), True
+    except LinearizerError as error:
+        return gr.skip(), views.said(str(error), "bad"), True
+
+
+def shares(run: Any, budget: int) -> tuple[Any, str]:
+    """Draw a budget as it is shared out, and say what it costs."""
+    from linearizer import charts
+
+    found = desk.share_out(run, budget)
+    figure = charts.allocation_bars(found.allocation, found.layers, found.fix, found.prices)
+    return plot(figure.to_json()), views.allocation_card(found.allocation, found.layers)
+
+
+@telling
+def write(
+    memory: Memory, prompt: str, tokens: float, seed: float, sample: bool, profile: Profile, token: Token
+) -> Iterator[tuple[str, str, str, str]]:
+    """Let teacher and student write."""
+    empty = views.side_card(None)
+    yield "", empty, "", empty
+    someone, name = who(memory, profile, token), run_named(memory) or ""
+    for both in desk.compare(someone, name, prompt or "", int(tokens or 0), int(seed or 0), bool(sample)):
+        teacher, student = both.teacher, both.student
+        yield teacher.text, views.side_card(teacher), student.text, views.side_card(student)
+
+
+@telling
+def publish_opened(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any, str]:
+    """Ask who can own what is published."""
+    from linearizer import publishing
+
+    someone = who(memory, profile, token)
+    name = run_named(memory)
+    run = someone.find(name or "")
+    if on_space() and someone.token is None:
+        return gr.Dropdown(choices=[]), gr.skip(), views.said("Sign in, at the top right, to publish.")
+    owners = list(publishing.owners(someone.token))
+    suggested = f"{run.plan.model.partition('@')[0].rstrip('/').split('/')[-1]}-linearized"
+    return gr.Dropdown(choices=owners, value=owners[0] if owners else None), suggested, ""
+
+
+@telling
+def previewed(
+    memory: Memory, owner: str, repo: str, private: bool, profile: Profile, token: Token
+) -> tuple[str, str, str, Any]:
+    """Show what publishing would send."""
+    from linearizer import publishing
+
+    someone = who(memory, profile, token)
+    run = someone.find(run_named(memory) or "")
+    found = publishing.preview(run, f"{owner or ''}/{(repo or '').strip()}", private, someone.token)
+    notes = "".join(views.said(note) for note in found.notes)
+    return notes, views.files_table(found.files, found.bytes), found.card, gr.Button(interactive=True)
+
+
+@telling
+def publish(memory: Memory, owner: str, repo: str, private: bool, profile: Profile, token: Token) -> Any:
+    """Publish; the page may be closed meanwhile."""
+    someone = who(memory, profile, token)
+    run = someone.find(run_named(memory) or "")
+    outbox.send(run, f"{owner or ''}/{(repo or '').strip()}", private, someone.token)
+    return gr.Timer(0.5)
+
+
+@telling
+def listed(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any]:
+    """List the runs of whoever is at the page."""
+    found = jobs.runs_in(who(memory, profile, token).home)
+    names = [one.run.folder.name for one in found if one.state not in jobs.LIVE]
+    return views.runs_table(found), gr.Dropdown(choices=names, value=None)
+
+
+@telling
+def deleted(memory: Memory, name: str | None, profile: Profile, token: Token) -> tuple[str, Any]:
+    """Delete a run for good."""
+    if not name:
+        raise RequestError("no run was chosen: choose the one to delete")
+    run = who(memory, profile, token).find(name)
+    jobs.delete(run)
+    watch.forget(run)
+    return listed(memory, profile, token)

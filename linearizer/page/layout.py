@@ -1,0 +1,178 @@
+"""Where everything stands on the page; what it does is wired elsewhere."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+
+import gradio as gr
+
+from linearizer.limits import WORDS
+from linearizer.views import said
+from linearizer.visitors import on_space, signs_in
+
+BUDGET, LEAST, MOST = 256, 32, 4096  # tokens of cache that the slider starts with, and reaches
+RECIPES = {
+    "what each head costs the model": "best",
+    "the same, windows alone": "windows",
+    "degrees of freedom, trained features": "features",
+    "the published method, to the letter": "paper",
+    "a plain window": "swa",
+    "learned gates (DuoAttention)": "duo",
+    "Performer": "performer",
+    "DiJiang": "dijiang",
+    "Hedgehog": "hedgehog",
+    "LoLCATs": "lolcats",
+}
+
+
+def lead(title: str, text: str) -> None:
+    gr.HTML(f'<div class="lz-lead"><h2>{title}</h2><p>{text}</p></div>')
+
+
+def chart(title: str, text: str) -> gr.Plot:
+    """Place a figure under its title and one sentence that says what it shows."""
+    with gr.Column(visible=True, elem_classes="lz-chart"):
+        gr.HTML(f'<div class="lz-chart"><h3>{title}</h3><p>{text}</p></div>')
+        return gr.Plot(show_label=False, label=title, container=False)
+
+
+def header() -> gr.HTML:
+    if signs_in():
+        gr.LoginButton("Sign in with Hugging Face", size="sm", elem_id="sign-in")
+    gr.HTML(
+        '<header class="lz-head"><h1>Linearizer</h1>'
+        "<p>Any language model, with a memory that does not grow.</p></header>"
+    )
+    return gr.HTML(f'<p class="lz-said">{WORDS}</p>' if on_space() else "", visible=on_space())
+
+
+def model_step(ui: SimpleNamespace) -> None:
+    lead("Which model?", "Search the Hub, name a local folder, or take the demo. Nothing is downloaded yet.")
+    with gr.Row(equal_height=False, elem_classes="lz-pick"):
+        ui.model = gr.Dropdown(
+            choices=[],
+            value=None,
+            allow_custom_value=True,
+            label="Model",
+            info="type to search; Enter takes what you typed",
+            scale=5,
+            elem_id="model",
+        )
+        ui.demo = gr.Button("Take the demo model", scale=1, min_width=180, elem_id="demo")
+    ui.model_card = gr.HTML(elem_id="model-card")
+    ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
+
+
+def budget_step(ui: SimpleNamespace) -> None:
+    lead(
+        "How much may it remember?",
+        "One number: the tokens of cache that the student's whole state may cost. Beyond that length it is the smaller "
+        "one, for ever.",
+    )
+    with gr.Row():
+        with gr.Column(scale=3, min_width=300):
+            ui.budget = gr.Slider(LEAST, MOST, BUDGET, step=8, label="Tokens of cache", elem_id="budget")
+            ui.effort = gr.Radio(["Try it", "Quick", "Thorough"], value="Quick", label="How thorough", elem_id="effort")
+            ui.estimate = gr.HTML(elem_id="estimate")
+        with gr.Column(scale=4, min_width=300):
+            ui.budget_card = gr.HTML(said("Choose a model first."), elem_id="budget-card")
+    with gr.Accordion("Advanced", open=False):
+        with gr.Row():
+            ui.recipe = gr.Dropdown(list(RECIPES.items()), value="best", label="Recipe", allow_custom_value=True)
+            ui.text = gr.Textbox("builtin", label="Text", info="builtin, self, dataset:ID or file:PATH", max_lines=1)
+        with gr.Row():
+            ui.steps = gr.Number(None, label="Steps", info="of training; empty: the recipe's", precision=0, minimum=0)
+            ui.window = gr.Number(None, label="Window", info="empty: half of the budget", precision=0, minimum=0)
+            ui.seed = gr.Number(0, label="Seed", precision=0, minimum=0)
+            ui.constant = gr.Checkbox(False, label="Leave no head softmax", info="then the state never grows")
+    with gr.Accordion("Do this elsewhere", open=False):
+        ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1)
+        ui.plan = gr.Code("", language="json", label="plan.json, for: linearizer run MODEL --plan plan.json", lines=3)
+    ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")
+
+
+def profile_step(ui: SimpleNamespace) -> None:
+    lead(
+        "What does each head need?",
+        "Degrees of freedom count the features that a head's attention is worth. Few: it is cheap to replace.",
+    )
+    with gr.Row():
+        with gr.Column(min_width=320):
+            ui.map = chart("Degrees of freedom", "Layer by KV head, filled as layers are measured.")
+        with gr.Column(min_width=320):
+            ui.curves = chart("N(λ)", "Finer λ to the right: how many features each layer's heads ask for, on average.")
+    ui.other = gr.Slider(LEAST, MOST, BUDGET, step=8, label="Another budget, in tokens of cache", elem_id="other")
+    ui.other_card = gr.HTML(elem_id="other-card")
+    ui.bars = chart(
+        "What each KV head gets", "Beside the dotted line, which is what all would get if all got the same."
+    )
+    with gr.Row():
+        ui.branch = gr.Button("Begin a run with this budget", elem_id="branch", interactive=False)
+        ui.to_distil = gr.Button("Continue", variant="primary", elem_id="to-distil")
+    gr.HTML('<p class="lz-faint">It takes what was measured, so it goes straight to training. This run goes on.</p>')
+
+
+def distil_step(ui: SimpleNamespace) -> None:
+    lead("Training the features", "A layer at a time, on the teacher's own queries, keys and values. The weights stay.")
+    ui.training = gr.HTML(elem_id="training")
+    ui.losses = chart("Loss of each layer", "Above the least that it can have; a line for each layer.")
+    ui.kl = chart("KL to the teacher", "Of attention, in the mean over layers, in nats.")
+    ui.to_compare = gr.Button("Continue", variant="primary", elem_id="to-compare")
+
+
+def compare_step(ui: SimpleNamespace) -> None:
+    lead("The same prompt, both models", "They write a token each in turn, so neither slows the other's clock.")
+    ui.prompt = gr.Textbox("Once upon a time", label="Prompt", lines=2, elem_id="prompt")
+    with gr.Row():
+        ui.tokens = gr.Slider(8, 256, 64, step=8, label="Tokens", scale=3, min_width=220)
+        ui.prompt_seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31, min_width=100)
+        ui.sample = gr.Checkbox(False, label="Draw tokens", info="instead of the likeliest", scale=2, min_width=180)
+    with gr.Row():
+        ui.compare = gr.Button("Write", variant="primary", elem_id="compare", interactive=False, scale=3)
+        ui.hush = gr.Button("Stop writing", elem_id="hush", scale=1)
+    with gr.Row():
+        for side in ("teacher", "student"):
+            with gr.Column(min_width=300):
+                words = gr.Textbox(
+                    label=side.capitalize(), lines=9, interactive=False, elem_classes="lz-writes", elem_id=side
+                )
+                setattr(ui, side, words)
+                setattr(ui, f"{side}_card", gr.HTML(elem_id=f"{side}-card"))
+    ui.evaluation = gr.HTML(elem_id="evaluation")
+    with gr.Row():
+        with gr.Column(min_width=320):
+            ui.positions = chart("Loss by position", "Next-token loss; the control is a window of the student's bytes.")
+        with gr.Column(min_width=320):
+            ui.recall = chart("Recall", "Loss on a passage that comes again. Lower: it remembers.")
+    ui.memory_plot = chart("Memory", "Bytes of what is remembered, by length of text.")
+    publish_part(ui)
+
+
+def publish_part(ui: SimpleNamespace) -> None:
+    with gr.Accordion("Publish to the Hub", open=False, elem_id="publish-part") as ui.publish_part:
+        with gr.Row():
+            ui.owner = gr.Dropdown([], label="Owner", allow_custom_value=True, elem_id="owner")
+            ui.repo = gr.Textbox(label="Name", max_lines=1, elem_id="repo")
+            ui.private = gr.Checkbox(True, label="Private", elem_id="private")
+        with gr.Row():
+            ui.preview = gr.Button("Show what will be sent", elem_id="preview")
+            ui.publish = gr.Button("Publish", variant="primary", interactive=False, elem_id="publish")
+        ui.preview_note = gr.HTML(elem_id="preview-note")
+        ui.files = gr.HTML(elem_id="files")
+        with gr.Accordion("The card", open=False):
+            ui.card_text = gr.Code("", language="markdown", label="README.md", lines=3)
+        ui.sent = gr.HTML(elem_id="sent")
+        ui.snippet = gr.Code("", language="python", label="Load it anywhere", visible=False)
+
+
+def sidebar(ui: SimpleNamespace) -> None:
+    with gr.Sidebar(label="This run", position="right", open=False, width=330, elem_id="sidebar") as ui.sidebar:
+        gr.HTML('<h2 class="lz-side">This run</h2>')
+        ui.run_card = gr.HTML(elem_id="run-card")
+        ui.stop = gr.Button("Stop", visible=False, elem_id="stop")
+        ui.resume = gr.Button("Resume", variant="primary", visible=False, elem_id="resume")
+        ui.use = gr.Button("Use what we have", visible=False, elem_id="use")
+        ui.leave = gr.Button("New run", elem_id="leave")
+        gr.HTML(
+            '<p class="lz-faint">Close the page when you like: the work goes on, and this address finds it again.</p>'
+        )

@@ -1,0 +1,134 @@
+"""How the page looks: one accent, one neutral, much room; light and dark."""
+
+from __future__ import annotations
+
+import gradio as gr
+from gradio.themes import Color
+
+ACCENT = Color(
+    "#eef6fb", "#d9eaf6", "#b5d6ec", "#84bbdf", "#4f9bcd", "#2a7fb8", "#1f6699", "#1b527b", "#194461", "#163650",
+    "#0f2538", name="accent",
+)  # fmt: skip
+NEUTRAL = Color(
+    "#fafaf8", "#f3f3f0", "#e6e6e1", "#d3d3cc", "#a3a49d", "#74766f", "#565853", "#434541", "#272926", "#1a1c1b",
+    "#121413", name="neutral",
+)  # fmt: skip
+
+
+def theme() -> gr.themes.Base:
+    """Make our theme; its fonts are the system's, so nothing is fetched."""
+    return gr.themes.Base(
+        primary_hue=ACCENT,
+        secondary_hue=ACCENT,
+        neutral_hue=NEUTRAL,
+        text_size=gr.themes.sizes.text_md,
+        spacing_size=gr.themes.sizes.spacing_lg,
+        radius_size=gr.themes.sizes.radius_lg,
+        font=["Inter", "system-ui", "-apple-system", "Segoe UI", "sans-serif"],
+        font_mono=["ui-monospace", "SFMono-Regular", "Menlo", "monospace"],
+    ).set(
+        body_background_fill="*neutral_50",
+        body_background_fill_dark="*neutral_950",
+        body_text_color="*neutral_900",
+        body_text_color_dark="*neutral_100",
+        body_text_color_subdued="*neutral_600",
+        body_text_color_subdued_dark="*neutral_400",
+        background_fill_primary="white",
+        background_fill_primary_dark="*neutral_900",
+        background_fill_secondary="*neutral_50",
+        background_fill_secondary_dark="*neutral_950",
+        border_color_primary="*neutral_200",
+        border_color_primary_dark="*neutral_800",
+        block_background_fill="transparent",
+        block_background_fill_dark="transparent",
+        block_border_width="0px",
+        block_shadow="none",
+        block_label_background_fill="transparent",
+        block_label_background_fill_dark="transparent",
+        block_label_text_color="*body_text_color_subdued",
+        block_title_text_weight="600",
+        block_padding="0px",
+        input_background_fill="white",
+        input_background_fill_dark="*neutral_900",
+        input_border_width="1px",
+        input_border_color="*neutral_300",
+        input_border_color_dark="*neutral_700",
+        button_primary_background_fill="*primary_600",
+        button_primary_background_fill_hover="*primary_700",
+        button_primary_background_fill_dark="*primary_500",
+        button_primary_background_fill_hover_dark="*primary_600",
+        button_primary_text_color="white",
+        button_primary_text_color_dark="white",
+        button_secondary_background_fill="*neutral_100",
+        button_secondary_background_fill_hover="*neutral_200",
+        button_secondary_background_fill_dark="*neutral_800",
+        button_secondary_background_fill_hover_dark="*neutral_700",
+        slider_color="*primary_600",
+        slider_color_dark="*primary_400",
+        link_text_color="*primary_600",
+        link_text_color_dark="*primary_300",
+    )
+
+
+CSS = """
+.gradio-container { max-width: 1180px !important; }
+.nav-holder nav { justify-content: flex-start !important; }
+.form { background: transparent !important; border: 0 !important; box-shadow: none !important;
+  gap: 1.25rem !important; }
+.lz-head { display: flex; align-items: baseline; gap: 1rem; flex-wrap: wrap; padding: .5rem 0 .25rem; }
+.lz-head h1 { font-size: 1.5rem; font-weight: 650; letter-spacing: -.02em; margin: 0; }
+.lz-head p { color: var(--body-text-color-subdued); margin: 0; }
+#sign-in { position: absolute; right: 3rem; top: .75rem; width: auto; }
+#steps .stepper-wrapper { padding-inline: 2.5rem; }
+.lz-lead h2 { font-size: 1.75rem; font-weight: 600; letter-spacing: -.02em; margin: .75rem 0 .25rem; }
+.lz-lead p { color: var(--body-text-color-subdued); max-width: 44rem; margin: 0 0 .5rem; font-size: 1rem; }
+.lz-facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: 1rem 1.5rem;
+  margin: .75rem 0; }
+.lz-facts.lz-wide { grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); }
+.lz-facts.lz-list { grid-template-columns: 1fr; gap: .45rem; }
+.lz-facts.lz-list > div { display: flex; justify-content: space-between; gap: 1rem; }
+.lz-facts.lz-list dd { text-align: right; overflow-wrap: anywhere; font-size: .9rem; font-weight: 500; }
+.lz-facts dt { color: var(--body-text-color-subdued); font-size: .82rem; }
+.lz-facts dd { margin: 0; font-weight: 600; font-size: 1.02rem; font-variant-numeric: tabular-nums; }
+.lz-card { background: var(--background-fill-primary); border: 1px solid var(--border-color-primary);
+  border-radius: 14px; padding: 1.25rem 1.5rem; }
+.lz-card header { display: flex; align-items: baseline; gap: .75rem; flex-wrap: wrap; }
+.lz-card h3 { margin: 0; font-size: 1.2rem; font-weight: 600; overflow-wrap: anywhere; }
+.lz-card small, .lz-faint, .lz-empty { color: var(--body-text-color-subdued); }
+.lz-said { border-left: 3px solid var(--border-color-primary); padding: .5rem .9rem; margin: .6rem 0;
+  border-radius: 4px;
+  background: var(--background-fill-primary); overflow-wrap: anywhere; }
+.lz-good { border-color: #12906f; } .lz-bad { border-color: #c2571a; }
+.lz-said code { font-family: var(--font-mono); font-size: .9em; }
+.lz-state { font-size: 1.05rem; font-weight: 600; margin: .25rem 0 .5rem; }
+.lz-running, .lz-done { color: var(--link-text-color); }
+.lz-step { margin: .5rem 0 .25rem; font-weight: 500; } .lz-faint { font-size: .85rem; margin: .25rem 0; }
+progress { width: 100%; height: 6px; appearance: none; border: 0; border-radius: 3px; overflow: hidden;
+  background: var(--border-color-primary); }
+progress::-webkit-progress-bar { background: var(--border-color-primary); }
+progress::-webkit-progress-value { background: var(--slider-color); transition: width .4s; }
+progress::-moz-progress-bar { background: var(--slider-color); }
+.lz-scroll { overflow-x: auto; }
+.lz-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .95rem; }
+.lz-table caption { text-align: left; color: var(--body-text-color-subdued); font-size: .82rem; padding: .4rem 0; }
+.lz-table, .lz-table tr, .lz-table thead, .lz-table tbody { border: 0 !important; background: none !important; }
+.lz-table th, .lz-table td { padding: .5rem .75rem .5rem 0 !important; text-align: right; font-weight: 400;
+  white-space: nowrap; border: 0 !important; border-bottom: 1px solid var(--border-color-primary) !important; }
+.lz-table thead th { color: var(--body-text-color-subdued); font-size: .82rem; }
+.lz-table th:first-child { text-align: left !important; } .lz-table tbody th { font-weight: 600; }
+.lz-chart h3 { font-size: 1rem; font-weight: 600; margin: 1rem 0 0; }
+.lz-chart p { color: var(--body-text-color-subdued); font-size: .9rem; margin: 0; max-width: 44rem; }
+.js-plotly-plot g:not(.heatmap-label) > text { fill: var(--body-text-color-subdued) !important; }
+.js-plotly-plot .annotation-text, .js-plotly-plot .legendtext { fill: var(--body-text-color) !important; }
+.lz-writes textarea { font-family: var(--font-mono); }
+button:focus-visible, input:not([role=listbox]):focus-visible, textarea:focus-visible, a:focus-visible,
+.lz-scroll:focus-visible, [role=tab]:focus-visible {
+  outline: 2px solid var(--link-text-color) !important; outline-offset: 2px; }
+@media (max-width: 640px) {
+  .lz-card { padding: 1rem; } #sign-in { position: absolute; right: 3rem; top: .75rem; width: auto; }
+#steps .stepper-wrapper { padding-inline: 2.5rem; }
+.lz-lead h2 { font-size: 1.4rem; }
+  .lz-facts, .lz-facts.lz-wide { grid-template-columns: 1fr 1fr; gap: .75rem 1rem; }
+}
+@media (prefers-reduced-motion: reduce) { * { transition: none !important; animation: none !important; } }
+"""

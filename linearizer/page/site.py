@@ -1,0 +1,189 @@
+"""The page put together: layout, wires, and the server that shows it."""
+
+from __future__ import annotations
+
+import os
+import threading
+from functools import partial
+from types import SimpleNamespace
+from typing import Any
+
+import gradio as gr
+
+from linearizer import limits
+from linearizer.page import handlers, layout, watching
+from linearizer.page.api import add_endpoints
+from linearizer.page.look import CSS, theme
+from linearizer.run import runs_root
+from linearizer.visitors import on_space, signs_in
+
+QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
+ONCE: dict[str, Any] = {**SLOW, "trigger_mode": "once"}
+REMEMBER = """(memory) => {
+  const here = new URL(window.location);
+  memory && memory.run ? here.searchParams.set('run', memory.run) : here.searchParams.delete('run');
+  window.history.replaceState(null, '', here);
+  const side = document.querySelector('#sidebar');
+  if (memory && memory.run && side && innerWidth > 1100 && !side.classList.contains('open'))
+    side.querySelector('.toggle-button').click();
+}"""
+
+HEAD = "<script>window.asked = new URL(window.location).searchParams.get('run')</script>"  # before anything changes it
+ADDRESS = "(memory) => [memory, window.asked]"
+
+
+def browser_memory() -> gr.BrowserState:
+    """Keep in the browser which run it watched, and what it is known by; never a token."""
+    return gr.BrowserState({"secret": "", "run": None}, storage_key="linearizer", secret="linearizer")
+
+
+def build() -> gr.Blocks:
+    """Put the page together."""
+    ui = SimpleNamespace()
+    with gr.Blocks(title="Linearizer", analytics_enabled=False, delete_cache=(3600, 86400)) as site:
+        ui.memory, ui.seen, ui.found, ui.touched = browser_memory(), gr.State({}), gr.State(None), gr.State(False)
+        ui.at = gr.Number(1, visible="hidden", label="step", precision=0)
+        ui.mark = gr.Textbox(visible="hidden", label="what the page shows")
+        ui.trained = gr.Textbox(visible="hidden", label="how far training is drawn")
+        ui.address = gr.Textbox(visible="hidden", label="run in the address")
+        ui.timer = gr.Timer(1.0, active=False)
+        layout.header()
+        ui.note = gr.HTML(visible=False)
+        with gr.Walkthrough(selected=1, elem_id="steps") as ui.walk:
+            parts = (
+                ("Model", layout.model_step),
+                ("Budget", layout.budget_step),
+                ("Profile", layout.profile_step),
+                ("Distil", layout.distil_step),
+                ("Compare & publish", layout.compare_step),
+            )
+            ui.pages = []
+            for number, (name, place) in enumerate(parts, 1):
+                with gr.Step(name, id=number, elem_id=f"step-{number}") as page:
+                    place(ui)
+                ui.pages.append(page)
+        layout.sidebar(ui)
+        wire(site, ui)
+        add_endpoints()
+    with site.route("Runs", "/runs") as runs:
+        runs_page(runs)
+    return site
+
+
+def runs_page(page: gr.Blocks) -> None:
+    """List all runs on a page of its own."""
+    memory = browser_memory()
+    layout.lead("Runs", "All that was begun. Each goes on by itself; open one to watch it.")
+    if signs_in():
+        gr.LoginButton("Sign in with Hugging Face", size="sm")
+    found = gr.HTML(elem_id="runs")
+    with gr.Row(equal_height=True):
+        doomed = gr.Dropdown(
+            [], label="Delete a run that is not at work", allow_custom_value=True, elem_id="doomed", scale=4
+        )
+        delete = gr.Button("Delete it for good", variant="stop", elem_id="delete", scale=1)
+    gr.on([page.load, gr.Timer(5).tick], handlers.listed, memory, [found, doomed], **QUICK)
+    delete.click(handlers.deleted, [memory, doomed], [found, doomed], **ONCE)
+
+
+def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
+    """Connect what is touched with what answers."""
+    site.load(handlers.opened, [ui.memory, ui.address], [ui.memory, ui.note, ui.timer], js=ADDRESS, **QUICK)
+    ui.memory.change(None, ui.memory, None, js=REMEMBER, **QUICK)
+    for number, page in enumerate(ui.pages, 1):
+        page.select(None, None, ui.at, js=f"() => {number}", **QUICK)
+    wire_model(ui)
+    wire_budget(ui)
+    wire_run(ui)
+    wire_compare(ui)
+
+
+def wire_model(ui: SimpleNamespace) -> None:
+    told = [ui.model_card, ui.found, ui.to_budget, ui.budget]
+    ui.model.key_up(handlers.typed, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
+    ui.model.change(handlers.chosen, [ui.model, ui.memory], told, **SLOW)
+    ui.demo.click(lambda: "demo", None, ui.model, **QUICK)
+    for number, button in ((2, ui.to_budget), (4, ui.to_distil), (5, ui.to_compare)):
+        button.click(partial(gr.Walkthrough, selected=number), None, ui.walk, **QUICK)
+
+
+def wire_budget(ui: SimpleNamespace) -> None:
+    advanced = [getattr(ui, name) for name in handlers.ADVANCED]
+    dials = [ui.found, ui.budget, ui.effort, *advanced]
+    changes = [ui.found.change, ui.effort.change, *(part.change for part in advanced)]
+    gr.on(
+        [*changes, ui.budget.input], handlers.priced, dials, ui.budget_card, **{**QUICK, "trigger_mode": "always_last"}
+    )
+    shown = [ui.estimate, ui.command, ui.plan]
+    gr.on(
+        [*changes, ui.budget.release],
+        handlers.foreseen,
+        [*dials, ui.memory],
+        shown,
+        **{**SLOW, "trigger_mode": "always_last"},
+    )
+    ui.start.click(handlers.start, [*dials, ui.memory], attached(ui), **ONCE)
+
+
+def attached(ui: SimpleNamespace) -> list[Any]:
+    return [ui.memory, ui.seen, ui.walk, ui.timer, ui.touched]
+
+
+def wire_run(ui: SimpleNamespace) -> None:
+    shown = [
+        ui.seen, ui.timer, ui.evaluation, ui.map, ui.curves, ui.positions, ui.recall, ui.memory_plot,
+        ui.stop, ui.resume, ui.use, ui.compare, ui.branch, ui.other, ui.bars, ui.other_card, ui.walk, ui.sent,
+    ]  # fmt: skip
+    told = [ui.run_card, ui.training, ui.mark, ui.trained]
+    ui.timer.tick(watching.look, ui.memory, told, **{**QUICK, "trigger_mode": "once"})
+    ui.mark.change(watching.draw, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
+    ui.trained.change(watching.curves, ui.memory, [ui.losses, ui.kl], **QUICK)
+    again = {**QUICK, "trigger_mode": "always_last"}
+    ui.other.input(handlers.shared, [ui.memory, ui.other], [ui.bars, ui.other_card, ui.touched], **again)
+    ui.branch.click(handlers.branch, [ui.memory, ui.other], attached(ui), **ONCE)
+    for name in watching.BUTTONS:
+        getattr(ui, name).click(handlers.act(name), ui.memory, ui.timer, **ONCE)
+    ui.leave.click(handlers.leave, ui.memory, attached(ui), **QUICK)
+
+
+def wire_compare(ui: SimpleNamespace) -> None:
+    asked = [ui.memory, ui.prompt, ui.tokens, ui.prompt_seed, ui.sample]
+    told = [ui.teacher, ui.teacher_card, ui.student, ui.student_card]
+    busy = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": 1, "trigger_mode": "once"}
+    writing = gr.on([ui.compare.click, ui.prompt.submit], handlers.write, asked, told, **busy)
+    ui.hush.click(None, None, None, cancels=[writing], **QUICK)
+    ui.publish_part.expand(handlers.publish_opened, ui.memory, [ui.owner, ui.repo, ui.preview_note], **SLOW)
+    target = [ui.memory, ui.owner, ui.repo, ui.private]
+    ui.preview.click(handlers.previewed, target, [ui.preview_note, ui.files, ui.card_text, ui.publish], **ONCE)
+    ui.publish.click(handlers.publish, target, ui.timer, **ONCE)
+
+
+def warm() -> None:
+    """Import what the first look at a model needs, so that it need not wait."""
+    import linearizer.pipeline  # noqa: F401
+
+
+def serve(port: int | None = None, host: str | None = None, wait: bool = True) -> Any:
+    """Show the page; on a Space limits are kept, and no token is used but its visitor's own."""
+    os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    if on_space():
+        os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
+        threading.Thread(target=limits.guard, args=(runs_root(),), daemon=True).start()
+    threading.Thread(target=warm, daemon=True).start()
+    site = build().queue(max_size=64, api_open=True)
+    return site.launch(
+        server_name=host or ("0.0.0.0" if on_space() else None),
+        server_port=port,
+        theme=theme(),
+        css=CSS,
+        head=HEAD,
+        run_history=False,
+        footer_links=["api", "settings"],
+        show_error=False,
+        prevent_thread_lock=not wait,
+        allowed_paths=[],
+        max_file_size="1mb",
+        quiet=not wait,
+        ssr_mode=False,
+    )

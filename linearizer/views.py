@@ -1,0 +1,301 @@
+"""What the page says, as HTML: every word that came from outside is escaped."""
+
+from __future__ import annotations
+
+import math
+import re
+import time
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING, Any
+
+from linearizer import cost
+from linearizer.allocation import Allocation
+from linearizer.cost import Layer
+from linearizer.jobs import LIVE, Status
+from linearizer.plan import IN_TOKENS, Plan
+from linearizer.progress import Progress
+from linearizer.run import runs_root
+from linearizer.tables import size
+from linearizer.units import ago, duration, number
+
+if TYPE_CHECKING:
+    from linearizer.comparison import Side
+    from linearizer.estimates import Estimate
+    from linearizer.inspection import Inspection
+    from linearizer.publishing import Published
+
+LENGTHS = (4096, 32768, 131072)
+SIGNS = {"queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?"}
+SAYS = {
+    "queued": "waiting for its turn",
+    "running": "at work",
+    "stopping": "finishes its step, saves, stops",
+    "stopped": "stopped; all that was finished is kept",
+    "failed": "failed",
+    "done": "done",
+    "lost": "its process is gone; resume it, and it goes on from what was saved",
+}
+STEPS = {
+    "profile": "measures the teacher",
+    "price": "prices every head",
+    "exchange": "tries exchanges",
+    "gates": "learns gates",
+    "distill": "trains the features",
+    "evaluate": "judges the student",
+    "recall": "judges its memory",
+}
+
+
+def said(text: str, kind: str = "note") -> str:
+    """Put a sentence in a box; `kind` is note, good or bad, and told by a sign too."""
+    sign = {"note": "ⓘ", "good": "✓", "bad": "▲"}[kind]
+    role = "alert" if kind == "bad" else "status"
+    return f'<p class="lz-said lz-{kind}" role="{role}"><span aria-hidden="true">{sign}</span> {marked(text)}</p>'
+
+
+def plain(text: str) -> str:
+    """Take from a sentence where runs are kept, and what could be taken for HTML."""
+    root = re.escape(str(runs_root().absolute()))
+    return re.sub(root + r"/(?:[0-9a-f]{40}/)?", "", text).replace("<", "‹").replace(">", "›")
+
+
+def marked(text: str) -> str:
+    """Escape a sentence, and set what stands between backticks as code."""
+    parts = escape(plain(text)).split("`")
+    return "".join(f"<code>{part}</code>" if n % 2 and n < len(parts) - 1 else part for n, part in enumerate(parts))
+
+
+def facts(pairs: Sequence[tuple[str, str]], kind: str = "") -> str:
+    """Lay out named values."""
+    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs)
+    return f'<dl class="lz-facts {kind}">{cells}</dl>'
+
+
+def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], safe: bool = False) -> str:
+    """Lay out rows of cells, the first of each its name; `safe` cells are HTML already."""
+    keep = (lambda text: text) if safe else escape
+    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join(
+        f'<tr><th scope="row">{keep(row[0])}</th>{"".join(f"<td>{keep(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in rows
+    )
+    return (
+        f'<div class="lz-scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="lz-table">'
+        f"<caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+    )
+
+
+def model_card(found: Inspection) -> str:
+    """Say what a model is, and whether it can be linearized."""
+    shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in found.layers})
+    heads = "; ".join(f"{query} on {kv} KV heads of {dim}" for query, kv, dim in shapes) or "unknown"
+    windowed = sum(layer.native_window is not None for layer in found.layers)
+    pairs = [
+        ("parameters", number(found.parameters)),
+        ("layers", str(len(found.layers)) + (f", {windowed} with windows of their own" if windowed else "")),
+        ("heads", heads),
+        ("positions", f"{found.positions or 'unknown'}, up to {found.max_positions or 'any length'}"),
+        ("cache", f"{size(found.cache_bytes_per_token)} a token"),
+        ("to download", size(found.weight_bytes)),
+        ("licence", (found.licence or "not stated") + (" · gated" if found.gated else "")),
+    ]
+    if not found.supported:
+        verdict = said(f"Not supported, because {found.reason}: {found.remedy}.", "bad")
+    else:
+        tested = "" if found.tested else " by its interface; its family is not among those we test"
+        verdict = said(f"Supported{tested}.", "good")
+    kind = f"{found.architecture} · {found.revision[:8]}" if found.revision else found.architecture
+    return (
+        f'<article class="lz-card"><header><h3>{escape(found.name)}</h3><small>{escape(kind)}</small></header>'
+        f"{verdict}{facts(pairs)}</article>"
+    )
+
+
+def feature_unit(layers: Sequence[Layer]) -> int:
+    """Bytes of one feature for every KV head."""
+    return sum(layer.kv_heads * cost.feature_bytes(layer) for layer in layers if layer.native_window is None)
+
+
+def cost_card(features: float, state: int, growth: int, layers: Sequence[Layer], open_end: bool = False) -> str:
+    """Say what a state is, and what teacher and student remember of long texts; `open_end`: heads may stay softmax."""
+    breakeven = cost.meeting(state, cost.cache_bytes(layers, 1) - growth)
+    fixed = ", more where heads stay softmax" if open_end else ", whatever the length"
+    worth = ("mean features per KV head", features) if features else ("worth in features per KV head", 0.0)
+    pairs = [
+        (worth[0], f"{worth[1] or state / feature_unit(layers):.1f}"),
+        ("state", size(state) + (f" + {size(growth)} a token" if growth else fixed)),
+        ("smaller than the cache", "never" if breakeven is None else f"from {breakeven:,} tokens on"),
+    ]
+    rows = []
+    for length in LENGTHS:
+        cache, held = cost.cache_bytes(layers, length), state + growth * length
+        rows.append([f"{length // 1024}k tokens", size(cache), size(held), f"{cache / held:.0f}×" if held else "∞"])
+    head = ("after", "teacher", "student", "less by")
+    title = "Memory of teacher and student" + (", if no head stays softmax" if open_end else "")
+    return facts(pairs, "lz-wide") + table(title, head, rows)
+
+
+def budget_card(plan: Plan, layers: Sequence[Layer]) -> str:
+    """Say what a budget means before anything is measured: features if every head got the same."""
+    one = feature_unit(layers)
+    kept = cost.cache_bytes(layers, plan.kept_sinks + plan.kept_window)
+    if plan.budget is None:
+        features, state = float(plan.features or 0), kept + (plan.features or 0) * one
+    else:
+        state = cost.cache_bytes(layers, plan.budget)
+        features = 0.0 if plan.strategy in IN_TOKENS else max(0, state - kept) / one
+    return cost_card(features, state, 0, layers, open_end=plan.measured and not plan.constant)
+
+
+def allocation_card(found: Allocation, layers: Sequence[Layer]) -> str:
+    """Say what an allocation is and costs."""
+    fixed = found.state_bytes(layers, 0)
+    return cost_card(found.features_mean, fixed, found.state_bytes(layers, 1) - fixed, layers)
+
+
+def estimate_line(found: Estimate) -> str:
+    """Say what a run takes, before it is begun."""
+    pairs = [
+        ("time", "about " + duration(found.seconds)),
+        ("memory", "about " + size(found.memory_bytes)),
+        ("disk", "about " + size(found.disk_bytes)),
+        ("to download", size(found.download_bytes) if found.download_bytes else "nothing: it is here"),
+    ]
+    return facts(pairs, "lz-wide")
+
+
+def run_card(status: Status | None, name: str, now: float) -> str:
+    """Say what a run is doing."""
+    if status is None:
+        return '<p class="lz-empty">No run yet. Pick a model, choose a number, press Start.</p>'
+    plan = status.run.plan
+    dial = f"{plan.budget} tokens of cache" if plan.features is None else f"{plan.features} features"
+    state = SAYS[status.state]
+    if status.state == "queued" and status.place:
+        state += f": place {status.place}" if status.place > 1 else ": it is next"
+    lines = [f'<p class="lz-state lz-{status.state}" role="status">{sign(status.state)} {escape(state)}</p>']
+    if status.state in LIVE and status.step:
+        lines.append(progress(status.step, now))
+    if status.error and status.state == "failed":
+        lines.append(said(status.error, "bad"))
+    pairs = [
+        ("model", plan.model),
+        ("budget", dial),
+        ("begun", ago(status.begun, now)),
+        ("disk", size(status.disk_bytes)),
+        ("name", name),
+    ]
+    if status.saved is not None and status.state != "done":
+        pairs.insert(3, ("last saved", ago(status.saved, now)))
+    return "".join(lines) + facts(pairs, "lz-list")
+
+
+def sign(state: str) -> str:
+    return f'<span aria-hidden="true">{SIGNS[state]}</span>'
+
+
+def progress(step: Mapping[str, Any], now: float) -> str:
+    """Draw how far a step is, and say how long it will take."""
+    done, total = int(step["done"]), max(1, int(step["total"]))
+    what = STEPS.get(step["event"], str(step["event"]))
+    left = step.get("seconds_left")
+    text = f"{done:,} of {total:,} {step.get('unit', '')}"
+    if isinstance(left, float) and math.isfinite(left):
+        text += f" · {duration(max(1.0, left - (now - step['time'])))} left"
+    return (
+        f'<p class="lz-step">{escape(what)}</p><progress aria-label="{escape(what)}" value="{done}" max="{total}">'
+        f'</progress><p class="lz-faint">{escape(text)}</p>'
+    )
+
+
+def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: float) -> str:
+    """Say how a training goes."""
+    if not events:
+        if status.run.plan.steps == 0:
+            return said("The plan asks for no training.")
+        allocation = status.run.allocation
+        if allocation and not any(head.features for row in allocation.heads for head in row):
+            return said("No head has features in this allocation, so there is nothing to train.")
+        return said("Training begins when the teacher is measured.")
+    last = events[-1]
+    pairs = [("step", f"{last['done']} of {last['total']}"), ("tokens a second", f"{last['tokens_per_second']:,.0f}")]
+    if last.get("kl") is not None:
+        pairs.append(("KL to the teacher", f"{last['kl']:.4f}"))
+    if status.state in LIVE and last["done"] < last["total"]:
+        pairs.append(("time left", duration(last["seconds_left"])))
+    pairs.append(("last saved", "not yet" if status.saved is None else ago(status.saved, now)))
+    warnings = [said(str(text)) for event in events for text in event.get("events", ())][-3:]
+    return facts(pairs, "lz-wide") + "".join(warnings)
+
+
+def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> str:
+    """Say what the student kept, beside its teacher and a plain window of the same bytes."""
+    gaps = [f"recall after {recall['gap']}" for recall in rows[0]["recall"]] if rows else []
+    cells = [
+        [
+            str(row["name"]),
+            "grows" if row["state_bytes"] is None else size(row["state_bytes"]),
+            f"{row['language']['loss']:.3f}",
+            f"{row['language']['kl']:.4f}",
+            f"{row['language']['agreement']:.1%}",
+            *(f"{recall['second']:.3f}" for recall in row["recall"]),
+        ]
+        for row in rows
+    ]
+    head = ("", "state", "loss", "KL to the teacher", "agreement", *gaps)
+    return table("On text that was kept from training, in nats per token", head, cells)
+
+
+def side_card(side: Side | None) -> str:
+    """Say how fast one model wrote, and what it remembers."""
+    if side is None or not side.tokens:
+        return facts([("tokens a second", "–"), ("first token", "–"), ("remembers", "–")], "lz-wide")
+    pairs = [
+        ("tokens a second", f"{side.tokens_per_second:.1f}"),
+        ("first token", f"{side.first_token_seconds * 1000:.0f} ms"),
+        ("remembers", size(side.state_bytes)),
+    ]
+    return facts(pairs, "lz-wide")
+
+
+def runs_table(found: Sequence[Status], now: float | None = None) -> str:
+    """List runs, the newest first, each with a link to it."""
+    if not found:
+        return said("No runs yet: the first page begins one.")
+    now = time.time() if now is None else now
+    rows = []
+    for status in found:
+        name, plan = status.run.folder.name, status.run.plan
+        dial = f"{plan.budget} tokens" if plan.features is None else f"{plan.features} features"
+        rows.append(
+            [
+                f'<a href="../?run={escape(name, quote=True)}">{escape(plan.model)}</a>',
+                escape(dial),
+                f"{sign(status.state)} {escape(status.state)}",
+                escape(ago(status.begun, now)),
+                escape(size(status.disk_bytes)),
+                f"<code>{escape(name)}</code>",
+            ]
+        )
+    return table("Your runs", ("model", "budget", "state", "begun", "disk", "name"), rows, safe=True)
+
+
+def files_table(files: Sequence[tuple[str, int]], total: int) -> str:
+    """List what would be published."""
+    rows = [[name, size(count)] for name, count in files]
+    return table("Files", ("file", "size"), [*rows, ["in all", size(total)]])
+
+
+def sending_card(repo_id: str, step: Progress | None, published: Published | None, error: str | None) -> str:
+    """Say how publishing goes."""
+    if published is not None:
+        link = f'<a href="{escape(published.url, quote=True)}" target="_blank" rel="noopener">{escape(repo_id)}</a>'
+        return (
+            f'<p class="lz-said lz-good" role="status"><span aria-hidden="true">✓</span> Published as {link}, and '
+            f"checked: what is there is what was sent.</p>"
+        )
+    if error is not None:
+        return said(f"{error}. What was sent is kept: press Publish again.", "bad")
+    share = f' value="{step.done}" max="{max(1, step.total)}"' if step is not None else ""
+    return f'<p class="lz-step">Sending to {escape(repo_id)}</p><progress aria-label="publishing"{share}></progress>'

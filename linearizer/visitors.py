@@ -1,0 +1,94 @@
+"""Whose runs are whose. At one's own machine all of them; on a Space every visitor has a folder that nobody can guess.
+
+A name that comes from a browser is one folder's name: it never leads out of the visitor's own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+
+from linearizer.errors import RequestError
+from linearizer.plan import Plan
+from linearizer.run import Run, fresh_folder, runs_root
+
+NAME = re.compile(r"[A-Za-z0-9_@+-][A-Za-z0-9._@+-]{0,199}")
+SECRET = 16  # characters that a secret has at least
+
+
+def on_space() -> bool:
+    """Tell whether strangers may be looking: this is a Space."""
+    return bool(os.environ.get("SPACE_ID"))
+
+
+def signs_in() -> bool:
+    """Tell whether visitors can sign in: a Space that was given an application of the Hub."""
+    return on_space() and bool(os.environ.get("OAUTH_CLIENT_ID"))
+
+
+@dataclass(frozen=True)
+class Visitor:
+    """Someone at the page, the folder of their runs, and the token that is theirs alone."""
+
+    folder: Path | None  # None: a stranger who has said nothing by which to know them again
+    token: str | None = None
+    name: str | None = None  # of their account, where they signed in
+
+    def __repr__(self) -> str:
+        return f"Visitor({self.name!r})"
+
+    @property
+    def home(self) -> Path:
+        """The folder of this visitor's runs."""
+        if self.folder is None:
+            raise RequestError(
+                f"nobody is known here: sign in, or send a secret of your own of at least {SECRET} characters, by "
+                "which you find your runs again"
+            )
+        return self.folder
+
+    def find(self, name: str) -> Run:
+        """Open one of this visitor's runs."""
+        folder = self.home / name if isinstance(name, str) and NAME.fullmatch(name) else None
+        if folder is None or folder.is_symlink() or not (folder / "plan.json").is_file():
+            raise RequestError(f"{shortened(name)!r} is none of your runs: choose one that `Runs` lists")
+        return Run(folder)
+
+    def begin(self, plan: Plan) -> Run:
+        """Make the folder of a new run; on a Space nobody can guess its name."""
+        home = self.home
+        if on_space():
+            return Run.begin(home / f"r{secrets.token_urlsafe(16)}", plan)
+        dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"
+        return Run.begin(fresh_folder(re.sub(r"[^A-Za-z0-9._@+/-]", "-", plan.model), dial, home), plan)
+
+
+def visitor(account: str | None = None, token: str | None = None, secret: str = "") -> Visitor:
+    """Tell who is at the page, by the account signed in with, or else by the secret that their browser keeps."""
+    if not on_space():
+        return Visitor(runs_root().absolute(), token)
+    if account:
+        return Visitor(runs_root().absolute() / hashed(f"account {account}"), token, account)
+    if isinstance(secret, str) and len(secret) >= SECRET:
+        return Visitor(runs_root().absolute() / hashed(f"secret {secret}"))
+    return Visitor(None)
+
+
+def new_secret() -> str:
+    """Make what a browser is known again by."""
+    return secrets.token_urlsafe(24)
+
+
+def hashed(identity: str) -> str:
+    """Name a folder so that it does not tell whose it is."""
+    return hashlib.sha256(identity.encode()).hexdigest()[:40]
+
+
+def shortened(text: object) -> str:
+    """Repeat what was received, but no more than a line of it."""
+    said = str(text)
+    return said if len(said) <= 60 else said[:57] + "…"

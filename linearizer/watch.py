@@ -1,0 +1,171 @@
+"""A run as a page shows it: read once for all who watch it, and told in parts, each with a mark of what it shows.
+
+A page asks about once a second and is sent the parts whose mark it has not seen. Twenty pages that watch one run cost
+hardly more than one: what was read and drawn is kept until the run's log grows.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from linearizer import jobs, journal, views
+from linearizer.jobs import LIVE, Status
+from linearizer.run import Run
+
+FRESH = 2.0  # seconds that an answer serves
+DRAWN = 9.0  # seconds between two drawings of a curve that grows
+REMEMBERED = 64  # runs
+
+
+@dataclass(frozen=True)
+class Part:
+    """A piece of the page, and a mark that differs when the piece does."""
+
+    mark: str
+    value: Any
+
+
+class Watched:
+    """What is known of one run."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.lock = run, threading.Lock()
+        self.place, self.begun = 0, 0.0
+        self.found: dict[int, list[float]] = {}
+        self.training: list[dict[str, Any]] = []
+        self.parts: dict[str, Part] = {}
+        self.asked = self.drawn = 0.0
+
+    def look(self, now: float) -> dict[str, Part]:
+        """Give all parts, as new as an answer has to be."""
+        with self.lock:
+            if not 0 <= now - self.asked < FRESH:
+                self.read()
+                self.draw(jobs.status(self.run), now)
+                self.asked = now
+            return dict(self.parts)
+
+    def read(self) -> None:
+        """Read what the log has more."""
+        events, self.place = journal.read(self.run.log_file, self.place)
+        for event in events:
+            if event["event"] == "profile" and "layer" in event:
+                self.found[event["layer"]] = event["freedoms"]
+            elif event["event"] == "distill":
+                self.training = [one for one in self.training if one["done"] < event["done"]] + [event]
+
+    def put(self, name: str, mark: object, value: Any) -> None:
+        """Keep a part; `value` is called only where the mark is new."""
+        kept = self.parts.get(name)
+        if kept is None or kept.mark != str(mark):
+            self.parts[name] = Part(str(mark), value())
+
+    def draw(self, status: Status, now: float) -> None:
+        """Bring every part up to date."""
+        run, live = self.run, status.state in LIVE
+        self.put("state", status.state, lambda: status.state)
+        self.put("stage", stage(status), lambda: stage(status))
+        can = abilities(status)
+        self.put("can", json.dumps(can), lambda: can)
+        card = views.run_card(status, run.folder.name, now)
+        self.put("card", card, lambda: card)
+        self.draw_profile(status)
+        training = views.training_card(status, self.training, now)
+        self.put("training", training, lambda: training)
+        if not live or now - self.drawn > DRAWN or now < self.drawn:
+            self.drawn = now
+            mark = (len(self.training), self.training[-1]["done"] if self.training else 0)
+            self.put("losses", mark, lambda: self.figure("loss_lines"))
+            self.put("kl", mark, lambda: self.figure("kl_line"))
+        self.draw_evaluation()
+
+    def draw_profile(self, status: Status) -> None:
+        """Draw the map as layers are measured, and the curves once all are."""
+        run = self.run
+        profile = run.profile if run.has("profile.json") and "curves" not in self.parts else None
+        if profile is not None:
+            from linearizer import charts
+
+            self.found = charts.freedoms_of(profile)
+            self.put("curves", "measured", lambda: charts.freedom_curves(profile).to_json())
+        measured = run.has("profile.json")
+        self.put("map", (len(self.found), self.run.has("inspection.json")), self.map)
+        if measured:
+            self.put("measured", "yes", lambda: True)
+
+    def map(self) -> str | None:
+        """Draw what is known of the heads."""
+        from linearizer import charts
+
+        return charts.freedom_map(self.found, self.run.layers).to_json() if self.run.has("inspection.json") else None
+
+    def figure(self, name: str) -> str | None:
+        """Draw the training."""
+        from linearizer import charts
+
+        return getattr(charts, name)(self.training).to_json() if self.training else None
+
+    def draw_evaluation(self) -> None:
+        """Show what the student kept, once that is known."""
+        path = self.run.folder / "evaluation.json"
+        if not path.is_file():
+            return
+        mark = path.stat().st_mtime_ns
+        if self.parts.get("evaluation", Part("", None)).mark == str(mark):
+            return
+        from linearizer import charts
+
+        rows = self.run.evaluation
+        self.put("evaluation", mark, lambda: views.evaluation_table(rows))
+        self.put("positions", mark, lambda: charts.position_lines(rows).to_json())
+        self.put("recall", mark, lambda: charts.recall_lines(rows).to_json() if rows and rows[0]["recall"] else None)
+        allocation = self.run.allocation
+        if allocation is not None:
+            layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)
+            growth = allocation.state_bytes(layers, 1) - fixed
+            self.put("memory", mark, lambda: charts.memory_lines(layers, fixed, growth).to_json())
+
+
+def stage(status: Status) -> int:
+    """Tell which step of the page a run is at: 3 profile, 4 distil, 5 compare."""
+    if status.state == "done":
+        return 5
+    step = status.step["event"] if status.step else "profile"
+    return 3 if step in ("profile", "price", "exchange", "gates") else 4
+
+
+def abilities(status: Status) -> dict[str, bool]:
+    """Tell what can be asked of a run now."""
+    training = status.step is not None and status.step["event"] == "distill"
+    return {
+        "stop": status.state in ("queued", "running"),
+        "resume": status.state in ("stopped", "failed", "lost"),
+        "use": status.state == "running" and training and not status.run.requested("use"),
+        "delete": status.state not in LIVE,
+        "student": status.run.checkpoint.is_dir(),
+    }
+
+
+WATCHED: OrderedDict[Path, Watched] = OrderedDict()
+ALL = threading.Lock()
+
+
+def look(run: Run, now: float) -> dict[str, Part]:
+    """Give the parts of a run's page."""
+    with ALL:
+        watched = WATCHED.pop(run.folder, None) or Watched(run)
+        WATCHED[run.folder] = watched
+        while len(WATCHED) > REMEMBERED:
+            WATCHED.popitem(last=False)
+    return watched.look(now)
+
+
+def forget(run: Run) -> None:
+    """Forget a run that was deleted."""
+    with ALL:
+        WATCHED.pop(run.folder, None)

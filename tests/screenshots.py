@@ -1,0 +1,55 @@
+"""Take the pictures of the README:  python -m tests.screenshots  (two minutes; needs Chromium)."""
+
+import tempfile
+from pathlib import Path
+
+from tests import conftest  # noqa: F401  (the stand-in Hub, before huggingface_hub is imported)
+from tests.serving import browsing, looking, serving
+
+ASSETS = Path(__file__).parents[1] / "assets"
+PROMPT = "The for statement is used to iterate over"
+SIZE = {"width": 1360, "height": 860}
+
+
+def begin(page):
+    """Press through to a run of the demo model."""
+    page.click("#demo")
+    page.wait_for_selector("#model-card .lz-good")
+    page.click("#to-budget")
+    page.get_by_role("spinbutton").first.fill("128")
+    page.keyboard.press("Tab")
+    page.get_by_label("Quick").check()
+    page.wait_for_timeout(1500)
+    page.screenshot(path=ASSETS / "page-budget.png")
+    page.click("#start")
+    page.wait_for_selector("#run-card .lz-done", timeout=900_000)
+
+
+def take(page, step, name):
+    page.click(f"#step-{step}-button")
+    page.wait_for_timeout(1500)
+    page.evaluate("window.scrollTo(0, 0)")
+    page.screenshot(path=ASSETS / f"page-{name}.png")
+
+
+def main():
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "runs") as (url, _), browsing() as browser:
+        how = {"viewport": SIZE, "device_scale_factor": 2}
+        with looking(browser, url, **how) as page:
+            begin(page)
+            address = page.url
+        for scheme in ("light", "dark"):
+            with looking(browser, address, color_scheme=scheme, **how) as page:
+                page.wait_for_selector("#evaluation table")
+                page.get_by_label("Prompt").fill(PROMPT)
+                page.get_by_role("button", name="Write", exact=True).click()
+                page.wait_for_timeout(12_000)
+                take(page, 5, f"compare-{scheme}")
+                take(page, 3, f"profile-{scheme}")
+        with looking(browser, address, viewport={"width": 390, "height": 844}, device_scale_factor=2) as page:
+            page.wait_for_selector("#evaluation table")
+            take(page, 3, "narrow")
+
+
+if __name__ == "__main__":
+    main()

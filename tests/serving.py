@@ -1,0 +1,151 @@
+"""A server of the page in a process of its own, a browser to look at it, and runs brought to an end afterwards."""
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from linearizer import jobs
+from linearizer.errors import LinearizerError
+
+ARGUMENTS = """
+    --no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run
+"""
+SMALL = {"recipe": "features", "texts": 2, "length": 128, "samples": 64, "steps": 4}  # a run of seconds
+SPACE = {  # what the Hub sets in a Space
+    "SYSTEM": "spaces",
+    "SPACE_ID": "owner/linearizer",
+    "OAUTH_CLIENT_ID": "client",
+    "OAUTH_CLIENT_SECRET": "hush",
+    "OAUTH_SCOPES": "openid profile",
+    "OPENID_PROVIDER_URL": "http://127.0.0.1:9",
+}
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def serving(runs, **environment):
+    """Serve the page, and give its address and what it writes to its log."""
+    port, log = free_port(), Path(runs).parent / f"server-{free_port()}.log"
+    known = {**os.environ, "LINEARIZER_RUNS": str(runs), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "GRADIO_SSR_MODE": "0"}
+    for name in ("TRITON_INTERPRET", "LINEARIZER_KERNELS"):
+        known.pop(name, None)
+    command = [sys.executable, "-m", "linearizer", "app", "--port", str(port), "--host", "127.0.0.1"]
+    with log.open("wb") as said:
+        process = subprocess.Popen(command, env={**known, **environment}, stdout=said, stderr=said)
+    url = f"http://127.0.0.1:{port}/"
+    try:
+        wait_for(url, process, log)
+        yield url, log
+    finally:
+        process.terminate()
+        process.wait(20)
+        end_runs(Path(runs))
+
+
+def wait_for(url, process, log):
+    for _ in range(300):
+        assert process.poll() is None, log.read_text()
+        try:
+            return urllib.request.urlopen(url, timeout=5).read()
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError("the page does not open: " + log.read_text())
+
+
+def end_runs(root):
+    """Stop what is still at work under a folder, and wait until it has stopped."""
+    end = time.monotonic() + 60
+    for folder in {plan.parent.parent for plan in root.rglob("plan.json")}:
+        for one in jobs.runs_in(folder):
+            try:
+                jobs.stop(one.run)
+            except LinearizerError:
+                pass  # it has ended
+            while jobs.state_of(one.run) in jobs.LIVE and time.monotonic() < end:
+                time.sleep(0.1)
+
+
+def chromium():
+    """Find the browser; where pages must be tested and there is none, fail."""
+    found = shutil.which("chromium")
+    if found is None and os.environ.get("LINEARIZER_PAGE_TESTS") == "1":
+        pytest.fail("LINEARIZER_PAGE_TESTS=1 and no chromium here: install it")
+    if found is None:
+        pytest.skip("no chromium here")
+    return found
+
+
+@contextmanager
+def browsing():
+    """Open a browser."""
+    path = chromium()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=path, args=ARGUMENTS.split())
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def looking(browser, url, **how):
+    """Open a page as a visitor of their own; afterwards nothing may have gone wrong in its console."""
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **how})
+    page, wrong = context.new_page(), []
+    page.set_default_timeout(20_000)
+    page.on("console", lambda message: wrong.append(message.text) if bad(message) else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)))
+    origin = "/".join(url.split("/")[:3])
+    page.route(lambda address: not address.startswith((origin, "data:", "blob:")), nothing)
+    try:
+        page.goto(url)
+        page.wait_for_selector(".lz-head h1")
+        yield page
+        assert not wrong, wrong
+    finally:
+        context.close()
+
+
+def bad(message):
+    """Tell errors from what Gradio says where it looks for a Space that the Hub does not have."""
+    return message.type == "error" and message.text != "Space not found"
+
+
+def nothing(route):
+    """Answer for the world outside, which tests do not reach."""
+    route.fulfill(body="")
+
+
+def session_of(account, secret="hush"):
+    """Forge the cookie that signing in leaves, as the Space that knows the secret would."""
+    import itsdangerous
+
+    info = {"preferred_username": account, "name": account, "sub": account, "profile": "", "picture": "", "website": ""}
+    held = {
+        "oauth_info": {
+            "userinfo": info,
+            "access_token": f"hf_fake_{account}",
+            "scope": "openid",
+            "expires_at": time.time() + 3600,
+        }
+    }
+    key = hashlib.sha256(f"{secret}-v4".encode()).hexdigest()
+    return itsdangerous.TimestampSigner(key).sign(base64.b64encode(json.dumps(held).encode())).decode()

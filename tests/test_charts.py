@@ -1,0 +1,151 @@
+"""Figures, as data: they say what the products say, and say it without colour too."""
+
+import json
+
+import pytest
+
+from linearizer import charts, cost
+from linearizer.allocation import Allocation
+from linearizer.cost import Head, Layer
+from linearizer.prices import Prices
+from linearizer.profile import Asked, HeadProfile, LayerProfile, Profile
+
+LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))
+MIXED = Allocation("gain", 4, ((Head(28, 32), Head(softmax=True)), (), (Head(8, 0), Head(16, 16))))
+FIX = Allocation("fix", 4, ((Head(28, 32), Head(28, 32)), (), (Head(28, 32), Head(28, 32))))
+
+
+def profile_of(scales):
+    """Make up a profile with N(λ) = scale · λ^-½."""
+    asked = Asked()
+
+    def head(scale):
+        counts = tuple(scale * ridge**-0.5 for ridge in asked.ridges)
+        return HeadProfile(counts, (0.0,) * len(counts), False, 1.0, 0.1, (0.5,), 1.0)
+
+    return Profile(asked, 1000, (16,), tuple(LayerProfile(tuple(map(head, row))) for row in scales))
+
+
+PROFILE = profile_of([(1.0, 2.0), (), (3.0, 4.0)])
+EVALUATION = [
+    {
+        "name": name,
+        "state_bytes": None,
+        "language": {"loss": 3.0, "by_position": [3.5, 3.0, 2.5], "kl": 0.1, "agreement": 0.9},
+        "recall": [{"gap": 32, "first": 3.0, "second": second}, {"gap": 128, "first": 3.0, "second": 2.0}],
+    }
+    for name, second in (("teacher", 1.0), ("student", 1.5), ("window", 2.5))
+]
+STEPS = [{"event": "distill", "done": n, "kl": 1 / n, "layers": {"0": 1 / n, "2": 2 / n}} for n in range(1, 1001)]
+
+
+def everything():
+    return {
+        "map": charts.freedom_map(charts.freedoms_of(PROFILE), LAYERS),
+        "curves": charts.freedom_curves(PROFILE),
+        "bars": charts.allocation_bars(MIXED, LAYERS, FIX),
+        "losses": charts.loss_lines(STEPS),
+        "kl": charts.kl_line(STEPS),
+        "positions": charts.position_lines(EVALUATION),
+        "recall": charts.recall_lines(EVALUATION),
+        "memory": charts.memory_lines(LAYERS, 10**6),
+    }
+
+
+@pytest.mark.parametrize("name", everything())
+def test_every_figure_is_plain_json_on_a_transparent_ground(name):
+    figure = json.loads(everything()[name].to_json())
+    assert "bdata" not in json.dumps(figure)  # what arrays of numpy become, which not every page can read
+    ground = figure["layout"]["paper_bgcolor"]
+    assert ground == "rgba(0,0,0,0)"
+    assert figure["data"]
+
+
+def test_the_map_shows_every_head_and_leaves_open_what_is_not_measured():
+    found = charts.freedoms_of(PROFILE)
+    whole = charts.freedom_map(found, LAYERS).data[0]
+    assert [tuple(row) for row in whole.text] == [("16", "32"), ("", ""), ("48", "64")]
+    partly = charts.freedom_map({0: found[0]}, LAYERS).data[0]
+    assert tuple(partly.z[0]) == tuple(whole.z[0])
+    assert tuple(partly.z[2]) == (None, None)
+
+
+def test_a_map_of_nothing_yet_can_be_drawn():
+    assert tuple(charts.freedom_map({}, LAYERS).data[0].z[0]) == (None, None)
+
+
+def test_curves_are_the_means_of_layers():
+    lines = charts.freedom_curves(PROFILE).data
+    assert [line.name for line in lines] == ["layer 0", "layer 2"]
+    assert lines[1].y[0] == pytest.approx(3.5 * PROFILE.asked.ridges[0] ** -0.5)
+
+
+def test_bars_add_up_to_the_bytes_of_each_head():
+    bars = {trace.name: trace for trace in charts.allocation_bars(MIXED, LAYERS, FIX).data}
+    for place, (row, head) in enumerate([(0, 0), (0, 1), (2, 0), (2, 1)]):
+        held = MIXED.heads[row][head]
+        if not held.softmax:
+            tokens = bars["exact tokens"].y[place] + bars["features"].y[place]
+            assert tokens * cost.token_bytes(LAYERS[row]) == cost.head_bytes(held, LAYERS[row], 4, 0)
+    assert bars["whole cache, grows"].y[1] > 0
+    assert bars["whole cache, grows"].y[0] == 0
+    fix = bars["Fix: the same for every head"].y
+    assert fix[0] * cost.token_bytes(LAYERS[0]) == cost.head_bytes(FIX.heads[0][0], LAYERS[0], 4, 0)
+
+
+def test_bars_say_in_words_and_by_pattern_what_each_head_became():
+    bars = {trace.name: trace for trace in charts.allocation_bars(MIXED, LAYERS, FIX).data}
+    assert bars["features"].customdata[0] == "layer 0, KV head 0: 32 features beside a window of 28"
+    assert bars["features"].customdata[1] == "layer 0, KV head 1: its whole cache, softmax"
+    assert bars["features"].customdata[2] == "layer 2, KV head 0: a window of 8"
+    patterns = [trace.marker.pattern.shape for trace in bars.values() if trace.type == "bar"]
+    assert len(set(patterns)) == 3
+
+
+def test_slots_are_told_from_features():
+    held = Allocation("gain", 4, ((Head(8, slots=16), Head(8)), (), (Head(8, 16), Head(8, slots=6))))
+    bars = {trace.name: trace for trace in charts.allocation_bars(held, LAYERS).data}
+    assert bars["slots"].y[0] * cost.token_bytes(LAYERS[0]) == 16 * cost.slot_bytes(LAYERS[0])
+    assert [height > 0 for height in bars["slots"].y] == [True, False, False, True]
+    assert bars["slots"].customdata[0] == "layer 0, KV head 0: 16 slots beside a window of 8"
+
+
+def test_prices_are_shown_where_they_were_measured():
+    options = (Head(window=8), Head(window=32))
+    prices = Prices(4, options, (((0.5, 0.1), (0.6, 0.2)), (), ((0.3, 0.0), (0.4, 0.2))))
+    held = Allocation("gain", 4, ((Head(8), Head(32)), (), (Head(softmax=True), Head(8))))
+    traces = {trace.name: trace for trace in charts.allocation_bars(held, LAYERS, None, prices).data}
+    assert traces["cost to the model"].y == (0.5, 0.2, charts.LEAST, 0.4)
+
+
+def test_a_long_training_is_thinned_to_what_can_be_seen_and_keeps_its_end():
+    line = charts.kl_line(STEPS).data[0]
+    assert len(line.x) <= charts.SHOWN
+    assert line.x[-1] == 1000
+    assert line.y[-1] == pytest.approx(0.001)
+
+
+def test_losses_have_a_line_for_each_layer_and_none_where_a_layer_gave_up():
+    events = [*STEPS[:5], {"event": "distill", "done": 6, "layers": {"0": 0.1}}]
+    lines = charts.loss_lines(events).data
+    assert [line.name for line in lines] == ["layer 0", "layer 2"]
+    assert lines[1].y[-1] is None
+
+
+def test_models_of_a_comparison_differ_by_marker_and_dash_not_only_by_colour():
+    lines = charts.recall_lines(EVALUATION).data
+    assert len({line.marker.symbol for line in lines}) == len({line.line.dash for line in lines}) == 3
+    assert [line.y[0] for line in lines] == [1.0, 1.5, 2.5]
+
+
+def test_an_evaluation_with_a_control_of_another_name_is_drawn():
+    rows = [*EVALUATION, {**EVALUATION[2], "name": "no features"}]
+    assert charts.position_lines(rows).data[3].name == "no features"
+
+
+def test_memory_crosses_where_the_student_breaks_even():
+    figure = charts.memory_lines(LAYERS, cost.cache_bytes(LAYERS, 300))
+    assert figure.data[2].x == (300,)
+    assert "300" in figure.data[2].text[0]
+    never = charts.memory_lines(LAYERS, 1000, growth=cost.cache_bytes(LAYERS, 1))
+    assert len(never.data) == 2

@@ -1,0 +1,163 @@
+"""Visitors, their limits, and what the page says to them."""
+
+import time
+
+import pytest
+
+from linearizer import desk, limits, views
+from linearizer.errors import RequestError
+from linearizer.plan import Plan
+from linearizer.run import Run
+from linearizer.visitors import new_secret, visitor
+
+ANN, BOB = "a" * 16, "b" * 16
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path / "runs"))
+    return tmp_path / "runs"
+
+
+@pytest.fixture
+def space(root, monkeypatch):
+    monkeypatch.setenv("SPACE_ID", "owner/name")
+    return root
+
+
+def test_at_ones_own_machine_everybody_sees_all_runs(root):
+    run = visitor().begin(Plan("demo", budget=64))
+    assert visitor("ann").find(run.folder.name) == run
+    assert run.folder == root / "demo-64"
+
+
+def test_visitors_of_a_space_have_folders_that_nobody_can_guess(space):
+    run = visitor(secret=ANN).begin(Plan("demo", budget=64))
+    assert visitor(secret=ANN).find(run.folder.name) == run
+    for other in (visitor(secret=BOB), visitor("ann"), visitor(ANN)):
+        with pytest.raises(RequestError, match="none of your runs"):
+            other.find(run.folder.name)
+    assert len(run.folder.name) > 20
+    assert ANN not in str(run.folder)
+
+
+def test_an_account_is_told_from_a_secret_of_the_same_letters(space):
+    assert visitor(ANN).home != visitor(secret=ANN).home
+
+
+@pytest.mark.parametrize("secret", ["", "short", None, 5, {"a": 1}, ["a" * 16]])
+def test_who_cannot_be_known_again_has_no_runs(space, secret):
+    with pytest.raises(RequestError, match="nobody is known here"):
+        visitor(secret=secret).home  # noqa: B018
+
+
+def test_a_token_is_not_in_what_a_visitor_looks_like(space):
+    assert "hf_secret" not in repr(visitor("ann", "hf_secret"))
+
+
+@pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc", "a/b", "a\0b", "a" * 300, None, 5, ["x"], "-" * 0])
+def test_a_name_never_leads_out_of_the_folder(root, name):
+    (root / "x").mkdir(parents=True)
+    with pytest.raises(RequestError, match="none of your runs"):
+        visitor().find(name)
+
+
+def test_a_link_out_of_the_folder_is_not_followed(root, tmp_path):
+    Run.begin(tmp_path / "elsewhere", Plan("demo", budget=64))
+    root.mkdir()
+    (root / "link").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(RequestError, match="none of your runs"):
+        visitor().find("link")
+
+
+def test_secrets_differ():
+    assert len({new_secret() for _ in range(100)}) == 100
+
+
+def test_a_space_removes_what_nobody_has_looked_after(space):
+    run = visitor(secret=ANN).begin(Plan("demo", budget=64))
+    run.log("stopped")
+    limits.enforce(space, time.time())
+    assert run.folder.exists()
+    limits.enforce(space, time.time() + limits.KEPT + 60)
+    assert not run.folder.exists()
+
+
+@pytest.mark.parametrize("field", limits.MOST)
+def test_a_space_says_what_is_too_much(space, field):
+    plan = Plan("demo", budget=64, **{"steps": 1, field: limits.MOST[field] + 8})
+    found = desk.inspect(visitor(secret=ANN), "demo")
+    with pytest.raises(RequestError, match=f"{field} .* more than this Space serves"):
+        limits.check(visitor(secret=ANN), plan, found, space)
+
+
+def test_nothing_is_limited_at_ones_own_machine(root):
+    limits.check_model("/some/folder", "file:text")
+    limits.check(visitor(), Plan("demo", budget=64, steps=10**6), None, root)
+
+
+def test_what_comes_from_outside_is_escaped(root):
+    odd = "<img src=x onerror=alert(1)>\"'&`<b>`"
+    found = desk.inspect(visitor(), "demo")
+    object.__setattr__(found, "name", odd)
+    object.__setattr__(found, "licence", odd)
+    run = visitor().begin(Plan(odd, budget=64, text=odd))
+    run.log("failed", error=odd)
+    from linearizer import jobs
+
+    status = jobs.status(run)
+    for html in (
+        views.model_card(found),
+        views.said(odd, "bad"),
+        views.run_card(status, odd, 0.0),
+        views.runs_table([status]),
+        views.files_table([(odd, 1)], 1),
+        views.sending_card(odd, None, None, odd),
+        views.table(odd, [odd], [[odd, odd]]),
+    ):
+        assert "<img" not in html
+        assert "<b>" not in html
+
+
+def test_a_sentence_does_not_tell_where_runs_are_kept(space):
+    home = visitor(secret=ANN).home
+    assert views.plain(f"'{home}/r123' is done") == "'r123' is done"
+
+
+def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
+    plan = desk.plan_of("demo", 64, "Try it", {"recipe": "features", "window": 8, "text": "self"})
+    from linearizer.__main__ import begin, parser
+    from linearizer.command import command_of
+
+    words = command_of(plan).split()[1:]
+    assert begin(parser().parse_args([*words, "--out", str(root / "again")])).plan == plan
+    (root / "plan.json").write_text(plan.to_json())
+    read = parser().parse_args(["run", "demo", "--plan", str(root / "plan.json"), "--out", str(root / "read")])
+    assert begin(read).plan == plan
+
+
+def test_an_estimate_grows_with_the_work_and_covers_the_download(root):
+    from linearizer.estimates import Speeds, estimate
+
+    found, machine = desk.inspect(visitor(), "demo"), Speeds(1e10, 1e10, 1e9)
+    guesses = [estimate(desk.plan_of("demo", 64, effort, {}), found, machine, 5e6) for effort in desk.EFFORTS]
+    assert guesses[0].seconds < guesses[1].seconds < guesses[2].seconds
+    assert guesses[0].disk_bytes < guesses[2].disk_bytes
+    assert guesses[0].disk_bytes > 5e6 + found.weight_bytes
+
+
+def test_local_folders_are_found_as_they_are_typed_and_never_on_a_space(root, tmp_path, hub, monkeypatch):
+    model = tmp_path / "models" / "mine"
+    model.mkdir(parents=True)
+    (model / "config.json").write_text("{}")
+    assert desk.search(visitor(), str(tmp_path / "models") + "/") == [str(model)]
+    assert desk.search(visitor(), str(tmp_path / "models" / "mi")) == [str(model)]
+    monkeypatch.setenv("SPACE_ID", "owner/name")
+    assert desk.search(visitor(), str(tmp_path / "models") + "/") == []
+
+
+def test_a_search_finds_the_demo_and_models_of_the_hub(root, hub):
+    hub.add("org/demonstration", {"config.json": b"{}"})
+    hub.add("org/other", {"config.json": b"{}"})
+    hub.add("ann/demo-private", {"config.json": b"{}"}, private=True)
+    assert desk.search(visitor(), "demo") == ["demo", "org/demonstration"]
