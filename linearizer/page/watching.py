@@ -34,7 +34,7 @@ def look(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, str,
         run = who(memory, profile, token).find(name)
         parts = watch.look(run, time.time())
     except LinearizerError as error:
-        return views.said(str(error), "bad"), "", f"gone {name}", "none"
+        return views.said(str(error), "bad"), "", "gone", "none"
     rest = {key: part.mark for key, part in parts.items() if key not in OFTEN}
     mark = json.dumps([name, rest, sent_part(run).mark])
     return parts["card"].value, parts["training"].value, mark, f"{name} {parts['losses'].mark}"
