@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 import threading
 from functools import partial
@@ -171,6 +172,8 @@ def serve(port: int | None = None, host: str | None = None, wait: bool = True) -
         os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
         threading.Thread(target=limits.guard, args=(runs_root(),), daemon=True).start()
     threading.Thread(target=warm, daemon=True).start()
+    known = inspect.signature(gr.Blocks.launch).parameters
+    history = {"run_history": False} if "run_history" in known else {}  # Gradio would keep what was asked, in browsers
     site = build().queue(max_size=64, api_open=True)
     return site.launch(
         server_name=host or ("0.0.0.0" if on_space() else None),
@@ -178,7 +181,7 @@ def serve(port: int | None = None, host: str | None = None, wait: bool = True) -
         theme=theme(),
         css=CSS,
         head=HEAD,
-        run_history=False,
+        **history,
         footer_links=["api", "settings"],
         show_error=False,
         prevent_thread_lock=not wait,
