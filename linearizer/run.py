@@ -164,7 +164,8 @@ class Run:
 
     def forget(self) -> None:
         """Remove a run that has made nothing, and its folder if that leaves it empty."""
-        for name in ("plan.json", "plan.json" + UNFINISHED, "events.jsonl", "stop", "use", "worker.log", "lock"):
+        made = ("plan.json", "plan.json" + UNFINISHED, "inspection.json", "events.jsonl")
+        for name in (*made, "stop", "use", "worker.log", "lock"):
             (self.folder / name).unlink(missing_ok=True)
         for folder in (self.folder / "state", self.folder):
             if folder.is_dir() and not any(folder.iterdir()):

@@ -2,10 +2,12 @@
 
 import os
 import shutil
+import signal
 import tempfile
 
 from tests.fakehub import FakeHub
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore ctrl-C, and so would ours
 HUB = FakeHub()
 os.environ.update(
     HF_ENDPOINT=HUB.url,

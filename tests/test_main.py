@@ -225,7 +225,7 @@ def wait_for(condition, process):
         time.sleep(0.02)
 
 
-LONG = ["--texts", "16", "--length", "256", "--samples", "1024", "--steps", "4"]
+LONG = ["--recipe", "features", "--texts", "16", "--length", "256", "--samples", "1024", "--steps", "4"]
 
 
 def test_ctrl_c_stops_with_130_and_the_run_can_be_resumed(tmp_path, capsys):

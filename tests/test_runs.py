@@ -14,7 +14,7 @@ from linearizer.__main__ import main
 from linearizer.run import Run
 from tests.at_work import process_of, wait_for, wait_for_event, wait_until
 
-QUICK = ["--budget", "64", "--texts", "2", "--length", "64", "--samples", "128"]
+QUICK = ["--recipe", "features", "--budget", "64", "--texts", "2", "--length", "64", "--samples", "128"]
 LONG = [*QUICK, "--steps", "100000"]
 
 
