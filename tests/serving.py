@@ -107,12 +107,15 @@ def browsing():
 
 @contextmanager
 def looking(browser, url, **how):
-    """Open a page as a visitor of their own; afterwards nothing may have gone wrong in its console."""
+    """Open a page as a visitor of their own; afterwards nothing may have gone wrong in its console.
+
+    Gradio aborts its stream when a page is left or loaded again, and the browser says so.
+    """
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **how})
     page, wrong = context.new_page(), []
     page.set_default_timeout(20_000)
     page.on("console", lambda message: wrong.append(message.text) if bad(message) else None)
-    page.on("pageerror", lambda error: wrong.append(str(error)))
+    page.on("pageerror", lambda error: wrong.append(str(error)) if "AbortError" not in str(error) else None)
     origin = "/".join(url.split("/")[:3])
     page.route(lambda address: not address.startswith((origin, "data:", "blob:")), nothing)
     try:

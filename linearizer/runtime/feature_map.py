@@ -9,7 +9,6 @@ Inputs are scaled so that the kernel is exp(q·k). Parameters are one set per KV
   mlp        prf, apart for queries and keys, plus a small network; starts as prf
   codebook   a key is its nearest centre, a query scores the centres exactly
   clusters   a key is shared among near centres, a query scores centres of its own
-  clusters   a key is shared among near centres, a query scores centres of its own
 """
 
 import math
