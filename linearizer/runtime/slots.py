@@ -25,6 +25,9 @@ from .state import EMPTY, Columns, Near, lay_columns, remember_sinks, remember_w
 
 GAIN = 0.25  # half of what a Gaussian spread of keys calls for: measured best, since no query sees the mean spread
 
+WAITING = 2  # rounds of merging before what waits is taken along: more make hardly better slots
+TOGETHER = 64  # turns whose rows attend at once
+
 Tensor = torch.Tensor
 
 
@@ -82,14 +85,6 @@ class Slots:
     weight: Tensor
     spread: Tensor
 
-    def take(self, index: Tensor) -> Slots:
-        """Take slots by an index (batch, heads, slots)."""
-
-        def rows(x: Tensor) -> Tensor:
-            return x.gather(2, index[..., None].expand(*index.shape, x.shape[-1]))
-
-        return Slots(rows(self.k), rows(self.v), self.weight.gather(2, index), self.spread.gather(2, index))
-
 
 def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> Tensor:
     """Attend and bring the state up to date; q is multiplied by the scale of the scores."""
@@ -102,111 +97,152 @@ def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tens
     first, end = state.count, columns.first + window + tokens
     turn = torch.div(first - window, block, rounding_mode="floor") + 1  # how many blocks are merged for a row's place
     turns = int((torch.div(end - 1 - window, block, rounding_mode="floor") + 2 - turn).max())
-    alone = tokens == 1
+    turn = turn[:, None] + torch.arange(turns, device=q.device)
+    start = window + block * (turn - 1)  # the first place that sees a turn's blocks merged
+    begin, rows = (start, block) if tokens > 1 else (first[:, None], 1)
+    place = begin[..., None] + torch.arange(rows, device=q.device)
+    merges = (turn >= 1) & (start >= first[:, None]) & (start < end[:, None])
     parts = []
-    for _ in range(turns):
-        start = window + block * (turn - 1)
-        merges = (turn >= 1) & (start >= first) & (start < end)
-        if merges.any():
-            absorb(state, columns, merging, turn, merges)
-        place = (first if alone else start)[:, None] + torch.arange(1 if alone else block, device=q.device)
-        rows = take(q, (place - end[:, None] + tokens).clamp(0, tokens - 1))
-        parts.append(look(rows, place, turn * block, columns, merging, state))
-        turn = turn + 1
+    for some in torch.arange(turns, device=q.device).split(TOGETHER):
+        held = absorb(state, columns, merging, turn[:, some], merges[:, some])
+        asks = take(q, (place[:, some].flatten(1) - end[:, None] + tokens).clamp(0, tokens - 1))
+        parts.append(look(asks, place[:, some], turn[:, some] * block, held, columns, merging, state))
     state.count = end
     remember_window(state, columns, tokens)
-    if alone:
+    if tokens == 1:
         return parts[0]
-    began = window + block * (turn - turns - 1)
     place = end[:, None] - tokens + torch.arange(tokens, device=q.device)
-    out = take(torch.cat(parts, -2), (place - began[:, None]).clamp_min(0))
+    out = take(torch.cat(parts, -2), (place - start[:, :1]).clamp_min(0))
     return out if order is None else take(out, order.argsort(-1))
 
 
-def look(rows: Tensor, place: Tensor, merged: Tensor, columns: Columns, merging: Merging, state: SlotState) -> Tensor:
-    """Attend with rows at places (batch, rows) that see as merged the tokens before `merged` (batch,)."""
-    rows = rows.to(working_dtype(rows))
-    merged = merged.clamp_min(0)[:, None]
-    near = merged + torch.arange(columns.window, device=rows.device)
-    index = near - columns.first[:, None]
-    here = (index >= columns.empty[:, None]) & (index < columns.k.shape[-2])
-    seen = here[:, None] & (near[:, None] <= place[..., None])
-    index = index.clamp(0, columns.k.shape[-2] - 1)
-    parts = [(only(by_head(rows, take(columns.k, index).to(rows.dtype).mT), seen), take(columns.v, index))]
+def absorb(state: SlotState, columns: Columns, merging: Merging, turn: Tensor, merges: Tensor) -> Slots:
+    """Merge the blocks that leave the window at turns (batch, turns), where `merges` says so; update the state.
+
+    Give the slots after each turn: a batch in which every text's turns follow one another.
+    """
+    place = (turn - 1)[..., None] * merging.block + torch.arange(merging.block, device=turn.device)
+    index = (place - columns.first[:, None, None]).clamp(0, columns.k.shape[-2] - 1).flatten(1)
+    comes = merges[..., None] & (place >= state.sink_k.shape[-2])
+    weight, work = comes.to(state.weight.dtype)[:, None].expand(-1, columns.k.shape[1], -1, -1), state.weight.dtype
+    k, v = (take(x, index).to(work).unflatten(2, place.shape[1:]) for x in (columns.k, columns.v))
+    now, found = Slots(state.slot_k, state.slot_v, state.weight, state.spread), []
+    for number, any_merges in enumerate(merges.any(0).tolist()):
+        if any_merges:
+            new = (k[:, :, number], v[:, :, number], weight[:, :, number], torch.zeros_like(weight[:, :, number]))
+            all_of = [torch.cat(pair, 2) for pair in zip((now.k, now.v, now.weight, now.spread), new, strict=True)]
+            now = merge_slots(Slots(*all_of), state.weight.shape[-1], merging.metric)
+            now.k, now.v = now.k.to(state.slot_k.dtype), now.v.to(state.slot_v.dtype)
+        found.append(now)
+    state.slot_k, state.slot_v, state.weight, state.spread = now.k, now.v, now.weight, now.spread
+    each = ([getattr(one, name) for one in found] for name in ("k", "v", "weight", "spread"))
+    return Slots(*(torch.stack(xs, 1).flatten(0, 1) for xs in each))
+
+
+def look(
+    q: Tensor, place: Tensor, merged: Tensor, held: Slots, columns: Columns, merging: Merging, state: SlotState
+) -> Tensor:
+    """Attend with rows at places (batch, turns, rows) that see as merged the tokens before `merged` (batch, turns)."""
+    turns, work = place.shape[1], working_dtype(q)
+
+    def by_turn(x: Tensor) -> Tensor:
+        """(batch, …, turns * tokens, dim) -> (batch * turns, …, tokens, dim)"""
+        return x.unflatten(-2, (turns, -1)).movedim(-3, 1).flatten(0, 1)
+
+    q, merged = by_turn(q.to(work)), merged.clamp_min(0)[..., None]
+    near = merged + torch.arange(columns.window, device=q.device)
+    index = near - columns.first[:, None, None]
+    here = (index >= columns.empty[:, None, None]) & (index < columns.k.shape[-2])
+    seen = (here[:, :, None] & (near[:, :, None] <= place[..., None])).flatten(0, 1)
+    index = index.clamp(0, columns.k.shape[-2] - 1).flatten(1)
+    parts = [(only(by_head(q, by_turn(take(columns.k, index)).to(work).mT), seen), by_turn(take(columns.v, index)))]
     if sinks := state.sink_k.shape[-2]:
-        gone = (torch.arange(sinks, device=rows.device) < merged)[:, None].expand(-1, rows.shape[-2], -1)
-        parts.append((only(by_head(rows, state.sink_k.to(rows.dtype).mT), gone), state.sink_v))
-    level = state.weight.clamp_min(1).log() + merging.gain.to(rows.dtype)[:, None] * state.spread
-    level = level.masked_fill(state.weight == 0, EMPTY)
-    parts.append((by_head(rows, state.slot_k.to(rows.dtype).mT) + level[:, :, None, None], state.slot_v))
-    return combine(parts)
-
-
-def absorb(state: SlotState, columns: Columns, merging: Merging, turn: Tensor, merges: Tensor) -> None:
-    """Merge the block of tokens that leaves the window at a turn, in the rows of a batch where `merges` says so."""
-    block = merging.block
-    place = (turn - 1)[:, None] * block + torch.arange(block, device=turn.device)
-    index = (place - columns.first[:, None]).clamp(0, columns.k.shape[-2] - 1)
-    comes = merges[:, None] & (place >= state.sink_k.shape[-2])
-    k, v = (
-        torch.cat([old, take(new, index)], 2) for old, new in ((state.slot_k, columns.k), (state.slot_v, columns.v))
-    )
-    weight = torch.cat([state.weight, comes[:, None].expand(-1, k.shape[1], -1).to(state.weight)], 2)
-    spread = torch.cat([state.spread, state.spread.new_zeros(*weight.shape[:2], block)], 2)
-    work = state.weight.dtype
-    found = merge_slots(Slots(k.to(work), v.to(work), weight, spread), state.weight.shape[-1], merging.metric)
-    state.slot_k, state.slot_v = found.k.to(k.dtype), found.v.to(v.dtype)
-    state.weight, state.spread = found.weight, found.spread
+        gone = (torch.arange(sinks, device=q.device) < merged).flatten(0, 1)[:, None].expand(-1, q.shape[-2], -1)
+        sink_k, sink_v = (x.repeat_interleave(turns, 0) for x in (state.sink_k, state.sink_v))
+        parts.append((only(by_head(q, sink_k.to(work).mT), gone), sink_v))
+    level = held.weight.clamp_min(1).log() + merging.gain.to(work)[:, None] * held.spread
+    level = level.masked_fill(held.weight == 0, EMPTY)
+    parts.append((by_head(q, held.k.to(work).mT) + level[:, :, None, None], held.v))
+    return combine(parts).unflatten(0, place.shape[:2]).movedim(1, -3).flatten(-3, -2)
 
 
 def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
     """Merge what is cheapest to merge until at most `count` slots hold anything, and give those, in order.
 
-    What a pair costs a query goes with how much weight it has, how far apart its keys are to the query, and its values.
-    In each round the slots with the cheapest partners go into them, as many as have to; one whose partner goes, too,
-    waits for the next round.
+    In a round the slots with the cheapest partners go into them, as many as have to. At first one whose partner goes,
+    too, waits for the next round; at last it is taken along. Of two that are partners of each other one stays, so that
+    a round can always halve what there is, and the number of rounds is known before.
     """
-    number = torch.arange(given.weight.shape[-1], device=given.weight.device)
-    while True:
-        surplus = ((given.weight > 0).sum(-1, keepdim=True) - count).clamp_min(0)  # (batch, heads, 1)
-        if not surplus.any():
-            break
-        cheapest, partner = merging_costs(given, metric).min(-1)
-        stays = (partner.gather(-1, partner) == number) & (number < partner) | cheapest.isinf()
-        rank = cheapest.masked_fill(stays, float("inf")).argsort(-1).argsort(-1)
-        goes = ~stays & (rank < surplus)
-        given = join(given, partner, goes & ~goes.gather(-1, partner), metric)
-    return given.take((given.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :count])
+    heads, slots = given.weight.shape[:2], given.weight.shape[2]
+    row = torch.cat([given.k @ metric.to(given.k.dtype).mT, given.v, given.k], -1).flatten(0, 1)
+    dims = given.k.shape[-1], given.v.shape[-1]
+    held = Rows(row, given.weight.flatten(0, 1), given.spread.flatten(0, 1), *dims)
+    for _ in range(WAITING):
+        held = held.joined(held.targets(count, waits=True))
+    while slots > count:
+        slots = max(count, -(-slots // 2))
+        held = held.joined(held.targets(slots, waits=False))
+    full = (held.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[:, :count]
+    row = held.row.gather(1, full[..., None].expand(-1, -1, row.shape[-1]))
+    weight, spread = held.weight.gather(1, full), held.spread.gather(1, full)
+    _, v, k = row.unflatten(0, heads).split([dims[0], *dims[::-1]], -1)
+    return Slots(k, v, weight.unflatten(0, heads), spread.unflatten(0, heads))
 
 
-def merging_costs(given: Slots, metric: Tensor) -> Tensor:
-    """Price every pair: (batch, heads, slots, slots)."""
-    apart, values = squared_distances(given.k @ metric.to(given.k.dtype).mT), squared_distances(given.v)
-    weight = given.weight[..., None] * given.weight[..., None, :]
-    weight = weight / (given.weight[..., None] + given.weight[..., None, :]).clamp_min(1)
-    empty = given.weight == 0
-    never = empty[..., None] | empty[..., None, :] | torch.eye(empty.shape[-1], dtype=torch.bool, device=empty.device)
-    return (weight.sqrt() * apart * values.pow(0.25)).masked_fill(never, float("inf"))
+@dataclass
+class Rows:
+    """Slots while they merge: all that is averaged lies side by side, metric·k, v and k."""
+
+    row: Tensor  # (heads, slots, dims)
+    weight: Tensor  # (heads, slots)
+    spread: Tensor
+    key_dim: int
+    value_dim: int
+
+    @torch.no_grad()
+    def targets(self, count: int, waits: bool) -> Tensor:
+        """Say into which slot each goes, most of them into themselves, until `count` are left: (heads, slots)."""
+        cost = self.costs()
+        partner = cost.argmin(-1)
+        number = torch.arange(partner.shape[-1], device=partner.device)
+        stays = (partner.gather(-1, partner) == number) & (number < partner)
+        cheapest = cost.gather(-1, partner[..., None])[..., 0].masked_fill(stays, float("inf"))
+        surplus = (self.weight > 0).sum(-1, keepdim=True) - count
+        goes = (cheapest.argsort(-1).argsort(-1) < surplus) & ~cheapest.isinf()
+        if waits:
+            return torch.where(goes & ~goes.gather(-1, partner), partner, number)
+        target = torch.where(goes, partner, number)
+        for _ in range((partner.shape[-1] - count).bit_length()):
+            target = target.gather(-1, target)
+        return target
+
+    def costs(self) -> Tensor:
+        """Price every pair, the same both ways: (heads, slots, slots).
+
+        What it costs a query goes with how much weight a pair has, how far apart its keys are to the query, and its
+        values; here the square of that.
+        """
+        seen, v, _ = self.row.split([self.key_dim, self.value_dim, self.key_dim], -1)
+        one = self.weight.clamp_min(1).reciprocal()
+        apart = squared_distances(seen).square() * squared_distances(v).sqrt()
+        cost = apart / (one[..., None] + one[..., None, :])
+        empty = torch.where(self.weight == 0, float("inf"), 0.0).to(cost.dtype)
+        cost = torch.maximum(cost, cost.mT) + (empty[..., None] + empty[..., None, :])
+        cost.diagonal(dim1=-2, dim2=-1).fill_(float("inf"))
+        return cost
+
+    def joined(self, target: Tensor) -> Rows:
+        """Merge every slot into its target."""
+        total = torch.zeros_like(self.weight).scatter_add(-1, target, self.weight)
+        share = self.weight / total.gather(-1, target).clamp_min(1)  # of each in what it becomes
+        index = target[..., None].expand_as(self.row)
+        row = torch.zeros_like(self.row).scatter_add(1, index, share[..., None] * self.row)
+        moved = (self.row - row.gather(1, index))[..., : self.key_dim].square().sum(-1)
+        spread = torch.zeros_like(share).scatter_add(-1, target, share * (self.spread + moved))
+        return Rows(row, total, spread, self.key_dim, self.value_dim)
 
 
 def squared_distances(x: Tensor) -> Tensor:
-    """|x_i - x_j|²: (…, rows, dim) -> (…, rows, rows)."""
-    x = x.detach()
+    """|x_i - x_j|²: (heads, rows, dim) -> (heads, rows, rows)."""
     square = x.square().sum(-1)
-    return (square[..., None] + square[..., None, :] - 2 * x @ x.mT).clamp_min(0)
-
-
-def join(given: Slots, partner: Tensor, goes: Tensor, metric: Tensor) -> Slots:
-    """Merge every slot that goes into its partner, which stays."""
-    number = torch.arange(partner.shape[-1], device=partner.device).expand_as(partner)
-    target = torch.where(goes, partner, number)
-    total = torch.zeros_like(given.weight).scatter_add(-1, target, given.weight)
-    share = (given.weight / total.gather(-1, target).clamp_min(1))[..., None]  # of each in what it becomes
-
-    def mean(x: Tensor) -> Tensor:
-        return torch.zeros_like(x).scatter_add(2, target[..., None].expand_as(x), share * x)
-
-    k = mean(given.k)
-    moved = (given.k - k.gather(2, target[..., None].expand_as(k))) @ metric.to(k.dtype).mT
-    spread = mean((given.spread + moved.square().sum(-1))[..., None])[..., 0]
-    return Slots(k, mean(given.v), total, spread)
+    return torch.baddbmm(square[..., None] + square[:, None], x, x.mT, alpha=-2).clamp_min(0)
