@@ -36,7 +36,7 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
     """Price every KV head, unless this run has done so."""
     if found := run.prices:
         return found
-    offered = options(texts.shape[1], slots=run.plan.strategy != "windows")
+    offered = options(texts.shape[1], run.plan.far)
     layers, sinks = teacher.inspection.layers, run.plan.kept_sinks
     estimated = run.plan.prices == "estimated" or (
         run.plan.prices == "auto" and measuring_seconds(teacher.model, layers, offered, texts) > PATIENCE

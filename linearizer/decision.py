@@ -53,9 +53,11 @@ def market_asked(run: Run, plan: Plan) -> tuple:
     """Give the prices that a plan buys by, and the length at which it pays for heads left softmax."""
     if (prices := run.prices) is None:
         raise missing(run, "prices")
-    if plan.strategy == "windows":
-        prices = prices.of(lambda head: not head.slots)
-    return prices, plan.target_length or run.positions
+
+    def wanted(head: Head) -> bool:
+        return (not head.slots or plan.far == "slots") and (not head.features or plan.far == "features")
+
+    return prices.of(wanted), plan.target_length or run.positions
 
 
 def market_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Market:

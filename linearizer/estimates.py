@@ -88,7 +88,7 @@ def work(plan: Plan, inspection: Inspection, layers: list[Layer], length: int, m
     trained = sum(layer.query_heads * layer.key_dim * features for layer in layers) * plan.steps * plan.batch * length
     pricing = 0.0
     if plan.measured:
-        offered = len(options(length, slots=plan.strategy != "windows"))
+        offered = len(options(length, plan.far))
         pricing = (heads * offered / 2 + plan.exchanges) * max(2, plan.texts // 2) * length * (token + attention)
         pricing += heads * offered * len(layers) * PASS * machine.products
         pricing = min(pricing, PATIENCE * machine.products)  # beyond that prices are estimated

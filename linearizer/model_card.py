@@ -190,7 +190,7 @@ def without_folders(found: Any) -> Any:
 def made(allocation: Allocation, plan: Plan) -> str:
     """Say what was done."""
     done = ["measured how many degrees of freedom each KV head uses"]
-    done += ["measured what each head costs the model"] * (plan.strategy in ("gain", "windows"))
+    done += ["measured what each head costs the model"] * (plan.measured)
     done += ["learned gates that say which heads need their whole cache"] * (plan.strategy == "duo")
     done += ["shared out the budget"]
     if plan.steps and any(head.features for row in allocation.heads for head in row):

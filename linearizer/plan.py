@@ -19,7 +19,9 @@ KINDS: dict[str, tuple[type, ...]] = {
     "bool": (bool,),
 }
 LEAST = 18  # tokens of cache that the fewest features of a head cost
-IN_TOKENS = ("gain", "windows", "window", "duo")  # strategies that buy no features, and so take no number of them
+# Strategies that buy by prices, and what for beside windows.
+FAR = {"gain": "slots", "gain-features": "features", "windows": ""}
+IN_TOKENS = (*FAR, "window", "duo")  # strategies that spend tokens of cache, and so take no number of features
 PRICES = ("auto", "measured", "estimated")
 
 
@@ -109,7 +111,12 @@ class Plan:
     @property
     def measured(self) -> bool:
         """Whether what each KV head costs the model has to be measured."""
-        return self.strategy in ("gain", "windows")
+        return self.strategy in FAR
+
+    @property
+    def far(self) -> str:
+        """What heads may be priced with, beside windows."""
+        return FAR.get(self.strategy, "")
 
     def differences(self, other: Plan) -> list[str]:
         """Name what another plan asks for otherwise."""

@@ -157,7 +157,7 @@ def offers(prices: Prices, layer: Layer, row: Sequence[float], length: int, cons
         yield offer(head, divergence)
         families.setdefault(family(head), []).append((head, divergence))
     for found in families.values():
-        for low, high in pairwise(sorted(found, key=lambda one: (one[0].window, one[0].slots))):
+        for low, high in pairwise(sorted(found, key=lambda one: one[0].window + one[0].slots + one[0].features)):
             yield from (offer(head, divergence) for head, divergence in between(low, high))
     if not constant:
         yield offer(Head(softmax=True), 0.0)
@@ -165,11 +165,10 @@ def offers(prices: Prices, layer: Layer, row: Sequence[float], length: int, cons
 
 def family(head: Head) -> str:
     """Say which options lie on one line, so that there is something between them."""
-    if head.features:
-        return repr(head)
-    if not head.slots:
+    if not head.slots and not head.features:
         return "windows"
-    return "even" if head.window == head.slots else f"slots beside {head.window}"
+    kind, size = ("slots", head.slots) if head.slots else ("features", head.features)
+    return f"even {kind}" if head.window == size else f"{kind} beside {head.window}"
 
 
 def between(low: tuple[Head, float], high: tuple[Head, float], parts: int = 4) -> Iterator[tuple[Head, float]]:
@@ -179,7 +178,7 @@ def between(low: tuple[Head, float], high: tuple[Head, float], parts: int = 4) -
         share = part / parts
         size = {
             name: round(getattr(low[0], name) ** (1 - share) * getattr(high[0], name) ** share)
-            for name in ("window", "slots")
+            for name in ("window", "slots", "features")
         }
         yield Head(**size), math.exp(logs[0] + share * (logs[1] - logs[0]))
 

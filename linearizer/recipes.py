@@ -4,7 +4,8 @@ Each is its authors' form, as far as one run can hold it, at the bytes that the 
 
   best       ours: every KV head a window, a window with slots, or softmax, as its measured price says; no training
   windows    the same without slots
-  features   ours with learned features in place of slots: window, sinks and clusters, by a common λ, trained by layer
+  features   ours with learned features in place of slots: window, sinks and clusters, by a common λ, trained by layer;
+             with --strategy gain-features, as their measured prices say
   swa        the same window and sinks everywhere, untrained (StreamingLLM, Xiao et al. 2024)
   duo        each KV head softmax or a window, by gates that are learned (DuoAttention, Xiao et al. 2025)
   paper      positive random features, as many in a layer as its degrees of freedom, trained by layer (NeurIPS 2025)

@@ -57,9 +57,10 @@ def test_the_layers_of_a_model_are_found(family):
 
 
 def test_windows_and_slots_double_up_to_the_texts():
-    assert [head.window for head in options(64, slots=False)] == [4, 8, 16, 32]
+    assert [head.window for head in options(64, far="")] == [4, 8, 16, 32, 48]
     slots = [(head.window, head.slots) for head in options(64) if head.slots]
-    assert slots == [(8, 8), (8, 16), (8, 32), (16, 16)]
+    assert slots == [(8, 8), (8, 16), (8, 32), (8, 48), (16, 16)]
+    assert [(head.window, head.features) for head in options(64, far="features") if head.features] == slots
 
 
 @torch.no_grad()

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from linearizer import pipeline
+from linearizer import buying, loading, pipeline
 from linearizer.ablation import without_far, without_window
 from linearizer.cost import Head, Layer, cache_bytes
 from linearizer.decision import by_gates
@@ -13,6 +13,7 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.eviction import Evicting, evicted
 from linearizer.gates import learn_gates
 from linearizer.plan import Plan
+from linearizer.prices import Prices
 from linearizer.progress import finish
 from linearizer.recipes import RECIPES
 from linearizer.run import Run
@@ -30,6 +31,27 @@ def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
     assert math.isfinite(run.evaluation[1]["language"]["loss"])
     phases = [event["phase"] for event in run.events() if event["event"] == "distilled"]
     assert phases == {"lolcats": [0, 1], "performer": [0]}.get(recipe, [])
+
+
+def test_features_are_bought_where_they_are_the_better_price(tmp_path):
+    run = Run.begin(
+        tmp_path / "run", Plan.of("best", **SMALL, strategy="gain-features", constant=True, steps=2, exchanges=1)
+    )
+    teacher = loading.load(run.plan)
+    finish(pipeline.profile(run, teacher))
+    finish(buying.measured_prices(run, teacher, buying.priced_texts(run, teacher, None)))
+    found = run.prices
+    assert {bool(option.slots) for option in found.options} == {False}
+    half = [0.5 if option.features else 1.0 for option in found.options]  # what features are not by nature, here
+    cheaper = tuple(
+        tuple(tuple(price * factor for price, factor in zip(row, half, strict=True)) for row in layer)
+        for layer in found.divergences
+    )
+    run.write("prices.json", Prices(found.sinks, found.options, cheaper).to_json())
+    allocation = finish(pipeline.linearize(run))
+    assert any(head.features for row in allocation.heads for head in row)
+    assert allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 40)
+    assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [2]
 
 
 def test_what_is_given_takes_precedence_over_the_recipe():

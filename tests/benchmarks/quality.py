@@ -50,6 +50,8 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
     "windows --constant": ("windows", {"constant": True, **OURS}),
     "evict (h2o)": ("swa", OURS),
     "evict (tova)": ("swa", OURS),
+    "gain-features": ("best", {"strategy": "gain-features", "steps": STEPS, **OURS}),
+    "gain-features --constant": ("best", {"strategy": "gain-features", "steps": STEPS, "constant": True, **OURS}),
     "best at 8192": ("best", {"target_length": 8192, "length": 1024, **OURS}),
     "windows at 8192": ("windows", {"target_length": 8192, "length": 1024, **OURS}),
     "duo": ("duo", OURS),
