@@ -50,6 +50,7 @@ def parser() -> Parser:
     root = Parser(prog="linearizer", description="Turn a causal language model into one with a state of fixed size.")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
     model_help = "a Hub id, id@revision, a local folder, or demo"
+    run_help = "a run's name as `linearizer runs` shows it, or its folder"
 
     command = commands.add_parser("inspect", help="what a model is, and whether it can be linearized")
     command.add_argument("model", metavar="MODEL", help=model_help)
@@ -71,17 +72,17 @@ def parser() -> Parser:
     command.set_defaults(serve=serve_profile)
 
     command = commands.add_parser("allocate", help="share out another budget, from what a run has measured")
-    command.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+    command.add_argument("run", metavar="RUN", help=run_help)
     add_budget_options(command)
     command.set_defaults(serve=serve_allocate)
 
     command = commands.add_parser("evaluate", help="what the student kept, what it costs, where it breaks")
-    command.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+    command.add_argument("run", metavar="RUN", help=run_help)
     add_evaluate_options(command)
     command.set_defaults(serve=serve_evaluate)
 
     command = commands.add_parser("compare", help="teacher and student continue the same prompt")
-    command.add_argument("run", metavar="RUN", type=Path, help="a run's folder")
+    command.add_argument("run", metavar="RUN", help=run_help)
     command.add_argument("--prompt", default="The", help="what both continue (default: %(default)s)")
     command.add_argument("--tokens", type=int, default=64, help="how many tokens they write (default: %(default)s)")
     command.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
@@ -89,7 +90,7 @@ def parser() -> Parser:
     command.set_defaults(serve=serve_compare)
 
     command = commands.add_parser("push", help="publish a run's student on the Hub, private unless --public")
-    command.add_argument("run", metavar="RUN", type=Path, nargs="?", help="a run's folder")
+    command.add_argument("run", metavar="RUN", nargs="?", help=run_help)
     command.add_argument("name", metavar="OWNER/NAME", nargs="?", help="the repository; NAME alone is your own")
     command.add_argument("--space", metavar="OWNER/NAME", help="instead of a run: publish this app as a Space")
     command.add_argument("--public", action="store_true", help="let everyone see it")
@@ -278,9 +279,9 @@ def serve_profile(asked: argparse.Namespace) -> None:
 
 def serve_allocate(asked: argparse.Namespace) -> None:
     from linearizer import pipeline, terminal
-    from linearizer.run import Run
+    from linearizer.run import find_run
 
-    run = Run.open(asked.run)
+    run = find_run(asked.run)
     found = pipeline.reallocate(run, replace(run.plan, **plan_changes(asked)))
     show(asked, pipeline.summary(found, run.layers), terminal.allocation_text(found, run.layers))
 
@@ -316,10 +317,10 @@ def serve_run(asked: argparse.Namespace) -> None:
 def serve_evaluate(asked: argparse.Namespace) -> None:
     from linearizer import report
     from linearizer.examination import Request, examine
-    from linearizer.run import Run
+    from linearizer.run import find_run
     from linearizer.worker import beside
 
-    run = Run.open(asked.run)
+    run = find_run(asked.run)
     known = {field.name for field in fields(Request)}
     request = Request(**{name: value for name, value in vars(asked).items() if name in known and value is not None})
     found = work(beside(run, examine(run, request, asked.again)), f"`linearizer evaluate {run.folder}`")
@@ -338,21 +339,21 @@ def serve_app(asked: argparse.Namespace) -> None:
 
 def serve_compare(asked: argparse.Namespace) -> None:
     from linearizer import pipeline, terminal
-    from linearizer.run import Run
+    from linearizer.run import find_run
 
-    run = Run.open(asked.run)
+    run = find_run(asked.run)
     found = terminal.watch(pipeline.compare_run(run, asked.prompt, asked.tokens, asked.seed, asked.sample))
     show(asked, asdict(found), terminal.comparison_text(found))
 
 
 def serve_push(asked: argparse.Namespace) -> None:
     from linearizer import publishing, terminal
-    from linearizer.run import Run
+    from linearizer.run import find_run
 
     if (asked.space is None) == (asked.name is None) or (asked.space is not None and asked.run is not None):
         raise RequestError("push needs RUN and OWNER/NAME, or --space OWNER/NAME alone; see `linearizer push --help`")
     private = not asked.public
-    run = Run.open(asked.run) if asked.run else None
+    run = None if asked.run is None else find_run(asked.run)
     if asked.dry_run:
         found = publishing.preview(run, asked.name, private) if run else publishing.preview_space(asked.space, private)
         show(asked, asdict(found), terminal.preview_text(found))

@@ -13,6 +13,7 @@ from __future__ import annotations
 import json
 import os
 from dataclasses import dataclass, replace
+from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -33,6 +34,7 @@ OWN = {
     "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
 }  # fmt: skip
 ENDS = ("started", "done")  # of the events that say so, the newest tells whether a run is done
+SHOWN = 9  # names of runs, where one that is not there was asked for
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
 
 
@@ -214,6 +216,24 @@ class Run:
 def runs_root() -> Path:
     """Give the folder that runs are in unless another is named."""
     return Path(os.environ.get("LINEARIZER_RUNS") or "runs")
+
+
+def find_run(name: str, root: Path | None = None) -> Run:
+    """Open a run by its name under the root, or by its folder; where there is none, say which may be meant."""
+    root = root or runs_root()
+    for folder in (root / name, Path(name)):
+        if os.path.isfile(folder / "plan.json"):  # unlike Path's, this takes any name
+            return Run(folder)
+    known = sorted(plan.parent.name for plan in root.glob("*/plan.json"))
+    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    if near:
+        said = f"did you mean {' or '.join(near)}?"
+    elif known:
+        said = f"{str(root)!r} has {', '.join(known[:SHOWN])}{', …' if len(known) > SHOWN else ''}"
+    else:
+        said = f"{str(root)!r} has none; start one with `linearizer run MODEL`"
+    held = "that folder holds no run; " if os.path.isdir(name) else ""
+    raise FolderError(f"there is no run {name!r}: {held}{said}")
 
 
 def fresh_folder(model: str, budget: str, root: Path | None = None) -> Path:

@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 from linearizer import jobs, terminal
-from linearizer.errors import FaultError, FolderError, RequestError, Stopped
+from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.jobs import Status
 from linearizer.progress import Progress
-from linearizer.run import Run, runs_root
+from linearizer.run import Run, find_run, runs_root
 from linearizer.tables import columns, size
 
 ACTIONS = {
@@ -46,7 +46,9 @@ def serve(asked: argparse.Namespace) -> None:
         found = jobs.runs_in(root)
         say(asked, [as_json(one) for one in found], table(found) if found else f"no runs in {root}")
         return
-    run = find(asked.run, root)
+    if asked.run is None:
+        raise RequestError("name the run: its folder, or its name as `linearizer runs` shows it")
+    run = find_run(asked.run, root)
     if asked.action == "attach":
         attach(run, asked.json)
         return
@@ -58,17 +60,6 @@ def serve(asked: argparse.Namespace) -> None:
     done = {"stop": "will stop after its step", "resume": "is queued", "use": "will end its training after this step"}
     text = f"{run.folder} {done[asked.action]}: linearizer runs attach {run.folder}"
     say(asked, as_json(jobs.status(run)), text)
-
-
-def find(name: str | None, root: Path) -> Run:
-    """Open a run by its folder, or by its name under the root."""
-    if name is None:
-        raise RequestError("name the run: its folder, or its name as `linearizer runs` shows it")
-    for folder in (root / name, Path(name)):
-        if (folder / "plan.json").is_file():
-            return Run.open(folder)
-    known = [one.run.folder.name for one in jobs.runs_in(root)]
-    raise FolderError(f"there is no run {name!r}: {str(root)!r} has {', '.join(known) or 'none'}")
 
 
 def attach(run: Run, as_lines: bool = False) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from linearizer import jobs
 from linearizer.__main__ import main
+from linearizer.plan import Plan
 from linearizer.run import Run
 from tests.at_work import process_of, wait_for, wait_for_event, wait_until
 
@@ -122,6 +123,24 @@ def test_a_run_that_failed_is_shown_with_its_reason(root, capsys):
     code, out, err = said(capsys, "runs", "attach", "absent-64")
     assert (code, out) == (1, "") and "failed" in err and "is no folder here" in err
     assert "absent-64: " in said(capsys, "runs")[1]
+
+
+@pytest.mark.parametrize("command", ["allocate", "compare", "evaluate", "push", "runs"])
+def test_every_command_takes_a_run_by_its_name_and_suggests_those_that_are_near(root, capsys, command):
+    Run.begin(root / "demo-64", Plan("demo", budget=64))
+    Run.begin(root / "other", Plan("demo", budget=64))
+
+    def asked(name):
+        arguments = {"push": ["push", name, "me/x"], "runs": ["runs", "stop", name]}.get(command, [command, name])
+        code, out, err = said(capsys, *arguments)
+        assert (code, out) == (2, "") and err.count("\n") == 1
+        return err
+
+    assert "there is no run" not in asked("demo-64") + asked(root / "demo-64")
+    assert "there is no run 'deno-64': did you mean demo-64?" in asked("deno-64")
+    assert f"there is no run 'x': '{root}' has demo-64, other" in asked("x")
+    assert "there is no run 'xxx" in asked("x" * 5000)
+    assert "that folder holds no run; " in asked(root)
 
 
 @pytest.mark.parametrize(
