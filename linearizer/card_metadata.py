@@ -45,7 +45,7 @@ def metadata(plan: Plan, teacher: Teacher, title: str, rows: Sequence[dict[str, 
         pipeline_tag="text-generation",
         library_name="transformers",
         tags=TAGS,
-        datasets=[plan.text.split(":")[1]] if plan.text.startswith("dataset:") else None,
+        datasets=[plan.text.split(":")[1]] if of_the_hub(plan.text) else None,
         model_name=one_line(title),
         eval_results=results or None,
         **terms_of(teacher),
@@ -69,7 +69,7 @@ def terms_of(teacher: Teacher) -> dict[str, Any]:
 def results_of(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[EvalResult]:
     """Give the student's own measures as results that the Hub can list."""
     student = next((row for row in rows if row["name"] == "student"), None)
-    where = plan.text.split(":")[1] if plan.text.startswith("dataset:") else plan.text
+    where = plan.text.split(":")[1] if of_the_hub(plan.text) else plan.text
     return [
         EvalResult(
             task_type="text-generation",
@@ -82,6 +82,11 @@ def results_of(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[EvalResult]:
         for one in (measures(student) if student else ())
         if one.value is not None
     ]
+
+
+def of_the_hub(text: str) -> bool:
+    """Tell a data set that others find from one that only its owner has."""
+    return text.startswith("dataset:") and "/" in text.split(":")[1]
 
 
 def one_line(text: str) -> str:

@@ -96,6 +96,9 @@ def public_plan(plan: Plan, teacher: Teacher) -> Plan:
 def public_text(source: str) -> str:
     """Name a source of text without the folder that it is in."""
     kind, _, path = source.partition(":")
+    if kind == "dataset" and path.startswith(("/", ".", "~")):  # of this machine: no id of the Hub begins so
+        place, colon, more = path.partition(":")
+        return one_line(f"dataset:{Path(place).name}{colon}{more}")
     return one_line(f"file:{Path(path).name}" if kind == "file" else source)
 
 

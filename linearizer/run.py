@@ -62,12 +62,12 @@ class Run:
             )
         if folder.exists() and (not folder.is_dir() or there - OWN):
             raise FolderError(f"{str(folder)!r} holds something else: name a folder that is new or empty")
-        run = Run(folder)
+        run, plan = Run(folder), located(plan)
         if not begun:
             with writing(folder):
                 (folder / "state").mkdir(parents=True, exist_ok=True)
             run.write("plan.json", plan.to_json())
-        elif differences := plan.differences(run.plan):
+        elif differences := plan.differences(located(run.plan)):
             raise RequestError(
                 f"{str(folder)!r} was begun with another plan ({'; '.join(differences)}): ask for the same, or name "
                 "another folder"
@@ -211,6 +211,20 @@ class Run:
         """Forget a request: it was taken up, or was for a process that is gone."""
         with writing(self.folder):
             (self.folder / name).unlink(missing_ok=True)
+
+
+def located(plan: Plan) -> Plan:
+    """Name the folders and files of a plan so that they are found from any folder that the run is resumed in."""
+    kind, _, rest = plan.text.partition(":")
+    place, colon, more = (rest, "", "") if kind == "file" else rest.partition(":")
+    text = f"{kind}:{absolute(place)}{colon}{more}" if kind in ("file", "dataset") else plan.text
+    return replace(plan, model=plan.model if plan.model == "demo" else absolute(plan.model), text=text)
+
+
+def absolute(name: str) -> str:
+    """Write out where a file or folder lies; a name that is none stays."""
+    path = os.path.expanduser(name)
+    return os.path.abspath(path) if name and os.path.exists(path) else name
 
 
 def runs_root() -> Path:

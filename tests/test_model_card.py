@@ -70,6 +70,15 @@ def test_the_plan_on_the_card_is_the_plan(tmp_path):
     assert ModelCard(text).data.datasets == ["org/text"] and "Its features were not trained." in text
 
 
+def test_a_data_set_of_this_machine_is_named_without_its_folder_and_not_as_one_of_the_hub(tmp_path):
+    (tmp_path / "private" / "poems").mkdir(parents=True)
+    text = card(
+        made(tmp_path / "run", plan=Plan("org/base", budget=64, text=f"dataset:{tmp_path}/private/poems::train"))
+    )
+    assert "dataset:poems::train" in text and "private" not in text and str(tmp_path) not in text
+    assert ModelCard(text).data.datasets is None
+
+
 def test_what_others_wrote_stays_text(tmp_path):
     plan = Plan(f"/home/someone/{HOSTILE}", budget=64, text=f"file:/home/someone/{HOSTILE}", strategy=HOSTILE)
     terms = {"license": HOSTILE, "license_link": f"javascript:{HOSTILE}", "language": [HOSTILE]}

@@ -3,6 +3,7 @@
 import hashlib
 import json
 import os
+import shutil
 import subprocess
 import sys
 import time
@@ -23,6 +24,7 @@ from linearizer.pipeline import linearize
 from linearizer.plan import Plan
 from linearizer.progress import finish
 from linearizer.run import Run
+from tests.at_work import QUICK
 
 ME = "hf_fake_me"
 WEIGHTS = "model.safetensors"
@@ -33,7 +35,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A finished run of the demo model, which no test may change but for its log."""
-    plan = Plan("demo", budget=64, texts=2, length=64, samples=128, steps=1)
+    plan = Plan("demo", steps=1, **QUICK)
     run = Run.begin(tmp_path_factory.mktemp("run") / "demo", plan)
     finish(linearize(run))
     return run
@@ -109,6 +111,27 @@ def test_no_published_file_tells_where_it_was_made(hub, run):
         assert str(run.folder.parent).encode() not in content and str(Path.home()).encode() not in content, name
 
 
+def test_a_run_of_a_folder_goes_on_from_anywhere_and_tells_nobody_where_that_is(hub, tmp_path, monkeypatch):
+    home, away = tmp_path / "somebodys", tmp_path / "away"
+    shutil.copytree(DEMO, home / "teacher")
+    (home / "words.txt").write_text("These are the words that it is measured on. " * 400)
+    away.mkdir()
+    monkeypatch.chdir(home)
+    plan = Plan("./teacher", budget=64, strategy="window", text="file:words.txt", texts=2, length=64, samples=128)
+    begun = Run.begin(tmp_path / "run", plan)
+    monkeypatch.chdir(away)
+    finish(linearize(begun))
+    with pytest.raises(RequestError, match="another plan"):
+        Run.begin(tmp_path / "run", plan, resume=True)  # there is no ./teacher in this folder
+    monkeypatch.chdir(home)
+    assert Run.begin(tmp_path / "run", plan, resume=True).done
+    publish(begun, "me/teacher")
+    sent = files_of(hub, "me/teacher")
+    assert b"linearizer run teacher --budget 64 --strategy window --text file:words.txt" in sent["README.md"]
+    for name, content in sent.items():
+        assert b"somebodys" not in content and str(tmp_path).encode() not in content, name
+
+
 def test_the_card_is_valid_and_beside_the_local_checkpoint_too(hub, run, tmp_path):
     done = publish(run)
     path = hf_hub_download("me/student", "README.md", revision=done.revision, token=ME, local_dir=tmp_path)
@@ -126,7 +149,7 @@ def test_a_model_of_the_hub_is_named_as_the_base_with_its_licence(hub, tmp_path)
     terms = "license: other\nlicense_name: tiny-licence\nlicense_link: LICENSE\nlanguage: en\n"
     commit = hub.add("org/small", DEMO)
     commit = hub.add("org/small", {"README.md": f"---\n{terms}---\n".encode()})
-    run = Run.begin(tmp_path / "run", Plan("org/small", budget=64, texts=2, length=64, samples=128, steps=0))
+    run = Run.begin(tmp_path / "run", Plan("org/small", budget=64, strategy="window", texts=2, length=64, samples=128))
     finish(linearize(run))
     found = publishing.preview(run, "student", token=ME)
     card = ModelCard(found.card).data
