@@ -48,6 +48,7 @@ class Status:
     changed: float
     disk_bytes: int
     saved: float | None  # when the state of training was last written
+    published: Event | None = None  # where its student was published last, at which revision, and how to load it
 
 
 def start(run: Run, token: str | None = None) -> None:
@@ -155,6 +156,7 @@ def status(run: Run) -> Status:
         changed=told.newest["time"] if told.newest else begun,
         disk_bytes=sum(stat.st_size for stat in files.values()),
         saved=max(saved, default=None),
+        published=run.published if run.checkpoint.is_dir() else None,
     )
 
 

@@ -65,6 +65,16 @@ def newest_first(path: Path) -> Iterator[Event]:
         return
 
 
+def named(path: Path, event: str) -> list[Event]:
+    """Read the events of one name; the others are hardly looked at."""
+    try:
+        lines = path.read_bytes().split(b"\n")[:-1]
+    except FileNotFoundError:
+        return []
+    found = (parsed(line) for line in lines if b'"event": "' + event.encode() + b'"' in line)
+    return [one for one in found if one is not None and one["event"] == event]
+
+
 def parsed(line: bytes) -> Event | None:
     """Read one line, if it is an event."""
     try:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 from linearizer import space, uploads
 from linearizer.card_metadata import Teacher
@@ -62,7 +62,7 @@ def publish(run: Run, repo_id: str, *, private: bool = True, token: str | None =
     revision = yield from uploads.send(place, files, "Publish a linearized model", obsolete, token)
     check_config(run, place, revision, token)
     done = Published(place.repo_id, revision, f"{place.url}/tree/{revision}", snippet(place.repo_id, revision))
-    run.log("published", repo_id=done.repo_id, revision=revision, url=done.url, private=place.private)
+    run.log("published", **asdict(done), private=place.private)
     return done
 
 

@@ -182,6 +182,11 @@ class Run:
         return journal.read(self.log_file)[0]
 
     @property
+    def published(self) -> Event | None:
+        """Where the student was published last: {"repo_id", "revision", "url", "snippet", "private", "time"}."""
+        return next(reversed(journal.named(self.log_file, "published")), None)
+
+    @property
     def log_file(self) -> Path:
         return self.folder / "events.jsonl"
 

@@ -121,7 +121,12 @@ def table(found: Sequence[Status]) -> str:
         age = since(time.time() - one.begun)
         rows.append((printable(one.run.folder.name), model, dial, state, step, size(one.disk_bytes), age))
     errors = [f"{printable(one.run.folder.name)}: {printable(one.error)}" for one in found if one.error]
-    return "\n".join([columns(rows), *errors])
+    places = [
+        f"{printable(one.run.folder.name)}: {printable(terminal.published_text(one.published))}"
+        for one in found
+        if one.published
+    ]
+    return "\n".join([columns(rows), *errors, *places])
 
 
 def printable(text: str) -> str:

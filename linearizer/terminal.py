@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
@@ -189,7 +189,16 @@ def run_text(run: Run) -> str:
         else ""
     )
     text = f"{cost_text(run.allocation, run.layers)}\n{real}{judged}\nthe student is in {run.checkpoint}"
-    return f"{text}\nsee it write: linearizer compare {run.folder}"
+    text += f"\nsee it write: linearizer compare {run.folder}"
+    if (published := run.published) is None:
+        return text
+    return f"{text}\n{published_text(published)}\n\n{published.get('snippet', '')}".rstrip()
+
+
+def published_text(event: Mapping[str, Any]) -> str:
+    """Say where a student was published."""
+    seen = "private" if event.get("private") else "public"
+    return f"published as {event['repo_id']} ({seen}), revision {event['revision']}: {event['url']}"
 
 
 def comparison_text(found: Comparison) -> str:

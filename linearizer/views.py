@@ -23,7 +23,6 @@ if TYPE_CHECKING:
     from linearizer.comparison import Side
     from linearizer.estimates import Estimate
     from linearizer.inspection import Inspection
-    from linearizer.publishing import Published
 
 LENGTHS = (4096, 32768, 131072)
 SIGNS = {"queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?"}
@@ -186,6 +185,8 @@ def run_card(status: Status | None, name: str, now: float) -> str:
         ("disk", size(status.disk_bytes)),
         ("name", name),
     ]
+    if status.published:
+        pairs.append(("published as", status.published["repo_id"]))
     if status.saved is not None and status.state != "done":
         pairs.insert(3, ("last saved", ago(status.saved, now)))
     return "".join(lines) + facts(pairs, "lz-list")
@@ -287,14 +288,18 @@ def files_table(files: Sequence[tuple[str, int]], total: int) -> str:
     return table("Files", ("file", "size"), [*rows, ["in all", size(total)]])
 
 
-def sending_card(repo_id: str, step: Progress | None, published: Published | None, error: str | None) -> str:
+def published_card(published: Mapping[str, Any]) -> str:
+    """Say where a student was published."""
+    link = f'<a href="{escape(published["url"], quote=True)}" target="_blank" rel="noopener">'
+    return (
+        f'<p class="lz-said lz-good" role="status"><span aria-hidden="true">✓</span> Published as {link}'
+        f"{escape(published['repo_id'])}</a>, revision <code>{escape(published['revision'][:12])}</code>, and checked: "
+        "what is there is what was sent.</p>"
+    )
+
+
+def sending_card(repo_id: str, step: Progress | None, error: str | None) -> str:
     """Say how publishing goes."""
-    if published is not None:
-        link = f'<a href="{escape(published.url, quote=True)}" target="_blank" rel="noopener">{escape(repo_id)}</a>'
-        return (
-            f'<p class="lz-said lz-good" role="status"><span aria-hidden="true">✓</span> Published as {link}, and '
-            f"checked: what is there is what was sent.</p>"
-        )
     if error is not None:
         return said(f"{error}. What was sent is kept: press Publish again.", "bad")
     share = f' value="{step.done}" max="{max(1, step.total)}"' if step is not None else ""

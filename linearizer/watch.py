@@ -58,6 +58,8 @@ class Watched:
                 self.found[event["layer"]] = event["freedoms"]
             elif event["event"] == "distill":
                 self.training = [one for one in self.training if one["done"] < event["done"]] + [event]
+            elif event["event"] == "published":
+                self.put("published", f"{event['time']} {event['revision']}", lambda event=event: event)
 
     def put(self, name: str, mark: object, value: Any) -> None:
         """Keep a part; `value` is called only where the mark is new."""

@@ -97,6 +97,7 @@ def test_the_whole_journey_with_a_reload_in_the_middle(served, browser, hub):
         assert ("models", "ann/from-the-page") not in hub.repos
         page.get_by_role("button", name="Publish", exact=True).click()
         shown(page, "#sent", "Published as ann/from-the-page", LONG)
+        shown(page, "#snippet", "from_pretrained")
     assert hub.repos["models", "ann/from-the-page"].private
     assert Run(runs / name).plan.steps == 3
     assert "Traceback" not in log.read_text()
@@ -111,6 +112,17 @@ def test_a_second_tab_and_another_day_find_the_run(served, browser, done):
         again.wait_for_url(f"**/?run={done}")
         shown(again, "#run-card", "done")
         again.close()
+
+
+def test_a_server_that_did_not_publish_a_run_shows_where_it_is(served, browser, done, hub):
+    client = Client(served[0], verbose=False, analytics_enabled=False)
+    sent = client.predict(done, "ann/kept", True, api_name="/publish_run")
+    with serving(served[1]) as (url, _), looking(browser, f"{url}?run={done}") as page:
+        shown(page, "#run-card", "ann/kept")
+        page.get_by_role("button", name="Publish to the Hub").click()
+        shown(page, "#sent", f"Published as ann/kept, revision {sent['revision'][:12]}")
+        assert page.locator("#sent a").get_attribute("href") == sent["url"]
+        shown(page, "#snippet", "AutoModelForCausalLM.from_pretrained(name, revision=revision")
 
 
 def test_a_run_is_stopped_and_resumed(served, browser):

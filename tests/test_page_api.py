@@ -84,6 +84,8 @@ def test_a_signed_in_visitor_publishes_with_their_own_token_and_loads_what_was_p
     assert ("models", "ann/small") not in hub.repos
     done = client.predict(run, "ann/small", True, api_name="/publish_run")
     assert hub.repos["models", "ann/small"].private
+    told = client.predict(run, api_name="/run_status")["published"]
+    assert {name: told[name] for name in done} == done and told["private"] and "from_pretrained" in done["snippet"]
     load_back(done, tmp_path)
     assert "hf_fake_ann" not in everything_written(log.parent)
     with pytest.raises(AppError, match="none of your runs"):

@@ -15,7 +15,7 @@ import torch
 from huggingface_hub import ModelCard, hf_hub_download
 from transformers import AutoTokenizer
 
-from linearizer import patience, publishing
+from linearizer import jobs, patience, publishing
 from linearizer.__main__ import main
 from linearizer.checkpoint import load
 from linearizer.errors import FaultError, LinearizerError, PublishError, RequestError
@@ -357,6 +357,22 @@ def test_the_command_shows_then_publishes(hub, run, signed_in, capsys):
     assert code == 0 and not err and "from_pretrained(name, revision=revision, trust_remote_code=True)" in out
     code, out, _ = said(capsys, "push", run.folder, "me/open", "--public", "--json")
     assert code == 0 and json.loads(out)["repo_id"] == "me/open" and not hub.repos["models", "me/open"].private
+
+
+def test_where_a_run_was_published_is_told_by_whoever_reads_its_log(hub, run, signed_in, capsys):
+    assert not [line for line in said(capsys, "runs", "--root", run.folder.parent)[1] if "me/later" in line]
+    done = publish(run, "me/later")
+    event = run.events()[-1]
+    told = {"repo_id": "me/later", "revision": done.revision, "url": done.url, "snippet": done.snippet, "private": True}
+    assert event == {"time": event["time"], "event": "published", **told} and jobs.status(run).published == event
+    code, out, _ = said(capsys, "runs", "--root", run.folder.parent)
+    sentence = f"published as me/later (private), revision {done.revision}: {done.url}"
+    assert code == 0 and out.endswith(f"demo: {sentence}\n")
+    code, out, _ = said(capsys, "runs", "attach", run.folder)
+    assert code == 0 and out.endswith(f"{sentence}\n\n{done.snippet}\n")
+    run.log("evaluated")  # what comes later hides it no more than another publication does
+    publish(run, "me/last")
+    assert jobs.status(run).published["repo_id"] == "me/last"
 
 
 def test_the_command_says_what_it_needs(hub, run, signed_in, capsys):

@@ -112,7 +112,8 @@ def test_what_comes_from_outside_is_escaped(root):
         views.run_card(status, odd, 0.0),
         views.runs_table([status]),
         views.files_table([(odd, 1)], 1),
-        views.sending_card(odd, None, None, odd),
+        views.sending_card(odd, None, odd),
+        views.published_card({"repo_id": odd, "revision": odd, "url": odd}),
         views.table(odd, [odd], [[odd, odd]]),
     ):
         assert "<img" not in html

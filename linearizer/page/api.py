@@ -84,7 +84,9 @@ def start_run(
 
 
 def run_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
-    """Say what a run is doing: state, place in the queue, newest progress, error, disk, and how it was judged."""
+    """Say what a run is doing: state, place in the queue, newest progress, error, disk, where it was published, and how
+    it was judged.
+    """
     one = who(secret, profile, token).find(run)
     found = status_of(jobs.status(one))
     return {**found, "evaluation": one.evaluation if one.has("evaluation.json") else None}
@@ -205,7 +207,8 @@ def asked(someone: Visitor, run: str, ask: Callable) -> str:
 def status_of(status: Status) -> dict[str, Any]:
     """Give a status as plain numbers and words, and no path of this machine."""
     found = {key: getattr(status, key) for key in ("state", "place", "step", "begun", "changed", "disk_bytes", "saved")}
-    return {"run": status.run.folder.name, **found, "error": status.error and views.plain(status.error)}
+    error = status.error and views.plain(status.error)
+    return {"run": status.run.folder.name, **found, "error": error, "published": status.published}
 
 
 def whole(number: object) -> int:

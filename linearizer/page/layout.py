@@ -162,7 +162,7 @@ def publish_part(ui: SimpleNamespace) -> None:
         with gr.Accordion("The card", open=False):
             ui.card_text = gr.Code("", language="markdown", label="README.md", lines=3)
         ui.sent = gr.HTML(elem_id="sent")
-        ui.snippet = gr.Code("", language="python", label="Load it anywhere", visible=False)
+        ui.snippet = gr.Code("", language="python", label="Load it anywhere", visible=False, elem_id="snippet")
 
 
 def sidebar(ui: SimpleNamespace) -> None:

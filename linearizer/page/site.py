@@ -135,6 +135,7 @@ def wire_run(ui: SimpleNamespace) -> None:
     shown = [
         ui.seen, ui.timer, ui.evaluation, ui.map, ui.curves, ui.positions, ui.recall, ui.memory_plot,
         ui.stop, ui.resume, ui.use, ui.compare, ui.branch, ui.other, ui.bars, ui.other_card, ui.walk, ui.sent,
+        ui.snippet,
     ]  # fmt: skip
     told = [ui.run_card, ui.training, ui.mark, ui.trained]
     ui.timer.tick(watching.look, ui.memory, told, **{**QUICK, "trigger_mode": "once"})

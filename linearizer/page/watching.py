@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from dataclasses import asdict
 from typing import Any
 
 import gradio as gr
@@ -36,7 +37,7 @@ def look(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, str,
     except LinearizerError as error:
         return views.said(str(error), "bad"), "", "gone", "none"
     rest = {key: part.mark for key, part in parts.items() if key not in OFTEN}
-    mark = json.dumps([name, rest, sent_part(run).mark])
+    mark = json.dumps([name, rest, sent_part(run, parts).mark])
     return parts["card"].value, parts["training"].value, mark, f"{name} {parts['losses'].mark}"
 
 
@@ -63,7 +64,7 @@ def draw(memory: Memory, seen: dict[str, str], at: float, touched: bool, profile
     except LinearizerError:  # it was deleted; the look says so
         return nothing()
     new = {key: part.value for key, part in parts.items() if seen.get(key) != part.mark}
-    sent, can = sent_part(run), new.get("can")
+    sent, can = sent_part(run, parts), new.get("can")
     live = parts["state"].value in jobs.LIVE or outbox.busy(run)
     measured = "measured" in new and not touched
     bars, other_card = first_shares(run) if measured else (gr.skip(), gr.skip())
@@ -80,14 +81,26 @@ def draw(memory: Memory, seen: dict[str, str], at: float, touched: bool, profile
         bars,
         other_card,
         gr.Walkthrough(selected=stage) if stage else gr.skip(),
-        sent.value,
+        *sent.value,
     ]
 
 
 def nothing() -> list[Any]:
     """Show no run."""
     closed = [*[gr.Button(visible=False)] * len(BUTTONS), *[gr.Button(interactive=False)] * 2]
-    return [{}, gr.Timer(RARELY), "", *[None] * len(PLOTS), *closed, gr.skip(), None, "", gr.skip(), ""]
+    return [
+        {},
+        gr.Timer(RARELY),
+        "",
+        *[None] * len(PLOTS),
+        *closed,
+        gr.skip(),
+        None,
+        "",
+        gr.skip(),
+        "",
+        gr.Code(visible=False),
+    ]
 
 
 def step_to_show(stage: int, seen: dict[str, str], at: float, touched: bool) -> int | None:
@@ -113,10 +126,15 @@ def first_shares(run: Run) -> tuple[Any, Any]:
         return gr.skip(), views.said(str(error), "bad")
 
 
-def sent_part(run: Run) -> watch.Part:
-    """Say how publishing goes."""
-    sending = outbox.latest(run)
-    if sending is None:
-        return watch.Part("", "")
-    card = views.sending_card(sending.repo_id, sending.progress, sending.published, sending.error)
-    return watch.Part(card, card)
+def sent_part(run: Run, parts: dict[str, watch.Part]) -> watch.Part:
+    """Say how publishing goes; where nothing is being sent, what the run's log says was published last."""
+    sending, before = outbox.latest(run), parts.get("published")
+    if sending is not None and sending.published is not None:
+        card, snippet = views.published_card(asdict(sending.published)), sending.published.snippet
+    elif sending is not None:
+        card, snippet = views.sending_card(sending.repo_id, sending.progress, sending.error), ""
+    elif before is not None:
+        card, snippet = views.published_card(before.value), before.value.get("snippet", "")
+    else:
+        card, snippet = "", ""
+    return watch.Part(card, (card, gr.Code(value=snippet, visible=bool(snippet))))
