@@ -43,7 +43,7 @@ class Status:
     state: str
     place: int | None  # in the queue of its device: 1 is next; None unless queued
     step: dict[str, Any] | None  # the newest progress: {"event", "done", "total", "unit", "time", …}
-    error: str | None  # why it failed, in a sentence
+    error: str | None  # why it failed, or was stopped by others than its owner, in a sentence
     begun: float  # seconds since 1970
     changed: float
     disk_bytes: int
@@ -107,12 +107,12 @@ def environment() -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": paths or "", "PYTHONSAFEPATH": "1"}
 
 
-def stop(run: Run) -> None:
-    """Ask for a run to finish its step, save and stop."""
+def stop(run: Run, why: str = "") -> None:
+    """Ask for a run to finish its step, save and stop; where nobody asked for it at the page, say why."""
     state = state_of(run)
     if state not in LIVE:
         raise RequestError(f"{str(run.folder)!r} is {state}: there is nothing to stop")
-    run.request("stop")
+    run.request("stop", why)
 
 
 def use_now(run: Run) -> None:
@@ -201,7 +201,7 @@ def read(run: Run) -> Told:
         if step:
             break
     state = "stopped" if last is None else TOLD.get(last["event"], "running")
-    return Told(state, last.get("error") if last and state == "failed" else None, newest, step)
+    return Told(state, last.get("error") if last and state in ("failed", "stopped") else None, newest, step)
 
 
 def last_words(run: Run) -> str:

@@ -1,31 +1,63 @@
-"""What a public Space lets one visitor use, said before work starts. At one's own machine nothing is limited."""
+"""What a public Space lets one visitor use, said before work starts. At one's own machine nothing is limited.
+
+The owner of a Space sets other limits by variables: LINEARIZER_SPACE_MINUTES=90, and so on for every field of Limits.
+"""
 
 from __future__ import annotations
 
+import os
 import time
+from collections.abc import Mapping
+from dataclasses import dataclass, fields
 from pathlib import Path
 
-from linearizer import jobs
+from linearizer import jobs, journal
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.inspection import Inspection
 from linearizer.jobs import LIVE
 from linearizer.plan import Plan
 from linearizer.visitors import Visitor, on_space
 
-WEIGHTS = 4e9  # bytes of a model
-DISK = 8e9  # bytes of one visitor's runs
-RUNS = 2  # of one visitor that wait or work
-QUEUE = 12  # runs that wait or work, of all visitors
-SECONDS = 45 * 60  # that a run may work
-KEPT = 3 * 24 * 3600  # seconds that a run is kept after it last changed
 MOST = {"texts": 32, "length": 2048, "samples": 4096, "steps": 300, "minutes": 30, "batch": 8}
 TOKENS = 256  # that a comparison writes
 PROMPT = 4000  # characters of a prompt
+OFTEN = 30.0  # seconds between two looks at what works too long
 ELSEWHERE = "do this at your own machine, or in a Space of your own"
-WORDS = (
-    f"This is a public Space: models up to {WEIGHTS / 1e9:.0f} GB, {RUNS} runs of yours at a time, "
-    f"{SECONDS // 60} minutes of work each. Runs are kept for {KEPT // 86400} days; publish what you want to keep."
-)
+VARIABLE = "LINEARIZER_SPACE_"
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a Space shares out."""
+
+    gigabytes: float = 4.0  # of a model's weights
+    disk: float = 8.0  # gigabytes of one visitor's runs
+    runs: float = 2.0  # of one visitor that wait or work
+    queue: float = 12.0  # runs that wait or work, of all visitors
+    minutes: float = 45.0  # that a run may work at a time
+    days: float = 3.0  # that a run is kept after it last changed
+
+    @staticmethod
+    def of(environment: Mapping[str, str]) -> Limits:
+        """Read what the owner of a Space set."""
+        given = {}
+        for name in (field.name for field in fields(Limits)):
+            if text := environment.get(VARIABLE + name.upper()):
+                try:
+                    given[name] = float(text)
+                except ValueError as error:
+                    raise RequestError(f"{VARIABLE}{name.upper()} {text!r} is no number: give one") from error
+        return Limits(**given)
+
+    def in_words(self) -> str:
+        return (
+            f"This is a public Space: models up to {self.gigabytes:g} GB, {self.runs:g} runs of yours at a time, "
+            f"{self.minutes:g} minutes of work each. Runs are kept for {self.days:g} days; publish what you want to "
+            "keep."
+        )
+
+
+LIMITS = Limits.of(os.environ)
 
 
 def check_model(name: str, text: str = "builtin") -> None:
@@ -40,30 +72,30 @@ def check_model(name: str, text: str = "builtin") -> None:
         raise RequestError("on a Space text comes from `builtin`, `self` or `dataset:ID`: files of yours are not here")
 
 
-def check(visitor: Visitor, plan: Plan, inspection: Inspection, root: Path) -> None:
+def check(visitor: Visitor, plan: Plan, inspection: Inspection, root: Path, limits: Limits = LIMITS) -> None:
     """Refuse what a public Space cannot do for one visitor among many."""
     if not on_space():
         return
-    if inspection.weight_bytes > WEIGHTS:
+    if inspection.weight_bytes > limits.gigabytes * 1e9:
         raise RequestError(
             f"{inspection.name!r} has {inspection.weight_bytes / 1e9:.1f} GB of weights, and this Space serves up to "
-            f"{WEIGHTS / 1e9:.0f} GB: choose a smaller model, or {ELSEWHERE}"
+            f"{limits.gigabytes:g} GB: choose a smaller model, or {ELSEWHERE}"
         )
     for field, most in MOST.items():
         if (getattr(plan, field) or 0) > most:
             raise RequestError(f"{field} {getattr(plan, field)} is more than this Space serves ({most}): {ELSEWHERE}")
-    check_turn(visitor, root)
+    check_turn(visitor, root, limits)
 
 
-def check_turn(visitor: Visitor, root: Path) -> None:
+def check_turn(visitor: Visitor, root: Path, limits: Limits = LIMITS) -> None:
     """Refuse a visitor more runs or more disk than their share, and everyone a queue that is too long."""
     mine = jobs.runs_in(visitor.home)
-    if sum(one.state in LIVE for one in mine) >= RUNS:
-        raise RequestError(f"{RUNS} runs of yours are at work or wait: let one end, or stop it")
-    if sum(one.disk_bytes for one in mine) > DISK:
-        raise RequestError(f"your runs fill {DISK / 1e9:.0f} GB: delete one under `Runs`")
+    if sum(one.state in LIVE for one in mine) >= limits.runs:
+        raise RequestError(f"{limits.runs:g} runs of yours are at work or wait: let one end, or stop it")
+    if sum(one.disk_bytes for one in mine) > limits.disk * 1e9:
+        raise RequestError(f"your runs fill {limits.disk:g} GB: delete one under `Runs`")
     waiting = sum(jobs.state_of(one.run) in LIVE for folder in folders(root) for one in jobs.runs_in(folder))
-    if waiting >= QUEUE:
+    if waiting >= limits.queue:
         raise RequestError(f"{waiting} runs wait here already: try again later, or {ELSEWHERE}")
 
 
@@ -72,27 +104,36 @@ def folders(root: Path) -> list[Path]:
     return [folder for folder in root.iterdir() if folder.is_dir()] if root.is_dir() else []
 
 
-def enforce(root: Path, now: float) -> None:
+def enforce(root: Path, now: float, limits: Limits = LIMITS) -> None:
     """Stop the runs that have worked too long, and remove those that nobody has looked after for days."""
     for folder in folders(root):
         for one in jobs.runs_in(folder):
             try:
-                if one.state == "running" and now - worked_since(one) > SECONDS:
-                    jobs.stop(one.run)
-                elif one.state not in LIVE and now - one.changed > KEPT:
+                if one.state == "running" and now - worked_since(one) > limits.minutes * 60:
+                    jobs.stop(
+                        one.run,
+                        f"it has worked for {limits.minutes:g} minutes, which is what this Space gives to a run at a "
+                        f"time: resume it, and it goes on from here when it is its turn again, or {ELSEWHERE}",
+                    )
+                elif one.state not in LIVE and now - one.changed > limits.days * 24 * 3600:
                     jobs.delete(one.run)
             except LinearizerError:
                 continue  # it ended meanwhile, or its owner was faster
 
 
 def worked_since(status: jobs.Status) -> float:
-    """Say when a run's process last began to work."""
-    begins = [event["time"] for event in status.run.events() if event["event"] == "started"]
-    return begins[-1] if begins else status.begun
+    """Say when a run last began to work after it was queued."""
+    begun = status.begun
+    for event in journal.newest_first(status.run.log_file):
+        if event["event"] == "started":
+            begun = event["time"]
+        elif event["event"] == "queued":
+            break
+    return begun
 
 
-def guard(root: Path, often: float = 30.0) -> None:
+def guard(root: Path) -> None:
     """Enforce the limits for ever."""
     while True:
         enforce(root, time.time())
-        time.sleep(often)
+        time.sleep(min(OFTEN, LIMITS.minutes * 6))

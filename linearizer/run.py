@@ -204,10 +204,20 @@ class Run:
         """Whether a live process holds this run."""
         return locks.held(self.folder / "lock")
 
-    def request(self, name: str) -> None:
+    def request(self, name: str, why: str = "") -> None:
         """Ask the process that works on this run to `stop`, or to `use` the training as it is."""
+        if why:
+            self.write(name, why)
+            return
         with writing(self.folder):
             (self.folder / name).touch()
+
+    def reason(self, name: str) -> str | None:
+        """Say why something was requested, where whoever did it said so."""
+        try:
+            return self.read(name) or None
+        except FolderError:  # it was not requested, or is settled
+            return None
 
     def requested(self, name: str) -> bool:
         return self.has(name)

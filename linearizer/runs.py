@@ -81,7 +81,8 @@ def attach(run: Run, as_lines: bool = False) -> None:
         bar.clear()
     found = jobs.status(run)
     if found.state == "stopped":
-        raise Stopped(f"{run.folder} is stopped: linearizer runs resume {run.folder}")
+        why = f" ({found.error})" if found.error else ""
+        raise Stopped(f"{run.folder} is stopped{why}: linearizer runs resume {run.folder}")
     if found.state != "done":
         raise FaultError(f"{run.folder} {'failed' if found.state == 'failed' else 'is lost'}: {found.error}")
     if not as_lines:

@@ -176,8 +176,8 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     lines = [f'<p class="lz-state lz-{status.state}" role="status">{sign(status.state)} {escape(state)}</p>']
     if status.state in LIVE and status.step:
         lines.append(progress(status.step, now))
-    if status.error and status.state == "failed":
-        lines.append(said(status.error, "bad"))
+    if status.error and status.state in ("failed", "stopped"):
+        lines.append(said(status.error, "bad" if status.state == "failed" else "note"))
     pairs = [
         ("model", plan.model),
         ("budget", dial),

@@ -41,7 +41,8 @@ def reported(run: Run) -> Iterator[None]:
         with memory_explained():
             yield
     except (Stopped, KeyboardInterrupt, GeneratorExit):
-        run.log("stopped")
+        why = run.reason("stop")
+        run.log("stopped", **({"error": why} if why else {}))
         run.settle("stop")
         raise
     except LinearizerError as error:
@@ -85,7 +86,8 @@ def logged(run: Run, steps: Steps[Product]) -> Steps[Product]:
 def check(run: Run) -> None:
     """End the work if that was asked for, or if its folder is gone."""
     if run.requested("stop"):
-        raise Stopped(f"stopped as asked; what was finished is kept in {run.folder}")
+        why = run.reason("stop")
+        raise Stopped(f"stopped{f': {why}' if why else ' as asked'}; what was finished is kept in {run.folder}")
     if not run.has("plan.json"):
         raise FolderError(f"{str(run.folder)!r} was deleted while it was worked on: start a new run")
 

@@ -149,6 +149,21 @@ def test_a_space_says_its_limits_in_words(space):
         client.predict(run, "a visitor in a hurry", api_name="/stop_run")
 
 
+def test_a_space_stops_what_works_too_long_by_itself_and_lets_it_go_on(tmp_path):
+    with serving(tmp_path / "runs", **SPACE, LINEARIZER_SPACE_MINUTES="0.05") as (url, _):
+        client = client_of(url)
+        assert "0.05 minutes of work each" in urllib.request.urlopen(url).read().decode()
+        run = client.predict("demo", 512, "Thorough", {}, ANN, api_name="/start_run")
+        for _ in range(2):
+            status = finished(client, run, ANN)
+            assert status["state"] in ("stopped", "stopping")
+            while status["state"] == "stopping":
+                status = client.predict(run, ANN, api_name="/run_status")
+            assert "it has worked for 0.05 minutes, which is what this Space gives to a run" in status["error"]
+            assert client.predict(run, ANN, api_name="/resume_run") == "queued"
+        client.predict(run, ANN, api_name="/stop_run")
+
+
 ODD = [
     None, "", " ", "\0", "..", "../..", "../../etc/passwd", "/etc/passwd", "~root", "%2e%2e/x", "a" * 5000, "<b>x</b>",
     "<img src=x onerror=alert(1)>", "`<script>`", "demo\n", "org/<i>m</i>", 0, -1, 1e308, True, [], {}, ["demo"],

@@ -1,10 +1,8 @@
-"""Visitors, their limits, and what the page says to them."""
-
-import time
+"""Visitors, and what the page says to them."""
 
 import pytest
 
-from linearizer import desk, limits, views
+from linearizer import desk, views
 from linearizer.errors import RequestError
 from linearizer.plan import Plan
 from linearizer.run import Run
@@ -72,28 +70,6 @@ def test_a_link_out_of_the_folder_is_not_followed(root, tmp_path):
 
 def test_secrets_differ():
     assert len({new_secret() for _ in range(100)}) == 100
-
-
-def test_a_space_removes_what_nobody_has_looked_after(space):
-    run = visitor(secret=ANN).begin(Plan("demo", budget=64))
-    run.log("stopped")
-    limits.enforce(space, time.time())
-    assert run.folder.exists()
-    limits.enforce(space, time.time() + limits.KEPT + 60)
-    assert not run.folder.exists()
-
-
-@pytest.mark.parametrize("field", limits.MOST)
-def test_a_space_says_what_is_too_much(space, field):
-    plan = Plan("demo", budget=64, **{"steps": 1, field: limits.MOST[field] + 8})
-    found = desk.inspect(visitor(secret=ANN), "demo")
-    with pytest.raises(RequestError, match=f"{field} .* more than this Space serves"):
-        limits.check(visitor(secret=ANN), plan, found, space)
-
-
-def test_nothing_is_limited_at_ones_own_machine(root):
-    limits.check_model("/some/folder", "file:text")
-    limits.check(visitor(), Plan("demo", budget=64, steps=10**6), None, root)
 
 
 def test_what_comes_from_outside_is_escaped(root):

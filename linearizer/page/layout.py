@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import gradio as gr
 
-from linearizer.limits import WORDS
+from linearizer.limits import LIMITS
 from linearizer.views import said
 from linearizer.visitors import on_space, signs_in
 
@@ -43,7 +43,7 @@ def header() -> gr.HTML:
         '<header class="lz-head"><h1>Linearizer</h1>'
         "<p>Any language model, with a memory that does not grow.</p></header>"
     )
-    return gr.HTML(f'<p class="lz-said">{WORDS}</p>' if on_space() else "", visible=on_space())
+    return gr.HTML(f'<p class="lz-said">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
 
 
 def model_step(ui: SimpleNamespace) -> None:
