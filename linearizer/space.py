@@ -4,15 +4,17 @@ from __future__ import annotations
 
 import json
 import re
+from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
 
 from linearizer.errors import RequestError
 from linearizer.uploads import Content
 
-ROOT = Path(__file__).parent.parent
-TOP = ("app.py", "LICENSE", "pyproject.toml")
-FOLDERS = ("linearizer", "assets")
+PACKAGE = Path(__file__).parent
+WRITTEN = ("README.md", "requirements.txt")  # fitted to a Space
+TOP = ("app.py", "LICENSE", "pyproject.toml", *WRITTEN)
+CARRIED = ("project", "assets")  # where an installed package carries what lies beside it in a checkout
 SPOKEN_FOR = ("gradio", "triton")  # the Hub installs the one by sdk_version, torch brings the other
 TORCH = "torch>=2.8,<2.12"  # ZeroGPU has no newer one
 MATTER: dict[str, object] = {
@@ -36,23 +38,36 @@ MATTER: dict[str, object] = {
 
 
 def files(repo_id: str) -> dict[str, Content]:
-    """List what a Space needs, from a checkout of this project."""
-    root = ROOT
-    missing = [name for name in (*TOP, *FOLDERS, "README.md", "requirements.txt") if not (root / name).exists()]
+    """List what a Space needs, as a checkout has it; an installed package carries all of it but the pictures."""
+    project, assets = (carried(name) for name in CARRIED)
+    missing = [str(path) for path in (*(project / name for name in TOP), assets / "demo-model") if not path.exists()]
     if missing:
         raise RequestError(
-            f"{str(root)!r} lacks {missing[0]}: a Space is made from a checkout of the project, so run this in one, "
-            f"as `python -m linearizer push --space {repo_id}`"
+            f"{missing[0]!r} is missing, which a Space needs: install the package again, or run "
+            f"`python -m linearizer push --space {repo_id}` in a checkout of the project"
         )
-    found: dict[str, Content] = {name: root / name for name in TOP}
-    for folder in FOLDERS:
-        for path in sorted((root / folder).rglob("*")):
-            name = path.relative_to(root)
-            if path.is_file() and not path.is_symlink() and not hidden(name):
-                found[name.as_posix()] = path
-    readme = (root / "README.md").read_text(encoding="utf-8")
-    lines = (root / "requirements.txt").read_text(encoding="utf-8")
-    return {**found, "README.md": (front_matter() + readme).encode(), "requirements.txt": requirements(lines).encode()}
+    found: dict[str, Content] = {name: project / name for name in TOP}
+    for folder, place in (("linearizer", PACKAGE), ("assets", assets)):
+        for path in sorted(place.rglob("*")):
+            name = path.relative_to(place)
+            inside = place == PACKAGE and name.parts[0] in CARRIED
+            if path.is_file() and not path.is_symlink() and not inside and not hidden(name):
+                found[f"{folder}/{name.as_posix()}"] = path
+    readme, lines = ((project / name).read_text(encoding="utf-8") for name in WRITTEN)
+    written = (front_matter() + without_pictures(readme, found), requirements(lines))
+    return {**found, **{name: text.encode() for name, text in zip(WRITTEN, written, strict=True)}}
+
+
+def carried(name: str) -> Path:
+    """Find a part of the project: inside the package where it was installed, beside it in a checkout."""
+    if (PACKAGE / name).is_dir():
+        return PACKAGE / name
+    return PACKAGE.parent if name == "project" else PACKAGE.parent / name
+
+
+def without_pictures(readme: str, found: Mapping[str, Content]) -> str:
+    """Leave out the pictures that are not there."""
+    return re.sub(r"!\[[^\]]*\]\(([^)]*)\)\n", lambda one: one[0] if one[1] in found else "", readme)
 
 
 def hidden(name: Path) -> bool:

@@ -39,15 +39,16 @@ def free_port():
 
 
 @contextmanager
-def serving(runs, **environment):
+def serving(runs, command=None, folder=None, **environment):
     """Serve the page, and give its address and what it writes to its log."""
     port, log = free_port(), Path(runs).parent / f"server-{free_port()}.log"
     known = {**os.environ, "LINEARIZER_RUNS": str(runs), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "GRADIO_SSR_MODE": "0"}
     for name in ("TRITON_INTERPRET", "LINEARIZER_KERNELS"):
         known.pop(name, None)
-    command = [sys.executable, "-m", "linearizer", "app", "--port", str(port), "--host", "127.0.0.1"]
+    known.update(GRADIO_SERVER_PORT=str(port))
+    page = [sys.executable, "-m", "linearizer", "app", "--port", str(port), "--host", "127.0.0.1"]
     with log.open("wb") as said:
-        process = subprocess.Popen(command, env={**known, **environment}, stdout=said, stderr=said)
+        process = subprocess.Popen(command or page, cwd=folder, env={**known, **environment}, stdout=said, stderr=said)
     url = f"http://127.0.0.1:{port}/"
     try:
         wait_for(url, process, log)
