@@ -10,13 +10,16 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass, fields
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from linearizer import jobs, journal
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.inspection import Inspection
 from linearizer.jobs import LIVE
 from linearizer.plan import Plan
 from linearizer.visitors import Visitor, on_space
+
+if TYPE_CHECKING:
+    from linearizer.inspection import Inspection
 
 MOST = {"texts": 32, "length": 2048, "samples": 4096, "steps": 300, "minutes": 30, "batch": 8}
 TOKENS = 256  # that a comparison writes

@@ -39,8 +39,8 @@ def free_port():
 
 
 @contextmanager
-def serving(runs, command=None, folder=None, **environment):
-    """Serve the page, and give its address and what it writes to its log."""
+def server(runs, command=None, folder=None, **environment):
+    """Start a server of the page, and give its address, what it writes to its log, and its process, at once."""
     port, log = free_port(), Path(runs).parent / f"server-{free_port()}.log"
     known = {**os.environ, "LINEARIZER_RUNS": str(runs), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "GRADIO_SSR_MODE": "0"}
     for name in ("TRITON_INTERPRET", "LINEARIZER_KERNELS"):
@@ -49,14 +49,20 @@ def serving(runs, command=None, folder=None, **environment):
     page = [sys.executable, "-m", "linearizer", "app", "--port", str(port), "--host", "127.0.0.1"]
     with log.open("wb") as said:
         process = subprocess.Popen(command or page, cwd=folder, env={**known, **environment}, stdout=said, stderr=said)
-    url = f"http://127.0.0.1:{port}/"
     try:
-        wait_for(url, process, log)
-        yield url, log
+        yield f"http://127.0.0.1:{port}/", log, process
     finally:
         process.terminate()
         process.wait(20)
         end_runs(Path(runs))
+
+
+@contextmanager
+def serving(runs, command=None, folder=None, **environment):
+    """Serve the page, and give its address and what it writes to its log."""
+    with server(runs, command, folder, **environment) as (url, log, process):
+        wait_for(url, process, log)
+        yield url, log
 
 
 def wait_for(url, process, log):

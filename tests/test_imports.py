@@ -1,6 +1,7 @@
 """Imports point down, and each outside library has its one seam."""
 
 import ast
+import subprocess
 import sys
 from pathlib import Path
 
@@ -159,3 +160,10 @@ def test_attention_of_transformers_is_known_to_one_file():
         if path.name != "attention.py":
             assert "AttentionInterface" not in path.read_text(encoding="utf-8")
             assert "ALL_ATTENTION_FUNCTIONS" not in path.read_text(encoding="utf-8")
+
+
+def test_the_page_opens_without_what_only_its_steps_need():
+    heavy = {"torch", "transformers", "plotly", "datasets", "scipy"}
+    seen = f"import sys, linearizer.page.site; print(*{heavy!r} & sys.modules.keys())"
+    found = subprocess.run([sys.executable, "-c", seen], cwd=ROOT.parent, capture_output=True, text=True, check=True)
+    assert found.stdout.split() == []

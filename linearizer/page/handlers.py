@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import inspect
+import threading
 from collections.abc import Callable, Iterator
-from functools import wraps
+from functools import cache, wraps
+from importlib import import_module
 from typing import Any, TypeAlias, TypeVar
 
 import gradio as gr
@@ -65,8 +67,15 @@ def plot(figure: str | None) -> Any:
     return None if figure is None else PlotData(type="plotly", plot=figure)
 
 
+@cache
+def warm() -> None:
+    """Import what the first look at a model needs, once the page is open, so that neither need wait."""
+    threading.Thread(target=import_module, args=("linearizer.pipeline",), daemon=True).start()
+
+
 def opened(memory: Memory, asked: str | None, profile: Profile, token: Token) -> tuple[Memory, Any, Any]:
     """Re-attach to the run that the address names, or that this browser watched last."""
+    warm()
     kept = {"secret": "", "run": None} | (memory if isinstance(memory, dict) else {})
     if on_space() and len(str(kept["secret"])) < 16:
         kept["secret"] = new_secret()

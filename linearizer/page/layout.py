@@ -29,11 +29,11 @@ def lead(title: str, text: str) -> None:
     gr.HTML(f'<div class="lz-lead"><h2>{title}</h2><p>{text}</p></div>')
 
 
-def chart(title: str, text: str) -> gr.Plot:
+def chart(title: str, text: str, name: str | None = None) -> gr.Plot:
     """Place a figure under its title and one sentence that says what it shows."""
     with gr.Column(visible=True, elem_classes="lz-chart"):
         gr.HTML(f'<div class="lz-chart"><h3>{title}</h3><p>{text}</p></div>')
-        return gr.Plot(show_label=False, label=title, container=False)
+        return gr.Plot(show_label=False, label=title, container=False, elem_id=name)
 
 
 def header() -> gr.HTML:
@@ -104,7 +104,7 @@ def profile_step(ui: SimpleNamespace) -> None:
     ui.other = gr.Slider(LEAST, MOST, BUDGET, step=8, label="Another budget, in tokens of cache", elem_id="other")
     ui.other_card = gr.HTML(elem_id="other-card")
     ui.bars = chart(
-        "What each KV head gets", "Beside the dotted line, which is what all would get if all got the same."
+        "What each KV head gets", "Beside the dotted line, which is what all would get if all got the same.", "bars"
     )
     with gr.Row():
         ui.branch = gr.Button("Begin a run with this budget", elem_id="branch", interactive=False)

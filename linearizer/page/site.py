@@ -161,18 +161,12 @@ def wire_compare(ui: SimpleNamespace) -> None:
     ui.publish.click(handlers.publish, target, ui.timer, **ONCE)
 
 
-def warm() -> None:
-    """Import what the first look at a model needs, so that it need not wait."""
-    import linearizer.pipeline  # noqa: F401
-
-
 def serve(port: int | None = None, host: str | None = None, wait: bool = True) -> Any:
     """Show the page; on a Space limits are kept, and no token is used but its visitor's own."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     if on_space():
         os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
         threading.Thread(target=limits.guard, args=(runs_root(),), daemon=True).start()
-    threading.Thread(target=warm, daemon=True).start()
     known = inspect.signature(gr.Blocks.launch).parameters
     history = {"run_history": False} if "run_history" in known else {}  # Gradio would keep what was asked, in browsers
     site = build().queue(max_size=64, api_open=True)
