@@ -26,6 +26,7 @@ from linearizer.picture import draw
 from linearizer.plan import Plan
 from linearizer.report import TABLES, evaluation_report
 from linearizer.run import Run
+from linearizer.trained import Trained, trained
 
 PICTURE = "allocation.png"
 SNIPPET = """\
@@ -55,7 +56,7 @@ def card(run: Run, repo_id: str | None = None) -> str:
     allocation, layers, teacher = run.allocation, run.layers, Teacher.of(run)
     assert allocation is not None
     plan = public_plan(run.plan, teacher)
-    rows = run.evaluation
+    rows, training = run.evaluation, trained(run)
     title = repo_id.partition("/")[2] if repo_id else f"{teacher.name}, linearized"
     head = metadata(plan, teacher, title, rows).to_yaml(line_break="\n")
     body = Template((Path(__file__).parent / "model_card.md").read_text(encoding="utf-8")).substitute(
@@ -65,8 +66,9 @@ def card(run: Run, repo_id: str | None = None) -> str:
         allocation=listing(allocation),
         snippet=snippet(repo_id or "PATH/OF/THIS/FOLDER"),
         evaluation=evaluation(rows, plan) + examination(run.evaluation_parts),
-        limits=limits(allocation, plan, bool(run.evaluation_parts)),
-        made=made(allocation, plan),
+        limits=limits(allocation, training, bool(run.evaluation_parts)),
+        made=made(allocation, plan, training),
+        again=again(training),
         version=linearizer.__version__,
         command=command_of(plan),
         plan=json.dumps(asdict(plan), indent=1).replace("`", "\\u0060"),
@@ -190,20 +192,28 @@ def without_folders(found: Any) -> Any:
     return public_text(found) if isinstance(found, str) else found
 
 
-def made(allocation: Allocation, plan: Plan) -> str:
+def made(allocation: Allocation, plan: Plan, training: Trained) -> str:
     """Say what was done."""
     done = ["measured how many degrees of freedom each KV head uses"]
     done += ["measured what each head costs the model"] * (plan.measured)
     done += ["learned gates that say which heads need their whole cache"] * (plan.strategy == "duo")
     done += ["shared out the budget"]
-    if plan.steps and any(head.features for row in allocation.heads for head in row):
-        done.append("trained the features to attend as the teacher does")
+    featured = any(head.features for row in allocation.heads for head in row)
+    steps = f"{training.done:,} of {training.asked:,} steps" if training.early else f"{training.done:,} steps"
+    done += [f"trained the features to attend as the teacher does, for {steps}"] * bool(training.done and featured)
     adapted = f"Beside the teacher's own weights, adapters of rank {plan.lora} on q, k, v and o were trained"
-    weights = adapted if plan.lora and plan.steps else "The teacher's weights are as they were"
+    weights = adapted if plan.lora and training.done else "The teacher's weights are as they were"
     return f"{listed(done)}. {weights}"
 
 
-def limits(allocation: Allocation, plan: Plan, examined: bool) -> str:
+def again(training: Trained) -> str:
+    """Say what comes of the same plan, asked for again."""
+    if training.early:
+        return f"Somebody ended the training by hand. The same plan, left alone, trains all {training.asked:,} steps:"
+    return "The same plan makes the same again:"
+
+
+def limits(allocation: Allocation, training: Trained, examined: bool) -> str:
     """Say what not to expect."""
     said = [
         "A state of fixed size cannot hold everything: exact recall from further back than the window is weaker than "
@@ -219,8 +229,10 @@ def limits(allocation: Allocation, plan: Plan, examined: bool) -> str:
         )
     if any(head.softmax for row in allocation.heads for head in row):
         said.insert(1, "The KV heads that were left softmax keep their whole cache: the state grows with the text.")
-    if not plan.steps and any(head.features for row in allocation.heads for head in row):
+    if not training.done and any(head.features for row in allocation.heads for head in row):
         said.insert(0, "Its features were not trained.")
+    if training.early:
+        said.insert(0, f"Its training was ended at {training.done:,} of {training.asked:,} steps.")
     return "\n".join(f"- {line}" for line in said)
 
 

@@ -83,5 +83,5 @@ def train_phase(
 
     steps = distill(student, texts, settings, folder=folder, resume=folder.exists(), enough=enough)
     done = yield from logged(run, steps)
-    run.log("distilled", phase=number, **asdict(done))
+    run.log("distilled", phase=number, asked=settings.steps, **asdict(done))
     run.settle("use")

@@ -226,8 +226,10 @@ def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: floa
     if status.state in LIVE and last["done"] < last["total"]:
         pairs.append(("time left", duration(last["seconds_left"])))
     pairs.append(("last saved", "not yet" if status.saved is None else ago(status.saved, now)))
+    ended = status.state == "done" and last["done"] < last["total"]
+    early = said(f"Training was ended at {last['done']} of {last['total']} steps.") if ended else ""
     warnings = [said(str(text)) for event in events for text in event.get("events", ())][-3:]
-    return facts(pairs, "lz-wide") + "".join(warnings)
+    return facts(pairs, "lz-wide") + early + "".join(warnings)
 
 
 def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> str:

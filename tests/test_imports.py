@@ -27,7 +27,7 @@ LAYERS = [  # a module may import from the layers after its own
     {"estimate"},
     {"model_card", "space"},
     {"card_metadata"},
-    {"command", "duet", "evaluation_table", "report"},
+    {"command", "duet", "evaluation_table", "report", "trained"},
     {"plan", "run"},
     {
         "approximation",

@@ -79,6 +79,19 @@ def test_a_data_set_of_this_machine_is_named_without_its_folder_and_not_as_one_o
     assert ModelCard(text).data.datasets is None
 
 
+def test_the_card_says_what_was_trained_and_not_what_was_asked_for(tmp_path):
+    run = made(tmp_path / "run", plan=Plan("org/base@main", budget=64, steps=400))
+    assert "Its features were not trained." in card(run)
+    run.log("distilled", phase=0, asked=400, steps=7)
+    run.log("distilled", phase=0, asked=400, steps=12)  # it was resumed
+    text = card(run)
+    assert "for 12 of 400 steps" in text and "- Its training was ended at 12 of 400 steps." in text
+    assert "makes the same again" not in text and "left alone, trains all 400 steps" in text
+    run.log("distilled", phase=0, asked=400, steps=400)
+    text = card(run)
+    assert "for 400 steps" in text and "ended" not in text and "The same plan makes the same again" in text
+
+
 def test_what_others_wrote_stays_text(tmp_path):
     plan = Plan(f"/home/someone/{HOSTILE}", budget=64, text=f"file:/home/someone/{HOSTILE}", strategy=HOSTILE)
     terms = {"license": HOSTILE, "license_link": f"javascript:{HOSTILE}", "language": [HOSTILE]}

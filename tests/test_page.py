@@ -136,8 +136,11 @@ def test_a_run_is_stopped_and_resumed(served, browser):
         shown(page, "#run-card", "trains the features", LONG)
         page.get_by_role("button", name="Use what we have").click()
         shown(page, "#run-card", "done", LONG)
+        page.click("#step-4-button")
+        shown(page, "#training", "of 400 steps")
     events = [event for event in Run(runs / name).events() if event["event"] == "distilled"]
     assert 1 <= events[0]["steps"] < 400
+    assert f"for {events[0]['steps']} of 400 steps" in (Run(runs / name).checkpoint / "README.md").read_text()
 
 
 def test_the_slider_says_at_once_what_a_budget_means(served, browser):
