@@ -5,15 +5,16 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
-from linearizer import runs
+from linearizer import jobs, runs
 from linearizer.errors import LinearizerError, RequestError, Stopped
 from linearizer.plan import Plan
 from linearizer.recipes import RECIPES
+from linearizer.request import PARTS, Request
 
 if TYPE_CHECKING:
     from linearizer.progress import Steps
@@ -22,7 +23,6 @@ if TYPE_CHECKING:
 Product = TypeVar("Product")
 
 BUDGET = 256
-PARTS = "language, recall, needle, generation, approximation, speed, tasks"  # of an evaluation
 
 
 class Parser(argparse.ArgumentParser):
@@ -179,7 +179,9 @@ def default_of(option: str) -> str:
 
 def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     """Options of a request to evaluate; what is not given is the request's default."""
-    command.add_argument("--parts", type=names, help=f"some of {PARTS} (default: all; tasks where some are named)")
+    command.add_argument(
+        "--parts", type=names, help=f"some of {', '.join(PARTS)} (default: all; tasks where some are named)"
+    )
     command.add_argument("--text", help="as of `run` (default: the run's own, where its training did not reach)")
     command.add_argument("--length", type=int, help="tokens of a text (default: as the run's own)")
     command.add_argument("--texts", type=int, help="how many (default: 8)")
@@ -196,6 +198,7 @@ def add_evaluate_options(command: argparse.ArgumentParser) -> None:
         "--task-folder", help="tasks of your own, as YAML files, which may run code that you put there"
     )
     command.add_argument("--again", action="store_true", help="measure again what was measured")
+    command.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
 
 
 def names(text: str) -> tuple[str, ...]:
@@ -286,18 +289,17 @@ def serve_allocate(asked: argparse.Namespace) -> None:
     show(asked, pipeline.summary(found, run.layers), terminal.allocation_text(found, run.layers))
 
 
-def detach(asked: argparse.Namespace, run: Run) -> None:
-    """Let a process of its own work on a run."""
-    from linearizer import jobs
-
-    jobs.start(run)
+def detach(asked: argparse.Namespace, run: Run, start: Callable[[], None]) -> None:
+    """Let a process of its own work on a run, or evaluate it."""
+    start()
     text = f"{run.folder} is queued: linearizer runs attach {run.folder}"
     show(asked, {"run": str(run.folder), "state": jobs.state_of(run)}, text)
 
 
 def serve_run(asked: argparse.Namespace) -> None:
     if asked.detach:
-        detach(asked, begin(asked))
+        run = begin(asked)
+        detach(asked, run, lambda: jobs.start(run))
         return
     from linearizer import pipeline, terminal
     from linearizer.progress import finish
@@ -316,14 +318,19 @@ def serve_run(asked: argparse.Namespace) -> None:
 
 def serve_evaluate(asked: argparse.Namespace) -> None:
     from linearizer import report
-    from linearizer.examination import Request, examine
+    from linearizer.examination import examine
     from linearizer.run import find_run
-    from linearizer.worker import beside
+    from linearizer.worker import foreground
 
     run = find_run(asked.run)
     known = {field.name for field in fields(Request)}
-    request = Request(**{name: value for name, value in vars(asked).items() if name in known and value is not None})
-    found = work(beside(run, examine(run, request, asked.again)), f"`linearizer evaluate {run.folder}`")
+    request = Request.of({name: value for name, value in vars(asked).items() if name in known})
+    if asked.detach:
+        detach(asked, run.evaluating, lambda: jobs.evaluate(run, asdict(request), asked.again))
+        return
+    steps = examine(run, request, request.chosen if asked.again else (), held=True)
+    how = {"request": asdict(request), "again": asked.again}
+    found = work(foreground(run.evaluating, steps, **how), f"`linearizer evaluate {run.folder}`")
     chosen = {part: found[part] for part in request.chosen if part in found}
     show(asked, chosen, report.evaluation_report(chosen))
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import hashlib
+import json
 from collections.abc import Callable
 from contextlib import closing
-from dataclasses import asdict, dataclass, replace
-from difflib import get_close_matches
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,18 +14,19 @@ from linearizer.approximation import measure_approximation, measure_curve
 from linearizer.asking import settings_of
 from linearizer.bench import SAMPLES, Bench, assembled
 from linearizer.distillation import distill
-from linearizer.errors import RequestError
 from linearizer.generation import measure_generation
+from linearizer.jobs import newest_request
 from linearizer.language import measure_language
 from linearizer.needle import LEAST, measure_needle
 from linearizer.progress import Steps
 from linearizer.recall import measure_longer, measure_recall
+from linearizer.request import Request
 from linearizer.run import Run
 from linearizer.speed import LENGTHS, measure_speed
 from linearizer.subjects import Subject
 from linearizer.tasks import find_tasks, measure_tasks
 from linearizer.text import document_numbers
-from linearizer.working import memory_explained
+from linearizer.working import interruptible, logged, reported, working
 
 WRITTEN = 96  # tokens at most
 LOOKED_AT = 2  # texts whose attention is compared, head by head
@@ -33,74 +34,61 @@ FEATURES = (8, 16, 32, 64, 128, 256)  # of the curve of errors
 Found = dict[str, Any]  # of one part, as it is stored: numbers, strings, lists and dicts
 
 
-@dataclass(frozen=True)
-class Request:
-    """What to measure, and on what."""
-
-    parts: tuple[str, ...] = ()  # none: all of them, tasks if some are named
-    text: str | None = None  # None: the run's own, where its training did not reach
-    length: int | None = None  # tokens of a text; None: as the run's own
-    texts: int = 8
-    lengths: tuple[int, ...] = ()  # tokens, where several lengths are compared; none: as each part chooses
-    seconds: float = 15.0  # that one measurement of speed may take
-    curve_steps: int = 0  # of training at every number of features; 0: the curve is of untrained ones alone
-    seed: int = 0
-
-    tasks: tuple[str, ...] = ()  # of lm_eval, or of the folder
-    limit: int | None = None  # samples of a task; None: all
-    few_shot: int | None = None  # examples before each sample; None: as the task says
-    task_folder: str | None = None
-
-    def __post_init__(self) -> None:
-        for part in self.parts:
-            if part not in PARTS:
-                near = get_close_matches(part, PARTS, 1)
-                meant = f" (did you mean {near[0]!r}?)" if near else ""
-                raise RequestError(f"there is no part {part!r}{meant}: name some of {', '.join(PARTS)}")
-        for name, least, asked in (
-            ("length", 16, self.length),
-            ("texts", 1, self.texts),
-            ("curve_steps", 0, self.curve_steps),
-            ("limit", 1, self.limit),
-            ("few_shot", 0, self.few_shot),
-            *(("lengths", 32, length) for length in self.lengths),
-        ):
-            if asked is not None and asked < least:
-                raise RequestError(f"{name} {asked} is too few: give at least {least}")
-        if "tasks" in self.parts and not self.tasks:
-            raise RequestError("no task was named: add --tasks, as in --tasks piqa,arc_easy")
-        if not self.seconds > 0:
-            raise RequestError(f"seconds {self.seconds} measure nothing: give a number above 0")
-
-    @property
-    def chosen(self) -> tuple[str, ...]:
-        """The parts to measure, in their order."""
-        usual = tuple(part for part in PARTS if part != "tasks")
-        named = self.parts or usual
-        return tuple(part for part in PARTS if part in named or (part == "tasks" and self.tasks))
+def go_on(run: Run, token: str | None = None) -> Steps[dict[str, Found]]:
+    """Go on with what was last asked for, as the log says; the caller holds the run."""
+    with reported(run.evaluating):
+        asked, again, done = newest_request(run)
+        request = Request.of(asked)
+    anew = tuple(part for part in request.chosen if again and part not in done)
+    return (yield from examine(run, request, anew, token, held=True))
 
 
-def examine(run: Run, request: Request, again: bool = False, token: str | None = None) -> Steps[dict[str, Found]]:
-    """Measure the parts that were asked for, but for those that are there as they were asked; give all of them."""
-    with assembled(run, token) as bench, run.locked():
+def examine(
+    run: Run, request: Request, anew: tuple[str, ...] = (), token: str | None = None, held: bool = False
+) -> Steps[dict[str, Found]]:
+    """Measure the parts that were asked for, but for those that are there as they were asked; give all of them.
+
+    `anew` names parts that are measured even so; `held` says that the caller holds the run's lock.
+    """
+    run = run.evaluating
+    with working(run, held), assembled(run, token) as bench:
+        check_request(bench, request)
         student, made_with = digest(run.checkpoint), bench.made_with()
-        for length in (*request.lengths, request.length or 0):
-            bench.beyond(length)
-        if request.tasks and request.chosen != ("tasks",):  # before the other parts take their time
-            find_tasks(request.tasks, None if request.task_folder is None else Path(request.task_folder))
-        for part in request.chosen:
+        for place, part in enumerate(request.chosen, 1):
             if part == "needle" and not request.parts and bench.run.positions < LEAST:
                 continue  # nobody named it, and pairs do not fit into what this teacher reads
             measure, uses = PARTS[part]
             asked = {"student": student, **{name: getattr(request, name) for name in uses}, "made_with": made_with}
+            asked = json.loads(json.dumps(asked))  # as it is stored: a tuple becomes a list
             there = run.evaluation_parts.get(part)
-            if there is not None and there["asked"] == asked and not again:
+            if there is not None and there["asked"] == asked and part not in anew:
                 continue
-            with memory_explained(), closing(measure(bench, request)) as steps:
-                found = yield from steps
+            at = {"part": part, "place": place, "parts": len(request.chosen)}
+            found = yield from logged(run, at_once(run, measure(bench, request), at))
             run.keep_found(parts={**run.evaluation_parts, part: {"asked": asked, **found}})
             run.log("examined", part=part)
+        run.log("done")
     return run.evaluation_parts
+
+
+def check_request(bench: Bench, request: Request) -> None:
+    """Refuse what cannot be served before anything takes its time."""
+    for length in (*request.lengths, request.length or 0):
+        bench.beyond(length)
+    if request.tasks and request.chosen != ("tasks",):  # which are looked for when they begin
+        find_tasks(request.tasks, None if request.task_folder is None else Path(request.task_folder))
+
+
+def at_once(run: Run, steps: Steps[Found], at: Found) -> Steps[Found]:
+    """Let a request to stop end a part where it is, for it is kept whole or not at all; say `at` which part it is."""
+    with closing(steps):
+        while True:
+            try:
+                with interruptible(run):
+                    progress = next(steps)
+            except StopIteration as end:
+                return end.value
+            yield replace(progress, details={**progress.details, **at})
 
 
 def digest(checkpoint: Path) -> str:

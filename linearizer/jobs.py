@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -28,6 +28,7 @@ from linearizer.turns import Ticket
 
 STATES = ("queued", "running", "stopping", "stopped", "failed", "done", "lost")
 STEPS = ("profile", "price", "exchange", "gates", "distill", "evaluate", "recall")
+PARTS = ("language", "recall", "longer", "needle", "generation", "approximation", "distill", "speed", "tasks")
 TOLD = {"queued": "queued", "started": "running", "stopped": "stopped", "failed": "failed", "done": "done"}
 LIVE = ("queued", "running", "stopping")
 OFTEN = 0.25  # seconds between two looks at a log
@@ -49,15 +50,24 @@ class Status:
     disk_bytes: int
     saved: float | None  # when the state of training was last written
     published: Event | None = None  # where its student was published last, at which revision, and how to load it
+    evaluation: Status | None = None  # how the evaluation of its student goes; None where none was asked for
+
+    @property
+    def live(self) -> bool:
+        """Whether anything works on it, or waits to."""
+        return self.state in LIVE or (self.evaluation is not None and self.evaluation.live)
 
 
-def start(run: Run, token: str | None = None) -> None:
-    """Queue a run and start its process, which goes on from where the run stands and outlives this one."""
-    if run.done:
+def start(run: Run, token: str | None = None, **asked: Any) -> None:
+    """Queue a run and start its process, which goes on from where the run stands and outlives this one.
+
+    What is asked besides goes into the log, where the process reads it.
+    """
+    if run.job is None and run.done:
         raise RequestError(f"{str(run.folder)!r} is done: its student is in {run.checkpoint}")
     if token and not re.fullmatch(r"[!-~]+", token):
         raise RequestError("the token holds characters that no token has: copy it again")
-    lock, ticket = enter(run)
+    lock, ticket = enter(run, **asked)
     with lock, ticket.lock:  # the process that is started holds them, too
         try:
             spawn(run, lock, ticket, token)
@@ -67,14 +77,37 @@ def start(run: Run, token: str | None = None) -> None:
             raise FolderError(f"{str(run.folder)!r} cannot be worked on ({error.strerror}): free memory") from error
 
 
-def enter(run: Run) -> tuple[Lock, Ticket]:
+def evaluate(run: Run, request: Mapping[str, Any] | None = None, again: bool = False, token: str | None = None) -> None:
+    """Start a process that evaluates a run's student; without a request it goes on with the newest one."""
+    if not run.checkpoint.is_dir():
+        raise RequestError(f"{str(run.folder)!r} has no student yet: wait until it is done, or use what it has")
+    if request is None:
+        newest_request(run)  # there has to be one
+        start(run.evaluating, token)
+    else:
+        start(run.evaluating, token, request=dict(request), again=again)
+
+
+def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
+    """Give what an evaluation was last asked for, whether all of it anew, and which parts are done since."""
+    done: list[str] = []
+    for event in journal.newest_first(run.log_file):
+        if run.evaluating.mine(event):
+            if event["event"] == "examined":
+                done.append(event["part"])
+            if "request" in event:
+                return event["request"], event.get("again", False), tuple(done)
+    raise RequestError(f"{str(run.folder)!r} was not asked for an evaluation: `linearizer evaluate` asks for one")
+
+
+def enter(run: Run, **asked: Any) -> tuple[Lock, Ticket]:
     """Hold a run, and take a number for it."""
     with ExitStack() as undo:
         lock = undo.enter_context(run.locked())
         remove(run.folder / "worker.log")
         ticket = turns.ask(run.folder)
         undo.callback(ticket.give_back)
-        run.log("queued")
+        run.log("queued", **asked)
         undo.pop_all()
     return lock, ticket
 
@@ -82,7 +115,8 @@ def enter(run: Run) -> tuple[Lock, Ticket]:
 def spawn(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
     """Start the process of a run; the token goes through a pipe, where nobody else can read it."""
     fds = (lock.fd, ticket.lock.fd)
-    command = [sys.executable, "-m", "linearizer.worker", str(run.folder), str(ticket.path), *map(str, fds)]
+    which = [str(run.folder), run.job or "", str(ticket.path), *map(str, fds)]
+    command = [sys.executable, "-m", "linearizer.worker", *which]
     with (run.folder / "worker.log").open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -108,9 +142,12 @@ def environment() -> dict[str, str]:
 
 
 def stop(run: Run, why: str = "") -> None:
-    """Ask for a run to finish its step, save and stop; where nobody asked for it at the page, say why."""
+    """Ask for a run, or the evaluation of it that is at work, to finish its step, save and stop.
+
+    Where nobody asked for it at the page, say why.
+    """
     state = state_of(run)
-    if state not in LIVE:
+    if state not in LIVE and (run.job or state_of(run.evaluating) not in LIVE):
         raise RequestError(f"{str(run.folder)!r} is {state}: there is nothing to stop")
     run.request("stop", why)
 
@@ -146,6 +183,7 @@ def status(run: Run) -> Status:
     training = run.folder / "state" / "training"
     kept = (path for path in files if training in path.parents and path.suffix != UNFINISHED)
     saved = (files[path].st_mtime for path in kept)
+    evaluation = status(run.evaluating) if run.job is None and read(run.evaluating).newest else None
     return Status(
         run=run,
         state=state,
@@ -157,6 +195,7 @@ def status(run: Run) -> Status:
         disk_bytes=sum(stat.st_size for stat in files.values()),
         saved=max(saved, default=None),
         published=run.published if run.checkpoint.is_dir() else None,
+        evaluation=evaluation,
     )
 
 
@@ -192,9 +231,14 @@ def look(run: Run) -> tuple[str, Told]:
 def read(run: Run) -> Told:
     """Read as much of the end of a log as it takes: who makes progress was started."""
     newest = last = step = None
+    steps = STEPS if run.job is None else PARTS
     for event in journal.newest_first(run.log_file):
+        if not run.mine(event):
+            if run.job is not None and "job" not in event and event["event"] in TOLD:
+                break  # who evaluates begins when the student is made
+            continue
         newest = newest or event
-        if event["event"] in STEPS and "done" in event and "total" in event:
+        if event["event"] in steps and "done" in event and "total" in event:
             step = event
         if event["event"] in TOLD or step:
             last = last or event
@@ -237,11 +281,15 @@ def runs_in(root: Path) -> list[Status]:
 
 
 def follow(run: Run, after: int = 0) -> Iterator[list[Event]]:
-    """Give the events of a run as they come, but for the first so many, until it has ended."""
+    """Give the events of a run as they come, but for the first so many, until it has ended.
+
+    Those of its evaluation are given where that is meant.
+    """
     place, seen = 0, 0
     while True:
         ended = not run.worked_on and state_of(run) not in LIVE  # asked first, so that nothing is missed
         events, place = journal.read(run.log_file, place)
+        events = [event for event in events if run.mine(event)]
         new, seen = events[max(0, after - seen) :], seen + len(events)
         if new:
             yield new

@@ -35,14 +35,16 @@ OWN = {
 }  # fmt: skip
 ENDS = ("started", "done")  # of the events that say so, the newest tells whether a run is done
 SHOWN = 9  # names of runs, where one that is not there was asked for
+EVALUATION = "evaluate"
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
 
 
 @dataclass(frozen=True)
 class Run:
-    """One run's folder."""
+    """One run's folder, and which work on it is meant: its events are told from others' in the log."""
 
     folder: Path
+    job: str | None = None  # None: what the plan asks for; "evaluate": what is asked of the student afterwards
 
     @staticmethod
     def open(folder: Path) -> Run:
@@ -73,6 +75,15 @@ class Run:
                 "another folder"
             )
         return run
+
+    @property
+    def evaluating(self) -> Run:
+        """The same folder, where the evaluation of its student is meant."""
+        return replace(self, job=EVALUATION)
+
+    def mine(self, event: Event) -> bool:
+        """Tell whether an event is of the work that is meant."""
+        return event.get("job") == self.job
 
     @property
     def plan(self) -> Plan:
@@ -149,7 +160,7 @@ class Run:
     @property
     def done(self) -> bool:
         """Whether there is nothing left to do."""
-        told = (event["event"] for event in journal.newest_first(self.log_file))
+        told = (event["event"] for event in journal.newest_first(self.log_file) if self.mine(event))
         return self.checkpoint.is_dir() and next((name for name in told if name in ENDS), None) == "done"
 
     def has(self, name: str) -> bool:
@@ -175,10 +186,10 @@ class Run:
 
     def log(self, event: str, **details: Any) -> None:
         """Append an event; the time is seconds since 1970."""
-        journal.append(self.log_file, event, details)
+        journal.append(self.log_file, event, details if self.job is None else {"job": self.job, **details})
 
     def events(self) -> list[Event]:
-        """Read all events."""
+        """Read all events, of whatever work."""
         return journal.read(self.log_file)[0]
 
     @property

@@ -7,7 +7,7 @@ import json
 import sys
 import time
 from collections.abc import Sequence
-from dataclasses import asdict
+from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -56,14 +56,39 @@ def serve(asked: argparse.Namespace) -> None:
         jobs.delete(run)
         say(asked, {"deleted": str(run.folder)}, f"{run.folder} is deleted")
         return
-    {"stop": jobs.stop, "resume": jobs.start, "use": jobs.use_now}[asked.action](run)
+    {"stop": jobs.stop, "resume": resume, "use": jobs.use_now}[asked.action](run)
     done = {"stop": "will stop after its step", "resume": "is queued", "use": "will end its training after this step"}
     text = f"{run.folder} {done[asked.action]}: linearizer runs attach {run.folder}"
     say(asked, as_json(jobs.status(run)), text)
 
 
+<<<<<<< HEAD
+=======
+def find(name: str | None, root: Path) -> Run:
+    """Open a run by its folder, or by its name under the root."""
+    if name is None:
+        raise RequestError("name the run: its folder, or its name as `linearizer runs` shows it")
+    for folder in (root / name, Path(name)):
+        if (folder / "plan.json").is_file():
+            return Run.open(folder)
+    known = [one.run.folder.name for one in jobs.runs_in(root)]
+    raise FolderError(f"there is no run {name!r}: {str(root)!r} has {', '.join(known) or 'none'}")
+
+
+def resume(run: Run) -> None:
+    """Go on with a run; or, where that is done, with the evaluation of its student."""
+    if run.done and (there := jobs.status(run).evaluation) is not None and there.state != "done":
+        jobs.evaluate(run)
+    else:
+        jobs.start(run)
+
+
+>>>>>>> 8dc3939 (Evaluate in a process of its own, as runs work)
 def attach(run: Run, as_lines: bool = False) -> None:
-    """Show the progress of a run until it ends, and then what came of it."""
+    """Show the progress of a run, or of its evaluation, until it ends, and then what came of it."""
+    evaluation = jobs.status(run).evaluation
+    if evaluation is not None and evaluation.live:
+        run = run.evaluating
     bar = terminal.Bar(sys.stderr)
     if bar.shown:
         sys.stderr.write("ctrl-C leaves this display; the run goes on\n")
@@ -86,7 +111,16 @@ def attach(run: Run, as_lines: bool = False) -> None:
     if found.state != "done":
         raise FaultError(f"{run.folder} {'failed' if found.state == 'failed' else 'is lost'}: {found.error}")
     if not as_lines:
-        print(terminal.run_text(run))  # noqa: T201
+        print(terminal.run_text(run) if run.job is None else evaluation_text(run))  # noqa: T201
+
+
+def evaluation_text(run: Run) -> str:
+    """Say what the parts that were last asked for have found."""
+    from linearizer.report import evaluation_report
+    from linearizer.request import Request
+
+    found, chosen = run.evaluation_parts, Request.of(jobs.newest_request(run)[0]).chosen
+    return evaluation_report({part: found[part] for part in chosen if part in found})
 
 
 def wait_in_line(run: Run, bar: terminal.Bar) -> None:
@@ -98,7 +132,12 @@ def wait_in_line(run: Run, bar: terminal.Bar) -> None:
 
 def as_json(found: Status) -> dict[str, Any]:
     """Say what a run is doing as plain values."""
-    return {"name": found.run.folder.name, **asdict(found), "run": str(found.run.folder), **asked_of(found.run)}
+    plain = {field.name: getattr(found, field.name) for field in fields(found) if field.name != "evaluation"}
+    evaluation = found.evaluation and {
+        name: getattr(found.evaluation, name) for name in ("state", "place", "step", "error")
+    }
+    names = {"name": found.run.folder.name, "run": str(found.run.folder)}
+    return {**plain, **names, **asked_of(found.run), "evaluation": evaluation}
 
 
 def asked_of(run: Run) -> dict[str, Any]:
@@ -116,11 +155,14 @@ def table(found: Sequence[Status]) -> str:
     for one in found:
         asked = asked_of(one.run)
         dial = f"C = {asked['features']}" if asked["features"] else asked["budget"] or "?"
-        state = one.state if one.place is None else f"queued, place {one.place}"
-        step = "" if one.step is None else f"{one.step['event']} {one.step['done']}/{one.step['total']}"
+        shown = one.evaluation if one.evaluation is not None and one.state == "done" else one
+        state = shown.state if shown.place is None else f"queued, place {shown.place}"
+        state = state if shown is one else f"done, evaluation {state}"
+        step = "" if shown.step is None else f"{shown.step['event']} {shown.step['done']}/{shown.step['total']}"
         model = printable(asked["model"] or "?")
         age = since(time.time() - one.begun)
         rows.append((printable(one.run.folder.name), model, dial, state, step, size(one.disk_bytes), age))
+<<<<<<< HEAD
     errors = [f"{printable(one.run.folder.name)}: {printable(one.error)}" for one in found if one.error]
     places = [
         f"{printable(one.run.folder.name)}: {printable(terminal.published_text(one.published))}"
@@ -128,6 +170,13 @@ def table(found: Sequence[Status]) -> str:
         if one.published
     ]
     return "\n".join([columns(rows), *errors, *places])
+=======
+    told = [
+        (one.run.folder.name, said) for one in found for said in (one.error, one.evaluation and one.evaluation.error)
+    ]
+    errors = [f"{printable(name)}: {printable(error)}" for name, error in told if error]
+    return "\n".join([columns(rows), *errors])
+>>>>>>> 8dc3939 (Evaluate in a process of its own, as runs work)
 
 
 def printable(text: str) -> str:

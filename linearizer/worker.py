@@ -1,7 +1,7 @@
 """Work on a run: wait for a turn at the device, do what the plan asks for, and say how that ended.
 
-python -m linearizer.worker RUN TICKET FD FD is the process of a run in the background: `jobs.start` hands it the
-locks of the run and of the ticket, as open files, and the token on standard input.
+python -m linearizer.worker RUN JOB TICKET FD FD is the process of a run in the background, or of its evaluation:
+`jobs.start` hands it the locks of the run and of the ticket, as open files, and the token on standard input.
 """
 
 from __future__ import annotations
@@ -14,9 +14,8 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import TYPE_CHECKING, TypeVar
+from typing import Any, TypeVar
 
-from linearizer import turns
 from linearizer.devices import device_name, device_of
 from linearizer.errors import LinearizerError, RequestError, Stopped
 from linearizer.jobs import enter
@@ -26,23 +25,20 @@ from linearizer.run import Run
 from linearizer.turns import Ticket
 from linearizer.working import check, reported
 
-if TYPE_CHECKING:
-    from linearizer.allocation import Allocation
-
 Product = TypeVar("Product")
 OFTEN = 0.3  # seconds between two looks at the queue
 
 
 def main(arguments: Sequence[str]) -> int:
     """Work on a run that was handed over, and return an exit code; what there is to say is in the run's log."""
-    folder, number, *fds = arguments
+    folder, job, number, *fds = arguments
     lock, ticket_lock = (Lock(int(fd)) for fd in fds)
     for held in (lock, ticket_lock):
         os.set_inheritable(held.fd, False)
     token = sys.stdin.read() or None
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run = Run(Path(folder))
+    run = Run(Path(folder), job or None)
     with lock, heeding_signals(run):
         try:
             with faults_logged(run):
@@ -58,16 +54,20 @@ def main(arguments: Sequence[str]) -> int:
     return 0
 
 
-def work_on(run: Run, token: str | None) -> Steps[Allocation]:
+def work_on(run: Run, token: str | None) -> Steps[Any]:
     """Begin to work, now that it is this run's turn: what is imported here takes memory."""
+    if run.job is not None:
+        from linearizer.examination import go_on
+
+        return go_on(run, token)
     from linearizer.pipeline import linearize
 
     return linearize(run, token, held=True)
 
 
-def foreground(run: Run, steps: Steps[Product]) -> Steps[Product]:
-    """Work on a run in this process; a request that cannot be served leaves no run."""
-    lock, ticket = enter(run)
+def foreground(run: Run, steps: Steps[Product], **asked: Any) -> Steps[Product]:
+    """Work on a run in this process; a request that cannot be served leaves no run. What is asked is logged."""
+    lock, ticket = enter(run, **asked)
     with lock, heeding_signals(run):
         try:
             with faults_logged(run):
@@ -76,16 +76,6 @@ def foreground(run: Run, steps: Steps[Product]) -> Steps[Product]:
             if not run.has("profile.json"):
                 run.forget()
             raise
-
-
-def beside(run: Run, steps: Steps[Product]) -> Steps[Product]:
-    """Do steps that look at what a run made, when its device is free; the run itself stays what it is."""
-    ticket = turns.ask(run.folder)
-    try:
-        yield from turn(run, ticket)
-        return (yield from steps)
-    finally:
-        ticket.give_back()
 
 
 def in_turn(run: Run, ticket: Ticket, steps: Callable[[], Steps[Product]]) -> Steps[Product]:

@@ -71,6 +71,7 @@ LAYERS = [  # a module may import from the layers after its own
         "purchase",
         "prices",
         "recipes",
+        "request",
         "profile",
         "samples",
         "tables",
