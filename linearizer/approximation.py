@@ -26,6 +26,7 @@ from linearizer.runtime.student import LayerStudent
 from linearizer.subjects import Subject
 
 Tensor = torch.Tensor
+Foretold = tuple[tuple[float | None, ...], ...]  # [layer][KV head]; None where the profile foretells nothing
 COLUMNS = 128  # of the rows that are looked at together
 
 
@@ -45,7 +46,7 @@ class Approximation:
     """Students against what was predicted of their heads from the profile alone."""
 
     subjects: tuple[Errors, ...]
-    predicted: tuple[tuple[tuple[float, ...], ...], ...]  # [subject][layer][KV head]: mass outside, times λ(M)
+    predicted: tuple[Foretold, ...]  # of each subject
     correlation: tuple[float | None, ...]  # of each subject's row errors with the predicted ones: Spearman's
 
 
@@ -67,8 +68,15 @@ def measure_approximation(
     """Compare the attention of students with their teacher's on the same texts."""
     errors = yield from measure_errors(teacher, subjects, windows)
     predicted = tuple(predicted_errors(subject.allocation, found) for subject in subjects)
-    ranked = tuple(spearman(flat(own.rows), flat(told)) for own, told in zip(errors, predicted, strict=True))
+    ranked = tuple(agreement(own.rows, told) for own, told in zip(errors, predicted, strict=True))
     return Approximation(tuple(errors), predicted, ranked)
+
+
+def agreement(rows: Sequence[Sequence[float]], told: Foretold) -> float | None:
+    """Rank the heads of which something was foretold by what was found and by what was foretold."""
+    both = [pair for row, own in zip(rows, told, strict=True) for pair in zip(row, own, strict=True)]
+    known = [(found, foretold) for found, foretold in both if foretold is not None]
+    return spearman([found for found, _ in known], [foretold for _, foretold in known])
 
 
 def measure_errors(teacher: PreTrainedModel, subjects: Sequence[Subject], windows: Tensor) -> Steps[list[Errors]]:
@@ -133,7 +141,7 @@ def head_errors(student: LayerStudent, q: Tensor, k: Tensor, v: Tensor, scale: f
     return torch.stack([misplaced / (tokens * q.shape[1] // k.shape[1]), off]).cpu()
 
 
-def predicted_errors(allocation: Allocation | None, found: Profile) -> tuple[tuple[float, ...], ...]:
+def predicted_errors(allocation: Allocation | None, found: Profile) -> Foretold:
     """Predict the error of every head of an allocation: [layer][KV head]."""
     assert allocation is not None, "a teacher has no error"
     return tuple(
@@ -142,12 +150,17 @@ def predicted_errors(allocation: Allocation | None, found: Profile) -> tuple[tup
     )
 
 
-def predicted_error(head: Head, own: HeadProfile, found: Profile) -> float:
-    """Predict from the profile how badly a head will do: what lies outside of its window, times λ(M)."""
+def predicted_error(head: Head, own: HeadProfile, found: Profile) -> float | None:
+    """Predict from the profile how badly a head will do: what lies outside of its window, times λ(M).
+
+    λ says what features can do. Slots merge what queries can hardly tell apart, of which the profile knows nothing.
+    """
     if head.softmax:
         return 0.0
-    count = head.features or head.slots
-    return outside(head.window, own, found.windows) * (level_of(count, own, found) if count else 1.0)
+    if head.slots:
+        return None
+    left = outside(head.window, own, found.windows)
+    return left * (level_of(head.features, own, found) if head.features else 1.0)
 
 
 def outside(window: int, own: HeadProfile, windows: Sequence[int]) -> float:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from linearizer.approximation import (
+    agreement,
     head_errors,
     level_of,
     measure_approximation,
@@ -73,6 +74,14 @@ def test_theory_promises_less_error_to_more_features():
     assert predicted_error(Head(window=16, features=16), own, found) == pytest.approx(0.7 / 256)
     assert predicted_error(Head(window=16), own, found) == pytest.approx(0.7)
     assert predicted_error(WHOLE, own, found) == 0
+
+
+def test_of_slots_nothing_is_foretold_and_they_do_not_count_in_the_agreement():
+    found = profile_of()
+    assert predicted_error(Head(window=16, slots=16), found.layers[0].heads[0], found) is None
+    told = ((0.1, None, 0.2), (), (None, 0.3))
+    assert agreement(((0.1, 9.0, 0.2), (), (0.0, 0.3)), told) == pytest.approx(1)
+    assert agreement(((0.5,),), ((None,),)) is None
 
 
 @pytest.fixture(scope="module")
