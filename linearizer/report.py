@@ -1,8 +1,9 @@
-"""The parts of an evaluation as tables of text."""
+"""The parts of an evaluation as tables, which a terminal, the page and the card each lay out in their own way."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from linearizer.tables import columns, size
@@ -11,26 +12,46 @@ Found = Mapping[str, Any]
 Rows = list[Sequence[object]]
 
 
+@dataclass(frozen=True)
+class Table:
+    """Rows of cells, the head first; and what is to be said below."""
+
+    rows: Sequence[Sequence[object]]
+    notes: tuple[str, ...] = ()
+
+
 def evaluation_report(parts: Mapping[str, Found]) -> str:
     """Say all that was measured, a table for each part, and what it was measured with."""
-    tables = [f"{part}\n{TABLES[part](found)}" for part, found in parts.items()]
-    return "\n\n".join([*tables, *sorted({made_with_text(found["asked"]["made_with"]) for found in parts.values()})])
+    found = [f"{part}\n{text_of(tables_of(part, found))}" for part, found in parts.items()]
+    made = sorted({note for own in parts.values() for note in made_with(own)}, key=str.lower)
+    return "\n\n".join([*found, "\n".join(made)])
 
 
-def made_with_text(made: Found) -> str:
-    """Say with what, and whether there was a teacher."""
+def tables_of(part: str, found: Found) -> list[Table]:
+    """Lay out what one part found."""
+    return TABLES[part](found)
+
+
+def text_of(tables: Sequence[Table]) -> str:
+    """Write tables as plain text."""
+    return "\n\n".join("\n".join([columns(table.rows), *table.notes]) for table in tables)
+
+
+def made_with(found: Found) -> tuple[str, ...]:
+    """Say with what a part was measured, and whether there was a teacher."""
+    made = found["asked"]["made_with"]
     versions = ", ".join(f"{name} {version}" for name, version in made["versions"].items())
     text = f"{made['dtype']} on {made['device']}; {versions}"
-    return text if made["alone"] is None else f"{text}\nthe student was measured alone: {made['alone']}"
+    return (text,) if made["alone"] is None else (text, f"the student was measured alone: {made['alone']}")
 
 
-def text_of(found: Found) -> str:
+def source_of(found: Found) -> str:
     """Say on what text, and whether it is longer than the teacher's positions."""
     beyond = "; longer than the teacher's positions: extrapolated" if found.get("extrapolated") is True else ""
     return f"{found['texts']} texts of {found['length']} tokens of {found['text']}, seed {found['seed']}{beyond}"
 
 
-def language_table(found: Found) -> str:
+def language_tables(found: Found) -> list[Table]:
     rows: Rows = [("", "state", "loss", "95 %", "perplexity", "above teacher", "KL", "agreement", "calibration")]
     for one in found["subjects"]:
         low, high = one["loss"]["interval"]
@@ -40,27 +61,27 @@ def language_table(found: Found) -> str:
     ranges: Rows = [("loss from token", *found["edges"])]
     ranges += [(one["name"], *(f"{loss:.3f}" for loss in one["by_position"])) for one in found["subjects"]]
     over = f"95 % intervals from {found['count']} {found['drawn']}, drawn again"
-    return f"{columns(rows)}\n\n{columns(ranges)}\n{text_of(found)}; {over}"
+    return [Table(rows), Table(ranges, (f"{source_of(found)}; {over}",))]
 
 
-def recall_table(found: Found) -> str:
+def recall_tables(found: Found) -> list[Table]:
     rows: Rows = [("loss the second time, after", *found["gaps"], "the first")]
     for one in found["subjects"]:
         first = sum(one["first"]) / len(one["first"])
         rows.append((one["name"], *(f"{loss:.3f}" for loss in one["second"]), f"{first:.3f}"))
-    text = f"{columns(rows)}\npassages of {found['passage']} tokens; {text_of(found)}"
+    again = Table(rows, (f"passages of {found['passage']} tokens; {source_of(found)}",))
     if (longer := found["longer"]) is None:
-        return text
+        return [again]
     marks = ("*" if beyond else "" for beyond in longer["extrapolated"])
     ranges: Rows = [("loss from token", *(f"{edge}{mark}" for edge, mark in zip(longer["edges"], marks, strict=True)))]
     for name, losses in zip(longer["names"], longer["losses"], strict=True):
         ranges.append((name, *(f"{loss:.3f}" for loss in losses)))
     note = f"the features were trained on texts of {longer['trained']} tokens"
-    star = "\n* beyond the teacher's positions: extrapolated" if any(longer["extrapolated"]) else ""
-    return f"{text}\n\n{columns(ranges)}\n{note}{star}"
+    star = ("* beyond the teacher's positions: extrapolated",) * any(longer["extrapolated"])
+    return [again, Table(ranges, (note, *star))]
 
 
-def needle_table(found: Found) -> str:
+def needle_tables(found: Found) -> list[Table]:
     """The share of the value that was found, a block for each subject."""
     marks = ["*" if beyond else "" for beyond in found["extrapolated"]]
     rows: Rows = [("found, at depth", *(f"{depth:.0%}" for depth in found["depths"]), "loss", "when new")]
@@ -70,13 +91,12 @@ def needle_table(found: Found) -> str:
         ):
             shares = ("–" if share is None else f"{share:.0%}" for share in cells[0])
             rows.append((f"{one['name']}, {length}{mark}", *shares, *(mean(losses) for losses in cells[1:])))
-    star = "\n* longer than the teacher's positions: extrapolated" if any(found["extrapolated"]) else ""
+    star = ("* longer than the teacher's positions: extrapolated",) * any(found["extrapolated"])
     gone = any(share is None for one in found["subjects"] for row in one["found"] for share in row)
-    dash = "\n– more than memory holds" if gone else ""
-    return f"{columns(rows)}\n{text_of(found)}{star}{dash}"
+    return [Table(rows, (source_of(found), *star, *("– more than memory holds",) * gone))]
 
 
-def generation_table(found: Found) -> str:
+def generation_tables(found: Found) -> list[Table]:
     rows: Rows = [("", "leaves the teacher", "repeats", "distinct 1", "2", "3", "loss by the teacher", "its choice")]
     for one in found["subjects"]:
         after = "–" if one["diverged"] is None else f"after {mean(one['diverged'], '.1f')}"
@@ -86,33 +106,34 @@ def generation_table(found: Found) -> str:
         name = f"{one['name']}, {'drawn' if one['sampled'] else 'greedy'}"
         rows.append((name, after, f"{one['repeated']:.0%}", *distinct, loss, likeliest))
     asked = f"{found['prompts']} prompts of {found['prompt_tokens']} tokens, {found['new_tokens']} written"
-    return f"{columns(rows)}\n{asked}, of {found['text']}, seed {found['seed']}"
+    return [Table(rows, (f"{asked}, of {found['text']}, seed {found['seed']}",))]
 
 
-def approximation_table(found: Found) -> str:
+def approximation_tables(found: Found) -> list[Table]:
     """Errors by layer; what was predicted of the student, and how far the order of the heads agrees with it."""
     rows: Rows = [("rows misplaced in layer", *range(len(found["predicted"][0])), "all", "of outputs", "foretold")]
     for one, ranked in zip(found["subjects"], found["correlation"], strict=True):
         cells = (mean(heads) for heads in one["rows"])
         agreed = "–" if ranked is None else f"{ranked:.2f}"
         rows.append((one["name"], *cells, f"{one['rows_mean']:.3f}", f"{one['outputs_mean']:.3f}", agreed))
-    rows.append(("student, predicted", *(mean(heads, ".1e") for heads in found["predicted"][0]), "", "", ""))
+    told = ("–" if None in heads else mean(heads, ".1e") for heads in found["predicted"][0])  # of slots nothing is
+    rows.append(("student, predicted", *told, "", "", ""))
     note = "foretold: rank correlation over heads of what is misplaced with what the profile predicts"
-    text = f"{columns(rows)}\n{note}\n{text_of(found)}"
-    return text if found["curve"] is None else f"{text}\n\n{curve_table(found['curve'])}"
+    tables = [Table(rows, (note, source_of(found)))]
+    return tables if found["curve"] is None else [*tables, curve_table(found["curve"])]
 
 
-def curve_table(curve: Found) -> str:
+def curve_table(curve: Found) -> Table:
     """Errors by the number of features."""
     points: Rows = [("features per KV head, and nothing else", *curve["features"])]
     for name, errors, outputs in zip(curve["names"], curve["rows"], curve["outputs"], strict=True):
         points.append((f"{name}: rows misplaced", *(f"{error:.3f}" for error in errors)))
         points.append((f"{name}: of outputs", *(f"{error:.3f}" for error in outputs)))
     points.append(("predicted: λ where N(λ) is that many", *(f"{error:.2g}" for error in curve["predicted"])))
-    return columns(points)
+    return Table(points)
 
 
-def speed_table(found: Found) -> str:
+def speed_tables(found: Found) -> list[Table]:
     head = ("", "reads tokens/s", "writes", "peak", "remembers", "told", "operations", "batch", "reads", "writes")
     rows: Rows = [head]
     beyond = dict(zip(found["lengths"], found["beyond"], strict=True))
@@ -126,26 +147,26 @@ def speed_table(found: Found) -> str:
             others = (more["batch"], rate(more["read_rate"]), rate(more["write_rate"])) if more else ("", "", "")
             rows.append((f"{one['name']}, {length}{mark}", *own, *told, *others))
     marks = {pace["extrapolated"] for one in found["subjects"] for pace in one["one"]} - {None}
-    star = f"\n* drawn out from shorter texts, for lack of {' and '.join(sorted(marks))}" if marks else ""
-    plus = "\n+ longer than the teacher's positions" if any(found["beyond"]) else ""
-    return f"{columns(rows)}{star}{plus}{breakeven_text(found['breakeven'])}"
+    star = (f"* drawn out from shorter texts, for lack of {' and '.join(sorted(marks))}",) * bool(marks)
+    plus = ("+ longer than the teacher's positions",) * any(found["beyond"])
+    return [Table(rows, (*star, *plus, *breakeven_note(found["breakeven"])))]
 
 
-def breakeven_text(found: Found | None) -> str:
+def breakeven_note(found: Found | None) -> tuple[str, ...]:
     """Say from when on the student is the better one, as told by its shape and as measured."""
     if found is None:
-        return ""
+        return ()
 
     def at(tokens: int | None) -> str:
         return "never" if tokens is None else f"from {tokens} tokens on"
 
     return (
-        f"\nthe student remembers less {at(found['told_bytes'])} by its shape, {at(found['bytes'])} as measured; "
-        f"it writes with fewer operations {at(found['told_operations'])}, and faster {at(found['writing'])} as measured"
+        f"the student remembers less {at(found['told_bytes'])} by its shape, {at(found['bytes'])} as measured; it "
+        f"writes with fewer operations {at(found['told_operations'])}, and faster {at(found['writing'])} as measured",
     )
 
 
-def tasks_table(found: Found) -> str:
+def tasks_tables(found: Found) -> list[Table]:
     """A row for every metric of every task, a column for every subject."""
     rows: Rows = [("", *(one["name"] for one in found["subjects"]), "samples")]
     for scores in zip(*(one["scores"] for one in found["subjects"]), strict=True):
@@ -157,7 +178,7 @@ def tasks_table(found: Found) -> str:
         rows.append(("mean of acc", *(f"{one['accuracy']:.4f}" for one in found["subjects"]), ""))
     shots = "examples as each task says" if found["few_shot"] is None else f"{found['few_shot']} examples"
     limit = "all samples" if found["limit"] is None else f"at most {found['limit']} samples"
-    return f"{columns(rows)}\n± standard errors; {shots}, {limit}"
+    return [Table(rows, (f"± standard errors; {shots}, {limit}",))]
 
 
 def rate(tokens: float | None) -> str:
@@ -185,12 +206,12 @@ def spread(estimate: Found | None, form: str = ".3f") -> str:
     return f"{estimate['mean']:{form}} ± {(high - low) / 2:{form}}"
 
 
-TABLES: dict[str, Callable[[Found], str]] = {
-    "language": language_table,
-    "recall": recall_table,
-    "needle": needle_table,
-    "generation": generation_table,
-    "approximation": approximation_table,
-    "speed": speed_table,
-    "tasks": tasks_table,
+TABLES: dict[str, Callable[[Found], list[Table]]] = {
+    "language": language_tables,
+    "recall": recall_tables,
+    "needle": needle_tables,
+    "generation": generation_tables,
+    "approximation": approximation_tables,
+    "speed": speed_tables,
+    "tasks": tasks_tables,
 }
