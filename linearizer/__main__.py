@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from linearizer import jobs, runs
 from linearizer.errors import LinearizerError, RequestError, Stopped
+from linearizer.files import write_whole
 from linearizer.plan import Plan
 from linearizer.recipes import RECIPES
 from linearizer.request import PARTS, Request
@@ -197,6 +198,7 @@ def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--task-folder", help="tasks of your own, as YAML files, which may run code that you put there"
     )
+    command.add_argument("--charts", type=Path, metavar="FILE.html", help="write tables and charts as a page, too")
     command.add_argument("--again", action="store_true", help="measure again what was measured")
     command.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
 
@@ -325,6 +327,8 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
     run = find_run(asked.run)
     known = {field.name for field in fields(Request)}
     request = Request.of({name: value for name, value in vars(asked).items() if name in known})
+    if asked.detach and asked.charts:
+        raise RequestError("--charts is written when the evaluation ends: repeat the command without --detach then")
     if asked.detach:
         detach(asked, run.evaluating, lambda: jobs.evaluate(run, asdict(request), asked.again))
         return
@@ -332,6 +336,10 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
     how = {"request": asdict(request), "again": asked.again}
     found = work(foreground(run.evaluating, steps, **how), f"`linearizer evaluate {run.folder}`")
     chosen = {part: found[part] for part in request.chosen if part in found}
+    if asked.charts:
+        from linearizer.evaluation_page import page_of
+
+        write_whole(asked.charts, page_of(run, chosen))
     show(asked, chosen, report.evaluation_report(chosen))
 
 

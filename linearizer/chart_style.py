@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import pairwise
 from typing import Any
 
@@ -16,7 +18,18 @@ SIDES = {  # name -> what it is, colour, marker, dash
     "teacher": ("teacher", GREY, "circle", "dot"),
     "student": ("student", BLUE, "diamond", "solid"),
     "window": ("window of equal bytes", ORANGE, "square", "dash"),
+    "untrained": ("untrained student", GREEN, "cross", "dashdot"),
 }
+PATTERNS = {"teacher": "", "student": "/", "window": ".", "untrained": "x"}
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure, and a sentence that says what it shows."""
+
+    title: str
+    text: str
+    figure: go.Figure
 
 
 def plain(height: int, **layout: Any) -> go.Figure:
@@ -74,3 +87,61 @@ def side(name: str, hover: str) -> dict[str, Any]:
         "marker": {"symbol": symbol, "size": 9},
         "hovertemplate": hover + f"<extra>{title}</extra>",
     }
+
+
+def bars(name: str, labels: Sequence[str], values: Sequence[float], form: str) -> dict[str, Any]:
+    """Draw one subject's bars always alike: its colour and its pattern, with the numbers on them."""
+    look = side(name, "")
+    pattern = {"shape": PATTERNS.get(name, "\\"), "size": 5, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)"}
+    return {
+        "name": look["name"],
+        "offsetgroup": name,
+        "x": list(labels),
+        "y": list(values),
+        "marker": {"color": look["line"]["color"], "line": {"width": 0}, "pattern": pattern},
+        "hovertemplate": f"%{{x}}: %{{y:{form}}}<extra>{look['name']}</extra>",
+    }
+
+
+def numbers(name: str, labels: Sequence[str], values: Sequence[float], heights: Sequence[float]) -> dict[str, Any]:
+    """Write the numbers of one subject's bars, in percent, above them and above what else stands there."""
+    return {
+        "offsetgroup": name,
+        "x": list(labels),
+        "y": list(heights),
+        "mode": "text",
+        "text": [f"{100 * value:.0f}" for value in values],
+        "textposition": "top center",
+        "textfont": {"size": 9},
+        "cliponaxis": False,
+        "showlegend": False,
+        "hoverinfo": "skip",
+    }
+
+
+def round_ticks(low: float, high: float) -> list[float]:
+    """Choose round numbers on a logarithmic axis: 1, 2, 5, 10, … where there is room for them, else powers of ten."""
+    wide = high > 200 * low
+    ticks = [factor * 10.0**power for power in range(-9, 13) for factor in ((1,) if wide else (1, 2, 5))]
+    return [tick for tick in ticks if low / 1.5 <= tick <= high * 1.5]
+
+
+def opened(look: dict[str, Any], open_ones: Sequence[bool]) -> dict[str, Any]:
+    """Leave the markers open of what was not measured."""
+    symbol = look["marker"]["symbol"]
+    edge = {"width": 2, "color": look["line"]["color"]}
+    symbols = [f"{symbol}-open" if beyond else symbol for beyond in open_ones]
+    return look | {"marker": look["marker"] | {"symbol": symbols, "line": edge}}
+
+
+def spaced(values: Sequence[int]) -> list[int]:
+    """Leave out marks that would stand upon each other on a logarithmic axis."""
+    kept: list[int] = []
+    for value in sorted(values):
+        if not kept or value >= 1.45 * kept[-1]:
+            kept.append(value)
+    return kept
+
+
+def texts(values: Sequence[int]) -> list[str]:
+    return [f"{value // 1024}k" if value >= 1024 and value % 1024 == 0 else str(value) for value in values]

@@ -71,17 +71,18 @@ def facts(pairs: Sequence[tuple[str, str]], kind: str = "") -> str:
     return f'<dl class="lz-facts {kind}">{cells}</dl>'
 
 
-def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], safe: bool = False) -> str:
-    """Lay out rows of cells, the first of each its name; `safe` cells are HTML already."""
+def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], safe: bool = False, label: str = "") -> str:
+    """Lay out rows of cells, the first of each its name; `safe` cells are HTML already, and a `label` is not seen."""
     keep = (lambda text: text) if safe else escape
     top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "".join(
         f'<tr><th scope="row">{keep(row[0])}</th>{"".join(f"<td>{keep(cell)}</td>" for cell in row[1:])}</tr>'
         for row in rows
     )
+    named = f"<caption>{escape(caption)}</caption>" if caption else ""
     return (
-        f'<div class="lz-scroll" tabindex="0" role="region" aria-label="{escape(caption)}"><table class="lz-table">'
-        f"<caption>{escape(caption)}</caption><thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>"
+        f'<div class="lz-scroll" tabindex="0" role="region" aria-label="{escape(label or caption)}"><table '
+        f'class="lz-table">{named}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 

@@ -39,7 +39,7 @@ def run(made, tmp_path, monkeypatch):
     shutil.copytree(made.folder, tmp_path / "run")
     found = Run(tmp_path / "run")
     yield found
-    if found.has("plan.json") and found.worked_on:
+    if found.has("plan.json") and jobs.state_of(found.evaluating) in jobs.LIVE:
         jobs.stop(found)
         wait_for(found.evaluating, "stopped", "done")
 

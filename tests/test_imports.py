@@ -12,6 +12,8 @@ LAYERS = [  # a module may import from the layers after its own
     {"__main__"},
     {"page"},
     {"desk", "watch"},
+    {"evaluation_page"},
+    {"evaluation_views"},
     {"limits", "outbox", "views"},
     {"runs"},
     {"terminal"},
@@ -64,7 +66,18 @@ LAYERS = [  # a module may import from the layers after its own
         "text",
     },  # what steps are made of
     {"loss_kernels"},
-    {"answers", "chart_style", "charts", "hub", "patience", "uploads", "weights", "runtime"},  # seams
+    {
+        "answers",
+        "chart_style",
+        "charts",
+        "evaluation_charts",
+        "prediction_charts",
+        "hub",
+        "patience",
+        "uploads",
+        "weights",
+        "runtime",
+    },  # seams
     {
         "allocation",
         "strategies",
@@ -91,6 +104,8 @@ LAYERS = [  # a module may import from the layers after its own
 ]
 INSIDE = {
     "charts": ["chart_style"],
+    "prediction_charts": ["chart_style"],
+    "evaluation_charts": ["chart_style", "prediction_charts"],
     "outputs": ["subjects"],
     "run": ["plan"],
     "probe": ["support", "teacher"],

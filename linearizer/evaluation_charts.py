@@ -1,0 +1,230 @@
+"""Figures of what `linearizer evaluate` found, part by part: numbers, patterns and markers say what colours say."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from linearizer.chart_style import (
+    DEPTH,
+    GREY,
+    Chart,
+    bars,
+    numbers,
+    opened,
+    plain,
+    round_ticks,
+    side,
+    spaced,
+    styled,
+    texts,
+)
+from linearizer.prediction_charts import language_charts, needle_charts, recall_charts
+from linearizer.tables import size
+
+Found = Mapping[str, Any]
+CELLS = 16  # cells or bars side by side up to which numbers can be read at them
+
+
+def charts_of(part: str, found: Found) -> list[Chart]:
+    """Draw what one part found."""
+    return list(DRAWN[part](found))
+
+
+def generation_charts(found: Found) -> Iterator[Chart]:
+    told = [one for one in found["subjects"] if one["diverged"] is not None]
+    if told:
+        text = (
+            f"Of {found['new_tokens']} tokens, those before the first that is not the teacher's; a mark for each text."
+        )
+        yield Chart("Where they leave the teacher", text, leaving(told, found["new_tokens"]))
+    text = "Repeated runs of four tokens; different tokens, and pairs of them; those that the teacher would choose."
+    for sampled, how in ((False, "the likeliest tokens"), (True, "drawn tokens")):
+        yield Chart(f"What they write: {how}", text, writing([o for o in found["subjects"] if o["sampled"] == sampled]))
+
+
+def leaving(told: Sequence[Found], most: int) -> go.Figure:
+    """Draw after how many tokens every text parts from the teacher's."""
+    figure = plain(80 + 34 * len(told), showlegend=False)
+    for one in told:
+        name = manner(one)
+        look = side(one["name"], "after %{x} tokens") | {"mode": "markers", "name": name}
+        figure.add_scatter(x=list(one["diverged"]), y=[name] * len(one["diverged"]), **look)
+    figure.update_xaxes(title="tokens", range=[-0.02 * most, 1.03 * most])
+    figure.update_yaxes(autorange="reversed")
+    return figure
+
+
+def writing(subjects: Sequence[Found]) -> go.Figure:
+    """Draw shares of what every subject wrote: bars with their numbers."""
+    figure = plain(300, barmode="group", scattermode="group", bargap=0.2)
+    for one in subjects:
+        shares = {"repeated": one["repeated"], "different": one["distinct"][0], "pairs": one["distinct"][1]}
+        if one["likeliest"] is not None:
+            shares["chosen"] = one["likeliest"]
+        values = list(shares.values())
+        figure.add_bar(**bars(one["name"], list(shares), values, ".0%"))
+        figure.add_scatter(**numbers(one["name"], list(shares), values, values))
+    figure.update_yaxes(range=[0, 1.12], tickformat=".0%")
+    return figure
+
+
+def manner(one: Found) -> str:
+    return f"{one['name']}, {'drawn' if one['sampled'] else 'greedy'}"
+
+
+def approximation_charts(found: Found) -> Iterator[Chart]:
+    text = "Share of attention that is misplaced, layer by KV head; the number is in the cell."
+    yield Chart("Error of every head", text, error_maps(found))
+    if found["curve"] is not None:
+        text = "If every KV head had nothing but so many features; the dotted line is what the profile promises."
+        yield Chart("Error by features", text, curve(found["curve"]))
+
+
+def error_maps(found: Found) -> go.Figure:
+    """Draw the errors of students, and of the untrained one beside."""
+    named = {one["name"]: one for one in found["subjects"]}
+    shown = [named[name] for name in ("untrained", "student") if name in named]
+    names = ["before training", "after training"] if len(shown) > 1 else [""]
+    layers, heads = len(shown[0]["rows"]), max((len(row) for row in shown[0]["rows"]), default=1)
+    figure = make_subplots(cols=len(shown), subplot_titles=names, shared_yaxes=True, horizontal_spacing=0.05)
+    colours = {"colorscale": [list(stop) for stop in reversed_depth()], "cmin": 0, "showscale": False}
+    styled(figure, max(240, min(26 * layers + 110, 760)), coloraxis=colours)
+    for place, one in enumerate(shown):
+        table = [[*row, *[None] * (heads - len(row))] for row in one["rows"]]
+        readable = heads * len(shown) <= CELLS and layers <= 48
+        figure.add_heatmap(
+            z=table,
+            text=[["" if error is None else f"{error:.2f}" for error in row] for row in table],
+            texttemplate="%{text}" if readable else "",
+            textfont={"size": 10},
+            coloraxis="coloraxis",
+            xgap=2,
+            ygap=2,
+            hoverongaps=False,
+            hovertemplate="layer %{y}, KV head %{x}<br>%{z:.3f} misplaced<extra>" + names[place] + "</extra>",
+            row=1,
+            col=place + 1,
+        )
+    figure.update_layout(plot_bgcolor="rgba(128,138,150,0.10)")
+    figure.update_xaxes(title="KV head", dtick=max(1, heads // 8))
+    figure.update_yaxes(dtick=max(1, layers // 24), autorange="reversed", showgrid=False)
+    figure.update_yaxes(title="layer", col=1)
+    return figure
+
+
+def reversed_depth() -> list[tuple[float, str]]:
+    """Let light cells be small errors."""
+    return [(1 - at, colour) for at, colour in reversed(DEPTH)]
+
+
+def curve(found: Found) -> go.Figure:
+    """Draw the error over the number of features, and what theory promises."""
+    figure = plain(320)
+    for name, errors in zip(found["names"], found["rows"], strict=True):
+        look = side("student" if name == "trained" else name, "%{y:.3f} misplaced with %{x} features") | {"name": name}
+        figure.add_scatter(x=found["features"], y=errors, **look)
+    promised = side("teacher", "λ = %{y:.2g} at %{x} features") | {"name": "λ where N(λ) is that many"}
+    figure.add_scatter(x=found["features"], y=found["predicted"], **promised)
+    marks = spaced(found["features"])
+    figure.update_xaxes(title="features per KV head", type="log", tickvals=marks, ticktext=texts(marks))
+    figure.update_yaxes(title="share of attention misplaced", type="log", exponentformat="power", dtick=1)
+    return figure
+
+
+def speed_charts(found: Found) -> Iterator[Chart]:
+    drawn = any(pace["extrapolated"] for one in found["subjects"] for pace in one["one"])
+    mark = " Open markers are drawn out from shorter texts." * drawn
+    told = " Open markers are told by its shape." * drawn
+    yield Chart("Writing", f"Tokens a second, one text at a time, by its length.{mark}", paces(found, "write_rate"))
+    yield Chart("Reading", f"Tokens a second of a prompt, by its length.{mark}", paces(found, "read_rate"))
+    yield Chart("Memory", f"Bytes of what is remembered at a length.{told}", held(found))
+
+
+def paces(found: Found, of: str) -> go.Figure:
+    """Draw one rate over length; what was measured is filled, what was drawn out is open."""
+    figure = over_lengths(found)
+    for one in found["subjects"]:
+        known = [pace for pace in one["one"] if pace[of] is not None]
+        reasons = [f", drawn out for lack of {pace['extrapolated']}" if pace["extrapolated"] else "" for pace in known]
+        figure.add_scatter(
+            x=[pace["length"] for pace in known],
+            y=[pace[of] for pace in known],
+            customdata=reasons,
+            **opened(
+                side(one["name"], "%{y:.3g} tokens/s at %{x} tokens%{customdata}"), [bool(why) for why in reasons]
+            ),
+        )
+    rates = [pace[of] for one in found["subjects"] for pace in one["one"] if pace[of] is not None]
+    ticks = round_ticks(min(rates, default=1), max(rates, default=1))
+    figure.update_yaxes(title="tokens a second", type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks])
+    return figure
+
+
+def held(found: Found) -> go.Figure:
+    """Draw the bytes that are remembered over length; an open marker is what the shape tells."""
+    figure = over_lengths(found)
+    values = []
+    for one in found["subjects"]:
+        measured = [pace["extrapolated"] is None and pace["state_bytes"] is not None for pace in one["one"]]
+        sizes = [p["state_bytes"] if known else p["told_bytes"] for p, known in zip(one["one"], measured, strict=True)]
+        values += sizes
+        figure.add_scatter(
+            x=[pace["length"] for pace in one["one"]],
+            y=sizes,
+            customdata=[
+                size(bytes) + ("" if known else ", by its shape") for bytes, known in zip(sizes, measured, strict=True)
+            ],
+            **opened(side(one["name"], "%{customdata} at %{x} tokens"), [not known for known in measured]),
+        )
+    ticks = [1000**n * m for n in range(1, 5) for m in (1, 10, 100) if min(values) <= 1000**n * m <= max(values)]
+    figure.update_yaxes(type="log", tickvals=ticks, ticktext=[size(tick) for tick in ticks])
+    return figure
+
+
+def over_lengths(found: Found) -> go.Figure:
+    figure = plain(300)
+    marks = spaced(found["lengths"])
+    ends = [math.log10(found["lengths"][0] / 1.15), math.log10(found["lengths"][-1] * 1.15)]
+    figure.update_xaxes(title="tokens of the text", type="log", range=ends, tickvals=marks, ticktext=texts(marks))
+    return figure
+
+
+def tasks_charts(found: Found) -> Iterator[Chart]:
+    yield Chart("Scores", "Of every task, with standard errors.", scores(found))
+
+
+def scores(found: Found) -> go.Figure:
+    """Draw the first metric of every task as bars: accuracy where there is one."""
+    figure = plain(340, barmode="group", scattermode="group", bargap=0.25)
+    for one in found["subjects"]:
+        first = {}
+        for score in one["scores"]:
+            if score["task"] not in first or score["metric"] == "acc":
+                first[score["task"]] = score
+        names = [f"{score['task']}, {score['metric']}" for score in first.values()]
+        values = [score["value"] for score in first.values()]
+        errors = [score["error"] or 0.0 for score in first.values()]
+        figure.add_bar(
+            error_y={"type": "data", "array": errors, "color": GREY}, **bars(one["name"], names, values, ".3f")
+        )
+        heights = [value + error for value, error in zip(values, errors, strict=True)]
+        if len(names) * len(found["subjects"]) <= CELLS:
+            figure.add_scatter(**numbers(one["name"], names, values, heights))
+    figure.update_yaxes(title="score", rangemode="tozero")
+    return figure
+
+
+DRAWN: dict[str, Callable[[Found], Iterator[Chart]]] = {
+    "language": language_charts,
+    "recall": recall_charts,
+    "needle": needle_charts,
+    "generation": generation_charts,
+    "approximation": approximation_charts,
+    "speed": speed_charts,
+    "tasks": tasks_charts,
+}

@@ -1,0 +1,81 @@
+"""What the page says of an evaluation, as HTML: how far it is, and the tables of what each part found."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import Any
+
+from linearizer import views
+from linearizer.jobs import LIVE, Status
+from linearizer.report import Table, made_with, tables_of
+from linearizer.units import duration
+
+TITLES = {  # part -> its name, and what it asks
+    "language": ("Language", "How well is the next token predicted?"),
+    "recall": ("Recall", "How far back is a passage remembered?"),
+    "needle": ("Hidden pairs", "Is a key's value found again, wherever it stood?"),
+    "generation": ("Writing", "Does it write as its teacher does?"),
+    "approximation": ("Approximation", "How far is every head from its teacher's?"),
+    "speed": ("Speed and memory", "What does it take on this machine?"),
+    "tasks": ("Tasks", "What does it score where others were scored?"),
+}
+SAYS = {
+    "stopped": "Stopped; the parts that were finished are kept. Evaluate again to go on there.",
+    "lost": "Its process is gone; the parts that were finished are kept. Evaluate again to go on there.",
+}
+
+
+def part_html(part: str, found: Mapping[str, Any]) -> str:
+    """Show what one part found, as tables; `found` may come from elsewhere."""
+    title, question = TITLES[part]
+    tables = "".join(table_html(f"{title}, {number}", one) for number, one in enumerate(tables_of(part, found), 1))
+    made = "".join(f"<li>{escape(views.plain(note))}</li>" for note in made_with(found))
+    lead = f'<div class="lz-chart"><h3 class="lz-part">{escape(title)}</h3><p>{escape(question)}</p></div>'
+    return f'{lead}{tables}<details class="lz-faint"><summary>Measured with</summary><ul>{made}</ul></details>'
+
+
+def table_html(caption: str, found: Table) -> str:
+    """Lay out a table, and what is to be said below."""
+    head, *rows = [[str(cell) for cell in row] for row in found.rows]
+    notes = "".join(f'<p class="lz-faint">{escape(views.plain(note))}</p>' for note in found.notes)
+    return views.table("", head, rows, label=caption) + notes
+
+
+def evaluation_card(found: Status | None, now: float) -> str:
+    """Say how far an evaluation is, or how it ended."""
+    if found is None:
+        return ""
+    if found.state in LIVE:
+        state = views.SAYS[found.state]
+        if found.state == "queued" and found.place:
+            state += f": place {found.place}" if found.place > 1 else ": it is next"
+        line = f'<p class="lz-state lz-{found.state}" role="status">{views.sign(found.state)} {escape(state)}</p>'
+        return line + ("" if found.step is None or found.state == "queued" else progress(found.step))
+    if found.state == "failed":
+        return views.said(found.error or "it failed", "bad")
+    if found.state == "done":
+        return views.said("Evaluated. The card of the student holds it, too, once it is published.", "good")
+    return views.said(SAYS[found.state])
+
+
+def progress(step: Mapping[str, Any]) -> str:
+    """Draw how far the parts are, and the newest one."""
+    done, total = int(step["done"]), max(1, int(step["total"]))
+    place, parts = int(step.get("place", 1)), max(1, int(step.get("parts", 1)))
+    title = TITLES.get(str(step.get("part")), (str(step["event"]),))[0]
+    share = (place - 1 + min(1.0, done / total)) / parts
+    text = f"part {place} of {parts}: {done:,} of {total:,} {step.get('unit', '')}"
+    return (
+        f'<p class="lz-step">{escape(title)}</p><progress aria-label="evaluation" value="{share:.3f}" max="1">'
+        f'</progress><p class="lz-faint">{escape(text)}</p>'
+    )
+
+
+def times_line(seconds: Mapping[str, float], chosen: Sequence[str]) -> str:
+    """Say how long the chosen parts will take."""
+    pairs = [(TITLES[part][0], f"about {duration(seconds[part])}") for part in chosen if part in seconds]
+    if not pairs:
+        return views.said("Choose what to measure.")
+    whole = sum(seconds[part] for part in chosen if part in seconds)
+    return views.facts([*pairs, ("in all", f"about {duration(whole)}")], "lz-wide")

@@ -1,0 +1,168 @@
+"""Figures of what is predicted and remembered: language, recall, and pairs hidden in text."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from itertools import pairwise
+from typing import Any
+
+import plotly.graph_objects as go
+from plotly.subplots import make_subplots
+
+from linearizer.chart_style import DEPTH, FAINT, GREY, Chart, opened, plain, side, spaced, styled, texts
+
+Found = Mapping[str, Any]
+
+
+def language_charts(found: Found) -> Iterator[Chart]:
+    yield Chart(
+        "Loss", "Next-token loss, lower is better; the bars hold 95 % of what other texts would give.", losses(found)
+    )
+    yield Chart("Loss by position", "A student that forgets is worse the later a token stands.", by_position(found))
+    yield Chart(
+        "Calibration",
+        "How often the likeliest token came, by the probability that it was given; on the dotted line both agree.",
+        calibration(found),
+    )
+
+
+def losses(found: Found) -> go.Figure:
+    """Draw every subject's loss with the interval that it lies in."""
+    figure = plain(90 + 34 * len(found["subjects"]), showlegend=False)
+    for one in found["subjects"]:
+        low, high = one["loss"]["interval"]
+        mean = one["loss"]["mean"]
+        look = side(one["name"], f"%{{x:.3f}} nats, 95 %: {low:.3f} to {high:.3f}") | {"mode": "markers+text"}
+        figure.add_scatter(
+            x=[mean],
+            y=[look["name"]],
+            error_x={
+                "type": "data",
+                "array": [high - mean],
+                "arrayminus": [mean - low],
+                "color": look["line"]["color"],
+            },
+            text=[f"{mean:.3f}"],
+            textposition="top center",
+            **look,
+        )
+    figure.update_xaxes(title="loss, nats per token", showgrid=True, gridcolor=FAINT)
+    figure.update_yaxes(range=[len(found["subjects"]) - 0.5, -0.75])
+    return figure
+
+
+def by_position(found: Found) -> go.Figure:
+    """Draw the loss of every subject over where a token stands."""
+    figure = plain(300)
+    ends = [*found["edges"][1:], found["length"] - 1]
+    names = [f"{begin}–{end}" for begin, end in zip(found["edges"], ends, strict=True)]
+    for one in found["subjects"]:
+        figure.add_scatter(x=names, y=one["by_position"], **side(one["name"], "%{y:.3f} nats at %{x}"))
+    figure.update_xaxes(title="position in the text, tokens", type="category")
+    figure.update_yaxes(title="loss")
+    return figure
+
+
+def calibration(found: Found) -> go.Figure:
+    """Draw how often the likeliest token came over the probability that it was given."""
+    figure = plain(320)
+    figure.add_scatter(
+        x=[0, 1], y=[0, 1], mode="lines", line={"color": GREY, "width": 1, "dash": "dot"}, showlegend=False,
+        hoverinfo="skip",
+    )  # fmt: skip
+    for one in found["subjects"]:
+        bins = one["bins"]
+        figure.add_scatter(
+            x=[own["probability"] for own in bins],
+            y=[own["correct"] for own in bins],
+            customdata=[f"{own['share']:.1%}" for own in bins],
+            **side(one["name"], "given %{x:.0%}, came %{y:.0%}; %{customdata} of the predictions"),
+        )
+    figure.update_xaxes(title="probability of the likeliest token", range=[0, 1], tickformat=".0%")
+    figure.update_yaxes(title="how often it came", range=[0, 1.02], tickformat=".0%")
+    return figure
+
+
+def recall_charts(found: Found) -> Iterator[Chart]:
+    yield Chart(
+        "Recall", "Loss on a passage that comes again, so many tokens later. Lower: it remembers.", recall(found)
+    )
+    if found["longer"] is not None:
+        text = "Loss by position in longer texts than those of the training"
+        beyond = "; open markers lie beyond the teacher's positions" * any(found["longer"]["extrapolated"])
+        yield Chart("Longer texts", f"{text}{beyond}.", longer(found["longer"]))
+
+
+def recall(found: Found) -> go.Figure:
+    """Draw the loss on a passage the second time, by the gap; and what it was the first time."""
+    figure = plain(300)
+    for one in found["subjects"]:
+        figure.add_scatter(x=found["gaps"], y=one["second"], **side(one["name"], "%{y:.3f} nats after %{x} tokens"))
+    first = found["subjects"][0]
+    level = sum(first["first"]) / len(first["first"])
+    figure.add_scatter(
+        x=[found["gaps"][0], found["gaps"][-1]],
+        y=[level] * 2,
+        mode="lines",
+        line={"color": GREY, "width": 1, "dash": "longdash"},
+        name=f"the first time, {first['name']}",
+        hovertemplate=f"{level:.3f} nats<extra>the first time</extra>",
+    )
+    marks = spaced(found["gaps"])
+    figure.update_xaxes(title="tokens since the passage came first", type="log", tickvals=marks, ticktext=texts(marks))
+    figure.update_yaxes(title="loss on the passage again")
+    return figure
+
+
+def longer(found: Found) -> go.Figure:
+    """Draw loss by position in long texts; an open marker is beyond the teacher's own positions."""
+    figure = plain(300)
+    names = [f"{begin}–{end}" for begin, end in pairwise(found["edges"])] + [f"from {found['edges'][-1]}"]
+    for name, losses in zip(found["names"], found["losses"], strict=True):
+        look = opened(side(name, "%{y:.3f} nats at %{x}"), found["extrapolated"])
+        figure.add_scatter(x=names, y=losses, **look)
+    figure.update_xaxes(title="position in the text, tokens", type="category")
+    figure.update_yaxes(title="loss")
+    return figure
+
+
+def needle_charts(found: Found) -> Iterator[Chart]:
+    beyond = " * longer than the teacher's positions." * any(found["extrapolated"])
+    text = "Share of a hidden value that is found again when its key is asked for, by depth and length of the text."
+    yield Chart("Pairs hidden in text", text + beyond, needle_maps(found))
+
+
+def needle_maps(found: Found) -> go.Figure:
+    """Draw a map for every subject, depth down and length across, with the share in every cell."""
+    names = [one["name"] for one in found["subjects"]]
+    down = -(-len(names) // 2)
+    gaps = {"horizontal_spacing": 0.08, "vertical_spacing": 0.26 / down, "shared_yaxes": True}
+    figure = make_subplots(rows=down, cols=min(2, len(names)), subplot_titles=names, **gaps)
+    styled(figure, 60 + 230 * down, coloraxis={"colorscale": [list(stop) for stop in DEPTH], "cmin": 0, "cmax": 1})
+    lengths = [
+        f"{length}{'*' * beyond}" for length, beyond in zip(found["lengths"], found["extrapolated"], strict=True)
+    ]
+    depths = [f"{depth:.0%}" for depth in found["depths"]]
+    for place, one in enumerate(found["subjects"]):
+        shares = [list(row) for row in zip(*one["found"], strict=True)]  # [depth][length]
+        figure.add_heatmap(
+            x=lengths,
+            y=depths,
+            z=shares,
+            text=[["–" if share is None else f"{share:.0%}" for share in row] for row in shares],
+            texttemplate="%{text}",
+            textfont={"size": 11},
+            coloraxis="coloraxis",
+            xgap=2,
+            ygap=2,
+            hoverongaps=False,
+            hovertemplate=f"{names[place]}: %{{text}} found<br>depth %{{y}} of %{{x}} tokens<extra></extra>",
+            row=place // 2 + 1,
+            col=place % 2 + 1,
+        )
+    figure.update_xaxes(type="category")
+    figure.update_xaxes(title="length, tokens", row=down)
+    figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
+    figure.update_yaxes(title="depth", col=1)
+    figure.update_coloraxes(showscale=False)  # the cells say it
+    return figure

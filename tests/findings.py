@@ -1,0 +1,84 @@
+"""An evaluation as it is stored, with numbers that are made up: four subjects, every part."""
+
+NAMES = ["teacher", "student", "window", "untrained"]
+MADE = {"versions": {"torch": "2.13"}, "device": "cpu", "dtype": "float32", "alone": None}
+ON_TEXT = {"text": "builtin", "texts": 2, "length": 128, "seed": 0, "asked": {"made_with": MADE}, "extrapolated": False}
+
+
+def estimate(mean):
+    return {"mean": mean, "interval": [mean - 0.1, mean + 0.2]}
+
+
+def predictions(name, loss):
+    bins = [{"share": share, "probability": share + 0.1, "correct": share} for share in (0.2, 0.7)]
+    return {
+        "name": name, "state_bytes": None if name == "teacher" else 262144, "loss": estimate(loss), "perplexity": 33.0,
+        "by_position": [loss + 0.1, loss - 0.1], "excess": estimate(0.1), "kl": estimate(0.2),
+        "agreement": estimate(0.8), "calibration_error": 0.04, "bins": bins,
+    }  # fmt: skip
+
+
+def paces(name, drawn_out):
+    told = {"told_bytes": 4000 if name == "teacher" else 500, "told_operations": 7}
+    measured = {"batch": 1, "read_rate": 900.0, "write_rate": 90.0, "peak_bytes": 2000, "state_bytes": 1000}
+    later = {key: None for key in measured} | {"batch": 1}
+    if drawn_out:
+        later |= {"read_rate": 300.0, "write_rate": 80.0, "state_bytes": 1000}
+    one = [{"length": 1024, **measured, **told, "extrapolated": None},
+           {"length": 4096, **later, **told, "extrapolated": "memory"}]  # fmt: skip
+    return {"name": name, "one": one, "many": [{**one[0], "batch": 4}]}
+
+
+def written(name, sampled, after):
+    return {
+        "name": name, "sampled": sampled, "diverged": after, "repeated": 0.3, "distinct": [0.2, 0.5, 0.7],
+        "loss": 1.5, "likeliest": 0.9,
+    }  # fmt: skip
+
+
+def scored(name, value):
+    scores = [{"task": "piqa", "metric": metric, "value": value, "error": 0.02, "samples": 100}
+              for metric in ("acc_norm", "acc")]  # fmt: skip
+    return {"name": name, "scores": scores, "accuracy": value}
+
+
+LANGUAGE = {
+    **ON_TEXT, "tokens": 254, "edges": [0, 64], "drawn": "texts", "count": 2,
+    "subjects": [predictions(name, 3.4 + 0.1 * place) for place, name in enumerate(NAMES)],
+}  # fmt: skip
+RECALL = {
+    **ON_TEXT, "passage": 8, "gaps": [16, 32],
+    "subjects": [{"name": name, "first": [4.0, 5.0], "second": [2.5, 3.0]} for name in NAMES],
+    "longer": {"texts": 1, "trained": 128, "edges": [0, 128], "extrapolated": [False, True], "names": NAMES,
+               "losses": [[3.0, 3.5]] * 4},
+}  # fmt: skip
+NEEDLE = {
+    **ON_TEXT, "lengths": [160, 320], "depths": [0.05, 0.95], "extrapolated": [False, True],
+    "subjects": [{"name": name, "found": [[0.25, 1.0], [None, None]], "loss": [[1.0, 0.1], [None, None]],
+                  "surprise": [[8.0, 8.1], [None, None]]} for name in NAMES],
+}  # fmt: skip
+GENERATION = {
+    **ON_TEXT, "prompts": 2, "prompt_tokens": 16, "new_tokens": 16,
+    "subjects": [written(name, sampled, [16, 16] if name == "teacher" else [3, 8])
+                 for sampled in (False, True) for name in NAMES],
+}  # fmt: skip
+APPROXIMATION = {
+    **ON_TEXT, "predicted": [[[0.1, None], []]] * 3, "correlation": [0.9, None, 0.5],
+    "subjects": [{"name": name, "rows": [[0.1, 0.2], []], "outputs": [[0.1, 0.1], []], "rows_mean": 0.15,
+                  "outputs_mean": 0.1} for name in NAMES[1:]],
+    "curve": {"features": [8, 16], "predicted": [0.1, 0.01], "names": ["untrained"], "rows": [[0.5, 0.4]],
+              "outputs": [[0.6, 0.5]], "layers": [[[0.5, 0.4]]]},
+}  # fmt: skip
+SPEED = {
+    "asked": {"made_with": MADE}, "lengths": [1024, 4096], "beyond": [False, True], "seconds": 1.0,
+    "subjects": [paces(name, name != "teacher") for name in NAMES[:3]],
+    "breakeven": {"told_bytes": 64, "told_operations": 80, "bytes": 70, "writing": None},
+}  # fmt: skip
+TASKS = {
+    "asked": {"made_with": MADE}, "tasks": ["piqa"], "limit": 100, "few_shot": None,
+    "subjects": [scored(name, 0.7) for name in NAMES],
+}  # fmt: skip
+FOUND = {
+    "language": LANGUAGE, "recall": RECALL, "needle": NEEDLE, "generation": GENERATION,
+    "approximation": APPROXIMATION, "speed": SPEED, "tasks": TASKS,
+}  # fmt: skip
