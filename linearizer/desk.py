@@ -7,7 +7,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass, fields, replace
+from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TypeVar
 
@@ -18,6 +18,7 @@ from linearizer.errors import BudgetError, LinearizerError, RequestError
 from linearizer.files import writing
 from linearizer.plan import Plan
 from linearizer.prices import Prices
+from linearizer.request import Request
 from linearizer.run import Run, runs_root
 from linearizer.visitors import Visitor, on_space
 
@@ -152,6 +153,20 @@ def resume(visitor: Visitor, name: str) -> None:
     if on_space():
         limits.check_turn(visitor, runs_root())
     jobs.start(run, visitor.token)
+
+
+def evaluate(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> None:
+    """Start an evaluation of a run's student; parts that are there as they are asked for are not measured again."""
+    run, request = visitor.find(name), Request.of(choices)
+    limits.check_request(visitor, request, runs_root())
+    jobs.evaluate(run, asdict(request), token=visitor.token)
+
+
+def foresee_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> dict[str, float]:
+    """Estimate how many seconds each part of an evaluation takes."""
+    from linearizer.evaluation_estimate import evaluation_seconds
+
+    return evaluation_seconds(visitor.find(name), Request.of(choices))
 
 
 @dataclass(frozen=True)

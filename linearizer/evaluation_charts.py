@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from linearizer.captions import CAPTIONS
 from linearizer.chart_style import (
     DEPTH,
     GREY,
@@ -23,7 +25,7 @@ from linearizer.chart_style import (
     styled,
     texts,
 )
-from linearizer.prediction_charts import language_charts, needle_charts, recall_charts
+from linearizer.prediction_charts import by_position, calibration, longer, losses, needle_maps, recall
 from linearizer.tables import size
 
 Found = Mapping[str, Any]
@@ -32,23 +34,20 @@ CELLS = 16  # cells or bars side by side up to which numbers can be read at them
 
 def charts_of(part: str, found: Found) -> list[Chart]:
     """Draw what one part found."""
-    return list(DRAWN[part](found))
+    drawn = zip(CAPTIONS[part], figures_of(part, found), strict=True)
+    return [Chart(*caption, figure) for caption, figure in drawn if figure is not None]
 
 
-def generation_charts(found: Found) -> Iterator[Chart]:
-    told = [one for one in found["subjects"] if one["diverged"] is not None]
-    if told:
-        text = (
-            f"Of {found['new_tokens']} tokens, those before the first that is not the teacher's; a mark for each text."
-        )
-        yield Chart("Where they leave the teacher", text, leaving(told, found["new_tokens"]))
-    text = "Repeated runs of four tokens; different tokens, and pairs of them; those that the teacher would choose."
-    for sampled, how in ((False, "the likeliest tokens"), (True, "drawn tokens")):
-        yield Chart(f"What they write: {how}", text, writing([o for o in found["subjects"] if o["sampled"] == sampled]))
+def figures_of(part: str, found: Found) -> list[go.Figure | None]:
+    """Draw what one part found, in the order of CAPTIONS; None where there is nothing to draw."""
+    return [draw(found) for draw in FIGURES[part]]
 
 
-def leaving(told: Sequence[Found], most: int) -> go.Figure:
+def leaving(found: Found) -> go.Figure | None:
     """Draw after how many tokens every text parts from the teacher's."""
+    told, most = [one for one in found["subjects"] if one["diverged"] is not None], found["new_tokens"]
+    if not told:
+        return None
     figure = plain(80 + 34 * len(told), showlegend=False)
     for one in told:
         name = manner(one)
@@ -59,10 +58,10 @@ def leaving(told: Sequence[Found], most: int) -> go.Figure:
     return figure
 
 
-def writing(subjects: Sequence[Found]) -> go.Figure:
+def writing(found: Found, sampled: bool) -> go.Figure:
     """Draw shares of what every subject wrote: bars with their numbers."""
     figure = plain(300, barmode="group", scattermode="group", bargap=0.2)
-    for one in subjects:
+    for one in (one for one in found["subjects"] if one["sampled"] == sampled):
         shares = {"repeated": one["repeated"], "different": one["distinct"][0], "pairs": one["distinct"][1]}
         if one["likeliest"] is not None:
             shares["chosen"] = one["likeliest"]
@@ -75,14 +74,6 @@ def writing(subjects: Sequence[Found]) -> go.Figure:
 
 def manner(one: Found) -> str:
     return f"{one['name']}, {'drawn' if one['sampled'] else 'greedy'}"
-
-
-def approximation_charts(found: Found) -> Iterator[Chart]:
-    text = "Share of attention that is misplaced, layer by KV head; the number is in the cell."
-    yield Chart("Error of every head", text, error_maps(found))
-    if found["curve"] is not None:
-        text = "If every KV head had nothing but so many features; the dotted line is what the profile promises."
-        yield Chart("Error by features", text, curve(found["curve"]))
 
 
 def error_maps(found: Found) -> go.Figure:
@@ -122,8 +113,10 @@ def reversed_depth() -> list[tuple[float, str]]:
     return [(1 - at, colour) for at, colour in reversed(DEPTH)]
 
 
-def curve(found: Found) -> go.Figure:
+def curve(part: Found) -> go.Figure | None:
     """Draw the error over the number of features, and what theory promises."""
+    if (found := part["curve"]) is None:
+        return None
     figure = plain(320)
     for name, errors in zip(found["names"], found["rows"], strict=True):
         look = side("student" if name == "trained" else name, "%{y:.3f} misplaced with %{x} features") | {"name": name}
@@ -134,15 +127,6 @@ def curve(found: Found) -> go.Figure:
     figure.update_xaxes(title="features per KV head", type="log", tickvals=marks, ticktext=texts(marks))
     figure.update_yaxes(title="share of attention misplaced", type="log", exponentformat="power", dtick=1)
     return figure
-
-
-def speed_charts(found: Found) -> Iterator[Chart]:
-    drawn = any(pace["extrapolated"] for one in found["subjects"] for pace in one["one"])
-    mark = " Open markers are drawn out from shorter texts." * drawn
-    told = " Open markers are told by its shape." * drawn
-    yield Chart("Writing", f"Tokens a second, one text at a time, by its length.{mark}", paces(found, "write_rate"))
-    yield Chart("Reading", f"Tokens a second of a prompt, by its length.{mark}", paces(found, "read_rate"))
-    yield Chart("Memory", f"Bytes of what is remembered at a length.{told}", held(found))
 
 
 def paces(found: Found, of: str) -> go.Figure:
@@ -194,10 +178,6 @@ def over_lengths(found: Found) -> go.Figure:
     return figure
 
 
-def tasks_charts(found: Found) -> Iterator[Chart]:
-    yield Chart("Scores", "Of every task, with standard errors.", scores(found))
-
-
 def scores(found: Found) -> go.Figure:
     """Draw the first metric of every task as bars: accuracy where there is one."""
     figure = plain(340, barmode="group", scattermode="group", bargap=0.25)
@@ -219,12 +199,12 @@ def scores(found: Found) -> go.Figure:
     return figure
 
 
-DRAWN: dict[str, Callable[[Found], Iterator[Chart]]] = {
-    "language": language_charts,
-    "recall": recall_charts,
-    "needle": needle_charts,
-    "generation": generation_charts,
-    "approximation": approximation_charts,
-    "speed": speed_charts,
-    "tasks": tasks_charts,
+FIGURES: dict[str, tuple[Callable[[Found], go.Figure | None], ...]] = {  # as CAPTIONS names them
+    "language": (losses, by_position, calibration),
+    "recall": (recall, longer),
+    "needle": (needle_maps,),
+    "generation": (leaving, partial(writing, sampled=False), partial(writing, sampled=True)),
+    "approximation": (error_maps, curve),
+    "speed": (partial(paces, of="write_rate"), partial(paces, of="read_rate"), held),
+    "tasks": (scores,),
 }

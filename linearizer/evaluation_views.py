@@ -2,24 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from html import escape
 from typing import Any
 
 from linearizer import views
+from linearizer.captions import TITLES
 from linearizer.jobs import LIVE, Status
 from linearizer.report import Table, made_with, tables_of
 from linearizer.units import duration
 
-TITLES = {  # part -> its name, and what it asks
-    "language": ("Language", "How well is the next token predicted?"),
-    "recall": ("Recall", "How far back is a passage remembered?"),
-    "needle": ("Hidden pairs", "Is a key's value found again, wherever it stood?"),
-    "generation": ("Writing", "Does it write as its teacher does?"),
-    "approximation": ("Approximation", "How far is every head from its teacher's?"),
-    "speed": ("Speed and memory", "What does it take on this machine?"),
-    "tasks": ("Tasks", "What does it score where others were scored?"),
-}
 SAYS = {
     "stopped": "Stopped; the parts that were finished are kept. Evaluate again to go on there.",
     "lost": "Its process is gone; the parts that were finished are kept. Evaluate again to go on there.",
@@ -72,10 +64,9 @@ def progress(step: Mapping[str, Any]) -> str:
     )
 
 
-def times_line(seconds: Mapping[str, float], chosen: Sequence[str]) -> str:
-    """Say how long the chosen parts will take."""
-    pairs = [(TITLES[part][0], f"about {duration(seconds[part])}") for part in chosen if part in seconds]
-    if not pairs:
-        return views.said("Choose what to measure.")
-    whole = sum(seconds[part] for part in chosen if part in seconds)
-    return views.facts([*pairs, ("in all", f"about {duration(whole)}")], "lz-wide")
+def times_line(seconds: Mapping[str, float]) -> str:
+    """Say how long the chosen parts will take; nothing where that is not known."""
+    if not seconds:
+        return ""
+    pairs = [(TITLES[part][0], f"about {duration(took)}") for part, took in seconds.items()]
+    return views.facts([*pairs, ("in all", f"about {duration(sum(seconds.values()))}")], "lz-wide")

@@ -14,14 +14,15 @@ from typing import TYPE_CHECKING
 
 from linearizer import jobs, journal
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.jobs import LIVE
 from linearizer.plan import Plan
+from linearizer.request import Request
 from linearizer.visitors import Visitor, on_space
 
 if TYPE_CHECKING:
     from linearizer.inspection import Inspection
 
 MOST = {"texts": 32, "length": 2048, "samples": 4096, "steps": 300, "minutes": 30, "batch": 8}
+ASKED = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "limit": 200, "tasks": 4, "curve_steps": 20}
 TOKENS = 256  # that a comparison writes
 PROMPT = 4000  # characters of a prompt
 OFTEN = 30.0  # seconds between two looks at what works too long
@@ -90,14 +91,32 @@ def check(visitor: Visitor, plan: Plan, inspection: Inspection, root: Path, limi
     check_turn(visitor, root, limits)
 
 
+def check_request(visitor: Visitor, request: Request, root: Path, limits: Limits = LIMITS) -> None:
+    """Refuse an evaluation that a public Space cannot do for one visitor among many."""
+    if not on_space():
+        return
+    check_model("demo", request.text or "builtin")
+    if request.task_folder is not None:
+        raise RequestError(f"on a Space tasks are named as lm_eval knows them: for a folder of your own, {ELSEWHERE}")
+    if request.tasks and request.limit is None:
+        raise RequestError(f"tasks with all their samples take too long here: give a limit up to {ASKED['limit']}")
+    longest = max(request.lengths, default=0)
+    asked = {"texts": request.texts, "length": max(request.length or 0, longest), "seconds": request.seconds}
+    asked |= {"limit": request.limit or 0, "tasks": len(request.tasks), "lengths": len(request.lengths)}
+    for name, amount in {**asked, "curve_steps": request.curve_steps}.items():
+        if amount > ASKED[name]:
+            raise RequestError(f"{name} {amount} is more than this Space serves ({ASKED[name]}): {ELSEWHERE}")
+    check_turn(visitor, root, limits)
+
+
 def check_turn(visitor: Visitor, root: Path, limits: Limits = LIMITS) -> None:
     """Refuse a visitor more runs or more disk than their share, and everyone a queue that is too long."""
     mine = jobs.runs_in(visitor.home)
-    if sum(one.state in LIVE for one in mine) >= limits.runs:
+    if sum(one.live for one in mine) >= limits.runs:
         raise RequestError(f"{limits.runs:g} runs of yours are at work or wait: let one end, or stop it")
     if sum(one.disk_bytes for one in mine) > limits.disk * 1e9:
         raise RequestError(f"your runs fill {limits.disk:g} GB: delete one under `Runs`")
-    waiting = sum(jobs.state_of(one.run) in LIVE for folder in folders(root) for one in jobs.runs_in(folder))
+    waiting = sum(one.live for folder in folders(root) for one in jobs.runs_in(folder))
     if waiting >= limits.queue:
         raise RequestError(f"{waiting} runs wait here already: try again later, or {ELSEWHERE}")
 
@@ -112,22 +131,23 @@ def enforce(root: Path, now: float, limits: Limits = LIMITS) -> None:
     for folder in folders(root):
         for one in jobs.runs_in(folder):
             try:
-                if one.state == "running" and now - worked_since(one) > limits.minutes * 60:
+                works = [job for job in (one, one.evaluation) if job and job.state == "running"]
+                if any(now - worked_since(job) > limits.minutes * 60 for job in works):
                     jobs.stop(
                         one.run,
                         f"it has worked for {limits.minutes:g} minutes, which is what this Space gives to a run at a "
                         f"time: resume it, and it goes on from here when it is its turn again, or {ELSEWHERE}",
                     )
-                elif one.state not in LIVE and now - one.changed > limits.days * 24 * 3600:
+                elif not one.live and now - one.changed > limits.days * 24 * 3600:
                     jobs.delete(one.run)
             except LinearizerError:
                 continue  # it ended meanwhile, or its owner was faster
 
 
 def worked_since(status: jobs.Status) -> float:
-    """Say when a run last began to work after it was queued."""
+    """Say when a run, or its evaluation, last began to work after it was queued."""
     begun = status.begun
-    for event in journal.newest_first(status.run.log_file):
+    for event in filter(status.run.mine, journal.newest_first(status.run.log_file)):
         if event["event"] == "started":
             begun = event["time"]
         elif event["event"] == "queued":

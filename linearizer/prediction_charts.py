@@ -2,28 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from itertools import pairwise
 from typing import Any
 
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from linearizer.chart_style import DEPTH, FAINT, GREY, Chart, opened, plain, side, spaced, styled, texts
+from linearizer.chart_style import DEPTH, FAINT, GREY, opened, plain, side, spaced, styled, texts
 
 Found = Mapping[str, Any]
-
-
-def language_charts(found: Found) -> Iterator[Chart]:
-    yield Chart(
-        "Loss", "Next-token loss, lower is better; the bars hold 95 % of what other texts would give.", losses(found)
-    )
-    yield Chart("Loss by position", "A student that forgets is worse the later a token stands.", by_position(found))
-    yield Chart(
-        "Calibration",
-        "How often the likeliest token came, by the probability that it was given; on the dotted line both agree.",
-        calibration(found),
-    )
 
 
 def losses(found: Found) -> go.Figure:
@@ -83,16 +71,6 @@ def calibration(found: Found) -> go.Figure:
     return figure
 
 
-def recall_charts(found: Found) -> Iterator[Chart]:
-    yield Chart(
-        "Recall", "Loss on a passage that comes again, so many tokens later. Lower: it remembers.", recall(found)
-    )
-    if found["longer"] is not None:
-        text = "Loss by position in longer texts than those of the training"
-        beyond = "; open markers lie beyond the teacher's positions" * any(found["longer"]["extrapolated"])
-        yield Chart("Longer texts", f"{text}{beyond}.", longer(found["longer"]))
-
-
 def recall(found: Found) -> go.Figure:
     """Draw the loss on a passage the second time, by the gap; and what it was the first time."""
     figure = plain(300)
@@ -114,8 +92,10 @@ def recall(found: Found) -> go.Figure:
     return figure
 
 
-def longer(found: Found) -> go.Figure:
+def longer(part: Found) -> go.Figure | None:
     """Draw loss by position in long texts; an open marker is beyond the teacher's own positions."""
+    if (found := part["longer"]) is None:
+        return None
     figure = plain(300)
     names = [f"{begin}–{end}" for begin, end in pairwise(found["edges"])] + [f"from {found['edges'][-1]}"]
     for name, losses in zip(found["names"], found["losses"], strict=True):
@@ -124,12 +104,6 @@ def longer(found: Found) -> go.Figure:
     figure.update_xaxes(title="position in the text, tokens", type="category")
     figure.update_yaxes(title="loss")
     return figure
-
-
-def needle_charts(found: Found) -> Iterator[Chart]:
-    beyond = " * longer than the teacher's positions." * any(found["extrapolated"])
-    text = "Share of a hidden value that is found again when its key is asked for, by depth and length of the text."
-    yield Chart("Pairs hidden in text", text + beyond, needle_maps(found))
 
 
 def needle_maps(found: Found) -> go.Figure:

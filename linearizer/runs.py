@@ -62,19 +62,6 @@ def serve(asked: argparse.Namespace) -> None:
     say(asked, as_json(jobs.status(run)), text)
 
 
-<<<<<<< HEAD
-=======
-def find(name: str | None, root: Path) -> Run:
-    """Open a run by its folder, or by its name under the root."""
-    if name is None:
-        raise RequestError("name the run: its folder, or its name as `linearizer runs` shows it")
-    for folder in (root / name, Path(name)):
-        if (folder / "plan.json").is_file():
-            return Run.open(folder)
-    known = [one.run.folder.name for one in jobs.runs_in(root)]
-    raise FolderError(f"there is no run {name!r}: {str(root)!r} has {', '.join(known) or 'none'}")
-
-
 def resume(run: Run) -> None:
     """Go on with a run; or, where that is done, with the evaluation of its student."""
     if run.done and (there := jobs.status(run).evaluation) is not None and there.state != "done":
@@ -83,7 +70,6 @@ def resume(run: Run) -> None:
         jobs.start(run)
 
 
->>>>>>> 8dc3939 (Evaluate in a process of its own, as runs work)
 def attach(run: Run, as_lines: bool = False) -> None:
     """Show the progress of a run, or of its evaluation, until it ends, and then what came of it."""
     evaluation = jobs.status(run).evaluation
@@ -162,21 +148,16 @@ def table(found: Sequence[Status]) -> str:
         model = printable(asked["model"] or "?")
         age = since(time.time() - one.begun)
         rows.append((printable(one.run.folder.name), model, dial, state, step, size(one.disk_bytes), age))
-<<<<<<< HEAD
-    errors = [f"{printable(one.run.folder.name)}: {printable(one.error)}" for one in found if one.error]
+    told = [
+        (one.run.folder.name, said) for one in found for said in (one.error, one.evaluation and one.evaluation.error)
+    ]
+    errors = [f"{printable(name)}: {printable(error)}" for name, error in told if error]
     places = [
         f"{printable(one.run.folder.name)}: {printable(terminal.published_text(one.published))}"
         for one in found
         if one.published
     ]
     return "\n".join([columns(rows), *errors, *places])
-=======
-    told = [
-        (one.run.folder.name, said) for one in found for said in (one.error, one.evaluation and one.evaluation.error)
-    ]
-    errors = [f"{printable(name)}: {printable(error)}" for name, error in told if error]
-    return "\n".join([columns(rows), *errors])
->>>>>>> 8dc3939 (Evaluate in a process of its own, as runs work)
 
 
 def printable(text: str) -> str:

@@ -6,6 +6,7 @@ hardly more than one: what was read and drawn is kept until the run's log grows.
 
 from __future__ import annotations
 
+import hashlib
 import json
 import threading
 from collections import OrderedDict
@@ -13,13 +14,15 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from linearizer import jobs, journal, views
+from linearizer import evaluation_views, jobs, journal, views
+from linearizer.captions import CAPTIONS
 from linearizer.jobs import LIVE, Status
 from linearizer.run import Run
 
 FRESH = 2.0  # seconds that an answer serves
 DRAWN = 9.0  # seconds between two drawings of a curve that grows
 REMEMBERED = 64  # runs
+PART = "part "  # begins the name of what a part of an evaluation found
 
 
 @dataclass(frozen=True)
@@ -56,7 +59,7 @@ class Watched:
         for event in events:
             if event["event"] == "profile" and "layer" in event:
                 self.found[event["layer"]] = event["freedoms"]
-            elif event["event"] == "distill":
+            elif event["event"] == "distill" and self.run.mine(event):
                 self.training = [one for one in self.training if one["done"] < event["done"]] + [event]
             elif event["event"] == "published":
                 self.put("published", f"{event['time']} {event['revision']}", lambda event=event: event)
@@ -85,6 +88,10 @@ class Watched:
             self.put("losses", mark, lambda: self.figure("loss_lines"))
             self.put("kl", mark, lambda: self.figure("kl_line"))
         self.draw_evaluation()
+        told = "" if status.evaluation is None else status.evaluation.state
+        self.put("evaluating", told, lambda: told)
+        told_card = evaluation_views.evaluation_card(status.evaluation, now)
+        self.put("evaluating card", told_card, lambda: told_card)
 
     def draw_profile(self, status: Status) -> None:
         """Draw the map as layers are measured, and the curves once all are."""
@@ -126,11 +133,23 @@ class Watched:
         self.put("evaluation", mark, lambda: views.evaluation_table(rows))
         self.put("positions", mark, lambda: charts.position_lines(rows).to_json())
         self.put("recall", mark, lambda: charts.recall_lines(rows).to_json() if rows and rows[0]["recall"] else None)
+        for part, found in self.run.evaluation_parts.items():
+            if part in CAPTIONS:
+                told = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
+                self.put(PART + part, told, lambda part=part, found=found: shown(part, found))
         allocation = self.run.allocation
         if allocation is not None:
             layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)
             growth = allocation.state_bytes(layers, 1) - fixed
             self.put("memory", mark, lambda: charts.memory_lines(layers, fixed, growth).to_json())
+
+
+def shown(part: str, found: dict[str, Any]) -> tuple[str, list[str | None]]:
+    """Show what one part of an evaluation found: its tables, and its charts in the order of their captions."""
+    from linearizer.evaluation_charts import figures_of
+
+    figures = [None if figure is None else figure.to_json() for figure in figures_of(part, found)]
+    return evaluation_views.part_html(part, found), figures
 
 
 def stage(status: Status) -> int:

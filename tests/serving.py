@@ -84,7 +84,7 @@ def end_runs(root):
                 jobs.stop(one.run)
             except LinearizerError:
                 pass  # it has ended
-            while jobs.state_of(one.run) in jobs.LIVE and time.monotonic() < end:
+            while jobs.status(one.run).live and time.monotonic() < end:
                 time.sleep(0.1)
 
 

@@ -4,7 +4,8 @@ import json
 
 import pytest
 
-from linearizer.evaluation_charts import DRAWN, charts_of
+from linearizer.captions import CAPTIONS, TITLES
+from linearizer.evaluation_charts import FIGURES, charts_of
 from linearizer.evaluation_page import page_of
 from linearizer.evaluation_views import part_html
 from linearizer.plan import Plan
@@ -23,7 +24,8 @@ def traces(part, title):
 
 
 def test_every_part_has_charts_and_tables():
-    assert set(DRAWN) == set(PARTS) == set(FOUND)
+    assert set(FIGURES) == set(CAPTIONS) == set(TITLES) == set(PARTS) == set(FOUND)
+    assert all(len(FIGURES[part]) == len(CAPTIONS[part]) for part in PARTS)
     report = evaluation_report(FOUND)
     assert all(part in report for part in PARTS) and report.endswith("torch 2.13")
 

@@ -180,9 +180,43 @@ def publish_run(
     return asdict(sending.published)
 
 
+def evaluate_run(
+    run: str,
+    parts: list[str] | None = None,
+    options: dict | None = None,
+    secret: str = "",
+    profile: Profile = None,
+    token: Token = None,
+) -> str:
+    """Start an evaluation of a finished run and return its state at once; it goes on whoever is connected.
+
+    parts: some of language, recall, needle, generation, approximation, speed, tasks; none: all but tasks.
+    options: other choices by their names, as `linearizer evaluate --help` lists them, such as {"texts": 4}.
+    """
+    someone = who(secret, profile, token)
+    desk.evaluate(someone, run, {**checked(options), **({"parts": parts} if parts else {})})
+    return jobs.state_of(someone.find(run).evaluating)
+
+
+def evaluation_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
+    """Say how the evaluation of a run goes, and what its parts have found so far; state is null if none was asked."""
+    one = who(secret, profile, token).find(run)
+    found = jobs.status(one).evaluation
+    told = {"run": run, "state": None} if found is None else status_of(found)
+    return {**told, "found": one.evaluation_parts}
+
+
+def stop_evaluation(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
+    """Stop the evaluation of a run, which keeps the parts that are finished; return its state."""
+    one = who(secret, profile, token).find(run).evaluating
+    jobs.stop(one)
+    return jobs.state_of(one)
+
+
 ENDPOINTS = (
     search_models, inspect_model, estimate_run, start_run, run_status, list_runs, stop_run, use_run, resume_run,
-    delete_run, share_budget, branch_run, compare_models, preview_publication, publish_run,
+    delete_run, evaluate_run, evaluation_status, stop_evaluation, share_budget, branch_run, compare_models,
+    preview_publication, publish_run,
 )  # fmt: skip
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 
 import gradio as gr
 
+from linearizer.captions import CAPTIONS, TITLES
 from linearizer.limits import LIMITS
 from linearizer.views import said
 from linearizer.visitors import on_space, signs_in
@@ -145,7 +146,34 @@ def compare_step(ui: SimpleNamespace) -> None:
         with gr.Column(min_width=320):
             ui.recall = chart("Recall", "Loss on a passage that comes again. Lower: it remembers.")
     ui.memory_plot = chart("Memory", "Bytes of what is remembered, by length of text.")
+    evaluate_part(ui)
     publish_part(ui)
+
+
+def evaluate_part(ui: SimpleNamespace) -> None:
+    """Ask for an evaluation, and place what its parts will find; a part is seen once it is done."""
+    lead(
+        "What did it keep, and where does it break?",
+        "Teacher, student, a window of equal bytes and the untrained student go through the same code. It goes on when "
+        "you close the page, and begins again at the part that it was stopped in.",
+    )
+    usual = [part for part in TITLES if part != "tasks"]
+    names = [(name, part) for part, (name, _) in TITLES.items()]
+    ui.parts = gr.CheckboxGroup(names, value=usual, label="What to measure", elem_id="parts")
+    with gr.Row():
+        ui.part_texts = gr.Slider(2, 32, 8, step=1, label="Texts", elem_id="part-texts", min_width=180)
+        ui.part_tasks = gr.Textbox(label="Tasks", info="of lm_eval, such as piqa,arc_easy", max_lines=1, min_width=180)
+        ui.part_limit = gr.Number(100, label="Samples of a task", precision=0, minimum=1, min_width=120)
+    ui.part_times = gr.HTML(elem_id="part-times")
+    with gr.Row():
+        ui.evaluate = gr.Button("Evaluate", variant="primary", elem_id="evaluate", interactive=False, scale=3)
+        ui.stop_evaluating = gr.Button("Stop evaluating", elem_id="stop-evaluating", visible=False, scale=1)
+    ui.evaluating = gr.HTML(elem_id="evaluating")
+    ui.part_places, ui.part_tables, ui.part_charts = {}, {}, {}
+    for part, captions in CAPTIONS.items():
+        with gr.Column(visible=False, elem_id=f"part-{part}") as ui.part_places[part]:
+            ui.part_tables[part] = gr.HTML()
+            ui.part_charts[part] = [chart(*caption) for caption in captions]
 
 
 def publish_part(ui: SimpleNamespace) -> None:

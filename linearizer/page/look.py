@@ -108,7 +108,9 @@ progress { width: 100%; height: 6px; appearance: none; border: 0; border-radius:
 progress::-webkit-progress-bar { background: var(--border-color-primary); }
 progress::-webkit-progress-value { background: var(--slider-color); transition: width .4s; }
 progress::-moz-progress-bar { background: var(--slider-color); }
-.lz-scroll { overflow-x: auto; }
+.lz-scroll { overflow-x: auto; } .lz-scroll ~ .lz-scroll { margin-top: .9rem; }
+.lz-chart h3.lz-part { font-size: 1.3rem; border-top: 1px solid var(--border-color-primary); padding-top: 1.25rem;
+  margin-top: 1.5rem; }
 .lz-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .95rem; }
 .lz-table caption { text-align: left; color: var(--body-text-color-subdued); font-size: .82rem; padding: .4rem 0; }
 .lz-table, .lz-table tr, .lz-table thead, .lz-table tbody { border: 0 !important; background: none !important; }

@@ -12,7 +12,7 @@ from typing import Any
 import gradio as gr
 
 from linearizer import limits
-from linearizer.page import handlers, layout, watching
+from linearizer.page import evaluating, handlers, layout, watching
 from linearizer.page.api import add_endpoints
 from linearizer.page.look import CSS, theme
 from linearizer.run import runs_root
@@ -47,6 +47,7 @@ def build() -> gr.Blocks:
         ui.at = gr.Number(1, visible="hidden", label="step", precision=0)
         ui.mark = gr.Textbox(visible="hidden", label="what the page shows")
         ui.trained = gr.Textbox(visible="hidden", label="how far training is drawn")
+        ui.examined, ui.examined_seen = gr.Textbox(visible="hidden", label="what was evaluated"), gr.State({})
         ui.address = gr.Textbox(visible="hidden", label="run in the address")
         ui.timer = gr.Timer(1.0, active=False)
         layout.header()
@@ -98,6 +99,7 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     wire_budget(ui)
     wire_run(ui)
     wire_compare(ui)
+    wire_evaluate(ui)
 
 
 def wire_model(ui: SimpleNamespace) -> None:
@@ -137,7 +139,7 @@ def wire_run(ui: SimpleNamespace) -> None:
         ui.stop, ui.resume, ui.use, ui.compare, ui.branch, ui.other, ui.bars, ui.other_card, ui.walk, ui.sent,
         ui.snippet,
     ]  # fmt: skip
-    told = [ui.run_card, ui.training, ui.mark, ui.trained]
+    told = [ui.run_card, ui.training, ui.evaluating, ui.mark, ui.trained, ui.examined]
     ui.timer.tick(watching.look, ui.memory, told, **{**QUICK, "trigger_mode": "once"})
     ui.mark.change(watching.draw, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
     ui.trained.change(watching.curves, ui.memory, [ui.losses, ui.kl], **QUICK)
@@ -147,6 +149,19 @@ def wire_run(ui: SimpleNamespace) -> None:
     for name in watching.BUTTONS:
         getattr(ui, name).click(handlers.act(name), ui.memory, ui.timer, **ONCE)
     ui.leave.click(handlers.leave, ui.memory, attached(ui), **QUICK)
+
+
+def wire_evaluate(ui: SimpleNamespace) -> None:
+    choices = [ui.parts, ui.part_texts, ui.part_tasks, ui.part_limit]
+    changed = [*(part.change for part in choices), ui.examined.change]
+    later = {**QUICK, "trigger_mode": "always_last"}
+    gr.on(changed, evaluating.foreseen, [ui.memory, *choices], ui.part_times, **later)
+    ui.evaluate.click(evaluating.evaluate, [ui.memory, *choices], ui.timer, **ONCE)
+    ui.stop_evaluating.click(evaluating.stop, ui.memory, ui.timer, **ONCE)
+    shown = [ui.examined_seen, ui.evaluate, ui.stop_evaluating]
+    for part, place in ui.part_places.items():
+        shown += [place, ui.part_tables[part], *ui.part_charts[part]]
+    ui.examined.change(evaluating.draw, [ui.memory, ui.examined_seen], shown, **QUICK)
 
 
 def wire_compare(ui: SimpleNamespace) -> None:

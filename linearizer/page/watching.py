@@ -15,6 +15,7 @@ import gradio as gr
 
 from linearizer import jobs, outbox, views, watch
 from linearizer.errors import LinearizerError
+from linearizer.page import evaluating
 from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, shares, who
 from linearizer.page.layout import LEAST, MOST
 from linearizer.run import Run
@@ -23,22 +24,24 @@ LOOKS = 3.0  # seconds between two looks at a run at work
 RARELY = 5.0  # seconds between two looks where nothing is at work
 PLOTS = ("map", "curves", "positions", "recall", "memory")
 BUTTONS = ("stop", "resume", "use")
-OFTEN = ("card", "training", "losses", "kl")  # parts that are told without a drawing of all
+OFTEN = ("card", "training", "losses", "kl", "evaluating card")  # parts that are told without a drawing of all
 
 
-def look(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, str, str]:
-    """Say how the run is, and by two marks which state the page, and the curves of training, should show."""
+def look(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, str, str, str, str]:
+    """Say how the run and its evaluation are, and by marks what the page, its curves, and its parts should show."""
     name = run_named(memory)
     if name is None:
-        return views.run_card(None, "", 0.0), "", "none", "none"
+        return views.run_card(None, "", 0.0), "", "", "none", "none", "none"
     try:
         run = who(memory, profile, token).find(name)
         parts = watch.look(run, time.time())
     except LinearizerError as error:
-        return views.said(str(error), "bad"), "", "gone", "none"
-    rest = {key: part.mark for key, part in parts.items() if key not in OFTEN}
+        return views.said(str(error), "bad"), "", "", "gone", "none", "none"
+    rest = {key: part.mark for key, part in parts.items() if key not in OFTEN and not key.startswith(watch.PART)}
     mark = json.dumps([name, rest, sent_part(run, parts).mark])
-    return parts["card"].value, parts["training"].value, mark, f"{name} {parts['losses'].mark}"
+    found = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, evaluating.marks(parts)])
+    cards = (parts[key].value for key in ("card", "training", "evaluating card"))
+    return *cards, mark, f"{name} {parts['losses'].mark}", found
 
 
 def curves(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any]:
@@ -65,7 +68,7 @@ def draw(memory: Memory, seen: dict[str, str], at: float, touched: bool, profile
         return nothing()
     new = {key: part.value for key, part in parts.items() if seen.get(key) != part.mark}
     sent, can = sent_part(run, parts), new.get("can")
-    live = parts["state"].value in jobs.LIVE or outbox.busy(run)
+    live = {parts["state"].value, parts["evaluating"].value} & set(jobs.LIVE) or outbox.busy(run)
     measured = "measured" in new and not touched
     bars, other_card = first_shares(run) if measured else (gr.skip(), gr.skip())
     stage = step_to_show(parts["stage"].value, seen, at, touched) if "stage" in new else None

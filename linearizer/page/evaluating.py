@@ -1,0 +1,91 @@
+"""The page where a student is evaluated: starting it, stopping it, and showing each part as it is finished."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Mapping
+from typing import Any
+
+import gradio as gr
+
+from linearizer import desk, evaluation_views, jobs, views, watch
+from linearizer.captions import CAPTIONS
+from linearizer.errors import LinearizerError, RequestError
+from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, telling, who
+from linearizer.watch import PART
+
+SECONDS = 5.0  # that one measurement of speed may take here: people wait for it
+
+
+def choices_of(parts: list[str], texts: float, tasks: str, limit: float | None) -> dict[str, Any]:
+    """Read what was chosen."""
+    if not parts:
+        raise RequestError("no part was chosen: choose what to measure")
+    named = [name for name in (tasks or "").replace(",", " ").split() if name] if "tasks" in parts else []
+    if "tasks" in parts and not named:
+        raise RequestError("no task was named: write some of lm_eval's, such as piqa,arc_easy")
+    limited = {"tasks": named, "limit": int(limit) if limit else None} if named else {}
+    return {"parts": list(parts), "texts": int(texts), "seconds": SECONDS, **limited}
+
+
+@telling
+def evaluate(
+    memory: Memory, parts: list[str], texts: float, tasks: str, limit: float | None, profile: Profile, token: Token
+) -> Any:
+    """Start an evaluation; from here on the page only watches."""
+    desk.evaluate(who(memory, profile, token), run_named(memory) or "", choices_of(parts, texts, tasks, limit))
+    return gr.Timer(0.2)
+
+
+@telling
+def stop(memory: Memory, profile: Profile, token: Token) -> Any:
+    """Stop it; the parts that are finished are kept."""
+    jobs.stop(who(memory, profile, token).find(run_named(memory) or "").evaluating)
+    return gr.Timer(0.2)
+
+
+def foreseen(
+    memory: Memory, parts: list[str], texts: float, tasks: str, limit: float | None, profile: Profile, token: Token
+) -> str:
+    """Say how long the chosen parts will take, where there is a student."""
+    name = run_named(memory)
+    if name is None:
+        return ""
+    try:
+        someone, choices = who(memory, profile, token), choices_of(parts, texts, tasks, limit)
+        if not someone.find(name).checkpoint.is_dir():
+            return ""
+        return evaluation_views.times_line(desk.foresee_evaluation(someone, name, choices))
+    except LinearizerError as error:
+        return views.said(str(error))
+
+
+def marks(parts: Mapping[str, watch.Part]) -> dict[str, str]:
+    """Say which finding of every part there is."""
+    return {part: parts[PART + part].mark for part in CAPTIONS if PART + part in parts}
+
+
+def draw(memory: Memory, seen: dict[str, Any], profile: Profile, token: Token) -> list[Any]:
+    """Show the parts that are new since this page was last drawn."""
+    name = run_named(memory)
+    found: Mapping[str, watch.Part] = {}
+    if name is not None:
+        try:
+            found = watch.look(who(memory, profile, token).find(name), time.time())
+        except LinearizerError:  # it was deleted; the look says so
+            name = None
+    live = name is not None and found["evaluating"].value in jobs.LIVE
+    student = name is not None and found["can"].value["student"]
+    new, before = marks(found), seen.get("marks", {}) if seen.get("run") == name else None
+    outputs = [{"run": name, "marks": new}, gr.Button(interactive=student and not live), gr.Button(visible=live)]
+    for part, captions in CAPTIONS.items():
+        count = len(captions)
+        if part not in new:
+            gone = before is None or part in before
+            outputs += [gr.Column(visible=False) if gone else gr.skip(), *[gr.skip()] * (1 + count)]
+        elif before is not None and before.get(part) == new[part]:
+            outputs += [gr.skip()] * (2 + count)
+        else:
+            html, figures = found[PART + part].value
+            outputs += [gr.Column(visible=True), html, *map(plot, figures)]
+    return outputs

@@ -1,0 +1,144 @@
+"""A student is evaluated from the page and by its API: it survives a reload, is stopped, goes on, and is one's own."""
+
+import time
+
+import pytest
+from gradio_client import Client
+from gradio_client.exceptions import AppError
+
+from linearizer import jobs
+from linearizer.run import Run
+from tests.serving import SMALL, SPACE, browsing, looking, serving
+from tests.test_page import FITS, LONG, shown
+
+ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
+QUICK = {"texts": 2, "seconds": 0.2, "lengths": [160]}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("page") / "runs") as (url, log):
+        yield url, log.parent / "runs", log
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with browsing() as found:
+        yield found
+
+
+def client_of(url):
+    return Client(url, verbose=False, analytics_enabled=False)
+
+
+def student(client, *secret):
+    """Name a run that has a student, made through the API."""
+    name = client.predict("demo", 64, "Try it", {**SMALL, "steps": 2}, *secret, api_name="/start_run")
+    while (state := client.predict(name, *secret, api_name="/run_status")["state"]) in jobs.LIVE:
+        time.sleep(0.1)
+    assert state == "done"
+    return name
+
+
+@pytest.fixture(scope="module")
+def done(served):
+    return student(client_of(served[0]))
+
+
+def evaluated(client, run, *secret, until=("done",)):
+    while (found := client.predict(run, *secret, api_name="/evaluation_status"))["state"] not in until:
+        assert found["state"] in jobs.LIVE, found
+        time.sleep(0.1)
+    return found
+
+
+def choose(page, *parts):
+    for box in page.locator("#parts input[type=checkbox]").all():
+        box.set_checked(box.get_attribute("name") in parts)
+
+
+def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(served, browser, done):
+    url, runs, log = served
+    with looking(browser, f"{url}?run={done}") as page:
+        shown(page, "#run-card", "done")
+        choose(page, "Language", "Hidden pairs")
+        shown(page, "#part-times", "in all")
+        page.wait_for_function("!document.querySelector('#evaluate').disabled")
+        page.locator("#part-texts input[type=number]").fill("2")
+        page.click("#evaluate")
+        page.wait_for_selector("#evaluating .lz-state")
+        page.reload()
+        page.wait_for_selector("#part-language .lz-table", timeout=LONG)
+        page.wait_for_selector("#part-language .js-plotly-plot .legendtext >> text=untrained student")
+        shown(page, "#evaluating", "Evaluated", LONG)
+        page.wait_for_selector("#part-needle .js-plotly-plot .heatmaplayer >> nth=0")
+        assert page.locator("#part-language .js-plotly-plot").count() == 3
+        assert page.locator("#part-speed").count() == 0 or not page.locator("#part-speed").is_visible()
+        cells = page.locator("#part-needle .heatmap-label").all_text_contents()
+        assert cells and all(cell.endswith("%") for cell in cells)
+        assert page.locator("#stop-evaluating").count() == 0 or not page.locator("#stop-evaluating").is_visible()
+        assert page.evaluate(FITS)
+    assert set(Run(runs / done).evaluation_parts) == {"language", "needle"}
+    assert "Traceback" not in log.read_text()
+
+
+def test_it_is_stopped_and_goes_on_from_the_page(served, browser, done):
+    url, runs, _ = served
+    client_of(url).predict(done, ["language", "speed"], {**QUICK, "lengths": [64, 96, 128]}, api_name="/evaluate_run")
+    with looking(browser, f"{url}?run={done}") as page:
+        page.click("#stop-evaluating", timeout=LONG)
+        shown(page, "#evaluating", "Stopped; the parts that were finished are kept", LONG)
+        assert jobs.state_of(Run(runs / done).evaluating) == "stopped"
+        choose(page, "Recall")
+        page.locator("#part-texts input[type=number]").fill("2")
+        page.click("#evaluate")
+        page.wait_for_selector("#part-recall .js-plotly-plot", timeout=LONG)
+    assert "recall" in Run(runs / done).evaluation_parts
+
+
+def test_what_cannot_be_asked_is_said(served, browser, done):
+    with looking(browser, f"{served[0]}?run={done}") as page:
+        page.wait_for_function("!document.querySelector('#evaluate').disabled")
+        choose(page, "Tasks")
+        shown(page, "#part-times", "no task was named")
+        page.click("#evaluate")
+        page.wait_for_selector("text=no task was named: write some of lm_eval's")
+        choose(page)
+        shown(page, "#part-times", "no part was chosen")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_screen_shows_what_was_found(served, browser, done, scheme):
+    client = client_of(served[0])
+    client.predict(done, ["language", "recall"], QUICK, api_name="/evaluate_run")
+    evaluated(client, done)
+    how = {"viewport": {"width": 390, "height": 844}, "color_scheme": scheme}
+    with looking(browser, f"{served[0]}?run={done}", **how) as page:
+        page.wait_for_selector("#part-recall .js-plotly-plot .legendtext")
+        assert page.evaluate(FITS)
+
+
+def test_one_visitor_never_sees_or_touches_anothers(tmp_path):
+    with serving(tmp_path / "runs", **SPACE) as (url, _):
+        client = client_of(url)
+        run = student(client, ANN)
+        with pytest.raises(AppError, match="none of your runs"):
+            client.predict(run, ["language"], QUICK, BOB, api_name="/evaluate_run")
+        for name in ("evaluation_status", "stop_evaluation"):
+            with pytest.raises(AppError, match="none of your runs"):
+                client.predict(run, BOB, api_name=f"/{name}")
+        assert client.predict(run, ANN, api_name="/evaluation_status") == {"run": run, "state": None, "found": {}}
+        for asked, why in (
+            ({"text": "file:/etc/passwd"}, "text comes from"),
+            ({"task_folder": "/etc"}, "tasks are named as lm_eval knows them"),
+            ({"texts": 500}, "texts 500 is more than this Space serves"),
+            ({"texts": "many"}, "give a whole number"),
+            ({"parts": "language"}, "give a list"),
+            ({"pieces": 1}, "pieces is no choice of an evaluation"),
+        ):
+            with pytest.raises(AppError, match=why):
+                client.predict(run, None, asked, ANN, api_name="/evaluate_run")
+        assert client.predict(run, ["language"], QUICK, ANN, api_name="/evaluate_run") in jobs.LIVE
+        found = evaluated(client, run, ANN)
+        assert [one["name"] for one in found["found"]["language"]["subjects"]][:2] == ["teacher", "student"]
+        assert "/" + "runs" not in str(found)
