@@ -17,6 +17,7 @@ from linearizer.distillation import distill
 from linearizer.generation import measure_generation
 from linearizer.jobs import newest_request
 from linearizer.language import measure_language
+from linearizer.model_card import add_card
 from linearizer.needle import LEAST, measure_needle
 from linearizer.progress import Steps
 from linearizer.recall import measure_longer, measure_recall
@@ -67,6 +68,7 @@ def examine(
             found = yield from logged(run, at_once(run, measure(bench, request), at))
             run.keep_found(parts={**run.evaluation_parts, part: {"asked": asked, **found}})
             run.log("examined", part=part)
+        add_card(run)
         run.log("done")
     return run.evaluation_parts
 

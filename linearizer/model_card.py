@@ -16,6 +16,7 @@ from typing import Any
 
 import linearizer
 from linearizer.allocation import Allocation
+from linearizer.captions import CAPTIONS, TITLES
 from linearizer.card_metadata import LINK, Teacher, metadata, one_line, terms_of
 from linearizer.command import command_of
 from linearizer.cost import Head, Layer
@@ -24,11 +25,17 @@ from linearizer.files import write_whole
 from linearizer.hub import DEMO
 from linearizer.picture import draw
 from linearizer.plan import Plan
-from linearizer.report import TABLES, evaluation_report
+from linearizer.report import TABLES, Table, made_with, tables_of
 from linearizer.run import Run
 from linearizer.trained import Trained, trained
 
 PICTURE = "allocation.png"
+PICTURES = (  # part -> file, which of its charts, and what it shows in words
+    ("recall", ("recall.png", 0, "Loss on a passage that comes again, by how many tokens later; the table has it")),
+    ("needle", ("needle.png", 0, "Share of hidden values that was found, by depth and length; the table has it")),
+    ("speed", ("speed.png", 0, "Tokens written a second by the length of the text; the table has it")),
+    ("speed", ("memory.png", 2, "Bytes that are remembered by the length of the text; the table has it")),
+)
 SNIPPET = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -48,7 +55,8 @@ def add_card(run: Run) -> None:
 def card_files(run: Run, repo_id: str | None = None) -> dict[str, bytes]:
     """Make the card and its picture; `repo_id` is where it will be read."""
     assert run.allocation is not None
-    return {"README.md": card(run, repo_id).encode(), PICTURE: draw(run.allocation, run.layers)}
+    made = {"README.md": card(run, repo_id).encode(), PICTURE: draw(run.allocation, run.layers)}
+    return {**made, **pictures(run.evaluation_parts)}
 
 
 def card(run: Run, repo_id: str | None = None) -> str:
@@ -174,13 +182,44 @@ def evaluation(rows: Sequence[dict[str, Any]], plan: Plan) -> str:
     )
 
 
+def known(parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+    """Give what `linearizer evaluate` found; where texts lie on this machine is left out."""
+    return {part: without_folders(found) for part, found in parts.items() if part in TABLES}
+
+
 def examination(parts: dict[str, dict[str, Any]]) -> str:
-    """Show what `linearizer evaluate` found, folded; where texts lie on this machine is left out."""
-    known = {part: without_folders(found) for part, found in parts.items() if part in TABLES}
-    if not known:
-        return ""
-    text = evaluation_report(known).replace("`", "'")
-    return f"\n\n<details><summary>All that was measured</summary>\n\n```text\n{text}\n```\n\n</details>"
+    """Show the parts of an evaluation: pictures, and tables folded."""
+    shown = []
+    for part, found in known(parts).items():
+        title, question = TITLES[part]
+        shown += [f"### {title}", question]
+        shown += [f"![{alternative}]({name})" for own, (name, _, alternative) in PICTURES if own == part]
+        tables = "\n\n".join(markdown(own) for own in tables_of(part, found))
+        notes = "\n".join(f"- {plain(note)}" for note in made_with(found))
+        shown.append(f"<details><summary>In numbers</summary>\n\n{tables}\n\n{notes}\n\n</details>")
+    return "".join(f"\n\n{piece}" for piece in shown)
+
+
+def markdown(found: Table) -> str:
+    """Lay out a table for a card."""
+    head, *rows = [[plain(str(cell)) for cell in row] for row in found.rows]
+    lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
+    text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
+    return "\n\n".join([text, *map(plain, found.notes)])
+
+
+def pictures(parts: dict[str, dict[str, Any]]) -> dict[str, bytes]:
+    """Draw the charts that a card shows of an evaluation."""
+    found = known(parts)
+    drawn = {}
+    for part, (name, number, _) in PICTURES:
+        if part in found:
+            from linearizer.chart_picture import draw_chart
+            from linearizer.evaluation_charts import figures_of
+
+            if (figure := figures_of(part, found[part])[number]) is not None:
+                drawn[name] = draw_chart(figure, CAPTIONS[part][number][0])
+    return drawn
 
 
 def without_folders(found: Any) -> Any:

@@ -62,6 +62,7 @@ LAYERS = [  # a module may import from the layers after its own
         "recording",
         "subjects",
         "picture",
+        "chart_picture",
         "support",
         "teacher",
         "text",
@@ -109,6 +110,7 @@ INSIDE = {
     "prediction_charts": ["chart_style"],
     "evaluation_charts": ["chart_style", "prediction_charts"],
     "outputs": ["subjects"],
+    "chart_picture": ["picture"],
     "run": ["plan"],
     "probe": ["support", "teacher"],
     "hub": ["weights"],
@@ -119,7 +121,7 @@ INSIDE = {
 SEAMS = {  # library -> the modules that may import it
     "gradio": {"page"},
     "huggingface_hub": {"hub", "uploads", "answers", "patience", "card_metadata"},
-    "PIL": {"picture"},
+    "PIL": {"picture", "chart_picture"},
     "datasets": {"hub", "text"},
     "lm_eval": {"tasks"},
 }

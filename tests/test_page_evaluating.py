@@ -7,6 +7,7 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 
 from linearizer import jobs
+from linearizer.captions import TITLES
 from linearizer.run import Run
 from tests.serving import SMALL, SPACE, browsing, looking, serving
 from tests.test_page import FITS, LONG, shown
@@ -53,8 +54,8 @@ def evaluated(client, run, *secret, until=("done",)):
 
 
 def choose(page, *parts):
-    for box in page.locator("#parts input[type=checkbox]").all():
-        box.set_checked(box.get_attribute("name") in parts)
+    for title, _ in TITLES.values():
+        page.get_by_label(title, exact=True).and_(page.locator("#parts input")).set_checked(title in parts)
 
 
 def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(served, browser, done):
@@ -63,7 +64,7 @@ def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(served,
         shown(page, "#run-card", "done")
         choose(page, "Language", "Hidden pairs")
         shown(page, "#part-times", "in all")
-        page.wait_for_function("!document.querySelector('#evaluate').disabled")
+        page.wait_for_selector("#evaluate:not([disabled])")
         page.locator("#part-texts input[type=number]").fill("2")
         page.click("#evaluate")
         page.wait_for_selector("#evaluating .lz-state")
@@ -98,7 +99,7 @@ def test_it_is_stopped_and_goes_on_from_the_page(served, browser, done):
 
 def test_what_cannot_be_asked_is_said(served, browser, done):
     with looking(browser, f"{served[0]}?run={done}") as page:
-        page.wait_for_function("!document.querySelector('#evaluate').disabled")
+        page.wait_for_selector("#evaluate:not([disabled])")
         choose(page, "Tasks")
         shown(page, "#part-times", "no task was named")
         page.click("#evaluate")
