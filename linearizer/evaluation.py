@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from linearizer.outputs import divergence, logits_of, token_losses
+from linearizer.language import joined, read_scores
 from linearizer.progress import Progress, Steps
-from linearizer.runtime.attention import attending
+from linearizer.recall import measure_recall
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.text import repeated_passages
+from linearizer.subjects import Subject
 
 Tensor = torch.Tensor
 EDGES = (0, 64, 256)  # where the ranges of positions begin
@@ -51,10 +51,12 @@ class Recall:
     second: float
 
 
-def teacher_logits(student: LinearizedForCausalLM, ids: Tensor) -> Tensor:
-    """Let the student's base attend as the teacher that it was."""
-    with attending(student.base, "sdpa"):
-        return logits_of(student.base, ids)
+def subjects_of(
+    student: LinearizedForCausalLM, as_teacher: bool, reference: LinearizedForCausalLM | None = None
+) -> list[Subject]:
+    """Put the teacher first, and the student after it unless the teacher itself is looked at."""
+    teacher = Subject("teacher", (reference or student).base, softmax=True)
+    return [teacher] if as_teacher else [teacher, Subject("student", student)]
 
 
 def evaluate_language(
@@ -67,39 +69,23 @@ def evaluate_language(
 
     `reference` is one that has the teacher's weights, where adapters changed the student's.
     """
-    losses, kls, agreements = [], [], []
+    subjects, batches = subjects_of(student, as_teacher, reference), []
     for done, ids in enumerate(windows.split(ROWS)):
-        expected = teacher_logits(reference or student, ids)
-        given = expected if as_teacher else logits_of(student, ids)
-        losses.append(token_losses(given, ids).double().cpu())
-        kls.append(divergence(expected, given).double().cpu())
-        agreements.append((expected.argmax(-1) == given.argmax(-1)).double().cpu())
+        batches.append(read_scores(subjects, ids)[-1])
         yield Progress("evaluate", done + 1, -(-len(windows) // ROWS), "batches")
-    loss = torch.cat(losses)
-    edges = [edge for edge in EDGES if edge < loss.shape[1]]
-    ranges = [loss[:, a:b].mean().item() for a, b in zip(edges, [*edges[1:], None], strict=True)]
-    return Language(
-        loss.mean().item(),
-        tuple(ranges),
-        torch.cat(kls).mean().item(),
-        torch.cat(agreements).mean().item(),
-        loss.numel(),
-    )
+    found = joined(batches, 0)
+    edges = [edge for edge in EDGES if edge < found.loss.shape[1]]
+    ranges = [found.loss[:, a:b].mean().item() for a, b in zip(edges, [*edges[1:], None], strict=True)]
+    loss, kl, agreement = (scores.mean().item() for scores in (found.loss, found.kl, found.agreement))
+    return Language(loss, tuple(ranges), kl, agreement, found.loss.numel())
 
 
 def evaluate_recall(
     student: LinearizedForCausalLM, windows: Tensor, gaps: Sequence[int], passage: int = 48, as_teacher: bool = False
 ) -> Steps[tuple[Recall, ...]]:
     """Measure how much better a passage is predicted when it comes the second time."""
-    found = []
-    for done, gap in enumerate(gaps):
-        first, second = [], []
-        for ids in repeated_passages(windows, passage, gap).split(ROWS):
-            given = teacher_logits(student, ids) if as_teacher else logits_of(student, ids)
-            losses = token_losses(given, ids).double().cpu()
-            begin = losses.shape[1] - 2 * passage - gap
-            first.append(losses[:, begin + 1 : begin + passage])  # the passage's own first token is a surprise twice
-            second.append(losses[:, 1 - passage :])
-        found.append(Recall(gap, torch.cat(first).mean().item(), torch.cat(second).mean().item()))
-        yield Progress("recall", done + 1, len(gaps), "gaps")
-    return tuple(found)
+    if not gaps:
+        return ()
+    found = yield from measure_recall(subjects_of(student, as_teacher)[-1:], windows, passage, gaps)
+    (own,) = found.subjects
+    return tuple(map(Recall, found.gaps, own.first, own.second))

@@ -21,10 +21,6 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:  # (texts, tokens,
     return model(input_ids=ids.to(model.device), use_cache=False).logits.float()
 
 
-def token_losses(logits: Tensor, ids: Tensor) -> Tensor:  # (texts, tokens - 1)
-    return losses_of(logits[:, :-1], ids[:, 1:])
-
-
 def losses_of(logits: Tensor, following: Tensor) -> Tensor:  # (texts, tokens)
     return torch.nn.functional.cross_entropy(logits.mT, following.to(logits.device), reduction="none")
 

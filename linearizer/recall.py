@@ -50,9 +50,11 @@ def doubling_gaps(length: int, passage: int) -> tuple[int, ...]:
     return (*(passage << step for step in range(30) if passage << step < most * 3 // 4), most)
 
 
-def measure_recall(subjects: Sequence[Subject], windows: Tensor, passage: int) -> Steps[Recall]:
-    """Measure how much better a passage is predicted when it comes the second time."""
-    gaps = doubling_gaps(windows.shape[1], passage)
+def measure_recall(
+    subjects: Sequence[Subject], windows: Tensor, passage: int, gaps: Sequence[int] = ()
+) -> Steps[Recall]:
+    """Measure how much better a passage is predicted when it comes the second time; no gaps: those that double."""
+    gaps = tuple(gaps) or doubling_gaps(windows.shape[1], passage)
     found: list[list[tuple[float, float]]] = [[] for _ in subjects]
     for done, gap in enumerate(gaps):
         losses = read_losses(subjects, repeated_passages(windows, passage, gap))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from linearizer.allocation import Allocation
 from linearizer.cost import Head, Layer, cache_bytes
-from linearizer.runtime.attention import attention_modules
+from linearizer.runtime.attention import attending, attention_modules
 from linearizer.runtime.student import LayerStudent
 
 
@@ -22,11 +22,15 @@ class Subject:
     model: PreTrainedModel
     allocation: Allocation | None = None  # None: a teacher, whose state grows with the text
     heads: tuple[LayerStudent, ...] | None = None  # what takes the place of the model's own students
+    softmax: bool = False  # a student's base, attending as the teacher that it was
 
     @contextmanager
     def at_work(self) -> Iterator[PreTrainedModel]:
         """Give the model, attending as this subject does."""
-        if self.heads is None:
+        if self.softmax:
+            with attending(self.model, "sdpa"):
+                yield self.model
+        elif self.heads is None:
             yield self.model
         else:
             with exchanged(self.model, self.heads):

@@ -31,6 +31,7 @@ LAYERS = [  # a module may import from the layers after its own
     {"model_card", "space"},
     {"card_metadata"},
     {"command", "duet", "evaluation_table", "report", "trained"},
+    {"evaluation"},
     {"plan", "run"},
     {
         "approximation",
@@ -38,7 +39,6 @@ LAYERS = [  # a module may import from the layers after its own
         "comparison",
         "distillation",
         "ablation",
-        "evaluation",
         "eviction",
         "gates",
         "generation",

@@ -9,7 +9,7 @@ from linearizer import outputs
 from linearizer.checkpoint import students_of
 from linearizer.cost import Head
 from linearizer.language import calibration, doubling_edges, measure_language, owners_of, read_scores
-from linearizer.outputs import divergence, logits_of, read_losses, read_together, token_losses
+from linearizer.outputs import divergence, logits_of, losses_of, read_losses, read_together
 from linearizer.progress import finish
 from linearizer.recall import doubling_gaps, measure_longer, measure_recall
 from linearizer.subjects import Subject, window_control
@@ -41,7 +41,7 @@ def test_loss_divergence_and_agreement_are_those_of_the_logits(subjects):
     found = measured(subjects, ids)
     teacher, student = (logits_of(subject.model, ids) for subject in subjects[0][:2])
     own = found.subjects[1]
-    assert own.loss.mean == pytest.approx(token_losses(student, ids).mean().item(), abs=1e-5)
+    assert own.loss.mean == pytest.approx(losses_of(student[:, :-1], ids[:, 1:]).mean().item(), abs=1e-5)
     assert own.kl.mean == pytest.approx(divergence(teacher, student)[:, :-1].mean().item(), abs=1e-5)
     same = (teacher.argmax(-1) == student.argmax(-1))[:, :-1].float().mean().item()
     assert own.agreement.mean == pytest.approx(same, abs=1e-6)
