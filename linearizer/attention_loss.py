@@ -20,7 +20,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from linearizer.runtime.linear_attention import exp, kernels_wanted
+from linearizer.runtime.linear_attention import kernels_wanted
+from linearizer.runtime.parts import exp
 from linearizer.runtime.state import EMPTY, HEADROOM, working_dtype
 
 try:

@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 from linearizer.attention_loss import attention_loss
 from linearizer.errors import RequestError
 from linearizer.recording import matrix
-from linearizer.runtime.linear_attention import chunked
+from linearizer.runtime.chunks import chunked
 from linearizer.runtime.state import State
 from linearizer.runtime.student import HeadGroup, LayerStudent, Scaled
 

@@ -8,7 +8,7 @@ import torch
 
 from linearizer import attention_loss as module
 from linearizer.attention_loss import attention_loss
-from linearizer.runtime.linear_attention import far_logits_exactly
+from linearizer.runtime.parts import far_logits_exactly
 
 DIM = 6
 

@@ -10,9 +10,12 @@ import torch
 pytest.importorskip("triton")
 
 from linearizer import attention_loss, loss_kernels
-from linearizer.runtime import kernel_gradients, kernels, linear_attention
+from linearizer.runtime import fused as fusing
+from linearizer.runtime import kernel_gradients, kernels, state
+from linearizer.runtime.chunks import chunked, step
 from linearizer.runtime.feature_map import FEATURE_MAPS
-from linearizer.runtime.linear_attention import attend_fused, chunked, fused_step, reference, step
+from linearizer.runtime.fused import attend_fused, fused_step
+from linearizer.runtime.linear_attention import reference
 from linearizer.runtime.state import State, tensors
 from tests.test_attention_loss import make as make_loss
 from tests.test_linear_attention import extreme
@@ -262,14 +265,14 @@ def test_a_mutated_kernel_fails(module, line, mutation, tmp_path, monkeypatch):
         mutant.SEGMENT = 32
         monkeypatch.setattr(kernel_gradients, "run", mutant.run)
     else:
-        monkeypatch.setattr(linear_attention, "Attention", mutant.Attention)
+        monkeypatch.setattr(fusing, "Attention", mutant.Attention)
     with pytest.raises(AssertionError):
         test_attention_and_every_gradient_are_the_reference_s("in pieces")
 
 
 def test_constants_are_those_of_pytorch():
     for name in ("EMPTY", "ABSENT", "HEADROOM"):
-        assert getattr(kernels, name).value == getattr(linear_attention, name)
+        assert getattr(kernels, name).value == getattr(state, name)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -5,8 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from linearizer.runtime.chunks import chunked, step
 from linearizer.runtime.feature_map import FEATURE_MAPS
-from linearizer.runtime.linear_attention import chunked, linear_attention, reference, step
+from linearizer.runtime.linear_attention import linear_attention, reference
 from linearizer.runtime.state import State, tensors
 
 DIM, VALUE_DIM = 6, 5

@@ -19,12 +19,18 @@ from transformers.cache_utils import Cache
 from .attention import IMPLEMENTATION, attention_modules, hand_over_state
 from .cache import LinearizedLayer, empty_cache
 from .feature_map import FEATURE_MAPS
-from .linear_attention import linear_attention  # noqa: F401  older transformers copy only the files named here
-from .slots import SlotState  # noqa: F401  older transformers copy only the files named here
-from .state import State  # noqa: F401  older transformers copy only the files named here
 from .student import LayerStudent
 
-try:  # older transformers copy only the files named here
+# isort: split
+# Older transformers copy only the files named here.
+from .chunks import chunked  # noqa: F401
+from .fused import attend_fused  # noqa: F401
+from .linear_attention import linear_attention  # noqa: F401
+from .parts import combine  # noqa: F401
+from .slots import SlotState  # noqa: F401
+from .state import State  # noqa: F401
+
+try:
     from .kernel_gradients import Attention  # noqa: F401
     from .kernel_step import run_step  # noqa: F401
     from .kernels import run  # noqa: F401

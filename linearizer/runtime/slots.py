@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .linear_attention import by_head, combine, only
+from .parts import by_head, combine, only
 from .state import EMPTY, Columns, Near, lay_columns, remember_sinks, remember_window, take, working_dtype
 
 GAIN = 0.25  # half of what a Gaussian spread of keys calls for: measured best, since no query sees the mean spread

@@ -20,7 +20,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from linearizer.attention_loss import attention_loss, blocked
-from linearizer.runtime.linear_attention import chunked, linear_attention, reference
+from linearizer.runtime.chunks import chunked
+from linearizer.runtime.linear_attention import linear_attention, reference
 from linearizer.runtime.state import State
 from linearizer.runtime.student import HeadGroup, Scaled
 

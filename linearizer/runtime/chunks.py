@@ -1,0 +1,145 @@
+"""Linear attention in PyTorch: chunk by chunk, and token by token. linear_attention.py says what it computes."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from .parts import Far, Features, by_head, combine, far_logits_exactly, largest, only
+from .state import (
+    ABSENT,
+    EMPTY,
+    HEADROOM,
+    Columns,
+    State,
+    lay_columns,
+    remember_sinks,
+    remember_window,
+    take,
+    working_dtype,
+)
+
+CHUNK = 128
+
+Tensor = torch.Tensor
+Attend = Callable[[Tensor, Columns, Features | None, State, int], Tensor]
+
+
+def chunked(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    feature_map: Features | None,
+    window: int,
+    real: Tensor | None,
+    state: State,
+    chunk: int = CHUNK,
+    attend: Attend | None = None,
+) -> Tensor:
+    """Attend to the state and to the new tokens, `chunk` rows at a time or as `attend` does it.
+
+    A chunk of rows sees as columns the window before it and itself; what lies further left is in the state.
+    """
+    tokens, order = q.shape[-2], None
+    if real is not None:
+        order = real.to(torch.int8).argsort(dim=-1, stable=True)
+        q = take(q, order)
+    columns = lay_columns(k, v, window, real, state)
+    remember_sinks(state, columns)
+    out = (attend or attend_chunks)(q, columns, feature_map, state, chunk)
+    state.count = columns.first + window + tokens
+    remember_window(state, columns, tokens)
+    return out if order is None else take(out, order.argsort(-1))
+
+
+def attend_chunks(
+    q: Tensor, columns: Columns, feature_map: Features | None, state: State, chunk: int = CHUNK
+) -> Tensor:
+    """Attend in PyTorch, one chunk after the other."""
+    parts = enumerate(q.split(chunk, -2))
+    return torch.cat([attend_chunk(part, columns, feature_map, state, i * chunk) for i, part in parts], -2)
+
+
+def attend_chunk(q: Tensor, columns: Columns, feature_map: Features | None, state: State, start: int) -> Tensor:
+    """Attend with the rows from `start`; leave in the state the columns that are then behind every window.
+
+    The row of token t has its own column `window` to the right of it; columns up to t are behind its window.
+    """
+    q, size = q.to(working_dtype(q)), q.shape[-2]
+    near = [sinks_of(q, columns, state, start)] if state.sink_k.shape[-2] else []
+    near += [window_of(q, columns, start)] if columns.window else []
+    if feature_map is None:
+        return combine(near) if near else columns.v.new_zeros(*q.shape[:-1], columns.v.shape[-1])
+    k, v = (x[:, :, start : start + size].to(q.dtype) for x in (columns.k, columns.v))
+    leaving = columns.filled(start, start + size) & (columns.place(start, start + size) >= state.sink_k.shape[-2])
+    u, w = feature_map.queries(q), feature_map.keys(k)
+    if not leaving.all():
+        w = w.masked_fill(~leaving[:, None, :, None], ABSENT)
+    far = Far.of(u, w, v, state)
+    filled = columns.filled(start + columns.window, start + columns.window + size)[:, None, None, :, None]
+    if ((torch.maximum(largest(near), far.lse) if near else far.lse) < far.bound)[filled.expand_as(far.total)].any():
+        far_away = far_logits_exactly(u, w).masked_fill(~behind(size, size, 0, q), EMPTY)
+        out = combine([*near, (far_away, v), (u + state.level[:, :, None, None], state.mean)])
+    else:
+        out = combine(near, far)
+    total = far.key.sum(-2).clamp_min(torch.finfo(q.dtype).tiny)
+    merge(state, total.log() + far.ceiling[:, :, 0] - HEADROOM, far.key.mT @ v / total[..., None])
+    return out
+
+
+def sinks_of(q: Tensor, columns: Columns, state: State, start: int) -> tuple[Tensor, Tensor]:
+    """Logits and values of the sinks, for the rows that they are behind the window of."""
+    gone = torch.arange(state.sink_k.shape[-2], device=q.device) <= columns.place(start, start + q.shape[-2])[..., None]
+    return only(by_head(q, state.sink_k.to(q.dtype).mT), gone), state.sink_v
+
+
+def window_of(q: Tensor, columns: Columns, start: int) -> tuple[Tensor, Tensor]:
+    """Logits and values of the windows of all rows: of the columns from the one after `start`."""
+    size, window = q.shape[-2], columns.window
+    start, stop = start + 1, start + size + window if window else start + 1
+    inside = behind(size, stop - start, window - 1, q) & ~behind(size, stop - start, -1, q)
+    inside = inside & columns.filled(start, stop)[:, None]
+    return only(by_head(q, columns.k[:, :, start:stop].to(q.dtype).mT), inside), columns.v[:, :, start:stop]
+
+
+def behind(rows: int, columns: int, shift: int, like: Tensor) -> Tensor:
+    """Which columns are at most `shift` to the right of the diagonal: (rows, columns)."""
+    return torch.ones(rows, columns, dtype=torch.bool, device=like.device).tril(shift)
+
+
+def merge(state: State, level: Tensor, mean: Tensor) -> None:
+    """Take keys into the state, given as their own levels and means."""
+    new = torch.logaddexp(state.level, level)
+    state.mean = (state.level - new).exp()[..., None] * state.mean + (level - new).exp()[..., None] * mean
+    state.level = new
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, state: State) -> Tensor:
+    """Attend with one token; the state is changed in place."""
+    work, place = working_dtype(q), state.count
+    sinks, rows = state.sink_k.shape[-2], torch.arange(q.shape[0], device=q.device)
+    old_k, old_v = k, v
+    if window:
+        slot = place % window
+        old_k, old_v = state.window_k[rows, :, slot][:, :, None], state.window_v[rows, :, slot][:, :, None]
+        state.window_k[rows, :, slot], state.window_v[rows, :, slot] = k[:, :, 0], v[:, :, 0]
+    if sinks:
+        slot, first = place.clamp(max=sinks - 1), (place < sinks)[:, None, None]
+        state.sink_k[rows, :, slot] = torch.where(first, k[:, :, 0], state.sink_k[rows, :, slot])
+        state.sink_v[rows, :, slot] = torch.where(first, v[:, :, 0], state.sink_v[rows, :, slot])
+    if feature_map is not None:
+        w = feature_map.keys(old_k.to(work))
+        merge(state, w.masked_fill((place - window < sinks)[:, None, None, None], ABSENT)[:, :, 0], old_v.to(work))
+    state.count = place + 1
+
+    q = q.to(work)
+    gone = torch.arange(sinks, device=q.device) <= (place - window)[:, None]
+    held = torch.arange(window, device=q.device) <= place[:, None]
+    parts = [
+        (only(by_head(q, k.to(work).mT), seen[:, None]), v)
+        for k, v, seen in ((state.sink_k, state.sink_v, gone), (state.window_k, state.window_v, held))
+    ]
+    if feature_map is not None:
+        parts.append((feature_map.queries(q) + state.level[:, :, None, None], state.mean))
+    return combine(parts)

@@ -1,0 +1,98 @@
+"""One softmax over parts: exact tokens, given as logits and values, and a far field, given as sums over features.
+
+Shapes as in linear_attention.py.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from .state import EMPTY, HEADROOM, State
+
+Tensor = torch.Tensor
+
+
+class Features(Protocol):
+    """What attention asks of a feature map."""
+
+    features: int
+
+    def queries(self, q: Tensor) -> Tensor: ...  # (batch, heads, group, tokens, dim) -> (…, features), log-features u
+
+    def keys(self, k: Tensor) -> Tensor: ...  # (batch, heads, tokens, dim) -> (…, features), log-features w
+
+
+@dataclass
+class Far:
+    """What the rows of one chunk see of the state and, through features, of the keys that they have behind them.
+
+    A row none of whose logits reaches `bound`, HEADROOM below what its features could give with the largest keys, has
+    lost terms to underflow: the stabilisers look at all keys of the chunk, also at those that come after the row.
+    """
+
+    key: Tensor  # e^(w - ceiling + HEADROOM): (batch, heads, tokens, features)
+    ceiling: Tensor  # (batch, heads, 1, features)
+    bound: Tensor  # (batch, heads, group, tokens, 1)
+    total: Tensor  # Σ e^(logit - bound)
+    sum: Tensor  # Σ e^(logit - bound) v
+
+    @classmethod
+    def of(cls, u: Tensor, w: Tensor, v: Tensor, state: State) -> Far:
+        ceiling = torch.maximum(w.detach().amax(-2), state.level.detach())[:, :, None]
+        key, held = exp(w - (ceiling - HEADROOM)), exp(state.level - (ceiling[:, :, 0] - HEADROOM))[..., None]
+        u = u + ceiling[:, :, None]
+        bound = u.detach().amax(-1, keepdim=True)
+        query = exp(u - bound)
+        product = by_head(query, key.mT).tril()
+        total = product.sum(-1, keepdim=True) + by_head(query, held)
+        return cls(key, ceiling, bound - HEADROOM, total, by_head(product, v) + by_head(query, held * state.mean))
+
+    @property
+    def lse(self) -> Tensor:
+        return self.total.detach().log() + self.bound
+
+
+def far_logits_exactly(u: Tensor, w: Tensor) -> Tensor:
+    """log Σ_m exp(u_im + w_jm) at any magnitude: tokens × tokens × features in memory."""
+    return torch.logsumexp(u[..., :, None, :] + w[:, :, None, None], -1)
+
+
+def by_head(x: Tensor, y: Tensor) -> Tensor:
+    """x (batch, heads, group, rows, dim) times y (batch, heads, dim, columns), which a group shares."""
+    return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
+
+
+def only(logits: Tensor, seen: Tensor) -> Tensor:
+    """Logits (batch, heads, group, rows, columns) where a mask (batch, rows, columns) is true, and EMPTY elsewhere."""
+    return logits + torch.where(seen, 0.0, EMPTY).to(logits.dtype)[:, None, None]  # many times faster than filling
+
+
+def exp(x: Tensor) -> Tensor:
+    """e^x, and 0 for what would nearly underflow: a CPU takes a hundred times as long for what does."""
+    least = math.log(torch.finfo(x.dtype).tiny) + 7
+    return torch.nn.functional.threshold(x.clamp_min(least).exp(), 1.1 * math.exp(least), 0.0)
+
+
+def largest(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The largest logit of each row: (batch, heads, group, rows, 1)."""
+    empty = parts[0][0].new_full((*parts[0][0].shape[:-1], 1), EMPTY)
+    return torch.stack([empty, *(x.detach().amax(-1, keepdim=True) for x, _ in parts if x.shape[-1])]).amax(0)
+
+
+def combine(parts: list[tuple[Tensor, Tensor]], far: Far | None = None) -> Tensor:
+    """One softmax over all parts, given as logits and values, and what is far: (…, rows, value_dim)."""
+    tops = ([largest(parts)] if parts else []) + ([far.lse] if far is not None else [])
+    top = torch.maximum(tops[0], tops[-1])
+    total, out = torch.zeros_like(top), torch.zeros_like(top)
+    if far is not None:
+        scale = (far.bound - top).clamp_max(0).exp()  # only above 0 in rows that see nothing
+        total, out = scale * far.total, scale * far.sum
+    for logits, values in parts:
+        weights = exp(logits - top)
+        total = total + weights.sum(-1, keepdim=True)
+        out = out + by_head(weights, values.to(weights.dtype))
+    return out / total.clamp_min(torch.finfo(top.dtype).tiny)  # a head that holds nothing gives nothing
