@@ -43,8 +43,7 @@ def server(runs, command=None, folder=None, **environment):
     """Start a server of the page, and give its address, what it writes to its log, and its process, at once."""
     port, log = free_port(), Path(runs).parent / f"server-{free_port()}.log"
     known = {**os.environ, "LINEARIZER_RUNS": str(runs), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "GRADIO_SSR_MODE": "0"}
-    for name in ("TRITON_INTERPRET", "LINEARIZER_KERNELS"):
-        known.pop(name, None)
+    known.pop("TRITON_INTERPRET", None)
     known.update(GRADIO_SERVER_PORT=str(port))
     page = [sys.executable, "-m", "linearizer", "app", "--port", str(port), "--host", "127.0.0.1"]
     with log.open("wb") as said:

@@ -67,7 +67,7 @@ LAYERS = [  # a module may import from the layers after its own
         "teacher",
         "text",
     },  # what steps are made of
-    {"loss_kernels"},
+    {"loss_kernels", "row_blocks"},
     {
         "answers",
         "chart_style",

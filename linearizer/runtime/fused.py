@@ -1,12 +1,18 @@
-"""Linear attention by kernels: what they are given, and what they leave. linear_attention.py says what they compute."""
+"""Linear attention by kernels: whether they serve, what they are given, and what they leave.
+
+linear_attention.py says what they compute, trial.py how they come to be trusted.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 
-from .chunks import CHUNK
+from .chunks import CHUNK, attend_chunks, chunked, step
 from .parts import Features
 from .state import ABSENT, Columns, State, change_tensors, tensors, working_dtype
+from .trial import Drawn, Sizes, takes, trusted
 
 try:
     from .kernel_gradients import Attention
@@ -16,7 +22,60 @@ except ImportError as missing:
         raise
     Attention = run_step = None  # type: ignore[assignment, misc]
 
+WINDOW = 16  # of trials
+
 Tensor = torch.Tensor
+
+
+def attention_serves(q: Tensor, k: Tensor, v: Tensor, state: State) -> bool:
+    """Tell whether kernels may attend with such tensors."""
+    if Attention is None or not takes(q, k, v):
+        return False
+    sizes, gradients = sizes_of(q, v, state), torch.is_grad_enabled()
+
+    def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+        text = Drawn.of(q, sizes, 192, dtype)
+        inputs = [x.requires_grad_(gradients) for x in (text.q, text.k, text.v)]
+        state, features = empty(text, sizes), text.features if sizes.features else None
+        attend, out = attend_fused if by_kernels else attend_chunks, []
+        for start, stop in ((0, 32), (32, 192)):  # the second takes a state and has two segments
+            out.append(chunked(*text.piece(start, stop), features, WINDOW, None, state, attend=attend).to(dtype))
+        found = [torch.cat(out, -2), state.level, state.mean]
+        if gradients:
+            found += torch.autograd.grad([x.square().sum() for x in found], inputs)
+        return found
+
+    return trusted("attention and its gradients" if gradients else "attention", q, sizes, answers)
+
+
+def step_serves(q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, state: State) -> bool:
+    """Tell whether a kernel may attend with such a token, and change the state in place."""
+    if run_step is None or torch.is_grad_enabled() or not takes(q, k, v):
+        return False
+    sizes, affine = sizes_of(q, v, state), affine_of(feature_map) is not None
+
+    def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+        tokens = WINDOW + sizes.sinks + 8
+        text = Drawn.of(q, sizes, tokens, dtype, affine)
+        state, features = empty(text, sizes), text.features if sizes.features else None
+        attend = fused_step if by_kernels else step
+        out = [attend(*text.piece(t, t + 1), features, WINDOW, state).to(dtype) for t in range(tokens)]
+        return [torch.cat(out, -2), state.level, state.mean]
+
+    return trusted("single tokens", q, (*sizes, affine), answers)
+
+
+def sizes_of(q: Tensor, v: Tensor, state: State) -> Sizes:
+    return Sizes(q.shape[2], q.shape[-1], v.shape[-1], state.sink_k.shape[-2], state.level.shape[-1])
+
+
+def empty(text: Drawn, sizes: Sizes) -> State:
+    return State.empty(text.k, text.v, WINDOW, sizes.sinks, sizes.features)
+
+
+def affine_of(feature_map: Features | None) -> tuple[Tensor, Tensor, float] | None:
+    """The affine form of log-features, where a map has one."""
+    return getattr(feature_map, "affine", lambda: None)()
 
 
 def attend_fused(q: Tensor, columns: Columns, feature_map: Features | None, state: State, chunk: int = CHUNK) -> Tensor:
@@ -40,7 +99,7 @@ def fused_step(q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, wi
     A feature map whose log-features are affine in x and |x|² says so by `affine()` and is computed inside the kernel.
     """
     u = w = None
-    affine = getattr(feature_map, "affine", lambda: None)()
+    affine = affine_of(feature_map)
     if feature_map is not None and affine is None:
         work, old = working_dtype(q), k
         if window:

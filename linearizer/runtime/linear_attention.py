@@ -19,12 +19,10 @@ which may stand anywhere; None means that every token is real. A token's place i
 
 from __future__ import annotations
 
-import os
-
 import torch
 
 from .chunks import attend_chunks, chunked, step
-from .fused import Attention, attend_fused, fused_step
+from .fused import attend_fused, attention_serves, fused_step, step_serves
 from .parts import Features, far_logits_exactly
 from .state import EMPTY, State
 
@@ -35,24 +33,11 @@ def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, real: Tensor | None, state: State
 ) -> Tensor:
     """Attend and bring the state up to date; the one door to the ways of doing so."""
-    fused = kernels_serve(q, k, v)
     if q.shape[-2] == 1 and real is None:
-        in_place = fused and not torch.is_grad_enabled()
-        return (fused_step if in_place else step)(q, k, v, feature_map, window, state)
-    attend = attend_fused if fused else attend_chunks
-    return chunked(q, k, v, feature_map, window, real, state, attend=attend)
-
-
-def kernels_wanted() -> bool:
-    """Tell whether to use the kernels on a GPU; none has run them yet, so they have to be asked for."""
-    return os.environ.get("LINEARIZER_KERNELS") == "1"
-
-
-def kernels_serve(*inputs: Tensor) -> bool:
-    """Tell whether the kernels take such tensors: on a GPU, bf16 or fp32, all alike."""
-    x = inputs[0]
-    served = kernels_wanted() and Attention is not None and x.is_cuda and x.dtype in (torch.bfloat16, torch.float32)
-    return served and all(other.dtype == x.dtype and other.device == x.device for other in inputs)
+        attend = fused_step if step_serves(q, k, v, feature_map, state) else step
+        return attend(q, k, v, feature_map, window, state)
+    fused = attention_serves(q, k, v, state)
+    return chunked(q, k, v, feature_map, window, real, state, attend=attend_fused if fused else attend_chunks)
 
 
 def reference(

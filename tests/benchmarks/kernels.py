@@ -7,7 +7,6 @@ that cannot be avoided; `error` is relative, against float64 on a part of the in
 
 import argparse
 import json
-import os
 import re
 import statistics
 import subprocess
@@ -360,7 +359,6 @@ def main():
     parser.add_argument("--quick", action="store_true", help="the smallest sizes of every table")
     parser.add_argument("--peak", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
-    os.environ["LINEARIZER_KERNELS"] = "1"
     if arguments.peak:
         print(peak(arguments.peak))
         return

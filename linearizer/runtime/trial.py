@@ -1,0 +1,146 @@
+"""Whether kernels may be used here: a family of them is first tried on a small problem, and believed if it is right.
+
+No test of ours knows the chip, the driver and the compiler of whoever runs this. So the first time that a family is
+wanted in some sizes on a device, it runs there beside PyTorch: it may err at most twice as much as PyTorch does in the
+same dtype, both against float64. Where it errs more, or does not compile, PyTorch does its work on that device from
+then on, and a warning says why. LINEARIZER_KERNELS=0 in the environment keeps all kernels off.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import torch
+
+DEVICES = {"cuda"}  # what Triton compiles for; PyTorch says so of AMD's chips, too
+DTYPES = (torch.bfloat16, torch.float32)
+
+Tensor = torch.Tensor
+Answers = Callable[[bool, torch.dtype], Sequence[Tensor]]  # (by kernels?, the dtype to compute in)
+
+_right: dict[tuple, bool] = {}  # by family and device, and by dtype and sizes besides
+_lock = threading.RLock()
+
+
+def takes(x: Tensor, *others: Tensor) -> bool:
+    """Tell whether there may be kernels for such inputs: on a GPU, bf16 or fp32, all alike."""
+    if x.device.type not in DEVICES or x.dtype not in DTYPES or os.environ.get("LINEARIZER_KERNELS") == "0":
+        return False
+    return all(other.dtype == x.dtype and other.device == x.device for other in others)
+
+
+def trusted(family: str, x: Tensor, sizes: tuple, answers: Answers) -> bool:
+    """Tell whether a family of kernels is right for inputs like x, on its device: at the first time, by trial."""
+    here, case = (family, x.device), (family, x.device, x.dtype, sizes)
+    if here not in _right and case not in _right:
+        if being_recorded(x):  # a graph would hold the trial; PyTorch is right in it as well
+            return False
+        with _lock:
+            decide(here, case, x, answers)
+    return _right.get(here, True)
+
+
+def being_recorded(x: Tensor) -> bool:
+    """Tell whether what happens now is captured or compiled, to happen again later."""
+    return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
+
+
+def decide(here: tuple, case: tuple, x: Tensor, answers: Answers) -> None:
+    """Try the kernels, unless another thread just has; keep what was found, and warn where they are wrong."""
+    if here in _right or case in _right:
+        return
+    fault = fault_of(answers, x)
+    if fault is None:
+        _right[case] = True
+        return
+    _right[here] = False
+    name = f"{torch.cuda.get_device_name(x.device)} ({x.device})" if x.is_cuda else str(x.device)
+    warnings.warn(
+        f"on {name} PyTorch does the work of the kernels for {here[0]}, because {fault}", RuntimeWarning, stacklevel=4
+    )
+
+
+def fault_of(answers: Answers, x: Tensor) -> str | None:
+    """Say what is wrong with kernels, if anything is: answers(by_kernels, dtype) are theirs, and those of PyTorch."""
+    try:
+        with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
+            found = [answers(*way) for way in ((True, x.dtype), (False, x.dtype), (False, torch.float64))]
+    except Exception as error:  # a compiler, a driver and a launch may raise anything, and all of it means the same
+        said = " ".join(str(error).split())
+        return f"they failed there with {type(error).__name__}: {said[:200]}"
+    for mine, other, true in zip(*found, strict=True):
+        own, plain = distance(mine, true), distance(other, true)
+        if not own <= 2 * plain + max(1e-5, torch.finfo(x.dtype).eps):  # nor if it is no number
+            return f"they err by {own:.1e} of a result where PyTorch errs by {plain:.1e}"
+    return None
+
+
+def distance(x: Tensor, true: Tensor) -> float:
+    """|x - true| / |true|."""
+    x, true = x.detach().double(), true.detach()
+    return float((x - true).norm() / true.norm().clamp_min(1e-30))
+
+
+class Sizes(NamedTuple):
+    """What kernels are compiled for."""
+
+    group: int
+    key_dim: int
+    value_dim: int
+    sinks: int
+    features: int
+
+
+@dataclass
+class Drawn:
+    """A text of two KV heads to try kernels on, always the same, with scores of variance 1."""
+
+    q: Tensor  # (1, 2, group, tokens, key_dim)
+    k: Tensor  # (1, 2, tokens, key_dim)
+    v: Tensor
+    features: RandomFeatures
+
+    @classmethod
+    def of(cls, like: Tensor, sizes: Sizes, tokens: int, dtype: torch.dtype, affine: bool = False) -> Drawn:
+        """Draw it for the device and precision of a tensor, to compute in a dtype."""
+        generator = torch.Generator().manual_seed(0)
+
+        def draw(scale: float, *shape: int) -> Tensor:
+            return (torch.randn(*shape, generator=generator) * scale).to(like.device)
+
+        root = sizes.key_dim**-0.25
+        q = draw(root, 1, 2, sizes.group, tokens, sizes.key_dim)
+        k = draw(root, 1, 2, tokens, sizes.key_dim)
+        v = draw(1.0, 1, 2, tokens, sizes.value_dim)
+        z = draw(1.0, 2, sizes.features, sizes.key_dim)
+        q, k, v = (x.to(like.dtype).to(dtype) for x in (q, k, v))
+        return cls(q, k, v, AffineFeatures(z) if affine else RandomFeatures(z))
+
+    def piece(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Take some tokens."""
+        return self.q[..., start:stop, :], self.k[:, :, start:stop], self.v[:, :, start:stop]
+
+
+class RandomFeatures:
+    """Log-features z·x - |x|²/2."""
+
+    def __init__(self, z: Tensor) -> None:
+        self.z, self.features = z, z.shape[1]
+
+    def queries(self, q: Tensor) -> Tensor:
+        return self.keys(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
+
+    def keys(self, k: Tensor) -> Tensor:
+        return k @ self.z.to(k.dtype).mT - k.square().sum(-1, keepdim=True) / 2
+
+
+class AffineFeatures(RandomFeatures):
+    """The same, which a kernel may compute itself."""
+
+    def affine(self) -> tuple[Tensor, Tensor, float]:
+        return self.z, torch.zeros_like(self.z[..., 0]), 1.0

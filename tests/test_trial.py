@@ -1,0 +1,162 @@
+"""Kernels are believed where a trial has found them right, and PyTorch does their work where it has not."""
+
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from linearizer import attention_loss as losses
+from linearizer.attention_loss import attention_loss
+from linearizer.runtime import fused, kernel_gradients, kernel_step, kernels, trial
+from linearizer.runtime.linear_attention import linear_attention
+from linearizer.runtime.state import State
+from tests.test_attention_loss import make as make_loss
+from tests.test_kernels import mutant_of
+from tests.test_linear_attention import make
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+ON_GPU = torch.cuda.is_available()
+DEVICE = "cuda" if ON_GPU else "cpu"
+
+
+@pytest.fixture(autouse=True)
+def untried(monkeypatch):
+    """Nothing is known yet, and Triton's interpreter counts as a device."""
+    monkeypatch.setattr(trial, "_right", {})
+    monkeypatch.setattr(trial, "DEVICES", {DEVICE})
+    monkeypatch.setattr(kernels, "SEGMENT", 32)
+
+
+@pytest.fixture
+def launches(monkeypatch):
+    """Count what the doors hand to kernels, trials included."""
+    counted = []
+    for module, name in ((fused, "run_step"), (losses, "loss_kernels")):
+        kept = getattr(module, name)
+        count = Counted(kept, name, counted)
+        monkeypatch.setattr(module, name, count)
+    apply = fused.Attention.apply
+    monkeypatch.setattr(fused.Attention, "apply", lambda *args: (counted.append("Attention"), apply(*args))[1])
+    return counted
+
+
+class Counted:
+    def __init__(self, kept, name, counted):
+        self.kept, self.name, self.counted = kept, name, counted
+
+    def __call__(self, *args, **kwargs):
+        self.counted.append(self.name)
+        return self.kept(*args, **kwargs)
+
+    def losses(self, *args):
+        self.counted.append(self.name)
+        return self.kept.losses(*args)
+
+
+def inputs(tokens):
+    q, k, v, feature_map = make(tokens, dtype=torch.float32)
+    return q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), feature_map.to(DEVICE)
+
+
+def read(tokens=5):
+    q, k, v, feature_map = inputs(tokens)
+    state = State.empty(k, v, 2, 1, 4)
+    with torch.no_grad():
+        return linear_attention(q, k, v, feature_map, 2, None, state)
+
+
+def train():
+    q, k, v, feature_map = inputs(5)
+    out = linear_attention(q.requires_grad_(), k, v, feature_map, 2, None, State.empty(k, v, 2, 1, 4))
+    return torch.autograd.grad(out.sum(), q)[0]
+
+
+def compare():
+    return attention_loss(*(x.float().to(DEVICE) for x in make_loss(9)), 2, 1).value
+
+
+DOORS = {
+    "attention": (read, "Attention"),
+    "attention and its gradients": (train, "Attention"),
+    "single tokens": (lambda: read(1), "run_step"),
+    "losses of attention rows": (compare, "loss_kernels"),
+}
+
+
+@pytest.mark.parametrize("family", DOORS)
+def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
+    call, name = DOORS[family]
+    first = call()
+    tried = len(launches)
+    assert tried > 1 and set(launches) == {name}
+    again = call()
+    assert len(launches) == tried + 1
+    assert torch.equal(first, again)
+    assert [key[0] for key in trial._right] == [family]
+
+
+WRONG = {  # a line of each kernel, and what it is exchanged for
+    "attention": (kernels, "mean * kept[:, None] + own", "mean + own"),
+    "attention and its gradients": (kernel_gradients, "- delta_mean[None, :]", ""),
+    "single tokens": (kernel_step, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
+    "losses of attention rows": (losses.loss_kernels, "factor - p", "1.01 * factor - p"),
+}
+
+
+def breaks(family, line, monkeypatch, folder):
+    """Exchange a line of a family's kernels."""
+    module, right, wrong = WRONG[family]
+    mutant = mutant_of(module, right, line or wrong, folder)
+    if module is kernels:
+        mutant.SEGMENT = 32
+        monkeypatch.setattr(kernel_gradients, "run", mutant.run)
+    elif module is kernel_gradients:
+        monkeypatch.setattr(fused, "Attention", mutant.Attention)
+    elif module is kernel_step:
+        monkeypatch.setattr(fused, "run_step", mutant.run_step)
+    else:
+        monkeypatch.setattr(losses, "loss_kernels", mutant)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter shows it as well")
+@pytest.mark.parametrize("line, reason", [(None, "they err by"), ("-tl.no_such_function(1)", "they failed there with")])
+@pytest.mark.parametrize("family", DOORS)
+def test_a_broken_kernel_is_left_alone_and_said_so_once(family, line, reason, monkeypatch, tmp_path):
+    call, _ = DOORS[family]
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    expected = call()
+    monkeypatch.delenv("LINEARIZER_KERNELS")
+    breaks(family, line, monkeypatch, tmp_path)
+    with pytest.warns(
+        RuntimeWarning, match=f"^on {DEVICE} PyTorch does the work .* {family}, because {reason}"
+    ) as said:
+        assert torch.equal(call(), expected)
+    assert len(said) == 1 and "\n" not in str(said[0].message)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert torch.equal(call(), expected)
+
+
+def test_the_environment_keeps_kernels_off(launches, monkeypatch):
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    for call, _ in DOORS.values():
+        call()
+    assert not launches and not trial._right
+
+
+def test_nothing_is_tried_while_it_is_recorded(launches, monkeypatch):
+    monkeypatch.setattr(trial, "being_recorded", lambda x: True)
+    read()
+    assert not launches and not trial._right
+
+
+def test_a_result_that_is_no_number_is_wrong():
+    x = torch.ones(3)
+    assert "err by nan" in trial.fault_of(lambda kernels, dtype: [x * torch.nan if kernels else x.to(dtype)], x)
+
+
+def test_documents_name_the_switch():
+    assert "LINEARIZER_KERNELS=0" in Path("README.md").read_text(encoding="utf-8")
