@@ -16,8 +16,8 @@ import torch
 import triton
 import triton.language as tl
 
-from linearizer.runtime import kernels
-from linearizer.runtime.kernels import EMPTY, HEADROOM, LOST, load_tile, padded, precision
+from linearizer.runtime import kernel_tiles
+from linearizer.runtime.kernel_tiles import EMPTY, HEADROOM, LOST, load_rows, load_tile, padded, precision
 
 Tensor = torch.Tensor
 
@@ -109,7 +109,7 @@ def statistics(
         oj = j0 + tl.arange(0, BN)
         product = products(query_ptr + row * T * M, key_ptr + head * T * M, ot, oj, T, M, MS, ACC, PRECISION)
         far += tl.sum(tl.where(oj[None, :] <= ot[:, None] - WINDOW, product, 0.0), 1)
-    bound = tl.load(bound_ptr + row * T + ot, mask=ot < T, other=0.0)
+    bound = load_rows(bound_ptr + row * T, ot, T)
     far_lse = tl.where(far > 0, tl.log(tl.where(far > 0, far, 1.0)) + bound, EMPTY)
     near_lse = tl.where(near > 0, tl.log(tl.where(near > 0, near, 1.0)) + near_top, EMPTY)
     both = tl.maximum(far_lse, near_lse)
@@ -147,9 +147,9 @@ def by_row(
     query_ptr += row * T * M
     key_ptr += head * T * M
     q = load_tile(q_ptr + row * T * D, ot, od, T, D)
-    shift = tl.load(shift_ptr + row * T + ot, mask=ot < T, other=0.0)
-    factor = tl.load(factor_ptr + row * T + ot, mask=ot < T, other=0.0)
-    bound = tl.load(bound_ptr + row * T + ot, mask=ot < T, other=0.0)
+    shift = load_rows(shift_ptr + row * T, ot, T)
+    factor = load_rows(factor_ptr + row * T, ot, T)
+    bound = load_rows(bound_ptr + row * T, ot, T)
     acc = tl.zeros([BT, MG], ACC)
     loss = tl.zeros([BT], ACC)
     lost = tl.zeros([BT], ACC)
@@ -193,8 +193,8 @@ def by_column(
         for t0 in range((j0 + WINDOW) // BN * BN, T, BN):
             ot = t0 + tl.arange(0, BN)
             q = load_tile(q_ptr + row * T * D, ot, od, T, D)
-            shift = tl.load(shift_ptr + row * T + ot, mask=ot < T, other=0.0)
-            factor = tl.load(factor_ptr + row * T + ot, mask=ot < T, other=0.0)
+            shift = load_rows(shift_ptr + row * T, ot, T)
+            factor = load_rows(factor_ptr + row * T, ot, T)
             s = tl.dot(k, tl.trans(q), out_dtype=ACC, input_precision=PRECISION)
             product = products(key_ptr + head * T * M, query_ptr + row * T * M, oj, ot, T, M, MS, ACC, PRECISION)
             far = (oj[:, None] <= ot[None, :] - WINDOW) & (oj >= SINKS)[:, None] & (ot < T)[None, :]
@@ -208,7 +208,7 @@ def by_column(
 
 def block_sizes(x: Tensor, features: int, width: int) -> tuple[dict, dict]:
     """Block sizes, and how to launch, on the chip where x is."""
-    rows, columns, slab, gradient, warps, stages = BLOCKS.get(kernels.chip(x), BLOCKS[None])
+    rows, columns, slab, gradient, warps, stages = BLOCKS.get(kernel_tiles.chip(x), BLOCKS[None])
     if x.element_size() > 2 or width > 128:  # fp32 tiles, or wide ones, do not fit otherwise
         rows, columns, slab, gradient, warps = 32, 32, 32, 32, 4
     slab, gradient = min(slab, padded(features)), min(gradient, padded(features))

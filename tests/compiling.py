@@ -14,7 +14,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from linearizer import loss_kernels
-from linearizer.runtime import kernel_gradients, kernel_step, kernels
+from linearizer.runtime import kernel_gradients, kernel_step, kernel_tiles, kernels
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
 
@@ -28,11 +28,11 @@ def launches(chip, call):
         found.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}, options))
 
     run, JITFunction.run = JITFunction.run, capture
-    asked, kernels.chip = kernels.chip, lambda _: chip
+    asked, kernel_tiles.chip = kernel_tiles.chip, lambda _: chip
     try:
         call()
     finally:
-        JITFunction.run, kernels.chip = run, asked
+        JITFunction.run, kernel_tiles.chip = run, asked
     return found
 
 

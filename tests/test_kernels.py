@@ -1,7 +1,9 @@
 """The kernels agree with PyTorch: without a GPU in Triton's interpreter, which checks what they compute."""
 
 import importlib.util
+import itertools
 import math
+import sys
 from pathlib import Path
 
 import pytest
@@ -10,8 +12,7 @@ import torch
 pytest.importorskip("triton")
 
 from linearizer import attention_loss, loss_kernels
-from linearizer.runtime import fused as fusing
-from linearizer.runtime import kernel_gradients, kernels, state
+from linearizer.runtime import kernel_far, kernel_gradients, kernel_near, kernel_segments, kernel_tiles, kernels, state
 from linearizer.runtime.chunks import chunked, step
 from linearizer.runtime.feature_map import FEATURE_MAPS
 from linearizer.runtime.fused import attend_fused, fused_step
@@ -28,7 +29,7 @@ CLOSE = 1e-4 if ON_GPU else 1e-9
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
-    monkeypatch.setattr(kernels, "SEGMENT", 64 if ON_GPU else 32)
+    monkeypatch.setattr(kernel_segments, "SEGMENT", 64 if ON_GPU else 32)
 
 
 def make(tokens, features=20, group=2, dim=6, value_dim=5, batch=2, heads=2, kind="prf", dtype=EXACT):
@@ -221,8 +222,8 @@ def test_the_same_bits_twice():
     assert all(torch.equal(a, b) for a, b in zip(*(gradients(x, (q, k)) for x in (first, second)), strict=True))
 
 
-def mutant_of(module, line, mutation, folder):
-    """A copy of a module with one line changed."""
+def mutate(module, line, mutation, folder, monkeypatch):
+    """Exchange a line of a module, for every module that uses it."""
     source = Path(module.__file__).read_text(encoding="utf-8")
     assert line in source
     path = folder / "mutant.py"
@@ -230,22 +231,31 @@ def mutant_of(module, line, mutation, folder):
     spec = importlib.util.spec_from_file_location(f"{module.__package__}.mutant", path)
     mutant = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(mutant)
-    return mutant
+    if hasattr(module, "SEGMENT"):
+        mutant.SEGMENT = module.SEGMENT
+    users = [user for name, user in sys.modules.items() if name.startswith("linearizer.")]
+    made = {n: x for n, x in vars(mutant).items() if not n.startswith("__") and x is not vars(module)[n]}
+    for user, (name, new) in itertools.product(users, made.items()):
+        if vars(user).get(name) is vars(module)[name] and user is not module:
+            monkeypatch.setattr(user, name, new)
+    for name, new in made.items():
+        monkeypatch.setattr(module, name, new)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter shows it as well")
 @pytest.mark.parametrize(
     "module, line, mutation",
     [
-        (kernels, "total * kept + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
-        (kernels, "mean * kept[:, None] + own", "mean + own"),
+        (kernel_tiles, "total * kept + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
+        (kernel_segments, "mean * kept[:, None] + own", "mean + own"),
         (kernels, "oc[None, :] <= ot[:, None] + WINDOW", "oc[None, :] < ot[:, None] + WINDOW"),
         (kernels, "oj[None, :] <= ot[:, None]", "oj[None, :] < ot[:, None]"),
         (kernels, "os[None, :] <= first + ot[:, None]", "os[None, :] < first + ot[:, None]"),
-        (kernel_gradients, "- delta_mean[None, :]", ""),
+        (kernel_far, "- delta_mean[None, :]", ""),
+        (kernel_near, "- delta[:, None]", ""),
         (kernel_gradients, "(dmean * mean).sum(-1) - dlevel", "0 * dlevel"),
         (kernel_gradients, "dq + to_q", "dq"),
-        (kernel_gradients, "out_dtype=delta.dtype, input_precision=PRECISION) - delta[:, None]",
+        (kernel_far, "out_dtype=delta.dtype, input_precision=PRECISION) - delta[:, None]",
          "out_dtype=delta.dtype, input_precision=PRECISION)"),
         (loss_kernels, "factor - p / ", "-p / "),
         (loss_kernels, "ot[:, None] - oj[None, :] < WINDOW", "ot[:, None] - oj[None, :] <= WINDOW"),
@@ -254,32 +264,24 @@ def mutant_of(module, line, mutation, folder):
     ],
 )  # fmt: skip
 def test_a_mutated_kernel_fails(module, line, mutation, tmp_path, monkeypatch):
-    mutant = mutant_of(module, line, mutation, tmp_path)
-    if module is loss_kernels:
-        monkeypatch.setattr(loss_kernels, "losses", mutant.losses)
-        with pytest.raises(AssertionError):
+    mutate(module, line, mutation, tmp_path, monkeypatch)
+    with pytest.raises(AssertionError):
+        if module is loss_kernels:
             for squared in (False, True):
                 test_losses_and_their_gradients_are_the_blocked_ones("window and sinks", squared)
-        return
-    if module is kernels:
-        mutant.SEGMENT = 32
-        monkeypatch.setattr(kernel_gradients, "run", mutant.run)
-    else:
-        monkeypatch.setattr(fusing, "Attention", mutant.Attention)
-    with pytest.raises(AssertionError):
         test_attention_and_every_gradient_are_the_reference_s("in pieces")
 
 
 def test_constants_are_those_of_pytorch():
     for name in ("EMPTY", "ABSENT", "HEADROOM"):
-        assert getattr(kernels, name).value == getattr(state, name)
+        assert getattr(kernel_tiles, name).value == getattr(state, name)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("features", [64, 182])
 def test_on_a_gpu_kernels_err_at_most_twice_as_much_as_pytorch(dtype, features, monkeypatch):
-    monkeypatch.setattr(kernels, "SEGMENT", 128)
+    monkeypatch.setattr(kernel_segments, "SEGMENT", 128)
     q, k, v, feature_map = make(300, features=features, group=4, dim=64, value_dim=64)
     q, k, v = (x.to(dtype) for x in (q / 8**0.5, k / 8**0.5, v))
     exact = reference(q.double(), k.double(), v.double(), feature_map.double(), 16, 4)

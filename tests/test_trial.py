@@ -9,12 +9,13 @@ import torch
 pytest.importorskip("triton")
 
 from linearizer import attention_loss as losses
+from linearizer import loss_kernels
 from linearizer.attention_loss import attention_loss
-from linearizer.runtime import fused, kernel_gradients, kernel_step, kernels, trial
+from linearizer.runtime import fused, kernel_far, kernel_segments, kernel_step, trial
 from linearizer.runtime.linear_attention import linear_attention
 from linearizer.runtime.state import State
 from tests.test_attention_loss import make as make_loss
-from tests.test_kernels import mutant_of
+from tests.test_kernels import mutate
 from tests.test_linear_attention import make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -27,7 +28,7 @@ def untried(monkeypatch):
     """Nothing is known yet, and Triton's interpreter counts as a device."""
     monkeypatch.setattr(trial, "_right", {})
     monkeypatch.setattr(trial, "DEVICES", {DEVICE})
-    monkeypatch.setattr(kernels, "SEGMENT", 32)
+    monkeypatch.setattr(kernel_segments, "SEGMENT", 32)
 
 
 @pytest.fixture
@@ -99,26 +100,11 @@ def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
 
 
 WRONG = {  # a line of each kernel, and what it is exchanged for
-    "attention": (kernels, "mean * kept[:, None] + own", "mean + own"),
-    "attention and its gradients": (kernel_gradients, "- delta_mean[None, :]", ""),
+    "attention": (kernel_segments, "mean * kept[:, None] + own", "mean + own"),
+    "attention and its gradients": (kernel_far, "- delta_mean[None, :]", ""),
     "single tokens": (kernel_step, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
-    "losses of attention rows": (losses.loss_kernels, "factor - p", "1.01 * factor - p"),
+    "losses of attention rows": (loss_kernels, "factor - p", "1.01 * factor - p"),
 }
-
-
-def breaks(family, line, monkeypatch, folder):
-    """Exchange a line of a family's kernels."""
-    module, right, wrong = WRONG[family]
-    mutant = mutant_of(module, right, line or wrong, folder)
-    if module is kernels:
-        mutant.SEGMENT = 32
-        monkeypatch.setattr(kernel_gradients, "run", mutant.run)
-    elif module is kernel_gradients:
-        monkeypatch.setattr(fused, "Attention", mutant.Attention)
-    elif module is kernel_step:
-        monkeypatch.setattr(fused, "run_step", mutant.run_step)
-    else:
-        monkeypatch.setattr(losses, "loss_kernels", mutant)
 
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter shows it as well")
@@ -129,7 +115,8 @@ def test_a_broken_kernel_is_left_alone_and_said_so_once(family, line, reason, mo
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
     expected = call()
     monkeypatch.delenv("LINEARIZER_KERNELS")
-    breaks(family, line, monkeypatch, tmp_path)
+    module, right, wrong = WRONG[family]
+    mutate(module, right, line or wrong, tmp_path, monkeypatch)
     with pytest.warns(
         RuntimeWarning, match=f"^on {DEVICE} PyTorch does the work .* {family}, because {reason}"
     ) as said:

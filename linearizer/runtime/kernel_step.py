@@ -8,13 +8,13 @@ from __future__ import annotations
 
 import torch
 
-try:  # as in kernels.py
+try:  # as in kernel_tiles.py
     import triton
     import triton.language as tl
 except ImportError:
     raise
 
-from .kernels import ABSENT, EMPTY, load_tile, padded, precision, take_in
+from .kernel_tiles import ABSENT, EMPTY, load_tile, padded, precision, take_in
 
 Tensor = torch.Tensor
 

@@ -32,8 +32,12 @@ from .state import State  # noqa: F401
 from .trial import trusted  # noqa: F401
 
 try:
+    from .kernel_far import far  # noqa: F401
     from .kernel_gradients import Attention  # noqa: F401
+    from .kernel_near import near  # noqa: F401
+    from .kernel_segments import Problem  # noqa: F401
     from .kernel_step import run_step  # noqa: F401
+    from .kernel_tiles import load_tile  # noqa: F401
     from .kernels import run  # noqa: F401
 except ImportError as missing:
     if missing.name != "triton":

@@ -1,0 +1,111 @@
+"""What all kernels are made of: tiles of matrices, a running softmax, products of features, and sizes of blocks."""
+
+from __future__ import annotations
+
+import torch
+
+try:  # transformers looks for the packages that a checkpoint needs, and passes over those inside a try
+    import triton
+    import triton.language as tl
+except ImportError:
+    raise
+
+Tensor = torch.Tensor
+EMPTY = tl.constexpr(-1e30)
+ABSENT = tl.constexpr(-2e30)
+HEADROOM = tl.constexpr(60.0)
+LOST = tl.constexpr(-10.0)  # the log of a product below which terms of it may have vanished: 70 below the row's bound
+
+# (rows, columns, features at a time, warps, stages) by the generation of the chip; the last row is safe on any.
+BLOCKS = {(9, 0): (128, 64, 64, 8, 2), (8, 0): (64, 64, 64, 8, 2), None: (64, 32, 32, 8, 1)}
+
+
+@triton.jit
+def load_tile(pointer, rows, columns, stop, width, other=0.0):
+    """Rows of a matrix with `width` columns; what lies outside is `other`."""
+    inside = ((rows >= 0) & (rows < stop))[:, None] & (columns < width)[None, :]
+    return tl.load(pointer + rows[:, None] * width + columns[None, :], mask=inside, other=other)
+
+
+@triton.jit
+def load_rows(pointer, rows, stop):
+    """One number of every row, and 0 outside."""
+    return tl.load(pointer + rows, mask=rows < stop, other=0.0)
+
+
+@triton.jit
+def take_in(top, total, acc, logits, live, v, PRECISION: tl.constexpr):
+    """Let the rows' running softmax see some more logits and values."""
+    logits = tl.where(live, logits, EMPTY)
+    new = tl.maximum(top, tl.max(logits, 1))
+    kept = tl.exp(top - new)
+    p = tl.where(live, tl.exp(logits - new[:, None]), 0.0)
+    acc = tl.dot(p.to(v.dtype), v, acc=acc * kept[:, None], out_dtype=acc.dtype, input_precision=PRECISION)
+    return new, total * kept + tl.sum(p, 1), acc
+
+
+@triton.jit
+def row_bound(u_ptr, ceiling_ptr, rows, T, M: tl.constexpr, MS: tl.constexpr, ACC: tl.constexpr):
+    """max_m (u_m + ceiling_m) of every row."""
+    bound = tl.full([rows.shape[0]], 2 * ABSENT, ACC)
+    for m in range(0, M, MS):
+        om = m + tl.arange(0, MS)
+        u = load_tile(u_ptr, rows, om, T, M, EMPTY) + tl.load(ceiling_ptr + om, mask=om < M, other=ABSENT)[None, :]
+        bound = tl.maximum(bound, tl.max(u, 1))
+    return bound
+
+
+@triton.jit
+def exact_logits(u_ptr, w_ptr, rows, columns, T, M: tl.constexpr, ACC: tl.constexpr):
+    """log Σ_m exp(u_im + w_jm), feature by feature: right at any magnitude, and slow."""
+    top = tl.full([rows.shape[0], columns.shape[0]], 4 * ABSENT, ACC)
+    for m in range(0, M):
+        u = tl.load(u_ptr + rows * M + m, mask=rows < T, other=0.0)
+        w = tl.load(w_ptr + columns * M + m, mask=columns < T, other=ABSENT)
+        top = tl.maximum(top, u[:, None] + w[None, :])
+    total = tl.zeros([rows.shape[0], columns.shape[0]], ACC)
+    for m in range(0, M):
+        u = tl.load(u_ptr + rows * M + m, mask=rows < T, other=0.0)
+        w = tl.load(w_ptr + columns * M + m, mask=columns < T, other=ABSENT)
+        total += tl.exp(u[:, None] + w[None, :] - top)
+    return top + tl.log(total)
+
+
+@triton.jit
+def far_product(
+    u_ptr, w_ptr, ceiling_ptr, bound, rows, columns, T, M: tl.constexpr, MS: tl.constexpr, ACC: tl.constexpr,
+    DOT: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Σ_m exp(u_im + w_jm) e^(HEADROOM - bound_i)."""
+    product = tl.zeros([rows.shape[0], columns.shape[0]], ACC)
+    for m in range(0, M, MS):
+        om = m + tl.arange(0, MS)
+        ceiling = tl.load(ceiling_ptr + om, mask=om < M, other=ABSENT)[None, :]
+        query = tl.exp(load_tile(u_ptr, rows, om, T, M, EMPTY) + ceiling - bound[:, None])
+        key = tl.exp(tl.minimum(load_tile(w_ptr, columns, om, T, M, 2 * ABSENT) - ceiling, 0.0) + HEADROOM)
+        product = tl.dot(
+            query.to(DOT), tl.trans(key).to(DOT), acc=product, out_dtype=ACC, input_precision=PRECISION
+        )  # fmt: skip
+    return product
+
+
+def precision(x: Tensor) -> dict:
+    """How to add up, and how to multiply: fp32 products stay fp32, whatever Triton's default is."""
+    return {"ACC": tl.float64 if x.dtype == torch.float64 else tl.float32, "PRECISION": "ieee"}
+
+
+def padded(size: int) -> int:
+    return max(16, triton.next_power_of_2(size))
+
+
+def chip(x: Tensor) -> tuple[int, int] | None:
+    """The generation of the GPU where x is."""
+    return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
+
+
+def blocks(x: Tensor, *widths: int) -> tuple[dict, dict]:
+    """Block sizes, and how to launch, for rows as wide as these on the chip where x is."""
+    rows, columns, features, warps, stages = BLOCKS.get(chip(x), BLOCKS[None])
+    if x.element_size() > 2 or max(map(padded, widths)) > 128:  # fp32 tiles, or wide ones, do not fit otherwise
+        rows, columns, features, warps, stages = min(rows, 32), 32, 32, 4, 1
+    return {"BT": rows, "BN": columns, "MS": features}, {"num_warps": warps, "num_stages": stages}
