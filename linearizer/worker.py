@@ -73,7 +73,7 @@ def foreground(run: Run, steps: Steps[Product], **asked: Any) -> Steps[Product]:
             with faults_logged(run):
                 return (yield from in_turn(run, ticket, lambda: steps))
         except RequestError:
-            if not run.has("profile.json"):
+            if run.job is None and not run.has("profile.json"):
                 run.forget()
             raise
 
