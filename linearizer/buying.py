@@ -10,11 +10,12 @@ from safetensors import safe_open
 from linearizer.allocation import Allocation
 from linearizer.decision import decide, market_of
 from linearizer.estimate import estimate
+from linearizer.files import remove
 from linearizer.gates import learn_gates
 from linearizer.initialisation import begin_layer
 from linearizer.loading import Teacher, windows_of
 from linearizer.prices import Prices, exchanged
-from linearizer.pricing import Begin, exchange, measuring_seconds, options, price, with_repeats
+from linearizer.pricing import Begin, Found, exchange, measuring_seconds, options, price, with_repeats
 from linearizer.progress import Steps
 from linearizer.run import Run
 from linearizer.runtime.student import LayerStudent
@@ -22,6 +23,7 @@ from linearizer.samples import Samples
 from linearizer.working import interruptible, logged
 
 GATE_STEPS = 60
+PARTLY = "state/prices.json"  # the prices of the first layers, while the others are measured
 PATIENCE = 1200  # seconds that prices may take to be measured, before they are estimated instead
 
 
@@ -38,12 +40,20 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
         return found
     offered = options(texts.shape[1], run.plan.far)
     layers, sinks = teacher.inspection.layers, run.plan.kept_sinks
+    partly = Prices.from_json(run.read(PARTLY)) if run.has(PARTLY) else None
+    before = partly.divergences if partly is not None and partly.options == offered else ()
     estimated = run.plan.prices == "estimated" or (
-        run.plan.prices == "auto" and measuring_seconds(teacher.model, layers, offered, texts) > PATIENCE
+        run.plan.prices == "auto" and not before and measuring_seconds(teacher.model, layers, offered, texts) > PATIENCE
     )
-    steps = (estimate if estimated else price)(teacher.model, texts, layers, offered, sinks, begin_of(run))
+
+    def keep(found: Found) -> None:
+        run.write(PARTLY, Prices(sinks, offered, tuple(found)).to_json())
+
+    given = (teacher.model, texts, layers, offered, sinks, begin_of(run))
+    steps = estimate(*given) if estimated else price(*given, before=before, keep=keep)
     found = yield from logged(run, steps)
     run.write("prices.json", found.to_json())
+    remove(run.folder / PARTLY)
     run.log("priced", tokens=texts.numel(), estimated=estimated)
     return found
 

@@ -23,6 +23,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_modules
 from linearizer.runtime.student import LayerStudent
 
+Found = Sequence[tuple[tuple[float, ...], ...]]  # [layer][head][option]
 Begin = Callable[[LayerStudent, int], None]  # begins the student of a layer, given by its number
 
 
@@ -67,13 +68,19 @@ def price(
     sinks: int,
     begin: Begin,
     feature_map: str = "codebook",
+    before: Found = (),
+    keep: Callable[[Found], None] = lambda found: None,
 ) -> Steps[Prices]:
-    """Cut one head after the other to each option and measure what the model's output loses."""
+    """Cut one head after the other to each option and measure what the model's output loses.
+
+    `before` are the prices of the first layers, as `keep` was given them after each layer.
+    """
     expected = logits_of(teacher, windows)
-    modules, found = attention_modules(teacher), list[tuple[tuple[float, ...], ...]]()
-    total, done = sum(layer.kv_heads for layer in layers if layer.native_window is None) * len(options), 0
+    modules, found = attention_modules(teacher), list(before)
+    heads = [0 if layer.native_window is not None else layer.kv_heads for layer in layers]
+    total, done = sum(heads) * len(options), sum(heads[: len(found)]) * len(options)
     with attending(teacher, IMPLEMENTATION), skipping(teacher, windows) as skip:
-        for index, (module, layer) in enumerate(zip(modules, layers, strict=True)):
+        for index, (module, layer) in list(enumerate(zip(modules, layers, strict=True)))[len(found) :]:
             if layer.native_window is not None:
                 found.append(())
                 continue
@@ -91,6 +98,7 @@ def price(
                         done += 1
                         yield Progress("price", done, total, "prices")
             found.append(tuple(zip(*costs, strict=True)))
+            keep(found)
     return Prices(sinks, tuple(options), tuple(found))
 
 
