@@ -1,17 +1,23 @@
 """Locks on files, which the system frees when their process dies; a process that is started may be handed one.
 
 A lock belongs to the open file, not to the process: it lasts until the last process that has the file open closes it.
+A process that is forked closes what it inherited at once: its parent's locks are its parent's.
 """
 
 from __future__ import annotations
 
 import fcntl
 import os
+import threading
 import time
 from dataclasses import dataclass
 from pathlib import Path
 
 PATIENCE = 0.5  # seconds: whoever asks whether a lock is held holds it for a moment
+
+
+OPEN: set[int] = set()  # files that locks are on
+CHANGING = threading.Lock()  # OPEN
 
 
 @dataclass
@@ -23,7 +29,7 @@ class Lock:
     def release(self) -> None:
         """Close the file; without a process that was handed it, that frees the lock."""
         if self.fd >= 0:
-            os.close(self.fd)
+            close(self.fd)
         self.fd = -1
 
     def __enter__(self) -> Lock:
@@ -37,15 +43,15 @@ def take(path: Path, seconds: float = PATIENCE) -> Lock | None:
     """Take a lock; None if another process keeps it for so many seconds."""
     last = time.monotonic() + seconds
     while True:
-        fd = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+        fd = open_file(path, os.O_RDWR | os.O_CREAT)
         try:
             fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
-            os.close(fd)
+            close(fd)
         else:
             if same_file(fd, path):
                 return Lock(fd)
-            os.close(fd)  # it was deleted meanwhile, and a lock on it excludes nobody
+            close(fd)  # it was deleted meanwhile, and a lock on it excludes nobody
         if time.monotonic() >= last:
             return None
         time.sleep(0.01)
@@ -62,7 +68,7 @@ def same_file(fd: int, path: Path) -> bool:
 def held(path: Path) -> bool:
     """Tell whether a live process holds a lock."""
     try:
-        fd = os.open(path, os.O_RDONLY)
+        fd = open_file(path, os.O_RDONLY)
     except (FileNotFoundError, NotADirectoryError):
         return False
     try:
@@ -70,5 +76,31 @@ def held(path: Path) -> bool:
     except BlockingIOError:
         return True
     finally:
-        os.close(fd)
+        close(fd)
     return False
+
+
+def open_file(path: Path, how: int) -> int:
+    """Open a file for a lock on it."""
+    with CHANGING:
+        fd = os.open(path, how, 0o644)
+        OPEN.add(fd)
+    return fd
+
+
+def close(fd: int) -> None:
+    """Close a file, and so free the lock on it."""
+    with CHANGING:
+        OPEN.discard(fd)
+        os.close(fd)
+
+
+def leave_to_parent() -> None:
+    """Close the files that were inherited, in a process that was forked a moment ago."""
+    for fd in OPEN:
+        os.close(fd)
+    OPEN.clear()
+    CHANGING.release()
+
+
+os.register_at_fork(before=CHANGING.acquire, after_in_parent=CHANGING.release, after_in_child=leave_to_parent)
