@@ -1,6 +1,8 @@
 """The page, as a Space runs it and as `python app.py` does; `linearizer app` is the same."""
 
-from linearizer.page.site import serve
+import sys
+
+from linearizer.__main__ import main
 
 if __name__ == "__main__":
-    serve()
+    sys.exit(main(["app"]))

@@ -2,16 +2,15 @@
 
 from __future__ import annotations
 
-import os
 import shutil
 import threading
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
-from linearizer import jobs, limits
+from linearizer import jobs, limits, slices, zerogpu
 from linearizer.allocation import Allocation
 from linearizer.cost import Layer
 from linearizer.errors import BudgetError, LinearizerError, RequestError
@@ -32,8 +31,7 @@ EFFORTS = {  # how much of a plan's work to do, and how much of its training
     "Quick": ({"texts": 8, "length": 512, "samples": 2048, "exchanges": 8}, 1),
     "Thorough": ({"texts": 32, "length": 1024, "samples": 4096, "exchanges": 16}, 5),
 }
-Compare = TypeVar("Compare", bound=Callable[..., Any])
-SLICE = 120  # seconds that ZeroGPU lends its device to a comparison
+COMPARING = 120  # seconds that ZeroGPU lends its device to a comparison
 FOUND = 20  # models that a search gives
 MEASURED = (
     "inspection.json",
@@ -101,7 +99,8 @@ def foresee(visitor: Visitor, plan: Plan, found: Inspection) -> Estimate:
     from linearizer import devices, estimates, hub
 
     source = hub.find_model(plan.model, visitor.token)
-    return estimates.estimate(plan, found, estimates.speeds(devices.device_of(plan.device)), hub.download_bytes(source))
+    device = "cpu" if zerogpu.here() else devices.device_of(plan.device)  # what is lent is not there to be measured
+    return estimates.estimate(plan, found, estimates.speeds(device), hub.download_bytes(source))
 
 
 def begin(visitor: Visitor, plan: Plan) -> str:
@@ -140,7 +139,7 @@ def branch(visitor: Visitor, name: str, budget: int) -> str:
 def started(visitor: Visitor, run: Run) -> str:
     """Start the process of a new run; where none can be, leave no folder behind."""
     try:
-        jobs.start(run, visitor.token)
+        work_on(run, visitor.token)
     except LinearizerError:
         run.forget()
         raise
@@ -152,7 +151,12 @@ def resume(visitor: Visitor, name: str) -> None:
     run = visitor.find(name)
     if on_space():
         limits.check_turn(visitor, runs_root())
-    jobs.start(run, visitor.token)
+    work_on(run, visitor.token)
+
+
+def work_on(run: Run, token: str | None) -> None:
+    """Let a process of its own work on a run, or slices where the device is lent."""
+    (slices if zerogpu.here() and run.plan.device != "cpu" else jobs).start(run, token)
 
 
 def evaluate(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> None:
@@ -210,16 +214,7 @@ STAGE = threading.Lock()  # one pair in memory, and one comparison at a time
 HELD: list[Pair] = []
 
 
-def on_gpu(function: Compare) -> Compare:
-    """Let ZeroGPU lend its device to a function while it works; anywhere else the function stays as it is."""
-    if not os.environ.get("SPACES_ZERO_GPU"):
-        return function
-    import spaces
-
-    return spaces.GPU(duration=SLICE)(function)
-
-
-@on_gpu
+@zerogpu.lent(COMPARING)
 def compare(visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool) -> Iterator[Both]:
     """Let the teacher and the student of a run continue a prompt, side by side."""
     from linearizer.duet import duet

@@ -63,10 +63,7 @@ def start(run: Run, token: str | None = None, **asked: Any) -> None:
 
     What is asked besides goes into the log, where the process reads it.
     """
-    if run.job is None and run.done:
-        raise RequestError(f"{str(run.folder)!r} is done: its student is in {run.checkpoint}")
-    if token and not re.fullmatch(r"[!-~]+", token):
-        raise RequestError("the token holds characters that no token has: copy it again")
+    check_start(run, token)
     lock, ticket = enter(run, **asked)
     with lock, ticket.lock:  # the process that is started holds them, too
         try:
@@ -98,6 +95,14 @@ def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
             if "request" in event:
                 return event["request"], event.get("again", False), tuple(done)
     raise RequestError(f"{str(run.folder)!r} was not asked for an evaluation: `linearizer evaluate` asks for one")
+
+
+def check_start(run: Run, token: str | None) -> None:
+    """Refuse to start what has nothing left to do, and with what is no token."""
+    if run.job is None and run.done:
+        raise RequestError(f"{str(run.folder)!r} is done: its student is in {run.checkpoint}")
+    if token and not re.fullmatch(r"[!-~]+", token):
+        raise RequestError("the token holds characters that no token has: copy it again")
 
 
 def enter(run: Run, **asked: Any) -> tuple[Lock, Ticket]:

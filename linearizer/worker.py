@@ -14,7 +14,7 @@ import traceback
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, TextIO, TypeVar
 
 from linearizer.devices import device_name, device_of
 from linearizer.errors import LinearizerError, RequestError, Stopped
@@ -47,11 +47,16 @@ def main(arguments: Sequence[str]) -> int:
             return error.exit_code
         except KeyboardInterrupt:
             return Stopped.exit_code
-        except Exception:  # a fault of ours: its traceback is all that is left to keep
-            text = traceback.format_exc()
-            sys.stderr.write(text.replace(token, "…") if token else text)
+        except Exception:
+            keep_traceback(token, sys.stderr)
             return 1
     return 0
+
+
+def keep_traceback(token: str | None, file: TextIO) -> None:
+    """Write down a fault of ours: its traceback is all that is left to keep."""
+    text = traceback.format_exc()
+    file.write(text.replace(token, "…") if token else text)
 
 
 def work_on(run: Run, token: str | None) -> Steps[Any]:
@@ -78,11 +83,11 @@ def foreground(run: Run, steps: Steps[Product], **asked: Any) -> Steps[Product]:
             raise
 
 
-def in_turn(run: Run, ticket: Ticket, steps: Callable[[], Steps[Product]]) -> Steps[Product]:
+def in_turn(run: Run, ticket: Ticket, steps: Callable[[], Steps[Product]], device: str | None = None) -> Steps[Product]:
     """Work on a run when its device is free; the caller holds the run."""
     try:
         with reported(run):
-            for waiting in turn(run, ticket):
+            for waiting in turn(run, ticket, device):
                 check(run)
                 yield waiting
             check(run)
@@ -91,9 +96,9 @@ def in_turn(run: Run, ticket: Ticket, steps: Callable[[], Steps[Product]]) -> St
         ticket.give_back()
 
 
-def turn(run: Run, ticket: Ticket) -> Steps[None]:
-    """Wait until a run's device is free."""
-    ticket.at(device_name(device_of(run.plan.device)))
+def turn(run: Run, ticket: Ticket, device: str | None = None) -> Steps[None]:
+    """Wait until a run's device, or the one named, is free."""
+    ticket.at(device or device_name(device_of(run.plan.device)))
     while before := ticket.before():
         yield Progress("queue", 0, before, "runs before")
         time.sleep(OFTEN)

@@ -34,12 +34,19 @@ def working(run: Run, held: bool = False) -> Iterator[None]:
         run.settle("stop")
 
 
+class SliceOver(Exception):
+    """Ends the work for now, where a device was lent for a while: the next slice goes on from what was saved."""
+
+
 @contextmanager
 def reported(run: Run) -> Iterator[None]:
     """Log it if a run is stopped, or fails with a sentence."""
     try:
         with memory_explained():
             yield
+    except SliceOver:
+        run.log("slice")
+        raise
     except (Stopped, KeyboardInterrupt, GeneratorExit):
         why = run.reason("stop")
         run.log("stopped", **({"error": why} if why else {}))

@@ -17,6 +17,7 @@ LAYERS = [  # a module may import from the layers after its own
     {"limits", "outbox", "views"},
     {"runs"},
     {"terminal"},
+    {"slices"},
     {"worker"},
     {"examination"},
     {"bench"},
@@ -79,6 +80,7 @@ LAYERS = [  # a module may import from the layers after its own
         "uploads",
         "weights",
         "runtime",
+        "zerogpu",
     },  # seams
     {
         "allocation",
@@ -119,7 +121,8 @@ INSIDE = {
     "uploads": ["answers", "hub", "patience"],
 }  # besides, within its own layer
 SEAMS = {  # library -> the modules that may import it
-    "gradio": {"page"},
+    "gradio": {"page", "zerogpu"},
+    "spaces": {"zerogpu"},
     "huggingface_hub": {"hub", "uploads", "answers", "patience", "card_metadata"},
     "PIL": {"picture", "chart_picture"},
     "datasets": {"hub", "text"},

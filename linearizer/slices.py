@@ -1,0 +1,122 @@
+"""Runs on ZeroGPU: a thread of the server holds the run and asks for the device, slice by slice.
+
+A slice goes on from what is saved, works until its time is nearly over, and saves: in the end the student has the same
+bits as in one piece. The device's time is that of whoever started or resumed the run. The owner of a Space sets by
+LINEARIZER_SLICE how many seconds a slice has, and by LINEARIZER_SLICE_SHARE what share of them is worked.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from contextvars import copy_context
+from pathlib import Path
+
+from linearizer import jobs, journal, zerogpu
+from linearizer.errors import FaultError, LinearizerError
+from linearizer.locks import Lock
+from linearizer.progress import Progress, Steps, finish
+from linearizer.run import Run
+from linearizer.turns import Ticket
+from linearizer.worker import faults_logged, in_turn, keep_traceback
+from linearizer.working import SliceOver, check, reported
+
+LENT = int(os.environ.get("LINEARIZER_SLICE") or 60)  # seconds that the device is asked for at a time
+SHARE = float(os.environ.get("LINEARIZER_SLICE_SHARE") or 0.7)  # the rest is for its start, and to save
+DEVICE = "zerogpu"
+UNTOLD = ("inspection.json", "stop", "use", "worker.log")  # files of a run that tell nothing of how far it is
+
+
+def start(run: Run, token: str | None = None) -> None:
+    """Queue a run, and work on it from where it stands in the name of whose request this is."""
+    jobs.check_start(run, token)
+    lock, ticket = jobs.enter(run)
+    context = copy_context()  # by this ZeroGPU knows who pays
+    threading.Thread(target=context.run, args=(drive, run, token, lock, ticket), daemon=True).start()
+
+
+def drive(run: Run, token: str | None, lock: Lock, ticket: Ticket) -> None:
+    """Work on a run until it ends; what there is to say is in its log."""
+    with lock:
+        try:
+            with faults_logged(run):
+                finish(in_turn(run, ticket, lambda: sliced(run, token), DEVICE))
+        except LinearizerError:
+            return
+        except Exception:
+            with (run.folder / "worker.log").open("a") as file:
+                keep_traceback(token, file)
+
+
+def sliced(run: Run, token: str | None) -> Steps[None]:
+    """Let slices work on a run, as long as each of them finishes something."""
+    count, over = 0, False
+    while not over:
+        with reported(run):
+            check(run)
+        before = finished(run)
+        try:
+            over = advance(str(run.folder), token)
+        except zerogpu.TakenAway:  # it took longer than was asked for: what it saved by then is there
+            run.log("slice")
+        except zerogpu.Refused as refusal:
+            run.log("stopped", error=f"{refusal}; what was finished is kept: resume it later")
+            raise
+        count += 1
+        yield Progress("slice", count, count + (not over), "slices")
+        with reported(run):
+            if not over and finished(run) == before:
+                raise FaultError(
+                    f"{step_of(run)!r} is a step that takes longer than the {LENT} seconds that ZeroGPU lends at a "
+                    "time: ask for fewer or shorter texts, or for a smaller model, or do this at your own machine; "
+                    "what was finished is kept"
+                )
+
+
+@zerogpu.lent(LENT)
+def advance(folder: str, token: str | None) -> bool:
+    """Work on a run while the device is lent, in a process of its own; tell whether the run has ended."""
+    run = Run(Path(folder))
+    try:
+        with faults_logged(run):
+            return work(run, token)
+    except LinearizerError:
+        raise
+    except Exception:
+        with (run.folder / "worker.log").open("a") as file:
+            keep_traceback(token, file)
+        return True
+
+
+def work(run: Run, token: str | None) -> bool:
+    """Work until the time is nearly over, and no longer than it takes to finish something."""
+    last, longest, before = time.monotonic(), 0.0, finished(run)
+    end = last + SHARE * LENT
+    from linearizer.pipeline import linearize
+
+    steps = linearize(run, token, held=True)
+    try:
+        for number, _ in enumerate(steps):
+            now = time.monotonic()
+            longest, last = max(longest, now - last if number else 0.0), now
+            if now + longest > end and finished(run) != before:  # what is unfinished would have to be done again
+                steps.throw(SliceOver())
+    except SliceOver:
+        return False
+    return True
+
+
+def finished(run: Run) -> tuple[frozenset[str], int, int]:
+    """Tell what of a run is finished, such that any work that need not be done again changes it."""
+    files = {path.relative_to(run.folder).as_posix(): stat for path, stat in jobs.files_of(run.folder).items()}
+    priced = files.get("state/prices.json")
+    steps = (event["done"] for event in journal.newest_first(run.log_file) if event["event"] == "distill")
+    names = frozenset(name for name in files if name not in UNTOLD)
+    return names, priced.st_size if priced else 0, next(steps, 0)
+
+
+def step_of(run: Run) -> str:
+    """Name what a run was last at."""
+    found = jobs.status(run).step
+    return str(found["event"]) if found else "load"

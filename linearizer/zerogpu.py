@@ -1,0 +1,130 @@
+"""ZeroGPU, a device that a Space is lent for a minute at a time: only while a function works that was made for it.
+
+Such a function works in a process that `spaces` forks from the server: what it is given and gives goes through a pipe,
+what it keeps in memory is lost, and what it raises arrives as the name of its class. So it works on files, and what it
+has to say comes back as a value. A request of a visitor pays with their share of the device's time, and so do threads
+that were given a copy of its context. Anywhere else nothing here does anything.
+"""
+
+from __future__ import annotations
+
+import inspect
+import os
+from collections.abc import Callable
+from functools import wraps
+from typing import Any, TypeVar
+
+from linearizer.errors import FaultError, LinearizerError, RequestError
+
+BROKEN = "ZeroGPU worker error"  # the title of what `spaces` raises where a process broke off
+Function = TypeVar("Function", bound=Callable[..., Any])
+
+
+def here() -> bool:
+    """Tell whether this is a Space on ZeroGPU."""
+    return os.environ.get("SPACES_ZERO_GPU", "").lower() in ("1", "t", "true")
+
+
+def package() -> Any:
+    """Import what lends the device."""
+    try:
+        import spaces
+    except ModuleNotFoundError as error:
+        if error.name != "spaces":
+            raise
+        raise RequestError(
+            "SPACES_ZERO_GPU is set, and the package `spaces`, which lends the device, is not installed: "
+            "pip install spaces, or unset SPACES_ZERO_GPU"
+        ) from error
+    return spaces
+
+
+class Refused(FaultError):
+    """The device was not lent."""
+
+
+class TakenAway(FaultError):
+    """The device was lent, and its process ended before its work."""
+
+
+def lent(seconds: int) -> Callable[[Function], Function]:
+    """Let ZeroGPU lend its device to a function while it works; anywhere else the function stays as it is."""
+
+    def decorate(function: Function) -> Function:
+        if not here():
+            return function
+        if inspect.isgeneratorfunction(function):
+            return lend_generator(function, seconds)  # type: ignore[return-value]
+        return lend(function, seconds)  # type: ignore[return-value]
+
+    return decorate
+
+
+def lend(function: Callable, seconds: int) -> Callable:
+    @wraps(function)
+    def told(*args: Any) -> Any:
+        alone()
+        try:
+            return function(*args)
+        except LinearizerError as error:
+            return error
+
+    borrowed = package().GPU(duration=seconds)(told)
+
+    @wraps(function)
+    def served(*args: Any) -> Any:
+        with_device = explained(lambda: borrowed(*args))
+        return given(with_device)
+
+    return served
+
+
+def lend_generator(function: Callable, seconds: int) -> Callable:
+    @wraps(function)
+    def told(*args: Any) -> Any:
+        alone()
+        try:
+            yield from function(*args)
+        except LinearizerError as error:
+            yield error
+
+    borrowed = package().GPU(duration=seconds)(told)
+
+    @wraps(function)
+    def served(*args: Any) -> Any:
+        steps = borrowed(*args)
+        over = object()
+        try:
+            while (found := explained(lambda: next(steps, over))) is not over:
+                yield given(found)
+        finally:
+            steps.close()
+
+    return served
+
+
+def alone() -> None:
+    """Compute with one thread on the CPU: those of the server are not there in a process that was forked from it."""
+    import torch
+
+    torch.set_num_threads(1)
+
+
+def given(found: Any) -> Any:
+    """Raise what was given instead of being raised."""
+    if isinstance(found, LinearizerError):
+        raise found
+    return found
+
+
+def explained(call: Callable[[], Any]) -> Any:
+    """Turn what ZeroGPU says when it lends nothing into a sentence."""
+    import gradio as gr
+
+    try:
+        return call()
+    except gr.Error as error:
+        said = str(error.message).rstrip(". ")
+        if error.title == BROKEN:
+            raise TakenAway(f"ZeroGPU took its device back ({said}): try again, with less to do at a time") from error
+        raise Refused(f"ZeroGPU lends no device ({error.title}: {said})") from error
