@@ -167,7 +167,7 @@ def abilities(status: Status) -> dict[str, bool]:
         "stop": status.state in ("queued", "running"),
         "resume": status.state in ("stopped", "failed", "lost"),
         "use": status.state == "running" and training and not status.run.requested("use"),
-        "delete": status.state not in LIVE,
+        "delete": not status.live,
         "student": status.run.checkpoint.is_dir(),
     }
 

@@ -280,7 +280,7 @@ def publish(memory: Memory, owner: str, repo: str, private: bool, profile: Profi
 def listed(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any]:
     """List the runs of whoever is at the page."""
     found = jobs.runs_in(who(memory, profile, token).home)
-    names = [one.run.folder.name for one in found if one.state not in jobs.LIVE]
+    names = [one.run.folder.name for one in found if not one.live]
     return views.runs_table(found), gr.Dropdown(choices=names, value=None)
 
 

@@ -1,0 +1,131 @@
+"""A request to evaluate is checked where it comes in: its kinds, a Space's limits, how long it will take."""
+
+import json
+
+import pytest
+
+from linearizer import desk, jobs, limits, views, watch
+from linearizer.errors import RequestError
+from linearizer.evaluation_estimate import evaluation_seconds
+from linearizer.evaluation_views import evaluation_card, times_line
+from linearizer.plan import Plan
+from linearizer.request import Request
+from linearizer.run import Run
+from linearizer.visitors import visitor
+
+ANN = "ann's secret, long enough"
+SUPPORTED = {"max_positions": 1024, "positions": "rotary", "layers": []}
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A run that looks as if it were done: judging took 12 seconds."""
+    found = Run.begin(tmp_path / "ann" / "run", Plan("demo", budget=64, length=256))
+    found.checkpoint.mkdir()
+    found.write("inspection.json", json.dumps(SUPPORTED))
+    lines = [("started", 0), ("evaluate", 100), ("recall", 108), ("evaluated", 112), ("done", 113)]
+    details = {"done": 1, "total": 2, "unit": "batches"}
+    events = ({"time": time, "event": name, **(details if name in jobs.STEPS else {})} for name, time in lines)
+    found.log_file.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return found
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"texts": 2.5}, "texts '2.5' cannot be: give a whole number"),
+        ({"texts": True}, "texts 'True' cannot be: give a whole number"),
+        ({"lengths": [64, "128"]}, "lengths .* cannot be: give a list"),
+        ({"parts": "language"}, "parts 'language' cannot be: give a list"),
+        ({"text": 5}, "text '5' cannot be: give text"),
+        ({"seconds": "long"}, "seconds 'long' cannot be: give a number"),
+        ({"seconds": 0}, "measure nothing"),
+        ({"parts": ["langage"]}, "did you mean 'language'"),
+        ({"sed": 1}, "sed is no choice of an evaluation"),
+    ],
+)
+def test_what_is_no_request_is_refused_in_a_sentence(given, sentence):
+    with pytest.raises(RequestError, match=sentence):
+        Request.of(given)
+
+
+def test_what_is_not_given_is_left_to_its_default():
+    assert Request.of({"texts": None, "parts": ["recall", "language"]}) == Request(("recall", "language"))
+    assert Request.of({"parts": ["recall", "language"]}).chosen == ("language", "recall")
+
+
+@pytest.mark.parametrize("name", limits.ASKED)
+def test_a_space_says_what_is_too_much_of_an_evaluation(tmp_path, monkeypatch, name):
+    monkeypatch.setenv("SPACE_ID", "owner/name")
+    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
+    most = limits.ASKED[name]
+    asked = {"tasks": ["piqa"] * (most + 1), "limit": 1} if name == "tasks" else {name: most + 1}
+    asked = {"lengths": [64] * (most + 1)} if name == "lengths" else asked
+    with pytest.raises(RequestError, match=f"{name} .* is more than this Space serves"):
+        limits.check_request(visitor(secret=ANN), Request.of(asked), tmp_path)
+    with pytest.raises(RequestError, match="give a limit up to"):
+        limits.check_request(visitor(secret=ANN), Request(("tasks",), tasks=("piqa",)), tmp_path)
+
+
+def test_nothing_is_limited_at_ones_own_machine(tmp_path):
+    limits.check_request(visitor(), Request(texts=10**6, text="file:mine", task_folder="mine"), tmp_path)
+
+
+def test_parts_are_foreseen_from_what_judging_took(run):
+    whole = evaluation_seconds(run, Request())
+    assert set(whole) == set(Request().chosen) and all(seconds > 0 for seconds in whole.values())
+    few = evaluation_seconds(run, Request(texts=2))
+    assert few["recall"] < whole["recall"] and few["language"] < whole["language"]
+    named = evaluation_seconds(run, Request(("language", "tasks"), tasks=("piqa",), limit=10))
+    assert set(named) == {"language", "tasks"}
+    assert "about" in times_line(named) and "in all" in times_line(named)
+
+
+def test_where_judging_is_not_in_the_log_nothing_is_promised(run):
+    run.log_file.write_text("")
+    assert evaluation_seconds(run, Request()) == {} and times_line({}) == ""
+
+
+def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, tmp_path):
+    evaluation = run.evaluating
+    with evaluation.locked():
+        evaluation.log("queued", request={})
+        evaluation.log("started")
+        found = jobs.status(run)
+        assert found.state == "done" and found.live and found.evaluation.state == "running"
+        begun = run.events()[-1]["time"]
+        limits.enforce(tmp_path, begun + 1)
+        assert not run.requested("stop")
+        limits.enforce(tmp_path, begun + limits.KEPT + limits.SECONDS)
+        assert run.requested("stop") and jobs.state_of(evaluation) == "stopping" and run.has("plan.json")
+        assert not watch.abilities(jobs.status(run))["delete"]
+
+
+def test_the_page_says_how_an_evaluation_is(run):
+    assert evaluation_card(None, 0.0) == ""
+    evaluation = run.evaluating
+    with evaluation.locked():
+        evaluation.log("queued", request={})
+        evaluation.log("started")
+        step = {"part": "needle", "place": 2, "parts": 4, "unit": "cells"}
+        evaluation.log("needle", done=5, total=10, **step)
+        text = evaluation_card(jobs.status(run).evaluation, 0.0)
+        assert "part 2 of 4: 5 of 10 cells" in text and 'value="0.375"' in text and "Hidden pairs" in text
+        assert views.run_card(jobs.status(run), "run", 0.0).count("done")
+    assert "Its process is gone" in evaluation_card(jobs.status(run).evaluation, 0.0)
+    evaluation.log("failed", error="<b>no</b>")
+    assert "&lt;" in (text := evaluation_card(jobs.status(run).evaluation, 0.0)) or "‹b›" in text
+    evaluation.log("done")
+    assert "Evaluated" in evaluation_card(jobs.status(run).evaluation, 0.0)
+
+
+def test_only_ones_own_run_is_evaluated(tmp_path, monkeypatch):
+    monkeypatch.setenv("SPACE_ID", "owner/name")
+    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
+    mine = visitor(secret=ANN).begin(Plan("demo", budget=64))
+    other = visitor(secret="bob's secret, long enough")
+    for ask in (desk.evaluate, desk.foresee_evaluation):
+        with pytest.raises(RequestError, match="none of your runs"):
+            ask(other, mine.folder.name, {})
+    with pytest.raises(RequestError, match="has no student yet"):
+        desk.evaluate(visitor(secret=ANN), mine.folder.name, {})
