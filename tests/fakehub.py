@@ -55,6 +55,7 @@ class FakeHub:
         self.organisations = {}  # user -> {organisation: role}
         self.released = threading.Event()  # lets go on what `fail_next(…, "hold")` holds
         self.yaml_errors = []  # that it finds in cards
+        self.spoiled = {}  # path -> what it holds instead of what is committed there
         handler = type("Bound", (Handler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
         self.server.daemon_threads = True
@@ -75,7 +76,15 @@ class FakeHub:
     def clear(self):
         """Forget everything."""
         self.released.clear()
-        for content in (self.repos, self.requests, self.faults, self.objects, self.organisations, self.yaml_errors):
+        for content in (
+            self.repos,
+            self.requests,
+            self.faults,
+            self.objects,
+            self.organisations,
+            self.yaml_errors,
+            self.spoiled,
+        ):
             content.clear()
 
 

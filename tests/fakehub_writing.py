@@ -118,5 +118,6 @@ class Writing:
             elif what["key"] == "deletedFile":
                 if files.pop(value["path"], None) is None:
                     raise Refusal(404, "A file with this name doesn't exist", "EntryNotFound")
+        files.update({path: content for path, content in self.hub.spoiled.items() if path in files})
         oid = repo.replace(files, branch)
         self.reply({"success": True, "commitOid": oid, "commitUrl": f"{self.hub.url}/{repo.name}/commit/{oid}"})

@@ -109,6 +109,15 @@ def everything_written(folder):
     return "".join(path.read_text(errors="replace") for path in files)
 
 
+def test_only_a_space_offers_to_sign_in(local, space):
+    for (url, _), offered in ((local, False), (space, True)):
+        for path in ("", "runs"):
+            page = urllib.request.urlopen(url + path).read().decode()
+            assert ("Sign in with Hugging Face" in page) == offered
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{local[0]}login/huggingface")
+
+
 def test_visitors_of_a_space_see_only_their_own(space):
     url, _ = space
     client = client_of(url)
