@@ -276,7 +276,8 @@ def runs_table(found: Sequence[Status], now: float | None = None) -> str:
             [
                 f'<a href="../?run={escape(name, quote=True)}">{escape(plan.model)}</a>',
                 escape(dial),
-                f"{sign(status.state)} {escape(status.state)}",
+                f"{sign(status.state)} {escape(status.state)}"
+                + ", evaluating" * (status.live and status.state == "done"),
                 escape(ago(status.begun, now)),
                 escape(size(status.disk_bytes)),
                 f"<code>{escape(name)}</code>",

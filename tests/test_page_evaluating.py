@@ -1,5 +1,6 @@
 """A student is evaluated from the page and by its API: it survives a reload, is stopped, goes on, and is one's own."""
 
+import shutil
 import time
 
 import pytest
@@ -8,7 +9,11 @@ from gradio_client.exceptions import AppError
 
 from linearizer import jobs
 from linearizer.captions import TITLES
+from linearizer.evaluation_charts import FIGURES
+from linearizer.request import PARTS
 from linearizer.run import Run
+from linearizer.visitors import hashed
+from tests.findings import FOUND
 from tests.serving import SMALL, SPACE, browsing, looking, serving
 from tests.test_page import FITS, LONG, shown
 
@@ -32,22 +37,19 @@ def client_of(url):
     return Client(url, verbose=False, analytics_enabled=False)
 
 
-def student(client, *secret):
+@pytest.fixture(scope="module")
+def done(served):
     """Name a run that has a student, made through the API."""
-    name = client.predict("demo", 64, "Try it", {**SMALL, "steps": 2}, *secret, api_name="/start_run")
-    while (state := client.predict(name, *secret, api_name="/run_status")["state"]) in jobs.LIVE:
+    client = client_of(served[0])
+    name = client.predict("demo", 64, "Try it", {**SMALL, "steps": 2}, api_name="/start_run")
+    while (state := client.predict(name, api_name="/run_status")["state"]) in jobs.LIVE:
         time.sleep(0.1)
     assert state == "done"
     return name
 
 
-@pytest.fixture(scope="module")
-def done(served):
-    return student(client_of(served[0]))
-
-
-def evaluated(client, run, *secret, until=("done",)):
-    while (found := client.predict(run, *secret, api_name="/evaluation_status"))["state"] not in until:
+def evaluated(client, run, secret):
+    while (found := client.predict(run, secret, api_name="/evaluation_status"))["state"] != "done":
         assert found["state"] in jobs.LIVE, found
         time.sleep(0.1)
     return found
@@ -109,26 +111,35 @@ def test_what_cannot_be_asked_is_said(served, browser, done):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_screen_shows_what_was_found(served, browser, done, scheme):
-    client = client_of(served[0])
-    client.predict(done, ["language", "recall"], QUICK, api_name="/evaluate_run")
-    evaluated(client, done)
+def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(served, browser, done, scheme):
+    url, runs, _ = served
+    run = Run(runs / f"made-up-{scheme}")
+    shutil.copytree(runs / done, run.folder)
+    run.keep_found(parts={**FOUND, "recall": {**FOUND["recall"], "longer": None}})
     how = {"viewport": {"width": 390, "height": 844}, "color_scheme": scheme}
-    with looking(browser, f"{served[0]}?run={done}", **how) as page:
-        page.wait_for_selector("#part-recall .js-plotly-plot .legendtext")
+    with looking(browser, f"{url}?run={run.folder.name}", **how) as page:
+        for part in PARTS:
+            page.wait_for_selector(f"#part-{part} .js-plotly-plot")
+            count = len(FIGURES[part]) - (part == "recall")
+            page.wait_for_function(
+                "([part, count]) => document.querySelectorAll(`#part-${part} .js-plotly-plot`).length == count",
+                arg=[part, count],
+            )
+        assert not page.get_by_text("Longer texts").is_visible()
         assert page.evaluate(FITS)
 
 
-def test_one_visitor_never_sees_or_touches_anothers(tmp_path):
+def test_one_visitor_never_sees_or_touches_anothers(served, done, tmp_path):
+    run = "hers"
+    shutil.copytree(served[1] / done, tmp_path / "runs" / hashed(f"secret {ANN}") / run)
     with serving(tmp_path / "runs", **SPACE) as (url, _):
         client = client_of(url)
-        run = student(client, ANN)
         with pytest.raises(AppError, match="none of your runs"):
             client.predict(run, ["language"], QUICK, BOB, api_name="/evaluate_run")
         for name in ("evaluation_status", "stop_evaluation"):
             with pytest.raises(AppError, match="none of your runs"):
                 client.predict(run, BOB, api_name=f"/{name}")
-        assert client.predict(run, ANN, api_name="/evaluation_status") == {"run": run, "state": None, "found": {}}
+        assert client.predict(run, ANN, api_name="/evaluation_status")["state"] in (None, "done")
         for asked, why in (
             ({"text": "file:/etc/passwd"}, "text comes from"),
             ({"task_folder": "/etc"}, "tasks are named as lm_eval knows them"),

@@ -79,7 +79,7 @@ def draw(memory: Memory, seen: dict[str, Any], profile: Profile, token: Token) -
     new, before = marks(found), seen.get("marks", {}) if seen.get("run") == name else None
     outputs = [{"run": name, "marks": new}, gr.Button(interactive=student and not live), gr.Button(visible=live)]
     for part, captions in CAPTIONS.items():
-        count = len(captions)
+        count = 2 * len(captions)  # a place and a chart for each
         if part not in new:
             gone = before is None or part in before
             outputs += [gr.Column(visible=False) if gone else gr.skip(), *[gr.skip()] * (1 + count)]
@@ -87,5 +87,7 @@ def draw(memory: Memory, seen: dict[str, Any], profile: Profile, token: Token) -
             outputs += [gr.skip()] * (2 + count)
         else:
             html, figures = found[PART + part].value
-            outputs += [gr.Column(visible=True), html, *map(plot, figures)]
+            outputs += [gr.Column(visible=True), html]
+            for figure in figures:
+                outputs += [gr.Column(visible=figure is not None), plot(figure)]
     return outputs

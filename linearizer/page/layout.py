@@ -173,7 +173,10 @@ def evaluate_part(ui: SimpleNamespace) -> None:
     for part, captions in CAPTIONS.items():
         with gr.Column(visible=False, elem_id=f"part-{part}") as ui.part_places[part]:
             ui.part_tables[part] = gr.HTML()
-            ui.part_charts[part] = [chart(*caption) for caption in captions]
+            ui.part_charts[part] = []
+            for caption in captions:
+                with gr.Column() as place:
+                    ui.part_charts[part] += [place, chart(*caption)]
 
 
 def publish_part(ui: SimpleNamespace) -> None:
