@@ -16,7 +16,7 @@ WROTE = "Repeated runs of four tokens; different tokens, and pairs of them; thos
 CAPTIONS = {  # part -> its charts in their order: name, and what is seen
     "language": (
         ("Loss", "Next-token loss, lower is better; the bars hold 95 % of what other texts would give."),
-        ("Loss by position", "A student that forgets is worse the later a token stands."),
+        ("Loss by position", "A student that forgets is worse the later a token stands; the bars hold 95 %."),
         ("Calibration", "How often the likeliest token came, by its probability; on the dotted line both agree."),
     ),
     "recall": (

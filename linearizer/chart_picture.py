@@ -55,8 +55,9 @@ def draw_lines(found: dict[str, Any], title: str) -> bytes:
     """Draw traces over one pair of axes."""
     image, pen = canvas(WIDTH, HEIGHT, title)
     traces, layout = found["data"], found["layout"]
-    x = axis(layout["xaxis"], [v for trace in traces for v in trace["x"]], LEFT, WIDTH - MARGIN)
-    y = axis(layout["yaxis"], [v for trace in traces for v in trace["y"]], HEIGHT - BELOW, TOP)
+    known = [[pair for pair in zip(trace["x"], trace["y"], strict=True) if math.isfinite(pair[1])] for trace in traces]
+    x = axis(layout["xaxis"], [a for pairs in known for a, _ in pairs], LEFT, WIDTH - MARGIN)
+    y = axis(layout["yaxis"], [b for pairs in known for _, b in pairs], HEIGHT - BELOW, TOP)
     for at, text in y.ticks:
         pen.line((LEFT, at, WIDTH - MARGIN, at), fill=GRID)
         write(pen, LEFT - 10, at, text, FAINT, "rm", 13)
@@ -65,11 +66,11 @@ def draw_lines(found: dict[str, Any], title: str) -> bytes:
     write(pen, (LEFT + WIDTH - MARGIN) / 2, HEIGHT - 18, words(layout["xaxis"]), FAINT, size=14)
     write(pen, MARGIN, 50, words(layout["yaxis"]), FAINT, "lm", 14)
     legend = float(MARGIN)
-    for trace in traces:
-        points = [(x.place(a), y.place(b)) for a, b in zip(trace["x"], trace["y"], strict=True)]
+    for trace, pairs in zip(traces, known, strict=True):
+        points = [(x.place(a), y.place(b)) for a, b in pairs]
         line(pen, points, trace["line"]["color"], trace["line"].get("dash", "solid"))
         shapes = symbols(trace, len(points))
-        for point, shape in zip(points, shapes, strict=True):
+        for point, shape in zip(points, shapes, strict=False):
             mark(pen, point, shape, trace["line"]["color"])
         if "name" not in trace:
             continue
@@ -90,7 +91,7 @@ def symbols(trace: dict[str, Any], count: int) -> list[str]:
     if "markers" not in trace["mode"]:
         return [""] * count
     given = trace["marker"]["symbol"]
-    return [given] * count if isinstance(given, str) else list(given)
+    return [given] * max(count, 1) if isinstance(given, str) else list(given)
 
 
 def axis(layout: dict[str, Any], values: Sequence[Any], begin: float, end: float) -> Axis:

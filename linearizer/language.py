@@ -52,6 +52,7 @@ class Predictions:
     loss: Estimate
     perplexity: float
     by_position: tuple[float, ...]  # loss in the ranges that begin at `edges`
+    position_intervals: tuple[Interval, ...]
     excess: Estimate | None  # loss above the teacher's on the same tokens
     kl: Estimate | None  # of the next-token distribution from the teacher's
     agreement: Estimate | None  # how often the likeliest tokens are the same
@@ -138,13 +139,15 @@ def described(
     """Reduce the scores of one subject."""
     loss = over.estimate(own.loss)
     ends = [*edges[1:], own.loss.shape[1]]
+    ranges = [over.estimate(own.loss, slice(a, b)) for a, b in zip(edges, ends, strict=True)]
     bins = calibration(own.probability, own.correct)
     return Predictions(
         name=subject.name,
         state_bytes=state,
         loss=loss,
         perplexity=math.exp(min(loss.mean, 700.0)),
-        by_position=tuple(own.loss[:, a:b].mean().item() for a, b in zip(edges, ends, strict=True)),
+        by_position=tuple(estimate.mean for estimate in ranges),
+        position_intervals=tuple(estimate.interval for estimate in ranges),
         excess=None if teacher is None else over.estimate(own.loss - teacher),
         kl=None if teacher is None else over.estimate(own.kl),
         agreement=None if teacher is None else over.estimate(own.agreement),
@@ -182,16 +185,18 @@ class Resampled:
     """Means over tokens, of documents that are drawn again and again, the same for all that is estimated."""
 
     def __init__(self, owners: Tensor, seed: int) -> None:
-        self.owners, self.count = owners.flatten(), int(owners.max()) + 1
+        self.owners, self.count = owners, int(owners.max()) + 1
         generator = torch.Generator().manual_seed(seed)
         drawn = torch.randint(self.count, (DRAWN, self.count), generator=generator)
         self.weights = torch.zeros(DRAWN, self.count, dtype=torch.float64)
         self.weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
 
-    def estimate(self, scores: Tensor) -> Estimate:
-        """Give the mean of scores (texts, tokens), and between what 95 % of the drawn means lie."""
-        sums = torch.zeros(self.count, dtype=torch.float64).index_add_(0, self.owners, scores.flatten())
-        sizes = torch.bincount(self.owners, minlength=self.count).double()
-        means = (self.weights @ sums) / (self.weights @ sizes)
+    def estimate(self, scores: Tensor, tokens: slice = slice(None)) -> Estimate:  # noqa: B008
+        """Give the mean of scores (texts, tokens), or of some tokens, and between what 95 % of the drawn means lie."""
+        scores, owners = scores[:, tokens], self.owners[:, tokens].flatten()
+        sums = torch.zeros(self.count, dtype=torch.float64).index_add_(0, owners, scores.flatten())
+        sizes = torch.bincount(owners, minlength=self.count).double()
+        drawn = self.weights @ sizes  # none where no document that was drawn reaches that far
+        means = ((self.weights @ sums) / drawn)[drawn > 0]
         low, high = means.quantile(means.new_tensor([0.025, 0.975])).tolist()
         return Estimate(scores.mean().item(), (low, high))

@@ -40,14 +40,23 @@ def losses(found: Found) -> go.Figure:
 
 
 def by_position(found: Found) -> go.Figure:
-    """Draw the loss of every subject over where a token stands."""
-    figure = plain(300)
+    """Draw the loss of every subject over where a token stands, side by side so that their intervals can be told."""
+    figure = plain(320, scattermode="group", scattergap=0.7)
     ends = [*found["edges"][1:], found["length"] - 1]
     names = [f"{begin}–{end}" for begin, end in zip(found["edges"], ends, strict=True)]
+    reached: list[float] = []
     for one in found["subjects"]:
-        figure.add_scatter(x=names, y=one["by_position"], **side(one["name"], "%{y:.3f} nats at %{x}"))
+        means = one["by_position"]
+        spread = one.get("position_intervals") or [(mean, mean) for mean in means]  # older evaluations have none
+        low, high = (
+            [abs(end - mean) for end, mean in zip(ends, means, strict=True)] for ends in zip(*spread, strict=True)
+        )
+        bars = {"type": "data", "array": high, "arrayminus": low, "width": 4, "thickness": 1.5}
+        figure.add_scatter(x=names, y=means, error_y=bars, **side(one["name"], "%{y:.3f} nats at %{x}"))
+        reached += [end for interval in spread for end in interval]
+    room = 0.08 * (max(reached) - min(reached))
     figure.update_xaxes(title="position in the text, tokens", type="category")
-    figure.update_yaxes(title="loss")
+    figure.update_yaxes(title="loss", range=[min(reached) - room, max(reached) + room])
     return figure
 
 

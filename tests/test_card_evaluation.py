@@ -72,3 +72,15 @@ def test_what_was_not_measured_is_drawn_open():
 def test_lines_and_maps_can_be_drawn(part, number):
     image = picture(part, number)
     assert image.format == "PNG" and len(image.getcolors(10**6)) > 4
+
+
+@pytest.mark.parametrize("loss", [float("nan"), float("inf")])
+def test_a_student_that_says_nothing_can_be_drawn(tmp_path, loss):
+    run = made(tmp_path / "run")
+    lost = [{**one, "second": [loss, loss]} if one["name"] == "student" else one for one in FOUND["recall"]["subjects"]]
+    none = [{**one, "one": [{**pace, "write_rate": None, "read_rate": None} for pace in one["one"]]}
+            for one in FOUND["speed"]["subjects"]]  # fmt: skip
+    run.keep_found(
+        parts={"recall": {**FOUND["recall"], "subjects": lost}, "speed": {**FOUND["speed"], "subjects": none}}
+    )
+    assert {"recall.png", "speed.png"} <= set(card_files(run))

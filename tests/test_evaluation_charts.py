@@ -58,6 +58,8 @@ def test_losses_carry_the_interval_that_was_found():
 
 def test_positions_bins_and_gaps_are_those_that_were_measured():
     assert traces("language", "Loss by position")["student"]["x"] == ["0–64", "64–127"]
+    error = traces("language", "Loss by position")["student"]["error_y"]
+    assert error["arrayminus"] == pytest.approx([0.1, 0.1]) and error["array"] == pytest.approx([0.2, 0.1])
     assert traces("language", "Calibration")["student"]["y"] == [0.2, 0.7]
     recall = traces("recall", "Recall")
     assert recall["student"]["x"] == [16, 32] and recall["student"]["y"] == [2.5, 3.0]

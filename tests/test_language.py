@@ -8,7 +8,7 @@ import torch
 from linearizer import outputs
 from linearizer.checkpoint import students_of
 from linearizer.cost import Head
-from linearizer.language import calibration, doubling_edges, measure_language, owners_of, read_scores
+from linearizer.language import Resampled, calibration, doubling_edges, measure_language, owners_of, read_scores
 from linearizer.outputs import divergence, logits_of, losses_of, read_losses, read_together
 from linearizer.progress import finish
 from linearizer.recall import doubling_gaps, measure_longer, measure_recall
@@ -94,8 +94,19 @@ def test_a_window_control_takes_no_more_bytes_than_the_student(subjects):
 def test_intervals_hold_the_mean_and_vanish_where_all_texts_are_alike(subjects):
     for found in measured(subjects, tokens(8, 40)).subjects:
         assert found.loss.interval[0] < found.loss.mean < found.loss.interval[1]
+        for mean, (low, high) in zip(found.by_position, found.position_intervals, strict=True):
+            assert low < mean < high
     for found in measured(subjects, tokens(1, 40).expand(8, 40)).subjects:
         assert found.loss.interval == pytest.approx((found.loss.mean, found.loss.mean))
+
+
+def test_intervals_of_ranges_are_over_the_documents_that_reach_there():
+    owners = torch.tensor([[0] * 10 + [1] * 10, [2] * 20])
+    scores = owners.double()
+    found = Resampled(owners, 0)
+    assert found.estimate(scores, slice(0, 10)).interval == (0, 2)  # drawn from the first and the third alone
+    assert found.estimate(scores, slice(10, 20)).interval == (1, 2)
+    assert found.estimate(scores).mean == scores.mean().item()
 
 
 def test_documents_are_drawn_again_where_there_are_enough():
