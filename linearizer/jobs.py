@@ -239,7 +239,7 @@ def read(run: Run) -> Told:
     steps = STEPS if run.job is None else PARTS
     for event in journal.newest_first(run.log_file):
         if not run.mine(event):
-            if run.job is not None and "job" not in event and event["event"] in TOLD:
+            if run.job is not None and event["event"] != "published":
                 break  # who evaluates begins when the student is made
             continue
         newest = newest or event

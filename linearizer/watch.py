@@ -11,6 +11,7 @@ import json
 import threading
 from collections import OrderedDict
 from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
@@ -136,7 +137,7 @@ class Watched:
         for part, found in self.run.evaluation_parts.items():
             if part in CAPTIONS:
                 told = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
-                self.put(PART + part, told, lambda part=part, found=found: shown(part, found))
+                self.put(PART + part, told, lambda part=part, found=found: cache(partial(shown, part, found)))
         allocation = self.run.allocation
         if allocation is not None:
             layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)

@@ -86,7 +86,7 @@ def draw(memory: Memory, seen: dict[str, Any], profile: Profile, token: Token) -
         elif before is not None and before.get(part) == new[part]:
             outputs += [gr.skip()] * (2 + count)
         else:
-            html, figures = found[PART + part].value
+            html, figures = found[PART + part].value()  # drawn when it is first shown
             outputs += [gr.Column(visible=True), html]
             for figure in figures:
                 outputs += [gr.Column(visible=figure is not None), plot(figure)]
