@@ -14,9 +14,9 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from linearizer import loss_kernels
-from linearizer.runtime import kernel_gradients, kernel_step, kernel_tiles, kernels
+from linearizer.runtime import kernel_gradients, kernel_merging, kernel_slots, kernel_step, kernel_tiles, kernels
 
-TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int64: "*i64"}
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 
 
 def launches(chip, call):
@@ -62,8 +62,19 @@ def everything(dim, features, dtype=torch.bfloat16, window=64, sinks=4):
     first = (q[..., :1, :], one, one)
     kernel_step.run_step(*first, None, None, (draw(heads, features, dim).float(), level[0], 1.0), *state)
     kernel_step.run_step(*first, u[..., :1, :], w[..., :1, :], None, *state)
+    slots(q, k, sink, count, window, metric=draw(heads, dim, dim).float())
     for squared in (False, True):
         loss_kernels.losses(u, w, q, k[:, :, :tokens], window, sinks, squared)
+
+
+def slots(q, k, sink, count, window, metric, turns=64, size=64, block=16):
+    """Merge blocks into slots, and attend with them."""
+    (batch, heads, _, _, dim), work = q.shape, torch.float32
+    index, merges = draw(batch, turns, block, dtype=torch.int64), draw(batch, turns, dtype=torch.int64)
+    own, number = draw(batch, heads, size, dim, dtype=q.dtype), draw(batch, heads, size, dtype=work)
+    found = kernel_merging.merge(k, k, metric, index, index, merges, [own, own, number, number], 3, 2)
+    asks = q[..., : turns * block, :]
+    kernel_slots.look(asks, k, k, sink, sink, found, metric[:, 0, 0], index, merges, count, count, window)
 
 
 def compiled(kernel, arguments, options, chip):

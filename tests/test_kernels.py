@@ -1,7 +1,6 @@
 """The kernels agree with PyTorch: without a GPU in Triton's interpreter, which checks what they compute."""
 
 import importlib.util
-import itertools
 import math
 import sys
 from pathlib import Path
@@ -233,13 +232,11 @@ def mutate(module, line, mutation, folder, monkeypatch):
     spec.loader.exec_module(mutant)
     if hasattr(module, "SEGMENT"):
         mutant.SEGMENT = module.SEGMENT
-    users = [user for name, user in sys.modules.items() if name.startswith("linearizer.")]
-    made = {n: x for n, x in vars(mutant).items() if not n.startswith("__") and x is not vars(module)[n]}
-    for user, (name, new) in itertools.product(users, made.items()):
-        if vars(user).get(name) is vars(module)[name] and user is not module:
-            monkeypatch.setattr(user, name, new)
-    for name, new in made.items():
-        monkeypatch.setattr(module, name, new)
+    made = {id(vars(module)[n]): x for n, x in vars(mutant).items() if not n.startswith("__") and callable(x)}
+    for user in [user for name, user in sys.modules.items() if name.startswith("linearizer.")]:
+        for name, x in list(vars(user).items()):
+            if id(x) in made:
+                monkeypatch.setattr(user, name, made[id(x)])
 
 
 @pytest.mark.skipif(ON_GPU, reason="the interpreter shows it as well")

@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 
 from linearizer.cost import Head, Layer, head_bytes, state_bytes
 from linearizer.runtime.linear_attention import reference
-from linearizer.runtime.slots import Merger, Merging, Slots, SlotState, merge_slots, slot_attention
+from linearizer.runtime.merging import Slots, merge_slots
+from linearizer.runtime.slots import Merger, Merging, SlotState, slot_attention
 from tests.students import student_of, tokens
 
 WINDOW, SINKS, DIM = 8, 2, 4

@@ -11,8 +11,9 @@ pytest.importorskip("triton")
 from linearizer import attention_loss as losses
 from linearizer import loss_kernels
 from linearizer.attention_loss import attention_loss
-from linearizer.runtime import fused, kernel_far, kernel_segments, kernel_step, trial
+from linearizer.runtime import fused, kernel_far, kernel_rounds, kernel_segments, kernel_step, slots, trial
 from linearizer.runtime.linear_attention import linear_attention
+from linearizer.runtime.slots import Merging, SlotState, slot_attention
 from linearizer.runtime.state import State
 from tests.test_attention_loss import make as make_loss
 from tests.test_kernels import mutate
@@ -35,7 +36,7 @@ def untried(monkeypatch):
 def launches(monkeypatch):
     """Count what the doors hand to kernels, trials included."""
     counted = []
-    for module, name in ((fused, "run_step"), (losses, "loss_kernels")):
+    for module, name in ((fused, "run_step"), (slots, "merge_fused"), (losses, "loss_kernels")):
         kept = getattr(module, name)
         count = Counted(kept, name, counted)
         monkeypatch.setattr(module, name, count)
@@ -79,10 +80,18 @@ def compare():
     return attention_loss(*(x.float().to(DEVICE) for x in make_loss(9)), 2, 1).value
 
 
+def merge():
+    q, k, v, _ = inputs(5)
+    merging = Merging(torch.eye(k.shape[-1], device=DEVICE).expand(2, -1, -1), torch.ones(2, device=DEVICE), 2, 2)
+    with torch.no_grad():
+        return slot_attention(q, k, v, merging, None, SlotState.empty(k, v, 2, 1, 2))
+
+
 DOORS = {
     "attention": (read, "Attention"),
     "attention and its gradients": (train, "Attention"),
     "single tokens": (lambda: read(1), "run_step"),
+    "slots": (merge, "merge_fused"),
     "losses of attention rows": (compare, "loss_kernels"),
 }
 
@@ -103,6 +112,7 @@ WRONG = {  # a line of each kernel, and what it is exchanged for
     "attention": (kernel_segments, "mean * kept[:, None] + own", "mean + own"),
     "attention and its gradients": (kernel_far, "- delta_mean[None, :]", ""),
     "single tokens": (kernel_step, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
+    "slots": (kernel_rounds, "apart * apart", "values"),
     "losses of attention rows": (loss_kernels, "factor - p", "1.01 * factor - p"),
 }
 

@@ -26,6 +26,7 @@ from .student import LayerStudent
 from .chunks import chunked  # noqa: F401
 from .fused import attend_fused  # noqa: F401
 from .linear_attention import linear_attention  # noqa: F401
+from .merging import merge_slots  # noqa: F401
 from .parts import combine  # noqa: F401
 from .slots import SlotState  # noqa: F401
 from .state import State  # noqa: F401
@@ -34,8 +35,11 @@ from .trial import trusted  # noqa: F401
 try:
     from .kernel_far import far  # noqa: F401
     from .kernel_gradients import Attention  # noqa: F401
+    from .kernel_merging import merge  # noqa: F401
     from .kernel_near import near  # noqa: F401
+    from .kernel_rounds import choose  # noqa: F401
     from .kernel_segments import Problem  # noqa: F401
+    from .kernel_slots import look  # noqa: F401
     from .kernel_step import run_step  # noqa: F401
     from .kernel_tiles import load_tile  # noqa: F401
     from .kernels import run  # noqa: F401

@@ -15,18 +15,29 @@ Shapes as in linear_attention.py, whose softmax this uses.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from .merging import WAITING, Slots, merge_slots, rounds
 from .parts import by_head, combine, only
 from .state import EMPTY, Columns, Near, lay_columns, remember_sinks, remember_window, take, working_dtype
+from .trial import Drawn, Sizes, takes, trusted
+
+try:
+    from .kernel_merging import merge as merge_fused
+    from .kernel_slots import look as look_fused
+except ImportError as missing:
+    if missing.name != "triton":
+        raise
+    merge_fused = look_fused = None  # type: ignore[assignment]
 
 GAIN = 0.25  # half of what a Gaussian spread of keys calls for: measured best, since no query sees the mean spread
 
-WAITING = 2  # rounds of merging before what waits is taken along: more make hardly better slots
 TOGETHER = 64  # turns whose rows attend at once
+MOST = 512  # slots and tokens of a block that a kernel merges, all of them in one program
 
 Tensor = torch.Tensor
 
@@ -76,18 +87,16 @@ class Merging:
     block: int
 
 
-@dataclass
-class Slots:
-    """Tokens, each merged of `weight` others: k, v (batch, heads, slots, dim), weight, spread (batch, heads, slots)."""
-
-    k: Tensor
-    v: Tensor
-    weight: Tensor
-    spread: Tensor
-
-
 def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> Tensor:
     """Attend and bring the state up to date; q is multiplied by the scale of the scores."""
+    fused = kernels_serve(q, k, v, merging, state)
+    return attend(q, k, v, merging, real, state, fused)
+
+
+def attend(
+    q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState, fused: bool
+) -> Tensor:
+    """The same by kernels, if fused, or in PyTorch."""
     tokens, window, block, order = q.shape[-2], merging.window, merging.block, None
     if real is not None:
         order = real.to(torch.int8).argsort(dim=-1, stable=True)
@@ -104,9 +113,10 @@ def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tens
     merges = (turn >= 1) & (start >= first[:, None]) & (start < end[:, None])
     parts = []
     for some in torch.arange(turns, device=q.device).split(TOGETHER):
-        held = absorb(state, columns, merging, turn[:, some], merges[:, some])
+        leaving = Leaving.of(columns, turn[:, some], merges[:, some], block, state.sink_k.shape[-2])
         asks = take(q, (place[:, some].flatten(1) - end[:, None] + tokens).clamp(0, tokens - 1))
-        parts.append(look(asks, place[:, some], turn[:, some] * block, held, columns, merging, state))
+        way = attend_fused if fused else attend_turns
+        parts.append(way(asks, place[:, some], turn[:, some] * block, leaving, columns, merging, state))
     state.count = end
     remember_window(state, columns, tokens)
     if tokens == 1:
@@ -116,18 +126,73 @@ def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tens
     return out if order is None else take(out, order.argsort(-1))
 
 
-def absorb(state: SlotState, columns: Columns, merging: Merging, turn: Tensor, merges: Tensor) -> Slots:
-    """Merge the blocks that leave the window at turns (batch, turns), where `merges` says so; update the state.
+@dataclass
+class Leaving:
+    """The blocks that leave the window at some turns."""
+
+    index: Tensor  # (batch, turns, block) their columns
+    comes: Tensor  # (batch, turns, block) which of them are merged
+    merges: Tensor  # (batch, turns)
+
+    @classmethod
+    def of(cls, columns: Columns, turn: Tensor, merges: Tensor, block: int, sinks: int) -> Leaving:
+        place = (turn - 1)[..., None] * block + torch.arange(block, device=turn.device)
+        index = (place - columns.first[:, None, None]).clamp(0, columns.k.shape[-2] - 1)
+        return cls(index, merges[..., None] & (place >= sinks), merges)
+
+
+def attend_turns(
+    q: Tensor, place: Tensor, merged: Tensor, leaving: Leaving, columns: Columns, merging: Merging, state: SlotState
+) -> Tensor:
+    """Merge the blocks of some turns, one after the other, then attend with the rows of all of them."""
+    return look(q, place, merged, absorb(state, columns, merging, leaving), columns, merging, state)
+
+
+def attend_fused(
+    q: Tensor, place: Tensor, merged: Tensor, leaving: Leaving, columns: Columns, merging: Merging, state: SlotState
+) -> Tensor:
+    """The same by kernels."""
+    k, v, slots = columns.k.contiguous(), columns.v.contiguous(), state.slot_k.shape[2]
+    held = [state.slot_k, state.slot_v, state.weight, state.spread]
+    blocks = leaving.index, leaving.comes, leaving.merges
+    count = rounds(slots + merging.block, slots)
+    found = merge_fused(k, v, merging.metric.contiguous(), *blocks, held, count, WAITING)
+    state.slot_k, state.slot_v, state.weight, state.spread = (x[:, -1] for x in found)
+    sinks = state.sink_k.contiguous(), state.sink_v.contiguous()
+    merged = merged.clamp_min(0)
+    near = place.contiguous(), merged, columns.first, columns.empty
+    return look_fused(q.contiguous(), k, v, *sinks, found, merging.gain, *near, columns.window)
+
+
+def kernels_serve(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> bool:
+    """Tell whether kernels may attend with such tensors: they give no gradients."""
+    slots, block = state.slot_k.shape[2], merging.block
+    if merge_fused is None or torch.is_grad_enabled() or slots + block > MOST or not takes(q, k, v, state.slot_k):
+        return False
+    sizes = Sizes(q.shape[2], q.shape[-1], v.shape[-1], state.sink_k.shape[2], 0)
+
+    def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+        text = Drawn.of(q, sizes, sizes.sinks + block + slots + 4 * block, dtype)
+        metric = torch.eye(sizes.key_dim, device=q.device, dtype=dtype).expand(2, -1, -1)
+        own = Merging(metric, torch.full((2,), GAIN, device=q.device, dtype=dtype), block, block)
+        state = SlotState.empty(text.k, text.v, block, sizes.sinks, slots)
+        out = attend(text.q, text.k, text.v, own, None, state, by_kernels)
+        return [out.to(dtype), state.slot_k, state.slot_v, state.weight]
+
+    with torch.no_grad():
+        return trusted("slots", q, (*sizes, slots, block), answers)
+
+
+def absorb(state: SlotState, columns: Columns, merging: Merging, leaving: Leaving) -> Slots:
+    """Merge the blocks that leave the window at some turns; update the state.
 
     Give the slots after each turn: a batch in which every text's turns follow one another.
     """
-    place = (turn - 1)[..., None] * merging.block + torch.arange(merging.block, device=turn.device)
-    index = (place - columns.first[:, None, None]).clamp(0, columns.k.shape[-2] - 1).flatten(1)
-    comes = merges[..., None] & (place >= state.sink_k.shape[-2])
-    weight, work = comes.to(state.weight.dtype)[:, None].expand(-1, columns.k.shape[1], -1, -1), state.weight.dtype
-    k, v = (take(x, index).to(work).unflatten(2, place.shape[1:]) for x in (columns.k, columns.v))
+    work, index = state.weight.dtype, leaving.index.flatten(1)
+    weight = leaving.comes.to(work)[:, None].expand(-1, columns.k.shape[1], -1, -1)
+    k, v = (take(x, index).to(work).unflatten(2, leaving.index.shape[1:]) for x in (columns.k, columns.v))
     now, found = Slots(state.slot_k, state.slot_v, state.weight, state.spread), []
-    for number, any_merges in enumerate(merges.any(0).tolist()):
+    for number, any_merges in enumerate(leaving.merges.any(0).tolist()):
         if any_merges:
             new = (k[:, :, number], v[:, :, number], weight[:, :, number], torch.zeros_like(weight[:, :, number]))
             all_of = [torch.cat(pair, 2) for pair in zip((now.k, now.v, now.weight, now.spread), new, strict=True)]
@@ -164,85 +229,3 @@ def look(
     level = level.masked_fill(held.weight == 0, EMPTY)
     parts.append((by_head(q, held.k.to(work).mT) + level[:, :, None, None], held.v))
     return combine(parts).unflatten(0, place.shape[:2]).movedim(1, -3).flatten(-3, -2)
-
-
-def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
-    """Merge what is cheapest to merge until at most `count` slots hold anything, and give those, in order.
-
-    In a round the slots with the cheapest partners go into them, as many as have to. At first one whose partner goes,
-    too, waits for the next round; at last it is taken along. Of two that are partners of each other one stays, so that
-    a round can always halve what there is, and the number of rounds is known before.
-    """
-    heads, slots = given.weight.shape[:2], given.weight.shape[2]
-    row = torch.cat([given.k @ metric.to(given.k.dtype).mT, given.v, given.k], -1).flatten(0, 1)
-    dims = given.k.shape[-1], given.v.shape[-1]
-    held = Rows(row, given.weight.flatten(0, 1), given.spread.flatten(0, 1), *dims)
-    for _ in range(WAITING):
-        held = held.joined(held.targets(count, waits=True))
-    while slots > count:
-        slots = max(count, -(-slots // 2))
-        held = held.joined(held.targets(slots, waits=False))
-    full = (held.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[:, :count]
-    row = held.row.gather(1, full[..., None].expand(-1, -1, row.shape[-1]))
-    weight, spread = held.weight.gather(1, full), held.spread.gather(1, full)
-    _, v, k = row.unflatten(0, heads).split([dims[0], *dims[::-1]], -1)
-    return Slots(k, v, weight.unflatten(0, heads), spread.unflatten(0, heads))
-
-
-@dataclass
-class Rows:
-    """Slots while they merge: all that is averaged lies side by side, metric·k, v and k."""
-
-    row: Tensor  # (heads, slots, dims)
-    weight: Tensor  # (heads, slots)
-    spread: Tensor
-    key_dim: int
-    value_dim: int
-
-    @torch.no_grad()
-    def targets(self, count: int, waits: bool) -> Tensor:
-        """Say into which slot each goes, most of them into themselves, until `count` are left: (heads, slots)."""
-        cost = self.costs()
-        partner = cost.argmin(-1)
-        number = torch.arange(partner.shape[-1], device=partner.device)
-        stays = (partner.gather(-1, partner) == number) & (number < partner)
-        cheapest = cost.gather(-1, partner[..., None])[..., 0].masked_fill(stays, float("inf"))
-        surplus = (self.weight > 0).sum(-1, keepdim=True) - count
-        goes = (cheapest.argsort(-1).argsort(-1) < surplus) & ~cheapest.isinf()
-        if waits:
-            return torch.where(goes & ~goes.gather(-1, partner), partner, number)
-        target = torch.where(goes, partner, number)
-        for _ in range((partner.shape[-1] - count).bit_length()):
-            target = target.gather(-1, target)
-        return target
-
-    def costs(self) -> Tensor:
-        """Price every pair, the same both ways: (heads, slots, slots).
-
-        What it costs a query goes with how much weight a pair has, how far apart its keys are to the query, and its
-        values; here the square of that.
-        """
-        seen, v, _ = self.row.split([self.key_dim, self.value_dim, self.key_dim], -1)
-        one = self.weight.clamp_min(1).reciprocal()
-        apart = squared_distances(seen).square() * squared_distances(v).sqrt()
-        cost = apart / (one[..., None] + one[..., None, :])
-        empty = torch.where(self.weight == 0, float("inf"), 0.0).to(cost.dtype)
-        cost = torch.maximum(cost, cost.mT) + (empty[..., None] + empty[..., None, :])
-        cost.diagonal(dim1=-2, dim2=-1).fill_(float("inf"))
-        return cost
-
-    def joined(self, target: Tensor) -> Rows:
-        """Merge every slot into its target."""
-        total = torch.zeros_like(self.weight).scatter_add(-1, target, self.weight)
-        share = self.weight / total.gather(-1, target).clamp_min(1)  # of each in what it becomes
-        index = target[..., None].expand_as(self.row)
-        row = torch.zeros_like(self.row).scatter_add(1, index, share[..., None] * self.row)
-        moved = (self.row - row.gather(1, index))[..., : self.key_dim].square().sum(-1)
-        spread = torch.zeros_like(share).scatter_add(-1, target, share * (self.spread + moved))
-        return Rows(row, total, spread, self.key_dim, self.value_dim)
-
-
-def squared_distances(x: Tensor) -> Tensor:
-    """|x_i - x_j|²: (heads, rows, dim) -> (heads, rows, rows)."""
-    square = x.square().sum(-1)
-    return torch.baddbmm(square[..., None] + square[:, None], x, x.mT, alpha=-2).clamp_min(0)

@@ -1,0 +1,163 @@
+"""One round of merging slots, as parts of a Triton kernel; merging.py says what it computes.
+
+All threads of a program work at it, so what they hand each other goes through memory, between barriers.
+"""
+
+from __future__ import annotations
+
+try:  # as in kernel_tiles.py
+    import triton
+    import triton.language as tl
+except ImportError:
+    raise
+
+from .kernel_tiles import load_rows, load_tile
+
+INFINITE = tl.constexpr(float("inf"))
+
+
+@triton.jit
+def load_part(pointer, rows, columns, stop, stride, width):
+    """The first `width` columns of rows that lie `stride` apart; what lies outside is 0."""
+    inside = (rows < stop)[:, None] & (columns < width)[None, :]
+    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
+def squared_distances(x_ptr, i, j, N, W, D, K: tl.constexpr, ACC: tl.constexpr):
+    """|x_i - x_j|² of rows of D among W numbers, the same both ways."""
+    square = tl.zeros([i.shape[0], j.shape[0]], ACC)
+    one = tl.zeros([i.shape[0], j.shape[0]], ACC)
+    back = tl.zeros([j.shape[0], i.shape[0]], ACC)
+    for d0 in range(0, D, K):
+        od = d0 + tl.arange(0, K)
+        own, other = load_part(x_ptr, i, od, N, W, D), load_part(x_ptr, j, od, N, W, D)
+        square += tl.sum(own * own, 1)[:, None] + tl.sum(other * other, 1)[None, :]
+        one = tl.dot(own, tl.trans(other), acc=one, out_dtype=ACC, input_precision="ieee")
+        back = tl.dot(other, tl.trans(own), acc=back, out_dtype=ACC, input_precision="ieee")
+    return tl.maximum(square - 2 * tl.minimum(one, tl.trans(back)), 0.0)
+
+
+@triton.jit
+def costs(
+    x_ptr, weight_ptr, i, j, N, W, D: tl.constexpr, DV: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr
+):  # fmt: skip
+    """What merging pairs costs; infinite where a slot is empty or would be its own partner."""
+    own, other = load_rows(weight_ptr, i, N), load_rows(weight_ptr, j, N)
+    apart = squared_distances(x_ptr, i, j, N, W, D, K, ACC)
+    values = squared_distances(x_ptr + D, i, j, N, W, DV, K, ACC)
+    one, another = 1 / tl.maximum(own, 1.0), 1 / tl.maximum(other, 1.0)
+    cost = apart * apart * tl.sqrt(values) / (one[:, None] + another[None, :])
+    never = (own == 0)[:, None] | (other == 0)[None, :] | (i[:, None] == j[None, :])
+    return tl.where(never, INFINITE, cost)
+
+
+@triton.jit
+def ranks(value_ptr, i, N, B: tl.constexpr):
+    """How many values come before those at i; of equal ones, the first."""
+    own = tl.load(value_ptr + i, mask=i < N, other=INFINITE)
+    rank = tl.zeros([B], tl.int32)
+    for j0 in range(0, N, B):
+        j = j0 + tl.arange(0, B)
+        other = tl.load(value_ptr + j, mask=j < N, other=INFINITE)
+        first = (other[None, :] == own[:, None]) & (j[None, :] < i[:, None])
+        rank += tl.sum(((other[None, :] < own[:, None]) | first).to(tl.int32), 1)
+    return rank
+
+
+@triton.jit
+def gathered(value_ptr, target_ptr, i, N, B: tl.constexpr, ACC: tl.constexpr):
+    """The sum of the values whose target is i."""
+    out = tl.zeros([B], ACC)
+    for j0 in range(0, N, B):
+        j = j0 + tl.arange(0, B)
+        target = tl.load(target_ptr + j, mask=j < N, other=-1)
+        out += tl.sum(tl.where(target[None, :] == i[:, None], load_rows(value_ptr, j, N)[None, :], 0.0), 1)
+    return out
+
+
+@triton.jit
+def choose(
+    x_ptr, weight_ptr, value_ptr, partner_ptr, target_ptr, surplus, waits, N, W, D: tl.constexpr, DV: tl.constexpr,
+    B: tl.constexpr, K: tl.constexpr, JUMPS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Say into which slot each goes: the `surplus` cheapest into their partners, the others into themselves."""
+    for i0 in range(0, N, B):
+        i = i0 + tl.arange(0, B)
+        best, partner = tl.full([B], INFINITE, ACC), tl.zeros([B], tl.int32)
+        for j0 in range(0, N, B):
+            cost = costs(x_ptr, weight_ptr, i, j0 + tl.arange(0, B), N, W, D, DV, K, ACC)
+            least = tl.min(cost, 1)
+            partner = tl.where(least < best, tl.argmin(cost, 1).to(tl.int32) + j0, partner)
+            best = tl.minimum(least, best)
+        tl.store(value_ptr + i, best, mask=i < N)
+        tl.store(partner_ptr + i, partner, mask=i < N)
+    tl.debug_barrier()
+    for i0 in range(0, N, B):
+        i = i0 + tl.arange(0, B)
+        partner = tl.load(partner_ptr + i, mask=i < N, other=0)
+        stays = (tl.load(partner_ptr + partner) == i) & (i < partner)
+        value = tl.where(stays, INFINITE, tl.load(value_ptr + i, mask=i < N, other=INFINITE))
+        tl.store(value_ptr + i, value, mask=i < N)
+    tl.debug_barrier()
+    for i0 in range(0, N, B):
+        i = i0 + tl.arange(0, B)
+        value = tl.load(value_ptr + i, mask=i < N, other=INFINITE)
+        goes = (ranks(value_ptr, i, N, B) < surplus) & (value < INFINITE)
+        tl.store(target_ptr + i, tl.where(goes, tl.load(partner_ptr + i, mask=i < N, other=0), i), mask=i < N)
+    tl.debug_barrier()
+    if waits:  # what has a partner that goes stays for now, so that no chain is longer than one
+        for i0 in range(0, N, B):
+            i = i0 + tl.arange(0, B)
+            target = tl.load(target_ptr + i, mask=i < N, other=0)
+            partner = tl.where(tl.load(target_ptr + target) == target, target, i)
+            tl.store(partner_ptr + i, partner, mask=i < N)
+        tl.debug_barrier()
+        for i0 in range(0, N, B):
+            i = i0 + tl.arange(0, B)
+            tl.store(target_ptr + i, tl.load(partner_ptr + i, mask=i < N, other=0), mask=i < N)
+        tl.debug_barrier()
+    else:
+        for _ in range(0, JUMPS):
+            for i0 in range(0, N, B):
+                i = i0 + tl.arange(0, B)
+                target = tl.load(target_ptr + tl.load(target_ptr + i, mask=i < N, other=0))
+                tl.store(target_ptr + i, target, mask=i < N)
+            tl.debug_barrier()
+
+
+@triton.jit
+def join(
+    x_ptr, out_ptr, weight_ptr, spread_ptr, total_ptr, value_ptr, target_ptr, N, W, D: tl.constexpr, DP: tl.constexpr,
+    B: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Merge every slot into its target."""
+    for i0 in range(0, N, B):
+        i = i0 + tl.arange(0, B)
+        tl.store(total_ptr + i, gathered(weight_ptr, target_ptr, i, N, B, ACC), mask=i < N)
+    tl.debug_barrier()
+    for i0 in range(0, N, B):
+        i = i0 + tl.arange(0, B)
+        for w0 in range(0, W, B):
+            ow = w0 + tl.arange(0, B)
+            acc = tl.zeros([B, B], ACC)
+            for j0 in range(0, N, K):
+                j = j0 + tl.arange(0, K)
+                target = tl.load(target_ptr + j, mask=j < N, other=0)
+                share = load_rows(weight_ptr, j, N) / tl.maximum(tl.load(total_ptr + target), 1.0)
+                share = tl.where((target[None, :] == i[:, None]) & (j < N)[None, :], share[None, :], 0.0)
+                acc = tl.dot(share, load_tile(x_ptr, j, ow, N, W), acc=acc, out_dtype=ACC, input_precision="ieee")
+            tl.store(out_ptr + i[:, None] * W + ow[None, :], acc, mask=(i < N)[:, None] & (ow < W)[None, :])
+    tl.debug_barrier()
+    for i0 in range(0, N, B):
+        i, od = i0 + tl.arange(0, B), tl.arange(0, DP)
+        target = tl.load(target_ptr + i, mask=i < N, other=0)
+        moved = load_part(x_ptr, i, od, N, W, D) - load_part(out_ptr, target, od, N, W, D)
+        share = load_rows(weight_ptr, i, N) / tl.maximum(tl.load(total_ptr + target), 1.0)
+        tl.store(value_ptr + i, share * (load_rows(spread_ptr, i, N) + tl.sum(moved * moved, 1)), mask=i < N)
+    tl.debug_barrier()
+    for i0 in range(0, N, B):
+        i = i0 + tl.arange(0, B)
+        tl.store(spread_ptr + i, gathered(value_ptr, target_ptr, i, N, B, ACC), mask=i < N)
+        tl.store(weight_ptr + i, load_rows(total_ptr, i, N), mask=i < N)
+    tl.debug_barrier()

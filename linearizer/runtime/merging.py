@@ -1,0 +1,114 @@
+"""Merging slots, which are tokens or what tokens were merged into; slots.py says what a slot is.
+
+Shapes as in slots.py.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+WAITING = 2  # rounds of merging before what waits is taken along: more make hardly better slots
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class Slots:
+    """Tokens, each merged of `weight` others: k, v (batch, heads, slots, dim), weight, spread (batch, heads, slots)."""
+
+    k: Tensor
+    v: Tensor
+    weight: Tensor
+    spread: Tensor
+
+
+def rounds(slots: int, count: int) -> int:
+    """How many rounds merge so many slots into `count`."""
+    halvings = 0
+    while -(-slots // 2**halvings) > count:
+        halvings += 1
+    return WAITING + halvings
+
+
+def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
+    """Merge what is cheapest to merge until at most `count` slots hold anything, and give those, in order.
+
+    In a round the slots with the cheapest partners go into them, as many as have to. At first one whose partner goes,
+    too, waits for the next round; at last it is taken along. Of two that are partners of each other one stays, so that
+    a round can always halve what there is, and the number of rounds is known before.
+    """
+    heads, slots = given.weight.shape[:2], given.weight.shape[2]
+    row = torch.cat([given.k @ metric.to(given.k.dtype).mT, given.v, given.k], -1).flatten(0, 1)
+    dims = given.k.shape[-1], given.v.shape[-1]
+    held = Rows(row, given.weight.flatten(0, 1), given.spread.flatten(0, 1), *dims)
+    for _ in range(WAITING):
+        held = held.joined(held.targets(count, waits=True))
+    while slots > count:
+        slots = max(count, -(-slots // 2))
+        held = held.joined(held.targets(slots, waits=False))
+    full = (held.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[:, :count]
+    row = held.row.gather(1, full[..., None].expand(-1, -1, row.shape[-1]))
+    weight, spread = held.weight.gather(1, full), held.spread.gather(1, full)
+    _, v, k = row.unflatten(0, heads).split([dims[0], *dims[::-1]], -1)
+    return Slots(k, v, weight.unflatten(0, heads), spread.unflatten(0, heads))
+
+
+@dataclass
+class Rows:
+    """Slots while they merge: all that is averaged lies side by side, metric·k, v and k."""
+
+    row: Tensor  # (heads, slots, dims)
+    weight: Tensor  # (heads, slots)
+    spread: Tensor
+    key_dim: int
+    value_dim: int
+
+    @torch.no_grad()
+    def targets(self, count: int, waits: bool) -> Tensor:
+        """Say into which slot each goes, most of them into themselves, until `count` are left: (heads, slots)."""
+        cost = self.costs()
+        partner = cost.argmin(-1)
+        number = torch.arange(partner.shape[-1], device=partner.device)
+        stays = (partner.gather(-1, partner) == number) & (number < partner)
+        cheapest = cost.gather(-1, partner[..., None])[..., 0].masked_fill(stays, float("inf"))
+        surplus = (self.weight > 0).sum(-1, keepdim=True) - count
+        goes = (cheapest.argsort(-1).argsort(-1) < surplus) & ~cheapest.isinf()
+        if waits:
+            return torch.where(goes & ~goes.gather(-1, partner), partner, number)
+        target = torch.where(goes, partner, number)
+        for _ in range((partner.shape[-1] - count).bit_length()):
+            target = target.gather(-1, target)
+        return target
+
+    def costs(self) -> Tensor:
+        """Price every pair, the same both ways: (heads, slots, slots).
+
+        What it costs a query goes with how much weight a pair has, how far apart its keys are to the query, and its
+        values; here the square of that.
+        """
+        seen, v, _ = self.row.split([self.key_dim, self.value_dim, self.key_dim], -1)
+        one = self.weight.clamp_min(1).reciprocal()
+        apart = squared_distances(seen).square() * squared_distances(v).sqrt()
+        cost = apart / (one[..., None] + one[..., None, :])
+        empty = torch.where(self.weight == 0, float("inf"), 0.0).to(cost.dtype)
+        cost = torch.maximum(cost, cost.mT) + (empty[..., None] + empty[..., None, :])
+        cost.diagonal(dim1=-2, dim2=-1).fill_(float("inf"))
+        return cost
+
+    def joined(self, target: Tensor) -> Rows:
+        """Merge every slot into its target."""
+        total = torch.zeros_like(self.weight).scatter_add(-1, target, self.weight)
+        share = self.weight / total.gather(-1, target).clamp_min(1)  # of each in what it becomes
+        index = target[..., None].expand_as(self.row)
+        row = torch.zeros_like(self.row).scatter_add(1, index, share[..., None] * self.row)
+        moved = (self.row - row.gather(1, index))[..., : self.key_dim].square().sum(-1)
+        spread = torch.zeros_like(share).scatter_add(-1, target, share * (self.spread + moved))
+        return Rows(row, total, spread, self.key_dim, self.value_dim)
+
+
+def squared_distances(x: Tensor) -> Tensor:
+    """|x_i - x_j|²: (heads, rows, dim) -> (heads, rows, rows)."""
+    square = x.square().sum(-1)
+    return torch.baddbmm(square[..., None] + square[:, None], x, x.mT, alpha=-2).clamp_min(0)
