@@ -32,7 +32,7 @@ except ImportError as missing:
 Tensor = torch.Tensor
 MATTERS = 1e-7  # of the teacher's mass in a row
 
-Compute = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, bool, bool], tuple[Tensor, Pair | None]]
+Compute = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, bool, bool, float], tuple[Tensor, Pair | None]]
 
 
 class Loss(NamedTuple):
@@ -40,12 +40,14 @@ class Loss(NamedTuple):
     least: Tensor  # what it would be if the student's rows were the teacher's: `value - least` is the KL divergence
 
 
-def attention_loss(u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, kind: str = "softmax") -> Loss:
-    """Compare the student's rows with the teacher's; q is already multiplied by the scale of the scores."""
+def attention_loss(
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, kind: str = "softmax", scale: float = 1.0
+) -> Loss:
+    """Compare the student's rows with the teacher's; the scores are q·k times the scale."""
     if kind not in ("softmax", "l2"):
         raise ValueError(f"kind={kind!r} is none of softmax, l2")
     compute = fused if kernels_serve(u, q, k, kind == "l2") else blocked
-    return Loss(*RowLoss.apply(compute, u, w, q, k, window, sinks, kind == "l2"))
+    return Loss(*RowLoss.apply(compute, u, w, q, k, window, sinks, kind == "l2", scale))
 
 
 def kernels_serve(u: Tensor, q: Tensor, k: Tensor, squared: bool) -> bool:
@@ -70,9 +72,10 @@ class RowLoss(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx: Any, compute: Compute, u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool
-    ) -> tuple[Tensor, Tensor]:
-        total, gradients = compute(u, w, q, k, window, sinks, squared, any(ctx.needs_input_grad))
+        ctx: Any, compute: Compute, u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool,
+        scale: float,
+    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+        total, gradients = compute(u, w, q, k, window, sinks, squared, any(ctx.needs_input_grad), scale)
         rows = u[..., 0].numel()
         count = rows * (u.shape[-2] + 1) / 2 if squared else rows
         if gradients is not None:
@@ -85,38 +88,37 @@ class RowLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple:
         u, w = ctx.saved_tensors
-        return None, u * scale, w * scale, None, None, None, None, None
+        return None, u * scale, w * scale, None, None, None, None, None, None
 
 
 def blocked(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, wanted: bool
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, wanted: bool, scale: float = 1.0
 ) -> tuple[Tensor, Pair | None]:
     """Loss and least, summed, and gradients: in PyTorch, in blocks of rows."""
     work, group, tokens = working_dtype(u), *u.shape[2:4]
+    q, k = q.to(work) * scale, k.to(work)
     gradients = (torch.zeros_like(u, dtype=work), torch.zeros_like(w, dtype=work)) if wanted else None
-    shift = largest_scores(q.to(work), k.to(work)) if squared else None
+    shift = largest_scores(q, k) if squared else None
     total = torch.zeros(2, dtype=work, device=u.device)
     together = max(1, BLOCK // (group * rows_at_once(group, tokens) * tokens))
     for b in range(u.shape[0]):
         for h in range(0, u.shape[1], together):
             part = slice(h, h + together)
-            heads = Heads.of(
-                u[b, part].to(work), w[b, part].to(work), q[b, part].to(work), k[b, part].to(work), window, sinks
-            )
+            heads = Heads.of(u[b, part].to(work), w[b, part].to(work), q[b, part], k[b, part], window, sinks)
             own = None if gradients is None else (gradients[0][b, part], gradients[1][b, part])
             total += heads.softmax(own) if shift is None else heads.squared(shift[part], own)
     return total, gradients
 
 
 def fused(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, wanted: bool
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, wanted: bool, scale: float = 1.0
 ) -> tuple[Tensor, Pair | None]:
     """The same by kernels; the heads in which they lost pairs that matter are computed again in PyTorch."""
-    loss, least, lost, *gradients = loss_kernels.losses(u.float(), w.float(), q, k, window, sinks, squared)
+    loss, least, lost, *gradients = loss_kernels.losses(u.float(), w.float(), q, k, window, sinks, squared, scale)
     total = torch.stack([loss.sum((2, 3)), least.sum((2, 3))])
     for b, h in (lost.amax((2, 3)) > MATTERS).nonzero().tolist():
         here = slice(b, b + 1), slice(h, h + 1)
-        total[:, b, h], again = blocked(u[here], w[here], q[here], k[here], window, sinks, squared, wanted)
+        total[:, b, h], again = blocked(u[here], w[here], q[here], k[here], window, sinks, squared, wanted, scale)
         if again is not None:
             gradients[0][here], gradients[1][here] = again
     return total.sum((1, 2)), (gradients[0], gradients[1]) if wanted else None

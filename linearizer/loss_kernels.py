@@ -70,7 +70,7 @@ def products(
 @triton.jit
 def statistics(
     q_ptr, k_ptr, query_ptr, key_ptr, sums_ptr, bound_ptr, lse_ptr, entropy_ptr, largest_ptr, student_ptr,
-    T, G, WINDOW, SINKS, TILES,
+    T, G, WINDOW, SINKS, scale, TILES,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -87,7 +87,7 @@ def statistics(
     for j0 in range(0, tl.minimum(t0 + BT, T), BN):
         oj = j0 + tl.arange(0, BN)
         k = load_tile(k_ptr + head * T * D, oj, od, T, D)
-        s = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision=PRECISION)
+        s = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision=PRECISION) * scale
         live = oj[None, :] <= ot[:, None]
         s = tl.where(live, s, EMPTY)
         new = tl.maximum(top, tl.max(s, 1))
@@ -136,7 +136,7 @@ def weigh(s, product, shift, factor, far, SQUARED: tl.constexpr):
 @triton.jit
 def by_row(
     q_ptr, k_ptr, query_ptr, key_ptr, shift_ptr, factor_ptr, bound_ptr, loss_ptr, lost_ptr, du_ptr,
-    T, G, WINDOW, SINKS,
+    T, G, WINDOW, SINKS, scale,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, MG: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, SQUARED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -156,7 +156,7 @@ def by_row(
     for j0 in range(SINKS // BN * BN, tl.minimum(t0 + BT, T) - WINDOW, BN):
         oj = j0 + tl.arange(0, BN)
         k = load_tile(k_ptr + head * T * D, oj, od, T, D)
-        s = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision=PRECISION)
+        s = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision=PRECISION) * scale
         product = products(query_ptr, key_ptr, ot, oj, T, M, MS, ACC, PRECISION)
         far = (oj[None, :] <= ot[:, None] - WINDOW) & (oj >= SINKS)[None, :] & (ot < T)[:, None]
         p, weight = weigh(s, product, shift[:, None], factor[:, None], far, SQUARED)
@@ -179,7 +179,7 @@ def by_row(
 
 @triton.jit
 def by_column(
-    q_ptr, k_ptr, query_ptr, key_ptr, shift_ptr, factor_ptr, dw_ptr, T, G, WINDOW, SINKS,
+    q_ptr, k_ptr, query_ptr, key_ptr, shift_ptr, factor_ptr, dw_ptr, T, G, WINDOW, SINKS, scale,
     D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, MG: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, SQUARED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
@@ -195,7 +195,7 @@ def by_column(
             q = load_tile(q_ptr + row * T * D, ot, od, T, D)
             shift = load_rows(shift_ptr + row * T, ot, T)
             factor = load_rows(factor_ptr + row * T, ot, T)
-            s = tl.dot(k, tl.trans(q), out_dtype=ACC, input_precision=PRECISION)
+            s = tl.dot(k, tl.trans(q), out_dtype=ACC, input_precision=PRECISION) * scale
             product = products(key_ptr + head * T * M, query_ptr + row * T * M, oj, ot, T, M, MS, ACC, PRECISION)
             far = (oj[:, None] <= ot[None, :] - WINDOW) & (oj >= SINKS)[:, None] & (ot < T)[None, :]
             _, weight = weigh(s, product, shift[None, :], factor[None, :], far, SQUARED)
@@ -216,7 +216,7 @@ def block_sizes(x: Tensor, features: int, width: int) -> tuple[dict, dict]:
 
 
 def losses(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
     """Loss, entropy and lost mass of every row (batch, heads, group, tokens); gradients of the summed loss."""
     batch, heads, group, tokens, features = u.shape
@@ -237,8 +237,8 @@ def losses(
     dims = {"D": q.shape[-1], "DP": padded(q.shape[-1]), "M": features, **sizes, **work, **launch}
     plain = {name: value for name, value in dims.items() if name != "MG"}
     statistics[blocks, pairs * group](
-        q, k, query, key, sums, bound, lse, entropy, largest, student, tokens, group, window, sinks, sums.shape[2],
-        **plain,
+        q, k, query, key, sums, bound, lse, entropy, largest, student,
+        tokens, group, window, sinks, scale, sums.shape[2], **plain,
     )  # fmt: skip
     shift = largest.amax((0, 2, 3))[:, None, None].expand_as(lse).contiguous() if squared else lse
     factor = (bound - (shift if squared else student)).clamp_max_(80.0).exp_()
@@ -246,9 +246,9 @@ def losses(
     slabs = triton.cdiv(features, sizes["MG"])
     common = {**dims, "SQUARED": squared}
     by_row[blocks, slabs, pairs * group](
-        q, k, query, key, shift, factor, bound, loss, lost, du, tokens, group, window, sinks, **common
+        q, k, query, key, shift, factor, bound, loss, lost, du, tokens, group, window, sinks, scale, **common
     )
-    by_column[blocks, slabs, pairs](q, k, query, key, shift, factor, dw, tokens, group, window, sinks, **common)
+    by_column[blocks, slabs, pairs](q, k, query, key, shift, factor, dw, tokens, group, window, sinks, scale, **common)
     if squared:
         return loss, torch.zeros_like(loss), torch.zeros_like(loss), du, dw
     lost = lost + ((student < bound + LOST.value) & (bound > EMPTY.value)).to(kept)

@@ -81,9 +81,9 @@ def rows_loss(kind: str, group: HeadGroup, seen: Attended, keep: float) -> tuple
     """Compare the attention rows of some heads; also give the loss above its least."""
     q, k, _ = seen.of(group.heads)
     features = Scaled(group.feature_map, seen.scale)  # type: ignore[arg-type]
-    loss, least = attention_loss(
-        features.queries(q), features.keys(k), q, k, int(group.window * keep), group.sinks, kind
-    )
+    u, w = features.queries(q), features.keys(k)
+    q, k = seen.query.unflatten(1, (seen.key.shape[1], -1))[:, group.heads], seen.key[:, group.heads]  # as they are
+    loss, least = attention_loss(u, w, q, k, int(group.window * keep), group.sinks, kind, seen.scale)
     return loss, loss.detach() - least
 
 

@@ -127,6 +127,12 @@ def test_gradients_of_a_row_sum_to_nothing_and_both_sides_agree():
             assert by_row.sum(-1).abs().max() < 1e-14 < by_row.abs().max()
 
 
+def test_a_scale_multiplies_the_scores():
+    u, w, q, k = make(20)
+    scaled, whole = attention_loss(u, w, q, k, 3, 1, scale=0.3), attention_loss(u, w, q * 0.3, k, 3, 1)
+    assert scaled.value == whole.value and scaled.least == whole.least
+
+
 def test_the_loss_is_least_where_the_student_is_the_teacher():
     u, w, q, k = make(30)
     value, least = attention_loss(u, w, q, k, 30, 0)

@@ -189,8 +189,8 @@ LOSSES = {
 def test_losses_and_their_gradients_are_the_blocked_ones(name, squared):
     tokens, window, sinks, sizes = LOSSES[name]
     inputs = [x.to(DEVICE, EXACT) for x in make_loss(tokens, **sizes)]
-    total, (du, dw) = attention_loss.blocked(*inputs, window, sinks, squared, True)
-    loss, least, lost, own_du, own_dw = loss_kernels.losses(*inputs, window, sinks, squared)
+    total, (du, dw) = attention_loss.blocked(*inputs, window, sinks, squared, True, 0.5)
+    loss, least, lost, own_du, own_dw = loss_kernels.losses(*inputs, window, sinks, squared, 0.5)
     assert relative(torch.stack([loss.sum(), least.sum()]), total) < CLOSE
     assert max(relative(own_du, du), relative(own_dw, dw)) < CLOSE
     assert not lost.any()
