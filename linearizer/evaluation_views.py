@@ -48,7 +48,8 @@ def evaluation_card(found: Status | None, now: float) -> str:
         return views.said(found.error or "it failed", "bad")
     if found.state == "done":
         return views.said("Evaluated. The card of the student holds it, too, once it is published.", "good")
-    return views.said(SAYS[found.state])
+    why = f"{found.error}. " if found.state == "stopped" and found.error else ""
+    return views.said(why + SAYS[found.state])
 
 
 def progress(step: Mapping[str, Any]) -> str:

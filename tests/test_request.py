@@ -96,7 +96,7 @@ def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, t
         begun = run.events()[-1]["time"]
         limits.enforce(tmp_path, begun + 1)
         assert not run.requested("stop")
-        limits.enforce(tmp_path, begun + limits.KEPT + limits.SECONDS)
+        limits.enforce(tmp_path, begun + 30 * 24 * 3600)
         assert run.requested("stop") and jobs.state_of(evaluation) == "stopping" and run.has("plan.json")
         assert not watch.abilities(jobs.status(run))["delete"]
 
@@ -115,6 +115,8 @@ def test_the_page_says_how_an_evaluation_is(run):
     assert "Its process is gone" in evaluation_card(jobs.status(run).evaluation, 0.0)
     evaluation.log("failed", error="<b>no</b>")
     assert "&lt;" in (text := evaluation_card(jobs.status(run).evaluation, 0.0)) or "‹b›" in text
+    evaluation.log("stopped", error="it took too long")
+    assert "it took too long. Stopped" in evaluation_card(jobs.status(run).evaluation, 0.0)
     evaluation.log("done")
     assert "Evaluated" in evaluation_card(jobs.status(run).evaluation, 0.0)
 
