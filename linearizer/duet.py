@@ -19,7 +19,7 @@ from linearizer.comparison import Side, remembered
 from linearizer.errors import FaultError, RequestError
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
-OFTEN = 0.1  # seconds between two updates
+OFTEN = 0.125  # seconds between two updates: never more than ten in a second
 
 
 @dataclass(frozen=True)
@@ -114,18 +114,17 @@ def duet(
     ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
     if ids.shape[1] == 0 or new_tokens < 1:
         raise RequestError("there is nothing to compare: write a prompt, and ask for at least one token")
-    stop, baton, ended = threading.Event(), Baton(), [threading.Event(), threading.Event()]
+    stop, baton, over = threading.Event(), Baton(), threading.Event()
     models = (teacher, student)
     voices = [Voice(n, baton, stop, model.device, seed) for n, model in enumerate(models)]
     threads = [
         threading.Thread(target=sing, args=(model, voice, ids, new_tokens, sample, over), daemon=True)
-        for model, voice, over in zip(models, voices, ended, strict=True)
+        for model, voice in zip(models, voices, strict=True)
     ]
     for thread in threads:
         thread.start()
     try:
-        while not all(over.is_set() for over in ended):
-            ended[1].wait(OFTEN) if not ended[1].is_set() else ended[0].wait(OFTEN)
+        while not over.wait(OFTEN):
             yield Both(voices[0].side(tokenizer), voices[1].side(tokenizer), False)
     finally:
         stop.set()
@@ -160,4 +159,5 @@ def sing(
         voice.error = error
     finally:
         voice.give(leave=True)
-        over.set()
+        if not voice.baton.left:
+            over.set()

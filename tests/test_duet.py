@@ -1,6 +1,7 @@
 """Two models that write at the same time write what they would write one after the other."""
 
 import threading
+import time
 
 import pytest
 import torch
@@ -43,6 +44,13 @@ def test_both_write_what_they_write_one_after_the_other(pair, sample):
 def test_what_was_told_grows_to_what_was_written(pair):
     told = [both.student.text for both in duet(*pair, Tokens(), "5 6", 60)]
     assert all(later.startswith(earlier) for earlier, later in zip(told, told[1:], strict=False))
+
+
+def test_it_tells_at_most_ten_times_a_second(pair):
+    begun, told = time.monotonic(), 0
+    for both in duet(*pair, Tokens(), "5 6", 150):
+        told += not both.done
+    assert 1 <= told <= 10 * (time.monotonic() - begun)
 
 
 def test_a_listener_that_leaves_ends_both(pair):
