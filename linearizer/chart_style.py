@@ -13,6 +13,7 @@ import plotly.graph_objects as go
 BLUE, ORANGE, GREY, GREEN = "#2a83c4", "#cf6f10", "#7c8796", "#12906f"
 DEPTH = ((0.0, "#26355d"), (0.35, "#2a6f97"), (0.65, "#2ea39a"), (1.0, "#b9e8a4"))  # lightness rises all the way
 LINES = ((0.0, "#6a5fb5"), (0.5, "#2a83c4"), (1.0, "#17937f"))  # the same, seen as lines on white and on black
+DASHES = ("solid", "dash", "dot", "dashdot")
 FAINT = "rgba(128,138,150,0.22)"
 SIDES = {  # name -> what it is, colour, marker, dash
     "teacher": ("teacher", GREY, "circle", "dot"),
@@ -47,7 +48,7 @@ def styled(figure: go.Figure, height: int, **layout: Any) -> go.Figure:
         paper_bgcolor="rgba(0,0,0,0)",
         plot_bgcolor="rgba(0,0,0,0)",
         font={"family": "system-ui, sans-serif", "size": 12, "color": GREY},
-        margin={"l": 56, "r": 16, "t": 28, "b": 44},
+        margin={"l": 56, "r": 16, "t": 20, "b": 44},
         hoverlabel={"font": {"family": "system-ui, sans-serif", "size": 12}},
         legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
         modebar={
@@ -63,18 +64,41 @@ def styled(figure: go.Figure, height: int, **layout: Any) -> go.Figure:
 
 def shade(place: int, count: int) -> str:
     """Choose a line's colour between the first layer's and the last's."""
-    at = place / max(1, count - 1)
-    (low, first), (high, last) = next((a, b) for a, b in pairwise(LINES) if at <= b[0])
+    return blend(LINES, place / max(1, count - 1))
+
+
+def dash(place: int) -> str:
+    """Choose a line's dashes, so that neighbours differ by more than their colour."""
+    return DASHES[place % len(DASHES)]
+
+
+def blend(stops: Sequence[tuple[float, str]], at: float) -> str:
+    """Mix the colours of a scale at a share of it."""
+    (low, first), (high, last) = next((a, b) for a, b in pairwise(stops) if at <= b[0])
     share = (at - low) / (high - low)
-    mixed = (
-        round(int(a, 16) + share * (int(b, 16) - int(a, 16)))
-        for a, b in zip(channels(first), channels(last), strict=True)
-    )
+    mixed = (round(a + share * (b - a)) for a, b in zip(channels(first), channels(last), strict=True))
     return "#" + "".join(f"{channel:02x}" for channel in mixed)
 
 
-def channels(colour: str) -> tuple[str, ...]:
-    return colour[1:3], colour[3:5], colour[5:7]
+def channels(colour: str) -> tuple[int, ...]:
+    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
+
+
+def contrast(one: str, other: str) -> float:
+    """Give the contrast of two colours as WCAG 2 defines it: 4.5 is the least that text may have."""
+    lights = sorted(luminance(colour) + 0.05 for colour in (one, other))
+    return lights[1] / lights[0]
+
+
+def luminance(colour: str) -> float:
+    parts = (channel / 255 for channel in channels(colour))
+    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
+    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
+
+
+def ink(ground: str) -> str:
+    """Choose what can be read on a colour: black or white."""
+    return max(("#ffffff", "#000000"), key=lambda colour: contrast(colour, ground))
 
 
 def side(name: str, hover: str) -> dict[str, Any]:

@@ -13,7 +13,7 @@ from plotly.subplots import make_subplots
 
 from linearizer import cost
 from linearizer.allocation import Allocation
-from linearizer.chart_style import BLUE, DEPTH, FAINT, GREEN, GREY, ORANGE, plain, shade, side, styled
+from linearizer.chart_style import BLUE, DEPTH, FAINT, GREEN, GREY, ORANGE, blend, dash, ink, plain, shade, side, styled
 from linearizer.cost import Head, Layer
 from linearizer.prices import Prices, offers
 from linearizer.profile import Profile
@@ -39,14 +39,12 @@ def freedom_map(found: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -
     texts = [["" if count is None else f"{count:.3g}" for count in row] for row in rows]
     low, high = (math.log10(max(min(known), 0.1)), math.log10(max(known))) if known else (0.0, 2.0)
     ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if low <= math.log10(tick) <= high]
-    figure = plain(max(220, min(22 * len(layers) + 90, 720)))
+    figure = plain(max(340, min(22 * len(layers) + 90, 720)))
     figure.add_heatmap(
         z=logs,
         zmin=low,
         zmax=max(high, low + 0.05),
         text=texts,
-        texttemplate="%{text}" if heads <= LABELLED and len(layers) <= 48 else "",
-        textfont={"size": 11},
         colorscale=[list(stop) for stop in DEPTH],
         xgap=2,
         ygap=2,
@@ -60,10 +58,28 @@ def freedom_map(found: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -
             "outlinewidth": 0,
         },
     )
+    if heads <= LABELLED and len(layers) <= 48:
+        write_numbers(figure, logs, texts, low, max(high, low + 0.05))
     figure.update_layout(plot_bgcolor="rgba(128,138,150,0.10)")
     figure.update_xaxes(title="KV head", dtick=max(1, heads // 16), range=[-0.5, heads - 0.5])
     figure.update_yaxes(title="layer", dtick=max(1, len(layers) // 24), range=[len(layers) - 0.5, -0.5], showgrid=False)
     return figure
+
+
+def write_numbers(
+    figure: go.Figure, logs: Sequence[Sequence[float | None]], texts: Sequence[Sequence[str]], low: float, high: float
+) -> None:
+    """Write into every cell of a map what it holds, so that it can be read on the cell's colour."""
+    cells = [(i, j, value) for i, row in enumerate(logs) for j, value in enumerate(row) if value is not None]
+    figure.add_scatter(
+        x=[j for _, j, _ in cells],
+        y=[i for i, _, _ in cells],
+        text=[texts[i][j] for i, j, _ in cells],
+        mode="text",
+        textfont={"size": 11, "color": [ink(blend(DEPTH, (value - low) / (high - low))) for _, _, value in cells]},
+        hoverinfo="skip",
+        showlegend=False,
+    )
 
 
 def freedom_curves(profile: Profile) -> go.Figure:
@@ -77,7 +93,7 @@ def freedom_curves(profile: Profile) -> go.Figure:
             x=ridges,
             y=means,
             mode="lines",
-            line={"color": shade(place, len(measured)), "width": 2},
+            line={"color": shade(place, len(measured)), "width": 2, "dash": dash(place)},
             name=f"layer {index}",
             hovertemplate="%{y:.3g} at λ = %{x:.2g}<extra>layer " + str(index) + "</extra>",
         )
@@ -90,9 +106,14 @@ def freedom_curves(profile: Profile) -> go.Figure:
                 xanchor="left",
             )
     figure.add_vline(x=profile.asked.reference, line={"color": FAINT, "width": 1, "dash": "dash"})
-    exponents = {"exponentformat": "power", "dtick": 1}
-    figure.update_xaxes(title="λ", type="log", autorange="reversed", **exponents)
-    figure.update_yaxes(title="N(λ), mean over heads", type="log", **exponents)
+    ticks = [tick for tick in range(-9, 10, 2) if ridges[-1] <= 10.0**tick <= ridges[0]]
+    shown = {"tickvals": [10.0**tick for tick in ticks], "ticktext": [power(tick) for tick in ticks]}
+    figure.update_xaxes(title="λ", type="log", autorange="reversed", **shown)
+    counts = {
+        "tickvals": [10.0**tick for tick in range(-3, 6)],
+        "ticktext": [f"{10.0**tick:g}" for tick in range(-3, 6)],
+    }
+    figure.update_yaxes(title="features, mean over heads", type="log", **counts)
     figure.update_layout(margin_r=64)
     return figure
 
@@ -218,7 +239,7 @@ def loss_lines(events: Sequence[Mapping[str, Any]]) -> go.Figure:
             x=[event["done"] for event in shown],
             y=[value if value is not None and value > 0 else None for value in values],
             mode="lines",
-            line={"color": shade(place, len(names)), "width": 1.5},
+            line={"color": shade(place, len(names)), "width": 1.5, "dash": dash(place)},
             name=f"layer {name}",
             hovertemplate="%{y:.3g} at step %{x}<extra>layer " + name + "</extra>",
         )
@@ -288,13 +309,14 @@ def memory_lines(layers: Sequence[Layer], fixed: int, growth: int = 0, longest: 
         figure.add_scatter(
             x=[begin],
             y=[cost.cache_bytes(layers, begin)],
-            mode="markers+text",
+            mode="markers",
             marker={"color": BLUE, "symbol": "diamond", "size": 10},
-            text=[f"smaller from {begin:,} tokens on"],
-            textposition="bottom right",
             showlegend=False,
             hoverinfo="skip",
         )
+        at = {"x": math.log10(begin), "y": math.log10(cost.cache_bytes(layers, begin))}
+        label = f"smaller from {begin:,} tokens on"
+        figure.add_annotation(**at, text=label, showarrow=False, xanchor="left", yanchor="top", xshift=6, yshift=-4)
     ticks = [length for length in lengths if length.bit_length() % 3 == 0]
     figure.update_xaxes(title="tokens read", type="log", tickvals=ticks, ticktext=[short(tick) for tick in ticks])
     powers = [
@@ -302,6 +324,11 @@ def memory_lines(layers: Sequence[Layer], fixed: int, growth: int = 0, longest: 
     ]
     figure.update_yaxes(type="log", tickvals=powers, ticktext=[size(power) for power in powers])
     return figure
+
+
+def power(exponent: int) -> str:
+    """Write a power of ten."""
+    return "1" if exponent == 0 else "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
 
 
 def short(tokens: int) -> str:

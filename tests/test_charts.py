@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from linearizer import charts, cost
+from linearizer import chart_style, charts, cost
 from linearizer.allocation import Allocation
 from linearizer.cost import Head, Layer
 from linearizer.prices import Prices
@@ -68,6 +68,23 @@ def test_the_map_shows_every_head_and_leaves_open_what_is_not_measured():
     partly = charts.freedom_map({0: found[0]}, LAYERS).data[0]
     assert tuple(partly.z[0]) == tuple(whole.z[0])
     assert tuple(partly.z[2]) == (None, None)
+
+
+def test_every_number_on_the_map_can_be_read_on_its_cell():
+    for scales in ([(1.0, 2.0), (), (3.0, 4.0)], [tuple(1.3**n for n in range(12))] * 3):
+        profile = profile_of(scales)
+        layers = tuple(Layer(len(row) or 2, len(row) or 2, 32, 32) for row in scales)
+        cells, numbers = charts.freedom_map(charts.freedoms_of(profile), layers).data
+        assert list(numbers.text) == [text for row in cells.text for text in row if text]
+        for x, y, colour in zip(numbers.x, numbers.y, numbers.textfont.color, strict=True):
+            share = (cells.z[y][x] - cells.zmin) / (cells.zmax - cells.zmin)
+            assert chart_style.contrast(colour, chart_style.blend(chart_style.DEPTH, share)) >= 4.5
+
+
+def test_lines_of_layers_differ_by_more_than_colour():
+    for figure in (charts.freedom_curves(PROFILE), charts.loss_lines(STEPS)):
+        first, second = figure.data
+        assert first.line.dash != second.line.dash and first.line.color != second.line.color
 
 
 def test_a_map_of_nothing_yet_can_be_drawn():
@@ -146,6 +163,6 @@ def test_an_evaluation_with_a_control_of_another_name_is_drawn():
 def test_memory_crosses_where_the_student_breaks_even():
     figure = charts.memory_lines(LAYERS, cost.cache_bytes(LAYERS, 300))
     assert figure.data[2].x == (300,)
-    assert "300" in figure.data[2].text[0]
+    assert "300" in figure.layout.annotations[0].text
     never = charts.memory_lines(LAYERS, 1000, growth=cost.cache_bytes(LAYERS, 1))
     assert len(never.data) == 2
