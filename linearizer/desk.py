@@ -94,13 +94,19 @@ def plan_of(model: str, budget: int, effort: str, options: Mapping[str, Any]) ->
     return plan
 
 
-def foresee(visitor: Visitor, plan: Plan, found: Inspection) -> Estimate:
-    """Estimate what a plan takes on this machine."""
-    from linearizer import devices, estimates, hub
+def to_download(visitor: Visitor, model: str) -> int:
+    """Say how many bytes of a model are not here yet."""
+    from linearizer import hub
 
-    source = hub.find_model(plan.model, visitor.token)
+    return hub.download_bytes(hub.find_model(model, visitor.token))
+
+
+def foresee(plan: Plan, found: Inspection, download: int) -> Estimate:
+    """Estimate what a plan takes on this machine, which is measured the first time; the rest is arithmetic."""
+    from linearizer import devices, estimates
+
     device = "cpu" if zerogpu.here() else devices.device_of(plan.device)  # what is lent is not there to be measured
-    return estimates.estimate(plan, found, estimates.speeds(device), hub.download_bytes(source))
+    return estimates.estimate(plan, found, estimates.speeds(device), download)
 
 
 def begin(visitor: Visitor, plan: Plan) -> str:

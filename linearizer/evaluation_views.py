@@ -42,7 +42,8 @@ def evaluation_card(found: Status | None, now: float) -> str:
         state = views.SAYS[found.state]
         if found.state == "queued" and found.place:
             state += f": place {found.place}" if found.place > 1 else ": it is next"
-        line = f'<p class="lz-state lz-{found.state}" role="status">{views.sign(found.state)} {escape(state)}</p>'
+        loud = views.heard(f"Evaluation: {state}")
+        line = f'<p class="lz-state lz-{found.state}"{loud}>{views.sign(found.state)} {escape(state)}</p>'
         return line + ("" if found.step is None or found.state == "queued" else progress(found.step))
     if found.state == "failed":
         return views.said(found.error or "it failed", "bad")

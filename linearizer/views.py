@@ -49,8 +49,13 @@ STEPS = {
 def said(text: str, kind: str = "note") -> str:
     """Put a sentence in a box; `kind` is note, good or bad, and told by a sign too."""
     sign = {"note": "ⓘ", "good": "✓", "bad": "▲"}[kind]
-    role = "alert" if kind == "bad" else "status"
-    return f'<p class="lz-said lz-{kind}" role="{role}"><span aria-hidden="true">{sign}</span> {marked(text)}</p>'
+    loud = heard(text) if kind != "note" else ""
+    return f'<p class="lz-said lz-{kind}"{loud}><span aria-hidden="true">{sign}</span> {marked(text)}</p>'
+
+
+def heard(text: str) -> str:
+    """Mark a piece with what a listener hears when that is new; the page's one live region says it."""
+    return f' data-heard="{escape(plain(text))}"'
 
 
 def plain(text: str) -> str:
@@ -71,8 +76,18 @@ def facts(pairs: Sequence[tuple[str, str]], kind: str = "") -> str:
     return f'<dl class="lz-facts {kind}">{cells}</dl>'
 
 
-def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], safe: bool = False, label: str = "") -> str:
-    """Lay out rows of cells, the first of each its name; `safe` cells are HTML already, and a `label` is not seen."""
+def table(
+    caption: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    safe: bool = False,
+    label: str = "",
+    kind: str = "",
+) -> str:
+    """Lay out rows of cells, the first of each its name.
+
+    `safe` cells are HTML already, a `label` is not seen, and `kind` is how they look.
+    """
     keep = (lambda text: text) if safe else escape
     top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
     body = "".join(
@@ -82,14 +97,14 @@ def table(caption: str, head: Sequence[str], rows: Sequence[Sequence[str]], safe
     named = f"<caption>{escape(caption)}</caption>" if caption else ""
     return (
         f'<div class="lz-scroll" tabindex="0" role="region" aria-label="{escape(label or caption)}"><table '
-        f'class="lz-table">{named}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+        f'class="lz-table {kind}">{named}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
     )
 
 
 def model_card(found: Inspection) -> str:
     """Say what a model is, and whether it can be linearized."""
     shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in found.layers})
-    heads = "; ".join(f"{query} on {kv} KV heads of {dim}" for query, kv, dim in shapes) or "unknown"
+    heads = "; ".join(f"{query} on {kv} KV, {dim} wide" for query, kv, dim in shapes) or "unknown"
     windowed = sum(layer.native_window is not None for layer in found.layers)
     pairs = [
         ("parameters", number(found.parameters)),
@@ -97,7 +112,7 @@ def model_card(found: Inspection) -> str:
         ("heads", heads),
         ("positions", f"{found.positions or 'unknown'}, up to {found.max_positions or 'any length'}"),
         ("cache", f"{size(found.cache_bytes_per_token)} a token"),
-        ("to download", size(found.weight_bytes)),
+        ("weights", size(found.weight_bytes)),
         ("licence", (found.licence or "not stated") + (" · gated" if found.gated else "")),
     ]
     if not found.supported:
@@ -133,7 +148,8 @@ def cost_card(features: float, state: int, growth: int, layers: Sequence[Layer],
         rows.append([f"{length // 1024}k tokens", size(cache), size(held), f"{cache / held:.0f}×" if held else "∞"])
     head = ("after", "teacher", "student", "less by")
     title = "Memory of teacher and student" + (", if no head stays softmax" if open_end else "")
-    return facts(pairs, "lz-wide") + table(title, head, rows)
+    loud = heard(f"state {pairs[1][1]}, smaller than the cache {pairs[2][1]}")
+    return f"<div{loud}>{facts(pairs, 'lz-wide')}{table(title, head, rows)}</div>"
 
 
 def budget_card(plan: Plan, layers: Sequence[Layer]) -> str:
@@ -154,15 +170,15 @@ def allocation_card(found: Allocation, layers: Sequence[Layer]) -> str:
     return cost_card(found.features_mean, fixed, found.state_bytes(layers, 1) - fixed, layers)
 
 
-def estimate_line(found: Estimate) -> str:
-    """Say what a run takes, before it is begun."""
-    pairs = [
-        ("time", "about " + duration(found.seconds)),
-        ("memory", "about " + size(found.memory_bytes)),
-        ("disk", "about " + size(found.disk_bytes)),
-        ("to download", size(found.download_bytes) if found.download_bytes else "nothing: it is here"),
+def efforts_table(found: Mapping[str, Estimate], chosen: str) -> str:
+    """Say what every effort takes, before one is begun; the one that is chosen has a mark."""
+    rows = [
+        [f"{name} ✓" if name == chosen else name, duration(one.seconds), size(one.memory_bytes), size(one.disk_bytes)]
+        for name, one in found.items()
     ]
-    return facts(pairs, "lz-wide")
+    load = next((one.download_bytes for one in found.values()), 0)
+    note = f"{size(load)} of it to download" if load else "nothing to download"
+    return table(f"What it takes here, about; {note}", ("effort", "time", "memory", "disk"), rows)
 
 
 def run_card(status: Status | None, name: str, now: float) -> str:
@@ -174,9 +190,11 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     state = SAYS[status.state]
     if status.state == "queued" and status.place:
         state += f": place {status.place}" if status.place > 1 else ": it is next"
-    lines = [f'<p class="lz-state lz-{status.state}" role="status">{sign(status.state)} {escape(state)}</p>']
-    if status.state in LIVE and status.step:
-        lines.append(progress(status.step, now))
+    moving = status.step if status.state in LIVE else None
+    loud = heard(f"{plan.model}: {state}{quarters(moving) if moving else ''}")
+    lines = [f'<p class="lz-state lz-now lz-{status.state}"{loud}>{sign(status.state)} {escape(state)}</p>']
+    if moving:
+        lines.append(progress(moving, now))
     if status.error and status.state in ("failed", "stopped"):
         lines.append(said(status.error, "bad" if status.state == "failed" else "note"))
     pairs = [
@@ -197,6 +215,12 @@ def sign(state: str) -> str:
     return f'<span aria-hidden="true">{SIGNS[state]}</span>'
 
 
+def quarters(step: Mapping[str, Any]) -> str:
+    """Say how far a step is, so coarsely that it is heard four times."""
+    done, total = int(step["done"]), max(1, int(step["total"]))
+    return f", {STEPS.get(step['event'], str(step['event']))}, {25 * (4 * done // total)} %"
+
+
 def progress(step: Mapping[str, Any], now: float) -> str:
     """Draw how far a step is, and say how long it will take."""
     done, total = int(step["done"]), max(1, int(step["total"]))
@@ -206,8 +230,9 @@ def progress(step: Mapping[str, Any], now: float) -> str:
     if isinstance(left, float) and math.isfinite(left):
         text += f" · {duration(max(1.0, left - (now - step['time'])))} left"
     return (
-        f'<p class="lz-step">{escape(what)}</p><progress aria-label="{escape(what)}" value="{done}" max="{total}">'
-        f'</progress><p class="lz-faint">{escape(text)}</p>'
+        f'<p class="lz-step lz-now">{escape(what)}</p>'
+        f'<progress aria-label="{escape(what)}" value="{done}" max="{total}"></progress>'
+        f'<p class="lz-faint lz-now">{escape(text)}</p>'
     )
 
 
@@ -247,20 +272,21 @@ def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> str:
         ]
         for row in rows
     ]
-    head = ("", "state", "loss", "KL to the teacher", "agreement", *gaps)
-    return table("On text that was kept from training, in nats per token", head, cells)
+    head = ("model", "state", "loss", "KL to the teacher", "agreement", *gaps)
+    note = "On text that was kept from training, in nats per token; window: a plain one that takes the student's bytes"
+    return table(note, head, cells)
 
 
 def side_card(side: Side | None) -> str:
     """Say how fast one model wrote, and what it remembers."""
     if side is None or not side.tokens:
-        return facts([("tokens a second", "–"), ("first token", "–"), ("remembers", "–")], "lz-wide")
+        return facts([("tokens/s", "–"), ("first token", "–"), ("remembers", "–")], "lz-thirds")
     pairs = [
-        ("tokens a second", f"{side.tokens_per_second:.1f}"),
+        ("tokens/s", f"{side.tokens_per_second:.1f}"),
         ("first token", f"{side.first_token_seconds * 1000:.0f} ms"),
         ("remembers", size(side.state_bytes)),
     ]
-    return facts(pairs, "lz-wide")
+    return facts(pairs, "lz-thirds")
 
 
 def runs_table(found: Sequence[Status], now: float | None = None) -> str:
@@ -283,7 +309,7 @@ def runs_table(found: Sequence[Status], now: float | None = None) -> str:
                 f"<code>{escape(name)}</code>",
             ]
         )
-    return table("Your runs", ("model", "budget", "state", "begun", "disk", "name"), rows, safe=True)
+    return table("Your runs", ("model", "budget", "state", "begun", "disk", "name"), rows, safe=True, kind="lz-words")
 
 
 def files_table(files: Sequence[tuple[str, int]], total: int) -> str:
@@ -295,8 +321,9 @@ def files_table(files: Sequence[tuple[str, int]], total: int) -> str:
 def published_card(published: Mapping[str, Any]) -> str:
     """Say where a student was published."""
     link = f'<a href="{escape(published["url"], quote=True)}" target="_blank" rel="noopener">'
+    loud = heard(f"Published as {published['repo_id']}.")
     return (
-        f'<p class="lz-said lz-good" role="status"><span aria-hidden="true">✓</span> Published as {link}'
+        f'<p class="lz-said lz-good"{loud}><span aria-hidden="true">✓</span> Published as {link}'
         f"{escape(published['repo_id'])}</a>, revision <code>{escape(published['revision'][:12])}</code>, and checked: "
         "what is there is what was sent.</p>"
     )
@@ -307,4 +334,7 @@ def sending_card(repo_id: str, step: Progress | None, error: str | None) -> str:
     if error is not None:
         return said(f"{error}. What was sent is kept: press Publish again.", "bad")
     share = f' value="{step.done}" max="{max(1, step.total)}"' if step is not None else ""
-    return f'<p class="lz-step">Sending to {escape(repo_id)}</p><progress aria-label="publishing"{share}></progress>'
+    loud = heard(f"Sending to {repo_id}.")
+    return (
+        f'<p class="lz-step"{loud}>Sending to {escape(repo_id)}</p><progress aria-label="publishing"{share}></progress>'
+    )

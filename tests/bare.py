@@ -35,14 +35,14 @@ def make_bare_environment(folder):
     return folder
 
 
-def run_bare(environment, program, *arguments, cwd):
+def run_bare(environment, program, *arguments, cwd, **known):
     """Run a program there in a process of its own; fail with what it wrote to standard error."""
     done = subprocess.run(
         [sys.executable, "-S", "-c", textwrap.dedent(program), *map(str, arguments)],
         capture_output=True,
         text=True,
         cwd=cwd,
-        env={**os.environ, "PYTHONPATH": str(environment), "HF_HOME": str(cwd / "hub"), "HF_HUB_OFFLINE": "1"},
+        env={**os.environ, "PYTHONPATH": str(environment), "HF_HOME": str(cwd / "hub"), "HF_HUB_OFFLINE": "1", **known},
     )
     assert done.returncode == 0, done.stderr
     return done.stdout

@@ -18,7 +18,7 @@ def begin(page):
     page.click("#to-budget")
     page.get_by_role("spinbutton").first.fill("128")
     page.keyboard.press("Tab")
-    page.get_by_label("Quick").check()
+    page.get_by_label("Try it").check()
     page.wait_for_timeout(1500)
     page.screenshot(path=ASSETS / "page-budget.png")
     page.click("#start")

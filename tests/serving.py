@@ -74,6 +74,18 @@ def wait_for(url, process, log):
     raise AssertionError("the page does not open: " + log.read_text())
 
 
+def finished(url, options):
+    """Make a run of the demo model through the API, and give its name once it is done."""
+    from gradio_client import Client
+
+    client = Client(url, verbose=False, analytics_enabled=False)
+    name = client.predict("demo", 64, "Try it", options, api_name="/start_run")
+    while (state := client.predict(name, api_name="/run_status")["state"]) in jobs.LIVE:
+        time.sleep(0.2)
+    assert state == "done"
+    return name
+
+
 def end_runs(root):
     """Stop what is still at work under a folder, and wait until it has stopped."""
     end = time.monotonic() + 60
@@ -127,6 +139,7 @@ def looking(browser, url, **how):
     try:
         page.goto(url)
         page.wait_for_selector(".lz-head h1")
+        page.wait_for_selector("#heard", state="attached")  # from here on it listens
         yield page
         assert not wrong, wrong
     finally:

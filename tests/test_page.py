@@ -8,9 +8,23 @@ from gradio_client import Client
 
 from linearizer import jobs
 from linearizer.run import Run
-from tests.serving import SMALL, SPACE, browsing, looking, serving
+from tests.bare import make_bare_environment, run_bare
+from tests.serving import SMALL, SPACE, browsing, finished, looking, serving
 
 LONG = 120_000  # milliseconds that a run on a busy machine may take
+ONLINE = {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_fake_ann"}
+LOAD_BACK = """
+    import sys
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    name = sys.argv[1]
+    model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
+    tokenizer = AutoTokenizer.from_pretrained(name)
+    ids = tokenizer("The for statement", return_tensors="pt")
+    written = model.generate(**ids, min_new_tokens=9, max_new_tokens=9, do_sample=False)
+    assert type(model).__module__.startswith("transformers_modules.") and "linearizer" not in sys.modules
+    print(written.shape[1] - ids["input_ids"].shape[1])
+"""  # in an environment of torch and transformers alone, as anyone who finds it on the Hub would
 FITS = "() => document.documentElement.scrollWidth <= document.documentElement.clientWidth + 1"
 
 
@@ -29,17 +43,12 @@ def browser():
 @pytest.fixture(scope="module")
 def done(served):
     """Name a run that has a student, made through the API."""
-    client = Client(served[0], verbose=False, analytics_enabled=False)
-    name = client.predict("demo", 64, "Try it", {**SMALL, "steps": 3}, api_name="/start_run")
-    while (state := client.predict(name, api_name="/run_status")["state"]) in jobs.LIVE:
-        pass
-    assert state == "done"
-    return name
+    return finished(served[0], {**SMALL, "steps": 3})
 
 
 def choose_demo(page):
     page.click("#demo")
-    page.wait_for_selector("#model-card .lz-good")
+    page.wait_for_selector("#model-card .lz-good", timeout=LONG)  # the first time, libraries are loaded
 
 
 def start(page, steps):
@@ -71,7 +80,7 @@ def number_at(page, selector, name):
     return page.locator(f"{selector} div:has(> dt:text-is('{name}')) dd").inner_text()
 
 
-def test_the_whole_journey_with_a_reload_in_the_middle(served, browser, hub):
+def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_loads(served, browser, hub, tmp_path):
     url, runs, log = served
     with looking(browser, url) as page:
         name = start(page, steps=3)
@@ -87,7 +96,7 @@ def test_the_whole_journey_with_a_reload_in_the_middle(served, browser, hub):
         shown(page, "#student-card", "MB", LONG)
         page.wait_for_function("document.querySelector('#teacher textarea').value.length > 20")
         page.wait_for_function("document.querySelector('#student textarea').value.length > 20")
-        assert float(number_at(page, "#teacher-card", "tokens a second")) > 0
+        assert float(number_at(page, "#teacher-card", "tokens/s")) > 0
         assert page.evaluate(FITS)
         page.get_by_role("button", name="Publish to the Hub").click()
         page.wait_for_function("document.querySelector('#owner input').value == 'ann'")
@@ -99,6 +108,8 @@ def test_the_whole_journey_with_a_reload_in_the_middle(served, browser, hub):
         shown(page, "#sent", "Published as ann/from-the-page", LONG)
         shown(page, "#snippet", "from_pretrained")
     assert hub.repos["models", "ann/from-the-page"].private
+    bare = make_bare_environment(tmp_path)
+    assert int(run_bare(bare, LOAD_BACK, "ann/from-the-page", cwd=tmp_path, **ONLINE)) == 9
     assert Run(runs / name).plan.steps == 3
     assert "Traceback" not in log.read_text()
 
@@ -152,7 +163,12 @@ def test_the_slider_says_at_once_what_a_budget_means(served, browser):
         page.keyboard.press("Tab")
         shown(page, "#budget-card", "from 64 tokens on")
         assert number_at(page, "#budget-card", "state").startswith("262 kB")
-        shown(page, "#estimate", "about")
+        shown(page, "#efforts", "Quick ✓")
+        for effort in ("Try it", "Quick", "Thorough"):
+            row = page.locator("#efforts tbody tr", has_text=effort).inner_text()
+            assert re.search(r"\d (s|min|h)\s.*\d (MB|GB)\s.*\d (kB|MB|GB)", row), row
+        page.get_by_label("Thorough").check()
+        shown(page, "#efforts", "Thorough ✓")
 
 
 def test_another_budget_is_shared_out_quickly_without_the_model(served, browser, done):
@@ -172,7 +188,7 @@ def test_another_budget_is_shared_out_quickly_without_the_model(served, browser,
                 document.activeElement.blur();
             })"""
         )
-        assert took < 1500  # a busy core; by itself it is a tenth of that
+        assert took < 750  # a busy machine; tests/benchmarks/page.py holds it to 150
 
 
 def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(served, browser, hub, tmp_path):
@@ -237,7 +253,7 @@ def test_the_keyboard_alone_starts_a_run_and_everything_has_a_name(served, brows
         nameless = page.evaluate(
             """() => [...document.querySelectorAll('button, input, textarea, select')]
                 .filter(e => e.offsetParent
-                    && !(e.ariaLabel || e.innerText.trim() || e.labels?.length || e.title || e.placeholder))
+                    && !(e.ariaLabel || e.textContent.trim() || e.labels?.length || e.title || e.placeholder))
                 .map(e => e.outerHTML)"""
         )
         assert nameless == []

@@ -63,7 +63,11 @@ def estimate_run(
     plan = desk.plan_of(str(model), whole(budget), effort, {})
     found = desk.inspect(someone, plan.model)
     found.require_support()
-    return {**asdict(desk.foresee(someone, plan, found)), "command": command_of(plan), "plan": asdict(plan)}
+    return {
+        **asdict(desk.foresee(plan, found, desk.to_download(someone, plan.model))),
+        "command": command_of(plan),
+        "plan": asdict(plan),
+    }
 
 
 def start_run(

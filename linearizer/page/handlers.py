@@ -87,7 +87,7 @@ def opened(memory: Memory, asked: str | None, profile: Profile, token: Token) ->
             kept["run"] = who(kept, profile, token).find(named).folder.name
         except LinearizerError as error:
             note = views.said(str(error), "bad") if asked else ""
-    return kept, gr.HTML(note, visible=bool(note)), gr.Timer(0.2 if kept["run"] else 5.0, active=True)
+    return kept, gr.HTML(note, visible=True if note else "hidden"), gr.Timer(0.2 if kept["run"] else 5.0, active=True)
 
 
 @telling
@@ -106,13 +106,15 @@ def chosen(model: str | None, memory: Memory, profile: Profile, token: Token) ->
     if not model:
         return "", None, gr.Button(interactive=False), gr.skip()
     try:
-        found = desk.inspect(who(memory, profile, token), model)
+        someone = who(memory, profile, token)
+        found = desk.inspect(someone, model)
+        held = Chosen(found, desk.to_download(someone, model)) if found.supported else None
     except RequestError as error:
         return views.said(str(error), "bad"), None, gr.Button(interactive=False), gr.skip()
     most = max(2 * LEAST, min(MOST, found.max_positions or MOST))
     return (
         views.model_card(found),
-        Chosen(found) if found.supported else None,
+        held,
         gr.Button(interactive=found.supported),
         gr.Slider(maximum=most),
     )
@@ -121,8 +123,8 @@ def chosen(model: str | None, memory: Memory, profile: Profile, token: Token) ->
 class Chosen:
     """A model that was inspected. Gradio hashes what it keeps for a visitor, and an inspection holds a dictionary."""
 
-    def __init__(self, found: Any) -> None:
-        self.name, self.layers, self.inspection = found.name, found.layers, found
+    def __init__(self, found: Any, download: int) -> None:
+        self.name, self.layers, self.inspection, self.download = found.name, found.layers, found, download
 
 
 ADVANCED = ("recipe", "text", "steps", "window", "seed", "constant")
@@ -134,30 +136,26 @@ def asked_plan(found: Chosen | None, budget: float, effort: str, advanced: tuple
     return desk.plan_of(found.name, int(budget), effort, dict(zip(ADVANCED, advanced, strict=True)))
 
 
-def priced(found: Chosen | None, budget: float, effort: str, *advanced: Any) -> str:
-    """Say what a budget means; this answers while the slider moves."""
+def priced(found: Chosen | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
+    """Say what a budget means, and what each effort takes here; this answers while the slider moves."""
     if found is None:
-        return views.said("Choose a model first.")
+        return views.said("Choose a model first."), ""
     try:
-        return views.budget_card(asked_plan(found, budget, effort, advanced), found.layers)
+        card = views.budget_card(asked_plan(found, budget, effort, advanced), found.layers)
+        plans = {name: asked_plan(found, budget, name, advanced) for name in desk.EFFORTS}
+        guesses = {name: desk.foresee(plan, found.inspection, found.download) for name, plan in plans.items()}
     except LinearizerError as error:
-        return views.said(str(error), "bad")
+        return views.said(str(error), "bad"), ""
+    return card, views.efforts_table(guesses, effort)
 
 
-def foreseen(
-    found: Chosen | None, budget: float, effort: str, recipe: str, text: str, steps: float | None,
-    window: float | None, seed: float, constant: bool, memory: Memory, profile: Profile,
-    token: Token,
-) -> tuple[str, str, str]:  # fmt: skip
-    """Say what a run will take, and how to do the same elsewhere."""
-    if found is None:
-        return "", "", ""
+def elsewhere(found: Chosen | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
+    """Say how to do the same elsewhere."""
     try:
-        plan = asked_plan(found, budget, effort, (recipe, text, steps, window, seed, constant))
-        guess = desk.foresee(who(memory, profile, token), plan, found.inspection)
-    except LinearizerError as error:
-        return views.said(str(error), "bad"), "", ""
-    return views.estimate_line(guess), command_of(plan), plan.to_json()
+        plan = asked_plan(found, budget, effort, advanced)
+    except LinearizerError:  # what is wrong stands beside the slider
+        return "", ""
+    return command_of(plan), plan.to_json()
 
 
 @telling

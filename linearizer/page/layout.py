@@ -7,11 +7,13 @@ from types import SimpleNamespace
 import gradio as gr
 
 from linearizer.captions import CAPTIONS, TITLES
+from linearizer.desk import EFFORTS
 from linearizer.limits import LIMITS
 from linearizer.views import said
 from linearizer.visitors import on_space, signs_in
 
 BUDGET, LEAST, MOST = 256, 32, 4096  # tokens of cache that the slider starts with, and reaches
+EFFORT = "how much text is read, and how long is trained"
 RECIPES = {
     "what each head costs the model": "best",
     "the same, windows alone": "windows",
@@ -26,8 +28,8 @@ RECIPES = {
 }
 
 
-def lead(title: str, text: str) -> None:
-    gr.HTML(f'<div class="lz-lead"><h2>{title}</h2><p>{text}</p></div>')
+def lead(title: str, text: str, level: str = "h2") -> None:
+    gr.HTML(f'<div class="lz-lead"><{level}>{title}</{level}><p>{text}</p></div>')
 
 
 def chart(title: str, text: str, name: str | None = None) -> gr.Plot:
@@ -37,14 +39,15 @@ def chart(title: str, text: str, name: str | None = None) -> gr.Plot:
         return gr.Plot(show_label=False, label=title, container=False, elem_id=name)
 
 
-def header() -> gr.HTML:
+def header(level: str = "h1") -> None:
+    """Say on every page where one is; below it stands what the run does where there is no room for the sidebar."""
     if signs_in():
         gr.LoginButton("Sign in with Hugging Face", size="sm", elem_id="sign-in")
     gr.HTML(
-        '<header class="lz-head"><h1>Linearizer</h1>'
-        "<p>Any language model, with a memory that does not grow.</p></header>"
+        f'<header class="lz-head"><{level} class="lz-name">Linearizer</{level}>'
+        '<p>Any language model, with a memory that does not grow.</p></header><p id="now"></p>'
     )
-    return gr.HTML(f'<p class="lz-said">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
+    gr.HTML(f'<p class="lz-said">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
 
 
 def model_step(ui: SimpleNamespace) -> None:
@@ -57,9 +60,10 @@ def model_step(ui: SimpleNamespace) -> None:
             label="Model",
             info="type to search; Enter takes what you typed",
             scale=5,
+            min_width=260,
             elem_id="model",
         )
-        ui.demo = gr.Button("Take the demo model", scale=1, min_width=180, elem_id="demo")
+        ui.demo = gr.Button("Take the demo", scale=1, min_width=180, elem_id="demo")
     ui.model_card = gr.HTML(elem_id="model-card")
     ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
 
@@ -73,8 +77,8 @@ def budget_step(ui: SimpleNamespace) -> None:
     with gr.Row():
         with gr.Column(scale=3, min_width=300):
             ui.budget = gr.Slider(LEAST, MOST, BUDGET, step=8, label="Tokens of cache", elem_id="budget")
-            ui.effort = gr.Radio(["Try it", "Quick", "Thorough"], value="Quick", label="How thorough", elem_id="effort")
-            ui.estimate = gr.HTML(elem_id="estimate")
+            ui.effort = gr.Radio(list(EFFORTS), value="Quick", label="How thorough", info=EFFORT, elem_id="effort")
+            ui.efforts = gr.HTML(elem_id="efforts")
         with gr.Column(scale=4, min_width=300):
             ui.budget_card = gr.HTML(said("Choose a model first."), elem_id="budget-card")
     with gr.Accordion("Advanced", open=False):
@@ -87,8 +91,10 @@ def budget_step(ui: SimpleNamespace) -> None:
             ui.seed = gr.Number(0, label="Seed", precision=0, minimum=0)
             ui.constant = gr.Checkbox(False, label="Leave no head softmax", info="then the state never grows")
     with gr.Accordion("Do this elsewhere", open=False):
-        ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1)
-        ui.plan = gr.Code("", language="json", label="plan.json, for: linearizer run MODEL --plan plan.json", lines=3)
+        ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1, wrap_lines=True)
+        ui.plan = gr.Code(
+            "", language="json", label="plan.json, for: linearizer run MODEL --plan plan.json", lines=3, wrap_lines=True
+        )
     ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")
 
 
@@ -101,16 +107,21 @@ def profile_step(ui: SimpleNamespace) -> None:
         with gr.Column(min_width=320):
             ui.map = chart("Degrees of freedom", "Layer by KV head, filled as layers are measured.")
         with gr.Column(min_width=320):
-            ui.curves = chart("N(λ)", "Finer λ to the right: how many features each layer's heads ask for, on average.")
+            ui.curves = chart(
+                "How many features it takes", "N(λ): the finer λ, to the right, the more features each layer asks for."
+            )
     ui.other = gr.Slider(LEAST, MOST, BUDGET, step=8, label="Another budget, in tokens of cache", elem_id="other")
     ui.other_card = gr.HTML(elem_id="other-card")
     ui.bars = chart(
         "What each KV head gets", "Beside the dotted line, which is what all would get if all got the same.", "bars"
     )
-    with gr.Row():
-        ui.branch = gr.Button("Begin a run with this budget", elem_id="branch", interactive=False)
+    with gr.Row(elem_classes="lz-acts"):
         ui.to_distil = gr.Button("Continue", variant="primary", elem_id="to-distil")
-    gr.HTML('<p class="lz-faint">It takes what was measured, so it goes straight to training. This run goes on.</p>')
+        ui.branch = gr.Button("Begin another run with this budget", elem_id="branch", interactive=False)
+    gr.HTML(
+        '<p class="lz-faint">Another run takes what was measured here, so it goes straight to training. This one goes '
+        "on.</p>"
+    )
 
 
 def distil_step(ui: SimpleNamespace) -> None:
@@ -128,14 +139,19 @@ def compare_step(ui: SimpleNamespace) -> None:
         ui.tokens = gr.Slider(8, 256, 64, step=8, label="Tokens", scale=3, min_width=220)
         ui.prompt_seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31, min_width=100)
         ui.sample = gr.Checkbox(False, label="Draw tokens", info="instead of the likeliest", scale=2, min_width=180)
-    with gr.Row():
-        ui.compare = gr.Button("Write", variant="primary", elem_id="compare", interactive=False, scale=3)
-        ui.hush = gr.Button("Stop writing", elem_id="hush", scale=1)
+    with gr.Row(elem_classes="lz-acts"):
+        ui.compare = gr.Button("Write", variant="primary", elem_id="compare", interactive=False)
+        ui.hush = gr.Button("Stop writing", elem_id="hush")
     with gr.Row():
         for side in ("teacher", "student"):
             with gr.Column(min_width=300):
                 words = gr.Textbox(
-                    label=side.capitalize(), lines=9, interactive=False, elem_classes="lz-writes", elem_id=side
+                    label=side.capitalize(),
+                    lines=9,
+                    max_lines=9,
+                    interactive=False,
+                    elem_classes="lz-writes",
+                    elem_id=side,
                 )
                 setattr(ui, side, words)
                 setattr(ui, f"{side}_card", gr.HTML(elem_id=f"{side}-card"))
@@ -191,7 +207,7 @@ def publish_part(ui: SimpleNamespace) -> None:
         ui.preview_note = gr.HTML(elem_id="preview-note")
         ui.files = gr.HTML(elem_id="files")
         with gr.Accordion("The card", open=False):
-            ui.card_text = gr.Code("", language="markdown", label="README.md", lines=3)
+            ui.card_text = gr.Code("", language="markdown", label="README.md", lines=3, wrap_lines=True)
         ui.sent = gr.HTML(elem_id="sent")
         ui.snippet = gr.Code("", language="python", label="Load it anywhere", visible=False, elem_id="snippet")
 

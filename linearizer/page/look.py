@@ -46,6 +46,7 @@ def theme() -> gr.themes.Base:
         block_label_background_fill="transparent",
         block_label_background_fill_dark="transparent",
         block_label_text_color="*body_text_color_subdued",
+        block_title_text_color="*body_text_color",
         block_title_text_weight="600",
         block_padding="0px",
         input_background_fill="white",
@@ -55,14 +56,16 @@ def theme() -> gr.themes.Base:
         input_border_color_dark="*neutral_700",
         button_primary_background_fill="*primary_600",
         button_primary_background_fill_hover="*primary_700",
-        button_primary_background_fill_dark="*primary_500",
-        button_primary_background_fill_hover_dark="*primary_600",
+        button_primary_background_fill_dark="*primary_600",
+        button_primary_background_fill_hover_dark="*primary_700",
         button_primary_text_color="white",
         button_primary_text_color_dark="white",
         button_secondary_background_fill="*neutral_100",
         button_secondary_background_fill_hover="*neutral_200",
         button_secondary_background_fill_dark="*neutral_800",
         button_secondary_background_fill_hover_dark="*neutral_700",
+        button_cancel_text_color="#a3281f",
+        button_cancel_text_color_dark="#f0a69f",
         slider_color="*primary_600",
         slider_color_dark="*primary_400",
         link_text_color="*primary_600",
@@ -70,21 +73,41 @@ def theme() -> gr.themes.Base:
     )
 
 
+OUTSIDE = """<style>
+.lz-heard { position: absolute; width: 1px; height: 1px; overflow: hidden; clip-path: inset(50%); white-space: nowrap; }
+@media (max-width: 640px) { footer .divider { display: none !important; } }
+</style>"""  # what CSS cannot say: Gradio keeps that to its main part
+
 CSS = """
-.gradio-container { max-width: 1180px !important; }
+.gradio-container { max-width: 1180px !important; margin-inline: auto !important; width: 100%; }
 .nav-holder nav { justify-content: flex-start !important; }
 .form { background: transparent !important; border: 0 !important; box-shadow: none !important;
   gap: 1.25rem !important; }
 .lz-head { display: flex; align-items: baseline; gap: 1rem; flex-wrap: wrap; padding: .5rem 0 .25rem; }
-.lz-head h1 { font-size: 1.5rem; font-weight: 650; letter-spacing: -.02em; margin: 0; }
+.lz-head .lz-name { font-size: 1.5rem; color: var(--body-text-color);
+  font-weight: 650; letter-spacing: -.02em; margin: 0; }
 .lz-head p { color: var(--body-text-color-subdued); margin: 0; }
 #sign-in { position: absolute; right: 3rem; top: .75rem; width: auto; }
-#steps .stepper-wrapper { padding-inline: 2.5rem; }
-.lz-lead h2 { font-size: 1.75rem; font-weight: 600; letter-spacing: -.02em; margin: .75rem 0 .25rem; }
+#steps .stepper-wrapper { padding: 0 3.25rem 2rem 2.5rem; }
+#steps.compact .stepper-wrapper { padding: 0; }
+#now { display: none; margin: .5rem 0 0; font-size: .95rem; font-weight: 500; font-variant-numeric: tabular-nums; }
+@media (max-width: 1100px) { #now:not(:empty) { display: block; } }
+#sidebar:not(.open) .sidebar-content { visibility: hidden; }
+.lz-pick { align-items: flex-end !important; }
+#to-budget, #start, #to-distil, #to-compare { max-width: 22rem; }
+.step-button .step-label { color: var(--body-text-color-subdued) !important; }
+.step-button.active .step-label { color: var(--body-text-color) !important; font-weight: 600; }
+.step-button.pending { opacity: 1 !important; }
+.stepper:not(.compact) .step-button.pending .step-number { color: var(--body-text-color-subdued) !important;
+  opacity: 1; border: 1px solid var(--border-color-primary); }
+#steps { gap: 1rem; }
+.cm-line, .cm-line span { color: var(--body-text-color) !important; }
+.lz-lead h1, .lz-lead h2 { font-size: 1.75rem; font-weight: 600; letter-spacing: -.02em; margin: .75rem 0 .25rem; }
 .lz-lead p { color: var(--body-text-color-subdued); max-width: 44rem; margin: 0 0 .5rem; font-size: 1rem; }
 .lz-facts { display: grid; grid-template-columns: repeat(auto-fill, minmax(11rem, 1fr)); gap: 1rem 1.5rem;
   margin: .75rem 0; }
-.lz-facts.lz-wide { grid-template-columns: repeat(auto-fit, minmax(9rem, 1fr)); }
+.lz-facts.lz-wide { grid-template-columns: repeat(auto-fit, minmax(7.5rem, 1fr)); }
+.lz-facts.lz-thirds { grid-template-columns: repeat(3, 1fr); gap: .75rem; }
 .lz-facts.lz-list { grid-template-columns: 1fr; gap: .45rem; }
 .lz-facts.lz-list > div { display: flex; justify-content: space-between; gap: 1rem; }
 .lz-facts.lz-list dd { text-align: right; overflow-wrap: anywhere; font-size: .9rem; font-weight: 500; }
@@ -112,24 +135,33 @@ progress::-moz-progress-bar { background: var(--slider-color); }
 .lz-chart h3.lz-part { font-size: 1.3rem; border-top: 1px solid var(--border-color-primary); padding-top: 1.25rem;
   margin-top: 1.5rem; }
 .lz-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .95rem; }
-.lz-table caption { text-align: left; color: var(--body-text-color-subdued); font-size: .82rem; padding: .4rem 0; }
+.lz-table caption { text-align: left; color: var(--body-text-color-subdued); font-size: .82rem; padding: .4rem 0;
+  white-space: normal; }
+.lz-table caption { max-width: calc(100vw - 4.5rem); }
+.slider_input_container { padding-block: 4px; }
 .lz-table, .lz-table tr, .lz-table thead, .lz-table tbody { border: 0 !important; background: none !important; }
 .lz-table th, .lz-table td { padding: .5rem .75rem .5rem 0 !important; text-align: right; font-weight: 400;
   white-space: nowrap; border: 0 !important; border-bottom: 1px solid var(--border-color-primary) !important; }
 .lz-table thead th { color: var(--body-text-color-subdued); font-size: .82rem; }
-.lz-table th:first-child { text-align: left !important; } .lz-table tbody th { font-weight: 600; }
+.lz-table th:first-child { text-align: left !important; padding-left: 0 !important; }
+.lz-table th:first-child a { padding-left: 0 !important; }
+.lz-table.lz-words th, .lz-table.lz-words td { text-align: left; } .lz-table tbody th { font-weight: 600; }
 .lz-chart h3 { font-size: 1rem; font-weight: 600; margin: 1rem 0 0; }
 .lz-chart p { color: var(--body-text-color-subdued); font-size: .9rem; margin: 0; max-width: 44rem; }
-.js-plotly-plot g:not(.heatmap-label) > text { fill: var(--body-text-color-subdued) !important; }
+.js-plotly-plot g:not(.heatmap-label):not(.textpoint) > text { fill: var(--body-text-color-subdued) !important; }
 .js-plotly-plot .annotation-text, .js-plotly-plot .legendtext { fill: var(--body-text-color) !important; }
-.lz-writes textarea { font-family: var(--font-mono); }
+.lz-writes textarea { font-family: var(--font-mono); height: 15rem !important; overflow-y: auto !important; }
+input[type=range]::-webkit-slider-thumb { background: var(--slider-color) !important; }
+input[type=range]::-moz-range-thumb { background: var(--slider-color) !important; }
+.dark input[type=range] { --neutral-200: var(--border-color-primary); }
+h2:focus { outline: none; }
 button:focus-visible, input:not([role=listbox]):focus-visible, textarea:focus-visible, a:focus-visible,
 .lz-scroll:focus-visible, [role=tab]:focus-visible {
   outline: 2px solid var(--link-text-color) !important; outline-offset: 2px; }
 @media (max-width: 640px) {
+  #to-budget, #start, #to-distil, #to-compare { max-width: none; }
   .lz-card { padding: 1rem; } #sign-in { position: absolute; right: 3rem; top: .75rem; width: auto; }
-#steps .stepper-wrapper { padding-inline: 2.5rem; }
-.lz-lead h2 { font-size: 1.4rem; }
+  .lz-lead h1, .lz-lead h2 { font-size: 1.4rem; }
   .lz-facts, .lz-facts.lz-wide { grid-template-columns: 1fr 1fr; gap: .75rem 1rem; }
 }
 @media (prefers-reduced-motion: reduce) { * { transition: none !important; animation: none !important; } }

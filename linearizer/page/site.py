@@ -14,24 +14,14 @@ import gradio as gr
 from linearizer import limits
 from linearizer.page import evaluating, handlers, layout, watching
 from linearizer.page.api import add_endpoints
-from linearizer.page.look import CSS, theme
+from linearizer.page.look import CSS, OUTSIDE, theme
+from linearizer.page.script import ADDRESS, HEAD, REMEMBER, STEPS
 from linearizer.run import runs_root
 from linearizer.visitors import on_space, signs_in
 
 QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
 ONCE: dict[str, Any] = {**SLOW, "trigger_mode": "once"}
-REMEMBER = """(memory) => {
-  const here = new URL(window.location);
-  memory && memory.run ? here.searchParams.set('run', memory.run) : here.searchParams.delete('run');
-  window.history.replaceState(null, '', here);
-  const side = document.querySelector('#sidebar');
-  if (memory && memory.run && side && innerWidth > 1100 && !side.classList.contains('open'))
-    side.querySelector('.toggle-button').click();
-}"""
-
-HEAD = "<script>window.asked = new URL(window.location).searchParams.get('run')</script>"  # before anything changes it
-ADDRESS = "(memory) => [memory, window.asked]"
 
 
 def browser_memory() -> gr.BrowserState:
@@ -51,17 +41,17 @@ def build() -> gr.Blocks:
         ui.address = gr.Textbox(visible="hidden", label="run in the address")
         ui.timer = gr.Timer(1.0, active=False)
         layout.header()
-        ui.note = gr.HTML(visible=False)
+        ui.note = gr.HTML(visible="hidden", elem_id="note")
         with gr.Walkthrough(selected=1, elem_id="steps") as ui.walk:
-            parts = (
-                ("Model", layout.model_step),
-                ("Budget", layout.budget_step),
-                ("Profile", layout.profile_step),
-                ("Distil", layout.distil_step),
-                ("Compare & publish", layout.compare_step),
+            places = (
+                layout.model_step,
+                layout.budget_step,
+                layout.profile_step,
+                layout.distil_step,
+                layout.compare_step,
             )
             ui.pages = []
-            for number, (name, place) in enumerate(parts, 1):
+            for number, (name, place) in enumerate(zip(STEPS, places, strict=True), 1):
                 with gr.Step(name, id=number, elem_id=f"step-{number}") as page:
                     place(ui)
                 ui.pages.append(page)
@@ -76,15 +66,16 @@ def build() -> gr.Blocks:
 def runs_page(page: gr.Blocks) -> None:
     """List all runs on a page of its own."""
     memory = browser_memory()
-    layout.lead("Runs", "All that was begun. Each goes on by itself; open one to watch it.")
+    layout.header("p")
+    layout.lead("Runs", "All that was begun. Each goes on by itself; open one to watch it.", "h1")
     if signs_in():
         gr.LoginButton("Sign in with Hugging Face", size="sm")
     found = gr.HTML(elem_id="runs")
-    with gr.Row(equal_height=True):
+    with gr.Row(elem_classes="lz-pick"):
         doomed = gr.Dropdown(
-            [], label="Delete a run that is not at work", allow_custom_value=True, elem_id="doomed", scale=4
+            [], label="Delete a run that is not at work", allow_custom_value=True, elem_id="doomed", scale=5
         )
-        delete = gr.Button("Delete it for good", variant="stop", elem_id="delete", scale=1)
+        delete = gr.Button("Delete it for good", variant="stop", elem_id="delete", scale=1, min_width=180)
     gr.on([page.load, gr.Timer(5).tick], handlers.listed, memory, [found, doomed], **QUICK)
     delete.click(handlers.deleted, [memory, doomed], [found, doomed], **ONCE)
 
@@ -94,7 +85,7 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     site.load(handlers.opened, [ui.memory, ui.address], [ui.memory, ui.note, ui.timer], js=ADDRESS, **QUICK)
     ui.memory.change(None, ui.memory, None, js=REMEMBER, **QUICK)
     for number, page in enumerate(ui.pages, 1):
-        page.select(None, None, ui.at, js=f"() => {number}", **QUICK)
+        page.select(None, None, ui.at, js=f"() => turned({number})", **QUICK)
     wire_model(ui)
     wire_budget(ui)
     wire_run(ui)
@@ -115,17 +106,9 @@ def wire_budget(ui: SimpleNamespace) -> None:
     advanced = [getattr(ui, name) for name in handlers.ADVANCED]
     dials = [ui.found, ui.budget, ui.effort, *advanced]
     changes = [ui.found.change, ui.effort.change, *(part.change for part in advanced)]
-    gr.on(
-        [*changes, ui.budget.input], handlers.priced, dials, ui.budget_card, **{**QUICK, "trigger_mode": "always_last"}
-    )
-    shown = [ui.estimate, ui.command, ui.plan]
-    gr.on(
-        [*changes, ui.budget.release],
-        handlers.foreseen,
-        [*dials, ui.memory],
-        shown,
-        **{**SLOW, "trigger_mode": "always_last"},
-    )
+    again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => within('budget', 1, sent)"}
+    gr.on([*changes, ui.budget.input], handlers.priced, dials, [ui.budget_card, ui.efforts], **again)
+    gr.on([*changes, ui.budget.release], handlers.elsewhere, dials, [ui.command, ui.plan], **again)
     ui.start.click(handlers.start, [*dials, ui.memory], attached(ui), **ONCE)
 
 
@@ -143,7 +126,7 @@ def wire_run(ui: SimpleNamespace) -> None:
     ui.timer.tick(watching.look, ui.memory, told, **{**QUICK, "trigger_mode": "once"})
     ui.mark.change(watching.draw, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
     ui.trained.change(watching.curves, ui.memory, [ui.losses, ui.kl], **QUICK)
-    again = {**QUICK, "trigger_mode": "always_last"}
+    again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => within('other', 1, sent)"}
     ui.other.input(handlers.shared, [ui.memory, ui.other], [ui.bars, ui.other_card, ui.touched], **again)
     ui.branch.click(handlers.branch, [ui.memory, ui.other], attached(ui), **ONCE)
     for name in watching.BUTTONS:
@@ -190,7 +173,7 @@ def serve(port: int | None = None, host: str | None = None, wait: bool = True) -
         server_port=port,
         theme=theme(),
         css=CSS,
-        head=HEAD,
+        head=HEAD + OUTSIDE,
         **history,
         footer_links=["api", "settings"],
         show_error=False,
