@@ -41,7 +41,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 name$revision
 model = AutoModelForCausalLM.from_pretrained(name$pinned, trust_remote_code=True)
-tokenizer = AutoTokenizer.from_pretrained(name$pinned)
+tokenizer = AutoTokenizer.from_pretrained(name$pinned, trust_remote_code=True)
 text = model.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=40)
 print(tokenizer.decode(text[0]))"""
 

@@ -19,7 +19,7 @@ LOAD_BACK = """
 
     name = sys.argv[1]
     model = AutoModelForCausalLM.from_pretrained(name, trust_remote_code=True)
-    tokenizer = AutoTokenizer.from_pretrained(name)
+    tokenizer = AutoTokenizer.from_pretrained(name, trust_remote_code=True)  # or transformers asks
     ids = tokenizer("The for statement", return_tensors="pt")
     written = model.generate(**ids, min_new_tokens=9, max_new_tokens=9, do_sample=False)
     assert type(model).__module__.startswith("transformers_modules.") and "linearizer" not in sys.modules
@@ -109,7 +109,7 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_load
         shown(page, "#snippet", "from_pretrained")
     assert hub.repos["models", "ann/from-the-page"].private
     bare = make_bare_environment(tmp_path)
-    assert int(run_bare(bare, LOAD_BACK, "ann/from-the-page", cwd=tmp_path, **ONLINE)) == 9
+    assert run_bare(bare, LOAD_BACK, "ann/from-the-page", cwd=tmp_path, **ONLINE).split()[-1] == "9"
     assert Run(runs / name).plan.steps == 3
     assert "Traceback" not in log.read_text()
 
