@@ -65,7 +65,7 @@ def serving(runs, command=None, folder=None, **environment):
 
 
 def wait_for(url, process, log):
-    for _ in range(300):
+    for _ in range(1200):  # a busy machine starts it in a minute
         assert process.poll() is None, log.read_text()
         try:
             return urllib.request.urlopen(url, timeout=5).read()
