@@ -344,6 +344,10 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
 
 
 def serve_app(asked: argparse.Namespace) -> None:
+    from linearizer import zerogpu
+
+    if zerogpu.here():
+        zerogpu.package()  # before anything else looks for a device
     from linearizer.page import site
 
     try:
