@@ -73,8 +73,10 @@ def lend(function: Callable, seconds: int) -> Callable:
 
     @wraps(function)
     def served(*args: Any) -> Any:
-        with_device = explained(lambda: borrowed(*args))
-        return given(with_device)
+        found = explained(lambda: borrowed(*args))
+        if isinstance(found, LinearizerError):
+            raise found
+        return found
 
     return served
 
@@ -92,13 +94,18 @@ def lend_generator(function: Callable, seconds: int) -> Callable:
 
     @wraps(function)
     def served(*args: Any) -> Any:
-        steps = borrowed(*args)
-        over = object()
+        steps, over = borrowed(*args), object()
+        error = None
         try:
             while (found := explained(lambda: next(steps, over))) is not over:
-                yield given(found)
+                if isinstance(found, LinearizerError):
+                    error = found  # the last that comes: the process is free for others when it has ended
+                else:
+                    yield found
         finally:
             steps.close()
+        if error is not None:
+            raise error
 
     return served
 
@@ -108,13 +115,6 @@ def alone() -> None:
     import torch
 
     torch.set_num_threads(1)
-
-
-def given(found: Any) -> Any:
-    """Raise what was given instead of being raised."""
-    if isinstance(found, LinearizerError):
-        raise found
-    return found
 
 
 def explained(call: Callable[[], Any]) -> Any:

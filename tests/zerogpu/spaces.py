@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import threading
 import time
+from contextlib import suppress
 from functools import partial, wraps
 from pathlib import Path
 
@@ -20,7 +21,6 @@ from gradio.context import LocalContext
 assert os.environ["SPACES_ZERO_GPU"] == "true"
 FORK = multiprocessing.get_context("fork")
 END = "end"
-forked = False
 
 
 def GPU(task=None, *, duration=60):  # noqa: N802
@@ -82,22 +82,22 @@ def begun(task):
     """Fork a process that does a task whenever it is asked to."""
     here, there = FORK.Pipe()
     stop = FORK.Event()
-    process = FORK.Process(target=serve, args=(task, there, stop), daemon=True)
+    process = FORK.Process(target=serve, args=(task, here, there, stop), daemon=True)
     process.start()
     there.close()
     return process, here, stop
 
 
-def serve(task, pipe, stop):
-    global forked
-    forked = True
-    while True:
-        args, how = pipe.recv()
-        stop.clear()
-        thread = threading.Thread(target=work, args=(task, pipe, stop, args, how))
-        thread.start()
-        thread.join()
-        pipe.send((END, None))
+def serve(task, here, pipe, stop):
+    here.close()  # so that this ends when the server does
+    with suppress(EOFError, BrokenPipeError):
+        while True:
+            args, how = pipe.recv()
+            stop.clear()
+            thread = threading.Thread(target=work, args=(task, pipe, stop, args, how))
+            thread.start()
+            thread.join()
+            pipe.send((END, None))
 
 
 def work(task, pipe, stop, args, how):
@@ -107,6 +107,8 @@ def work(task, pipe, stop, args, how):
             pipe.send(("value", value))
             if stop.is_set():
                 break
+    except BrokenPipeError:  # nobody listens any more
+        return
     except Exception as error:  # only the name of its class gets through
         pipe.send(("error", type(error).__name__))
 
