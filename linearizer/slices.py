@@ -24,6 +24,7 @@ from linearizer.working import SliceOver, check, reported
 
 LENT = int(os.environ.get("LINEARIZER_SLICE") or 60)  # seconds that the device is asked for at a time
 SHARE = float(os.environ.get("LINEARIZER_SLICE_SHARE") or 0.7)  # the rest is for its start, and to save
+VAIN = 2  # slices in a row that finish nothing, after which it is given up
 DEVICE = "zerogpu"
 UNTOLD = ("inspection.json", "stop", "use", "worker.log")  # files of a run that tell nothing of how far it is
 
@@ -50,12 +51,12 @@ def drive(run: Run, token: str | None, lock: Lock, ticket: Ticket) -> None:
 
 
 def sliced(run: Run, token: str | None) -> Steps[None]:
-    """Let slices work on a run, as long as each of them finishes something."""
-    count, over = 0, False
+    """Let slices work on a run, as long as they finish something."""
+    count, vain, over = 0, 0, False
     while not over:
         with reported(run):
             check(run)
-        before = finished(run)
+        before = finished(run, saved_steps(run))
         try:
             over = advance(str(run.folder), token)
         except zerogpu.TakenAway:  # it took longer than was asked for: what it saved by then is there
@@ -63,10 +64,10 @@ def sliced(run: Run, token: str | None) -> Steps[None]:
         except zerogpu.Refused as refusal:
             run.log("stopped", error=f"{refusal}; what was finished is kept: resume it later")
             raise
-        count += 1
+        count, vain = count + 1, vain + 1 if finished(run, saved_steps(run)) == before else 0
         yield Progress("slice", count, count + (not over), "slices")
         with reported(run):
-            if not over and finished(run) == before:
+            if not over and vain == VAIN:
                 raise FaultError(
                     f"{step_of(run)!r} is a step that takes longer than the {LENT} seconds that ZeroGPU lends at a "
                     "time: ask for fewer or shorter texts, or for a smaller model, or do this at your own machine; "
@@ -91,7 +92,7 @@ def advance(folder: str, token: str | None) -> bool:
 
 def work(run: Run, token: str | None) -> bool:
     """Work until the time is nearly over, and no longer than it takes to finish something."""
-    last, longest, before = time.monotonic(), 0.0, finished(run)
+    last, longest, before = time.monotonic(), 0.0, finished(run, told_steps(run))
     end = last + SHARE * LENT
     from linearizer.pipeline import linearize
 
@@ -100,20 +101,30 @@ def work(run: Run, token: str | None) -> bool:
         for number, _ in enumerate(steps):
             now = time.monotonic()
             longest, last = max(longest, now - last if number else 0.0), now
-            if now + longest > end and finished(run) != before:  # what is unfinished would have to be done again
+            if now + longest > end and finished(run, told_steps(run)) != before:  # the rest would have to be done again
                 steps.throw(SliceOver())
     except SliceOver:
         return False
     return True
 
 
-def finished(run: Run) -> tuple[frozenset[str], int, int]:
+def finished(run: Run, steps: int) -> tuple[frozenset[str], int, int]:
     """Tell what of a run is finished, such that any work that need not be done again changes it."""
     files = {path.relative_to(run.folder).as_posix(): stat for path, stat in jobs.files_of(run.folder).items()}
     priced = files.get("state/prices.json")
-    steps = (event["done"] for event in journal.newest_first(run.log_file) if event["event"] == "distill")
-    names = frozenset(name for name in files if name not in UNTOLD)
-    return names, priced.st_size if priced else 0, next(steps, 0)
+    return frozenset(name for name in files if name not in UNTOLD), priced.st_size if priced else 0, steps
+
+
+def saved_steps(run: Run) -> int:
+    """Count the steps of training that are saved."""
+    from linearizer.training_state import step_in
+
+    return sum(map(step_in, (run.folder / "state" / "training").glob("*")))
+
+
+def told_steps(run: Run) -> int:
+    """Say at which step of training a run was last: where it ends, the step is saved."""
+    return next((event["done"] for event in journal.newest_first(run.log_file) if event["event"] == "distill"), 0)
 
 
 def step_of(run: Run) -> str:

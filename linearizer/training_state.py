@@ -61,6 +61,15 @@ def read_state(folder: Path) -> TrainingState | None:
     raise FaultError(f"no state in {str(folder)!r} can be used: {'; '.join(damage)}: train again without resuming")
 
 
+def step_in(folder: Path) -> int:
+    """Say which step the newest state is of, without reading it; 0 where there is none, or it is damaged."""
+    try:
+        with safe_open(folder / NEWEST, "pt") as file:
+            return int(json.loads((file.metadata() or {})["facts"])["step"])
+    except (OSError, SafetensorError, ValueError, KeyError):
+        return 0
+
+
 def read_file(path: Path) -> TrainingState:
     """Read one file, or say with an error that it is damaged."""
     with safe_open(path, "pt") as file:

@@ -1,6 +1,7 @@
 """On ZeroGPU runs work in slices that go on from what is saved; elsewhere nothing is lent and nothing changes."""
 
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -21,9 +22,9 @@ from tests.serving import SPACE, serving
 
 HERE = Path(__file__).parents[1]
 ANN = "ann's secret, long enough"
-TRAINED = Plan("demo", steps=9, **QUICK)
+TRAINED = Plan("demo", steps=6, **QUICK)
 PRICED = Plan("demo", budget=64, strategy="windows", texts=2, length=64, samples=128, exchanges=2)
-OPTIONS = {**{name: value for name, value in QUICK.items() if name != "budget"}, "steps": 9}
+OPTIONS = {**{name: value for name, value in QUICK.items() if name != "budget"}, "steps": 6}
 
 
 @pytest.fixture(scope="module")
@@ -57,8 +58,8 @@ def test_slices_end_in_the_same_bits_as_one_piece(whole, name, tmp_path, monkeyp
     assert jobs.state_of(run) == "done", jobs.status(run)
     assert student(run) == student(whole[name]) and run.evaluation == whole[name].evaluation
     told = [event["event"] for event in run.events()]
-    assert told.count("queued") == 1 and told.count("slice") == told.count("started") - 1 >= 8
-    assert not run.worked_on
+    assert told.count("queued") == 1 and told.count("slice") == told.count("started") - 1 >= 5
+    wait_until(lambda: not run.worked_on, 5)
 
 
 def test_a_process_that_is_forked_holds_no_lock_of_its_parent(tmp_path):
@@ -78,11 +79,10 @@ def test_a_process_that_is_forked_holds_no_lock_of_its_parent(tmp_path):
         os.waitpid(child, 0)
 
 
-@pytest.mark.parametrize("command", [["app.py"], ["-m", "linearizer", "app"]])
-def test_without_the_package_that_lends_it_is_said_what_to_install(tmp_path, command):
+def test_without_the_package_that_lends_it_is_said_what_to_install(tmp_path):
     (tmp_path / "spaces.py").write_text("raise ModuleNotFoundError('none here', name='spaces')")
     known = {**os.environ, "SPACES_ZERO_GPU": "true", "PYTHONPATH": f"{tmp_path}:{HERE}"}
-    ran = subprocess.run([sys.executable, *command], cwd=HERE, env=known, capture_output=True, text=True, timeout=60)
+    ran = subprocess.run([sys.executable, "app.py"], cwd=HERE, env=known, capture_output=True, text=True)
     assert ran.returncode == 2 and "pip install spaces, or unset SPACES_ZERO_GPU" in ran.stderr
     assert ran.stderr.count("\n") == 1 and ran.stderr.startswith("linearizer: ")
 
@@ -94,7 +94,7 @@ def lending(root, seconds):
     known = {
         "SPACES_ZERO_GPU": "true",
         "LINEARIZER_SLICE": str(seconds),
-        "LINEARIZER_SLICE_SHARE": "0.05",
+        "LINEARIZER_SLICE_SHARE": "0",  # each slice finishes one thing, however busy the machine is
         "STAND_IN_LENT": str(root / "lent"),
         "STAND_IN_LEFT": str(root / "left"),
         "PYTHONPATH": f"{HERE / 'tests' / 'zerogpu'}:{HERE}",
@@ -136,7 +136,7 @@ def test_a_space_works_in_slices_for_the_visitor_who_asked(space, whole):
     assert student(run) == student(whole["trained"])
     lent = [line.split() for line in (root / "lent").read_text().splitlines()]
     told = [event["event"] for event in run.events()]
-    assert len(lent) == told.count("started") >= 2 and {seconds for _, seconds in lent} == {"30"}
+    assert len(lent) == told.count("started") >= 6 and {seconds for _, seconds in lent} == {"30"}
     both = client.predict(run.folder.name, "Once", 8, 0, False, ANN, api_name="/compare_models")
     assert both["teacher"]["tokens"] == both["student"]["tokens"] == 8
     with pytest.raises(AppError, match="none of your runs"):  # a sentence, though it was raised in another process
@@ -151,10 +151,10 @@ def test_where_nothing_is_lent_any_more_the_run_stops_says_so_and_goes_on_later(
     found = wait_for(run, "stopped")
     assert "ZeroGPU lends no device (ZeroGPU quota exceeded: You have exceeded your free" in found.error
     assert "(30s requested vs. 20s left)" in found.error and found.error.endswith("is kept: resume it later")
-    assert not run.worked_on
+    wait_until(lambda: not run.worked_on, 5)
     (root / "left").write_text("10000")
     client.predict(run.folder.name, ANN, api_name="/resume_run")
-    wait_for(run, "done")
+    wait_for(run, "done", seconds=200)
     assert student(run) == student(whole["trained"])
     assert [event["event"] for event in run.events()].count("profiled") == 1
     assert "Traceback" not in said(log)
@@ -165,13 +165,26 @@ def test_a_step_that_fits_into_no_slice_is_a_sentence_and_no_endless_work(tmp_pa
         run = begin(client, root, texts=32, length=1024, samples=4096)
         found = wait_for(run, "failed")
     assert "takes longer than the 1 seconds that ZeroGPU lends at a time: ask for fewer" in found.error
-    assert not run.worked_on and run.profile is None
+    wait_until(lambda: not run.worked_on, 5)
+    assert run.profile is None
+
+
+def test_a_device_that_is_taken_back_too_early_costs_only_what_was_not_saved(space):
+    client, root, log = space
+    run = begin(client, root)
+    wait_until(lambda: any(event["event"] == "distill" and event["done"] == 2 for event in run.events()), 200)
+    os.kill(int((root / "lent").read_text().split()[-2]), signal.SIGKILL)
+    wait_for(run, "done", seconds=200)
+    steps = [event["done"] for event in run.events() if event["event"] == "distill"]
+    assert steps.count(1) == 1 and steps[-1] == 6
+    wait_until(lambda: not run.worked_on, 5)
+    assert "Traceback" not in said(log)
 
 
 def test_a_run_in_slices_is_stopped_and_resumed_and_waits_for_its_turn(space):
     client, root, log = space
     first, second = (begin(client, root, steps=300) for _ in range(2))
-    wait_until(lambda: any(event["event"] == "distill" for event in first.events()))
+    wait_until(lambda: any(event["event"] == "distill" for event in first.events()), 200)
     assert jobs.status(second).place == 1
     client.predict(first.folder.name, ANN, api_name="/stop_run")
     wait_for(first, "stopped")
