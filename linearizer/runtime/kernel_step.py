@@ -114,7 +114,6 @@ def run_step(
     """
     batch, heads, group = q.shape[:3]
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
-    products = {"PRECISION": "tf32x3"} if v.element_size() == 2 else {}  # fp32's, nearly, and on tensor cores
     z, bias, root = affine if affine is not None else (None, None, 1.0)
     features = level.shape[-1]
     step_heads[heads, batch](
@@ -122,6 +121,6 @@ def run_step(
         root, window_k.shape[-2], heads,
         G=group, GP=padded(group + 1), D=q.shape[-1], DP=padded(q.shape[-1]), DV=v.shape[-1], VP=padded(v.shape[-1]),
         S=sink_k.shape[-2], SP=padded(sink_k.shape[-2]), M=features, MS=16, BN=32,
-        AFFINE=affine is not None, **{**precision(level), **products}, num_warps=8, num_stages=1,
+        AFFINE=affine is not None, **precision(level), num_warps=8, num_stages=1,
     )  # fmt: skip
     return out

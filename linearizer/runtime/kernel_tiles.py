@@ -90,8 +90,9 @@ def far_product(
 
 
 def precision(x: Tensor) -> dict:
-    """How to add up, and how to multiply: fp32 products stay fp32, whatever Triton's default is."""
-    return {"ACC": tl.float64 if x.dtype == torch.float64 else tl.float32, "PRECISION": "ieee"}
+    """How to add up, and how to multiply fp32: on tensor cores, nearly exactly; without them it fills the registers."""
+    exact = x.dtype == torch.float64
+    return {"ACC": tl.float64 if exact else tl.float32, "PRECISION": "ieee" if exact else "tf32x3"}
 
 
 def padded(size: int) -> int:
@@ -106,6 +107,8 @@ def chip(x: Tensor) -> tuple[int, int] | None:
 def blocks(x: Tensor, *widths: int) -> tuple[dict, dict]:
     """Block sizes, and how to launch, for rows as wide as these on the chip where x is."""
     rows, columns, features, warps, stages = BLOCKS.get(chip(x), BLOCKS[None])
-    if x.element_size() > 2 or max(map(padded, widths)) > 128:  # fp32 tiles, or wide ones, do not fit otherwise
+    if max(map(padded, widths)) > 128:  # wide tiles do not fit otherwise
         rows, columns, features, warps, stages = min(rows, 32), 32, 32, 4, 1
+    if x.element_size() > 2:  # nor do tiles in fp32
+        rows, columns, features, warps, stages = min(rows, 32), 32, 16, 8, 1
     return {"BT": rows, "BN": columns, "MS": features}, {"num_warps": warps, "num_stages": stages}

@@ -1,0 +1,41 @@
+"""Rows of the kernels' benchmark: attention to slots, of a text and of one more token."""
+
+import torch
+from torch.nn.functional import scaled_dot_product_attention as sdpa
+
+from linearizer.runtime.slots import GAIN, Merging, SlotState, attend, slot_attention
+from tests.benchmarks.timing import GPU, attempt, draw, peak_bytes, seconds
+
+WINDOW, SLOTS, BLOCK = 64, 64, 16
+
+
+@torch.no_grad()
+def slots(quick):
+    """Ours, ours in PyTorch alone, and softmax over all that was read."""
+    heads, group, dim = (8, 4, 128) if GPU else (8, 1, 64)
+    for tokens in ([2048, 8192, 32768][: 1 if quick else None]) if GPU else [2048]:
+        q, k, v = (draw(1, heads, *shape, tokens, dim, seed=n) for n, shape in enumerate(((group,), (), ())))
+        metric, gain = torch.eye(dim, device=q.device).expand(heads, -1, -1), torch.full((heads,), GAIN).to(q.device)
+        merging, scale = Merging(metric * dim**-0.25, gain, WINDOW, BLOCK), dim**-0.5
+
+        def read(way, q=q, k=k, v=v, merging=merging):
+            state = SlotState.empty(k, v, WINDOW, 4, SLOTS)
+            way(q * dim**-0.5, k, v, merging, None, state)
+            return state
+
+        def plain(*inputs):
+            return attend(*inputs, False)
+
+        calls, softmax = [lambda: read(slot_attention)], lambda: sdpa(q.flatten(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=True)  # fmt: skip  # noqa: E501, B023
+        row = {"op": "slots", "tokens": tokens, "heads": heads * group, "kv_heads": heads, "dim": dim, "slots": SLOTS}
+        row |= {"ours": seconds(calls, least=3), "bytes": peak_bytes(calls[0])}
+        row["rivals"] = {
+            "slots in pytorch": attempt("pytorch", lambda: [lambda: read(plain)], least=3),  # noqa: B023
+            "sdpa": attempt("sdpa", lambda: [softmax]),  # noqa: B023
+        }
+        yield row
+        state, token = read(slot_attention), (q[..., -1:, :] * scale, k[:, :, -1:], v[:, :, -1:])
+        one = lambda token=token, state=state: slot_attention(*token, merging, None, state)  # noqa: E731, B023
+        after = lambda q=q, k=k, v=v: sdpa(q[..., -1:, :].flatten(1, 2), k, v, scale=scale, enable_gqa=True)  # noqa: E731, B023
+        row = {"op": "slots, one token", "after": tokens, "slots": SLOTS, "ours": seconds([one], least=64)}
+        yield row | {"rivals": {"sdpa": attempt("sdpa", lambda: [after])}}  # noqa: B023
