@@ -16,8 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
-from linearizer.runtime import kernel_tiles
-from linearizer.runtime.kernel_tiles import EMPTY, HEADROOM, LOST, load_rows, load_tile, padded, precision
+from linearizer.runtime.kernel_tiles import EMPTY, HEADROOM, LOST, for_chip, load_rows, load_tile, padded, precision
 
 Tensor = torch.Tensor
 
@@ -208,7 +207,7 @@ def by_column(
 
 def block_sizes(x: Tensor, features: int, width: int) -> tuple[dict, dict]:
     """Block sizes, and how to launch, on the chip where x is."""
-    rows, columns, slab, gradient, warps, stages = BLOCKS.get(kernel_tiles.chip(x), BLOCKS[None])
+    rows, columns, slab, gradient, warps, stages = for_chip(BLOCKS, x)
     if x.element_size() > 2 or width > 128:  # fp32 tiles, or wide ones, do not fit otherwise
         rows, columns, slab, gradient, warps = 32, 32, 32, 32, 4
     slab, gradient = min(slab, padded(features)), min(gradient, padded(features))

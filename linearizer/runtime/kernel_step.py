@@ -14,9 +14,12 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_tiles import ABSENT, EMPTY, load_tile, padded, precision, take_in
+from .kernel_tiles import ABSENT, EMPTY, for_chip, load_tile, padded, precision, take_in
 
 Tensor = torch.Tensor
+
+# (features, columns) at a time: what spills least; other chips are like the last row.
+BLOCKS = {(8, 0): (16, 32), None: (32, 16)}
 
 
 @triton.jit
@@ -79,11 +82,10 @@ def step_heads(
         if AFFINE:
             z = load_tile(z_ptr + tl.program_id(0) * M * D, om, od, M, D).to(ACC)
             bias = tl.load(bias_ptr + tl.program_id(0) * M + om, mask=inside, other=0.0).to(ACC)
+            w = tl.sum(z * old_k[None, :], 1) * root + bias - tl.sum(old_k * old_k, 0) * root * root / 2
             q = load_tile(q_ptr + head * G * D, og, od, G, D).to(ACC)  # again: it would fill the registers meanwhile
-            both = tl.where((og == G)[:, None], old_k[None, :] * root, q / root)  # one product serves them all
-            both = tl.dot(both, tl.trans(z), out_dtype=ACC, input_precision=PRECISION) + bias[None, :]
-            w = tl.sum(tl.where((og == G)[:, None], both, 0.0), 0) - tl.sum(old_k * old_k, 0) * root * root / 2
-            u = both - (tl.sum(q * q, 1) / (2 * root * root))[:, None]
+            u = tl.dot(q, tl.trans(z), out_dtype=ACC, input_precision=PRECISION) / root + bias[None, :]
+            u -= (tl.sum(q * q, 1) / (2 * root * root))[:, None]
         else:
             w = tl.load(w_ptr + at, mask=inside, other=ABSENT).to(ACC)
             u = load_tile(u_ptr + head * G * M, og, om, G, M).to(ACC)
@@ -115,12 +117,12 @@ def run_step(
     batch, heads, group = q.shape[:3]
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
     z, bias, root = affine if affine is not None else (None, None, 1.0)
-    features = level.shape[-1]
+    features, columns = for_chip(BLOCKS, q)
     step_heads[heads, batch](
         q, k, v, u, w, z, bias, count, sink_k, sink_v, window_k, window_v, level, mean, out,
         root, window_k.shape[-2], heads,
-        G=group, GP=padded(group + 1), D=q.shape[-1], DP=padded(q.shape[-1]), DV=v.shape[-1], VP=padded(v.shape[-1]),
-        S=sink_k.shape[-2], SP=padded(sink_k.shape[-2]), M=features, MS=16, BN=32,
+        G=group, GP=padded(group), D=q.shape[-1], DP=padded(q.shape[-1]), DV=v.shape[-1], VP=padded(v.shape[-1]),
+        S=sink_k.shape[-2], SP=padded(sink_k.shape[-2]), M=level.shape[-1], MS=features, BN=columns,
         AFFINE=affine is not None, **precision(level), num_warps=8, num_stages=1,
     )  # fmt: skip
     return out

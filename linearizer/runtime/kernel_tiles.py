@@ -104,9 +104,14 @@ def chip(x: Tensor) -> tuple[int, int] | None:
     return torch.cuda.get_device_capability(x.device) if x.is_cuda else None
 
 
+def for_chip(table: dict, x: Tensor) -> tuple:
+    """The row of a table for the chip where x is; its last row is for any."""
+    return table.get(chip(x), table[None])
+
+
 def blocks(x: Tensor, *widths: int) -> tuple[dict, dict]:
     """Block sizes, and how to launch, for rows as wide as these on the chip where x is."""
-    rows, columns, features, warps, stages = BLOCKS.get(chip(x), BLOCKS[None])
+    rows, columns, features, warps, stages = for_chip(BLOCKS, x)
     if max(map(padded, widths)) > 128:  # wide tiles do not fit otherwise
         rows, columns, features, warps, stages = min(rows, 32), 32, 32, 4, 1
     if x.element_size() > 2:  # nor do tiles in fp32
