@@ -38,7 +38,7 @@ def trusted(family: str, x: Tensor, sizes: tuple, answers: Answers) -> bool:
     """Tell whether a family of kernels is right for inputs like x, on its device: at the first time, by trial."""
     here, case = (family, x.device), (family, x.device, x.dtype, sizes)
     if here not in _right and case not in _right:
-        if being_recorded(x):  # a graph would hold the trial; PyTorch is right in it as well
+        if being_recorded(x):  # a graph would hold the trial: attend once before capturing, as CUDA asks for anyway
             return False
         with _lock:
             decide(here, case, x, answers)
