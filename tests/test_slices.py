@@ -113,9 +113,10 @@ def run_of(root, name):
     return Run(next(root.glob(f"runs/*/{name}")))
 
 
-def said(log):
-    """What a server wrote since it shows the page; before, Gradio misses the package that reloads Spaces."""
-    return log.read_text().partition("Running on local URL")[2]
+def tracebacks(log):
+    """Count what a server wrote of faults; one, that Gradio misses the package that reloads Spaces, is none of ours."""
+    text = log.read_text()
+    return text.count("Traceback") - text.count("required to run hot-reloading in Spaces")
 
 
 def begin(client, root, **options):
@@ -131,7 +132,7 @@ def test_a_space_works_in_slices_for_the_visitor_who_asked(space, whole):
         with pytest.raises(FileNotFoundError):
             process_of(run)
         time.sleep(0.05)
-    assert state == "done", (jobs.status(run), said(log))
+    assert state == "done", (jobs.status(run), log.read_text())
     assert states <= {"queued", "running"}
     assert student(run) == student(whole["trained"])
     lent = [line.split() for line in (root / "lent").read_text().splitlines()]
@@ -141,7 +142,7 @@ def test_a_space_works_in_slices_for_the_visitor_who_asked(space, whole):
     assert both["teacher"]["tokens"] == both["student"]["tokens"] == 8
     with pytest.raises(AppError, match="none of your runs"):  # a sentence, though it was raised in another process
         client.predict("x", "Once", 8, 0, False, ANN, api_name="/compare_models")
-    assert "Traceback" not in said(log)
+    assert not tracebacks(log)
 
 
 def test_where_nothing_is_lent_any_more_the_run_stops_says_so_and_goes_on_later(space, whole):
@@ -157,7 +158,7 @@ def test_where_nothing_is_lent_any_more_the_run_stops_says_so_and_goes_on_later(
     wait_for(run, "done", seconds=200)
     assert student(run) == student(whole["trained"])
     assert [event["event"] for event in run.events()].count("profiled") == 1
-    assert "Traceback" not in said(log)
+    assert not tracebacks(log)
 
 
 def test_a_step_that_fits_into_no_slice_is_a_sentence_and_no_endless_work(tmp_path):
@@ -178,7 +179,7 @@ def test_a_device_that_is_taken_back_too_early_costs_only_what_was_not_saved(spa
     steps = [event["done"] for event in run.events() if event["event"] == "distill"]
     assert steps.count(1) == 1 and steps[-1] == 6
     wait_until(lambda: not run.worked_on, 5)
-    assert "Traceback" not in said(log)
+    assert not tracebacks(log)
 
 
 def test_a_run_in_slices_is_stopped_and_resumed_and_waits_for_its_turn(space):
@@ -198,4 +199,4 @@ def test_a_run_in_slices_is_stopped_and_resumed_and_waits_for_its_turn(space):
     wait_for(first, "stopped")
     steps = [event["done"] for event in first.events() if event["event"] == "distill"]
     assert steps.count(1) == 1
-    assert "Traceback" not in said(log)
+    assert not tracebacks(log)

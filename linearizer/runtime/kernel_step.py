@@ -19,7 +19,7 @@ from .kernel_tiles import ABSENT, EMPTY, for_chip, load_tile, padded, precision,
 Tensor = torch.Tensor
 
 # (features, columns) at a time: what spills least; other chips are like the last row.
-BLOCKS = {(8, 0): (16, 32), None: (32, 16)}
+BLOCKS = {(8, 0): (16, 32), (12, 0): (16, 32), None: (32, 16)}
 
 
 @triton.jit
