@@ -19,7 +19,7 @@ from linearizer.comparison import Side, remembered
 from linearizer.errors import FaultError, RequestError
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
-OFTEN = 0.125  # seconds between two updates: never more than ten in a second
+OFTEN = 0.2  # seconds between two updates: each takes some time from what writes
 
 
 @dataclass(frozen=True)
