@@ -7,7 +7,7 @@ from hypothesis import strategies as st
 
 from linearizer.cost import Head, Layer, head_bytes, state_bytes
 from linearizer.runtime.linear_attention import reference
-from linearizer.runtime.merging import Slots, merge_slots
+from linearizer.runtime.merging import Slots, kept_slots, merge_slots
 from linearizer.runtime.slots import Merger, Merging, SlotState, slot_attention
 from tests.students import student_of, tokens
 
@@ -112,6 +112,14 @@ def test_the_pair_that_is_merged_is_the_cheapest():
         merged = found.weight[0, head] == 2
         assert merged.sum() == 1
         torch.testing.assert_close(found.k[0, head][merged][0], mean)
+
+
+def test_while_there_is_room_merging_only_keeps():
+    given = slots_of(7)
+    given.weight[..., [1, 4]] = 0
+    kept, merged = kept_slots(given, 5), merge_slots(given, 5, torch.eye(DIM).expand(2, -1, -1))
+    assert (kept.weight == 1).all()
+    assert all(torch.equal(getattr(kept, name), getattr(merged, name)) for name in ("k", "v", "weight", "spread"))
 
 
 def test_tokens_that_are_alike_are_merged_for_nothing():

@@ -55,6 +55,13 @@ def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
     return Slots(k, v, weight.unflatten(0, heads), spread.unflatten(0, heads))
 
 
+def kept_slots(given: Slots, count: int) -> Slots:
+    """Give the slots that hold anything, in order, where at most `count` do."""
+    full = (given.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
+    k, v = (x.gather(2, full[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (given.k, given.v))
+    return Slots(k, v, given.weight.gather(2, full), given.spread.gather(2, full))
+
+
 @dataclass
 class Rows:
     """Slots while they merge: all that is averaged lies side by side, metric·k, v and k."""

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .merging import WAITING, Slots, merge_slots, rounds
+from .merging import WAITING, Slots, kept_slots, merge_slots, rounds
 from .parts import by_head, combine, only
 from .state import EMPTY, Columns, Near, lay_columns, remember_sinks, remember_window, take, working_dtype
 from .trial import Drawn, Sizes, takes, trusted
@@ -191,12 +191,14 @@ def absorb(state: SlotState, columns: Columns, merging: Merging, leaving: Leavin
     work, index = state.weight.dtype, leaving.index.flatten(1)
     weight = leaving.comes.to(work)[:, None].expand(-1, columns.k.shape[1], -1, -1)
     k, v = (take(x, index).to(work).unflatten(2, leaving.index.shape[1:]) for x in (columns.k, columns.v))
-    now, found = Slots(state.slot_k, state.slot_v, state.weight, state.spread), []
-    for number, any_merges in enumerate(leaving.merges.any(0).tolist()):
-        if any_merges:
+    now, found, count = Slots(state.slot_k, state.slot_v, state.weight, state.spread), [], state.weight.shape[-1]
+    held = (state.weight > 0).sum(-1).amax(-1, keepdim=True) + leaving.comes.sum(-1).cumsum(-1)  # if nothing is merged
+    turns = zip(leaving.merges.any(0).tolist(), (held > count).any(0).tolist(), strict=True)
+    for number, (any_comes, too_many) in enumerate(turns):
+        if any_comes:
             new = (k[:, :, number], v[:, :, number], weight[:, :, number], torch.zeros_like(weight[:, :, number]))
             all_of = [torch.cat(pair, 2) for pair in zip((now.k, now.v, now.weight, now.spread), new, strict=True)]
-            now = merge_slots(Slots(*all_of), state.weight.shape[-1], merging.metric)
+            now = merge_slots(Slots(*all_of), count, merging.metric) if too_many else kept_slots(Slots(*all_of), count)
             now.k, now.v = now.k.to(state.slot_k.dtype), now.v.to(state.slot_v.dtype)
         found.append(now)
     state.slot_k, state.slot_v, state.weight, state.spread = now.k, now.v, now.weight, now.spread
