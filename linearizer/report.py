@@ -76,7 +76,7 @@ def recall_tables(found: Found) -> list[Table]:
     ranges: Rows = [("loss from token", *(f"{edge}{mark}" for edge, mark in zip(longer["edges"], marks, strict=True)))]
     for name, losses in zip(longer["names"], longer["losses"], strict=True):
         ranges.append((name, *(f"{loss:.3f}" for loss in losses)))
-    note = f"the features were trained on texts of {longer['trained']} tokens"
+    note = f"the student was made from texts of {longer['trained']} tokens"
     star = ("* beyond the teacher's positions: extrapolated",) * any(longer["extrapolated"])
     return [again, Table(ranges, (note, *star))]
 
