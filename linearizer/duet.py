@@ -19,7 +19,7 @@ from linearizer.comparison import Side, remembered
 from linearizer.errors import FaultError, RequestError
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
-OFTEN = 0.2  # seconds between two updates: each takes some time from what writes
+OFTEN = 0.25  # seconds between two updates: each takes some time from what writes
 
 
 @dataclass(frozen=True)
