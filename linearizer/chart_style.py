@@ -14,6 +14,7 @@ BLUE, ORANGE, GREY, GREEN = "#2a83c4", "#cf6f10", "#7c8796", "#12906f"
 DEPTH = ((0.0, "#26355d"), (0.35, "#2a6f97"), (0.65, "#2ea39a"), (1.0, "#b9e8a4"))  # lightness rises all the way
 LINES = ((0.0, "#6a5fb5"), (0.5, "#2a83c4"), (1.0, "#17937f"))  # the same, seen as lines on white and on black
 DASHES = ("solid", "dash", "dot", "dashdot")
+LABELLED = 16  # lines, or heads of a layer, beside which numbers can be read
 FAINT = "rgba(128,138,150,0.22)"
 SIDES = {  # name -> what it is, colour, marker, dash
     "teacher": ("teacher", GREY, "circle", "dot"),

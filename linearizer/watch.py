@@ -116,9 +116,9 @@ class Watched:
 
     def figure(self, name: str) -> str | None:
         """Draw the training."""
-        from linearizer import charts
+        from linearizer import run_charts
 
-        return getattr(charts, name)(self.training).to_json() if self.training else None
+        return getattr(run_charts, name)(self.training).to_json() if self.training else None
 
     def draw_evaluation(self) -> None:
         """Show what the student kept, once that is known."""
@@ -128,12 +128,13 @@ class Watched:
         mark = path.stat().st_mtime_ns
         if self.parts.get("evaluation", Part("", None)).mark == str(mark):
             return
-        from linearizer import charts
+        from linearizer import run_charts
 
         rows = self.run.evaluation
+        again = bool(rows and rows[0]["recall"])
         self.put("evaluation", mark, lambda: views.evaluation_table(rows))
-        self.put("positions", mark, lambda: charts.position_lines(rows).to_json())
-        self.put("recall", mark, lambda: charts.recall_lines(rows).to_json() if rows and rows[0]["recall"] else None)
+        self.put("positions", mark, lambda: run_charts.position_lines(rows).to_json())
+        self.put("recall", mark, lambda: run_charts.recall_lines(rows).to_json() if again else None)
         for part, found in self.run.evaluation_parts.items():
             if part in CAPTIONS:
                 told = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
@@ -142,7 +143,7 @@ class Watched:
         if allocation is not None:
             layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)
             growth = allocation.state_bytes(layers, 1) - fixed
-            self.put("memory", mark, lambda: charts.memory_lines(layers, fixed, growth).to_json())
+            self.put("memory", mark, lambda: run_charts.memory_lines(layers, fixed, growth).to_json())
 
 
 def shown(part: str, found: dict[str, Any]) -> tuple[str, list[str | None]]:

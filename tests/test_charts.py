@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from linearizer import chart_style, charts, cost
+from linearizer import chart_style, charts, cost, run_charts
 from linearizer.allocation import Allocation
 from linearizer.cost import Head, Layer
 from linearizer.prices import Prices
@@ -44,11 +44,11 @@ def everything():
         "map": charts.freedom_map(charts.freedoms_of(PROFILE), LAYERS),
         "curves": charts.freedom_curves(PROFILE),
         "bars": charts.allocation_bars(MIXED, LAYERS, FIX),
-        "losses": charts.loss_lines(STEPS),
-        "kl": charts.kl_line(STEPS),
-        "positions": charts.position_lines(EVALUATION),
-        "recall": charts.recall_lines(EVALUATION),
-        "memory": charts.memory_lines(LAYERS, 10**6),
+        "losses": run_charts.loss_lines(STEPS),
+        "kl": run_charts.kl_line(STEPS),
+        "positions": run_charts.position_lines(EVALUATION),
+        "recall": run_charts.recall_lines(EVALUATION),
+        "memory": run_charts.memory_lines(LAYERS, 10**6),
     }
 
 
@@ -82,7 +82,7 @@ def test_every_number_on_the_map_can_be_read_on_its_cell():
 
 
 def test_lines_of_layers_differ_by_more_than_colour():
-    for figure in (charts.freedom_curves(PROFILE), charts.loss_lines(STEPS)):
+    for figure in (charts.freedom_curves(PROFILE), run_charts.loss_lines(STEPS)):
         first, second = figure.data
         assert first.line.dash != second.line.dash and first.line.color != second.line.color
 
@@ -136,33 +136,33 @@ def test_prices_are_shown_where_they_were_measured():
 
 
 def test_a_long_training_is_thinned_to_what_can_be_seen_and_keeps_its_end():
-    line = charts.kl_line(STEPS).data[0]
-    assert len(line.x) <= charts.SHOWN
+    line = run_charts.kl_line(STEPS).data[0]
+    assert len(line.x) <= run_charts.SHOWN
     assert line.x[-1] == 1000
     assert line.y[-1] == pytest.approx(0.001)
 
 
 def test_losses_have_a_line_for_each_layer_and_none_where_a_layer_gave_up():
     events = [*STEPS[:5], {"event": "distill", "done": 6, "layers": {"0": 0.1}}]
-    lines = charts.loss_lines(events).data
+    lines = run_charts.loss_lines(events).data
     assert [line.name for line in lines] == ["layer 0", "layer 2"]
     assert lines[1].y[-1] is None
 
 
 def test_models_of_a_comparison_differ_by_marker_and_dash_not_only_by_colour():
-    lines = charts.recall_lines(EVALUATION).data
+    lines = run_charts.recall_lines(EVALUATION).data
     assert len({line.marker.symbol for line in lines}) == len({line.line.dash for line in lines}) == 3
     assert [line.y[0] for line in lines] == [1.0, 1.5, 2.5]
 
 
 def test_an_evaluation_with_a_control_of_another_name_is_drawn():
     rows = [*EVALUATION, {**EVALUATION[2], "name": "no features"}]
-    assert charts.position_lines(rows).data[3].name == "no features"
+    assert run_charts.position_lines(rows).data[3].name == "no features"
 
 
 def test_memory_crosses_where_the_student_breaks_even():
-    figure = charts.memory_lines(LAYERS, cost.cache_bytes(LAYERS, 300))
+    figure = run_charts.memory_lines(LAYERS, cost.cache_bytes(LAYERS, 300))
     assert figure.data[2].x == (300,)
     assert "300" in figure.layout.annotations[0].text
-    never = charts.memory_lines(LAYERS, 1000, growth=cost.cache_bytes(LAYERS, 1))
+    never = run_charts.memory_lines(LAYERS, 1000, growth=cost.cache_bytes(LAYERS, 1))
     assert len(never.data) == 2

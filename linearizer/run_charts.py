@@ -1,0 +1,125 @@
+"""Figures of how a run goes and what came of it: its training, what the student kept, and what it remembers."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from itertools import pairwise
+from typing import Any
+
+import plotly.graph_objects as go
+
+from linearizer import cost
+from linearizer.chart_style import BLUE, LABELLED, dash, plain, shade, side
+from linearizer.cost import Layer
+from linearizer.tables import size
+
+SHOWN = 300  # steps drawn of a training; more cannot be told apart
+
+
+def thinned(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Keep at most so many events as can be told apart, the newest among them."""
+    every = -(-len(events) // SHOWN) or 1
+    return list(events[(len(events) - 1) % every :: every])
+
+
+def loss_lines(events: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Draw the loss of every layer, above the least it can have, over the steps of a training."""
+    figure = plain(340, showlegend=False)
+    shown = thinned([event for event in events if event.get("layers")])
+    names = sorted({name for event in shown for name in event["layers"]}, key=int)
+    for place, name in enumerate(names):
+        values = [event["layers"].get(name) for event in shown]
+        figure.add_scatter(
+            x=[event["done"] for event in shown],
+            y=[value if value is not None and value > 0 else None for value in values],
+            mode="lines",
+            line={"color": shade(place, len(names)), "width": 1.5, "dash": dash(place)},
+            name=f"layer {name}",
+            hovertemplate="%{y:.3g} at step %{x}<extra>layer " + name + "</extra>",
+        )
+        if len(names) <= LABELLED and values[-1] is not None and values[-1] > 0:
+            figure.add_annotation(
+                x=shown[-1]["done"], y=math.log10(values[-1]), text=name, showarrow=False, xanchor="left", xshift=4
+            )
+    figure.update_xaxes(title="step", rangemode="tozero")
+    figure.update_yaxes(title="loss of each layer", type="log", exponentformat="power")
+    return figure
+
+
+def kl_line(events: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Draw the divergence from the teacher over the steps of a training, where the loss tells it."""
+    figure = plain(240, showlegend=False)
+    shown = thinned([event for event in events if event.get("kl") is not None])
+    figure.add_scatter(
+        x=[event["done"] for event in shown],
+        y=[event["kl"] for event in shown],
+        mode="lines",
+        line={"color": BLUE, "width": 2},
+        hovertemplate="%{y:.4f} nats at step %{x}<extra></extra>",
+    )
+    figure.update_xaxes(title="step", rangemode="tozero")
+    figure.update_yaxes(title="KL to the teacher", rangemode="tozero")
+    return figure
+
+
+def position_lines(evaluation: Sequence[Mapping[str, Any]], edges: Sequence[int] = (0, 64, 256)) -> go.Figure:
+    """Draw next-token loss by position in the text, for teacher, student and control."""
+    figure = plain(300)
+    for row in evaluation:
+        losses = row["language"]["by_position"]
+        begins = [*edges[: len(losses)]]
+        names = [f"{a}–{b}" for a, b in pairwise(begins)] + [f"from {begins[-1]}"]
+        figure.add_scatter(x=names, y=list(losses), **side(row["name"], "%{y:.3f} nats at %{x}"))
+    figure.update_xaxes(title="position in the text, tokens", type="category")
+    figure.update_yaxes(title="loss")
+    return figure
+
+
+def recall_lines(evaluation: Sequence[Mapping[str, Any]]) -> go.Figure:
+    """Draw the loss on a passage that comes again, by how far back it came first; lower remembers more."""
+    figure = plain(300)
+    for row in evaluation:
+        gaps, losses = [r["gap"] for r in row["recall"]], [r["second"] for r in row["recall"]]
+        figure.add_scatter(x=gaps, y=losses, **side(row["name"], "%{y:.3f} nats after %{x} tokens"))
+    figure.update_xaxes(
+        title="tokens since the passage came first", type="log", tickvals=[r["gap"] for r in evaluation[0]["recall"]]
+    )
+    figure.update_yaxes(title="loss on the passage again")
+    return figure
+
+
+def memory_lines(layers: Sequence[Layer], fixed: int, growth: int = 0, longest: int = 131072) -> go.Figure:
+    """Draw what teacher and student remember over the length of a text; `growth` bytes a token are left softmax."""
+    figure = plain(280)
+    lengths = [1 << step for step in range(5, longest.bit_length())]
+    caches = [cost.cache_bytes(layers, length) for length in lengths]
+    states = [fixed + growth * length for length in lengths]
+    for name, values in (("teacher", caches), ("student", states)):
+        title = "cache of the teacher" if name == "teacher" else "state of the student"
+        look = side(name, "%{customdata} after %{x} tokens") | {"name": title, "mode": "lines"}
+        figure.add_scatter(x=lengths, y=values, customdata=[size(value) for value in values], **look)
+    begin = cost.meeting(fixed, cost.cache_bytes(layers, 1) - growth)
+    if begin and lengths[0] <= begin <= lengths[-1]:
+        figure.add_scatter(
+            x=[begin],
+            y=[cost.cache_bytes(layers, begin)],
+            mode="markers",
+            marker={"color": BLUE, "symbol": "diamond", "size": 10},
+            showlegend=False,
+            hoverinfo="skip",
+        )
+        at = {"x": math.log10(begin), "y": math.log10(cost.cache_bytes(layers, begin))}
+        label = f"smaller from {begin:,} tokens on"
+        figure.add_annotation(**at, text=label, showarrow=False, xanchor="left", yanchor="top", xshift=6, yshift=-4)
+    ticks = [length for length in lengths if length.bit_length() % 3 == 0]
+    figure.update_xaxes(title="tokens read", type="log", tickvals=ticks, ticktext=[short(tick) for tick in ticks])
+    powers = [
+        1000**n * m for n in range(1, 5) for m in (1, 10, 100) if min(states + caches) <= 1000**n * m <= max(caches)
+    ]
+    figure.update_yaxes(type="log", tickvals=powers, ticktext=[size(power) for power in powers])
+    return figure
+
+
+def short(tokens: int) -> str:
+    return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)
