@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 import threading
 import time
+from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
 
@@ -19,7 +20,7 @@ from linearizer.locks import Lock
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run import Run
 from linearizer.turns import Ticket
-from linearizer.worker import faults_logged, in_turn, keep_traceback
+from linearizer.worker import faults_kept, in_turn
 from linearizer.working import SliceOver, check, reported
 
 LENT = int(os.environ.get("LINEARIZER_SLICE") or 60)  # seconds that the device is asked for at a time
@@ -40,14 +41,8 @@ def start(run: Run, token: str | None = None) -> None:
 def drive(run: Run, token: str | None, lock: Lock, ticket: Ticket) -> None:
     """Work on a run until it ends; what there is to say is in its log."""
     with lock:
-        try:
-            with faults_logged(run):
-                finish(in_turn(run, ticket, lambda: sliced(run, token), DEVICE))
-        except LinearizerError:
-            return
-        except Exception:
-            with (run.folder / "worker.log").open("a") as file:
-                keep_traceback(token, file)
+        with suppress(LinearizerError), faults_kept(run, token, run.folder / "worker.log"):
+            finish(in_turn(run, ticket, lambda: sliced(run, token), DEVICE))
 
 
 def sliced(run: Run, token: str | None) -> Steps[None]:
@@ -79,15 +74,8 @@ def sliced(run: Run, token: str | None) -> Steps[None]:
 def advance(folder: str, token: str | None) -> bool:
     """Work on a run while the device is lent, in a process of its own; tell whether the run has ended."""
     run = Run(Path(folder))
-    try:
-        with faults_logged(run):
-            return work(run, token)
-    except LinearizerError:
-        raise
-    except Exception:
-        with (run.folder / "worker.log").open("a") as file:
-            keep_traceback(token, file)
-        return True
+    with faults_kept(run, token, run.folder / "worker.log"):
+        return work(run, token)
 
 
 def work(run: Run, token: str | None) -> bool:

@@ -12,12 +12,12 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any, TextIO, TypeVar
+from typing import Any, TypeVar
 
 from linearizer.devices import device_name, device_of
-from linearizer.errors import LinearizerError, RequestError, Stopped
+from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
 from linearizer.jobs import enter
 from linearizer.locks import Lock
 from linearizer.progress import Progress, Steps, finish
@@ -41,22 +41,13 @@ def main(arguments: Sequence[str]) -> int:
     run = Run(Path(folder), job or None)
     with lock, heeding_signals(run):
         try:
-            with faults_logged(run):
+            with faults_kept(run, token):
                 finish(in_turn(run, Ticket(Path(number), ticket_lock), lambda: work_on(run, token)))
         except LinearizerError as error:
             return error.exit_code
         except KeyboardInterrupt:
             return Stopped.exit_code
-        except Exception:
-            keep_traceback(token, sys.stderr)
-            return 1
     return 0
-
-
-def keep_traceback(token: str | None, file: TextIO) -> None:
-    """Write down a fault of ours: its traceback is all that is left to keep."""
-    text = traceback.format_exc()
-    file.write(text.replace(token, "…") if token else text)
 
 
 def work_on(run: Run, token: str | None) -> Steps[Any]:
@@ -118,6 +109,21 @@ def faults_logged(run: Run) -> Iterator[None]:
             "run in the background keeps in its folder as worker.log",
         )
         raise
+
+
+@contextmanager
+def faults_kept(run: Run, token: str | None, file: Path | None = None) -> Iterator[None]:
+    """Keep the traceback of a fault of our own, too: in a file, or on standard error, and never the token."""
+    try:
+        with faults_logged(run):
+            yield
+    except LinearizerError:
+        raise
+    except Exception as fault:
+        text = traceback.format_exc()
+        with nullcontext(sys.stderr) if file is None else file.open("a") as kept:
+            kept.write(text.replace(token, "…") if token else text)
+        raise FaultError(f"{type(fault).__name__}, a fault of Linearizer itself") from None
 
 
 @contextmanager
