@@ -50,6 +50,16 @@ class Stopwatch(BaseStreamer):
         """Nothing is left to note."""
 
 
+def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int) -> torch.Tensor:
+    """Read a prompt that is to be continued: (1, tokens)."""
+    ids: torch.Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
+    if ids.shape[1] == 0 or new_tokens < 1:
+        raise RequestError(
+            f"there is nothing to compare: prompt {prompt!r}, {new_tokens} new tokens; give at least one"
+        )
+    return ids
+
+
 def compare(
     teacher: PreTrainedModel,
     student: LinearizedForCausalLM,
@@ -60,11 +70,7 @@ def compare(
     sample: bool = False,
 ) -> Steps[Comparison]:
     """Let both continue a prompt."""
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    if ids.shape[1] == 0 or new_tokens < 1:
-        raise RequestError(
-            f"there is nothing to compare: prompt {prompt!r}, {new_tokens} new tokens; give at least one"
-        )
+    ids = prompt_ids(tokenizer, prompt, new_tokens)
     sides = []
     for done, model in enumerate((teacher, student)):
         yield Progress("compare", done, 2, "models")

@@ -15,8 +15,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from linearizer.comparison import Side, remembered
-from linearizer.errors import FaultError, RequestError
+from linearizer.comparison import Side, prompt_ids, remembered
+from linearizer.errors import FaultError
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 OFTEN = 0.25  # seconds between two updates: each takes some time from what writes
@@ -111,9 +111,7 @@ def duet(
     sample: bool = False,
 ) -> Iterator[Both]:
     """Let both continue a prompt, and tell a few times a second how far they are; closed, both stop at their token."""
-    ids = tokenizer(prompt, return_tensors="pt")["input_ids"]
-    if ids.shape[1] == 0 or new_tokens < 1:
-        raise RequestError("there is nothing to compare: write a prompt, and ask for at least one token")
+    ids = prompt_ids(tokenizer, prompt, new_tokens)
     stop, baton, over = threading.Event(), Baton(), threading.Event()
     models = (teacher, student)
     voices = [Voice(n, baton, stop, model.device, seed) for n, model in enumerate(models)]
