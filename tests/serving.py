@@ -132,7 +132,7 @@ def looking(browser, url, **how):
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **how})
     page, wrong = context.new_page(), []
     page.set_default_timeout(20_000)
-    page.on("console", lambda message: wrong.append(message.text) if bad(message) else None)
+    page.on("console", lambda message: wrong.append(where(message)) if bad(message) else None)
     page.on("pageerror", lambda error: wrong.append(str(error)) if "AbortError" not in str(error) else None)
     origin = "/".join(url.split("/")[:3])
     page.route(lambda address: not address.startswith((origin, "data:", "blob:")), nothing)
@@ -149,6 +149,11 @@ def looking(browser, url, **how):
 def bad(message):
     """Tell errors from what Gradio says where it looks for a Space that the Hub does not have."""
     return message.type == "error" and message.text != "Space not found"
+
+
+def where(message):
+    """Say what the browser said, and of which address."""
+    return f"{message.text} {message.location.get('url', '')}"
 
 
 def nothing(route):

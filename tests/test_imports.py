@@ -15,6 +15,7 @@ LAYERS = [  # a module may import from the layers after its own
     {"evaluation_page"},
     {"evaluation_views"},
     {"limits", "outbox", "views"},
+    {"markup"},
     {"runs"},
     {"terminal"},
     {"slices"},
@@ -31,7 +32,7 @@ LAYERS = [  # a module may import from the layers after its own
     {"estimate"},
     {"model_card", "space"},
     {"card_metadata"},
-    {"command", "duet", "evaluation_table", "report", "trained"},
+    {"arguments", "command", "duet", "evaluation_table", "report", "trained"},
     {"evaluation"},
     {"plan", "run"},
     {
@@ -73,6 +74,7 @@ LAYERS = [  # a module may import from the layers after its own
         "answers",
         "chart_style",
         "charts",
+        "run_charts",
         "evaluation_charts",
         "prediction_charts",
         "hub",
@@ -109,6 +111,7 @@ LAYERS = [  # a module may import from the layers after its own
 ]
 INSIDE = {
     "charts": ["chart_style"],
+    "run_charts": ["chart_style"],
     "prediction_charts": ["chart_style"],
     "evaluation_charts": ["chart_style", "prediction_charts"],
     "outputs": ["subjects"],

@@ -2,7 +2,7 @@
 
 import pytest
 
-from linearizer import desk, views
+from linearizer import desk, markup, views
 from linearizer.errors import RequestError
 from linearizer.plan import Plan
 from linearizer.run import Run
@@ -84,13 +84,13 @@ def test_what_comes_from_outside_is_escaped(root):
     status = jobs.status(run)
     for html in (
         views.model_card(found),
-        views.said(odd, "bad"),
+        markup.said(odd, "bad"),
         views.run_card(status, odd, 0.0),
         views.runs_table([status]),
         views.files_table([(odd, 1)], 1),
         views.sending_card(odd, None, odd),
         views.published_card({"repo_id": odd, "revision": odd, "url": odd}),
-        views.table(odd, [odd], [[odd, odd]]),
+        markup.table(odd, [odd], [[odd, odd]]),
     ):
         assert "<img" not in html
         assert "<b>" not in html
@@ -98,7 +98,7 @@ def test_what_comes_from_outside_is_escaped(root):
 
 def test_a_sentence_does_not_tell_where_runs_are_kept(space):
     home = visitor(secret=ANN).home
-    assert views.plain(f"'{home}/r123' is done") == "'r123' is done"
+    assert markup.plain(f"'{home}/r123' is done") == "'r123' is done"
 
 
 def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):

@@ -8,7 +8,7 @@ from typing import Any
 
 import gradio as gr
 
-from linearizer import desk, evaluation_views, jobs, views, watch
+from linearizer import desk, evaluation_views, jobs, markup, watch
 from linearizer.captions import CAPTIONS
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, telling, who
@@ -57,7 +57,7 @@ def foreseen(
             return ""
         return evaluation_views.times_line(desk.foresee_evaluation(someone, name, choices))
     except LinearizerError as error:
-        return views.said(str(error))
+        return markup.said(str(error))
 
 
 def marks(parts: Mapping[str, watch.Part]) -> dict[str, str]:

@@ -9,7 +9,7 @@ import gradio as gr
 from linearizer.captions import CAPTIONS, TITLES
 from linearizer.desk import EFFORTS
 from linearizer.limits import LIMITS
-from linearizer.views import said
+from linearizer.markup import said
 from linearizer.visitors import on_space, signs_in
 
 BUDGET, LEAST, MOST = 256, 32, 4096  # tokens of cache that the slider starts with, and reaches

@@ -13,7 +13,7 @@ from typing import Any
 
 import gradio as gr
 
-from linearizer import jobs, outbox, views, watch
+from linearizer import jobs, markup, outbox, views, watch
 from linearizer.errors import LinearizerError
 from linearizer.page import evaluating
 from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, shares, who
@@ -36,7 +36,7 @@ def look(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, str,
         run = who(memory, profile, token).find(name)
         parts = watch.look(run, time.time())
     except LinearizerError as error:
-        return views.said(str(error), "bad"), "", "", "gone", "none", "none"
+        return markup.said(str(error), "bad"), "", "", "gone", "none", "none"
     rest = {key: part.mark for key, part in parts.items() if key not in OFTEN and not key.startswith(watch.PART)}
     mark = json.dumps([name, rest, sent_part(run, parts).mark])
     found = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, evaluating.marks(parts)])
@@ -126,7 +126,7 @@ def first_shares(run: Run) -> tuple[Any, Any]:
     try:
         return shares(run, budget_of(run))
     except LinearizerError as error:
-        return gr.skip(), views.said(str(error), "bad")
+        return gr.skip(), markup.said(str(error), "bad")
 
 
 def sent_part(run: Run, parts: dict[str, watch.Part]) -> watch.Part:

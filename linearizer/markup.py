@@ -1,0 +1,64 @@
+"""What the page's HTML is made of: every word that came from outside is escaped."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Sequence
+from html import escape
+
+from linearizer.run import runs_root
+
+
+def said(text: str, kind: str = "note") -> str:
+    """Put a sentence in a box; `kind` is note, good or bad, and told by a sign too."""
+    sign = {"note": "ⓘ", "good": "✓", "bad": "▲"}[kind]
+    loud = heard(text) if kind != "note" else ""
+    return f'<p class="lz-said lz-{kind}"{loud}><span aria-hidden="true">{sign}</span> {marked(text)}</p>'
+
+
+def heard(text: str) -> str:
+    """Mark a piece with what a listener hears when that is new; the page's one live region says it."""
+    return f' data-heard="{escape(plain(text))}"'
+
+
+def plain(text: str) -> str:
+    """Take from a sentence where runs are kept, and what could be taken for HTML."""
+    root = re.escape(str(runs_root().absolute()))
+    return re.sub(root + r"/(?:[0-9a-f]{40}/)?", "", text).replace("<", "‹").replace(">", "›")
+
+
+def marked(text: str) -> str:
+    """Escape a sentence, and set what stands between backticks as code."""
+    parts = escape(plain(text)).split("`")
+    return "".join(f"<code>{part}</code>" if n % 2 and n < len(parts) - 1 else part for n, part in enumerate(parts))
+
+
+def facts(pairs: Sequence[tuple[str, str]], kind: str = "") -> str:
+    """Lay out named values."""
+    cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs)
+    return f'<dl class="lz-facts {kind}">{cells}</dl>'
+
+
+def table(
+    caption: str,
+    head: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    safe: bool = False,
+    label: str = "",
+    kind: str = "",
+) -> str:
+    """Lay out rows of cells, the first of each its name.
+
+    `safe` cells are HTML already, a `label` is not seen, and `kind` is how they look.
+    """
+    keep = (lambda text: text) if safe else escape
+    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    body = "".join(
+        f'<tr><th scope="row">{keep(row[0])}</th>{"".join(f"<td>{keep(cell)}</td>" for cell in row[1:])}</tr>'
+        for row in rows
+    )
+    named = f"<caption>{escape(caption)}</caption>" if caption else ""
+    return (
+        f'<div class="lz-scroll" tabindex="0" role="region" aria-label="{escape(label or caption)}"><table '
+        f'class="lz-table {kind}">{named}<thead><tr>{top}</tr></thead><tbody>{body}</tbody></table></div>'
+    )

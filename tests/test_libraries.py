@@ -1,0 +1,31 @@
+"""Many visitors at once may be the first to need the large libraries."""
+
+import subprocess
+import sys
+
+FIRST = """
+import threading, time
+from linearizer.page import api, handlers
+
+def visit(ask, at):
+    time.sleep(at)
+    ask()
+    try:
+        from transformers import AutoConfig
+    except ImportError as error:
+        wrong.append(error)
+
+doors = [lambda: handlers.who({}, None, None), lambda: api.who("", None, None)]
+wrong = []
+visitors = [threading.Thread(target=visit, args=[doors[n % 2], n * 0.05]) for n in range(12)]
+for one in visitors:
+    one.start()
+for one in visitors:
+    one.join()
+print(len(wrong), len(visitors))
+"""
+
+
+def test_all_who_come_first_find_the_libraries_whole():
+    found = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)
+    assert found.stdout.split() == ["0", "12"], found.stderr
