@@ -15,10 +15,11 @@ from typing import Any, TypeAlias
 
 import gradio as gr
 
-from linearizer import desk, jobs, outbox, views, watch
+from linearizer import desk, jobs, markup, outbox, watch
 from linearizer.command import command_of
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import Status
+from linearizer.page import libraries
 from linearizer.visitors import Visitor, visitor
 
 Profile: TypeAlias = gr.OAuthProfile | None
@@ -33,12 +34,13 @@ def endpoint(function: Callable) -> Callable:
         try:
             return function(*args, **how)
         except LinearizerError as error:
-            raise gr.Error(views.plain(str(error)), print_exception=False) from None
+            raise gr.Error(markup.plain(str(error)), print_exception=False) from None
 
     return served
 
 
 def who(secret: str, profile: Profile, token: Token) -> Visitor:
+    libraries.wait()  # every endpoint asks this first, and may import anything after
     return visitor(profile.username if profile else None, token.token if token else None, secret)
 
 
@@ -245,7 +247,7 @@ def asked(someone: Visitor, run: str, ask: Callable) -> str:
 def status_of(status: Status) -> dict[str, Any]:
     """Give a status as plain numbers and words, and no path of this machine."""
     found = {key: getattr(status, key) for key in ("state", "place", "step", "begun", "changed", "disk_bytes", "saved")}
-    error = status.error and views.plain(status.error)
+    error = status.error and markup.plain(status.error)
     return {"run": status.run.folder.name, **found, "error": error, "published": status.published}
 
 

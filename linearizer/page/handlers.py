@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import inspect
-import threading
 from collections.abc import Callable, Iterator
-from functools import cache, wraps
-from importlib import import_module
+from functools import wraps
 from typing import Any, TypeAlias, TypeVar
 
 import gradio as gr
 from gradio.components.plot import PlotData
 
-from linearizer import desk, jobs, outbox, views, watch
+from linearizer import desk, jobs, markup, outbox, views, watch
 from linearizer.command import command_of
 from linearizer.errors import LinearizerError, RequestError
+from linearizer.page import libraries
 from linearizer.page.layout import LEAST, MOST
 from linearizer.plan import Plan
 from linearizer.visitors import Visitor, new_secret, on_space, visitor
@@ -48,11 +47,12 @@ def telling(handler: Handler) -> Handler:
 
 
 def refusal(error: LinearizerError) -> gr.Error:
-    return gr.Error(views.marked(str(error)), title="That cannot be done", duration=15, print_exception=False)
+    return gr.Error(markup.marked(str(error)), title="That cannot be done", duration=15, print_exception=False)
 
 
 def who(memory: object, profile: Profile, token: Token) -> Visitor:
     """Tell who is at the page. A browser's memory may hold anything."""
+    libraries.wait()  # every handler asks this first, and may import anything after
     kept = memory if isinstance(memory, dict) else {}
     return visitor(profile.username if profile else None, token.token if token else None, kept.get("secret") or "")
 
@@ -67,15 +67,9 @@ def plot(figure: str | None) -> Any:
     return None if figure is None else PlotData(type="plotly", plot=figure)
 
 
-@cache
-def warm() -> None:
-    """Import what the first look at a model needs, once the page is open, so that neither need wait."""
-    threading.Thread(target=import_module, args=("linearizer.pipeline",), daemon=True).start()
-
-
 def opened(memory: Memory, asked: str | None, profile: Profile, token: Token) -> tuple[Memory, Any, Any]:
     """Re-attach to the run that the address names, or that this browser watched last."""
-    warm()
+    libraries.warm()
     kept = {"secret": "", "run": None} | (memory if isinstance(memory, dict) else {})
     if on_space() and len(str(kept["secret"])) < 16:
         kept["secret"] = new_secret()
@@ -86,7 +80,7 @@ def opened(memory: Memory, asked: str | None, profile: Profile, token: Token) ->
         try:
             kept["run"] = who(kept, profile, token).find(named).folder.name
         except LinearizerError as error:
-            note = views.said(str(error), "bad") if asked else ""
+            note = markup.said(str(error), "bad") if asked else ""
     return kept, gr.HTML(note, visible=True if note else "hidden"), gr.Timer(0.2 if kept["run"] else 5.0, active=True)
 
 
@@ -110,7 +104,7 @@ def chosen(model: str | None, memory: Memory, profile: Profile, token: Token) ->
         found = desk.inspect(someone, model)
         held = Chosen(found, desk.to_download(someone, model)) if found.supported else None
     except RequestError as error:
-        return views.said(str(error), "bad"), None, gr.Button(interactive=False), gr.skip()
+        return markup.said(str(error), "bad"), None, gr.Button(interactive=False), gr.skip()
     most = max(2 * LEAST, min(MOST, found.max_positions or MOST))
     return (
         views.model_card(found),
@@ -139,13 +133,13 @@ def asked_plan(found: Chosen | None, budget: float, effort: str, advanced: tuple
 def priced(found: Chosen | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
     """Say what a budget means, and what each effort takes here; this answers while the slider moves."""
     if found is None:
-        return views.said("Choose a model first."), ""
+        return markup.said("Choose a model first."), ""
     try:
         card = views.budget_card(asked_plan(found, budget, effort, advanced), found.layers)
         plans = {name: asked_plan(found, budget, name, advanced) for name in desk.EFFORTS}
         guesses = {name: desk.foresee(plan, found.inspection, found.download) for name, plan in plans.items()}
     except LinearizerError as error:
-        return views.said(str(error), "bad"), ""
+        return markup.said(str(error), "bad"), ""
     return card, views.efforts_table(guesses, effort)
 
 
@@ -211,7 +205,7 @@ def shared(memory: Memory, budget: float, profile: Profile, token: Token) -> tup
     try:
         return *shares(run, int(budget)), True
     except LinearizerError as error:
-        return gr.skip(), views.said(str(error), "bad"), True
+        return gr.skip(), markup.said(str(error), "bad"), True
 
 
 def shares(run: Any, budget: int) -> tuple[Any, str]:
@@ -245,7 +239,7 @@ def publish_opened(memory: Memory, profile: Profile, token: Token) -> tuple[Any,
     name = run_named(memory)
     run = someone.find(name or "")
     if on_space() and someone.token is None:
-        return gr.Dropdown(choices=[]), gr.skip(), views.said("Sign in, at the top right, to publish.")
+        return gr.Dropdown(choices=[]), gr.skip(), markup.said("Sign in, at the top right, to publish.")
     owners = list(publishing.owners(someone.token))
     suggested = f"{run.plan.model.partition('@')[0].rstrip('/').split('/')[-1]}-linearized"
     return gr.Dropdown(choices=owners, value=owners[0] if owners else None), suggested, ""
@@ -261,7 +255,7 @@ def previewed(
     someone = who(memory, profile, token)
     run = someone.find(run_named(memory) or "")
     found = publishing.preview(run, f"{owner or ''}/{(repo or '').strip()}", private, someone.token)
-    notes = "".join(views.said(note) for note in found.notes)
+    notes = "".join(markup.said(note) for note in found.notes)
     return notes, views.files_table(found.files, found.bytes), found.card, gr.Button(interactive=True)
 
 
