@@ -3,6 +3,8 @@
 import pytest
 from axe_playwright_python.sync_playwright import Axe
 
+from linearizer.plan import Plan
+from linearizer.run import Run
 from tests.serving import SMALL, browsing, finished, looking, serving
 
 SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]
@@ -11,8 +13,13 @@ LONG = 120_000  # milliseconds that a run on a busy machine may take
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("access") / "runs", HF_TOKEN="hf_fake_ann") as (url, _):
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("access") / "runs"
+
+
+@pytest.fixture(scope="module")
+def served(runs):
+    with serving(runs, HF_TOKEN="hf_fake_ann") as (url, _):
         yield url
 
 
@@ -58,6 +65,13 @@ def test_every_step_passes_axe_in_both_schemes_wide_and_narrow(served, browser, 
             assert wrong(page) == []
         page.goto(f"{served}runs")
         page.wait_for_selector("#runs table")
+        assert wrong(page) == []
+
+
+def test_a_run_that_has_nothing_to_draw_yet_passes_axe(served, browser, runs):
+    Run.begin(runs / "new", Plan.of(model="demo", budget=64))
+    with looking(browser, f"{served}?run=new") as page:
+        page.wait_for_selector("#step-3 .empty")
         assert wrong(page) == []
 
 

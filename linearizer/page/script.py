@@ -27,6 +27,10 @@ function watch(part, act) {
   act();
   new MutationObserver(act).observe(part, {childList: true, subtree: true});
 }
+function name() {  // Gradio names a place without a figure, but does not say what it is
+  for (const place of document.querySelectorAll('.empty[aria-label]:not([role])')) place.setAttribute('role', 'img');
+}
+new MutationObserver(name).observe(document.documentElement, {childList: true, subtree: true});
 function region() {
   const heard = document.getElementById('heard') || document.createElement('div');
   if (!heard.id) document.body.append(Object.assign(heard, {id: 'heard', className: 'lz-heard', role: 'status'}));
