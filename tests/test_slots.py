@@ -1,5 +1,7 @@
 """Slots: what is merged, that nothing is lost in sum, and that a slot which was never merged is an exact token."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -80,6 +82,25 @@ def test_padding_anywhere_changes_nothing(holes):
     padded, _ = attend(q, k, v, 3, real=real)
     alone, _ = attend(q[..., kept, :], k[:, :, kept], v[:, :, kept], 3)
     torch.testing.assert_close(padded[..., kept, :], alone)
+
+
+def test_a_token_alone_leaves_the_exact_tokens_where_they_are():
+    q, k, v = drawn(length=21)
+    _, state = attend(q[..., :20, :], k[:, :, :20], v[:, :, :20], 6)
+    ring, sinks = state.window_k, state.sink_k
+    slot_attention(q[..., 20:, :], k[:, :, 20:], v[:, :, 20:], merging(), None, state)
+    assert state.window_k is ring and state.sink_k is sinks
+    assert torch.equal(ring[:, :, 20 % WINDOW], k[:, :, 20]) and torch.equal(sinks, k[:, :, :SINKS])
+
+
+def test_the_root_multiplies_the_keys_that_are_measured():
+    q, k, v = drawn()
+    states = []
+    for own in (merging(), replace(merging(), metric=2 * merging().metric, root=0.5)):
+        states.append(SlotState.empty(k, v, WINDOW, SINKS, 5))
+        slot_attention(q, k, v, own, None, states[-1])
+    assert states[0].spread.max() > 0
+    torch.testing.assert_close(states[1].spread, states[0].spread)
 
 
 def test_merging_keeps_the_sums_and_counts_the_spread():

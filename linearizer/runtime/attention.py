@@ -86,9 +86,8 @@ def padding_only(
             "a linearized model attends causally to one text per row; packed rows and custom masks are not served: "
             "give each text a row of its own, and an attention_mask for its padding"
         )
-    if attention_mask is None or attention_mask.all():
-        return None
-    return attention_mask[:, None, None, -q_length:].bool()
+    new = None if attention_mask is None else attention_mask[:, -q_length:]
+    return None if new is None or new.all() else new[:, None, None].bool()
 
 
 def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

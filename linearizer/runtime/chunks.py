@@ -6,15 +6,28 @@ from collections.abc import Callable
 
 import torch
 
-from .parts import Far, Features, by_head, combine, far_logits_exactly, largest, only
+from .parts import (
+    Far,
+    Features,
+    by_head,
+    combine,
+    exact_part,
+    far_logits_exactly,
+    largest,
+    only,
+    softmax_over,
+)
 from .state import (
     ABSENT,
     EMPTY,
     HEADROOM,
     Columns,
     State,
+    first_places,
     lay_columns,
+    least_of,
     remember_sinks,
+    remember_token,
     remember_window,
     take,
     working_dtype,
@@ -117,29 +130,27 @@ def merge(state: State, level: Tensor, mean: Tensor) -> None:
 
 def step(q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, state: State) -> Tensor:
     """Attend with one token; the state is changed in place."""
-    work, place = working_dtype(q), state.count
-    sinks, rows = state.sink_k.shape[-2], torch.arange(q.shape[0], device=q.device)
-    old_k, old_v = k, v
-    if window:
-        slot = place % window
-        old_k, old_v = state.window_k[rows, :, slot][:, :, None], state.window_v[rows, :, slot][:, :, None]
-        state.window_k[rows, :, slot], state.window_v[rows, :, slot] = k[:, :, 0], v[:, :, 0]
-    if sinks:
-        slot, first = place.clamp(max=sinks - 1), (place < sinks)[:, None, None]
-        state.sink_k[rows, :, slot] = torch.where(first, k[:, :, 0], state.sink_k[rows, :, slot])
-        state.sink_v[rows, :, slot] = torch.where(first, v[:, :, 0], state.sink_v[rows, :, slot])
+    q, place, sinks = q.to(working_dtype(q)), state.count, state.sink_k.shape[-2]
+    least, old_k, old_v = least_of(place), k, v
     if feature_map is not None:
-        w = feature_map.keys(old_k.to(work))
-        merge(state, w.masked_fill((place - window < sinks)[:, None, None, None], ABSENT)[:, :, 0], old_v.to(work))
+        if window:
+            slot = (place % window)[:, None]
+            old_k, old_v = take(state.window_k, slot), take(state.window_v, slot)
+        w = feature_map.keys(old_k.to(q.dtype))
+        if least - window < sinks:
+            w = w.masked_fill((place - window < sinks)[:, None, None, None], ABSENT)
+        merge(state, w[:, :, 0], old_v.to(q.dtype))
+    remember_token(state, k, v, least)
     state.count = place + 1
 
-    q = q.to(work)
-    gone = torch.arange(sinks, device=q.device) <= (place - window)[:, None]
-    held = torch.arange(window, device=q.device) <= place[:, None]
-    parts = [
-        (only(by_head(q, k.to(work).mT), seen[:, None]), v)
-        for k, v, seen in ((state.sink_k, state.sink_v, gone), (state.window_k, state.window_v, held))
-    ]
+    parts, rows = [], q[..., 0, :]
+    if sinks:
+        gone = None if least - window >= sinks - 1 else first_places(sinks, place - window)
+        parts.append(exact_part(rows, state.sink_k, state.sink_v, gone))
+    if window:
+        held = None if least >= window - 1 else first_places(window, place)
+        parts.append(exact_part(rows, state.window_k, state.window_v, held))
     if feature_map is not None:
-        parts.append((feature_map.queries(q) + state.level[:, :, None, None], state.mean))
-    return combine(parts)
+        parts.append((feature_map.queries(q)[..., 0, :] + state.level[:, :, None], state.mean))
+    out = softmax_over(parts) if parts else rows.new_zeros(*rows.shape[:-1], v.shape[-1])
+    return out[..., None, :]

@@ -5,6 +5,7 @@ Shapes as in linear_attention.py.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass
 from typing import Protocol
@@ -75,6 +76,20 @@ def exp(x: Tensor) -> Tensor:
     """e^x, and 0 for what would nearly underflow: a CPU takes a hundred times as long for what does."""
     least = math.log(torch.finfo(x.dtype).tiny) + 7
     return torch.nn.functional.threshold(x.clamp_min(least).exp(), 1.1 * math.exp(least), 0.0)
+
+
+def exact_part(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Logits and values of exact tokens for q (batch, heads, rows, dim); all are seen, or `seen` (batch, tokens)."""
+    logits = q @ k.to(q.dtype).mT
+    if seen is not None:
+        logits = logits + torch.where(seen, 0.0, EMPTY).to(logits.dtype)[:, None, None]
+    return logits, v.to(q.dtype)
+
+
+def softmax_over(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """One softmax over parts, given as logits and values, for rows that see something: (batch, heads, rows, dim)."""
+    weights = torch.cat([logits for logits, _ in parts], -1).softmax(-1).split([x.shape[-1] for x, _ in parts], -1)
+    return functools.reduce(torch.add, (weight @ values for weight, (_, values) in zip(weights, parts, strict=True)))
 
 
 def largest(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

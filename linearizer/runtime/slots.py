@@ -22,8 +22,19 @@ import torch
 from torch import nn
 
 from .merging import WAITING, Slots, kept_slots, merge_slots, rounds
-from .parts import by_head, combine, only
-from .state import EMPTY, Columns, Near, lay_columns, remember_sinks, remember_window, take, working_dtype
+from .parts import by_head, combine, exact_part, only, softmax_over
+from .state import (
+    Columns,
+    Near,
+    first_places,
+    lay_columns,
+    least_of,
+    remember_sinks,
+    remember_token,
+    remember_window,
+    take,
+    working_dtype,
+)
 from .trial import Drawn, Sizes, takes, trusted
 
 try:
@@ -79,18 +90,53 @@ class Merger(nn.Module):
 
 @dataclass(frozen=True)
 class Merging:
-    """How some heads merge: the metric and gain of a Merger, the metric for keys as they are, and the sizes."""
+    """How some heads merge: the metric, for keys that are multiplied by `root`, and gain of a Merger, and the sizes."""
 
     metric: Tensor  # (heads, dim, dim)
     gain: Tensor  # (heads,)
     window: int
     block: int
+    root: float = 1.0
+
+    @property
+    def scaled(self) -> Tensor:
+        """The metric for keys as they are."""
+        return self.metric * self.root
 
 
 def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> Tensor:
     """Attend and bring the state up to date; q is multiplied by the scale of the scores."""
     fused = kernels_serve(q, k, v, merging, state)
+    if q.shape[-2] == 1 and real is None and not fused:
+        return step(q, k, v, merging, state)
     return attend(q, k, v, merging, real, state, fused)
+
+
+def step(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> Tensor:
+    """Attend with one token; the state is changed in place, but for slots when a block is merged."""
+    q, place, sinks, window = q.to(working_dtype(q)), state.count, state.sink_k.shape[-2], merging.window
+    turn = torch.div(place - window, merging.block, rounding_mode="floor") + 1
+    merged = (turn * merging.block).clamp_min(0)
+    merges = (turn >= 1) & (merged - merging.block == place - window)
+    if merges.any():
+        columns = lay_columns(k, v, window, None, state)
+        absorb(state, columns, merging, Leaving.of(columns, turn[:, None], merges[:, None], merging.block, sinks))
+    remember_token(state, k, v, least_of(place))
+    state.count = place + 1
+
+    parts, rows = [], q[..., 0, :]
+    if sinks:
+        gone = None if least_of(merged) >= sinks else first_places(sinks, merged - 1)
+        parts.append(exact_part(rows, state.sink_k, state.sink_v, gone))
+    age = (place[:, None] - torch.arange(window, device=q.device)) % window
+    parts.append(exact_part(rows, state.window_k, state.window_v, age <= (place - merged)[:, None]))
+    logits, values = exact_part(rows, state.slot_k, state.slot_v, None)
+    return softmax_over([*parts, (logits + levels(state, merging)[:, :, None], values)])[..., None, :]
+
+
+def levels(held: SlotState | Slots, merging: Merging) -> Tensor:
+    """What the weight and the spread of slots add to their logits, -∞ if they are empty: (batch, heads, slots)."""
+    return torch.addcmul(held.weight.log(), merging.gain.to(held.weight.dtype)[:, None], held.spread)
 
 
 def attend(
@@ -156,7 +202,7 @@ def attend_fused(
     held = [state.slot_k, state.slot_v, state.weight, state.spread]
     blocks = leaving.index, leaving.comes, leaving.merges
     count = rounds(slots + merging.block, slots)
-    found = merge_fused(k, v, merging.metric.contiguous(), *blocks, held, count, WAITING)
+    found = merge_fused(k, v, merging.scaled.contiguous(), *blocks, held, count, WAITING)
     state.slot_k, state.slot_v, state.weight, state.spread = (x[:, -1] for x in found)
     sinks = state.sink_k.contiguous(), state.sink_v.contiguous()
     merged = merged.clamp_min(0)
@@ -198,7 +244,7 @@ def absorb(state: SlotState, columns: Columns, merging: Merging, leaving: Leavin
         if any_comes:
             new = (k[:, :, number], v[:, :, number], weight[:, :, number], torch.zeros_like(weight[:, :, number]))
             all_of = [torch.cat(pair, 2) for pair in zip((now.k, now.v, now.weight, now.spread), new, strict=True)]
-            now = merge_slots(Slots(*all_of), count, merging.metric) if too_many else kept_slots(Slots(*all_of), count)
+            now = merge_slots(Slots(*all_of), count, merging.scaled) if too_many else kept_slots(Slots(*all_of), count)
             now.k, now.v = now.k.to(state.slot_k.dtype), now.v.to(state.slot_v.dtype)
         found.append(now)
     state.slot_k, state.slot_v, state.weight, state.spread = now.k, now.v, now.weight, now.spread
@@ -227,7 +273,5 @@ def look(
         gone = (torch.arange(sinks, device=q.device) < merged).flatten(0, 1)[:, None].expand(-1, q.shape[-2], -1)
         sink_k, sink_v = (x.repeat_interleave(turns, 0) for x in (state.sink_k, state.sink_v))
         parts.append((only(by_head(q, sink_k.to(work).mT), gone), sink_v))
-    level = held.weight.clamp_min(1).log() + merging.gain.to(work)[:, None] * held.spread
-    level = level.masked_fill(held.weight == 0, EMPTY)
-    parts.append((by_head(q, held.k.to(work).mT) + level[:, :, None, None], held.v))
+    parts.append((by_head(q, held.k.to(work).mT) + levels(held, merging)[:, :, None, None], held.v))
     return combine(parts).unflatten(0, place.shape[:2]).movedim(1, -3).flatten(-3, -2)

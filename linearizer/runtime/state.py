@@ -120,6 +120,31 @@ def take(x: Tensor, index: Tensor) -> Tensor:
     return x.gather(-2, index.view(shape).expand(*x.shape[:-2], -1, x.shape[-1]))
 
 
+def remember_token(state: Near, k: Tensor, v: Tensor, least: int) -> None:
+    """Put one token of every text where it belongs in the ring and among the sinks, in place.
+
+    No text has read fewer than `least` tokens before it.
+    """
+    sinks, window, rows = state.sink_k.shape[-2], state.window_k.shape[-2], torch.arange(len(k), device=k.device)
+    if window:
+        slot = state.count % window
+        state.window_k[rows, :, slot], state.window_v[rows, :, slot] = k[:, :, 0], v[:, :, 0]
+    if least < sinks:
+        slot, first = state.count.clamp(max=sinks - 1), (state.count < sinks)[:, None, None]
+        state.sink_k[rows, :, slot] = torch.where(first, k[:, :, 0], state.sink_k[rows, :, slot])
+        state.sink_v[rows, :, slot] = torch.where(first, v[:, :, 0], state.sink_v[rows, :, slot])
+
+
+def first_places(size: int, last: Tensor) -> Tensor:
+    """Which of the places 0 … size - 1 are not beyond a text's `last` (batch,): (batch, size)."""
+    return torch.arange(size, device=last.device) <= last[:, None]
+
+
+def least_of(count: Tensor) -> int:
+    """The least of some counts where it can be seen at once, and else 0: waiting for a device would cost more."""
+    return min(count.tolist()) if count.device.type == "cpu" else 0
+
+
 def remember_sinks(state: Near, columns: Columns) -> None:
     """Copy the first tokens of the text to where they stay, if they are among the columns."""
     sinks = state.sink_k.shape[-2]
