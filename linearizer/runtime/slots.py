@@ -28,7 +28,6 @@ from .state import (
     Near,
     first_places,
     lay_columns,
-    least_of,
     remember_sinks,
     remember_token,
     remember_window,
@@ -114,19 +113,21 @@ def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tens
 
 def step(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> Tensor:
     """Attend with one token; the state is changed in place, but for slots when a block is merged."""
-    q, place, sinks, window = q.to(working_dtype(q)), state.count, state.sink_k.shape[-2], merging.window
-    turn = torch.div(place - window, merging.block, rounding_mode="floor") + 1
-    merged = (turn * merging.block).clamp_min(0)
-    merges = (turn >= 1) & (merged - merging.block == place - window)
-    if merges.any():
+    q, sinks, window, block = q.to(working_dtype(q)), state.sink_k.shape[-2], merging.window, merging.block
+    places = state.count.tolist()  # in plain numbers: on a CPU an operation costs more than all of this
+    turns = [(place - window) // block + 1 for place in places]
+    merges = [turn >= 1 and (turn - 1) * block == place - window for turn, place in zip(turns, places, strict=True)]
+    if any(merges):
         columns = lay_columns(k, v, window, None, state)
-        absorb(state, columns, merging, Leaving.of(columns, turn[:, None], merges[:, None], merging.block, sinks))
-    remember_token(state, k, v, least_of(place))
+        turn, comes = (torch.tensor(x, device=q.device)[:, None] for x in (turns, merges))
+        absorb(state, columns, merging, Leaving.of(columns, turn, comes, block, sinks))
+    remember_token(state, k, v, min(places))
+    merged, place = torch.tensor([max(turn, 0) * block for turn in turns], device=q.device), state.count
     state.count = place + 1
 
     parts, rows = [], q[..., 0, :]
     if sinks:
-        gone = None if least_of(merged) >= sinks else first_places(sinks, merged - 1)
+        gone = None if min(turns) * block >= sinks else first_places(sinks, merged - 1)
         parts.append(exact_part(rows, state.sink_k, state.sink_v, gone))
     age = (place[:, None] - torch.arange(window, device=q.device)) % window
     parts.append(exact_part(rows, state.window_k, state.window_v, age <= (place - merged)[:, None]))
