@@ -45,10 +45,11 @@ class Learner:
     def copies(self) -> dict[str, torch.Tensor]:
         return {name: p.detach().clone() for name, p in self.parameters.items()}
 
+    @torch.no_grad()
     def fall_back(self) -> None:
         """Return to the last good state."""
         for name, p in self.parameters.items():
-            p.data.copy_(self.good[name])
+            p.copy_(self.good[name])
         self.begin()
 
     def learn(self, loss: float, step: int, rate: float, whole: bool) -> str | None:
@@ -98,12 +99,13 @@ class Learner:
     def facts(self) -> dict[str, Any]:
         return asdict(self.course)
 
+    @torch.no_grad()
     def restore(self, tensors: Mapping[str, torch.Tensor], facts: Mapping[str, Any]) -> None:
         """Go on from what `tensors` and `facts` gave."""
         self.course = Course(**facts)
         self.begin()
         for name, p in self.parameters.items():
-            p.data.copy_(tensors[f"{name}/now"])
+            p.copy_(tensors[f"{name}/now"])
             self.good[name].copy_(tensors[f"{name}/good"])
             if f"{name}/{MOMENTS[0]}" in tensors:
                 kept = {moment: tensors[f"{name}/{moment}"].clone() for moment in MOMENTS}

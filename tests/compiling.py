@@ -14,7 +14,15 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from linearizer import loss_kernels
-from linearizer.runtime import kernel_gradients, kernel_merging, kernel_slots, kernel_step, kernel_tiles, kernels
+from linearizer.runtime import (
+    folded,
+    kernel_gradients,
+    kernel_merging,
+    kernel_slots,
+    kernel_step,
+    kernel_tiles,
+    kernels,
+)
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 
@@ -60,7 +68,10 @@ def everything(dim, features, dtype=torch.bfloat16, window=64, sinks=4):
     kernels.run(*inputs[:7], None, None, level, mean, window)
     state = (count, sink, sink, ring, ring, level, mean)
     first = (q[..., :1, :], one, one)
-    kernel_step.run_step(*first, None, None, (draw(heads, features, dim).float(), level[0], 1.0), *state)
+    weight, norm = draw(heads, features, dim).float(), level[0, :, 0]
+    for shares in (folded.NONE, folded.KEYS, folded.NEAREST, folded.HALVES):
+        made = folded.Folded(weight, norm, level[0], weight, norm, level[0], shares)
+        kernel_step.run_step(*first, None, None, made, *state)
     kernel_step.run_step(*first, u[..., :1, :], w[..., :1, :], None, *state)
     slots(q, k, sink, count, window, metric=draw(heads, dim, dim).float())
     for squared in (False, True):

@@ -96,3 +96,37 @@ def test_the_same_seed_draws_the_same_features(kind):
 @pytest.mark.parametrize("kind, learned", [("performer", 0), ("dijiang", 1), ("prf", 2)])
 def test_what_is_fixed_by_its_authors_stays_fixed(kind, learned):
     assert sum(p.requires_grad for p in make(kind, 16).parameters()) == learned
+
+
+@pytest.mark.parametrize("kind", FEATURE_MAPS)
+def test_a_folded_map_is_the_map(kind):
+    feature_map = make(kind, 20)
+    for parameter in feature_map.parameters():
+        parameter.data += 0.3 * draw(*parameter.shape)
+    q, k = draw(1, 2, 2, 9, DIM, size=1.0), draw(1, 2, 9, DIM, size=1.0, seed=2)
+    folded = feature_map.folded(0.6)
+    assert (folded is None) == (kind == "mlp")
+    if folded is not None:
+        torch.testing.assert_close(folded.queries(q), feature_map.queries(q / 0.6))
+        torch.testing.assert_close(folded.keys(k), feature_map.keys(k * 0.6))
+
+
+@pytest.mark.parametrize("change", ["step", "reset", "load", "train"])
+def test_a_map_is_folded_again_when_it_changes_and_only_then(change):
+    feature_map = make("clusters" if change == "step" else "codebook", 20)
+    with torch.no_grad():
+        feature_map.metric += draw(2, DIM, DIM)
+    before = feature_map.folded(0.6)
+    assert feature_map.folded(0.6) is before
+    if change == "step":
+        feature_map.queries(draw(1, 2, 2, 9, DIM)).sum().backward()
+        torch.optim.Adam(feature_map.parameters(), lr=0.1).step()
+    elif change == "reset":
+        feature_map.reset(torch.Generator().manual_seed(1))
+    elif change == "load":
+        feature_map.load_state_dict({name: 2 * x for name, x in feature_map.state_dict().items()})
+    else:
+        feature_map.train()
+    k = draw(1, 2, 9, DIM, size=1.0)
+    torch.testing.assert_close(feature_map.folded(0.6).keys(k), feature_map.keys(k * 0.6))
+    assert not torch.equal(before.keys(k), feature_map.folded(0.6).keys(k)) or change == "step"

@@ -1,7 +1,6 @@
 """The kernels agree with PyTorch: without a GPU in Triton's interpreter, which checks what they compute."""
 
 import importlib.util
-import math
 import sys
 from pathlib import Path
 
@@ -11,12 +10,22 @@ import torch
 pytest.importorskip("triton")
 
 from linearizer import attention_loss, loss_kernels
-from linearizer.runtime import kernel_far, kernel_gradients, kernel_near, kernel_segments, kernel_tiles, kernels, state
+from linearizer.runtime import (
+    kernel_far,
+    kernel_gradients,
+    kernel_near,
+    kernel_segments,
+    kernel_step,
+    kernel_tiles,
+    kernels,
+    state,
+)
 from linearizer.runtime.chunks import chunked, step
 from linearizer.runtime.feature_map import FEATURE_MAPS
 from linearizer.runtime.fused import attend_fused, fused_step
 from linearizer.runtime.linear_attention import reference
 from linearizer.runtime.state import State, tensors
+from linearizer.runtime.student import Scaled
 from tests.test_attention_loss import make as make_loss
 from tests.test_linear_attention import extreme
 
@@ -142,14 +151,26 @@ def test_extreme_texts_are_right(case, window, sinks):
         assert relative(mine, true) <= 4 * relative(other, true) + 4 * rounding + 1e-5
 
 
-@pytest.mark.parametrize("kind", ["prf", "mlp"])  # features inside the kernel, and given to it
-@pytest.mark.parametrize("window, sinks, features, group", [(5, 2, 20, 2), (0, 0, 37, 1), (0, 3, 4, 4), (7, 0, 0, 8)])
+STEPS = [  # kind, window, sinks, features, group; the features of mlp are given to the kernel, others made in it
+    ("prf", 5, 2, 20, 2),
+    ("prf", 0, 0, 37, 1),
+    ("prf", 7, 0, 0, 8),
+    ("mlp", 5, 2, 20, 2),
+    ("mlp", 0, 3, 4, 4),
+    ("clusters", 5, 2, 37, 2),
+    ("codebook", 0, 3, 36, 1),
+    ("hedgehog", 3, 0, 74, 2),
+]
+
+
+@pytest.mark.parametrize("kind, window, sinks, features, group", STEPS)
 @torch.no_grad()
 def test_steps_are_the_steps_of_pytorch(kind, window, sinks, features, group):
     q, k, v, feature_map = make(14, features=features, group=group, kind=kind)
-    if features and kind == "prf":
-        bias = (feature_map.log_weight - math.log(features)) / 2
-        feature_map.affine = lambda: (feature_map.z, bias, 1.0)
+    if features:
+        vary(feature_map)
+        feature_map = Scaled(feature_map, 0.3)
+        assert (feature_map.folded() is None) == (kind == "mlp")
     states = [State.empty(k, v, window, sinks, features) for _ in range(2)]
     held = tensors(states[1])
     for t in range(14):
@@ -161,17 +182,11 @@ def test_steps_are_the_steps_of_pytorch(kind, window, sinks, features, group):
         assert relative(held[name].double(), tensor.double()) < CLOSE
 
 
-def test_a_feature_map_s_affine_form_is_what_it_computes():
-    from linearizer.runtime.student import Scaled
-
-    q, k, _, feature_map = make(5, dim=8)
-    feature_map.log_weight.data.normal_()
-    scaled = Scaled(feature_map, 0.3)
-    z, bias, root = scaled.affine()
-    for x, own, scale in ((q[:, :, 0], scaled.queries(q)[:, :, 0], 1 / root), (k, scaled.keys(k), root)):
-        x = x * scale
-        torch.testing.assert_close(x @ z.mT - x.square().sum(-1, keepdim=True) / 2 + bias[:, None], own)
-    assert Scaled(FEATURE_MAPS["mlp"](2, 8, 4), 0.3).affine() is None
+def vary(feature_map):
+    """Let nothing that is learnt be where it began."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in feature_map.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=EXACT).to(parameter)
 
 
 LOSSES = {
@@ -272,6 +287,23 @@ def test_a_mutated_kernel_fails(module, line, mutation, tmp_path, monkeypatch):
 def test_constants_are_those_of_pytorch():
     for name in ("EMPTY", "ABSENT", "HEADROOM"):
         assert getattr(kernel_tiles, name).value == getattr(state, name)
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter shows it as well")
+@pytest.mark.parametrize(
+    "kind, line, mutation",
+    [
+        ("prf", "tl.sum(k * k, 0) * norm / 2", "tl.sum(k * k, 0) / 2"),
+        ("clusters", "tl.where(om < HALF, first, beyond)", "0.0"),
+        ("codebook", "om == nearest", "om == nearest + 1"),
+        ("hedgehog", "tl.where(om < HALF, first, beyond)", "first"),
+        ("hedgehog", "q_first[:, None], q_beyond[:, None]", "q_beyond[:, None], q_first[:, None]"),
+    ],
+)
+def test_a_mutated_step_fails(kind, line, mutation, tmp_path, monkeypatch):
+    mutate(kernel_step, line, mutation, tmp_path, monkeypatch)
+    with pytest.raises(AssertionError):
+        test_steps_are_the_steps_of_pytorch(*next(case for case in STEPS if case[0] == kind))
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")

@@ -13,6 +13,7 @@ from .parts import (
     combine,
     exact_part,
     far_logits_exactly,
+    folded_of,
     largest,
     only,
     softmax_over,
@@ -133,6 +134,7 @@ def step(q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: 
     q, place, sinks = q.to(working_dtype(q)), state.count, state.sink_k.shape[-2]
     least, old_k, old_v = least_of(place), k, v
     if feature_map is not None:
+        feature_map = (None if torch.is_grad_enabled() else folded_of(feature_map)) or feature_map
         if window:
             slot = (place % window)[:, None]
             old_k, old_v = take(state.window_k, slot), take(state.window_v, slot)

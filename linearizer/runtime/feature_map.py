@@ -18,14 +18,16 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
+from .folded import ABSENT, HALVES, KEYS, NEAREST, NONE, Folded
+
 Tensor = torch.Tensor
-ABSENT = -2e30  # the log-feature of a key that does not touch a feature: finite, and below any level
 
 
 class FeatureMap(nn.Module, ABC):
     """What every map offers."""
 
     features: int
+    _folded: tuple[tuple, Folded | None] | None = None
 
     @abstractmethod
     def reset(self, generator: torch.Generator) -> None:
@@ -39,6 +41,21 @@ class FeatureMap(nn.Module, ABC):
     def keys(self, k: Tensor) -> Tensor:
         """Give w: (batch, heads, tokens, dim) -> (…, features)."""
 
+    def fold(self, root: float) -> Folded | None:
+        """Make ready for single tokens: the map of q / root and of k root, if it is one product with each."""
+        return None
+
+    @torch.no_grad()
+    def folded(self, root: float = 1.0) -> Folded | None:
+        """The same, made once while no parameter changes (in place, but not through `.data`)."""
+        held = list(self.parameters())
+        if any(p.is_inference() for p in held):  # which do not count their changes
+            return self.fold(root)
+        stamp = root, self.training, *((p.data_ptr(), p._version) for p in held)
+        if self._folded is None or self._folded[0] != stamp:
+            self._folded = stamp, self.fold(root)
+        return self._folded[1]
+
 
 class PositiveFeatures(FeatureMap):
     """u = z·q - |q|²/2 + (log α - log M)/2, and the same for keys."""
@@ -49,16 +66,23 @@ class PositiveFeatures(FeatureMap):
         self.z = nn.Parameter(torch.zeros(heads, features, dim), requires_grad=learn_z)
         self.log_weight = nn.Parameter(torch.zeros(heads, features), requires_grad=learn_weight)
 
+    @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        self.z.data.copy_(draw_heads(self.draw, self.z, generator))
-        self.log_weight.data.zero_()
+        self.z.copy_(draw_heads(self.draw, self.z, generator))
+        self.log_weight.zero_()
 
     def queries(self, q: Tensor) -> Tensor:
         return self.keys(q.flatten(2, 3)).unflatten(2, q.shape[2:4])
 
     def keys(self, k: Tensor) -> Tensor:
-        bias = (self.log_weight - math.log(self.features)) / 2
-        return k @ self.z.to(k.dtype).mT - half_square(k) + bias[:, None].to(k.dtype)
+        return k @ self.z.to(k.dtype).mT - half_square(k) + self.bias()[:, None].to(k.dtype)
+
+    def bias(self) -> Tensor:
+        return (self.log_weight - math.log(self.features)) / 2
+
+    def fold(self, root: float) -> Folded:
+        square = torch.full_like(self.z[:, 0, 0], root**2)
+        return Folded(self.z / root, 1 / square, self.bias(), self.z * root, square, self.bias(), NONE)
 
 
 class Hedgehog(FeatureMap):
@@ -71,15 +95,16 @@ class Hedgehog(FeatureMap):
         self.key_weight = nn.Parameter(torch.zeros(heads, features // 2, dim))
         self.gain = nn.Parameter(torch.zeros(heads))
 
+    @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
         """Start at the identity, as its authors do; further rows are random directions."""
         rows, dim = self.query_weight.shape[1:]
         weight = draw_heads(gaussian, self.query_weight, generator)
         weight[:, :dim] = torch.eye(dim)[:rows]
         weight *= dim**0.25  # the scaled inputs are about this much smaller than the heads' own
-        self.query_weight.data.copy_(weight)
-        self.key_weight.data.copy_(weight)
-        self.gain.data.zero_()
+        self.query_weight.copy_(weight)
+        self.key_weight.copy_(weight)
+        self.gain.zero_()
 
     def queries(self, q: Tensor) -> Tensor:
         x = self.both_signs(q.flatten(2, 3), self.query_weight) + self.gain[:, None, None].to(q.dtype)
@@ -87,6 +112,11 @@ class Hedgehog(FeatureMap):
 
     def keys(self, k: Tensor) -> Tensor:
         return self.both_signs(k, self.key_weight)
+
+    def fold(self, root: float) -> Folded:
+        query, key = (torch.cat([x, -x], 1) for x in (self.query_weight / root, self.key_weight * root))
+        none = torch.zeros_like(query[..., 0])
+        return Folded(query, none[:, 0], self.gain[:, None] + none, key, none[:, 0], none, HALVES)
 
     @staticmethod
     def both_signs(x: Tensor, weight: Tensor) -> Tensor:
@@ -105,12 +135,13 @@ class Side(nn.Module):
         self.hidden = nn.Parameter(torch.zeros(heads, 2 * dim, dim))
         self.out = nn.Parameter(torch.zeros(heads, features, 2 * dim))
 
+    @torch.no_grad()
     def reset(self, z: Tensor, generator: torch.Generator) -> None:
-        self.z.data.copy_(z)
-        self.norm.data.fill_(1.0)
-        self.bias.data.fill_(-math.log(z.shape[1]) / 2)
-        self.hidden.data.copy_(draw_heads(gaussian, self.hidden, generator) / math.sqrt(z.shape[-1]))
-        self.out.data.zero_()
+        self.z.copy_(z)
+        self.norm.fill_(1.0)
+        self.bias.fill_(-math.log(z.shape[1]) / 2)
+        self.hidden.copy_(draw_heads(gaussian, self.hidden, generator) / math.sqrt(z.shape[-1]))
+        self.out.zero_()
 
     def forward(self, x: Tensor) -> Tensor:
         z, norm, bias, hidden, out = (p.to(x.dtype) for p in (self.z, self.norm, self.bias, self.hidden, self.out))
@@ -148,10 +179,11 @@ class Codebook(FeatureMap):
         self.metric = nn.Parameter(torch.zeros(heads, dim, dim))  # distances are |metric·(k - c)|
         self.log_sharpness = nn.Parameter(torch.zeros(heads))
 
+    @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
-        self.centres.data.copy_(draw_heads(gaussian, self.centres, generator))
-        self.metric.data.copy_(torch.eye(self.metric.shape[-1]).expand_as(self.metric))
-        self.log_sharpness.data.zero_()
+        self.centres.copy_(draw_heads(gaussian, self.centres, generator))
+        self.metric.copy_(torch.eye(self.metric.shape[-1]).expand_as(self.metric))
+        self.log_sharpness.zero_()
 
     def queries(self, q: Tensor) -> Tensor:
         return q @ self.centres.to(q.dtype)[:, None].mT
@@ -165,6 +197,20 @@ class Codebook(FeatureMap):
         nearest = closeness.argmax(-1, keepdim=True)
         return torch.full_like(closeness, ABSENT).scatter(-1, nearest, 0.0)
 
+    def scorers(self) -> tuple[Tensor, Tensor]:
+        """Give the centres and biases that queries see."""
+        return self.centres, torch.zeros_like(self.centres[..., 0])
+
+    def fold(self, root: float) -> Folded:
+        """Let the metric, and the sharpness where keys are shared, be part of the centres."""
+        shared = self.training or self.soft
+        centres = self.centres @ self.metric.mT
+        sharpness = self.log_sharpness.exp() if shared else torch.ones_like(self.log_sharpness)
+        key, bias = centres @ self.metric * root, -half_square(centres)[..., 0]
+        (query, query_bias), none = self.scorers(), torch.zeros_like(sharpness)
+        key, bias = key * sharpness[:, None, None], bias * sharpness[:, None]
+        return Folded(query / root, none, query_bias, key, none, bias, KEYS if shared else NEAREST)
+
 
 class Clusters(Codebook):
     """u_m = q·a_m + b_m with a, b that begin as c, 0; keys are shared as in training, so nothing changes after it."""
@@ -176,13 +222,17 @@ class Clusters(Codebook):
         self.query_centres = nn.Parameter(torch.zeros(heads, features, dim))
         self.bias = nn.Parameter(torch.zeros(heads, features))
 
+    @torch.no_grad()
     def reset(self, generator: torch.Generator) -> None:
         super().reset(generator)
-        self.query_centres.data.copy_(self.centres.data)
-        self.bias.data.zero_()
+        self.query_centres.copy_(self.centres)
+        self.bias.zero_()
 
     def queries(self, q: Tensor) -> Tensor:
         return q @ self.query_centres.to(q.dtype)[:, None].mT + self.bias.to(q.dtype)[:, None, None]
+
+    def scorers(self) -> tuple[Tensor, Tensor]:
+        return self.query_centres, self.bias
 
 
 def half_square(x: Tensor) -> Tensor:

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 
 from .chunks import CHUNK, attend_chunks, chunked, step
-from .parts import Features
+from .parts import Features, folded_of
 from .state import ABSENT, Columns, State, change_tensors, tensors, working_dtype
 from .trial import Drawn, Sizes, takes, trusted
 
@@ -52,17 +52,18 @@ def step_serves(q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, s
     """Tell whether a kernel may attend with such a token, and change the state in place."""
     if run_step is None or torch.is_grad_enabled() or not takes(q, k, v):
         return False
-    sizes, affine = sizes_of(q, v, state), affine_of(feature_map) is not None
+    sizes, folded = sizes_of(q, v, state), folded_of(feature_map)
+    shares = None if folded is None else folded.shares
 
     def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         tokens = WINDOW + sizes.sinks + 8
-        text = Drawn.of(q, sizes, tokens, dtype, affine)
+        text = Drawn.of(q, sizes, tokens, dtype, shares)
         state, features = empty(text, sizes), text.features if sizes.features else None
         attend = fused_step if by_kernels else step
         out = [attend(*text.piece(t, t + 1), features, WINDOW, state).to(dtype) for t in range(tokens)]
         return [torch.cat(out, -2), state.level, state.mean]
 
-    return trusted("single tokens", q, (*sizes, affine), answers)
+    return trusted("single tokens", q, (*sizes, shares), answers)
 
 
 def sizes_of(q: Tensor, v: Tensor, state: State) -> Sizes:
@@ -71,11 +72,6 @@ def sizes_of(q: Tensor, v: Tensor, state: State) -> Sizes:
 
 def empty(text: Drawn, sizes: Sizes) -> State:
     return State.empty(text.k, text.v, WINDOW, sizes.sinks, sizes.features)
-
-
-def affine_of(feature_map: Features | None) -> tuple[Tensor, Tensor, float] | None:
-    """The affine form of log-features, where a map has one."""
-    return getattr(feature_map, "affine", lambda: None)()
 
 
 def attend_fused(q: Tensor, columns: Columns, feature_map: Features | None, state: State, chunk: int = CHUNK) -> Tensor:
@@ -96,11 +92,11 @@ def attend_fused(q: Tensor, columns: Columns, feature_map: Features | None, stat
 def fused_step(q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, state: State) -> Tensor:
     """Attend with one token by one kernel; nothing waits for the device, and no tensor of the state is exchanged.
 
-    A feature map whose log-features are affine in x and |x|² says so by `affine()` and is computed inside the kernel.
+    A feature map that can be folded is computed inside the kernel.
     """
     u = w = None
-    affine = affine_of(feature_map)
-    if feature_map is not None and affine is None:
+    folded = folded_of(feature_map)
+    if feature_map is not None and folded is None:
         work, old = working_dtype(q), k
         if window:
             slot = (state.count % window)[:, None, None, None].expand(*k.shape)
@@ -108,6 +104,6 @@ def fused_step(q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, wi
         u, w = feature_map.queries(q.to(work)).contiguous(), feature_map.keys(old.to(work)).contiguous()
     q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
     change_tensors(state, Tensor.contiguous)
-    out = run_step(q, k, v, u, w, affine, **tensors(state))
+    out = run_step(q, k, v, u, w, folded, **tensors(state))
     state.count += 1
     return out

@@ -1,4 +1,4 @@
-"""One token: features (where they are affine), state and output in one launch, the state in place.
+"""One token: features (where they can be folded, folded.py), state and output in one launch, the state in place.
 
 Nothing is read back from the device, so that a step can be captured in a CUDA graph. One program does all of a KV
 head, because the old state must have been read before the new one is written.
@@ -14,12 +14,14 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_tiles import ABSENT, EMPTY, for_chip, load_tile, padded, precision, take_in
+from . import folded as forms
+from .folded import Folded
+from .kernel_tiles import ABSENT, EMPTY, load_tile, padded, precision, take_in
 
 Tensor = torch.Tensor
+NEAREST, HALVES = tl.constexpr(forms.NEAREST), tl.constexpr(forms.HALVES)
 
-# (features, columns) at a time: what spills least; other chips are like the last row.
-BLOCKS = {(8, 0): (16, 32), (12, 0): (16, 32), None: (32, 16)}
+FEATURES, COLUMNS = 32, 32  # at a time
 
 
 @triton.jit
@@ -29,11 +31,68 @@ def replaced(tile, index, slot, new):
 
 
 @triton.jit
+def key_features(weight, bias, k, norm):
+    """Log-features of one key."""
+    return tl.sum(weight * k[None, :], 1) + bias - tl.sum(k * k, 0) * norm / 2
+
+
+@triton.jit
+def query_features(q, weight, norm, PRECISION: tl.constexpr):
+    """Log-features of the query heads of a group, without a bias."""
+    u = tl.dot(q, tl.trans(weight), out_dtype=q.dtype, input_precision=PRECISION)
+    return u - (tl.sum(q * q, 1) * norm / 2)[:, None]
+
+
+@triton.jit
+def more(top, total, x, live, AXIS: tl.constexpr):
+    """Let running log-sum-exps see some more numbers."""
+    new = tl.maximum(top, tl.max(tl.where(live, x, 2 * ABSENT), AXIS))
+    shifted = tl.exp(x - (new[:, None] if AXIS == 1 else new))
+    return new, total * tl.exp(top - new) + tl.sum(tl.where(live, shifted, 0.0), AXIS)
+
+
+@triton.jit
+def key_shares(
+    weight_ptr, bias_ptr, k, norm, od, D: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, HALF: tl.constexpr,
+):  # fmt: skip
+    """What a key's log-features lack to be logs of shares, in the first half and beyond; and the largest of them."""
+    top, beyond_top = tl.full([], EMPTY, k.dtype), tl.full([], EMPTY, k.dtype)
+    total, beyond, nearest = tl.full([], 0.0, k.dtype), tl.full([], 0.0, k.dtype), tl.full([], 0, tl.int32)
+    for m in range(0, M, MS):
+        om = m + tl.arange(0, MS)
+        bias = tl.load(bias_ptr + om, mask=om < M, other=0.0).to(k.dtype)
+        w = key_features(load_tile(weight_ptr, om, od, M, D).to(k.dtype), bias, k, norm)
+        w = tl.where(om < M, w, ABSENT)
+        nearest = tl.where(tl.max(w, 0) > top, m + tl.argmax(w, 0), nearest)
+        top, total = more(top, total, w, om < HALF, 0)
+        if HALF < M:
+            beyond_top, beyond = more(beyond_top, beyond, w, (om >= HALF) & (om < M), 0)
+    return top + tl.log(total), beyond_top + tl.log(tl.maximum(beyond, 1e-37)), nearest
+
+
+@triton.jit
+def query_shares(
+    q_ptr, weight_ptr, norm, og, od, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
+    HALF: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """The same of the query heads of a group."""
+    top, beyond_top = tl.full([og.shape[0]], EMPTY, ACC), tl.full([og.shape[0]], EMPTY, ACC)
+    total, beyond = tl.zeros([og.shape[0]], ACC), tl.zeros([og.shape[0]], ACC)
+    for m in range(0, M, MS):
+        om = m + tl.arange(0, MS)
+        q = load_tile(q_ptr, og, od, G, D).to(ACC)
+        u = query_features(q, load_tile(weight_ptr, om, od, M, D).to(ACC), norm, PRECISION)
+        top, total = more(top, total, u, (om < HALF)[None, :] & (og >= 0)[:, None], 1)
+        beyond_top, beyond = more(beyond_top, beyond, u, ((om >= HALF) & (om < M))[None, :] & (og >= 0)[:, None], 1)
+    return top + tl.log(total), beyond_top + tl.log(beyond)
+
+
+@triton.jit
 def step_heads(
-    q_ptr, k_ptr, v_ptr, u_ptr, w_ptr, z_ptr, bias_ptr, count_ptr, sink_k_ptr, sink_v_ptr, window_k_ptr, window_v_ptr,
-    level_ptr, mean_ptr, out_ptr, root, WINDOW, H,
+    q_ptr, k_ptr, v_ptr, u_ptr, w_ptr, query_ptr, query_norm_ptr, query_bias_ptr, key_ptr, key_norm_ptr, key_bias_ptr,
+    count_ptr, sink_k_ptr, sink_v_ptr, window_k_ptr, window_v_ptr, level_ptr, mean_ptr, out_ptr, WINDOW, H,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr,
-    S: tl.constexpr, SP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, BN: tl.constexpr, AFFINE: tl.constexpr,
+    S: tl.constexpr, SP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, BN: tl.constexpr, SHARES: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, batch)."""
@@ -43,11 +102,7 @@ def step_heads(
     q = load_tile(q_ptr + head * G * D, og, od, G, D).to(ACC)
     new_k = tl.load(k_ptr + head * D + od, mask=od < D, other=0.0).to(ACC)
     new_v = tl.load(v_ptr + head * DV + ov, mask=ov < DV, other=0.0).to(ACC)
-    slot, old_k, old_v = place * 0, new_k, new_v
-    if WINDOW > 0:
-        slot = place % WINDOW
-        old_k = tl.load(window_k_ptr + (head * WINDOW + slot) * D + od, mask=od < D, other=0.0).to(ACC)
-        old_v = tl.load(window_v_ptr + (head * WINDOW + slot) * DV + ov, mask=ov < DV, other=0.0).to(ACC)
+    slot = place % tl.maximum(WINDOW, 1)
     top = tl.full([GP], EMPTY, ACC)
     total = tl.zeros([GP], ACC)
     acc = tl.zeros([GP, VP], ACC)
@@ -65,9 +120,12 @@ def step_heads(
         sink_logits = tl.dot(q, tl.trans(sink_k), out_dtype=ACC, input_precision=PRECISION)
         gone = ((os < S) & (os <= place - WINDOW))[None, :] & (og >= 0)[:, None]
         top, total, acc = take_in(top, total, acc, sink_logits, gone, sink_v, PRECISION)
+    old_k, old_v, own = new_k, new_v, head * WINDOW + slot
+    if WINDOW > 0:
+        old_k = tl.load(window_k_ptr + own * D + od, mask=od < D, other=0.0).to(ACC)
+        old_v = tl.load(window_v_ptr + own * DV + ov, mask=ov < DV, other=0.0).to(ACC)
     tl.debug_barrier()  # a warp must not overwrite what another has yet to read
     if WINDOW > 0:
-        own = head * WINDOW + slot
         tl.store(window_k_ptr + own * D + od, new_k.to(window_k_ptr.dtype.element_ty), mask=od < D)
         tl.store(window_v_ptr + own * DV + ov, new_v.to(window_v_ptr.dtype.element_ty), mask=ov < DV)
     if S > 0:
@@ -76,16 +134,34 @@ def step_heads(
         tl.store(
             sink_v_ptr + sink * DV + ov, new_v.to(sink_v_ptr.dtype.element_ty), mask=ov < tl.where(place < S, DV, 0)
         )
+    HALF: tl.constexpr = M // 2 if SHARES == HALVES else M
+    if SHARES >= 0:
+        query_ptr += tl.program_id(0) * M * D
+        key_ptr += tl.program_id(0) * M * D
+        query_norm = tl.load(query_norm_ptr + tl.program_id(0)).to(ACC)
+        key_norm = tl.load(key_norm_ptr + tl.program_id(0)).to(ACC)
+    if SHARES > 0:
+        key_bias = key_bias_ptr + tl.program_id(0) * M
+        first, beyond, nearest = key_shares(key_ptr, key_bias, old_k, key_norm, od, D, M, MS, HALF)
+    if SHARES == HALVES:
+        q_first, q_beyond = query_shares(
+            q_ptr + head * G * D, query_ptr, query_norm, og, od, G, D, M, MS, HALF, ACC, PRECISION
+        )  # fmt: skip
     for m in range(0, M, MS):
         om = m + tl.arange(0, MS)
-        inside, at = om < M, head * M + om
-        if AFFINE:
-            z = load_tile(z_ptr + tl.program_id(0) * M * D, om, od, M, D).to(ACC)
-            bias = tl.load(bias_ptr + tl.program_id(0) * M + om, mask=inside, other=0.0).to(ACC)
-            w = tl.sum(z * old_k[None, :], 1) * root + bias - tl.sum(old_k * old_k, 0) * root * root / 2
+        inside, at, bias_at = om < M, head * M + om, tl.program_id(0) * M + om
+        if SHARES >= 0:
             q = load_tile(q_ptr + head * G * D, og, od, G, D).to(ACC)  # again: it would fill the registers meanwhile
-            u = tl.dot(q, tl.trans(z), out_dtype=ACC, input_precision=PRECISION) / root + bias[None, :]
-            u -= (tl.sum(q * q, 1) / (2 * root * root))[:, None]
+            u = query_features(q, load_tile(query_ptr, om, od, M, D).to(ACC), query_norm, PRECISION)
+            bias = tl.load(key_bias_ptr + bias_at, mask=inside, other=0.0).to(ACC)
+            w = key_features(load_tile(key_ptr, om, od, M, D).to(ACC), bias, old_k, key_norm)
+            if SHARES == NEAREST:
+                w = tl.where(om == nearest, 0.0, ABSENT)
+            elif SHARES > 0:
+                w -= tl.where(om < HALF, first, beyond)
+            if SHARES == HALVES:
+                u -= tl.where((om < HALF)[None, :], q_first[:, None], q_beyond[:, None])
+            u += tl.load(query_bias_ptr + bias_at, mask=inside, other=0.0).to(ACC)[None, :]
         else:
             w = tl.load(w_ptr + at, mask=inside, other=ABSENT).to(ACC)
             u = load_tile(u_ptr + head * G * M, og, om, G, M).to(ACC)
@@ -106,23 +182,23 @@ def step_heads(
 
 
 def run_step(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, w: Tensor | None, affine: tuple[Tensor, Tensor, float] | None,
+    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, w: Tensor | None, folded: Folded | None,
     count: Tensor, sink_k: Tensor, sink_v: Tensor, window_k: Tensor, window_v: Tensor, level: Tensor, mean: Tensor,
 ) -> Tensor:  # fmt: skip
     """Attend with one token and bring the tensors of the state, but for the count, up to date in place.
 
-    affine: z (heads, features, dim), a bias (heads, features) and a root, in place of u and w, where
-    u = z·(q / root) - |q / root|² / 2 + bias and w = z·(k root) - |k root|² / 2 + bias.
+    u and w are given, or what they are made of.
     """
     batch, heads, group = q.shape[:3]
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
-    z, bias, root = affine if affine is not None else (None, None, 1.0)
-    features, columns = for_chip(BLOCKS, q)
+    made: list[Tensor | None] = [None] * 6
+    if folded is not None:
+        made = [folded.query, folded.query_norm, folded.query_bias, folded.key, folded.key_norm, folded.key_bias]
     step_heads[heads, batch](
-        q, k, v, u, w, z, bias, count, sink_k, sink_v, window_k, window_v, level, mean, out,
-        root, window_k.shape[-2], heads,
+        q, k, v, u, w, *made, count, sink_k, sink_v, window_k, window_v, level, mean, out,
+        window_k.shape[-2], heads,
         G=group, GP=padded(group), D=q.shape[-1], DP=padded(q.shape[-1]), DV=v.shape[-1], VP=padded(v.shape[-1]),
-        S=sink_k.shape[-2], SP=padded(sink_k.shape[-2]), M=level.shape[-1], MS=features, BN=columns,
-        AFFINE=affine is not None, **precision(level), num_warps=8, num_stages=1,
+        S=sink_k.shape[-2], SP=padded(sink_k.shape[-2]), M=level.shape[-1], MS=FEATURES, BN=COLUMNS,
+        SHARES=-1 if folded is None else folded.shares, **precision(level), num_warps=8, num_stages=1,
     )  # fmt: skip
     return out

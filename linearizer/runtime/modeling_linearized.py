@@ -24,6 +24,7 @@ from .student import LayerStudent
 # isort: split
 # Older transformers copy only the files named here.
 from .chunks import chunked  # noqa: F401
+from .folded import Folded  # noqa: F401
 from .fused import attend_fused  # noqa: F401
 from .linear_attention import linear_attention  # noqa: F401
 from .merging import merge_slots  # noqa: F401

@@ -12,6 +12,7 @@ from typing import Protocol
 
 import torch
 
+from .folded import Folded
 from .state import EMPTY, HEADROOM, State
 
 Tensor = torch.Tensor
@@ -20,11 +21,17 @@ Tensor = torch.Tensor
 class Features(Protocol):
     """What attention asks of a feature map."""
 
-    features: int
+    @property
+    def features(self) -> int: ...
 
     def queries(self, q: Tensor) -> Tensor: ...  # (batch, heads, group, tokens, dim) -> (…, features), log-features u
 
     def keys(self, k: Tensor) -> Tensor: ...  # (batch, heads, tokens, dim) -> (…, features), log-features w
+
+
+def folded_of(feature_map: Features | None) -> Folded | None:
+    """The map made ready for single tokens, if it can be."""
+    return getattr(feature_map, "folded", lambda: None)()
 
 
 @dataclass

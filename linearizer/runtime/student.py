@@ -5,14 +5,14 @@ tokens are merged into, or softmax over all it has read. Heads that hold alike a
 what it does not hold.
 """
 
-import math
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from .feature_map import FEATURE_MAPS, FeatureMap, PositiveFeatures
+from .feature_map import FEATURE_MAPS, FeatureMap
+from .folded import Folded
 from .linear_attention import linear_attention
 from .slots import Merger, Merging, SlotState, slot_attention
 from .state import State
@@ -104,12 +104,9 @@ class Scaled:
     def keys(self, k: Tensor) -> Tensor:
         return self.feature_map.keys(k * self.root)
 
-    def affine(self) -> tuple[Tensor, Tensor, float] | None:
-        """z, bias and root, where log-features are z·x - |x|²/2 + bias: a kernel computes those itself."""
-        features = self.feature_map
-        if not isinstance(features, PositiveFeatures):
-            return None
-        return features.z, (features.log_weight - math.log(self.features)) / 2, self.root
+    def folded(self) -> Folded | None:
+        """The same for queries and keys as attention gives them, in one product each, where the map is that."""
+        return self.feature_map.folded(self.root)
 
 
 class LayerStudent(nn.Module):

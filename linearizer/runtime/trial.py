@@ -17,6 +17,8 @@ from typing import NamedTuple
 
 import torch
 
+from .folded import Folded
+
 DEVICES = {"cuda"}  # what Triton compiles for; PyTorch says so of AMD's chips, too
 DTYPES = (torch.bfloat16, torch.float32)
 
@@ -104,11 +106,11 @@ class Drawn:
     q: Tensor  # (1, 2, group, tokens, key_dim)
     k: Tensor  # (1, 2, tokens, key_dim)
     v: Tensor
-    features: RandomFeatures
+    features: RandomFeatures | Folded
 
     @classmethod
-    def of(cls, like: Tensor, sizes: Sizes, tokens: int, dtype: torch.dtype, affine: bool = False) -> Drawn:
-        """Draw it for the device and precision of a tensor, to compute in a dtype."""
+    def of(cls, like: Tensor, sizes: Sizes, tokens: int, dtype: torch.dtype, shares: int | None = None) -> Drawn:
+        """Draw it for the device and precision of a tensor, to compute in a dtype, with folded features if shared."""
         generator = torch.Generator().manual_seed(0)
 
         def draw(scale: float, *shape: int) -> Tensor:
@@ -120,7 +122,7 @@ class Drawn:
         v = draw(1.0, 1, 2, tokens, sizes.value_dim)
         z = draw(1.0, 2, sizes.features, sizes.key_dim)
         q, k, v = (x.to(like.dtype).to(dtype) for x in (q, k, v))
-        return cls(q, k, v, AffineFeatures(z) if affine else RandomFeatures(z))
+        return cls(q, k, v, RandomFeatures(z) if shares is None else folded_features(z, shares))
 
     def piece(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
         """Take some tokens."""
@@ -140,8 +142,7 @@ class RandomFeatures:
         return k @ self.z.to(k.dtype).mT - k.square().sum(-1, keepdim=True) / 2
 
 
-class AffineFeatures(RandomFeatures):
-    """The same, which a kernel may compute itself."""
-
-    def affine(self) -> tuple[Tensor, Tensor, float]:
-        return self.z, torch.zeros_like(self.z[..., 0]), 1.0
+def folded_features(z: Tensor, shares: int) -> Folded:
+    """The same, which a kernel may compute itself, shared out in some way."""
+    one, none = torch.ones_like(z[:, 0, 0]), torch.zeros_like(z[..., 0])
+    return Folded(z, one, none, z, one, none, shares)

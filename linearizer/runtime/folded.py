@@ -1,0 +1,60 @@
+"""Feature maps whose log-features are one product with a query or a key, made ready for many single tokens.
+
+u = query·q - query_norm |q|²/2 + query_bias, and the same for keys. Then some are shared out:
+
+  NONE     as they are
+  KEYS     w is the log of a softmax over all features
+  NEAREST  w is 0 for the largest, the first of equal ones, and nothing for the others
+  HALVES   u and w are logs of softmaxes over the first half and over the second, before u's bias is added
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+Tensor = torch.Tensor
+ABSENT = -2e30  # the log-feature of a key that does not touch a feature: finite, and below any level
+NONE, KEYS, NEAREST, HALVES = range(4)
+
+
+@dataclass(frozen=True)
+class Folded:
+    """What it takes, for the queries and keys that attention gives, with whatever scale they carry."""
+
+    query: Tensor  # (heads, features, dim)
+    query_norm: Tensor  # (heads,)
+    query_bias: Tensor  # (heads, features)
+    key: Tensor
+    key_norm: Tensor
+    key_bias: Tensor
+    shares: int
+
+    @property
+    def features(self) -> int:
+        return self.query.shape[1]
+
+    def folded(self) -> Folded:
+        return self
+
+    def queries(self, q: Tensor) -> Tensor:
+        u = product(q.flatten(2, 3), self.query, self.query_norm)
+        if self.shares == HALVES:
+            u = halves(u)
+        return (u + self.query_bias[:, None].to(u.dtype)).unflatten(2, q.shape[2:4])
+
+    def keys(self, k: Tensor) -> Tensor:
+        w = product(k, self.key, self.key_norm) + self.key_bias[:, None].to(k.dtype)
+        if self.shares == NEAREST:
+            return torch.full_like(w, ABSENT).scatter(-1, w.argmax(-1, keepdim=True), 0.0)
+        return {NONE: lambda x: x, KEYS: lambda x: x.log_softmax(-1), HALVES: halves}[self.shares](w)
+
+
+def product(x: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
+    half_square = x.square().sum(-1, keepdim=True) / 2
+    return x @ weight.to(x.dtype).mT - norm[:, None, None].to(x.dtype) * half_square
+
+
+def halves(x: Tensor) -> Tensor:
+    return x.unflatten(-1, (2, -1)).log_softmax(-1).flatten(-2)
