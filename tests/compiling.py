@@ -70,7 +70,8 @@ def everything(dim, features, dtype=torch.bfloat16, window=64, sinks=4):
     first = (q[..., :1, :], one, one)
     weight, norm = draw(heads, features, dim).float(), level[0, :, 0]
     for shares in (folded.NONE, folded.KEYS, folded.NEAREST, folded.HALVES):
-        made = folded.Folded(weight, norm, level[0], weight, norm, level[0], shares)
+        norms = [norm, norm] if shares == folded.NONE else []
+        made = folded.Folded(weight, level[0], weight, level[0], shares, *norms)
         kernel_step.run_step(*first, None, None, made, *state)
     kernel_step.run_step(*first, u[..., :1, :], w[..., :1, :], None, *state)
     slots(q, k, sink, count, window, metric=draw(heads, dim, dim).float())

@@ -48,7 +48,7 @@ class FeatureMap(nn.Module, ABC):
     @torch.no_grad()
     def folded(self, root: float = 1.0) -> Folded | None:
         """The same, made once while no parameter changes (in place, but not through `.data`)."""
-        held = list(self.parameters())
+        held = list(self.parameters(recurse=False))
         if any(p.is_inference() for p in held):  # which do not count their changes
             return self.fold(root)
         stamp = root, self.training, *((p.data_ptr(), p._version) for p in held)
@@ -82,7 +82,7 @@ class PositiveFeatures(FeatureMap):
 
     def fold(self, root: float) -> Folded:
         square = torch.full_like(self.z[:, 0, 0], root**2)
-        return Folded(self.z / root, 1 / square, self.bias(), self.z * root, square, self.bias(), NONE)
+        return Folded(self.z / root, self.bias(), self.z * root, self.bias(), NONE, 1 / square, square)
 
 
 class Hedgehog(FeatureMap):
@@ -116,7 +116,7 @@ class Hedgehog(FeatureMap):
     def fold(self, root: float) -> Folded:
         query, key = (torch.cat([x, -x], 1) for x in (self.query_weight / root, self.key_weight * root))
         none = torch.zeros_like(query[..., 0])
-        return Folded(query, none[:, 0], self.gain[:, None] + none, key, none[:, 0], none, HALVES)
+        return Folded(query, self.gain[:, None] + none, key, none, HALVES)
 
     @staticmethod
     def both_signs(x: Tensor, weight: Tensor) -> Tensor:
@@ -207,9 +207,9 @@ class Codebook(FeatureMap):
         centres = self.centres @ self.metric.mT
         sharpness = self.log_sharpness.exp() if shared else torch.ones_like(self.log_sharpness)
         key, bias = centres @ self.metric * root, -half_square(centres)[..., 0]
-        (query, query_bias), none = self.scorers(), torch.zeros_like(sharpness)
+        query, query_bias = self.scorers()
         key, bias = key * sharpness[:, None, None], bias * sharpness[:, None]
-        return Folded(query / root, none, query_bias, key, none, bias, KEYS if shared else NEAREST)
+        return Folded(query / root, query_bias, key, bias, KEYS if shared else NEAREST)
 
 
 class Clusters(Codebook):

@@ -1,8 +1,8 @@
 """Feature maps whose log-features are one product with a query or a key, made ready for many single tokens.
 
-u = query·q - query_norm |q|²/2 + query_bias, and the same for keys. Then some are shared out:
+u = query·q + query_bias, w = key·k + key_bias, and further:
 
-  NONE     as they are
+  NONE     u is less query_norm |q|²/2, and w is less key_norm |k|²/2
   KEYS     w is the log of a softmax over all features
   NEAREST  w is 0 for the largest, the first of equal ones, and nothing for the others
   HALVES   u and w are logs of softmaxes over the first half and over the second, before u's bias is added
@@ -24,12 +24,12 @@ class Folded:
     """What it takes, for the queries and keys that attention gives, with whatever scale they carry."""
 
     query: Tensor  # (heads, features, dim)
-    query_norm: Tensor  # (heads,)
     query_bias: Tensor  # (heads, features)
     key: Tensor
-    key_norm: Tensor
     key_bias: Tensor
     shares: int
+    query_norm: Tensor | None = None  # (heads,)
+    key_norm: Tensor | None = None
 
     @property
     def features(self) -> int:
@@ -51,9 +51,11 @@ class Folded:
         return {NONE: lambda x: x, KEYS: lambda x: x.log_softmax(-1), HALVES: halves}[self.shares](w)
 
 
-def product(x: Tensor, weight: Tensor, norm: Tensor) -> Tensor:
-    half_square = x.square().sum(-1, keepdim=True) / 2
-    return x @ weight.to(x.dtype).mT - norm[:, None, None].to(x.dtype) * half_square
+def product(x: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
+    found = x @ weight.to(x.dtype).mT
+    if norm is None:
+        return found
+    return found - x.square().sum(-1, keepdim=True) * (norm / 2)[:, None, None].to(x.dtype)
 
 
 def halves(x: Tensor) -> Tensor:

@@ -19,7 +19,7 @@ from .folded import Folded
 from .kernel_tiles import ABSENT, EMPTY, load_tile, padded, precision, take_in
 
 Tensor = torch.Tensor
-NEAREST, HALVES = tl.constexpr(forms.NEAREST), tl.constexpr(forms.HALVES)
+NONE, NEAREST, HALVES = tl.constexpr(forms.NONE), tl.constexpr(forms.NEAREST), tl.constexpr(forms.HALVES)
 
 FEATURES, COLUMNS = 32, 32  # at a time
 
@@ -31,16 +31,17 @@ def replaced(tile, index, slot, new):
 
 
 @triton.jit
-def key_features(weight, bias, k, norm):
-    """Log-features of one key."""
-    return tl.sum(weight * k[None, :], 1) + bias - tl.sum(k * k, 0) * norm / 2
+def key_features(weight_ptr, bias_ptr, om, od, k, D: tl.constexpr, M: tl.constexpr):
+    """Some products of a key."""
+    bias = tl.load(bias_ptr + om, mask=om < M, other=0.0).to(k.dtype)
+    return tl.sum(load_tile(weight_ptr, om, od, M, D).to(k.dtype) * k[None, :], 1) + bias
 
 
 @triton.jit
-def query_features(q, weight, norm, PRECISION: tl.constexpr):
-    """Log-features of the query heads of a group, without a bias."""
-    u = tl.dot(q, tl.trans(weight), out_dtype=q.dtype, input_precision=PRECISION)
-    return u - (tl.sum(q * q, 1) * norm / 2)[:, None]
+def query_features(weight_ptr, om, od, q, D: tl.constexpr, M: tl.constexpr, PRECISION: tl.constexpr):
+    """Some products of the query heads of a group."""
+    weight = load_tile(weight_ptr, om, od, M, D).to(q.dtype)
+    return tl.dot(q, tl.trans(weight), out_dtype=q.dtype, input_precision=PRECISION)
 
 
 @triton.jit
@@ -53,16 +54,14 @@ def more(top, total, x, live, AXIS: tl.constexpr):
 
 @triton.jit
 def key_shares(
-    weight_ptr, bias_ptr, k, norm, od, D: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, HALF: tl.constexpr,
+    weight_ptr, bias_ptr, k, od, D: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, HALF: tl.constexpr,
 ):  # fmt: skip
     """What a key's log-features lack to be logs of shares, in the first half and beyond; and the largest of them."""
     top, beyond_top = tl.full([], EMPTY, k.dtype), tl.full([], EMPTY, k.dtype)
     total, beyond, nearest = tl.full([], 0.0, k.dtype), tl.full([], 0.0, k.dtype), tl.full([], 0, tl.int32)
     for m in range(0, M, MS):
         om = m + tl.arange(0, MS)
-        bias = tl.load(bias_ptr + om, mask=om < M, other=0.0).to(k.dtype)
-        w = key_features(load_tile(weight_ptr, om, od, M, D).to(k.dtype), bias, k, norm)
-        w = tl.where(om < M, w, ABSENT)
+        w = tl.where(om < M, key_features(weight_ptr, bias_ptr, om, od, k, D, M), ABSENT)
         nearest = tl.where(tl.max(w, 0) > top, m + tl.argmax(w, 0), nearest)
         top, total = more(top, total, w, om < HALF, 0)
         if HALF < M:
@@ -72,7 +71,7 @@ def key_shares(
 
 @triton.jit
 def query_shares(
-    q_ptr, weight_ptr, norm, og, od, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
+    q_ptr, weight_ptr, og, od, G: tl.constexpr, D: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
     HALF: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """The same of the query heads of a group."""
@@ -81,7 +80,7 @@ def query_shares(
     for m in range(0, M, MS):
         om = m + tl.arange(0, MS)
         q = load_tile(q_ptr, og, od, G, D).to(ACC)
-        u = query_features(q, load_tile(weight_ptr, om, od, M, D).to(ACC), norm, PRECISION)
+        u = query_features(weight_ptr, om, od, q, D, M, PRECISION)
         top, total = more(top, total, u, (om < HALF)[None, :] & (og >= 0)[:, None], 1)
         beyond_top, beyond = more(beyond_top, beyond, u, ((om >= HALF) & (om < M))[None, :] & (og >= 0)[:, None], 1)
     return top + tl.log(total), beyond_top + tl.log(beyond)
@@ -89,7 +88,7 @@ def query_shares(
 
 @triton.jit
 def step_heads(
-    q_ptr, k_ptr, v_ptr, u_ptr, w_ptr, query_ptr, query_norm_ptr, query_bias_ptr, key_ptr, key_norm_ptr, key_bias_ptr,
+    q_ptr, k_ptr, v_ptr, u_ptr, w_ptr, query_ptr, query_bias_ptr, key_ptr, key_bias_ptr, query_norm_ptr, key_norm_ptr,
     count_ptr, sink_k_ptr, sink_v_ptr, window_k_ptr, window_v_ptr, level_ptr, mean_ptr, out_ptr, WINDOW, H,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr,
     S: tl.constexpr, SP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, BN: tl.constexpr, SHARES: tl.constexpr,
@@ -137,31 +136,32 @@ def step_heads(
     HALF: tl.constexpr = M // 2 if SHARES == HALVES else M
     if SHARES >= 0:
         query_ptr += tl.program_id(0) * M * D
+        query_bias_ptr += tl.program_id(0) * M
         key_ptr += tl.program_id(0) * M * D
-        query_norm = tl.load(query_norm_ptr + tl.program_id(0)).to(ACC)
-        key_norm = tl.load(key_norm_ptr + tl.program_id(0)).to(ACC)
+        key_bias_ptr += tl.program_id(0) * M
     if SHARES > 0:
-        key_bias = key_bias_ptr + tl.program_id(0) * M
-        first, beyond, nearest = key_shares(key_ptr, key_bias, old_k, key_norm, od, D, M, MS, HALF)
+        first, beyond, nearest = key_shares(key_ptr, key_bias_ptr, old_k, od, D, M, MS, HALF)
     if SHARES == HALVES:
         q_first, q_beyond = query_shares(
-            q_ptr + head * G * D, query_ptr, query_norm, og, od, G, D, M, MS, HALF, ACC, PRECISION
+            q_ptr + head * G * D, query_ptr, og, od, G, D, M, MS, HALF, ACC, PRECISION
         )  # fmt: skip
     for m in range(0, M, MS):
         om = m + tl.arange(0, MS)
-        inside, at, bias_at = om < M, head * M + om, tl.program_id(0) * M + om
+        inside, at = om < M, head * M + om
         if SHARES >= 0:
             q = load_tile(q_ptr + head * G * D, og, od, G, D).to(ACC)  # again: it would fill the registers meanwhile
-            u = query_features(q, load_tile(query_ptr, om, od, M, D).to(ACC), query_norm, PRECISION)
-            bias = tl.load(key_bias_ptr + bias_at, mask=inside, other=0.0).to(ACC)
-            w = key_features(load_tile(key_ptr, om, od, M, D).to(ACC), bias, old_k, key_norm)
-            if SHARES == NEAREST:
+            u = query_features(query_ptr, om, od, q, D, M, PRECISION)
+            w = key_features(key_ptr, key_bias_ptr, om, od, old_k, D, M)
+            if SHARES == NONE:
+                u -= (tl.sum(q * q, 1) * tl.load(query_norm_ptr + tl.program_id(0)).to(ACC) / 2)[:, None]
+                w -= tl.sum(old_k * old_k, 0) * tl.load(key_norm_ptr + tl.program_id(0)).to(ACC) / 2
+            elif SHARES == NEAREST:
                 w = tl.where(om == nearest, 0.0, ABSENT)
-            elif SHARES > 0:
+            else:
                 w -= tl.where(om < HALF, first, beyond)
             if SHARES == HALVES:
                 u -= tl.where((om < HALF)[None, :], q_first[:, None], q_beyond[:, None])
-            u += tl.load(query_bias_ptr + bias_at, mask=inside, other=0.0).to(ACC)[None, :]
+            u += tl.load(query_bias_ptr + om, mask=inside, other=0.0).to(ACC)[None, :]
         else:
             w = tl.load(w_ptr + at, mask=inside, other=ABSENT).to(ACC)
             u = load_tile(u_ptr + head * G * M, og, om, G, M).to(ACC)
@@ -193,7 +193,7 @@ def run_step(
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
     made: list[Tensor | None] = [None] * 6
     if folded is not None:
-        made = [folded.query, folded.query_norm, folded.query_bias, folded.key, folded.key_norm, folded.key_bias]
+        made = [folded.query, folded.query_bias, folded.key, folded.key_bias, folded.query_norm, folded.key_norm]
     step_heads[heads, batch](
         q, k, v, u, w, *made, count, sink_k, sink_v, window_k, window_v, level, mean, out,
         window_k.shape[-2], heads,

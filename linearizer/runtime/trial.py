@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from .folded import Folded
+from .folded import NONE, Folded
 
 DEVICES = {"cuda"}  # what Triton compiles for; PyTorch says so of AMD's chips, too
 DTYPES = (torch.bfloat16, torch.float32)
@@ -145,4 +145,4 @@ class RandomFeatures:
 def folded_features(z: Tensor, shares: int) -> Folded:
     """The same, which a kernel may compute itself, shared out in some way."""
     one, none = torch.ones_like(z[:, 0, 0]), torch.zeros_like(z[..., 0])
-    return Folded(z, one, none, z, one, none, shares)
+    return Folded(z, none, z, none, shares, *([one, one] if shares == NONE else []))
