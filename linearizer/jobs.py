@@ -239,8 +239,8 @@ def read(run: Run) -> Told:
     steps = STEPS if run.job is None else PARTS
     for event in journal.newest_first(run.log_file):
         if not run.mine(event):
-            if run.job is not None and event["event"] != "published":
-                break  # who evaluates begins when the student is made
+            if run.job is not None and event["event"] in STEPS:
+                break  # who evaluates begins when the student is made, and who resumes after that makes no step
             continue
         newest = newest or event
         if event["event"] in steps and "done" in event and "total" in event:

@@ -143,3 +143,15 @@ def test_tables_and_charts_are_written_as_one_page(run, capsys, tmp_path):
     assert (run.checkpoint / "README.md").read_text().count("### Language") == 1
     assert main(["evaluate", str(run.folder), "--charts", str(page), "--detach"]) == 2
     assert "repeat the command without --detach" in capsys.readouterr().err
+
+
+def test_a_run_resumed_after_its_evaluation_keeps_it(run):
+    lines = run.log_file.read_text().splitlines(keepends=True)
+    assert json.loads(lines[-1])["event"] == "done"
+    run.log_file.write_text("".join(lines[:-1]))  # as if killed when its student was made
+    finish(foreground(run.evaluating, examine(run, Request.of(SHORT), held=True), request=SHORT))
+    assert (jobs.status(run).state, jobs.status(run).evaluation.state) == ("lost", "done")
+    jobs.start(run)
+    wait_for(run, "done")
+    found = jobs.status(run).evaluation
+    assert (found.state, found.step["part"], examined(run)) == ("done", "recall", ["language", "recall"])
