@@ -16,6 +16,8 @@ LINES = ((0.0, "#6a5fb5"), (0.5, "#2a83c4"), (1.0, "#17937f"))  # the same, seen
 DASHES = ("solid", "dash", "dot", "dashdot")
 LABELLED = 16  # lines, or heads of a layer, beside which numbers can be read
 FAINT = "rgba(128,138,150,0.22)"
+XAXIS = {"showgrid": False, "zeroline": False, "linecolor": FAINT, "ticks": "", "automargin": True}
+YAXIS = {"gridcolor": FAINT, "zeroline": False, "ticks": "", "automargin": True}
 SIDES = {  # name -> what it is, colour, marker, dash
     "teacher": ("teacher", GREY, "circle", "dot"),
     "student": ("student", BLUE, "diamond", "solid"),
@@ -36,31 +38,35 @@ class Chart:
 
 def plain(height: int, **layout: Any) -> go.Figure:
     """Begin a figure without background, title or surplus lines."""
-    figure = go.Figure()
-    return styled(figure, height, **layout)
+    return go.Figure(layout=look(height, xaxis=XAXIS, yaxis=YAXIS, **layout))
 
 
 def styled(figure: go.Figure, height: int, **layout: Any) -> go.Figure:
-    """Give a figure the look that all of ours have."""
-    figure.update_layout(
-        template="none",
-        height=height,
-        autosize=True,
-        paper_bgcolor="rgba(0,0,0,0)",
-        plot_bgcolor="rgba(0,0,0,0)",
-        font={"family": "system-ui, sans-serif", "size": 12, "color": GREY},
-        margin={"l": 56, "r": 16, "t": 20, "b": 44},
-        hoverlabel={"font": {"family": "system-ui, sans-serif", "size": 12}},
-        legend={"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
-        modebar={
+    """Give a figure of several pairs of axes the look that all of ours have."""
+    figure.update_layout(look(height, **layout))
+    figure.update_xaxes(XAXIS)
+    figure.update_yaxes(YAXIS)
+    return figure
+
+
+def look(height: int, **layout: Any) -> dict[str, Any]:
+    """Give the layout that all figures begin with, as one piece: plotly checks that ten times as fast as many."""
+    return {
+        "template": "none",
+        "height": height,
+        "autosize": True,
+        "paper_bgcolor": "rgba(0,0,0,0)",
+        "plot_bgcolor": "rgba(0,0,0,0)",
+        "font": {"family": "system-ui, sans-serif", "size": 12, "color": GREY},
+        "margin": {"l": 56, "r": 16, "t": 20, "b": 44},
+        "hoverlabel": {"font": {"family": "system-ui, sans-serif", "size": 12}},
+        "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
+        "modebar": {
             "remove": ["zoom", "pan", "select", "lasso", "zoomIn", "zoomOut", "autoScale", "resetScale", "toImage"]
         },
-        dragmode=False,
+        "dragmode": False,
         **layout,
-    )
-    figure.update_xaxes(showgrid=False, zeroline=False, linecolor=FAINT, ticks="", automargin=True)
-    figure.update_yaxes(gridcolor=FAINT, zeroline=False, ticks="", automargin=True)
-    return figure
+    }
 
 
 def shade(place: int, count: int) -> str:

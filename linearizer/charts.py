@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from itertools import accumulate
+from typing import Any
 
 import plotly.graph_objects as go
-from plotly.subplots import make_subplots
 
 from linearizer import cost
 from linearizer.allocation import Allocation
@@ -19,12 +20,14 @@ from linearizer.chart_style import (
     GREY,
     LABELLED,
     ORANGE,
+    XAXIS,
+    YAXIS,
     blend,
     dash,
     ink,
+    look,
     plain,
     shade,
-    styled,
 )
 from linearizer.cost import Head, Layer
 from linearizer.prices import Prices, offers
@@ -157,44 +160,67 @@ def allocation_bars(
     places = [(i, j) for i, row in enumerate(allocation.heads) for j in range(len(row))]
     names = [f"layer {i}, KV head {j}: {became(allocation.heads[i][j])}" for i, j in places]
     costs = [paid(prices, layers, i, j, allocation.heads[i][j]) for i, j in places]
-    priced = any(price is not None for price in costs)
-    figure = make_subplots(
-        rows=1 + priced, shared_xaxes=True, vertical_spacing=0.06, row_heights=[0.68, 0.32] if priced else [1]
-    )
-    styled(figure, 470 if priced else 340, barmode="stack", bargap=0.15)
     level = level_of(fix, layers) if fix is not None else []
-    figure.update_yaxes(title="tokens of cache", range=[0, stack(figure, allocation, layers, names, level)], row=1)
-    if level:
-        figure.add_scatter(
-            y=level,
-            mode="lines",
-            line={"color": GREY, "width": 2, "dash": "dot", "shape": "hvh"},
-            name="Fix: the same for every head",
-            hovertemplate="Fix: %{y:.0f} tokens of cache<extra></extra>",
-        )
+    bars, top = stack(allocation, layers, names, level)
+    lines = [fix_line(level)] if level else []
+    if priced := any(price is not None for price in costs):
+        lines.append(cost_marks(costs, names))
+    return go.Figure([*bars, *lines], bars_layout(allocation, top, priced))
+
+
+def bars_layout(allocation: Allocation, top: float, priced: bool) -> dict[str, Any]:
+    """Lay out bars of all heads, above what they cost if that is known; nothing is fitted anew for each budget."""
+    firsts = accumulate((len(row) for row in allocation.heads), initial=0)
+    marks = [(at, i) for (i, row), at in zip(enumerate(allocation.heads), firsts, strict=False) if row]
+    shown = marks[:: max(1, len(marks) // 24)]
+    still = {"automargin": False, "ticklabeloverflow": "allow"}
+    heads = {
+        **XAXIS,
+        **still,
+        "tickvals": [at for at, _ in shown],
+        "ticktext": [str(i) for _, i in shown],
+        "title": "KV heads, layer by layer",
+        "anchor": "y2" if priced else "y",
+    }
+    tokens = {**YAXIS, **still, "title": "tokens of cache", "range": [0, top], "domain": [0.36 if priced else 0, 1]}
+    axes = {"xaxis": heads, "yaxis": tokens}
     if priced:
-        figure.add_scatter(
-            y=[None if price is None else max(price, LEAST) for price in costs],
-            mode="markers",
-            marker={"color": GREEN, "symbol": "diamond", "size": 6},
-            name="cost to the model",
-            customdata=names,
-            hovertemplate="%{customdata}<br>costs %{y:.2g} nats per token<extra></extra>",
-            row=2,
-            col=1,
-        )
-        figure.update_yaxes(title="nats per token", type="log", exponentformat="power", dtick=1, row=2)
-    marks = [(at, i) for at, (i, j) in enumerate(places) if j == 0]
-    every = max(1, len(marks) // 24)
-    figure.update_xaxes(tickvals=[at for at, _ in marks[::every]], ticktext=[str(i) for _, i in marks[::every]])
-    figure.update_xaxes(title="layer, and its KV heads from left to right", row=1 + priced)
-    return figure
+        powers = {"type": "log", "exponentformat": "power", "dtick": 1, "domain": [0, 0.3]}
+        axes["yaxis2"] = {**YAXIS, **still, **powers, "title": "nats per token"}
+    margin = {"l": 64, "r": 16, "t": 36, "b": 48}
+    return look(470 if priced else 340, barmode="stack", bargap=0.15, margin=margin, **axes)
+
+
+def fix_line(level: Sequence[float]) -> dict[str, Any]:
+    """Draw what all heads would hold if all held the same."""
+    return {
+        "type": "scatter",
+        "y": level,
+        "mode": "lines",
+        "line": {"color": GREY, "width": 2, "dash": "dot", "shape": "hvh"},
+        "name": "Fix: the same for every head",
+        "hovertemplate": "Fix: %{y:.0f} tokens of cache<extra></extra>",
+    }
+
+
+def cost_marks(costs: Sequence[float | None], names: Sequence[str]) -> dict[str, Any]:
+    """Mark what the choice of each head costs the model."""
+    return {
+        "type": "scatter",
+        "y": [None if price is None else max(price, LEAST) for price in costs],
+        "mode": "markers",
+        "marker": {"color": GREEN, "symbol": "diamond", "size": 6},
+        "name": "cost to the model",
+        "customdata": names,
+        "hovertemplate": "%{customdata}<br>costs %{y:.2g} nats per token<extra></extra>",
+        "yaxis": "y2",
+    }
 
 
 def stack(
-    figure: go.Figure, allocation: Allocation, layers: Sequence[Layer], names: list[str], level: Sequence[float]
-) -> float:
-    """Stack exact tokens, features and whole caches for every head; return how high the axis is to be."""
+    allocation: Allocation, layers: Sequence[Layer], names: Sequence[str], level: Sequence[float]
+) -> tuple[list[dict[str, Any]], float]:
+    """Stack exact tokens, features and whole caches for every head; say how high the axis is to be, too."""
     held = [(head, layer) for row, layer in zip(allocation.heads, layers, strict=True) for head in row]
     exact = [0.0 if head.softmax else float(head.window + allocation.sinks) for head, _ in held]
     far = [0.0 if head.softmax else in_tokens(head, layer) for head, layer in held]
@@ -208,18 +234,20 @@ def stack(
         ("slots", slots, GREEN, "."),
         ("whole cache, grows", whole, GREY, "x"),
     )
-    for name, heights, colour, pattern in parts:
-        if any(heights):
-            shape = {"shape": pattern, "size": 5, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)"}
-            figure.add_bar(
-                x=list(range(len(held))),
-                y=heights,
-                name=name,
-                marker={"color": colour, "line": {"width": 0}, "pattern": shape},
-                customdata=names,
-                hovertemplate="%{customdata}<extra></extra>",
-            )
-    return top
+    shape = {"size": 5, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)"}
+    bars = [
+        {
+            "type": "bar",
+            "y": heights,
+            "name": name,
+            "marker": {"color": colour, "line": {"width": 0}, "pattern": {**shape, "shape": pattern}},
+            "customdata": names,
+            "hovertemplate": "%{customdata}<extra></extra>",
+        }
+        for name, heights, colour, pattern in parts
+        if any(heights)
+    ]
+    return bars, top
 
 
 def level_of(fix: Allocation, layers: Sequence[Layer]) -> list[float]:

@@ -25,7 +25,8 @@ function watch(part, act) {
   if (!part || part.watched) return;
   part.watched = true;
   act();
-  new MutationObserver(act).observe(part, {childList: true, subtree: true});
+  const all = {childList: true, subtree: true, characterData: true, attributeFilter: ['data-heard']};
+  new MutationObserver(act).observe(part, all);  // what has the same shape, Gradio changes in place
 }
 function name() {  // Gradio names a place without a figure, but does not say what it is
   for (const place of document.querySelectorAll('.empty[aria-label]:not([role])')) place.setAttribute('role', 'img');

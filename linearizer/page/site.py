@@ -19,9 +19,12 @@ from linearizer.page.script import ADDRESS, HEAD, REMEMBER, STEPS
 from linearizer.run import runs_root
 from linearizer.visitors import on_space, signs_in
 
-QUICK: dict[str, Any] = {"queue": False, "show_progress": "hidden", "api_visibility": "private"}
+# Gradio tells every part that ever showed progress of the progress of every event, which copies the figures in it
+# again and again: so what shows none names no part for it, and what shows some names one.
+HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "api_visibility": "private"}
+QUICK: dict[str, Any] = {**HIDDEN, "queue": False}
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
-ONCE: dict[str, Any] = {**SLOW, "trigger_mode": "once"}
+ONCE: dict[str, Any] = {**SLOW, "show_progress_on": [], "trigger_mode": "once"}
 
 
 def browser_memory() -> gr.BrowserState:
@@ -96,7 +99,7 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
 def wire_model(ui: SimpleNamespace) -> None:
     told = [ui.model_card, ui.found, ui.to_budget, ui.budget]
     ui.model.key_up(handlers.typed, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
-    ui.model.change(handlers.chosen, [ui.model, ui.memory], told, **SLOW)
+    ui.model.change(handlers.chosen, [ui.model, ui.memory], told, show_progress_on=ui.model_card, **SLOW)
     ui.demo.click(lambda: "demo", None, ui.model, **QUICK)
     for number, button in ((2, ui.to_budget), (4, ui.to_distil), (5, ui.to_compare)):
         button.click(partial(gr.Walkthrough, selected=number), None, ui.walk, **QUICK)
@@ -150,12 +153,14 @@ def wire_evaluate(ui: SimpleNamespace) -> None:
 def wire_compare(ui: SimpleNamespace) -> None:
     asked = [ui.memory, ui.prompt, ui.tokens, ui.prompt_seed, ui.sample]
     told = [ui.teacher, ui.teacher_card, ui.student, ui.student_card]
-    busy = {"show_progress": "hidden", "api_visibility": "private", "concurrency_limit": 1, "trigger_mode": "once"}
+    busy = {**HIDDEN, "concurrency_limit": 1, "trigger_mode": "once"}
     writing = gr.on([ui.compare.click, ui.prompt.submit], handlers.write, asked, told, **busy)
     ui.hush.click(None, None, None, cancels=[writing], **QUICK)
-    ui.publish_part.expand(handlers.publish_opened, ui.memory, [ui.owner, ui.repo, ui.preview_note], **SLOW)
+    owned, noted = [ui.owner, ui.repo, ui.preview_note], {"show_progress_on": ui.preview_note}
+    ui.publish_part.expand(handlers.publish_opened, ui.memory, owned, **SLOW, **noted)
     target = [ui.memory, ui.owner, ui.repo, ui.private]
-    ui.preview.click(handlers.previewed, target, [ui.preview_note, ui.files, ui.card_text, ui.publish], **ONCE)
+    shown = [ui.preview_note, ui.files, ui.card_text, ui.publish]
+    ui.preview.click(handlers.previewed, target, shown, **{**ONCE, **noted})
     ui.publish.click(handlers.publish, target, ui.timer, **ONCE)
 
 
