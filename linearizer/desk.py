@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import shutil
 import threading
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
@@ -24,6 +24,7 @@ from linearizer.visitors import Visitor, on_space
 if TYPE_CHECKING:
     from linearizer.duet import Both
     from linearizer.estimates import Estimate
+    from linearizer.evaluation_estimate import Foreseen
     from linearizer.inspection import Inspection
 
 EFFORTS = {  # how much of a plan's work to do, and how much of its training
@@ -162,21 +163,26 @@ def resume(visitor: Visitor, name: str) -> None:
 
 def work_on(run: Run, token: str | None) -> None:
     """Let a process of its own work on a run, or slices where the device is lent."""
-    (slices if zerogpu.here() and run.plan.device != "cpu" else jobs).start(run, token)
+    starter(run)(run, token)
+
+
+def starter(run: Run) -> Callable[..., None]:
+    """Choose how work on a run is begun here."""
+    return (slices if zerogpu.here() and run.plan.device != "cpu" else jobs).start
 
 
 def evaluate(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> None:
     """Start an evaluation of a run's student; parts that are there as they are asked for are not measured again."""
     run, request = visitor.find(name), Request.of(choices)
     limits.check_request(visitor, request, runs_root())
-    jobs.evaluate(run, asdict(request), token=visitor.token)
+    jobs.evaluate(run, asdict(request), token=visitor.token, begin=starter(run))
 
 
-def foresee_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> dict[str, float]:
+def foresee_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> Foreseen:
     """Estimate how many seconds each part of an evaluation takes."""
-    from linearizer.evaluation_estimate import evaluation_seconds
+    from linearizer.evaluation_estimate import foresee
 
-    return evaluation_seconds(visitor.find(name), Request.of(choices))
+    return foresee(visitor.find(name), Request.of(choices))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from linearizer.estimates import JUDGED, START
 from linearizer.request import Request
 from linearizer.run import Run
@@ -14,6 +16,19 @@ SHORTEST = 128  # tokens that repeated passages and pairs need
 ATTENTION = 60  # passes that looking at every head takes, the curve of errors included
 CHOICES = 4  # of a sample of a task, each read by itself
 LENGTHS = 5  # at which speed is measured
+
+
+@dataclass(frozen=True)
+class Foreseen:
+    """How long an evaluation will take, part by part, and what that was reckoned from."""
+
+    seconds: dict[str, float]
+    device: str | None  # at which the student was judged when it was made
+
+
+def foresee(run: Run, request: Request) -> Foreseen:
+    """Estimate an evaluation, and say at which device the work was done that it is estimated from."""
+    return Foreseen(evaluation_seconds(run, request), run.found["made_with"].get("device"))
 
 
 def evaluation_seconds(run: Run, request: Request) -> dict[str, float]:

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from html import escape
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from linearizer import markup, views
 from linearizer.captions import TITLES
 from linearizer.jobs import LIVE, Status
 from linearizer.report import Table, made_with, tables_of
 from linearizer.units import duration
+
+if TYPE_CHECKING:
+    from linearizer.evaluation_estimate import Foreseen
 
 SAYS = {
     "stopped": "Stopped; the parts that were finished are kept. Evaluate again to go on there.",
@@ -66,9 +69,11 @@ def progress(step: Mapping[str, Any]) -> str:
     )
 
 
-def times_line(seconds: Mapping[str, float]) -> str:
-    """Say how long the chosen parts will take; nothing where that is not known."""
-    if not seconds:
+def times_line(found: Foreseen) -> str:
+    """Say how long the chosen parts will take, and how that is known; nothing where it is not."""
+    if not found.seconds:
         return ""
-    pairs = [(TITLES[part][0], f"about {duration(took)}") for part, took in seconds.items()]
-    return markup.facts([*pairs, ("in all", f"about {duration(sum(seconds.values()))}")], "lz-wide")
+    pairs = [(TITLES[part][0], f"about {duration(took)}") for part, took in found.seconds.items()]
+    facts = markup.facts([*pairs, ("in all", f"about {duration(sum(found.seconds.values()))}")], "lz-wide")
+    device = f", on {markup.plain(found.device)}" if found.device else ""
+    return f'{facts}<p class="lz-faint">Reckoned from what judging this student took{escape(device)}.</p>'

@@ -12,7 +12,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -74,15 +74,21 @@ def start(run: Run, token: str | None = None, **asked: Any) -> None:
             raise FolderError(f"{str(run.folder)!r} cannot be worked on ({error.strerror}): free memory") from error
 
 
-def evaluate(run: Run, request: Mapping[str, Any] | None = None, again: bool = False, token: str | None = None) -> None:
-    """Start a process that evaluates a run's student; without a request it goes on with the newest one."""
+def evaluate(
+    run: Run,
+    request: Mapping[str, Any] | None = None,
+    again: bool = False,
+    token: str | None = None,
+    begin: Callable[..., None] = start,
+) -> None:
+    """Begin to evaluate a run's student, in a process unless otherwise; without a request the newest goes on."""
     if not run.checkpoint.is_dir():
         raise RequestError(f"{str(run.folder)!r} has no student yet: wait until it is done, or use what it has")
     if request is None:
         newest_request(run)  # there has to be one
-        start(run.evaluating, token)
+        begin(run.evaluating, token)
     else:
-        start(run.evaluating, token, request=dict(request), again=again)
+        begin(run.evaluating, token, request=dict(request), again=again)
 
 
 def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:

@@ -1,8 +1,9 @@
-"""Runs on ZeroGPU: a thread of the server holds the run and asks for the device, slice by slice.
+"""Runs on ZeroGPU, and evaluations of their students: a thread of the server asks for the device, slice by slice.
 
 A slice goes on from what is saved, works until its time is nearly over, and saves: in the end the student has the same
-bits as in one piece. The device's time is that of whoever started or resumed the run. The owner of a Space sets by
-LINEARIZER_SLICE how many seconds a slice has, and by LINEARIZER_SLICE_SHARE what share of them is worked.
+bits as in one piece, and of an evaluation each part that was finished is kept. The device's time is that of whoever
+started or resumed the work. The owner of a Space sets by LINEARIZER_SLICE how many seconds a slice has, and by
+LINEARIZER_SLICE_SHARE what share of them is worked.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import time
 from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
+from typing import Any
 
 from linearizer import jobs, journal, zerogpu
 from linearizer.errors import FaultError, LinearizerError
@@ -20,7 +22,7 @@ from linearizer.locks import Lock
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run import Run
 from linearizer.turns import Ticket
-from linearizer.worker import faults_kept, in_turn
+from linearizer.worker import faults_kept, in_turn, work_on
 from linearizer.working import SliceOver, check, reported
 
 LENT = int(os.environ.get("LINEARIZER_SLICE") or 60)  # seconds that the device is asked for at a time
@@ -30,10 +32,13 @@ DEVICE = "zerogpu"
 UNTOLD = ("inspection.json", "stop", "use", "worker.log")  # files of a run that tell nothing of how far it is
 
 
-def start(run: Run, token: str | None = None) -> None:
-    """Queue a run, and work on it from where it stands in the name of whose request this is."""
+def start(run: Run, token: str | None = None, **asked: Any) -> None:
+    """Queue a run, and work on it from where it stands in the name of whose request this is.
+
+    What is asked besides goes into the log, where the slices read it.
+    """
     jobs.check_start(run, token)
-    lock, ticket = jobs.enter(run)
+    lock, ticket = jobs.enter(run, **asked)
     context = copy_context()  # by this ZeroGPU knows who pays
     threading.Thread(target=context.run, args=(drive, run, token, lock, ticket), daemon=True).start()
 
@@ -53,7 +58,7 @@ def sliced(run: Run, token: str | None) -> Steps[None]:
             check(run)
         before = finished(run, saved_steps(run))
         try:
-            over = advance(str(run.folder), token)
+            over = advance(str(run.folder), run.job, token)
         except zerogpu.TakenAway:  # it took longer than was asked for: what it saved by then is there
             run.log("slice")
         except zerogpu.Refused as refusal:
@@ -71,9 +76,9 @@ def sliced(run: Run, token: str | None) -> Steps[None]:
 
 
 @zerogpu.lent(LENT)
-def advance(folder: str, token: str | None) -> bool:
+def advance(folder: str, job: str | None, token: str | None) -> bool:
     """Work on a run while the device is lent, in a process of its own; tell whether the run has ended."""
-    run = Run(Path(folder))
+    run = Run(Path(folder), job)
     with faults_kept(run, token, run.folder / "worker.log"):
         return work(run, token)
 
@@ -82,9 +87,7 @@ def work(run: Run, token: str | None) -> bool:
     """Work until the time is nearly over, and no longer than it takes to finish something."""
     last, longest, before = time.monotonic(), 0.0, finished(run, told_steps(run))
     end = last + SHARE * LENT
-    from linearizer.pipeline import linearize
-
-    steps = linearize(run, token, held=True)
+    steps = work_on(run, token)
     try:
         for number, _ in enumerate(steps):
             now = time.monotonic()
@@ -98,6 +101,8 @@ def work(run: Run, token: str | None) -> bool:
 
 def finished(run: Run, steps: int) -> tuple[frozenset[str], int, int]:
     """Tell what of a run is finished, such that any work that need not be done again changes it."""
+    if run.job is not None:
+        return frozenset(jobs.newest_request(run)[2]), 0, 0
     files = {path.relative_to(run.folder).as_posix(): stat for path, stat in jobs.files_of(run.folder).items()}
     priced = files.get("state/prices.json")
     return frozenset(name for name in files if name not in UNTOLD), priced.st_size if priced else 0, steps

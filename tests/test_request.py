@@ -6,7 +6,7 @@ import pytest
 
 from linearizer import desk, jobs, limits, views, watch
 from linearizer.errors import RequestError
-from linearizer.evaluation_estimate import evaluation_seconds
+from linearizer.evaluation_estimate import Foreseen, evaluation_seconds, foresee
 from linearizer.evaluation_views import evaluation_card, times_line
 from linearizer.plan import Plan
 from linearizer.request import Request
@@ -76,14 +76,17 @@ def test_parts_are_foreseen_from_what_judging_took(run):
     assert set(whole) == set(Request().chosen) and all(seconds > 0 for seconds in whole.values())
     few = evaluation_seconds(run, Request(texts=2))
     assert few["recall"] < whole["recall"] and few["language"] < whole["language"]
-    named = evaluation_seconds(run, Request(("language", "tasks"), tasks=("piqa",), limit=10))
-    assert set(named) == {"language", "tasks"}
-    assert "about" in times_line(named) and "in all" in times_line(named)
+    run.keep_found(made_with={"device": "a GPU"})
+    named = foresee(run, Request(("language", "tasks"), tasks=("piqa",), limit=10))
+    assert set(named.seconds) == {"language", "tasks"}
+    line = times_line(named)
+    assert "about" in line and "in all" in line and "took, on a GPU." in line
+    assert "<b>" not in times_line(Foreseen({"language": 1.0}, "<b>a GPU"))  # a run may come from elsewhere
 
 
 def test_where_judging_is_not_in_the_log_nothing_is_promised(run):
     run.log_file.write_text("")
-    assert evaluation_seconds(run, Request()) == {} and times_line({}) == ""
+    assert evaluation_seconds(run, Request()) == {} and times_line(Foreseen({}, None)) == ""
 
 
 def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, tmp_path):

@@ -1,6 +1,7 @@
 """On ZeroGPU runs work in slices that go on from what is saved; elsewhere nothing is lent and nothing changes."""
 
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -199,4 +200,24 @@ def test_a_run_in_slices_is_stopped_and_resumed_and_waits_for_its_turn(space):
     wait_for(first, "stopped")
     steps = [event["done"] for event in first.events() if event["event"] == "distill"]
     assert steps.count(1) == 1
+    assert not tracebacks(log)
+
+
+def test_an_evaluation_works_in_slices_too_and_goes_on_at_the_part_that_is_not_finished(space, whole):
+    client, root, log = space
+    folder = next(root.glob("runs/*")) / "evaluated"
+    shutil.copytree(whole["trained"].folder, folder)
+    run, parts = Run(folder), ["language", "recall", "generation"]
+    before = len((root / "lent").read_text().splitlines())
+    client.predict("evaluated", parts, {"texts": 2}, ANN, api_name="/evaluate_run")
+    while (state := jobs.state_of(run.evaluating)) in jobs.LIVE:
+        with pytest.raises(FileNotFoundError):
+            process_of(run)
+        time.sleep(0.05)
+    assert state == "done", (jobs.status(run.evaluating), log.read_text())
+    told = [event for event in run.events() if run.evaluating.mine(event)]
+    assert [event["part"] for event in told if event["event"] == "examined"] == parts
+    lent = len((root / "lent").read_text().splitlines()) - before
+    assert lent == [event["event"] for event in told].count("started") >= 3
+    assert set(run.evaluation_parts) == set(parts) and run.done
     assert not tracebacks(log)
