@@ -19,7 +19,7 @@ def without_far(student: LinearizedForCausalLM) -> Iterator[None]:
             for index, group in enumerate(layer.groups):
                 if isinstance(group, SlotGroup) or (isinstance(group, HeadGroup) and group.features and group.window):
                     key_dim = group.merger.metric.shape[-1] if isinstance(group, SlotGroup) else 1
-                    plain = HeadGroup(group.heads, group.window, 0, group.sinks, key_dim, "prf")
+                    plain = HeadGroup(group.heads, group.window, 0, group.sinks, key_dim, "prf", group.bits)
                     stack.enter_context(exchanged_group(layer.groups, index, plain))
         yield
 

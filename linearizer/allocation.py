@@ -33,6 +33,8 @@ class Allocation:
         for head in (head for row in self.heads for head in row):
             if not all(map(is_count, (head.window, head.features, head.slots))):
                 raise RequestError(f"{head} is no head: window, features and slots are whole numbers, 0 or more")
+            if head.bits not in (8, 16):
+                raise RequestError(f"{head} is no head: its numbers have 8 or 16 bits")
             if head.slots and (head.features or not head.window):
                 raise RequestError(f"{head} is no head: slots take what leaves a window, and go without features")
             if head.softmax and (head.window or head.features or head.slots):

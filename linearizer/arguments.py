@@ -40,6 +40,9 @@ def add_budget_options(command: argparse.ArgumentParser) -> None:
         type=int,
         help="exact tokens before each token, where features are bought (default: half of the budget)",
     )
+    command.add_argument(
+        "--bits", type=int, help="of a number in what is kept, 8 or 16 (default: 8 with gain and gain-features)"
+    )
     command.add_argument("--sinks", type=int, help="exact tokens at the start (default: 4; none with --features)")
 
 

@@ -38,7 +38,7 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
     """Price every KV head, unless this run has done so."""
     if found := run.prices:
         return found
-    offered = options(texts.shape[1], run.plan.far)
+    offered = options(texts.shape[1], run.plan.far, run.plan.kept_bits)
     layers, sinks = teacher.inspection.layers, run.plan.kept_sinks
     partly = Prices.from_json(run.read(PARTLY)) if run.has(PARTLY) else None
     before = partly.divergences if partly is not None and partly.options == offered else ()

@@ -1,6 +1,7 @@
 """What attention costs: bytes of state, operations per token, and the length at which a student breaks even.
 
-Keys and values are priced at two bytes a number (a cache is kept in bf16), the running state at four (fp32).
+Keys and values of a cache are priced at two bytes a number (bf16); of a state at two, or at one with another byte for
+the exponent of each vector. The running state is priced at four (fp32).
 """
 
 from __future__ import annotations
@@ -32,6 +33,7 @@ class Head:
     features: int = 0
     softmax: bool = False
     slots: int = 0  # tokens, each merged of several
+    bits: int = 16  # of a number in keys and values
 
     @property
     def block(self) -> int:
@@ -42,13 +44,16 @@ class Head:
     def held(self) -> list[int] | str:
         """What a student's config says of this head."""
         if self.softmax:
-            return "softmax"
+            return "softmax" if self.bits == 16 else f"softmax {self.bits}"
+        if self.bits != 16:
+            return [self.window, self.features, self.slots, self.block, self.bits]
         return [self.window, self.features, *([self.slots, self.block] if self.slots else [])]
 
 
-def token_bytes(layer: Layer) -> int:
-    """Bytes that one token of one KV head takes in a cache."""
-    return CACHED * (layer.key_dim + layer.value_dim)
+def token_bytes(layer: Layer, bits: int = 16) -> int:
+    """Bytes that one token of one KV head takes in a cache, or in a state with so many bits a number."""
+    numbers = layer.key_dim + layer.value_dim
+    return CACHED * numbers if bits == 16 else numbers + 2
 
 
 def feature_bytes(layer: Layer) -> int:
@@ -56,9 +61,9 @@ def feature_bytes(layer: Layer) -> int:
     return SUMMED * (layer.value_dim + 1)
 
 
-def slot_bytes(layer: Layer) -> int:
+def slot_bytes(layer: Layer, bits: int = 16) -> int:
     """Bytes of one slot: a token, the weight it stands for, and how far that spreads."""
-    return token_bytes(layer) + 2 * SUMMED
+    return token_bytes(layer, bits) + 2 * SUMMED
 
 
 def cache_bytes(layers: Sequence[Layer], tokens: int) -> int:
@@ -69,9 +74,9 @@ def cache_bytes(layers: Sequence[Layer], tokens: int) -> int:
 def head_bytes(head: Head, layer: Layer, sinks: int, length: int) -> int:
     """Bytes that one head holds once `length` tokens have been read."""
     if head.softmax:
-        return length * token_bytes(layer)
-    far = head.features * feature_bytes(layer) + head.slots * slot_bytes(layer)
-    return (sinks + head.window) * token_bytes(layer) + far
+        return length * token_bytes(layer, head.bits)
+    far = head.features * feature_bytes(layer) + head.slots * slot_bytes(layer, head.bits)
+    return (sinks + head.window) * token_bytes(layer, head.bits) + far
 
 
 def state_bytes(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks: int, length: int) -> int:

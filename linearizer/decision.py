@@ -16,7 +16,7 @@ from linearizer.strategies import STRATEGIES
 def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
     """Refuse a budget that cannot be spent as the plan's strategy spends it, whatever will be measured."""
     if plan.strategy in IN_TOKENS:
-        check_least(layers, plan.budget or 0, plan.kept_sinks)
+        check_least(layers, plan.budget or 0, plan.kept_sinks, plan.kept_bits)
     elif plan.strategy in STRATEGIES:
         check_dial(layers, plan.budget, plan.features, plan.strategy, plan.kept_window, plan.kept_sinks)
     else:
@@ -30,8 +30,8 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
         prices, positions = market_asked(run, plan)
         return choose(prices, layers, plan.budget or 0, positions, plan.constant)[0]
     if plan.strategy == "window":
-        head = Head(window=(plan.budget or 0) - plan.kept_sinks)
-        return Allocation("window", plan.kept_sinks, tuple((head,) * heads_replaced(layer) for layer in layers))
+        rows = (alike(layer, plan) for layer in layers)
+        return Allocation("window", plan.kept_sinks, tuple(rows))
     if plan.strategy == "duo":
         if (gates := run.gates) is None:
             raise missing(run, "gates")
@@ -47,6 +47,12 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
         window=plan.kept_window,
         sinks=plan.kept_sinks,
     )
+
+
+def alike(layer: Layer, plan: Plan) -> tuple[Head, ...]:
+    """Give every head of a layer the window that the budget pays for."""
+    tokens = (plan.budget or 0) * token_bytes(layer) // token_bytes(layer, plan.kept_bits)
+    return (Head(window=tokens - plan.kept_sinks, bits=plan.kept_bits),) * heads_replaced(layer)
 
 
 def market_asked(run: Run, plan: Plan) -> tuple:

@@ -90,7 +90,7 @@ def cell(pen: ImageDraw, left: float, top: float, head: Head, layer: Layer, sink
     held = (("w", head.window), ("f", head.features), ("s", head.slots))
     words = [f"{letter} {count}" for letter, count in held if count]
     whole = right - left
-    exact = whole * head_bytes(Head(window=head.window), layer, 0, 0) / most
+    exact = whole * head_bytes(Head(window=head.window, bits=head.bits), layer, 0, 0) / most
     every = whole * head_bytes(head, layer, 0, 0) / most
     if exact >= 1:
         pen.rectangle((left, line, left + exact, bottom), fill=WINDOW)

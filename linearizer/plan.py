@@ -36,6 +36,7 @@ class Plan:
     strategy: str = "gain"
     window: int | None = None  # exact tokens per KV head; None: half of the budget
     sinks: int | None = None  # None: 4, or none where features are asked for
+    bits: int | None = None  # of a number in keys and values that are kept; None: 8 where `best` prices heads, else 16
     feature_map: str = "clusters"
     text: str = "builtin"
     texts: int = 8  # how many windows of text are measured
@@ -84,6 +85,10 @@ class Plan:
             raise RequestError(f"minutes {self.minutes} are no time to train: give a number above 0")
         if self.minutes is not None and not self.steps:
             raise RequestError(f"recipe {self.recipe!r} trains nothing: leave out minutes, or ask for one that trains")
+        if self.bits not in (None, 8, 16):
+            raise RequestError(f"bits {self.bits} cannot be: give 8 or 16")
+        if self.bits == 8 and self.strategy not in (*FAR, "window"):
+            raise RequestError(f"the strategy {self.strategy} keeps 16 bits a number: leave out bits")
         if self.prices not in PRICES:
             raise RequestError(f"prices {self.prices!r} is none of {', '.join(PRICES)}")
         if self.constant and self.strategy == "duo":
@@ -107,6 +112,10 @@ class Plan:
         if self.window is not None:
             return self.window
         return 0 if self.budget is None else max(min(self.budget // 2, self.budget - LEAST) - self.kept_sinks, 0)
+
+    @property
+    def kept_bits(self) -> int:
+        return self.bits or (8 if self.far else 16)
 
     @property
     def measured(self) -> bool:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 from linearizer.allocation import Allocation
@@ -54,12 +54,14 @@ class Offer:
     divergence: float
 
 
-def check_least(layers: Sequence[Layer], budget: int, sinks: int) -> None:
+def check_least(layers: Sequence[Layer], budget: int, sinks: int, bits: int = 16) -> None:
     """Refuse a budget that does not pay for the least that every head may hold, before anything is measured."""
-    if budget < sinks + SMALLEST:
+    priced = [layer for layer in layers if layer.native_window is None]
+    least = sum(layer.kv_heads * head_bytes(Head(window=SMALLEST, bits=bits), layer, sinks, 0) for layer in priced)
+    if priced and budget * cache_bytes(layers, 1) < least:
         raise BudgetError(
             f"a budget of {budget} tokens is too small: {sinks} sinks and a window of {SMALLEST} for every KV head "
-            f"take {sinks + SMALLEST}; ask for at least that, or keep fewer sinks"
+            f"take {-(-least // cache_bytes(layers, 1))}; ask for at least that, or keep fewer sinks"
         )
 
 
@@ -160,7 +162,7 @@ def offers(prices: Prices, layer: Layer, row: Sequence[float], length: int, cons
         for low, high in pairwise(sorted(found, key=lambda one: one[0].window + one[0].slots + one[0].features)):
             yield from (offer(head, divergence) for head, divergence in between(low, high))
     if not constant:
-        yield offer(Head(softmax=True), 0.0)
+        yield offer(Head(softmax=True, bits=prices.options[0].bits), 0.0)
 
 
 def family(head: Head) -> str:
@@ -180,7 +182,7 @@ def between(low: tuple[Head, float], high: tuple[Head, float], parts: int = 4) -
             name: round(getattr(low[0], name) ** (1 - share) * getattr(high[0], name) ** share)
             for name in ("window", "slots", "features")
         }
-        yield Head(**size), math.exp(logs[0] + share * (logs[1] - logs[0]))
+        yield replace(low[0], **size), math.exp(logs[0] + share * (logs[1] - logs[0]))
 
 
 def hull(found: Iterator[Offer]) -> list[Offer]:

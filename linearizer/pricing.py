@@ -27,20 +27,20 @@ Found = Sequence[tuple[tuple[float, ...], ...]]  # [layer][head][option]
 Begin = Callable[[LayerStudent, int], None]  # begins the student of a layer, given by its number
 
 
-def options(length: int, far: str = "slots") -> tuple[Head, ...]:
+def options(length: int, far: str = "slots", bits: int = 16) -> tuple[Head, ...]:
     """Windows, alone and with slots or features, that double, as far as texts of this length can tell them apart.
 
     The largest are three quarters of a text: the few heads that recall are worth that, and nothing less will do.
     `far` is what older tokens go into: "slots", "features", or "" for nothing.
     """
     most = 3 * length // 4
-    windows = [Head(window=window) for window in [*doubling(SMALLEST, most), most]]
+    windows = [Head(window=window, bits=bits) for window in [*doubling(SMALLEST, most), most]]
     if not far:
         return tuple(windows)
     least = min(BLOCK, max(SMALLEST, length // 8))
     slim = [(least, count) for count in [*doubling(least, most), most]]
     even = [(count, count) for count in doubling(2 * least, length // 2)]
-    return tuple(windows + [Head(window=window, **{far: count}) for window, count in slim + even])  # type: ignore[arg-type]
+    return tuple(windows + [Head(window=window, bits=bits, **{far: count}) for window, count in slim + even])  # type: ignore[arg-type]
 
 
 def doubling(first: int, end: int) -> list[int]:

@@ -44,8 +44,8 @@ class LinearizedLayer(CacheLayerMixin):
 
     def bytes(self) -> int:
         """What is remembered, without counters."""
-        held = [tensor for state in self.memory for tensor in tensors(state).values() if tensor.is_floating_point()]
-        return sum(tensor.numel() * tensor.element_size() for tensor in held)
+        held = [tensor for state in self.memory for tensor in tensors(state).values()]
+        return sum(x.numel() * x.element_size() for x in held if x.is_floating_point() or x.dtype == torch.int8)
 
     def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for state in self.memory:

@@ -29,6 +29,7 @@ from .fused import attend_fused  # noqa: F401
 from .linear_attention import linear_attention  # noqa: F401
 from .merging import merge_slots  # noqa: F401
 from .parts import combine  # noqa: F401
+from .rounding import rounded  # noqa: F401
 from .slots import SlotState  # noqa: F401
 from .state import State  # noqa: F401
 from .trial import trusted  # noqa: F401

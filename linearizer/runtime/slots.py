@@ -23,6 +23,7 @@ from torch import nn
 
 from .merging import WAITING, Slots, kept_slots, merge_slots, rounds
 from .parts import by_head, combine, exact_part, only, softmax_over
+from .rounding import rounded
 from .state import (
     Columns,
     Near,
@@ -96,6 +97,7 @@ class Merging:
     window: int
     block: int
     root: float = 1.0
+    bits: int = 16  # of a number in the slots
 
     @property
     def scaled(self) -> Tensor:
@@ -212,9 +214,15 @@ def attend_fused(
 
 
 def kernels_serve(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> bool:
-    """Tell whether kernels may attend with such tensors: they give no gradients."""
+    """Tell whether kernels may attend with such tensors: they give no gradients, and round no slots."""
     slots, block = state.slot_k.shape[2], merging.block
-    if merge_fused is None or torch.is_grad_enabled() or slots + block > MOST or not takes(q, k, v, state.slot_k):
+    if (
+        merge_fused is None
+        or merging.bits == 8
+        or torch.is_grad_enabled()
+        or slots + block > MOST
+        or not takes(q, k, v, state.slot_k)
+    ):
         return False
     sizes = Sizes(q.shape[2], q.shape[-1], v.shape[-1], state.sink_k.shape[2], 0)
 
@@ -247,6 +255,8 @@ def absorb(state: SlotState, columns: Columns, merging: Merging, leaving: Leavin
             all_of = [torch.cat(pair, 2) for pair in zip((now.k, now.v, now.weight, now.spread), new, strict=True)]
             now = merge_slots(Slots(*all_of), count, merging.scaled) if too_many else kept_slots(Slots(*all_of), count)
             now.k, now.v = now.k.to(state.slot_k.dtype), now.v.to(state.slot_v.dtype)
+            if merging.bits == 8:
+                now.k, now.v = rounded(now.k), rounded(now.v)
         found.append(now)
     state.slot_k, state.slot_v, state.weight, state.spread = now.k, now.v, now.weight, now.spread
     each = ([getattr(one, name) for one in found] for name in ("k", "v", "weight", "spread"))

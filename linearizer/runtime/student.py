@@ -14,11 +14,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from .feature_map import FEATURE_MAPS, FeatureMap
 from .folded import Folded
 from .linear_attention import linear_attention
+from .rounding import pack, rounded, unpack
 from .slots import Merger, Merging, SlotState, slot_attention
 from .state import State
 
 Tensor = torch.Tensor
-SOFTMAX = "softmax"
+SOFTMAX, SOFTMAX_8 = "softmax", "softmax 8"
 
 
 @dataclass
@@ -34,9 +35,10 @@ class HeadGroup(nn.Module):
     """KV heads of one layer that hold the same; heads are their indices in the layer."""
 
     def __init__(
-        self, heads: list[int], window: int, features: int, sinks: int, key_dim: int, feature_map: str
+        self, heads: list[int], window: int, features: int, sinks: int, key_dim: int, feature_map: str, bits: int = 16
     ) -> None:
         super().__init__()
+        self.bits = bits
         self.heads, self.window, self.sinks = heads, window, sinks
         self.feature_map = FEATURE_MAPS[feature_map](len(heads), key_dim, features) if features else None
         self.features = features
@@ -53,8 +55,11 @@ class HeadGroup(nn.Module):
 class SlotGroup(nn.Module):
     """KV heads of one layer that merge what leaves their window; heads are their indices in the layer."""
 
-    def __init__(self, heads: list[int], window: int, slots: int, block: int, sinks: int, key_dim: int) -> None:
+    def __init__(
+        self, heads: list[int], window: int, slots: int, block: int, sinks: int, key_dim: int, bits: int
+    ) -> None:
         super().__init__()
+        self.bits = bits
         self.heads, self.window, self.slots, self.block, self.sinks = heads, window, slots, block, sinks
         self.merger = Merger(len(heads), key_dim)
 
@@ -63,16 +68,16 @@ class SlotGroup(nn.Module):
     ) -> tuple[Tensor, SlotState]:
         if state is None:
             state = SlotState.empty(k, v, self.window, self.sinks, self.slots)
-        merging = Merging(self.merger.metric, self.merger.gain, self.window, self.block, scale**0.5)
+        merging = Merging(self.merger.metric, self.merger.gain, self.window, self.block, scale**0.5, self.bits)
         return slot_attention(q * scale, k, v, merging, real, state), state
 
 
 class SoftmaxGroup(nn.Module):
     """KV heads of one layer that were left softmax."""
 
-    def __init__(self, heads: list[int]) -> None:
+    def __init__(self, heads: list[int], bits: int = 16) -> None:
         super().__init__()
-        self.heads = heads
+        self.heads, self.bits = heads, bits
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SoftmaxState | None
@@ -112,24 +117,26 @@ class Scaled:
 class LayerStudent(nn.Module):
     """Attention of one layer; `held` says for every KV head what it holds.
 
-    It is [window, features], [window, 0, slots, block] or "softmax".
+    It is [window, features], [window, 0, slots, block] or "softmax"; with 8 bits a number in place of 16,
+    [window, features, slots, block, 8] or "softmax 8".
     """
 
     def __init__(self, held: list, sinks: int, key_dim: int, feature_map: str) -> None:
         super().__init__()
         kinds: dict[tuple[int, ...] | str, list[int]] = {}
         for head, kind in enumerate(held):
-            kinds.setdefault(SOFTMAX if kind == SOFTMAX else tuple(kind), []).append(head)
-        if (0, 0) in kinds and not sinks:
-            raise ValueError(f"KV heads {kinds[0, 0]} hold nothing: give them a window, features, sinks or softmax")
+            kinds.setdefault(kind if isinstance(kind, str) else tuple(kind), []).append(head)
+        for kind, heads in kinds.items():
+            if not isinstance(kind, str) and not any(kind[:3]) and not sinks:
+                raise ValueError(f"KV heads {heads} hold nothing: give them a window, features, sinks or softmax")
 
         def group(kind: tuple[int, ...] | str, heads: list[int]) -> nn.Module:
             if isinstance(kind, str):
-                return SoftmaxGroup(heads)
-            window, features, slots, block = (*kind, 0, 0)[:4]
+                return SoftmaxGroup(heads, 8 if kind == SOFTMAX_8 else 16)
+            window, features, slots, block, bits = (*kind, *(0, 0, 0, 0, 16)[len(kind) :])
             if slots:
-                return SlotGroup(heads, window, slots, block, sinks, key_dim)
-            return HeadGroup(heads, window, features, sinks, key_dim, feature_map)
+                return SlotGroup(heads, window, slots, block, sinks, key_dim, bits)
+            return HeadGroup(heads, window, features, sinks, key_dim, feature_map, bits)
 
         self.kv_heads = len(held)
         self.groups = nn.ModuleList(group(kind, heads) for kind, heads in kinds.items())
@@ -151,10 +158,13 @@ class LayerStudent(nn.Module):
         for index, group in enumerate(self.groups):
             state = memory[index] if memory is not None and index < len(memory) else None
             heads = evenly(group.heads)  # type: ignore[arg-type]
-            part, state = group(query[:, heads], key[:, heads], value[:, heads], scale, real, state)
+            q, k, v, small = query[:, heads], key[:, heads], value[:, heads], group.bits == 8
+            if small:
+                k, v, state = rounded(k), rounded(v), state and unpack(state, k.dtype)
+            part, state = group(q, k, v, scale, real, state)
             out[:, heads] = part.to(out.dtype)
             if memory is not None:
-                memory[index : index + 1] = [state]
+                memory[index : index + 1] = [pack(state) if small else state]
         return out.flatten(1, 2)
 
 
