@@ -41,6 +41,11 @@ class Allocation:
                 raise RequestError(f"{head} is no head: what is left softmax has its whole cache, and nothing else")
 
     @property
+    def bits(self) -> int:
+        """Give the bits of a number in the keys and values that heads keep: the fewest."""
+        return min((head.bits for row in self.heads for head in row), default=16)
+
+    @property
     def features_mean(self) -> float:
         """Give the mean number of features over the heads that were not left softmax."""
         counts = [head.features for row in self.heads for head in row if not head.softmax]

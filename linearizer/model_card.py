@@ -127,9 +127,10 @@ def summary(allocation: Allocation, layers: Sequence[Layer], teacher: Teacher, p
     kept += ["an exact window"] * any(head.window for head in heads)
     kept += ["features that stand for all older tokens"] * any(head.features for head in heads)
     kept += ["slots that older tokens are merged into"] * any(head.slots for head in heads)
+    bits = ", in 8 bits a number with an exponent for every vector" if allocation.bits == 8 else ""
     return (
         f"This is {origin}, with its attention exchanged: instead of a cache of the keys and values of every token, KV "
-        f"heads keep {listed(kept)}. {in_words(allocation, layers, positions)}"
+        f"heads keep {listed(kept)}{bits}. {in_words(allocation, layers, positions)}"
     )
 
 

@@ -163,7 +163,7 @@ def held_text(allocation: Allocation) -> str:
         "left softmax": [head for head in heads if head.softmax],
     }
     counts = ", ".join(f"{len(found)} KV heads {kind}" for kind, found in kinds.items() if found)
-    return f"{counts}, {allocation.sinks} sinks"
+    return f"{counts}, {allocation.sinks} sinks, {allocation.bits} bits a number"
 
 
 def evaluation_text(found: Sequence[dict[str, Any]]) -> str:

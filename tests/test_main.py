@@ -107,8 +107,8 @@ def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, capsys):
     assert priced["done"] == priced["total"] == 32 * len(run.prices.options)
     code, out, _ = said(capsys, "allocate", folder, "--budget", "200", "--constant")
     assert code == 0 and "softmax" not in out
-    code, _, err = said(capsys, "run", "demo", "--budget", "4", "--sinks", "2", *SMALL)
-    assert code == 2 and "take 6" in err
+    code, _, err = said(capsys, "run", "demo", "--budget", "3", "--sinks", "2", *SMALL)
+    assert code == 2 and "take 4" in err
 
 
 @pytest.mark.parametrize(

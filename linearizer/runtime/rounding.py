@@ -7,12 +7,13 @@ token is the same whether it is attended to in the call that read it or out of t
 
 from __future__ import annotations
 
-from dataclasses import replace
-from typing import TypeVar
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
+from torch import nn
 
-from .state import tensors, working_dtype
+from .state import Near, least_of, remember_token, tensors, working_dtype
 
 MOST = 127
 LOWEST, HIGHEST = -24, 121  # exponents: below the first fp16 has no numbers, above the second fp32 has none
@@ -20,20 +21,48 @@ LOWEST, HIGHEST = -24, 121  # exponents: below the first fp16 has no numbers, ab
 KEYS_AND_VALUES = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v", "k", "v")
 
 Tensor = torch.Tensor
-Held = TypeVar("Held")
+
+
+@dataclass(frozen=True)
+class Rounded:
+    """Vectors of 8 bits a number, to compute with and to keep."""
+
+    numbers: Tensor  # (…, dim); gradients pass as if nothing were rounded
+    bytes: Tensor  # (…, dim + 1)
+
+    @staticmethod
+    def of(x: Tensor) -> Rounded:
+        codes, exponent = codes_of(x.detach())
+        numbers = (codes * power(exponent)).to(x.dtype)
+        if x.requires_grad:
+            numbers = numbers + (x - x.detach())
+        return Rounded(numbers, torch.cat([codes, exponent.to(codes.dtype)], -1).to(torch.int8))
+
+    def __getitem__(self, heads: Any) -> Rounded:
+        return Rounded(self.numbers[:, heads], self.bytes[:, heads])
+
+
+def attend_in_8_bits(
+    group: nn.Module, q: Tensor, k: Rounded, v: Rounded, scale: float, real: Tensor | None, held: Any, keep: bool
+) -> tuple[Tensor, Any]:
+    """Let heads attend whose state is kept as bytes; give the state, too, where it is to be kept."""
+    before = None if held is None else unpack(held, k.numbers.dtype)
+    out, after = group(q, k.numbers, v.numbers, scale, real, None if before is None else replace(before))
+    if not keep:
+        return out, None
+    if before is None or real is not None or q.shape[-2] > 1:
+        return out, pack(after)
+    return out, pack_token(held, before, after, k.bytes, v.bytes)
 
 
 def rounded(x: Tensor) -> Tensor:
-    """Round vectors (…, dim) to what 8 bits can hold; gradients pass as if nothing were rounded."""
-    codes, exponent = codes_of(x.detach())
-    found = (codes * power(exponent)).to(x.dtype)
-    return found + (x - x.detach()) if x.requires_grad else found
+    """Round vectors (…, dim) to what 8 bits can hold."""
+    return Rounded.of(x).numbers
 
 
 def packed(x: Tensor) -> Tensor:
     """Write vectors (…, dim) as bytes: their whole numbers, then the exponent."""
-    codes, exponent = codes_of(x)
-    return torch.cat([codes, exponent.to(codes.dtype)], -1).to(torch.int8)
+    return Rounded.of(x).bytes
 
 
 def unpacked(x: Tensor, dtype: torch.dtype) -> Tensor:
@@ -41,15 +70,24 @@ def unpacked(x: Tensor, dtype: torch.dtype) -> Tensor:
     return (x[..., :-1] * power(x[..., -1:])).to(dtype)
 
 
-def pack(state: Held) -> Held:
+def pack(state: Any) -> Any:
     """Give a state whose keys and values are bytes."""
-    return replace(state, **{name: packed(x) for name, x in keys_and_values(state).items()})  # type: ignore[type-var]
+    return replace(state, **{name: packed(x) for name, x in keys_and_values(state).items()})
 
 
-def unpack(state: Held, dtype: torch.dtype) -> Held:
+def unpack(state: Any, dtype: torch.dtype) -> Any:
     """Give a state whose keys and values can be computed with."""
-    found = {name: unpacked(x, dtype) for name, x in keys_and_values(state).items()}
-    return replace(state, **found)  # type: ignore[type-var]
+    return replace(state, **{name: unpacked(x, dtype) for name, x in keys_and_values(state).items()})
+
+
+def pack_token(held: Any, before: Any, after: Any, k: Tensor, v: Tensor) -> Any:
+    """Keep one token's bytes, and pack what else it has changed: `held` is `before`, packed, which became `after`."""
+    changed = {name: x for name, x in tensors(after).items() if name not in KEYS_AND_VALUES}
+    if not isinstance(held, Near):
+        return replace(held, k=torch.cat([held.k, k], -2), v=torch.cat([held.v, v], -2), **changed)
+    remember_token(held, k, v, least_of(held.count))
+    merged = [name for name in ("slot_k", "slot_v") if getattr(after, name, None) is not getattr(before, name, None)]
+    return replace(held, **changed, **{name: packed(getattr(after, name)) for name in merged})
 
 
 def keys_and_values(state: object) -> dict[str, Tensor]:
@@ -68,4 +106,5 @@ def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
 
 def power(exponent: Tensor) -> Tensor:
     """2 to a whole number, exactly: its exponent is written into an fp32 number."""
-    return ((exponent.to(torch.int32) + 127) << 23).view(torch.float32)
+    exponent = exponent.to(torch.int32)
+    return torch.add(exponent.new_full((), 127 << 23), exponent, alpha=1 << 23).view(torch.float32)

@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .feature_map import FEATURE_MAPS, FeatureMap
 from .folded import Folded
 from .linear_attention import linear_attention
-from .rounding import pack, rounded, unpack
+from .rounding import Rounded, attend_in_8_bits
 from .slots import Merger, Merging, SlotState, slot_attention
 from .state import State
 
@@ -155,16 +155,20 @@ class LayerStudent(nn.Module):
         """Attend; `memory` is a list with the state of every group, which is brought up to date."""
         query = query.unflatten(1, (self.kv_heads, -1))
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
+        keep = memory is not None
+        if any(group.bits == 8 for group in self.groups):
+            small_k, small_v = Rounded.of(key), Rounded.of(value)
         for index, group in enumerate(self.groups):
             state = memory[index] if memory is not None and index < len(memory) else None
             heads = evenly(group.heads)  # type: ignore[arg-type]
-            q, k, v, small = query[:, heads], key[:, heads], value[:, heads], group.bits == 8
-            if small:
-                k, v, state = rounded(k), rounded(v), state and unpack(state, k.dtype)
-            part, state = group(q, k, v, scale, real, state)
+            if group.bits == 8:
+                given = query[:, heads], small_k[heads], small_v[heads], scale, real, state, keep
+                part, state = attend_in_8_bits(group, *given)
+            else:
+                part, state = group(query[:, heads], key[:, heads], value[:, heads], scale, real, state)
             out[:, heads] = part.to(out.dtype)
             if memory is not None:
-                memory[index : index + 1] = [pack(state) if small else state]
+                memory[index : index + 1] = [state]
         return out.flatten(1, 2)
 
 

@@ -45,9 +45,14 @@ OURS = {"sinks": 4}
 ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in which they are measured
     "best": ("best", OURS),
     "windows": ("windows", OURS),
+    "windows, 8 bits": ("windows", {"bits": 8, **OURS}),
     "swa": ("swa", OURS),
+    "swa, 8 bits": ("swa", {"bits": 8, **OURS}),
     "best --constant": ("best", {"constant": True, **OURS}),
     "windows --constant": ("windows", {"constant": True, **OURS}),
+    "windows, 8 bits --constant": ("windows", {"bits": 8, "constant": True, **OURS}),
+    "best, 16 bits": ("best", {"bits": 16, **OURS}),
+    "best, 16 bits --constant": ("best", {"bits": 16, "constant": True, **OURS}),
     "evict (h2o)": ("swa", OURS),
     "evict (tova)": ("swa", OURS),
     "gain-features": ("best", {"strategy": "gain-features", "steps": STEPS, **OURS}),
@@ -90,7 +95,7 @@ def main(arguments=None):
     table = Table(asked.out or RESULTS / f"quality-{name}")
     if not asked.table:
         cells = [(row, budget, seed) for seed in asked.seeds for row in asked.rows for budget in asked.budgets]
-        for cell in sorted(cells, key=lambda cell: (cell[0].split()[0] not in UNTRAINED, cell[2])):
+        for cell in sorted(cells, key=lambda cell: (cell[0].split()[0].rstrip(",") not in UNTRAINED, cell[2])):
             if not table.has(*cell):
                 table.add(measure(asked, *cell))
                 table.write()
@@ -138,7 +143,7 @@ def has_both(allocation):
 def prepared(work, plan):
     """Open a run that has the measurements of its plan, which other plans may have asked for before."""
     asked = asked_of(plan)
-    key = f"{Path(plan.model).name}-{plan.seed}-{asked.sinks}-{asked.per}-{asked.gauge}-{plan.length}"
+    key = f"{Path(plan.model).name}-{plan.seed}-{asked.sinks}-{asked.per}-{asked.gauge}-{plan.length}-{plan.kept_bits}"
     base, folder = work / key, work / "run"
     shutil.rmtree(folder, ignore_errors=True)
     run, teacher = Run.begin(folder, plan), loading.load(plan)
