@@ -36,6 +36,7 @@ from .trial import trusted  # noqa: F401
 
 try:
     from .kernel_far import far  # noqa: F401
+    from .kernel_features import scores  # noqa: F401
     from .kernel_gradients import Attention  # noqa: F401
     from .kernel_merging import merge  # noqa: F401
     from .kernel_near import near  # noqa: F401
