@@ -16,7 +16,18 @@ import torch
 import triton
 import triton.language as tl
 
-from linearizer.runtime.kernel_tiles import EMPTY, HEADROOM, LOST, for_chip, load_rows, load_tile, padded, precision
+from linearizer.runtime.kernel_tiles import (
+    EMPTY,
+    HEADROOM,
+    LOST,
+    at_once,
+    for_chip,
+    load_rows,
+    load_tile,
+    padded,
+    precision,
+    scores,
+)
 
 Tensor = torch.Tensor
 
@@ -70,8 +81,8 @@ def products(
 def statistics(
     q_ptr, k_ptr, query_ptr, key_ptr, sums_ptr, bound_ptr, lse_ptr, entropy_ptr, largest_ptr, student_ptr,
     T, G, WINDOW, SINKS, scale, TILES,
-    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, BT: tl.constexpr,
+    BN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows of one query head; sums (…, TILES, M) holds the sum of all keys before a tile of BN columns."""
     t0, row = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
@@ -85,8 +96,8 @@ def statistics(
     near = tl.zeros([BT], ACC)
     for j0 in range(0, tl.minimum(t0 + BT, T), BN):
         oj = j0 + tl.arange(0, BN)
-        k = load_tile(k_ptr + head * T * D, oj, od, T, D)
-        s = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision=PRECISION) * scale
+        q_rows, keys = q_ptr + row * T * D, k_ptr + head * T * D
+        s = scores(q, q_rows, keys, ot, oj, T, T, D, DP, DS, ACC, PRECISION) * scale
         live = oj[None, :] <= ot[:, None]
         s = tl.where(live, s, EMPTY)
         new = tl.maximum(top, tl.max(s, 1))
@@ -136,8 +147,8 @@ def weigh(s, product, shift, factor, far, SQUARED: tl.constexpr):
 def by_row(
     q_ptr, k_ptr, query_ptr, key_ptr, shift_ptr, factor_ptr, bound_ptr, loss_ptr, lost_ptr, du_ptr,
     T, G, WINDOW, SINKS, scale,
-    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, MG: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, SQUARED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, MG: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, SQUARED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Loss of the far pairs, the teacher's mass on pairs that were lost, and some features' gradient of u."""
     t0, row = tl.program_id(0) * BT, tl.program_id(2).to(tl.int64)
@@ -154,8 +165,8 @@ def by_row(
     lost = tl.zeros([BT], ACC)
     for j0 in range(SINKS // BN * BN, tl.minimum(t0 + BT, T) - WINDOW, BN):
         oj = j0 + tl.arange(0, BN)
-        k = load_tile(k_ptr + head * T * D, oj, od, T, D)
-        s = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision=PRECISION) * scale
+        q_rows, keys = q_ptr + row * T * D, k_ptr + head * T * D
+        s = scores(q, q_rows, keys, ot, oj, T, T, D, DP, DS, ACC, PRECISION) * scale
         product = products(query_ptr, key_ptr, ot, oj, T, M, MS, ACC, PRECISION)
         far = (oj[None, :] <= ot[:, None] - WINDOW) & (oj >= SINKS)[None, :] & (ot < T)[:, None]
         p, weight = weigh(s, product, shift[:, None], factor[:, None], far, SQUARED)
@@ -179,8 +190,8 @@ def by_row(
 @triton.jit
 def by_column(
     q_ptr, k_ptr, query_ptr, key_ptr, shift_ptr, factor_ptr, dw_ptr, T, G, WINDOW, SINKS, scale,
-    D: tl.constexpr, DP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, MG: tl.constexpr, BT: tl.constexpr,
-    BN: tl.constexpr, SQUARED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, MG: tl.constexpr,
+    BT: tl.constexpr, BN: tl.constexpr, SQUARED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some features' gradient of w; here BT are columns and BN rows, so that the sums are as large as by row."""
     j0, head = tl.program_id(0) * BT, tl.program_id(2).to(tl.int64)
@@ -191,10 +202,10 @@ def by_column(
         row = head * G + member
         for t0 in range((j0 + WINDOW) // BN * BN, T, BN):
             ot = t0 + tl.arange(0, BN)
-            q = load_tile(q_ptr + row * T * D, ot, od, T, D)
             shift = load_rows(shift_ptr + row * T, ot, T)
             factor = load_rows(factor_ptr + row * T, ot, T)
-            s = tl.dot(k, tl.trans(q), out_dtype=ACC, input_precision=PRECISION) * scale
+            rows, keys = q_ptr + row * T * D, k_ptr + head * T * D
+            s = scores(k, keys, rows, oj, ot, T, T, D, DP, DS, ACC, PRECISION) * scale
             product = products(key_ptr + head * T * M, query_ptr + row * T * M, oj, ot, T, M, MS, ACC, PRECISION)
             far = (oj[:, None] <= ot[None, :] - WINDOW) & (oj >= SINKS)[:, None] & (ot < T)[None, :]
             _, weight = weigh(s, product, shift[None, :], factor[None, :], far, SQUARED)
@@ -209,7 +220,7 @@ def block_sizes(x: Tensor, features: int, width: int) -> tuple[dict, dict]:
     """Block sizes, and how to launch, on the chip where x is."""
     rows, columns, slab, gradient, warps, stages = for_chip(BLOCKS, x)
     if x.element_size() > 2 or width > 128:  # fp32 tiles, or wide ones, do not fit otherwise
-        rows, columns, slab, gradient, warps = 32, 32, 32, 32, 4
+        rows, columns, slab, gradient, warps = 32, 32, 32, 32, 8 if x.element_size() > 2 else 4
     slab, gradient = min(slab, padded(features)), min(gradient, padded(features))
     return {"BT": rows, "BN": columns, "MS": slab, "MG": gradient}, {"num_warps": warps, "num_stages": stages}
 
@@ -233,7 +244,7 @@ def losses(
     stabilise[blocks, pairs * group](u, ceiling, query, bound, tokens, group, 0, BT=sizes["BT"], ROWS=True, **shape)
     stabilise[blocks, pairs](w, ceiling, key, bound, tokens, 1, sinks, BT=sizes["BT"], ROWS=False, **shape)
     sums = sums_before(key, sizes["BN"], kept)
-    dims = {"D": q.shape[-1], "DP": padded(q.shape[-1]), "M": features, **sizes, **work, **launch}
+    dims = {"D": q.shape[-1], "DP": padded(q.shape[-1]), "DS": at_once(q), "M": features, **sizes, **work, **launch}
     plain = {name: value for name, value in dims.items() if name != "MG"}
     statistics[blocks, pairs * group](
         q, k, query, key, sums, bound, lse, entropy, largest, student,

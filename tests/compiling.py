@@ -1,4 +1,7 @@
-"""Compile every kernel for a GPU that need not be there: python -m tests.compiling 90 prints what each one takes."""
+"""Compile every kernel for a GPU that need not be there: python -m tests.compiling 90 prints what each one takes.
+
+Further words are sizes: 128x128 is the width of a head and its features, 128x128xfp32 the same without bf16.
+"""
 
 import json
 import re
@@ -130,20 +133,21 @@ def assemble(ptx):
     raise RuntimeError(done.stderr)
 
 
-def report(chip, dim, features):
+def report(chip, dim, features, dtype):
     """All kernels of one size on one chip, each launch once."""
     seen = {}
-    for kernel, arguments, options in launches(chip, lambda: everything(dim, features)):
+    for kernel, arguments, options in launches(chip, lambda: everything(dim, features, dtype)):
         plain = {n: a if not isinstance(a, torch.Tensor) else str(a.dtype) for n, a in arguments.items()}
         seen.setdefault(json.dumps([kernel.__name__, plain], default=str), (kernel, arguments, options))
-    return [compiled(*launch, chip) | {"dim": dim, "features": features} for launch in seen.values()]
+    size = {"dim": dim, "features": features, "dtype": str(dtype)}
+    return [compiled(*launch, chip) | size for launch in seen.values()]
 
 
 def main():
     chip = divmod(int(sys.argv[1]), 10)
-    sizes = [tuple(map(int, size.split("x"))) for size in sys.argv[2:]] or [(128, 128)]
-    for dim, features in sizes:
-        for row in report(chip, dim, features):
+    for size in sys.argv[2:] or ["128x128"]:
+        dim, features, *wide = size.split("x")
+        for row in report(chip, int(dim), int(features), torch.float32 if wide == ["fp32"] else torch.bfloat16):
             sys.stdout.write(json.dumps(row) + "\n")
             sys.stdout.flush()
 

@@ -13,12 +13,12 @@ pytest.importorskip("triton")
 SHARED = {80: 163, 89: 99, 90: 227, 120: 99}  # KiB that one block of threads may have
 
 
-@pytest.mark.parametrize("chip", SHARED)
-def test_kernels_fit(chip, tmp_path):
+@pytest.mark.parametrize("chip, size", [*((chip, "128x128") for chip in SHARED), (90, "256x128"), (89, "128x128xfp32")])
+def test_kernels_fit(chip, size, tmp_path):
     """In a process of its own, because here the kernels are interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", "-m", "tests.compiling", str(chip), "128x128"],
+        [sys.executable, "-W", "ignore", "-m", "tests.compiling", str(chip), size],
         capture_output=True,
         text=True,
         cwd=Path(__file__).parent.parent,

@@ -165,8 +165,8 @@ STEPS = [  # kind, window, sinks, features, group; the features of mlp are given
 
 @pytest.mark.parametrize("kind, window, sinks, features, group", STEPS)
 @torch.no_grad()
-def test_steps_are_the_steps_of_pytorch(kind, window, sinks, features, group):
-    q, k, v, feature_map = make(14, features=features, group=group, kind=kind)
+def test_steps_are_the_steps_of_pytorch(kind, window, sinks, features, group, dim=6):
+    q, k, v, feature_map = make(14, features=features, group=group, kind=kind, dim=dim)
     if features:
         vary(feature_map)
         feature_map = Scaled(feature_map, 0.3)
@@ -236,6 +236,14 @@ def test_the_same_bits_twice():
     assert all(torch.equal(a, b) for a, b in zip(*(gradients(x, (q, k)) for x in (first, second)), strict=True))
 
 
+@pytest.mark.skipif(ON_GPU, reason="there it takes wide heads to see this")
+def test_dimensions_may_be_multiplied_some_at_a_time(monkeypatch):
+    for module in (kernels, kernel_far, kernel_step):
+        monkeypatch.setattr(module, "at_once", lambda x: 16)
+    test_attention_and_every_gradient_are_the_reference_s("one query head")
+    test_steps_are_the_steps_of_pytorch("clusters", 3, 2, 5, 2, dim=20)
+
+
 def mutate(module, line, mutation, folder, monkeypatch):
     """Exchange a line of a module, for every module that uses it."""
     source = Path(module.__file__).read_text(encoding="utf-8")
@@ -267,8 +275,7 @@ def mutate(module, line, mutation, folder, monkeypatch):
         (kernel_near, "- delta[:, None]", ""),
         (kernel_gradients, "(dmean * mean).sum(-1) - dlevel", "0 * dlevel"),
         (kernel_gradients, "dq + to_q", "dq"),
-        (kernel_far, "out_dtype=delta.dtype, input_precision=PRECISION) - delta[:, None]",
-         "out_dtype=delta.dtype, input_precision=PRECISION)"),
+        (kernel_far, "delta.dtype, PRECISION) - delta[:, None]", "delta.dtype, PRECISION)"),
         (loss_kernels, "factor - p / ", "-p / "),
         (loss_kernels, "ot[:, None] - oj[None, :] < WINDOW", "ot[:, None] - oj[None, :] <= WINDOW"),
         (loss_kernels, "sums.cumsum(2) - sums", "sums.cumsum(2)"),

@@ -11,7 +11,19 @@ except ImportError:
     raise
 
 from .kernel_segments import Problem, accumulate, summarize
-from .kernel_tiles import ABSENT, EMPTY, HEADROOM, LOST, exact_logits, far_product, load_rows, load_tile, row_bound
+from .kernel_tiles import (
+    ABSENT,
+    EMPTY,
+    HEADROOM,
+    LOST,
+    at_once,
+    exact_logits,
+    far_product,
+    load_rows,
+    load_tile,
+    row_bound,
+    scores,
+)
 
 Tensor = torch.Tensor
 
@@ -38,9 +50,12 @@ def exact_sums(u_ptr, w_ptr, rows, columns, om, lse, change, BY_ROW: tl.constexp
 
 
 @triton.jit
-def change_tile(g, v, delta, rows, columns, T, PRECISION: tl.constexpr):
+def change_tile(
+    g, g_ptr, v_ptr, delta, rows, columns, T, DV: tl.constexpr, VP: tl.constexpr, DS: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
     """g·v - δ where a far key is behind its row, and 0 elsewhere."""
-    change = tl.dot(g, tl.trans(v), out_dtype=delta.dtype, input_precision=PRECISION) - delta[:, None]
+    change = scores(g, g_ptr, v_ptr, rows, columns, T, T, DV, VP, DS, delta.dtype, PRECISION) - delta[:, None]
     return tl.where((columns[None, :] <= rows[:, None]) & (rows < T)[:, None], change, 0.0)
 
 
@@ -60,7 +75,7 @@ def any_lost(bound, lse, rows, T):
 def query_feature_gradients(
     u_ptr, w_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, ceiling_ptr, level_ptr, mean_ptr, du_ptr,
     T, COLUMNS, G, SEGMENTS,
-    DV: tl.constexpr, VP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
+    DV: tl.constexpr, VP: tl.constexpr, DS: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, SEG: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some features' gradients for rows; grid (block of rows, slab of features, batch · heads · group)."""
@@ -84,13 +99,13 @@ def query_feature_gradients(
     query = feature_tile(u_ptr, ot, om, ceiling - bound[:, None], T, M)
     for j0 in range(t0 // SEG * SEG, tl.minimum(t0 + BT, T), BN):
         oj = j0 + tl.arange(0, BN)
-        v = load_tile(v_ptr + head * COLUMNS * DV, oj, ov, T, DV)
-        change = change_tile(g, v, delta, ot, oj, T, PRECISION)
+        values = v_ptr + head * COLUMNS * DV
+        change = change_tile(g, g_ptr + row * T * DV, values, delta, ot, oj, T, DV, VP, DS, PRECISION)
         if lost:
             du += exact_sums(u_ptr, w_ptr, ot, oj, om, lse, change, True, T, M)
         else:
-            key = feature_tile(w_ptr, oj, om, HEADROOM - ceiling, T, M).to(v.dtype)
-            weight = (change * factor[:, None]).to(v.dtype)
+            key = feature_tile(w_ptr, oj, om, HEADROOM - ceiling, T, M).to(g.dtype)
+            weight = (change * factor[:, None]).to(g.dtype)
             du += query * tl.dot(weight, key, out_dtype=ACC, input_precision=PRECISION)
     tl.store(du_ptr + row * T * M + ot[:, None] * M + om[None, :], du,
              mask=(ot < T)[:, None] & (om < M)[None, :])  # fmt: skip
@@ -100,7 +115,7 @@ def query_feature_gradients(
 def key_feature_gradients(
     u_ptr, w_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, ceiling_ptr, level_ptr, mean_ptr, delta_mean_ptr, dw_ptr,
     T, COLUMNS, G, SEGMENTS,
-    DV: tl.constexpr, VP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
+    DV: tl.constexpr, VP: tl.constexpr, DS: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, SEG: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Some features' gradients for far keys; grid (block of columns, slab of features, batch · heads)."""
@@ -125,7 +140,8 @@ def key_feature_gradients(
             delta = load_rows(delta_ptr + row * T, ot, T)
             bound = row_bound(u_ptr + row * T * M, ceiling_ptr + at, ot, T, M, MS, ACC)
             factor = row_factor(bound, lse)
-            change = change_tile(g, v, delta, ot, oj, T, PRECISION)
+            values = v_ptr + head * COLUMNS * DV
+            change = change_tile(g, g_ptr + row * T * DV, values, delta, ot, oj, T, DV, VP, DS, PRECISION)
             if any_lost(bound, lse, ot, T):
                 dw += exact_sums(u_ptr + row * T * M, w_ptr, ot, oj, om, lse, change, False, T, M)
             else:
@@ -139,7 +155,7 @@ def key_feature_gradients(
 @triton.jit
 def far_value_gradients(
     u_ptr, w_ptr, g_ptr, lse_ptr, ceiling_ptr, level_ptr, mean_ptr, dv_ptr, T, G, SEGMENTS,
-    DV: tl.constexpr, VP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
+    DV: tl.constexpr, VP: tl.constexpr, DS: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, SEG: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Gradients of far values; grid (block of columns, batch · heads)."""
@@ -187,7 +203,7 @@ def far(
     )
     du, dw = torch.empty_like(u), torch.empty_like(w)
     dv = torch.empty(*w.shape[:-1], problem.value_dim, dtype=w.dtype, device=w.device)
-    shared = {**problem.values, "M": problem.features, "SEG": problem.segment, **problem.sizes}
+    shared = {**problem.values, "DS": at_once(v), "M": problem.features, "SEG": problem.segment, **problem.sizes}
     shared |= {**problem.work, **problem.launch}
     tail = problem.tokens, v.shape[-2], problem.group, problem.segments
     by_row, by_key = (problem.grid(problem.tokens, problem.sizes[name]) for name in ("BT", "BN"))

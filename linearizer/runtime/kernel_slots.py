@@ -14,7 +14,7 @@ except ImportError:
     raise
 
 from .kernel_merging import widths
-from .kernel_tiles import EMPTY, load_rows, load_tile, padded, precision, take_in
+from .kernel_tiles import EMPTY, at_once, load_rows, load_tile, padded, precision, scores, take_in
 
 Tensor = torch.Tensor
 
@@ -23,8 +23,8 @@ Tensor = torch.Tensor
 def look_turns(
     q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr, slot_k_ptr, slot_v_ptr, weight_ptr, spread_ptr, gain_ptr, place_ptr,
     merged_ptr, first_ptr, empty_ptr, out_ptr, C, H, G, TURNS, ROWS, WINDOW, SLOTS,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr,
-    BT: tl.constexpr, BN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, S: tl.constexpr,
+    SP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Grid (blocks of a group's rows, turns, batch · heads)."""
     turn, pair = tl.program_id(1), tl.program_id(2).to(tl.int64)
@@ -32,34 +32,35 @@ def look_turns(
     row, od, ov = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, DP), tl.arange(0, VP)
     line = ((pair * G + row // ROWS) * TURNS + turn) * ROWS + row % ROWS
     inside = row < G * ROWS
-    q = tl.load(q_ptr + line[:, None] * D + od[None, :], mask=inside[:, None] & (od < D)[None, :], other=0.0)
+    line, lines = tl.where(inside, line, -1), tl.num_programs(2) * G * TURNS * ROWS
+    q = load_tile(q_ptr, line, od, lines, D)
     place = tl.load(place_ptr + (batch * TURNS + turn) * ROWS + row % ROWS, mask=inside, other=0)
     merged = tl.load(merged_ptr + batch * TURNS + turn)
     first, empty = tl.load(first_ptr + batch), tl.load(empty_ptr + batch)
     top, total, acc = tl.full([BT], EMPTY, ACC), tl.zeros([BT], ACC), tl.zeros([BT, VP], ACC)
     if S > 0:
         os = tl.arange(0, SP)
-        sink_k = load_tile(sink_k_ptr + pair * S * D, os, od, S, D)
         sink_v = load_tile(sink_v_ptr + pair * S * DV, os, ov, S, DV)
-        sink_logits = tl.dot(q, tl.trans(sink_k), out_dtype=ACC, input_precision=PRECISION)
+        sinks = sink_k_ptr + pair * S * D
+        sink_logits = scores(q, q_ptr, sinks, line, os, lines, S, D, DP, DS, ACC, PRECISION)
         gone = ((os < S) & (os < merged))[None, :] & inside[:, None]
         top, total, acc = take_in(top, total, acc, sink_logits, gone, sink_v, PRECISION)
     for n0 in range(0, WINDOW, BN):
         near = merged + n0 + tl.arange(0, BN)
         column = near - first
-        k = load_tile(k_ptr + pair * C * D, column, od, C, D)
         v = load_tile(v_ptr + pair * C * DV, column, ov, C, DV)
-        logits = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision=PRECISION)
+        logits = scores(q, q_ptr, k_ptr + pair * C * D, line, column, lines, C, D, DP, DS, ACC, PRECISION)
         live = ((column >= empty) & (column < C) & (n0 + tl.arange(0, BN) < WINDOW))[None, :]
         live = live & (near[None, :] <= place[:, None])
         top, total, acc = take_in(top, total, acc, logits, live, v, PRECISION)
     gain, at = tl.load(gain_ptr + head).to(ACC), ((batch * (TURNS + 1) + turn + 1) * H + head) * SLOTS
     for n0 in range(0, SLOTS, BN):
         on = n0 + tl.arange(0, BN)
-        k, v = load_tile(slot_k_ptr + at * D, on, od, SLOTS, D), load_tile(slot_v_ptr + at * DV, on, ov, SLOTS, DV)
+        v = load_tile(slot_v_ptr + at * DV, on, ov, SLOTS, DV)
         weight = load_rows(weight_ptr + at, on, SLOTS)
         level = tl.log(tl.maximum(weight, 1.0)) + gain * load_rows(spread_ptr + at, on, SLOTS)
-        logits = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision=PRECISION) + level[None, :]
+        logits = scores(q, q_ptr, slot_k_ptr + at * D, line, on, lines, SLOTS, D, DP, DS, ACC, PRECISION)
+        logits += level[None, :]
         top, total, acc = take_in(top, total, acc, logits, (weight > 0)[None, :] & inside[:, None], v, PRECISION)
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out_ptr + line[:, None] * DV + ov[None, :], out.to(out_ptr.dtype.element_ty),
@@ -81,7 +82,7 @@ def look(
     look_turns[triton.cdiv(group * rows, size), turns, batch * heads](
         q, k, v, sink_k, sink_v, *slots, gain, place, merged, first, empty, out,
         k.shape[2], heads, group, turns, rows, window, slots[0].shape[3],
-        **widths(k, v), S=sink_k.shape[2], SP=padded(sink_k.shape[2]), BT=size, BN=32, **precision(slots[2]),
-        num_warps=4, num_stages=1,
+        **widths(k, v), DS=at_once(q), S=sink_k.shape[2], SP=padded(sink_k.shape[2]), BT=size, BN=32,
+        **precision(slots[2]), num_warps=4, num_stages=1,
     )  # fmt: skip
     return out

@@ -17,7 +17,7 @@ except ImportError:
 from . import folded as forms
 from .folded import Folded
 from .kernel_features import key_features, key_shares, query_features, query_shares, replaced, scores
-from .kernel_tiles import ABSENT, EMPTY, load_tile, padded, precision, take_in
+from .kernel_tiles import ABSENT, EMPTY, at_once, load_tile, padded, precision, take_in
 
 Tensor = torch.Tensor
 NONE, NEAREST, HALVES = tl.constexpr(forms.NONE), tl.constexpr(forms.NEAREST), tl.constexpr(forms.HALVES)
@@ -134,7 +134,7 @@ def run_step(
     step_heads[heads, batch](
         q, k, v, u, w, *made, count, sink_k, sink_v, window_k, window_v, level, mean, out,
         window_k.shape[-2], heads,
-        G=group, GP=padded(group), D=q.shape[-1], DP=wide, DS=min(wide, 128), DV=v.shape[-1], VP=padded(v.shape[-1]),
+        G=group, GP=padded(group), D=q.shape[-1], DP=wide, DS=at_once(q), DV=v.shape[-1], VP=padded(v.shape[-1]),
         S=sink_k.shape[-2], SP=padded(sink_k.shape[-2]), M=level.shape[-1], MS=size, BN=size,
         SHARES=-1 if folded is None else folded.shares, **precision(level), num_warps=8, num_stages=1,
     )  # fmt: skip

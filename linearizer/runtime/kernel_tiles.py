@@ -34,6 +34,25 @@ def load_rows(pointer, rows, stop):
 
 
 @triton.jit
+def scores(
+    q, q_ptr, k_ptr, rows, columns, T, C, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q·k of rows, held in q, with columns; if DS < DP some dimensions at a time, and q read anew: it is too wide."""
+    if DS == DP:
+        k = load_tile(k_ptr, columns, tl.arange(0, DP), C, D)
+        return tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision=PRECISION)
+    out = tl.zeros([rows.shape[0], columns.shape[0]], ACC)
+    for d in tl.static_range(0, DP, DS):
+        od = d + tl.arange(0, DS)
+        k = load_tile(k_ptr, columns, od, C, D)
+        out = tl.dot(
+            load_tile(q_ptr, rows, od, T, D), tl.trans(k), acc=out, out_dtype=ACC, input_precision=PRECISION
+        )  # fmt: skip
+    return out
+
+
+@triton.jit
 def take_in(top, total, acc, logits, live, v, PRECISION: tl.constexpr):
     """Let the rows' running softmax see some more logits and values."""
     logits = tl.where(live, logits, EMPTY)
@@ -87,6 +106,12 @@ def far_product(
             query.to(DOT), tl.trans(key).to(DOT), acc=product, out_dtype=ACC, input_precision=PRECISION
         )  # fmt: skip
     return product
+
+
+def at_once(x: Tensor) -> int:
+    """How many dimensions of rows of x a kernel that holds them may multiply at once."""
+    width = padded(x.shape[-1])
+    return width if x.element_size() <= 2 and width <= 128 else min(width, 64)
 
 
 def precision(x: Tensor) -> dict:

@@ -17,7 +17,19 @@ except ImportError:
     raise
 
 from .kernel_segments import Problem, accumulate, summarize
-from .kernel_tiles import ABSENT, EMPTY, HEADROOM, LOST, exact_logits, far_product, load_tile, row_bound, take_in
+from .kernel_tiles import (
+    ABSENT,
+    EMPTY,
+    HEADROOM,
+    LOST,
+    at_once,
+    exact_logits,
+    far_product,
+    load_tile,
+    row_bound,
+    scores,
+    take_in,
+)
 
 Tensor = torch.Tensor
 
@@ -27,8 +39,8 @@ def attend(
     q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr, first_ptr, empty_ptr,
     u_ptr, w_ptr, ceiling_ptr, level_ptr, mean_ptr, out_ptr, lse_ptr,
     T, WINDOW, H, G, SEGMENTS,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr,
-    M: tl.constexpr, MS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, SEG: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, S: tl.constexpr,
+    SP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, SEG: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Rows of one query head: outputs and log-sum-exps; grid (block of rows, batch · heads · group)."""
@@ -43,17 +55,17 @@ def attend(
     acc = tl.zeros([BT, VP], ACC)
     if S > 0:
         os = tl.arange(0, SP)
-        sink_k = load_tile(sink_k_ptr + head * S * D, os, od, S, D)
         sink_v = load_tile(sink_v_ptr + head * S * DV, os, ov, S, DV)
-        sink_logits = tl.dot(q, tl.trans(sink_k), out_dtype=ACC, input_precision=PRECISION)
+        sinks = sink_k_ptr + head * S * D
+        sink_logits = scores(q, q_ptr + row * T * D, sinks, ot, os, T, S, D, DP, DS, ACC, PRECISION)
         gone = (os < S)[None, :] & (os[None, :] <= first + ot[:, None])
         top, total, acc = take_in(top, total, acc, sink_logits, gone, sink_v, PRECISION)
     if WINDOW > 0:
         for c0 in range(t0 + 1, tl.minimum(t0 + BT + WINDOW, columns), BN):
             oc = c0 + tl.arange(0, BN)
-            k = load_tile(k_ptr + head * columns * D, oc, od, columns, D)
             v = load_tile(v_ptr + head * columns * DV, oc, ov, columns, DV)
-            logits = tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision=PRECISION)
+            keys = k_ptr + head * columns * D
+            logits = scores(q, q_ptr + row * T * D, keys, ot, oc, T, columns, D, DP, DS, ACC, PRECISION)
             live = (oc[None, :] > ot[:, None]) & (oc[None, :] <= ot[:, None] + WINDOW)
             live = live & (oc >= empty)[None, :] & (oc < columns)[None, :]
             top, total, acc = take_in(top, total, acc, logits, live, v, PRECISION)
@@ -108,7 +120,7 @@ def run(
     attend[problem.grid(problem.tokens, problem.sizes["BT"]), problem.pairs * problem.group](
         q, k, v, sink_k, sink_v, first, empty, u, w, ceiling, before_level, before_mean, out, lse,
         problem.tokens, window, problem.heads, problem.group, problem.segments,
-        **problem.keys, **problem.values, **problem.held, M=features, SEG=problem.segment,
+        **problem.keys, DS=at_once(q), **problem.values, **problem.held, M=features, SEG=problem.segment,
         **problem.sizes, **problem.work, **problem.launch,
     )  # fmt: skip
     return out, lse, level, mean, kept
