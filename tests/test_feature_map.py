@@ -130,3 +130,11 @@ def test_a_map_is_folded_again_when_it_changes_and_only_then(change):
     k = draw(1, 2, 9, DIM, size=1.0)
     torch.testing.assert_close(feature_map.folded(0.6).keys(k), feature_map.keys(k * 0.6))
     assert not torch.equal(before.keys(k), feature_map.folded(0.6).keys(k)) or change == "step"
+
+
+def test_a_map_whose_changes_cannot_be_seen_is_folded_every_time():
+    with torch.inference_mode():
+        feature_map = make("prf", 20)
+        before = feature_map.folded()
+        feature_map.z *= 2
+        assert torch.equal(feature_map.folded().key, 2 * before.key)
