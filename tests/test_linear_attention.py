@@ -67,6 +67,14 @@ def test_pieces_of_any_length_give_the_reference(tokens, window, sinks, features
     assert difference.numel() == 0 or difference.max() < 1e-10
 
 
+@pytest.mark.parametrize("kind", [None, *FEATURE_MAPS])
+@torch.no_grad()
+def test_token_by_token_is_the_reference(kind):
+    q, k, v, feature_map = make(24, features=4 if kind else 0, kind=kind)
+    out, _ = run(q, k, v, feature_map, window=5, sinks=3, cuts=range(1, 24))
+    torch.testing.assert_close(out, reference(q, k, v, feature_map, 5, 3))
+
+
 @pytest.mark.parametrize("kind", FEATURE_MAPS)
 @pytest.mark.parametrize("window, sinks", [(0, 0), (5, 2)])
 def test_chunks_and_steps_agree_for_every_feature_map(kind, window, sinks):

@@ -72,6 +72,14 @@ def test_however_a_text_is_cut_into_calls_the_answer_is_the_same(edges, block):
     torch.testing.assert_close(other.slot_v, state.slot_v)
 
 
+def test_token_by_token_is_the_whole_text():
+    q, k, v = drawn()
+    whole, state = attend(q, k, v, 6)
+    cut, other = attend(q, k, v, 6, range(1, 50))
+    torch.testing.assert_close(cut, whole)
+    torch.testing.assert_close(other.sink_k, state.sink_k)
+
+
 @settings(max_examples=20, deadline=None)
 @given(holes=st.lists(st.integers(0, 29), min_size=1, max_size=12, unique=True))
 def test_padding_anywhere_changes_nothing(holes):

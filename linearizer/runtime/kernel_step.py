@@ -130,7 +130,7 @@ def run_step(
     if folded is not None:
         made = [folded.query, folded.query_bias, folded.key, folded.key_bias, folded.query_norm, folded.key_norm]
     wide = padded(q.shape[-1])
-    size = 32 if max(wide, padded(v.shape[-1])) <= 128 else 16
+    size = 32 if at_once(q) == wide and padded(v.shape[-1]) <= 128 else 16
     step_heads[heads, batch](
         q, k, v, u, w, *made, count, sink_k, sink_v, window_k, window_v, level, mean, out,
         window_k.shape[-2], heads,
