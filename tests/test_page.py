@@ -168,6 +168,21 @@ def test_the_slider_says_at_once_what_a_budget_means(served, browser):
         shown(page, "#efforts", "Thorough ✓")
 
 
+def test_what_is_left_empty_is_left_to_the_recipe(served, browser):
+    with looking(browser, served[0]) as page:
+        choose_demo(page)
+        page.click("#to-budget")
+        for folded in ("Advanced", "Do this elsewhere"):
+            page.get_by_role("button", name=folded).click()
+        page.get_by_label("Recipe").click()
+        page.get_by_role("option", name="degrees of freedom, trained features").click()
+        shown(page, "#step-2", "linearizer run demo --recipe features --budget 256 --exchanges 8")
+        page.get_by_label("Steps").fill("7")
+        shown(page, "#step-2", "--steps 7 --exchanges 8")
+        page.get_by_role("textbox", name="Window").fill("half")
+        shown(page, "#budget-card", "window 'half' cannot be: give a whole number")
+
+
 def test_another_budget_is_shared_out_quickly_without_the_model(served, browser, done):
     with looking(browser, f"{served[0]}?run={done}") as page:
         shown(page, "#run-card", "done")

@@ -127,7 +127,17 @@ ADVANCED = ("recipe", "text", "steps", "window", "seed", "constant")
 def asked_plan(found: Chosen | None, budget: float, effort: str, advanced: tuple[Any, ...]) -> Plan:
     if found is None:
         raise RequestError("no model was chosen yet: choose one in the first step")
-    return desk.plan_of(found.name, int(budget), effort, dict(zip(ADVANCED, advanced, strict=True)))
+    options = dict(zip(ADVANCED, advanced, strict=True))
+    options |= {name: whole(name, options[name]) for name in ("steps", "window")}
+    return desk.plan_of(found.name, int(budget), effort, options)
+
+
+def whole(name: str, text: str) -> int | None:
+    """Read a whole number that may be left out."""
+    text = (text or "").strip()
+    if text and (not text.isdecimal() or len(text) > 9):
+        raise RequestError(f"{name} {text[:20]!r} cannot be: give a whole number, 0 or more, or leave it empty")
+    return int(text) if text else None
 
 
 def priced(found: Chosen | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
@@ -154,9 +164,8 @@ def elsewhere(found: Chosen | None, budget: float, effort: str, *advanced: Any) 
 
 @telling
 def start(
-    found: Chosen | None, budget: float, effort: str, recipe: str, text: str, steps: float | None,
-    window: float | None, seed: float, constant: bool, memory: Memory, profile: Profile,
-    token: Token,
+    found: Chosen | None, budget: float, effort: str, recipe: str, text: str, steps: str, window: str, seed: float,
+    constant: bool, memory: Memory, profile: Profile, token: Token,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Start a run; from here on the page only watches."""
     plan = asked_plan(found, budget, effort, (recipe, text, steps, window, seed, constant))

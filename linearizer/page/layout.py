@@ -86,8 +86,9 @@ def budget_step(ui: SimpleNamespace) -> None:
             ui.recipe = gr.Dropdown(list(RECIPES.items()), value="best", label="Recipe", allow_custom_value=True)
             ui.text = gr.Textbox("builtin", label="Text", info="builtin, self, dataset:ID or file:PATH", max_lines=1)
         with gr.Row():
-            ui.steps = gr.Number(None, label="Steps", info="of training; empty: the recipe's", precision=0, minimum=0)
-            ui.window = gr.Number(None, label="Window", info="empty: half of the budget", precision=0, minimum=0)
+            # a field for numbers would turn from empty to 0 when it is unfolded
+            ui.steps = gr.Textbox("", label="Steps", info="of training; empty: the usual", max_lines=1)
+            ui.window = gr.Textbox("", label="Window", info="empty: half of the budget", max_lines=1)
             ui.seed = gr.Number(0, label="Seed", precision=0, minimum=0)
             ui.constant = gr.Checkbox(False, label="Leave no head softmax", info="then the state never grows")
     with gr.Accordion("Do this elsewhere", open=False):
