@@ -19,6 +19,7 @@ from linearizer.run import Run
 Product = TypeVar("Product")
 OFTEN = 0.25  # seconds between two events of a step, and more in a long one:
 SHARE = 1e-3  # of the time that the step has taken
+SURE = 2.0  # seconds of a step after which the rest of it can be guessed
 GLANCE = 0.2  # seconds between two looks for a request where nothing is yielded
 AGAIN = 1.0  # seconds until whoever did not stop at once is interrupted again
 
@@ -84,8 +85,8 @@ def logged(run: Run, steps: Steps[Product]) -> Steps[Product]:
                 return end.value
             stop = run.requested("stop")
             if pace.due(progress) or stop:
-                details = {"done": progress.done, "total": progress.total, "unit": progress.unit, **progress.details}
-                run.log(progress.step, **details)
+                details = {"done": progress.done, "total": progress.total, "unit": progress.unit}
+                run.log(progress.step, **details, **pace.left(progress), **progress.details)
             yield progress
             check(run)
 
@@ -104,10 +105,14 @@ class Pace:
 
     def __init__(self) -> None:
         self.part, self.begin, self.last = ("", ""), 0.0, 0.0
+        self.since, self.first, self.done = 0.0, 0, 0
 
     def due(self, progress: Progress) -> bool:
         """Tell whether an event is to be logged: the first, the last, one that warns, and some between."""
         now, part = time.monotonic(), (progress.step, progress.unit)
+        if part != self.part or progress.done < self.done:
+            self.since, self.first = now, progress.done
+        self.done = progress.done
         if part != self.part:
             self.part, self.begin, self.last = part, now, -OFTEN
         news = progress.details.get("events") or "layer" in progress.details
@@ -116,6 +121,13 @@ class Pace:
             self.last = now
             return True
         return False
+
+    def left(self, progress: Progress) -> dict[str, float]:
+        """Guess how many seconds a step will still take, once it has gone on for a while; some say it themselves."""
+        taken, made = time.monotonic() - self.since, progress.done - self.first
+        if taken < SURE or made <= 0 or "seconds_left" in progress.details:
+            return {}
+        return {"seconds_left": taken * (progress.total - progress.done) / made}
 
 
 @contextmanager

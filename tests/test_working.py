@@ -160,3 +160,16 @@ def test_the_log_of_a_long_step_stays_small():
     shown = [done for done in range(1, 10_001) if pace.due(Progress("distill", done, 10_000, "steps"))]
     assert shown[0] == 1 and shown[-1] == 10_000 and len(shown) < 20
     assert all(pace.due(Progress("distill", 5, 10_000, "steps", {"events": ("out of memory",)})) for _ in range(3))
+
+
+def test_the_rest_of_a_step_is_guessed_from_its_pace_and_anew_when_it_begins_anew(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    pace, left = Pace(), []
+    for number, done in enumerate([1, 2, 3, 1, 2]):
+        clock[0] = 3.0 * number
+        progress = Progress("price", done, 5, "prices")
+        pace.due(progress)
+        left.append(pace.left(progress))
+    assert left == [{}, {"seconds_left": 9.0}, {"seconds_left": 6.0}, {}, {"seconds_left": 9.0}]
+    assert pace.left(Progress("distill", 3, 5, "steps", {"seconds_left": 1.0})) == {}
