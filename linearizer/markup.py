@@ -11,7 +11,7 @@ from linearizer.run import runs_root
 
 def said(text: str, kind: str = "note") -> str:
     """Put a sentence in a box; `kind` is note, good or bad, and told by a sign too."""
-    sign = {"note": "ⓘ", "good": "✓", "bad": "▲"}[kind]
+    sign = {"note": "ℹ\ufe0e", "good": "✓", "bad": "▲"}[kind]
     loud = heard(text) if kind != "note" else ""
     return f'<p class="lz-said lz-{kind}"{loud}><span aria-hidden="true">{sign}</span> {marked(text)}</p>'
 
@@ -52,7 +52,7 @@ def table(
     `safe` cells are HTML already, a `label` is not seen, and `kind` is how they look.
     """
     keep = (lambda text: text) if safe else escape
-    top = "".join(f'<th scope="col">{escape(name)}</th>' for name in head)
+    top = "".join(f'<th scope="col">{escape(name)}</th>' if name else "<td></td>" for name in head)
     body = "".join(
         f'<tr><th scope="row">{keep(row[0])}</th>{"".join(f"<td>{keep(cell)}</td>" for cell in row[1:])}</tr>'
         for row in rows

@@ -180,14 +180,19 @@ def progress(step: Mapping[str, Any], now: float) -> str:
     )
 
 
+def untrained(why: str) -> str:
+    """Say that nothing is trained; the charts of training are not shown beside it."""
+    return f'<div class="lz-untrained">{said(why)}</div>'
+
+
 def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: float) -> str:
     """Say how a training goes."""
     if not events:
         if status.run.plan.steps == 0:
-            return said("The plan asks for no training.")
+            return untrained("The plan asks for no training: continue to the last step.")
         allocation = status.run.allocation
         if allocation and not any(head.features for row in allocation.heads for head in row):
-            return said("No head has features in this allocation, so there is nothing to train.")
+            return untrained("No head has features in this allocation, so there is nothing to train: continue.")
         return said("Training begins when the teacher is measured.")
     last = events[-1]
     pairs = [("step", f"{last['done']} of {last['total']}"), ("tokens a second", f"{last['tokens_per_second']:,.0f}")]

@@ -21,6 +21,7 @@ from linearizer.errors import LinearizerError
 ARGUMENTS = """
     --no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run
 """
+GRADIO = {"image-redundant-alt"}  # the pictures in Gradio's footer repeat the words beside them; they cannot be set
 SMALL = {"recipe": "features", "texts": 2, "length": 128, "samples": 64, "steps": 4}  # a run of seconds
 SPACE = {  # what the Hub sets in a Space
     "SYSTEM": "spaces",
@@ -144,6 +145,15 @@ def looking(browser, url, **how):
         assert not wrong, wrong
     finally:
         context.close()
+
+
+def wrong(page):
+    """List what axe finds against WCAG and good practice, apart from what is Gradio's own."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    page.wait_for_timeout(300)  # colours fade
+    found = Axe().run(page).response["violations"]
+    return [(one["id"], node["html"][:200]) for one in found if one["id"] not in GRADIO for node in one["nodes"]]
 
 
 def bad(message):

@@ -1,14 +1,12 @@
 """The page is for everybody: contrast, names, focus, the keyboard alone, and what a listener hears."""
 
 import pytest
-from axe_playwright_python.sync_playwright import Axe
 
 from linearizer.plan import Plan
 from linearizer.run import Run
-from tests.serving import SMALL, browsing, finished, looking, serving
+from tests.serving import SMALL, browsing, finished, looking, serving, wrong
 
 SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]
-GRADIO = {"image-redundant-alt"}  # the pictures in Gradio's footer repeat the words beside them; they cannot be set
 LONG = 120_000  # milliseconds that a run on a busy machine may take
 
 
@@ -33,13 +31,6 @@ def browser():
 def done(served):
     """Name a run that has a student."""
     return finished(served, {**SMALL, "steps": 2})
-
-
-def wrong(page):
-    """List what axe finds against WCAG and good practice, apart from what is Gradio's own."""
-    page.wait_for_timeout(300)  # colours fade
-    found = Axe().run(page).response["violations"]
-    return [(one["id"], node["html"][:200]) for one in found if one["id"] not in GRADIO for node in one["nodes"]]
 
 
 @pytest.mark.parametrize(("scheme", "width"), SCREENS)

@@ -14,7 +14,7 @@ from linearizer.request import PARTS
 from linearizer.run import Run
 from linearizer.visitors import hashed
 from tests.findings import FOUND
-from tests.serving import SMALL, SPACE, browsing, looking, serving
+from tests.serving import SMALL, SPACE, browsing, looking, serving, wrong
 from tests.test_page import FITS, LONG, shown
 
 ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
@@ -74,6 +74,7 @@ def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(served,
         page.wait_for_selector("#part-language .lz-table", timeout=LONG)
         page.wait_for_selector("#part-language .js-plotly-plot .legendtext >> text=untrained student")
         shown(page, "#evaluating", "Evaluated", LONG)
+        page.wait_for_function("document.querySelector('#heard').textContent.startsWith('Evaluated')")
         page.wait_for_selector("#part-needle .js-plotly-plot .heatmaplayer >> nth=0")
         assert page.locator("#part-language .js-plotly-plot").count() == 3
         assert page.locator("#part-speed").count() == 0 or not page.locator("#part-speed").is_visible()
@@ -126,6 +127,7 @@ def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(s
                 arg=[part, count],
             )
         assert not page.get_by_text("Longer texts").is_visible()
+        assert wrong(page) == []
         assert page.evaluate(FITS)
 
 

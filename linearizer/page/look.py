@@ -150,13 +150,15 @@ progress::-moz-progress-bar { background: var(--slider-color); }
 .lz-chart p { color: var(--body-text-color-subdued); font-size: .9rem; margin: 0; max-width: 44rem; }
 .js-plotly-plot g:not(.heatmap-label):not(.textpoint) > text { fill: var(--body-text-color-subdued) !important; }
 .js-plotly-plot .annotation-text, .js-plotly-plot .legendtext { fill: var(--body-text-color) !important; }
+.js-plotly-plot .modebar-container { display: none; }
+#step-4:has(.lz-untrained) .lz-chart { display: none; }
 .lz-writes textarea { font-family: var(--font-mono); height: 15rem !important; overflow-y: auto !important; }
 input[type=range]::-webkit-slider-thumb { background: var(--slider-color) !important; }
 input[type=range]::-moz-range-thumb { background: var(--slider-color) !important; }
 .dark input[type=range] { --neutral-200: var(--border-color-primary); }
 h2:focus { outline: none; }
-button:focus-visible, input:not([role=listbox]):focus-visible, textarea:focus-visible, a:focus-visible,
-.lz-scroll:focus-visible, [role=tab]:focus-visible {
+button:focus-visible, input:not([role=listbox], [role=combobox]):focus-visible, textarea:focus-visible,
+a:focus-visible, .lz-scroll:focus-visible, [role=tab]:focus-visible, .wrap:has(> .wrap-inner):focus-within {
   outline: 2px solid var(--link-text-color) !important; outline-offset: 2px; }
 @media (max-width: 640px) {
   #to-budget, #start, #to-distil, #to-compare { max-width: none; }

@@ -9,7 +9,8 @@ from __future__ import annotations
 import json
 
 STEPS = ("Model", "Budget", "Profile", "Distil", "Compare & publish")
-TOLD = ("note", "model-card", "budget-card", "other-card", "run-card", "preview-note", "sent")  # parts that speak
+# parts that speak
+TOLD = ("note", "model-card", "budget-card", "other-card", "run-card", "evaluating", "preview-note", "sent")
 REMEMBER = """(memory) => {
   const here = new URL(window.location);
   memory && memory.run ? here.searchParams.set('run', memory.run) : here.searchParams.delete('run');
