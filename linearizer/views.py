@@ -114,15 +114,19 @@ def allocation_card(found: Allocation, layers: Sequence[Layer]) -> str:
     return cost_card(found.features_mean, fixed, found.state_bytes(layers, 1) - fixed, layers)
 
 
-def efforts_table(found: Mapping[str, Estimate], chosen: str) -> str:
-    """Say what every effort takes, before one is begun; the one that is chosen has a mark."""
+def efforts_table(found: Mapping[str, Estimate], chosen: str, lent: bool = False) -> str:
+    """Say what every effort takes, before one is begun; the one that is chosen has a mark.
+
+    A GPU that is `lent` is not there to be measured.
+    """
     rows = [
         [f"{name} ✓" if name == chosen else name, duration(one.seconds), size(one.memory_bytes), size(one.disk_bytes)]
         for name, one in found.items()
     ]
     load = next((one.download_bytes for one in found.values()), 0)
     note = f"{size(load)} of it to download" if load else "nothing to download"
-    return table(f"What it takes here, about; {note}", ("effort", "time", "memory", "disk"), rows)
+    here = "What it takes on the CPU; the GPU that is lent is faster" if lent else "What it takes here, about"
+    return table(f"{here}; {note}", ("effort", "time", "memory", "disk"), rows)
 
 
 def run_card(status: Status | None, name: str, now: float) -> str:
@@ -171,7 +175,7 @@ def progress(step: Mapping[str, Any], now: float) -> str:
     what = STEPS.get(step["event"], str(step["event"]))
     left = step.get("seconds_left")
     text = f"{done:,} of {total:,} {step.get('unit', '')}"
-    if isinstance(left, float) and math.isfinite(left):
+    if isinstance(left, float) and math.isfinite(left) and done < total:
         text += f" · {duration(max(1.0, left - (now - step['time'])))} left"
     return (
         f'<p class="lz-step lz-now">{escape(what)}</p>'

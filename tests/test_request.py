@@ -6,6 +6,7 @@ import pytest
 
 from linearizer import desk, jobs, limits, views, watch
 from linearizer.errors import RequestError
+from linearizer.estimates import Estimate
 from linearizer.evaluation_estimate import Foreseen, evaluation_seconds, foresee
 from linearizer.evaluation_views import evaluation_card, times_line
 from linearizer.plan import Plan
@@ -82,6 +83,12 @@ def test_parts_are_foreseen_from_what_judging_took(run):
     line = times_line(named)
     assert "about" in line and "in all" in line and "took, on a GPU." in line
     assert "<b>" not in times_line(Foreseen({"language": 1.0}, "<b>a GPU"))  # a run may come from elsewhere
+
+
+def test_of_a_gpu_that_is_lent_nothing_is_promised():
+    found = {"Quick": Estimate(60.0, 1e9, 1e6, 0)}
+    assert "What it takes here, about; nothing to download" in views.efforts_table(found, "Quick")
+    assert "on the CPU; the GPU that is lent is faster; nothing" in views.efforts_table(found, "Quick", lent=True)
 
 
 def test_where_judging_is_not_in_the_log_nothing_is_promised(run):

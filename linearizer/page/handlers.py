@@ -10,7 +10,7 @@ from typing import Any, TypeAlias, TypeVar
 import gradio as gr
 from gradio.components.plot import PlotData
 
-from linearizer import desk, jobs, markup, outbox, views, watch
+from linearizer import desk, jobs, markup, outbox, views, watch, zerogpu
 from linearizer.command import command_of
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import libraries
@@ -150,7 +150,7 @@ def priced(found: Chosen | None, budget: float, effort: str, *advanced: Any) -> 
         guesses = {name: desk.foresee(plan, found.inspection, found.download) for name, plan in plans.items()}
     except LinearizerError as error:
         return markup.said(str(error), "bad"), ""
-    return card, views.efforts_table(guesses, effort)
+    return card, views.efforts_table(guesses, effort, lent=zerogpu.here())
 
 
 def elsewhere(found: Chosen | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
