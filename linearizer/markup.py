@@ -21,6 +21,11 @@ def heard(text: str) -> str:
     return f' data-heard="{escape(plain(text))}"'
 
 
+def held(name: str, data: str) -> str:
+    """Send data along that the page's script reads and nobody sees."""
+    return f'<i hidden data-{name}="{escape(data)}"></i>'
+
+
 def plain(text: str) -> str:
     """Take from a sentence where runs are kept, and what could be taken for HTML."""
     root = re.escape(str(runs_root().absolute()))

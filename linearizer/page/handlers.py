@@ -205,25 +205,26 @@ def act(what: str) -> Callable:
 
 
 @telling
-def shared(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[Any, str, bool]:
-    """Share out another budget; the model is not touched."""
+def shared(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[str, bool]:
+    """Share out another budget; the model is not touched. The bars are sent with the card, and drawn by the browser."""
     name = run_named(memory)
     run = who(memory, profile, token).find(name) if name else None
     if run is None or not run.has("profile.json"):
-        return gr.skip(), "", False
+        return "", False
     try:
-        return *shares(run, int(budget)), True
+        figure, card = shares(run, int(budget))
     except LinearizerError as error:
-        return gr.skip(), markup.said(str(error), "bad"), True
+        return markup.said(str(error), "bad"), True
+    return card + markup.held("figure", figure), True
 
 
-def shares(run: Any, budget: int) -> tuple[Any, str]:
+def shares(run: Any, budget: int) -> tuple[str, str]:
     """Draw a budget as it is shared out, and say what it costs."""
     from linearizer import charts
 
     found = desk.share_out(run, budget)
     figure = charts.allocation_bars(found.allocation, found.layers, found.fix, found.prices)
-    return plot(figure.to_json()), views.allocation_card(found.allocation, found.layers)
+    return figure.to_json(), views.allocation_card(found.allocation, found.layers)
 
 
 @telling

@@ -22,11 +22,11 @@ REMEMBER = """(memory) => {
 ADDRESS = "(memory) => { listen(); return [memory, window.asked] }"
 SCRIPT = """
 window.asked = new URL(window.location).searchParams.get('run');  // before anything changes it
-function watch(part, act) {
-  if (!part || part.watched) return;
-  part.watched = true;
+function watch(part, act, mark = 'watched') {
+  if (!part || part[mark]) return;
+  part[mark] = true;
   act();
-  const all = {childList: true, subtree: true, characterData: true, attributeFilter: ['data-heard']};
+  const all = {childList: true, subtree: true, characterData: true, attributeFilter: ['data-heard', 'data-figure']};
   new MutationObserver(act).observe(part, all);  // what has the same shape, Gradio changes in place
 }
 function name() {  // Gradio names a place without a figure, but does not say what it is
@@ -40,6 +40,7 @@ function region() {
 }
 function hear() {  // a step's parts come into being when it is first shown
   const heard = region(), now = document.getElementById('now');
+  for (const part of ['other-card', 'bars']) watch(document.getElementById(part), redraw, 'redraws');
   for (const part of told.map(name => document.getElementById(name)).filter(Boolean)) {
     let last = '';
     watch(part, () => {
@@ -51,6 +52,16 @@ function hear() {  // a step's parts come into being when it is first shown
       if (now.textContent !== state) now.textContent = state;
     });
   }
+}
+function redraw() {  // Gradio would take the bars down and build new ones for every place of the slider
+  const held = document.querySelector('#other-card [data-figure]');
+  const at = document.querySelector('#bars .js-plotly-plot');
+  const figure = held && held.dataset.figure;
+  if (!at || !window.Plotly || (at.shown ?? null) === figure) return;
+  at.own ??= {data: at.data, layout: at.layout};  // as Gradio drew them, for when the card holds no others
+  at.shown = figure;
+  const {data, layout} = figure ? JSON.parse(figure) : at.own;
+  Plotly.react(at, data, layout, {responsive: true});
 }
 function listen() {
   const stepper = document.querySelector('#steps .stepper-wrapper');

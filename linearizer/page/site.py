@@ -130,7 +130,7 @@ def wire_run(ui: SimpleNamespace) -> None:
     ui.mark.change(watching.draw, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
     ui.trained.change(watching.curves, ui.memory, [ui.losses, ui.kl], **QUICK)
     again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => within('other', 1, sent)"}
-    ui.other.input(handlers.shared, [ui.memory, ui.other], [ui.bars, ui.other_card, ui.touched], **again)
+    ui.other.input(handlers.shared, [ui.memory, ui.other], [ui.other_card, ui.touched], **again)
     ui.branch.click(handlers.branch, [ui.memory, ui.other], attached(ui), **ONCE)
     for name in watching.BUTTONS:
         getattr(ui, name).click(handlers.act(name), ui.memory, ui.timer, **ONCE)

@@ -124,7 +124,8 @@ def longest(run: Run) -> int:
 def first_shares(run: Run) -> tuple[Any, Any]:
     """Share out the budget of the run itself."""
     try:
-        return shares(run, budget_of(run))
+        figure, card = shares(run, budget_of(run))
+        return plot(figure), card
     except LinearizerError as error:
         return gr.skip(), markup.said(str(error), "bad")
 
