@@ -59,6 +59,10 @@ def market_asked(run: Run, plan: Plan) -> tuple:
     """Give the prices that a plan buys by, and the length at which it pays for heads left softmax."""
     if (prices := run.prices) is None:
         raise missing(run, "prices")
+    if plan.bits and plan.bits != prices.options[0].bits:
+        raise RequestError(
+            f"the prices were measured with {prices.options[0].bits} bits a number, not {plan.bits}: start a new run"
+        )
 
     def wanted(head: Head) -> bool:
         return (not head.slots or plan.far == "slots") and (not head.features or plan.far == "features")

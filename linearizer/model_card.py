@@ -178,8 +178,8 @@ def evaluation(rows: Sequence[dict[str, Any]], plan: Plan) -> str:
     return (
         f"{table(rows)}\n\nOn {tokens:,} tokens of `{code(plan.text)}` that were kept from training, one seed. The "
         "teacher is the same weights with softmax attention, through the same code. `window` is the control: a plain "
-        "window with sinks that takes the student's bytes. Losses are in nats per token; recall is the loss on a "
-        "passage that comes a second time, so many tokens later."
+        "window with sinks that takes the student's bytes, in as many bits a number. Losses are in nats per token; "
+        "recall is the loss on a passage that comes a second time, so many tokens later."
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from linearizer.allocation import Allocation
-from linearizer.cost import Head, Layer, cache_bytes
+from linearizer.cost import Head, Layer, token_bytes
 from linearizer.runtime.attention import attending, attention_modules
 from linearizer.runtime.student import LayerStudent
 
@@ -56,8 +56,10 @@ def exchanged(model: PreTrainedModel, heads: Sequence[LayerStudent]) -> Iterator
 
 
 def window_control(allocation: Allocation, layers: Sequence[Layer], length: int) -> Allocation:
-    """Give every head a plain window and sinks that together take a student's bytes at a length."""
-    tokens = allocation.state_bytes(layers, length) // cache_bytes(layers, 1)
+    """Give every head a plain window and sinks, in the student's bits, that together take its bytes at a length."""
+    bits = allocation.bits
+    one = sum(len(row) * token_bytes(layer, bits) for row, layer in zip(allocation.heads, layers, strict=True))
+    tokens = allocation.state_bytes(layers, length) // max(one, 1)
     sinks = min(allocation.sinks, max(tokens - 1, 0))
-    rows = tuple((Head(window=max(tokens - sinks, 1)),) * len(row) for row in allocation.heads)
+    rows = tuple((Head(window=max(tokens - sinks, 1), bits=bits),) * len(row) for row in allocation.heads)
     return Allocation("window", sinks, rows)

@@ -1,6 +1,7 @@
 """Predictions are scored as their definitions say, all on the same tokens, with their spread over documents."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -80,12 +81,14 @@ def test_other_heads_attend_only_while_they_are_asked(subjects):
     assert torch.equal(logits_of(student.model, ids), own)
 
 
-def test_a_window_control_takes_no_more_bytes_than_the_student(subjects):
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_window_control_takes_no_more_bytes_than_the_student_in_as_many_bits(subjects, bits):
     layers = subjects[1]
     for length in (8, 40, 400):
-        allocation = allocation_of(layers, MIXED, 2)
-        taken = window_control(allocation, layers, length).state_bytes(layers, length)
-        most = allocation.state_bytes(layers, length)
+        allocation = allocation_of(layers, [replace(head, bits=bits) for head in MIXED], 2)
+        control = window_control(allocation, layers, length)
+        assert control.bits == bits
+        taken, most = (one.state_bytes(layers, length) for one in (control, allocation))
         assert most - sum(layer.kv_heads * 64 for layer in layers) < taken <= most
     tiny = window_control(allocation_of(layers, [Head(window=1)], 0), layers, 8)
     assert tiny.heads[0][0].window == 1 and tiny.sinks == 0

@@ -106,7 +106,9 @@ def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, capsys):
     priced = [event for event in run.events() if event["event"] == "price"][-1]
     assert priced["done"] == priced["total"] == 32 * len(run.prices.options)
     code, out, _ = said(capsys, "allocate", folder, "--budget", "200", "--constant")
-    assert code == 0 and "softmax" not in out
+    assert code == 0 and "softmax" not in out and "8 bits a number" in out
+    code, _, err = said(capsys, "allocate", folder, "--budget", "200", "--bits", "16")
+    assert code == 2 and "measured with 8 bits" in err
     code, _, err = said(capsys, "run", "demo", "--budget", "3", "--sinks", "2", *SMALL)
     assert code == 2 and "take 4" in err
 

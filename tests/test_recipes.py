@@ -60,6 +60,16 @@ def test_what_is_given_takes_precedence_over_the_recipe():
     assert Plan.of(model="demo", features=32).recipe == "features"
 
 
+def test_a_state_has_8_bits_a_number_where_heads_are_priced_and_may_be_merged():
+    kept = {name: Plan.of(name, model="demo", budget=64).kept_bits for name in RECIPES}
+    assert [name for name, bits in kept.items() if bits == 8] == ["best"]
+    assert Plan.of("windows", model="demo", budget=64, bits=8).kept_bits == 8
+    assert Plan.of(model="demo", budget=64, bits=16).kept_bits == 16
+    for recipe, bits in (("paper", 8), ("duo", 8), ("best", 4)):
+        with pytest.raises(RequestError, match="bits"):
+            Plan.of(recipe, model="demo", budget=64, bits=bits)
+
+
 def test_minutes_become_as_many_steps_as_fit_and_stay_so(tmp_path):
     run = Run.begin(tmp_path / "run", Plan.of("features", **SMALL, minutes=0.05))
     finish(pipeline.linearize(run))
