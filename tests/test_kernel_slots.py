@@ -28,7 +28,7 @@ def text(length, group=2, dtype=torch.float64, heads=2, batch=2, whole=False):
 
 
 @torch.no_grad()
-def both(q, k, v, metric, gain, count, block, real=None, edges=()):
+def both(q, k, v, metric, gain, count, block, real=None, edges=(), bits=16):
     """The whole text by PyTorch and by kernels, in calls that end at these edges: outputs and states."""
     ends = [*edges, q.shape[-2]]
     for fused in (False, True):
@@ -36,7 +36,7 @@ def both(q, k, v, metric, gain, count, block, real=None, edges=()):
         for a, b in zip([0, *ends], ends, strict=False):
             part = q[..., a:b, :], k[:, :, a:b], v[:, :, a:b]
             piece = None if real is None else real[:, a:b]
-            out.append(slots.attend(*part, Merging(metric, gain, WINDOW, block), piece, state, fused))
+            out.append(slots.attend(*part, Merging(metric, gain, WINDOW, block, bits=bits), piece, state, fused))
         yield torch.cat(out, -2), state
 
 
@@ -56,6 +56,7 @@ CASES = {
     "more slots than fit into one tile": (60, 36, 4, dict(heads=1), {}),
     "fewer slots than a block": (34, 3, 8, dict(group=1, heads=1), {}),
     "in pieces": (45, 6, 4, dict(heads=1), dict(edges=(1, 20, 21))),
+    "in 8 bits": (45, 6, 4, dict(heads=1), dict(edges=(20,), bits=8)),
 }
 
 
@@ -88,11 +89,15 @@ def test_the_number_of_rounds_is_what_halving_takes():
         (kernel_rounds, "& (i < partner)", "& (i > partner)"),
         (kernel_rounds, "apart * apart", "apart"),
         (kernel_merging, "step < WAITING", "step < 0"),
+        (kernel_merging, "- 133", "- 132"),
+        (kernel_merging, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
         (kernel_slots, "gain * load_rows", "0 * load_rows"),
         (kernel_slots, "near[None, :] <= place", "near[None, :] < place"),
     ],
 )
 def test_a_mutated_kernel_fails(module, line, mutation, tmp_path, monkeypatch):
     mutate(module, line, mutation, tmp_path, monkeypatch)
+    q, k, v, *merging = text(36, heads=1, batch=1, whole=True)
     with pytest.raises(AssertionError):
-        assert_alike(both(*text(36, heads=1, batch=1, whole=True), 6, 8), 1e-9)
+        assert_alike(both(q, k, v, *merging, 6, 8), 1e-9)
+        assert_alike(both(q, 0.995 * k, 0.995 * v, *merging, 6, 8, bits=8), 1e-9)  # above 127/128 of a power of two

@@ -60,9 +60,20 @@ def fill(
 
 
 @triton.jit
+def in_8_bits(x):
+    """Round rows as rounding.py does. Adding and taking away a number whose last digit is 1 rounds to whole ones."""
+    bits = tl.max(tl.abs(x), 1).to(tl.float32).to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 133 + tl.where((bits & 0x7FFFFF) > 0x7E0000, 1, 0)  # the latter: above 127/128 of it
+    exponent = tl.minimum(tl.maximum(exponent, -24), 121)
+    large = 6755399441055744.0 if x.dtype == tl.float64 else 12582912.0
+    codes = (x * ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None] + large) - large
+    return codes * ((127 + exponent) << 23).to(tl.float32, bitcast=True)[:, None]
+
+
+@triton.jit
 def keep(
     x_ptr, weight_ptr, spread_ptr, value_ptr, held_k_ptr, held_v_ptr, held_weight_ptr, held_spread_ptr, N, W, S,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, B: tl.constexpr,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Leave the first S slots that hold something, in order."""
     for i0 in range(0, N, B):
@@ -76,6 +87,9 @@ def keep(
         here, full = (i < N) & (to < S), (weight > 0)[:, None]
         k = tl.where(full, load_part(x_ptr + D + DV, i, od, N, W, D), 0.0)
         v = tl.where(full, load_part(x_ptr + D, i, ov, N, W, DV), 0.0)
+        if BITS == 8:
+            k = in_8_bits(k.to(held_k_ptr.dtype.element_ty).to(k.dtype))
+            v = in_8_bits(v.to(held_v_ptr.dtype.element_ty).to(v.dtype))
         tl.store(held_k_ptr + to[:, None] * D + od[None, :], k.to(held_k_ptr.dtype.element_ty),
                  mask=here[:, None] & (od < D)[None, :])  # fmt: skip
         tl.store(held_v_ptr + to[:, None] * DV + ov[None, :], v.to(held_v_ptr.dtype.element_ty),
@@ -90,7 +104,7 @@ def merge_turns(
     k_ptr, v_ptr, metric_ptr, index_ptr, comes_ptr, merges_ptr, held_k_ptr, held_v_ptr, weight_ptr, spread_ptr,
     rows_ptr, numbers_ptr, places_ptr, C, H, TURNS, S, BLOCK, ROUNDS, WAITING,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
-    JUMPS: tl.constexpr, ACC: tl.constexpr,
+    JUMPS: tl.constexpr, ACC: tl.constexpr, BITS: tl.constexpr,
 ):  # fmt: skip
     """Grid (heads, batch). held_… (batch, TURNS + 1, heads, S, …) begin with the slots that there are."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -127,6 +141,7 @@ def merge_turns(
         keep(
             rows_ptr + side * N * W, own_weight, own_spread, value, held_k_ptr + after * S * D,
             held_v_ptr + after * S * DV, weight_ptr + after * S, spread_ptr + after * S, N, W, S, D, DP, DV, VP, B,
+            BITS,
         )  # fmt: skip
 
 
@@ -137,12 +152,13 @@ def widths(k: Tensor, v: Tensor) -> dict:
 
 def merge(
     k: Tensor, v: Tensor, metric: Tensor, index: Tensor, comes: Tensor, merges: Tensor, held: list[Tensor],
-    rounds: int, waiting: int,
+    rounds: int, waiting: int, bits: int = 16,
 ) -> list[Tensor]:  # fmt: skip
     """Merge blocks of columns k, v (batch, heads, columns, dim), which lie at `index` and are there if `comes` says so.
 
     index, comes (batch, turns, block); merges (batch, turns). held: k, v, weight and spread of the slots (batch, heads,
-    slots, …), and so of every turn: (batch, 1 + turns, heads, slots, …), at first as they were.
+    slots, …), and so of every turn: (batch, 1 + turns, heads, slots, …), at first as they were. `bits` of a number in keys
+    and values.
     """
     batch, heads, columns = k.shape[:3]
     turns, block, slots, work = index.shape[1], index.shape[2], held[0].shape[2], held[2].dtype
@@ -156,7 +172,7 @@ def merge(
     merge_turns[heads, batch](
         k, v, metric, index, comes.int(), merges.int(), *every, rows, numbers, places,
         columns, heads, turns, slots, block, rounds, waiting,
-        **widths(k, v), B=SIZE, K=16, JUMPS=count.bit_length(), ACC=precision(numbers)["ACC"],
+        **widths(k, v), B=SIZE, K=16, JUMPS=count.bit_length(), ACC=precision(numbers)["ACC"], BITS=bits,
         num_warps=8, num_stages=1,
     )  # fmt: skip
     return every

@@ -205,7 +205,7 @@ def attend_fused(
     held = [state.slot_k, state.slot_v, state.weight, state.spread]
     blocks = leaving.index, leaving.comes, leaving.merges
     count = rounds(slots + merging.block, slots)
-    found = merge_fused(k, v, merging.scaled.contiguous(), *blocks, held, count, WAITING)
+    found = merge_fused(k, v, merging.scaled.contiguous(), *blocks, held, count, WAITING, merging.bits)
     state.slot_k, state.slot_v, state.weight, state.spread = (x[:, -1] for x in found)
     sinks = state.sink_k.contiguous(), state.sink_v.contiguous()
     merged = merged.clamp_min(0)
@@ -214,28 +214,22 @@ def attend_fused(
 
 
 def kernels_serve(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> bool:
-    """Tell whether kernels may attend with such tensors: they give no gradients, and round no slots."""
+    """Tell whether kernels may attend with such tensors: they give no gradients."""
     slots, block = state.slot_k.shape[2], merging.block
-    if (
-        merge_fused is None
-        or merging.bits == 8
-        or torch.is_grad_enabled()
-        or slots + block > MOST
-        or not takes(q, k, v, state.slot_k)
-    ):
+    if merge_fused is None or torch.is_grad_enabled() or slots + block > MOST or not takes(q, k, v, state.slot_k):
         return False
     sizes = Sizes(q.shape[2], q.shape[-1], v.shape[-1], state.sink_k.shape[2], 0)
 
     def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         text = Drawn.of(q, sizes, sizes.sinks + block + slots + 4 * block, dtype)
         metric = torch.eye(sizes.key_dim, device=q.device, dtype=dtype).expand(2, -1, -1)
-        own = Merging(metric, torch.full((2,), GAIN, device=q.device, dtype=dtype), block, block)
+        own = Merging(metric, torch.full((2,), GAIN, device=q.device, dtype=dtype), block, block, bits=merging.bits)
         state = SlotState.empty(text.k, text.v, block, sizes.sinks, slots)
         out = attend(text.q, text.k, text.v, own, None, state, by_kernels)
         return [out.to(dtype), state.slot_k, state.slot_v, state.weight]
 
     with torch.no_grad():
-        return trusted("slots", q, (*sizes, slots, block), answers)
+        return trusted("slots", q, (*sizes, slots, block, merging.bits), answers)
 
 
 def absorb(state: SlotState, columns: Columns, merging: Merging, leaving: Leaving) -> Slots:
