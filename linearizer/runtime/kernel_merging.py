@@ -157,8 +157,8 @@ def merge(
     """Merge blocks of columns k, v (batch, heads, columns, dim), which lie at `index` and are there if `comes` says so.
 
     index, comes (batch, turns, block); merges (batch, turns). held: k, v, weight and spread of the slots (batch, heads,
-    slots, …), and so of every turn: (batch, 1 + turns, heads, slots, …), at first as they were. `bits` of a number in keys
-    and values.
+    slots, …), and so of every turn: (batch, 1 + turns, heads, slots, …), at first as they were. `bits` of a number in
+    keys and values.
     """
     batch, heads, columns = k.shape[:3]
     turns, block, slots, work = index.shape[1], index.shape[2], held[0].shape[2], held[2].dtype
