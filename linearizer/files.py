@@ -16,11 +16,12 @@ UNFINISHED = ".unfinished"  # ends the name of what is being written; a killed p
 @contextmanager
 def writing(path: Path) -> Iterator[None]:
     """Turn what the system says about a path that cannot be written into a sentence."""
-    from safetensors import SafetensorError
-
     try:
         yield
-    except (OSError, SafetensorError) as error:
+    except Exception as error:
+        # By its name: a signal's handler writes, too, and importing there breaks the import that the signal came into.
+        if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
+            raise
         reason = getattr(error, "strerror", None) or error
         raise FolderError(
             f"{str(path)!r} cannot be written ({reason}): free the disk, or name a folder that is yours to write; "

@@ -106,8 +106,7 @@ def test_a_run_in_a_terminal_waits_for_its_turn_and_says_so(root):
     first = terminal("run", "demo", *LONG, "--out", str(root / "first"))
     wait_until(lambda: any(one.state == "running" for one in jobs.runs_in(root)))
     second = terminal("run", "demo", *LONG, "--out", str(root / "second"))
-    wait_until(lambda: len(jobs.runs_in(root)) == 2)
-    assert wait_for(Run(root / "second"), "queued").place == 1
+    wait_until(lambda: any(one.state == "queued" and one.place == 1 for one in jobs.runs_in(root)))
     time.sleep(1)
     second.send_signal(signal.SIGTERM)
     _, err = second.communicate(timeout=60)
