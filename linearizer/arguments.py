@@ -43,7 +43,11 @@ def add_budget_options(command: argparse.ArgumentParser) -> None:
     command.add_argument(
         "--bits", type=int, help="of a number in what is kept, 8 or 16 (default: 8 with gain and gain-features)"
     )
-    command.add_argument("--sinks", type=int, help="exact tokens at the start (default: 4; none with --features)")
+    command.add_argument(
+        "--sinks",
+        type=int,
+        help="exact tokens at the start (default: measured where heads are priced, else 4; none with --features)",
+    )
 
 
 def add_run_options(command: argparse.ArgumentParser) -> None:

@@ -8,18 +8,19 @@ import torch
 from safetensors import safe_open
 
 from linearizer.allocation import Allocation
-from linearizer.decision import decide, market_of
+from linearizer.decision import alike, decide, market_of, sinks_tried
 from linearizer.estimate import estimate
 from linearizer.files import remove
 from linearizer.gates import learn_gates
 from linearizer.initialisation import begin_layer
 from linearizer.loading import Teacher, windows_of
-from linearizer.prices import Prices, exchanged
-from linearizer.pricing import Begin, Found, exchange, measuring_seconds, options, price, with_repeats
+from linearizer.prices import LEAST, Prices, exchanged
+from linearizer.pricing import Begin, Found, measuring_seconds, options, price, with_repeats
 from linearizer.progress import Steps
 from linearizer.run import Run
 from linearizer.runtime.student import LayerStudent
 from linearizer.samples import Samples
+from linearizer.trying import costs, exchange
 from linearizer.working import interruptible, logged
 
 GATE_STEPS = 60
@@ -39,9 +40,12 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
     if found := run.prices:
         return found
     offered = options(texts.shape[1], run.plan.far, run.plan.kept_bits)
-    layers, sinks = teacher.inspection.layers, run.plan.kept_sinks
+    layers = teacher.inspection.layers
     partly = Prices.from_json(run.read(PARTLY)) if run.has(PARTLY) else None
-    before = partly.divergences if partly is not None and partly.options == offered else ()
+    if partly is not None and partly.options == offered:
+        sinks, before = partly.sinks, partly.divergences
+    else:
+        sinks, before = (yield from measured_sinks(run, teacher, texts)), ()
     estimated = run.plan.prices == "estimated" or (
         run.plan.prices == "auto" and not before and measuring_seconds(teacher.model, layers, offered, texts) > PATIENCE
     )
@@ -56,6 +60,19 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
     remove(run.folder / PARTLY)
     run.log("priced", tokens=texts.numel(), estimated=estimated)
     return found
+
+
+def measured_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:
+    """Choose how many sinks heads keep: as many as serve a student best whose heads all hold the same."""
+    counts = sinks_tried(run.plan)
+    if len(counts) == 1:
+        return counts[0]
+    layers = teacher.inspection.layers
+    students = [alike(layers, run.plan, count) for count in counts]
+    found = yield from logged(run, costs(teacher.model, texts, layers, students, begin_of(run)))
+    best = min(zip(counts, found, strict=True), key=lambda one: max(one[1], LEAST))[0]
+    run.log("tried", sinks=dict(zip(map(str, counts), found, strict=True)), kept=best)
+    return best
 
 
 def bought(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:

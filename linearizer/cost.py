@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 CACHED = 2  # bytes of a cached number
 SUMMED = 4  # bytes of a number in a running state
+SINKS = 4  # tokens at the start of a text that most models lean on
 BLOCK = 16  # tokens that leave a window at once where slots take them
 
 

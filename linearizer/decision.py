@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from linearizer.allocation import Allocation, allocate, check_dial, heads_replaced
-from linearizer.cost import Head, Layer, cache_bytes, token_bytes
+from linearizer.cost import Head, Layer, cache_bytes, feature_bytes, slot_bytes, token_bytes
 from linearizer.errors import BudgetError, RequestError
 from linearizer.plan import IN_TOKENS, Plan
 from linearizer.prices import SMALLEST, Market, check_least, choose
@@ -16,7 +16,8 @@ from linearizer.strategies import STRATEGIES
 def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
     """Refuse a budget that cannot be spent as the plan's strategy spends it, whatever will be measured."""
     if plan.strategy in IN_TOKENS:
-        check_least(layers, plan.budget or 0, plan.kept_sinks, plan.kept_bits)
+        least = min(sinks_tried(plan)) if plan.measured else plan.kept_sinks
+        check_least(layers, plan.budget or 0, least, plan.kept_bits)
     elif plan.strategy in STRATEGIES:
         check_dial(layers, plan.budget, plan.features, plan.strategy, plan.kept_window, plan.kept_sinks)
     else:
@@ -30,8 +31,7 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
         prices, positions = market_asked(run, plan)
         return choose(prices, layers, plan.budget or 0, positions, plan.constant)[0]
     if plan.strategy == "window":
-        rows = (alike(layer, plan) for layer in layers)
-        return Allocation("window", plan.kept_sinks, tuple(rows))
+        return alike(layers, plan, plan.kept_sinks)
     if plan.strategy == "duo":
         if (gates := run.gates) is None:
             raise missing(run, "gates")
@@ -49,10 +49,24 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
     )
 
 
-def alike(layer: Layer, plan: Plan) -> tuple[Head, ...]:
-    """Give every head of a layer the window that the budget pays for."""
-    tokens = (plan.budget or 0) * token_bytes(layer) // token_bytes(layer, plan.kept_bits)
-    return (Head(window=tokens - plan.kept_sinks, bits=plan.kept_bits),) * heads_replaced(layer)
+def alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocation:
+    """Give every head a window, and as much of what is far if the plan has it, all that the budget pays for."""
+
+    def row(layer: Layer) -> tuple[Head, ...]:
+        token = token_bytes(layer, plan.kept_bits)
+        room = (plan.budget or 0) * token_bytes(layer) - sinks * token
+        one = {"": 0, "slots": slot_bytes(layer, plan.kept_bits), "features": feature_bytes(layer)}[plan.far]
+        count = room // (token + one) if one else 0
+        slots, features = (count if plan.far == far else 0 for far in ("slots", "features"))
+        head = Head((room - count * one) // token, features, slots=slots, bits=plan.kept_bits)
+        return (head,) * heads_replaced(layer)
+
+    return Allocation("window", sinks, tuple(map(row, layers)))
+
+
+def sinks_tried(plan: Plan) -> tuple[int, ...]:
+    """Give the numbers of sinks that a plan leaves open, the most first: where texts cannot tell, that is safest."""
+    return tuple(count for count in (4, 2, 1, 0) if count <= plan.kept_sinks) if plan.sinks is None else (plan.sinks,)
 
 
 def market_asked(run: Run, plan: Plan) -> tuple:

@@ -27,7 +27,7 @@ from linearizer.run import OWN, Run
 from linearizer.turns import Ticket
 
 STATES = ("queued", "running", "stopping", "stopped", "failed", "done", "lost")
-STEPS = ("profile", "price", "exchange", "gates", "distill", "evaluate", "recall")
+STEPS = ("profile", "try", "price", "exchange", "gates", "distill", "evaluate", "recall")
 PARTS = ("language", "recall", "longer", "needle", "generation", "approximation", "distill", "speed", "tasks")
 TOLD = {"queued": "queued", "started": "running", "stopped": "stopped", "failed": "failed", "done": "done"}
 LIVE = ("queued", "running", "stopping")

@@ -7,10 +7,10 @@ import math
 from dataclasses import asdict, dataclass, fields
 from typing import Any
 
+from linearizer.cost import SINKS
 from linearizer.errors import BudgetError, RequestError
 from linearizer.recipes import RECIPES
 
-SINKS = 4  # tokens at the start of a text that most models lean on
 KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
     "int": (int,),
@@ -35,7 +35,7 @@ class Plan:
     recipe: str = "best"  # what the choices below were taken from
     strategy: str = "gain"
     window: int | None = None  # exact tokens per KV head; None: half of the budget
-    sinks: int | None = None  # None: 4, or none where features are asked for
+    sinks: int | None = None  # None: what measuring finds best where heads are priced, else 4, or none with features
     bits: int | None = None  # of a number in keys and values that are kept; None: 8 where `best` prices heads, else 16
     feature_map: str = "clusters"
     text: str = "builtin"
@@ -102,6 +102,7 @@ class Plan:
 
     @property
     def kept_sinks(self) -> int:
+        """The sinks asked for, or the most that are kept."""
         if self.sinks is not None:
             return self.sinks
         return 0 if self.budget is None else min(SINKS, self.budget // 8)

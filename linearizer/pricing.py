@@ -1,7 +1,7 @@
 """What each KV head costs the model: the divergence at its output when that head alone is cut to each option.
 
 An option is what a head may hold: a window, a window with slots, or its whole cache. The teacher's other heads stay as
-they are, so prices add up as far as heads do not make up for each other; `exchange` measures how far that is.
+they are, so prices add up as far as heads do not make up for each other; trying.py measures how far that is.
 """
 
 from __future__ import annotations
@@ -15,7 +15,6 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.allocation import Allocation
 from linearizer.cost import BLOCK, Head, Layer
 from linearizer.outputs import divergence, logits_of
 from linearizer.prices import SMALLEST, Prices
@@ -100,38 +99,6 @@ def price(
             found.append(tuple(zip(*costs, strict=True)))
             keep(found)
     return Prices(sinks, tuple(options), tuple(found))
-
-
-@torch.inference_mode()
-def exchange(
-    teacher: PreTrainedModel,
-    windows: torch.Tensor,
-    layers: Sequence[Layer],
-    allocation: Allocation,
-    other: Callable[[Allocation], Allocation | None],
-    most: int,
-    begin: Begin,
-) -> Steps[tuple[Allocation, float]]:
-    """Measure an allocation, then one by one what `other` makes of the best so far; give the best and its cost."""
-    expected = logits_of(teacher, windows)
-
-    def cost(allocation: Allocation) -> float:
-        modules, rows = attention_modules(teacher), zip(layers, allocation.heads, strict=True)
-        with attending(teacher, IMPLEMENTATION), ExitStack() as stack:
-            for module, (layer, heads) in zip(modules, rows, strict=True):
-                if heads:
-                    stack.enter_context(cut(module, layer, heads, allocation.sinks, begin))
-            return divergence(expected, logits_of(teacher, windows)).mean().item()
-
-    best, least = allocation, cost(allocation)
-    for done in range(most + 1):
-        yield Progress("exchange", done, most, "students", {"kl": least})
-        candidate = other(best) if done < most else None
-        if candidate is None:
-            break
-        if (found := cost(candidate)) < least:
-            best, least = candidate, found
-    return best, least
 
 
 class Seen(nn.Module):

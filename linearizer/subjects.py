@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from transformers import PreTrainedModel
 
 from linearizer.allocation import Allocation
-from linearizer.cost import Head, Layer, token_bytes
+from linearizer.cost import SINKS, Head, Layer, token_bytes
 from linearizer.runtime.attention import attending, attention_modules
 from linearizer.runtime.student import LayerStudent
 
@@ -60,6 +60,6 @@ def window_control(allocation: Allocation, layers: Sequence[Layer], length: int)
     bits = allocation.bits
     one = sum(len(row) * token_bytes(layer, bits) for row, layer in zip(allocation.heads, layers, strict=True))
     tokens = allocation.state_bytes(layers, length) // max(one, 1)
-    sinks = min(allocation.sinks, max(tokens - 1, 0))
+    sinks = min(SINKS, tokens // 8)  # its own: a student with slots may need none
     rows = tuple((Head(window=max(tokens - sinks, 1), bits=bits),) * len(row) for row in allocation.heads)
     return Allocation("window", sinks, rows)

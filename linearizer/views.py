@@ -36,6 +36,7 @@ SAYS = {
 }
 STEPS = {
     "profile": "measures the teacher",
+    "try": "tries sinks",
     "price": "prices every head",
     "exchange": "tries exchanges",
     "gates": "learns gates",

@@ -159,7 +159,7 @@ def stage(status: Status) -> int:
     if status.state == "done":
         return 5
     step = status.step["event"] if status.step else "profile"
-    return 3 if step in ("profile", "price", "exchange", "gates") else 4
+    return 3 if step in ("profile", "try", "price", "exchange", "gates") else 4
 
 
 def abilities(status: Status) -> dict[str, bool]:

@@ -29,7 +29,7 @@ LAYERS = [  # a module may import from the layers after its own
     {"loading"},
     {"asking", "room", "visitors", "working"},
     {"decision"},
-    {"estimate"},
+    {"estimate", "trying"},
     {"model_card", "space"},
     {"card_metadata"},
     {"arguments", "command", "duet", "evaluation_table", "report", "trained"},

@@ -102,7 +102,10 @@ def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, capsys):
     assert (
         len(held) > 3 and any(head.slots for head in held) and run.allocation.state_bytes(run.layers, 512) <= 24 * 4096
     )
-    assert milestones(run) == ["queued", "started", "profiled", "priced", "exchanged", "allocated", "evaluated", "done"]
+    steps = ["queued", "started", "profiled", "tried", "priced", "exchanged", "allocated", "evaluated", "done"]
+    assert milestones(run) == steps
+    (tried,) = (event for event in run.events() if event["event"] == "tried")
+    assert min(tried["sinks"], key=tried["sinks"].get) == str(tried["kept"]) == str(run.allocation.sinks)
     priced = [event for event in run.events() if event["event"] == "price"][-1]
     assert priced["done"] == priced["total"] == 32 * len(run.prices.options)
     code, out, _ = said(capsys, "allocate", folder, "--budget", "200", "--constant")

@@ -8,9 +8,10 @@ from linearizer.checkpoint import linearize
 from linearizer.cost import Head
 from linearizer.evaluation import evaluate_language, evaluate_recall
 from linearizer.outputs import divergence, logits_of
-from linearizer.pricing import blocks_of, exchange, options, price, with_repeats
+from linearizer.pricing import blocks_of, options, price, with_repeats
 from linearizer.progress import finish
 from linearizer.text import repeated_passages
+from linearizer.trying import exchange
 from tests.students import WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 
 OPTIONS = (Head(window=3), Head(window=4, slots=5), Head(window=12))

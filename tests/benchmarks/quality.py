@@ -41,34 +41,33 @@ BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
 TARGET, LENGTH, PASSAGE, GAPS, HELD = 512, 512, 64, (64, 128, 256, 320), 8
 STEPS = 60  # of every recipe that trains
 AHEAD = 160  # windows of text that belong to measuring and training
-OURS = {"sinks": 4}
+SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the number is measured
 ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in which they are measured
-    "best": ("best", OURS),
-    "windows": ("windows", OURS),
-    "windows, 8 bits": ("windows", {"bits": 8, **OURS}),
-    "swa": ("swa", OURS),
-    "swa, 8 bits": ("swa", {"bits": 8, **OURS}),
-    "best --constant": ("best", {"constant": True, **OURS}),
-    "windows --constant": ("windows", {"constant": True, **OURS}),
-    "windows, 8 bits --constant": ("windows", {"bits": 8, "constant": True, **OURS}),
-    "best, 16 bits": ("best", {"bits": 16, **OURS}),
-    "best, 16 bits --constant": ("best", {"bits": 16, "constant": True, **OURS}),
-    "evict (h2o)": ("swa", OURS),
-    "evict (tova)": ("swa", OURS),
-    "gain-features": ("best", {"strategy": "gain-features", "steps": STEPS, **OURS}),
-    "gain-features --constant": ("best", {"strategy": "gain-features", "steps": STEPS, "constant": True, **OURS}),
-    "best at 8192": ("best", {"target_length": 8192, "length": 1024, **OURS}),
-    "windows at 8192": ("windows", {"target_length": 8192, "length": 1024, **OURS}),
-    "duo": ("duo", OURS),
-    "paper": ("paper", {}),
+    "best": ("best", {}),
+    "best --constant": ("best", {"constant": True}),
+    "windows, 8 bits": ("windows", {"bits": 8}),
+    "windows, 8 bits --constant": ("windows", {"bits": 8, "constant": True}),
+    "windows": ("windows", {}),
+    "windows --constant": ("windows", {"constant": True}),
+    "best, 16 bits --constant": ("best", {"bits": 16, "constant": True}),
+    "swa": ("swa", SINKS),
+    "swa, 8 bits": ("swa", {"bits": 8, **SINKS}),
+    "evict (h2o)": ("swa", SINKS),
+    "evict (tova)": ("swa", SINKS),
+    "duo": ("duo", SINKS),
+    "best at 8192": ("best", {"target_length": 8192, "length": 1024}),
+    "windows at 8192": ("windows", {"target_length": 8192, "length": 1024, "bits": 8}),
+    "gain-features": ("best", {"strategy": "gain-features", "steps": STEPS}),
+    "gain-features --constant": ("best", {"strategy": "gain-features", "steps": STEPS, "constant": True}),
+    "features": ("features", SINKS),
     "lolcats": ("lolcats", {}),
-    "features": ("features", OURS),
-    "paper, fix": ("paper", {"strategy": "fix"}),
-    "paper, clip": ("paper", {"strategy": "dof-clip"}),
     "hedgehog": ("hedgehog", {}),
+    "paper": ("paper", {}),
     "performer": ("performer", {}),
     "dijiang": ("dijiang", {}),
-    "features, fix": ("features", {"strategy": "fix", **OURS}),
+    "paper, fix": ("paper", {"strategy": "fix"}),
+    "paper, clip": ("paper", {"strategy": "dof-clip"}),
+    "features, fix": ("features", {"strategy": "fix", **SINKS}),
     "paper, l2": ("paper", {"loss": "l2"}),
     "paper, direct": ("paper", {"loss": "direct"}),
 }
@@ -143,7 +142,9 @@ def has_both(allocation):
 def prepared(work, plan):
     """Open a run that has the measurements of its plan, which other plans may have asked for before."""
     asked = asked_of(plan)
-    key = f"{Path(plan.model).name}-{plan.seed}-{asked.sinks}-{asked.per}-{asked.gauge}-{plan.length}-{plan.kept_bits}"
+    key = f"{Path(plan.model).name}-{plan.seed}-{asked.sinks}-{asked.per}-{asked.gauge}-{plan.length}"
+    if plan.measured:
+        key += f"-{plan.far}-{plan.kept_bits}-{plan.budget}"  # how many sinks are kept depends on the budget
     base, folder = work / key, work / "run"
     shutil.rmtree(folder, ignore_errors=True)
     run, teacher = Run.begin(folder, plan), loading.load(plan)
