@@ -2,13 +2,16 @@
 
 import itertools
 import math
+from dataclasses import replace
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linearizer.cost import Head, Layer, cache_bytes, head_bytes
+from linearizer.decision import alike, sinks_tried
 from linearizer.errors import BudgetError, RequestError
+from linearizer.plan import Plan
 from linearizer.prices import Market, Prices, choose, exchanged
 
 LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2, 16, 16))
@@ -38,6 +41,29 @@ def test_the_budget_is_kept_and_every_head_served(prices, budget, constant, leng
     assert [len(row) for row in allocation.heads] == [2, 0, 2]
     assert math.isfinite(divergence)
     assert not constant or not any(head.softmax for row in allocation.heads for head in row)
+
+
+@given(
+    budget=st.integers(8, 300),
+    bits=st.sampled_from([8, 16]),
+    strategy=st.sampled_from(["gain", "gain-features", "windows"]),
+)
+def test_students_whose_heads_hold_the_same_spend_the_budget_whatever_sinks_they_keep(budget, bits, strategy):
+    plan = Plan("demo", budget=budget, bits=bits, strategy=strategy)
+    for sinks in sinks_tried(plan):
+        found = alike(LAYERS, plan, sinks)
+        (held,) = {head for row in found.heads for head in row}
+        assert found.sinks == sinks and held.window and held.bits == bits
+        assert spent(found, 999) <= cache_bytes(LAYERS, budget)
+        longer = replace(held, window=held.window + 1)
+        dearer = replace(found, heads=tuple((longer,) * len(row) for row in found.heads))
+        assert spent(dearer, 999) > cache_bytes(LAYERS, budget)
+
+
+def test_sinks_that_are_asked_for_are_not_tried_against_others():
+    assert sinks_tried(Plan("demo", budget=64, sinks=3)) == (3,)
+    assert sinks_tried(Plan("demo", budget=64)) == (4, 2, 1, 0)
+    assert sinks_tried(Plan("demo", budget=16)) == (2, 1, 0), "an eighth of the budget at most"
 
 
 @settings(deadline=None)

@@ -11,7 +11,7 @@ from linearizer.outputs import divergence, logits_of
 from linearizer.pricing import blocks_of, options, price, with_repeats
 from linearizer.progress import finish
 from linearizer.text import repeated_passages
-from linearizer.trying import exchange
+from linearizer.trying import costs, exchange
 from tests.students import WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 
 OPTIONS = (Head(window=3), Head(window=4, slots=5), Head(window=12))
@@ -76,6 +76,17 @@ def test_an_exchange_measures_whole_students_and_keeps_the_best():
     assert cost == pytest.approx(
         divergence(logits_of(teacher, windows), logits_of(student, windows)).mean().item(), rel=1e-3
     )
+
+
+@torch.no_grad()
+def test_students_are_measured_in_the_order_in_which_they_come():
+    teacher, windows = teacher_of("llama"), tokens(2, 24)
+    layers = layers_of(teacher)
+    students = [allocation_of(layers, [Head(window=window)], 2) for window in (3, 20, 3)]
+    first, second, third = finish(costs(teacher, windows, layers, students, begin))
+    assert first == third > second
+    _, alone = finish(exchange(teacher, windows, layers, students[0], lambda _: None, 0, begin))
+    assert first == alone
 
 
 @torch.no_grad()
