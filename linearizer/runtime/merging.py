@@ -43,11 +43,13 @@ def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
     row = torch.cat([given.k @ metric.to(given.k.dtype).mT, given.v, given.k], -1).flatten(0, 1)
     dims = given.k.shape[-1], given.v.shape[-1]
     held = Rows(row, given.weight.flatten(0, 1), given.spread.flatten(0, 1), *dims)
-    for _ in range(WAITING):
-        held = held.joined(held.targets(count, waits=True))
+    counts = [count] * WAITING
     while slots > count:
         slots = max(count, -(-slots // 2))
-        held = held.joined(held.targets(slots, waits=False))
+        counts.append(slots)
+    for number, most in enumerate(counts):
+        if (held.weight > 0).sum(-1).amax() > most:
+            held = held.joined(held.targets(most, waits=number < WAITING))
     full = (held.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[:, :count]
     row = held.row.gather(1, full[..., None].expand(-1, -1, row.shape[-1]))
     weight, spread = held.weight.gather(1, full), held.spread.gather(1, full)
