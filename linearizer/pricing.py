@@ -39,6 +39,8 @@ def options(length: int, far: str = "slots", bits: int = 16) -> tuple[Head, ...]
     least = min(BLOCK, max(SMALLEST, length // 8))
     slim = [(least, count) for count in [*doubling(least, most), most]]
     even = [(count, count) for count in doubling(2 * least, length // 2)]
+    if far == "slots" and least > SMALLEST:
+        slim += [(least // 2, count) for count in doubling(least // 4, 2 * least)]
     return tuple(windows + [Head(window=window, bits=bits, **{far: count}) for window, count in slim + even])  # type: ignore[arg-type]
 
 
