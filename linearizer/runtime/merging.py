@@ -51,9 +51,9 @@ def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
         if (held.weight > 0).sum(-1).amax() > most:
             held = held.joined(held.targets(most, waits=number < WAITING))
     full = (held.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[:, :count]
-    row = held.row.gather(1, full[..., None].expand(-1, -1, row.shape[-1]))
+    row = held.row[..., dims[0] :].gather(1, full[..., None].expand(-1, -1, sum(dims)))
     weight, spread = held.weight.gather(1, full), held.spread.gather(1, full)
-    _, v, k = row.unflatten(0, heads).split([dims[0], *dims[::-1]], -1)
+    v, k = row.unflatten(0, heads).split(dims[::-1], -1)
     return Slots(k, v, weight.unflatten(0, heads), spread.unflatten(0, heads))
 
 
@@ -77,13 +77,13 @@ class Rows:
     @torch.no_grad()
     def targets(self, count: int, waits: bool) -> Tensor:
         """Say into which slot each goes, most of them into themselves, until `count` are left: (heads, slots)."""
-        cost = self.costs()
-        partner = cost.argmin(-1)
+        cheapest, partner = self.costs().min(-1)
         number = torch.arange(partner.shape[-1], device=partner.device)
         stays = (partner.gather(-1, partner) == number) & (number < partner)
-        cheapest = cost.gather(-1, partner[..., None])[..., 0].masked_fill(stays, float("inf"))
+        cheapest = cheapest.masked_fill(stays, float("inf"))
         surplus = (self.weight > 0).sum(-1, keepdim=True) - count
-        goes = (cheapest.argsort(-1).argsort(-1) < surplus) & ~cheapest.isinf()
+        first = torch.zeros_like(stays).scatter(-1, cheapest.argsort(dim=-1, stable=True), number < surplus)
+        goes = first & ~cheapest.isinf()
         if waits:
             return torch.where(goes & ~goes.gather(-1, partner), partner, number)
         target = torch.where(goes, partner, number)
@@ -99,10 +99,10 @@ class Rows:
         """
         seen, v, _ = self.row.split([self.key_dim, self.value_dim, self.key_dim], -1)
         one = self.weight.clamp_min(1).reciprocal()
-        apart = squared_distances(seen).square() * squared_distances(v).sqrt()
-        cost = apart / (one[..., None] + one[..., None, :])
-        empty = torch.where(self.weight == 0, float("inf"), 0.0).to(cost.dtype)
-        cost = torch.maximum(cost, cost.mT) + (empty[..., None] + empty[..., None, :])
+        empty = torch.where(self.weight == 0, float("inf"), 0.0).to(one.dtype)  # as far away as can be
+        cost = squared_distances(seen, empty).square_().mul_(squared_distances(v, empty).sqrt_())
+        cost.div_(one[..., None] + one[..., None, :])
+        cost = torch.maximum(cost, cost.mT)
         cost.diagonal(dim1=-2, dim2=-1).fill_(float("inf"))
         return cost
 
@@ -112,12 +112,13 @@ class Rows:
         share = self.weight / total.gather(-1, target).clamp_min(1)  # of each in what it becomes
         index = target[..., None].expand_as(self.row)
         row = torch.zeros_like(self.row).scatter_add(1, index, share[..., None] * self.row)
-        moved = (self.row - row.gather(1, index))[..., : self.key_dim].square().sum(-1)
+        seen = self.row[..., : self.key_dim]
+        moved = (seen - row.gather(1, index[..., : self.key_dim])).square().sum(-1)
         spread = torch.zeros_like(share).scatter_add(-1, target, share * (self.spread + moved))
         return Rows(row, total, spread, self.key_dim, self.value_dim)
 
 
-def squared_distances(x: Tensor) -> Tensor:
-    """|x_i - x_j|²: (heads, rows, dim) -> (heads, rows, rows)."""
-    square = x.square().sum(-1)
-    return torch.baddbmm(square[..., None] + square[:, None], x, x.mT, alpha=-2).clamp_min(0)
+def squared_distances(x: Tensor, more: Tensor) -> Tensor:
+    """|x_i - x_j|², and more_i + more_j: (heads, rows, dim) -> (heads, rows, rows)."""
+    square = x.square().sum(-1) + more
+    return torch.baddbmm(square[..., None] + square[:, None], x, x.mT, alpha=-2).clamp_min_(0)

@@ -27,16 +27,13 @@ Tensor = torch.Tensor
 class Rounded:
     """Vectors of 8 bits a number, to compute with and to keep."""
 
-    numbers: Tensor  # (…, dim); gradients pass as if nothing were rounded
+    numbers: Tensor  # (…, dim)
     bytes: Tensor  # (…, dim + 1)
 
     @staticmethod
     def of(x: Tensor) -> Rounded:
         codes, exponent = codes_of(x.detach())
-        numbers = (codes * power(exponent)).to(x.dtype)
-        if x.requires_grad:
-            numbers = numbers + (x - x.detach())
-        return Rounded(numbers, torch.cat([codes, exponent.to(codes.dtype)], -1).to(torch.int8))
+        return Rounded(numbers_of(x, codes, exponent), torch.cat([codes, exponent.to(codes.dtype)], -1).to(torch.int8))
 
     def __getitem__(self, heads: Any) -> Rounded:
         return Rounded(self.numbers[:, heads], self.bytes[:, heads])
@@ -57,7 +54,13 @@ def attend_in_8_bits(
 
 def rounded(x: Tensor) -> Tensor:
     """Round vectors (…, dim) to what 8 bits can hold."""
-    return Rounded.of(x).numbers
+    return numbers_of(x, *codes_of(x.detach()))
+
+
+def numbers_of(x: Tensor, codes: Tensor, exponent: Tensor) -> Tensor:
+    """Give the numbers that x became; gradients pass as if nothing were rounded."""
+    numbers = (codes * power(exponent)).to(x.dtype)
+    return numbers + (x - x.detach()) if x.requires_grad else numbers
 
 
 def packed(x: Tensor) -> Tensor:
