@@ -143,23 +143,24 @@ def prepared(work, plan):
     """Open a run that has the measurements of its plan, which other plans may have asked for before."""
     asked = asked_of(plan)
     key = f"{Path(plan.model).name}-{plan.seed}-{asked.sinks}-{asked.per}-{asked.gauge}-{plan.length}"
-    if plan.measured:
-        key += f"-{plan.far}-{plan.kept_bits}-{plan.budget}"  # how many sinks are kept depends on the budget
     base, folder = work / key, work / "run"
     shutil.rmtree(folder, ignore_errors=True)
     run, teacher = Run.begin(folder, plan), loading.load(plan)
     if not base.exists():
         finish(pipeline.profile(run, teacher))
-        if plan.measured:
-            finish(buying.measured_prices(run, teacher, buying.priced_texts(run, teacher, None)))
         shutil.copytree(folder, base)
-    for kept in base.rglob("*.json"):
-        if kept.name in ("profile.json", "inspection.json", "prices.json"):
-            shutil.copy(kept, folder / kept.name)
+    for name in ("profile.json", "inspection.json"):
+        shutil.copy(base / name, folder / name)
     shutil.copytree(base / "state", folder / "state", dirs_exist_ok=True)
-    if plan.measured and run.prices is None:
-        finish(buying.measured_prices(run, teacher, buying.priced_texts(run, teacher, None)))
-        shutil.copy(folder / "prices.json", base / "prices.json")
+    if plan.measured:
+        texts = buying.priced_texts(run, teacher, None)
+        sinks = finish(buying.measured_sinks(run, teacher, texts))  # how many are kept depends on the budget
+        prices = base / f"prices-{plan.far}-{plan.kept_bits}-{sinks}.json"
+        if prices.exists():
+            shutil.copy(prices, folder / "prices.json")
+        else:
+            finish(buying.measured_prices(run, teacher, texts))
+            shutil.copy(folder / "prices.json", prices)
     return run, teacher
 
 
