@@ -18,7 +18,8 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .folded import ABSENT, HALVES, KEYS, NEAREST, NONE, Folded
+from .folded import HALVES, KEYS, NEAREST, NONE, Folded
+from .state import ABSENT
 
 Tensor = torch.Tensor
 

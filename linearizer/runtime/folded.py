@@ -14,8 +14,9 @@ from dataclasses import dataclass
 
 import torch
 
+from .state import ABSENT
+
 Tensor = torch.Tensor
-ABSENT = -2e30  # the log-feature of a key that does not touch a feature: finite, and below any level
 NONE, KEYS, NEAREST, HALVES = range(4)
 
 
