@@ -26,6 +26,8 @@ from linearizer.runtime import (
     kernel_tiles,
     kernels,
 )
+from linearizer.runtime.state import State
+from linearizer.runtime.table import Held, table_of
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 
@@ -69,14 +71,14 @@ def everything(dim, features, dtype=torch.bfloat16, window=64, sinks=4):
     Context.window = window
     kernel_gradients.Attention.backward(Context, g, level, mean)
     kernels.run(*inputs[:7], None, None, level, mean, window)
-    state = (count, sink, sink, ring, ring, level, mean)
-    first = (q[..., :1, :], one, one)
-    weight, norm = draw(heads, features, dim).float(), level[0, :, 0]
-    for shares in (folded.NONE, folded.KEYS, folded.NEAREST, folded.HALVES):
-        norms = [norm, norm] if shares == folded.NONE else []
-        made = folded.Folded(weight, level[0], weight, level[0], shares, *norms)
-        kernel_step.run_step(*first, None, None, made, *state)
-    kernel_step.run_step(*first, u[..., :1, :], w[..., :1, :], None, *state)
+    first = (q[..., :1, :], one, one, q[..., :1, :])
+    for bits in (16, 8):
+        near = (draw(*x.shape[:-1], dim + 1, dtype=torch.int8) if bits == 8 else x for x in (sink, sink, ring, ring))
+        held = Held([*range(heads)], State(count, *near, level, mean), window)
+        for shares in (folded.NONE, folded.KEYS, folded.NEAREST, folded.HALVES):
+            kernel_step.run_step(*first, table_of([held]), held.state.sink_k, level, shares, dim**-0.5)
+    given = u[..., :1, :], w[..., :1, :]
+    kernel_step.run_step(*first, table_of([held]), sink, level, -1, 1.0, *given)
     slots(q, k, sink, count, window, metric=draw(heads, dim, dim).float())
     for squared in (False, True):
         loss_kernels.losses(u, w, q, k[:, :, :tokens], window, sinks, squared)

@@ -22,8 +22,9 @@ from linearizer.runtime import (
 )
 from linearizer.runtime.chunks import chunked, step
 from linearizer.runtime.feature_map import FEATURE_MAPS
-from linearizer.runtime.fused import attend_fused, fused_step
+from linearizer.runtime.fused import attend_fused
 from linearizer.runtime.linear_attention import reference
+from linearizer.runtime.single import fused_step
 from linearizer.runtime.state import State, tensors
 from linearizer.runtime.student import Scaled
 from tests.test_attention_loss import make as make_loss

@@ -11,7 +11,7 @@ pytest.importorskip("triton")
 from linearizer import attention_loss as losses
 from linearizer import loss_kernels
 from linearizer.attention_loss import attention_loss
-from linearizer.runtime import fused, kernel_far, kernel_rounds, kernel_segments, kernel_step, slots, trial
+from linearizer.runtime import fused, kernel_far, kernel_rounds, kernel_segments, kernel_step, single, slots, trial
 from linearizer.runtime.linear_attention import linear_attention
 from linearizer.runtime.slots import Merging, SlotState, slot_attention
 from linearizer.runtime.state import State
@@ -36,7 +36,7 @@ def untried(monkeypatch):
 def launches(monkeypatch):
     """Count what the doors hand to kernels, trials included."""
     counted = []
-    for module, name in ((fused, "run_step"), (slots, "merge_fused"), (losses, "loss_kernels")):
+    for module, name in ((single, "run_step"), (slots, "merge_fused"), (losses, "loss_kernels")):
         kept = getattr(module, name)
         count = Counted(kept, name, counted)
         monkeypatch.setattr(module, name, count)

@@ -15,8 +15,8 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_rounds import choose, join, load_part, ranks
-from .kernel_tiles import load_rows, load_tile, padded, precision
+from .kernel_rounds import choose, join, ranks
+from .kernel_tiles import load_part, load_rows, load_tile, padded, precision
 
 Tensor = torch.Tensor
 SIZE = 32  # rows at a time; sums of products go over 16 numbers at a time, or they would fill the registers

@@ -11,16 +11,9 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_tiles import load_rows, load_tile
+from .kernel_tiles import load_part, load_rows, load_tile
 
 INFINITE = tl.constexpr(float("inf"))
-
-
-@triton.jit
-def load_part(pointer, rows, columns, stop, stride, width):
-    """The first `width` columns of rows that lie `stride` apart; what lies outside is 0."""
-    inside = (rows < stop)[:, None] & (columns < width)[None, :]
-    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
 
 
 @triton.jit

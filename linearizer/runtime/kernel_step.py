@@ -1,4 +1,4 @@
-"""One token: features (where they can be folded, folded.py), state and output in one launch, the state in place.
+"""One token for windows and features: features (folded.py), state and output in one launch, the state in place.
 
 Nothing is read back from the device, so that a step can be captured in a CUDA graph. One program does all of a KV
 head, because the old state must have been read before the new one is written.
@@ -15,127 +15,145 @@ except ImportError:
     raise
 
 from . import folded as forms
-from .folded import Folded
-from .kernel_features import key_features, key_shares, query_features, query_shares, replaced, scores
+from .kernel_features import key_features, key_shares, query_features, query_shares
 from .kernel_tiles import ABSENT, EMPTY, at_once, load_tile, padded, precision, take_in
+from .kernel_token import (
+    COUNT,
+    FAR,
+    HEAD,
+    HEADS,
+    OWN,
+    REST,
+    TYPES,
+    WINDOW,
+    WINDOW_K,
+    address,
+    exponent_at,
+    load_new,
+    load_one,
+    look_near,
+    pair,
+    remember,
+)
+from .table import Table
 
 Tensor = torch.Tensor
 NONE, NEAREST, HALVES = tl.constexpr(forms.NONE), tl.constexpr(forms.NEAREST), tl.constexpr(forms.HALVES)
+LEVEL, MEAN, QUERY, QUERY_BIAS, KEY, KEY_BIAS, QUERY_NORM, KEY_NORM = (tl.constexpr(REST.value + n) for n in range(8))
 
 
 @triton.jit
 def step_heads(
-    q_ptr, k_ptr, v_ptr, u_ptr, w_ptr, query_ptr, query_bias_ptr, key_ptr, key_bias_ptr, query_norm_ptr, key_norm_ptr,
-    count_ptr, sink_k_ptr, sink_v_ptr, window_k_ptr, window_v_ptr, level_ptr, mean_ptr, out_ptr, WINDOW, H,
+    table_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, u_ptr, w_ptr, scratch_ptr, out_ptr, COLUMNS, KV, q_batch, q_head,
+    q_stride, k_batch, k_head, v_batch, v_head,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
-    VP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, BN: tl.constexpr,
-    SHARES: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    VP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, MS: tl.constexpr, BN: tl.constexpr, SHARES: tl.constexpr,
+    BITS: tl.constexpr, KEPT: tl.constexpr, MADE: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, batch)."""
-    own, head = tl.program_id(0), (tl.program_id(1) * H + tl.program_id(0)).to(tl.int64)
-    place = tl.load(count_ptr + tl.program_id(1))
-    og, od, ov = tl.arange(0, GP), tl.arange(0, DP), tl.arange(0, VP)
-    q_ptr += head * G * D
-    k_ptr += head * D
-    new_v = tl.load(v_ptr + head * DV + ov, mask=ov < DV, other=0.0).to(ACC)
-    slot = place % tl.maximum(WINDOW, 1)
-    top = tl.full([GP], EMPTY, ACC)
-    total = tl.zeros([GP], ACC)
-    acc = tl.zeros([GP, VP], ACC)
-    for s0 in range(0, tl.minimum(place + 1, WINDOW), BN):
-        os = s0 + tl.arange(0, BN)
-        logits = scores(
-            q_ptr, window_k_ptr + head * WINDOW * D, k_ptr, os, slot, og, WINDOW, G, D, DP, DS, ACC, PRECISION
-        )
-        v = replaced(load_tile(window_v_ptr + head * WINDOW * DV, os, ov, WINDOW, DV).to(ACC), os, slot, new_v)
-        live = ((os <= place) & (os < WINDOW))[None, :] & (og >= 0)[:, None]
-        top, total, acc = take_in(top, total, acc, logits, live, v, PRECISION)
-    if S > 0:
-        os = tl.arange(0, SP)
-        sink_logits = scores(q_ptr, sink_k_ptr + head * S * D, k_ptr, os, place, og, S, G, D, DP, DS, ACC, PRECISION)
-        sink_v = replaced(load_tile(sink_v_ptr + head * S * DV, os, ov, S, DV).to(ACC), os, place, new_v)
-        gone = ((os < S) & (os <= place - WINDOW))[None, :] & (og >= 0)[:, None]
-        top, total, acc = take_in(top, total, acc, sink_logits, gone, sink_v, PRECISION)
-    old_k_ptr, old_v_ptr = k_ptr, v_ptr + head * DV
-    if WINDOW > 0:
-        old_k_ptr, old_v_ptr = window_k_ptr + (head * WINDOW + slot) * D, window_v_ptr + (head * WINDOW + slot) * DV
-    old_v = tl.load(old_v_ptr + ov, mask=ov < DV, other=0.0).to(ACC)
-    HALF: tl.constexpr = M // 2 if SHARES == HALVES else M
+    """Grid (rows of the table, batch). KEPT and MADE are the types of keys that are kept, and of folded features."""
+    row_ptr, batch = table_ptr + tl.program_id(0) * COLUMNS, tl.program_id(1).to(tl.int64)
+    head, own, heads = tl.load(row_ptr + HEAD), tl.load(row_ptr + OWN), tl.load(row_ptr + HEADS)
+    WIDTH, M, at = tl.load(row_ptr + WINDOW).to(tl.int32), tl.load(row_ptr + FAR).to(tl.int32), batch * heads + own
+    place = tl.load(address(row_ptr, COUNT, tl.int64) + batch).to(tl.int32)
+    og, ov = tl.arange(0, GP), tl.arange(0, VP)
+    q = q_ptr + batch * q_batch + head * q_head
+    k, v = k_ptr + batch * k_batch + head * k_head, v_ptr + batch * v_batch + head * v_head
+    k_exponent, v_exponent = exponent_at(k, D, DP, BITS), exponent_at(v, DV, VP, BITS)
+    new_v = load_new(v, ov, v_exponent, DV, BITS, ACC)
+    merged = tl.maximum(place - WIDTH + 1, 0)
+    top, total, acc = look_near(
+        row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og,
+        G, D, DP, DS, DV, VP, S, SP, BN, BITS, KEPT, SCALE, ACC, PRECISION,
+    )  # fmt: skip
+    slot = place % tl.maximum(WIDTH, 1)
+    old_k, old_v = pair(row_ptr, WINDOW_K, at * WIDTH + slot, D, DV, BITS, KEPT)
+    old_v = tl.where(WIDTH > 0, load_one(old_v, 0, ov, WIDTH > 0, DV, BITS).to(ACC), new_v)
+    if BITS == 8:  # as numbers, in memory: products read it some dimensions at a time
+        leaving, od = scratch_ptr + (batch * tl.num_programs(0) + tl.program_id(0)) * D, tl.arange(0, DP)
+        old = load_one(old_k, 0, od, WIDTH > 0, D, BITS).to(ACC)
+        old = tl.where(WIDTH > 0, old, load_new(k, od, k_exponent, D, BITS, ACC))
+        tl.store(leaving + od, old.to(leaving.dtype.element_ty), mask=od < D)
+        tl.debug_barrier()
+    else:
+        leaving = tl.where(WIDTH > 0, old_k, k)
+    level_ptr, mean_ptr = address(row_ptr, LEVEL, ACC) + at * M, address(row_ptr, MEAN, ACC) + at * M * DV
+    HALF = M // 2 if SHARES == HALVES else M
     if SHARES >= 0:
-        query_ptr += own * M * D
-        query_bias_ptr += own * M
-        key_ptr += own * M * D
-        key_bias_ptr += own * M
+        query, query_bias = address(row_ptr, QUERY, MADE) + own * M * D, address(row_ptr, QUERY_BIAS, MADE) + own * M
+        key, key_bias = address(row_ptr, KEY, MADE) + own * M * D, address(row_ptr, KEY_BIAS, MADE) + own * M
+        query_norm, key_norm = address(row_ptr, QUERY_NORM, MADE) + own, address(row_ptr, KEY_NORM, MADE) + own
     if SHARES > 0:
-        first, beyond, nearest = key_shares(old_k_ptr, key_ptr, key_bias_ptr, D, DP, DS, M, MS, HALF, ACC)
+        first, beyond, nearest = key_shares(leaving, key, key_bias, M, HALF, D, DP, DS, MS, ACC)
     if SHARES == HALVES:
-        q_first, q_beyond = query_shares(q_ptr, query_ptr, og, G, D, DP, DS, M, MS, HALF, ACC, PRECISION)
+        q_first, q_beyond = query_shares(q, q_stride, query, og, M, HALF, G, D, DP, DS, MS, SCALE, ACC, PRECISION)
     for m in range(0, M, MS):
         om = m + tl.arange(0, MS)
-        inside, at = om < M, head * M + om
+        inside = om < M
         if SHARES >= 0:
-            u, q_square = query_features(q_ptr, query_ptr, om, og, G, D, DP, DS, M, ACC, PRECISION)
-            w, k_square = key_features(old_k_ptr, key_ptr, key_bias_ptr, om, D, DP, DS, M, ACC)
+            u, q_square = query_features(q, q_stride, query, om, og, M, G, D, DP, DS, SCALE, ACC, PRECISION)
+            w, k_square = key_features(leaving, key, key_bias, om, M, D, DP, DS, ACC)
             if SHARES == NONE:
-                u -= (q_square * tl.load(query_norm_ptr + own).to(ACC))[:, None]
-                w -= k_square * tl.load(key_norm_ptr + own).to(ACC)
+                u -= (q_square * tl.load(query_norm).to(ACC))[:, None]
+                w -= k_square * tl.load(key_norm).to(ACC)
             elif SHARES == NEAREST:
                 w = tl.where(om == nearest, 0.0, ABSENT)
             else:
                 w -= tl.where(om < HALF, first, beyond)
             if SHARES == HALVES:
                 u -= tl.where((om < HALF)[None, :], q_first[:, None], q_beyond[:, None])
-            u += tl.load(query_bias_ptr + om, mask=inside, other=0.0).to(ACC)[None, :]
+            u += tl.load(query_bias + om, mask=inside, other=0.0).to(ACC)[None, :]
         else:
-            w = tl.load(w_ptr + at, mask=inside, other=ABSENT).to(ACC)
-            u = load_tile(u_ptr + head * G * M, og, om, G, M).to(ACC)
-        w = tl.where(inside & (place - WINDOW >= S), w, ABSENT)
-        level = tl.load(level_ptr + at, mask=inside, other=EMPTY)
-        mean = load_tile(mean_ptr + head * M * DV, om, ov, M, DV)
+            w = tl.load(w_ptr + at * M + om, mask=inside, other=ABSENT).to(ACC)
+            u = load_tile(u_ptr + at * G * M, og, om, G, M).to(ACC)
+        w = tl.where(inside & (place - WIDTH >= S), w, ABSENT)
+        level = tl.load(level_ptr + om, mask=inside, other=EMPTY)
+        mean = load_tile(mean_ptr, om, ov, M, DV)
         tl.debug_barrier()  # a warp must not overwrite what another has yet to read
         higher = tl.maximum(level, w)
         new = higher + tl.log(tl.exp(level - higher) + tl.exp(w - higher))
         mean = mean * tl.exp(level - new)[:, None] + tl.exp(w - new)[:, None] * old_v[None, :]
-        tl.store(level_ptr + at, new, mask=inside)
-        tl.store(mean_ptr + at[:, None] * DV + ov[None, :], mean, mask=inside[:, None] & (ov < DV)[None, :])
+        tl.store(level_ptr + om, new, mask=inside)
+        tl.store(mean_ptr + om[:, None] * DV + ov[None, :], mean, mask=inside[:, None] & (ov < DV)[None, :])
         live = inside[None, :] & (og >= 0)[:, None]
         top, total, acc = take_in(top, total, acc, u + new[None, :], live, mean, PRECISION)
-    tl.store(out_ptr + (head * G + og[:, None]) * DV + ov[None, :],
+    tl.store(out_ptr + ((batch * KV + head) * G + og[:, None]) * DV + ov[None, :],
              (acc / total[:, None]).to(out_ptr.dtype.element_ty),
              mask=(og < G)[:, None] & (ov < DV)[None, :])  # fmt: skip
-    new_k = tl.load(k_ptr + od, mask=od < D, other=0.0)
-    tl.debug_barrier()
-    if WINDOW > 0:
-        tl.store(window_k_ptr + (head * WINDOW + slot) * D + od, new_k.to(window_k_ptr.dtype.element_ty), mask=od < D)
-        tl.store(window_v_ptr + (head * WINDOW + slot) * DV + ov, new_v.to(window_v_ptr.dtype.element_ty), mask=ov < DV)
-    if S > 0:
-        sink = head * S + place
-        tl.store(sink_k_ptr + sink * D + od, new_k.to(sink_k_ptr.dtype.element_ty), mask=od < tl.where(place < S, D, 0))
-        tl.store(
-            sink_v_ptr + sink * DV + ov, new_v.to(sink_v_ptr.dtype.element_ty), mask=ov < tl.where(place < S, DV, 0)
-        )
+    remember(
+        row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, D, DP, DV, VP, S, BITS, KEPT, ACC
+    )  # fmt: skip
+
+
+def of_token(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor) -> tuple[tuple, dict]:
+    """Say how the heads of a layer lie, q (batch, heads, group, 1, dim), k, v (batch, heads, 1, dim), and their sizes.
+
+    sink_k is that of any of the states.
+    """
+    lies = q.shape[1], *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]
+    group, dim, value_dim = q.shape[2], q.shape[-1], v.shape[-1]
+    sizes = {"G": group, "GP": padded(group), "D": dim, "DP": padded(dim), "DS": at_once(q), "DV": value_dim}
+    small, sinks = sink_k.dtype == torch.int8, sink_k.shape[-2]
+    kept = {"S": sinks, "SP": padded(sinks), "BITS": 8 if small else 16, "KEPT": TYPES[sink_k.dtype]}
+    return lies, {**sizes, "VP": padded(value_dim), "BN": 16 if small else tile(q, v), **kept}  # bytes lie unaligned
+
+
+def tile(q: Tensor, v: Tensor) -> int:
+    """How many keys or features a program takes at a time."""
+    return 32 if at_once(q) == padded(q.shape[-1]) and padded(v.shape[-1]) <= 128 else 16
 
 
 def run_step(
-    q: Tensor, k: Tensor, v: Tensor, u: Tensor | None, w: Tensor | None, folded: Folded | None,
-    count: Tensor, sink_k: Tensor, sink_v: Tensor, window_k: Tensor, window_v: Tensor, level: Tensor, mean: Tensor,
-) -> Tensor:  # fmt: skip
-    """Attend with one token and bring the tensors of the state, but for the count, up to date in place.
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: Table, sink_k: Tensor, level: Tensor, shares: int,
+    scale: float = 1.0, u: Tensor | None = None, w: Tensor | None = None, made: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
+    """Attend with one token to what some heads of a layer hold, and bring all of it up to date in place.
 
-    u and w are given, or what they are made of.
+    level is that of any of the states. Where features are not folded, `shares` is -1, and u and w are given.
     """
-    batch, heads, group = q.shape[:3]
-    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
-    made: list[Tensor | None] = [None] * 6
-    if folded is not None:
-        made = [folded.query, folded.query_bias, folded.key, folded.key_bias, folded.query_norm, folded.key_norm]
-    wide = padded(q.shape[-1])
-    size = 32 if at_once(q) == wide and padded(v.shape[-1]) <= 128 else 16
-    step_heads[heads, batch](
-        q, k, v, u, w, *made, count, sink_k, sink_v, window_k, window_v, level, mean, out,
-        window_k.shape[-2], heads,
-        G=group, GP=padded(group), D=q.shape[-1], DP=wide, DS=at_once(q), DV=v.shape[-1], VP=padded(v.shape[-1]),
-        S=sink_k.shape[-2], SP=padded(sink_k.shape[-2]), M=level.shape[-1], MS=size, BN=size,
-        SHARES=-1 if folded is None else folded.shares, **precision(level), num_warps=8, num_stages=1,
+    lies, sizes = of_token(q, k, v, sink_k)
+    scratch = q.new_empty(q.shape[0], table.rows.shape[0], q.shape[-1]) if sizes["BITS"] == 8 else None
+    step_heads[table.rows.shape[0], q.shape[0]](
+        table.rows, table.tickets, q, k, v, u, w, scratch, out, table.rows.shape[1], *lies, **sizes, MS=tile(q, v),
+        SHARES=shares, MADE=TYPES[made], SCALE=scale, **precision(level), num_warps=8, num_stages=1,
     )  # fmt: skip
-    return out

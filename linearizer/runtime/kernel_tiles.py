@@ -28,6 +28,13 @@ def load_tile(pointer, rows, columns, stop, width, other=0.0):
 
 
 @triton.jit
+def load_part(pointer, rows, columns, stop, stride, width):
+    """The first `width` columns of rows that lie `stride` apart; what lies outside is 0."""
+    inside = (rows < stop)[:, None] & (columns < width)[None, :]
+    return tl.load(pointer + rows[:, None] * stride + columns[None, :], mask=inside, other=0.0)
+
+
+@triton.jit
 def load_rows(pointer, rows, stop):
     """One number of every row, and 0 outside."""
     return tl.load(pointer + rows, mask=rows < stop, other=0.0)

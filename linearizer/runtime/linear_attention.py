@@ -9,8 +9,9 @@ To a query the feature is then one more token, with the logit u_m + level_m and 
 exponentiated is at most zero, so nothing overflows; a feature that has seen nothing has level EMPTY.
 
 The same attention three times: `reference` (clear, quadratic), `chunked` (linear in time and memory, takes and
-leaves a state), `step` (one token, state in place): the last two in PyTorch (chunks.py) and by kernels (fused.py).
-`linear_attention` is the door.
+leaves a state), `step` (one token, state in place): the last two in PyTorch (chunks.py) and by kernels (fused.py and
+single.py).
+`linear_attention` is the door, and `step_layer` in single.py one for a token of all heads of a layer.
 
 Shapes: q (batch, heads, group, tokens, key_dim), already multiplied by the scale of the scores; k, v (batch, heads,
 tokens, dim). Heads are KV heads, a group is the query heads that share one. real (batch, tokens) is false at padding,
@@ -22,8 +23,9 @@ from __future__ import annotations
 import torch
 
 from .chunks import attend_chunks, chunked, step
-from .fused import attend_fused, attention_serves, fused_step, step_serves
+from .fused import attend_fused, attention_serves
 from .parts import Features, far_logits_exactly
+from .single import fused_step, step_serves
 from .state import EMPTY, State
 
 Tensor = torch.Tensor

@@ -14,6 +14,23 @@ WAITING = 2  # rounds of merging before what waits is taken along: more make har
 Tensor = torch.Tensor
 
 
+@dataclass(frozen=True)
+class Merging:
+    """How some heads merge: the metric, for keys that are multiplied by `root`, and gain of a Merger, and the sizes."""
+
+    metric: Tensor  # (heads, dim, dim)
+    gain: Tensor  # (heads,)
+    window: int
+    block: int
+    root: float = 1.0
+    bits: int = 16  # of a number in the slots
+
+    @property
+    def scaled(self) -> Tensor:
+        """The metric for keys as they are."""
+        return self.metric * self.root
+
+
 @dataclass
 class Slots:
     """Tokens, each merged of `weight` others: k, v (batch, heads, slots, dim), weight, spread (batch, heads, slots)."""

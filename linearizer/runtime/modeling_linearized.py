@@ -30,13 +30,15 @@ from .linear_attention import linear_attention  # noqa: F401
 from .merging import merge_slots  # noqa: F401
 from .parts import combine  # noqa: F401
 from .rounding import rounded  # noqa: F401
+from .single import step_layer  # noqa: F401
 from .slots import SlotState  # noqa: F401
 from .state import State  # noqa: F401
+from .table import Table  # noqa: F401
 from .trial import trusted  # noqa: F401
 
 try:
     from .kernel_far import far  # noqa: F401
-    from .kernel_features import scores  # noqa: F401
+    from .kernel_features import more  # noqa: F401
     from .kernel_gradients import Attention  # noqa: F401
     from .kernel_merging import merge  # noqa: F401
     from .kernel_near import near  # noqa: F401
@@ -45,6 +47,7 @@ try:
     from .kernel_slots import look  # noqa: F401
     from .kernel_step import run_step  # noqa: F401
     from .kernel_tiles import load_tile  # noqa: F401
+    from .kernel_token import look_near  # noqa: F401
     from .kernels import run  # noqa: F401
 except ImportError as missing:
     if missing.name != "triton":

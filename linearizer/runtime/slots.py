@@ -21,7 +21,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from .merging import WAITING, Slots, kept_slots, merge_slots, rounds
+from .merging import WAITING, Merging, Slots, kept_slots, merge_slots, rounds
 from .parts import by_head, combine, exact_part, only, softmax_over
 from .rounding import rounded
 from .state import (
@@ -86,23 +86,6 @@ class Merger(nn.Module):
         """Start where all directions count alike."""
         self.metric.data.copy_(torch.eye(self.metric.shape[-1]).expand_as(self.metric))
         self.gain.data.fill_(GAIN)
-
-
-@dataclass(frozen=True)
-class Merging:
-    """How some heads merge: the metric, for keys that are multiplied by `root`, and gain of a Merger, and the sizes."""
-
-    metric: Tensor  # (heads, dim, dim)
-    gain: Tensor  # (heads,)
-    window: int
-    block: int
-    root: float = 1.0
-    bits: int = 16  # of a number in the slots
-
-    @property
-    def scaled(self) -> Tensor:
-        """The metric for keys as they are."""
-        return self.metric * self.root
 
 
 def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> Tensor:

@@ -12,7 +12,7 @@ from dataclasses import dataclass, fields
 import torch
 
 EMPTY = -1e30  # the logit of what is not seen, the level of what has seen nothing: finite, so that differences are
-ABSENT = 2 * EMPTY  # the log-feature of a key that is not there: vanishes even beside an empty level
+ABSENT = 2 * EMPTY  # the log-feature of a key that is not there, or does not touch it: vanishes beside an empty level
 HEADROOM = 60.0  # fp32 spans e^±87: shifting by 60 leaves 147 below a stabiliser that a row may not have reached
 
 Tensor = torch.Tensor
@@ -27,6 +27,8 @@ class Near:
     sink_v: Tensor
     window_k: Tensor  # (batch, heads, window, dim)
     window_v: Tensor
+
+    told = None  # type: object  # what kernels are told of it (table.py), kept beside it and no part of it
 
     @staticmethod
     def nothing(k: Tensor, v: Tensor, window: int, sinks: int) -> dict[str, Tensor]:

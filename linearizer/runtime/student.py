@@ -14,9 +14,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from .feature_map import FEATURE_MAPS, FeatureMap
 from .folded import Folded
 from .linear_attention import linear_attention
+from .merging import Merging
 from .rounding import Rounded, attend_in_8_bits
-from .slots import Merger, Merging, SlotState, slot_attention
+from .single import step_layer
+from .slots import Merger, SlotState, slot_attention
 from .state import State
+from .table import Held
 
 Tensor = torch.Tensor
 SOFTMAX, SOFTMAX_8 = "softmax", "softmax 8"
@@ -51,6 +54,11 @@ class HeadGroup(nn.Module):
         scaled = None if self.feature_map is None else Scaled(self.feature_map, scale)
         return linear_attention(q * scale, k, v, scaled, self.window, real, state), state
 
+    def held(self, scale: float, state: State) -> Held | None:
+        """Say what there is to attend to with a token, unless features take more than a product."""
+        folded = None if self.feature_map is None else Scaled(self.feature_map, scale).folded()
+        return None if self.feature_map is not None and folded is None else Held(self.heads, state, self.window, folded)
+
 
 class SlotGroup(nn.Module):
     """KV heads of one layer that merge what leaves their window; heads are their indices in the layer."""
@@ -68,8 +76,13 @@ class SlotGroup(nn.Module):
     ) -> tuple[Tensor, SlotState]:
         if state is None:
             state = SlotState.empty(k, v, self.window, self.sinks, self.slots)
-        merging = Merging(self.merger.metric, self.merger.gain, self.window, self.block, scale**0.5, self.bits)
-        return slot_attention(q * scale, k, v, merging, real, state), state
+        return slot_attention(q * scale, k, v, self.merging(scale), real, state), state
+
+    def merging(self, scale: float) -> Merging:
+        return Merging(self.merger.metric, self.merger.gain, self.window, self.block, scale**0.5, self.bits)
+
+    def held(self, scale: float, state: SlotState) -> Held | None:
+        return None
 
 
 class SoftmaxGroup(nn.Module):
@@ -95,6 +108,10 @@ class SoftmaxGroup(nn.Module):
             q.flatten(1, 2), k, v, attn_mask=mask, is_causal=mask is None and tokens > 1, scale=scale, enable_gqa=True
         )
         return out.unflatten(1, q.shape[1:3]), SoftmaxState(k, v, real)
+
+    def held(self, scale: float, state: SoftmaxState) -> Held | None:
+        """All that was read is no state of fixed size."""
+        return None
 
 
 class Scaled:
@@ -156,9 +173,11 @@ class LayerStudent(nn.Module):
         query = query.unflatten(1, (self.kv_heads, -1))
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
         keep = memory is not None
-        if any(group.bits == 8 for group in self.groups):
+        done = step_layer(self.groups, memory, query, key, value, scale, real, out)  # type: ignore[arg-type]
+        left = [(index, group) for index, group in enumerate(self.groups) if index not in done]
+        if any(group.bits == 8 for _, group in left):
             small_k, small_v = Rounded.of(key), Rounded.of(value)
-        for index, group in enumerate(self.groups):
+        for index, group in left:
             state = memory[index] if memory is not None and index < len(memory) else None
             heads = evenly(group.heads)  # type: ignore[arg-type]
             if group.bits == 8:

@@ -1,0 +1,197 @@
+"""What kernels for one token are made of: their table, keys and values that may be bytes, the window and the sinks.
+
+A row of the table (table.py) tells a program of its KV head. BITS is 8 where keys and values are kept as bytes, which
+rounding.py explains; the new token is rounded as it is read.
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:  # as in kernel_tiles.py
+    import triton
+    import triton.language as tl
+except ImportError:
+    raise
+
+from .kernel_tiles import EMPTY, load_part, load_tile, take_in
+from .table import COLUMNS
+
+HEAD, OWN, HEADS, TICKET, WINDOW, FAR, BLOCK, ROUNDS = (tl.constexpr(n) for n in range(len(COLUMNS)))
+COUNT, SINK_K, WINDOW_K, REST = (tl.constexpr(len(COLUMNS) + n) for n in (0, 1, 3, 5))  # values follow keys
+TYPES = {
+    torch.int8: tl.int8,
+    torch.bfloat16: tl.bfloat16,
+    torch.float16: tl.float16,
+    torch.float32: tl.float32,
+    torch.float64: tl.float64,
+}
+
+
+@triton.jit
+def address(row_ptr, column: tl.constexpr, TYPE: tl.constexpr):
+    """What a row says of a place in memory."""
+    return tl.multiple_of(tl.load(row_ptr + column).to(tl.pointer_type(TYPE)), 16)
+
+
+@triton.jit
+def pair(row_ptr, column: tl.constexpr, at, D: tl.constexpr, DV: tl.constexpr, BITS: tl.constexpr, KEPT: tl.constexpr):
+    """Keys that are kept, from the vector `at` on, and their values, which the next column has."""
+    BYTES: tl.constexpr = 1 if BITS == 8 else 0
+    keys, values = address(row_ptr, column, KEPT), address(row_ptr, column + 1, KEPT)
+    return keys + at * (D + BYTES), values + at * (DV + BYTES)
+
+
+@triton.jit
+def power(exponent):
+    """2 to whole numbers, exactly."""
+    return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponents(x, AXIS: tl.constexpr):
+    """The exponents of vectors: the least with which 127 times a power of two is not below the largest number."""
+    bits = tl.max(tl.abs(x), AXIS).to(tl.float32).to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 133 + tl.where((bits & 0x7FFFFF) > 0x7E0000, 1, 0)  # the latter: above 127/128 of it
+    return tl.minimum(tl.maximum(exponent, -24), 121)
+
+
+@triton.jit
+def codes(x, inverse):
+    """Whole numbers: adding and taking away a number whose last digit is 1 rounds to them."""
+    large = 6755399441055744.0 if x.dtype == tl.float64 else 12582912.0
+    return (x * inverse + large) - large
+
+
+@triton.jit
+def load_kept(pointer, rows, columns, stop, width: tl.constexpr, BITS: tl.constexpr):
+    """Some columns of keys or values that are kept."""
+    if BITS == 8:
+        whole = load_part(pointer, rows, columns, stop, width + 1, width)
+        exponent = tl.load(pointer + rows * (width + 1) + width, mask=rows < stop, other=0)
+        return whole.to(tl.float32) * power(exponent)[:, None]
+    else:
+        return load_tile(pointer, rows, columns, stop, width)
+
+
+@triton.jit
+def load_one(pointer, row, o, live, width: tl.constexpr, BITS: tl.constexpr):
+    """One key or value that is kept, if it is `live`."""
+    if BITS == 8:
+        whole = tl.load(pointer + row * (width + 1) + o, mask=o < tl.where(live, width, 0), other=0)
+        return whole.to(tl.float32) * power(tl.load(pointer + row * (width + 1) + width, mask=live, other=0))
+    else:
+        return tl.load(pointer + row * width + o, mask=o < tl.where(live, width, 0), other=0.0)
+
+
+@triton.jit
+def keep_one(pointer, row, o, x, exponent, live, width: tl.constexpr, BITS: tl.constexpr):
+    """Keep one key or value, if it is `live`."""
+    if BITS == 8:
+        tl.store(
+            pointer + row * (width + 1) + o, codes(x, power(-exponent)).to(tl.int8), mask=o < tl.where(live, width, 0)
+        )
+        tl.store(pointer + row * (width + 1) + width, exponent.to(tl.int8), mask=live)
+    else:
+        tl.store(pointer + row * width + o, x.to(pointer.dtype.element_ty), mask=o < tl.where(live, width, 0))
+
+
+@triton.jit
+def exponent_at(pointer, width: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr):
+    """The exponent of the new key or value; 0 where nothing is rounded."""
+    if BITS == 8:
+        o = tl.arange(0, PADDED)
+        return exponents(tl.load(pointer + o, mask=o < width, other=0.0), 0)
+    else:
+        return 0
+
+
+@triton.jit
+def load_new(pointer, o, exponent, width: tl.constexpr, BITS: tl.constexpr, ACC: tl.constexpr):
+    """Some numbers of the new key or value, rounded as they will be kept."""
+    x = tl.load(pointer + o, mask=o < width, other=0.0).to(ACC)
+    if BITS == 8:
+        return codes(x, power(-exponent)) * power(exponent)
+    else:
+        return x
+
+
+@triton.jit
+def replaced(tile, index, slot, new):
+    """A tile (index, dim) with the row `slot` replaced."""
+    return tl.where((index == slot)[:, None], new[None, :], tile)
+
+
+@triton.jit
+def scores(
+    q, q_stride, kept, new, exponent, index, slot, og, STOP, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DS: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """q·k for rows `index` of the keys that are kept, STOP of them, with the new one in the place of the row `slot`."""
+    out = tl.zeros([og.shape[0], index.shape[0]], ACC)
+    for d in tl.static_range(0, DP, DS):
+        od = d + tl.arange(0, DS)
+        rows = load_part(q, og, od, G, q_stride, D)
+        tile = load_kept(kept, index, od, STOP, D, BITS).to(rows.dtype)
+        tile = replaced(tile, index, slot, load_new(new, od, exponent, D, BITS, ACC).to(rows.dtype))
+        out = tl.dot(rows, tl.trans(tile), acc=out, out_dtype=ACC, input_precision=PRECISION)
+    return out * SCALE
+
+
+@triton.jit
+def look_near(
+    row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og,
+    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr,
+    S: tl.constexpr, SP: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr, KEPT: tl.constexpr, SCALE: tl.constexpr,
+    ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Let query heads see the window from the place `merged` on, and the sinks before it, the new token among them.
+
+    `at` is the number of the text and head in tensors of the state, WIDTH the window. Gives a running softmax.
+    """
+    ov = tl.arange(0, VP)
+    top = tl.full([og.shape[0]], EMPTY, ACC)
+    total = tl.zeros([og.shape[0]], ACC)
+    acc = tl.zeros([og.shape[0], VP], ACC)
+    ring, slot = tl.maximum(WIDTH, 1), place % tl.maximum(WIDTH, 1)
+    window_k, window_v = pair(row_ptr, WINDOW_K, at * WIDTH, D, DV, BITS, KEPT)
+    for s0 in range(0, tl.minimum(place + 1, WIDTH), BN):
+        os = s0 + tl.arange(0, BN)
+        logits = scores(
+            q, q_stride, window_k, k, k_exponent, os, slot, og, WIDTH, G, D, DP, DS, BITS, SCALE, ACC, PRECISION
+        )
+        v = replaced(load_kept(window_v, os, ov, WIDTH, DV, BITS).to(ACC), os, slot, new_v)
+        live = ((place - os + ring) % ring <= place - merged) & (os < WIDTH)
+        top, total, acc = take_in(top, total, acc, logits, live[None, :] & (og >= 0)[:, None], v, PRECISION)
+    if S > 0:
+        os = tl.arange(0, SP)
+        sink_k, sink_v = pair(row_ptr, SINK_K, at * S, D, DV, BITS, KEPT)
+        logits = scores(q, q_stride, sink_k, k, k_exponent, os, place, og, S, G, D, DP, DS, BITS, SCALE, ACC, PRECISION)
+        v = replaced(load_kept(sink_v, os, ov, S, DV, BITS).to(ACC), os, place, new_v)
+        gone = (os < S) & (os < merged)
+        top, total, acc = take_in(top, total, acc, logits, gone[None, :] & (og >= 0)[:, None], v, PRECISION)
+    return top, total, acc
+
+
+@triton.jit
+def remember(
+    row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, VP: tl.constexpr, S: tl.constexpr, BITS: tl.constexpr, KEPT: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Put the new token into the ring and among the sinks; the last head of a group to do so counts it."""
+    od, ov = tl.arange(0, DP), tl.arange(0, VP)
+    new_k, new_v = tl.load(k + od, mask=od < D, other=0.0).to(ACC), tl.load(v + ov, mask=ov < DV, other=0.0).to(ACC)
+    tl.debug_barrier()  # a warp must not overwrite what another has yet to read
+    slot = place % tl.maximum(WIDTH, 1)
+    window_k, window_v = pair(row_ptr, WINDOW_K, at * WIDTH, D, DV, BITS, KEPT)
+    keep_one(window_k, slot, od, new_k, k_exponent, WIDTH > 0, D, BITS)
+    keep_one(window_v, slot, ov, new_v, v_exponent, WIDTH > 0, DV, BITS)
+    if S > 0:
+        sink_k, sink_v = pair(row_ptr, SINK_K, at * S, D, DV, BITS, KEPT)
+        keep_one(sink_k, place, od, new_k, k_exponent, place < S, D, BITS)
+        keep_one(sink_v, place, ov, new_v, v_exponent, place < S, DV, BITS)
+    last = tl.load(row_ptr + HEADS) - 1
+    count, ticket = address(row_ptr, COUNT, tl.int64), tl.load(row_ptr + TICKET) * tl.num_programs(1)
+    before = tl.atomic_add(ticket_ptr + ticket + tl.program_id(1), 1)
+    tl.store(count + tl.program_id(1), place + 1, mask=before == last)
+    tl.store(ticket_ptr + ticket + tl.program_id(1), 0, mask=before == last)

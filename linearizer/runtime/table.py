@@ -1,0 +1,97 @@
+"""What a launch for one token is told of every KV head: where the parts of its state lie, and how large they are.
+
+Heads of a layer hold windows, features and slots of any sizes, in states of several shapes. So that one launch may do
+all of them, a table on the device has a row for each: the numbers of COLUMNS, and then the addresses of the tensors of
+the state, in the order of its fields, and of what is used with it. States are changed in place, so a table is made once
+and kept beside the first of them, until one of its tensors is exchanged.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from .folded import Folded
+from .merging import Merging, rounds
+from .state import tensors
+
+Tensor = torch.Tensor
+COLUMNS = ("head", "own", "heads", "ticket", "window", "far", "block", "rounds")
+ALIGNED = 16  # bytes: what kernels take for granted of an address
+
+
+@dataclass(frozen=True)
+class Held:
+    """KV heads that hold alike: their numbers in the layer, their state, and how they use it."""
+
+    heads: list[int]
+    state: Any
+    window: int
+    folded: Folded | None = None
+    merging: Merging | None = None
+
+    @property
+    def bits(self) -> int:
+        return 8 if self.state.sink_k.dtype == torch.int8 else 16
+
+    def sizes(self) -> tuple[int, int, int, int]:
+        """Window; features or slots; what a block of tokens has, and the rounds that merge one."""
+        if self.merging is None:
+            return self.window, self.state.level.shape[-1], 0, 0
+        slots, block = self.state.weight.shape[-1], self.merging.block
+        return self.window, slots, block, rounds(slots + block, slots)
+
+    def tensors(self) -> list[Tensor | None]:
+        """What a kernel reads and writes, in the order of the table."""
+        used: list[Tensor | None] = []
+        if self.folded is not None:
+            it = self.folded
+            used = [it.query, it.query_bias, it.key, it.key_bias, it.query_norm, it.key_norm]
+        elif self.merging is not None:
+            used = [self.merging.metric, self.merging.gain]
+        return [*tensors(self.state).values(), *used]
+
+    def stamp(self) -> tuple[list[int], ...]:
+        """All that the table says of them."""
+        return self.heads, [*self.sizes()], [0 if x is None else x.data_ptr() for x in self.tensors()]
+
+
+@dataclass(frozen=True)
+class Table:
+    stamp: list[tuple]
+    rows: Tensor  # (heads, columns)
+    tickets: Tensor  # (groups, batch) how many heads of a group are done with a token: the last one counts it
+    made: list[Folded | None]  # lives as long as its addresses are used
+
+
+def table_of(groups: Sequence[Held]) -> Table:
+    """Give the table of some groups of one layer."""
+    holder = groups[0].state
+    for held in groups:
+        for name, x in tensors(held.state).items():
+            if not x.is_contiguous() or x.data_ptr() % ALIGNED:
+                setattr(held.state, name, x.clone(memory_format=torch.contiguous_format))
+    stamp = [held.stamp() for held in groups]
+    if holder.told is None or holder.told.stamp != stamp:
+        holder.told = made(groups, stamp)
+    return holder.told
+
+
+def made(groups: Sequence[Held], stamp: list[tuple]) -> Table:
+    """Make a table anew, which takes a copy to the device."""
+    count = groups[0].state.count
+    if count.is_cuda and torch.cuda.is_current_stream_capturing():
+        raise RuntimeError(
+            "a CUDA graph cannot capture the first token after a state was made or exchanged: let the model read one "
+            "token with this cache, and capture the next"
+        )
+    rows = []
+    for ticket, (heads, sizes, kept) in enumerate(stamp):
+        rows += [[head, own, len(heads), ticket, *sizes, *kept] for own, head in enumerate(heads)]
+    width = max(map(len, rows))
+    table = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long)
+    tickets = torch.zeros(len(groups), len(count), dtype=torch.int32, device=count.device)
+    return Table(stamp, table.to(count.device), tickets, [held.folded for held in groups])
