@@ -21,12 +21,14 @@ from linearizer.runtime import (
     folded,
     kernel_gradients,
     kernel_merging,
+    kernel_slot_step,
     kernel_slots,
     kernel_step,
     kernel_tiles,
     kernels,
 )
-from linearizer.runtime.state import State
+from linearizer.runtime.merging import Merging
+from linearizer.runtime.state import SlotState, State
 from linearizer.runtime.table import Held, table_of
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
@@ -79,7 +81,10 @@ def everything(dim, features, dtype=torch.bfloat16, window=64, sinks=4):
             kernel_step.run_step(*first, table_of([held]), held.state.sink_k, level, shares, dim**-0.5)
     given = u[..., :1, :], w[..., :1, :]
     kernel_step.run_step(*first, table_of([held]), sink, level, -1, 1.0, *given)
-    slots(q, k, sink, count, window, metric=draw(heads, dim, dim).float())
+    metric = draw(heads, dim, dim).float()
+    slots(q, k, sink, count, window, metric)
+    for bits in (16, 8):
+        slot_step(q[..., :1, :], one, count, (sink, sink, ring, ring), window, metric, bits)
     for squared in (False, True):
         loss_kernels.losses(u, w, q, k[:, :, :tokens], window, sinks, squared)
 
@@ -92,6 +97,20 @@ def slots(q, k, sink, count, window, metric, turns=64, size=64, block=16):
     found = kernel_merging.merge(k, k, metric, index, index, merges, [own, own, number, number], 3, 2, 8)
     asks = q[..., : turns * block, :]
     kernel_slots.look(asks, k, k, sink, sink, found, metric[:, 0, 0], index, merges, count, count, window)
+
+
+def slot_step(q, k, count, near, window, metric, bits, size=64):
+    """Attend to slots with one token, and merge a block."""
+    heads, dim = metric.shape[:2]
+    slot, number = draw(1, heads, size, dim, dtype=q.dtype), draw(1, heads, size).float()
+    kept = [draw(*x.shape[:-1], dim + 1, dtype=torch.int8) if bits == 8 else x for x in (*near, slot, slot)]
+    held = Held(
+        [*range(heads)], SlotState(count, *kept, number, number), window, merging=Merging(metric, metric, window, 16)
+    )
+    merged = held.sizes()[1] + held.sizes()[2]
+    kernel_slot_step.run_slot_step(
+        q, k, k, q, table_of([held]), kept[0], number, merged, torch.float32, dim**-0.25, dim**-0.5
+    )
 
 
 def compiled(kernel, arguments, options, chip):

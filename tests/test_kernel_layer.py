@@ -7,7 +7,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from linearizer.runtime import kernel_token, single, trial
+from linearizer.runtime import kernel_merging, kernel_slot_step, kernel_token, single, single_slots, trial
 from linearizer.runtime.rounding import packed
 from linearizer.runtime.state import change_tensors, tensors
 from linearizer.runtime.student import LayerStudent
@@ -16,6 +16,8 @@ from tests.test_kernels import CLOSE, DEVICE, EXACT, mutate, relative, vary
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 DIM, VALUE_DIM, GROUP, SINKS, SCALE = 6, 5, 2, 2, 0.3
 FEATURES = [[5, 20], [3, 0], "softmax", [0, 36], [5, 20]]
+SLOTS = [[5, 0, 4, 3], [7, 0, 3, 4], [5, 0, 4, 3]]
+SMALL_SLOTS = [[*held, 8] for held in SLOTS[:2]]
 SMALL = [[4, 12, 0, 0, 8], [0, 8, 0, 0, 8], [3, 0, 0, 0, 8]]
 
 
@@ -33,9 +35,9 @@ def trusted(monkeypatch):
 def launches(monkeypatch):
     """Count them."""
     counted = Counter()
-    for name in ("run_step",):
-        run = getattr(single, name)
-        monkeypatch.setattr(single, name, lambda *args, run=run, name=name: (counted.update([name]), run(*args))[1])
+    for module, name in ((single, "run_step"), (single_slots, "run_slot_step")):
+        run = getattr(module, name)
+        monkeypatch.setattr(module, name, lambda *args, run=run, name=name: (counted.update([name]), run(*args))[1])
     return counted
 
 
@@ -89,6 +91,12 @@ def token_by_token(start, stop):
 def test_a_token_of_all_heads_is_one_launch(held, launches, monkeypatch):
     assert_alike(layer(held), token_by_token(4, 13), monkeypatch)
     assert launches == {"run_step": 9}
+
+
+@pytest.mark.parametrize("held", [SLOTS, SMALL_SLOTS], ids=["16 bits", "8 bits"])
+def test_a_token_of_all_heads_with_slots_is_one_launch(held, launches, monkeypatch):
+    assert_alike(layer(held), token_by_token(3, 15), monkeypatch)
+    assert launches == {"run_slot_step": 12}
 
 
 def test_heads_of_several_numbers_of_bits_share_a_layer(launches, monkeypatch):
@@ -167,3 +175,22 @@ def test_a_mutated_token_fails(line, mutation, tmp_path, monkeypatch):
         test_numbers_are_kept_as_pytorch_keeps_them()
         assert_alike(layer([[2, 0, 0, 0, 8], [3, 0, 0, 0, 8]]), token_by_token(1, 5), monkeypatch)
         assert_alike(layer([[2, 0], [2, 0], [3, 0]]), token_by_token(1, 5), monkeypatch)
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter shows it as well")
+@pytest.mark.parametrize(
+    "module, line, mutation",
+    [
+        (kernel_slot_step, "gain * load_rows", "0 * load_rows"),
+        (kernel_slot_step, "merged - block == place - WIDTH", "merged == place - WIDTH"),
+        (kernel_slot_step, "(merged - block + i) % WIDTH", "i % WIDTH"),
+        (kernel_slot_step, "merged - block + i >= S", "merged - block + i >= 0"),
+        (kernel_merging, " * ROOT", ""),
+        (kernel_token, "x = codes(x, power(-exponent)[:, None])", "x = codes(0.99 * x, power(-exponent)[:, None])"),
+    ],
+)
+def test_a_mutated_token_with_slots_fails(module, line, mutation, tmp_path, monkeypatch):
+    mutate(module, line, mutation, tmp_path, monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_alike(layer([[4, 0, 3, 3, 8]]), token_by_token(3, 14), monkeypatch)
+        assert_alike(layer([[4, 0, 2, 4]]), token_by_token(3, 14), monkeypatch)

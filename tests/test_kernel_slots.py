@@ -5,9 +5,9 @@ import torch
 
 pytest.importorskip("triton")
 
-from linearizer.runtime import kernel_merging, kernel_rounds, kernel_slots, slots
-from linearizer.runtime.merging import rounds
-from linearizer.runtime.slots import Merging, SlotState
+from linearizer.runtime import kernel_merging, kernel_rounds, kernel_slots, kernel_token, slots
+from linearizer.runtime.merging import Merging, rounds
+from linearizer.runtime.state import SlotState
 from tests.test_kernels import DEVICE, mutate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -89,8 +89,8 @@ def test_the_number_of_rounds_is_what_halving_takes():
         (kernel_rounds, "& (i < partner)", "& (i > partner)"),
         (kernel_rounds, "apart * apart", "apart"),
         (kernel_merging, "step < WAITING", "step < 0"),
-        (kernel_merging, "- 133", "- 132"),
-        (kernel_merging, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
+        (kernel_token, "- 133", "- 132"),
+        (kernel_token, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
         (kernel_slots, "gain * load_rows", "0 * load_rows"),
         (kernel_slots, "near[None, :] <= place", "near[None, :] < place"),
     ],

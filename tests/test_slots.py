@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from linearizer.cost import Head, Layer, head_bytes, state_bytes
 from linearizer.runtime.linear_attention import reference
-from linearizer.runtime.merging import Slots, kept_slots, merge_slots
-from linearizer.runtime.slots import Merger, Merging, SlotState, slot_attention
+from linearizer.runtime.merging import Merging, Slots, kept_slots, merge_slots
+from linearizer.runtime.slots import Merger, slot_attention
+from linearizer.runtime.state import SlotState
 from tests.students import student_of, tokens
 
 WINDOW, SINKS, DIM = 8, 2, 4

@@ -11,10 +11,22 @@ pytest.importorskip("triton")
 from linearizer import attention_loss as losses
 from linearizer import loss_kernels
 from linearizer.attention_loss import attention_loss
-from linearizer.runtime import fused, kernel_far, kernel_rounds, kernel_segments, kernel_step, single, slots, trial
+from linearizer.runtime import (
+    fused,
+    kernel_far,
+    kernel_rounds,
+    kernel_segments,
+    kernel_slot_step,
+    kernel_step,
+    single,
+    single_slots,
+    slots,
+    trial,
+)
 from linearizer.runtime.linear_attention import linear_attention
-from linearizer.runtime.slots import Merging, SlotState, slot_attention
-from linearizer.runtime.state import State
+from linearizer.runtime.merging import Merging
+from linearizer.runtime.slots import slot_attention
+from linearizer.runtime.state import SlotState, State
 from tests.test_attention_loss import make as make_loss
 from tests.test_kernels import mutate
 from tests.test_linear_attention import make
@@ -36,7 +48,12 @@ def untried(monkeypatch):
 def launches(monkeypatch):
     """Count what the doors hand to kernels, trials included."""
     counted = []
-    for module, name in ((single, "run_step"), (slots, "merge_fused"), (losses, "loss_kernels")):
+    for module, name in (
+        (single, "run_step"),
+        (single_slots, "run_slot_step"),
+        (slots, "merge_fused"),
+        (losses, "loss_kernels"),
+    ):
         kept = getattr(module, name)
         count = Counted(kept, name, counted)
         monkeypatch.setattr(module, name, count)
@@ -80,9 +97,9 @@ def compare():
     return attention_loss(*(x.float().to(DEVICE) for x in make_loss(9)), 2, 1).value
 
 
-def merge():
-    q, k, v, _ = inputs(5)
-    merging = Merging(torch.eye(k.shape[-1], device=DEVICE).expand(2, -1, -1), torch.ones(2, device=DEVICE), 2, 2)
+def merge(tokens=5):
+    q, k, v, _ = inputs(tokens)
+    merging = Merging(torch.eye(k.shape[-1], device=DEVICE).repeat(2, 1, 1), torch.ones(2, device=DEVICE), 2, 2)
     with torch.no_grad():
         return slot_attention(q, k, v, merging, None, SlotState.empty(k, v, 2, 1, 2))
 
@@ -92,6 +109,7 @@ DOORS = {
     "attention and its gradients": (train, "Attention"),
     "single tokens": (lambda: read(1), "run_step"),
     "slots": (merge, "merge_fused"),
+    "single tokens and slots": (lambda: merge(1), "run_slot_step"),
     "losses of attention rows": (compare, "loss_kernels"),
 }
 
@@ -113,6 +131,7 @@ WRONG = {  # a line of each kernel, and what it is exchanged for
     "attention and its gradients": (kernel_far, "- delta_mean[None, :]", ""),
     "single tokens": (kernel_step, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
     "slots": (kernel_rounds, "apart * apart", "values"),
+    "single tokens and slots": (kernel_slot_step, "gain * load_rows", "0 * load_rows"),
     "losses of attention rows": (loss_kernels, "factor - p", "1.01 * factor - p"),
 }
 

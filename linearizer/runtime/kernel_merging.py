@@ -17,6 +17,7 @@ except ImportError:
 
 from .kernel_rounds import choose, join, ranks
 from .kernel_tiles import load_part, load_rows, load_tile, padded, precision
+from .kernel_token import keep_some, load_kept
 
 Tensor = torch.Tensor
 SIZE = 32  # rows at a time; sums of products go over 16 numbers at a time, or they would fill the registers
@@ -25,19 +26,18 @@ SIZE = 32  # rows at a time; sums of products go over 16 numbers at a time, or t
 @triton.jit
 def fill(
     x_ptr, weight_ptr, spread_ptr, k_ptr, v_ptr, metric_ptr, held_k_ptr, held_v_ptr, held_weight_ptr,
-    held_spread_ptr, index_ptr, comes_ptr, N, W, S, D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr,
-    VP: tl.constexpr, B: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr,
+    held_spread_ptr, index_ptr, comes_ptr, N, W, S, ROOT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, VP: tl.constexpr, B: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, BYTES: tl.constexpr,
 ):  # fmt: skip
-    """Lay the slots that are held and a block of tokens into rows."""
+    """Lay the slots that are held and a block of tokens into rows; BYTES is 8 where both are kept as bytes."""
     for i0 in range(0, N, B):
         i, od, ov = i0 + tl.arange(0, B), tl.arange(0, DP), tl.arange(0, VP)
         new = (i >= S) & (i < N)
         column = tl.load(index_ptr + i - S, mask=new, other=0)
-        new_k, new_v = new[:, None] & (od < D)[None, :], new[:, None] & (ov < DV)[None, :]
-        k = load_tile(held_k_ptr, i, od, S, D).to(ACC)
-        k += tl.load(k_ptr + column[:, None] * D + od[None, :], mask=new_k, other=0.0).to(ACC)
-        v = load_tile(held_v_ptr, i, ov, S, DV).to(ACC)
-        v += tl.load(v_ptr + column[:, None] * DV + ov[None, :], mask=new_v, other=0.0).to(ACC)
+        k = load_kept(held_k_ptr, i, od, S, D, BYTES).to(ACC)
+        k += load_kept(k_ptr, column, od, tl.where(new, column + 1, 0), D, BYTES).to(ACC)
+        v = load_kept(held_v_ptr, i, ov, S, DV, BYTES).to(ACC)
+        v += load_kept(v_ptr, column, ov, tl.where(new, column + 1, 0), DV, BYTES).to(ACC)
         row = x_ptr + i[:, None] * W
         tl.store(row + D + ov[None, :], v, mask=(i < N)[:, None] & (ov < DV)[None, :])
         tl.store(row + D + DV + od[None, :], k, mask=(i < N)[:, None] & (od < D)[None, :])
@@ -53,29 +53,19 @@ def fill(
             for e0 in range(0, D, K):
                 oe = e0 + tl.arange(0, K)
                 k = load_part(x_ptr + D + DV, i, oe, N, W, D)
-                metric = load_tile(metric_ptr, o, oe, D, D).to(ACC)
+                metric = load_tile(metric_ptr, o, oe, D, D).to(ACC) * ROOT
                 seen = tl.dot(k, tl.trans(metric), acc=seen, out_dtype=ACC, input_precision="ieee")
             tl.store(x_ptr + i[:, None] * W + o[None, :], seen, mask=(i < N)[:, None] & (o < D)[None, :])
     tl.debug_barrier()
 
 
 @triton.jit
-def in_8_bits(x):
-    """Round rows as rounding.py does. Adding and taking away a number whose last digit is 1 rounds to whole ones."""
-    bits = tl.max(tl.abs(x), 1).to(tl.float32).to(tl.int32, bitcast=True)
-    exponent = (bits >> 23) - 133 + tl.where((bits & 0x7FFFFF) > 0x7E0000, 1, 0)  # the latter: above 127/128 of it
-    exponent = tl.minimum(tl.maximum(exponent, -24), 121)
-    large = 6755399441055744.0 if x.dtype == tl.float64 else 12582912.0
-    codes = (x * ((127 - exponent) << 23).to(tl.float32, bitcast=True)[:, None] + large) - large
-    return codes * ((127 + exponent) << 23).to(tl.float32, bitcast=True)[:, None]
-
-
-@triton.jit
 def keep(
     x_ptr, weight_ptr, spread_ptr, value_ptr, held_k_ptr, held_v_ptr, held_weight_ptr, held_spread_ptr, N, W, S,
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr,
+    BYTES: tl.constexpr, TYPE: tl.constexpr,
 ):  # fmt: skip
-    """Leave the first S slots that hold something, in order."""
+    """Leave the first S slots that hold something, in order, as numbers of a type, of so many bits, or as bytes."""
     for i0 in range(0, N, B):
         i = i0 + tl.arange(0, B)
         weight = load_rows(weight_ptr, i, N)
@@ -87,16 +77,36 @@ def keep(
         here, full = (i < N) & (to < S), (weight > 0)[:, None]
         k = tl.where(full, load_part(x_ptr + D + DV, i, od, N, W, D), 0.0)
         v = tl.where(full, load_part(x_ptr + D, i, ov, N, W, DV), 0.0)
-        if BITS == 8:
-            k = in_8_bits(k.to(held_k_ptr.dtype.element_ty).to(k.dtype))
-            v = in_8_bits(v.to(held_v_ptr.dtype.element_ty).to(v.dtype))
-        tl.store(held_k_ptr + to[:, None] * D + od[None, :], k.to(held_k_ptr.dtype.element_ty),
-                 mask=here[:, None] & (od < D)[None, :])  # fmt: skip
-        tl.store(held_v_ptr + to[:, None] * DV + ov[None, :], v.to(held_v_ptr.dtype.element_ty),
-                 mask=here[:, None] & (ov < DV)[None, :])  # fmt: skip
+        keep_some(held_k_ptr, to, od, k.to(TYPE).to(k.dtype), here, D, BITS, BYTES)
+        keep_some(held_v_ptr, to, ov, v.to(TYPE).to(v.dtype), here, DV, BITS, BYTES)
         tl.store(held_weight_ptr + to, weight, mask=here)
         tl.store(held_spread_ptr + to, tl.where(weight > 0, load_rows(spread_ptr, i, N), 0.0), mask=here)
     tl.debug_barrier()
+
+
+@triton.jit
+def merge_rows(
+    rows_ptr, numbers_ptr, places_ptr, MOST, N, W, S, ROUNDS, WAITING, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, B: tl.constexpr, K: tl.constexpr, JUMPS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Merge N rows, which lie in memory for MOST, until S are left; say which of the two copies has them."""
+    weight, spread, value, total = numbers_ptr, numbers_ptr + MOST, numbers_ptr + 2 * MOST, numbers_ptr + 3 * MOST
+    side = 0
+    for step in range(0, ROUNDS):
+        waits = step < WAITING
+        halvings = tl.maximum(step - WAITING + 1, 0)
+        count = tl.maximum(S, tl.where(waits, S, (N + (1 << halvings) - 1) >> halvings))
+        full = 0
+        for i0 in range(0, N, B):
+            full += tl.sum((load_rows(weight, i0 + tl.arange(0, B), N) > 0).to(tl.int32))
+        if full > count:
+            x, out = rows_ptr + side * MOST * W, rows_ptr + (1 - side) * MOST * W
+            choose(
+                x, weight, value, places_ptr, places_ptr + MOST, full - count, waits, N, W, D, DV, B, K, JUMPS, ACC
+            )  # fmt: skip
+            join(x, out, weight, spread, total, value, places_ptr + MOST, N, W, D, DP, B, K, ACC)
+            side = 1 - side
+    return side
 
 
 @triton.jit
@@ -112,36 +122,24 @@ def merge_turns(
     rows_ptr += pair * 2 * N * W
     numbers_ptr += pair * 4 * N
     places_ptr += pair * 2 * N
-    own_weight, own_spread, value, total = numbers_ptr, numbers_ptr + N, numbers_ptr + 2 * N, numbers_ptr + 3 * N
+    own_weight, own_spread, value = numbers_ptr, numbers_ptr + N, numbers_ptr + 2 * N
     for turn in range(0, TURNS):
         at = (batch * (TURNS + 1) + turn) * H + head
         block = (batch * TURNS + turn) * BLOCK
         fill(
             rows_ptr, own_weight, own_spread, k_ptr + pair * C * D, v_ptr + pair * C * DV, metric_ptr + head * D * D,
             held_k_ptr + at * S * D, held_v_ptr + at * S * DV, weight_ptr + at * S, spread_ptr + at * S,
-            index_ptr + block, comes_ptr + block, N, W, S, D, DP, DV, VP, B, K, ACC,
+            index_ptr + block, comes_ptr + block, N, W, S, 1.0, D, DP, DV, VP, B, K, ACC, 16,
         )  # fmt: skip
-        side = 0
-        for step in range(0, tl.where(tl.load(merges_ptr + batch * TURNS + turn) > 0, ROUNDS, 0)):
-            waits = step < WAITING
-            halvings = tl.maximum(step - WAITING + 1, 0)
-            count = tl.maximum(S, tl.where(waits, S, (N + (1 << halvings) - 1) >> halvings))
-            full = 0
-            for i0 in range(0, N, B):
-                full += tl.sum((load_rows(own_weight, i0 + tl.arange(0, B), N) > 0).to(tl.int32))
-            if full > count:
-                x, out = rows_ptr + side * N * W, rows_ptr + (1 - side) * N * W
-                choose(
-                    x, own_weight, value, places_ptr, places_ptr + N, full - count, waits, N, W, D, DV, B, K,
-                    JUMPS, ACC,
-                )  # fmt: skip
-                join(x, out, own_weight, own_spread, total, value, places_ptr + N, N, W, D, DP, B, K, ACC)
-                side = 1 - side
+        some = tl.where(tl.load(merges_ptr + batch * TURNS + turn) > 0, ROUNDS, 0)
+        side = merge_rows(
+            rows_ptr, numbers_ptr, places_ptr, N, N, W, S, some, WAITING, D, DP, DV, B, K, JUMPS, ACC
+        )  # fmt: skip
         after = at + H
         keep(
             rows_ptr + side * N * W, own_weight, own_spread, value, held_k_ptr + after * S * D,
             held_v_ptr + after * S * DV, weight_ptr + after * S, spread_ptr + after * S, N, W, S, D, DP, DV, VP, B,
-            BITS,
+            BITS, 16, held_k_ptr.dtype.element_ty,
         )  # fmt: skip
 
 

@@ -97,6 +97,21 @@ def keep_one(pointer, row, o, x, exponent, live, width: tl.constexpr, BITS: tl.c
 
 
 @triton.jit
+def keep_some(pointer, rows, o, x, live, width: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr):
+    """Keep keys or values that are `live`, rounded to so many bits, as numbers or as bytes."""
+    inside = live[:, None] & (o < width)[None, :]
+    if BITS == 8:
+        exponent = exponents(x, 1)
+        x = codes(x, power(-exponent)[:, None])
+        if BYTES == 8:
+            tl.store(pointer + rows * (width + 1) + width, exponent.to(tl.int8), mask=live)
+        else:
+            x *= power(exponent)[:, None]
+    stride: tl.constexpr = width + 1 if BYTES == 8 else width
+    tl.store(pointer + rows[:, None] * stride + o[None, :], x.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def exponent_at(pointer, width: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr):
     """The exponent of the new key or value; 0 where nothing is rounded."""
     if BITS == 8:

@@ -31,10 +31,12 @@ from .merging import merge_slots  # noqa: F401
 from .parts import combine  # noqa: F401
 from .rounding import rounded  # noqa: F401
 from .single import step_layer  # noqa: F401
-from .slots import SlotState  # noqa: F401
+from .single_slots import fused_slot_step  # noqa: F401
+from .slots import slot_attention  # noqa: F401
 from .state import State  # noqa: F401
 from .table import Table  # noqa: F401
 from .trial import trusted  # noqa: F401
+from .turns import Leaving  # noqa: F401
 
 try:
     from .kernel_far import far  # noqa: F401
@@ -44,6 +46,7 @@ try:
     from .kernel_near import near  # noqa: F401
     from .kernel_rounds import choose  # noqa: F401
     from .kernel_segments import Problem  # noqa: F401
+    from .kernel_slot_step import run_slot_step  # noqa: F401
     from .kernel_slots import look  # noqa: F401
     from .kernel_step import run_step  # noqa: F401
     from .kernel_tiles import load_tile  # noqa: F401

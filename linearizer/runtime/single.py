@@ -1,6 +1,7 @@
 """One token by kernels: which serve, what they are given, and how they come to be trusted.
 
-All heads of a layer that hold windows and features, of whatever sizes, attend in one launch.
+All heads of a layer that hold windows and features, of whatever sizes, attend in one launch, and all that hold slots
+(single_slots.py) in another.
 """
 
 from __future__ import annotations
@@ -15,6 +16,7 @@ from .folded import NONE, Folded
 from .fused import sizes_of
 from .parts import Features, folded_of
 from .rounding import pack, rounded
+from .single_slots import can_merge, launch_slots, right_slots
 from .state import State, working_dtype
 from .table import Held, table_of
 from .trial import Drawn, Sizes, takes, trusted
@@ -114,16 +116,22 @@ def step_layer(
         return []
     if torch.is_grad_enabled() or not takes(q, k, v):
         return []
-    kinds: dict[int, dict[int, Held]] = {}
+    kinds: dict[tuple[int, bool], dict[int, Held]] = {}
     for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
         held = group.held(scale, state)
-        if held is not None and held.state.sink_k.dtype in (k.dtype, torch.int8):
-            kinds.setdefault(held.bits, {})[index] = held
+        if held is None or held.state.sink_k.dtype not in (k.dtype, torch.int8):
+            continue
+        if held.merging is None or can_merge(held):
+            kinds.setdefault((held.bits, held.merging is None), {})[index] = held
     done: list[int] = []
-    for bits, some in kinds.items():
+    for (bits, plain), some in kinds.items():
         first, *_ = states = list(some.values())
         shares = shares_of([held.folded for held in states if held.folded is not None])
-        if right(q, sizes_of(q, v, first.state), shares, scale, bits):
+        if plain and right(q, sizes_of(q, v, first.state), shares, scale, bits):
             launch(q, k, v, out, states, scale)
-            done += some
+        elif not plain and right_slots(q, v, first, scale):
+            launch_slots(q, k, v, out, states, scale)
+        else:
+            continue
+        done += some
     return done

@@ -10,32 +10,22 @@ as merged the tokens before the first multiple of the block that leaves it at mo
 them. With a block come as many slots too many; the pairs that are cheapest to merge are merged until there are `slots`
 again.
 
-Shapes as in linear_attention.py, whose softmax this uses.
+Shapes as in linear_attention.py, whose softmax this uses. A token alone is attended to in place (turns.py, and by a
+kernel single_slots.py), a text in turns.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 from torch import nn
 
-from .merging import WAITING, Merging, Slots, kept_slots, merge_slots, rounds
-from .parts import by_head, combine, exact_part, only, softmax_over
-from .rounding import rounded
-from .state import (
-    Columns,
-    Near,
-    first_places,
-    lay_columns,
-    remember_sinks,
-    remember_token,
-    remember_window,
-    take,
-    working_dtype,
-)
+from .merging import WAITING, Merging, rounds
+from .single_slots import MOST, fused_slot_step, slot_step_serves
+from .state import Columns, SlotState, lay_columns, remember_sinks, remember_window, take
 from .trial import Drawn, Sizes, takes, trusted
+from .turns import Leaving, attend_turns, step
 
 try:
     from .kernel_merging import merge as merge_fused
@@ -48,30 +38,8 @@ except ImportError as missing:
 GAIN = 0.25  # half of what a Gaussian spread of keys calls for: measured best, since no query sees the mean spread
 
 TOGETHER = 64  # turns whose rows attend at once
-MOST = 512  # slots and tokens of a block that a kernel merges, all of them in one program
 
 Tensor = torch.Tensor
-
-
-@dataclass
-class SlotState(Near):
-    """What heads with slots remember."""
-
-    slot_k: Tensor  # (batch, heads, slots, dim)
-    slot_v: Tensor
-    weight: Tensor  # (batch, heads, slots) tokens in a slot: 0 if it is empty
-    spread: Tensor  # (batch, heads, slots)
-
-    @classmethod
-    def empty(cls, k: Tensor, v: Tensor, window: int, sinks: int, slots: int) -> SlotState:
-        shape = (*k.shape[:2], slots)
-        return cls(
-            **Near.nothing(k, v, window, sinks),
-            slot_k=k.new_zeros(*shape, k.shape[-1]),
-            slot_v=v.new_zeros(*shape, v.shape[-1]),
-            weight=torch.zeros(shape, dtype=working_dtype(v), device=v.device),
-            spread=torch.zeros(shape, dtype=working_dtype(v), device=v.device),
-        )
 
 
 class Merger(nn.Module):
@@ -90,39 +58,10 @@ class Merger(nn.Module):
 
 def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> Tensor:
     """Attend and bring the state up to date; q is multiplied by the scale of the scores."""
-    fused = kernels_serve(q, k, v, merging, state)
-    if q.shape[-2] == 1 and real is None and not fused:
-        return step(q, k, v, merging, state)
-    return attend(q, k, v, merging, real, state, fused)
-
-
-def step(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> Tensor:
-    """Attend with one token; the state is changed in place, but for slots when a block is merged."""
-    q, sinks, window, block = q.to(working_dtype(q)), state.sink_k.shape[-2], merging.window, merging.block
-    places = state.count.tolist()  # in plain numbers: on a CPU an operation costs more than all of this
-    turns = [(place - window) // block + 1 for place in places]
-    merges = [turn >= 1 and (turn - 1) * block == place - window for turn, place in zip(turns, places, strict=True)]
-    if any(merges):
-        columns = lay_columns(k, v, window, None, state)
-        turn, comes = (torch.tensor(x, device=q.device)[:, None] for x in (turns, merges))
-        absorb(state, columns, merging, Leaving.of(columns, turn, comes, block, sinks))
-    remember_token(state, k, v, min(places))
-    merged, place = torch.tensor([max(turn, 0) * block for turn in turns], device=q.device), state.count
-    state.count = place + 1
-
-    parts, rows = [], q[..., 0, :]
-    if sinks:
-        gone = None if min(turns) * block >= sinks else first_places(sinks, merged - 1)
-        parts.append(exact_part(rows, state.sink_k, state.sink_v, gone))
-    age = (place[:, None] - torch.arange(window, device=q.device)) % window
-    parts.append(exact_part(rows, state.window_k, state.window_v, age <= (place - merged)[:, None]))
-    logits, values = exact_part(rows, state.slot_k, state.slot_v, None)
-    return softmax_over([*parts, (logits + levels(state, merging)[:, :, None], values)])[..., None, :]
-
-
-def levels(held: SlotState | Slots, merging: Merging) -> Tensor:
-    """What the weight and the spread of slots add to their logits, -∞ if they are empty: (batch, heads, slots)."""
-    return torch.addcmul(held.weight.log(), merging.gain.to(held.weight.dtype)[:, None], held.spread)
+    if q.shape[-2] == 1 and real is None:
+        one = fused_slot_step if slot_step_serves(q, k, v, merging, state) else step
+        return one(q, k, v, merging, state)
+    return attend(q, k, v, merging, real, state, kernels_serve(q, k, v, merging, state))
 
 
 def attend(
@@ -158,28 +97,6 @@ def attend(
     return out if order is None else take(out, order.argsort(-1))
 
 
-@dataclass
-class Leaving:
-    """The blocks that leave the window at some turns."""
-
-    index: Tensor  # (batch, turns, block) their columns
-    comes: Tensor  # (batch, turns, block) which of them are merged
-    merges: Tensor  # (batch, turns)
-
-    @classmethod
-    def of(cls, columns: Columns, turn: Tensor, merges: Tensor, block: int, sinks: int) -> Leaving:
-        place = (turn - 1)[..., None] * block + torch.arange(block, device=turn.device)
-        index = (place - columns.first[:, None, None]).clamp(0, columns.k.shape[-2] - 1)
-        return cls(index, merges[..., None] & (place >= sinks), merges)
-
-
-def attend_turns(
-    q: Tensor, place: Tensor, merged: Tensor, leaving: Leaving, columns: Columns, merging: Merging, state: SlotState
-) -> Tensor:
-    """Merge the blocks of some turns, one after the other, then attend with the rows of all of them."""
-    return look(q, place, merged, absorb(state, columns, merging, leaving), columns, merging, state)
-
-
 def attend_fused(
     q: Tensor, place: Tensor, merged: Tensor, leaving: Leaving, columns: Columns, merging: Merging, state: SlotState
 ) -> Tensor:
@@ -213,53 +130,3 @@ def kernels_serve(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: Slot
 
     with torch.no_grad():
         return trusted("slots", q, (*sizes, slots, block, merging.bits), answers)
-
-
-def absorb(state: SlotState, columns: Columns, merging: Merging, leaving: Leaving) -> Slots:
-    """Merge the blocks that leave the window at some turns; update the state.
-
-    Give the slots after each turn: a batch in which every text's turns follow one another.
-    """
-    work, index = state.weight.dtype, leaving.index.flatten(1)
-    weight = leaving.comes.to(work)[:, None].expand(-1, columns.k.shape[1], -1, -1)
-    k, v = (take(x, index).to(work).unflatten(2, leaving.index.shape[1:]) for x in (columns.k, columns.v))
-    now, found, count = Slots(state.slot_k, state.slot_v, state.weight, state.spread), [], state.weight.shape[-1]
-    held = (state.weight > 0).sum(-1).amax(-1, keepdim=True) + leaving.comes.sum(-1).cumsum(-1)  # if nothing is merged
-    turns = zip(leaving.merges.any(0).tolist(), (held > count).any(0).tolist(), strict=True)
-    for number, (any_comes, too_many) in enumerate(turns):
-        if any_comes:
-            new = (k[:, :, number], v[:, :, number], weight[:, :, number], torch.zeros_like(weight[:, :, number]))
-            all_of = [torch.cat(pair, 2) for pair in zip((now.k, now.v, now.weight, now.spread), new, strict=True)]
-            now = merge_slots(Slots(*all_of), count, merging.scaled) if too_many else kept_slots(Slots(*all_of), count)
-            now.k, now.v = now.k.to(state.slot_k.dtype), now.v.to(state.slot_v.dtype)
-            if merging.bits == 8:
-                now.k, now.v = rounded(now.k), rounded(now.v)
-        found.append(now)
-    state.slot_k, state.slot_v, state.weight, state.spread = now.k, now.v, now.weight, now.spread
-    each = ([getattr(one, name) for one in found] for name in ("k", "v", "weight", "spread"))
-    return Slots(*(torch.stack(xs, 1).flatten(0, 1) for xs in each))
-
-
-def look(
-    q: Tensor, place: Tensor, merged: Tensor, held: Slots, columns: Columns, merging: Merging, state: SlotState
-) -> Tensor:
-    """Attend with rows at places (batch, turns, rows) that see as merged the tokens before `merged` (batch, turns)."""
-    turns, work = place.shape[1], working_dtype(q)
-
-    def by_turn(x: Tensor) -> Tensor:
-        """(batch, …, turns * tokens, dim) -> (batch * turns, …, tokens, dim)"""
-        return x.unflatten(-2, (turns, -1)).movedim(-3, 1).flatten(0, 1)
-
-    q, merged = by_turn(q.to(work)), merged.clamp_min(0)[..., None]
-    near = merged + torch.arange(columns.window, device=q.device)
-    index = near - columns.first[:, None, None]
-    here = (index >= columns.empty[:, None, None]) & (index < columns.k.shape[-2])
-    seen = (here[:, :, None] & (near[:, :, None] <= place[..., None])).flatten(0, 1)
-    index = index.clamp(0, columns.k.shape[-2] - 1).flatten(1)
-    parts = [(only(by_head(q, by_turn(take(columns.k, index)).to(work).mT), seen), by_turn(take(columns.v, index)))]
-    if sinks := state.sink_k.shape[-2]:
-        gone = (torch.arange(sinks, device=q.device) < merged).flatten(0, 1)[:, None].expand(-1, q.shape[-2], -1)
-        sink_k, sink_v = (x.repeat_interleave(turns, 0) for x in (state.sink_k, state.sink_v))
-        parts.append((only(by_head(q, sink_k.to(work).mT), gone), sink_v))
-    parts.append((by_head(q, held.k.to(work).mT) + levels(held, merging)[:, :, None, None], held.v))
-    return combine(parts).unflatten(0, place.shape[:2]).movedim(1, -3).flatten(-3, -2)

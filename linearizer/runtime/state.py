@@ -60,6 +60,27 @@ class State(Near):
         )
 
 
+@dataclass
+class SlotState(Near):
+    """What heads with slots remember."""
+
+    slot_k: Tensor  # (batch, heads, slots, dim)
+    slot_v: Tensor
+    weight: Tensor  # (batch, heads, slots) tokens in a slot: 0 if it is empty
+    spread: Tensor  # (batch, heads, slots)
+
+    @classmethod
+    def empty(cls, k: Tensor, v: Tensor, window: int, sinks: int, slots: int) -> SlotState:
+        shape = (*k.shape[:2], slots)
+        return cls(
+            **Near.nothing(k, v, window, sinks),
+            slot_k=k.new_zeros(*shape, k.shape[-1]),
+            slot_v=v.new_zeros(*shape, v.shape[-1]),
+            weight=torch.zeros(shape, dtype=working_dtype(v), device=v.device),
+            spread=torch.zeros(shape, dtype=working_dtype(v), device=v.device),
+        )
+
+
 def tensors(state: object) -> dict[str, Tensor]:
     """The tensors of a state by name; each has the batch first."""
     return {field.name: getattr(state, field.name) for field in fields(state)}  # type: ignore[arg-type]

@@ -17,8 +17,8 @@ from .linear_attention import linear_attention
 from .merging import Merging
 from .rounding import Rounded, attend_in_8_bits
 from .single import step_layer
-from .slots import Merger, SlotState, slot_attention
-from .state import State
+from .slots import Merger, slot_attention
+from .state import SlotState, State
 from .table import Held
 
 Tensor = torch.Tensor
@@ -81,8 +81,8 @@ class SlotGroup(nn.Module):
     def merging(self, scale: float) -> Merging:
         return Merging(self.merger.metric, self.merger.gain, self.window, self.block, scale**0.5, self.bits)
 
-    def held(self, scale: float, state: SlotState) -> Held | None:
-        return None
+    def held(self, scale: float, state: SlotState) -> Held:
+        return Held(self.heads, state, self.window, merging=self.merging(scale))
 
 
 class SoftmaxGroup(nn.Module):

@@ -3,7 +3,9 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from linearizer.runtime.slots import GAIN, Merging, SlotState, attend, slot_attention
+from linearizer.runtime.merging import Merging
+from linearizer.runtime.slots import GAIN, attend, slot_attention
+from linearizer.runtime.state import SlotState
 from tests.benchmarks.timing import GPU, attempt, draw, peak_bytes, seconds
 
 WINDOW, SLOTS, BLOCK = 64, 64, 16

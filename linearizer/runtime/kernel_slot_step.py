@@ -1,0 +1,133 @@
+"""One token for slots in one launch: attention, and where a block leaves the window, merging it; all in place.
+
+Whether a block leaves is decided on the device, by how many tokens were read. Forward only.
+"""
+
+from __future__ import annotations
+
+import torch
+
+try:  # as in kernel_tiles.py
+    import triton
+    import triton.language as tl
+except ImportError:
+    raise
+
+from .kernel_merging import SIZE, fill, keep, merge_rows
+from .kernel_step import of_token
+from .kernel_tiles import load_rows, precision, take_in
+from .kernel_token import (
+    BLOCK,
+    COUNT,
+    FAR,
+    HEAD,
+    HEADS,
+    OWN,
+    REST,
+    ROUNDS,
+    TYPES,
+    WINDOW,
+    WINDOW_K,
+    address,
+    exponent_at,
+    load_kept,
+    load_new,
+    look_near,
+    pair,
+    remember,
+    scores,
+)
+from .merging import WAITING
+from .table import Table
+
+Tensor = torch.Tensor
+SLOT_K, WEIGHT, SPREAD, METRIC, GAIN = (tl.constexpr(REST.value + n) for n in (0, 2, 3, 4, 5))
+
+
+@triton.jit
+def step_slots(
+    table_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, numbers_ptr, places_ptr, out_ptr, COLUMNS, MOST, KV, q_batch, q_head,
+    q_stride, k_batch, k_head, v_batch, v_head,
+    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
+    VP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr, KEPT: tl.constexpr,
+    MADE: tl.constexpr, SCALE: tl.constexpr, ROOT: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
+    JUMPS: tl.constexpr, WAITS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Grid (rows of the table, batch). MOST is the most rows that merge; numbers and places have room for them."""
+    row_ptr, batch = table_ptr + tl.program_id(0) * COLUMNS, tl.program_id(1).to(tl.int64)
+    head, own, heads = tl.load(row_ptr + HEAD), tl.load(row_ptr + OWN), tl.load(row_ptr + HEADS)
+    WIDTH, SLOTS = tl.load(row_ptr + WINDOW).to(tl.int32), tl.load(row_ptr + FAR).to(tl.int32)
+    block, rounds, at = (
+        tl.load(row_ptr + BLOCK).to(tl.int32),
+        tl.load(row_ptr + ROUNDS).to(tl.int32),
+        batch * heads + own,
+    )
+    place = tl.load(address(row_ptr, COUNT, tl.int64) + batch).to(tl.int32)
+    og, ov = tl.arange(0, GP), tl.arange(0, VP)
+    slot_k, slot_v = pair(row_ptr, SLOT_K, at * SLOTS, D, DV, BITS, KEPT)
+    weight_ptr, spread_ptr = address(row_ptr, WEIGHT, ACC) + at * SLOTS, address(row_ptr, SPREAD, ACC) + at * SLOTS
+    W, own_numbers = 2 * D + DV, batch * tl.num_programs(0) + tl.program_id(0)
+    rows, places = numbers_ptr + own_numbers * (2 * W + 4) * MOST, places_ptr + own_numbers * 2 * MOST
+    merged = tl.maximum(place - WIDTH + block, 0) // block * block  # tokens before this place are not in the window
+    if (merged > 0) & (merged - block == place - WIDTH):
+        N = SLOTS + block
+        numbers = rows + 2 * W * MOST
+        for i0 in range(0, block, B):
+            i = i0 + tl.arange(0, B)
+            tl.store(places + i, (merged - block + i) % WIDTH, mask=i < block)
+            tl.store(places + MOST + i, (merged - block + i >= S).to(tl.int32), mask=i < block)
+        tl.debug_barrier()
+        window_k, window_v = pair(row_ptr, WINDOW_K, at * WIDTH, D, DV, BITS, KEPT)
+        fill(
+            rows, numbers, numbers + MOST, window_k, window_v, address(row_ptr, METRIC, MADE) + own * D * D, slot_k,
+            slot_v, weight_ptr, spread_ptr, places, places + MOST, N, W, SLOTS, ROOT, D, DP, DV, VP, B, K, ACC, BITS,
+        )  # fmt: skip
+        side = merge_rows(rows, numbers, places, MOST, N, W, SLOTS, rounds, WAITS, D, DP, DV, B, K, JUMPS, ACC)
+        keep(
+            rows + side * MOST * W, numbers, numbers + MOST, numbers + 2 * MOST, slot_k, slot_v, weight_ptr,
+            spread_ptr, N, W, SLOTS, D, DP, DV, VP, B, BITS, BITS, k_ptr.dtype.element_ty,
+        )  # fmt: skip
+    q = q_ptr + batch * q_batch + head * q_head
+    k, v = k_ptr + batch * k_batch + head * k_head, v_ptr + batch * v_batch + head * v_head
+    k_exponent, v_exponent = exponent_at(k, D, DP, BITS), exponent_at(v, DV, VP, BITS)
+    new_v = load_new(v, ov, v_exponent, DV, BITS, ACC)
+    top, total, acc = look_near(
+        row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og,
+        G, D, DP, DS, DV, VP, S, SP, BN, BITS, KEPT, SCALE, ACC, PRECISION,
+    )  # fmt: skip
+    gain = tl.load(address(row_ptr, GAIN, MADE) + own).to(ACC)
+    for n0 in range(0, SLOTS, BN):
+        on = n0 + tl.arange(0, BN)
+        weight = load_rows(weight_ptr, on, SLOTS)
+        level = tl.log(tl.maximum(weight, 1.0)) + gain * load_rows(spread_ptr, on, SLOTS)
+        logits = scores(
+            q, q_stride, slot_k, k, k_exponent, on, -1, og, SLOTS, G, D, DP, DS, BITS, SCALE, ACC, PRECISION
+        )
+        values = load_kept(slot_v, on, ov, SLOTS, DV, BITS).to(ACC)
+        live = (weight > 0)[None, :] & (og >= 0)[:, None]
+        top, total, acc = take_in(top, total, acc, logits + level[None, :], live, values, PRECISION)
+    tl.store(out_ptr + ((batch * KV + head) * G + og[:, None]) * DV + ov[None, :],
+             (acc / total[:, None]).to(out_ptr.dtype.element_ty),
+             mask=(og < G)[:, None] & (ov < DV)[None, :])  # fmt: skip
+    remember(
+        row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, D, DP, DV, VP, S, BITS, KEPT, ACC
+    )  # fmt: skip
+
+
+def run_slot_step(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: Table, sink_k: Tensor, weight: Tensor, most: int,
+    made: torch.dtype, root: float, scale: float = 1.0,
+) -> None:  # fmt: skip
+    """Attend with one token to what some heads of a layer hold, and bring all of it up to date in place.
+
+    sink_k and weight are those of any of the states, `most` slots and tokens of a block there are in one at most.
+    """
+    lies, sizes = of_token(q, k, v, sink_k)
+    heads, width = table.rows.shape[0], 2 * k.shape[-1] + v.shape[-1]
+    numbers = torch.empty(q.shape[0], heads, (2 * width + 4) * most, dtype=weight.dtype, device=q.device)
+    places = torch.empty(q.shape[0], heads, 2 * most, dtype=torch.int32, device=q.device)
+    step_slots[heads, q.shape[0]](
+        table.rows, table.tickets, q, k, v, numbers, places, out, table.rows.shape[1], most, *lies, **sizes,
+        MADE=TYPES[made], SCALE=scale, ROOT=root, B=SIZE, K=16, JUMPS=most.bit_length(), WAITS=WAITING,
+        **precision(weight), num_warps=8, num_stages=1,
+    )  # fmt: skip
