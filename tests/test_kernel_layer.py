@@ -133,6 +133,27 @@ def test_a_state_stays_where_it_is_and_so_does_its_table():
             assert state.count.tolist() == [5, 5]
 
 
+@pytest.mark.skipif(DEVICE != "cuda", reason="needs a GPU")
+@pytest.mark.parametrize("held", [FEATURES, SMALL, SLOTS, SMALL_SLOTS])
+@torch.no_grad()
+def test_on_a_gpu_a_captured_layer_goes_on_with_the_state(held, monkeypatch):
+    student = layer([kind for kind in held if kind != "softmax"])
+    text = drawn(student.kv_heads, 30)
+    _, memory = read(student, [x[:, :, :5] for x in text], [4, 5])
+    token, out = [x[:, :, 5:6].clone() for x in text], []
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = student(*token, SCALE, None, memory)
+    for t in range(5, 30):
+        for mine, new in zip(token, text, strict=True):
+            mine.copy_(new[:, :, t : t + 1])
+        graph.replay()
+        out.append(found.clone())
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    expected, _ = read(student, text, [4, *range(5, 31)])
+    assert relative(torch.cat(out, -2), expected[:, :, 5:]) < CLOSE
+
+
 def test_weights_that_changed_are_folded_anew(monkeypatch):
     student, text = layer([[3, 8]]), drawn(1, 4)
     _, memory = read(student, [x[:, :, :3] for x in text], [2, 3])

@@ -1,4 +1,4 @@
-"""Rows of the kernels' benchmark: attention to a text, and to one more token."""
+"""Rows of the kernels' benchmark: attention to a text."""
 
 import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -121,24 +121,3 @@ def prefill_row(limits, batch, tokens, heads, group, dim, features):
         row["ours in a graph"] = attempt("graph", lambda: calls, graph=True)
     rivals = rivals_of_prefill(inputs, scale, group, features, feature_map)
     return row | {"rivals": {name: attempt(name, make) for name, make in rivals}}
-
-
-@torch.no_grad()
-def decode(quick):
-    """One token of one layer: ours, and softmax over the keys of a context."""
-    heads, group, dim, features = (8, 4, 128, 128) if GPU else (8, 1, 64, 64)
-    for batch in (1, 8, 64) if GPU and not quick else (1,):
-        q, k, v = draw(batch, heads, group, 1, dim), draw(batch, heads, 1, dim), draw(batch, heads, 1, dim)
-        feature_map = Scaled(group_of(heads, dim, features).feature_map, dim**-0.5)
-        state = State.empty(k, v, 0, 0, features)
-        call = lambda args=(q, k, v, feature_map, 0, None, state): linear_attention(*args)  # noqa: E731
-        row = {"op": "decode", "batch": batch, "features": features, "ours": seconds([call])}
-        row["state_bytes"] = 2 * state.mean.numel() * state.mean.element_size()
-        if GPU:
-            row["ours in a graph"] = attempt("graph", lambda call=call: [call], graph=True)
-        for context in (2048, 8192, 32768, 131072) if GPU else (2048, 8192):
-            if batch * context * heads * dim * 4 < 2**35:
-                held = draw(batch, heads, context, dim)
-                softmax = lambda q=q, held=held: sdpa(q.flatten(1, 2), held, held, enable_gqa=True)  # noqa: E731
-                row[f"sdpa over {context}"] = attempt("sdpa", lambda call=softmax: [call])
-        yield row

@@ -12,11 +12,12 @@ from pathlib import Path
 
 import torch
 
-from tests.benchmarks.attention_rows import decode, prefill
+from tests.benchmarks.attention_rows import prefill
 from tests.benchmarks.loss_rows import losses, peak
 from tests.benchmarks.slot_rows import slots
 from tests.benchmarks.step_rows import layerwise_steps
 from tests.benchmarks.timing import GPU, ceilings
+from tests.benchmarks.token_rows import decode
 
 RESULTS = Path(__file__).parent / "results"
 

@@ -1,4 +1,4 @@
-"""Rows of the kernels' benchmark: attention to slots, of a text and of one more token."""
+"""Rows of the kernels' benchmark: attention of a text to slots."""
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
@@ -36,8 +36,3 @@ def slots(quick):
             "sdpa": attempt("sdpa", lambda: [softmax]),  # noqa: B023
         }
         yield row
-        state, token = read(slot_attention), (q[..., -1:, :] * scale, k[:, :, -1:], v[:, :, -1:])
-        one = lambda token=token, state=state: slot_attention(*token, merging, None, state)  # noqa: E731, B023
-        after = lambda q=q, k=k, v=v: sdpa(q[..., -1:, :].flatten(1, 2), k, v, scale=scale, enable_gqa=True)  # noqa: E731, B023
-        row = {"op": "slots, one token", "after": tokens, "slots": SLOTS, "ours": seconds([one], least=64)}
-        yield row | {"rivals": {"sdpa": attempt("sdpa", lambda: [after])}}  # noqa: B023
