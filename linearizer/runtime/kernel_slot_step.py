@@ -37,7 +37,7 @@ from .kernel_token import (
     remember,
     scores,
 )
-from .merging import WAITING
+from .merging import MOST, WAITING
 from .table import Table
 
 Tensor = torch.Tensor
@@ -46,14 +46,14 @@ SLOT_K, WEIGHT, SPREAD, METRIC, GAIN = (tl.constexpr(REST.value + n) for n in (0
 
 @triton.jit
 def step_slots(
-    table_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, numbers_ptr, places_ptr, out_ptr, COLUMNS, MOST, KV, q_batch, q_head,
+    table_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, numbers_ptr, places_ptr, out_ptr, COLUMNS, ROOM, KV, q_batch, q_head,
     q_stride, k_batch, k_head, v_batch, v_head,
     G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
     VP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr, KEPT: tl.constexpr,
     MADE: tl.constexpr, SCALE: tl.constexpr, ROOT: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
     JUMPS: tl.constexpr, WAITS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (rows of the table, batch). MOST is the most rows that merge; numbers and places have room for them."""
+    """Grid (rows of the table, batch). numbers and places have ROOM for so many rows that merge."""
     row_ptr, batch = table_ptr + tl.program_id(0) * COLUMNS, tl.program_id(1).to(tl.int64)
     head, own, heads = tl.load(row_ptr + HEAD), tl.load(row_ptr + OWN), tl.load(row_ptr + HEADS)
     WIDTH, SLOTS = tl.load(row_ptr + WINDOW).to(tl.int32), tl.load(row_ptr + FAR).to(tl.int32)
@@ -67,24 +67,24 @@ def step_slots(
     slot_k, slot_v = pair(row_ptr, SLOT_K, at * SLOTS, D, DV, BITS, KEPT)
     weight_ptr, spread_ptr = address(row_ptr, WEIGHT, ACC) + at * SLOTS, address(row_ptr, SPREAD, ACC) + at * SLOTS
     W, own_numbers = 2 * D + DV, batch * tl.num_programs(0) + tl.program_id(0)
-    rows, places = numbers_ptr + own_numbers * (2 * W + 4) * MOST, places_ptr + own_numbers * 2 * MOST
+    rows, places = numbers_ptr + own_numbers * (2 * W + 4) * ROOM, places_ptr + own_numbers * 2 * ROOM
     merged = tl.maximum(place - WIDTH + block, 0) // block * block  # tokens before this place are not in the window
     if (merged > 0) & (merged - block == place - WIDTH):
         N = SLOTS + block
-        numbers = rows + 2 * W * MOST
+        numbers = rows + 2 * W * ROOM
         for i0 in range(0, block, B):
             i = i0 + tl.arange(0, B)
             tl.store(places + i, (merged - block + i) % WIDTH, mask=i < block)
-            tl.store(places + MOST + i, (merged - block + i >= S).to(tl.int32), mask=i < block)
+            tl.store(places + ROOM + i, (merged - block + i >= S).to(tl.int32), mask=i < block)
         tl.debug_barrier()
         window_k, window_v = pair(row_ptr, WINDOW_K, at * WIDTH, D, DV, BITS, KEPT)
         fill(
-            rows, numbers, numbers + MOST, window_k, window_v, address(row_ptr, METRIC, MADE) + own * D * D, slot_k,
-            slot_v, weight_ptr, spread_ptr, places, places + MOST, N, W, SLOTS, ROOT, D, DP, DV, VP, B, K, ACC, BITS,
+            rows, numbers, numbers + ROOM, window_k, window_v, address(row_ptr, METRIC, MADE) + own * D * D, slot_k,
+            slot_v, weight_ptr, spread_ptr, places, places + ROOM, N, W, SLOTS, ROOT, D, DP, DV, VP, B, K, ACC, BITS,
         )  # fmt: skip
-        side = merge_rows(rows, numbers, places, MOST, N, W, SLOTS, rounds, WAITS, D, DP, DV, B, K, JUMPS, ACC)
+        side = merge_rows(rows, numbers, places, ROOM, N, W, SLOTS, rounds, WAITS, D, DP, DV, B, K, JUMPS, ACC)
         keep(
-            rows + side * MOST * W, numbers, numbers + MOST, numbers + 2 * MOST, slot_k, slot_v, weight_ptr,
+            rows + side * ROOM * W, numbers, numbers + ROOM, numbers + 2 * ROOM, slot_k, slot_v, weight_ptr,
             spread_ptr, N, W, SLOTS, D, DP, DV, VP, B, BITS, BITS, k_ptr.dtype.element_ty,
         )  # fmt: skip
     q = q_ptr + batch * q_batch + head * q_head
@@ -115,19 +115,19 @@ def step_slots(
 
 
 def run_slot_step(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: Table, sink_k: Tensor, weight: Tensor, most: int,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: Table, sink_k: Tensor, weight: Tensor, room: int,
     made: torch.dtype, root: float, scale: float = 1.0,
 ) -> None:  # fmt: skip
     """Attend with one token to what some heads of a layer hold, and bring all of it up to date in place.
 
-    sink_k and weight are those of any of the states, `most` slots and tokens of a block there are in one at most.
+    sink_k and weight are those of any of the states, slots and a block's tokens are at most `room`.
     """
     lies, sizes = of_token(q, k, v, sink_k)
     heads, width = table.rows.shape[0], 2 * k.shape[-1] + v.shape[-1]
-    numbers = torch.empty(q.shape[0], heads, (2 * width + 4) * most, dtype=weight.dtype, device=q.device)
-    places = torch.empty(q.shape[0], heads, 2 * most, dtype=torch.int32, device=q.device)
+    numbers = torch.empty(q.shape[0], heads, (2 * width + 4) * room, dtype=weight.dtype, device=q.device)
+    places = torch.empty(q.shape[0], heads, 2 * room, dtype=torch.int32, device=q.device)
     step_slots[heads, q.shape[0]](
-        table.rows, table.tickets, q, k, v, numbers, places, out, table.rows.shape[1], most, *lies, **sizes,
-        MADE=TYPES[made], SCALE=scale, ROOT=root, B=SIZE, K=16, JUMPS=most.bit_length(), WAITS=WAITING,
+        table.rows, table.tickets, q, k, v, numbers, places, out, table.rows.shape[1], room, *lies, **sizes,
+        MADE=TYPES[made], SCALE=scale, ROOT=root, B=SIZE, K=16, JUMPS=MOST.bit_length(), WAITS=WAITING,
         **precision(weight), num_warps=8, num_stages=1,
     )  # fmt: skip

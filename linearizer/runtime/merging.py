@@ -9,6 +9,7 @@ from dataclasses import dataclass
 
 import torch
 
+MOST = 512  # slots and tokens of a block that a kernel merges, all of them in one program
 WAITING = 2  # rounds of merging before what waits is taken along: more make hardly better slots
 
 Tensor = torch.Tensor

@@ -87,6 +87,7 @@ def fused_step(
     return out
 
 
+@torch.compiler.disable  # which would not see that memory changes behind addresses
 def launch(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[Held], scale: float,
     u: Tensor | None = None, w: Tensor | None = None,

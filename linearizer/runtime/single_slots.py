@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 import torch
 
-from .merging import Merging
+from .merging import MOST, Merging
 from .rounding import pack, rounded, unpacked
 from .state import SlotState
 from .table import Held, table_of
@@ -20,7 +20,6 @@ except ImportError as missing:
         raise
     run_slot_step = None  # type: ignore[assignment]
 
-MOST = 512  # slots and tokens of a block that a kernel merges, all of them in one program
 WINDOW, SLOTS, BLOCK = 8, 28, 8  # of trials
 
 Tensor = torch.Tensor
@@ -81,11 +80,12 @@ def fused_slot_step(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: Sl
     return out
 
 
+@torch.compiler.disable
 def launch_slots(q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[Held], scale: float) -> None:
     """Let heads of a layer attend in one launch, for q (batch, heads, group, 1, dim) of the whole layer."""
     state, merging = groups[0].state, groups[0].merging
     assert merging is not None
-    most = max(slots + block for _, slots, block, _ in (held.sizes() for held in groups))
+    room = max(slots + block for _, slots, block, _ in (held.sizes() for held in groups))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     table = table_of(groups)
-    run_slot_step(q, k, v, out, table, state.sink_k, state.weight, most, merging.metric.dtype, merging.root, scale)
+    run_slot_step(q, k, v, out, table, state.sink_k, state.weight, room, merging.metric.dtype, merging.root, scale)

@@ -21,8 +21,8 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .merging import WAITING, Merging, rounds
-from .single_slots import MOST, fused_slot_step, slot_step_serves
+from .merging import MOST, WAITING, Merging, rounds
+from .single_slots import fused_slot_step, slot_step_serves
 from .state import Columns, SlotState, lay_columns, remember_sinks, remember_window, take
 from .trial import Drawn, Sizes, takes, trusted
 from .turns import Leaving, attend_turns, step
