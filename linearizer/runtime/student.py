@@ -169,7 +169,10 @@ class LayerStudent(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, memory: list | None
     ) -> Tensor:
-        """Attend; `memory` is a list with the state of every group, which is brought up to date."""
+        """Attend; `memory` is a list with the state of every group, which is brought up to date.
+
+        What kernels can do of a token for all groups at once is not done again for each.
+        """
         query = query.unflatten(1, (self.kv_heads, -1))
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
         keep = memory is not None
