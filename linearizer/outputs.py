@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
+from torch.nn.functional import cross_entropy, kl_div
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
@@ -14,6 +15,7 @@ from linearizer.subjects import Subject
 
 Tensor = torch.Tensor
 LOGITS = 2**26  # logits of one subject that are held at once, in fp32
+NEAR = 2**19  # of them fit into a processor's caches
 
 
 @torch.inference_mode()
@@ -22,13 +24,23 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:  # (texts, tokens,
 
 
 def losses_of(logits: Tensor, following: Tensor) -> Tensor:  # (texts, tokens)
-    return torch.nn.functional.cross_entropy(logits.mT, following.to(logits.device), reduction="none")
+    return by_rows(lambda own, token: cross_entropy(own, token, reduction="none"), logits, following.to(logits.device))
 
 
 def divergence(teacher: Tensor, student: Tensor) -> Tensor:  # (texts, tokens)
     """KL(teacher ‖ student) of every next-token distribution."""
-    log_p, log_q = teacher.log_softmax(-1), student.log_softmax(-1)
-    return (log_p.exp() * (log_p - log_q)).sum(-1)
+    return by_rows(
+        lambda p, q: kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="none", log_target=True).sum(-1),
+        teacher,
+        student,
+    )
+
+
+def by_rows(compare: Callable[[Tensor, Tensor], Tensor], logits: Tensor, other: Tensor) -> Tensor:
+    """Compare logits token by token; on a CPU so few at a time that they stay in its caches."""
+    rows = max(1, (NEAR if logits.device.type == "cpu" else LOGITS) // logits.shape[-1])
+    pieces = [zip(own.split(rows), its.split(rows), strict=True) for own, its in zip(logits, other, strict=True)]
+    return torch.stack([torch.cat([compare(*pair) for pair in pairs]) for pairs in pieces])
 
 
 def fresh_cache(model: PreTrainedModel) -> Cache:
