@@ -32,6 +32,7 @@ from linearizer.runtime.state import SlotState, State
 from linearizer.runtime.table import Held, table_of
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+MAPS = (folded.NONE, folded.KEYS, folded.NEAREST, folded.HALVES)
 
 
 def launches(chip, call):
@@ -55,8 +56,11 @@ def draw(*shape, dtype=torch.bfloat16):
     return torch.empty(*shape, dtype=dtype, device="meta")
 
 
-def everything(dim, features, dtype=torch.bfloat16, window=64, sinks=4):
-    """Call all that launches: attention and its gradients, a step with features of its own or given, both losses."""
+def everything(dim, features, dtype, whole, window=64, sinks=4):
+    """Call all that launches: attention and its gradients, a step with features of its own or given, both losses.
+
+    A step is made with all kinds of features if `whole`, and else with those that take least and most.
+    """
     batch, heads, group, tokens = 1, 8, 4, 2048
     q, g = draw(batch, heads, group, tokens, dim, dtype=dtype), draw(batch, heads, group, tokens, dim, dtype=dtype)
     k, sink = (draw(batch, heads, size, dim, dtype=dtype) for size in (tokens + window, sinks))
@@ -77,7 +81,7 @@ def everything(dim, features, dtype=torch.bfloat16, window=64, sinks=4):
     for bits in (16, 8):
         near = (draw(*x.shape[:-1], dim + 1, dtype=torch.int8) if bits == 8 else x for x in (sink, sink, ring, ring))
         held = Held([*range(heads)], State(count, *near, level, mean), window)
-        for shares in (folded.NONE, folded.KEYS, folded.NEAREST, folded.HALVES):
+        for shares in MAPS if whole else MAPS[::3]:
             kernel_step.run_step(*first, table_of([held]), held.state.sink_k, level, shares, dim**-0.5)
     given = u[..., :1, :], w[..., :1, :]
     kernel_step.run_step(*first, table_of([held]), sink, level, -1, 1.0, *given)
@@ -157,7 +161,9 @@ def assemble(ptx):
 def report(chip, dim, features, dtype):
     """All kernels of one size on one chip, each launch once."""
     seen = {}
-    for kernel, arguments, options in launches(chip, lambda: everything(dim, features, dtype)):
+    for kernel, arguments, options in launches(
+        chip, lambda: everything(dim, features, dtype, whole=(chip, dim) == ((9, 0), 128))
+    ):
         plain = {n: a if not isinstance(a, torch.Tensor) else str(a.dtype) for n, a in arguments.items()}
         seen.setdefault(json.dumps([kernel.__name__, plain], default=str), (kernel, arguments, options))
     size = {"dim": dim, "features": features, "dtype": str(dtype)}
