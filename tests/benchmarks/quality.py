@@ -40,7 +40,7 @@ RESULTS = Path(__file__).parent / "results"
 BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
 TARGET, LENGTH, PASSAGE, GAPS, HELD = 512, 512, 64, (64, 128, 256, 320), 8
 STEPS = 60  # of every recipe that trains
-AHEAD = 160  # windows of text that belong to measuring and training
+AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
 SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the number is measured
 ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in which they are measured
     "best": ("best", {}),
@@ -169,14 +169,14 @@ def made(run, teacher):
     plan, layers = run.plan, teacher.inspection.layers
     allocation = finish(buying.allocated(run, teacher, None))
     student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
-    texts = loading.windows_of(plan, teacher, AHEAD, None)
+    texts = loading.windows_of(plan, teacher, AHEAD // plan.length, None)
     finish(teaching.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
     return student.eval(), allocation
 
 
 def held_out(plan, teacher):
     """Take the same text for every row: what comes after all that is measured or trained on."""
-    source = (plan.text, teacher.tokenizer, plan.length, AHEAD + HELD)
+    source = (plan.text, teacher.tokenizer, plan.length, AHEAD // plan.length + HELD)
     return enough_windows(*source, model=teacher.model, seed=0)[-HELD:]
 
 
