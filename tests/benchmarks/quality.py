@@ -71,6 +71,7 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
     "paper, l2": ("paper", {"loss": "l2"}),
     "paper, direct": ("paper", {"loss": "direct"}),
 }
+LONG = " at 8192"  # how rows end that are priced for longer texts
 UNTRAINED = ("best", "windows", "swa", "evict", "duo")
 
 
@@ -243,18 +244,23 @@ class Table:
 
     def markdown(self):
         budgets = sorted({record["budget"] for record in self.records})
-        return "\n\n".join(self.block(budget) for budget in budgets) + "\n"
+        kinds = [[row for row in ROWS if row.endswith(LONG) == long] for long in (False, True)]
+        blocks = [self.block(budget, rows) for rows in kinds for budget in budgets]
+        return "\n\n".join(filter(None, blocks)) + "\n"
 
-    def block(self, budget):
+    def block(self, budget, kind):
+        """The rows of one budget that were judged on the same text, their teacher first."""
         gaps = [f"recall at {gap}" for gap in GAPS]
         names = ("", "loss", "<64", "64–256", ">256", "KL", "agrees", *gaps, "no far field", "no window", "s", "seeds")
-        lines = [f"Budget {budget}", "", "| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-        rows = [row for row in ROWS if self.of(row, budget)]
-        if rows:
-            lines.append(self.line("teacher", [record["teacher"] for record in self.of(rows[0], budget)]))
+        rows = [row for row in kind if self.of(row, budget)]
+        if not rows:
+            return ""
+        title = f"Budget {budget}" + (", priced for 8192 tokens, on texts of 1024" if rows[0].endswith(LONG) else "")
+        lines = [title, "", "| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
+        lines.append(self.line("teacher", [record["teacher"] for record in self.of(rows[0], budget)]))
         for row in rows:
             lines.append(self.line(row, self.of(row, budget)))
-        refused = sorted({r["row"] for r in self.records if r["budget"] == budget and "refused" in r})
+        refused = sorted({r["row"] for r in self.records if (r["budget"], "refused" in r) == (budget, True)} & {*kind})
         if refused:
             lines += ["", f"Not to be had at this budget: {', '.join(refused)}."]
         return "\n".join(lines)
