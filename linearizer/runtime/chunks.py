@@ -92,7 +92,7 @@ def attend_chunk(q: Tensor, columns: Columns, feature_map: Features | None, stat
         w = w.masked_fill(~leaving[:, None, :, None], ABSENT)
     far = Far.of(u, w, v, state)
     filled = columns.filled(start + columns.window, start + columns.window + size)[:, None, None, :, None]
-    if ((torch.maximum(largest(near), far.lse) if near else far.lse) < far.bound)[filled.expand_as(far.total)].any():
+    if (((torch.maximum(largest(near), far.lse) if near else far.lse) < far.bound) & filled).any():
         far_away = far_logits_exactly(u, w).masked_fill(~behind(size, size, 0, q), EMPTY)
         out = combine([*near, (far_away, v), (u + state.level[:, :, None, None], state.mean)])
     else:

@@ -55,7 +55,8 @@ class Far:
         u = u + ceiling[:, :, None]
         bound = u.detach().amax(-1, keepdim=True)
         query = exp(u - bound)
-        product = by_head(query, key.mT).tril()
+        seen = torch.ones(w.shape[-2], w.shape[-2], dtype=w.dtype, device=w.device).tril()
+        product = by_head(query, key.mT) * seen  # several times faster than taking each one's lower triangle
         total = product.sum(-1, keepdim=True) + by_head(query, held)
         return cls(key, ceiling, bound - HEADROOM, total, by_head(product, v) + by_head(query, held * state.mean))
 
