@@ -280,7 +280,8 @@ class Table:
         for ablation in ("no far", "no window"):
             kept = [r[ablation]["loss"] for r in found if ablation in r]
             cells.append(cell(kept, 3) if kept else "")
-        cells += [cell([r["seconds"] for r in found], 0) if "seconds" in found[0] else "", str(len(found))]
+        seconds = [r["seconds"] for r in found if "seconds" in r]
+        cells += [cell(seconds, 0) if seconds else "", str(len(found))]
         return f"| {name} | " + " | ".join(cells) + " |"
 
     def picture(self):
