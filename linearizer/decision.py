@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from linearizer.allocation import Allocation, allocate, check_dial, heads_replaced
-from linearizer.cost import Head, Layer, cache_bytes, feature_bytes, slot_bytes, token_bytes
+from linearizer.cost import SINKS, Head, Layer, cache_bytes, feature_bytes, slot_bytes, token_bytes
 from linearizer.errors import BudgetError, RequestError
 from linearizer.plan import IN_TOKENS, Plan
 from linearizer.prices import SMALLEST, Market, check_least, choose
@@ -66,7 +66,9 @@ def alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocation:
 
 def sinks_tried(plan: Plan) -> tuple[int, ...]:
     """Give the numbers of sinks that a plan leaves open, the most first: where texts cannot tell, that is safest."""
-    return tuple(count for count in (4, 2, 1, 0) if count <= plan.kept_sinks) if plan.sinks is None else (plan.sinks,)
+    return (
+        tuple(count for count in (SINKS, 2, 1, 0) if count <= plan.kept_sinks) if plan.sinks is None else (plan.sinks,)
+    )
 
 
 def market_asked(run: Run, plan: Plan) -> tuple:

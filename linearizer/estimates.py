@@ -11,6 +11,7 @@ import torch
 
 from linearizer.buying import PATIENCE
 from linearizer.cost import Layer
+from linearizer.decision import sinks_tried
 from linearizer.inspection import Inspection
 from linearizer.plan import Plan
 from linearizer.pricing import options
@@ -89,7 +90,8 @@ def work(plan: Plan, inspection: Inspection, layers: list[Layer], length: int, m
     pricing = 0.0
     if plan.measured:
         offered = len(options(length, plan.far))
-        pricing = (heads * offered / 2 + plan.exchanges + 4) * max(2, plan.texts // 2) * length * (token + attention)
+        students = heads * offered / 2 + plan.exchanges + len(sinks_tried(plan))
+        pricing = students * max(2, plan.texts // 2) * length * (token + attention)
         pricing += heads * offered * len(layers) * PASS * machine.products
         pricing = min(pricing, PATIENCE * machine.products)  # beyond that prices are estimated
     return spectra + (passes + pricing + FAR * trained) / machine.products + inspection.weight_bytes / machine.reads

@@ -76,7 +76,7 @@ def by_head(x: Tensor, y: Tensor) -> Tensor:
 
 
 def only(logits: Tensor, seen: Tensor) -> Tensor:
-    """Logits (batch, heads, group, rows, columns) where a mask (batch, rows, columns) is true, and EMPTY elsewhere."""
+    """Logits (batch, heads, group, …) where a mask (batch, …) is true, and EMPTY elsewhere."""
     return logits + torch.where(seen, 0.0, EMPTY).to(logits.dtype)[:, None, None]  # many times faster than filling
 
 
@@ -89,9 +89,7 @@ def exp(x: Tensor) -> Tensor:
 def exact_part(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
     """Logits and values of exact tokens for q (batch, heads, rows, dim); all are seen, or `seen` (batch, tokens)."""
     logits = q @ k.to(q.dtype).mT
-    if seen is not None:
-        logits = logits + torch.where(seen, 0.0, EMPTY).to(logits.dtype)[:, None, None]
-    return logits, v.to(q.dtype)
+    return logits if seen is None else only(logits, seen), v.to(q.dtype)
 
 
 def softmax_over(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
