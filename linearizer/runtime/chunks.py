@@ -13,8 +13,8 @@ from .parts import (
     combine,
     exact_part,
     far_logits_exactly,
-    folded_of,
     largest,
+    made_ready,
     only,
     softmax_over,
 )
@@ -55,7 +55,7 @@ def chunked(
 
     A chunk of rows sees as columns the window before it and itself; what lies further left is in the state.
     """
-    tokens, order = q.shape[-2], None
+    tokens, order, feature_map = q.shape[-2], None, made_ready(feature_map)
     if real is not None:
         order = real.to(torch.int8).argsort(dim=-1, stable=True)
         q = take(q, order)
@@ -71,8 +71,14 @@ def attend_chunks(
     q: Tensor, columns: Columns, feature_map: Features | None, state: State, chunk: int = CHUNK
 ) -> Tensor:
     """Attend in PyTorch, one chunk after the other."""
-    parts = enumerate(q.split(chunk, -2))
-    return torch.cat([attend_chunk(part, columns, feature_map, state, i * chunk) for i, part in parts], -2)
+    starts = range(0, q.shape[-2], chunk)
+    parts = (attend_chunk(q[..., i : i + chunk, :], columns, feature_map, state, i) for i in starts)
+    if torch.is_grad_enabled():
+        return torch.cat(list(parts), -2)
+    out = q.new_empty(*q.shape[:-1], columns.v.shape[-1], dtype=working_dtype(q))
+    for start, part in zip(starts, parts, strict=True):
+        out[..., start : start + chunk, :] = part
+    return out
 
 
 def attend_chunk(q: Tensor, columns: Columns, feature_map: Features | None, state: State, start: int) -> Tensor:
@@ -133,8 +139,8 @@ def step(q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: 
     """Attend with one token; the state is changed in place."""
     q, place, sinks = q.to(working_dtype(q)), state.count, state.sink_k.shape[-2]
     least, old_k, old_v = least_of(place), k, v
+    feature_map = made_ready(feature_map)
     if feature_map is not None:
-        feature_map = (None if torch.is_grad_enabled() else folded_of(feature_map)) or feature_map
         if window:
             slot = (place % window)[:, None]
             old_k, old_v = take(state.window_k, slot), take(state.window_v, slot)

@@ -43,10 +43,10 @@ class Folded:
         u = product(q.flatten(2, 3), self.query, self.query_norm)
         if self.shares == HALVES:
             u = halves(u)
-        return (u + self.query_bias[:, None].to(u.dtype)).unflatten(2, q.shape[2:4])
+        return u.add_(self.query_bias[:, None].to(u.dtype)).unflatten(2, q.shape[2:4])
 
     def keys(self, k: Tensor) -> Tensor:
-        w = product(k, self.key, self.key_norm) + self.key_bias[:, None].to(k.dtype)
+        w = product(k, self.key, self.key_norm).add_(self.key_bias[:, None].to(k.dtype))
         if self.shares == NEAREST:
             return torch.full_like(w, ABSENT).scatter(-1, w.argmax(-1, keepdim=True), 0.0)
         return {NONE: lambda x: x, KEYS: lambda x: x.log_softmax(-1), HALVES: halves}[self.shares](w)
@@ -56,7 +56,7 @@ def product(x: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
     found = x @ weight.to(x.dtype).mT
     if norm is None:
         return found
-    return found - x.square().sum(-1, keepdim=True) * (norm / 2)[:, None, None].to(x.dtype)
+    return found.sub_(x.square().sum(-1, keepdim=True) * (norm / 2)[:, None, None].to(x.dtype))
 
 
 def halves(x: Tensor) -> Tensor:

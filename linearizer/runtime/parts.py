@@ -34,6 +34,11 @@ def folded_of(feature_map: Features | None) -> Folded | None:
     return getattr(feature_map, "folded", lambda: None)()
 
 
+def made_ready(feature_map: Features | None) -> Features | None:
+    """The same, or else the map itself; where gradients are taken, its parameters need theirs."""
+    return feature_map if torch.is_grad_enabled() else folded_of(feature_map) or feature_map
+
+
 @dataclass
 class Far:
     """What the rows of one chunk see of the state and, through features, of the keys that they have behind them.
@@ -51,14 +56,14 @@ class Far:
     @classmethod
     def of(cls, u: Tensor, w: Tensor, v: Tensor, state: State) -> Far:
         ceiling = torch.maximum(w.detach().amax(-2), state.level.detach())[:, :, None]
-        key, held = exp(w - (ceiling - HEADROOM)), exp(state.level - (ceiling[:, :, 0] - HEADROOM))[..., None]
+        key, held = exp_(w - (ceiling - HEADROOM)), exp_(state.level - (ceiling[:, :, 0] - HEADROOM))[..., None]
         u = u + ceiling[:, :, None]
         bound = u.detach().amax(-1, keepdim=True)
-        query = exp(u - bound)
+        query = exp_(u.sub_(bound))
         seen = torch.ones(w.shape[-2], w.shape[-2], dtype=w.dtype, device=w.device).tril()
-        product = by_head(query, key.mT) * seen  # several times faster than taking each one's lower triangle
+        product = by_head(query, key.mT).mul_(seen)  # several times faster than taking each one's lower triangle
         total = product.sum(-1, keepdim=True) + by_head(query, held)
-        return cls(key, ceiling, bound - HEADROOM, total, by_head(product, v) + by_head(query, held * state.mean))
+        return cls(key, ceiling, bound - HEADROOM, total, by_head(product, v).add_(by_head(query, held * state.mean)))
 
     @property
     def lse(self) -> Tensor:
@@ -80,10 +85,15 @@ def only(logits: Tensor, seen: Tensor) -> Tensor:
     return logits + torch.where(seen, 0.0, EMPTY).to(logits.dtype)[:, None, None]  # many times faster than filling
 
 
-def exp(x: Tensor) -> Tensor:
-    """e^x, and 0 for what would nearly underflow: a CPU takes a hundred times as long for what does."""
+def exp_(x: Tensor) -> Tensor:
+    """e^x, and 0 for what would nearly underflow: a CPU takes a hundred times as long for what does.
+
+    Written over x where nothing needs its gradient: fresh memory for each result takes longer than the result.
+    """
     least = math.log(torch.finfo(x.dtype).tiny) + 7
-    return torch.nn.functional.threshold(x.clamp_min(least).exp(), 1.1 * math.exp(least), 0.0)
+    final = not torch.is_grad_enabled()
+    found = (x.clamp_min_(least) if final else x.clamp_min(least)).exp_()
+    return torch.nn.functional.threshold(found, 1.1 * math.exp(least), 0.0, inplace=final)
 
 
 def exact_part(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
@@ -113,7 +123,7 @@ def combine(parts: list[tuple[Tensor, Tensor]], far: Far | None = None) -> Tenso
         scale = (far.bound - top).clamp_max(0).exp()  # only above 0 in rows that see nothing
         total, out = scale * far.total, scale * far.sum
     for logits, values in parts:
-        weights = exp(logits - top)
+        weights = exp_(logits - top)
         total = total + weights.sum(-1, keepdim=True)
         out = out + by_head(weights, values.to(weights.dtype))
     return out / total.clamp_min(torch.finfo(top.dtype).tiny)  # a head that holds nothing gives nothing

@@ -17,7 +17,7 @@ def seconds(calls, least=50, graph=False):
         start = time.perf_counter()
         call()
     if not GPU:
-        least = 3 if time.perf_counter() - start > 0.02 else least
+        least = min(least, max(3, int(3 / (time.perf_counter() - start))))  # of what is slow, as many as take 3 s
         times = []
         for index in range(least):
             start = time.perf_counter()
