@@ -49,6 +49,12 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
     )
 
 
+def decidable(run: Run) -> bool:
+    """Tell whether a run has measured all that it decides by, its profile in any case."""
+    decisive = "prices" if run.plan.measured else {"duo": "gates"}.get(run.plan.strategy, "profile")
+    return run.has("profile.json") and run.has(f"{decisive}.json")
+
+
 def alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocation:
     """Give every head a window, and as much of what is far if the plan has it, all that the budget pays for."""
 

@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from linearizer.estimates import Estimate
     from linearizer.evaluation_estimate import Foreseen
     from linearizer.inspection import Inspection
+    from linearizer.profile import Profile
 
 EFFORTS = {  # how much of a plan's work to do, and how much of its training
     "Try it": ({"texts": 2, "length": 256, "samples": 512, "exchanges": 0}, 1 / 6),
@@ -130,8 +131,7 @@ def branch(visitor: Visitor, name: str, budget: int) -> str:
 
     old = visitor.find(name)
     plan = replace(old.plan, budget=budget, features=None)
-    if old.profile is None:
-        raise RequestError("this run is not measured yet: wait for its profile")
+    measured(old)
     asking.check_plan(plan, old.layers)
     facts = {**old.inspection, "layers": old.layers}
     limits.check(visitor, plan, Inspection(**facts), runs_root())
@@ -200,8 +200,7 @@ def share_out(run: Run, budget: int) -> Shares:
     from linearizer.allocation import allocate
     from linearizer.decision import decide
 
-    if (profile := run.profile) is None:
-        raise RequestError("this run is not measured yet: wait for its profile")
+    profile = measured(run)
     plan, layers = replace(run.plan, budget=budget, features=None), run.layers
     allocation = decide(run, plan, layers)
     try:
@@ -210,6 +209,15 @@ def share_out(run: Run, budget: int) -> Shares:
     except BudgetError:  # windows are sold in smaller pieces than features
         fix = None
     return Shares(allocation, fix, layers, run.prices)
+
+
+def measured(run: Run) -> Profile:
+    """Give the profile of a run, once that and all else is measured by which it shares out a budget."""
+    from linearizer.decision import decidable
+
+    if (profile := run.profile) is None or not decidable(run):
+        raise RequestError("this run has not measured yet what its heads need and cost: wait for it, or resume it")
+    return profile
 
 
 @dataclass(frozen=True)

@@ -61,7 +61,7 @@ def check_least(layers: Sequence[Layer], budget: int, sinks: int, bits: int = 16
     if priced and budget * cache_bytes(layers, 1) < least:
         raise BudgetError(
             f"a budget of {budget} tokens is too small: {sinks} sinks and a window of {SMALLEST} for every KV head "
-            f"take {-(-least // cache_bytes(layers, 1))}; ask for at least that, or keep fewer sinks"
+            f"take {-(-least // cache_bytes(layers, 1))}; ask for at least that{', or keep fewer sinks' * bool(sinks)}"
         )
 
 

@@ -17,6 +17,7 @@ from typing import Any
 
 from linearizer import evaluation_views, jobs, journal, views
 from linearizer.captions import CAPTIONS
+from linearizer.decision import decidable
 from linearizer.jobs import LIVE, Status
 from linearizer.run import Run
 
@@ -103,9 +104,8 @@ class Watched:
 
             self.found = charts.freedoms_of(profile)
             self.put("curves", "measured", lambda: charts.freedom_curves(profile).to_json())
-        measured = run.has("profile.json")
         self.put("map", (len(self.found), self.run.has("inspection.json")), self.map)
-        if measured:
+        if decidable(run):
             self.put("measured", "yes", lambda: True)
 
     def map(self) -> str | None:

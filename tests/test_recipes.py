@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from linearizer import buying, loading, pipeline
+from linearizer import buying, desk, loading, pipeline
 from linearizer.ablation import without_far, without_window
 from linearizer.cost import Head, Layer, cache_bytes
 from linearizer.decision import by_gates
@@ -17,6 +17,7 @@ from linearizer.prices import Prices
 from linearizer.progress import finish
 from linearizer.recipes import RECIPES
 from linearizer.run import Run
+from linearizer.watch import Watched
 from tests.students import layers_of, student_of, teacher_of, tokens
 
 SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64)
@@ -31,6 +32,18 @@ def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
     assert math.isfinite(run.evaluation[1]["language"]["loss"])
     phases = [event["phase"] for event in run.events() if event["event"] == "distilled"]
     assert phases == {"lolcats": [0, 1], "performer": [0]}.get(recipe, [])
+
+
+def test_budgets_are_shared_out_once_all_is_measured_by_which_it_is_done(tmp_path):
+    run = Run.begin(tmp_path / "run", Plan.of("windows", **SMALL))
+    watched = Watched(run)
+    finish(pipeline.profile(run, loading.load(run.plan)))
+    assert "curves" in watched.look(60.0) and "measured" not in watched.look(60.0)
+    with pytest.raises(RequestError, match="has not measured yet what its heads need and cost"):
+        desk.share_out(run, 64)
+    finish(pipeline.linearize(run))
+    assert "measured" in watched.look(120.0)
+    assert desk.share_out(run, 64).allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 64)
 
 
 def test_features_are_bought_where_they_are_the_better_price(tmp_path):
