@@ -11,7 +11,7 @@ from linearizer.runtime import kernel_merging, kernel_slot_step, kernel_token, s
 from linearizer.runtime.rounding import packed
 from linearizer.runtime.state import change_tensors, tensors
 from linearizer.runtime.student import LayerStudent
-from tests.test_kernels import CLOSE, DEVICE, EXACT, mutate, relative, vary
+from tests.by_kernels import CLOSE, DEVICE, EXACT, mutate, relative, vary
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 DIM, VALUE_DIM, GROUP, SINKS, SCALE = 6, 5, 2, 2, 0.3

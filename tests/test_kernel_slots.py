@@ -8,7 +8,7 @@ pytest.importorskip("triton")
 from linearizer.runtime import kernel_merging, kernel_rounds, kernel_slots, kernel_token, slots
 from linearizer.runtime.merging import Merging, rounds
 from linearizer.runtime.state import SlotState
-from tests.test_kernels import DEVICE, mutate
+from tests.by_kernels import DEVICE, mutate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
 WINDOW, SINKS, DIM, VALUE_DIM = 8, 2, 6, 5

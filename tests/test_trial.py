@@ -27,8 +27,8 @@ from linearizer.runtime.linear_attention import linear_attention
 from linearizer.runtime.merging import Merging
 from linearizer.runtime.slots import slot_attention
 from linearizer.runtime.state import SlotState, State
+from tests.by_kernels import mutate
 from tests.test_attention_loss import make as make_loss
-from tests.test_kernels import mutate
 from tests.test_linear_attention import make
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -1,0 +1,59 @@
+"""What the tests of kernels share: where they run, texts and maps to run on, and mutants.
+
+Without a GPU they run in Triton's interpreter, which checks what they compute.
+"""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import torch
+
+from linearizer.runtime.feature_map import FEATURE_MAPS
+
+ON_GPU = torch.cuda.is_available()
+DEVICE, EXACT = ("cuda", torch.float32) if ON_GPU else ("cpu", torch.float64)
+CLOSE = 1e-4 if ON_GPU else 1e-9
+
+
+def make(tokens, features=20, group=2, dim=6, value_dim=5, batch=2, heads=2, kind="prf", dtype=EXACT):
+    generator = torch.Generator().manual_seed(tokens)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(DEVICE, dtype)
+
+    q, k = draw(batch, heads, group, tokens, dim), draw(batch, heads, tokens, dim)
+    feature_map = None
+    if features:
+        feature_map = FEATURE_MAPS[kind](heads, dim, features).eval().to(DEVICE, dtype)
+        feature_map.reset(generator)
+    return q, k, draw(batch, heads, tokens, value_dim), feature_map
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+
+
+def vary(feature_map):
+    """Let nothing that is learnt be where it began."""
+    generator = torch.Generator().manual_seed(0)
+    for parameter in feature_map.parameters():
+        parameter.data += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=EXACT).to(parameter)
+
+
+def mutate(module, line, mutation, folder, monkeypatch):
+    """Exchange a line of a module, for every module that uses it."""
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    assert line in source
+    path = folder / "mutant.py"
+    path.write_text(source.replace(line, mutation), encoding="utf-8")
+    spec = importlib.util.spec_from_file_location(f"{module.__package__}.mutant", path)
+    mutant = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(mutant)
+    if hasattr(module, "SEGMENT"):
+        mutant.SEGMENT = module.SEGMENT
+    made = {id(vars(module)[n]): x for n, x in vars(mutant).items() if not n.startswith("__") and callable(x)}
+    for user in [user for name, user in sys.modules.items() if name.startswith("linearizer.")]:
+        for name, x in list(vars(user).items()):
+            if id(x) in made:
+                monkeypatch.setattr(user, name, made[id(x)])
