@@ -27,6 +27,7 @@ from linearizer.runtime.kernel_tiles import (
     padded,
     precision,
     scores,
+    where_it_lies,
 )
 
 Tensor = torch.Tensor
@@ -225,6 +226,7 @@ def block_sizes(x: Tensor, features: int, width: int) -> tuple[dict, dict]:
     return {"BT": rows, "BN": columns, "MS": slab, "MG": gradient}, {"num_warps": warps, "num_stages": stages}
 
 
+@where_it_lies
 def losses(
     u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, scale: float = 1.0
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:

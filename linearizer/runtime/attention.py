@@ -19,6 +19,10 @@ from transformers.masking_utils import causal_mask_function, sdpa_mask
 # Checkpoints bring a copy of this file each; the names keep them apart in one process.
 _COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
 IMPLEMENTATION, OBSERVED = f"linearized_{_COPY}", f"observed_{_COPY}"
+NOT_SERVED = (
+    "a linearized model attends causally to one text per row; packed rows and custom masks are not served: "
+    "give each text a row of its own, and an attention_mask (texts, tokens) for its padding"
+)
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # GPT-NeoX and GPT-BigCode use the second name
 
 
@@ -82,10 +86,7 @@ def padding_only(
             **kwargs,
         )
     if mask_function is not causal_mask_function:
-        raise ValueError(
-            "a linearized model attends causally to one text per row; packed rows and custom masks are not served: "
-            "give each text a row of its own, and an attention_mask for its padding"
-        )
+        raise ValueError(NOT_SERVED)
     new = None if attention_mask is None else attention_mask[:, -q_length:]
     return None if new is None or new.all() else new[:, None, None].bool()
 

@@ -46,9 +46,20 @@ class FeatureMap(nn.Module, ABC):
         """Make ready for single tokens: the map of q / root and of k root, if it is one product with each."""
         return None
 
+    def forget_folded(self) -> None:
+        self._folded = None
+
+    def train(self, mode: bool = True) -> "FeatureMap":
+        self.forget_folded()
+        return super().train(mode)
+
     @torch.no_grad()
     def folded(self, root: float = 1.0) -> Folded | None:
-        """The same, made once while no parameter changes (in place, but not through `.data`)."""
+        """The same, made once while no parameter changes.
+
+        An optimizer that is fused changes parameters unseen, and so does who writes to `.data`: what was made before a
+        pass with gradients, or before training began or ended, is made again.
+        """
         held = list(self.parameters(recurse=False))
         if any(p.is_inference() for p in held):  # which do not count their changes
             return self.fold(root)

@@ -16,7 +16,7 @@ except ImportError:
     raise
 
 from .kernel_rounds import choose, join, ranks
-from .kernel_tiles import load_part, load_rows, load_tile, padded, precision
+from .kernel_tiles import load_part, load_rows, load_tile, padded, precision, where_it_lies
 from .kernel_token import keep_some, load_kept
 
 Tensor = torch.Tensor
@@ -148,6 +148,7 @@ def widths(k: Tensor, v: Tensor) -> dict:
     return {"D": dims[0], "DP": padded(dims[0]), "DV": dims[1], "VP": padded(dims[1])}
 
 
+@where_it_lies
 def merge(
     k: Tensor, v: Tensor, metric: Tensor, index: Tensor, comes: Tensor, merges: Tensor, held: list[Tensor],
     rounds: int, waiting: int, bits: int = 16,

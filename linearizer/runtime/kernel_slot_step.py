@@ -15,7 +15,7 @@ except ImportError:
 
 from .kernel_merging import SIZE, fill, keep, merge_rows
 from .kernel_step import of_token
-from .kernel_tiles import load_rows, precision, take_in
+from .kernel_tiles import load_rows, precision, take_in, where_it_lies
 from .kernel_token import (
     BLOCK,
     COUNT,
@@ -114,6 +114,7 @@ def step_slots(
     )  # fmt: skip
 
 
+@where_it_lies
 def run_slot_step(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: Table, sink_k: Tensor, weight: Tensor, room: int,
     made: torch.dtype, root: float, scale: float = 1.0,

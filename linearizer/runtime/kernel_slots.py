@@ -14,7 +14,7 @@ except ImportError:
     raise
 
 from .kernel_merging import widths
-from .kernel_tiles import EMPTY, at_once, load_rows, load_tile, padded, precision, scores, take_in
+from .kernel_tiles import EMPTY, at_once, load_rows, load_tile, padded, precision, scores, take_in, where_it_lies
 
 Tensor = torch.Tensor
 
@@ -67,6 +67,7 @@ def look_turns(
              mask=inside[:, None] & (ov < DV)[None, :])  # fmt: skip
 
 
+@where_it_lies
 def look(
     q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, slots: list[Tensor], gain: Tensor, place: Tensor,
     merged: Tensor, first: Tensor, empty: Tensor, window: int,

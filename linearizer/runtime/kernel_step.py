@@ -16,7 +16,7 @@ except ImportError:
 
 from . import folded as forms
 from .kernel_features import key_features, key_shares, query_features, query_shares
-from .kernel_tiles import ABSENT, EMPTY, at_once, load_tile, padded, precision, take_in
+from .kernel_tiles import ABSENT, EMPTY, at_once, load_tile, padded, precision, take_in, where_it_lies
 from .kernel_token import (
     COUNT,
     FAR,
@@ -143,6 +143,7 @@ def tile(q: Tensor, v: Tensor) -> int:
     return 32 if at_once(q) == padded(q.shape[-1]) and padded(v.shape[-1]) <= 128 else 16
 
 
+@where_it_lies
 def run_step(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: Table, sink_k: Tensor, level: Tensor, shares: int,
     scale: float = 1.0, u: Tensor | None = None, w: Tensor | None = None, made: torch.dtype = torch.float32,

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+from typing import Any, TypeVar
+
 import torch
 
 try:  # transformers looks for the packages that a checkpoint needs, and passes over those inside a try
@@ -11,6 +15,7 @@ except ImportError:
     raise
 
 Tensor = torch.Tensor
+Launch = TypeVar("Launch", bound=Callable[..., Any])
 EMPTY = tl.constexpr(-1e30)
 ABSENT = tl.constexpr(-2e30)
 HEADROOM = tl.constexpr(60.0)
@@ -113,6 +118,17 @@ def far_product(
             query.to(DOT), tl.trans(key).to(DOT), acc=product, out_dtype=ACC, input_precision=PRECISION
         )  # fmt: skip
     return product
+
+
+def where_it_lies(launch: Launch) -> Launch:
+    """Let a function launch on the device of its first tensor, which need not be the current one."""
+
+    @functools.wraps(launch)
+    def there(first: Tensor, *rest: Any, **named: Any) -> Any:
+        with torch.cuda.device_of(first):  # nothing for tensors of a CPU
+            return launch(first, *rest, **named)
+
+    return there  # type: ignore[return-value]
 
 
 def at_once(x: Tensor) -> int:

@@ -29,6 +29,7 @@ from .kernel_tiles import (
     row_bound,
     scores,
     take_in,
+    where_it_lies,
 )
 
 Tensor = torch.Tensor
@@ -100,6 +101,7 @@ def attend(
     tl.store(lse_ptr + row * T + ot, top + tl.log(total), mask=ot < T)
 
 
+@where_it_lies
 def run(
     q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, first: Tensor, empty: Tensor,
     u: Tensor | None, w: Tensor | None, level: Tensor, mean: Tensor, window: int,

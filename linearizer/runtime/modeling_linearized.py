@@ -16,7 +16,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from .attention import IMPLEMENTATION, attention_modules, hand_over_state
+from .attention import IMPLEMENTATION, NOT_SERVED, attention_modules, hand_over_state
 from .cache import LinearizedLayer, empty_cache
 from .feature_map import FEATURE_MAPS
 from .student import LayerStudent
@@ -154,6 +154,11 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
     def set_output_embeddings(self, value: nn.Module) -> None:
         self.base.set_output_embeddings(value)
 
+    def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Module:
+        found = super().resize_token_embeddings(*args, **kwargs)
+        self.config.base["vocab_size"] = found.num_embeddings
+        return found
+
     def forward(
         self,
         input_ids: torch.Tensor | None = None,
@@ -166,6 +171,8 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: object,
     ) -> object:
+        if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
+            raise ValueError(NOT_SERVED)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if past_key_values is None and use_cache:
             past_key_values = self.empty_cache()

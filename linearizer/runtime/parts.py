@@ -35,8 +35,11 @@ def folded_of(feature_map: Features | None) -> Folded | None:
 
 
 def made_ready(feature_map: Features | None) -> Features | None:
-    """The same, or else the map itself; where gradients are taken, its parameters need theirs."""
-    return feature_map if torch.is_grad_enabled() else folded_of(feature_map) or feature_map
+    """The same, or else the map itself; where gradients are taken, its parameters need theirs, and will change."""
+    if not torch.is_grad_enabled():
+        return folded_of(feature_map) or feature_map
+    getattr(feature_map, "forget_folded", lambda: None)()
+    return feature_map
 
 
 @dataclass

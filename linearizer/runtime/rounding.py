@@ -43,13 +43,14 @@ def attend_in_8_bits(
     group: nn.Module, q: Tensor, k: Rounded, v: Rounded, scale: float, real: Tensor | None, held: Any, keep: bool
 ) -> tuple[Tensor, Any]:
     """Let heads attend whose state is kept as bytes; give the state, too, where it is to be kept."""
-    before = None if held is None else unpack(held, k.numbers.dtype)
+    before = None if held is None else unpack(held, k.numbers.dtype, v.numbers.dtype)
+    alone = keep and before is not None and real is None and q.shape[-2] == 1
+    if alone and isinstance(held, Near):
+        remember_token(held, k.bytes, v.bytes, least_of(held.count))  # before the group counts the token, in place
     out, after = group(q, k.numbers, v.numbers, scale, real, None if before is None else replace(before))
     if not keep:
         return out, None
-    if before is None or real is not None or q.shape[-2] > 1:
-        return out, pack(after)
-    return out, pack_token(held, before, after, k.bytes, v.bytes)
+    return out, pack_token(held, before, after, k.bytes, v.bytes) if alone else pack(after)
 
 
 def rounded(x: Tensor) -> Tensor:
@@ -78,17 +79,17 @@ def pack(state: Any) -> Any:
     return replace(state, **{name: packed(x) for name, x in keys_and_values(state).items()})
 
 
-def unpack(state: Any, dtype: torch.dtype) -> Any:
+def unpack(state: Any, key_dtype: torch.dtype, value_dtype: torch.dtype) -> Any:
     """Give a state whose keys and values can be computed with."""
-    return replace(state, **{name: unpacked(x, dtype) for name, x in keys_and_values(state).items()})
+    dtypes = {"k": key_dtype, "v": value_dtype}
+    return replace(state, **{name: unpacked(x, dtypes[name[-1]]) for name, x in keys_and_values(state).items()})
 
 
 def pack_token(held: Any, before: Any, after: Any, k: Tensor, v: Tensor) -> Any:
-    """Keep one token's bytes, and pack what else it has changed: `held` is `before`, packed, which became `after`."""
+    """Pack what a token has changed beside window and sinks: `held` is `before`, packed, which became `after`."""
     changed = {name: x for name, x in tensors(after).items() if name not in KEYS_AND_VALUES}
     if not isinstance(held, Near):
         return replace(held, k=torch.cat([held.k, k], -2), v=torch.cat([held.v, v], -2), **changed)
-    remember_token(held, k, v, least_of(held.count))
     merged = [name for name in ("slot_k", "slot_v") if getattr(after, name, None) is not getattr(before, name, None)]
     return replace(held, **changed, **{name: packed(getattr(after, name)) for name in merged})
 

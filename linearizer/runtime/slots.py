@@ -76,7 +76,7 @@ def attend(
     remember_sinks(state, columns)
     first, end = state.count, columns.first + window + tokens
     turn = torch.div(first - window, block, rounding_mode="floor") + 1  # how many blocks are merged for a row's place
-    turns = int((torch.div(end - 1 - window, block, rounding_mode="floor") + 2 - turn).max())
+    turns = max(1, int((torch.div(end - 1 - window, block, rounding_mode="floor") + 2 - turn).max()))
     turn = turn[:, None] + torch.arange(turns, device=q.device)
     start = window + block * (turn - 1)  # the first place that sees a turn's blocks merged
     begin, rows = (start, block) if tokens > 1 else (first[:, None], 1)
@@ -106,7 +106,7 @@ def attend_fused(
     blocks = leaving.index, leaving.comes, leaving.merges
     count = rounds(slots + merging.block, slots)
     found = merge_fused(k, v, merging.scaled.contiguous(), *blocks, held, count, WAITING, merging.bits)
-    state.slot_k, state.slot_v, state.weight, state.spread = (x[:, -1] for x in found)
+    state.slot_k, state.slot_v, state.weight, state.spread = (x[:, -1].clone() for x in found)  # not all turns with it
     sinks = state.sink_k.contiguous(), state.sink_v.contiguous()
     merged = merged.clamp_min(0)
     near = place.contiguous(), merged, columns.first, columns.empty

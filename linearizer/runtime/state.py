@@ -149,6 +149,9 @@ def remember_token(state: Near, k: Tensor, v: Tensor, least: int) -> None:
     No text has read fewer than `least` tokens before it.
     """
     sinks, window, rows = state.sink_k.shape[-2], state.window_k.shape[-2], torch.arange(len(k), device=k.device)
+    for name in ("sink_k", "sink_v", "window_k", "window_v"):
+        if must_be_copied(getattr(state, name)):
+            setattr(state, name, getattr(state, name).clone())
     if window:
         slot = state.count % window
         state.window_k[rows, :, slot], state.window_v[rows, :, slot] = k[:, :, 0], v[:, :, 0]
@@ -156,6 +159,11 @@ def remember_token(state: Near, k: Tensor, v: Tensor, least: int) -> None:
         slot, first = state.count.clamp(max=sinks - 1), (state.count < sinks)[:, None, None]
         state.sink_k[rows, :, slot] = torch.where(first, k[:, :, 0], state.sink_k[rows, :, slot])
         state.sink_v[rows, :, slot] = torch.where(first, v[:, :, 0], state.sink_v[rows, :, slot])
+
+
+def must_be_copied(x: Tensor) -> bool:
+    """Tell whether x may not be written over: gradients may need it, or what wrote it was inference that is over."""
+    return torch.is_grad_enabled() or (x.is_inference() and not torch.is_inference_mode_enabled())
 
 
 def first_places(size: int, last: Tensor) -> Tensor:

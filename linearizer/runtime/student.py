@@ -130,6 +130,9 @@ class Scaled:
         """The same for queries and keys as attention gives them, in one product each, where the map is that."""
         return self.feature_map.folded(self.root)
 
+    def forget_folded(self) -> None:
+        self.feature_map.forget_folded()
+
 
 class LayerStudent(nn.Module):
     """Attention of one layer; `held` says for every KV head what it holds.

@@ -111,10 +111,10 @@ class Drawn:
     @classmethod
     def of(cls, like: Tensor, sizes: Sizes, tokens: int, dtype: torch.dtype, shares: int | None = None) -> Drawn:
         """Draw it for the device and precision of a tensor, to compute in a dtype, with folded features if shared."""
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator("cpu").manual_seed(0)
 
         def draw(scale: float, *shape: int) -> Tensor:
-            return (torch.randn(*shape, generator=generator) * scale).to(like.device)
+            return (torch.randn(*shape, generator=generator, device="cpu") * scale).to(like.device)
 
         root = sizes.key_dim**-0.25
         q = draw(root, 1, 2, sizes.group, tokens, sizes.key_dim)
