@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from linearizer.runtime import kernel_merging, kernel_rounds, kernel_slots, kernel_token, slots
 from linearizer.runtime.merging import Merging, rounds
-from linearizer.runtime.state import SlotState
+from linearizer.runtime.state import SlotState, tensors
 from tests.by_kernels import DEVICE, mutate
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -42,6 +42,8 @@ def both(q, k, v, metric, gain, count, block, real=None, edges=(), bits=16):
 
 def assert_alike(found, tolerance, real=None):
     (plain, state), (fused, own) = found
+    for x in tensors(own).values():
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size(), "only the last turn is remembered"
     if real is not None:
         plain, fused = (x * real[:, None, None, :, None] for x in (plain, fused))
     torch.testing.assert_close(fused, plain, rtol=tolerance, atol=tolerance)
