@@ -93,6 +93,7 @@ def test_padding_anywhere_changes_nothing(holes):
     torch.testing.assert_close(padded[..., kept, :], alone)
 
 
+@torch.no_grad()
 def test_a_token_alone_leaves_the_exact_tokens_where_they_are():
     q, k, v = drawn(length=21)
     _, state = attend(q[..., :20, :], k[:, :, :20], v[:, :, :20], 6)
