@@ -176,6 +176,7 @@ def test_gradients_agree_with_the_reference():
         torch.testing.assert_close(mine, other)
 
 
+@torch.no_grad()
 def test_a_step_changes_its_state_in_place():
     q, k, v, feature_map = make(9)
     _, state = run(q[..., :8, :], k[:, :, :8], v[:, :, :8], feature_map, 3, 2)
