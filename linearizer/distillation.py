@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from linearizer.adapters import add_adapters, remove_adapters
-from linearizer.errors import FaultError, RequestError, TextError
+from linearizer.errors import RequestError, TextError
 from linearizer.losses import featured
+from linearizer.outputs import check_logits
 from linearizer.progress import Progress, Steps
 from linearizer.runtime.attention import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.schedule import Settings
-from linearizer.training import PROBE, TEACHER, Losses, Training
+from linearizer.training import TEACHER, Losses, Training
 from linearizer.training_state import TrainingState, digest, read_state, remove_states, write_state
 
 USUAL = Settings()
@@ -49,7 +50,8 @@ def distill(
     `enough` is asked before each step, and ends the training early.
     """
     check_text(windows, settings)
-    check_teacher(student, windows)
+    with attending(student.base, TEACHER):
+        check_logits(student.base, windows)
     with learning(student, settings):
         training = Training(student, windows, settings)
         identity = identify(student, windows, settings)
@@ -168,12 +170,3 @@ def check_text(windows: torch.Tensor, settings: Settings) -> None:
             f"the text gives {len(windows)} windows of {windows.shape[1]} tokens, and one batch takes "
             f"{settings.batch}: give more text, or ask for a smaller batch or shorter windows"
         )
-
-
-def check_teacher(student: LinearizedForCausalLM, windows: torch.Tensor) -> None:
-    """Refuse a teacher that gives no numbers."""
-    ids = windows[:1, :PROBE].to(next(student.parameters()).device)
-    with torch.no_grad(), attending(student.base, TEACHER):
-        logits = student.base(input_ids=ids, use_cache=False, logits_to_keep=1).logits
-    if not logits.isfinite().all():
-        raise FaultError("the teacher's logits are not finite: its weights are damaged, or load it in float32")

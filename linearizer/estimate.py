@@ -48,7 +48,6 @@ def estimate(
     options: Sequence[Head],
     sinks: int,
     begin: Begin,
-    feature_map: str = "codebook",
     seed: int = 0,
 ) -> Steps[Prices]:
     """Price all heads, text by text: memory as training the model on one text takes, less what optimizers do."""
@@ -62,7 +61,7 @@ def estimate(
             for place, option in enumerate(options):
                 with torch.no_grad():
                     heads = [option] * layers[index].kv_heads
-                    other = student_of(modules[index], layers[index], heads, sinks, begin, feature_map)(*seen.given)
+                    other = student_of(modules[index], layers[index], heads, sinks, begin)(*seen.given)
                     change = (other - seen.out).float().unflatten(1, (layers[index].kv_heads, -1))
                     # (draws, 1, kv heads, group, tokens): the queries of a group change together
                     slope = (gradients.unflatten(2, (layers[index].kv_heads, -1)) * change).sum((-1, 3))
@@ -74,7 +73,7 @@ def estimate(
 
 def watch(module: nn.Module, layer: Layer, sinks: int, begin: Begin) -> tuple[nn.Module, Watched]:
     """Make what watches a layer."""
-    whole = student_of(module, layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin, "codebook")
+    whole = student_of(module, layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin)
     return module, Watched(whole)
 
 

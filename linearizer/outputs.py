@@ -9,11 +9,13 @@ from torch.nn.functional import cross_entropy, kl_div
 from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from linearizer.errors import FaultError
 from linearizer.runtime.cache import LinearizedLayer
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.subjects import Subject
 
 Tensor = torch.Tensor
+PROBE = 16  # tokens that show whether a model gives numbers
 LOGITS = 2**26  # logits of one subject that are held at once, in fp32
 NEAR = 2**19  # of them fit into a processor's caches
 
@@ -21,6 +23,12 @@ NEAR = 2**19  # of them fit into a processor's caches
 @torch.inference_mode()
 def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:  # (texts, tokens, vocabulary)
     return model(input_ids=ids.to(model.device), use_cache=False).logits.float()
+
+
+def check_logits(model: PreTrainedModel, windows: Tensor) -> None:
+    """Refuse a teacher that gives no numbers."""
+    if not logits_of(model, windows[:1, :PROBE]).isfinite().all():
+        raise FaultError("the teacher's logits are not finite: its weights are damaged, or load it in float32")
 
 
 def losses_of(logits: Tensor, following: Tensor) -> Tensor:  # (texts, tokens)

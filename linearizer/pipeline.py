@@ -28,6 +28,7 @@ from linearizer.inspection import Inspection, inspect_model
 from linearizer.loading import Teacher, load, windows_of
 from linearizer.measurement import measure
 from linearizer.model_card import add_card
+from linearizer.outputs import check_logits
 from linearizer.plan import Plan
 from linearizer.profile import Profile
 from linearizer.progress import Steps
@@ -54,7 +55,8 @@ def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profi
         return found
     run.write("inspection.json", json.dumps(teacher.inspection.to_json()))
     with interruptible(run):
-        windows = windows_of(run.plan, teacher, run.plan.texts, token)
+        windows = windows_of(run.plan, teacher, texts_needed(run.plan), token)[: run.plan.texts]
+        check_logits(teacher.model, windows)
     steps = measure(teacher.model, windows, teacher.inspection.layers, asked_of(run.plan))
     measured = yield from logged(run, steps)
     with writing(run.folder / "state"):
@@ -77,11 +79,16 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
     return allocation
 
 
+def texts_needed(plan: Plan) -> int:
+    """Count the texts that a run cannot do without: to measure or for one batch, and one more to judge by."""
+    return max(plan.texts, plan.batch if plan.steps else 0) + 1
+
+
 def shared_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Take texts to train on, and others to judge by: what follows all that was trained on, measured or priced."""
-    wanted, least = plan.steps * plan.batch, plan.batch if plan.steps else 0
-    texts = windows_of(plan, teacher, max(wanted, plan.texts) + JUDGED, token, least=least + 1)
-    judged = min(JUDGED, len(texts) - least)
+    wanted, least = plan.steps * plan.batch, texts_needed(plan)
+    texts = windows_of(plan, teacher, max(wanted, plan.texts) + JUDGED, token, least=least)
+    judged = min(JUDGED, len(texts) - least + 1)
     return texts[:-judged][:wanted], texts[-judged:]
 
 

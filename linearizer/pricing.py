@@ -1,7 +1,8 @@
 """What each KV head costs the model: the divergence at its output when that head alone is cut to each option.
 
-An option is what a head may hold: a window, a window with slots, or its whole cache. The teacher's other heads stay as
-they are, so prices add up as far as heads do not make up for each other; trying.py measures how far that is.
+An option is what a head may hold: a window, alone or with slots or features, which are not trained here, or its whole
+cache. The teacher's other heads stay as they are, so prices add up as far as heads do not make up for each other;
+trying.py measures how far that is.
 """
 
 from __future__ import annotations
@@ -23,6 +24,7 @@ from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_mo
 from linearizer.runtime.student import LayerStudent
 
 Found = Sequence[tuple[tuple[float, ...], ...]]  # [layer][head][option]
+UNTRAINED = "codebook"  # the features that heads are priced with: as good as any before training
 Begin = Callable[[LayerStudent, int], None]  # begins the student of a layer, given by its number
 
 
@@ -68,7 +70,6 @@ def price(
     options: Sequence[Head],
     sinks: int,
     begin: Begin,
-    feature_map: str = "codebook",
     before: Found = (),
     keep: Callable[[Found], None] = lambda found: None,
 ) -> Steps[Prices]:
@@ -88,10 +89,10 @@ def price(
             costs: list[list[float]] = []  # [option][head]
             with skip(index):
                 seen = seen_by(module, teacher, windows)
-                whole = answer(module, layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin, feature_map, seen)
+                whole = answer(module, layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin, seen)
                 for option in options:
                     # one student for all heads of the layer, which then answers for one head at a time
-                    cut_all = answer(module, layer, [option] * layer.kv_heads, sinks, begin, feature_map, seen)
+                    cut_all = answer(module, layer, [option] * layer.kv_heads, sinks, begin, seen)
                     costs.append([])
                     for head in range(layer.kv_heads):
                         with giving(module, with_head(whole, cut_all, head, layer.kv_heads)):
@@ -143,10 +144,10 @@ def seen_by(module: nn.Module, teacher: PreTrainedModel, windows: torch.Tensor) 
 
 
 def answer(
-    module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin, feature_map: str, seen: tuple
+    module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin, seen: tuple
 ) -> torch.Tensor:
     """Give what a layer's attention is if its KV heads hold so much: (texts, query heads, tokens, value_dim)."""
-    return student_of(module, layer, heads, sinks, begin, feature_map)(*seen)
+    return student_of(module, layer, heads, sinks, begin)(*seen)
 
 
 def with_head(whole: torch.Tensor, other: torch.Tensor, head: int, kv_heads: int) -> torch.Tensor:
@@ -158,22 +159,18 @@ def with_head(whole: torch.Tensor, other: torch.Tensor, head: int, kv_heads: int
 
 
 @contextmanager
-def cut(
-    module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin, feature_map: str = "codebook"
-) -> Iterator[None]:
+def cut(module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin) -> Iterator[None]:
     """While this lasts, let the KV heads of a layer hold so much."""
-    module.student = student_of(module, layer, heads, sinks, begin, feature_map)
+    module.student = student_of(module, layer, heads, sinks, begin)
     try:
         yield
     finally:
         del module.student
 
 
-def student_of(
-    module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin, feature_map: str
-) -> LayerStudent:
+def student_of(module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin) -> LayerStudent:
     """Make the student of a layer whose KV heads hold so much."""
-    student = LayerStudent([head.held for head in heads], sinks, layer.key_dim, feature_map)
+    student = LayerStudent([head.held for head in heads], sinks, layer.key_dim, UNTRAINED)
     begin(student, int(module.layer_idx))  # type: ignore[arg-type]
     return student.to(next(module.parameters()).device).eval()
 

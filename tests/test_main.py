@@ -190,18 +190,31 @@ def test_steps_of_a_folder_that_is_no_run_are_refused(tmp_path, capsys):
         assert code == 2 and "holds no run" in err
 
 
-def test_a_teacher_with_nan_weights_is_refused_by_name(tmp_path, capsys):
+def spoil(folder, of, value):
+    """Copy the demo model with one weight changed, whose name ends in `of`; give that name."""
     from linearizer.hub import find_model
 
-    shutil.copytree(find_model("demo").folder, tmp_path / "model")
-    shard = tmp_path / "model" / "model-00001-of-00002.safetensors"
-    weights = load_file(shard)
-    name = sorted(weights)[3]
-    weights[name][0] = float("nan")
-    save_file(weights, shard, {"format": "pt"})
+    shutil.copytree(find_model("demo").folder, folder)
+    for shard in folder.glob("*.safetensors"):
+        weights = load_file(shard)
+        for name in [name for name in weights if name.endswith(of)][:1]:
+            weights[name][0] = value
+            save_file(weights, shard, {"format": "pt"})
+            return name
+
+
+def test_a_teacher_with_nan_weights_is_refused_by_name(tmp_path, capsys):
+    name = spoil(tmp_path / "model", "mlp.down_proj.weight", float("nan"))
     code, _, err = said(capsys, "run", tmp_path / "model", "--out", tmp_path / "run")
     assert code == 2 and name in err and "NaN" in err
     assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_whose_logits_are_no_numbers_is_refused_before_it_is_measured(tmp_path, capsys):
+    spoil(tmp_path / "model", "model.norm.weight", 3e38)
+    code, _, err = said(capsys, "run", tmp_path / "model", "--budget", 64, "--out", tmp_path / "run")
+    assert code == 1 and "the teacher's logits are not finite" in err
+    assert not (tmp_path / "run" / "profile.json").exists()
 
 
 def test_an_unsupported_model_is_said_on_standard_error(tmp_path, capsys):

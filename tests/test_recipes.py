@@ -1,6 +1,7 @@
 """Every recipe makes a student at the bytes that were asked for; controls and ablations are what they claim to be."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -9,7 +10,7 @@ from linearizer import buying, desk, loading, pipeline
 from linearizer.ablation import without_far, without_window
 from linearizer.cost import Head, Layer, cache_bytes
 from linearizer.decision import by_gates
-from linearizer.errors import BudgetError, RequestError
+from linearizer.errors import BudgetError, RequestError, TextError
 from linearizer.eviction import Evicting, evicted
 from linearizer.gates import learn_gates
 from linearizer.plan import Plan
@@ -44,6 +45,17 @@ def test_budgets_are_shared_out_once_all_is_measured_by_which_it_is_done(tmp_pat
     finish(pipeline.linearize(run))
     assert "measured" in watched.look(120.0)
     assert desk.share_out(run, 64).allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 64)
+
+
+def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("Once upon a time there was a child who liked to read. " * 30)
+    plan = Plan.of("windows", **{**SMALL, "texts": 5, "text": f"file:{text}"})
+    teacher = loading.load(plan)
+    judged, measured = pipeline.shared_texts(plan, teacher, None)[1], loading.windows_of(plan, teacher, 5, None)
+    assert len(judged) and not (judged[:, None] == measured).all(-1).any()
+    with pytest.raises(TextError, match="are needed"):
+        pipeline.shared_texts(replace(plan, texts=5 + len(judged)), teacher, None)
 
 
 def test_features_are_bought_where_they_are_the_better_price(tmp_path):
