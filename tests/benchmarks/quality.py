@@ -11,6 +11,7 @@ time, as a share of what its teacher gains; all on text that nothing was measure
 
 import argparse
 import json
+import re
 import shutil
 import time
 from collections.abc import Iterator
@@ -27,6 +28,7 @@ from linearizer.cost import cache_bytes
 from linearizer.errors import BudgetError
 from linearizer.evaluation import evaluate_language, evaluate_recall
 from linearizer.eviction import Evicting
+from linearizer.files import write_whole
 from linearizer.plan import Plan
 from linearizer.progress import finish
 from linearizer.provenance import environment
@@ -91,7 +93,8 @@ def main(arguments=None):
     asked = parser.parse_args(arguments)
     if asked.quick:
         asked.rows, asked.budgets, asked.seeds = ["best", "windows", "swa", "features"], [64], [0]
-    name = Path(asked.model).name + ("-quick" if asked.quick else "")
+    text = "" if asked.text == "builtin" else "-" + re.sub(r"\W+", "-", asked.text)
+    name = Path(asked.model).name + text + ("-quick" if asked.quick else "")
     table = Table(asked.out or RESULTS / f"quality-{name}")
     if not asked.table:
         cells = [(row, budget, seed) for seed in asked.seeds for row in asked.rows for budget in asked.budgets]
@@ -121,7 +124,7 @@ def measure(asked, row, budget, seed):
             original = own_teacher(plan, teacher, student, allocation)
             with controlled(student, row, budget):
                 record |= judged(student, held, original)
-            record["teacher"] = judged_teacher(asked.work, original, held)
+            record["teacher"] = judged_teacher(asked.work, plan, original, held)
             record["state"] = allocation.state_bytes(teacher.inspection.layers, plan.length)
             record["paid"] = cache_bytes(teacher.inspection.layers, budget)
             for name, ablation in (("no far", without_far), ("no window", without_window)):
@@ -142,9 +145,9 @@ def has_both(allocation):
 
 def prepared(work, plan):
     """Open a run that has the measurements of its plan, which other plans may have asked for before."""
-    asked = asked_of(plan)
-    key = f"{Path(plan.model).name}-{plan.seed}-{asked.sinks}-{asked.per}-{asked.gauge}-{plan.length}"
-    base, folder = work / key, work / "run"
+    seen = {name: getattr(plan, name) for name in ("model", "text", "texts", "length", "samples", "seed")}
+    key = digest({}, json.dumps({**seen, **asdict(asked_of(plan))}))[:16]
+    base, folder = work / f"{Path(plan.model).name}-{key}", work / "run"
     shutil.rmtree(folder, ignore_errors=True)
     run, teacher = Run.begin(folder, plan), loading.load(plan)
     if not base.exists():
@@ -208,11 +211,11 @@ def own_teacher(plan, teacher, student, allocation):
     return checkpoint.linearize(loading.load(plan).model.float(), teacher.inspection.layers, allocation)
 
 
-def judged_teacher(work, original, held):
+def judged_teacher(work, plan, original, held):
     """The same for the teacher, once for a text."""
-    kept = work / f"teacher-{digest({'text': held})}.json"
+    kept = work / f"teacher-{digest({'text': held}, plan.model)}.json"
     if not kept.exists():
-        kept.write_text(json.dumps(judged(original, held, original, as_teacher=True)))
+        write_whole(kept, json.dumps(judged(original, held, original, as_teacher=True)))
     return json.loads(kept.read_text())
 
 
@@ -221,8 +224,10 @@ class Table:
 
     def __init__(self, path):
         self.path = path
-        read = path.with_suffix(".json")
-        self.records = json.loads(read.read_text()) if read.exists() else []
+        self.records = json.loads(self.file("json").read_text()) if self.file("json").exists() else []
+
+    def file(self, kind):
+        return self.path.with_name(f"{self.path.name}.{kind}")  # a model's name may have dots of its own
 
     def has(self, row, budget, seed):
         return any((r["row"], r["budget"], r["seed"]) == (row, budget, seed) for r in self.records)
@@ -233,10 +238,10 @@ class Table:
     def write(self):
         """Write all three forms; return the table."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
-        self.path.with_suffix(".json").write_text(json.dumps(self.records, indent=0))
+        write_whole(self.file("json"), json.dumps(self.records, indent=0))
         text = self.markdown()
-        self.path.with_suffix(".md").write_text(text)
-        self.picture().write_html(self.path.with_suffix(".html"), include_plotlyjs="cdn")
+        write_whole(self.file("md"), text)
+        write_whole(self.file("html"), self.picture().to_html(include_plotlyjs="cdn"))
         return text
 
     def of(self, row, budget):
