@@ -99,6 +99,11 @@ class Plan:
         for name in ("window", "sinks", "steps", "lora", "exchanges"):
             if (getattr(self, name) or 0) < 0:
                 raise RequestError(f"{name} {getattr(self, name)} cannot be: give 0 or more")
+        if self.target_length is not None and self.target_length < 1:
+            raise RequestError(
+                f"target length {self.target_length} is no length: give at least 1, or leave it out for as many tokens "
+                "as the model's positions allow"
+            )
 
     @property
     def kept_sinks(self) -> int:

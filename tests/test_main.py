@@ -126,6 +126,8 @@ def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, capsys):
         (["--budget", "3"], "is too small"),
         (["--budget", "64", "--features", "64"], "not allowed with"),
         (["--window", "-1"], "window -1 cannot be"),
+        (["--target-length", "0"], "target length 0 is no length: give at least 1"),
+        (["--target-length", "-5"], "target length -5 is no length"),
         (["--window", "99999"], "is too small"),
         (["--feature-map", "magic"], "'magic' is none of prf, performer"),
         (["--loss", "magic"], "loss 'magic' is none of softmax"),
