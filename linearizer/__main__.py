@@ -117,7 +117,7 @@ def begin(asked: argparse.Namespace) -> Run:
     from linearizer.run import Run, fresh_folder
 
     given = plan_changes(asked)
-    plan = Plan.of(**{"budget": BUDGET, **given}) if asked.plan is None else replace(read_plan(asked.plan), **given)
+    plan = Plan.of(**{"budget": BUDGET, **given}) if asked.plan is None else read_plan(asked.plan).changed(**given)
     if asked.resume and asked.out is None:
         raise RequestError("--resume needs --out: name the run's folder")
     dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"

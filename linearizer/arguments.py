@@ -9,7 +9,7 @@ from typing import Any
 
 from linearizer.errors import RequestError
 from linearizer.plan import Plan
-from linearizer.recipes import RECIPES
+from linearizer.recipes import CHOSEN, RECIPES
 from linearizer.request import PARTS
 
 BUDGET = 256
@@ -79,7 +79,11 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
     for name, text in numbers.items():
         command.add_argument(f"--{name}", type=int, help=f"{text} ({default_of(name)})")
     command.add_argument("--minutes", type=float, help="of training, instead of steps")
-    command.add_argument("--plan", type=Path, help="a plan.json, of a run or from the page; other options change it")
+    command.add_argument(
+        "--plan",
+        type=Path,
+        help="a plan.json, of a run or from the page; other options change it, and --recipe all that recipes decide",
+    )
     command.add_argument("--out", type=Path, help="the run's folder (default: a new one under runs/)")
     command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
 
@@ -87,7 +91,7 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
 def default_of(option: str) -> str:
     """Say what an option is if it is not given."""
     name = option.replace("-", "_")
-    if any(name in choices for choices in RECIPES.values()):
+    if name in CHOSEN:
         return "default: the recipe's"
     return f"default: {next(field.default for field in fields(Plan) if field.name == name)}"
 

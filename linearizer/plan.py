@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import asdict, dataclass, fields
+from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from linearizer.cost import SINKS
 from linearizer.errors import BudgetError, RequestError
-from linearizer.recipes import RECIPES
+from linearizer.recipes import CHOSEN, RECIPES
 
 KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -61,17 +61,24 @@ class Plan:
     @staticmethod
     def of(recipe: str = "best", **given: Any) -> Plan:
         """Take a recipe's choices for what is not given."""
-        if recipe not in RECIPES:
-            raise RequestError(f"recipe {recipe!r} is none of {', '.join(RECIPES)}")
         if recipe == "best" and given.get("features") is not None:
             recipe = "features"  # the paper's dial counts what only this recipe has
-        return Plan(**{"recipe": recipe, **RECIPES[recipe], **given})
+        return Plan(**{"recipe": recipe, **RECIPES.get(recipe, {}), **given})
+
+    def changed(self, **given: Any) -> Plan:
+        """Change what is given; another recipe than the plan's brings its own choices for all that recipes decide."""
+        if given.get("recipe", self.recipe) == self.recipe:
+            return replace(self, **given)
+        kept = {name: value for name, value in asdict(self).items() if name not in CHOSEN}
+        return Plan.of(**{**kept, **given})
 
     def __post_init__(self) -> None:
         for field in fields(self):
             value = getattr(self, field.name)
             if type(value) not in KINDS[str(field.type)]:
                 raise RequestError(f"{field.name} {value!r} is of the wrong kind: give {field.type}")
+        if self.recipe not in RECIPES:
+            raise RequestError(f"recipe {self.recipe!r} is none of {', '.join(RECIPES)}")
         if not 0 <= self.seed < 2**63:
             raise RequestError(f"seed {self.seed} cannot be: give a whole number from 0 to 2^63 - 1")
         if (self.budget is None) == (self.features is None):

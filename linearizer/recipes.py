@@ -37,3 +37,4 @@ RECIPES: Mapping[str, Mapping[str, Any]] = {
     "hedgehog": {"strategy": "fix", "feature_map": "hedgehog", "loss": "softmax+direct", **BARE, **ADAPTS},
     "lolcats": {"strategy": "fix", "feature_map": "hedgehog", "loss": "output+direct", "sinks": 0, **ADAPTS},
 }
+CHOSEN = frozenset(name for choices in RECIPES.values() for name in choices)  # what a recipe may decide

@@ -2,11 +2,13 @@
 
 import math
 from dataclasses import replace
+from functools import partial
 
 import pytest
 import torch
 
 from linearizer import buying, desk, loading, pipeline
+from linearizer.__main__ import begin, parser
 from linearizer.ablation import without_far, without_window
 from linearizer.cost import Head, Layer, cache_bytes
 from linearizer.decision import by_gates
@@ -83,6 +85,27 @@ def test_what_is_given_takes_precedence_over_the_recipe():
     plan = Plan.of("lolcats", model="demo", budget=64, steps=7, strategy="dof")
     assert (plan.recipe, plan.steps, plan.strategy, plan.feature_map) == ("lolcats", 7, "dof", "hedgehog")
     assert Plan.of(model="demo", features=32).recipe == "features"
+
+
+def test_another_recipe_for_a_plan_brings_its_own_choices_and_leaves_all_else(tmp_path):
+    written = Plan.of("lolcats", model="demo", budget=64, seed=3, length=64, steps=2, strategy="dof")
+    (tmp_path / "plan.json").write_text(written.to_json())
+
+    def planned(*options):
+        asked = parser().parse_args(["run", "demo", "--plan", str(tmp_path / "plan.json"), *options])
+        asked.out, asked.resume = tmp_path / "-".join(("run", *options)), False
+        return begin(asked).plan
+
+    kept = dict(model="demo", budget=64, seed=3, length=64)
+    assert planned() == planned("--recipe", "lolcats") == written
+    for recipe in sorted(set(RECIPES) - {"lolcats"}):
+        assert planned("--recipe", recipe) == Plan.of(recipe, **kept)
+    assert planned("--recipe", "paper", "--steps", "5", "--seed", "4") == Plan.of(
+        "paper", **{**kept, "seed": 4}, steps=5
+    )
+    for change in (written.changed, partial(replace, written)):
+        with pytest.raises(RequestError, match="recipe 'magic' is none of best, windows"):
+            change(recipe="magic")
 
 
 def test_a_state_has_8_bits_a_number_where_heads_are_priced_and_may_be_merged():
