@@ -55,7 +55,7 @@ class Bench:
     @cached_property
     def untrained(self) -> tuple[LayerStudent, ...] | None:
         """The student as it was before its training; None where there was none, or what it began from is gone."""
-        if not self.run.plan.steps or not self.run.has(SAMPLES):
+        if not self.run.plan.trains or not self.run.has(SAMPLES):
             return None
         return self.begun(self.allocation)
 

@@ -90,8 +90,11 @@ class Plan:
             raise BudgetError(f"the strategy {self.strategy} spends a budget in tokens: give one instead of features")
         if self.minutes is not None and not 0 < self.minutes < math.inf:
             raise RequestError(f"minutes {self.minutes} are no time to train: give a number above 0")
-        if self.minutes is not None and not self.steps:
-            raise RequestError(f"recipe {self.recipe!r} trains nothing: leave out minutes, or ask for one that trains")
+        if self.minutes is not None and not self.learns:
+            raise RequestError(
+                f"recipe {self.recipe!r} with the strategy {self.strategy} has nothing that learns: leave out minutes, "
+                "or ask for another recipe, or for gain-features"
+            )
         if self.bits not in (None, 8, 16):
             raise RequestError(f"bits {self.bits} cannot be: give 8 or 16")
         if self.bits == 8 and self.strategy not in (*FAR, "window"):
@@ -129,6 +132,16 @@ class Plan:
     @property
     def kept_bits(self) -> int:
         return self.bits or (8 if self.far else 16)
+
+    @property
+    def learns(self) -> bool:
+        """Whether a student may hold what training changes: features, or adapters."""
+        return bool(self.lora) or self.far == "features" or self.strategy not in IN_TOKENS
+
+    @property
+    def trains(self) -> bool:
+        """Whether training is asked for, by steps or by minutes."""
+        return bool(self.steps) or self.minutes is not None
 
     @property
     def measured(self) -> bool:

@@ -6,6 +6,7 @@ import json
 import time
 from contextlib import closing
 from dataclasses import asdict, replace
+from itertools import islice
 
 import torch
 
@@ -42,20 +43,21 @@ def timed_plan(run: Run, teacher: Teacher, student: LinearizedForCausalLM, token
         texts = windows_of(plan, teacher, TRIED * plan.batch, token, least=plan.batch)
         seconds = [step_seconds(student, replace(settings, steps=TRIED), texts) for settings in settings_of(plan)]
         student.load_state_dict(before, strict=False)
-        steps = max(len(seconds), int(60 * plan.minutes / (sum(seconds) / len(seconds))))
+        taken = sum(seconds) / len(seconds)
+        steps = max(len(seconds), int(60 * plan.minutes / taken)) if taken else 0
         run.write("state/steps.json", json.dumps(steps))
         run.log("timed", steps=steps, seconds=seconds)
     return replace(plan, steps=json.loads(run.read("state/steps.json")), minutes=None)
 
 
 def step_seconds(student: LinearizedForCausalLM, settings: Settings, texts: torch.Tensor) -> float:
-    """Time the steps after the first; closed before its end, a training leaves the weights of the teacher alone."""
-    times = []
+    """Time the steps after the first, none where nothing learns.
+
+    Closed before its end, a training leaves the weights of the teacher alone.
+    """
     with closing(distill(student, texts, settings)) as steps:
-        for _ in range(TRIED - 1):
-            next(steps)
-            times.append(time.perf_counter())
-    return (times[-1] - times[0]) / (len(times) - 1)
+        times = [time.perf_counter() for _ in islice(steps, TRIED - 1)]
+    return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
 
 
 def train(

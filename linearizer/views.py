@@ -193,7 +193,7 @@ def untrained(why: str) -> str:
 def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: float) -> str:
     """Say how a training goes."""
     if not events:
-        if status.run.plan.steps == 0:
+        if not status.run.plan.trains:
             return untrained("The plan asks for no training: continue to the last step.")
         allocation = status.run.allocation
         if allocation and not any(head.features for row in allocation.heads for head in row):

@@ -128,8 +128,18 @@ def test_minutes_become_as_many_steps_as_fit_and_stay_so(tmp_path):
     finish(pipeline.linearize(other))
     weights = "checkpoint/model.safetensors"
     assert (run.folder / weights).read_bytes() == (other.folder / weights).read_bytes()
-    with pytest.raises(RequestError, match="recipe 'best' trains nothing"):
-        Plan.of(model="demo", budget=64, minutes=3)
+
+
+def test_minutes_are_no_steps_where_no_head_learns_and_refused_where_none_could(tmp_path):
+    plan = Plan.of(**SMALL, strategy="gain-features", minutes=1.0)  # which may buy features
+    run = Run.begin(tmp_path / "run", replace(plan, strategy="common-lambda", feature_map="performer"))
+    allocation = finish(pipeline.linearize(run))
+    assert any(head.features for row in allocation.heads for head in row)  # drawn at random, and fixed
+    assert [event["steps"] for event in run.events() if event["event"] == "timed"] == [0]
+    assert not [event for event in run.events() if event["event"] == "distill"] and run.done
+    for steps in (0, 10):
+        with pytest.raises(RequestError, match="recipe 'best' with the strategy gain has nothing that learns"):
+            Plan.of(model="demo", budget=64, minutes=3, steps=steps)
 
 
 def test_what_cannot_be_is_said():
