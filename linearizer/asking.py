@@ -38,15 +38,21 @@ def asked_of(plan: Plan) -> Asked:
 
 
 def settings_of(plan: Plan) -> list[Settings]:
-    """How a plan wants its student to be trained: one after the other, the steps shared."""
+    """How a plan wants its student to be trained: one after the other, the steps shared, the first take what is odd."""
     losses = plan.loss.split("+")
+    each, odd = divmod(plan.steps, len(losses))
+    if plan.steps and not each:
+        raise RequestError(
+            f"steps {plan.steps} are too few for the losses {plan.loss}, one after the other: give at least "
+            f"{len(losses)}, or 0 to train nothing"
+        )
     return [
         Settings(
             loss=loss,
-            steps=plan.steps // len(losses),
+            steps=each + (number < odd),
             batch=plan.batch,
             seed=plan.seed,
             lora=plan.lora if loss in END_TO_END else 0,
         )
-        for loss in losses
+        for number, loss in enumerate(losses)
     ]

@@ -10,6 +10,7 @@ import torch
 from linearizer import buying, desk, loading, pipeline
 from linearizer.__main__ import begin, parser
 from linearizer.ablation import without_far, without_window
+from linearizer.asking import settings_of
 from linearizer.cost import Head, Layer, cache_bytes
 from linearizer.decision import by_gates
 from linearizer.errors import BudgetError, RequestError, TextError
@@ -140,6 +141,17 @@ def test_minutes_are_no_steps_where_no_head_learns_and_refused_where_none_could(
     for steps in (0, 10):
         with pytest.raises(RequestError, match="recipe 'best' with the strategy gain has nothing that learns"):
             Plan.of(model="demo", budget=64, minutes=3, steps=steps)
+
+
+def test_losses_share_all_steps_and_each_has_one():
+    plan = Plan.of("hedgehog", model="demo", budget=64)
+    assert [[one.steps for one in settings_of(replace(plan, steps=steps))] for steps in (0, 2, 7)] == [
+        [0, 0],
+        [1, 1],
+        [4, 3],
+    ]
+    with pytest.raises(RequestError, match="steps 1 are too few for the losses softmax.direct, .* at least 2, or 0"):
+        settings_of(replace(plan, steps=1))
 
 
 def test_what_cannot_be_is_said():
