@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -73,6 +73,12 @@ def named(path: Path, event: str) -> list[Event]:
         return []
     found = (parsed(line) for line in lines if b'"event": "' + event.encode() + b'"' in line)
     return [one for one in found if one is not None and one["event"] == event]
+
+
+def of_student(events: Sequence[Event], name: str) -> list[Event]:
+    """Keep the events of one name that tell of the student as it is allocated now, not of one before another budget."""
+    changes = [number for number, event in enumerate(events) if event["event"] == "allocated" and event.get("changed")]
+    return [event for event in events[changes[-1] if changes else 0 :] if event["event"] == name]
 
 
 def parsed(line: bytes) -> Event | None:

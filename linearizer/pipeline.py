@@ -71,11 +71,14 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
     allocation = decide(run, plan, run.layers)
     if not run.checkpoint.exists():
         with run.locked():
-            if allocation != run.allocation:  # another student, which a training of the one before says nothing of
+            changed = allocation != run.allocation
+            told = {"strategy": allocation.strategy, "features_mean": allocation.features_mean, "changed": changed}
+            run.log("allocated", **told)  # first: a kill after it can cost a training, and cannot cut one short
+            if changed:  # another student, which a training of the one before says nothing of, and its time neither
                 remove(run.folder / "state" / "training")
+                remove(run.folder / "state" / "steps.json")
             run.write("plan.json", plan.to_json())
             run.write("allocation.json", allocation.to_json())
-            run.log("allocated", strategy=allocation.strategy, features_mean=allocation.features_mean)
     return allocation
 
 

@@ -10,6 +10,7 @@ from itertools import islice
 
 import torch
 
+from linearizer import journal
 from linearizer.allocation import Allocation
 from linearizer.asking import settings_of
 from linearizer.buying import samples_of
@@ -77,8 +78,8 @@ def train_phase(
     folder = run.folder / "state" / "training" / str(number)
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    ends = [event for event in run.events() if event["event"] == "distilled" and event.get("phase", 0) == number]
-    ended = folder.exists() and bool(ends)  # perhaps early
+    ends = {event.get("phase", 0) for event in journal.of_student(run.events(), "distilled")}
+    ended = folder.exists() and number in ends  # perhaps early
 
     def enough() -> bool:
         return ended or run.requested("use")

@@ -8,6 +8,7 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from linearizer import journal
 from linearizer.progress import Progress, Steps
 from linearizer.tables import columns, size
 
@@ -181,7 +182,7 @@ def run_text(run: Run) -> str:
     """Say what came of a run that is done."""
     assert run.allocation is not None
     judged = evaluation_text(run.evaluation)
-    bought = [event for event in run.events() if event["event"] == "exchanged"]
+    bought = journal.of_student(run.events(), "exchanged")
     real = (
         f"KL on the text that heads were priced on: {bought[-1]['predicted']:.4f} predicted, "
         f"{bought[-1]['measured']:.4f} measured\n"

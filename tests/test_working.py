@@ -1,11 +1,14 @@
 """Work on a run is stopped within every step, resumed to the same bits, and refused where the disk is too small."""
 
+import json
 import threading
 import time
+from dataclasses import asdict, replace
 
 import pytest
 
 from linearizer import jobs
+from linearizer.cost import Layer
 from linearizer.errors import FolderError, RequestError, Stopped
 from linearizer.files import remove
 from linearizer.hub import find_model
@@ -13,6 +16,8 @@ from linearizer.pipeline import linearize, measure_only, reallocate
 from linearizer.plan import Plan
 from linearizer.progress import Progress, finish
 from linearizer.run import Run
+from linearizer.terminal import run_text
+from linearizer.trained import Trained, trained
 from linearizer.working import Pace
 from tests import fakehub
 from tests.at_work import LONG, QUICK
@@ -107,6 +112,37 @@ def test_another_budget_begins_another_training(begin):
                 run.request("stop")
     reallocate(run, Plan("demo", steps=2, **{**QUICK, "budget": 48}))
     assert [progress.done for progress in linearize(run) if progress.step == "distill"] == [1, 2]
+
+
+def stop_at(run, step, done):
+    """Work on a run until a step is so far, and stop."""
+    steps = linearize(run)
+    while (progress := next(steps)).step != step or progress.done < done:
+        pass
+    steps.close()
+
+
+def test_a_training_that_was_done_does_not_end_the_one_of_another_budget_early(begin):
+    run, other = begin(plan=Plan("demo", steps=4, **QUICK)), Plan("demo", steps=4, **{**QUICK, "budget": 48})
+    stop_at(run, "evaluate", 1)
+    assert trained(run) == Trained(4, 4)
+    reallocate(run, other)
+    assert trained(run) == Trained(0, 0)
+    stop_at(run, "distill", 2)
+    assert [progress.done for progress in linearize(run) if progress.step == "distill"] == [3, 4]
+    assert trained(run) == Trained(4, 4) and run.done
+
+
+def test_what_was_measured_of_one_allocation_is_not_said_of_another(begin):
+    run = begin(plan=Plan("demo", budget=64, strategy="window"))
+    run.write("inspection.json", json.dumps({"layers": [asdict(Layer(4, 2, 16, 16))], "max_positions": 128}))
+    reallocate(run, run.plan)
+    run.log("exchanged", predicted=0.5, measured=0.25, changed=False)
+    run.write("state/steps.json", "7")
+    run.keep_found(rows=[{"name": "student", "state_bytes": 9, "language": {"loss": 1, "kl": 1}, "recall": []}])
+    for budget, said in ((64, True), (48, False), (64, False)):
+        reallocate(run, replace(run.plan, budget=budget))
+        assert ("0.5000 predicted, 0.2500 measured" in run_text(run)) == run.has("state/steps.json") == said
 
 
 def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
