@@ -167,8 +167,9 @@ def serve_allocate(asked: argparse.Namespace) -> None:
     from linearizer.run import find_run
 
     run = find_run(asked.run)
-    found = pipeline.reallocate(run, replace(run.plan, **plan_changes(asked)))
-    show(asked, pipeline.summary(found, run.layers), terminal.allocation_text(found, run.layers))
+    plan = replace(run.plan, **plan_changes(asked))
+    found, length = pipeline.reallocate(run, plan), plan.far_length(run.positions)
+    show(asked, found.summary(run.layers, length), terminal.allocation_text(found, run.layers, length))
 
 
 def detach(asked: argparse.Namespace, run: Run, start: Callable[[], None]) -> None:
@@ -192,7 +193,7 @@ def serve_run(asked: argparse.Namespace) -> None:
     product = {
         "run": str(run.folder),
         "checkpoint": str(run.checkpoint),
-        **pipeline.summary(made, run.layers),
+        **made.summary(run.layers, run.plan.far_length(run.positions)),
         "evaluation": run.evaluation,
     }
     show(asked, product, terminal.run_text(run))

@@ -59,6 +59,25 @@ class Allocation:
         """Give the length from which on the teacher's cache is no smaller; None: never."""
         return cost.breakeven_tokens(self.heads, layers, self.sinks)
 
+    def growth(self, layers: Sequence[Layer]) -> int:
+        """Give the bytes that every token adds to what the student holds: none unless heads are left softmax."""
+        return self.state_bytes(layers, 1) - self.state_bytes(layers, 0)
+
+    def saved(self, layers: Sequence[Layer]) -> int:
+        """Give the bytes that every token adds to the teacher's cache and not to what the student holds."""
+        return cost.cache_bytes(layers, 1) - self.growth(layers)
+
+    def summary(self, layers: Sequence[Layer], length: int) -> dict[str, Any]:
+        """Give the allocation with what it costs once `length` tokens have been read, as plain numbers."""
+        return {
+            **asdict(self),
+            "features_mean": self.features_mean,
+            "state_bytes": self.state_bytes(layers, length),
+            "state_tokens": length,
+            "bytes_a_token": self.growth(layers),
+            "breakeven_tokens": self.breakeven_tokens(layers),
+        }
+
     def to_json(self) -> str:
         """Write the allocation as text that `from_json` reads."""
         return json.dumps(asdict(self))

@@ -193,6 +193,7 @@ class Shares:
     fix: Allocation | None
     layers: tuple[Layer, ...]
     prices: Prices | None
+    length: int  # that heads left softmax are paid for at
 
 
 def share_out(run: Run, budget: int) -> Shares:
@@ -208,7 +209,7 @@ def share_out(run: Run, budget: int) -> Shares:
         fix = allocate(profile, layers, budget=budget, strategy="fix", window=window, sinks=sinks)
     except BudgetError:  # windows are sold in smaller pieces than features
         fix = None
-    return Shares(allocation, fix, layers, run.prices)
+    return Shares(allocation, fix, layers, run.prices, plan.far_length(run.positions))
 
 
 def measured(run: Run) -> Profile:

@@ -27,6 +27,7 @@ from linearizer.picture import draw
 from linearizer.plan import Plan
 from linearizer.report import TABLES, Table, made_with, tables_of
 from linearizer.run import Run
+from linearizer.tables import smaller_from
 from linearizer.trained import Trained, trained
 
 PICTURE = "allocation.png"
@@ -139,15 +140,15 @@ def in_words(allocation: Allocation, layers: Sequence[Layer], positions: int) ->
     heads = [head for row in allocation.heads for head in row]
     whole = sum(head.softmax for head in heads)
     held = f"{allocation.state_bytes(layers, positions):,} bytes"
-    breakeven = allocation.breakeven_tokens(layers)
+    begin = smaller_from(allocation.breakeven_tokens(layers), allocation.saved(layers))
     if whole:
         state = f"{whole} of {len(heads)} KV heads were left softmax and grow with the text: its state takes {held} "
         state += f"after {positions:,} tokens"
     else:
         state = f"Its state takes {held}, whatever the length of the text"
     larger = (
-        f"the teacher's cache is the larger one from {breakeven:,} tokens on"
-        if breakeven is not None
+        f"the teacher's cache is the larger one {begin}"
+        if begin != "never"
         else ("it is never smaller than the teacher's cache")
     )
     mean = f" Mean features per KV head: {allocation.features_mean:.1f}." if any(h.features for h in heads) else ""

@@ -18,7 +18,6 @@ from linearizer.asking import asked_of
 from linearizer.buying import allocated
 from linearizer.checkpoint import holding
 from linearizer.comparison import Comparison, compare
-from linearizer.cost import Layer
 from linearizer.decision import decide
 from linearizer.errors import RequestError
 from linearizer.evaluation import Evaluation, evaluate_language, evaluate_recall
@@ -182,14 +181,3 @@ def compare_run(
         teacher = load(run.pinned_plan, token)
         student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
         return (yield from compare(teacher.model, student, teacher.tokenizer, prompt, new_tokens, seed, sample))
-
-
-def summary(allocation: Allocation, layers: tuple[Layer, ...]) -> dict[str, object]:
-    """An allocation with what it costs, as plain numbers."""
-    breakeven = allocation.breakeven_tokens(layers)
-    return {
-        **json.loads(allocation.to_json()),
-        "features_mean": allocation.features_mean,
-        "state_bytes": allocation.state_bytes(layers, breakeven or 0),
-        "breakeven_tokens": breakeven,
-    }

@@ -133,6 +133,10 @@ class Plan:
     def kept_bits(self) -> int:
         return self.bits or (8 if self.far else 16)
 
+    def far_length(self, positions: int) -> int:
+        """The length that heads left softmax are paid for at; `positions` are the model's."""
+        return self.target_length or positions
+
     @property
     def learns(self) -> bool:
         """Whether a student may hold what training changes: features, or adapters."""

@@ -14,6 +14,18 @@ def size(count: float) -> str:
     return f"{count:.3g} TB"
 
 
+def growing(fixed: int, growth: int) -> str:
+    """Bytes that every token may add to: 98.6 kB, or 1.20 kB + 64 B a token."""
+    return f"{size(fixed)} + {size(growth)} a token" if growth else size(fixed)
+
+
+def smaller_from(begin: int | None, saved: int) -> str:
+    """Say from where on a state is smaller than the cache, if it is from a length on and every token saves bytes."""
+    if begin is None or saved <= 0:  # where nothing is saved both may be as large from the first token on
+        return "never"
+    return f"from {begin:,} tokens on" if begin else "at any length"
+
+
 def columns(rows: Sequence[Sequence[object]]) -> str:
     """Lay out rows of cells, the first column to the left and the others to the right."""
     texts = [[str(cell) for cell in row] for row in rows]

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from linearizer import journal
 from linearizer.progress import Progress, Steps
-from linearizer.tables import columns, size
+from linearizer.tables import columns, growing, size, smaller_from
 
 if TYPE_CHECKING:
     from linearizer.allocation import Allocation
@@ -129,22 +129,25 @@ def profile_text(profile: Profile) -> str:
     return text
 
 
-def allocation_text(allocation: Allocation, layers: Sequence[Layer]) -> str:
+def allocation_text(allocation: Allocation, layers: Sequence[Layer], length: int) -> str:
     """Say what every head got, and what that costs."""
     rows: list[Sequence[object]] = [("layer", "by KV head: window, + features or slots (s)")]
     for index, heads in enumerate(allocation.heads):
         rows.append((index, "  ".join(map(head_text, heads)) or "stays as it is"))
-    return columns(rows) + "\n" + cost_text(allocation, layers)
+    return columns(rows) + "\n" + cost_text(allocation, layers, length)
 
 
-def cost_text(allocation: Allocation, layers: Sequence[Layer]) -> str:
-    """Say in one line what a student's state is and costs."""
-    breakeven = allocation.breakeven_tokens(layers)
-    from_then = (
-        "never smaller than the cache" if breakeven is None else f"smaller than the cache from {breakeven} tokens on"
+def cost_text(allocation: Allocation, layers: Sequence[Layer], length: int) -> str:
+    """Say in one line what a student's state is and costs, once `length` tokens have been read where it grows."""
+    growth, begin = (
+        allocation.growth(layers),
+        smaller_from(allocation.breakeven_tokens(layers), allocation.saved(layers)),
     )
-    state = size(allocation.state_bytes(layers, breakeven or 0))
-    return f"{allocation.strategy}: {held_text(allocation)}, {state} of state, {from_then}"
+    state = f"{growing(allocation.state_bytes(layers, 0), growth)} of state"
+    if growth:
+        state += f" ({size(allocation.state_bytes(layers, length))} after {length:,} tokens)"
+    smaller = "never smaller than the cache" if begin == "never" else f"smaller than the cache {begin}"
+    return f"{allocation.strategy}: {held_text(allocation)}, {state}, {smaller}"
 
 
 def head_text(head: Head) -> str:
@@ -189,7 +192,8 @@ def run_text(run: Run) -> str:
         if bought
         else ""
     )
-    text = f"{cost_text(run.allocation, run.layers)}\n{real}{judged}\nthe student is in {run.checkpoint}"
+    costs = cost_text(run.allocation, run.layers, run.plan.far_length(run.positions))
+    text = f"{costs}\n{real}{judged}\nthe student is in {run.checkpoint}"
     text += f"\nsee it write: linearizer compare {run.folder}"
     if (published := run.published) is None:
         return text

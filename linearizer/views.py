@@ -15,7 +15,7 @@ from linearizer.jobs import LIVE, Status
 from linearizer.markup import facts, heard, said, table
 from linearizer.plan import IN_TOKENS, Plan
 from linearizer.progress import Progress
-from linearizer.tables import size
+from linearizer.tables import growing, size, smaller_from
 from linearizer.units import ago, duration, number
 
 if TYPE_CHECKING:
@@ -79,13 +79,13 @@ def feature_unit(layers: Sequence[Layer]) -> int:
 
 def cost_card(features: float, state: int, growth: int, layers: Sequence[Layer], open_end: bool = False) -> str:
     """Say what a state is, and what teacher and student remember of long texts; `open_end`: heads may stay softmax."""
-    breakeven = cost.meeting(state, cost.cache_bytes(layers, 1) - growth)
+    saved = cost.cache_bytes(layers, 1) - growth
     fixed = ", more where heads stay softmax" if open_end else ", whatever the length"
     worth = ("mean features per KV head", features) if features else ("worth in features per KV head", 0.0)
     pairs = [
         (worth[0], f"{worth[1] or state / feature_unit(layers):.1f}"),
-        ("state", size(state) + (f" + {size(growth)} a token" if growth else fixed)),
-        ("smaller than the cache", "never" if breakeven is None else f"from {breakeven:,} tokens on"),
+        ("state", growing(state, growth) + ("" if growth else fixed)),
+        ("smaller than the cache", smaller_from(cost.meeting(state, saved), saved)),
     ]
     rows = []
     for length in LENGTHS:
@@ -111,8 +111,7 @@ def budget_card(plan: Plan, layers: Sequence[Layer]) -> str:
 
 def allocation_card(found: Allocation, layers: Sequence[Layer]) -> str:
     """Say what an allocation is and costs."""
-    fixed = found.state_bytes(layers, 0)
-    return cost_card(found.features_mean, fixed, found.state_bytes(layers, 1) - fixed, layers)
+    return cost_card(found.features_mean, found.state_bytes(layers, 0), found.growth(layers), layers)
 
 
 def efforts_table(found: Mapping[str, Estimate], chosen: str, lent: bool = False) -> str:

@@ -142,7 +142,7 @@ class Watched:
         allocation = self.run.allocation
         if allocation is not None:
             layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)
-            growth = allocation.state_bytes(layers, 1) - fixed
+            growth = allocation.growth(layers)
             self.put("memory", mark, lambda: run_charts.memory_lines(layers, fixed, growth).to_json())
 
 

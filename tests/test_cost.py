@@ -3,7 +3,12 @@
 import pytest
 
 from linearizer import cost
+from linearizer.allocation import Allocation
 from linearizer.cost import Head, Layer
+from linearizer.model_card import in_words
+from linearizer.tables import size
+from linearizer.terminal import cost_text
+from linearizer.views import allocation_card
 
 LAYER = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16)
 BOUNDED = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16, native_window=32)
@@ -56,3 +61,28 @@ def test_features_cost_what_tokens_cost():
 def test_heads_of_another_model_are_refused():
     with pytest.raises(ValueError):
         cost.state_bytes(HEADS, LAYERS[:1], 4, 100)
+
+
+@pytest.mark.parametrize(
+    ("heads", "state", "after", "smaller"),
+    [
+        ([Head(softmax=True, bits=8)] * 2, "0 B + 52 B a token", 5200, "at any length"),
+        ([Head(softmax=True)] * 2, "0 B + 96 B a token", 9600, "never"),
+        ([Head(window=10), Head(softmax=True)], "480 B + 48 B a token", 5280, "from 10 tokens on"),
+        ([Head(window=3000), Head(softmax=True)], "144 kB + 48 B a token", 148_800, "from 3,000 tokens on"),
+        ([Head(window=10)] * 2, "960 B", 960, "from 10 tokens on"),
+    ],
+)
+def test_the_terminal_the_page_and_the_card_say_alike_what_grows_and_from_where_on_it_is_smaller(
+    heads, state, after, smaller
+):
+    allocation = Allocation("gain", 0, (tuple(heads), ()))
+    found = allocation.summary(LAYERS, 100)
+    assert (found["state_bytes"], found["state_tokens"]) == (after, 100)
+    assert found["bytes_a_token"] == allocation.state_bytes(LAYERS, 8) - allocation.state_bytes(LAYERS, 7)
+    told, page = cost_text(allocation, LAYERS, 100), allocation_card(allocation, LAYERS)
+    assert f", {state} of state" in told and state in page and f">{smaller}<" in page
+    assert (f"({size(after)} after 100 tokens)" in told) == (" after " in told) == (found["bytes_a_token"] > 0)
+    assert told.endswith("never smaller than the cache" if smaller == "never" else f"smaller than the cache {smaller}")
+    card = "it is never smaller than" if smaller == "never" else f"the larger one {smaller}."
+    assert card in in_words(allocation, LAYERS, 100)

@@ -131,13 +131,7 @@ def delete_run(run: str, secret: str = "", profile: Profile = None, token: Token
 def share_budget(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
     """Share another budget out among the heads of a measured run; the model is not touched."""
     found = desk.share_out(who(secret, profile, token).find(run), whole(budget))
-    allocation = found.allocation
-    return {
-        **asdict(allocation),
-        "features_mean": allocation.features_mean,
-        "state_bytes": allocation.state_bytes(found.layers, 0),
-        "breakeven_tokens": allocation.breakeven_tokens(found.layers),
-    }
+    return found.allocation.summary(found.layers, found.length)
 
 
 def branch_run(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> str:
