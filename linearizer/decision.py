@@ -8,7 +8,7 @@ from linearizer.allocation import Allocation, allocate, check_dial, heads_replac
 from linearizer.cost import SINKS, Head, Layer, cache_bytes, feature_bytes, slot_bytes, token_bytes
 from linearizer.errors import BudgetError, RequestError
 from linearizer.plan import IN_TOKENS, Plan
-from linearizer.prices import SMALLEST, Market, check_least, choose
+from linearizer.prices import SMALLEST, Market, Prices, check_least, choose
 from linearizer.run import Run
 from linearizer.strategies import STRATEGIES
 
@@ -27,6 +27,7 @@ def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
 
 def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
     """Allocate what a plan asks for, from what the run has measured."""
+    check_dials(plan, layers)
     if plan.measured:
         prices, positions = market_asked(run, plan)
         return choose(prices, layers, plan.budget or 0, positions, plan.constant)[0]
@@ -34,10 +35,10 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
         return alike(layers, plan, plan.kept_sinks)
     if plan.strategy == "duo":
         if (gates := run.gates) is None:
-            raise missing(run, "gates")
+            raise missing(run, plan, "gates")
         return by_gates(gates, layers, plan.budget or 0, plan.kept_sinks, plan.target_length or run.positions)
     if (profile := run.profile) is None:
-        raise missing(run, "profile")
+        raise missing(run, plan, "profile")
     return allocate(
         profile,
         layers,
@@ -80,16 +81,27 @@ def sinks_tried(plan: Plan) -> tuple[int, ...]:
 def market_asked(run: Run, plan: Plan) -> tuple:
     """Give the prices that a plan buys by, and the length at which it pays for heads left softmax."""
     if (prices := run.prices) is None:
-        raise missing(run, "prices")
-    if plan.bits and plan.bits != prices.options[0].bits:
-        raise RequestError(
-            f"the prices were measured with {prices.options[0].bits} bits a number, not {plan.bits}: start a new run"
-        )
+        raise missing(run, plan, "prices")
+    check_asked(prices, plan)
 
     def wanted(head: Head) -> bool:
         return (not head.slots or plan.far == "slots") and (not head.features or plan.far == "features")
 
     return prices.of(wanted), plan.target_length or run.positions
+
+
+def check_asked(prices: Prices, plan: Plan) -> None:
+    """Refuse a plan that asks for what the prices do not tell of."""
+    bits = prices.options[0].bits
+    if plan.bits not in (None, bits):
+        raise RequestError(f"the prices were measured with {bits} bits a number, not {plan.bits}: start a new run")
+    if plan.sinks not in (None, prices.sinks):
+        raise RequestError(f"the prices were measured with sinks {prices.sinks}, not {plan.sinks}: start a new run")
+    if plan.far and not any(getattr(option, plan.far) for option in prices.options):
+        raise RequestError(
+            f"the prices were measured without {plan.far}, which the strategy {plan.strategy} buys: start a new run "
+            f"with --strategy {plan.strategy}"
+        )
 
 
 def market_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Market:
@@ -98,8 +110,15 @@ def market_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Market:
     return Market.of(prices, layers, plan.budget or 0, positions, plan.constant)
 
 
-def missing(run: Run, what: str) -> RequestError:
-    return RequestError(f"{str(run.folder)!r} has no {what} yet: `linearizer run --resume` measures them")
+def missing(run: Run, plan: Plan, what: str) -> RequestError:
+    """Say what a plan needs and a run has not measured: going on with the run may measure it, or only a new one."""
+    measures = {"prices": run.plan.measured, "gates": run.plan.strategy == "duo"}.get(what, True)
+    if measures and not run.checkpoint.exists():
+        return RequestError(f"{str(run.folder)!r} has no {what} yet: `linearizer run --resume` measures them")
+    return RequestError(
+        f"{str(run.folder)!r} has no {what}, by which the strategy {plan.strategy} decides, and going on with it "
+        f"measures none: start a new run with --strategy {plan.strategy}"
+    )
 
 
 def by_gates(

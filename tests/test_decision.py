@@ -1,0 +1,87 @@
+"""Another budget is shared out from what a run has measured, or is refused in a sentence that says what to do."""
+
+import json
+
+import pytest
+
+from linearizer.__main__ import main
+from linearizer.pipeline import inspect
+from linearizer.plan import Plan
+from linearizer.prices import Prices
+from linearizer.pricing import options
+from linearizer.run import Run
+
+
+@pytest.fixture(scope="module")
+def inspection():
+    return inspect("demo")
+
+
+@pytest.fixture
+def priced(tmp_path, inspection):
+    """A run whose heads were priced with one sink, with slots or what is named."""
+
+    def begin(far="slots", recipe="best"):
+        run = Run.begin(tmp_path / f"{recipe}-{far}", Plan.of(recipe, model="demo", budget=32))
+        run.write("inspection.json", json.dumps(inspection.to_json()))
+        if run.plan.measured:
+            offered = options(64, far, 8)
+            rows = [[[1 / (option.window + option.slots + option.features) for option in offered]] * 4] * 8
+            run.write("prices.json", Prices(1, offered, rows).to_json())
+        return run
+
+    return begin
+
+
+def refusal(capsys, run, *asked):
+    """What is said of a request that is refused; the run stays as it was."""
+    before = run.plan
+    assert main(["allocate", str(run.folder), *asked]) == 2
+    assert run.plan == before and not run.has("allocation.json")
+    return capsys.readouterr().err
+
+
+def test_prices_are_shared_out_as_they_were_measured(priced):
+    run = priced()
+    for asked in (["--budget", "64"], ["--sinks", "1"], ["--bits", "8"], ["--strategy", "windows"]):
+        assert main(["allocate", str(run.folder), *asked]) == 0
+    assert run.allocation.sinks == 1 and {head.slots for row in run.allocation.heads for head in row} == {0}
+
+
+def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):
+    run = priced()
+    assert "measured with sinks 1, not 0: start a new run" in refusal(capsys, run, "--sinks", "0")
+    assert "measured with 8 bits a number, not 16: start a new run" in refusal(capsys, run, "--bits", "16")
+    said = "measured without features, which the strategy gain-features buys: start a new run with --strategy gain-"
+    assert said in refusal(capsys, run, "--strategy", "gain-features")
+    assert "measured without slots" in refusal(capsys, priced(far=""), "--budget", "64")
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        ["--strategy", "window", "--budget", "2", "--sinks", "4"],
+        ["--strategy", "duo", "--budget", "1"],
+        ["--strategy", "duo", "--budget", "2"],
+        ["--budget", "1"],
+        ["--strategy", "windows", "--budget", "2"],
+    ],
+    ids=" ".join,
+)
+def test_a_budget_that_a_run_would_refuse_is_refused(asked, priced, tmp_path, capsys):
+    said = refusal(capsys, priced(), *asked)
+    assert "is too small" in said
+    assert main(["run", "demo", "--out", str(tmp_path / "new"), *asked]) == 2
+    assert capsys.readouterr().err == said
+
+
+def test_what_only_a_new_run_measures_is_said(priced, capsys):
+    run, alike = priced(), priced(recipe="swa")
+    for one, strategy in ((run, "duo"), (alike, "duo"), (alike, "gain")):
+        said = refusal(capsys, one, "--strategy", strategy)
+        assert f"going on with it measures none: start a new run with --strategy {strategy}" in said
+    (run.folder / "prices.json").unlink()
+    assert "has no prices yet: `linearizer run --resume` measures them" in refusal(capsys, run)
+    assert "has no profile yet" in refusal(capsys, run, "--strategy", "fix")
+    run.checkpoint.mkdir()
+    assert "start a new run with --strategy gain" in refusal(capsys, run)
