@@ -22,12 +22,11 @@ from linearizer.provenance import environment
 from linearizer.run import Run
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.runtime.student import LayerStudent
+from linearizer.samples import SAMPLES
 from linearizer.subjects import Subject, exchanged, window_control
 from linearizer.teacher import quiet
 from linearizer.teaching import begin_features
 from linearizer.text import enough_windows, first_tokens, read_documents, token_windows
-
-SAMPLES = "state/samples.safetensors"  # of a run's folder
 
 
 @dataclass(frozen=True)

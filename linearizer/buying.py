@@ -5,10 +5,11 @@ from __future__ import annotations
 import json
 
 import torch
-from safetensors import safe_open
+from safetensors import SafetensorError, safe_open
 
 from linearizer.allocation import Allocation
 from linearizer.decision import alike, decide, market_of, sinks_tried
+from linearizer.errors import RequestError
 from linearizer.estimate import estimate
 from linearizer.files import remove
 from linearizer.gates import learn_gates
@@ -19,7 +20,7 @@ from linearizer.pricing import Begin, Found, measuring_seconds, options, price, 
 from linearizer.progress import Steps
 from linearizer.run import Run
 from linearizer.runtime.student import LayerStudent
-from linearizer.samples import Samples
+from linearizer.samples import SAMPLES, Samples
 from linearizer.trying import costs, exchange
 from linearizer.working import interruptible, logged
 
@@ -41,7 +42,7 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
         return found
     offered = options(texts.shape[1], run.plan.far, run.plan.kept_bits)
     layers = teacher.inspection.layers
-    partly = Prices.from_json(run.read(PARTLY)) if run.has(PARTLY) else None
+    partly = begun_prices(run)
     if partly is not None and partly.options == offered:
         sinks, before = partly.sinks, partly.divergences
     else:
@@ -60,6 +61,17 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
     remove(run.folder / PARTLY)
     run.log("priced", tokens=texts.numel(), estimated=estimated)
     return found
+
+
+def begun_prices(run: Run) -> Prices | None:
+    """Give the prices of the first layers, where a run was stopped in pricing; damaged ones are measured anew."""
+    if not run.has(PARTLY):
+        return None
+    try:
+        return Prices.from_json(run.read(PARTLY))
+    except RequestError as error:
+        run.log("dropped", file=PARTLY, why=str(error.__cause__ or error))
+        return None
 
 
 def measured_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:
@@ -113,8 +125,11 @@ def allocated(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation
 
 def samples_of(run: Run) -> Samples:
     """Read the queries and keys that were kept when the run was profiled."""
-    with safe_open(run.folder / "state" / "samples.safetensors", "pt") as file:
-        return Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118
+    try:
+        with safe_open(run.folder / SAMPLES, "pt") as file:
+            return Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise run.damaged(SAMPLES, error, "profile.json") from error  # they are measured together
 
 
 def begin_of(run: Run) -> Begin:

@@ -12,7 +12,7 @@ from typing import Any
 
 from linearizer.approximation import measure_approximation, measure_curve
 from linearizer.asking import settings_of
-from linearizer.bench import SAMPLES, Bench, assembled
+from linearizer.bench import Bench, assembled
 from linearizer.distillation import distill
 from linearizer.generation import measure_generation
 from linearizer.jobs import newest_request
@@ -23,6 +23,7 @@ from linearizer.progress import Steps
 from linearizer.recall import measure_longer, measure_recall
 from linearizer.request import Request
 from linearizer.run import Run
+from linearizer.samples import SAMPLES
 from linearizer.speed import LENGTHS, measure_speed
 from linearizer.subjects import Subject
 from linearizer.tasks import find_tasks, measure_tasks

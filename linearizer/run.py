@@ -12,11 +12,12 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from linearizer import journal, locks
 from linearizer.allocation import Allocation
@@ -29,6 +30,7 @@ from linearizer.plan import Plan
 from linearizer.prices import Prices
 from linearizer.profile import Profile
 
+Product = TypeVar("Product")
 OWN = {
     "plan.json", "inspection.json", "profile.json", "prices.json", "gates.json", "allocation.json", "evaluation.json",
     "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
@@ -87,7 +89,7 @@ class Run:
 
     @property
     def plan(self) -> Plan:
-        return Plan.from_json(self.read("plan.json"))
+        return self.parsed("plan.json", Plan.from_json, again=False)
 
     @property
     def pinned_plan(self) -> Plan:
@@ -100,7 +102,7 @@ class Run:
     @property
     def inspection(self) -> dict[str, Any]:
         """What the teacher is, stored with the profile."""
-        return json.loads(self.read("inspection.json"))
+        return self.parsed("inspection.json", json.loads, again=False)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -113,20 +115,20 @@ class Run:
 
     @property
     def profile(self) -> Profile | None:
-        return Profile.from_json(self.read("profile.json")) if self.has("profile.json") else None
+        return self.parsed("profile.json", Profile.from_json) if self.has("profile.json") else None
 
     @property
     def prices(self) -> Prices | None:
-        return Prices.from_json(self.read("prices.json")) if self.has("prices.json") else None
+        return self.parsed("prices.json", Prices.from_json) if self.has("prices.json") else None
 
     @property
     def gates(self) -> list[list[float]] | None:
         """How much each KV head needs its whole cache, where gates were learned."""
-        return json.loads(self.read("gates.json")) if self.has("gates.json") else None
+        return self.parsed("gates.json", json.loads) if self.has("gates.json") else None
 
     @property
     def allocation(self) -> Allocation | None:
-        return Allocation.from_json(self.read("allocation.json")) if self.has("allocation.json") else None
+        return self.parsed("allocation.json", Allocation.from_json) if self.has("allocation.json") else None
 
     @property
     def evaluation(self) -> list[dict[str, Any]]:
@@ -171,6 +173,21 @@ class Run:
             return (self.folder / name).read_text(encoding="utf-8")
         except (OSError, UnicodeDecodeError) as error:
             raise FolderError(f"{str(self.folder / name)!r} cannot be read ({error}): start a new run") from error
+
+    def parsed(self, name: str, parse: Callable[[str], Product], again: bool = True) -> Product:
+        """Read what a file holds, or say what is wrong with it; `again`: going on with the run makes it anew."""
+        try:
+            return parse(self.read(name))
+        except (ValueError, RequestError) as error:
+            raise self.damaged(name, error.__cause__ or error, name if again else "") from error
+
+    def damaged(self, name: str, what: object, remove: str) -> FolderError:
+        """Say that a file cannot be used, and what to remove so that it is made anew; where that is nothing, how on."""
+        it = "it" if remove == name else repr(str(self.folder / remove))
+        remedy = f"remove {it}, and `linearizer runs resume {self.folder}` makes it anew"
+        if not remove or self.checkpoint.exists():  # what has made its student makes nothing anew
+            remedy = "start a new run"
+        return FolderError(f"{str(self.folder / name)!r} cannot be read ({what}): {remedy}")
 
     def write(self, name: str, text: str) -> None:
         write_whole(self.folder / name, text)

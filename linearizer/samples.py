@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+SAMPLES = "state/samples.safetensors"  # of a run's folder
+
 
 @dataclass(frozen=True)
 class LayerSamples:

@@ -1,0 +1,84 @@
+"""What was damaged in a run's folder is named, with what to remove; what is only kept for speed is made anew."""
+
+import re
+import shutil
+
+import pytest
+
+from linearizer import buying, loading, pipeline
+from linearizer.errors import FolderError
+from linearizer.plan import Plan
+from linearizer.progress import finish
+from linearizer.run import Run
+from linearizer.samples import SAMPLES
+
+ASKED = dict(model="demo", budget=24, texts=2, length=32, samples=64, sinks=1, prices="estimated", exchanges=0)
+
+
+@pytest.fixture(scope="module")
+def stopped(tmp_path_factory):
+    """A run that was stopped once it was profiled, and its teacher."""
+    run = Run.begin(tmp_path_factory.mktemp("stopped") / "run", Plan.of(**ASKED))
+    teacher = loading.load(run.plan)
+    finish(pipeline.profile(run, teacher))
+    return run, teacher
+
+
+@pytest.fixture
+def run(stopped, tmp_path):
+    shutil.copytree(stopped[0].folder, tmp_path / "run")
+    return Run(tmp_path / "run")
+
+
+def cut(path):
+    """Leave half of a file."""
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def read(run, name):
+    return getattr(run, name.removesuffix(".json"))
+
+
+@pytest.mark.parametrize("name", ["profile.json", "prices.json", "gates.json", "allocation.json"])
+@pytest.mark.parametrize("damage", [b"", b'{"sinks": 1', b"\xff\xfe"], ids=["empty", "cut", "no text"])
+def test_a_damaged_product_is_named_with_what_to_do(name, damage, run):
+    (run.folder / name).write_bytes(damage)
+    with pytest.raises(FolderError) as refused:
+        read(run, name)
+    said = str(refused.value)
+    assert said.startswith(f"{str(run.folder / name)!r} cannot be read (") and said.count(": remove ") == 1
+    assert said.endswith(f"): remove it, and `linearizer runs resume {run.folder}` makes it anew")
+    run.checkpoint.mkdir()
+    with pytest.raises(FolderError, match=re.escape(name) + r"' cannot be read \(.*\): start a new run$"):
+        read(run, name)
+
+
+@pytest.mark.parametrize("name", ["plan.json", "inspection.json"])
+def test_what_a_run_cannot_do_without_is_named(name, run):
+    cut(run.folder / name)
+    with pytest.raises(FolderError, match=re.escape(name) + r"' cannot be read \(.*\): start a new run$"):
+        read(run, name)
+
+
+def test_what_is_made_anew_is_what_was_lost(run):
+    before = run.read("profile.json"), (run.folder / SAMPLES).read_bytes()
+    for damage in (cut, lambda path: path.unlink()):
+        damage(run.folder / SAMPLES)
+        with pytest.raises(
+            FolderError, match=r"samples.safetensors' cannot be read \(.*\): remove '.*run/profile.json', "
+        ):
+            buying.samples_of(run)
+        (run.folder / "profile.json").unlink()
+        finish(pipeline.profile(run, loading.load(run.plan)))
+        assert (run.read("profile.json"), (run.folder / SAMPLES).read_bytes()) == before
+
+
+def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged(run, stopped):
+    teacher = stopped[1]
+    texts = buying.priced_texts(run, teacher, None)
+    found = finish(buying.measured_prices(run, teacher, texts))
+    (run.folder / "prices.json").unlink()
+    run.write(buying.PARTLY, '{"sinks"')
+    assert finish(buying.measured_prices(run, teacher, texts)) == found
+    (dropped,) = (event for event in run.events() if event["event"] == "dropped")
+    assert dropped["file"] == buying.PARTLY and "delimiter" in dropped["why"] and not run.has(buying.PARTLY)
