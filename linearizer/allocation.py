@@ -195,14 +195,19 @@ def check_dial(layers: Sequence[Layer], budget: Any, features: Any, strategy: st
     if (budget is None) == (features is None):
         raise BudgetError("give either a budget in tokens or a mean number of features, and not both")
     name, asked, least = ("features", features, TILE) if budget is None else ("budget", budget, 1)
-    if not is_count(asked) or not least <= asked <= MOST:
-        raise BudgetError(f"{name} {asked!r} buys nothing: give a whole number from {least} to {MOST}")
+    check_amount(name, asked, least)
     for name, asked in (("window", window), ("sinks", sinks)):
         if not is_count(asked) or asked > MOST:
             raise BudgetError(f"{name} {asked!r} cannot be: give a whole number of tokens, 0 or more")
     if not any(map(heads_replaced, layers)):
         raise BudgetError("the model bounds every layer itself: there is nothing to allocate")
     affordable(layers, budget, features, window + sinks)
+
+
+def check_amount(name: str, asked: Any, least: int) -> None:
+    """Refuse a dial that is no number, or one that nobody can mean."""
+    if not is_count(asked) or not least <= asked <= MOST:
+        raise BudgetError(f"{name} {asked!r} buys nothing: give a whole number from {least} to {MOST}")
 
 
 def check_profile(profile: Profile, layers: Sequence[Layer]) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linearizer.allocation import Allocation, allocate, check_dial, heads_replaced
+from linearizer.allocation import Allocation, allocate, check_amount, check_dial, heads_replaced
 from linearizer.cost import SINKS, Head, Layer, cache_bytes, feature_bytes, slot_bytes, token_bytes
 from linearizer.errors import BudgetError, RequestError
 from linearizer.plan import IN_TOKENS, Plan
@@ -16,6 +16,7 @@ from linearizer.strategies import STRATEGIES
 def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
     """Refuse a budget that cannot be spent as the plan's strategy spends it, whatever will be measured."""
     if plan.strategy in IN_TOKENS:
+        check_amount("budget", plan.budget, 1)
         least = min(sinks_tried(plan)) if plan.measured else plan.kept_sinks
         check_least(layers, plan.budget or 0, least, plan.kept_bits)
     elif plan.strategy in STRATEGIES:

@@ -9,6 +9,7 @@ from linearizer.pipeline import inspect
 from linearizer.plan import Plan
 from linearizer.prices import Prices
 from linearizer.pricing import options
+from linearizer.room import checkpoint_bytes
 from linearizer.run import Run
 
 
@@ -55,6 +56,23 @@ def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):
     said = "measured without features, which the strategy gain-features buys: start a new run with --strategy gain-"
     assert said in refusal(capsys, run, "--strategy", "gain-features")
     assert "measured without slots" in refusal(capsys, priced(far=""), "--budget", "64")
+
+
+@pytest.mark.parametrize("strategy", ["window", "duo", "gain", "windows", "gain-features", "fix"])
+def test_a_budget_that_nobody_can_mean_is_refused_as_such(strategy, priced, tmp_path, capsys):
+    asked = ["--budget", "99999999999999999", "--strategy", strategy]
+    said = refusal(capsys, priced(), *asked)
+    assert said == f"linearizer: budget 99999999999999999 buys nothing: give a whole number from 1 to {2**40}\n"
+    assert main(["run", "demo", "--out", str(tmp_path / "new"), *asked]) == 2
+    assert capsys.readouterr().err == said
+
+
+def test_room_for_features_is_asked_for_where_there_will_be_some(inspection):
+    plain = inspection.weight_bytes
+    for recipe, none in {"swa": True, "duo": True, "windows": True, "best": True, "features": False}.items():
+        sizes = {checkpoint_bytes(Plan.of(recipe, model="demo", budget=budget), inspection) for budget in (64, 2**30)}
+        assert (sizes == {plain}) == none
+    assert checkpoint_bytes(Plan("demo", budget=64, strategy="gain-features"), inspection) > plain
 
 
 @pytest.mark.parametrize(
