@@ -34,6 +34,11 @@ def draw_tokens(real: torch.Tensor, samples: int, rows: int, sinks: int, seed: i
     """Draw tokens that are neither padding nor sinks, without replacement."""
     first = real & (real.cumsum(-1) <= sinks)
     eligible = (real & ~first).flatten().nonzero()[:, 0]
+    if real.shape[1] <= sinks:
+        raise TextError(
+            f"windows of {real.shape[1]} tokens leave none to draw from beside {sinks} sinks: ask for a --length above "
+            f"{sinks}, or for fewer sinks"
+        )
     if len(eligible) < samples // 2:
         raise TextError(
             f"the text leaves {len(eligible)} tokens to draw from, {samples} samples per head need {samples // 2}: "

@@ -79,6 +79,8 @@ def enough_windows(
 ) -> torch.Tensor:  # (count, length), or at least (least, length) where the text ends before
     """Take the first windows of a source, or say how much text is missing; `self` needs the model."""
     least = count if least is None else least
+    if length < 2:
+        raise TextError(f"a window of {length} token has nothing to predict: ask for a --length of at least 2")
     if source == "self" and model is not None:
         return sample_from(model, tokenizer, length, max(least, min(count, SAMPLED)), seed)
     found: list[torch.Tensor] = []

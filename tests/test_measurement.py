@@ -234,6 +234,12 @@ def test_too_little_text_says_how_much_is_needed():
         measured(teacher_of("llama"), texts(2, 20), Asked(samples=128, sinks=2))
 
 
+@pytest.mark.parametrize("tokens", [2, 4])
+def test_windows_of_sinks_alone_are_said_to_be_too_short_however_many(tokens):
+    with pytest.raises(TextError, match=f"windows of {tokens} tokens leave none .* beside 4 sinks: ask for a --length"):
+        measured(teacher_of("llama"), texts(200, tokens), Asked(samples=64, rows=8, sinks=4))
+
+
 def test_layers_that_were_not_seen_are_an_error():
     teacher = teacher_of("llama")
     layers = layers_of(teacher)

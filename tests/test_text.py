@@ -73,6 +73,13 @@ def test_windows_read_no_more_than_they_need(tokenizer):
     assert next(windows).shape == next(windows).shape == (64,)
 
 
+def test_windows_of_one_token_are_refused_whether_or_not_texts_start_with_one(tokenizer, starting_tokenizer):
+    for one in (tokenizer, starting_tokenizer):
+        with pytest.raises(TextError, match="1 token has nothing to predict: ask for a --length of at least 2"):
+            enough_windows("builtin", one, 1, 2)
+        assert enough_windows("builtin", one, 2, 3).shape == (3, 2)
+
+
 def test_windows_longer_than_the_model_print_no_warning(tokenizer, capfd):
     tokenizer.model_max_length = 16
     enough_windows("builtin", tokenizer, 512, 2)
