@@ -146,5 +146,5 @@ def read_plan(path: Path) -> Plan:
     """Read a plan that a run, or the page, wrote to a file."""
     try:
         return Plan.from_json(path.read_text(encoding="utf-8"))
-    except (OSError, UnicodeDecodeError) as error:
-        raise RequestError(f"{str(path)!r} cannot be read ({error}): name a plan.json") from error
+    except (OSError, UnicodeDecodeError, RequestError) as error:
+        raise RequestError(f"{str(path)!r} cannot be read ({error.__cause__ or error}): name a plan.json") from error

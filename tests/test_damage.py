@@ -6,6 +6,7 @@ import shutil
 import pytest
 
 from linearizer import buying, loading, pipeline
+from linearizer.__main__ import main
 from linearizer.errors import FolderError
 from linearizer.plan import Plan
 from linearizer.progress import finish
@@ -58,6 +59,15 @@ def test_what_a_run_cannot_do_without_is_named(name, run):
     cut(run.folder / name)
     with pytest.raises(FolderError, match=re.escape(name) + r"' cannot be read \(.*\): start a new run$"):
         read(run, name)
+
+
+def test_a_damaged_plan_that_a_new_run_is_asked_for_by_is_named(run, tmp_path, capsys):
+    plan = run.folder / "plan.json"
+    for content in (b"[]", b'{"model"', b"\xff", run.read("plan.json").replace("24", "0").encode()):
+        plan.write_bytes(content)
+        assert main(["run", "demo", "--plan", str(plan), "--out", str(tmp_path / "new")]) == 2
+        said = capsys.readouterr().err
+        assert re.fullmatch(rf"linearizer: '{re.escape(str(plan))}' cannot be read \(.*\): name a plan.json\n", said)
 
 
 def test_what_is_made_anew_is_what_was_lost(run):
