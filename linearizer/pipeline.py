@@ -83,7 +83,7 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
 
 def texts_needed(plan: Plan) -> int:
     """Count the texts that a run cannot do without: to measure or for one batch, and one more to judge by."""
-    return max(plan.texts, plan.batch if plan.steps else 0) + 1
+    return max(plan.texts, plan.batch if plan.trains else 0) + 1
 
 
 def shared_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -37,7 +37,7 @@ def state_bytes(plan: Plan, inspection: Inspection) -> int:
         (layer.query_heads + layer.kv_heads) * plan.samples // 2 * layer.key_dim + layer.kv_heads * plan.samples
         for layer in inspection.layers
     )
-    return samples * NUMBER + (KEPT * FILES * feature_bytes(plan, inspection) if plan.steps else 0)
+    return samples * NUMBER + (KEPT * FILES * feature_bytes(plan, inspection) if plan.trains else 0)
 
 
 def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection) -> None:
