@@ -71,7 +71,7 @@ def test_a_space_removes_what_nobody_has_looked_after(space):
 
 @pytest.mark.parametrize("field", MOST)
 def test_a_space_says_what_is_too_much(space, field):
-    plan = Plan("demo", budget=64, **{"steps": 1, field: MOST[field] + 8})
+    plan = Plan.of("features", model="demo", budget=64, **{"steps": 1, field: MOST[field] + 8})
     found = desk.inspect(visitor(secret=ANN), "demo")
     with pytest.raises(RequestError, match=f"{field} .* more than this Space serves"):
         limits.check(visitor(secret=ANN), plan, found, space)

@@ -1,7 +1,8 @@
 """The large libraries, imported once the page is open, so that neither the page nor the first look at a model waits.
 
 transformers puts another module in its own place while it is imported: a thread that asks for it meanwhile may be
-given the first, which lacks nearly everything. So one thread imports it, and whoever needs it waits for that.
+given the first, which lacks nearly everything. So one thread imports it, and whoever needs it waits for that, also the
+end of the process: libraries abort that are still being loaded then.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ _whole = threading.Event()
 def warm() -> None:
     """Begin to import, once."""
     if _first.acquire(blocking=False):
-        threading.Thread(target=_import, daemon=True).start()
+        threading.Thread(target=_import).start()
 
 
 def wait() -> None:
