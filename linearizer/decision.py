@@ -37,7 +37,7 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
     if plan.strategy == "duo":
         if (gates := run.gates) is None:
             raise missing(run, plan, "gates")
-        return by_gates(gates, layers, plan.budget or 0, plan.kept_sinks, plan.target_length or run.positions)
+        return by_gates(gates, layers, plan.budget or 0, plan.kept_sinks, plan.far_length(run.positions))
     if (profile := run.profile) is None:
         raise missing(run, plan, "profile")
     return allocate(
@@ -53,8 +53,12 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
 
 def decidable(run: Run) -> bool:
     """Tell whether a run has measured all that it decides by, its profile in any case."""
-    decisive = "prices" if run.plan.measured else {"duo": "gates"}.get(run.plan.strategy, "profile")
-    return run.has("profile.json") and run.has(f"{decisive}.json")
+    return run.has("profile.json") and run.has(f"{decisive(run.plan)}.json")
+
+
+def decisive(plan: Plan) -> str:
+    """Name what a run with this plan measures last, and decides by."""
+    return "prices" if plan.measured else {"duo": "gates"}.get(plan.strategy, "profile")
 
 
 def alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocation:
@@ -88,7 +92,7 @@ def market_asked(run: Run, plan: Plan) -> tuple:
     def wanted(head: Head) -> bool:
         return (not head.slots or plan.far == "slots") and (not head.features or plan.far == "features")
 
-    return prices.of(wanted), plan.target_length or run.positions
+    return prices.of(wanted), plan.far_length(run.positions)
 
 
 def check_asked(prices: Prices, plan: Plan) -> None:
@@ -113,8 +117,7 @@ def market_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Market:
 
 def missing(run: Run, plan: Plan, what: str) -> RequestError:
     """Say what a plan needs and a run has not measured: going on with the run may measure it, or only a new one."""
-    measures = {"prices": run.plan.measured, "gates": run.plan.strategy == "duo"}.get(what, True)
-    if measures and not run.checkpoint.exists():
+    if what in ("profile", decisive(run.plan)) and not run.checkpoint.exists():
         return RequestError(f"{str(run.folder)!r} has no {what} yet: `linearizer run --resume` measures them")
     return RequestError(
         f"{str(run.folder)!r} has no {what}, by which the strategy {plan.strategy} decides, and going on with it "

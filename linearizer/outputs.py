@@ -15,7 +15,7 @@ from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.subjects import Subject
 
 Tensor = torch.Tensor
-PROBE = 16  # tokens that show whether a model gives numbers
+PROBE = 16  # tokens that a model reads to be known
 LOGITS = 2**26  # logits of one subject that are held at once, in fp32
 NEAR = 2**19  # of them fit into a processor's caches
 

@@ -140,7 +140,12 @@ class Plan:
     @property
     def learns(self) -> bool:
         """Whether a student may hold what training changes: features, or adapters."""
-        return bool(self.lora) or self.far == "features" or self.strategy not in IN_TOKENS
+        return bool(self.lora) or self.featured
+
+    @property
+    def featured(self) -> bool:
+        """Whether heads may buy features."""
+        return self.far == "features" or self.strategy not in IN_TOKENS
 
     @property
     def trains(self) -> bool:

@@ -8,7 +8,6 @@ from linearizer.files import check_room
 from linearizer.hub import Source, cache_folder, download_bytes
 from linearizer.inspection import Inspection
 from linearizer.plan import Plan
-from linearizer.strategies import STRATEGIES
 
 NUMBER = 4  # bytes of a float32
 KEPT = 4  # numbers that training keeps of a parameter: itself, a good one of before, two moments
@@ -25,7 +24,7 @@ def checkpoint_bytes(plan: Plan, inspection: Inspection) -> int:
 
 def feature_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate the size of the feature maps, if any: a feature is what a query, a key and a centre are."""
-    if plan.strategy not in STRATEGIES and plan.far != "features":
+    if not plan.featured:
         return 0
     features = plan.features or plan.budget or 0
     return sum(layer.kv_heads * features * (3 * layer.key_dim + 4) * NUMBER for layer in inspection.layers)

@@ -139,10 +139,8 @@ def allocation_text(allocation: Allocation, layers: Sequence[Layer], length: int
 
 def cost_text(allocation: Allocation, layers: Sequence[Layer], length: int) -> str:
     """Say in one line what a student's state is and costs, once `length` tokens have been read where it grows."""
-    growth, begin = (
-        allocation.growth(layers),
-        smaller_from(allocation.breakeven_tokens(layers), allocation.saved(layers)),
-    )
+    growth = allocation.growth(layers)
+    begin = smaller_from(allocation.breakeven_tokens(layers), allocation.saved(layers))
     state = f"{growing(allocation.state_bytes(layers, 0), growth)} of state"
     if growth:
         state += f" ({size(allocation.state_bytes(layers, length))} after {length:,} tokens)"

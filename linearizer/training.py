@@ -26,6 +26,7 @@ from linearizer.losses import (
     logits_loss,
 )
 from linearizer.memory import is_out_of_memory
+from linearizer.outputs import PROBE
 from linearizer.recording import number, output_projections
 from linearizer.runtime.attention import attending, attention_modules, observing
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
@@ -34,7 +35,6 @@ from linearizer.training_state import TrainingState
 
 Losses = dict[str, dict[int, float]]  # "loss" and "excess" of every layer
 TEACHER = "sdpa"
-PROBE = 16  # tokens that a model reads to be known
 
 
 class Training:

@@ -105,7 +105,7 @@ class Watched:
             self.found = charts.freedoms_of(profile)
             self.put("curves", "measured", lambda: charts.freedom_curves(profile).to_json())
         self.put("map", (len(self.found), self.run.has("inspection.json")), self.map)
-        if decidable(run):
+        if "measured" not in self.parts and decidable(run):
             self.put("measured", "yes", lambda: True)
 
     def map(self) -> str | None:

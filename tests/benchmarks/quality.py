@@ -145,7 +145,7 @@ def has_both(allocation):
 
 def prepared(work, plan):
     """Open a run that has the measurements of its plan, which other plans may have asked for before."""
-    seen = {name: getattr(plan, name) for name in ("model", "text", "texts", "length", "samples", "seed")}
+    seen = {name: getattr(plan, name) for name in ("model", "texts", "length")}
     key = digest({}, json.dumps({**seen, **asdict(asked_of(plan))}))[:16]
     base, folder = work / f"{Path(plan.model).name}-{key}", work / "run"
     shutil.rmtree(folder, ignore_errors=True)
