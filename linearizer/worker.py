@@ -115,15 +115,27 @@ def faults_logged(run: Run) -> Iterator[None]:
 def faults_kept(run: Run, token: str | None, file: Path | None = None) -> Iterator[None]:
     """Keep the traceback of a fault of our own, too: in a file, or on standard error, and never the token."""
     try:
-        with faults_logged(run):
+        with faults_logged(run), traceback_kept(token, file):  # kept first: who reads the log finds it
             yield
     except LinearizerError:
         raise
     except Exception as fault:
+        raise FaultError(f"{type(fault).__name__}, a fault of Linearizer itself") from None
+
+
+@contextmanager
+def traceback_kept(token: str | None, file: Path | None) -> Iterator[None]:
+    """Write down the traceback of a fault of our own."""
+    try:
+        yield
+    except LinearizerError:
+        raise
+    except Exception:
         text = traceback.format_exc()
         with nullcontext(sys.stderr) if file is None else file.open("a") as kept:
             kept.write(text.replace(token, "…") if token else text)
-        raise FaultError(f"{type(fault).__name__}, a fault of Linearizer itself") from None
+            kept.flush()
+        raise
 
 
 @contextmanager
