@@ -84,9 +84,7 @@ def work(plan: Plan, inspection: Inspection, layers: list[Layer], length: int, m
     attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
     heads = sum(layer.kv_heads for layer in layers)
     spectra = heads * plan.samples**3 / machine.spectra
-    passes = (plan.texts + plan.steps * plan.batch + JUDGED) * length * (token + attention)
-    features = plan.features or (plan.budget or 0) / 2
-    trained = sum(layer.query_heads * layer.key_dim * features for layer in layers) * plan.steps * plan.batch * length
+    passes = (plan.texts + JUDGED) * length * (token + attention)
     pricing = 0.0
     if plan.measured:
         offered = len(options(length, plan.far))
@@ -94,7 +92,17 @@ def work(plan: Plan, inspection: Inspection, layers: list[Layer], length: int, m
         pricing = students * max(2, plan.texts // 2) * length * (token + attention)
         pricing += heads * offered * len(layers) * PASS * machine.products
         pricing = min(pricing, PATIENCE * machine.products)  # beyond that prices are estimated
-    return spectra + (passes + pricing + FAR * trained) / machine.products + inspection.weight_bytes / machine.reads
+    worked = (passes + pricing) / machine.products + training(plan, layers, length, token + attention, machine)
+    return spectra + worked + inspection.weight_bytes / machine.reads
+
+
+def training(plan: Plan, layers: list[Layer], length: int, token: float, machine: Speeds) -> float:
+    """Say how many seconds training takes, where a pass takes so many operations of a token."""
+    if plan.minutes is not None:
+        return 60 * plan.minutes
+    features = plan.features or (plan.budget or 0) / 2
+    products = sum(layer.query_heads * layer.key_dim * features for layer in layers)
+    return plan.steps * plan.batch * length * (token + FAR * products) / machine.products
 
 
 def memory(plan: Plan, inspection: Inspection, layers: list[Layer], length: int) -> float:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import math
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -22,6 +21,7 @@ LEAST = 18  # tokens of cache that the fewest features of a head cost
 # Strategies that buy by prices, and what for beside windows.
 FAR = {"gain": "slots", "gain-features": "features", "windows": ""}
 IN_TOKENS = (*FAR, "window", "duo")  # strategies that spend tokens of cache, and so take no number of features
+YEAR = 365 * 24 * 60  # minutes
 PRICES = ("auto", "measured", "estimated")
 
 
@@ -88,8 +88,8 @@ class Plan:
                 raise BudgetError(f"{name} {asked} buys nothing: give a whole number, at least 1")
         if self.strategy in IN_TOKENS and self.budget is None:
             raise BudgetError(f"the strategy {self.strategy} spends a budget in tokens: give one instead of features")
-        if self.minutes is not None and not 0 < self.minutes < math.inf:
-            raise RequestError(f"minutes {self.minutes} are no time to train: give a number above 0")
+        if self.minutes is not None and not 0 < self.minutes <= YEAR:
+            raise RequestError(f"minutes {self.minutes} are no time to train: give more than 0, and a year's at most")
         if self.minutes is not None and not self.learns:
             raise RequestError(
                 f"recipe {self.recipe!r} with the strategy {self.strategy} has nothing that learns: leave out minutes, "

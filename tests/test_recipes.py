@@ -138,6 +138,9 @@ def test_minutes_are_no_steps_where_no_head_learns_and_refused_where_none_could(
     assert any(head.features for row in allocation.heads for head in row)  # drawn at random, and fixed
     assert [event["steps"] for event in run.events() if event["event"] == "timed"] == [0]
     assert not [event for event in run.events() if event["event"] == "distill"] and run.done
+    for endless in (0.0, 1e9, float("inf"), float("nan")):
+        with pytest.raises(RequestError, match="are no time to train: give more than 0, and a year's at most"):
+            replace(plan, minutes=endless)
     for steps in (0, 10):
         with pytest.raises(RequestError, match="recipe 'best' with the strategy gain has nothing that learns"):
             Plan.of(model="demo", budget=64, minutes=3, steps=steps)

@@ -123,6 +123,15 @@ def test_an_estimate_grows_with_the_work_and_covers_the_download(root):
     assert guesses[0].disk_bytes > 5e6 + found.weight_bytes
 
 
+def test_minutes_that_are_asked_for_are_in_the_estimate():
+    from linearizer.estimates import Speeds, estimate
+
+    found, machine = desk.inspect(visitor(), "demo"), Speeds(1e12, 1e12, 1e9)
+    plans = (Plan.of("features", model="demo", budget=64, **some) for some in ({"steps": 0}, {"minutes": 60}))
+    untrained, an_hour = (estimate(plan, found, machine, 0) for plan in plans)
+    assert an_hour.seconds - untrained.seconds == pytest.approx(3600)
+
+
 def test_local_folders_are_found_as_they_are_typed_and_never_on_a_space(root, tmp_path, hub, monkeypatch):
     model = tmp_path / "models" / "mine"
     model.mkdir(parents=True)
