@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from linearizer.tables import columns, size
+from linearizer.tables import columns, from_length, size
 
 Found = Mapping[str, Any]
 Rows = list[Sequence[object]]
@@ -156,13 +156,12 @@ def breakeven_note(found: Found | None) -> tuple[str, ...]:
     """Say from when on the student is the better one, as told by its shape and as measured."""
     if found is None:
         return ()
-
-    def at(tokens: int | None) -> str:
-        return "never" if tokens is None else f"from {tokens} tokens on"
-
+    told_bytes, held, told_operations, writing = (
+        from_length(found[name]) for name in ("told_bytes", "bytes", "told_operations", "writing")
+    )
     return (
-        f"the student remembers less {at(found['told_bytes'])} by its shape, {at(found['bytes'])} as measured; it "
-        f"writes with fewer operations {at(found['told_operations'])}, and faster {at(found['writing'])} as measured",
+        f"the student remembers less {told_bytes} by its shape, {held} as measured; it writes with fewer operations "
+        f"{told_operations}, and faster {writing} as measured",
     )
 
 

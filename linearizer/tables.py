@@ -19,11 +19,16 @@ def growing(fixed: int, growth: int) -> str:
     return f"{size(fixed)} + {size(growth)} a token" if growth else size(fixed)
 
 
-def smaller_from(begin: int | None, saved: int) -> str:
-    """Say from where on a state is smaller than the cache, if it is from a length on and every token saves bytes."""
-    if begin is None or saved <= 0:  # where nothing is saved both may be as large from the first token on
+def from_length(begin: int | None) -> str:
+    """Say from what length on something holds; None: it never does."""
+    if begin is None:
         return "never"
     return f"from {begin:,} tokens on" if begin else "at any length"
+
+
+def smaller_from(begin: int | None, saved: int) -> str:
+    """Say from what length on a state is smaller than the cache: never where no token saves bytes."""
+    return from_length(begin if saved > 0 else None)
 
 
 def columns(rows: Sequence[Sequence[object]]) -> str:
