@@ -15,10 +15,11 @@ from linearizer.allocation import Allocation
 from linearizer.cost import Layer
 from linearizer.errors import BudgetError, LinearizerError, RequestError
 from linearizer.files import writing
+from linearizer.folders import runs_root
 from linearizer.plan import Plan
 from linearizer.prices import Prices
 from linearizer.request import Request
-from linearizer.run import Run, runs_root
+from linearizer.run import Run
 from linearizer.visitors import Visitor, on_space
 
 if TYPE_CHECKING:

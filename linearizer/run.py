@@ -14,8 +14,6 @@ import json
 import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from difflib import get_close_matches
-from itertools import count
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -36,7 +34,6 @@ OWN = {
     "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
 }  # fmt: skip
 ENDS = ("started", "done")  # of the events that say so, the newest tells whether a run is done
-SHOWN = 9  # names of runs, where one that is not there was asked for
 EVALUATION = "evaluate"
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
 
@@ -102,11 +99,11 @@ class Run:
     @property
     def inspection(self) -> dict[str, Any]:
         """What the teacher is, stored with the profile."""
-        return self.parsed("inspection.json", json.loads, again=False)
+        return self.parsed("inspection.json", read_inspection, again=False)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        return tuple(Layer(**layer) for layer in self.inspection["layers"])
+        return self.inspection["layers"]
 
     @property
     def positions(self) -> int:
@@ -124,7 +121,7 @@ class Run:
     @property
     def gates(self) -> list[list[float]] | None:
         """How much each KV head needs its whole cache, where gates were learned."""
-        return self.parsed("gates.json", json.loads) if self.has("gates.json") else None
+        return self.parsed("gates.json", read_gates) if self.has("gates.json") else None
 
     @property
     def allocation(self) -> Allocation | None:
@@ -178,7 +175,7 @@ class Run:
         """Read what a file holds, or say what is wrong with it; `again`: going on with the run makes it anew."""
         try:
             return parse(self.read(name))
-        except (ValueError, RequestError) as error:
+        except (ValueError, TypeError, KeyError, RequestError) as error:
             raise self.damaged(name, error.__cause__ or error, name if again else "") from error
 
     def damaged(self, name: str, what: object, remove: str) -> FolderError:
@@ -256,6 +253,18 @@ class Run:
             (self.folder / name).unlink(missing_ok=True)
 
 
+def read_inspection(text: str) -> dict[str, Any]:
+    """Read what was told of a teacher; what is missing is missed here, where the file can be named."""
+    read = json.loads(text)
+    needed = {name: read[name] for name in ("revision", "max_positions")}
+    return {**read, **needed, "layers": tuple(Layer(**layer) for layer in read["layers"])}
+
+
+def read_gates(text: str) -> list[list[float]]:
+    """Read how much each KV head needs its whole cache."""
+    return [[float(gate) for gate in layer] for layer in json.loads(text)]
+
+
 def located(plan: Plan) -> Plan:
     """Name the folders and files of a plan so that they are found from any folder that the run is resumed in."""
     kind, _, rest = plan.text.partition(":")
@@ -268,33 +277,3 @@ def absolute(name: str) -> str:
     """Write out where a file or folder lies; a name that is none stays."""
     path = os.path.expanduser(name)
     return os.path.abspath(path) if name and os.path.exists(path) else name
-
-
-def runs_root() -> Path:
-    """Give the folder that runs are in unless another is named."""
-    return Path(os.environ.get("LINEARIZER_RUNS") or "runs")
-
-
-def find_run(name: str, root: Path | None = None) -> Run:
-    """Open a run by its name under the root, or by its folder; where there is none, say which may be meant."""
-    root = root or runs_root()
-    for folder in (root / name, Path(name)):
-        if os.path.isfile(folder / "plan.json"):  # unlike Path's, this takes any name
-            return Run(folder)
-    known = sorted(plan.parent.name for plan in root.glob("*/plan.json"))
-    near = get_close_matches(name, known, n=3, cutoff=0.5)
-    if near:
-        said = f"did you mean {' or '.join(near)}?"
-    elif known:
-        said = f"{str(root)!r} has {', '.join(known[:SHOWN])}{', …' if len(known) > SHOWN else ''}"
-    else:
-        said = f"{str(root)!r} has none; start one with `linearizer run MODEL`"
-    held = "that folder holds no run; " if os.path.isdir(name) else ""
-    raise FolderError(f"there is no run {name!r}: {held}{said}")
-
-
-def fresh_folder(model: str, budget: str, root: Path | None = None) -> Path:
-    """Choose a folder for a run that is not there yet."""
-    name = f"{model.rstrip('/').split('/')[-1].replace('@', '-')}-{budget}"
-    root = root or runs_root()
-    return next(path for n in count(1) if not (path := root / (name if n == 1 else f"{name}-{n}")).exists())

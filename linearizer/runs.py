@@ -13,9 +13,10 @@ from typing import Any
 
 from linearizer import jobs, terminal
 from linearizer.errors import FaultError, RequestError, Stopped
+from linearizer.folders import find_run, runs_root
 from linearizer.jobs import Status
 from linearizer.progress import Progress
-from linearizer.run import Run, find_run, runs_root
+from linearizer.run import Run
 from linearizer.tables import columns, size
 
 ACTIONS = {

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -46,9 +45,9 @@ def timed_plan(run: Run, teacher: Teacher, student: LinearizedForCausalLM, token
         student.load_state_dict(before, strict=False)
         taken = sum(seconds) / len(seconds)
         steps = max(len(seconds), int(60 * plan.minutes / taken)) if taken else 0
-        run.write("state/steps.json", json.dumps(steps))
+        run.write("state/steps.json", str(steps))
         run.log("timed", steps=steps, seconds=seconds)
-    return replace(plan, steps=json.loads(run.read("state/steps.json")), minutes=None)
+    return replace(plan, steps=run.parsed("state/steps.json", int), minutes=None)
 
 
 def step_seconds(student: LinearizedForCausalLM, settings: Settings, texts: torch.Tensor) -> float:

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from linearizer import buying, loading, pipeline
+from linearizer import buying, loading, pipeline, teaching
 from linearizer.__main__ import main
 from linearizer.errors import FolderError
 from linearizer.plan import Plan
@@ -41,7 +41,7 @@ def read(run, name):
 
 
 @pytest.mark.parametrize("name", ["profile.json", "prices.json", "gates.json", "allocation.json"])
-@pytest.mark.parametrize("damage", [b"", b'{"sinks": 1', b"\xff\xfe"], ids=["empty", "cut", "no text"])
+@pytest.mark.parametrize("damage", [b"", b'{"sinks": 1', b"\xff\xfe", b"[3]"], ids=["empty", "cut", "no text", "else"])
 def test_a_damaged_product_is_named_with_what_to_do(name, damage, run):
     (run.folder / name).write_bytes(damage)
     with pytest.raises(FolderError) as refused:
@@ -55,8 +55,9 @@ def test_a_damaged_product_is_named_with_what_to_do(name, damage, run):
 
 
 @pytest.mark.parametrize("name", ["plan.json", "inspection.json"])
-def test_what_a_run_cannot_do_without_is_named(name, run):
-    cut(run.folder / name)
+@pytest.mark.parametrize("damage", [cut, lambda path: path.write_text('{"layers": [{}]}')], ids=["cut", "else"])
+def test_what_a_run_cannot_do_without_is_named(name, damage, run):
+    damage(run.folder / name)
     with pytest.raises(FolderError, match=re.escape(name) + r"' cannot be read \(.*\): start a new run$"):
         read(run, name)
 
@@ -92,3 +93,11 @@ def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged
     assert finish(buying.measured_prices(run, teacher, texts)) == found
     (dropped,) = (event for event in run.events() if event["event"] == "dropped")
     assert dropped["file"] == buying.PARTLY and "delimiter" in dropped["why"] and not run.has(buying.PARTLY)
+
+
+def test_a_damaged_number_of_steps_is_named(run):
+    asked = dict(model="demo", features=16, minutes=1.0)
+    run.write("plan.json", Plan.of("features", **asked).to_json())
+    run.write("state/steps.json", "1e")
+    with pytest.raises(FolderError, match=r"state/steps.json' cannot be read \(.*\): remove it, and `linearizer runs"):
+        teaching.timed_plan(run, None, None, None)

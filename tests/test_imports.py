@@ -33,7 +33,7 @@ LAYERS = [  # a module may import from the layers after its own
     {"model_card", "space"},
     {"card_metadata"},
     {"arguments", "command", "duet", "evaluation_table", "report", "trained"},
-    {"evaluation"},
+    {"evaluation", "folders"},
     {"plan", "run"},
     {
         "approximation",

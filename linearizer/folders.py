@@ -1,0 +1,43 @@
+"""Where runs lie, and how one is found by its name."""
+
+from __future__ import annotations
+
+import os
+from difflib import get_close_matches
+from itertools import count
+from pathlib import Path
+
+from linearizer.errors import FolderError
+from linearizer.run import Run
+
+SHOWN = 9  # names of runs, where one that is not there was asked for
+
+
+def runs_root() -> Path:
+    """Give the folder that runs are in unless another is named."""
+    return Path(os.environ.get("LINEARIZER_RUNS") or "runs")
+
+
+def find_run(name: str, root: Path | None = None) -> Run:
+    """Open a run by its name under the root, or by its folder; where there is none, say which may be meant."""
+    root = root or runs_root()
+    for folder in (root / name, Path(name)):
+        if os.path.isfile(folder / "plan.json"):  # unlike Path's, this takes any name
+            return Run(folder)
+    known = sorted(plan.parent.name for plan in root.glob("*/plan.json"))
+    near = get_close_matches(name, known, n=3, cutoff=0.5)
+    if near:
+        said = f"did you mean {' or '.join(near)}?"
+    elif known:
+        said = f"{str(root)!r} has {', '.join(known[:SHOWN])}{', …' if len(known) > SHOWN else ''}"
+    else:
+        said = f"{str(root)!r} has none; start one with `linearizer run MODEL`"
+    held = "that folder holds no run; " if os.path.isdir(name) else ""
+    raise FolderError(f"there is no run {name!r}: {held}{said}")
+
+
+def fresh_folder(model: str, budget: str, root: Path | None = None) -> Path:
+    """Choose a folder for a run that is not there yet."""
+    name = f"{model.rstrip('/').split('/')[-1].replace('@', '-')}-{budget}"
+    root = root or runs_root()
+    return next(path for n in count(1) if not (path := root / (name if n == 1 else f"{name}-{n}")).exists())
