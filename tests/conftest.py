@@ -37,6 +37,19 @@ def hub():
     return HUB
 
 
+@pytest.fixture
+def said(capsys):
+    """Ask the command line: the exit code, and what it wrote to standard output and to standard error."""
+
+    def ask(*arguments):
+        from linearizer.__main__ import main
+
+        code = main([str(argument) for argument in arguments])
+        return code, *capsys.readouterr()
+
+    return ask
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):
     """Save a tiny model with two shards, and return its folder, which no test may change."""

@@ -57,16 +57,9 @@ def run(finished, tmp_path):
     return Run.open(tmp_path / "run")
 
 
-def said(capsys, *arguments):
-    """The exit code, and what was written to standard output and to standard error."""
-    code = main(["evaluate", *map(str, arguments)])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
-def refused(capsys, *arguments):
+def refused(said, *arguments):
     """The sentence by which a request is refused."""
-    code, out, err = said(capsys, *arguments)
+    code, out, err = said("evaluate", *arguments)
     assert (code, out) == (2, "") and err.startswith("linearizer: ") and err.count("\n") == 1
     return err
 
@@ -95,9 +88,9 @@ def test_a_file_that_was_cut_off_is_named(begun):
         assert begun.evaluation
 
 
-def test_all_are_measured_and_it_is_said_with_what(run, capsys):
+def test_all_are_measured_and_it_is_said_with_what(run, said):
     rows = run.evaluation
-    code, out, err = said(capsys, run.folder, "--parts", "language,recall", "--texts", "3", "--json")
+    code, out, err = said("evaluate", run.folder, "--parts", "language,recall", "--texts", "3", "--json")
     assert code == 0, err
     assert json.loads(out) == run.evaluation_parts and run.evaluation == rows
     language = run.evaluation_parts["language"]
@@ -108,23 +101,23 @@ def test_all_are_measured_and_it_is_said_with_what(run, capsys):
     assert {"text", "learnt", "judged", "seed", "versions", "device"} <= run.found["made_with"].keys()
 
 
-def test_the_tables_name_all_that_are_compared(run, capsys):
-    out = said(capsys, run.folder, "--parts", "language,recall", "--texts", "2")[1]
+def test_the_tables_name_all_that_are_compared(run, said):
+    out = said("evaluate", run.folder, "--parts", "language,recall", "--texts", "2")[1]
     for word in ("teacher", "student", "window", "untrained", "calibration", "seed 0", "torch", "95 %"):
         assert word in out
     assert run.done and jobs.status(run).state == "done"
 
 
-def test_a_part_that_is_there_as_asked_is_not_measured_again(run, capsys, monkeypatch):
-    said(capsys, run.folder, "--parts", "language", "--texts", "2")
+def test_a_part_that_is_there_as_asked_is_not_measured_again(run, said, monkeypatch):
+    said("evaluate", run.folder, "--parts", "language", "--texts", "2")
     before = run.evaluation_parts["language"]
     with monkeypatch.context() as patch:
         patch.setitem(examination.PARTS, "language", (lambda *_: pytest.fail(), examination.ON_TEXT))
-        said(capsys, run.folder, "--parts", "language,recall", "--texts", "2")
+        said("evaluate", run.folder, "--parts", "language,recall", "--texts", "2")
     assert list(run.evaluation_parts) == ["language", "recall"]
-    said(capsys, run.folder, "--parts", "language", "--texts", "2", "--again")
+    said("evaluate", run.folder, "--parts", "language", "--texts", "2", "--again")
     assert run.evaluation_parts["language"] == before
-    said(capsys, run.folder, "--parts", "language", "--texts", "3")
+    said("evaluate", run.folder, "--parts", "language", "--texts", "3")
     assert run.evaluation_parts["language"] != before
 
 
@@ -162,9 +155,9 @@ def test_ctrl_c_and_a_kill_leave_what_was_finished(run):
     )  # a kill may forestall one
 
 
-def test_two_evaluations_never_write_one_run(run, capsys):
+def test_two_evaluations_never_write_one_run(run, said):
     with run.locked():
-        assert "being written by another process" in refused(capsys, run.folder, "--parts", "language")
+        assert "being written by another process" in refused(said, run.folder, "--parts", "language")
 
 
 def test_the_text_is_not_what_the_student_was_trained_on(finished):
@@ -188,14 +181,14 @@ def test_a_run_is_judged_on_text_that_nothing_was_measured_on(tmp_path, model):
     assert [row["language"]["loss"] for row in run.evaluation] == pytest.approx(losses, abs=1e-5)
 
 
-def test_a_folder_that_is_no_run_is_refused(tmp_path, begun, capsys):
-    assert "holds no run" in refused(capsys, tmp_path)
-    assert "has no student yet" in refused(capsys, begun.folder)
+def test_a_folder_that_is_no_run_is_refused(tmp_path, begun, said):
+    assert "holds no run" in refused(said, tmp_path)
+    assert "has no student yet" in refused(said, begun.folder)
 
 
-def test_a_text_shorter_than_one_window_is_refused(run, tmp_path, capsys):
+def test_a_text_shorter_than_one_window_is_refused(run, tmp_path, said):
     (tmp_path / "short.txt").write_text("A few words.")
-    err = refused(capsys, run.folder, "--text", f"file:{tmp_path / 'short.txt'}", "--parts", "language")
+    err = refused(said, run.folder, "--text", f"file:{tmp_path / 'short.txt'}", "--parts", "language")
     assert "and 64 are needed (1 windows of 64)" in err
 
 
@@ -217,25 +210,25 @@ def test_a_text_shorter_than_one_window_is_refused(run, tmp_path, capsys):
         (["--length", "193"], "has learned 192 positions; ask for at most 192"),
     ],
 )
-def test_bad_requests_are_refused_with_a_sentence(arguments, sentence, run, capsys):
-    assert sentence in refused(capsys, run.folder, *arguments)
+def test_bad_requests_are_refused_with_a_sentence(arguments, sentence, run, said):
+    assert sentence in refused(said, run.folder, *arguments)
     assert run.evaluation_parts == {}
 
 
-def test_a_context_beyond_rotary_positions_is_marked_as_extrapolated(tmp_path, capsys):
+def test_a_context_beyond_rotary_positions_is_marked_as_extrapolated(tmp_path, said, capsys):
     folder = tmp_path / "run"
     assert main(["run", "demo", "--recipe", "swa", "--budget", "64", "--out", str(folder), *QUICK[:-2]]) == 0
     capsys.readouterr()
-    _, out, _ = said(capsys, folder, "--parts", "language", "--length", "1100", "--texts", "1")
+    _, out, _ = said("evaluate", folder, "--parts", "language", "--length", "1100", "--texts", "1")
     assert "longer than the teacher's positions: extrapolated" in out
     assert Run.open(folder).evaluation_parts["language"]["extrapolated"] is True
 
 
-def test_a_student_whose_teacher_is_gone_is_measured_alone(run, model, tmp_path, capsys):
+def test_a_student_whose_teacher_is_gone_is_measured_alone(run, model, tmp_path, said):
     hidden = model.with_name("hidden")
     model.rename(hidden)
     try:
-        code, out, err = said(capsys, run.folder, "--parts", "language,recall", "--texts", "2")
+        code, out, err = said("evaluate", run.folder, "--parts", "language,recall", "--texts", "2")
     finally:
         hidden.rename(model)
     assert code == 0, err
@@ -245,9 +238,9 @@ def test_a_student_whose_teacher_is_gone_is_measured_alone(run, model, tmp_path,
     assert language["subjects"][0]["kl"] is None and "–" in out
 
 
-def test_every_part_is_measured_told_and_plotted_as_it_is(run, capsys):
+def test_every_part_is_measured_told_and_plotted_as_it_is(run, said):
     small = ["--texts", "2", "--lengths", "160,192", "--seconds", "0.2", "--curve-steps", "1"]
-    code, out, err = said(capsys, run.folder, *small)
+    code, out, err = said("evaluate", run.folder, *small)
     assert code == 0, err
     parts = run.evaluation_parts
     assert list(parts) == [part for part in examination.PARTS if part != "tasks"]
@@ -260,15 +253,15 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, capsys):
     assert json.loads(json.dumps(parts)) == parts
 
 
-def test_a_teacher_too_short_for_pairs_is_measured_in_all_else(tmp_path, capsys):
+def test_a_teacher_too_short_for_pairs_is_measured_in_all_else(tmp_path, said, capsys):
     model = save_gpt2(tmp_path / "model", 96)
     how = ["--recipe", "swa", "--budget", "32", "--out", str(tmp_path / "run"), *QUICK[:-2]]
     assert main(["run", str(model), *how]) == 0
     capsys.readouterr()
-    code, out, err = said(capsys, tmp_path / "run", "--texts", "1", "--seconds", "0.1")
+    code, out, err = said("evaluate", tmp_path / "run", "--texts", "1", "--seconds", "0.1")
     assert code == 0, err
     assert "found, at depth" not in out and "reads tokens/s" in out
-    assert "4 pairs do not fit" in refused(capsys, tmp_path / "run", "--parts", "needle")
+    assert "4 pairs do not fit" in refused(said, tmp_path / "run", "--parts", "needle")
 
 
 def test_controls_have_the_teachers_weights_where_adapters_changed_the_students(tmp_path, model, capsys):

@@ -16,7 +16,6 @@ from huggingface_hub import ModelCard, hf_hub_download
 from transformers import AutoTokenizer
 
 from linearizer import jobs, patience, publishing
-from linearizer.__main__ import main
 from linearizer.checkpoint import load
 from linearizer.errors import FaultError, LinearizerError, PublishError, RequestError
 from linearizer.hub import find_model
@@ -344,40 +343,34 @@ def test_a_run_without_a_student_is_refused(hub, tmp_path):
     assert not hub.requests
 
 
-def said(capsys, *arguments):
-    """The exit code, and what was written to standard output and to standard error."""
-    code = main([str(argument) for argument in arguments])
-    return code, *capsys.readouterr()
-
-
-def test_the_command_shows_then_publishes(hub, run, signed_in, capsys):
-    code, out, _ = said(capsys, "push", run.folder, "student", "--dry-run")
+def test_the_command_shows_then_publishes(hub, run, signed_in, said):
+    code, out, _ = said("push", run.folder, "student", "--dry-run")
     assert code == 0 and "me/student, private" in out and "note: demo is a local folder" in out and not written(hub)
-    code, out, err = said(capsys, "push", run.folder, "me/student")
+    code, out, err = said("push", run.folder, "me/student")
     assert code == 0 and not err and "from_pretrained(name, revision=revision, trust_remote_code=True)" in out
-    code, out, _ = said(capsys, "push", run.folder, "me/open", "--public", "--json")
+    code, out, _ = said("push", run.folder, "me/open", "--public", "--json")
     assert code == 0 and json.loads(out)["repo_id"] == "me/open" and not hub.repos["models", "me/open"].private
 
 
-def test_where_a_run_was_published_is_told_by_whoever_reads_its_log(hub, run, signed_in, capsys):
-    assert not [line for line in said(capsys, "runs", "--root", run.folder.parent)[1] if "me/later" in line]
+def test_where_a_run_was_published_is_told_by_whoever_reads_its_log(hub, run, signed_in, said):
+    assert not [line for line in said("runs", "--root", run.folder.parent)[1] if "me/later" in line]
     done = publish(run, "me/later")
     event = run.events()[-1]
     told = {"repo_id": "me/later", "revision": done.revision, "url": done.url, "snippet": done.snippet, "private": True}
     assert event == {"time": event["time"], "event": "published", **told} and jobs.status(run).published == event
-    code, out, _ = said(capsys, "runs", "--root", run.folder.parent)
+    code, out, _ = said("runs", "--root", run.folder.parent)
     sentence = f"published as me/later (private), revision {done.revision}: {done.url}"
     assert code == 0 and out.endswith(f"demo: {sentence}\n")
-    code, out, _ = said(capsys, "runs", "attach", run.folder)
+    code, out, _ = said("runs", "attach", run.folder)
     assert code == 0 and out.endswith(f"{sentence}\n\n{done.snippet}\n")
     run.log("evaluated")  # what comes later hides it no more than another publication does
     publish(run, "me/last")
     assert jobs.status(run).published["repo_id"] == "me/last"
 
 
-def test_the_command_says_what_it_needs(hub, run, signed_in, capsys):
+def test_the_command_says_what_it_needs(hub, run, signed_in, said):
     for arguments in ([run.folder], [], [run.folder, "me/a", "--space", "me/b"], [run.folder, "--space", "me/b"]):
-        code, out, err = said(capsys, "push", *arguments)
+        code, out, err = said("push", *arguments)
         assert (code, out) == (2, "") and "push needs RUN and OWNER/NAME, or --space OWNER/NAME alone" in err
-    code, _, err = said(capsys, "push", run.folder, "org/student")
+    code, _, err = said("push", run.folder, "org/student")
     assert code == 2 and "choose from me" in err and ME not in err

@@ -10,7 +10,6 @@ import time
 import pytest
 
 from linearizer import jobs
-from linearizer.__main__ import main
 from linearizer.plan import Plan
 from linearizer.run import Run
 from tests.at_work import process_of, wait_for, wait_for_event, wait_until
@@ -30,13 +29,6 @@ def root(tmp_path, monkeypatch):
             wait_for(one.run, "stopped", "done")
 
 
-def said(capsys, *arguments):
-    """The exit code, and what was written to standard output and to standard error."""
-    code = main([str(argument) for argument in arguments])
-    out, err = capsys.readouterr()
-    return code, out, err
-
-
 def terminal(*arguments):
     return subprocess.Popen(
         [sys.executable, "-m", "linearizer", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -44,28 +36,28 @@ def terminal(*arguments):
     )  # fmt: skip
 
 
-def test_a_run_in_the_background_outlives_who_started_it_and_is_followed_to_its_end(root, capsys):
+def test_a_run_in_the_background_outlives_who_started_it_and_is_followed_to_its_end(root, said):
     starter = terminal("run", "demo", *QUICK, "--steps", "2", "--detach")
     out, err = starter.communicate(timeout=60)
     assert starter.returncode == 0, err
     run = Run.open(root / "demo-64")
     assert f"{run.folder} is queued: linearizer runs attach {run.folder}" in out
     assert os.getsid(int(process_of(run).name)) != starter.pid
-    code, out, err = said(capsys, "runs", "attach", "demo-64")
+    code, out, err = said("runs", "attach", "demo-64")
     assert (code, err) == (0, "") and "the student is in" in out
-    code, out, _ = said(capsys, "runs")
+    code, out, _ = said("runs")
     lines = [line.split() for line in out.splitlines()]
     assert lines[0] == ["run", "model", "budget", "state", "progress", "disk", "age"]
     assert lines[1][:6] == ["demo-64", "demo", "64", "done", "recall", "3/3"]
-    code, out, _ = said(capsys, "runs", "attach", "demo-64", "--json")
+    code, out, _ = said("runs", "attach", "demo-64", "--json")
     assert code == 0 and [json.loads(line) for line in out.splitlines()] == run.events()
-    code, out, _ = said(capsys, "runs", "delete", "demo-64", "--json")
+    code, out, _ = said("runs", "delete", "demo-64", "--json")
     assert code == 0 and json.loads(out) == {"deleted": str(run.folder)} and not run.folder.exists()
-    assert said(capsys, "runs") == (0, f"no runs in {root}\n", "")
+    assert said("runs") == (0, f"no runs in {root}\n", "")
 
 
-def test_whoever_leaves_leaves_the_run_at_work(root, capsys):
-    code, out, _ = said(capsys, "run", "demo", *LONG, "--detach", "--json")
+def test_whoever_leaves_leaves_the_run_at_work(root, said):
+    code, out, _ = said("run", "demo", *LONG, "--detach", "--json")
     run = Run.open(root / "demo-64")
     assert code == 0 and json.loads(out) == {"run": str(run.folder), "state": "queued"}
     watcher = terminal("runs", "attach", "demo-64")
@@ -75,30 +67,30 @@ def test_whoever_leaves_leaves_the_run_at_work(root, capsys):
     assert watcher.returncode == 130 and "which goes on" in err and "Traceback" not in err
     reached = len(run.events())
     wait_until(lambda: len(run.events()) > reached)
-    code, out, _ = said(capsys, "runs", "--json")
+    code, out, _ = said("runs", "--json")
     (one,) = json.loads(out)
     assert (one["name"], one["state"], one["model"], one["budget"], one["step"]["event"]) == (
         "demo-64", "running", "demo", 64, "distill",
     )  # fmt: skip
-    code, out, _ = said(capsys, "runs", "use", "demo-64")
+    code, out, _ = said("runs", "use", "demo-64")
     assert code == 0 and "will end its training after this step" in out
     assert wait_for(run, "done").step["event"] == "recall"
 
 
-def test_a_run_in_a_terminal_is_stopped_from_another(root, capsys):
+def test_a_run_in_a_terminal_is_stopped_from_another(root, said):
     worker = terminal("run", "demo", *LONG, "--out", str(root / "mine"))
     wait_until(lambda: (root / "mine" / "plan.json").exists())
     run = Run.open(root / "mine")
     wait_until(lambda: any(event["event"] == "distill" for event in run.events()))
-    assert said(capsys, "runs", "stop", root / "mine")[0] == 0
+    assert said("runs", "stop", root / "mine")[0] == 0
     _, err = worker.communicate(timeout=60)
     assert worker.returncode == 130 and "stopped as asked" in err and "Traceback" not in err
     assert jobs.status(run).state == "stopped"
-    code, _, err = said(capsys, "runs", "attach", "mine")
+    code, _, err = said("runs", "attach", "mine")
     assert code == 130 and "is stopped: linearizer runs resume" in err
-    assert said(capsys, "runs", "resume", "mine")[0] == 0
+    assert said("runs", "resume", "mine")[0] == 0
     wait_for(run, "running")
-    assert said(capsys, "runs", "stop", "mine")[0] == 0
+    assert said("runs", "stop", "mine")[0] == 0
     wait_for(run, "stopped")
 
 
@@ -117,21 +109,21 @@ def test_a_run_in_a_terminal_waits_for_its_turn_and_says_so(root):
     assert jobs.status(Run(root / "first")).state == "lost"
 
 
-def test_a_run_that_failed_is_shown_with_its_reason(root, capsys):
-    said(capsys, "run", root / "absent", *QUICK, "--detach")
-    code, out, err = said(capsys, "runs", "attach", "absent-64")
+def test_a_run_that_failed_is_shown_with_its_reason(root, said):
+    said("run", root / "absent", *QUICK, "--detach")
+    code, out, err = said("runs", "attach", "absent-64")
     assert (code, out) == (1, "") and "failed" in err and "is no folder here" in err
-    assert "absent-64: " in said(capsys, "runs")[1]
+    assert "absent-64: " in said("runs")[1]
 
 
 @pytest.mark.parametrize("command", ["allocate", "compare", "evaluate", "push", "runs"])
-def test_every_command_takes_a_run_by_its_name_and_suggests_those_that_are_near(root, capsys, command):
+def test_every_command_takes_a_run_by_its_name_and_suggests_those_that_are_near(root, said, command):
     Run.begin(root / "demo-64", Plan("demo", budget=64))
     Run.begin(root / "other", Plan("demo", budget=64))
 
     def asked(name):
         arguments = {"push": ["push", name, "me/x"], "runs": ["runs", "stop", name]}.get(command, [command, name])
-        code, out, err = said(capsys, *arguments)
+        code, out, err = said(*arguments)
         assert (code, out) == (2, "") and err.count("\n") == 1
         return err
 
@@ -153,8 +145,8 @@ def test_every_command_takes_a_run_by_its_name_and_suggests_those_that_are_near(
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_bad_request_is_refused_with_a_sentence(arguments, sentence, root, capsys):
-    code, out, err = said(capsys, "runs", *arguments)
+def test_a_bad_request_is_refused_with_a_sentence(arguments, sentence, root, said):
+    code, out, err = said("runs", *arguments)
     assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
 
 

@@ -1,0 +1,110 @@
+"""A bad request at the command line is answered with a sentence and exit code 2, and leaves nothing behind."""
+
+import shutil
+
+import pytest
+from safetensors.torch import load_file, save_file
+
+QUICK = ["--recipe", "features", "--texts", "2", "--length", "64", "--samples", "128", "--steps", "2"]
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["--budget", "0"], "budget 0 buys nothing"),
+        (["--budget", "-5"], "budget -5 buys nothing"),
+        (["--budget", "many"], "invalid int value: 'many'"),
+        (["--budget", "9" * 30], "buys nothing"),
+        (["--budget", "3"], "is too small"),
+        (["--budget", "64", "--features", "64"], "not allowed with"),
+        (["--window", "-1"], "window -1 cannot be"),
+        (["--target-length", "0"], "target length 0 is no length: give at least 1"),
+        (["--target-length", "-5"], "target length -5 is no length"),
+        (["--window", "99999"], "is too small"),
+        (["--feature-map", "magic"], "'magic' is none of prf, performer"),
+        (["--loss", "magic"], "loss 'magic' is none of softmax"),
+        (["--steps", "-1"], "steps -1 cannot be"),
+        (["--batch", "0"], "batch 0 is too few"),
+        (["--strategy", "magic"], "no strategy 'magic'; there are fix"),
+        (["--text", "magic"], "no source of text"),
+        (["--text", "file:absent.txt"], "does not exist"),
+        (["--texts", "9999999"], "are needed"),
+        (["--samples", "5"], "samples 5"),
+        (["--gauge", "magic"], "gauge 'magic'"),
+        (["--device", "magic"], "device 'magic' is not to be had here"),
+        (["--dtype", "magic"], "magic"),
+        (["--resume"], "--resume needs --out"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_request_is_refused_with_a_sentence_and_leaves_nothing(arguments, sentence, tmp_path, monkeypatch, said):
+    monkeypatch.chdir(tmp_path)
+    code, out, err = said("run", "demo", *QUICK, *arguments)
+    assert (code, out) == (2, "")
+    assert sentence in err and err.startswith("linearizer: ") and err.count("\n") == 1
+    assert not list(tmp_path.glob("runs/*"))
+
+
+@pytest.mark.parametrize(
+    "content, sentence", [(b"", "holds no text"), (bytes(range(256)) * 9, "no text in UTF-8"), (b"few", "are needed")]
+)
+def test_a_file_that_is_no_text_is_refused(content, sentence, tmp_path, said):
+    (tmp_path / "text").write_bytes(content)
+    code, _, err = said("run", "demo", "--text", f"file:{tmp_path / 'text'}", "--out", tmp_path / "run")
+    assert code == 2 and sentence in err
+
+
+def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path, said):
+    (tmp_path / "thesis.tex").write_text("years of work")
+    code, _, err = said("run", "demo", "--out", tmp_path)
+    assert code == 2 and "holds something else" in err
+    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
+    code, _, err = said("run", "demo", "--out", tmp_path / "thesis.tex")
+    assert code == 2 and (tmp_path / "thesis.tex").read_text() == "years of work"
+
+
+def test_a_folder_that_cannot_be_written_is_refused(said):
+    code, _, err = said("run", "demo", "--out", "/proc/run")
+    assert code == 2 and "cannot be written" in err
+
+
+def test_steps_of_a_folder_that_is_no_run_are_refused(tmp_path, said):
+    for command in ("allocate", "compare"):
+        code, _, err = said(command, tmp_path)
+        assert code == 2 and "holds no run" in err
+
+
+def spoil(folder, of, value):
+    """Copy the demo model with one weight changed, whose name ends in `of`; give that name."""
+    from linearizer.hub import find_model
+
+    shutil.copytree(find_model("demo").folder, folder)
+    for shard in folder.glob("*.safetensors"):
+        weights = load_file(shard)
+        for name in [name for name in weights if name.endswith(of)][:1]:
+            weights[name][0] = value
+            save_file(weights, shard, {"format": "pt"})
+            return name
+
+
+def test_a_teacher_with_nan_weights_is_refused_by_name(tmp_path, said):
+    name = spoil(tmp_path / "model", "mlp.down_proj.weight", float("nan"))
+    code, _, err = said("run", tmp_path / "model", "--out", tmp_path / "run")
+    assert code == 2 and name in err and "NaN" in err
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_teacher_whose_logits_are_no_numbers_is_refused_before_it_is_measured(tmp_path, said):
+    spoil(tmp_path / "model", "model.norm.weight", 3e38)
+    code, _, err = said("run", tmp_path / "model", "--budget", 64, "--out", tmp_path / "run")
+    assert code == 1 and "the teacher's logits are not finite" in err
+    assert not (tmp_path / "run" / "profile.json").exists()
+
+
+def test_an_unsupported_model_is_said_on_standard_error(tmp_path, said):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("falcon", vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "falcon")
+    code, out, err = said("inspect", tmp_path / "falcon")
+    assert code == 2 and "supported    no, because" in out and "cannot be linearized, because" in err
