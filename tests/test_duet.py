@@ -5,12 +5,12 @@ import time
 
 import pytest
 import torch
-from students import student_of, teacher_of
 
 from linearizer.comparison import compare
 from linearizer.duet import duet
 from linearizer.errors import FaultError, RequestError
 from linearizer.progress import finish
+from tests.students import student_of, teacher_of
 
 
 class Tokens:
