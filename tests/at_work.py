@@ -28,7 +28,7 @@ def beginning(root):
             wait_for(run, *ENDED)
 
 
-def wait_for(run, *states, seconds=60):
+def wait_for(run, *states, seconds=180):
     """Wait until a run is in one of some states, and give its status."""
     last = time.monotonic() + seconds
     while (found := jobs.status(run)).state not in states:
@@ -37,7 +37,7 @@ def wait_for(run, *states, seconds=60):
     return found
 
 
-def wait_until(condition, seconds=60):
+def wait_until(condition, seconds=180):
     last = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < last

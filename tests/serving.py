@@ -89,7 +89,7 @@ def finished(url, options):
 
 def end_runs(root):
     """Stop what is still at work under a folder, and wait until it has stopped."""
-    end = time.monotonic() + 60
+    end = time.monotonic() + 180
     for folder in {plan.parent.parent for plan in root.rglob("plan.json")}:
         for one in jobs.runs_in(folder):
             try:
@@ -132,7 +132,7 @@ def looking(browser, url, **how):
     """
     context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **how})
     page, wrong = context.new_page(), []
-    page.set_default_timeout(20_000)
+    page.set_default_timeout(60_000)
     page.on("console", lambda message: wrong.append(where(message)) if bad(message) else None)
     page.on("pageerror", lambda error: wrong.append(str(error)) if "AbortError" not in str(error) else None)
     origin = "/".join(url.split("/")[:3])

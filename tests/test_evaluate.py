@@ -143,7 +143,7 @@ def test_ctrl_c_and_a_kill_leave_what_was_finished(run):
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.02)
         process.send_signal(sent)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=180)
         assert process.returncode == code and "Traceback" not in err
         assert code < 0 or "what was finished is kept: repeat `linearizer evaluate" in err
     kept = run.evaluation_parts

@@ -141,7 +141,7 @@ def test_ctrl_c_stops_with_130_and_the_run_can_be_resumed(tmp_path, said):
     wait_for((folder / "events.jsonl").exists, process)
     time.sleep(1)
     process.send_signal(signal.SIGINT)
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=180)
     assert process.returncode == 130, err
     assert f"--resume --out {folder}" in err and "Traceback" not in err
     assert said("run", "demo", "--out", folder, "--resume", *LONG)[0] == 0
@@ -166,7 +166,7 @@ def test_two_processes_never_write_one_run(done, tmp_path):
     shutil.rmtree(tmp_path / "run" / "checkpoint")
     with Run.open(tmp_path / "run").locked():
         process = start("run", "demo", "--budget", "64", "--out", tmp_path / "run", "--resume", *QUICK)
-        _, err = process.communicate(timeout=60)
+        _, err = process.communicate(timeout=180)
     assert process.returncode == 2 and "being written by another process" in err
 
 
@@ -189,7 +189,7 @@ def test_a_full_disk_is_a_sentence_and_keeps_what_was_finished(done, tmp_path):
     process = start(
         "run", "demo", "--budget", "64", "--out", folder, "--resume", *QUICK, preexec_fn=files_of_a_megabyte_at_most
     )
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=180)
     assert process.returncode == 2 and "cannot be written" in err and "Traceback" not in err
     assert (folder / "profile.json").read_bytes() == (done / "profile.json").read_bytes()
     assert not (folder / "checkpoint").exists() and not (folder / "checkpoint.unfinished").exists()

@@ -65,7 +65,7 @@ def start(page, steps):
     return re.search(r"run=([\w.-]+)", page.url)[1]
 
 
-def shown(page, selector, text, timeout=30_000):
+def shown(page, selector, text, timeout=120_000):
     page.wait_for_function(
         "([where, what]) => document.querySelector(where)?.innerText.includes(what)",
         arg=[selector, text],

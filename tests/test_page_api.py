@@ -186,8 +186,8 @@ def answered(url, api, data):
     call = f"{url}gradio_api/call/{api}"
     request = urllib.request.Request(call, body, {"Content-Type": "application/json"})
     try:
-        event = json.loads(urllib.request.urlopen(request, timeout=60).read())["event_id"]
-        return urllib.request.urlopen(f"{call}/{event}", timeout=60).read().decode()
+        event = json.loads(urllib.request.urlopen(request, timeout=180).read())["event_id"]
+        return urllib.request.urlopen(f"{call}/{event}", timeout=180).read().decode()
     except urllib.error.HTTPError as error:
         return error.read().decode()
 
@@ -247,7 +247,7 @@ def test_no_option_of_a_plan_breaks_the_start_of_a_run(space, name):
 def test_no_file_is_served(space, path):
     for route in ("gradio_api/file=", "file=", "static/", "assets/"):
         try:
-            said = urllib.request.urlopen(f"{space[0]}{route}{path}", timeout=20).read().decode(errors="replace")
+            said = urllib.request.urlopen(f"{space[0]}{route}{path}", timeout=180).read().decode(errors="replace")
         except urllib.error.HTTPError:
             continue
         assert "root:x:" not in said and "build-system" not in said and "class Run" not in said
@@ -261,11 +261,11 @@ def asked(url, wire, data, odd):
     headers = {"Content-Type": "application/json"}
     request = urllib.request.Request(f"{url}gradio_api/{path}", json.dumps(sent).encode(), headers)
     try:
-        said = urllib.request.urlopen(request, timeout=60).read().decode()
+        said = urllib.request.urlopen(request, timeout=180).read().decode()
         if not wire["queue"]:
             return said
         lines = []
-        for line in urllib.request.urlopen(f"{url}gradio_api/queue/data?session_hash=fuzz", timeout=60):
+        for line in urllib.request.urlopen(f"{url}gradio_api/queue/data?session_hash=fuzz", timeout=180):
             lines.append(line.decode())
             if "process_completed" in lines[-1] or "close_stream" in lines[-1]:
                 break

@@ -38,7 +38,7 @@ def terminal(*arguments):
 
 def test_a_run_in_the_background_outlives_who_started_it_and_is_followed_to_its_end(root, said):
     starter = terminal("run", "demo", *QUICK, "--steps", "2", "--detach")
-    out, err = starter.communicate(timeout=60)
+    out, err = starter.communicate(timeout=180)
     assert starter.returncode == 0, err
     run = Run.open(root / "demo-64")
     assert f"{run.folder} is queued: linearizer runs attach {run.folder}" in out
@@ -63,7 +63,7 @@ def test_whoever_leaves_leaves_the_run_at_work(root, said):
     watcher = terminal("runs", "attach", "demo-64")
     wait_for_event(run, "distill")
     watcher.send_signal(signal.SIGINT)
-    _, err = watcher.communicate(timeout=60)
+    _, err = watcher.communicate(timeout=180)
     assert watcher.returncode == 130 and "which goes on" in err and "Traceback" not in err
     reached = len(run.events())
     wait_until(lambda: len(run.events()) > reached)
@@ -83,7 +83,7 @@ def test_a_run_in_a_terminal_is_stopped_from_another(root, said):
     run = Run.open(root / "mine")
     wait_until(lambda: any(event["event"] == "distill" for event in run.events()))
     assert said("runs", "stop", root / "mine")[0] == 0
-    _, err = worker.communicate(timeout=60)
+    _, err = worker.communicate(timeout=180)
     assert worker.returncode == 130 and "stopped as asked" in err and "Traceback" not in err
     assert jobs.status(run).state == "stopped"
     code, _, err = said("runs", "attach", "mine")
@@ -101,7 +101,7 @@ def test_a_run_in_a_terminal_waits_for_its_turn_and_says_so(root):
     wait_until(lambda: any(one.state == "queued" and one.place == 1 for one in jobs.runs_in(root)))
     time.sleep(1)
     second.send_signal(signal.SIGTERM)
-    _, err = second.communicate(timeout=60)
+    _, err = second.communicate(timeout=180)
     assert second.returncode == 130 and "waiting for the runs before this one: 1" in err
     assert [event["event"] for event in Run(root / "second").events()] == ["queued", "stopped"]
     first.kill()
