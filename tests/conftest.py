@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 import tempfile
+import time
 
 from tests.fakehub import FakeHub
 
@@ -48,6 +49,14 @@ def said(capsys):
         return code, *capsys.readouterr()
 
     return ask
+
+
+@pytest.fixture
+def slept(monkeypatch):
+    """Wait for nothing, and list how long it would have been."""
+    found = []
+    monkeypatch.setattr(time, "sleep", found.append)
+    return found
 
 
 @pytest.fixture(scope="session")
