@@ -153,8 +153,10 @@ def run_step(
     level is that of any of the states. Where features are not folded, `shares` is -1, and u and w are given.
     """
     lies, sizes = of_token(q, k, v, sink_k)
-    scratch = q.new_empty(q.shape[0], table.rows.shape[0], q.shape[-1]) if sizes["BITS"] == 8 else None
+    small = sizes["BITS"] == 8
+    sizes |= {"DS": min(sizes["DS"], 32), "MS": 16 if small else tile(q, v)}  # with more at once registers spill
+    scratch = q.new_empty(q.shape[0], table.rows.shape[0], q.shape[-1]) if small else None
     step_heads[table.rows.shape[0], q.shape[0]](
-        table.rows, table.tickets, q, k, v, u, w, scratch, out, table.rows.shape[1], *lies, **sizes, MS=tile(q, v),
-        SHARES=shares, MADE=TYPES[made], SCALE=scale, **precision(level), num_warps=8, num_stages=1,
+        table.rows, table.tickets, q, k, v, u, w, scratch, out, table.rows.shape[1], *lies, **sizes, SHARES=shares,
+        MADE=TYPES[made], SCALE=scale, **precision(level), num_warps=8, num_stages=1,
     )  # fmt: skip
