@@ -132,6 +132,15 @@ def test_a_map_is_folded_again_when_it_changes_and_only_then(change):
     assert not torch.equal(before.keys(k), feature_map.folded(0.6).keys(k)) or change == "step"
 
 
+@pytest.mark.parametrize("kind", FEATURE_MAPS)
+def test_a_map_folded_under_autocast_is_no_rounder(kind):
+    exact, feature_map = (make(kind, 12).float() for _ in range(2))
+    with torch.autocast("cpu", torch.bfloat16):
+        found = feature_map.folded(0.6)
+    if found is not None:
+        assert torch.equal(found.key, exact.folded(0.6).key)
+
+
 def test_a_map_whose_changes_cannot_be_seen_is_folded_every_time():
     with torch.inference_mode():
         feature_map = make("prf", 20)

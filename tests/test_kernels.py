@@ -122,6 +122,17 @@ def test_extreme_texts_are_right(case, window, sinks):
         assert relative(mine, true) <= 4 * relative(other, true) + 4 * rounding + 1e-5
 
 
+@pytest.mark.parametrize("kind", ["prf", "hedgehog", "clusters"])
+@torch.no_grad()
+def test_under_autocast_features_in_bf16_leave_a_state_in_fp32(kind):
+    q, k, v, feature_map = make(40, kind=kind, dtype=torch.float32)
+    exact = reference(q, k, v, feature_map, 3, 1)
+    with torch.autocast(DEVICE, torch.bfloat16):
+        out, state = fused(q, k, v, feature_map, 3, 1)
+    assert state.level.dtype == state.mean.dtype == torch.float32
+    assert relative(out, exact) < 0.05
+
+
 def test_the_same_bits_twice():
     q, k, v, feature_map = make(40, dtype=torch.float32)
     q.requires_grad_(), k.requires_grad_()

@@ -62,11 +62,16 @@ class FeatureMap(nn.Module, ABC):
         """
         held = list(self.parameters(recurse=False))
         if any(p.is_inference() for p in held):  # which do not count their changes
-            return self.fold(root)
+            return self.exactly_folded(root)
         stamp = root, self.training, *((p.data_ptr(), p._version) for p in held)
         if self._folded is None or self._folded[0] != stamp:
-            self._folded = stamp, self.fold(root)
+            self._folded = stamp, self.exactly_folded(root)
         return self._folded[1]
+
+    def exactly_folded(self, root: float) -> Folded | None:
+        """Fold without autocast, which multiplies in bf16: what is made outlasts it."""
+        with torch.autocast(next(self.parameters()).device.type, enabled=False):
+            return self.fold(root)
 
 
 class PositiveFeatures(FeatureMap):

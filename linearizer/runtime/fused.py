@@ -62,7 +62,7 @@ def attend_fused(q: Tensor, columns: Columns, feature_map: Features | None, stat
         tokens, work, sinks = q.shape[-2], working_dtype(q), state.sink_k.shape[-2]
         leaving = columns.filled(0, tokens) & (columns.place(0, tokens) >= sinks)
         u, w = feature_map.queries(q.to(work)), feature_map.keys(columns.k[:, :, :tokens].to(work))
-        w = w.masked_fill(~leaving[:, None, :, None], ABSENT)
+        u, w = u.to(work), w.to(work).masked_fill(~leaving[:, None, :, None], ABSENT)  # autocast multiplies in bf16
     held = [state.sink_k, state.sink_v, columns.first, columns.empty, u, w, state.level, state.mean]
     inputs = [None if x is None else x.contiguous() for x in (q, columns.k, columns.v, *held)]
     out, state.level, state.mean = Attention.apply(columns.window, *inputs)
