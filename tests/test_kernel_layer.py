@@ -11,6 +11,7 @@ from linearizer.runtime import kernel_merging, kernel_slot_step, kernel_token, s
 from linearizer.runtime.rounding import packed
 from linearizer.runtime.state import change_tensors, tensors
 from linearizer.runtime.student import LayerStudent
+from linearizer.runtime.table import Held, table_of
 from tests.by_kernels import CLOSE, DEVICE, EXACT, mutate, relative, vary
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -119,6 +120,44 @@ def test_states_that_were_exchanged_are_found_again(change, launches, monkeypatc
     }
     assert_alike(layer([[3, 8], [2, 0, 0, 0, 8]]), [*token_by_token(2, 5), 8, 9, 10], monkeypatch, changes[change])
     assert launches == {"run_step": 10}
+
+
+def test_a_state_on_another_device_is_no_address(launches):
+    student, text = layer([[3, 8], [2, 0, 3, 2]]), drawn(2, 5)
+    _, memory = read(student, [x[:, :, :4] for x in text], [4])
+    for state in memory:
+        change_tensors(state, lambda x: x.to("meta"))
+    with torch.no_grad(), pytest.raises((RuntimeError, NotImplementedError)):
+        student(*(x[:, :, 4:] for x in text), SCALE, None, memory)
+    assert not launches
+
+
+def test_a_batch_that_grew_where_it_lies_has_tickets_for_all():
+    student, text = layer([[3, 8]]), drawn(1, 5)
+    _, (state,) = read(student, [torch.cat([x, x])[:, :, :4] for x in text], [4])
+    whole = dict(tensors(state))
+    change_tensors(state, lambda x: x[:1])
+    groups = [Held([0], state, 3)]
+    assert table_of(groups).tickets.shape == (1, 1)
+    for name, x in whole.items():
+        setattr(state, name, x)
+    assert table_of(groups).tickets.shape == (1, 4)
+
+
+def test_a_token_leaves_alone_what_gradients_need(launches):
+    trial._right["attention and its gradients", torch.empty(0, device=DEVICE).device] = True
+    student, text = layer([[3, 8]]), drawn(1, 13)
+    found = []
+    for goes_on in (False, True):
+        memory: list = []
+        k = text[1].clone().requires_grad_()
+        out = student(*(x[:, :, :12] for x in (text[0], k, text[2])), SCALE, None, memory)
+        total = out.sum() + memory[0].level.square().sum() + memory[0].mean.square().sum()
+        if goes_on:
+            with torch.no_grad():
+                student(*(x[:, :, 12:] for x in text), SCALE, None, memory)
+        found += torch.autograd.grad(total, k)
+    assert launches and torch.equal(*found)
 
 
 def test_a_state_stays_where_it_is_and_so_does_its_table():

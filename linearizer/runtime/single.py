@@ -122,6 +122,8 @@ def step_layer(
         held = group.held(scale, state)
         if held is None or held.state.sink_k.dtype not in (k.dtype, torch.int8):
             continue
+        if held.state.sink_k.device != k.device:  # PyTorch refuses it; to a kernel it would be addresses
+            continue
         if held.merging is None or can_merge(held):
             kinds.setdefault((held.bits, held.merging is None), {})[index] = held
     done: list[int] = []

@@ -55,8 +55,9 @@ class Held:
         return [*tensors(self.state).values(), *used]
 
     def stamp(self) -> tuple[list[int], ...]:
-        """All that the table says of them."""
-        return self.heads, [*self.sizes()], [0 if x is None else x.data_ptr() for x in self.tensors()]
+        """All that the table says of them, and for how many texts."""
+        kept = [0 if x is None else x.data_ptr() for x in self.tensors()]
+        return self.heads, [*self.sizes()], kept, [len(self.state.count)]
 
 
 @dataclass(frozen=True)
@@ -72,7 +73,7 @@ def table_of(groups: Sequence[Held]) -> Table:
     holder = groups[0].state
     for held in groups:
         for name, x in tensors(held.state).items():
-            if not x.is_contiguous() or x.data_ptr() % ALIGNED:
+            if not x.is_contiguous() or x.data_ptr() % ALIGNED or x.requires_grad:  # which a backward pass may read
                 setattr(held.state, name, x.clone(memory_format=torch.contiguous_format))
     stamp = [held.stamp() for held in groups]
     if holder.told is None or holder.told.stamp != stamp:
@@ -89,7 +90,7 @@ def made(groups: Sequence[Held], stamp: list[tuple]) -> Table:
             "token with this cache, and capture the next"
         )
     rows = []
-    for ticket, (heads, sizes, kept) in enumerate(stamp):
+    for ticket, (heads, sizes, kept, _) in enumerate(stamp):
         rows += [[head, own, len(heads), ticket, *sizes, *kept] for own, head in enumerate(heads)]
     width = max(map(len, rows))
     table = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long)
