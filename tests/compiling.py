@@ -61,21 +61,10 @@ def everything(dim, features, dtype, whole, window=64, sinks=4):
 
     A step is made with all kinds of features if `whole`, and else with those that take least and most.
     """
-    batch, heads, group, tokens = 1, 8, 4, 2048
-    q, g = draw(batch, heads, group, tokens, dim, dtype=dtype), draw(batch, heads, group, tokens, dim, dtype=dtype)
-    k, sink = (draw(batch, heads, size, dim, dtype=dtype) for size in (tokens + window, sinks))
-    ring, one = (draw(batch, heads, size, dim, dtype=dtype) for size in (window, 1))
-    count = draw(batch, dtype=torch.int64)
-    u, level = draw(batch, heads, group, tokens, features, dtype=torch.float32), draw(batch, heads, features).float()
-    w, mean = draw(batch, heads, tokens, features).float(), draw(batch, heads, features, dim).float()
-    inputs = (q, k, k, sink, sink, count, count, u, w, level, mean)
-    out, lse, last_level, last_mean, kept = kernels.run(*inputs, window)
-
-    class Context:
-        saved_tensors = (*inputs, out, lse, last_level, last_mean, *kept)
-
-    Context.window = window
-    kernel_gradients.Attention.backward(Context, g, level, mean)
+    inputs = attention_inputs(1, 8, 4, 2048, dim, features, dtype, window, sinks)
+    (q, k, _, sink, _, count, _, u, w, level, mean), heads = inputs, 8
+    ring, one = (draw(1, heads, size, dim, dtype=dtype) for size in (window, 1))
+    attention_and_gradients(inputs, window)
     kernels.run(*inputs[:7], None, None, level, mean, window)
     first = (q[..., :1, :], one, one, q[..., :1, :])
     for bits in (16, 8):
@@ -90,7 +79,28 @@ def everything(dim, features, dtype, whole, window=64, sinks=4):
     for bits in (16, 8):
         slot_step(q[..., :1, :], one, count, (sink, sink, ring, ring), window, metric, bits)
     for squared in (False, True):
-        loss_kernels.losses(u, w, q, k[:, :, :tokens], window, sinks, squared)
+        loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks, squared)
+
+
+def attention_inputs(batch, heads, group, tokens, dim, features, dtype, window, sinks):
+    """Queries, keys, values, sinks, counts, log-features, and a state."""
+    q = draw(batch, heads, group, tokens, dim, dtype=dtype)
+    k, sink = (draw(batch, heads, size, dim, dtype=dtype) for size in (tokens + window, sinks))
+    u, w = (draw(batch, heads, *shape, tokens, features, dtype=torch.float32) for shape in ((group,), ()))
+    level, mean = draw(batch, heads, features).float(), draw(batch, heads, features, dim).float()
+    count = draw(batch, dtype=torch.int64)
+    return q, k, k, sink, sink, count, count, u, w, level, mean
+
+
+def attention_and_gradients(inputs, window):
+    """Attend, and pass gradients back."""
+    out, lse, last_level, last_mean, kept = kernels.run(*inputs, window)
+
+    class Context:
+        saved_tensors = (*inputs, out, lse, last_level, last_mean, *kept)
+
+    Context.window = window
+    kernel_gradients.Attention.backward(Context, inputs[0], *inputs[-2:])
 
 
 def slots(q, k, sink, count, window, metric, turns=64, size=64, block=16):

@@ -19,6 +19,7 @@ from linearizer.runtime.fused import attend_fused
 from linearizer.runtime.linear_attention import reference
 from linearizer.runtime.state import State, tensors
 from tests.by_kernels import CLOSE, DEVICE, ON_GPU, make, mutate, relative
+from tests.compiling import attention_and_gradients, attention_inputs, draw, slots
 from tests.test_linear_attention import extreme
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # lanes that are masked afterwards
@@ -168,6 +169,16 @@ def test_a_mutated_kernel_fails(module, line, mutation, tmp_path, monkeypatch):
     mutate(module, line, mutation, tmp_path, monkeypatch)
     with pytest.raises(AssertionError):
         test_attention_and_every_gradient_are_the_reference_s("in pieces")
+
+
+@pytest.mark.parametrize("batch, tokens", [(2**14, 70), (1, 2**20)])
+def test_no_batch_and_no_text_is_too_large_for_a_grid(batch, tokens, monkeypatch):
+    grids = []
+    monkeypatch.setattr(type(kernels.attend), "run", lambda kernel, *args, grid, **kwargs: grids.append(grid))
+    inputs = attention_inputs(batch, 8, 4, tokens, 64, 64, torch.bfloat16, 8, 4)
+    attention_and_gradients(inputs, 8)
+    slots(*inputs[:2], inputs[3], inputs[5], 8, draw(8, 64, 64))
+    assert len(grids) == 12 and all(max(grid[1:]) < 2**16 for grid in grids)
 
 
 def test_constants_are_those_of_pytorch():

@@ -78,8 +78,8 @@ def query_feature_gradients(
     DV: tl.constexpr, VP: tl.constexpr, DS: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, SEG: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some features' gradients for rows; grid (block of rows, slab of features, batch · heads · group)."""
-    t0, row = tl.program_id(0) * BT, tl.program_id(2).to(tl.int64)
+    """Some features' gradients for rows; grid (batch · heads · group, slab of features, block of rows)."""
+    t0, row = tl.program_id(2) * BT, tl.program_id(0).to(tl.int64)
     head = row // G
     ot, om, ov = t0 + tl.arange(0, BT), tl.program_id(1) * MS + tl.arange(0, MS), tl.arange(0, VP)
     u_ptr += row * T * M
@@ -118,8 +118,8 @@ def key_feature_gradients(
     DV: tl.constexpr, VP: tl.constexpr, DS: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, SEG: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some features' gradients for far keys; grid (block of columns, slab of features, batch · heads)."""
-    j0, head = tl.program_id(0) * BN, tl.program_id(2).to(tl.int64)
+    """Some features' gradients for far keys; grid (batch · heads, slab of features, block of columns)."""
+    j0, head = tl.program_id(2) * BN, tl.program_id(0).to(tl.int64)
     oj, om, ov = j0 + tl.arange(0, BN), tl.program_id(1) * MS + tl.arange(0, MS), tl.arange(0, VP)
     w_ptr += head * T * M
     at = (head * SEGMENTS + j0 // SEG) * M
@@ -158,8 +158,8 @@ def far_value_gradients(
     DV: tl.constexpr, VP: tl.constexpr, DS: tl.constexpr, M: tl.constexpr, MS: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, SEG: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of far values; grid (block of columns, batch · heads)."""
-    j0, head = tl.program_id(0) * BN, tl.program_id(1).to(tl.int64)
+    """Gradients of far values; grid (batch · heads, block of columns)."""
+    j0, head = tl.program_id(1) * BN, tl.program_id(0).to(tl.int64)
     oj, ov = j0 + tl.arange(0, BN), tl.arange(0, VP)
     w_ptr += head * T * M
     at = (head * SEGMENTS + j0 // SEG) * M
@@ -208,13 +208,13 @@ def far(
     tail = problem.tokens, v.shape[-2], problem.group, problem.segments
     by_row, by_key = (problem.grid(problem.tokens, problem.sizes[name]) for name in ("BT", "BN"))
     slabs = problem.grid(problem.features, problem.sizes["MS"])
-    query_feature_gradients[by_row, slabs, problem.pairs * problem.group](
+    query_feature_gradients[problem.pairs * problem.group, slabs, by_row](
         u, w, v, g, lse, delta, ceiling, level, mean, du, *tail, **shared
     )
-    key_feature_gradients[by_key, slabs, problem.pairs](
+    key_feature_gradients[problem.pairs, slabs, by_key](
         u, w, v, g, lse, delta, ceiling, later_level, later_mean, later_delta, dw, *tail, **shared
     )
-    far_value_gradients[by_key, problem.pairs](
+    far_value_gradients[problem.pairs, by_key](
         u, w, g, lse, ceiling, later_level, later_mean, dv, problem.tokens, problem.group, problem.segments, **shared
     )
     return du, dw, dv, first

@@ -34,18 +34,18 @@ def near_gradients(
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Gradients of the window's keys and values; grid (block of columns, batch · heads)."""
-    head, columns = tl.program_id(1).to(tl.int64), T + WINDOW
-    oc, od, ov = tl.program_id(0) * BN + tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, VP)
+    """Gradients of the window's keys and values; grid (batch · heads, block of columns)."""
+    head, j0, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * BN, T + WINDOW
+    oc, od, ov = j0 + tl.arange(0, BN), tl.arange(0, DP), tl.arange(0, VP)
     empty = tl.load(empty_ptr + head // H)
     k = load_tile(k_ptr + head * columns * D, oc, od, columns, D)
     v = load_tile(v_ptr + head * columns * DV, oc, ov, columns, DV)
     dk = tl.zeros([BN, DP], ACC)
     dv = tl.zeros([BN, VP], ACC)
-    start = tl.maximum(tl.program_id(0) * BN - WINDOW, 0)
+    start = tl.maximum(j0 - WINDOW, 0)
     for member in range(0, G):
         row = head * G + member
-        for t0 in range(start, tl.minimum(tl.program_id(0) * BN + BN, T), BT):
+        for t0 in range(start, tl.minimum(j0 + BN, T), BT):
             ot = t0 + tl.arange(0, BT)
             q = load_tile(q_ptr + row * T * D, ot, od, T, D)
             g = load_tile(g_ptr + row * T * DV, ot, ov, T, DV)
@@ -66,8 +66,8 @@ def query_gradients(
     D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """What the window gives to the gradients of queries; grid (block of rows, batch · heads · group)."""
-    t0, row = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
+    """What the window gives to the gradients of queries; grid (batch · heads · group, block of rows)."""
+    t0, row = tl.program_id(1) * BT, tl.program_id(0).to(tl.int64)
     head, columns = row // G, T + WINDOW
     ot, od, ov = t0 + tl.arange(0, BT), tl.arange(0, DP), tl.arange(0, VP)
     empty = tl.load(empty_ptr + head // H)
@@ -94,8 +94,8 @@ def near(
     sizes = {name: problem.sizes[name] for name in ("BT", "BN")}
     shared = {**problem.keys, **problem.values, **sizes, **problem.work, **problem.launch}
     tail = problem.tokens, problem.window, problem.heads, problem.group
-    grid = problem.grid(k.shape[-2], sizes["BN"]), problem.pairs
+    grid = problem.pairs, problem.grid(k.shape[-2], sizes["BN"])
     near_gradients[grid](q, k, v, g, lse, delta, empty, dk, dv, *tail, **shared)
-    grid = problem.grid(problem.tokens, sizes["BT"]), problem.pairs * problem.group
+    grid = problem.pairs * problem.group, problem.grid(problem.tokens, sizes["BT"])
     query_gradients[grid](k, v, q, g, lse, delta, empty, dq, *tail, **shared)
     return dq, dk, dv

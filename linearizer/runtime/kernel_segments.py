@@ -37,14 +37,14 @@ def sum_segments(
     DV: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, BN: tl.constexpr, SEG: tl.constexpr,
     ROWS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """level_m = log Σ e^x_m and mean_m = Σ e^(x_m - level_m) v over a segment and a group; grid (segment, slab, head).
+    """level_m = log Σ e^x_m and mean_m = Σ e^(x_m - level_m) v over a segment and a group; grid (head, slab, segment).
 
     Forward, x are the keys' log-features. Backward (ROWS), x are the queries' minus the rows' log-sum-exp, v is the
     gradient of the output, and the mean of delta is taken besides.
     """
-    segment, slabs_v = tl.program_id(0), tl.cdiv(DV, BV)
+    segment, slabs_v = tl.program_id(2), tl.cdiv(DV, BV)
     om = (tl.program_id(1) // slabs_v) * MS + tl.arange(0, MS)
-    iv, head = tl.program_id(1) % slabs_v, tl.program_id(2).to(tl.int64)
+    iv, head = tl.program_id(1) % slabs_v, tl.program_id(0).to(tl.int64)
     ov = iv * BV + tl.arange(0, BV)
     ceiling = tl.full([MS], 2 * ABSENT, ACC)
     for step in range(0, G * (SEG // BN)):
@@ -85,8 +85,8 @@ def scan_segments(
     DV: tl.constexpr, BV: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, REVERSE: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
     """Merge segments one after the other; leave what came before each, and what there is at last."""
-    om = tl.program_id(0) * MS + tl.arange(0, MS)
-    iv, head = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    om = tl.program_id(1) * MS + tl.arange(0, MS)
+    iv, head = tl.program_id(2), tl.program_id(0).to(tl.int64)
     ov = iv * BV + tl.arange(0, BV)
     inside, tile = om < M, (om < M)[:, None] & (iv * BV + tl.arange(0, BV) < DV)[None, :]
     at = head * M + om
@@ -153,7 +153,7 @@ def summarize(
     mean = torch.empty(*shape, problem.value_dim, dtype=work, device=x.device)
     sizes, wide = problem.sizes, min(64, problem.values["VP"])
     slabs = triton.cdiv(features, sizes["MS"]) * triton.cdiv(problem.value_dim, wide)
-    sum_segments[problem.segments, slabs, problem.pairs](
+    sum_segments[problem.pairs, slabs, problem.segments](
         x, v, lse, delta, level, mean, delta_mean, ceiling,
         problem.tokens, problem.group if backward else 1, v.shape[-2], problem.segments,
         DV=problem.value_dim, BV=wide, M=features, MS=sizes["MS"], BN=min(64, sizes["BN"]), SEG=problem.segment,
@@ -171,7 +171,7 @@ def accumulate(
     before = [torch.empty_like(level), torch.empty_like(mean, dtype=dtype), torch.empty_like(delta)]
     last = [torch.empty_like(x, dtype=level.dtype) for x in first]
     wide = min(64, problem.values["VP"])
-    grid = triton.cdiv(features, 32), triton.cdiv(problem.value_dim, wide), problem.pairs
+    grid = problem.pairs, triton.cdiv(features, 32), triton.cdiv(problem.value_dim, wide)
     scan_segments[grid](
         level, mean, delta, *first, *before, *last, problem.segments,
         DV=problem.value_dim, BV=wide, M=features, MS=32, REVERSE=backward, ACC=problem.work["ACC"],

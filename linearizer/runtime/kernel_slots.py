@@ -26,13 +26,13 @@ def look_turns(
     D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, S: tl.constexpr,
     SP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Grid (blocks of a group's rows, turns, batch · heads)."""
-    turn, pair = tl.program_id(1), tl.program_id(2).to(tl.int64)
+    """Grid (batch · heads, turns, blocks of a group's rows)."""
+    turn, pair = tl.program_id(1), tl.program_id(0).to(tl.int64)
     batch, head = pair // H, pair % H
-    row, od, ov = tl.program_id(0) * BT + tl.arange(0, BT), tl.arange(0, DP), tl.arange(0, VP)
+    row, od, ov = tl.program_id(2) * BT + tl.arange(0, BT), tl.arange(0, DP), tl.arange(0, VP)
     line = ((pair * G + row // ROWS) * TURNS + turn) * ROWS + row % ROWS
     inside = row < G * ROWS
-    line, lines = tl.where(inside, line, -1), tl.num_programs(2) * G * TURNS * ROWS
+    line, lines = tl.where(inside, line, -1), tl.num_programs(0) * G * TURNS * ROWS
     q = load_tile(q_ptr, line, od, lines, D)
     place = tl.load(place_ptr + (batch * TURNS + turn) * ROWS + row % ROWS, mask=inside, other=0)
     merged = tl.load(merged_ptr + batch * TURNS + turn)
@@ -80,7 +80,7 @@ def look(
     turns, rows = place.shape[1:]
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
     size = 16 if group * rows <= 16 else 32
-    look_turns[triton.cdiv(group * rows, size), turns, batch * heads](
+    look_turns[batch * heads, turns, triton.cdiv(group * rows, size)](
         q, k, v, sink_k, sink_v, *slots, gain, place, merged, first, empty, out,
         k.shape[2], heads, group, turns, rows, window, slots[0].shape[3],
         **widths(k, v), DS=at_once(q), S=sink_k.shape[2], SP=padded(sink_k.shape[2]), BT=size, BN=32,

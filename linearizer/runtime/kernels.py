@@ -44,8 +44,8 @@ def attend(
     SP: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, SEG: tl.constexpr,
     ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one query head: outputs and log-sum-exps; grid (block of rows, batch · heads · group)."""
-    t0, row = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
+    """Rows of one query head: outputs and log-sum-exps; grid (batch · heads · group, block of rows)."""
+    t0, row = tl.program_id(1) * BT, tl.program_id(0).to(tl.int64)
     head, batch = row // G, row // G // H
     columns = T + WINDOW
     ot, od, ov = t0 + tl.arange(0, BT), tl.arange(0, DP), tl.arange(0, VP)
@@ -119,7 +119,7 @@ def run(
         kept = [ceiling, before_level, before_mean]
     out = torch.empty(*q.shape[:-1], problem.value_dim, dtype=v.dtype, device=v.device)
     lse = torch.empty(q.shape[:-1], dtype=level.dtype, device=v.device)
-    attend[problem.grid(problem.tokens, problem.sizes["BT"]), problem.pairs * problem.group](
+    attend[problem.pairs * problem.group, problem.grid(problem.tokens, problem.sizes["BT"])](
         q, k, v, sink_k, sink_v, first, empty, u, w, ceiling, before_level, before_mean, out, lse,
         problem.tokens, window, problem.heads, problem.group, problem.segments,
         **problem.keys, DS=at_once(q), **problem.values, **problem.held, M=features, SEG=problem.segment,
