@@ -8,7 +8,7 @@ from linearizer.runtime.chunks import chunked
 from linearizer.runtime.linear_attention import linear_attention, reference
 from linearizer.runtime.state import State
 from linearizer.runtime.student import HeadGroup, Scaled
-from tests.benchmarks.timing import DEVICE, GPU, attempt, draw, peak_bytes, seconds
+from tests.benchmarks.timing import DEVICE, GPU, attempt, compiled, draw, own
 
 
 def group_of(heads, dim, features, kind="prf"):
@@ -43,12 +43,15 @@ def rivals_of_prefill(inputs, scale, group, features, feature_map):
     def pytorch(q, k, v):
         return chunked(q * scale, k, v, feature_map, 0, None, State.empty(k, v, 0, 0, features))
 
-    compiled = torch.compile(pytorch)
+    def chunks():
+        call = compiled(pytorch)
+        return [lambda x=x: call(*x) for x in inputs]
+
     yield "chunked pytorch", lambda: [lambda x=x: pytorch(*x) for x in inputs]
     if not GPU:
         yield "sdpa", softmax([SDPBackend.FLASH_ATTENTION, SDPBackend.MATH])
         return
-    yield "chunked pytorch, compiled", lambda: [lambda x=x: compiled(*x) for x in inputs]  # takes minutes on a CPU
+    yield "chunked pytorch, compiled", chunks  # takes minutes on a CPU
     yield "sdpa flash", softmax(SDPBackend.FLASH_ATTENTION)
     yield "sdpa cudnn", softmax(SDPBackend.CUDNN_ATTENTION)
     yield "flex attention", lambda: flex(inputs, scale)
@@ -65,7 +68,7 @@ def flex(inputs, scale):
 
     tokens = inputs[0][1].shape[-2]
     mask = create_block_mask(lambda b, h, i, j: i >= j, None, None, tokens, tokens, device=DEVICE)
-    attend = torch.compile(flex_attention)
+    attend = compiled(flex_attention)
     return [
         lambda x=x: attend(x[0].flatten(1, 2), x[1], x[2], block_mask=mask, scale=scale, enable_gqa=True)
         for x in inputs
@@ -113,7 +116,7 @@ def prefill_row(limits, batch, tokens, heads, group, dim, features):
     exact = reference(*(x.double() for x in (part[0] * scale, *part[1:])), feature_map, 0, 0)
     row = {
         "op": "prefill", "batch": batch, "tokens": tokens, "heads": heads * group, "kv_heads": heads, "dim": dim,
-        "features": features, "ours": seconds(calls), "bytes": peak_bytes(calls[0]),
+        "features": features, **own(calls),
         "floor": max(values / limits["copy"], work / limits["product"]),
         "error": ((ours(*part).double() - exact).norm() / exact.norm()).item(),
     }  # fmt: skip

@@ -7,7 +7,6 @@ that cannot be avoided; `error` is relative, against float64 on a part of the in
 
 import argparse
 import json
-from itertools import chain
 from pathlib import Path
 
 import torch
@@ -30,28 +29,53 @@ def describe(row):
     """One line per row and rival."""
     sizes = {n: x for n, x in row.items() if not isinstance(x, dict | float) and n != "bytes"}
     yield " ".join(f"{n}={x}" for n, x in sizes.items())
-    own = row["ours"]["seconds"] if isinstance(row["ours"], dict) else row["ours"]
-    floor = f", {row['floor'] / own:.0%} of the floor's speed" if "floor" in row else ""
+    own = row["ours"] if isinstance(row["ours"], dict) else {"seconds": row["ours"]}
     error = f", error {row['error']:.1e}" if "error" in row else ""
-    yield f"  ours {own * 1e3:.3f} ms{floor}{error}"
+    yield f"  ours {times(own)}{beside_floor(row, own)}{error}"
     for name, x in {**row.get("rivals", {}), **row}.items():
-        if isinstance(x, dict) and ("seconds" in x or "failed" in x):
+        if name != "ours" and isinstance(x, dict) and ("seconds" in x or "failed" in x):
             memory = f", {x['bytes'] / 2**20:.0f} MiB" if x.get("bytes") else ""
-            ratio = f", {x['seconds'] / own:.2f} of ours" if "seconds" in x else ""
-            yield f"  {name} {times(x)}{ratio}{memory}"
+            yield f"  {name} {times(x)}{ratio(row, name, x, own)}{memory}"
+
+
+def beside_floor(row, x):
+    return f", {row['floor'] / x['seconds']:.0%} of the floor's speed" if "floor" in row and "seconds" in x else ""
+
+
+def ratio(row, name, x, own):
+    """How long a rival takes beside ours; both in a graph, where it is in one."""
+    graph, beside = "ours in a graph", "ours"
+    if name.endswith("in a graph") and name != graph:
+        own, beside = row.get(graph, {}), graph
+    if "seconds" not in x or "seconds" not in own:
+        return ""
+    return f", {x['seconds'] / own['seconds']:.2f} of {beside}" + (beside_floor(row, x) if name == graph else "")
 
 
 def crossover(rows):
     """The shortest text from which on ours is faster than every softmax rival, by batch and features."""
     found: dict[str, int | None] = {}
-    for row in sorted((r for r in rows if r["op"] == "prefill"), key=lambda r: -r["tokens"]):
+    slower = set()
+    for row in sorted((r for r in rows if r["op"] == "prefill" and "rivals" in r), key=lambda r: -r["tokens"]):
         rivals = [x["seconds"] for name, x in row["rivals"].items() if name.startswith("sdpa") and "seconds" in x]
         key = f"batch {row['batch']}, {row['features']} features"
-        if rivals and row["ours"] < min(rivals) and found.get(key, row["tokens"]) is not None:
+        if isinstance(row["ours"], dict) or not rivals:  # not to be compared
+            continue
+        found.setdefault(key, None)
+        if row["ours"] >= min(rivals):
+            slower.add(key)
+        elif key not in slower:
             found[key] = row["tokens"]
-        elif key not in found:
-            found[key] = None
     return found
+
+
+def collected(tables):
+    """The rows of all tables; one that cannot go on says why, and the next begins."""
+    for name, rows in tables.items():
+        try:
+            yield from rows
+        except Exception as error:
+            yield {"op": name, "ours": {"failed": f"{type(error).__name__}: {str(error)[:200]}"}}
 
 
 def main():
@@ -69,14 +93,15 @@ def main():
     print(f"{name}: copies {limits['copy'] / 1e9:.1f} GB/s, multiplies {limits['product'] / 1e12:.2f} TFLOP/s")
     if not GPU:
         print(f"no GPU here: PyTorch paths alone, small sizes, float32, {machine['threads']} threads")
-    rows = []
-    for row in chain(prefill(limits, quick), decode(quick), slots(quick), losses(quick), layerwise_steps(quick)):
+    RESULTS.mkdir(exist_ok=True)
+    path, rows = RESULTS / f"kernels-{name.lower().replace(' ', '-')}.json", []
+    tables = {"prefill": prefill(limits, quick), "decode": decode(limits, quick), "slots": slots(quick)}
+    for row in collected(tables | {"loss": losses(quick), "layerwise step": layerwise_steps(quick)}):
         rows.append(row)
         print("\n".join(describe(row)), flush=True)
+        found = {"machine": machine, "rows": rows, "crossover": crossover(rows)}
+        path.write_text(json.dumps(found, indent=1) + "\n")  # at every row: a machine may be lent for minutes
     print("faster than softmax from", crossover(rows))
-    RESULTS.mkdir(exist_ok=True)
-    path = RESULTS / f"kernels-{name.lower().replace(' ', '-')}.json"
-    path.write_text(json.dumps({"machine": machine, "rows": rows, "crossover": crossover(rows)}, indent=1) + "\n")
     print(path)
 
 

@@ -7,7 +7,7 @@ import torch
 
 from linearizer.attention_loss import attention_loss, blocked
 from tests.benchmarks.attention_rows import group_of
-from tests.benchmarks.timing import GPU, attempt, draw, peak_so_far
+from tests.benchmarks.timing import GPU, attempt, compiled, draw, peak_so_far
 
 
 def textbook(u, w, q, k):
@@ -66,11 +66,11 @@ def losses(quick):
             row = {"op": "loss", "size": size, "features": features}
             for name, form in FORMS.items():
                 row[name] = attempt(name, lambda form=form: [lambda: with_gradients(form, *inputs)], least=20)  # noqa: B023
-                if not GPU:
+                if not GPU and "seconds" in row[name]:
                     row[name]["bytes"] = peak_in_a_process(name)
             if GPU:
                 lean = [x.bfloat16() for x in inputs]
-                for name, form in (("leanest bf16", leanest), ("leanest compiled", torch.compile(leanest))):
+                for name, form in (("leanest bf16", leanest), ("leanest compiled", compiled(leanest))):
                     row[name] = attempt(name, lambda form=form: [lambda: with_gradients(form, *lean)], least=20)  # noqa: B023
             yield row | {"error": loss_error(*size[2:], features)}
 

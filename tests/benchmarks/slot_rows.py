@@ -6,7 +6,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 from linearizer.runtime.merging import Merging
 from linearizer.runtime.slots import GAIN, attend, slot_attention
 from linearizer.runtime.state import SlotState
-from tests.benchmarks.timing import GPU, attempt, draw, peak_bytes, seconds
+from tests.benchmarks.timing import GPU, attempt, draw, own
 
 WINDOW, SLOTS, BLOCK = 64, 64, 16
 
@@ -30,7 +30,7 @@ def slots(quick):
 
         calls, softmax = [lambda: read(slot_attention)], lambda: sdpa(q.flatten(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=True)  # fmt: skip  # noqa: E501, B023
         row = {"op": "slots", "tokens": tokens, "heads": heads * group, "kv_heads": heads, "dim": dim, "slots": SLOTS}
-        row |= {"ours": seconds(calls, least=3), "bytes": peak_bytes(calls[0])}
+        row |= own(calls)
         row["rivals"] = {
             "slots in pytorch": attempt("pytorch", lambda: [lambda: read(plain)], least=3),  # noqa: B023
             "sdpa": attempt("sdpa", lambda: [softmax]),  # noqa: B023

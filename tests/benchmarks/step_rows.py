@@ -10,7 +10,7 @@ from linearizer.losses import hidden_states
 from linearizer.runtime.attention import attending
 from linearizer.schedule import Settings
 from linearizer.training import Training
-from tests.benchmarks.timing import DEVICE, DTYPE, GPU, attempt, seconds
+from tests.benchmarks.timing import DEVICE, DTYPE, GPU, attempt, own
 
 
 def layerwise_steps(quick):
@@ -38,5 +38,5 @@ def layerwise_steps(quick):
             student, ids, Settings(loss=loss, steps=10**6, batch=batch, repeats=0.0, window_dropout=0.0)
         )
         row = {"op": "layerwise step", "loss": loss, "size": [batch, tokens, *sizes.values()], "features": features}
-        row["ours"] = seconds([training.advance], least=20)
+        row |= own([training.advance], least=20)
         yield row | {"rivals": {"the teacher's forward pass": attempt("teacher", lambda: [forward], least=20)}}

@@ -5,7 +5,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from linearizer.runtime.state import tensors
 from linearizer.runtime.student import LayerStudent
-from tests.benchmarks.timing import DEVICE, GPU, attempt, draw, seconds
+from tests.benchmarks.timing import DEVICE, GPU, attempt, draw, own
 
 READ, SINKS = 512, 4
 TOKENS = 16  # that are timed together: a block, so that slots are merged once
@@ -18,7 +18,7 @@ KINDS = {  # what KV heads hold, one after the other
 
 
 @torch.no_grad()
-def decode(quick):
+def decode(limits, quick):
     """One token of one layer: ours, and softmax over the keys of a context."""
     heads, group, dim = (8, 4, 128) if GPU else (8, 1, 64)
     for batch in (1, 8, 64) if GPU and not quick else (1,):
@@ -34,8 +34,11 @@ def decode(quick):
                 for _ in range(TOKENS):
                     student(*token, dim**-0.5, None, memory)
 
-            row = {"op": "decode", "batch": batch, "kind": kind, "ours": seconds([call]) / TOKENS}
-            row["state_bytes"] = sum(x.numel() * x.element_size() for held in memory for x in tensors(held).values())
+            row = {"op": "decode", "batch": batch, "kind": kind, **own([call], TOKENS)}
+            held = [(name, x.nbytes) for state in memory for name, x in tensors(state).items()]
+            row["state_bytes"] = sum(size for _, size in held)
+            written = sum(size for name, size in held if name in ("level", "mean"))  # of the others a token alone
+            row["floor"] = (row["state_bytes"] + written) / limits["copy"]
             if GPU:
                 graph = attempt("graph", lambda call=call: [call], graph=True)
                 row["ours in a graph"] = graph | ({"seconds": graph["seconds"] / TOKENS} if "seconds" in graph else {})
