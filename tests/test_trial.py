@@ -80,11 +80,11 @@ def inputs(tokens):
     return q.to(DEVICE), k.to(DEVICE), v.to(DEVICE), feature_map.to(DEVICE)
 
 
-def read(tokens=5):
+def read(tokens=5, attend=linear_attention):
     q, k, v, feature_map = inputs(tokens)
     state = State.empty(k, v, 2, 1, 4)
     with torch.no_grad():
-        return linear_attention(q, k, v, feature_map, 2, None, state)
+        return attend(q, k, v, feature_map, 2, None, state)
 
 
 def train():
@@ -97,11 +97,11 @@ def compare():
     return attention_loss(*(x.float().to(DEVICE) for x in make_loss(9)), 2, 1).value
 
 
-def merge(tokens=5):
+def merge(tokens=5, attend=slot_attention):
     q, k, v, _ = inputs(tokens)
     merging = Merging(torch.eye(k.shape[-1], device=DEVICE).repeat(2, 1, 1), torch.ones(2, device=DEVICE), 2, 2)
     with torch.no_grad():
-        return slot_attention(q, k, v, merging, None, SlotState.empty(k, v, 2, 1, 2))
+        return attend(q, k, v, merging, None, SlotState.empty(k, v, 2, 1, 2))
 
 
 DOORS = {
@@ -167,6 +167,15 @@ def test_nothing_is_tried_while_it_is_recorded(launches, monkeypatch):
     monkeypatch.setattr(trial, "being_recorded", lambda x: True)
     read()
     assert not launches and not trial._right
+
+
+@pytest.mark.filterwarnings("ignore")  # what a compiler says of its own
+@pytest.mark.parametrize("tokens", [1, 5])
+def test_what_is_compiled_goes_on_with_kernels_that_were_found_right(tokens):
+    for call, door in ((read, linear_attention), (merge, slot_attention)):
+        expected = call(tokens)
+        assert torch.equal(call(tokens, torch.compile(door, backend="eager")), expected)
+    assert len(trial._right) == 2 and all(trial._right.values())
 
 
 def test_a_result_that_is_no_number_is_wrong():

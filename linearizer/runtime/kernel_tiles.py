@@ -121,14 +121,18 @@ def far_product(
 
 
 def where_it_lies(launch: Launch) -> Launch:
-    """Let a function launch on the device of its first tensor, which need not be the current one."""
+    """Let a function launch on the device of its first tensor, which need not be the current one.
 
+    A compiler of the model sees nothing of it, and so compiles around kernels alike before and after their trial.
+    """
+
+    @torch.compiler.disable
     @functools.wraps(launch)
     def there(first: Tensor, *rest: Any, **named: Any) -> Any:
         with torch.cuda.device_of(first):  # nothing for tensors of a CPU
             return launch(first, *rest, **named)
 
-    return there  # type: ignore[return-value]
+    return there
 
 
 def at_once(x: Tensor) -> int:
