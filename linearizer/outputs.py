@@ -53,7 +53,12 @@ def by_rows(compare: Callable[[Tensor, Tensor], Tensor], logits: Tensor, other: 
 
 def fresh_cache(model: PreTrainedModel) -> Cache:
     """Make a cache of the model's own kind, with nothing in it."""
-    return model.empty_cache() if isinstance(model, LinearizedForCausalLM) else DynamicCache(config=model.config)
+    if isinstance(model, LinearizedForCausalLM):
+        return model.empty_cache()
+    cache = DynamicCache(config=model.config)
+    for layer in cache.layers:
+        layer.memory = None  # a student's base hands it to its attention, even where that is its teacher's
+    return cache
 
 
 def remembered(cache: Cache) -> int:

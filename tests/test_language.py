@@ -9,6 +9,7 @@ import torch
 from linearizer import outputs
 from linearizer.checkpoint import students_of
 from linearizer.cost import Head
+from linearizer.evaluation import evaluate_language
 from linearizer.language import Resampled, calibration, doubling_edges, measure_language, owners_of, read_scores
 from linearizer.outputs import divergence, logits_of, losses_of, read_losses, read_together
 from linearizer.progress import finish
@@ -70,6 +71,14 @@ def test_texts_read_in_pieces_are_scored_as_in_one(subjects, monkeypatch):
             assert torch.allclose(one, other, atol=1e-4)
     for before, after in zip(losses, read_losses(subjects[0], ids), strict=True):
         assert before.shape == (2, 39) and torch.allclose(before, after, atol=1e-4)
+
+
+def test_a_student_and_the_teacher_that_it_holds_are_read_in_pieces_as_in_one(subjects, monkeypatch):
+    student, ids = subjects[0][1].model, tokens(2, 40)
+    whole = finish(evaluate_language(student, ids))
+    monkeypatch.setattr(outputs, "LOGITS", 2 * 9 * 128)  # as where a vocabulary is large
+    pieces = finish(evaluate_language(student, ids))
+    assert [pieces.loss, pieces.kl] == pytest.approx([whole.loss, whole.kl], abs=1e-5)
 
 
 def test_other_heads_attend_only_while_they_are_asked(subjects):
