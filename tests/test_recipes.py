@@ -14,13 +14,14 @@ from linearizer.asking import settings_of
 from linearizer.cost import Head, Layer, cache_bytes
 from linearizer.decision import by_gates
 from linearizer.errors import BudgetError, RequestError, TextError
-from linearizer.eviction import Evicting, evicted
+from linearizer.eviction import Evicting, Kept, evicted
 from linearizer.gates import learn_gates
 from linearizer.plan import Plan
 from linearizer.prices import Prices
 from linearizer.progress import finish
 from linearizer.recipes import RECIPES
 from linearizer.run import Run
+from linearizer.subjects import exchanged
 from linearizer.watch import Watched
 from tests.students import layers_of, student_of, teacher_of, tokens
 
@@ -169,8 +170,8 @@ def test_a_cache_that_is_never_full_evicts_nothing(rule):
     q, k, v = (torch.randn(2, *shape, 20, 4, dtype=torch.float64) for shape in ((3,), (), ()))
     expected = (q @ k[:, None].mT).masked_fill(~torch.ones(20, 20, dtype=torch.bool).tril(), -torch.inf)
     expected = expected.softmax(-1) @ v[:, None]
-    torch.testing.assert_close(evicted(q, k, v, 20, rule), expected, atol=1e-6, rtol=1e-6)
-    short = evicted(q, k, v, 5, rule)
+    torch.testing.assert_close(evicted(q, k, v, 20, rule, Kept.empty(k, v)), expected, atol=1e-6, rtol=1e-6)
+    short = evicted(q, k, v, 5, rule, Kept.empty(k, v))
     torch.testing.assert_close(short[:, :, :5], expected[:, :, :5], atol=1e-6, rtol=1e-6)
     assert not torch.allclose(short[:, :, -1], expected[:, :, -1], atol=1e-3)
 
@@ -179,7 +180,7 @@ def test_tova_keeps_what_the_newest_token_attends_to():
     k = torch.eye(4)[None]
     q = 5 * torch.tensor([[0, 0, 0, 0], [1.0, 0, 0, 0], [1, 0, 2, 0], [1, 0, 0, 0]])[None, None]
     values = torch.arange(4.0)[None, :, None]
-    rows = evicted(q, k, values, 2, "tova")[0, 0, :, 0]
+    rows = evicted(q, k, values, 2, "tova", Kept.empty(k, values))[0, 0, :, 0]
     assert rows[3] == pytest.approx((0 * math.exp(5) + 2 + 3) / (math.exp(5) + 2), abs=1e-4)  # token 1 was dropped
 
 
@@ -190,6 +191,18 @@ def test_an_evicting_layer_takes_the_place_of_a_student():
     for module, layer in zip(student.base.model.layers, student.students(), strict=True):
         module.self_attn.student = Evicting([24] * layer.kv_heads, "h2o")
     torch.testing.assert_close(student(ids, use_cache=False).logits, expected, atol=2e-4, rtol=0)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("rule", ["h2o", "tova"])
+def test_an_evicting_cache_goes_on_with_a_text(rule):
+    student, ids = student_of("llama", [Head(window=40)]), tokens(2, 24)
+    heads = [Evicting([6] * layer.kv_heads, rule) for layer in student.students()]
+    with exchanged(student.base, heads):
+        whole, cache, parts = student(ids, use_cache=False).logits, student.empty_cache(), []
+        for piece in ids.split(7, 1):
+            parts.append(student(piece, past_key_values=cache, use_cache=True).logits)
+    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()
