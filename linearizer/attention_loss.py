@@ -3,7 +3,8 @@
 The teacher's row i is p_ij = softmax over j ≤ i of S_ij = q_i·k_j. The student's row p̂ has the same logits where a key
 is near (one of the first `sinks` tokens, or i - j < window) and log A_ij elsewhere, A_ij = Σ_m exp(u_im + w_jm).
   softmax  cross-entropy of p against p̂, mean over rows; its least value is the teacher's entropy
-  l2       (e^S - A)² e^{-2 max S}, mean over the pairs j ≤ i; the maximum is a KV head's, its least value is 0
+  l2       (e^S - A)² e^{-2 max S}, mean over the pairs j ≤ i; the maximum is a KV head's, or the one that is given, so
+           that the parts of a batch have one measure; its least value is 0
 Gradients are written by hand and come with the loss: with ∂loss/∂log A_ij = p̂_ij - p_ij and G = (p̂ - p) / A they are
 ∂/∂u = Fq ∘ (G Fk) and ∂/∂w = Fk ∘ (Gᵀ Fq), where Fq = e^u and Fk = e^w up to stabilisers that cancel.
 
@@ -32,7 +33,9 @@ except ImportError as missing:
 Tensor = torch.Tensor
 MATTERS = 1e-7  # of the teacher's mass in a row
 
-Compute = Callable[[Tensor, Tensor, Tensor, Tensor, int, int, bool, bool, float], tuple[Tensor, Pair | None]]
+Compute = Callable[
+    [Tensor, Tensor, Tensor, Tensor, int, int, bool, bool, float, Tensor | None], tuple[Tensor, Pair | None]
+]
 
 
 class Loss(NamedTuple):
@@ -41,13 +44,14 @@ class Loss(NamedTuple):
 
 
 def attention_loss(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, kind: str = "softmax", scale: float = 1.0
-) -> Loss:
-    """Compare the student's rows with the teacher's; the scores are q·k times the scale."""
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, kind: str = "softmax", scale: float = 1.0,
+    largest: Tensor | None = None,
+) -> Loss:  # fmt: skip
+    """Compare the student's rows with the teacher's; the scores are q·k times the scale, `largest` max S (heads,)."""
     if kind not in ("softmax", "l2"):
         raise ValueError(f"kind={kind!r} is none of softmax, l2")
     compute = fused if kernels_serve(u, q, k, kind == "l2") else blocked
-    return Loss(*RowLoss.apply(compute, u, w, q, k, window, sinks, kind == "l2", scale))
+    return Loss(*RowLoss.apply(compute, u, w, q, k, window, sinks, kind == "l2", scale, largest))
 
 
 def kernels_serve(u: Tensor, q: Tensor, k: Tensor, squared: bool) -> bool:
@@ -73,9 +77,9 @@ class RowLoss(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any, compute: Compute, u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool,
-        scale: float,
+        scale: float, largest: Tensor | None,
     ) -> tuple[Tensor, Tensor]:  # fmt: skip
-        total, gradients = compute(u, w, q, k, window, sinks, squared, any(ctx.needs_input_grad), scale)
+        total, gradients = compute(u, w, q, k, window, sinks, squared, any(ctx.needs_input_grad), scale, largest)
         rows = u[..., 0].numel()
         count = rows * (u.shape[-2] + 1) / 2 if squared else rows
         if gradients is not None:
@@ -88,17 +92,18 @@ class RowLoss(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, scale: Tensor, _: Tensor) -> tuple:
         u, w = ctx.saved_tensors
-        return None, u * scale, w * scale, None, None, None, None, None, None
+        return None, u * scale, w * scale, None, None, None, None, None, None, None
 
 
 def blocked(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, wanted: bool, scale: float = 1.0
-) -> tuple[Tensor, Pair | None]:
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, wanted: bool,
+    scale: float = 1.0, largest: Tensor | None = None,
+) -> tuple[Tensor, Pair | None]:  # fmt: skip
     """Loss and least, summed, and gradients: in PyTorch, in blocks of rows."""
     work, group, tokens = working_dtype(u), *u.shape[2:4]
     q, k = q.to(work) * scale, k.to(work)
     gradients = (torch.zeros_like(u, dtype=work), torch.zeros_like(w, dtype=work)) if wanted else None
-    shift = largest_scores(q, k) if squared else None
+    shift = (largest_scores(q, k) if largest is None else largest) if squared else None
     total = torch.zeros(2, dtype=work, device=u.device)
     together = max(1, BLOCK // (group * rows_at_once(group, tokens) * tokens))
     for b in range(u.shape[0]):
@@ -111,14 +116,18 @@ def blocked(
 
 
 def fused(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, wanted: bool, scale: float = 1.0
-) -> tuple[Tensor, Pair | None]:
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, wanted: bool,
+    scale: float = 1.0, largest: Tensor | None = None,
+) -> tuple[Tensor, Pair | None]:  # fmt: skip
     """The same by kernels; the heads in which they lost pairs that matter are computed again in PyTorch."""
-    loss, least, lost, *gradients = loss_kernels.losses(u.float(), w.float(), q, k, window, sinks, squared, scale)
+    loss, least, lost, *gradients = loss_kernels.losses(
+        u.float(), w.float(), q, k, window, sinks, squared, scale, largest
+    )
     total = torch.stack([loss.sum((2, 3)), least.sum((2, 3))])
     for b, h in (lost.amax((2, 3)) > MATTERS).nonzero().tolist():
         here = slice(b, b + 1), slice(h, h + 1)
-        total[:, b, h], again = blocked(u[here], w[here], q[here], k[here], window, sinks, squared, wanted, scale)
+        given = u[here], w[here], q[here], k[here], window, sinks, squared, wanted, scale
+        total[:, b, h], again = blocked(*given, None if largest is None else largest[here[1]])
         if again is not None:
             gradients[0][here], gradients[1][here] = again
     return total.sum((1, 2)), (gradients[0], gradients[1]) if wanted else None

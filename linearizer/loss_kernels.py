@@ -228,8 +228,9 @@ def block_sizes(x: Tensor, features: int, width: int) -> tuple[dict, dict]:
 
 @where_it_lies
 def losses(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, scale: float = 1.0
-) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, scale: float = 1.0,
+    top: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
     """Loss, entropy and lost mass of every row (batch, heads, group, tokens); gradients of the summed loss."""
     batch, heads, group, tokens, features = u.shape
     u, w, q, k = (x.contiguous() for x in (u, w, q, k))
@@ -252,7 +253,8 @@ def losses(
         q, k, query, key, sums, bound, lse, entropy, largest, student,
         tokens, group, window, sinks, scale, sums.shape[2], **plain,
     )  # fmt: skip
-    shift = largest.amax((0, 2, 3))[:, None, None].expand_as(lse).contiguous() if squared else lse
+    top = (largest.amax((0, 2, 3)) if top is None else top.to(kept))[:, None, None]
+    shift = top.expand_as(lse).contiguous() if squared else lse
     factor = (bound - (shift if squared else student)).clamp_max_(80.0).exp_()
     du, dw = torch.empty_like(u), torch.empty_like(w)
     slabs = triton.cdiv(features, sizes["MG"])

@@ -5,6 +5,7 @@ Layer by layer, on what the teacher's layer attends with:
   l2       squared error of the kernel, scaled by its largest value
   output   squared error of the attention output after the output projection, as a share of the output's own square:
            what the network does not read costs nothing
+The last two are held against a measure of the whole batch, which is taken first where a batch goes through in parts.
 End to end, on the hidden states from which the logits are made, a few tokens' logits at a time:
   direct   the next token's negative log-likelihood
   logits   the KL divergence of the student's next token from the teacher's
@@ -24,6 +25,7 @@ from transformers import PreTrainedModel
 from linearizer.attention_loss import attention_loss
 from linearizer.errors import RequestError
 from linearizer.recording import matrix
+from linearizer.row_blocks import largest_scores
 from linearizer.runtime.chunks import chunked
 from linearizer.runtime.state import State
 from linearizer.runtime.student import HeadGroup, LayerStudent, Scaled
@@ -64,47 +66,84 @@ def featured(student: LayerStudent) -> list[HeadGroup]:
     return [group for group in student.groups if isinstance(group, HeadGroup) and group.feature_map is not None]
 
 
-def layer_loss(kind: str, student: LayerStudent, seen: Attended, projection: nn.Module | None, keep: float) -> Found:
-    """Compare one layer with its teacher, windows being cut to a share `keep` of theirs."""
+def layer_loss(
+    kind: str,
+    student: LayerStudent,
+    seen: Attended,
+    projection: nn.Module | None,
+    keep: float,
+    measure: Tensor | None = None,
+) -> Found:
+    """Compare one layer with its teacher, windows being cut to a share `keep` of theirs.
+
+    `measure` is what `measure_of` gives of the whole batch, where this is a part of it.
+    """
     if kind == "output":
         assert projection is not None
-        loss = output_loss(student, seen, projection, keep)
+        loss = output_loss(student, seen, projection, keep, measure)
         return Found(loss, loss.detach())
     groups = featured(student)
-    losses = [rows_loss(kind, group, seen, keep) for group in groups]
+    losses = [rows_loss(kind, group, seen, keep, measure) for group in groups]
     shares = [len(group.heads) / sum(len(group.heads) for group in groups) for group in groups]
     loss, excess = (sum(s * x for s, x in zip(shares, part, strict=True)) for part in zip(*losses, strict=True))
     return Found(loss, excess)
 
 
-def rows_loss(kind: str, group: HeadGroup, seen: Attended, keep: float) -> tuple[Tensor, Tensor]:
+def rows_loss(
+    kind: str, group: HeadGroup, seen: Attended, keep: float, measure: Tensor | None
+) -> tuple[Tensor, Tensor]:
     """Compare the attention rows of some heads; also give the loss above its least."""
     q, k, _ = seen.of(group.heads)
     features = Scaled(group.feature_map, seen.scale)  # type: ignore[arg-type]
     u, w = features.queries(q), features.keys(k)
     q, k = seen.query.unflatten(1, (seen.key.shape[1], -1))[:, group.heads], seen.key[:, group.heads]  # as they are
-    loss, least = attention_loss(u, w, q, k, int(group.window * keep), group.sinks, kind, seen.scale)
+    largest = None if measure is None else measure[group.heads]
+    loss, least = attention_loss(u, w, q, k, int(group.window * keep), group.sinks, kind, seen.scale, largest)
     return loss, loss.detach() - least
 
 
-def output_loss(student: LayerStudent, seen: Attended, projection: nn.Module, keep: float) -> Tensor:
-    """Σ |W (y - ŷ)|² / Σ |W y|² over the heads that have features, W the output projection."""
+def measure_of(kind: str, student: LayerStudent, seen: Attended, projection: nn.Module | None) -> Tensor:
+    """What a loss is held against: of l2 each KV head's largest score, of output Σ |W y|², a text's on average."""
+    if kind == "l2":
+        return largest_scores(*seen.of(list(range(seen.key.shape[1])))[:2])
+    assert projection is not None
+    weight, whole = weight_by_head(seen, projection), seen.value.new_zeros((), dtype=torch.float32)
+    for part in featured(student):
+        whole = whole + projected(exact_output(*seen.of(part.heads)), weight[part.heads])
+    return whole.square().sum() / len(seen.query)
+
+
+def weight_by_head(seen: Attended, projection: nn.Module) -> Tensor:  # (kv heads, group, size, hidden)
     kv_heads, group = seen.key.shape[1], seen.query.shape[1] // seen.key.shape[1]
     size = seen.value.shape[-1]
-    weight = matrix(projection, kv_heads * group * size, seen.value.device).unflatten(0, (kv_heads, group, size))
+    return matrix(projection, kv_heads * group * size, seen.value.device).unflatten(0, (kv_heads, group, size))
+
+
+@torch.no_grad()
+def exact_output(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    """What the teacher's attention gives: (batch, heads, group, tokens, size)."""
+    heads = scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, scale=1.0, enable_gqa=True)
+    return heads.unflatten(1, q.shape[1:3])
+
+
+def output_loss(
+    student: LayerStudent, seen: Attended, projection: nn.Module, keep: float, measure: Tensor | None
+) -> Tensor:
+    """Σ |W (y - ŷ)|² / Σ |W y|² over the heads that have features, W the output projection."""
+    weight = weight_by_head(seen, projection)
     error, whole = seen.value.new_zeros((), dtype=torch.float32), seen.value.new_zeros((), dtype=torch.float32)
     for part in featured(student):
         q, k, v = seen.of(part.heads)
         own = weight[part.heads]
+        exact = exact_output(q, k, v)
         with torch.no_grad():
-            heads = scaled_dot_product_attention(q.flatten(1, 2), k, v, is_causal=True, scale=1.0, enable_gqa=True)
-            exact = heads.unflatten(1, q.shape[1:3])
             whole = whole + projected(exact, own)
         window = int(part.window * keep)
         state = State.empty(k, v, window, part.sinks, part.features)
         far = Scaled(part.feature_map, seen.scale)  # type: ignore[arg-type]
         error = error + projected(exact - chunked(q, k, v, far, window, None, state), own)
-    return error.square().sum() / whole.square().sum().clamp_min(torch.finfo(whole.dtype).tiny)
+    square = whole.square().sum() if measure is None else measure * len(seen.query)
+    return error.square().sum() / square.clamp_min(torch.finfo(whole.dtype).tiny)
 
 
 def projected(heads: Tensor, weight: Tensor) -> Tensor:

@@ -24,6 +24,7 @@ from linearizer.losses import (
     hidden_states,
     layer_loss,
     logits_loss,
+    measure_of,
 )
 from linearizer.memory import is_out_of_memory
 from linearizer.outputs import PROBE
@@ -97,15 +98,43 @@ class Training:
     def gradients(self, ids: torch.Tensor, keep: float) -> Losses:
         """Add up the gradients of the parts of a batch; give the losses, averaged over it."""
         losses: Losses = {"loss": {}, "excess": {}}
-        for part in ids.split(self.rows):
+        parts = ids.split(self.rows)
+        measures = self.measures(parts) if len(parts) > 1 and self.settings.loss in ("l2", "output") else {}
+        for part in parts:
             share = len(part) / len(ids)
-            found = self.layer_losses(part, keep, share) if self.layerwise else self.model_losses(part, keep, share)
+            if self.layerwise:
+                found = self.layer_losses(part, keep, share, measures)
+            else:
+                found = self.model_losses(part, keep, share)
             for index, one in found.items():
                 losses["loss"][index] = losses["loss"].get(index, 0.0) + share * float(one.loss)
                 losses["excess"][index] = losses["excess"].get(index, 0.0) + share * float(one.excess)
         return losses
 
-    def layer_losses(self, ids: torch.Tensor, keep: float, share: float) -> dict[int, Found]:
+    @torch.no_grad()
+    def measures(self, parts: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Take of a whole batch, part by part, what the losses of its parts are held against."""
+        found: dict[int, torch.Tensor] = {}
+        kind, active, share = self.settings.loss, self.active(), 0.0
+
+        def observe(
+            module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, _: dict
+        ) -> None:
+            if (index := number(module)) in active:
+                seen = Attended(query, key, value, scale)
+                new = measure_of(kind, module.student, seen, self.projections.get(index))  # type: ignore[arg-type]
+                before = found.get(index, torch.zeros_like(new) if kind == "output" else new)
+                found[index] = before + share * new if kind == "output" else torch.maximum(before, new)
+
+        for part in parts:
+            share = len(part) / sum(map(len, parts))
+            with observing(self.base, observe):
+                hidden_states(self.base, part)
+        return found
+
+    def layer_losses(
+        self, ids: torch.Tensor, keep: float, share: float, measures: Mapping[int, torch.Tensor]
+    ) -> dict[int, Found]:
         """Differentiate the loss of every layer while the teacher reads."""
         active, found = self.active(), {}
 
@@ -117,7 +146,8 @@ class Training:
                 return
             seen = Attended(query, key, value, scale)
             with torch.enable_grad():
-                one = layer_loss(self.settings.loss, module.student, seen, self.projections.get(index), keep)  # type: ignore[arg-type]
+                given = module.student, seen, self.projections.get(index), keep, measures.get(index)
+                one = layer_loss(self.settings.loss, *given)  # type: ignore[arg-type]
                 (one.loss * share).backward()
             if not one.loss.isfinite() and not seen.finite():
                 raise FaultError(f"layer {index}: the teacher's own queries, keys or values are not finite")

@@ -135,7 +135,7 @@ def out_of_memory_above(student, numbers):
     return student
 
 
-@pytest.mark.parametrize("loss", ["softmax", "logits"])
+@pytest.mark.parametrize("loss", LAYERWISE + END_TO_END)
 def test_out_of_memory_halves_the_batch_and_gives_the_same_gradients(loss):
     settings = Settings(loss=loss, steps=2, batch=8, save_every=3)
     whole, student = a_student(), out_of_memory_above(a_student(), 2 * 32)

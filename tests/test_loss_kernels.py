@@ -6,6 +6,7 @@ import torch
 pytest.importorskip("triton")
 
 from linearizer import attention_loss, loss_kernels
+from linearizer.row_blocks import largest_scores
 from tests.by_kernels import CLOSE, DEVICE, EXACT, ON_GPU, mutate, relative
 from tests.test_attention_loss import make
 
@@ -31,6 +32,16 @@ def test_losses_and_their_gradients_are_the_blocked_ones(name, squared):
     assert relative(torch.stack([loss.sum(), least.sum()]), total) < CLOSE
     assert max(relative(own_du, du), relative(own_dw, dw)) < CLOSE
     assert not lost.any()
+
+
+def test_parts_of_a_batch_are_held_against_the_measure_that_is_given():
+    inputs = [x.to(DEVICE, EXACT) for x in make(20)]
+    shift = largest_scores(*inputs[2:])  # of both texts
+    parts = [loss_kernels.losses(*(x[text, None] for x in inputs), 2, 1, True, 1.0, shift) for text in (0, 1)]
+    total, (du, dw) = attention_loss.blocked(*inputs, 2, 1, True, True, 1.0, shift)
+    found = [torch.cat(part) for part in zip(*parts, strict=True)]
+    assert relative(found[0].sum(), total[0]) < CLOSE
+    assert max(relative(found[3], du), relative(found[4], dw)) < CLOSE
 
 
 def test_gradients_of_a_row_sum_to_nothing_and_both_sides_agree():
