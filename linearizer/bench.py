@@ -19,7 +19,7 @@ from linearizer.devices import device_of
 from linearizer.errors import FolderError, ModelNotAvailable, RequestError, TextError
 from linearizer.loading import load
 from linearizer.provenance import environment
-from linearizer.run import Run
+from linearizer.run import Run, located_text
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.runtime.student import LayerStudent
 from linearizer.samples import SAMPLES
@@ -102,7 +102,7 @@ class Bench:
     def windows(self, source: str | None, length: int, count: int, seed: int) -> torch.Tensor:  # (≤ count, length)
         """Take text that the student was neither measured nor trained on: what follows its own, or another source."""
         plan = self.run.plan
-        source = source or plan.text
+        source = located_text(source or plan.text)  # so is the plan's own
         if source != plan.text or source == "self":
             if source == "self" and self.teacher is None:
                 raise TextError("'self' is text that the teacher writes, which is not to be had: name another source")

@@ -267,10 +267,15 @@ def read_gates(text: str) -> list[list[float]]:
 
 def located(plan: Plan) -> Plan:
     """Name the folders and files of a plan so that they are found from any folder that the run is resumed in."""
-    kind, _, rest = plan.text.partition(":")
+    model = plan.model if plan.model == "demo" else absolute(plan.model)
+    return replace(plan, model=model, text=located_text(plan.text))
+
+
+def located_text(source: str) -> str:
+    """Name a source of text so that it is found from any folder."""
+    kind, _, rest = source.partition(":")
     place, colon, more = (rest, "", "") if kind == "file" else rest.partition(":")
-    text = f"{kind}:{absolute(place)}{colon}{more}" if kind in ("file", "dataset") else plan.text
-    return replace(plan, model=plan.model if plan.model == "demo" else absolute(plan.model), text=text)
+    return f"{kind}:{absolute(place)}{colon}{more}" if kind in ("file", "dataset") else source
 
 
 def absolute(name: str) -> str:

@@ -6,6 +6,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -19,7 +20,7 @@ from linearizer.hub import find_model
 from linearizer.outputs import read_losses
 from linearizer.plan import Plan
 from linearizer.progress import finish
-from linearizer.run import Run
+from linearizer.run import Run, located
 from linearizer.text import enough_windows
 
 QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--steps", "2"]
@@ -169,6 +170,14 @@ def test_the_text_is_not_what_the_student_was_trained_on(finished):
         assert torch.equal(bench.windows(None, 32, 4, 0).flatten(), text[learnt:].flatten())
         sampled = bench.windows("self", 32, 2, 0)
         assert sampled.shape == (2, 32) and not torch.equal(sampled, bench.windows("self", 32, 2, 1))
+
+
+def test_the_text_of_a_run_is_known_by_another_spelling(run, tmp_path, monkeypatch):
+    (tmp_path / "text.txt").write_text("\n".join(map(str, range(4000))))
+    monkeypatch.chdir(tmp_path)
+    run.write("plan.json", located(replace(run.plan, text="file:text.txt")).to_json())
+    with assembled(run) as bench:
+        assert torch.equal(bench.windows("file:text.txt", 64, 2, 0), bench.windows(None, 64, 2, 0))
 
 
 def test_a_run_is_judged_on_text_that_nothing_was_measured_on(tmp_path, model):
