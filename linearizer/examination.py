@@ -172,7 +172,7 @@ def plain_students(bench: Bench, steps: int) -> Steps[dict[str, list[Subject]]]:
         found["trained"] = [bench.plain(count) for count in FEATURES]
         plan = bench.run.plan
         texts = bench.learnt(steps * plan.batch)
-        settings = replace(settings_of(plan)[0], steps=steps)
+        settings = replace(settings_of(plan)[0], steps=steps, lora=0)  # the weights are the teacher's, in memory once
         for subject in found["trained"]:
             with subject.at_work():
                 yield from distill(bench.control, texts, settings)

@@ -180,6 +180,15 @@ def test_the_text_of_a_run_is_known_by_another_spelling(run, tmp_path, monkeypat
         assert torch.equal(bench.windows("file:text.txt", 64, 2, 0), bench.windows(None, 64, 2, 0))
 
 
+def test_the_curve_of_errors_leaves_the_teacher_as_it_is(run):
+    run.write("plan.json", replace(run.plan, loss="direct", lora=2).to_json())
+    with assembled(run) as bench:
+        before = {name: tensor.clone() for name, tensor in bench.teacher.state_dict().items()}
+        finish(examination.plain_students(bench, 2))
+        for name, tensor in bench.teacher.state_dict().items():
+            assert torch.equal(tensor, before[name]), name
+
+
 def test_a_run_is_judged_on_text_that_nothing_was_measured_on(tmp_path, model):
     assert main(["run", str(model), "--budget", "32", "--out", str(tmp_path / "run"), *QUICK[:-2]]) == 0
     run = Run.open(tmp_path / "run")
