@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import json
+from dataclasses import asdict
 
 import torch
 from safetensors import SafetensorError, safe_open
 
 from linearizer.allocation import Allocation
+from linearizer.cost import Head
 from linearizer.decision import alike, decide, market_of, sinks_tried
 from linearizer.errors import RequestError
 from linearizer.estimate import estimate
@@ -42,8 +44,8 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
         return found
     offered = options(texts.shape[1], run.plan.far, run.plan.kept_bits)
     layers = teacher.inspection.layers
-    partly = begun_prices(run)
-    if partly is not None and partly.options == offered:
+    generator = torch.Generator().manual_seed(run.plan.seed)
+    if partly := begun_prices(run, offered, generator):
         sinks, before = partly.sinks, partly.divergences
     else:
         sinks, before = (yield from measured_sinks(run, teacher, texts)), ()
@@ -52,9 +54,10 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
     )
 
     def keep(found: Found) -> None:
-        run.write(PARTLY, Prices(sinks, offered, tuple(found)).to_json())
+        begun = asdict(Prices(sinks, offered, tuple(found)))
+        run.write(PARTLY, json.dumps({**begun, "drawn": bytes(generator.get_state().tolist()).hex()}))
 
-    given = (teacher.model, texts, layers, offered, sinks, begin_of(run))
+    given = (teacher.model, texts, layers, offered, sinks, begin_of(run, generator))
     steps = estimate(*given) if estimated else price(*given, before=before, keep=keep)
     found = yield from logged(run, steps)
     run.write("prices.json", found.to_json())
@@ -63,15 +66,23 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
     return found
 
 
-def begun_prices(run: Run) -> Prices | None:
-    """Give the prices of the first layers, where a run was stopped in pricing; damaged ones are measured anew."""
+def begun_prices(run: Run, offered: tuple[Head, ...], generator: torch.Generator) -> Prices | None:
+    """Give the prices of the first layers, where a run was stopped in pricing; damaged ones are measured anew.
+
+    What is drawn goes on from there, so that the others get what they would have got.
+    """
     if not run.has(PARTLY):
         return None
     try:
-        return Prices.from_json(run.read(PARTLY))
-    except RequestError as error:
+        found = Prices.from_json(run.read(PARTLY))
+        drawn = bytes.fromhex(json.loads(run.read(PARTLY))["drawn"])
+    except (RequestError, ValueError, KeyError) as error:
         run.log("dropped", file=PARTLY, why=str(error.__cause__ or error))
         return None
+    if found.options != offered:
+        return None
+    generator.set_state(torch.tensor(list(drawn), dtype=torch.uint8))
+    return found
 
 
 def measured_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:
@@ -132,9 +143,9 @@ def samples_of(run: Run) -> Samples:
         raise run.damaged(SAMPLES, error, "profile.json") from error  # they are measured together
 
 
-def begin_of(run: Run) -> Begin:
-    """Give the way to begin the student of one layer."""
-    samples, generator = samples_of(run), torch.Generator().manual_seed(run.plan.seed)
+def begin_of(run: Run, drawn: torch.Generator | None = None) -> Begin:
+    """Give the way to begin the student of one layer; centres of features are drawn one after the other."""
+    samples, generator = samples_of(run), drawn or torch.Generator().manual_seed(run.plan.seed)
 
     def begin(student: LayerStudent, index: int) -> None:
         if (found := samples.layers[index]) is not None:

@@ -83,6 +83,21 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
     assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [2]
 
 
+def test_pricing_that_is_stopped_goes_on_to_the_same_prices(tmp_path):
+    run = Run.begin(tmp_path / "run", Plan.of("best", **{**SMALL, "length": 32}, strategy="gain-features", sinks=0))
+    teacher = loading.load(run.plan)
+    finish(pipeline.profile(run, teacher))
+    texts = buying.priced_texts(run, teacher, None)
+    whole = finish(buying.measured_prices(run, teacher, texts))
+    (run.folder / "prices.json").unlink()
+    steps = buying.measured_prices(run, teacher, texts)
+    while not run.has(buying.PARTLY):
+        next(steps)
+    steps.close()
+    assert finish(buying.measured_prices(run, teacher, texts)) == whole
+    assert [event["done"] for event in run.events() if event["event"] == "price"].count(1) == 2  # not a third time
+
+
 def test_what_is_given_takes_precedence_over_the_recipe():
     plan = Plan.of("lolcats", model="demo", budget=64, steps=7, strategy="dof")
     assert (plan.recipe, plan.steps, plan.strategy, plan.feature_map) == ("lolcats", 7, "dof", "hedgehog")
