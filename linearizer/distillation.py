@@ -43,11 +43,11 @@ def distill(
     *,
     folder: Path | None = None,
     resume: bool = False,
-    enough: Callable[[], bool] = lambda: False,
+    enough: Callable[[int], bool] = lambda step: False,
 ) -> Steps[Distilled]:
     """Train a student's feature maps; with a folder, a training that was stopped goes on where it was.
 
-    `enough` is asked before each step, and ends the training early.
+    `enough` is asked before each step, with the number of those that are done, and ends the training early.
     """
     check_text(windows, settings)
     with attending(student.base, TEACHER):
@@ -89,12 +89,12 @@ def train(
     new: list[str],
     folder: Path | None,
     identity: Mapping[str, object],
-    enough: Callable[[], bool],
+    enough: Callable[[int], bool],
 ) -> Steps[None]:
     """Do the steps that are left, and keep the state of every few; `new` events are added to those before."""
     settings, first, begun = training.settings, training.step, time.monotonic()
     events += new
-    while training.learners and training.step < settings.steps and not enough():
+    while training.learners and training.step < settings.steps and not enough(training.step):
         losses, wrong = training.advance()
         events += wrong
         if folder is not None and (training.step % settings.save_every == 0 or training.step == settings.steps):

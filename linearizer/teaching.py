@@ -68,6 +68,7 @@ def train(
     for number, settings in enumerate(settings_of(plan)):
         if settings.steps and (settings.lora or any(head.features for row in allocation.heads for head in row)):
             yield from train_phase(run, student, settings, texts, number)
+    run.settle("use")  # not before: it is meant for the losses that are still to come, too
 
 
 def train_phase(
@@ -77,13 +78,12 @@ def train_phase(
     folder = run.folder / "state" / "training" / str(number)
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    ends = {event.get("phase", 0) for event in journal.of_student(run.events(), "distilled")}
-    ended = folder.exists() and number in ends  # perhaps early
+    ends = {event.get("phase", 0): event["steps"] for event in journal.of_student(run.events(), "distilled")}
+    end = ends.get(number, settings.steps) if folder.exists() else settings.steps  # perhaps early
 
-    def enough() -> bool:
-        return ended or run.requested("use")
+    def enough(step: int) -> bool:
+        return step >= end or run.requested("use")
 
     steps = distill(student, texts, settings, folder=folder, resume=folder.exists(), enough=enough)
     done = yield from logged(run, steps)
     run.log("distilled", phase=number, asked=settings.steps, **asdict(done))
-    run.settle("use")

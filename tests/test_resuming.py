@@ -37,14 +37,14 @@ def test_a_training_that_is_stopped_and_resumed_is_one_that_never_stopped(loss, 
 def test_a_training_that_had_enough_keeps_its_step_and_can_go_on(tmp_path):
     early, stopped, whole, resumed = a_student(), a_student(), a_student(), a_student()
     steps = []
-    training = distill(early, TEXT, FEW, folder=tmp_path, enough=lambda: len(steps) == 5)
+    training = distill(early, TEXT, FEW, folder=tmp_path, enough=lambda step: step == 5)
     while (progress := next(training, None)) is not None:
         steps.append(progress.done)
     assert steps == [1, 2, 3, 4, 5]
     training = distill(stopped, TEXT, FEW)
     assert [next(training).done for _ in steps] == steps
     assert_equal_weights(weights(early), weights(stopped))
-    assert next(distill(a_student(), TEXT, FEW, folder=tmp_path, resume=True, enough=lambda: True), None) is None
+    assert next(distill(a_student(), TEXT, FEW, folder=tmp_path, resume=True, enough=lambda step: True), None) is None
     finish(distill(resumed, TEXT, FEW, folder=tmp_path, resume=True))
     finish(distill(whole, TEXT, FEW))
     assert_equal_weights(weights(resumed), weights(whole))

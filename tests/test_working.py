@@ -18,6 +18,7 @@ from linearizer.progress import Progress, finish
 from linearizer.run import Run
 from linearizer.terminal import run_text
 from linearizer.trained import Trained, trained
+from linearizer.training_state import NEWEST
 from linearizer.working import Pace
 from tests import fakehub
 from tests.at_work import LONG, QUICK
@@ -102,6 +103,25 @@ def test_training_ends_early_where_that_is_asked_and_stays_so(begin):
     assert {progress.step for progress in linearize(run)} == {"evaluate", "recall"}
     assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [3, 3]
     assert jobs.status(run).state == "done"
+
+
+def test_training_that_ends_early_trains_with_no_later_loss(begin):
+    run = begin(plan=replace(LONG, loss="softmax+direct", steps=8))
+    steps = linearize(run)
+    while next(steps).step != "distill":
+        pass
+    jobs.use_now(run)
+    assert "distill" not in {progress.step for progress in steps}
+    ends = [(event["phase"], event["steps"]) for event in run.events() if event["event"] == "distilled"]
+    assert ends == [(0, 1), (1, 0)] and trained(run).asked == 8 and not run.requested("use")
+
+
+def test_a_damaged_state_of_a_training_that_had_ended_costs_no_step(begin):
+    run = begin(plan=replace(LONG, steps=26))  # its states are of steps 25 and 26
+    stop_at(run, "evaluate", 1)
+    (run.folder / "state" / "training" / "0" / NEWEST).write_bytes(b"")
+    assert [progress.done for progress in linearize(run) if progress.step == "distill"] == [26]
+    assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [26, 26]
 
 
 def test_another_budget_begins_another_training(begin):
