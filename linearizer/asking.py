@@ -46,6 +46,12 @@ def settings_of(plan: Plan) -> list[Settings]:
             f"steps {plan.steps} are too few for the losses {plan.loss}, one after the other: give at least "
             f"{len(losses)}, or 0 to train nothing"
         )
+    adapted = next((number for number, loss in enumerate(losses) if plan.lora and loss in END_TO_END), len(losses))
+    if any(loss != "direct" for loss in losses[adapted + 1 :]):
+        raise RequestError(
+            f"the losses {plan.loss} hold the student against its teacher once adapters have changed the weights that "
+            "both share: let nothing but direct follow the first end to end, or leave out lora"
+        )
     return [
         Settings(
             loss=loss,
