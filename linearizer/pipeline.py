@@ -83,13 +83,13 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
 
 def texts_needed(plan: Plan) -> int:
     """Count the texts that a run cannot do without: to measure or for one batch, and one more to judge by."""
-    return max(plan.texts, plan.batch if plan.trains else 0) + 1
+    return max(plan.looked_at, plan.batch if plan.trains else 0) + 1
 
 
 def shared_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Take texts to train on, and others to judge by: what follows all that was trained on, measured or priced."""
     wanted, least = plan.steps * plan.batch, texts_needed(plan)
-    texts = windows_of(plan, teacher, max(wanted, plan.texts) + JUDGED, token, least=least)
+    texts = windows_of(plan, teacher, max(wanted, plan.looked_at) + JUDGED, token, least=least)
     judged = min(JUDGED, len(texts) - least + 1)
     return texts[:-judged][:wanted], texts[-judged:]
 

@@ -158,6 +158,11 @@ class Plan:
         return self.strategy in FAR
 
     @property
+    def looked_at(self) -> int:
+        """How many texts, from the first on, are measured; heads are priced, and gates learned, on two or more."""
+        return max(self.texts, 2) if self.measured or self.strategy == "duo" else self.texts
+
+    @property
     def far(self) -> str:
         """What heads may be priced with, beside windows."""
         return FAR.get(self.strategy, "")

@@ -62,6 +62,15 @@ def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_pa
         pipeline.shared_texts(replace(plan, texts=5 + len(judged)), teacher, None)
 
 
+@pytest.mark.parametrize("recipe", ["best", "duo"])
+def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(recipe, tmp_path):
+    run = Run.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1}))
+    teacher = loading.load(run.plan)
+    judged = pipeline.shared_texts(run.plan, teacher, None)[1]
+    seen = loading.windows_of(run.plan, teacher, len(buying.priced_texts(run, teacher, None)), None)
+    assert len(seen) == 2 and not (judged[:, None] == seen).all(-1).any()
+
+
 def test_features_are_bought_where_they_are_the_better_price(tmp_path):
     run = Run.begin(
         tmp_path / "run", Plan.of("best", **SMALL, strategy="gain-features", constant=True, steps=2, exchanges=1)
@@ -169,6 +178,11 @@ def test_losses_share_all_steps_and_each_has_one():
         [1, 1],
         [4, 3],
     ]
+    for loss in ("direct+logits", "logits+logits", "logits+softmax"):
+        with pytest.raises(RequestError, match="let nothing but direct follow the first end to end, or leave out lora"):
+            settings_of(replace(plan, loss=loss))
+        assert len(settings_of(replace(plan, loss=loss, lora=0))) == 2
+    assert [one.lora for one in settings_of(replace(plan, loss="logits+direct"))] == [8, 8]
     with pytest.raises(RequestError, match="steps 1 are too few for the losses softmax.direct, .* at least 2, or 0"):
         settings_of(replace(plan, steps=1))
 
