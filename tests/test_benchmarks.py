@@ -1,9 +1,13 @@
 """What the benchmarks hold their figures against is what was published, and they run."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
+from linearizer import loading
+from linearizer.plan import Plan
+from tests.benchmarks import quality
 from tests.benchmarks.paper import PUBLISHED, main
 from tests.benchmarks.paper_fit import agreement
 
@@ -44,3 +48,11 @@ def test_the_fit_tries_what_the_paper_leaves_open(capsys):
 def test_agreement_is_full_with_oneself_and_unknown_of_another_shape():
     assert agreement([1.0, 2.0, 4.0], [1.0, 2.0, 4.0]) == pytest.approx((1, 0))
     assert agreement([1.0, 2.0], [1.0]) == (None, None)
+
+
+def test_quality_judges_by_texts_that_the_positions_of_a_model_hold():
+    plan = Plan.of("swa", model="demo", budget=32, length=512)
+    teacher = loading.load(plan)
+    few = replace(teacher, inspection=replace(teacher.inspection, max_positions=256))
+    assert quality.held_out(plan, teacher).shape == (quality.HELD, 512)
+    assert quality.held_out(plan, few).shape == (quality.HELD, 256)

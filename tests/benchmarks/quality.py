@@ -16,7 +16,7 @@ import shutil
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch
@@ -35,7 +35,6 @@ from linearizer.provenance import environment
 from linearizer.run import Run
 from linearizer.subjects import exchanged
 from linearizer.teacher import quiet
-from linearizer.text import enough_windows
 from linearizer.training_state import digest
 
 RESULTS = Path(__file__).parent / "results"
@@ -180,8 +179,7 @@ def made(run, teacher):
 
 def held_out(plan, teacher):
     """Take the same text for every row: what comes after all that is measured or trained on."""
-    source = (plan.text, teacher.tokenizer, plan.length, AHEAD // plan.length + HELD)
-    return enough_windows(*source, model=teacher.model, seed=0)[-HELD:]
+    return loading.windows_of(replace(plan, seed=0), teacher, AHEAD // plan.length + HELD, None)[-HELD:]
 
 
 @contextmanager
