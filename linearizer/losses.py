@@ -90,7 +90,7 @@ def layer_loss(
 
 
 def rows_loss(
-    kind: str, group: HeadGroup, seen: Attended, keep: float, measure: Tensor | None
+    kind: str, group: HeadGroup, seen: Attended, keep: float, measure: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compare the attention rows of some heads; also give the loss above its least."""
     q, k, _ = seen.of(group.heads)

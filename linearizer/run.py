@@ -256,8 +256,7 @@ class Run:
 def read_inspection(text: str) -> dict[str, Any]:
     """Read what was told of a teacher; what is missing is missed here, where the file can be named."""
     read = json.loads(text)
-    needed = {name: read[name] for name in ("revision", "max_positions")}
-    return {**read, **needed, "layers": tuple(Layer(**layer) for layer in read["layers"])}
+    return {**read, "layers": tuple(Layer(**layer) for layer in read["layers"])}
 
 
 def read_gates(text: str) -> list[list[float]]:

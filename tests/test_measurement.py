@@ -187,7 +187,7 @@ def test_paper_mode_has_a_curve_for_every_query_head():
 
 def live_bytes():
     gc.collect()
-    storages = (t.untyped_storage() for t in gc.get_objects() if issubclass(type(t), torch.Tensor))
+    storages = (t.untyped_storage() for t in gc.get_objects() if type(t) in (torch.Tensor, nn.Parameter))
     return sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
 
 
