@@ -167,5 +167,5 @@ def blocks(x: Tensor, *widths: int) -> tuple[dict, dict]:
     if max(map(padded, widths)) > 128:  # wide tiles do not fit otherwise
         rows, columns, features, warps, stages = min(rows, 32), 32, 32, 4, 1
     if x.element_size() > 2:  # nor do tiles in fp32
-        rows, columns, features, warps, stages = min(rows, 32), 16, 16, 8, 1
+        rows, columns, features, warps, stages = min(rows, 32), 32, 16, 8, 1
     return {"BT": rows, "BN": columns, "MS": features}, {"num_warps": warps, "num_stages": stages}
