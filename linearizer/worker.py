@@ -96,13 +96,14 @@ def turn(run: Run, ticket: Ticket, device: str | None = None) -> Steps[None]:
 
 
 @contextmanager
-def faults_logged(run: Run) -> Iterator[None]:
-    """Let the log say of what kind a fault of our own was, and where to read on."""
+def faults_logged(run: Run, keep: Callable[[Exception], None] = lambda fault: None) -> Iterator[None]:
+    """Let the log say of what kind a fault of our own was, and where to read on, once `keep` has kept it there."""
     try:
         yield
     except LinearizerError:
         raise
     except Exception as fault:
+        keep(fault)
         run.log(
             "failed",
             error=f"{type(fault).__name__}, a fault of Linearizer itself: its traceback is on standard error, which a "
@@ -114,28 +115,20 @@ def faults_logged(run: Run) -> Iterator[None]:
 @contextmanager
 def faults_kept(run: Run, token: str | None, file: Path | None = None) -> Iterator[None]:
     """Keep the traceback of a fault of our own, too: in a file, or on standard error, and never the token."""
+
+    def keep(fault: Exception) -> None:
+        text = "".join(traceback.format_exception(fault))
+        with nullcontext(sys.stderr) if file is None else file.open("a") as kept:
+            kept.write(text.replace(token, "…") if token else text)
+            kept.flush()
+
     try:
-        with faults_logged(run), traceback_kept(token, file):  # kept first: who reads the log finds it
+        with faults_logged(run, keep):
             yield
     except LinearizerError:
         raise
     except Exception as fault:
         raise FaultError(f"{type(fault).__name__}, a fault of Linearizer itself") from None
-
-
-@contextmanager
-def traceback_kept(token: str | None, file: Path | None) -> Iterator[None]:
-    """Write down the traceback of a fault of our own."""
-    try:
-        yield
-    except LinearizerError:
-        raise
-    except Exception:
-        text = traceback.format_exc()
-        with nullcontext(sys.stderr) if file is None else file.open("a") as kept:
-            kept.write(text.replace(token, "…") if token else text)
-            kept.flush()
-        raise
 
 
 @contextmanager
