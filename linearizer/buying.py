@@ -74,8 +74,8 @@ def begun_prices(run: Run, offered: tuple[Head, ...], generator: torch.Generator
     if not run.has(PARTLY):
         return None
     try:
-        found = Prices.from_json(run.read(PARTLY))
-        drawn = bytes.fromhex(json.loads(run.read(PARTLY))["drawn"])
+        text = run.read(PARTLY)
+        found, drawn = Prices.from_json(text), bytes.fromhex(json.loads(text)["drawn"])
     except (RequestError, ValueError, KeyError) as error:
         run.log("dropped", file=PARTLY, why=str(error.__cause__ or error))
         return None

@@ -134,8 +134,7 @@ def branch(visitor: Visitor, name: str, budget: int) -> str:
     plan = replace(old.plan, budget=budget, features=None)
     measured(old)
     asking.check_plan(plan, old.layers)
-    facts = {**old.inspection, "layers": old.layers}
-    limits.check(visitor, plan, Inspection(**facts), runs_root())
+    limits.check(visitor, plan, Inspection(**old.inspection), runs_root())
     run = visitor.begin(plan)
     with writing(run.folder):
         for file in MEASURED:

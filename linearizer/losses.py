@@ -136,8 +136,9 @@ def output_loss(
         q, k, v = seen.of(part.heads)
         own = weight[part.heads]
         exact = exact_output(q, k, v)
-        with torch.no_grad():
-            whole = whole + projected(exact, own)
+        if measure is None:
+            with torch.no_grad():
+                whole = whole + projected(exact, own)
         window = int(part.window * keep)
         state = State.empty(k, v, window, part.sinks, part.features)
         far = Scaled(part.feature_map, seen.scale)  # type: ignore[arg-type]
