@@ -12,9 +12,9 @@ if TYPE_CHECKING:
     from linearizer.checkpoint import load
     from linearizer.errors import LinearizerError
     from linearizer.pipeline import inspect, linearize
-    from linearizer.plan import Plan
     from linearizer.progress import finish
-    from linearizer.run import Run
+    from linearizer.run.folder import Run
+    from linearizer.run.plan import Plan
 
 __version__ = "0.1.0"
 __all__ = ["LinearizerError", "Plan", "Run", "finish", "inspect", "linearize", "load"]

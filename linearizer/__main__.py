@@ -19,13 +19,13 @@ from linearizer.arguments import (
     read_plan,
 )
 from linearizer.errors import LinearizerError, RequestError, Stopped
-from linearizer.files import write_whole
-from linearizer.plan import Plan
-from linearizer.request import Request
+from linearizer.run.evaluation_request import Request
+from linearizer.run.files import write_whole
+from linearizer.run.plan import Plan
 
 if TYPE_CHECKING:
     from linearizer.progress import Steps
-    from linearizer.run import Run
+    from linearizer.run.folder import Run
 
 Product = TypeVar("Product")
 
@@ -114,8 +114,8 @@ def parser() -> Parser:
 
 def begin(asked: argparse.Namespace) -> Run:
     """Open the run that was asked for, new or to be resumed."""
-    from linearizer.folders import fresh_folder
-    from linearizer.run import Run
+    from linearizer.run.find import fresh_folder
+    from linearizer.run.folder import Run
 
     given = plan_changes(asked)
     plan = Plan.of(**{"budget": BUDGET, **given}) if asked.plan is None else read_plan(asked.plan).changed(**given)
@@ -165,7 +165,7 @@ def serve_profile(asked: argparse.Namespace) -> None:
 
 def serve_allocate(asked: argparse.Namespace) -> None:
     from linearizer import pipeline, terminal
-    from linearizer.folders import find_run
+    from linearizer.run.find import find_run
 
     run = find_run(asked.run)
     plan = replace(run.plan, **plan_changes(asked))
@@ -203,7 +203,7 @@ def serve_run(asked: argparse.Namespace) -> None:
 def serve_evaluate(asked: argparse.Namespace) -> None:
     from linearizer import report
     from linearizer.examination import examine
-    from linearizer.folders import find_run
+    from linearizer.run.find import find_run
     from linearizer.worker import foreground
 
     run = find_run(asked.run)
@@ -240,7 +240,7 @@ def serve_app(asked: argparse.Namespace) -> None:
 
 def serve_compare(asked: argparse.Namespace) -> None:
     from linearizer import pipeline, terminal
-    from linearizer.folders import find_run
+    from linearizer.run.find import find_run
 
     run = find_run(asked.run)
     found = terminal.watch(pipeline.compare_run(run, asked.prompt, asked.tokens, asked.seed, asked.sample))
@@ -249,7 +249,7 @@ def serve_compare(asked: argparse.Namespace) -> None:
 
 def serve_push(asked: argparse.Namespace) -> None:
     from linearizer import publishing, terminal
-    from linearizer.folders import find_run
+    from linearizer.run.find import find_run
 
     if (asked.space is None) == (asked.name is None) or (asked.space is not None and asked.run is not None):
         raise RequestError("push needs RUN and OWNER/NAME, or --space OWNER/NAME alone; see `linearizer push --help`")

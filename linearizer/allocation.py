@@ -8,11 +8,11 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
-from linearizer import cost
-from linearizer.cost import Head, Layer
 from linearizer.errors import BudgetError, RequestError
-from linearizer.profile import Curve, Profile
 from linearizer.purchase import TILE, Unit, purchase
+from linearizer.run.cost import Head, Layer
+from linearizer.run.folder import cost
+from linearizer.run.profile import Curve, Profile
 from linearizer.strategies import STRATEGIES
 
 DEFAULT = "common-lambda"

@@ -15,12 +15,12 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from linearizer.allocation import Allocation
-from linearizer.cost import Head
 from linearizer.outputs import logits_of
-from linearizer.profile import Curve, HeadProfile, Profile
 from linearizer.progress import Progress, Steps
 from linearizer.ranks import spearman
 from linearizer.recording import number
+from linearizer.run.cost import Head
+from linearizer.run.profile import Curve, HeadProfile, Profile
 from linearizer.runtime.attention import attention_modules, observing
 from linearizer.runtime.student import LayerStudent
 from linearizer.subjects import Subject

@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.errors import RequestError
-from linearizer.plan import Plan
-from linearizer.recipes import CHOSEN, RECIPES
-from linearizer.request import PARTS
+from linearizer.run.evaluation_request import PARTS
+from linearizer.run.plan import Plan
+from linearizer.run.recipes import CHOSEN, RECIPES
 
 BUDGET = 256
 

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from linearizer.cost import Layer
 from linearizer.decision import check_dials
 from linearizer.errors import RequestError
-from linearizer.plan import Plan
-from linearizer.profile import Asked
+from linearizer.run.cost import Layer
+from linearizer.run.plan import Plan
+from linearizer.run.profile import Asked
 from linearizer.runtime.feature_map import FEATURE_MAPS
 from linearizer.schedule import END_TO_END, Settings
 

@@ -14,12 +14,12 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer import checkpoint
 from linearizer.allocation import Allocation
-from linearizer.cost import Head, Layer
 from linearizer.devices import device_of
 from linearizer.errors import FolderError, ModelNotAvailable, RequestError, TextError
 from linearizer.loading import load
 from linearizer.provenance import environment
-from linearizer.run import Run, located_text
+from linearizer.run.cost import Head, Layer
+from linearizer.run.folder import Run, located_text
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.runtime.student import LayerStudent
 from linearizer.samples import SAMPLES

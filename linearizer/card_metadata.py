@@ -11,8 +11,8 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from linearizer.evaluation_table import measures
-from linearizer.plan import Plan
-from linearizer.run import Run
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 
 TAGS = ["linearizer", "linear-attention", "linearized", "custom_code"]
 LINK = r"https?://[\w./~%#?=&:+@-]+"

@@ -10,7 +10,6 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from linearizer import cost
 from linearizer.allocation import Allocation
 from linearizer.chart_style import (
     BLUE,
@@ -29,9 +28,10 @@ from linearizer.chart_style import (
     plain,
     shade,
 )
-from linearizer.cost import Head, Layer
 from linearizer.prices import Prices, offers
-from linearizer.profile import Profile
+from linearizer.run.cost import Head, Layer
+from linearizer.run.folder import cost
+from linearizer.run.profile import Profile
 
 LEAST = 1e-6  # nats: what costs less is drawn there
 

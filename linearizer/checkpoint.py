@@ -14,9 +14,9 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.allocation import Allocation, check
-from linearizer.cost import Head, Layer
 from linearizer.errors import RequestError
-from linearizer.files import replacing
+from linearizer.run.cost import Head, Layer
+from linearizer.run.files import replacing
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 from linearizer.runtime.student import LayerStudent
 from linearizer.subjects import exchanged

@@ -5,8 +5,8 @@ from __future__ import annotations
 import shlex
 from dataclasses import fields
 
-from linearizer.plan import Plan
-from linearizer.recipes import RECIPES
+from linearizer.run.plan import Plan
+from linearizer.run.recipes import RECIPES
 
 
 def command_of(plan: Plan) -> str:

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from linearizer.allocation import Allocation, allocate, check_amount, check_dial, heads_replaced
-from linearizer.cost import SINKS, Head, Layer, cache_bytes, feature_bytes, slot_bytes, token_bytes
 from linearizer.errors import BudgetError, RequestError
-from linearizer.plan import IN_TOKENS, Plan
 from linearizer.prices import SMALLEST, Market, Prices, check_least, choose
-from linearizer.run import Run
+from linearizer.run.cost import SINKS, Head, Layer, cache_bytes, feature_bytes, slot_bytes, token_bytes
+from linearizer.run.folder import Run
+from linearizer.run.plan import IN_TOKENS, Plan
 from linearizer.strategies import STRATEGIES
 
 

@@ -12,14 +12,14 @@ from typing import TYPE_CHECKING, Any
 
 from linearizer import jobs, limits, slices, zerogpu
 from linearizer.allocation import Allocation
-from linearizer.cost import Layer
 from linearizer.errors import BudgetError, LinearizerError, RequestError
-from linearizer.files import writing
-from linearizer.folders import runs_root
-from linearizer.plan import Plan
 from linearizer.prices import Prices
-from linearizer.request import Request
-from linearizer.run import Run
+from linearizer.run.cost import Layer
+from linearizer.run.evaluation_request import Request
+from linearizer.run.files import writing
+from linearizer.run.find import runs_root
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from linearizer.visitors import Visitor, on_space
 
 if TYPE_CHECKING:
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
     from linearizer.estimates import Estimate
     from linearizer.evaluation_estimate import Foreseen
     from linearizer.inspection import Inspection
-    from linearizer.profile import Profile
+    from linearizer.run.profile import Profile
 
 EFFORTS = {  # how much of a plan's work to do, and how much of its training
     "Try it": ({"texts": 2, "length": 256, "samples": 512, "exchanges": 0}, 1 / 6),

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.cost import Head, Layer
 from linearizer.prices import Prices
 from linearizer.pricing import Begin, student_of
 from linearizer.progress import Progress, Steps
+from linearizer.run.cost import Head, Layer
 from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_modules
 
 DRAWS = 4  # of next tokens, for every text

@@ -10,12 +10,12 @@ from functools import cache
 import torch
 
 from linearizer.buying import PATIENCE
-from linearizer.cost import Layer
 from linearizer.decision import sinks_tried
 from linearizer.inspection import Inspection
-from linearizer.plan import Plan
 from linearizer.pricing import options
-from linearizer.room import checkpoint_bytes, state_bytes
+from linearizer.run.cost import Layer
+from linearizer.run.disk import checkpoint_bytes, state_bytes
+from linearizer.run.plan import Plan
 from linearizer.spectrum import degrees_of_freedom
 
 POINTS = 512  # of the sample that the spectrum's speed is measured on

@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from linearizer.estimates import JUDGED, START
-from linearizer.request import Request
-from linearizer.run import Run
+from linearizer.run.evaluation_request import Request
+from linearizer.run.folder import Run
 
 SUBJECTS = 4  # teacher, student, window, untrained
 DEPTHS = 5  # of pairs hidden in text

@@ -9,7 +9,7 @@ from typing import Any
 
 from linearizer.evaluation_charts import charts_of
 from linearizer.evaluation_views import part_html
-from linearizer.run import Run
+from linearizer.run.folder import Run
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">

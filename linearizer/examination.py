@@ -21,14 +21,14 @@ from linearizer.model_card import add_card
 from linearizer.needle import LEAST, measure_needle
 from linearizer.progress import Steps
 from linearizer.recall import measure_longer, measure_recall
-from linearizer.request import Request
-from linearizer.run import Run
+from linearizer.run.at_work import interruptible, logged, reported, working
+from linearizer.run.evaluation_request import Request
+from linearizer.run.folder import Run
 from linearizer.samples import SAMPLES
 from linearizer.speed import LENGTHS, measure_speed
 from linearizer.subjects import Subject
 from linearizer.tasks import find_tasks, measure_tasks
 from linearizer.text import document_numbers
-from linearizer.working import interruptible, logged, reported, working
 
 WRITTEN = 96  # tokens at most
 LOOKED_AT = 2  # texts whose attention is compared, head by head

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.cost import Layer
 from linearizer.progress import Progress, Steps
+from linearizer.run.cost import Layer
 from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_modules
 from linearizer.runtime.student import LayerStudent
 

@@ -7,10 +7,10 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from linearizer.cost import Layer, cache_bytes, feature_bytes
 from linearizer.errors import UnsupportedModel
 from linearizer.hub import Source
 from linearizer.probe import Seen, blueprint, watch, watch_blueprint
+from linearizer.run.cost import Layer, cache_bytes, feature_bytes
 from linearizer.support import TESTED, Refused, check_config, check_windows
 
 if TYPE_CHECKING:

@@ -18,12 +18,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from linearizer import journal, turns
+from linearizer import turns
 from linearizer.errors import FolderError, RequestError
-from linearizer.files import UNFINISHED, remove, writing
-from linearizer.journal import Event
-from linearizer.locks import Lock
-from linearizer.run import OWN, Run
+from linearizer.run.events import Event
+from linearizer.run.files import UNFINISHED, remove, writing
+from linearizer.run.folder import OWN, Run
+from linearizer.run.folder import events as journal
+from linearizer.run.locks import Lock
 from linearizer.turns import Ticket
 
 STATES = ("queued", "running", "stopping", "stopped", "failed", "done", "lost")

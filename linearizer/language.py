@@ -13,9 +13,9 @@ from typing import NamedTuple
 
 import torch
 
-from linearizer.cost import Layer
 from linearizer.outputs import divergence, read_together, texts_at_once
 from linearizer.progress import Progress, Steps
+from linearizer.run.cost import Layer
 from linearizer.subjects import Subject
 
 Tensor = torch.Tensor

@@ -12,10 +12,11 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linearizer import jobs, journal
+from linearizer import jobs
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.plan import Plan
-from linearizer.request import Request
+from linearizer.run.evaluation_request import Request
+from linearizer.run.folder import events
+from linearizer.run.plan import Plan
 from linearizer.visitors import Visitor, on_space
 
 if TYPE_CHECKING:
@@ -147,7 +148,7 @@ def enforce(root: Path, now: float, limits: Limits = LIMITS) -> None:
 def worked_since(status: jobs.Status) -> float:
     """Say when a run, or its evaluation, last began to work after it was queued."""
     begun = status.begun
-    for event in filter(status.run.mine, journal.newest_first(status.run.log_file)):
+    for event in filter(status.run.mine, events.newest_first(status.run.log_file)):
         if event["event"] == "started":
             begun = event["time"]
         elif event["event"] == "queued":

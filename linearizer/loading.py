@@ -12,8 +12,8 @@ from linearizer.asking import check_plan
 from linearizer.devices import device_of
 from linearizer.hub import Source, find_model
 from linearizer.inspection import Inspection, inspect_model, verify_teacher
-from linearizer.plan import Plan
-from linearizer.room import check_disks
+from linearizer.run.disk import check_disks
+from linearizer.run.plan import Plan
 from linearizer.teacher import load_config, load_teacher, load_tokenizer
 from linearizer.text import enough_windows
 

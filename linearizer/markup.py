@@ -6,7 +6,7 @@ import re
 from collections.abc import Sequence
 from html import escape
 
-from linearizer.folders import runs_root
+from linearizer.run.find import runs_root
 
 
 def said(text: str, kind: str = "note") -> str:

@@ -11,10 +11,10 @@ from functools import partial
 import torch
 from torch import nn
 
-from linearizer.cost import Layer
-from linearizer.profile import Asked, Gauge, HeadProfile, LayerProfile, Profile
 from linearizer.progress import Progress, Steps
 from linearizer.recording import LayerRecord, Recorder, draw_tokens
+from linearizer.run.cost import Layer
+from linearizer.run.profile import Asked, Gauge, HeadProfile, LayerProfile, Profile
 from linearizer.samples import LayerSamples, Samples
 from linearizer.spectrum import Spectrum, degrees_of_freedom
 

@@ -19,14 +19,14 @@ from linearizer.allocation import Allocation
 from linearizer.captions import CAPTIONS, TITLES
 from linearizer.card_metadata import LINK, Teacher, metadata, one_line, terms_of
 from linearizer.command import command_of
-from linearizer.cost import Head, Layer
 from linearizer.evaluation_table import table
-from linearizer.files import write_whole
 from linearizer.hub import DEMO
 from linearizer.picture import draw
-from linearizer.plan import Plan
 from linearizer.report import TABLES, Table, made_with, tables_of
-from linearizer.run import Run
+from linearizer.run.cost import Head, Layer
+from linearizer.run.files import write_whole
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from linearizer.tables import smaller_from
 from linearizer.trained import Trained, trained
 

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.progress import Progress
-from linearizer.run import Run
+from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
     from linearizer.publishing import Published

@@ -21,23 +21,23 @@ from linearizer.comparison import Comparison, compare
 from linearizer.decision import decide
 from linearizer.errors import RequestError
 from linearizer.evaluation import Evaluation, evaluate_language, evaluate_recall
-from linearizer.files import remove, writing
 from linearizer.hub import find_model
 from linearizer.inspection import Inspection, inspect_model
 from linearizer.loading import Teacher, load, windows_of
 from linearizer.measurement import measure
 from linearizer.model_card import add_card
 from linearizer.outputs import check_logits
-from linearizer.plan import Plan
-from linearizer.profile import Profile
 from linearizer.progress import Steps
 from linearizer.provenance import environment
-from linearizer.run import Run
+from linearizer.run.at_work import check, interruptible, logged, working
+from linearizer.run.files import remove, writing
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
+from linearizer.run.profile import Profile
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.subjects import window_control
 from linearizer.teacher import load_config, quiet
 from linearizer.teaching import timed_plan, train
-from linearizer.working import check, interruptible, logged, working
 
 JUDGED = 8  # texts that are kept from training, to judge by
 

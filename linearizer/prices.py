@@ -9,8 +9,8 @@ from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
 from linearizer.allocation import Allocation
-from linearizer.cost import Head, Layer, cache_bytes, head_bytes
 from linearizer.errors import BudgetError, RequestError
+from linearizer.run.cost import Head, Layer, cache_bytes, head_bytes
 
 LEAST = 1e-9  # nats: below this a price is rounding
 SMALLEST = 4  # tokens of the least window that is priced

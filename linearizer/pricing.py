@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.cost import BLOCK, Head, Layer
 from linearizer.outputs import divergence, logits_of
 from linearizer.prices import SMALLEST, Prices
 from linearizer.progress import Progress, Steps
+from linearizer.run.cost import BLOCK, Head, Layer
 from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_modules
 from linearizer.runtime.student import LayerStudent
 

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from linearizer.cost import Layer
 from linearizer.hub import first_line
+from linearizer.run.cost import Layer
 from linearizer.runtime.attention import observing
 from linearizer.support import Refused, check_attention, check_layers, check_modules
 from linearizer.teacher import quiet

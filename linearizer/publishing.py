@@ -11,7 +11,7 @@ from linearizer.card_metadata import Teacher
 from linearizer.errors import FaultError, RequestError
 from linearizer.model_card import card_files, snippet
 from linearizer.progress import Progress, Steps
-from linearizer.run import Run
+from linearizer.run.folder import Run
 from linearizer.uploads import Content, Place
 
 CONFIG = "config.json"

@@ -11,8 +11,8 @@ from typing import cast
 import torch
 from torch import nn
 
-from linearizer.cost import Layer
 from linearizer.errors import FaultError, RequestError, TextError
+from linearizer.run.cost import Layer
 from linearizer.runtime.attention import attention_modules, observing
 
 SCORES = 2**23  # attention scores that are held at once

@@ -9,9 +9,9 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from linearizer import cost
 from linearizer.chart_style import BLUE, LABELLED, dash, plain, shade, side
-from linearizer.cost import Layer
+from linearizer.run.cost import Layer
+from linearizer.run.folder import cost
 from linearizer.tables import size
 
 SHOWN = 300  # steps drawn of a training; more cannot be told apart

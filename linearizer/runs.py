@@ -13,10 +13,10 @@ from typing import Any
 
 from linearizer import jobs, terminal
 from linearizer.errors import FaultError, RequestError, Stopped
-from linearizer.folders import find_run, runs_root
 from linearizer.jobs import Status
 from linearizer.progress import Progress
-from linearizer.run import Run
+from linearizer.run.find import find_run, runs_root
+from linearizer.run.folder import Run
 from linearizer.tables import columns, size
 
 ACTIONS = {
@@ -104,7 +104,7 @@ def attach(run: Run, as_lines: bool = False) -> None:
 def evaluation_text(run: Run) -> str:
     """Say what the parts that were last asked for have found."""
     from linearizer.report import evaluation_report
-    from linearizer.request import Request
+    from linearizer.run.evaluation_request import Request
 
     found, chosen = run.evaluation_parts, Request.of(jobs.newest_request(run)[0]).chosen
     return evaluation_report({part: found[part] for part in chosen if part in found})

@@ -16,14 +16,14 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
-from linearizer import jobs, journal, zerogpu
+from linearizer import jobs, zerogpu
 from linearizer.errors import FaultError, LinearizerError
-from linearizer.locks import Lock
 from linearizer.progress import Progress, Steps, finish
-from linearizer.run import Run
+from linearizer.run.at_work import SliceOver, check, reported
+from linearizer.run.folder import Run, events
+from linearizer.run.locks import Lock
 from linearizer.turns import Ticket
 from linearizer.worker import faults_kept, in_turn, work_on
-from linearizer.working import SliceOver, check, reported
 
 LENT = int(os.environ.get("LINEARIZER_SLICE") or 60)  # seconds that the device is asked for at a time
 SHARE = float(os.environ.get("LINEARIZER_SLICE_SHARE") or 0.7)  # the rest is for its start, and to save
@@ -117,7 +117,7 @@ def saved_steps(run: Run) -> int:
 
 def told_steps(run: Run) -> int:
     """Say at which step of training a run was last: where it ends, the step is saved."""
-    return next((event["done"] for event in journal.newest_first(run.log_file) if event["event"] == "distill"), 0)
+    return next((event["done"] for event in events.newest_first(run.log_file) if event["event"] == "distill"), 0)
 
 
 def step_of(run: Run) -> str:

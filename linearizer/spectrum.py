@@ -19,7 +19,7 @@ from dataclasses import dataclass
 import torch
 
 from linearizer.errors import FaultError
-from linearizer.profile import Normalise
+from linearizer.run.profile import Normalise
 
 JITTERS = (0.0, 1e-15, 1e-14, 1e-13, 1e-12)  # per point; the first that lets the factor exist is taken
 

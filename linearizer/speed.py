@@ -14,11 +14,11 @@ from functools import partial
 
 import torch
 
-from linearizer import cost
-from linearizer.cost import Layer
 from linearizer.memory import Peak, fits, free_bytes
 from linearizer.outputs import fresh_cache, read, remembered, vocabulary
 from linearizer.progress import Progress, Steps
+from linearizer.run.cost import Layer
+from linearizer.run.folder import cost
 from linearizer.subjects import Subject
 
 Tensor = torch.Tensor

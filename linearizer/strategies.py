@@ -5,8 +5,8 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 
-from linearizer.profile import Curve
 from linearizer.purchase import Unit
+from linearizer.run.profile import Curve
 
 # A strategy turns the curves of one layer into units to buy for:
 #   (of its KV heads, of its query heads where measured, -log of the fixed λ, bytes of a tile of one head) -> units

@@ -9,20 +9,19 @@ from itertools import islice
 
 import torch
 
-from linearizer import journal
 from linearizer.allocation import Allocation
 from linearizer.asking import settings_of
 from linearizer.buying import samples_of
 from linearizer.distillation import distill
-from linearizer.files import writing
 from linearizer.initialisation import initialise
 from linearizer.loading import Teacher, windows_of
-from linearizer.plan import Plan
 from linearizer.progress import Steps
-from linearizer.run import Run
+from linearizer.run.at_work import logged
+from linearizer.run.files import writing
+from linearizer.run.folder import Run, events
+from linearizer.run.plan import Plan
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.schedule import Settings
-from linearizer.working import logged
 
 TRIED = 4  # steps, to see how long one takes
 
@@ -78,7 +77,7 @@ def train_phase(
     folder = run.folder / "state" / "training" / str(number)
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    ends = {event.get("phase", 0): event["steps"] for event in journal.of_student(run.events(), "distilled")}
+    ends = {event.get("phase", 0): event["steps"] for event in events.of_student(run.events(), "distilled")}
     end = ends.get(number, settings.steps) if folder.exists() else settings.steps  # perhaps early
 
     def enough(step: int) -> bool:

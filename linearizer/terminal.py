@@ -8,18 +8,18 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from linearizer import journal
 from linearizer.progress import Progress, Steps
+from linearizer.run.folder import events
 from linearizer.tables import columns, growing, size, smaller_from
 
 if TYPE_CHECKING:
     from linearizer.allocation import Allocation
     from linearizer.comparison import Comparison
-    from linearizer.cost import Head, Layer
     from linearizer.inspection import Inspection
-    from linearizer.profile import Profile
     from linearizer.publishing import Preview
-    from linearizer.run import Run
+    from linearizer.run.cost import Head, Layer
+    from linearizer.run.folder import Run
+    from linearizer.run.profile import Profile
 
 Product = TypeVar("Product")
 
@@ -183,7 +183,7 @@ def run_text(run: Run) -> str:
     """Say what came of a run that is done."""
     assert run.allocation is not None
     judged = evaluation_text(run.evaluation)
-    bought = journal.of_student(run.events(), "exchanged")
+    bought = events.of_student(run.events(), "exchanged")
     real = (
         f"KL on the text that heads were priced on: {bought[-1]['predicted']:.4f} predicted, "
         f"{bought[-1]['measured']:.4f} measured\n"

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linearizer import journal
-from linearizer.run import Run
+from linearizer.run.folder import Run, events
 
 
 @dataclass(frozen=True)
@@ -22,6 +21,6 @@ class Trained:
 
 def trained(run: Run) -> Trained:
     """Read from the log of a run how its training ended; a phase that was taken up again counts as it ended last."""
-    ends = {event.get("phase", 0): event for event in journal.of_student(run.events(), "distilled")}
+    ends = {event.get("phase", 0): event for event in events.of_student(run.events(), "distilled")}
     done = sum(event["steps"] for event in ends.values())
     return Trained(done, sum(int(event.get("asked") or event["steps"]) for event in ends.values()))

@@ -18,7 +18,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save
 
 from linearizer.errors import FaultError
-from linearizer.files import write_whole, writing
+from linearizer.run.files import write_whole, writing
 
 NEWEST, BEFORE = "training.safetensors", "training.before.safetensors"
 

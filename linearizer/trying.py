@@ -9,10 +9,10 @@ import torch
 from transformers import PreTrainedModel
 
 from linearizer.allocation import Allocation
-from linearizer.cost import Layer
 from linearizer.outputs import divergence, logits_of
 from linearizer.pricing import Begin, cut
 from linearizer.progress import Progress, Steps
+from linearizer.run.cost import Layer
 from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_modules
 
 

@@ -14,8 +14,8 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linearizer.errors import FolderError
-from linearizer.files import writing
-from linearizer.locks import Lock, held, take
+from linearizer.run.files import writing
+from linearizer.run.locks import Lock, held, take
 
 NOW = "now"
 SECONDS = 30.0  # to wait for the others who take a number, which takes each of them a moment

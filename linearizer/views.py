@@ -8,13 +8,13 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from linearizer import cost
 from linearizer.allocation import Allocation
-from linearizer.cost import Layer
 from linearizer.jobs import LIVE, Status
 from linearizer.markup import facts, heard, said, table
-from linearizer.plan import IN_TOKENS, Plan
 from linearizer.progress import Progress
+from linearizer.run.cost import Layer
+from linearizer.run.folder import cost
+from linearizer.run.plan import IN_TOKENS, Plan
 from linearizer.tables import growing, size, smaller_from
 from linearizer.units import ago, duration, number
 

@@ -13,9 +13,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linearizer.errors import RequestError
-from linearizer.folders import fresh_folder, runs_root
-from linearizer.plan import Plan
-from linearizer.run import Run
+from linearizer.run.find import fresh_folder, runs_root
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 
 NAME = re.compile(r"[A-Za-z0-9_@+-][A-Za-z0-9._@+-]{0,199}")
 SECRET = 16  # characters that a secret has at least

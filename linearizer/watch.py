@@ -15,11 +15,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from linearizer import evaluation_views, jobs, journal, views
+from linearizer import evaluation_views, jobs, views
 from linearizer.captions import CAPTIONS
 from linearizer.decision import decidable
 from linearizer.jobs import LIVE, Status
-from linearizer.run import Run
+from linearizer.run.folder import Run
+from linearizer.run.folder import events as journal
 
 FRESH = 2.0  # seconds that an answer serves
 DRAWN = 9.0  # seconds between two drawings of a curve that grows

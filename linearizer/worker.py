@@ -19,11 +19,11 @@ from typing import Any, TypeVar
 from linearizer.devices import device_name, device_of
 from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
 from linearizer.jobs import enter
-from linearizer.locks import Lock
 from linearizer.progress import Progress, Steps, finish
-from linearizer.run import Run
+from linearizer.run.at_work import check, reported
+from linearizer.run.folder import Run
+from linearizer.run.locks import Lock
 from linearizer.turns import Ticket
-from linearizer.working import check, reported
 
 Product = TypeVar("Product")
 OFTEN = 0.3  # seconds between two looks at the queue

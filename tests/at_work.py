@@ -4,8 +4,8 @@ import time
 from pathlib import Path
 
 from linearizer import jobs
-from linearizer.plan import Plan
-from linearizer.run import Run
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 
 QUICK = dict(recipe="features", strategy="common-lambda", budget=64, texts=2, length=64, samples=128)
 PLAN = Plan("demo", steps=60, **QUICK)  # the state of training is written at 25 and 50

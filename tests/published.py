@@ -5,9 +5,9 @@ import pytest
 from linearizer import publishing
 from linearizer.errors import LinearizerError, PublishError
 from linearizer.pipeline import linearize
-from linearizer.plan import Plan
 from linearizer.progress import finish
-from linearizer.run import Run
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from tests.at_work import QUICK
 
 ME = "hf_fake_me"

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM
 
 from linearizer.allocation import Allocation
 from linearizer.checkpoint import linearize
-from linearizer.cost import Head, Layer
+from linearizer.run.cost import Head, Layer
 from linearizer.runtime.attention import observing
 from tests.families import tiny_config
 

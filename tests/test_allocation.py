@@ -8,9 +8,9 @@ from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
 from linearizer.allocation import Allocation, allocate, check
-from linearizer.cost import Head, Layer, cache_bytes, feature_bytes
 from linearizer.errors import BudgetError, RequestError
-from linearizer.profile import Asked, HeadProfile, LayerProfile, Profile
+from linearizer.run.cost import Head, Layer, cache_bytes, feature_bytes
+from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
 from linearizer.strategies import STRATEGIES
 
 RIDGES = tuple(2.0**-exponent for exponent in range(0, 21, 2))

@@ -13,11 +13,11 @@ from linearizer.approximation import (
     predicted_error,
 )
 from linearizer.checkpoint import students_of
-from linearizer.cost import Head
 from linearizer.measurement import measure
-from linearizer.profile import Asked, HeadProfile, LayerProfile, Profile
 from linearizer.progress import finish
 from linearizer.ranks import spearman
+from linearizer.run.cost import Head
+from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
 from linearizer.runtime.student import LayerStudent
 from linearizer.subjects import Subject
 from tests.students import MIXED, WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens

@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 
 from linearizer import loading
-from linearizer.plan import Plan
+from linearizer.run.plan import Plan
 from tests.benchmarks import quality
 from tests.benchmarks.paper import PUBLISHED, main
 from tests.benchmarks.paper_fit import agreement

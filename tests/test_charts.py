@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from linearizer import chart_style, charts, cost, run_charts
+from linearizer import chart_style, charts, run_charts
 from linearizer.allocation import Allocation
-from linearizer.cost import Head, Layer
 from linearizer.prices import Prices
-from linearizer.profile import Asked, HeadProfile, LayerProfile, Profile
+from linearizer.run.cost import Head, Layer
+from linearizer.run.folder import cost
+from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
 
 LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))
 MIXED = Allocation("gain", 4, ((Head(28, 32), Head(softmax=True)), (), (Head(8, 0), Head(16, 16))))

@@ -7,9 +7,9 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearizer.allocation import Allocation
 from linearizer.checkpoint import linearize, load, save
-from linearizer.cost import Head
 from linearizer.errors import FolderError, RequestError
 from linearizer.hub import find_model
+from linearizer.run.cost import Head
 from linearizer.teacher import load_teacher, load_tokenizer
 from tests.bare import make_bare_environment, run_bare
 from tests.families import FAMILIES

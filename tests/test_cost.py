@@ -2,10 +2,10 @@
 
 import pytest
 
-from linearizer import cost
 from linearizer.allocation import Allocation
-from linearizer.cost import Head, Layer
 from linearizer.model_card import in_words
+from linearizer.run.cost import Head, Layer
+from linearizer.run.folder import cost
 from linearizer.tables import size
 from linearizer.terminal import cost_text
 from linearizer.views import allocation_card

@@ -6,11 +6,11 @@ import pytest
 
 from linearizer.__main__ import main
 from linearizer.pipeline import inspect
-from linearizer.plan import Plan
 from linearizer.prices import Prices
 from linearizer.pricing import options
-from linearizer.room import checkpoint_bytes
-from linearizer.run import Run
+from linearizer.run.disk import checkpoint_bytes
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 
 
 @pytest.fixture(scope="module")

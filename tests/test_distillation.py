@@ -9,11 +9,11 @@ import textwrap
 import pytest
 import torch
 
-from linearizer.cost import Head
 from linearizer.distillation import Settings, distill
 from linearizer.errors import FaultError, RequestError, TextError
 from linearizer.learner import PATIENCE
 from linearizer.progress import finish
+from linearizer.run.cost import Head
 from linearizer.runtime.attention import attending
 from linearizer.runtime.feature_map import FEATURE_MAPS
 from linearizer.schedule import END_TO_END, LAYERWISE

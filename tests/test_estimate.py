@@ -4,12 +4,12 @@ import pytest
 import torch
 
 from linearizer import loading, pipeline
-from linearizer.cost import Head
 from linearizer.estimate import estimate
-from linearizer.plan import Plan
 from linearizer.pricing import measuring_seconds, price
 from linearizer.progress import finish
-from linearizer.run import Run
+from linearizer.run.cost import Head
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from tests.students import layers_of, teacher_of, tokens
 
 OPTIONS = (Head(window=8), Head(window=32), Head(window=16, slots=16))

@@ -18,9 +18,9 @@ from linearizer.bench import assembled
 from linearizer.errors import FolderError
 from linearizer.hub import find_model
 from linearizer.outputs import read_losses
-from linearizer.plan import Plan
 from linearizer.progress import finish
-from linearizer.run import Run, located
+from linearizer.run.folder import Run, located
+from linearizer.run.plan import Plan
 from linearizer.text import enough_windows
 
 QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--steps", "2"]

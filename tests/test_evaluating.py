@@ -12,10 +12,10 @@ from linearizer.__main__ import main
 from linearizer.errors import FolderError, RequestError
 from linearizer.examination import examine
 from linearizer.pipeline import linearize
-from linearizer.plan import Plan
 from linearizer.progress import finish
-from linearizer.request import Request
-from linearizer.run import Run
+from linearizer.run.evaluation_request import Request
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from linearizer.worker import foreground
 from tests.at_work import process_of, wait_for
 

@@ -8,10 +8,10 @@ from linearizer.captions import CAPTIONS, TITLES
 from linearizer.evaluation_charts import FIGURES, charts_of
 from linearizer.evaluation_page import page_of
 from linearizer.evaluation_views import part_html
-from linearizer.plan import Plan
 from linearizer.report import evaluation_report
-from linearizer.request import PARTS
-from linearizer.run import Run
+from linearizer.run.evaluation_request import PARTS
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from tests.findings import FOUND, NAMES
 
 

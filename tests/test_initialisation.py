@@ -1,12 +1,12 @@
 import pytest
 import torch
 
-from linearizer.cost import Head
 from linearizer.initialisation import begin, cluster, directions, initialise, root
 from linearizer.losses import Attended, featured, layer_loss
 from linearizer.measurement import measure
-from linearizer.profile import Asked
 from linearizer.progress import finish
+from linearizer.run.cost import Head
+from linearizer.run.profile import Asked
 from linearizer.runtime.attention import observing
 from linearizer.runtime.feature_map import FEATURE_MAPS
 from tests.students import MIXED, layers_of, student_of, teacher_of, tokens

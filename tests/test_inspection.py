@@ -5,10 +5,10 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from linearizer.cost import Layer, cache_bytes
 from linearizer.errors import UnsupportedModel
 from linearizer.hub import Source, find_model
 from linearizer.inspection import inspect_model, verify_teacher
+from linearizer.run.cost import Layer, cache_bytes
 from linearizer.support import TESTED
 from linearizer.teacher import load_config
 from linearizer.weights import Weights

@@ -12,7 +12,7 @@ from linearizer import jobs, turns
 from linearizer.errors import FolderError, RequestError
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
-from linearizer.run import Run
+from linearizer.run.folder import Run
 from linearizer.worker import foreground
 from tests.at_work import LONG, PLAN, beginning, log_of, process_of, wait_for, wait_for_event
 

@@ -14,8 +14,8 @@ import torch
 
 from linearizer.__main__ import main
 from linearizer.checkpoint import load
-from linearizer.plan import Plan
-from linearizer.run import Run
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 
 SMALL = ["--texts", "2", "--length", "64", "--samples", "128"]
 QUICK = ["--recipe", "features", *SMALL, "--steps", "2"]

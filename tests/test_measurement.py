@@ -8,8 +8,8 @@ from torch import nn
 
 from linearizer.errors import FaultError, RequestError, TextError
 from linearizer.measurement import Samples, head_points, measure
-from linearizer.profile import Asked, Profile
 from linearizer.progress import finish
+from linearizer.run.profile import Asked, Profile
 from linearizer.runtime.attention import attention_modules, observing
 from linearizer.spectrum import degrees_of_freedom
 from tests.families import FAMILIES

@@ -12,11 +12,11 @@ from PIL import Image
 from linearizer.__main__ import parser, plan_changes
 from linearizer.allocation import Allocation
 from linearizer.command import command_of
-from linearizer.cost import Head, Layer
 from linearizer.model_card import card, plain, snippet
 from linearizer.picture import EMPTY, FEATURES, SLOTS, WHOLE, WINDOW, draw
-from linearizer.plan import Plan
-from linearizer.run import Run
+from linearizer.run.cost import Head, Layer
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 
 LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2, 16, 16))
 HEADS = ((Head(8, 32), Head(softmax=True)), (), (Head(8, slots=4), Head(features=64)))

@@ -7,7 +7,7 @@ import pytest
 from gradio_client import Client
 
 from linearizer import jobs
-from linearizer.run import Run
+from linearizer.run.folder import Run
 from tests.bare import make_bare_environment, run_bare
 from tests.serving import SMALL, SPACE, browsing, finished, looking, serving
 

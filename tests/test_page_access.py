@@ -2,8 +2,8 @@
 
 import pytest
 
-from linearizer.plan import Plan
-from linearizer.run import Run
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from tests.serving import SMALL, browsing, finished, looking, serving, wrong
 
 SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]

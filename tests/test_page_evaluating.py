@@ -10,8 +10,8 @@ from gradio_client.exceptions import AppError
 from linearizer import jobs
 from linearizer.captions import TITLES
 from linearizer.evaluation_charts import FIGURES
-from linearizer.request import PARTS
-from linearizer.run import Run
+from linearizer.run.evaluation_request import PARTS
+from linearizer.run.folder import Run
 from linearizer.visitors import hashed
 from tests.findings import FOUND
 from tests.serving import SMALL, SPACE, browsing, looking, serving, wrong

@@ -8,11 +8,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linearizer.cost import Head, Layer, cache_bytes, head_bytes
 from linearizer.decision import alike, sinks_tried
 from linearizer.errors import BudgetError, RequestError
-from linearizer.plan import Plan
 from linearizer.prices import Market, Prices, choose, exchanged
+from linearizer.run.cost import Head, Layer, cache_bytes, head_bytes
+from linearizer.run.plan import Plan
 
 LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2, 16, 16))
 WINDOWS = (4, 16, 64)

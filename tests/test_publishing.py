@@ -17,9 +17,9 @@ from linearizer.checkpoint import load
 from linearizer.errors import RequestError
 from linearizer.hub import find_model
 from linearizer.pipeline import linearize
-from linearizer.plan import Plan
 from linearizer.progress import finish
-from linearizer.run import Run
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from tests.published import HOW_THE_HUB_SENDS, ME, WEIGHTS, files_of, finished, publish, refused, written
 
 DEMO = find_model("demo").folder

@@ -11,16 +11,16 @@ from linearizer import buying, desk, loading, pipeline
 from linearizer.__main__ import begin, parser
 from linearizer.ablation import without_far, without_window
 from linearizer.asking import settings_of
-from linearizer.cost import Head, Layer, cache_bytes
 from linearizer.decision import by_gates
 from linearizer.errors import BudgetError, RequestError, TextError
 from linearizer.eviction import Evicting, Kept, evicted
 from linearizer.gates import learn_gates
-from linearizer.plan import Plan
 from linearizer.prices import Prices
 from linearizer.progress import finish
-from linearizer.recipes import RECIPES
-from linearizer.run import Run
+from linearizer.run.cost import Head, Layer, cache_bytes
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
+from linearizer.run.recipes import RECIPES
 from linearizer.subjects import exchanged
 from linearizer.watch import Watched
 from tests.students import layers_of, student_of, teacher_of, tokens

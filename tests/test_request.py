@@ -9,9 +9,9 @@ from linearizer.errors import RequestError
 from linearizer.estimates import Estimate
 from linearizer.evaluation_estimate import Foreseen, evaluation_seconds, foresee
 from linearizer.evaluation_views import evaluation_card, times_line
-from linearizer.plan import Plan
-from linearizer.request import Request
-from linearizer.run import Run
+from linearizer.run.evaluation_request import Request
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from linearizer.visitors import visitor
 
 ANN = "ann's secret, long enough"

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linearizer.cost import Head
+from linearizer.run.cost import Head
 from linearizer.runtime.rounding import MOST, packed, rounded, unpacked
 from tests.families import FAMILIES
 from tests.students import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens

@@ -10,8 +10,8 @@ import time
 import pytest
 
 from linearizer import jobs
-from linearizer.plan import Plan
-from linearizer.run import Run
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from tests.at_work import process_of, wait_for, wait_for_event, wait_until
 
 QUICK = ["--recipe", "features", "--budget", "64", "--texts", "2", "--length", "64", "--samples", "128"]

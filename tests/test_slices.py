@@ -13,11 +13,11 @@ import pytest
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 
-from linearizer import jobs, locks, slices, zerogpu
+from linearizer import jobs, slices, zerogpu
 from linearizer.pipeline import linearize
-from linearizer.plan import Plan
 from linearizer.progress import finish
-from linearizer.run import Run
+from linearizer.run.folder import Run, locks
+from linearizer.run.plan import Plan
 from tests.at_work import QUICK, process_of, wait_for, wait_until
 from tests.serving import SPACE, serving
 

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linearizer.cost import Head, Layer, head_bytes, state_bytes
+from linearizer.run.cost import Head, Layer, head_bytes, state_bytes
 from linearizer.runtime.linear_attention import reference
 from linearizer.runtime.merging import Merging, Slots, kept_slots, merge_slots
 from linearizer.runtime.slots import Merger, slot_attention

@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from linearizer.cost import Head
+from linearizer.run.cost import Head
 from linearizer.runtime.cache import LinearizedLayer
 from tests.families import FAMILIES
 from tests.students import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens

@@ -12,9 +12,9 @@ import pytest
 from linearizer import publishing
 from linearizer.errors import FaultError, LinearizerError, PublishError
 from linearizer.pipeline import linearize
-from linearizer.plan import Plan
 from linearizer.progress import finish
-from linearizer.run import Run
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from linearizer.uploads import SMALL
 from tests.at_work import QUICK, wait_until
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from linearizer.cost import Head
+from linearizer.run.cost import Head
 from tests.students import MIXED, student_of, tokens
 
 SMALL = [

@@ -4,8 +4,8 @@ import pytest
 
 from linearizer import desk, markup, views
 from linearizer.errors import RequestError
-from linearizer.plan import Plan
-from linearizer.run import Run
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from linearizer.visitors import new_secret, visitor
 
 ANN, BOB = "a" * 16, "b" * 16

@@ -8,18 +8,18 @@ from dataclasses import asdict, replace
 import pytest
 
 from linearizer import jobs
-from linearizer.cost import Layer
 from linearizer.errors import FolderError, RequestError, Stopped
-from linearizer.files import remove
 from linearizer.hub import find_model
 from linearizer.pipeline import linearize, measure_only, reallocate
-from linearizer.plan import Plan
 from linearizer.progress import Progress, finish
-from linearizer.run import Run
+from linearizer.run.at_work import Pace
+from linearizer.run.cost import Layer
+from linearizer.run.files import remove
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from linearizer.terminal import run_text
 from linearizer.trained import Trained, trained
 from linearizer.training_state import NEWEST
-from linearizer.working import Pace
 from tests import fakehub
 from tests.at_work import LONG, QUICK
 

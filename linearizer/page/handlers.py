@@ -15,7 +15,7 @@ from linearizer.command import command_of
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import libraries
 from linearizer.page.layout import LEAST, MOST
-from linearizer.plan import Plan
+from linearizer.run.plan import Plan
 from linearizer.visitors import Visitor, new_secret, on_space, visitor
 
 Memory = dict[str, Any]

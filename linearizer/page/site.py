@@ -12,11 +12,11 @@ from typing import Any
 import gradio as gr
 
 from linearizer import limits
-from linearizer.folders import runs_root
 from linearizer.page import evaluating, handlers, layout, watching
 from linearizer.page.api import add_endpoints
 from linearizer.page.look import CSS, OUTSIDE, theme
 from linearizer.page.script import ADDRESS, HEAD, REMEMBER, STEPS
+from linearizer.run.find import runs_root
 from linearizer.visitors import on_space, signs_in
 
 # Gradio tells every part that ever showed progress of the progress of every event, which copies the figures in it

@@ -18,7 +18,7 @@ from linearizer.errors import LinearizerError
 from linearizer.page import evaluating
 from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, shares, who
 from linearizer.page.layout import LEAST, MOST
-from linearizer.run import Run
+from linearizer.run.folder import Run
 
 LOOKS = 3.0  # seconds between two looks at a run at work
 RARELY = 5.0  # seconds between two looks where nothing is at work

@@ -124,7 +124,7 @@ def answering(folder, times):
     """Time what the server does for a slider, without Gradio, network and browser, in milliseconds."""
     from linearizer import desk, pipeline, views
     from linearizer.page.handlers import shares
-    from linearizer.run import Run
+    from linearizer.run.folder import Run
 
     run, layers = Run.open(folder), pipeline.inspect("demo").layers
     budgets = [64 + 8 * n for n in range(times)]

@@ -24,11 +24,11 @@ from linearizer.hub import find_model
 from linearizer.losses import Attended, rows_loss
 from linearizer.measurement import measure
 from linearizer.outputs import logits_of, read_losses
-from linearizer.plan import Plan
-from linearizer.profile import Asked
 from linearizer.progress import finish
 from linearizer.ranks import spearman
 from linearizer.recording import number
+from linearizer.run.plan import Plan
+from linearizer.run.profile import Asked
 from linearizer.runtime.attention import attention_modules, observing
 from linearizer.schedule import Settings
 from linearizer.speed import Meter

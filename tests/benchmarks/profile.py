@@ -7,9 +7,9 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from linearizer.cost import Layer
 from linearizer.measurement import measure
-from linearizer.profile import Asked
+from linearizer.run.cost import Layer
+from linearizer.run.profile import Asked
 
 
 def peak_gigabytes() -> float:

@@ -24,15 +24,15 @@ import torch
 from linearizer import buying, checkpoint, loading, pipeline, teaching
 from linearizer.ablation import without_far, without_window
 from linearizer.asking import asked_of
-from linearizer.cost import cache_bytes
 from linearizer.errors import BudgetError
 from linearizer.evaluation import evaluate_language, evaluate_recall
 from linearizer.eviction import Evicting
-from linearizer.files import write_whole
-from linearizer.plan import Plan
 from linearizer.progress import finish
 from linearizer.provenance import environment
-from linearizer.run import Run
+from linearizer.run.cost import cache_bytes
+from linearizer.run.files import write_whole
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from linearizer.subjects import exchanged
 from linearizer.teacher import quiet
 from linearizer.training_state import digest

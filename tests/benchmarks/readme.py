@@ -12,9 +12,9 @@ from pathlib import Path
 
 from linearizer.examination import Request, examine
 from linearizer.pipeline import linearize
-from linearizer.plan import Plan
 from linearizer.progress import finish
-from linearizer.run import Run
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from linearizer.terminal import size
 from linearizer.text import read_documents
 

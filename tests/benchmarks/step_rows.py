@@ -5,8 +5,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 
 from linearizer.allocation import Allocation
 from linearizer.checkpoint import linearize
-from linearizer.cost import Head, Layer
 from linearizer.losses import hidden_states
+from linearizer.run.cost import Head, Layer
 from linearizer.runtime.attention import attending
 from linearizer.schedule import Settings
 from linearizer.training import Training

@@ -6,9 +6,9 @@ import json
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
-from linearizer.cost import SINKS
 from linearizer.errors import BudgetError, RequestError
-from linearizer.recipes import CHOSEN, RECIPES
+from linearizer.run.cost import SINKS
+from linearizer.run.recipes import CHOSEN, RECIPES
 
 KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),

@@ -14,7 +14,7 @@ from typing import TypeVar
 
 from linearizer.errors import FaultError, FolderError, LinearizerError, Stopped
 from linearizer.progress import Progress, Steps
-from linearizer.run import Run
+from linearizer.run.folder import Run
 
 Product = TypeVar("Product")
 OFTEN = 0.25  # seconds between two events of a step, and more in a long one:

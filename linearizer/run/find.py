@@ -8,7 +8,7 @@ from itertools import count
 from pathlib import Path
 
 from linearizer.errors import FolderError
-from linearizer.run import Run
+from linearizer.run.folder import Run
 
 SHOWN = 9  # names of runs, where one that is not there was asked for
 

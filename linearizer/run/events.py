@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from linearizer.files import writing
+from linearizer.run.files import writing
 
 PART = 2**14  # bytes that are read at once
 Event = dict[str, Any]  # {"time": seconds since 1970, "event": its name, …}

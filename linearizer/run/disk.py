@@ -4,10 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from linearizer.files import check_room
 from linearizer.hub import Source, cache_folder, download_bytes
 from linearizer.inspection import Inspection
-from linearizer.plan import Plan
+from linearizer.run.files import check_room
+from linearizer.run.plan import Plan
 
 NUMBER = 4  # bytes of a float32
 KEPT = 4  # numbers that training keeps of a parameter: itself, a good one of before, two moments

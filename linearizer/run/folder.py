@@ -17,16 +17,17 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from linearizer import journal, locks
 from linearizer.allocation import Allocation
-from linearizer.cost import Layer
 from linearizer.errors import FolderError, RequestError
-from linearizer.files import UNFINISHED, write_whole, writing
-from linearizer.journal import Event
-from linearizer.locks import Lock
-from linearizer.plan import Plan
 from linearizer.prices import Prices
-from linearizer.profile import Profile
+from linearizer.run.cost import Layer
+from linearizer.run.events import Event
+from linearizer.run.files import UNFINISHED, write_whole, writing
+from linearizer.run.folder import events as journal
+from linearizer.run.folder import locks
+from linearizer.run.locks import Lock
+from linearizer.run.plan import Plan
+from linearizer.run.profile import Profile
 
 Product = TypeVar("Product")
 OWN = {
