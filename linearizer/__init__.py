@@ -9,8 +9,8 @@ from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from linearizer.checkpoint import load
     from linearizer.errors import LinearizerError
+    from linearizer.model.checkpoint import load
     from linearizer.pipeline import inspect, linearize
     from linearizer.progress import finish
     from linearizer.run.folder import Run

@@ -17,7 +17,7 @@ from huggingface_hub.errors import (
 )
 
 from linearizer.errors import FaultError, LinearizerError, PublishError
-from linearizer.hub import SIGN_IN, first_line
+from linearizer.model.hub import SIGN_IN, first_line
 
 NOTHING = "nothing was sent"
 KEPT = "what is here is untouched, and what has arrived is not sent again"

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from linearizer.allocation import Allocation
-from linearizer.outputs import logits_of
+from linearizer.model.logits import logits_of
 from linearizer.progress import Progress, Steps
 from linearizer.ranks import spearman
 from linearizer.recording import number

@@ -12,21 +12,21 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from linearizer import checkpoint
 from linearizer.allocation import Allocation
-from linearizer.devices import device_of
 from linearizer.errors import FolderError, ModelNotAvailable, RequestError, TextError
 from linearizer.loading import load
+from linearizer.model import checkpoint
+from linearizer.model.devices import device_of
+from linearizer.model.samples import SAMPLES
+from linearizer.model.teacher import quiet
+from linearizer.model.text import enough_windows, first_tokens, read_documents, token_windows
 from linearizer.provenance import environment
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import Run, located_text
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.runtime.student import LayerStudent
-from linearizer.samples import SAMPLES
 from linearizer.subjects import Subject, exchanged, window_control
-from linearizer.teacher import quiet
 from linearizer.teaching import begin_features
-from linearizer.text import enough_windows, first_tokens, read_documents, token_windows
 
 
 @dataclass(frozen=True)

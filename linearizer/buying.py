@@ -13,8 +13,9 @@ from linearizer.decision import alike, decide, market_of, sinks_tried
 from linearizer.errors import RequestError
 from linearizer.estimate import estimate
 from linearizer.gates import learn_gates
-from linearizer.initialisation import begin_layer
 from linearizer.loading import Teacher, windows_of
+from linearizer.model.initialise import begin_layer
+from linearizer.model.samples import SAMPLES, Samples
 from linearizer.prices import LEAST, Prices, exchanged
 from linearizer.pricing import Begin, Found, measuring_seconds, options, price, with_repeats
 from linearizer.progress import Steps
@@ -23,7 +24,6 @@ from linearizer.run.cost import Head
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
 from linearizer.runtime.student import LayerStudent
-from linearizer.samples import SAMPLES, Samples
 from linearizer.trying import costs, exchange
 
 GATE_STEPS = 60

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from linearizer.errors import RequestError
-from linearizer.outputs import fresh_cache, remembered
+from linearizer.model.logits import fresh_cache, remembered
 from linearizer.progress import Progress, Steps
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 

@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from linearizer.duet import Both
     from linearizer.estimates import Estimate
     from linearizer.evaluation_estimate import Foreseen
-    from linearizer.inspection import Inspection
+    from linearizer.model.inspect import Inspection
     from linearizer.run.profile import Profile
 
 EFFORTS = {  # how much of a plan's work to do, and how much of its training
@@ -47,7 +47,7 @@ MEASURED = (
 
 def search(visitor: Visitor, query: str) -> list[str]:
     """Find models: local folders where the machine is one's own, the demo, and what the Hub knows by that name."""
-    from linearizer.hub import search_models
+    from linearizer.model.hub import search_models
 
     local = [] if on_space() else local_models(query)
     demo = ["demo"] if "demo".startswith(query.strip().lower()) else []
@@ -99,14 +99,15 @@ def plan_of(model: str, budget: int, effort: str, options: Mapping[str, Any]) ->
 
 def to_download(visitor: Visitor, model: str) -> int:
     """Say how many bytes of a model are not here yet."""
-    from linearizer import hub
+    from linearizer.model import hub
 
     return hub.download_bytes(hub.find_model(model, visitor.token))
 
 
 def foresee(plan: Plan, found: Inspection, download: int) -> Estimate:
     """Estimate what a plan takes on this machine, which is measured the first time; the rest is arithmetic."""
-    from linearizer import devices, estimates
+    from linearizer import estimates
+    from linearizer.model import devices
 
     device = "cpu" if zerogpu.here() else devices.device_of(plan.device)  # what is lent is not there to be measured
     return estimates.estimate(plan, found, estimates.speeds(device), download)
@@ -128,7 +129,7 @@ def begin(visitor: Visitor, plan: Plan) -> str:
 def branch(visitor: Visitor, name: str, budget: int) -> str:
     """Start a run with another budget from what a run has measured, and name it."""
     from linearizer import asking
-    from linearizer.inspection import Inspection
+    from linearizer.model.inspect import Inspection
 
     old = visitor.find(name)
     plan = replace(old.plan, budget=budget, features=None)
@@ -266,8 +267,9 @@ def on_stage() -> Iterator[None]:
 
 def paired(run: Run, visitor: Visitor) -> Pair:
     """Load the teacher and the student of a run, unless they are what was loaded last."""
-    from linearizer import checkpoint, pipeline
-    from linearizer.teacher import quiet
+    from linearizer import pipeline
+    from linearizer.model import checkpoint
+    from linearizer.model.teacher import quiet
 
     if not HELD or HELD[0].run != run:
         HELD.clear()

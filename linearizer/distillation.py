@@ -14,7 +14,7 @@ import torch
 from linearizer.adapters import add_adapters, remove_adapters
 from linearizer.errors import RequestError, TextError
 from linearizer.losses import featured
-from linearizer.outputs import check_logits
+from linearizer.model.logits import check_logits
 from linearizer.progress import Progress, Steps
 from linearizer.runtime.attention import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM

@@ -11,7 +11,7 @@ import torch
 
 from linearizer.buying import PATIENCE
 from linearizer.decision import sinks_tried
-from linearizer.inspection import Inspection
+from linearizer.model.inspect import Inspection
 from linearizer.pricing import options
 from linearizer.run.cost import Layer
 from linearizer.run.disk import checkpoint_bytes, state_bytes

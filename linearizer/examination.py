@@ -17,6 +17,8 @@ from linearizer.distillation import distill
 from linearizer.generation import measure_generation
 from linearizer.jobs import newest_request
 from linearizer.language import measure_language
+from linearizer.model.samples import SAMPLES
+from linearizer.model.text import document_numbers
 from linearizer.model_card import add_card
 from linearizer.needle import LEAST, measure_needle
 from linearizer.progress import Steps
@@ -24,11 +26,9 @@ from linearizer.recall import measure_longer, measure_recall
 from linearizer.run.at_work import interruptible, logged, reported, working
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
-from linearizer.samples import SAMPLES
 from linearizer.speed import LENGTHS, measure_speed
 from linearizer.subjects import Subject
 from linearizer.tasks import find_tasks, measure_tasks
-from linearizer.text import document_numbers
 
 WRITTEN = 96  # tokens at most
 LOOKED_AT = 2  # texts whose attention is compared, head by head

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 
 import torch
 
-from linearizer.outputs import fresh_cache, losses_of, read
+from linearizer.model.logits import fresh_cache, losses_of, read
 from linearizer.progress import Progress, Steps
 from linearizer.subjects import Subject
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import torch
 
-from linearizer.outputs import divergence, read_together, texts_at_once
+from linearizer.model.logits import divergence, read_together, texts_at_once
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Layer
 from linearizer.subjects import Subject

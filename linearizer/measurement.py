@@ -11,11 +11,11 @@ from functools import partial
 import torch
 from torch import nn
 
+from linearizer.model.samples import LayerSamples, Samples
 from linearizer.progress import Progress, Steps
 from linearizer.recording import LayerRecord, Recorder, draw_tokens
 from linearizer.run.cost import Layer
 from linearizer.run.profile import Asked, Gauge, HeadProfile, LayerProfile, Profile
-from linearizer.samples import LayerSamples, Samples
 from linearizer.spectrum import Spectrum, degrees_of_freedom
 
 QUARTERS = 4  # disjoint stretches of the sample, for the error bars: 4 (1/4)³, 6 % more work

@@ -20,7 +20,7 @@ from linearizer.captions import CAPTIONS, TITLES
 from linearizer.card_metadata import LINK, Teacher, metadata, one_line, terms_of
 from linearizer.command import command_of
 from linearizer.evaluation_table import table
-from linearizer.hub import DEMO
+from linearizer.model.hub import DEMO
 from linearizer.picture import draw
 from linearizer.report import TABLES, Table, made_with, tables_of
 from linearizer.run.cost import Head, Layer

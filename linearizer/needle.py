@@ -14,8 +14,8 @@ import torch
 from transformers.cache_utils import Cache
 
 from linearizer.errors import RequestError
-from linearizer.memory import fits
-from linearizer.outputs import fresh_cache, losses_of, read
+from linearizer.model.logits import fresh_cache, losses_of, read
+from linearizer.model.memory import fits
 from linearizer.progress import Progress, Steps
 from linearizer.subjects import Subject
 

@@ -12,21 +12,22 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from linearizer import checkpoint
 from linearizer.allocation import Allocation
 from linearizer.asking import asked_of
 from linearizer.buying import allocated
-from linearizer.checkpoint import holding
 from linearizer.comparison import Comparison, compare
 from linearizer.decision import decide
 from linearizer.errors import RequestError
 from linearizer.evaluation import Evaluation, evaluate_language, evaluate_recall
-from linearizer.hub import find_model
-from linearizer.inspection import Inspection, inspect_model
 from linearizer.loading import Teacher, load, windows_of
 from linearizer.measurement import measure
+from linearizer.model import checkpoint
+from linearizer.model.checkpoint import holding
+from linearizer.model.hub import find_model
+from linearizer.model.inspect import Inspection, inspect_model
+from linearizer.model.logits import check_logits
+from linearizer.model.teacher import load_config, quiet
 from linearizer.model_card import add_card
-from linearizer.outputs import check_logits
 from linearizer.progress import Steps
 from linearizer.provenance import environment
 from linearizer.run.at_work import check, interruptible, logged, working
@@ -36,7 +37,6 @@ from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.subjects import window_control
-from linearizer.teacher import load_config, quiet
 from linearizer.teaching import timed_plan, train
 
 JUDGED = 8  # texts that are kept from training, to judge by

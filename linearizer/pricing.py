@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.outputs import divergence, logits_of
+from linearizer.model.logits import divergence, logits_of
 from linearizer.prices import SMALLEST, Prices
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import BLOCK, Head, Layer

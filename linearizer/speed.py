@@ -14,8 +14,8 @@ from functools import partial
 
 import torch
 
-from linearizer.memory import Peak, fits, free_bytes
-from linearizer.outputs import fresh_cache, read, remembered, vocabulary
+from linearizer.model.logits import fresh_cache, read, remembered, vocabulary
+from linearizer.model.memory import Peak, fits, free_bytes
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Layer
 from linearizer.run.folder import cost

@@ -16,7 +16,7 @@ from typing import Any
 from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import RequestError
-from linearizer.hub import first_line
+from linearizer.model.hub import first_line
 from linearizer.progress import Progress, Steps
 from linearizer.subjects import Subject
 

@@ -13,8 +13,8 @@ from linearizer.allocation import Allocation
 from linearizer.asking import settings_of
 from linearizer.buying import samples_of
 from linearizer.distillation import distill
-from linearizer.initialisation import initialise
 from linearizer.loading import Teacher, windows_of
+from linearizer.model.initialise import initialise
 from linearizer.progress import Steps
 from linearizer.run.at_work import logged
 from linearizer.run.files import writing

@@ -15,7 +15,7 @@ from linearizer.tables import columns, growing, size, smaller_from
 if TYPE_CHECKING:
     from linearizer.allocation import Allocation
     from linearizer.comparison import Comparison
-    from linearizer.inspection import Inspection
+    from linearizer.model.inspect import Inspection
     from linearizer.publishing import Preview
     from linearizer.run.cost import Head, Layer
     from linearizer.run.folder import Run

@@ -26,8 +26,8 @@ from linearizer.losses import (
     logits_loss,
     measure_of,
 )
-from linearizer.memory import is_out_of_memory
-from linearizer.outputs import PROBE
+from linearizer.model.logits import PROBE
+from linearizer.model.memory import is_out_of_memory
 from linearizer.recording import number, output_projections
 from linearizer.runtime.attention import attending, attention_modules, observing
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM

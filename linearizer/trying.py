@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from linearizer.allocation import Allocation
-from linearizer.outputs import divergence, logits_of
+from linearizer.model.logits import divergence, logits_of
 from linearizer.pricing import Begin, cut
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Layer

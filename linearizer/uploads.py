@@ -30,7 +30,7 @@ from huggingface_hub.utils import (
 
 from linearizer.answers import KEPT, NOTHING, explained, sign_in
 from linearizer.errors import FaultError, PublishError
-from linearizer.hub import SECONDS, access_token
+from linearizer.model.hub import SECONDS, access_token
 from linearizer.patience import patiently, watched
 from linearizer.progress import Progress, Steps
 

@@ -21,7 +21,7 @@ from linearizer.units import ago, duration, number
 if TYPE_CHECKING:
     from linearizer.comparison import Side
     from linearizer.estimates import Estimate
-    from linearizer.inspection import Inspection
+    from linearizer.model.inspect import Inspection
 
 LENGTHS = (4096, 32768, 131072)
 SIGNS = {"queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?"}

@@ -16,9 +16,9 @@ from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, TypeVar
 
-from linearizer.devices import device_name, device_of
 from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
 from linearizer.jobs import enter
+from linearizer.model.devices import device_name, device_of
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.at_work import check, reported
 from linearizer.run.folder import Run

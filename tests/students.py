@@ -4,7 +4,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from linearizer.allocation import Allocation
-from linearizer.checkpoint import linearize
+from linearizer.model.checkpoint import linearize
 from linearizer.run.cost import Head, Layer
 from linearizer.runtime.attention import observing
 from tests.families import tiny_config

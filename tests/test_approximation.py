@@ -12,8 +12,8 @@ from linearizer.approximation import (
     outside,
     predicted_error,
 )
-from linearizer.checkpoint import students_of
 from linearizer.measurement import measure
+from linearizer.model.checkpoint import students_of
 from linearizer.progress import finish
 from linearizer.ranks import spearman
 from linearizer.run.cost import Head

@@ -6,11 +6,11 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearizer.allocation import Allocation
-from linearizer.checkpoint import linearize, load, save
 from linearizer.errors import FolderError, RequestError
-from linearizer.hub import find_model
+from linearizer.model.checkpoint import linearize, load, save
+from linearizer.model.hub import find_model
+from linearizer.model.teacher import load_teacher, load_tokenizer
 from linearizer.run.cost import Head
-from linearizer.teacher import load_teacher, load_tokenizer
 from tests.bare import make_bare_environment, run_bare
 from tests.families import FAMILIES
 from tests.students import layers_of, student_of, tokens

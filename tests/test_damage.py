@@ -8,10 +8,10 @@ import pytest
 from linearizer import buying, loading, pipeline, teaching
 from linearizer.__main__ import main
 from linearizer.errors import FolderError
+from linearizer.model.samples import SAMPLES
 from linearizer.progress import finish
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.samples import SAMPLES
 
 ASKED = dict(model="demo", budget=24, texts=2, length=32, samples=64, sinks=1, prices="estimated", exchanges=0)
 

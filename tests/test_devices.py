@@ -2,8 +2,8 @@
 
 import pytest
 
-from linearizer.devices import device_name, device_of
 from linearizer.errors import RequestError
+from linearizer.model.devices import device_name, device_of
 
 
 @pytest.mark.parametrize(

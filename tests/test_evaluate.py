@@ -16,12 +16,12 @@ from linearizer import examination, jobs
 from linearizer.__main__ import main
 from linearizer.bench import assembled
 from linearizer.errors import FolderError
-from linearizer.hub import find_model
-from linearizer.outputs import read_losses
+from linearizer.model.hub import find_model
+from linearizer.model.logits import read_losses
+from linearizer.model.text import enough_windows
 from linearizer.progress import finish
 from linearizer.run.folder import Run, located
 from linearizer.run.plan import Plan
-from linearizer.text import enough_windows
 
 QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--steps", "2"]
 ROW = {"name": "teacher", "state_bytes": None, "language": {"loss": 1.0}, "recall": []}

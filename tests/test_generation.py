@@ -7,7 +7,7 @@ import torch
 from transformers import set_seed
 
 from linearizer.generation import agreeing, measure_generation, variety, write
-from linearizer.outputs import logits_of, losses_of
+from linearizer.model.logits import logits_of, losses_of
 from linearizer.progress import finish
 from linearizer.subjects import Subject
 from tests.students import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens

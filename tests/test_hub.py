@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linearizer.errors import ModelNotAvailable
-from linearizer.hub import access_token, download_bytes, fetch, find_model
+from linearizer.model.hub import access_token, download_bytes, fetch, find_model
 
 OWNER = "hf_fake_org"
 

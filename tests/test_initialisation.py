@@ -1,9 +1,9 @@
 import pytest
 import torch
 
-from linearizer.initialisation import begin, cluster, directions, initialise, root
 from linearizer.losses import Attended, featured, layer_loss
 from linearizer.measurement import measure
+from linearizer.model.initialise import begin, cluster, directions, initialise, root
 from linearizer.progress import finish
 from linearizer.run.cost import Head
 from linearizer.run.profile import Asked

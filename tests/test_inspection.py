@@ -6,12 +6,12 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from linearizer.errors import UnsupportedModel
-from linearizer.hub import Source, find_model
-from linearizer.inspection import inspect_model, verify_teacher
+from linearizer.model.hub import Source, find_model
+from linearizer.model.inspect import inspect_model, verify_teacher
+from linearizer.model.safetensors import Weights
+from linearizer.model.support import TESTED
+from linearizer.model.teacher import load_config
 from linearizer.run.cost import Layer, cache_bytes
-from linearizer.support import TESTED
-from linearizer.teacher import load_config
-from linearizer.weights import Weights
 from tests.families import FAMILIES, WINDOW, tiny_config
 
 MIXTURES = ("mixtral", "qwen3_moe")

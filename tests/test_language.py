@@ -6,11 +6,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linearizer import outputs
-from linearizer.checkpoint import students_of
 from linearizer.evaluation import evaluate_language
 from linearizer.language import Resampled, calibration, doubling_edges, measure_language, owners_of, read_scores
-from linearizer.outputs import divergence, logits_of, losses_of, read_losses, read_together
+from linearizer.model import logits
+from linearizer.model.checkpoint import students_of
+from linearizer.model.logits import divergence, logits_of, losses_of, read_losses, read_together
 from linearizer.progress import finish
 from linearizer.recall import doubling_gaps, measure_longer, measure_recall
 from linearizer.run.cost import Head
@@ -64,7 +64,7 @@ def test_the_same_call_gives_the_same_numbers(subjects):
 def test_texts_read_in_pieces_are_scored_as_in_one(subjects, monkeypatch):
     ids = tokens(2, 40)
     whole, losses = read_scores(subjects[0], ids), read_losses(subjects[0], ids)
-    monkeypatch.setattr(outputs, "LOGITS", 2 * 9 * 128)  # nine tokens at a time
+    monkeypatch.setattr(logits, "LOGITS", 2 * 9 * 128)  # nine tokens at a time
     assert len(list(read_together(subjects[0], ids))) == 5
     for before, after in zip(whole, read_scores(subjects[0], ids), strict=True):
         for one, other in zip(before, after, strict=True):
@@ -76,7 +76,7 @@ def test_texts_read_in_pieces_are_scored_as_in_one(subjects, monkeypatch):
 def test_a_student_and_the_teacher_that_it_holds_are_read_in_pieces_as_in_one(subjects, monkeypatch):
     student, ids = subjects[0][1].model, tokens(2, 40)
     whole = finish(evaluate_language(student, ids))
-    monkeypatch.setattr(outputs, "LOGITS", 2 * 9 * 128)  # as where a vocabulary is large
+    monkeypatch.setattr(logits, "LOGITS", 2 * 9 * 128)  # as where a vocabulary is large
     pieces = finish(evaluate_language(student, ids))
     assert [pieces.loss, pieces.kl] == pytest.approx([whole.loss, whole.kl], abs=1e-5)
 

@@ -13,7 +13,7 @@ import pytest
 import torch
 
 from linearizer.__main__ import main
-from linearizer.checkpoint import load
+from linearizer.model.checkpoint import load
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 

@@ -6,7 +6,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from linearizer.errors import RequestError
-from linearizer.memory import Peak, fits
+from linearizer.model.memory import Peak, fits
 from linearizer.needle import DEPTHS, KEY, LEAST, PAIRS, VALUE, hide, measure_needle
 from linearizer.progress import finish
 from linearizer.subjects import Subject

@@ -96,7 +96,7 @@ def load_back(done, folder):
     from huggingface_hub import snapshot_download
     from transformers import AutoTokenizer
 
-    from linearizer.checkpoint import load
+    from linearizer.model.checkpoint import load
 
     there = snapshot_download(done["repo_id"], revision=done["revision"], token="hf_fake_ann", local_dir=folder)
     student, tokenizer = load(there), AutoTokenizer.from_pretrained(there)

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from linearizer.allocation import Allocation
-from linearizer.checkpoint import linearize
 from linearizer.evaluation import evaluate_language, evaluate_recall
-from linearizer.outputs import divergence, logits_of
+from linearizer.model.checkpoint import linearize
+from linearizer.model.logits import divergence, logits_of
+from linearizer.model.text import repeated_passages
 from linearizer.pricing import blocks_of, options, price, with_repeats
 from linearizer.progress import finish
 from linearizer.run.cost import Head
-from linearizer.text import repeated_passages
 from linearizer.trying import costs, exchange
 from tests.students import WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 

@@ -13,9 +13,9 @@ from huggingface_hub import ModelCard, hf_hub_download
 from transformers import AutoTokenizer
 
 from linearizer import jobs, publishing
-from linearizer.checkpoint import load
 from linearizer.errors import RequestError
-from linearizer.hub import find_model
+from linearizer.model.checkpoint import load
+from linearizer.model.hub import find_model
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.run.folder import Run

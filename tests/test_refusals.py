@@ -76,7 +76,7 @@ def test_steps_of_a_folder_that_is_no_run_are_refused(tmp_path, said):
 
 def spoil(folder, of, value):
     """Copy the demo model with one weight changed, whose name ends in `of`; give that name."""
-    from linearizer.hub import find_model
+    from linearizer.model.hub import find_model
 
     shutil.copytree(find_model("demo").folder, folder)
     for shard in folder.glob("*.safetensors"):

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from linearizer import checkpoint
 from linearizer.errors import RequestError
-from linearizer.hub import find_model
-from linearizer.outputs import logits_of
+from linearizer.model import checkpoint
+from linearizer.model.hub import find_model
+from linearizer.model.logits import logits_of
+from linearizer.model.teacher import load_tokenizer
 from linearizer.progress import finish
 from linearizer.subjects import Subject
 from linearizer.tasks import find_tasks, measure_tasks, scored
-from linearizer.teacher import load_tokenizer
 from tests.students import MIXED, allocation_of, layers_of, teacher_of
 
 pytest.importorskip("lm_eval.models.huggingface", reason="tasks are an extra")

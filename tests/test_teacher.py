@@ -7,8 +7,8 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from linearizer.errors import ModelNotAvailable, UnsupportedModel
-from linearizer.hub import find_model
-from linearizer.teacher import load_config, load_teacher, load_tokenizer
+from linearizer.model.hub import find_model
+from linearizer.model.teacher import load_config, load_teacher, load_tokenizer
 from tests.families import tiny_config
 
 TEXT = torch.arange(3, 40)[None]

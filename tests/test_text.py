@@ -6,9 +6,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from linearizer.errors import TextError
-from linearizer.hub import find_model
-from linearizer.teacher import load_tokenizer
-from linearizer.text import enough_windows, read_documents, sample_from, token_windows
+from linearizer.model.hub import find_model
+from linearizer.model.teacher import load_tokenizer
+from linearizer.model.text import enough_windows, read_documents, sample_from, token_windows
 from tests.families import tiny_config
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from linearizer import jobs, turns
 from linearizer.errors import FolderError, RequestError
-from linearizer.hub import find_model
+from linearizer.model.hub import find_model
 from linearizer.run.plan import Plan
 from tests.at_work import LONG, QUICK, beginning, log_of, process_of, wait_for, wait_for_event, wait_until
 

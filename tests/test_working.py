@@ -9,7 +9,7 @@ import pytest
 
 from linearizer import jobs
 from linearizer.errors import FolderError, RequestError, Stopped
-from linearizer.hub import find_model
+from linearizer.model.hub import find_model
 from linearizer.pipeline import linearize, measure_only, reallocate
 from linearizer.progress import Progress, finish
 from linearizer.run.at_work import Pace

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from linearizer.hub import Source, cache_folder, download_bytes
-from linearizer.inspection import Inspection
+from linearizer.model.hub import Source, cache_folder, download_bytes
+from linearizer.model.inspect import Inspection
 from linearizer.run.files import check_room
 from linearizer.run.plan import Plan
 

@@ -18,12 +18,14 @@ import torch
 
 from linearizer import pipeline
 from linearizer.allocation import allocate
-from linearizer.checkpoint import linearize, students_of
 from linearizer.distillation import distill
-from linearizer.hub import find_model
 from linearizer.losses import Attended, rows_loss
 from linearizer.measurement import measure
-from linearizer.outputs import logits_of, read_losses
+from linearizer.model.checkpoint import linearize, students_of
+from linearizer.model.hub import find_model
+from linearizer.model.logits import logits_of, read_losses
+from linearizer.model.teacher import quiet
+from linearizer.model.text import enough_windows
 from linearizer.progress import finish
 from linearizer.ranks import spearman
 from linearizer.recording import number
@@ -33,9 +35,7 @@ from linearizer.runtime.attention import attention_modules, observing
 from linearizer.schedule import Settings
 from linearizer.speed import Meter
 from linearizer.subjects import Subject
-from linearizer.teacher import quiet
 from linearizer.terminal import columns
-from linearizer.text import enough_windows
 from tests.benchmarks.paper_fit import fit, head_freedoms, shown
 
 PUBLISHED = json.loads((Path(__file__).with_suffix(".json")).read_text(encoding="utf-8"))

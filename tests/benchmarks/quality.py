@@ -21,12 +21,14 @@ from pathlib import Path
 
 import torch
 
-from linearizer import buying, checkpoint, loading, pipeline, teaching
+from linearizer import buying, loading, pipeline, teaching
 from linearizer.ablation import without_far, without_window
 from linearizer.asking import asked_of
 from linearizer.errors import BudgetError
 from linearizer.evaluation import evaluate_language, evaluate_recall
 from linearizer.eviction import Evicting
+from linearizer.model import checkpoint
+from linearizer.model.teacher import quiet
 from linearizer.progress import finish
 from linearizer.provenance import environment
 from linearizer.run.cost import cache_bytes
@@ -34,7 +36,6 @@ from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.subjects import exchanged
-from linearizer.teacher import quiet
 from linearizer.training_state import digest
 
 RESULTS = Path(__file__).parent / "results"

@@ -4,8 +4,8 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from linearizer.allocation import Allocation
-from linearizer.checkpoint import linearize
 from linearizer.losses import hidden_states
+from linearizer.model.checkpoint import linearize
 from linearizer.run.cost import Head, Layer
 from linearizer.runtime.attention import attending
 from linearizer.schedule import Settings

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from linearizer.errors import UnsupportedModel
-from linearizer.hub import Source
-from linearizer.probe import Seen, blueprint, watch, watch_blueprint
+from linearizer.model.hub import Source
+from linearizer.model.probe import Seen, blueprint, watch, watch_blueprint
+from linearizer.model.support import TESTED, Refused, check_config, check_windows
 from linearizer.run.cost import Layer, cache_bytes, feature_bytes
-from linearizer.support import TESTED, Refused, check_config, check_windows
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -14,6 +14,7 @@ import math
 import torch
 
 from linearizer.losses import featured
+from linearizer.model.samples import LayerSamples, Samples
 from linearizer.recording import number
 from linearizer.runtime.attention import attention_modules
 from linearizer.runtime.feature_map import (
@@ -27,7 +28,6 @@ from linearizer.runtime.feature_map import (
 )
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.runtime.student import LayerStudent, SlotGroup
-from linearizer.samples import LayerSamples, Samples
 
 LLOYD = 8  # rounds of k-means
 SHARPNESS = 4.0  # of a key's assignment to centres, while training: nearly that of inference

@@ -10,7 +10,7 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from linearizer.errors import TextError
-from linearizer.hub import explained_dataset, stream_dataset
+from linearizer.model.hub import explained_dataset, stream_dataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase

@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import repo_folder_name
 
 from linearizer.errors import ModelNotAvailable, TextError
-from linearizer.weights import INDEX, SINGLE, Weights, check_format, damaged, weigh_folder
+from linearizer.model.safetensors import INDEX, SINGLE, Weights, check_format, damaged, weigh_folder
 
 if TYPE_CHECKING:
     from datasets import IterableDatasetDict

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from linearizer.hub import first_line
+from linearizer.model.hub import first_line
+from linearizer.model.support import Refused, check_attention, check_layers, check_modules
+from linearizer.model.teacher import quiet
 from linearizer.run.cost import Layer
 from linearizer.runtime.attention import observing
-from linearizer.support import Refused, check_attention, check_layers, check_modules
-from linearizer.teacher import quiet
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -10,8 +10,8 @@ import torch
 from safetensors import SafetensorError
 
 from linearizer.errors import ModelNotAvailable, UnsupportedModel
-from linearizer.hub import CONFIG, Source, fetch, first_line
-from linearizer.weights import INDEX, damaged, read_json
+from linearizer.model.hub import CONFIG, Source, fetch, first_line
+from linearizer.model.safetensors import INDEX, damaged, read_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
