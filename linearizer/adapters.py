@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
-from linearizer.recording import matrices
+from linearizer.measure.recorder import matrices
 from linearizer.runtime.attention import attention_modules
 
 NAME = "distillation"

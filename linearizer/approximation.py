@@ -15,10 +15,10 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from linearizer.allocation import Allocation
+from linearizer.measure.recorder import number
 from linearizer.model.logits import logits_of
 from linearizer.progress import Progress, Steps
 from linearizer.ranks import spearman
-from linearizer.recording import number
 from linearizer.run.cost import Head
 from linearizer.run.profile import Curve, HeadProfile, Profile
 from linearizer.runtime.attention import attention_modules, observing

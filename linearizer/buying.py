@@ -11,20 +11,20 @@ from safetensors import SafetensorError, safe_open
 from linearizer.allocation import Allocation
 from linearizer.decision import alike, decide, market_of, sinks_tried
 from linearizer.errors import RequestError
-from linearizer.estimate import estimate
-from linearizer.gates import learn_gates
 from linearizer.loading import Teacher, windows_of
+from linearizer.measure.gates import learn_gates
+from linearizer.measure.head_prices import Begin, Found, measuring_seconds, options, price, with_repeats
+from linearizer.measure.head_prices_by_gradient import estimate
+from linearizer.measure.whole_student import costs, exchange
 from linearizer.model.initialise import begin_layer
 from linearizer.model.samples import SAMPLES, Samples
 from linearizer.prices import LEAST, Prices, exchanged
-from linearizer.pricing import Begin, Found, measuring_seconds, options, price, with_repeats
 from linearizer.progress import Steps
 from linearizer.run.at_work import interruptible, logged
 from linearizer.run.cost import Head
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
 from linearizer.runtime.student import LayerStudent
-from linearizer.trying import costs, exchange
 
 GATE_STEPS = 60
 PARTLY = "state/prices.json"  # the prices of the first layers, while the others are measured

@@ -11,12 +11,12 @@ import torch
 
 from linearizer.buying import PATIENCE
 from linearizer.decision import sinks_tried
+from linearizer.measure.degrees_of_freedom import degrees_of_freedom
+from linearizer.measure.head_prices import options
 from linearizer.model.inspect import Inspection
-from linearizer.pricing import options
 from linearizer.run.cost import Layer
 from linearizer.run.disk import checkpoint_bytes, state_bytes
 from linearizer.run.plan import Plan
-from linearizer.spectrum import degrees_of_freedom
 
 POINTS = 512  # of the sample that the spectrum's speed is measured on
 BASE = 500e6  # bytes of Python and PyTorch

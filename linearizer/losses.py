@@ -24,7 +24,7 @@ from transformers import PreTrainedModel
 
 from linearizer.attention_loss import attention_loss
 from linearizer.errors import RequestError
-from linearizer.recording import matrix
+from linearizer.measure.recorder import matrix
 from linearizer.row_blocks import largest_scores
 from linearizer.runtime.chunks import chunked
 from linearizer.runtime.state import State

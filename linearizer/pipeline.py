@@ -20,7 +20,7 @@ from linearizer.decision import decide
 from linearizer.errors import RequestError
 from linearizer.evaluation import Evaluation, evaluate_language, evaluate_recall
 from linearizer.loading import Teacher, load, windows_of
-from linearizer.measurement import measure
+from linearizer.measure.profile import measure
 from linearizer.model import checkpoint
 from linearizer.model.checkpoint import holding
 from linearizer.model.hub import find_model

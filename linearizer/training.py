@@ -26,9 +26,9 @@ from linearizer.losses import (
     logits_loss,
     measure_of,
 )
+from linearizer.measure.recorder import number, output_projections
 from linearizer.model.logits import PROBE
 from linearizer.model.memory import is_out_of_memory
-from linearizer.recording import number, output_projections
 from linearizer.runtime.attention import attending, attention_modules, observing
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.schedule import LAYERWISE, Settings, batch_of, rate_share, window_share

@@ -12,7 +12,7 @@ from linearizer.approximation import (
     outside,
     predicted_error,
 )
-from linearizer.measurement import measure
+from linearizer.measure.profile import measure
 from linearizer.model.checkpoint import students_of
 from linearizer.progress import finish
 from linearizer.ranks import spearman

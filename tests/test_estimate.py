@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from linearizer import loading, pipeline
-from linearizer.estimate import estimate
-from linearizer.pricing import measuring_seconds, price
+from linearizer.measure.head_prices import measuring_seconds, price
+from linearizer.measure.head_prices_by_gradient import estimate
 from linearizer.progress import finish
 from linearizer.run.cost import Head
 from linearizer.run.folder import Run

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from linearizer.losses import Attended, featured, layer_loss
-from linearizer.measurement import measure
+from linearizer.measure.profile import measure
 from linearizer.model.initialise import begin, cluster, directions, initialise, root
 from linearizer.progress import finish
 from linearizer.run.cost import Head

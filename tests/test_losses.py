@@ -5,7 +5,7 @@ from torch import nn
 from linearizer import losses
 from linearizer.errors import RequestError
 from linearizer.losses import Attended, LogitHead, direct_loss, featured, hidden_states, layer_loss, logits_loss
-from linearizer.recording import output_projections
+from linearizer.measure.recorder import output_projections
 from linearizer.run.cost import Head
 from linearizer.runtime.attention import attending
 from linearizer.runtime.linear_attention import reference

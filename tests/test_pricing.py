@@ -5,13 +5,13 @@ import torch
 
 from linearizer.allocation import Allocation
 from linearizer.evaluation import evaluate_language, evaluate_recall
+from linearizer.measure.head_prices import blocks_of, options, price, with_repeats
+from linearizer.measure.whole_student import costs, exchange
 from linearizer.model.checkpoint import linearize
 from linearizer.model.logits import divergence, logits_of
 from linearizer.model.text import repeated_passages
-from linearizer.pricing import blocks_of, options, price, with_repeats
 from linearizer.progress import finish
 from linearizer.run.cost import Head
-from linearizer.trying import costs, exchange
 from tests.students import WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 
 OPTIONS = (Head(window=3), Head(window=4, slots=5), Head(window=12))

@@ -9,8 +9,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linearizer.errors import RequestError
+from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.run.profile import Asked, Curve, HeadProfile, LayerProfile, Profile
-from linearizer.spectrum import degrees_of_freedom
 
 RIDGES = tuple(2.0**-exponent for exponent in range(0, 21, 4))
 

@@ -14,7 +14,7 @@ from linearizer.asking import settings_of
 from linearizer.decision import by_gates
 from linearizer.errors import BudgetError, RequestError, TextError
 from linearizer.eviction import Evicting, Kept, evicted
-from linearizer.gates import learn_gates
+from linearizer.measure.gates import learn_gates
 from linearizer.prices import Prices
 from linearizer.progress import finish
 from linearizer.run.cost import Head, Layer, cache_bytes

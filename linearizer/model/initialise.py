@@ -14,8 +14,8 @@ import math
 import torch
 
 from linearizer.losses import featured
+from linearizer.measure.recorder import number
 from linearizer.model.samples import LayerSamples, Samples
-from linearizer.recording import number
 from linearizer.runtime.attention import attention_modules
 from linearizer.runtime.feature_map import (
     MLP,

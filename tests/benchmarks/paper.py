@@ -20,7 +20,8 @@ from linearizer import pipeline
 from linearizer.allocation import allocate
 from linearizer.distillation import distill
 from linearizer.losses import Attended, rows_loss
-from linearizer.measurement import measure
+from linearizer.measure.profile import measure
+from linearizer.measure.recorder import number
 from linearizer.model.checkpoint import linearize, students_of
 from linearizer.model.hub import find_model
 from linearizer.model.logits import logits_of, read_losses
@@ -28,7 +29,6 @@ from linearizer.model.teacher import quiet
 from linearizer.model.text import enough_windows
 from linearizer.progress import finish
 from linearizer.ranks import spearman
-from linearizer.recording import number
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Asked
 from linearizer.runtime.attention import attention_modules, observing

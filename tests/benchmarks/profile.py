@@ -7,7 +7,7 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from linearizer.measurement import measure
+from linearizer.measure.profile import measure
 from linearizer.run.cost import Layer
 from linearizer.run.profile import Asked
 

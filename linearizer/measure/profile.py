@@ -11,12 +11,12 @@ from functools import partial
 import torch
 from torch import nn
 
+from linearizer.measure.degrees_of_freedom import Spectrum, degrees_of_freedom
+from linearizer.measure.recorder import LayerRecord, Recorder, draw_tokens
 from linearizer.model.samples import LayerSamples, Samples
 from linearizer.progress import Progress, Steps
-from linearizer.recording import LayerRecord, Recorder, draw_tokens
 from linearizer.run.cost import Layer
 from linearizer.run.profile import Asked, Gauge, HeadProfile, LayerProfile, Profile
-from linearizer.spectrum import Spectrum, degrees_of_freedom
 
 QUARTERS = 4  # disjoint stretches of the sample, for the error bars: 4 (1/4)³, 6 % more work
 WORKERS = 8  # heads at once: each takes 5 samples² numbers

@@ -9,8 +9,8 @@ import torch
 from transformers import PreTrainedModel
 
 from linearizer.allocation import Allocation
+from linearizer.measure.head_prices import Begin, cut
 from linearizer.model.logits import divergence, logits_of
-from linearizer.pricing import Begin, cut
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Layer
 from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_modules
