@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from linearizer.decision import check_dials
+from linearizer.allocate.decide import check_dials
 from linearizer.errors import RequestError
 from linearizer.run.cost import Layer
 from linearizer.run.plan import Plan

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
 from linearizer.errors import FolderError, ModelNotAvailable, RequestError, TextError
 from linearizer.loading import load
 from linearizer.model import checkpoint

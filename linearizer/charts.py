@@ -10,7 +10,8 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
+from linearizer.allocate.by_prices import Prices, offers
 from linearizer.chart_style import (
     BLUE,
     DEPTH,
@@ -28,7 +29,6 @@ from linearizer.chart_style import (
     plain,
     shade,
 )
-from linearizer.prices import Prices, offers
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import cost
 from linearizer.run.profile import Profile

@@ -11,9 +11,9 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearizer import jobs, limits, slices, zerogpu
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
+from linearizer.allocate.by_prices import Prices
 from linearizer.errors import BudgetError, LinearizerError, RequestError
-from linearizer.prices import Prices
 from linearizer.run.cost import Layer
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import writing
@@ -199,8 +199,8 @@ class Shares:
 
 def share_out(run: Run, budget: int) -> Shares:
     """Share a budget out among the heads, as the run's plan would and as Fix does; the model is not touched."""
-    from linearizer.allocation import allocate
-    from linearizer.decision import decide
+    from linearizer.allocate.by_freedoms import allocate
+    from linearizer.allocate.decide import decide
 
     profile = measured(run)
     plan, layers = replace(run.plan, budget=budget, features=None), run.layers
@@ -215,7 +215,7 @@ def share_out(run: Run, budget: int) -> Shares:
 
 def measured(run: Run) -> Profile:
     """Give the profile of a run, once that and all else is measured by which it shares out a budget."""
-    from linearizer.decision import decidable
+    from linearizer.allocate.decide import decidable
 
     if (profile := run.profile) is None or not decidable(run):
         raise RequestError("this run has not measured yet what its heads need and cost: wait for it, or resume it")

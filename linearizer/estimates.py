@@ -9,8 +9,8 @@ from functools import cache
 
 import torch
 
-from linearizer.buying import PATIENCE
-from linearizer.decision import sinks_tried
+from linearizer.allocate.decide import sinks_tried
+from linearizer.allocate.step import PATIENCE
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.head_prices import options
 from linearizer.model.inspect import Inspection

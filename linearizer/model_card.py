@@ -15,7 +15,7 @@ from string import Template
 from typing import Any
 
 import linearizer
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
 from linearizer.captions import CAPTIONS, TITLES
 from linearizer.card_metadata import LINK, Teacher, metadata, one_line, terms_of
 from linearizer.command import command_of

@@ -12,11 +12,11 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
+from linearizer.allocate.decide import decide
+from linearizer.allocate.step import allocated
 from linearizer.asking import asked_of
-from linearizer.buying import allocated
 from linearizer.comparison import Comparison, compare
-from linearizer.decision import decide
 from linearizer.errors import RequestError
 from linearizer.evaluation import Evaluation, evaluate_language, evaluate_recall
 from linearizer.loading import Teacher, load, windows_of

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
 from linearizer.run.cost import SINKS, Head, Layer, token_bytes
 from linearizer.runtime.attention import attending, attention_modules
 from linearizer.runtime.student import LayerStudent

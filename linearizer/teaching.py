@@ -9,9 +9,9 @@ from itertools import islice
 
 import torch
 
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
+from linearizer.allocate.step import samples_of
 from linearizer.asking import settings_of
-from linearizer.buying import samples_of
 from linearizer.distillation import distill
 from linearizer.loading import Teacher, windows_of
 from linearizer.model.initialise import initialise

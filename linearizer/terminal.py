@@ -13,7 +13,7 @@ from linearizer.run.folder import events
 from linearizer.tables import columns, growing, size, smaller_from
 
 if TYPE_CHECKING:
-    from linearizer.allocation import Allocation
+    from linearizer.allocate.by_freedoms import Allocation
     from linearizer.comparison import Comparison
     from linearizer.model.inspect import Inspection
     from linearizer.publishing import Preview

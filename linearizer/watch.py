@@ -16,8 +16,8 @@ from pathlib import Path
 from typing import Any
 
 from linearizer import evaluation_views, jobs, views
+from linearizer.allocate.decide import decidable
 from linearizer.captions import CAPTIONS
-from linearizer.decision import decidable
 from linearizer.jobs import LIVE, Status
 from linearizer.run.folder import Run
 from linearizer.run.folder import events as journal

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM
 
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
 from linearizer.model.checkpoint import linearize
 from linearizer.run.cost import Head, Layer
 from linearizer.runtime.attention import observing

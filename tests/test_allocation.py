@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from linearizer.allocation import Allocation, allocate, check
+from linearizer.allocate.by_freedoms import Allocation, allocate, check
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.cost import Head, Layer, cache_bytes, feature_bytes
 from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile

@@ -5,8 +5,8 @@ import json
 import pytest
 
 from linearizer import chart_style, charts, run_charts
-from linearizer.allocation import Allocation
-from linearizer.prices import Prices
+from linearizer.allocate.by_freedoms import Allocation
+from linearizer.allocate.by_prices import Prices
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import cost
 from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile

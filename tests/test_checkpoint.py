@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
 from linearizer.errors import FolderError, RequestError
 from linearizer.model.checkpoint import linearize, load, save
 from linearizer.model.hub import find_model

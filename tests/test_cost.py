@@ -2,7 +2,7 @@
 
 import pytest
 
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
 from linearizer.model_card import in_words
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import cost

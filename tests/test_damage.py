@@ -5,8 +5,9 @@ import shutil
 
 import pytest
 
-from linearizer import buying, loading, pipeline, teaching
+from linearizer import loading, pipeline, teaching
 from linearizer.__main__ import main
+from linearizer.allocate import step
 from linearizer.errors import FolderError
 from linearizer.model.samples import SAMPLES
 from linearizer.progress import finish
@@ -78,7 +79,7 @@ def test_what_is_made_anew_is_what_was_lost(run):
         with pytest.raises(
             FolderError, match=r"samples.safetensors' cannot be read \(.*\): remove '.*run/profile.json', "
         ):
-            buying.samples_of(run)
+            step.samples_of(run)
         (run.folder / "profile.json").unlink()
         finish(pipeline.profile(run, loading.load(run.plan)))
         assert (run.read("profile.json"), (run.folder / SAMPLES).read_bytes()) == before
@@ -86,13 +87,13 @@ def test_what_is_made_anew_is_what_was_lost(run):
 
 def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged(run, stopped):
     teacher = stopped[1]
-    texts = buying.priced_texts(run, teacher, None)
-    found = finish(buying.measured_prices(run, teacher, texts))
+    texts = step.priced_texts(run, teacher, None)
+    found = finish(step.measured_prices(run, teacher, texts))
     (run.folder / "prices.json").unlink()
-    run.write(buying.PARTLY, '{"sinks"')
-    assert finish(buying.measured_prices(run, teacher, texts)) == found
+    run.write(step.PARTLY, '{"sinks"')
+    assert finish(step.measured_prices(run, teacher, texts)) == found
     (dropped,) = (event for event in run.events() if event["event"] == "dropped")
-    assert dropped["file"] == buying.PARTLY and "delimiter" in dropped["why"] and not run.has(buying.PARTLY)
+    assert dropped["file"] == step.PARTLY and "delimiter" in dropped["why"] and not run.has(step.PARTLY)
 
 
 def test_a_damaged_number_of_steps_is_named(run):

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from linearizer.__main__ import main
+from linearizer.allocate.by_prices import Prices
 from linearizer.measure.head_prices import options
 from linearizer.pipeline import inspect
-from linearizer.prices import Prices
 from linearizer.run.disk import checkpoint_bytes
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan

@@ -10,7 +10,7 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from linearizer.__main__ import parser, plan_changes
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
 from linearizer.command import command_of
 from linearizer.model_card import card, plain, snippet
 from linearizer.picture import EMPTY, FEATURES, SLOTS, WHOLE, WINDOW, draw

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linearizer.decision import alike, sinks_tried
+from linearizer.allocate.by_prices import Market, Prices, choose, exchanged
+from linearizer.allocate.decide import alike, sinks_tried
 from linearizer.errors import BudgetError, RequestError
-from linearizer.prices import Market, Prices, choose, exchanged
 from linearizer.run.cost import Head, Layer, cache_bytes, head_bytes
 from linearizer.run.plan import Plan
 

@@ -7,15 +7,16 @@ from functools import partial
 import pytest
 import torch
 
-from linearizer import buying, desk, loading, pipeline
+from linearizer import desk, loading, pipeline
 from linearizer.__main__ import begin, parser
 from linearizer.ablation import without_far, without_window
+from linearizer.allocate import step
+from linearizer.allocate.by_prices import Prices
+from linearizer.allocate.decide import by_gates
 from linearizer.asking import settings_of
-from linearizer.decision import by_gates
 from linearizer.errors import BudgetError, RequestError, TextError
 from linearizer.eviction import Evicting, Kept, evicted
 from linearizer.measure.gates import learn_gates
-from linearizer.prices import Prices
 from linearizer.progress import finish
 from linearizer.run.cost import Head, Layer, cache_bytes
 from linearizer.run.folder import Run
@@ -67,7 +68,7 @@ def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(re
     run = Run.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1}))
     teacher = loading.load(run.plan)
     judged = pipeline.shared_texts(run.plan, teacher, None)[1]
-    seen = loading.windows_of(run.plan, teacher, len(buying.priced_texts(run, teacher, None)), None)
+    seen = loading.windows_of(run.plan, teacher, len(step.priced_texts(run, teacher, None)), None)
     assert len(seen) == 2 and not (judged[:, None] == seen).all(-1).any()
 
 
@@ -77,7 +78,7 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
     )
     teacher = loading.load(run.plan)
     finish(pipeline.profile(run, teacher))
-    finish(buying.measured_prices(run, teacher, buying.priced_texts(run, teacher, None)))
+    finish(step.measured_prices(run, teacher, step.priced_texts(run, teacher, None)))
     found = run.prices
     assert {bool(option.slots) for option in found.options} == {False}
     half = [0.5 if option.features else 1.0 for option in found.options]  # what features are not by nature, here
@@ -96,14 +97,14 @@ def test_pricing_that_is_stopped_goes_on_to_the_same_prices(tmp_path):
     run = Run.begin(tmp_path / "run", Plan.of("best", **{**SMALL, "length": 32}, strategy="gain-features", sinks=0))
     teacher = loading.load(run.plan)
     finish(pipeline.profile(run, teacher))
-    texts = buying.priced_texts(run, teacher, None)
-    whole = finish(buying.measured_prices(run, teacher, texts))
+    texts = step.priced_texts(run, teacher, None)
+    whole = finish(step.measured_prices(run, teacher, texts))
     (run.folder / "prices.json").unlink()
-    steps = buying.measured_prices(run, teacher, texts)
-    while not run.has(buying.PARTLY):
+    steps = step.measured_prices(run, teacher, texts)
+    while not run.has(step.PARTLY):
         next(steps)
     steps.close()
-    assert finish(buying.measured_prices(run, teacher, texts)) == whole
+    assert finish(step.measured_prices(run, teacher, texts)) == whole
     assert [event["done"] for event in run.events() if event["event"] == "price"].count(1) == 2  # not a third time
 
 

@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from linearizer.allocate.by_prices import SMALLEST, Prices
 from linearizer.model.logits import divergence, logits_of
-from linearizer.prices import SMALLEST, Prices
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import BLOCK, Head, Layer
 from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_modules

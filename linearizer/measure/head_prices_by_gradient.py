@@ -16,8 +16,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from linearizer.allocate.by_prices import Prices
 from linearizer.measure.head_prices import Begin, student_of
-from linearizer.prices import Prices
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Head, Layer
 from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_modules

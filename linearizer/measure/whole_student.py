@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
 from linearizer.measure.head_prices import Begin, cut
 from linearizer.model.logits import divergence, logits_of
 from linearizer.progress import Progress, Steps

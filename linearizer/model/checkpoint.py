@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from linearizer.allocation import Allocation, check
+from linearizer.allocate.by_freedoms import Allocation, check
 from linearizer.errors import RequestError
 from linearizer.run.cost import Head, Layer
 from linearizer.run.files import replacing

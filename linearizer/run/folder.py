@@ -17,9 +17,9 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
+from linearizer.allocate.by_prices import Prices
 from linearizer.errors import FolderError, RequestError
-from linearizer.prices import Prices
 from linearizer.run.cost import Layer
 from linearizer.run.events import Event
 from linearizer.run.files import UNFINISHED, write_whole, writing

@@ -17,7 +17,7 @@ from pathlib import Path
 import torch
 
 from linearizer import pipeline
-from linearizer.allocation import allocate
+from linearizer.allocate.by_freedoms import allocate
 from linearizer.distillation import distill
 from linearizer.losses import Attended, rows_loss
 from linearizer.measure.profile import measure

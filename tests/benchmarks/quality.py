@@ -21,8 +21,9 @@ from pathlib import Path
 
 import torch
 
-from linearizer import buying, loading, pipeline, teaching
+from linearizer import loading, pipeline, teaching
 from linearizer.ablation import without_far, without_window
+from linearizer.allocate import step
 from linearizer.asking import asked_of
 from linearizer.errors import BudgetError
 from linearizer.evaluation import evaluate_language, evaluate_recall
@@ -157,13 +158,13 @@ def prepared(work, plan):
         shutil.copy(base / name, folder / name)
     shutil.copytree(base / "state", folder / "state", dirs_exist_ok=True)
     if plan.measured:
-        texts = buying.priced_texts(run, teacher, None)
-        sinks = finish(buying.measured_sinks(run, teacher, texts))  # how many are kept depends on the budget
+        texts = step.priced_texts(run, teacher, None)
+        sinks = finish(step.measured_sinks(run, teacher, texts))  # how many are kept depends on the budget
         prices = base / f"prices-{plan.far}-{plan.kept_bits}-{sinks}.json"
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
         else:
-            finish(buying.measured_prices(run, teacher, texts))
+            finish(step.measured_prices(run, teacher, texts))
             shutil.copy(folder / "prices.json", prices)
     return run, teacher
 
@@ -171,7 +172,7 @@ def prepared(work, plan):
 def made(run, teacher):
     """Allocate, and train what the plan trains."""
     plan, layers = run.plan, teacher.inspection.layers
-    allocation = finish(buying.allocated(run, teacher, None))
+    allocation = finish(step.allocated(run, teacher, None))
     student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
     texts = loading.windows_of(plan, teacher, AHEAD // plan.length, None)
     finish(teaching.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
 from linearizer.losses import hidden_states
 from linearizer.model.checkpoint import linearize
 from linearizer.run.cost import Head, Layer

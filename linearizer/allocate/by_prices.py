@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import pairwise
 
-from linearizer.allocation import Allocation
+from linearizer.allocate.by_freedoms import Allocation
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.cost import Head, Layer, cache_bytes, head_bytes
 

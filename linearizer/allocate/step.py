@@ -8,8 +8,9 @@ from dataclasses import asdict
 import torch
 from safetensors import SafetensorError, safe_open
 
-from linearizer.allocation import Allocation
-from linearizer.decision import alike, decide, market_of, sinks_tried
+from linearizer.allocate.by_freedoms import Allocation
+from linearizer.allocate.by_prices import LEAST, Prices, exchanged
+from linearizer.allocate.decide import alike, decide, market_of, sinks_tried
 from linearizer.errors import RequestError
 from linearizer.loading import Teacher, windows_of
 from linearizer.measure.gates import learn_gates
@@ -18,7 +19,6 @@ from linearizer.measure.head_prices_by_gradient import estimate
 from linearizer.measure.whole_student import costs, exchange
 from linearizer.model.initialise import begin_layer
 from linearizer.model.samples import SAMPLES, Samples
-from linearizer.prices import LEAST, Prices, exchanged
 from linearizer.progress import Steps
 from linearizer.run.at_work import interruptible, logged
 from linearizer.run.cost import Head
