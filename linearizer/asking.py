@@ -8,7 +8,7 @@ from linearizer.run.cost import Layer
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Asked
 from linearizer.runtime.feature_map import FEATURE_MAPS
-from linearizer.schedule import END_TO_END, Settings
+from linearizer.train.settings import END_TO_END, Settings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 

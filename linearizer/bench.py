@@ -26,7 +26,7 @@ from linearizer.run.folder import Run, located_text
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.runtime.student import LayerStudent
 from linearizer.subjects import Subject, exchanged, window_control
-from linearizer.teaching import begin_features
+from linearizer.train.step import begin_features
 
 
 @dataclass(frozen=True)

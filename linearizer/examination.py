@@ -13,7 +13,6 @@ from typing import Any
 from linearizer.approximation import measure_approximation, measure_curve
 from linearizer.asking import settings_of
 from linearizer.bench import Bench, assembled
-from linearizer.distillation import distill
 from linearizer.generation import measure_generation
 from linearizer.jobs import newest_request
 from linearizer.language import measure_language
@@ -29,6 +28,7 @@ from linearizer.run.folder import Run
 from linearizer.speed import LENGTHS, measure_speed
 from linearizer.subjects import Subject
 from linearizer.tasks import find_tasks, measure_tasks
+from linearizer.train.distill import distill
 
 WRITTEN = 96  # tokens at most
 LOOKED_AT = 2  # texts whose attention is compared, head by head

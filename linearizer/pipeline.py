@@ -37,7 +37,7 @@ from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.subjects import window_control
-from linearizer.teaching import timed_plan, train
+from linearizer.train.step import timed_plan, train
 
 JUDGED = 8  # texts that are kept from training, to judge by
 

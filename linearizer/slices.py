@@ -110,7 +110,7 @@ def finished(run: Run, steps: int) -> tuple[frozenset[str], int, int]:
 
 def saved_steps(run: Run) -> int:
     """Count the steps of training that are saved."""
-    from linearizer.training_state import step_in
+    from linearizer.train.state_file import step_in
 
     return sum(map(step_in, (run.folder / "state" / "training").glob("*")))
 

@@ -16,7 +16,6 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
-from linearizer import loss_kernels
 from linearizer.runtime import (
     folded,
     kernel_gradients,
@@ -30,6 +29,7 @@ from linearizer.runtime import (
 from linearizer.runtime.merging import Merging
 from linearizer.runtime.state import SlotState, State
 from linearizer.runtime.table import Held, table_of
+from linearizer.train import attention_loss_kernels
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 MAPS = (folded.NONE, folded.KEYS, folded.NEAREST, folded.HALVES)
@@ -79,7 +79,7 @@ def everything(dim, features, dtype, whole, window=64, sinks=4):
     for bits in (16, 8):
         slot_step(q[..., :1, :], one, count, (sink, sink, ring, ring), window, metric, bits)
     for squared in (False, True):
-        loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks, squared)
+        attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks, squared)
 
 
 def attention_inputs(batch, heads, group, tokens, dim, features, dtype, window, sinks):

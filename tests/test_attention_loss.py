@@ -6,10 +6,10 @@ from pathlib import Path
 import pytest
 import torch
 
-from linearizer import attention_loss as losses
-from linearizer import row_blocks as module
-from linearizer.attention_loss import attention_loss
 from linearizer.runtime.parts import far_logits_exactly
+from linearizer.train import attention_loss as losses
+from linearizer.train import attention_loss_blocks as module
+from linearizer.train.attention_loss import attention_loss
 
 DIM = 6
 

@@ -5,7 +5,7 @@ import shutil
 
 import pytest
 
-from linearizer import loading, pipeline, teaching
+from linearizer import loading, pipeline
 from linearizer.__main__ import main
 from linearizer.allocate import step
 from linearizer.errors import FolderError
@@ -13,6 +13,7 @@ from linearizer.model.samples import SAMPLES
 from linearizer.progress import finish
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
+from linearizer.train import step as teaching
 
 ASKED = dict(model="demo", budget=24, texts=2, length=32, samples=64, sinks=1, prices="estimated", exchanges=0)
 

@@ -9,14 +9,14 @@ import textwrap
 import pytest
 import torch
 
-from linearizer.distillation import Settings, distill
 from linearizer.errors import FaultError, RequestError, TextError
-from linearizer.learner import PATIENCE
 from linearizer.progress import finish
 from linearizer.run.cost import Head
 from linearizer.runtime.attention import attending
 from linearizer.runtime.feature_map import FEATURE_MAPS
-from linearizer.schedule import END_TO_END, LAYERWISE
+from linearizer.train.distill import Settings, distill
+from linearizer.train.layer_optimizer import PATIENCE
+from linearizer.train.settings import END_TO_END, LAYERWISE
 from tests.students import WHOLE, student_of, teacher_of, tokens
 
 FEW = Settings(steps=8, batch=2, save_every=3)
@@ -183,7 +183,7 @@ def test_settings_that_cannot_be_are_refused(wrong, said):
 def test_merged_adapters_give_what_unmerged_ones_gave(family, monkeypatch):
     student, seen = a_student(family=family), []
     teacher = teacher_of(family)(TEXT).logits
-    from linearizer import distillation
+    from linearizer.train import distill as distillation
 
     merge = distillation.remove_adapters
 

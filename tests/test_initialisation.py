@@ -1,7 +1,6 @@
 import pytest
 import torch
 
-from linearizer.losses import Attended, featured, layer_loss
 from linearizer.measure.profile import measure
 from linearizer.model.initialise import begin, cluster, directions, initialise, root
 from linearizer.progress import finish
@@ -9,6 +8,7 @@ from linearizer.run.cost import Head
 from linearizer.run.profile import Asked
 from linearizer.runtime.attention import observing
 from linearizer.runtime.feature_map import FEATURE_MAPS
+from linearizer.train.losses import Attended, featured, layer_loss
 from tests.students import MIXED, layers_of, student_of, teacher_of, tokens
 
 HELD = [Head(window=4, features=16), Head(features=16)]

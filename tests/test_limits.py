@@ -8,7 +8,7 @@ from linearizer import desk, jobs, limits
 from linearizer.errors import RequestError
 from linearizer.limits import LIMITS, MOST, Limits
 from linearizer.run.plan import Plan
-from linearizer.training_state import read_state
+from linearizer.train.state_file import read_state
 from linearizer.visitors import visitor
 from tests.at_work import LONG, wait_for, wait_for_event
 

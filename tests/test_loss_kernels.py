@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from linearizer import attention_loss, loss_kernels
-from linearizer.row_blocks import largest_scores
+from linearizer.train import attention_loss, attention_loss_kernels
+from linearizer.train.attention_loss_blocks import largest_scores
 from tests.by_kernels import CLOSE, DEVICE, EXACT, ON_GPU, mutate, relative
 from tests.test_attention_loss import make
 
@@ -28,7 +28,7 @@ def test_losses_and_their_gradients_are_the_blocked_ones(name, squared):
     tokens, window, sinks, sizes = LOSSES[name]
     inputs = [x.to(DEVICE, EXACT) for x in make(tokens, **sizes)]
     total, (du, dw) = attention_loss.blocked(*inputs, window, sinks, squared, True, 0.5)
-    loss, least, lost, own_du, own_dw = loss_kernels.losses(*inputs, window, sinks, squared, 0.5)
+    loss, least, lost, own_du, own_dw = attention_loss_kernels.losses(*inputs, window, sinks, squared, 0.5)
     assert relative(torch.stack([loss.sum(), least.sum()]), total) < CLOSE
     assert max(relative(own_du, du), relative(own_dw, dw)) < CLOSE
     assert not lost.any()
@@ -37,7 +37,7 @@ def test_losses_and_their_gradients_are_the_blocked_ones(name, squared):
 def test_parts_of_a_batch_are_held_against_the_measure_that_is_given():
     inputs = [x.to(DEVICE, EXACT) for x in make(20)]
     shift = largest_scores(*inputs[2:])  # of both texts
-    parts = [loss_kernels.losses(*(x[text, None] for x in inputs), 2, 1, True, 1.0, shift) for text in (0, 1)]
+    parts = [attention_loss_kernels.losses(*(x[text, None] for x in inputs), 2, 1, True, 1.0, shift) for text in (0, 1)]
     total, (du, dw) = attention_loss.blocked(*inputs, 2, 1, True, True, 1.0, shift)
     found = [torch.cat(part) for part in zip(*parts, strict=True)]
     assert relative(found[0].sum(), total[0]) < CLOSE
@@ -46,7 +46,7 @@ def test_parts_of_a_batch_are_held_against_the_measure_that_is_given():
 
 def test_gradients_of_a_row_sum_to_nothing_and_both_sides_agree():
     inputs = [x.to(DEVICE, EXACT) for x in make(70)]
-    *_, du, dw = loss_kernels.losses(*inputs, 0, 0, False)
+    *_, du, dw = attention_loss_kernels.losses(*inputs, 0, 0, False)
     size = du.abs().max()
     assert du.sum(-1).abs().max() < CLOSE * size
     assert (du.sum((2, 3)) - dw.sum(2)).abs().max() < CLOSE * size
@@ -72,7 +72,7 @@ def test_heads_that_lost_pairs_are_computed_again():
     ],
 )  # fmt: skip
 def test_a_mutated_kernel_fails(line, mutation, tmp_path, monkeypatch):
-    mutate(loss_kernels, line, mutation, tmp_path, monkeypatch)
+    mutate(attention_loss_kernels, line, mutation, tmp_path, monkeypatch)
     with pytest.raises(AssertionError):
         for squared in (False, True):
             test_losses_and_their_gradients_are_the_blocked_ones("window and sinks", squared)

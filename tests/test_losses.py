@@ -2,14 +2,14 @@ import pytest
 import torch
 from torch import nn
 
-from linearizer import losses
 from linearizer.errors import RequestError
-from linearizer.losses import Attended, LogitHead, direct_loss, featured, hidden_states, layer_loss, logits_loss
 from linearizer.measure.recorder import output_projections
 from linearizer.run.cost import Head
 from linearizer.runtime.attention import attending
 from linearizer.runtime.linear_attention import reference
 from linearizer.runtime.student import LayerStudent, Scaled
+from linearizer.train import losses
+from linearizer.train.losses import Attended, LogitHead, direct_loss, featured, hidden_states, layer_loss, logits_loss
 from tests.families import FAMILIES
 from tests.students import student_of, teacher_of, tokens
 

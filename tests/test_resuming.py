@@ -7,10 +7,10 @@ import textwrap
 
 import pytest
 
-from linearizer.distillation import Settings, distill
 from linearizer.errors import FaultError, RequestError
 from linearizer.progress import finish
-from linearizer.training_state import BEFORE, NEWEST
+from linearizer.train.distill import Settings, distill
+from linearizer.train.state_file import BEFORE, NEWEST
 from tests.students import tokens
 from tests.test_distillation import FEW, TEXT, a_student, assert_equal_weights, weights
 

@@ -8,9 +8,6 @@ import torch
 
 pytest.importorskip("triton")
 
-from linearizer import attention_loss as losses
-from linearizer import loss_kernels
-from linearizer.attention_loss import attention_loss
 from linearizer.runtime import (
     fused,
     kernel_far,
@@ -27,6 +24,9 @@ from linearizer.runtime.linear_attention import linear_attention
 from linearizer.runtime.merging import Merging
 from linearizer.runtime.slots import slot_attention
 from linearizer.runtime.state import SlotState, State
+from linearizer.train import attention_loss as losses
+from linearizer.train import attention_loss_kernels
+from linearizer.train.attention_loss import attention_loss
 from tests.by_kernels import mutate
 from tests.test_attention_loss import make as make_loss
 from tests.test_linear_attention import make
@@ -132,7 +132,7 @@ WRONG = {  # a line of each kernel, and what it is exchanged for
     "single tokens": (kernel_step, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
     "slots": (kernel_rounds, "apart * apart", "values"),
     "single tokens and slots": (kernel_slot_step, "gain * load_rows", "0 * load_rows"),
-    "losses of attention rows": (loss_kernels, "factor - p", "1.01 * factor - p"),
+    "losses of attention rows": (attention_loss_kernels, "factor - p", "1.01 * factor - p"),
 }
 
 

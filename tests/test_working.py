@@ -18,8 +18,8 @@ from linearizer.run.files import remove
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.terminal import run_text
+from linearizer.train.state_file import NEWEST
 from linearizer.trained import Trained, trained
-from linearizer.training_state import NEWEST
 from tests import fakehub
 from tests.at_work import LONG, QUICK
 

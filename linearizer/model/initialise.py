@@ -13,7 +13,6 @@ import math
 
 import torch
 
-from linearizer.losses import featured
 from linearizer.measure.recorder import number
 from linearizer.model.samples import LayerSamples, Samples
 from linearizer.runtime.attention import attention_modules
@@ -28,6 +27,7 @@ from linearizer.runtime.feature_map import (
 )
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.runtime.student import LayerStudent, SlotGroup
+from linearizer.train.losses import featured
 
 LLOYD = 8  # rounds of k-means
 SHARPNESS = 4.0  # of a key's assignment to centres, while training: nearly that of inference

@@ -5,7 +5,7 @@ import sys
 
 import torch
 
-from linearizer.attention_loss import attention_loss, blocked
+from linearizer.train.attention_loss import attention_loss, blocked
 from tests.benchmarks.attention_rows import group_of
 from tests.benchmarks.timing import GPU, attempt, compiled, draw, peak_so_far
 

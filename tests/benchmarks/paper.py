@@ -18,8 +18,6 @@ import torch
 
 from linearizer import pipeline
 from linearizer.allocate.by_freedoms import allocate
-from linearizer.distillation import distill
-from linearizer.losses import Attended, rows_loss
 from linearizer.measure.profile import measure
 from linearizer.measure.recorder import number
 from linearizer.model.checkpoint import linearize, students_of
@@ -32,10 +30,12 @@ from linearizer.ranks import spearman
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Asked
 from linearizer.runtime.attention import attention_modules, observing
-from linearizer.schedule import Settings
 from linearizer.speed import Meter
 from linearizer.subjects import Subject
 from linearizer.terminal import columns
+from linearizer.train.distill import distill
+from linearizer.train.losses import Attended, rows_loss
+from linearizer.train.settings import Settings
 from tests.benchmarks.paper_fit import fit, head_freedoms, shown
 
 PUBLISHED = json.loads((Path(__file__).with_suffix(".json")).read_text(encoding="utf-8"))

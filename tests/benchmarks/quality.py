@@ -21,7 +21,7 @@ from pathlib import Path
 
 import torch
 
-from linearizer import loading, pipeline, teaching
+from linearizer import loading, pipeline
 from linearizer.ablation import without_far, without_window
 from linearizer.allocate import step
 from linearizer.asking import asked_of
@@ -37,7 +37,8 @@ from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.subjects import exchanged
-from linearizer.training_state import digest
+from linearizer.train import step as teaching
+from linearizer.train.state_file import digest
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)

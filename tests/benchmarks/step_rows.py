@@ -4,12 +4,12 @@ import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from linearizer.allocate.by_freedoms import Allocation
-from linearizer.losses import hidden_states
 from linearizer.model.checkpoint import linearize
 from linearizer.run.cost import Head, Layer
 from linearizer.runtime.attention import attending
-from linearizer.schedule import Settings
-from linearizer.training import Training
+from linearizer.train.losses import hidden_states
+from linearizer.train.settings import Settings
+from linearizer.train.trainer import Training
 from tests.benchmarks.timing import DEVICE, DTYPE, GPU, attempt, own
 
 

@@ -19,12 +19,12 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from linearizer.row_blocks import BLOCK, Heads, Pair, largest_scores, rows_at_once
 from linearizer.runtime.state import working_dtype
 from linearizer.runtime.trial import Drawn, Sizes, takes, trusted
+from linearizer.train.attention_loss_blocks import BLOCK, Heads, Pair, largest_scores, rows_at_once
 
 try:
-    from linearizer import loss_kernels
+    from linearizer.train import attention_loss_kernels as loss_kernels
 except ImportError as missing:
     if missing.name != "triton":
         raise

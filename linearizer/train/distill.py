@@ -11,16 +11,16 @@ from pathlib import Path
 
 import torch
 
-from linearizer.adapters import add_adapters, remove_adapters
 from linearizer.errors import RequestError, TextError
-from linearizer.losses import featured
 from linearizer.model.logits import check_logits
 from linearizer.progress import Progress, Steps
 from linearizer.runtime.attention import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.schedule import Settings
-from linearizer.training import TEACHER, Losses, Training
-from linearizer.training_state import TrainingState, digest, read_state, remove_states, write_state
+from linearizer.train.lora import add_adapters, remove_adapters
+from linearizer.train.losses import featured
+from linearizer.train.settings import Settings
+from linearizer.train.state_file import TrainingState, digest, read_state, remove_states, write_state
+from linearizer.train.trainer import TEACHER, Losses, Training
 
 USUAL = Settings()
 

@@ -12,7 +12,6 @@ import torch
 from linearizer.allocate.by_freedoms import Allocation
 from linearizer.allocate.step import samples_of
 from linearizer.asking import settings_of
-from linearizer.distillation import distill
 from linearizer.loading import Teacher, windows_of
 from linearizer.model.initialise import initialise
 from linearizer.progress import Steps
@@ -21,7 +20,8 @@ from linearizer.run.files import writing
 from linearizer.run.folder import Run, events
 from linearizer.run.plan import Plan
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.schedule import Settings
+from linearizer.train.distill import distill
+from linearizer.train.settings import Settings
 
 TRIED = 4  # steps, to see how long one takes
 

@@ -12,10 +12,15 @@ from contextlib import contextmanager
 import torch
 from torch import nn
 
-from linearizer.adapters import without_adapters
 from linearizer.errors import FaultError
-from linearizer.learner import Learner
-from linearizer.losses import (
+from linearizer.measure.recorder import number, output_projections
+from linearizer.model.logits import PROBE
+from linearizer.model.memory import is_out_of_memory
+from linearizer.runtime.attention import attending, attention_modules, observing
+from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.train.layer_optimizer import Learner
+from linearizer.train.lora import without_adapters
+from linearizer.train.losses import (
     Attended,
     Found,
     LogitHead,
@@ -26,13 +31,8 @@ from linearizer.losses import (
     logits_loss,
     measure_of,
 )
-from linearizer.measure.recorder import number, output_projections
-from linearizer.model.logits import PROBE
-from linearizer.model.memory import is_out_of_memory
-from linearizer.runtime.attention import attending, attention_modules, observing
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.schedule import LAYERWISE, Settings, batch_of, rate_share, window_share
-from linearizer.training_state import TrainingState
+from linearizer.train.settings import LAYERWISE, Settings, batch_of, rate_share, window_share
+from linearizer.train.state_file import TrainingState
 
 Losses = dict[str, dict[int, float]]  # "loss" and "excess" of every layer
 TEACHER = "sdpa"

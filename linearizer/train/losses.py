@@ -22,13 +22,13 @@ from torch.nn.functional import cross_entropy, kl_div, scaled_dot_product_attent
 from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
-from linearizer.attention_loss import attention_loss
 from linearizer.errors import RequestError
 from linearizer.measure.recorder import matrix
-from linearizer.row_blocks import largest_scores
 from linearizer.runtime.chunks import chunked
 from linearizer.runtime.state import State
 from linearizer.runtime.student import HeadGroup, LayerStudent, Scaled
+from linearizer.train.attention_loss import attention_loss
+from linearizer.train.attention_loss_blocks import largest_scores
 
 LOGITS = 2**23  # logits that are held at once, in fp32
 
