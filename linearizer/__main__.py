@@ -202,7 +202,7 @@ def serve_run(asked: argparse.Namespace) -> None:
 
 def serve_evaluate(asked: argparse.Namespace) -> None:
     from linearizer import report
-    from linearizer.examination import examine
+    from linearizer.evaluate.step import examine
     from linearizer.run.find import find_run
     from linearizer.worker import foreground
 

@@ -23,8 +23,8 @@ from linearizer.run.plan import Plan
 from linearizer.visitors import Visitor, on_space
 
 if TYPE_CHECKING:
-    from linearizer.duet import Both
     from linearizer.estimates import Estimate
+    from linearizer.evaluate.duet import Both
     from linearizer.evaluation_estimate import Foreseen
     from linearizer.model.inspect import Inspection
     from linearizer.run.profile import Profile
@@ -239,7 +239,7 @@ HELD: list[Pair] = []
 @zerogpu.lent(COMPARING)
 def compare(visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool) -> Iterator[Both]:
     """Let the teacher and the student of a run continue a prompt, side by side."""
-    from linearizer.duet import duet
+    from linearizer.evaluate.duet import duet
 
     run = visitor.find(name)
     if not run.checkpoint.is_dir():

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from linearizer.evaluation import EDGES
+from linearizer.evaluate.judging import EDGES
 
 
 @dataclass(frozen=True)

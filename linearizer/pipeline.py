@@ -16,9 +16,11 @@ from linearizer.allocate.by_freedoms import Allocation
 from linearizer.allocate.decide import decide
 from linearizer.allocate.step import allocated
 from linearizer.asking import asked_of
-from linearizer.comparison import Comparison, compare
 from linearizer.errors import RequestError
-from linearizer.evaluation import Evaluation, evaluate_language, evaluate_recall
+from linearizer.evaluate.environment import environment
+from linearizer.evaluate.judging import Evaluation, evaluate_language, evaluate_recall
+from linearizer.evaluate.side_by_side import Comparison, compare
+from linearizer.evaluate.subjects import window_control
 from linearizer.loading import Teacher, load, windows_of
 from linearizer.measure.profile import measure
 from linearizer.model import checkpoint
@@ -29,14 +31,12 @@ from linearizer.model.logits import check_logits
 from linearizer.model.teacher import load_config, quiet
 from linearizer.model_card import add_card
 from linearizer.progress import Steps
-from linearizer.provenance import environment
 from linearizer.run.at_work import check, interruptible, logged, working
 from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.subjects import window_control
 from linearizer.train.step import timed_plan, train
 
 JUDGED = 8  # texts that are kept from training, to judge by

@@ -14,7 +14,7 @@ from linearizer.tables import columns, growing, size, smaller_from
 
 if TYPE_CHECKING:
     from linearizer.allocate.by_freedoms import Allocation
-    from linearizer.comparison import Comparison
+    from linearizer.evaluate.side_by_side import Comparison
     from linearizer.model.inspect import Inspection
     from linearizer.publishing import Preview
     from linearizer.run.cost import Head, Layer

@@ -19,8 +19,8 @@ from linearizer.tables import growing, size, smaller_from
 from linearizer.units import ago, duration, number
 
 if TYPE_CHECKING:
-    from linearizer.comparison import Side
     from linearizer.estimates import Estimate
+    from linearizer.evaluate.side_by_side import Side
     from linearizer.model.inspect import Inspection
 
 LENGTHS = (4096, 32768, 131072)

@@ -53,7 +53,7 @@ def main(arguments: Sequence[str]) -> int:
 def work_on(run: Run, token: str | None) -> Steps[Any]:
     """Begin to work, now that it is this run's turn: what is imported here takes memory."""
     if run.job is not None:
-        from linearizer.examination import go_on
+        from linearizer.evaluate.step import go_on
 
         return go_on(run, token)
     from linearizer.pipeline import linearize

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from linearizer.approximation import (
+from linearizer.evaluate.head_errors import (
     agreement,
     head_errors,
     level_of,
@@ -12,14 +12,14 @@ from linearizer.approximation import (
     outside,
     predicted_error,
 )
+from linearizer.evaluate.ranks import spearman
+from linearizer.evaluate.subjects import Subject
 from linearizer.measure.profile import measure
 from linearizer.model.checkpoint import students_of
 from linearizer.progress import finish
-from linearizer.ranks import spearman
 from linearizer.run.cost import Head
 from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
 from linearizer.runtime.student import LayerStudent
-from linearizer.subjects import Subject
 from tests.students import MIXED, WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 
 RIDGES = tuple(2.0**-exponent for exponent in range(21))

@@ -6,9 +6,9 @@ import time
 import pytest
 import torch
 
-from linearizer.comparison import compare
-from linearizer.duet import duet
 from linearizer.errors import FaultError, RequestError
+from linearizer.evaluate.duet import duet
+from linearizer.evaluate.side_by_side import compare
 from linearizer.progress import finish
 from tests.students import student_of, teacher_of
 

@@ -12,10 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from linearizer import examination, jobs
+from linearizer import jobs
 from linearizer.__main__ import main
-from linearizer.bench import assembled
 from linearizer.errors import FolderError
+from linearizer.evaluate import step
+from linearizer.evaluate.setup import assembled
 from linearizer.model.hub import find_model
 from linearizer.model.logits import read_losses
 from linearizer.model.text import enough_windows
@@ -113,7 +114,7 @@ def test_a_part_that_is_there_as_asked_is_not_measured_again(run, said, monkeypa
     said("evaluate", run.folder, "--parts", "language", "--texts", "2")
     before = run.evaluation_parts["language"]
     with monkeypatch.context() as patch:
-        patch.setitem(examination.PARTS, "language", (lambda *_: pytest.fail(), examination.ON_TEXT))
+        patch.setitem(step.PARTS, "language", (lambda *_: pytest.fail(), step.ON_TEXT))
         said("evaluate", run.folder, "--parts", "language,recall", "--texts", "2")
     assert list(run.evaluation_parts) == ["language", "recall"]
     said("evaluate", run.folder, "--parts", "language", "--texts", "2", "--again")
@@ -123,13 +124,13 @@ def test_a_part_that_is_there_as_asked_is_not_measured_again(run, said, monkeypa
 
 
 def test_an_interrupted_evaluation_keeps_what_was_finished(run):
-    steps = examination.examine(run, examination.Request(("language", "recall"), texts=2))
+    steps = step.examine(run, step.Request(("language", "recall"), texts=2))
     while next(steps).step != "recall":
         pass
     steps.close()
     assert list(run.evaluation_parts) == ["language"]
     events = [event["event"] for event in run.events()]
-    finish(examination.examine(run, examination.Request(("language", "recall"), texts=2)))
+    finish(step.examine(run, step.Request(("language", "recall"), texts=2)))
     new = run.events()[len(events) :]
     assert [event["part"] for event in new if event["event"] == "examined"] == ["recall"]
     assert {event["job"] for event in new} == {"evaluate"} and jobs.state_of(run) == "done"
@@ -148,7 +149,7 @@ def test_ctrl_c_and_a_kill_leave_what_was_finished(run):
         assert process.returncode == code and "Traceback" not in err
         assert code < 0 or "what was finished is kept: repeat `linearizer evaluate" in err
     kept = run.evaluation_parts
-    finish(examination.examine(run, examination.Request(("language", "recall"), texts=2)))
+    finish(step.examine(run, step.Request(("language", "recall"), texts=2)))
     assert {part: run.evaluation_parts[part] for part in kept} == kept
     examined = [event["part"] for event in run.events() if event["event"] == "examined"]
     assert len(examined) == len(set(examined)) and set(examined) <= set(
@@ -184,7 +185,7 @@ def test_the_curve_of_errors_leaves_the_teacher_as_it_is(run):
     run.write("plan.json", replace(run.plan, loss="direct", lora=2).to_json())
     with assembled(run) as bench:
         before = {name: tensor.clone() for name, tensor in bench.teacher.state_dict().items()}
-        finish(examination.plain_students(bench, 2))
+        finish(step.plain_students(bench, 2))
         for name, tensor in bench.teacher.state_dict().items():
             assert torch.equal(tensor, before[name]), name
 
@@ -261,7 +262,7 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, said):
     code, out, err = said("evaluate", run.folder, *small)
     assert code == 0, err
     parts = run.evaluation_parts
-    assert list(parts) == [part for part in examination.PARTS if part != "tasks"]
+    assert list(parts) == [part for part in step.PARTS if part != "tasks"]
     for word in ("found, at depth", "leaves the teacher", "rows misplaced", "reads tokens/s", "by its shape"):
         assert word in out
     assert parts["needle"]["lengths"] == [160, 192] and len(parts["needle"]["subjects"][0]["found"][0]) == 5

@@ -10,7 +10,7 @@ import pytest
 from linearizer import jobs
 from linearizer.__main__ import main
 from linearizer.errors import FolderError, RequestError
-from linearizer.examination import examine
+from linearizer.evaluate.step import examine
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.run.evaluation_request import Request

@@ -6,10 +6,10 @@ import pytest
 import torch
 from transformers import set_seed
 
-from linearizer.generation import agreeing, measure_generation, variety, write
+from linearizer.evaluate.generation import agreeing, measure_generation, variety, write
+from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import logits_of, losses_of
 from linearizer.progress import finish
-from linearizer.subjects import Subject
 from tests.students import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
 

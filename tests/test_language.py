@@ -6,15 +6,22 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linearizer.evaluation import evaluate_language
-from linearizer.language import Resampled, calibration, doubling_edges, measure_language, owners_of, read_scores
+from linearizer.evaluate.judging import evaluate_language
+from linearizer.evaluate.language import (
+    Resampled,
+    calibration,
+    doubling_edges,
+    measure_language,
+    owners_of,
+    read_scores,
+)
+from linearizer.evaluate.recall import doubling_gaps, measure_longer, measure_recall
+from linearizer.evaluate.subjects import Subject, window_control
 from linearizer.model import logits
 from linearizer.model.checkpoint import students_of
 from linearizer.model.logits import divergence, logits_of, losses_of, read_losses, read_together
 from linearizer.progress import finish
-from linearizer.recall import doubling_gaps, measure_longer, measure_recall
 from linearizer.run.cost import Head
-from linearizer.subjects import Subject, window_control
 from tests.students import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
 

@@ -6,10 +6,10 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from linearizer.errors import RequestError
+from linearizer.evaluate.needle import DEPTHS, KEY, LEAST, PAIRS, VALUE, hide, measure_needle
+from linearizer.evaluate.subjects import Subject
 from linearizer.model.memory import Peak, fits
-from linearizer.needle import DEPTHS, KEY, LEAST, PAIRS, VALUE, hide, measure_needle
 from linearizer.progress import finish
-from linearizer.subjects import Subject
 from tests.families import tiny_config
 
 PAIR = KEY + VALUE

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from linearizer.allocate.by_freedoms import Allocation
-from linearizer.evaluation import evaluate_language, evaluate_recall
+from linearizer.evaluate.judging import evaluate_language, evaluate_recall
 from linearizer.measure.head_prices import blocks_of, options, price, with_repeats
 from linearizer.measure.whole_student import costs, exchange
 from linearizer.model.checkpoint import linearize

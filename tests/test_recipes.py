@@ -9,20 +9,20 @@ import torch
 
 from linearizer import desk, loading, pipeline
 from linearizer.__main__ import begin, parser
-from linearizer.ablation import without_far, without_window
 from linearizer.allocate import step
 from linearizer.allocate.by_prices import Prices
 from linearizer.allocate.decide import by_gates
 from linearizer.asking import settings_of
 from linearizer.errors import BudgetError, RequestError, TextError
-from linearizer.eviction import Evicting, Kept, evicted
+from linearizer.evaluate.ablation import without_far, without_window
+from linearizer.evaluate.eviction import Evicting, Kept, evicted
+from linearizer.evaluate.subjects import exchanged
 from linearizer.measure.gates import learn_gates
 from linearizer.progress import finish
 from linearizer.run.cost import Head, Layer, cache_bytes
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.run.recipes import RECIPES
-from linearizer.subjects import exchanged
 from linearizer.watch import Watched
 from tests.students import layers_of, student_of, teacher_of, tokens
 

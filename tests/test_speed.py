@@ -3,10 +3,10 @@
 import pytest
 import torch
 
+from linearizer.evaluate.speed import Pace, crossing, drawn_out, least_squares, measure_speed
+from linearizer.evaluate.subjects import Subject
 from linearizer.progress import finish
 from linearizer.run.cost import Head
-from linearizer.speed import Pace, crossing, drawn_out, least_squares, measure_speed
-from linearizer.subjects import Subject
 from tests.students import MIXED, allocation_of, layers_of, student_of, teacher_of
 
 

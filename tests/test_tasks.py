@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from linearizer.errors import RequestError
+from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.tasks import find_tasks, measure_tasks, scored
 from linearizer.model import checkpoint
 from linearizer.model.hub import find_model
 from linearizer.model.logits import logits_of
 from linearizer.model.teacher import load_tokenizer
 from linearizer.progress import finish
-from linearizer.subjects import Subject
-from linearizer.tasks import find_tasks, measure_tasks, scored
 from tests.students import MIXED, allocation_of, layers_of, teacher_of
 
 pytest.importorskip("lm_eval.models.huggingface", reason="tasks are an extra")

@@ -15,11 +15,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from linearizer.allocate.by_freedoms import Allocation, check
 from linearizer.errors import RequestError
+from linearizer.evaluate.subjects import exchanged
 from linearizer.run.cost import Head, Layer
 from linearizer.run.files import replacing
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 from linearizer.runtime.student import LayerStudent
-from linearizer.subjects import exchanged
 
 SHARD = "1GB"  # what is sent again at most where an upload breaks
 

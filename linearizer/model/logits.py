@@ -10,9 +10,9 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from linearizer.errors import FaultError
+from linearizer.evaluate.subjects import Subject
 from linearizer.runtime.cache import LinearizedLayer
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.subjects import Subject
 
 Tensor = torch.Tensor
 PROBE = 16  # tokens that a model reads to be known

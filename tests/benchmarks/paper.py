@@ -18,6 +18,9 @@ import torch
 
 from linearizer import pipeline
 from linearizer.allocate.by_freedoms import allocate
+from linearizer.evaluate.ranks import spearman
+from linearizer.evaluate.speed import Meter
+from linearizer.evaluate.subjects import Subject
 from linearizer.measure.profile import measure
 from linearizer.measure.recorder import number
 from linearizer.model.checkpoint import linearize, students_of
@@ -26,12 +29,9 @@ from linearizer.model.logits import logits_of, read_losses
 from linearizer.model.teacher import quiet
 from linearizer.model.text import enough_windows
 from linearizer.progress import finish
-from linearizer.ranks import spearman
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Asked
 from linearizer.runtime.attention import attention_modules, observing
-from linearizer.speed import Meter
-from linearizer.subjects import Subject
 from linearizer.terminal import columns
 from linearizer.train.distill import distill
 from linearizer.train.losses import Attended, rows_loss

@@ -3,7 +3,7 @@
 import itertools
 import math
 
-from linearizer.ranks import spearman
+from linearizer.evaluate.ranks import spearman
 from linearizer.terminal import columns
 
 NORMALISE, GAUGE, SINKS, OVER = ("trace", "J", "none"), ("raw", "centred"), (0, 1, 4), ("max", "mean")

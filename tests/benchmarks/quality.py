@@ -22,21 +22,21 @@ from pathlib import Path
 import torch
 
 from linearizer import loading, pipeline
-from linearizer.ablation import without_far, without_window
 from linearizer.allocate import step
 from linearizer.asking import asked_of
 from linearizer.errors import BudgetError
-from linearizer.evaluation import evaluate_language, evaluate_recall
-from linearizer.eviction import Evicting
+from linearizer.evaluate.ablation import without_far, without_window
+from linearizer.evaluate.environment import environment
+from linearizer.evaluate.eviction import Evicting
+from linearizer.evaluate.judging import evaluate_language, evaluate_recall
+from linearizer.evaluate.subjects import exchanged
 from linearizer.model import checkpoint
 from linearizer.model.teacher import quiet
 from linearizer.progress import finish
-from linearizer.provenance import environment
 from linearizer.run.cost import cache_bytes
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.subjects import exchanged
 from linearizer.train import step as teaching
 from linearizer.train.state_file import digest
 

@@ -10,7 +10,7 @@ import tempfile
 import textwrap
 from pathlib import Path
 
-from linearizer.examination import Request, examine
+from linearizer.evaluate.step import Request, examine
 from linearizer.model.text import read_documents
 from linearizer.pipeline import linearize
 from linearizer.progress import finish

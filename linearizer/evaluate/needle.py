@@ -14,10 +14,10 @@ import torch
 from transformers.cache_utils import Cache
 
 from linearizer.errors import RequestError
+from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import fresh_cache, losses_of, read
 from linearizer.model.memory import fits
 from linearizer.progress import Progress, Steps
-from linearizer.subjects import Subject
 
 Tensor = torch.Tensor
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the text between the start and the question

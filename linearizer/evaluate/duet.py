@@ -15,8 +15,8 @@ import torch
 from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase, StoppingCriteria, StoppingCriteriaList
 from transformers.cache_utils import Cache
 
-from linearizer.comparison import Side, prompt_ids, remembered
 from linearizer.errors import FaultError
+from linearizer.evaluate.side_by_side import Side, prompt_ids, remembered
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 OFTEN = 0.25  # seconds between two updates: each takes some time from what writes

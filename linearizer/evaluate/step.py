@@ -10,24 +10,24 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from linearizer.approximation import measure_approximation, measure_curve
 from linearizer.asking import settings_of
-from linearizer.bench import Bench, assembled
-from linearizer.generation import measure_generation
+from linearizer.evaluate.generation import measure_generation
+from linearizer.evaluate.head_errors import measure_approximation, measure_curve
+from linearizer.evaluate.language import measure_language
+from linearizer.evaluate.needle import LEAST, measure_needle
+from linearizer.evaluate.recall import measure_longer, measure_recall
+from linearizer.evaluate.setup import Bench, assembled
+from linearizer.evaluate.speed import LENGTHS, measure_speed
+from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.tasks import find_tasks, measure_tasks
 from linearizer.jobs import newest_request
-from linearizer.language import measure_language
 from linearizer.model.samples import SAMPLES
 from linearizer.model.text import document_numbers
 from linearizer.model_card import add_card
-from linearizer.needle import LEAST, measure_needle
 from linearizer.progress import Steps
-from linearizer.recall import measure_longer, measure_recall
 from linearizer.run.at_work import interruptible, logged, reported, working
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
-from linearizer.speed import LENGTHS, measure_speed
-from linearizer.subjects import Subject
-from linearizer.tasks import find_tasks, measure_tasks
 from linearizer.train.distill import distill
 
 WRITTEN = 96  # tokens at most

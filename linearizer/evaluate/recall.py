@@ -7,10 +7,10 @@ from dataclasses import dataclass
 
 import torch
 
+from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import read_losses
 from linearizer.model.text import repeated_passages
 from linearizer.progress import Progress, Steps
-from linearizer.subjects import Subject
 
 Tensor = torch.Tensor
 

@@ -12,9 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import fresh_cache, losses_of, read
 from linearizer.progress import Progress, Steps
-from linearizer.subjects import Subject
 
 Tensor = torch.Tensor
 GRAMS = (1, 2, 3)  # tokens in a row, whose variety is counted

@@ -14,18 +14,18 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.allocate.by_freedoms import Allocation
 from linearizer.errors import FolderError, ModelNotAvailable, RequestError, TextError
+from linearizer.evaluate.environment import environment
+from linearizer.evaluate.subjects import Subject, exchanged, window_control
 from linearizer.loading import load
 from linearizer.model import checkpoint
 from linearizer.model.devices import device_of
 from linearizer.model.samples import SAMPLES
 from linearizer.model.teacher import quiet
 from linearizer.model.text import enough_windows, first_tokens, read_documents, token_windows
-from linearizer.provenance import environment
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import Run, located_text
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.runtime.student import LayerStudent
-from linearizer.subjects import Subject, exchanged, window_control
 from linearizer.train.step import begin_features
 
 

@@ -14,12 +14,12 @@ from functools import partial
 
 import torch
 
+from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import fresh_cache, read, remembered, vocabulary
 from linearizer.model.memory import Peak, fits, free_bytes
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Layer
 from linearizer.run.folder import cost
-from linearizer.subjects import Subject
 
 Tensor = torch.Tensor
 LENGTHS = (1024, 4096, 16384, 65536, 131072)

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 import torch
 
+from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import divergence, read_together, texts_at_once
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Layer
-from linearizer.subjects import Subject
 
 Tensor = torch.Tensor
 Interval = tuple[float, float]

@@ -10,11 +10,11 @@ from dataclasses import dataclass
 
 import torch
 
-from linearizer.language import joined, read_scores
+from linearizer.evaluate.language import joined, read_scores
+from linearizer.evaluate.recall import measure_recall
+from linearizer.evaluate.subjects import Subject
 from linearizer.progress import Progress, Steps
-from linearizer.recall import measure_recall
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.subjects import Subject
 
 Tensor = torch.Tensor
 EDGES = (0, 64, 256)  # where the ranges of positions begin
