@@ -201,8 +201,8 @@ def serve_run(asked: argparse.Namespace) -> None:
 
 
 def serve_evaluate(asked: argparse.Namespace) -> None:
-    from linearizer import report
     from linearizer.evaluate.step import examine
+    from linearizer.publish import tables
     from linearizer.run.find import find_run
     from linearizer.worker import foreground
 
@@ -219,10 +219,10 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
     found = work(foreground(run.evaluating, steps, **how), f"`linearizer evaluate {run.folder}`")
     chosen = {part: found[part] for part in request.chosen if part in found}
     if asked.charts:
-        from linearizer.evaluation_page import page_of
+        from linearizer.publish.evaluation_page import page_of
 
         write_whole(asked.charts, page_of(run, chosen))
-    show(asked, chosen, report.evaluation_report(chosen))
+    show(asked, chosen, tables.evaluation_report(chosen))
 
 
 def serve_app(asked: argparse.Namespace) -> None:
@@ -248,7 +248,8 @@ def serve_compare(asked: argparse.Namespace) -> None:
 
 
 def serve_push(asked: argparse.Namespace) -> None:
-    from linearizer import publishing, terminal
+    from linearizer import terminal
+    from linearizer.publish import push
     from linearizer.run.find import find_run
 
     if (asked.space is None) == (asked.name is None) or (asked.space is not None and asked.run is not None):
@@ -256,14 +257,14 @@ def serve_push(asked: argparse.Namespace) -> None:
     private = not asked.public
     run = None if asked.run is None else find_run(asked.run)
     if asked.dry_run:
-        found = publishing.preview(run, asked.name, private) if run else publishing.preview_space(asked.space, private)
+        found = push.preview(run, asked.name, private) if run else push.preview_space(asked.space, private)
         show(asked, asdict(found), terminal.preview_text(found))
         return
     try:
         if run:
-            done = terminal.watch(publishing.publish(run, asked.name, private=private))
+            done = terminal.watch(push.publish(run, asked.name, private=private))
         else:
-            done = terminal.watch(publishing.publish_space(asked.space, private=private))
+            done = terminal.watch(push.publish_space(asked.space, private=private))
     except KeyboardInterrupt as stopped:
         raise Stopped("stopped; what has arrived is not sent again: repeat the command to go on") from stopped
     show(asked, asdict(done), f"{done.url}\n\n{done.snippet}" if run else done.url)

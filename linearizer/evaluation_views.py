@@ -6,10 +6,11 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from linearizer import markup, views
-from linearizer.captions import TITLES
+from linearizer import views
 from linearizer.jobs import LIVE, Status
-from linearizer.report import Table, made_with, tables_of
+from linearizer.publish import html
+from linearizer.publish.parts import TITLES
+from linearizer.publish.tables import Table, made_with, tables_of
 from linearizer.units import duration
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def part_html(part: str, found: Mapping[str, Any]) -> str:
     """Show what one part found, as tables; `found` may come from elsewhere."""
     title, question = TITLES[part]
     tables = "".join(table_html(f"{title}, {number}", one) for number, one in enumerate(tables_of(part, found), 1))
-    made = "".join(f"<li>{escape(markup.plain(note))}</li>" for note in made_with(found))
+    made = "".join(f"<li>{escape(html.plain(note))}</li>" for note in made_with(found))
     lead = f'<div class="lz-chart"><h3 class="lz-part">{escape(title)}</h3><p>{escape(question)}</p></div>'
     return f'{lead}{tables}<details class="lz-faint"><summary>Measured with</summary><ul>{made}</ul></details>'
 
@@ -33,8 +34,8 @@ def part_html(part: str, found: Mapping[str, Any]) -> str:
 def table_html(caption: str, found: Table) -> str:
     """Lay out a table, and what is to be said below."""
     head, *rows = [[str(cell) for cell in row] for row in found.rows]
-    notes = "".join(f'<p class="lz-faint">{escape(markup.plain(note))}</p>' for note in found.notes)
-    return markup.table("", head, rows, label=caption) + notes
+    notes = "".join(f'<p class="lz-faint">{escape(html.plain(note))}</p>' for note in found.notes)
+    return html.table("", head, rows, label=caption) + notes
 
 
 def evaluation_card(found: Status | None, now: float) -> str:
@@ -45,15 +46,15 @@ def evaluation_card(found: Status | None, now: float) -> str:
         state = views.SAYS[found.state]
         if found.state == "queued" and found.place:
             state += f": place {found.place}" if found.place > 1 else ": it is next"
-        loud = markup.heard(f"Evaluation: {state}")
+        loud = html.heard(f"Evaluation: {state}")
         line = f'<p class="lz-state lz-{found.state}"{loud}>{views.sign(found.state)} {escape(state)}</p>'
         return line + ("" if found.step is None or found.state == "queued" else progress(found.step))
     if found.state == "failed":
-        return markup.said(found.error or "it failed", "bad")
+        return html.said(found.error or "it failed", "bad")
     if found.state == "done":
-        return markup.said("Evaluated. The card of the student holds it, too, once it is published.", "good")
+        return html.said("Evaluated. The card of the student holds it, too, once it is published.", "good")
     why = f"{found.error}. " if found.state == "stopped" and found.error else ""
-    return markup.said(why + SAYS[found.state])
+    return html.said(why + SAYS[found.state])
 
 
 def progress(step: Mapping[str, Any]) -> str:
@@ -74,6 +75,6 @@ def times_line(found: Foreseen) -> str:
     if not found.seconds:
         return ""
     pairs = [(TITLES[part][0], f"about {duration(took)}") for part, took in found.seconds.items()]
-    facts = markup.facts([*pairs, ("in all", f"about {duration(sum(found.seconds.values()))}")], "lz-wide")
-    device = f", on {markup.plain(found.device)}" if found.device else ""
+    facts = html.facts([*pairs, ("in all", f"about {duration(sum(found.seconds.values()))}")], "lz-wide")
+    device = f", on {html.plain(found.device)}" if found.device else ""
     return f'{facts}<p class="lz-faint">Reckoned from what judging this student took{escape(device)}.</p>'

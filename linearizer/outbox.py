@@ -12,7 +12,7 @@ from linearizer.progress import Progress
 from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
-    from linearizer.publishing import Published
+    from linearizer.publish.push import Published
 
 
 @dataclass
@@ -31,9 +31,9 @@ class Sending:
 
     def send(self, private: bool, token: str | None) -> None:
         """Publish, and note how that goes."""
-        from linearizer import publishing
+        from linearizer.publish import push
 
-        steps = publishing.publish(self.run, self.repo_id, private=private, token=token)
+        steps = push.publish(self.run, self.repo_id, private=private, token=token)
         try:
             while True:
                 self.progress = next(steps)

@@ -29,8 +29,8 @@ from linearizer.model.hub import find_model
 from linearizer.model.inspect import Inspection, inspect_model
 from linearizer.model.logits import check_logits
 from linearizer.model.teacher import load_config, quiet
-from linearizer.model_card import add_card
 from linearizer.progress import Steps
+from linearizer.publish.card import add_card
 from linearizer.run.at_work import check, interruptible, logged, working
 from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run

@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from linearizer.allocate.by_freedoms import Allocation
     from linearizer.evaluate.side_by_side import Comparison
     from linearizer.model.inspect import Inspection
-    from linearizer.publishing import Preview
+    from linearizer.publish.push import Preview
     from linearizer.run.cost import Head, Layer
     from linearizer.run.folder import Run
     from linearizer.run.profile import Profile

@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from linearizer.allocate.by_freedoms import Allocation
 from linearizer.jobs import LIVE, Status
-from linearizer.markup import facts, heard, said, table
 from linearizer.progress import Progress
+from linearizer.publish.html import facts, heard, said, table
 from linearizer.run.cost import Layer
 from linearizer.run.folder import cost
 from linearizer.run.plan import IN_TOKENS, Plan

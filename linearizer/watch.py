@@ -17,8 +17,8 @@ from typing import Any
 
 from linearizer import evaluation_views, jobs, views
 from linearizer.allocate.decide import decidable
-from linearizer.captions import CAPTIONS
 from linearizer.jobs import LIVE, Status
+from linearizer.publish.parts import CAPTIONS
 from linearizer.run.folder import Run
 from linearizer.run.folder import events as journal
 
@@ -101,25 +101,29 @@ class Watched:
         run = self.run
         profile = run.profile if run.has("profile.json") and "curves" not in self.parts else None
         if profile is not None:
-            from linearizer import charts
+            from linearizer.publish import allocation_charts
 
-            self.found = charts.freedoms_of(profile)
-            self.put("curves", "measured", lambda: charts.freedom_curves(profile).to_json())
+            self.found = allocation_charts.freedoms_of(profile)
+            self.put("curves", "measured", lambda: allocation_charts.freedom_curves(profile).to_json())
         self.put("map", (len(self.found), self.run.has("inspection.json")), self.map)
         if "measured" not in self.parts and decidable(run):
             self.put("measured", "yes", lambda: True)
 
     def map(self) -> str | None:
         """Draw what is known of the heads."""
-        from linearizer import charts
+        from linearizer.publish import allocation_charts
 
-        return charts.freedom_map(self.found, self.run.layers).to_json() if self.run.has("inspection.json") else None
+        return (
+            allocation_charts.freedom_map(self.found, self.run.layers).to_json()
+            if self.run.has("inspection.json")
+            else None
+        )
 
     def figure(self, name: str) -> str | None:
         """Draw the training."""
-        from linearizer import run_charts
+        from linearizer.publish import training_charts
 
-        return getattr(run_charts, name)(self.training).to_json() if self.training else None
+        return getattr(training_charts, name)(self.training).to_json() if self.training else None
 
     def draw_evaluation(self) -> None:
         """Show what the student kept, once that is known."""
@@ -129,13 +133,13 @@ class Watched:
         mark = path.stat().st_mtime_ns
         if self.parts.get("evaluation", Part("", None)).mark == str(mark):
             return
-        from linearizer import run_charts
+        from linearizer.publish import training_charts
 
         rows = self.run.evaluation
         again = bool(rows and rows[0]["recall"])
         self.put("evaluation", mark, lambda: views.evaluation_table(rows))
-        self.put("positions", mark, lambda: run_charts.position_lines(rows).to_json())
-        self.put("recall", mark, lambda: run_charts.recall_lines(rows).to_json() if again else None)
+        self.put("positions", mark, lambda: training_charts.position_lines(rows).to_json())
+        self.put("recall", mark, lambda: training_charts.recall_lines(rows).to_json() if again else None)
         for part, found in self.run.evaluation_parts.items():
             if part in CAPTIONS:
                 told = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
@@ -144,12 +148,12 @@ class Watched:
         if allocation is not None:
             layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)
             growth = allocation.growth(layers)
-            self.put("memory", mark, lambda: run_charts.memory_lines(layers, fixed, growth).to_json())
+            self.put("memory", mark, lambda: training_charts.memory_lines(layers, fixed, growth).to_json())
 
 
 def shown(part: str, found: dict[str, Any]) -> tuple[str, list[str | None]]:
     """Show what one part of an evaluation found: its tables, and its charts in the order of their captions."""
-    from linearizer.evaluation_charts import figures_of
+    from linearizer.publish.evaluation_charts import figures_of
 
     figures = [None if figure is None else figure.to_json() for figure in figures_of(part, found)]
     return evaluation_views.part_html(part, found), figures

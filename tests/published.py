@@ -2,10 +2,10 @@
 
 import pytest
 
-from linearizer import publishing
 from linearizer.errors import LinearizerError, PublishError
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
+from linearizer.publish import push
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.at_work import QUICK
@@ -23,7 +23,7 @@ def finished(folder):
 
 
 def publish(run, name="me/student", token=ME, **how):
-    return finish(publishing.publish(run, name, token=token, **how))
+    return finish(push.publish(run, name, token=token, **how))
 
 
 def refused(run, *arguments, kind=PublishError, **how):

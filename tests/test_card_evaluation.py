@@ -6,10 +6,10 @@ import pytest
 from markdown_it import MarkdownIt
 from PIL import Image
 
-from linearizer.captions import TITLES
-from linearizer.chart_picture import MISSING, between, draw_chart
-from linearizer.evaluation_charts import figures_of
-from linearizer.model_card import card, card_files
+from linearizer.publish.card import card, card_files
+from linearizer.publish.chart_picture import MISSING, between, draw_chart
+from linearizer.publish.evaluation_charts import figures_of
+from linearizer.publish.parts import TITLES
 from tests.findings import FOUND
 from tests.test_model_card import HOSTILE, colours, made, rgb
 

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from linearizer import chart_style, charts, run_charts
 from linearizer.allocate.by_freedoms import Allocation
 from linearizer.allocate.by_prices import Prices
+from linearizer.publish import allocation_charts, chart_style, training_charts
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import cost
 from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
@@ -42,14 +42,14 @@ STEPS = [{"event": "distill", "done": n, "kl": 1 / n, "layers": {"0": 1 / n, "2"
 
 def everything():
     return {
-        "map": charts.freedom_map(charts.freedoms_of(PROFILE), LAYERS),
-        "curves": charts.freedom_curves(PROFILE),
-        "bars": charts.allocation_bars(MIXED, LAYERS, FIX),
-        "losses": run_charts.loss_lines(STEPS),
-        "kl": run_charts.kl_line(STEPS),
-        "positions": run_charts.position_lines(EVALUATION),
-        "recall": run_charts.recall_lines(EVALUATION),
-        "memory": run_charts.memory_lines(LAYERS, 10**6),
+        "map": allocation_charts.freedom_map(allocation_charts.freedoms_of(PROFILE), LAYERS),
+        "curves": allocation_charts.freedom_curves(PROFILE),
+        "bars": allocation_charts.allocation_bars(MIXED, LAYERS, FIX),
+        "losses": training_charts.loss_lines(STEPS),
+        "kl": training_charts.kl_line(STEPS),
+        "positions": training_charts.position_lines(EVALUATION),
+        "recall": training_charts.recall_lines(EVALUATION),
+        "memory": training_charts.memory_lines(LAYERS, 10**6),
     }
 
 
@@ -63,10 +63,10 @@ def test_every_figure_is_plain_json_on_a_transparent_ground(name):
 
 
 def test_the_map_shows_every_head_and_leaves_open_what_is_not_measured():
-    found = charts.freedoms_of(PROFILE)
-    whole = charts.freedom_map(found, LAYERS).data[0]
+    found = allocation_charts.freedoms_of(PROFILE)
+    whole = allocation_charts.freedom_map(found, LAYERS).data[0]
     assert [tuple(row) for row in whole.text] == [("16", "32"), ("", ""), ("48", "64")]
-    partly = charts.freedom_map({0: found[0]}, LAYERS).data[0]
+    partly = allocation_charts.freedom_map({0: found[0]}, LAYERS).data[0]
     assert tuple(partly.z[0]) == tuple(whole.z[0])
     assert tuple(partly.z[2]) == (None, None)
 
@@ -75,7 +75,7 @@ def test_every_number_on_the_map_can_be_read_on_its_cell():
     for scales in ([(1.0, 2.0), (), (3.0, 4.0)], [tuple(1.3**n for n in range(12))] * 3):
         profile = profile_of(scales)
         layers = tuple(Layer(len(row) or 2, len(row) or 2, 32, 32) for row in scales)
-        cells, numbers = charts.freedom_map(charts.freedoms_of(profile), layers).data
+        cells, numbers = allocation_charts.freedom_map(allocation_charts.freedoms_of(profile), layers).data
         assert list(numbers.text) == [text for row in cells.text for text in row if text]
         for x, y, colour in zip(numbers.x, numbers.y, numbers.textfont.color, strict=True):
             share = (cells.z[y][x] - cells.zmin) / (cells.zmax - cells.zmin)
@@ -83,23 +83,23 @@ def test_every_number_on_the_map_can_be_read_on_its_cell():
 
 
 def test_lines_of_layers_differ_by_more_than_colour():
-    for figure in (charts.freedom_curves(PROFILE), run_charts.loss_lines(STEPS)):
+    for figure in (allocation_charts.freedom_curves(PROFILE), training_charts.loss_lines(STEPS)):
         first, second = figure.data
         assert first.line.dash != second.line.dash and first.line.color != second.line.color
 
 
 def test_a_map_of_nothing_yet_can_be_drawn():
-    assert tuple(charts.freedom_map({}, LAYERS).data[0].z[0]) == (None, None)
+    assert tuple(allocation_charts.freedom_map({}, LAYERS).data[0].z[0]) == (None, None)
 
 
 def test_curves_are_the_means_of_layers():
-    lines = charts.freedom_curves(PROFILE).data
+    lines = allocation_charts.freedom_curves(PROFILE).data
     assert [line.name for line in lines] == ["layer 0", "layer 2"]
     assert lines[1].y[0] == pytest.approx(3.5 * PROFILE.asked.ridges[0] ** -0.5)
 
 
 def test_bars_add_up_to_the_bytes_of_each_head():
-    bars = {trace.name: trace for trace in charts.allocation_bars(MIXED, LAYERS, FIX).data}
+    bars = {trace.name: trace for trace in allocation_charts.allocation_bars(MIXED, LAYERS, FIX).data}
     for place, (row, head) in enumerate([(0, 0), (0, 1), (2, 0), (2, 1)]):
         held = MIXED.heads[row][head]
         if not held.softmax:
@@ -112,7 +112,7 @@ def test_bars_add_up_to_the_bytes_of_each_head():
 
 
 def test_bars_say_in_words_and_by_pattern_what_each_head_became():
-    bars = {trace.name: trace for trace in charts.allocation_bars(MIXED, LAYERS, FIX).data}
+    bars = {trace.name: trace for trace in allocation_charts.allocation_bars(MIXED, LAYERS, FIX).data}
     assert bars["features"].customdata[0] == "layer 0, KV head 0: 32 features beside a window of 28"
     assert bars["features"].customdata[1] == "layer 0, KV head 1: its whole cache, softmax"
     assert bars["features"].customdata[2] == "layer 2, KV head 0: a window of 8"
@@ -122,7 +122,7 @@ def test_bars_say_in_words_and_by_pattern_what_each_head_became():
 
 def test_slots_are_told_from_features():
     held = Allocation("gain", 4, ((Head(8, slots=16), Head(8)), (), (Head(8, 16), Head(8, slots=6))))
-    bars = {trace.name: trace for trace in charts.allocation_bars(held, LAYERS).data}
+    bars = {trace.name: trace for trace in allocation_charts.allocation_bars(held, LAYERS).data}
     assert bars["slots"].y[0] * cost.token_bytes(LAYERS[0]) == 16 * cost.slot_bytes(LAYERS[0])
     assert [height > 0 for height in bars["slots"].y] == [True, False, False, True]
     assert bars["slots"].customdata[0] == "layer 0, KV head 0: 16 slots beside a window of 8"
@@ -132,38 +132,38 @@ def test_prices_are_shown_where_they_were_measured():
     options = (Head(window=8), Head(window=32))
     prices = Prices(4, options, (((0.5, 0.1), (0.6, 0.2)), (), ((0.3, 0.0), (0.4, 0.2))))
     held = Allocation("gain", 4, ((Head(8), Head(32)), (), (Head(softmax=True), Head(8))))
-    traces = {trace.name: trace for trace in charts.allocation_bars(held, LAYERS, None, prices).data}
-    assert traces["cost to the model"].y == (0.5, 0.2, charts.LEAST, 0.4)
+    traces = {trace.name: trace for trace in allocation_charts.allocation_bars(held, LAYERS, None, prices).data}
+    assert traces["cost to the model"].y == (0.5, 0.2, allocation_charts.LEAST, 0.4)
 
 
 def test_a_long_training_is_thinned_to_what_can_be_seen_and_keeps_its_end():
-    line = run_charts.kl_line(STEPS).data[0]
-    assert len(line.x) <= run_charts.SHOWN
+    line = training_charts.kl_line(STEPS).data[0]
+    assert len(line.x) <= training_charts.SHOWN
     assert line.x[-1] == 1000
     assert line.y[-1] == pytest.approx(0.001)
 
 
 def test_losses_have_a_line_for_each_layer_and_none_where_a_layer_gave_up():
     events = [*STEPS[:5], {"event": "distill", "done": 6, "layers": {"0": 0.1}}]
-    lines = run_charts.loss_lines(events).data
+    lines = training_charts.loss_lines(events).data
     assert [line.name for line in lines] == ["layer 0", "layer 2"]
     assert lines[1].y[-1] is None
 
 
 def test_models_of_a_comparison_differ_by_marker_and_dash_not_only_by_colour():
-    lines = run_charts.recall_lines(EVALUATION).data
+    lines = training_charts.recall_lines(EVALUATION).data
     assert len({line.marker.symbol for line in lines}) == len({line.line.dash for line in lines}) == 3
     assert [line.y[0] for line in lines] == [1.0, 1.5, 2.5]
 
 
 def test_an_evaluation_with_a_control_of_another_name_is_drawn():
     rows = [*EVALUATION, {**EVALUATION[2], "name": "no features"}]
-    assert run_charts.position_lines(rows).data[3].name == "no features"
+    assert training_charts.position_lines(rows).data[3].name == "no features"
 
 
 def test_memory_crosses_where_the_student_breaks_even():
-    figure = run_charts.memory_lines(LAYERS, cost.cache_bytes(LAYERS, 300))
+    figure = training_charts.memory_lines(LAYERS, cost.cache_bytes(LAYERS, 300))
     assert figure.data[2].x == (300,)
     assert "300" in figure.layout.annotations[0].text
-    never = run_charts.memory_lines(LAYERS, 1000, growth=cost.cache_bytes(LAYERS, 1))
+    never = training_charts.memory_lines(LAYERS, 1000, growth=cost.cache_bytes(LAYERS, 1))
     assert len(never.data) == 2

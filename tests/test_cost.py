@@ -3,7 +3,7 @@
 import pytest
 
 from linearizer.allocate.by_freedoms import Allocation
-from linearizer.model_card import in_words
+from linearizer.publish.card import in_words
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import cost
 from linearizer.tables import size

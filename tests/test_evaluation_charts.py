@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from linearizer.captions import CAPTIONS, TITLES
-from linearizer.evaluation_charts import FIGURES, charts_of
-from linearizer.evaluation_page import page_of
 from linearizer.evaluation_views import part_html
-from linearizer.report import evaluation_report
+from linearizer.publish.evaluation_charts import FIGURES, charts_of
+from linearizer.publish.evaluation_page import page_of
+from linearizer.publish.parts import CAPTIONS, TITLES
+from linearizer.publish.tables import evaluation_report
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan

@@ -12,8 +12,8 @@ from PIL import Image
 from linearizer.__main__ import parser, plan_changes
 from linearizer.allocate.by_freedoms import Allocation
 from linearizer.command import command_of
-from linearizer.model_card import card, plain, snippet
-from linearizer.picture import EMPTY, FEATURES, SLOTS, WHOLE, WINDOW, draw
+from linearizer.publish.allocation_picture import EMPTY, FEATURES, SLOTS, WHOLE, WINDOW, draw
+from linearizer.publish.card import card, plain, snippet
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan

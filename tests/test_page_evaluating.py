@@ -8,8 +8,8 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 
 from linearizer import jobs
-from linearizer.captions import TITLES
-from linearizer.evaluation_charts import FIGURES
+from linearizer.publish.evaluation_charts import FIGURES
+from linearizer.publish.parts import TITLES
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
 from linearizer.visitors import hashed

@@ -12,12 +12,13 @@ import torch
 from huggingface_hub import ModelCard, hf_hub_download
 from transformers import AutoTokenizer
 
-from linearizer import jobs, publishing
+from linearizer import jobs
 from linearizer.errors import RequestError
 from linearizer.model.checkpoint import load
 from linearizer.model.hub import find_model
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
+from linearizer.publish import push
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.published import HOW_THE_HUB_SENDS, ME, WEIGHTS, files_of, finished, publish, refused, written
@@ -113,7 +114,7 @@ def test_a_model_of_the_hub_is_named_as_the_base_with_its_licence(hub, tmp_path)
     commit = hub.add("org/small", {"README.md": f"---\n{terms}---\n".encode()})
     run = Run.begin(tmp_path / "run", Plan("org/small", budget=64, strategy="window", texts=2, length=64, samples=128))
     finish(linearize(run))
-    found = publishing.preview(run, "student", token=ME)
+    found = push.preview(run, "student", token=ME)
     card = ModelCard(found.card).data
     assert (card.base_model, card["base_model_relation"]) == ("org/small", "finetune")
     assert (card.license, card.license_name, card.language) == ("other", "tiny-licence", "en")
@@ -122,18 +123,18 @@ def test_a_model_of_the_hub_is_named_as_the_base_with_its_licence(hub, tmp_path)
 
 
 def test_a_preview_sends_nothing_and_lists_what_would_be_sent(hub, run):
-    found = publishing.preview(run, "student", token=ME)
+    found = push.preview(run, "student", token=ME)
     assert (found.repo_id, found.private) == ("me/student", True) and not written(hub)
     publish(run)
     assert dict(found.files) == {name: len(data) for name, data in files_of(hub).items() if name != ".gitattributes"}
     assert found.bytes == sum(size for _, size in found.files) and found.card.encode() == files_of(hub)["README.md"]
-    assert any("earlier student" in note for note in publishing.preview(run, "student", token=ME).notes)
-    assert any("everyone" in note for note in publishing.preview(run, "other", False, ME).notes)
+    assert any("earlier student" in note for note in push.preview(run, "student", token=ME).notes)
+    assert any("everyone" in note for note in push.preview(run, "other", False, ME).notes)
 
 
 def test_owners_are_the_account_and_where_it_may_write(hub, run):
     hub.organisations["me"] = {"lab": "write", "club": "read"}
-    assert publishing.owners(ME) == ("me", "lab")
+    assert push.owners(ME) == ("me", "lab")
     assert publish(run, "lab/student").repo_id == "lab/student" and hub.repos["models", "lab/student"].private
     assert "choose from me, lab" in refused(run, "club/student")
 
@@ -151,7 +152,7 @@ def test_publishing_again_sends_only_what_changed(hub, run):
 def test_a_run_without_a_student_is_refused(hub, tmp_path):
     begun = Run.begin(tmp_path / "run", Plan("demo", budget=64))
     with pytest.raises(RequestError, match="has no student yet"):
-        finish(publishing.publish(begun, "me/student", token=ME))
+        finish(push.publish(begun, "me/student", token=ME))
     assert not hub.requests
 
 

@@ -6,8 +6,8 @@ import time
 import huggingface_hub
 import pytest
 
-from linearizer import patience, publishing
 from linearizer.errors import FaultError
+from linearizer.publish import patience, push
 from tests.published import HOW_THE_HUB_SENDS, ME, WEIGHTS, files_of, finished, publish, refused, written
 
 pytestmark = [pytest.mark.filterwarnings(HOW_THE_HUB_SENDS), pytest.mark.usefixtures("slept")]
@@ -31,7 +31,7 @@ def test_an_upload_that_broke_goes_on_where_it_was(hub, run):
 
 
 def test_a_publication_that_was_stopped_goes_on_where_it_was(hub, run):
-    steps = publishing.publish(run, "me/student", token=ME)
+    steps = push.publish(run, "me/student", token=ME)
     while next(steps).details.get("file") != "the commit":
         pass
     steps.close()
@@ -43,7 +43,7 @@ def test_a_publication_that_was_stopped_goes_on_where_it_was(hub, run):
 def test_a_long_upload_shows_that_it_goes_on_and_can_be_left(hub, run, monkeypatch):
     monkeypatch.setattr(patience, "BEAT", 0.01)
     hub.fail_next("PUT /lfs/", "hold")
-    steps = publishing.publish(run, "me/student", token=ME)
+    steps = push.publish(run, "me/student", token=ME)
     said = []
     while "seconds" not in (progress := next(steps)).details or "preupload" not in "".join(hub.requests):
         said.append(progress)
@@ -57,7 +57,7 @@ def test_a_long_upload_shows_that_it_goes_on_and_can_be_left(hub, run, monkeypat
 @pytest.mark.parametrize("status", [429, 500, 502, 503, 504, 0])
 def test_what_passes_is_waited_for(hub, run, slept, status):
     hub.fail_next("/commit/", status, times=2)
-    said = [progress.details for progress in publishing.publish(run, "me/student", token=ME)]
+    said = [progress.details for progress in push.publish(run, "me/student", token=ME)]
     assert [step["waiting"] for step in said if "waiting" in step] == [1, 2, 1] and sum(slept) >= 3
     assert WEIGHTS in files_of(hub)
 

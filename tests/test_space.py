@@ -12,10 +12,11 @@ import pytest
 from gradio_client import Client
 from huggingface_hub import RepoCard, snapshot_download
 
-from linearizer import jobs, publishing, space
+from linearizer import jobs
 from linearizer.__main__ import main
 from linearizer.errors import PublishError, RequestError
 from linearizer.progress import finish
+from linearizer.publish import push, space
 from tests.serving import SMALL, SPACE, serving
 
 ME = "hf_fake_me"
@@ -42,7 +43,7 @@ def checkout(tmp_path, monkeypatch):
 
 
 def publish(name="me/app", **how):
-    return finish(publishing.publish_space(name, token=ME, **how))
+    return finish(push.publish_space(name, token=ME, **how))
 
 
 def test_what_was_sent_works_where_only_that_is(hub, checkout, tmp_path):
@@ -146,7 +147,7 @@ def test_where_a_file_is_missing_it_says_what_to_do(hub, checkout, monkeypatch, 
     assert main(["push", "--space", "me/app"]) == 2
     assert "app.py' is missing, which a Space needs: install the package again" in capsys.readouterr().err
     with pytest.raises(RequestError, match="is missing, which a Space needs"):
-        publishing.preview_space("me/app", token=ME)
+        push.preview_space("me/app", token=ME)
     assert not [line for line in hub.requests if line.startswith("POST")]
 
 

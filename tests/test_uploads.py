@@ -9,13 +9,13 @@ import time
 
 import pytest
 
-from linearizer import publishing
 from linearizer.errors import FaultError, LinearizerError, PublishError
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
+from linearizer.publish import push
+from linearizer.publish.upload import SMALL
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.uploads import SMALL
 from tests.at_work import QUICK, wait_until
 
 ME = "hf_fake_me"
@@ -33,7 +33,7 @@ def sharded(tmp_path_factory):
 
 
 def publish(run, name="me/student", **how):
-    return finish(publishing.publish(run, name, token=ME, **how))
+    return finish(push.publish(run, name, token=ME, **how))
 
 
 def sent(hub):
@@ -103,12 +103,12 @@ def test_a_token_that_may_not_write_what_is_there_is_refused_before_anything_is_
     hub.add("me/there", {**files, "linearizer/__main__.py": b""}, f"{kind}s", private=True)
     hub.fail_next("auth-check/write", 403)
     with pytest.raises(PublishError, match="may not write there"):
-        publish(sharded, "me/there") if kind == "model" else finish(publishing.publish_space("me/there", token=ME))
+        publish(sharded, "me/there") if kind == "model" else finish(push.publish_space("me/there", token=ME))
     assert not [line for line in hub.requests if not line.startswith(("GET", "HEAD"))]
 
 
 def test_what_someone_else_adds_meanwhile_stays(hub, sharded):
-    steps = publishing.publish(sharded, "me/student", token=ME)
+    steps = push.publish(sharded, "me/student", token=ME)
     while next(steps).details.get("file") != "the commit":
         pass
     hub.add("me/student", {"theirs.txt": b"theirs"})

@@ -2,8 +2,9 @@
 
 import pytest
 
-from linearizer import desk, markup, views
+from linearizer import desk, views
 from linearizer.errors import RequestError
+from linearizer.publish import html as markup
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.visitors import new_secret, visitor

@@ -23,8 +23,8 @@ from linearizer.evaluate.tasks import find_tasks, measure_tasks
 from linearizer.jobs import newest_request
 from linearizer.model.samples import SAMPLES
 from linearizer.model.text import document_numbers
-from linearizer.model_card import add_card
 from linearizer.progress import Steps
+from linearizer.publish.card import add_card
 from linearizer.run.at_work import interruptible, logged, reported, working
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run

@@ -15,11 +15,12 @@ from typing import Any, TypeAlias
 
 import gradio as gr
 
-from linearizer import desk, jobs, markup, outbox, watch
+from linearizer import desk, jobs, outbox, watch
 from linearizer.command import command_of
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import Status
 from linearizer.page import libraries
+from linearizer.publish import html
 from linearizer.visitors import Visitor, visitor
 
 Profile: TypeAlias = gr.OAuthProfile | None
@@ -34,7 +35,7 @@ def endpoint(function: Callable) -> Callable:
         try:
             return function(*args, **how)
         except LinearizerError as error:
-            raise gr.Error(markup.plain(str(error)), print_exception=False) from None
+            raise gr.Error(html.plain(str(error)), print_exception=False) from None
 
     return served
 
@@ -160,10 +161,10 @@ def preview_publication(
     run: str, repo_id: str, private: bool = True, secret: str = "", profile: Profile = None, token: Token = None
 ) -> dict:
     """Show what publishing a run as OWNER/NAME would send: card, files, bytes, notes. Nothing is sent."""
-    from linearizer import publishing
+    from linearizer.publish import push
 
     someone = who(secret, profile, token)
-    return asdict(publishing.preview(someone.find(run), str(repo_id), bool(private), someone.token))
+    return asdict(push.preview(someone.find(run), str(repo_id), bool(private), someone.token))
 
 
 def publish_run(
@@ -241,7 +242,7 @@ def asked(someone: Visitor, run: str, ask: Callable) -> str:
 def status_of(status: Status) -> dict[str, Any]:
     """Give a status as plain numbers and words, and no path of this machine."""
     found = {key: getattr(status, key) for key in ("state", "place", "step", "begun", "changed", "disk_bytes", "saved")}
-    error = status.error and markup.plain(status.error)
+    error = status.error and html.plain(status.error)
     return {"run": status.run.folder.name, **found, "error": error, "published": status.published}
 
 

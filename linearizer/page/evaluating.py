@@ -8,10 +8,11 @@ from typing import Any
 
 import gradio as gr
 
-from linearizer import desk, evaluation_views, jobs, markup, watch
-from linearizer.captions import CAPTIONS
+from linearizer import desk, evaluation_views, jobs, watch
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, telling, who
+from linearizer.publish import html as markup
+from linearizer.publish.parts import CAPTIONS
 from linearizer.watch import PART
 
 SECONDS = 5.0  # that one measurement of speed may take here: people wait for it

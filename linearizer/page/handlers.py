@@ -10,11 +10,12 @@ from typing import Any, TypeAlias, TypeVar
 import gradio as gr
 from gradio.components.plot import PlotData
 
-from linearizer import desk, jobs, markup, outbox, views, watch, zerogpu
+from linearizer import desk, jobs, outbox, views, watch, zerogpu
 from linearizer.command import command_of
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import libraries
 from linearizer.page.layout import LEAST, MOST
+from linearizer.publish import html
 from linearizer.run.plan import Plan
 from linearizer.visitors import Visitor, new_secret, on_space, visitor
 
@@ -47,7 +48,7 @@ def telling(handler: Handler) -> Handler:
 
 
 def refusal(error: LinearizerError) -> gr.Error:
-    return gr.Error(markup.marked(str(error)), title="That cannot be done", duration=15, print_exception=False)
+    return gr.Error(html.marked(str(error)), title="That cannot be done", duration=15, print_exception=False)
 
 
 def who(memory: object, profile: Profile, token: Token) -> Visitor:
@@ -80,7 +81,7 @@ def opened(memory: Memory, asked: str | None, profile: Profile, token: Token) ->
         try:
             kept["run"] = who(kept, profile, token).find(named).folder.name
         except LinearizerError as error:
-            note = markup.said(str(error), "bad") if asked else ""
+            note = html.said(str(error), "bad") if asked else ""
     return kept, gr.HTML(note, visible=True if note else "hidden"), gr.Timer(0.2 if kept["run"] else 5.0, active=True)
 
 
@@ -104,7 +105,7 @@ def chosen(model: str | None, memory: Memory, profile: Profile, token: Token) ->
         found = desk.inspect(someone, model)
         held = Chosen(found, desk.to_download(someone, model)) if found.supported else None
     except RequestError as error:
-        return markup.said(str(error), "bad"), None, gr.Button(interactive=False), gr.skip()
+        return html.said(str(error), "bad"), None, gr.Button(interactive=False), gr.skip()
     most = max(2 * LEAST, min(MOST, found.max_positions or MOST))
     return (
         views.model_card(found),
@@ -143,13 +144,13 @@ def whole(name: str, text: str) -> int | None:
 def priced(found: Chosen | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
     """Say what a budget means, and what each effort takes here; this answers while the slider moves."""
     if found is None:
-        return markup.said("Choose a model first."), ""
+        return html.said("Choose a model first."), ""
     try:
         card = views.budget_card(asked_plan(found, budget, effort, advanced), found.layers)
         plans = {name: asked_plan(found, budget, name, advanced) for name in desk.EFFORTS}
         guesses = {name: desk.foresee(plan, found.inspection, found.download) for name, plan in plans.items()}
     except LinearizerError as error:
-        return markup.said(str(error), "bad"), ""
+        return html.said(str(error), "bad"), ""
     return card, views.efforts_table(guesses, effort, lent=zerogpu.here())
 
 
@@ -214,16 +215,16 @@ def shared(memory: Memory, budget: float, profile: Profile, token: Token) -> tup
     try:
         figure, card = shares(run, int(budget))
     except LinearizerError as error:
-        return markup.said(str(error), "bad"), True
-    return card + markup.held("figure", figure), True
+        return html.said(str(error), "bad"), True
+    return card + html.held("figure", figure), True
 
 
 def shares(run: Any, budget: int) -> tuple[str, str]:
     """Draw a budget as it is shared out, and say what it costs."""
-    from linearizer import charts
+    from linearizer.publish import allocation_charts
 
     found = desk.share_out(run, budget)
-    figure = charts.allocation_bars(found.allocation, found.layers, found.fix, found.prices)
+    figure = allocation_charts.allocation_bars(found.allocation, found.layers, found.fix, found.prices)
     return figure.to_json(), views.allocation_card(found.allocation, found.layers)
 
 
@@ -243,14 +244,14 @@ def write(
 @telling
 def publish_opened(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any, str]:
     """Ask who can own what is published."""
-    from linearizer import publishing
+    from linearizer.publish import push
 
     someone = who(memory, profile, token)
     name = run_named(memory)
     run = someone.find(name or "")
     if on_space() and someone.token is None:
-        return gr.Dropdown(choices=[]), gr.skip(), markup.said("Sign in, at the top right, to publish.")
-    owners = list(publishing.owners(someone.token))
+        return gr.Dropdown(choices=[]), gr.skip(), html.said("Sign in, at the top right, to publish.")
+    owners = list(push.owners(someone.token))
     suggested = f"{run.plan.model.partition('@')[0].rstrip('/').split('/')[-1]}-linearized"
     return gr.Dropdown(choices=owners, value=owners[0] if owners else None), suggested, ""
 
@@ -260,12 +261,12 @@ def previewed(
     memory: Memory, owner: str, repo: str, private: bool, profile: Profile, token: Token
 ) -> tuple[str, str, str, Any]:
     """Show what publishing would send."""
-    from linearizer import publishing
+    from linearizer.publish import push
 
     someone = who(memory, profile, token)
     run = someone.find(run_named(memory) or "")
-    found = publishing.preview(run, f"{owner or ''}/{(repo or '').strip()}", private, someone.token)
-    notes = "".join(markup.said(note) for note in found.notes)
+    found = push.preview(run, f"{owner or ''}/{(repo or '').strip()}", private, someone.token)
+    notes = "".join(html.said(note) for note in found.notes)
     return notes, views.files_table(found.files, found.bytes), found.card, gr.Button(interactive=True)
 
 

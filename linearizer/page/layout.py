@@ -6,10 +6,10 @@ from types import SimpleNamespace
 
 import gradio as gr
 
-from linearizer.captions import CAPTIONS, TITLES
 from linearizer.desk import EFFORTS
 from linearizer.limits import LIMITS
-from linearizer.markup import said
+from linearizer.publish.html import said
+from linearizer.publish.parts import CAPTIONS, TITLES
 from linearizer.visitors import on_space, signs_in
 
 BUDGET, LEAST, MOST = 256, 32, 4096  # tokens of cache that the slider starts with, and reaches

@@ -13,11 +13,12 @@ from typing import Any
 
 import gradio as gr
 
-from linearizer import jobs, markup, outbox, views, watch
+from linearizer import jobs, outbox, views, watch
 from linearizer.errors import LinearizerError
 from linearizer.page import evaluating
 from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, shares, who
 from linearizer.page.layout import LEAST, MOST
+from linearizer.publish import html
 from linearizer.run.folder import Run
 
 LOOKS = 3.0  # seconds between two looks at a run at work
@@ -36,7 +37,7 @@ def look(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, str,
         run = who(memory, profile, token).find(name)
         parts = watch.look(run, time.time())
     except LinearizerError as error:
-        return markup.said(str(error), "bad"), "", "", "gone", "none", "none"
+        return html.said(str(error), "bad"), "", "", "gone", "none", "none"
     rest = {key: part.mark for key, part in parts.items() if key not in OFTEN and not key.startswith(watch.PART)}
     mark = json.dumps([name, rest, sent_part(run, parts).mark])
     found = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, evaluating.marks(parts)])
@@ -127,7 +128,7 @@ def first_shares(run: Run) -> tuple[Any, Any]:
         figure, card = shares(run, budget_of(run))
         return plot(figure), card
     except LinearizerError as error:
-        return gr.skip(), markup.said(str(error), "bad")
+        return gr.skip(), html.said(str(error), "bad")
 
 
 def sent_part(run: Run, parts: dict[str, watch.Part]) -> watch.Part:

@@ -7,8 +7,8 @@ from html import escape
 from string import Template
 from typing import Any
 
-from linearizer.evaluation_charts import charts_of
 from linearizer.evaluation_views import part_html
+from linearizer.publish.evaluation_charts import charts_of
 from linearizer.run.folder import Run
 
 PAGE = Template("""<!doctype html>

@@ -10,7 +10,7 @@ from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from linearizer.evaluation_table import measures
+from linearizer.publish.evaluation_table import measures
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 

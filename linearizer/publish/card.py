@@ -16,13 +16,13 @@ from typing import Any
 
 import linearizer
 from linearizer.allocate.by_freedoms import Allocation
-from linearizer.captions import CAPTIONS, TITLES
-from linearizer.card_metadata import LINK, Teacher, metadata, one_line, terms_of
 from linearizer.command import command_of
-from linearizer.evaluation_table import table
 from linearizer.model.hub import DEMO
-from linearizer.picture import draw
-from linearizer.report import TABLES, Table, made_with, tables_of
+from linearizer.publish.allocation_picture import draw
+from linearizer.publish.card_metadata import LINK, Teacher, metadata, one_line, terms_of
+from linearizer.publish.evaluation_table import table
+from linearizer.publish.parts import CAPTIONS, TITLES
+from linearizer.publish.tables import TABLES, Table, made_with, tables_of
 from linearizer.run.cost import Head, Layer
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
@@ -216,8 +216,8 @@ def pictures(parts: dict[str, dict[str, Any]]) -> dict[str, bytes]:
     drawn = {}
     for part, (name, number, _) in PICTURES:
         if part in found:
-            from linearizer.chart_picture import draw_chart
-            from linearizer.evaluation_charts import figures_of
+            from linearizer.publish.chart_picture import draw_chart
+            from linearizer.publish.evaluation_charts import figures_of
 
             if (figure := figures_of(part, found[part])[number]) is not None:
                 drawn[name] = draw_chart(figure, CAPTIONS[part][number][0])

@@ -9,7 +9,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from linearizer.chart_style import BLUE, LABELLED, dash, plain, shade, side
+from linearizer.publish.chart_style import BLUE, LABELLED, dash, plain, shade, side
 from linearizer.run.cost import Layer
 from linearizer.run.folder import cost
 from linearizer.tables import size

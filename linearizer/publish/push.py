@@ -6,13 +6,13 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
-from linearizer import space, uploads
-from linearizer.card_metadata import Teacher
 from linearizer.errors import FaultError, RequestError
-from linearizer.model_card import card_files, snippet
 from linearizer.progress import Progress, Steps
+from linearizer.publish import space, upload
+from linearizer.publish.card import card_files, snippet
+from linearizer.publish.card_metadata import Teacher
+from linearizer.publish.upload import Content, Place
 from linearizer.run.folder import Run
-from linearizer.uploads import Content, Place
 
 CONFIG = "config.json"
 OURS = "linearized"  # the model type of what this package publishes
@@ -43,7 +43,7 @@ class Published:
 
 def owners(token: str | None = None) -> tuple[str, ...]:
     """Name who can own what is published: the signed-in account, then its organisations."""
-    return uploads.account(token)
+    return upload.account(token)
 
 
 def preview(run: Run, repo_id: str, private: bool = True, token: str | None = None) -> Preview:
@@ -59,7 +59,7 @@ def publish(run: Run, repo_id: str, *, private: bool = True, token: str | None =
     place = find_model_place(run, repo_id, private, token)
     files = model_files(run, place.repo_id)
     obsolete = [name for name in place.files if name.endswith(REPLACED) and name not in files]
-    revision = yield from uploads.send(place, files, "Publish a linearized model", obsolete, token)
+    revision = yield from upload.send(place, files, "Publish a linearized model", obsolete, token)
     check_config(run, place, revision, token)
     done = Published(place.repo_id, revision, f"{place.url}/tree/{revision}", snippet(place.repo_id, revision))
     run.log("published", **asdict(done), private=place.private)
@@ -78,7 +78,7 @@ def publish_space(repo_id: str, *, private: bool = True, token: str | None = Non
     place = find_space_place(repo_id, private, token)
     files = space.files(place.repo_id)
     obsolete = [name for name in place.files if name.startswith("linearizer/") and name not in files]
-    revision = yield from uploads.send(place, files, "Publish Linearizer as a Space", obsolete, token)
+    revision = yield from upload.send(place, files, "Publish Linearizer as a Space", obsolete, token)
     return Published(place.repo_id, revision, place.url, place.url)
 
 
@@ -86,9 +86,9 @@ def find_model_place(run: Run, repo_id: str, private: bool, token: str | None) -
     """Find where a student goes: a new repository, or one that holds an earlier student."""
     if not (run.checkpoint / CONFIG).is_file() or run.allocation is None:
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
-    place = uploads.find_place(repo_id, private, token)
+    place = upload.find_place(repo_id, private, token)
     if not place.fresh and not holds_student(place, token):
-        uploads.refuse_taken(place)
+        upload.refuse_taken(place)
     return place
 
 
@@ -97,7 +97,7 @@ def holds_student(place: Place, token: str | None) -> bool:
     if CONFIG not in place.files or place.head is None:
         return False
     try:
-        found = json.loads(uploads.fetch_file(place, CONFIG, place.head, token).read_text(encoding="utf-8"))
+        found = json.loads(upload.fetch_file(place, CONFIG, place.head, token).read_text(encoding="utf-8"))
     except ValueError:
         return False
     return isinstance(found, dict) and found.get("model_type") == OURS
@@ -105,9 +105,9 @@ def holds_student(place: Place, token: str | None) -> bool:
 
 def find_space_place(repo_id: str, private: bool, token: str | None) -> Place:
     """Find where the app goes: a new Space, or one that holds an earlier version of it."""
-    place = uploads.find_place(repo_id, private, token, kind="space")
+    place = upload.find_place(repo_id, private, token, kind="space")
     if not place.fresh and not {"app.py", "linearizer/__main__.py"} <= place.files:
-        uploads.refuse_taken(place)
+        upload.refuse_taken(place)
     return place
 
 
@@ -153,6 +153,6 @@ def check_config(run: Run, place: Place, revision: str, token: str | None) -> No
     """Load the config of what was published, as its users will."""
     from linearizer.runtime.modeling_linearized import LinearizedConfig
 
-    found = LinearizedConfig.from_pretrained(uploads.fetch_file(place, CONFIG, revision, token).parent)
+    found = LinearizedConfig.from_pretrained(upload.fetch_file(place, CONFIG, revision, token).parent)
     if found.to_dict() != LinearizedConfig.from_pretrained(run.checkpoint).to_dict():
         raise FaultError(f"{place.repo_id!r} at {revision} has another config than the run: publish again")

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from io import BytesIO
 from typing import TYPE_CHECKING, Any
 
-from linearizer.picture import FAINT, INK, PAPER, write
+from linearizer.publish.allocation_picture import FAINT, INK, PAPER, write
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw

@@ -9,7 +9,7 @@ from importlib.metadata import version
 from pathlib import Path
 
 from linearizer.errors import RequestError
-from linearizer.uploads import Content
+from linearizer.publish.upload import Content
 
 PACKAGE = Path(__file__).parent
 WRITTEN = ("README.md", "requirements.txt")  # fitted to a Space

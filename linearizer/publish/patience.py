@@ -13,8 +13,8 @@ from typing import NoReturn, TypeVar
 
 from huggingface_hub.errors import HfHubHTTPError, HTTPError
 
-from linearizer.answers import passing, reason, root_of, wait_asked
 from linearizer.progress import Progress, Steps
+from linearizer.publish.answers import passing, reason, root_of, wait_asked
 
 Product = TypeVar("Product")
 

@@ -12,7 +12,7 @@ import plotly.graph_objects as go
 
 from linearizer.allocate.by_freedoms import Allocation
 from linearizer.allocate.by_prices import Prices, offers
-from linearizer.chart_style import (
+from linearizer.publish.chart_style import (
     BLUE,
     DEPTH,
     FAINT,

@@ -9,7 +9,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from linearizer.chart_style import DEPTH, FAINT, GREY, opened, plain, side, spaced, styled, texts
+from linearizer.publish.chart_style import DEPTH, FAINT, GREY, opened, plain, side, spaced, styled, texts
 
 Found = Mapping[str, Any]
 

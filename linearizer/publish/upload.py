@@ -28,11 +28,11 @@ from huggingface_hub.utils import (
     validate_repo_id,
 )
 
-from linearizer.answers import KEPT, NOTHING, explained, sign_in
 from linearizer.errors import FaultError, PublishError
 from linearizer.model.hub import SECONDS, access_token
-from linearizer.patience import patiently, watched
 from linearizer.progress import Progress, Steps
+from linearizer.publish.answers import KEPT, NOTHING, explained, sign_in
+from linearizer.publish.patience import patiently, watched
 
 Content = Path | bytes
 

@@ -10,8 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
-from linearizer.captions import CAPTIONS
-from linearizer.chart_style import (
+from linearizer.publish.chart_style import (
     DEPTH,
     GREY,
     Chart,
@@ -25,7 +24,8 @@ from linearizer.chart_style import (
     styled,
     texts,
 )
-from linearizer.prediction_charts import by_position, calibration, longer, losses, needle_maps, recall
+from linearizer.publish.language_charts import by_position, calibration, longer, losses, needle_maps, recall
+from linearizer.publish.parts import CAPTIONS
 from linearizer.tables import size
 
 Found = Mapping[str, Any]
