@@ -9,7 +9,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from linearizer import jobs, runs
+from linearizer import runs
 from linearizer.arguments import (
     BUDGET,
     add_budget_options,
@@ -19,6 +19,7 @@ from linearizer.arguments import (
     read_plan,
 )
 from linearizer.errors import LinearizerError, RequestError, Stopped
+from linearizer.jobs import control
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import write_whole
 from linearizer.run.plan import Plan
@@ -137,7 +138,7 @@ def work(steps: Steps[Product], how: str) -> Product:
 
 def work_on(run: Run, steps: Steps[Product]) -> Product:
     """Work on a run in this process, when its device is free."""
-    from linearizer.worker import foreground
+    from linearizer.jobs.worker import foreground
 
     return work(foreground(run, steps), f"the command with --resume --out {run.folder}")
 
@@ -177,13 +178,13 @@ def detach(asked: argparse.Namespace, run: Run, start: Callable[[], None]) -> No
     """Let a process of its own work on a run, or evaluate it."""
     start()
     text = f"{run.folder} is queued: linearizer runs attach {run.folder}"
-    show(asked, {"run": str(run.folder), "state": jobs.state_of(run)}, text)
+    show(asked, {"run": str(run.folder), "state": control.state_of(run)}, text)
 
 
 def serve_run(asked: argparse.Namespace) -> None:
     if asked.detach:
         run = begin(asked)
-        detach(asked, run, lambda: jobs.start(run))
+        detach(asked, run, lambda: control.start(run))
         return
     from linearizer import pipeline, terminal
     from linearizer.progress import finish
@@ -202,9 +203,9 @@ def serve_run(asked: argparse.Namespace) -> None:
 
 def serve_evaluate(asked: argparse.Namespace) -> None:
     from linearizer.evaluate.step import examine
+    from linearizer.jobs.worker import foreground
     from linearizer.publish import tables
     from linearizer.run.find import find_run
-    from linearizer.worker import foreground
 
     run = find_run(asked.run)
     known = {field.name for field in fields(Request)}
@@ -212,7 +213,7 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
     if asked.detach and asked.charts:
         raise RequestError("--charts is written when the evaluation ends: repeat the command without --detach then")
     if asked.detach:
-        detach(asked, run.evaluating, lambda: jobs.evaluate(run, asdict(request), asked.again))
+        detach(asked, run.evaluating, lambda: control.evaluate(run, asdict(request), asked.again))
         return
     steps = examine(run, request, request.chosen if asked.again else (), held=True)
     how = {"request": asdict(request), "again": asked.again}

@@ -10,10 +10,11 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearizer import jobs, limits, slices, zerogpu
+from linearizer import limits, slices, zerogpu
 from linearizer.allocate.by_freedoms import Allocation
 from linearizer.allocate.by_prices import Prices
 from linearizer.errors import BudgetError, LinearizerError, RequestError
+from linearizer.jobs import control
 from linearizer.run.cost import Layer
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import writing
@@ -23,9 +24,9 @@ from linearizer.run.plan import Plan
 from linearizer.visitors import Visitor, on_space
 
 if TYPE_CHECKING:
-    from linearizer.estimates import Estimate
     from linearizer.evaluate.duet import Both
-    from linearizer.evaluation_estimate import Foreseen
+    from linearizer.jobs.evaluation_forecast import Foreseen
+    from linearizer.jobs.forecast import Estimate
     from linearizer.model.inspect import Inspection
     from linearizer.run.profile import Profile
 
@@ -106,11 +107,11 @@ def to_download(visitor: Visitor, model: str) -> int:
 
 def foresee(plan: Plan, found: Inspection, download: int) -> Estimate:
     """Estimate what a plan takes on this machine, which is measured the first time; the rest is arithmetic."""
-    from linearizer import estimates
+    from linearizer.jobs.control import forecast
     from linearizer.model import devices
 
     device = "cpu" if zerogpu.here() else devices.device_of(plan.device)  # what is lent is not there to be measured
-    return estimates.estimate(plan, found, estimates.speeds(device), download)
+    return forecast.estimate(plan, found, forecast.speeds(device), download)
 
 
 def begin(visitor: Visitor, plan: Plan) -> str:
@@ -169,19 +170,19 @@ def work_on(run: Run, token: str | None) -> None:
 
 def starter(run: Run) -> Callable[..., None]:
     """Choose how work on a run is begun here."""
-    return (slices if zerogpu.here() and run.plan.device != "cpu" else jobs).start
+    return (slices if zerogpu.here() and run.plan.device != "cpu" else control).start
 
 
 def evaluate(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> None:
     """Start an evaluation of a run's student; parts that are there as they are asked for are not measured again."""
     run, request = visitor.find(name), Request.of(choices)
     limits.check_request(visitor, request, runs_root())
-    jobs.evaluate(run, asdict(request), token=visitor.token, begin=starter(run))
+    control.evaluate(run, asdict(request), token=visitor.token, begin=starter(run))
 
 
 def foresee_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> Foreseen:
     """Estimate how many seconds each part of an evaluation takes."""
-    from linearizer.evaluation_estimate import foresee
+    from linearizer.jobs.evaluation_forecast import foresee
 
     return foresee(visitor.find(name), Request.of(choices))
 

@@ -7,14 +7,14 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from linearizer import views
-from linearizer.jobs import LIVE, Status
+from linearizer.jobs.control import LIVE, Status
 from linearizer.publish import html
 from linearizer.publish.parts import TITLES
 from linearizer.publish.tables import Table, made_with, tables_of
 from linearizer.units import duration
 
 if TYPE_CHECKING:
-    from linearizer.evaluation_estimate import Foreseen
+    from linearizer.jobs.evaluation_forecast import Foreseen
 
 SAYS = {
     "stopped": "Stopped; the parts that were finished are kept. Evaluate again to go on there.",

@@ -12,8 +12,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from linearizer import jobs
 from linearizer.errors import LinearizerError, RequestError
+from linearizer.jobs import control
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import events
 from linearizer.run.plan import Plan
@@ -112,12 +112,12 @@ def check_request(visitor: Visitor, request: Request, root: Path, limits: Limits
 
 def check_turn(visitor: Visitor, root: Path, limits: Limits = LIMITS) -> None:
     """Refuse a visitor more runs or more disk than their share, and everyone a queue that is too long."""
-    mine = jobs.runs_in(visitor.home)
+    mine = control.runs_in(visitor.home)
     if sum(one.live for one in mine) >= limits.runs:
         raise RequestError(f"{limits.runs:g} runs of yours are at work or wait: let one end, or stop it")
     if sum(one.disk_bytes for one in mine) > limits.disk * 1e9:
         raise RequestError(f"your runs fill {limits.disk:g} GB: delete one under `Runs`")
-    waiting = sum(one.live for folder in folders(root) for one in jobs.runs_in(folder))
+    waiting = sum(one.live for folder in folders(root) for one in control.runs_in(folder))
     if waiting >= limits.queue:
         raise RequestError(f"{waiting} runs wait here already: try again later, or {ELSEWHERE}")
 
@@ -130,22 +130,22 @@ def folders(root: Path) -> list[Path]:
 def enforce(root: Path, now: float, limits: Limits = LIMITS) -> None:
     """Stop the runs that have worked too long, and remove those that nobody has looked after for days."""
     for folder in folders(root):
-        for one in jobs.runs_in(folder):
+        for one in control.runs_in(folder):
             try:
                 works = [job for job in (one, one.evaluation) if job and job.state == "running"]
                 if any(now - worked_since(job) > limits.minutes * 60 for job in works):
-                    jobs.stop(
+                    control.stop(
                         one.run,
                         f"it has worked for {limits.minutes:g} minutes, which is what this Space gives to a run at a "
                         f"time: resume it, and it goes on from here when it is its turn again, or {ELSEWHERE}",
                     )
                 elif not one.live and now - one.changed > limits.days * 24 * 3600:
-                    jobs.delete(one.run)
+                    control.delete(one.run)
             except LinearizerError:
                 continue  # it ended meanwhile, or its owner was faster
 
 
-def worked_since(status: jobs.Status) -> float:
+def worked_since(status: control.Status) -> float:
     """Say when a run, or its evaluation, last began to work after it was queued."""
     begun = status.begun
     for event in filter(status.run.mine, events.newest_first(status.run.log_file)):

@@ -11,9 +11,10 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from linearizer import jobs, terminal
+from linearizer import terminal
 from linearizer.errors import FaultError, RequestError, Stopped
-from linearizer.jobs import Status
+from linearizer.jobs import control
+from linearizer.jobs.control import Status
 from linearizer.progress import Progress
 from linearizer.run.find import find_run, runs_root
 from linearizer.run.folder import Run
@@ -44,7 +45,7 @@ def serve(asked: argparse.Namespace) -> None:
             raise RequestError(
                 f"list shows all runs, not {asked.run!r}: leave it out, or name an action such as attach"
             )
-        found = jobs.runs_in(root)
+        found = control.runs_in(root)
         say(asked, [as_json(one) for one in found], table(found) if found else f"no runs in {root}")
         return
     if asked.run is None:
@@ -54,26 +55,26 @@ def serve(asked: argparse.Namespace) -> None:
         attach(run, asked.json)
         return
     if asked.action == "delete":
-        jobs.delete(run)
+        control.delete(run)
         say(asked, {"deleted": str(run.folder)}, f"{run.folder} is deleted")
         return
-    {"stop": jobs.stop, "resume": resume, "use": jobs.use_now}[asked.action](run)
+    {"stop": control.stop, "resume": resume, "use": control.use_now}[asked.action](run)
     done = {"stop": "will stop after its step", "resume": "is queued", "use": "will end its training after this step"}
     text = f"{run.folder} {done[asked.action]}: linearizer runs attach {run.folder}"
-    say(asked, as_json(jobs.status(run)), text)
+    say(asked, as_json(control.status(run)), text)
 
 
 def resume(run: Run) -> None:
     """Go on with a run; or, where that is done, with the evaluation of its student."""
-    if run.done and (there := jobs.status(run).evaluation) is not None and there.state != "done":
-        jobs.evaluate(run)
+    if run.done and (there := control.status(run).evaluation) is not None and there.state != "done":
+        control.evaluate(run)
     else:
-        jobs.start(run)
+        control.start(run)
 
 
 def attach(run: Run, as_lines: bool = False) -> None:
     """Show the progress of a run, or of its evaluation, until it ends, and then what came of it."""
-    evaluation = jobs.status(run).evaluation
+    evaluation = control.status(run).evaluation
     if evaluation is not None and evaluation.live:
         run = run.evaluating
     bar = terminal.Bar(sys.stderr)
@@ -81,7 +82,7 @@ def attach(run: Run, as_lines: bool = False) -> None:
         sys.stderr.write("ctrl-C leaves this display; the run goes on\n")
     try:
         wait_in_line(run, bar)
-        for event in (event for events in jobs.follow(run) for event in events):
+        for event in (event for events in control.follow(run) for event in events):
             if as_lines:
                 print(json.dumps(event), flush=True)  # noqa: T201
             elif "total" in event and "done" in event:
@@ -91,7 +92,7 @@ def attach(run: Run, as_lines: bool = False) -> None:
         raise Stopped(f"left {run.folder}, which goes on: linearizer runs attach {run.folder}") from left
     finally:
         bar.clear()
-    found = jobs.status(run)
+    found = control.status(run)
     if found.state == "stopped":
         why = f" ({found.error})" if found.error else ""
         raise Stopped(f"{run.folder} is stopped{why}: linearizer runs resume {run.folder}")
@@ -106,15 +107,15 @@ def evaluation_text(run: Run) -> str:
     from linearizer.publish.tables import evaluation_report
     from linearizer.run.evaluation_request import Request
 
-    found, chosen = run.evaluation_parts, Request.of(jobs.newest_request(run)[0]).chosen
+    found, chosen = run.evaluation_parts, Request.of(control.newest_request(run)[0]).chosen
     return evaluation_report({part: found[part] for part in chosen if part in found})
 
 
 def wait_in_line(run: Run, bar: terminal.Bar) -> None:
     """Show the place of a run that waits for its device."""
-    while (found := jobs.status(run)).state == "queued":
+    while (found := control.status(run)).state == "queued":
         bar.print(f"{'queue':>10}  place {found.place}")
-        time.sleep(jobs.OFTEN)
+        time.sleep(control.OFTEN)
 
 
 def as_json(found: Status) -> dict[str, Any]:

@@ -16,14 +16,15 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
-from linearizer import jobs, zerogpu
+from linearizer import zerogpu
 from linearizer.errors import FaultError, LinearizerError
+from linearizer.jobs import control
+from linearizer.jobs.queue import Ticket
+from linearizer.jobs.worker import faults_kept, in_turn, work_on
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.at_work import SliceOver, check, reported
 from linearizer.run.folder import Run, events
 from linearizer.run.locks import Lock
-from linearizer.turns import Ticket
-from linearizer.worker import faults_kept, in_turn, work_on
 
 LENT = int(os.environ.get("LINEARIZER_SLICE") or 60)  # seconds that the device is asked for at a time
 SHARE = float(os.environ.get("LINEARIZER_SLICE_SHARE") or 0.7)  # the rest is for its start, and to save
@@ -37,8 +38,8 @@ def start(run: Run, token: str | None = None, **asked: Any) -> None:
 
     What is asked besides goes into the log, where the slices read it.
     """
-    jobs.check_start(run, token)
-    lock, ticket = jobs.enter(run, **asked)
+    control.check_start(run, token)
+    lock, ticket = control.enter(run, **asked)
     context = copy_context()  # by this ZeroGPU knows who pays
     threading.Thread(target=context.run, args=(drive, run, token, lock, ticket), daemon=True).start()
 
@@ -102,8 +103,8 @@ def work(run: Run, token: str | None) -> bool:
 def finished(run: Run, steps: int) -> tuple[frozenset[str], int, int]:
     """Tell what of a run is finished, such that any work that need not be done again changes it."""
     if run.job is not None:
-        return frozenset(jobs.newest_request(run)[2]), 0, 0
-    files = {path.relative_to(run.folder).as_posix(): stat for path, stat in jobs.files_of(run.folder).items()}
+        return frozenset(control.newest_request(run)[2]), 0, 0
+    files = {path.relative_to(run.folder).as_posix(): stat for path, stat in control.files_of(run.folder).items()}
     priced = files.get("state/prices.json")
     return frozenset(name for name in files if name not in UNTOLD), priced.st_size if priced else 0, steps
 
@@ -122,5 +123,5 @@ def told_steps(run: Run) -> int:
 
 def step_of(run: Run) -> str:
     """Name what a run was last at."""
-    found = jobs.status(run).step
+    found = control.status(run).step
     return str(found["event"]) if found else "load"

@@ -9,7 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from linearizer.allocate.by_freedoms import Allocation
-from linearizer.jobs import LIVE, Status
+from linearizer.jobs.control import LIVE, Status
 from linearizer.progress import Progress
 from linearizer.publish.html import facts, heard, said, table
 from linearizer.run.cost import Layer
@@ -19,8 +19,8 @@ from linearizer.tables import growing, size, smaller_from
 from linearizer.units import ago, duration, number
 
 if TYPE_CHECKING:
-    from linearizer.estimates import Estimate
     from linearizer.evaluate.side_by_side import Side
+    from linearizer.jobs.forecast import Estimate
     from linearizer.model.inspect import Inspection
 
 LENGTHS = (4096, 32768, 131072)

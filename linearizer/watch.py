@@ -15,9 +15,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from linearizer import evaluation_views, jobs, views
+from linearizer import evaluation_views, views
 from linearizer.allocate.decide import decidable
-from linearizer.jobs import LIVE, Status
+from linearizer.jobs import control
+from linearizer.jobs.control import LIVE, Status
 from linearizer.publish.parts import CAPTIONS
 from linearizer.run.folder import Run
 from linearizer.run.folder import events as journal
@@ -52,7 +53,7 @@ class Watched:
         with self.lock:
             if not 0 <= now - self.asked < FRESH:
                 self.read()
-                self.draw(jobs.status(self.run), now)
+                self.draw(control.status(self.run), now)
                 self.asked = now
             return dict(self.parts)
 

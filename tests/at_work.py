@@ -3,7 +3,7 @@
 import time
 from pathlib import Path
 
-from linearizer import jobs
+from linearizer.jobs import control
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 
@@ -31,7 +31,7 @@ def beginning(root):
 def wait_for(run, *states, seconds=180):
     """Wait until a run is in one of some states, and give its status."""
     last = time.monotonic() + seconds
-    while (found := jobs.status(run)).state not in states:
+    while (found := control.status(run)).state not in states:
         assert time.monotonic() < last and found.state not in ENDED, (found, log_of(run))
         time.sleep(0.02)
     return found
@@ -46,10 +46,10 @@ def wait_until(condition, seconds=180):
 
 def wait_for_event(run, name, done=0):
     """Follow a run until an event of a step is there."""
-    for events in jobs.follow(run):
+    for events in control.follow(run):
         if any(event["event"] == name and event.get("done", 0) >= done for event in events):
             return
-    raise AssertionError((jobs.status(run), log_of(run)))
+    raise AssertionError((control.status(run), log_of(run)))
 
 
 def log_of(run):

@@ -15,8 +15,8 @@ from pathlib import Path
 
 import pytest
 
-from linearizer import jobs
 from linearizer.errors import LinearizerError
+from linearizer.jobs import control
 
 ARGUMENTS = """
     --no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run
@@ -81,7 +81,7 @@ def finished(url, options):
 
     client = Client(url, verbose=False, analytics_enabled=False)
     name = client.predict("demo", 64, "Try it", options, api_name="/start_run")
-    while (state := client.predict(name, api_name="/run_status")["state"]) in jobs.LIVE:
+    while (state := client.predict(name, api_name="/run_status")["state"]) in control.LIVE:
         time.sleep(0.2)
     assert state == "done"
     return name
@@ -91,12 +91,12 @@ def end_runs(root):
     """Stop what is still at work under a folder, and wait until it has stopped."""
     end = time.monotonic() + 180
     for folder in {plan.parent.parent for plan in root.rglob("plan.json")}:
-        for one in jobs.runs_in(folder):
+        for one in control.runs_in(folder):
             try:
-                jobs.stop(one.run)
+                control.stop(one.run)
             except LinearizerError:
                 pass  # it has ended
-            while jobs.status(one.run).live and time.monotonic() < end:
+            while control.status(one.run).live and time.monotonic() < end:
                 time.sleep(0.1)
 
 

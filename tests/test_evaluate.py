@@ -12,11 +12,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from linearizer import jobs
 from linearizer.__main__ import main
 from linearizer.errors import FolderError
 from linearizer.evaluate import step
 from linearizer.evaluate.setup import assembled
+from linearizer.jobs import control as jobs
 from linearizer.model.hub import find_model
 from linearizer.model.logits import read_losses
 from linearizer.model.text import enough_windows

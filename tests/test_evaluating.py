@@ -7,16 +7,16 @@ import signal
 
 import pytest
 
-from linearizer import jobs
 from linearizer.__main__ import main
 from linearizer.errors import FolderError, RequestError
 from linearizer.evaluate.step import examine
+from linearizer.jobs import control
+from linearizer.jobs.worker import foreground
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.worker import foreground
 from tests.at_work import process_of, wait_for
 
 PLAN = Plan("demo", recipe="features", strategy="common-lambda", budget=64, texts=2, length=64, samples=128, steps=2)
@@ -39,8 +39,8 @@ def run(made, tmp_path, monkeypatch):
     shutil.copytree(made.folder, tmp_path / "run")
     found = Run(tmp_path / "run")
     yield found
-    if found.has("plan.json") and jobs.state_of(found.evaluating) in jobs.LIVE:
-        jobs.stop(found)
+    if found.has("plan.json") and control.state_of(found.evaluating) in control.LIVE:
+        control.stop(found)
         wait_for(found.evaluating, "stopped", "done")
 
 
@@ -53,10 +53,10 @@ def said(capsys, *arguments):
 
 def reached(run, part):
     """Follow an evaluation until it works on a part."""
-    for events in jobs.follow(run.evaluating):
+    for events in control.follow(run.evaluating):
         if any(event.get("part") == part for event in events):
             return
-    raise AssertionError(jobs.status(run.evaluating))
+    raise AssertionError(control.status(run.evaluating))
 
 
 def examined(run):
@@ -64,35 +64,35 @@ def examined(run):
 
 
 def test_it_works_in_the_background_and_the_run_stays_done(run, capsys):
-    assert jobs.status(run).evaluation is None
+    assert control.status(run).evaluation is None
     before = run.evaluation
     out = said(capsys, "evaluate", run.folder, "--parts", "language,recall", "--texts", "2", "--detach", "--json")
     assert json.loads(out) == {"run": str(run.folder), "state": "queued"}
     assert os.getsid(int(process_of(run).name)) != os.getsid(0)
-    found = jobs.status(run)
+    found = control.status(run)
     assert found.state == "done" and found.live and found.evaluation.state in ("queued", "running")
     assert "evaluation" in said(capsys, "runs").splitlines()[1]
     with pytest.raises(FolderError, match="is being written by another process"):
-        jobs.delete(run)
+        control.delete(run)
     with pytest.raises(FolderError, match="is being written by another process"):
-        jobs.evaluate(run, SHORT)
+        control.evaluate(run, SHORT)
     out = said(capsys, "runs", "attach", "run")
     assert "calibration" in out and "loss the second time, after" in out
-    found = jobs.status(run)
+    found = control.status(run)
     assert (found.state, found.evaluation.state, found.live) == ("done", "done", False)
     step = found.evaluation.step
     assert (step["part"], step["place"], step["parts"]) == ("recall", 2, 2)
     assert set(run.evaluation_parts) == {"language", "recall"} and run.evaluation == before and run.done
-    assert not [event for some in jobs.follow(run) for event in some if "job" in event]
+    assert not [event for some in control.follow(run) for event in some if "job" in event]
 
 
 def test_it_stops_in_the_middle_of_a_part_and_resumes_at_it(run, capsys):
-    jobs.evaluate(run, LONG)
+    control.evaluate(run, LONG)
     reached(run, "speed")
     said(capsys, "runs", "stop", "run")
-    assert jobs.state_of(run.evaluating) in ("stopping", "stopped")
+    assert control.state_of(run.evaluating) in ("stopping", "stopped")
     wait_for(run.evaluating, "stopped", seconds=20)
-    assert examined(run) == ["language"] and jobs.state_of(run) == "done"
+    assert examined(run) == ["language"] and control.state_of(run) == "done"
     kept = run.evaluation_parts
     said(capsys, "runs", "resume", "run")
     wait_for(run.evaluating, "done")
@@ -102,12 +102,12 @@ def test_it_stops_in_the_middle_of_a_part_and_resumes_at_it(run, capsys):
 
 def test_a_killed_one_is_lost_and_goes_on_at_the_finished_part_even_if_all_was_asked_anew(run):
     finish(examine(run, Request(("language",), texts=2)))
-    jobs.evaluate(run, LONG, again=True)
+    control.evaluate(run, LONG, again=True)
     reached(run, "speed")
     os.kill(int(process_of(run).name), signal.SIGKILL)
     found = wait_for(run.evaluating, "lost")
-    assert "its process is gone" in found.error and jobs.status(run).state == "done"
-    jobs.evaluate(run)
+    assert "its process is gone" in found.error and control.status(run).state == "done"
+    control.evaluate(run)
     wait_for(run.evaluating, "done")
     assert examined(run) == ["language", "language", "speed"]
 
@@ -119,20 +119,20 @@ def test_what_is_there_as_asked_is_not_measured_again_whatever_the_part(run):
 
 
 def test_one_that_cannot_be_served_says_why_and_harms_nothing(run, tmp_path):
-    jobs.evaluate(run, {"parts": ["language"], "text": f"file:{tmp_path}/nothing.txt"})
+    control.evaluate(run, {"parts": ["language"], "text": f"file:{tmp_path}/nothing.txt"})
     found = wait_for(run.evaluating, "failed")
-    assert "nothing.txt" in found.error and jobs.status(run).state == "done" and run.done
+    assert "nothing.txt" in found.error and control.status(run).state == "done" and run.done
     with pytest.raises(RequestError, match="has no student yet"):
-        jobs.evaluate(Run.begin(tmp_path / "new", PLAN), SHORT)
+        control.evaluate(Run.begin(tmp_path / "new", PLAN), SHORT)
     with pytest.raises(RequestError, match="is done: there is nothing to stop"):
-        jobs.stop(run)
-    jobs.delete(run)
+        control.stop(run)
+    control.delete(run)
     assert not run.folder.exists()
 
 
 def test_without_a_request_there_is_nothing_to_go_on_with(run):
     with pytest.raises(RequestError, match="was not asked for an evaluation"):
-        jobs.evaluate(run)
+        control.evaluate(run)
 
 
 def test_tables_and_charts_are_written_as_one_page(run, capsys, tmp_path):
@@ -150,8 +150,8 @@ def test_a_run_resumed_after_its_evaluation_keeps_it(run):
     assert json.loads(lines[-1])["event"] == "done"
     run.log_file.write_text("".join(lines[:-1]))  # as if killed when its student was made
     finish(foreground(run.evaluating, examine(run, Request.of(SHORT), held=True), request=SHORT))
-    assert (jobs.status(run).state, jobs.status(run).evaluation.state) == ("lost", "done")
-    jobs.start(run)
+    assert (control.status(run).state, control.status(run).evaluation.state) == ("lost", "done")
+    control.start(run)
     wait_for(run, "done")
-    found = jobs.status(run).evaluation
+    found = control.status(run).evaluation
     assert (found.state, found.step["part"], examined(run)) == ("done", "recall", ["language", "recall"])

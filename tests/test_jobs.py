@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from linearizer import jobs, turns
 from linearizer.errors import FolderError, RequestError
+from linearizer.jobs import control, queue
+from linearizer.jobs.worker import foreground
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.run.folder import Run
-from linearizer.worker import foreground
 from tests.at_work import LONG, PLAN, beginning, log_of, process_of, wait_for, wait_for_event
 
 
@@ -42,11 +42,11 @@ def student(run):
 
 def test_a_finished_run_says_all_that_happened(done):
     events = done.events()
-    assert [event for some in jobs.follow(done) for event in some] == events
-    assert [event for some in jobs.follow(done, 3) for event in some] == events[3:]
+    assert [event for some in control.follow(done) for event in some] == events
+    assert [event for some in control.follow(done, 3) for event in some] == events[3:]
     assert (events[0]["event"], events[-1]["event"]) == ("queued", "done")
     assert {event["event"] for event in events if "total" in event} == {"profile", "distill", "evaluate", "recall"}
-    found = jobs.status(done)
+    found = control.status(done)
     assert (found.state, found.place, found.error) == ("done", None, None)
     assert found.step == next(event for event in reversed(events) if "total" in event)
     assert (found.begun, found.changed) == (events[0]["time"], events[-1]["time"])
@@ -54,21 +54,21 @@ def test_a_finished_run_says_all_that_happened(done):
     assert found.disk_bytes == sum(path.stat().st_size for path in done.folder.rglob("*") if path.is_file())
     assert log_of(done) == ""
     with pytest.raises(RequestError, match="is done: its student is in"):
-        jobs.start(done)
+        control.start(done)
     with pytest.raises(RequestError, match="is done: there is nothing to stop"):
-        jobs.stop(done)
+        control.stop(done)
     with pytest.raises(RequestError, match="is done: only a run that is at work"):
-        jobs.use_now(done)
+        control.use_now(done)
 
 
 def test_a_killed_run_is_lost_and_resumes_to_the_same_bits(done, begin):
     run = begin()
     for step, at_least in (("profile", 1), ("distill", 27), ("evaluate", 1)):
-        jobs.start(run)
+        control.start(run)
         wait_for_event(run, step, at_least)
         kill(run)
-        assert "its process is gone" in jobs.status(run).error
-    jobs.start(run)
+        assert "its process is gone" in control.status(run).error
+    control.start(run)
     wait_for(run, "done")
     assert student(run) == student(done)
     assert json.dumps(run.evaluation) == json.dumps(done.evaluation)
@@ -79,21 +79,21 @@ def test_a_killed_run_is_lost_and_resumes_to_the_same_bits(done, begin):
 def test_runs_take_turns_and_the_dead_hold_nobody_up(begin, tmp_path):
     first, second, third = (begin(name, LONG) for name in ("first", "second", "third"))
     for run in (first, second, third):
-        jobs.start(run)
+        control.start(run)
         time.sleep(0.01)
-    assert [jobs.status(run).place for run in (first, second, third)] == [1, 2, 3]
-    assert [one.run.folder.name for one in jobs.runs_in(tmp_path / "runs")] == ["third", "second", "first"]
+    assert [control.status(run).place for run in (first, second, third)] == [1, 2, 3]
+    assert [one.run.folder.name for one in control.runs_in(tmp_path / "runs")] == ["third", "second", "first"]
     wait_for_event(first, "distill")
-    assert [jobs.status(run).place for run in (first, second, third)] == [None, 1, 2]
-    jobs.stop(third)
+    assert [control.status(run).place for run in (first, second, third)] == [None, 1, 2]
+    control.stop(third)
     wait_for(third, "stopped")
     assert not any("total" in event for event in third.events())
     kill(first)
     wait_for(second, "running")
-    jobs.stop(second)
+    control.stop(second)
     wait_for(second, "stopped")
-    turns.ask(first.folder).give_back()  # whoever asks removes the tickets of the dead
-    assert [path.name for path in turns.folder().iterdir()] == ["lock"]
+    queue.ask(first.folder).give_back()  # whoever asks removes the tickets of the dead
+    assert [path.name for path in queue.folder().iterdir()] == ["lock"]
 
 
 def test_one_of_many_starts_wins(begin):
@@ -101,7 +101,7 @@ def test_one_of_many_starts_wins(begin):
 
     def start():
         try:
-            jobs.start(run)
+            control.start(run)
         except FolderError as error:
             refused.append(str(error))
 
@@ -113,7 +113,7 @@ def test_one_of_many_starts_wins(begin):
     assert len(refused) == 7 and all("is being written by another process" in text for text in refused)
     assert [event["event"] for event in run.events()].count("queued") == 1
     with pytest.raises(FolderError, match="is being written by another process"):
-        jobs.delete(run)
+        control.delete(run)
     os.kill(int(process_of(run).name), signal.SIGTERM)
     wait_for(run, "stopped")
 
@@ -123,12 +123,12 @@ def test_deleting_takes_what_the_run_wrote_and_nothing_else(begin):
     (run.folder / "state" / "training").mkdir()
     (run.folder / "allocation.json.unfinished").write_text("cut off wh")
     (other.folder / "notes.txt").write_text("mine")
-    jobs.delete(run)
-    jobs.delete(other)
+    control.delete(run)
+    control.delete(other)
     assert not run.folder.exists()
     assert [path.name for path in other.folder.iterdir()] == ["notes.txt"]
     with pytest.raises(FolderError, match="holds no run"):
-        jobs.delete(run)
+        control.delete(run)
 
 
 def test_a_folder_of_runs_is_listed_whatever_else_is_in_it(begin, tmp_path):
@@ -137,8 +137,8 @@ def test_a_folder_of_runs_is_listed_whatever_else_is_in_it(begin, tmp_path):
     (broken.folder / "events.jsonl").write_bytes(b"\xff\n{}\n")
     (tmp_path / "runs" / "empty").mkdir()
     (tmp_path / "runs" / "file").write_text("")
-    assert {one.run for one in jobs.runs_in(tmp_path / "runs")} == {run, broken}
-    assert jobs.runs_in(tmp_path / "absent") == []
+    assert {one.run for one in control.runs_in(tmp_path / "runs")} == {run, broken}
+    assert control.runs_in(tmp_path / "absent") == []
 
 
 def test_what_others_log_changes_no_state(begin):
@@ -155,14 +155,14 @@ def test_what_others_log_changes_no_state(begin):
         ("upload", {"done": 2, "total": 2}, "done"),
     ):
         run.log(event, **details)
-        found = jobs.status(run)
+        found = control.status(run)
         assert (found.state, found.changed) == (state, run.events()[-1]["time"]), event
         assert (found.error == "because") == (state == "failed")
     with run.locked():
         run.log("started")
-        assert jobs.status(run).state == "running"
+        assert control.status(run).state == "running"
         run.request("stop")
-        assert jobs.status(run).state == "stopping"
+        assert control.status(run).state == "stopping"
 
 
 def test_a_start_that_fails_holds_nobody_up(begin, tmp_path, monkeypatch):
@@ -171,13 +171,13 @@ def test_a_start_that_fails_holds_nobody_up(begin, tmp_path, monkeypatch):
     with monkeypatch.context() as broken:
         broken.setenv("LINEARIZER_QUEUE", str(tmp_path / "file" / "queue"))
         with pytest.raises(FolderError, match="set LINEARIZER_QUEUE to a folder that is yours to write"):
-            jobs.start(run)
+            control.start(run)
     (run.folder / "events.jsonl").mkdir()
     with pytest.raises(FolderError, match="cannot be written"):
-        jobs.start(run)
+        control.start(run)
     (run.folder / "events.jsonl").rmdir()
     monkeypatch.setattr("sys.executable", str(tmp_path / "absent"))
     with pytest.raises(FolderError, match="cannot be worked on"):
-        jobs.start(run)
-    assert jobs.status(run).state == "failed" and not run.worked_on
-    assert [path.name for path in turns.folder().iterdir()] == ["lock"]
+        control.start(run)
+    assert control.status(run).state == "failed" and not run.worked_on
+    assert [path.name for path in queue.folder().iterdir()] == ["lock"]

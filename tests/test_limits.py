@@ -4,8 +4,9 @@ import time
 
 import pytest
 
-from linearizer import desk, jobs, limits
+from linearizer import desk, limits
 from linearizer.errors import RequestError
+from linearizer.jobs import control
 from linearizer.limits import LIMITS, MOST, Limits
 from linearizer.run.plan import Plan
 from linearizer.train.state_file import read_state
@@ -30,11 +31,11 @@ def test_a_run_that_works_too_long_is_stopped_saved_told_why_and_goes_on(space):
     run = visitor(secret=ANN).begin(LONG)
     few = Limits(minutes=0.01)
     for _ in range(2):
-        jobs.start(run)
+        control.start(run)
         reached = max((event["done"] for event in run.events() if event["event"] == "distill"), default=0)
         wait_for_event(run, "distill", reached + 3)
         limits.enforce(space, time.time())
-        assert jobs.state_of(run) == "running"  # the usual time is not over
+        assert control.state_of(run) == "running"  # the usual time is not over
         limits.enforce(space, time.time(), few)
         found = wait_for(run, "stopped")
         assert "it has worked for 0.01 minutes, which is what this Space gives" in found.error

@@ -6,7 +6,7 @@ import re
 import pytest
 from gradio_client import Client
 
-from linearizer import jobs
+from linearizer.jobs import control
 from linearizer.run.folder import Run
 from tests.bare import make_bare_environment, run_bare
 from tests.serving import SMALL, SPACE, browsing, finished, looking, serving
@@ -139,7 +139,7 @@ def test_a_run_is_stopped_and_resumed(served, browser):
         name = start(page, steps=400)
         page.get_by_role("button", name="Stop", exact=True).click(timeout=LONG)
         shown(page, "#run-card", "stopped; all that was finished is kept", LONG)
-        assert jobs.state_of(Run(runs / name)) == "stopped"
+        assert control.state_of(Run(runs / name)) == "stopped"
         page.get_by_role("button", name="Resume").click()
         shown(page, "#run-card", "trains the features", LONG)
         page.get_by_role("button", name="Use what we have").click()

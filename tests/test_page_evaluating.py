@@ -7,7 +7,7 @@ import pytest
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 
-from linearizer import jobs
+from linearizer.jobs import control
 from linearizer.publish.evaluation_charts import FIGURES
 from linearizer.publish.parts import TITLES
 from linearizer.run.evaluation_request import PARTS
@@ -42,7 +42,7 @@ def done(served):
     """Name a run that has a student, made through the API."""
     client = client_of(served[0])
     name = client.predict("demo", 64, "Try it", {**SMALL, "steps": 2}, api_name="/start_run")
-    while (state := client.predict(name, api_name="/run_status")["state"]) in jobs.LIVE:
+    while (state := client.predict(name, api_name="/run_status")["state"]) in control.LIVE:
         time.sleep(0.1)
     assert state == "done"
     return name
@@ -50,7 +50,7 @@ def done(served):
 
 def evaluated(client, run, secret):
     while (found := client.predict(run, secret, api_name="/evaluation_status"))["state"] != "done":
-        assert found["state"] in jobs.LIVE, found
+        assert found["state"] in control.LIVE, found
         time.sleep(0.1)
     return found
 
@@ -92,7 +92,7 @@ def test_it_is_stopped_and_goes_on_from_the_page(served, browser, done):
     with looking(browser, f"{url}?run={done}") as page:
         page.click("#stop-evaluating", timeout=LONG)
         shown(page, "#evaluating", "Stopped; the parts that were finished are kept", LONG)
-        assert jobs.state_of(Run(runs / done).evaluating) == "stopped"
+        assert control.state_of(Run(runs / done).evaluating) == "stopped"
         choose(page, "Recall")
         page.locator("#part-texts input[type=number]").fill("2")
         page.click("#evaluate")
@@ -152,7 +152,7 @@ def test_one_visitor_never_sees_or_touches_anothers(served, done, tmp_path):
         ):
             with pytest.raises(AppError, match=why):
                 client.predict(run, None, asked, ANN, api_name="/evaluate_run")
-        assert client.predict(run, ["language"], QUICK, ANN, api_name="/evaluate_run") in jobs.LIVE
+        assert client.predict(run, ["language"], QUICK, ANN, api_name="/evaluate_run") in control.LIVE
         found = evaluated(client, run, ANN)
         assert [one["name"] for one in found["found"]["language"]["subjects"]][:2] == ["teacher", "student"]
         assert "/" + "runs" not in str(found)

@@ -12,8 +12,8 @@ import torch
 from huggingface_hub import ModelCard, hf_hub_download
 from transformers import AutoTokenizer
 
-from linearizer import jobs
 from linearizer.errors import RequestError
+from linearizer.jobs import control
 from linearizer.model.checkpoint import load
 from linearizer.model.hub import find_model
 from linearizer.pipeline import linearize
@@ -170,7 +170,7 @@ def test_where_a_run_was_published_is_told_by_whoever_reads_its_log(hub, run, si
     done = publish(run, "me/later")
     event = run.events()[-1]
     told = {"repo_id": "me/later", "revision": done.revision, "url": done.url, "snippet": done.snippet, "private": True}
-    assert event == {"time": event["time"], "event": "published", **told} and jobs.status(run).published == event
+    assert event == {"time": event["time"], "event": "published", **told} and control.status(run).published == event
     code, out, _ = said("runs", "--root", run.folder.parent)
     sentence = f"published as me/later (private), revision {done.revision}: {done.url}"
     assert code == 0 and out.endswith(f"demo: {sentence}\n")
@@ -178,7 +178,7 @@ def test_where_a_run_was_published_is_told_by_whoever_reads_its_log(hub, run, si
     assert code == 0 and out.endswith(f"{sentence}\n\n{done.snippet}\n")
     run.log("evaluated")  # what comes later hides it no more than another publication does
     publish(run, "me/last")
-    assert jobs.status(run).published["repo_id"] == "me/last"
+    assert control.status(run).published["repo_id"] == "me/last"
 
 
 def test_the_command_says_what_it_needs(hub, run, signed_in, said):

@@ -4,11 +4,12 @@ import json
 
 import pytest
 
-from linearizer import desk, jobs, limits, views, watch
+from linearizer import desk, limits, views, watch
 from linearizer.errors import RequestError
-from linearizer.estimates import Estimate
-from linearizer.evaluation_estimate import Foreseen, evaluation_seconds, foresee
 from linearizer.evaluation_views import evaluation_card, times_line
+from linearizer.jobs import control
+from linearizer.jobs.evaluation_forecast import Foreseen, evaluation_seconds, foresee
+from linearizer.jobs.forecast import Estimate
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
@@ -26,7 +27,7 @@ def run(tmp_path):
     found.write("inspection.json", json.dumps(SUPPORTED))
     lines = [("started", 0), ("evaluate", 100), ("recall", 108), ("evaluated", 112), ("done", 113)]
     details = {"done": 1, "total": 2, "unit": "batches"}
-    events = ({"time": time, "event": name, **(details if name in jobs.STEPS else {})} for name, time in lines)
+    events = ({"time": time, "event": name, **(details if name in control.STEPS else {})} for name, time in lines)
     found.log_file.write_text("".join(json.dumps(event) + "\n" for event in events))
     return found
 
@@ -101,14 +102,14 @@ def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, t
     with evaluation.locked():
         evaluation.log("queued", request={})
         evaluation.log("started")
-        found = jobs.status(run)
+        found = control.status(run)
         assert found.state == "done" and found.live and found.evaluation.state == "running"
         begun = run.events()[-1]["time"]
         limits.enforce(tmp_path, begun + 1)
         assert not run.requested("stop")
         limits.enforce(tmp_path, begun + 30 * 24 * 3600)
-        assert run.requested("stop") and jobs.state_of(evaluation) == "stopping" and run.has("plan.json")
-        assert not watch.abilities(jobs.status(run))["delete"]
+        assert run.requested("stop") and control.state_of(evaluation) == "stopping" and run.has("plan.json")
+        assert not watch.abilities(control.status(run))["delete"]
 
 
 def test_the_page_says_how_an_evaluation_is(run):
@@ -119,16 +120,16 @@ def test_the_page_says_how_an_evaluation_is(run):
         evaluation.log("started")
         step = {"part": "needle", "place": 2, "parts": 4, "unit": "cells"}
         evaluation.log("needle", done=5, total=10, **step)
-        text = evaluation_card(jobs.status(run).evaluation, 0.0)
+        text = evaluation_card(control.status(run).evaluation, 0.0)
         assert "part 2 of 4: 5 of 10 cells" in text and 'value="0.375"' in text and "Hidden pairs" in text
-        assert views.run_card(jobs.status(run), "run", 0.0).count("done")
-    assert "Its process is gone" in evaluation_card(jobs.status(run).evaluation, 0.0)
+        assert views.run_card(control.status(run), "run", 0.0).count("done")
+    assert "Its process is gone" in evaluation_card(control.status(run).evaluation, 0.0)
     evaluation.log("failed", error="<b>no</b>")
-    assert "&lt;" in (text := evaluation_card(jobs.status(run).evaluation, 0.0)) or "‹b›" in text
+    assert "&lt;" in (text := evaluation_card(control.status(run).evaluation, 0.0)) or "‹b›" in text
     evaluation.log("stopped", error="it took too long")
-    assert "it took too long. Stopped" in evaluation_card(jobs.status(run).evaluation, 0.0)
+    assert "it took too long. Stopped" in evaluation_card(control.status(run).evaluation, 0.0)
     evaluation.log("done")
-    assert "Evaluated" in evaluation_card(jobs.status(run).evaluation, 0.0)
+    assert "Evaluated" in evaluation_card(control.status(run).evaluation, 0.0)
 
 
 def test_only_ones_own_run_is_evaluated(tmp_path, monkeypatch):

@@ -9,7 +9,7 @@ import time
 
 import pytest
 
-from linearizer import jobs
+from linearizer.jobs import control
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.at_work import process_of, wait_for, wait_for_event, wait_until
@@ -23,9 +23,9 @@ def root(tmp_path, monkeypatch):
     """A folder of runs, none of which is at work when the test is over."""
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     yield tmp_path
-    for one in jobs.runs_in(tmp_path):
-        if one.state in jobs.LIVE:
-            jobs.stop(one.run)
+    for one in control.runs_in(tmp_path):
+        if one.state in control.LIVE:
+            control.stop(one.run)
             wait_for(one.run, "stopped", "done")
 
 
@@ -85,7 +85,7 @@ def test_a_run_in_a_terminal_is_stopped_from_another(root, said):
     assert said("runs", "stop", root / "mine")[0] == 0
     _, err = worker.communicate(timeout=180)
     assert worker.returncode == 130 and "stopped as asked" in err and "Traceback" not in err
-    assert jobs.status(run).state == "stopped"
+    assert control.status(run).state == "stopped"
     code, _, err = said("runs", "attach", "mine")
     assert code == 130 and "is stopped: linearizer runs resume" in err
     assert said("runs", "resume", "mine")[0] == 0
@@ -96,9 +96,9 @@ def test_a_run_in_a_terminal_is_stopped_from_another(root, said):
 
 def test_a_run_in_a_terminal_waits_for_its_turn_and_says_so(root):
     first = terminal("run", "demo", *LONG, "--out", str(root / "first"))
-    wait_until(lambda: any(one.state == "running" for one in jobs.runs_in(root)))
+    wait_until(lambda: any(one.state == "running" for one in control.runs_in(root)))
     second = terminal("run", "demo", *LONG, "--out", str(root / "second"))
-    wait_until(lambda: any(one.state == "queued" and one.place == 1 for one in jobs.runs_in(root)))
+    wait_until(lambda: any(one.state == "queued" and one.place == 1 for one in control.runs_in(root)))
     time.sleep(1)
     second.send_signal(signal.SIGTERM)
     _, err = second.communicate(timeout=180)
@@ -106,7 +106,7 @@ def test_a_run_in_a_terminal_waits_for_its_turn_and_says_so(root):
     assert [event["event"] for event in Run(root / "second").events()] == ["queued", "stopped"]
     first.kill()
     first.communicate()
-    assert jobs.status(Run(root / "first")).state == "lost"
+    assert control.status(Run(root / "first")).state == "lost"
 
 
 def test_a_run_that_failed_is_shown_with_its_reason(root, said):

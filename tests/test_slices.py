@@ -13,7 +13,8 @@ import pytest
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 
-from linearizer import jobs, slices, zerogpu
+from linearizer import slices, zerogpu
+from linearizer.jobs import control
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.run.folder import Run, locks
@@ -54,9 +55,9 @@ def test_slices_end_in_the_same_bits_as_one_piece(whole, name, tmp_path, monkeyp
     monkeypatch.setattr(slices, "SHARE", 0)  # each slice finishes one thing
     run = Run.begin(tmp_path / "run", whole[name].plan)
     slices.start(run)
-    while jobs.state_of(run) in jobs.LIVE:
+    while control.state_of(run) in control.LIVE:
         time.sleep(0.05)
-    assert jobs.state_of(run) == "done", jobs.status(run)
+    assert control.state_of(run) == "done", control.status(run)
     assert student(run) == student(whole[name]) and run.evaluation == whole[name].evaluation
     told = [event["event"] for event in run.events()]
     assert told.count("queued") == 1 and told.count("slice") == told.count("started") - 1 >= 5
@@ -128,12 +129,12 @@ def test_a_space_works_in_slices_for_the_visitor_who_asked(space, whole):
     client, root, log = space
     run = begin(client, root)
     states = set()
-    while (state := jobs.state_of(run)) in jobs.LIVE:
+    while (state := control.state_of(run)) in control.LIVE:
         states.add(state)
         with pytest.raises(FileNotFoundError):
             process_of(run)
         time.sleep(0.05)
-    assert state == "done", (jobs.status(run), log.read_text())
+    assert state == "done", (control.status(run), log.read_text())
     assert states <= {"queued", "running"}
     assert student(run) == student(whole["trained"])
     lent = [line.split() for line in (root / "lent").read_text().splitlines()]
@@ -187,7 +188,7 @@ def test_a_run_in_slices_is_stopped_and_resumed_and_waits_for_its_turn(space):
     client, root, log = space
     first, second = (begin(client, root, steps=300) for _ in range(2))
     wait_until(lambda: any(event["event"] == "distill" for event in first.events()), 200)
-    assert jobs.status(second).place == 1
+    assert control.status(second).place == 1
     client.predict(first.folder.name, ANN, api_name="/stop_run")
     wait_for(first, "stopped")
     wait_for(second, "running")
@@ -210,11 +211,11 @@ def test_an_evaluation_works_in_slices_too_and_goes_on_at_the_part_that_is_not_f
     run, parts = Run(folder), ["language", "recall", "generation"]
     before = len((root / "lent").read_text().splitlines())
     client.predict("evaluated", parts, {"texts": 2}, ANN, api_name="/evaluate_run")
-    while (state := jobs.state_of(run.evaluating)) in jobs.LIVE:
+    while (state := control.state_of(run.evaluating)) in control.LIVE:
         with pytest.raises(FileNotFoundError):
             process_of(run)
         time.sleep(0.05)
-    assert state == "done", (jobs.status(run.evaluating), log.read_text())
+    assert state == "done", (control.status(run.evaluating), log.read_text())
     told = [event for event in run.events() if run.evaluating.mine(event)]
     assert [event["part"] for event in told if event["event"] == "examined"] == parts
     lent = len((root / "lent").read_text().splitlines()) - before

@@ -12,9 +12,9 @@ import pytest
 from gradio_client import Client
 from huggingface_hub import RepoCard, snapshot_download
 
-from linearizer import jobs
 from linearizer.__main__ import main
 from linearizer.errors import PublishError, RequestError
+from linearizer.jobs import control
 from linearizer.progress import finish
 from linearizer.publish import push, space
 from tests.serving import SMALL, SPACE, serving
@@ -130,7 +130,7 @@ def test_an_installed_package_publishes_the_same_space_and_what_was_sent_shows_t
         client = Client(url, verbose=False, analytics_enabled=False)
         assert client.predict("demo", api_name="/inspect_model")["supported"]
         run = client.predict("demo", 64, "Try it", {**SMALL, "steps": 0}, "a secret of sixteen", api_name="/start_run")
-        while (found := client.predict(run, "a secret of sixteen", api_name="/run_status"))["state"] in jobs.LIVE:
+        while (found := client.predict(run, "a secret of sixteen", api_name="/run_status"))["state"] in control.LIVE:
             time.sleep(0.2)
         assert found["state"] == "done", found
 

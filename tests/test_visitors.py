@@ -80,9 +80,9 @@ def test_what_comes_from_outside_is_escaped(root):
     object.__setattr__(found, "licence", odd)
     run = visitor().begin(Plan(odd, budget=64, text=odd))
     run.log("failed", error=odd)
-    from linearizer import jobs
+    from linearizer.jobs import control
 
-    status = jobs.status(run)
+    status = control.status(run)
     for html in (
         views.model_card(found),
         markup.said(odd, "bad"),
@@ -115,7 +115,7 @@ def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
 
 
 def test_an_estimate_grows_with_the_work_and_covers_the_download(root):
-    from linearizer.estimates import Speeds, estimate
+    from linearizer.jobs.forecast import Speeds, estimate
 
     found, machine = desk.inspect(visitor(), "demo"), Speeds(1e10, 1e10, 1e9)
     guesses = [estimate(desk.plan_of("demo", 64, effort, {}), found, machine, 5e6) for effort in desk.EFFORTS]
@@ -125,7 +125,7 @@ def test_an_estimate_grows_with_the_work_and_covers_the_download(root):
 
 
 def test_minutes_that_are_asked_for_are_in_the_estimate():
-    from linearizer.estimates import Speeds, estimate
+    from linearizer.jobs.forecast import Speeds, estimate
 
     found, machine = desk.inspect(visitor(), "demo"), Speeds(1e12, 1e12, 1e9)
     plans = (Plan.of("features", model="demo", budget=64, **some) for some in ({"steps": 0}, {"minutes": 60}))

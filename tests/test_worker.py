@@ -8,8 +8,8 @@ from pathlib import Path
 
 import pytest
 
-from linearizer import jobs, turns
 from linearizer.errors import FolderError, RequestError
+from linearizer.jobs import control, queue
 from linearizer.model.hub import find_model
 from linearizer.run.plan import Plan
 from tests.at_work import LONG, QUICK, beginning, log_of, process_of, wait_for, wait_for_event, wait_until
@@ -27,24 +27,24 @@ def test_a_token_reaches_the_run_and_nothing_else(begin, hub, tmp_path):
     hub.add("visitor/private", find_model("demo").folder, private=True)
     plan = Plan("visitor/private", steps=2, **QUICK)
     refused, run = begin("refused", plan), begin("run", plan)
-    jobs.start(refused)
-    jobs.start(run, TOKEN)
+    control.start(refused)
+    control.start(run, TOKEN)
     seen, secret = 0, TOKEN.encode()
-    while jobs.state_of(run) in jobs.LIVE:
+    while control.state_of(run) in control.LIVE:
         with suppress(FileNotFoundError, ProcessLookupError):
             process = process_of(run)
             assert secret not in (process / "cmdline").read_bytes() + (process / "environ").read_bytes()
             seen += 1
         time.sleep(0.1)
-    assert seen and jobs.status(run).state == "done", log_of(run)
-    assert "'visitor/private' is no folder here and not on the Hub, or it is private" in jobs.status(refused).error
-    for place in (tmp_path, turns.folder(), Path(os.environ["HF_HOME"])):
+    assert seen and control.status(run).state == "done", log_of(run)
+    assert "'visitor/private' is no folder here and not on the Hub, or it is private" in control.status(refused).error
+    for place in (tmp_path, queue.folder(), Path(os.environ["HF_HOME"])):
         assert not [path for path in place.rglob("*") if path.is_file() and secret in path.read_bytes()]
 
 
 def test_a_token_that_cannot_be_one_is_refused_unsaid(begin):
     with pytest.raises(RequestError, match="the token holds characters that no token has") as refusal:
-        jobs.start(begin(), "hf_copied\nwith more")
+        control.start(begin(), "hf_copied\nwith more")
     assert "hf_copied" not in str(refusal.value)
 
 
@@ -63,7 +63,7 @@ def torch_that(tmp_path, monkeypatch):
 def test_a_fault_of_our_own_is_named_by_its_kind_and_its_traceback_is_kept(begin, torch_that):
     torch_that("raise ZeroDivisionError('in /home/somebody with hf_secret1')")
     run = begin()
-    jobs.start(run, "hf_secret1")
+    control.start(run, "hf_secret1")
     found = wait_for(run, "failed")
     assert found.error.startswith("ZeroDivisionError, a fault of Linearizer itself") and "worker.log" in found.error
     assert "somebody" not in found.error
@@ -75,7 +75,7 @@ def test_a_crash_is_told_by_its_last_words_without_folders_or_tokens(begin, torc
         "import os; os.write(2, b'begun\\nno driver in /home/somebody/lib.so for hf_secret2\\n\\n'); os._exit(9)"
     )
     run = begin()
-    jobs.start(run)
+    control.start(run)
     found = wait_for(run, "lost")
     assert found.error.endswith("its last words: no driver in lib.so for …")
 
@@ -83,18 +83,18 @@ def test_a_crash_is_told_by_its_last_words_without_folders_or_tokens(begin, torc
 def test_a_run_that_fails_keeps_its_reason_and_can_be_tried_again(begin):
     run = begin(plan=Plan("demo", device="magic", **QUICK))
     for _ in range(2):
-        jobs.start(run)
+        control.start(run)
         assert "device 'magic' is not to be had here" in wait_for(run, "failed").error
     assert log_of(run) == ""
 
 
 def test_a_run_deleted_under_its_process_is_gone(begin):
     run = begin(plan=LONG)
-    jobs.start(run)
+    control.start(run)
     wait_for_event(run, "distill")
     process = process_of(run)
     wait_until(lambda: shutil.rmtree(run.folder, ignore_errors=True) or not run.folder.exists())  # it still writes
     with pytest.raises(FolderError, match="holds no run"):
-        jobs.status(run)
+        control.status(run)
     wait_until(lambda: not process.exists())
-    assert not run.folder.exists() and list(jobs.follow(run)) == []
+    assert not run.folder.exists() and list(control.follow(run)) == []

@@ -7,8 +7,8 @@ from dataclasses import asdict, replace
 
 import pytest
 
-from linearizer import jobs
 from linearizer.errors import FolderError, RequestError, Stopped
+from linearizer.jobs import control
 from linearizer.model.hub import find_model
 from linearizer.pipeline import linearize, measure_only, reallocate
 from linearizer.progress import Progress, finish
@@ -44,16 +44,16 @@ def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, be
         with pytest.raises(Stopped):
             for progress in linearize(run):
                 if progress.step == step and not run.requested("stop"):
-                    assert jobs.status(run).state == "running"
-                    jobs.stop(run)
-                    assert jobs.status(run).state == "stopping"
+                    assert control.status(run).state == "running"
+                    control.stop(run)
+                    assert control.status(run).state == "stopping"
                     reached = progress.done
-        found = jobs.status(run)
+        found = control.status(run)
         assert (found.state, found.step["event"], found.step["done"]) == ("stopped", step, reached)
         assert not run.requested("stop") and not run.worked_on
     finish(linearize(run))
     assert student(run) == student(whole)
-    assert jobs.status(run).state == "done"
+    assert control.status(run).state == "done"
 
 
 def test_what_has_no_steps_is_stopped_at_once(begin):
@@ -62,7 +62,7 @@ def test_what_has_no_steps_is_stopped_at_once(begin):
     begun = time.monotonic()
     with pytest.raises(Stopped):
         finish(linearize(run))
-    assert time.monotonic() - begun < 10 and jobs.status(run).state == "stopped"
+    assert time.monotonic() - begun < 10 and control.status(run).state == "stopped"
 
 
 def test_a_download_is_stopped_at_once(begin, hub, monkeypatch):
@@ -80,29 +80,29 @@ def test_a_download_is_stopped_at_once(begin, hub, monkeypatch):
     begun = time.monotonic()
     with pytest.raises(Stopped):
         finish(linearize(run))
-    assert time.monotonic() - begun < 10 and jobs.status(run).state == "stopped"
+    assert time.monotonic() - begun < 10 and control.status(run).state == "stopped"
     over.set()
 
 
 def test_training_ends_early_where_that_is_asked_and_stays_so(begin):
     run = begin(plan=LONG)
     with pytest.raises(RequestError, match="is stopped: only a run that is at work"):
-        jobs.use_now(run)
+        control.use_now(run)
     steps = linearize(run)
     assert next(steps).step == "profile"
     with pytest.raises(RequestError, match="is not training"):
-        jobs.use_now(run)
+        control.use_now(run)
     reached = 0
     while (progress := next(steps)).step != "evaluate":
         if progress.step == "distill" and progress.done == 3:
-            jobs.use_now(run)
+            control.use_now(run)
         reached = progress.done
     steps.close()
     assert reached == 3 and not run.requested("use")
-    assert jobs.status(run).state == "stopped"
+    assert control.status(run).state == "stopped"
     assert {progress.step for progress in linearize(run)} == {"evaluate", "recall"}
     assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [3, 3]
-    assert jobs.status(run).state == "done"
+    assert control.status(run).state == "done"
 
 
 def test_training_that_ends_early_trains_with_no_later_loss(begin):
@@ -110,7 +110,7 @@ def test_training_that_ends_early_trains_with_no_later_loss(begin):
     steps = linearize(run)
     while next(steps).step != "distill":
         pass
-    jobs.use_now(run)
+    control.use_now(run)
     assert "distill" not in {progress.step for progress in steps}
     ends = [(event["phase"], event["steps"]) for event in run.events() if event["event"] == "distilled"]
     assert ends == [(0, 1), (1, 0)] and trained(run).asked == 8 and not run.requested("use")
@@ -173,15 +173,15 @@ def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
     assert '"done"' in lines.pop()
     run.log_file.write_text("".join(lines))
     (run.checkpoint / "README.md").unlink()
-    assert jobs.status(run).state == "lost"
+    assert control.status(run).state == "lost"
     assert list(linearize(run)) == []
-    assert jobs.status(run).state == "done" and (run.checkpoint / "README.md").exists() and student(run) == made
+    assert control.status(run).state == "done" and (run.checkpoint / "README.md").exists() and student(run) == made
 
 
 def test_a_run_that_was_only_measured_waits_to_be_resumed(begin):
     run = begin()
     finish(measure_only(run))
-    assert jobs.status(run).state == "stopped" and run.has("profile.json")
+    assert control.status(run).state == "stopped" and run.has("profile.json")
 
 
 def test_a_run_deleted_while_it_is_worked_on_ends_and_stays_deleted(begin):
@@ -197,7 +197,7 @@ def test_what_the_disk_has_no_room_for_is_refused_before_anything_is_loaded(begi
     run = begin(plan=Plan("demo", budget=64, samples=8 * 10**12))
     with pytest.raises(FolderError, match=r"GB free, and \d+\.\d+ GB are needed: make room"):
         next(linearize(run))
-    assert jobs.status(run).state == "failed" and "are needed" in jobs.status(run).error
+    assert control.status(run).state == "failed" and "are needed" in control.status(run).error
 
 
 def test_a_branch_that_moves_on_does_not_change_a_run_that_resumes(begin, hub):

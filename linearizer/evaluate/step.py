@@ -20,7 +20,7 @@ from linearizer.evaluate.setup import Bench, assembled
 from linearizer.evaluate.speed import LENGTHS, measure_speed
 from linearizer.evaluate.subjects import Subject
 from linearizer.evaluate.tasks import find_tasks, measure_tasks
-from linearizer.jobs import newest_request
+from linearizer.jobs.control import newest_request
 from linearizer.model.samples import SAMPLES
 from linearizer.model.text import document_numbers
 from linearizer.progress import Steps

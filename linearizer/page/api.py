@@ -15,10 +15,11 @@ from typing import Any, TypeAlias
 
 import gradio as gr
 
-from linearizer import desk, jobs, outbox, watch
+from linearizer import desk, outbox, watch
 from linearizer.command import command_of
 from linearizer.errors import LinearizerError, RequestError
-from linearizer.jobs import Status
+from linearizer.jobs import control
+from linearizer.jobs.control import Status
 from linearizer.page import libraries
 from linearizer.publish import html
 from linearizer.visitors import Visitor, visitor
@@ -95,36 +96,36 @@ def run_status(run: str, secret: str = "", profile: Profile = None, token: Token
     it was judged.
     """
     one = who(secret, profile, token).find(run)
-    found = status_of(jobs.status(one))
+    found = status_of(control.status(one))
     return {**found, "evaluation": one.evaluation if one.has("evaluation.json") else None}
 
 
 def list_runs(secret: str = "", profile: Profile = None, token: Token = None) -> list[dict]:
     """List your runs, the newest first."""
-    return [status_of(one) for one in jobs.runs_in(who(secret, profile, token).home)]
+    return [status_of(one) for one in control.runs_in(who(secret, profile, token).home)]
 
 
 def stop_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Ask a run to finish its step, save and stop; return its state."""
-    return asked(who(secret, profile, token), run, jobs.stop)
+    return asked(who(secret, profile, token), run, control.stop)
 
 
 def use_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """End a run's training at this step, and judge and save the student as it is; return its state."""
-    return asked(who(secret, profile, token), run, jobs.use_now)
+    return asked(who(secret, profile, token), run, control.use_now)
 
 
 def resume_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Go on with a run that was stopped, lost or failed; return its state."""
     someone = who(secret, profile, token)
     desk.resume(someone, run)
-    return jobs.state_of(someone.find(run))
+    return control.state_of(someone.find(run))
 
 
 def delete_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Delete a run that is not at work; return its name."""
     one = who(secret, profile, token).find(run)
-    jobs.delete(one)
+    control.delete(one)
     watch.forget(one)
     return run
 
@@ -196,13 +197,13 @@ def evaluate_run(
     """
     someone = who(secret, profile, token)
     desk.evaluate(someone, run, {**checked(options), **({"parts": parts} if parts else {})})
-    return jobs.state_of(someone.find(run).evaluating)
+    return control.state_of(someone.find(run).evaluating)
 
 
 def evaluation_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
     """Say how the evaluation of a run goes, and what its parts have found so far; state is null if none was asked."""
     one = who(secret, profile, token).find(run)
-    found = jobs.status(one).evaluation
+    found = control.status(one).evaluation
     told = {"run": run, "state": None} if found is None else status_of(found)
     return {**told, "found": one.evaluation_parts}
 
@@ -210,8 +211,8 @@ def evaluation_status(run: str, secret: str = "", profile: Profile = None, token
 def stop_evaluation(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Stop the evaluation of a run, which keeps the parts that are finished; return its state."""
     one = who(secret, profile, token).find(run).evaluating
-    jobs.stop(one)
-    return jobs.state_of(one)
+    control.stop(one)
+    return control.state_of(one)
 
 
 ENDPOINTS = (
@@ -236,7 +237,7 @@ def add_endpoints() -> None:
 def asked(someone: Visitor, run: str, ask: Callable) -> str:
     one = someone.find(run)
     ask(one)
-    return jobs.state_of(one)
+    return control.state_of(one)
 
 
 def status_of(status: Status) -> dict[str, Any]:

@@ -8,8 +8,9 @@ from typing import Any
 
 import gradio as gr
 
-from linearizer import desk, evaluation_views, jobs, watch
+from linearizer import desk, evaluation_views, watch
 from linearizer.errors import LinearizerError, RequestError
+from linearizer.jobs import control
 from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, telling, who
 from linearizer.publish import html as markup
 from linearizer.publish.parts import CAPTIONS
@@ -41,7 +42,7 @@ def evaluate(
 @telling
 def stop(memory: Memory, profile: Profile, token: Token) -> Any:
     """Stop it; the parts that are finished are kept."""
-    jobs.stop(who(memory, profile, token).find(run_named(memory) or "").evaluating)
+    control.stop(who(memory, profile, token).find(run_named(memory) or "").evaluating)
     return gr.Timer(0.2)
 
 
@@ -75,7 +76,7 @@ def draw(memory: Memory, seen: dict[str, Any], profile: Profile, token: Token) -
             found = watch.look(who(memory, profile, token).find(name), time.time())
         except LinearizerError:  # it was deleted; the look says so
             name = None
-    live = name is not None and found["evaluating"].value in jobs.LIVE
+    live = name is not None and found["evaluating"].value in control.LIVE
     student = name is not None and found["can"].value["student"]
     new, before = marks(found), seen.get("marks", {}) if seen.get("run") == name else None
     outputs = [{"run": name, "marks": new}, gr.Button(interactive=student and not live), gr.Button(visible=live)]

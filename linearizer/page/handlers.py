@@ -10,9 +10,10 @@ from typing import Any, TypeAlias, TypeVar
 import gradio as gr
 from gradio.components.plot import PlotData
 
-from linearizer import desk, jobs, outbox, views, watch, zerogpu
+from linearizer import desk, outbox, views, watch, zerogpu
 from linearizer.command import command_of
 from linearizer.errors import LinearizerError, RequestError
+from linearizer.jobs import control
 from linearizer.page import libraries
 from linearizer.page.layout import LEAST, MOST
 from linearizer.publish import html
@@ -199,7 +200,7 @@ def act(what: str) -> Callable:
         if what == "resume":
             desk.resume(someone, name)
         else:
-            {"stop": jobs.stop, "use": jobs.use_now}[what](someone.find(name))
+            {"stop": control.stop, "use": control.use_now}[what](someone.find(name))
         return gr.Timer(0.2)
 
     return telling(asked)
@@ -282,7 +283,7 @@ def publish(memory: Memory, owner: str, repo: str, private: bool, profile: Profi
 @telling
 def listed(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any]:
     """List the runs of whoever is at the page."""
-    found = jobs.runs_in(who(memory, profile, token).home)
+    found = control.runs_in(who(memory, profile, token).home)
     names = [one.run.folder.name for one in found if not one.live]
     return views.runs_table(found), gr.Dropdown(choices=names, value=None)
 
@@ -293,6 +294,6 @@ def deleted(memory: Memory, name: str | None, profile: Profile, token: Token) ->
     if not name:
         raise RequestError("no run was chosen: choose the one to delete")
     run = who(memory, profile, token).find(name)
-    jobs.delete(run)
+    control.delete(run)
     watch.forget(run)
     return listed(memory, profile, token)

@@ -13,8 +13,9 @@ from typing import Any
 
 import gradio as gr
 
-from linearizer import jobs, outbox, views, watch
+from linearizer import outbox, views, watch
 from linearizer.errors import LinearizerError
+from linearizer.jobs import control
 from linearizer.page import evaluating
 from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, shares, who
 from linearizer.page.layout import LEAST, MOST
@@ -69,7 +70,7 @@ def draw(memory: Memory, seen: dict[str, str], at: float, touched: bool, profile
         return nothing()
     new = {key: part.value for key, part in parts.items() if seen.get(key) != part.mark}
     sent, can = sent_part(run, parts), new.get("can")
-    live = {parts["state"].value, parts["evaluating"].value} & set(jobs.LIVE) or outbox.busy(run)
+    live = {parts["state"].value, parts["evaluating"].value} & set(control.LIVE) or outbox.busy(run)
     measured = "measured" in new and not touched
     bars, other_card = first_shares(run) if measured else (gr.skip(), gr.skip())
     stage = step_to_show(parts["stage"].value, seen, at, touched) if "stage" in new else None

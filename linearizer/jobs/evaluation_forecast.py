@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from linearizer.estimates import JUDGED, START
+from linearizer.jobs.forecast import JUDGED, START
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 

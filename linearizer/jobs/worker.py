@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
-from linearizer.jobs import enter
+from linearizer.jobs.control import enter
+from linearizer.jobs.queue import Ticket
 from linearizer.model.devices import device_name, device_of
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.at_work import check, reported
 from linearizer.run.folder import Run
 from linearizer.run.locks import Lock
-from linearizer.turns import Ticket
 
 Product = TypeVar("Product")
 OFTEN = 0.3  # seconds between two looks at the queue

@@ -18,14 +18,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from linearizer import turns
 from linearizer.errors import FolderError, RequestError
+from linearizer.jobs import queue
+from linearizer.jobs.queue import Ticket
 from linearizer.run.events import Event
 from linearizer.run.files import UNFINISHED, remove, writing
 from linearizer.run.folder import OWN, Run
 from linearizer.run.folder import events as journal
 from linearizer.run.locks import Lock
-from linearizer.turns import Ticket
 
 STATES = ("queued", "running", "stopping", "stopped", "failed", "done", "lost")
 STEPS = ("profile", "try", "price", "exchange", "gates", "distill", "evaluate", "recall")
@@ -117,7 +117,7 @@ def enter(run: Run, **asked: Any) -> tuple[Lock, Ticket]:
     with ExitStack() as undo:
         lock = undo.enter_context(run.locked())
         remove(run.folder / "worker.log")
-        ticket = turns.ask(run.folder)
+        ticket = queue.ask(run.folder)
         undo.callback(ticket.give_back)
         run.log("queued", **asked)
         undo.pop_all()
@@ -199,7 +199,7 @@ def status(run: Run) -> Status:
     return Status(
         run=run,
         state=state,
-        place=turns.place_of(run.folder) if state == "queued" else None,
+        place=queue.place_of(run.folder) if state == "queued" else None,
         step=told.step,
         error=GONE + last_words(run) if state == "lost" else told.error,
         begun=begun,
