@@ -227,7 +227,7 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
 
 
 def serve_app(asked: argparse.Namespace) -> None:
-    from linearizer import zerogpu
+    from linearizer.page import zerogpu
 
     if zerogpu.here():
         zerogpu.package()  # before anything else looks for a device

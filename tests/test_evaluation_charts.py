@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from linearizer.evaluation_views import part_html
+from linearizer.page.evaluation_cards import part_html
 from linearizer.publish.evaluation_charts import FIGURES, charts_of
 from linearizer.publish.evaluation_page import page_of
 from linearizer.publish.parts import CAPTIONS, TITLES

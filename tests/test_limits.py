@@ -4,13 +4,13 @@ import time
 
 import pytest
 
-from linearizer import desk, limits
 from linearizer.errors import RequestError
 from linearizer.jobs import control
-from linearizer.limits import LIMITS, MOST, Limits
+from linearizer.page import actions, limits
+from linearizer.page.limits import LIMITS, MOST, Limits
+from linearizer.page.visitors import visitor
 from linearizer.run.plan import Plan
 from linearizer.train.state_file import read_state
-from linearizer.visitors import visitor
 from tests.at_work import LONG, wait_for, wait_for_event
 
 ANN, BOB = "a" * 16, "b" * 16
@@ -73,13 +73,13 @@ def test_a_space_removes_what_nobody_has_looked_after(space):
 @pytest.mark.parametrize("field", MOST)
 def test_a_space_says_what_is_too_much(space, field):
     plan = Plan.of("features", model="demo", budget=64, **{"steps": 1, field: MOST[field] + 8})
-    found = desk.inspect(visitor(secret=ANN), "demo")
+    found = actions.inspect(visitor(secret=ANN), "demo")
     with pytest.raises(RequestError, match=f"{field} .* more than this Space serves"):
         limits.check(visitor(secret=ANN), plan, found, space)
 
 
 def test_a_model_that_is_too_large_is_refused_before_it_is_read(space):
-    found = desk.inspect(visitor(secret=ANN), "demo")
+    found = actions.inspect(visitor(secret=ANN), "demo")
     ann, plan = visitor(secret=ANN), Plan("demo", budget=64)
     limits.check(ann, plan, found, space, Limits(gigabytes=found.weight_bytes / 1e9))
     with pytest.raises(RequestError, match=r"GB of weights, and this Space serves up to 0.001 GB: choose a smaller"):
@@ -115,7 +115,7 @@ def test_a_comparison_that_is_too_long_is_refused(space, prompt, tokens):
     run = begun()
     run.checkpoint.mkdir()
     with pytest.raises(RequestError, match=f"a prompt of {len(prompt)} characters and {tokens} tokens cannot"):
-        next(desk.compare(visitor(secret=ANN), run.folder.name, prompt, tokens, 0, False))
+        next(actions.compare(visitor(secret=ANN), run.folder.name, prompt, tokens, 0, False))
 
 
 def test_the_owner_of_a_space_sets_its_limits_by_variables():

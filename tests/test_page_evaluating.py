@@ -8,11 +8,11 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 
 from linearizer.jobs import control
+from linearizer.page.visitors import hashed
 from linearizer.publish.evaluation_charts import FIGURES
 from linearizer.publish.parts import TITLES
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
-from linearizer.visitors import hashed
 from tests.findings import FOUND
 from tests.serving import SMALL, SPACE, browsing, looking, serving, wrong
 from tests.test_page import FITS, LONG, shown

@@ -7,7 +7,7 @@ from functools import partial
 import pytest
 import torch
 
-from linearizer import desk, loading, pipeline
+from linearizer import loading, pipeline
 from linearizer.__main__ import begin, parser
 from linearizer.allocate import step
 from linearizer.allocate.by_prices import Prices
@@ -18,12 +18,13 @@ from linearizer.evaluate.ablation import without_far, without_window
 from linearizer.evaluate.eviction import Evicting, Kept, evicted
 from linearizer.evaluate.subjects import exchanged
 from linearizer.measure.gates import learn_gates
+from linearizer.page import actions
+from linearizer.page.run_state import Watched
 from linearizer.progress import finish
 from linearizer.run.cost import Head, Layer, cache_bytes
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.run.recipes import RECIPES
-from linearizer.watch import Watched
 from tests.students import layers_of, student_of, teacher_of, tokens
 
 SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64)
@@ -46,10 +47,10 @@ def test_budgets_are_shared_out_once_all_is_measured_by_which_it_is_done(tmp_pat
     finish(pipeline.profile(run, loading.load(run.plan)))
     assert "curves" in watched.look(60.0) and "measured" not in watched.look(60.0)
     with pytest.raises(RequestError, match="has not measured yet what its heads need and cost"):
-        desk.share_out(run, 64)
+        actions.share_out(run, 64)
     finish(pipeline.linearize(run))
     assert "measured" in watched.look(120.0)
-    assert desk.share_out(run, 64).allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 64)
+    assert actions.share_out(run, 64).allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 64)
 
 
 def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_path):

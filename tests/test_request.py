@@ -4,16 +4,16 @@ import json
 
 import pytest
 
-from linearizer import desk, limits, views, watch
 from linearizer.errors import RequestError
-from linearizer.evaluation_views import evaluation_card, times_line
 from linearizer.jobs import control
 from linearizer.jobs.evaluation_forecast import Foreseen, evaluation_seconds, foresee
 from linearizer.jobs.forecast import Estimate
+from linearizer.page import actions, cards, limits, run_state
+from linearizer.page.evaluation_cards import evaluation_card, times_line
+from linearizer.page.visitors import visitor
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.visitors import visitor
 
 ANN = "ann's secret, long enough"
 SUPPORTED = {"max_positions": 1024, "positions": "rotary", "layers": []}
@@ -88,8 +88,8 @@ def test_parts_are_foreseen_from_what_judging_took(run):
 
 def test_of_a_gpu_that_is_lent_nothing_is_promised():
     found = {"Quick": Estimate(60.0, 1e9, 1e6, 0)}
-    assert "What it takes here, about; nothing to download" in views.efforts_table(found, "Quick")
-    assert "on the CPU; the GPU that is lent is faster; nothing" in views.efforts_table(found, "Quick", lent=True)
+    assert "What it takes here, about; nothing to download" in cards.efforts_table(found, "Quick")
+    assert "on the CPU; the GPU that is lent is faster; nothing" in cards.efforts_table(found, "Quick", lent=True)
 
 
 def test_where_judging_is_not_in_the_log_nothing_is_promised(run):
@@ -109,7 +109,7 @@ def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, t
         assert not run.requested("stop")
         limits.enforce(tmp_path, begun + 30 * 24 * 3600)
         assert run.requested("stop") and control.state_of(evaluation) == "stopping" and run.has("plan.json")
-        assert not watch.abilities(control.status(run))["delete"]
+        assert not run_state.abilities(control.status(run))["delete"]
 
 
 def test_the_page_says_how_an_evaluation_is(run):
@@ -122,7 +122,7 @@ def test_the_page_says_how_an_evaluation_is(run):
         evaluation.log("needle", done=5, total=10, **step)
         text = evaluation_card(control.status(run).evaluation, 0.0)
         assert "part 2 of 4: 5 of 10 cells" in text and 'value="0.375"' in text and "Hidden pairs" in text
-        assert views.run_card(control.status(run), "run", 0.0).count("done")
+        assert cards.run_card(control.status(run), "run", 0.0).count("done")
     assert "Its process is gone" in evaluation_card(control.status(run).evaluation, 0.0)
     evaluation.log("failed", error="<b>no</b>")
     assert "&lt;" in (text := evaluation_card(control.status(run).evaluation, 0.0)) or "‹b›" in text
@@ -137,8 +137,8 @@ def test_only_ones_own_run_is_evaluated(tmp_path, monkeypatch):
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     mine = visitor(secret=ANN).begin(Plan("demo", budget=64))
     other = visitor(secret="bob's secret, long enough")
-    for ask in (desk.evaluate, desk.foresee_evaluation):
+    for ask in (actions.evaluate, actions.foresee_evaluation):
         with pytest.raises(RequestError, match="none of your runs"):
             ask(other, mine.folder.name, {})
     with pytest.raises(RequestError, match="has no student yet"):
-        desk.evaluate(visitor(secret=ANN), mine.folder.name, {})
+        actions.evaluate(visitor(secret=ANN), mine.folder.name, {})

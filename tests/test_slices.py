@@ -13,8 +13,8 @@ import pytest
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 
-from linearizer import slices, zerogpu
 from linearizer.jobs import control
+from linearizer.page import zerogpu, zerogpu_runs
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.run.folder import Run, locks
@@ -52,9 +52,9 @@ def test_elsewhere_a_function_stays_as_it_is():
 
 @pytest.mark.parametrize("name", ["trained", "priced"])
 def test_slices_end_in_the_same_bits_as_one_piece(whole, name, tmp_path, monkeypatch):
-    monkeypatch.setattr(slices, "SHARE", 0)  # each slice finishes one thing
+    monkeypatch.setattr(zerogpu_runs, "SHARE", 0)  # each slice finishes one thing
     run = Run.begin(tmp_path / "run", whole[name].plan)
-    slices.start(run)
+    zerogpu_runs.start(run)
     while control.state_of(run) in control.LIVE:
         time.sleep(0.05)
     assert control.state_of(run) == "done", control.status(run)

@@ -2,12 +2,12 @@
 
 import pytest
 
-from linearizer import desk, views
 from linearizer.errors import RequestError
+from linearizer.page import actions, cards
+from linearizer.page.visitors import new_secret, visitor
 from linearizer.publish import html as markup
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.visitors import new_secret, visitor
 
 ANN, BOB = "a" * 16, "b" * 16
 
@@ -75,7 +75,7 @@ def test_secrets_differ():
 
 def test_what_comes_from_outside_is_escaped(root):
     odd = "<img src=x onerror=alert(1)>\"'&`<b>`"
-    found = desk.inspect(visitor(), "demo")
+    found = actions.inspect(visitor(), "demo")
     object.__setattr__(found, "name", odd)
     object.__setattr__(found, "licence", odd)
     run = visitor().begin(Plan(odd, budget=64, text=odd))
@@ -84,13 +84,13 @@ def test_what_comes_from_outside_is_escaped(root):
 
     status = control.status(run)
     for html in (
-        views.model_card(found),
+        cards.model_card(found),
         markup.said(odd, "bad"),
-        views.run_card(status, odd, 0.0),
-        views.runs_table([status]),
-        views.files_table([(odd, 1)], 1),
-        views.sending_card(odd, None, odd),
-        views.published_card({"repo_id": odd, "revision": odd, "url": odd}),
+        cards.run_card(status, odd, 0.0),
+        cards.runs_table([status]),
+        cards.files_table([(odd, 1)], 1),
+        cards.sending_card(odd, None, odd),
+        cards.published_card({"repo_id": odd, "revision": odd, "url": odd}),
         markup.table(odd, [odd], [[odd, odd]]),
     ):
         assert "<img" not in html
@@ -103,7 +103,7 @@ def test_a_sentence_does_not_tell_where_runs_are_kept(space):
 
 
 def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
-    plan = desk.plan_of("demo", 64, "Try it", {"recipe": "features", "window": 8, "text": "self"})
+    plan = actions.plan_of("demo", 64, "Try it", {"recipe": "features", "window": 8, "text": "self"})
     from linearizer.__main__ import begin, parser
     from linearizer.command import command_of
 
@@ -117,8 +117,8 @@ def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
 def test_an_estimate_grows_with_the_work_and_covers_the_download(root):
     from linearizer.jobs.forecast import Speeds, estimate
 
-    found, machine = desk.inspect(visitor(), "demo"), Speeds(1e10, 1e10, 1e9)
-    guesses = [estimate(desk.plan_of("demo", 64, effort, {}), found, machine, 5e6) for effort in desk.EFFORTS]
+    found, machine = actions.inspect(visitor(), "demo"), Speeds(1e10, 1e10, 1e9)
+    guesses = [estimate(actions.plan_of("demo", 64, effort, {}), found, machine, 5e6) for effort in actions.EFFORTS]
     assert guesses[0].seconds < guesses[1].seconds < guesses[2].seconds
     assert guesses[0].disk_bytes < guesses[2].disk_bytes
     assert guesses[0].disk_bytes > 5e6 + found.weight_bytes
@@ -127,7 +127,7 @@ def test_an_estimate_grows_with_the_work_and_covers_the_download(root):
 def test_minutes_that_are_asked_for_are_in_the_estimate():
     from linearizer.jobs.forecast import Speeds, estimate
 
-    found, machine = desk.inspect(visitor(), "demo"), Speeds(1e12, 1e12, 1e9)
+    found, machine = actions.inspect(visitor(), "demo"), Speeds(1e12, 1e12, 1e9)
     plans = (Plan.of("features", model="demo", budget=64, **some) for some in ({"steps": 0}, {"minutes": 60}))
     untrained, an_hour = (estimate(plan, found, machine, 0) for plan in plans)
     assert an_hour.seconds - untrained.seconds == pytest.approx(3600)
@@ -137,14 +137,14 @@ def test_local_folders_are_found_as_they_are_typed_and_never_on_a_space(root, tm
     model = tmp_path / "models" / "mine"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
-    assert desk.search(visitor(), str(tmp_path / "models") + "/") == [str(model)]
-    assert desk.search(visitor(), str(tmp_path / "models" / "mi")) == [str(model)]
+    assert actions.search(visitor(), str(tmp_path / "models") + "/") == [str(model)]
+    assert actions.search(visitor(), str(tmp_path / "models" / "mi")) == [str(model)]
     monkeypatch.setenv("SPACE_ID", "owner/name")
-    assert desk.search(visitor(), str(tmp_path / "models") + "/") == []
+    assert actions.search(visitor(), str(tmp_path / "models") + "/") == []
 
 
 def test_a_search_finds_the_demo_and_models_of_the_hub(root, hub):
     hub.add("org/demonstration", {"config.json": b"{}"})
     hub.add("org/other", {"config.json": b"{}"})
     hub.add("ann/demo-private", {"config.json": b"{}"}, private=True)
-    assert desk.search(visitor(), "demo") == ["demo", "org/demonstration"]
+    assert actions.search(visitor(), "demo") == ["demo", "org/demonstration"]

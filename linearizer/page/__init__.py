@@ -1,1 +1,4 @@
-"""The page: everything here, and nothing elsewhere, knows of Gradio."""
+"""The Gradio page, its API, and what only a shared server needs: visitors, limits, sending, ZeroGPU slices.
+
+Nothing but cli/ imports it.
+"""

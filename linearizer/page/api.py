@@ -15,14 +15,14 @@ from typing import Any, TypeAlias
 
 import gradio as gr
 
-from linearizer import desk, outbox, watch
 from linearizer.command import command_of
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
 from linearizer.jobs.control import Status
-from linearizer.page import libraries
+from linearizer.page import actions, run_state, warmup
+from linearizer.page import sending as outbox
+from linearizer.page.visitors import Visitor, visitor
 from linearizer.publish import html
-from linearizer.visitors import Visitor, visitor
 
 Profile: TypeAlias = gr.OAuthProfile | None
 Token: TypeAlias = gr.OAuthToken | None
@@ -42,18 +42,18 @@ def endpoint(function: Callable) -> Callable:
 
 
 def who(secret: str, profile: Profile, token: Token) -> Visitor:
-    libraries.wait()  # every endpoint asks this first, and may import anything after
+    warmup.wait()  # every endpoint asks this first, and may import anything after
     return visitor(profile.username if profile else None, token.token if token else None, secret)
 
 
 def search_models(query: str, profile: Profile = None, token: Token = None) -> list[str]:
     """Find models by a part of their name: on the Hub, and among local folders where the machine is yours."""
-    return desk.search(who("", profile, token), str(query))
+    return actions.search(who("", profile, token), str(query))
 
 
 def inspect_model(model: str, profile: Profile = None, token: Token = None) -> dict:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
-    return desk.inspect(who("", profile, token), str(model)).to_json()
+    return actions.inspect(who("", profile, token), str(model)).to_json()
 
 
 def estimate_run(
@@ -64,11 +64,11 @@ def estimate_run(
     budget: tokens of cache that the state may cost. effort: "Try it", "Quick" or "Thorough".
     """
     someone = who("", profile, token)
-    plan = desk.plan_of(str(model), whole(budget), effort, {})
-    found = desk.inspect(someone, plan.model)
+    plan = actions.plan_of(str(model), whole(budget), effort, {})
+    found = actions.inspect(someone, plan.model)
     found.require_support()
     return {
-        **asdict(desk.foresee(plan, found, desk.to_download(someone, plan.model))),
+        **asdict(actions.foresee(plan, found, actions.to_download(someone, plan.model))),
         "command": command_of(plan),
         "plan": asdict(plan),
     }
@@ -88,7 +88,7 @@ def start_run(
     options: other choices of a plan by their names, as `linearizer run --help` lists them, such as {"steps": 20}.
     """
     someone = who(secret, profile, token)
-    return desk.begin(someone, desk.plan_of(str(model), whole(budget), effort, checked(options)))
+    return actions.begin(someone, actions.plan_of(str(model), whole(budget), effort, checked(options)))
 
 
 def run_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
@@ -118,7 +118,7 @@ def use_run(run: str, secret: str = "", profile: Profile = None, token: Token = 
 def resume_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Go on with a run that was stopped, lost or failed; return its state."""
     someone = who(secret, profile, token)
-    desk.resume(someone, run)
+    actions.resume(someone, run)
     return control.state_of(someone.find(run))
 
 
@@ -126,19 +126,19 @@ def delete_run(run: str, secret: str = "", profile: Profile = None, token: Token
     """Delete a run that is not at work; return its name."""
     one = who(secret, profile, token).find(run)
     control.delete(one)
-    watch.forget(one)
+    run_state.forget(one)
     return run
 
 
 def share_budget(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
     """Share another budget out among the heads of a measured run; the model is not touched."""
-    found = desk.share_out(who(secret, profile, token).find(run), whole(budget))
+    found = actions.share_out(who(secret, profile, token).find(run), whole(budget))
     return found.allocation.summary(found.layers, found.length)
 
 
 def branch_run(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Start a run with another budget from what a run has measured, and return its name."""
-    return desk.branch(who(secret, profile, token), run, whole(budget))
+    return actions.branch(who(secret, profile, token), run, whole(budget))
 
 
 def compare_models(
@@ -153,7 +153,7 @@ def compare_models(
 ) -> dict:
     """Let teacher and student continue a prompt: what each wrote, tokens a second, seconds to the first, bytes held."""
     someone = who(secret, profile, token)
-    for both in desk.compare(someone, run, str(prompt), whole(tokens), whole(seed), bool(sample)):
+    for both in actions.compare(someone, run, str(prompt), whole(tokens), whole(seed), bool(sample)):
         last = both
     return {"teacher": asdict(last.teacher), "student": asdict(last.student)}
 
@@ -196,7 +196,7 @@ def evaluate_run(
     options: other choices by their names, as `linearizer evaluate --help` lists them, such as {"texts": 4}.
     """
     someone = who(secret, profile, token)
-    desk.evaluate(someone, run, {**checked(options), **({"parts": parts} if parts else {})})
+    actions.evaluate(someone, run, {**checked(options), **({"parts": parts} if parts else {})})
     return control.state_of(someone.find(run).evaluating)
 
 

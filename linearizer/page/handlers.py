@@ -10,15 +10,14 @@ from typing import Any, TypeAlias, TypeVar
 import gradio as gr
 from gradio.components.plot import PlotData
 
-from linearizer import desk, outbox, views, watch, zerogpu
 from linearizer.command import command_of
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
-from linearizer.page import libraries
+from linearizer.page import actions, cards, run_state, sending, warmup, zerogpu
 from linearizer.page.layout import LEAST, MOST
+from linearizer.page.visitors import Visitor, new_secret, on_space, visitor
 from linearizer.publish import html
 from linearizer.run.plan import Plan
-from linearizer.visitors import Visitor, new_secret, on_space, visitor
 
 Memory = dict[str, Any]
 Profile: TypeAlias = gr.OAuthProfile | None
@@ -54,7 +53,7 @@ def refusal(error: LinearizerError) -> gr.Error:
 
 def who(memory: object, profile: Profile, token: Token) -> Visitor:
     """Tell who is at the page. A browser's memory may hold anything."""
-    libraries.wait()  # every handler asks this first, and may import anything after
+    warmup.wait()  # every handler asks this first, and may import anything after
     kept = memory if isinstance(memory, dict) else {}
     return visitor(profile.username if profile else None, token.token if token else None, kept.get("secret") or "")
 
@@ -71,7 +70,7 @@ def plot(figure: str | None) -> Any:
 
 def opened(memory: Memory, asked: str | None, profile: Profile, token: Token) -> tuple[Memory, Any, Any]:
     """Re-attach to the run that the address names, or that this browser watched last."""
-    libraries.warm()
+    warmup.warm()
     kept = {"secret": "", "run": None} | (memory if isinstance(memory, dict) else {})
     if on_space() and len(str(kept["secret"])) < 16:
         kept["secret"] = new_secret()
@@ -90,7 +89,7 @@ def opened(memory: Memory, asked: str | None, profile: Profile, token: Token) ->
 def typed(memory: Memory, key: gr.KeyUpData, profile: Profile, token: Token) -> Any:
     """Search as one types."""
     try:
-        found = desk.search(who(memory, profile, token), key.input_value)
+        found = actions.search(who(memory, profile, token), key.input_value)
     except RequestError:  # no network: what was typed may be a folder, or in the cache
         found = []
     return gr.Dropdown(choices=found)
@@ -103,13 +102,13 @@ def chosen(model: str | None, memory: Memory, profile: Profile, token: Token) ->
         return "", None, gr.Button(interactive=False), gr.skip()
     try:
         someone = who(memory, profile, token)
-        found = desk.inspect(someone, model)
-        held = Chosen(found, desk.to_download(someone, model)) if found.supported else None
+        found = actions.inspect(someone, model)
+        held = Chosen(found, actions.to_download(someone, model)) if found.supported else None
     except RequestError as error:
         return html.said(str(error), "bad"), None, gr.Button(interactive=False), gr.skip()
     most = max(2 * LEAST, min(MOST, found.max_positions or MOST))
     return (
-        views.model_card(found),
+        cards.model_card(found),
         held,
         gr.Button(interactive=found.supported),
         gr.Slider(maximum=most),
@@ -131,7 +130,7 @@ def asked_plan(found: Chosen | None, budget: float, effort: str, advanced: tuple
         raise RequestError("no model was chosen yet: choose one in the first step")
     options = dict(zip(ADVANCED, advanced, strict=True))
     options |= {name: whole(name, options[name]) for name in ("steps", "window")}
-    return desk.plan_of(found.name, int(budget), effort, options)
+    return actions.plan_of(found.name, int(budget), effort, options)
 
 
 def whole(name: str, text: str) -> int | None:
@@ -147,12 +146,12 @@ def priced(found: Chosen | None, budget: float, effort: str, *advanced: Any) -> 
     if found is None:
         return html.said("Choose a model first."), ""
     try:
-        card = views.budget_card(asked_plan(found, budget, effort, advanced), found.layers)
-        plans = {name: asked_plan(found, budget, name, advanced) for name in desk.EFFORTS}
-        guesses = {name: desk.foresee(plan, found.inspection, found.download) for name, plan in plans.items()}
+        card = cards.budget_card(asked_plan(found, budget, effort, advanced), found.layers)
+        plans = {name: asked_plan(found, budget, name, advanced) for name in actions.EFFORTS}
+        guesses = {name: actions.foresee(plan, found.inspection, found.download) for name, plan in plans.items()}
     except LinearizerError as error:
         return html.said(str(error), "bad"), ""
-    return card, views.efforts_table(guesses, effort, lent=zerogpu.here())
+    return card, cards.efforts_table(guesses, effort, lent=zerogpu.here())
 
 
 def elsewhere(found: Chosen | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
@@ -171,7 +170,7 @@ def start(
 ) -> tuple[Any, ...]:  # fmt: skip
     """Start a run; from here on the page only watches."""
     plan = asked_plan(found, budget, effort, (recipe, text, steps, window, seed, constant))
-    name = desk.begin(who(memory, profile, token), plan)
+    name = actions.begin(who(memory, profile, token), plan)
     return attached(memory, name)
 
 
@@ -183,7 +182,7 @@ def attached(memory: Memory, name: str | None) -> tuple[Any, ...]:
 @telling
 def branch(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[Any, ...]:
     """Start a run with another budget from what this one has measured."""
-    name = desk.branch(who(memory, profile, token), run_named(memory) or "", int(budget))
+    name = actions.branch(who(memory, profile, token), run_named(memory) or "", int(budget))
     return attached(memory, name)
 
 
@@ -198,7 +197,7 @@ def act(what: str) -> Callable:
     def asked(memory: Memory, profile: Profile, token: Token) -> Any:
         someone, name = who(memory, profile, token), run_named(memory) or ""
         if what == "resume":
-            desk.resume(someone, name)
+            actions.resume(someone, name)
         else:
             {"stop": control.stop, "use": control.use_now}[what](someone.find(name))
         return gr.Timer(0.2)
@@ -224,9 +223,9 @@ def shares(run: Any, budget: int) -> tuple[str, str]:
     """Draw a budget as it is shared out, and say what it costs."""
     from linearizer.publish import allocation_charts
 
-    found = desk.share_out(run, budget)
+    found = actions.share_out(run, budget)
     figure = allocation_charts.allocation_bars(found.allocation, found.layers, found.fix, found.prices)
-    return figure.to_json(), views.allocation_card(found.allocation, found.layers)
+    return figure.to_json(), cards.allocation_card(found.allocation, found.layers)
 
 
 @telling
@@ -234,12 +233,12 @@ def write(
     memory: Memory, prompt: str, tokens: float, seed: float, sample: bool, profile: Profile, token: Token
 ) -> Iterator[tuple[str, str, str, str]]:
     """Let teacher and student write."""
-    empty = views.side_card(None)
+    empty = cards.side_card(None)
     yield "", empty, "", empty
     someone, name = who(memory, profile, token), run_named(memory) or ""
-    for both in desk.compare(someone, name, prompt or "", int(tokens or 0), int(seed or 0), bool(sample)):
+    for both in actions.compare(someone, name, prompt or "", int(tokens or 0), int(seed or 0), bool(sample)):
         teacher, student = both.teacher, both.student
-        yield teacher.text, views.side_card(teacher), student.text, views.side_card(student)
+        yield teacher.text, cards.side_card(teacher), student.text, cards.side_card(student)
 
 
 @telling
@@ -268,7 +267,7 @@ def previewed(
     run = someone.find(run_named(memory) or "")
     found = push.preview(run, f"{owner or ''}/{(repo or '').strip()}", private, someone.token)
     notes = "".join(html.said(note) for note in found.notes)
-    return notes, views.files_table(found.files, found.bytes), found.card, gr.Button(interactive=True)
+    return notes, cards.files_table(found.files, found.bytes), found.card, gr.Button(interactive=True)
 
 
 @telling
@@ -276,7 +275,7 @@ def publish(memory: Memory, owner: str, repo: str, private: bool, profile: Profi
     """Publish; the page may be closed meanwhile."""
     someone = who(memory, profile, token)
     run = someone.find(run_named(memory) or "")
-    outbox.send(run, f"{owner or ''}/{(repo or '').strip()}", private, someone.token)
+    sending.send(run, f"{owner or ''}/{(repo or '').strip()}", private, someone.token)
     return gr.Timer(0.5)
 
 
@@ -285,7 +284,7 @@ def listed(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any]:
     """List the runs of whoever is at the page."""
     found = control.runs_in(who(memory, profile, token).home)
     names = [one.run.folder.name for one in found if not one.live]
-    return views.runs_table(found), gr.Dropdown(choices=names, value=None)
+    return cards.runs_table(found), gr.Dropdown(choices=names, value=None)
 
 
 @telling
@@ -295,5 +294,5 @@ def deleted(memory: Memory, name: str | None, profile: Profile, token: Token) ->
         raise RequestError("no run was chosen: choose the one to delete")
     run = who(memory, profile, token).find(name)
     control.delete(run)
-    watch.forget(run)
+    run_state.forget(run)
     return listed(memory, profile, token)

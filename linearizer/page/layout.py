@@ -6,11 +6,11 @@ from types import SimpleNamespace
 
 import gradio as gr
 
-from linearizer.desk import EFFORTS
-from linearizer.limits import LIMITS
+from linearizer.page.actions import EFFORTS
+from linearizer.page.limits import LIMITS
+from linearizer.page.visitors import on_space, signs_in
 from linearizer.publish.html import said
 from linearizer.publish.parts import CAPTIONS, TITLES
-from linearizer.visitors import on_space, signs_in
 
 BUDGET, LEAST, MOST = 256, 32, 4096  # tokens of cache that the slider starts with, and reaches
 EFFORT = "how much text is read, and how long is trained"

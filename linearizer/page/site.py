@@ -11,13 +11,12 @@ from typing import Any
 
 import gradio as gr
 
-from linearizer import limits
-from linearizer.page import evaluating, handlers, layout, watching
+from linearizer.page import evaluation_handlers, handlers, layout, limits, polling
 from linearizer.page.api import add_endpoints
-from linearizer.page.look import CSS, OUTSIDE, theme
-from linearizer.page.script import ADDRESS, HEAD, REMEMBER, STEPS
+from linearizer.page.browser_script import ADDRESS, HEAD, REMEMBER, STEPS
+from linearizer.page.theme import CSS, OUTSIDE, theme
+from linearizer.page.visitors import on_space, signs_in
 from linearizer.run.find import runs_root
-from linearizer.visitors import on_space, signs_in
 
 # Gradio tells every part that ever showed progress of the progress of every event, which copies the figures in it
 # again and again: so what shows none names no part for it, and what shows some names one.
@@ -126,13 +125,13 @@ def wire_run(ui: SimpleNamespace) -> None:
         ui.snippet,
     ]  # fmt: skip
     told = [ui.run_card, ui.training, ui.evaluating, ui.mark, ui.trained, ui.examined]
-    ui.timer.tick(watching.look, ui.memory, told, **{**QUICK, "trigger_mode": "once"})
-    ui.mark.change(watching.draw, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
-    ui.trained.change(watching.curves, ui.memory, [ui.losses, ui.kl], **QUICK)
+    ui.timer.tick(polling.look, ui.memory, told, **{**QUICK, "trigger_mode": "once"})
+    ui.mark.change(polling.draw, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
+    ui.trained.change(polling.curves, ui.memory, [ui.losses, ui.kl], **QUICK)
     again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => within('other', 1, sent)"}
     ui.other.input(handlers.shared, [ui.memory, ui.other], [ui.other_card, ui.touched], **again)
     ui.branch.click(handlers.branch, [ui.memory, ui.other], attached(ui), **ONCE)
-    for name in watching.BUTTONS:
+    for name in polling.BUTTONS:
         getattr(ui, name).click(handlers.act(name), ui.memory, ui.timer, **ONCE)
     ui.leave.click(handlers.leave, ui.memory, attached(ui), **QUICK)
 
@@ -141,13 +140,13 @@ def wire_evaluate(ui: SimpleNamespace) -> None:
     choices = [ui.parts, ui.part_texts, ui.part_tasks, ui.part_limit]
     changed = [*(part.change for part in choices), ui.examined.change]
     later = {**QUICK, "trigger_mode": "always_last"}
-    gr.on(changed, evaluating.foreseen, [ui.memory, *choices], ui.part_times, **later)
-    ui.evaluate.click(evaluating.evaluate, [ui.memory, *choices], ui.timer, **ONCE)
-    ui.stop_evaluating.click(evaluating.stop, ui.memory, ui.timer, **ONCE)
+    gr.on(changed, evaluation_handlers.foreseen, [ui.memory, *choices], ui.part_times, **later)
+    ui.evaluate.click(evaluation_handlers.evaluate, [ui.memory, *choices], ui.timer, **ONCE)
+    ui.stop_evaluating.click(evaluation_handlers.stop, ui.memory, ui.timer, **ONCE)
     shown = [ui.examined_seen, ui.evaluate, ui.stop_evaluating]
     for part, place in ui.part_places.items():
         shown += [place, ui.part_tables[part], *ui.part_charts[part]]
-    ui.examined.change(evaluating.draw, [ui.memory, ui.examined_seen], shown, **QUICK)
+    ui.examined.change(evaluation_handlers.draw, [ui.memory, ui.examined_seen], shown, **QUICK)
 
 
 def wire_compare(ui: SimpleNamespace) -> None:

@@ -7,7 +7,7 @@ from html import escape
 from string import Template
 from typing import Any
 
-from linearizer.evaluation_views import part_html
+from linearizer.page.evaluation_cards import part_html
 from linearizer.publish.evaluation_charts import charts_of
 from linearizer.run.folder import Run
 

@@ -10,18 +10,18 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearizer import limits, slices, zerogpu
 from linearizer.allocate.by_freedoms import Allocation
 from linearizer.allocate.by_prices import Prices
 from linearizer.errors import BudgetError, LinearizerError, RequestError
 from linearizer.jobs import control
+from linearizer.page import limits, zerogpu, zerogpu_runs
+from linearizer.page.visitors import Visitor, on_space
 from linearizer.run.cost import Layer
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import writing
 from linearizer.run.find import runs_root
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.visitors import Visitor, on_space
 
 if TYPE_CHECKING:
     from linearizer.evaluate.duet import Both
@@ -170,7 +170,7 @@ def work_on(run: Run, token: str | None) -> None:
 
 def starter(run: Run) -> Callable[..., None]:
     """Choose how work on a run is begun here."""
-    return (slices if zerogpu.here() and run.plan.device != "cpu" else control).start
+    return (zerogpu_runs if zerogpu.here() and run.plan.device != "cpu" else control).start
 
 
 def evaluate(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> None:

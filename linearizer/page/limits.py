@@ -14,10 +14,10 @@ from typing import TYPE_CHECKING
 
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
+from linearizer.page.visitors import Visitor, on_space
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import events
 from linearizer.run.plan import Plan
-from linearizer.visitors import Visitor, on_space
 
 if TYPE_CHECKING:
     from linearizer.model.inspect import Inspection

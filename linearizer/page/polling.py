@@ -13,10 +13,11 @@ from typing import Any
 
 import gradio as gr
 
-from linearizer import outbox, views, watch
 from linearizer.errors import LinearizerError
 from linearizer.jobs import control
-from linearizer.page import evaluating
+from linearizer.page import cards as views
+from linearizer.page import evaluation_handlers, run_state
+from linearizer.page import sending as outbox
 from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, shares, who
 from linearizer.page.layout import LEAST, MOST
 from linearizer.publish import html
@@ -36,12 +37,12 @@ def look(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, str,
         return views.run_card(None, "", 0.0), "", "", "none", "none", "none"
     try:
         run = who(memory, profile, token).find(name)
-        parts = watch.look(run, time.time())
+        parts = run_state.look(run, time.time())
     except LinearizerError as error:
         return html.said(str(error), "bad"), "", "", "gone", "none", "none"
-    rest = {key: part.mark for key, part in parts.items() if key not in OFTEN and not key.startswith(watch.PART)}
+    rest = {key: part.mark for key, part in parts.items() if key not in OFTEN and not key.startswith(run_state.PART)}
     mark = json.dumps([name, rest, sent_part(run, parts).mark])
-    found = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, evaluating.marks(parts)])
+    found = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, evaluation_handlers.marks(parts)])
     cards = (parts[key].value for key in ("card", "training", "evaluating card"))
     return *cards, mark, f"{name} {parts['losses'].mark}", found
 
@@ -52,7 +53,7 @@ def curves(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any]:
     if name is None:
         return None, None
     try:
-        parts = watch.look(who(memory, profile, token).find(name), time.time())
+        parts = run_state.look(who(memory, profile, token).find(name), time.time())
     except LinearizerError:  # it was deleted; the look says so
         return None, None
     return plot(parts["losses"].value), plot(parts["kl"].value)
@@ -65,7 +66,7 @@ def draw(memory: Memory, seen: dict[str, str], at: float, touched: bool, profile
         return nothing()
     try:
         run = who(memory, profile, token).find(name)
-        parts = watch.look(run, time.time())
+        parts = run_state.look(run, time.time())
     except LinearizerError:  # it was deleted; the look says so
         return nothing()
     new = {key: part.value for key, part in parts.items() if seen.get(key) != part.mark}
@@ -132,7 +133,7 @@ def first_shares(run: Run) -> tuple[Any, Any]:
         return gr.skip(), html.said(str(error), "bad")
 
 
-def sent_part(run: Run, parts: dict[str, watch.Part]) -> watch.Part:
+def sent_part(run: Run, parts: dict[str, run_state.Part]) -> run_state.Part:
     """Say how publishing goes; where nothing is being sent, what the run's log says was published last."""
     sending, before = outbox.latest(run), parts.get("published")
     if sending is not None and sending.published is not None:
@@ -143,4 +144,4 @@ def sent_part(run: Run, parts: dict[str, watch.Part]) -> watch.Part:
         card, snippet = views.published_card(before.value), before.value.get("snippet", "")
     else:
         card, snippet = "", ""
-    return watch.Part(card, (card, gr.Code(value=snippet, visible=bool(snippet))))
+    return run_state.Part(card, (card, gr.Code(value=snippet, visible=bool(snippet))))

@@ -16,11 +16,11 @@ from contextvars import copy_context
 from pathlib import Path
 from typing import Any
 
-from linearizer import zerogpu
 from linearizer.errors import FaultError, LinearizerError
 from linearizer.jobs import control
 from linearizer.jobs.queue import Ticket
 from linearizer.jobs.worker import faults_kept, in_turn, work_on
+from linearizer.page import zerogpu
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.at_work import SliceOver, check, reported
 from linearizer.run.folder import Run, events

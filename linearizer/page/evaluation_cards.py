@@ -6,8 +6,8 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from linearizer import views
 from linearizer.jobs.control import LIVE, Status
+from linearizer.page import cards
 from linearizer.publish import html
 from linearizer.publish.parts import TITLES
 from linearizer.publish.tables import Table, made_with, tables_of
@@ -43,11 +43,11 @@ def evaluation_card(found: Status | None, now: float) -> str:
     if found is None:
         return ""
     if found.state in LIVE:
-        state = views.SAYS[found.state]
+        state = cards.SAYS[found.state]
         if found.state == "queued" and found.place:
             state += f": place {found.place}" if found.place > 1 else ": it is next"
         loud = html.heard(f"Evaluation: {state}")
-        line = f'<p class="lz-state lz-{found.state}"{loud}>{views.sign(found.state)} {escape(state)}</p>'
+        line = f'<p class="lz-state lz-{found.state}"{loud}>{cards.sign(found.state)} {escape(state)}</p>'
         return line + ("" if found.step is None or found.state == "queued" else progress(found.step))
     if found.state == "failed":
         return html.said(found.error or "it failed", "bad")

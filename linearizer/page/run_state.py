@@ -15,10 +15,10 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from linearizer import evaluation_views, views
 from linearizer.allocate.decide import decidable
 from linearizer.jobs import control
 from linearizer.jobs.control import LIVE, Status
+from linearizer.page import cards, evaluation_cards
 from linearizer.publish.parts import CAPTIONS
 from linearizer.run.folder import Run
 from linearizer.run.folder import events as journal
@@ -81,10 +81,10 @@ class Watched:
         self.put("stage", stage(status), lambda: stage(status))
         can = abilities(status)
         self.put("can", json.dumps(can), lambda: can)
-        card = views.run_card(status, run.folder.name, now)
+        card = cards.run_card(status, run.folder.name, now)
         self.put("card", card, lambda: card)
         self.draw_profile(status)
-        training = views.training_card(status, self.training, now)
+        training = cards.training_card(status, self.training, now)
         self.put("training", training, lambda: training)
         if not live or now - self.drawn > DRAWN or now < self.drawn:
             self.drawn = now
@@ -94,7 +94,7 @@ class Watched:
         self.draw_evaluation()
         told = "" if status.evaluation is None else status.evaluation.state
         self.put("evaluating", told, lambda: told)
-        told_card = evaluation_views.evaluation_card(status.evaluation, now)
+        told_card = evaluation_cards.evaluation_card(status.evaluation, now)
         self.put("evaluating card", told_card, lambda: told_card)
 
     def draw_profile(self, status: Status) -> None:
@@ -138,7 +138,7 @@ class Watched:
 
         rows = self.run.evaluation
         again = bool(rows and rows[0]["recall"])
-        self.put("evaluation", mark, lambda: views.evaluation_table(rows))
+        self.put("evaluation", mark, lambda: cards.evaluation_table(rows))
         self.put("positions", mark, lambda: training_charts.position_lines(rows).to_json())
         self.put("recall", mark, lambda: training_charts.recall_lines(rows).to_json() if again else None)
         for part, found in self.run.evaluation_parts.items():
@@ -157,7 +157,7 @@ def shown(part: str, found: dict[str, Any]) -> tuple[str, list[str | None]]:
     from linearizer.publish.evaluation_charts import figures_of
 
     figures = [None if figure is None else figure.to_json() for figure in figures_of(part, found)]
-    return evaluation_views.part_html(part, found), figures
+    return evaluation_cards.part_html(part, found), figures
 
 
 def stage(status: Status) -> int:

@@ -8,13 +8,13 @@ from typing import Any
 
 import gradio as gr
 
-from linearizer import desk, evaluation_views, watch
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
+from linearizer.page import actions, evaluation_cards, run_state
 from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, telling, who
+from linearizer.page.run_state import PART
 from linearizer.publish import html as markup
 from linearizer.publish.parts import CAPTIONS
-from linearizer.watch import PART
 
 SECONDS = 5.0  # that one measurement of speed may take here: people wait for it
 
@@ -35,7 +35,7 @@ def evaluate(
     memory: Memory, parts: list[str], texts: float, tasks: str, limit: float | None, profile: Profile, token: Token
 ) -> Any:
     """Start an evaluation; from here on the page only watches."""
-    desk.evaluate(who(memory, profile, token), run_named(memory) or "", choices_of(parts, texts, tasks, limit))
+    actions.evaluate(who(memory, profile, token), run_named(memory) or "", choices_of(parts, texts, tasks, limit))
     return gr.Timer(0.2)
 
 
@@ -57,12 +57,12 @@ def foreseen(
         someone, choices = who(memory, profile, token), choices_of(parts, texts, tasks, limit)
         if not someone.find(name).checkpoint.is_dir():
             return ""
-        return evaluation_views.times_line(desk.foresee_evaluation(someone, name, choices))
+        return evaluation_cards.times_line(actions.foresee_evaluation(someone, name, choices))
     except LinearizerError as error:
         return markup.said(str(error))
 
 
-def marks(parts: Mapping[str, watch.Part]) -> dict[str, str]:
+def marks(parts: Mapping[str, run_state.Part]) -> dict[str, str]:
     """Say which finding of every part there is."""
     return {part: parts[PART + part].mark for part in CAPTIONS if PART + part in parts}
 
@@ -70,10 +70,10 @@ def marks(parts: Mapping[str, watch.Part]) -> dict[str, str]:
 def draw(memory: Memory, seen: dict[str, Any], profile: Profile, token: Token) -> list[Any]:
     """Show the parts that are new since this page was last drawn."""
     name = run_named(memory)
-    found: Mapping[str, watch.Part] = {}
+    found: Mapping[str, run_state.Part] = {}
     if name is not None:
         try:
-            found = watch.look(who(memory, profile, token).find(name), time.time())
+            found = run_state.look(who(memory, profile, token).find(name), time.time())
         except LinearizerError:  # it was deleted; the look says so
             name = None
     live = name is not None and found["evaluating"].value in control.LIVE
