@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import asdict, fields, replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
-from linearizer import runs
-from linearizer.arguments import (
+from linearizer.cli import runs
+from linearizer.cli.options import (
     BUDGET,
     add_budget_options,
     add_evaluate_options,
@@ -128,7 +128,7 @@ def begin(asked: argparse.Namespace) -> Run:
 
 def work(steps: Steps[Product], how: str) -> Product:
     """Do steps with their progress shown; stopped, say how to go on."""
-    from linearizer import terminal
+    from linearizer.cli import text as terminal
 
     try:
         return terminal.watch(steps)
@@ -149,7 +149,8 @@ def show(asked: argparse.Namespace, product: object, text: str) -> None:
 
 
 def serve_inspect(asked: argparse.Namespace) -> None:
-    from linearizer import pipeline, terminal
+    from linearizer import pipeline
+    from linearizer.cli import text as terminal
 
     found = pipeline.inspect(asked.model)
     show(asked, found.to_json(), terminal.inspection_text(found))
@@ -157,7 +158,8 @@ def serve_inspect(asked: argparse.Namespace) -> None:
 
 
 def serve_profile(asked: argparse.Namespace) -> None:
-    from linearizer import pipeline, terminal
+    from linearizer import pipeline
+    from linearizer.cli import text as terminal
 
     run = begin(asked)
     found = work_on(run, pipeline.measure_only(run, held=True))
@@ -165,7 +167,8 @@ def serve_profile(asked: argparse.Namespace) -> None:
 
 
 def serve_allocate(asked: argparse.Namespace) -> None:
-    from linearizer import pipeline, terminal
+    from linearizer import pipeline
+    from linearizer.cli import text as terminal
     from linearizer.run.find import find_run
 
     run = find_run(asked.run)
@@ -186,7 +189,8 @@ def serve_run(asked: argparse.Namespace) -> None:
         run = begin(asked)
         detach(asked, run, lambda: control.start(run))
         return
-    from linearizer import pipeline, terminal
+    from linearizer import pipeline
+    from linearizer.cli import text as terminal
     from linearizer.progress import finish
 
     run = begin(asked)
@@ -240,7 +244,8 @@ def serve_app(asked: argparse.Namespace) -> None:
 
 
 def serve_compare(asked: argparse.Namespace) -> None:
-    from linearizer import pipeline, terminal
+    from linearizer import pipeline
+    from linearizer.cli import text as terminal
     from linearizer.run.find import find_run
 
     run = find_run(asked.run)
@@ -249,7 +254,7 @@ def serve_compare(asked: argparse.Namespace) -> None:
 
 
 def serve_push(asked: argparse.Namespace) -> None:
-    from linearizer import terminal
+    from linearizer.cli import text as terminal
     from linearizer.publish import push
     from linearizer.run.find import find_run
 

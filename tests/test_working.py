@@ -7,6 +7,7 @@ from dataclasses import asdict, replace
 
 import pytest
 
+from linearizer.cli.text import run_text
 from linearizer.errors import FolderError, RequestError, Stopped
 from linearizer.jobs import control
 from linearizer.model.hub import find_model
@@ -17,7 +18,6 @@ from linearizer.run.cost import Layer
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.terminal import run_text
 from linearizer.train.state_file import NEWEST
 from linearizer.trained import Trained, trained
 from tests import fakehub

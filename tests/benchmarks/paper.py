@@ -18,6 +18,7 @@ import torch
 
 from linearizer import pipeline
 from linearizer.allocate.by_freedoms import allocate
+from linearizer.cli.text import columns
 from linearizer.evaluate.ranks import spearman
 from linearizer.evaluate.speed import Meter
 from linearizer.evaluate.subjects import Subject
@@ -32,7 +33,6 @@ from linearizer.progress import finish
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Asked
 from linearizer.runtime.attention import attention_modules, observing
-from linearizer.terminal import columns
 from linearizer.train.distill import distill
 from linearizer.train.losses import Attended, rows_loss
 from linearizer.train.settings import Settings

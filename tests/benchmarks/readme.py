@@ -10,13 +10,13 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+from linearizer.cli.text import size
 from linearizer.evaluate.step import Request, examine
 from linearizer.model.text import read_documents
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.terminal import size
 
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- measured: python -m tests.benchmarks.readme -->", "<!-- measured: end -->"

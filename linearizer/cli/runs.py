@@ -11,7 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from linearizer import terminal
+from linearizer.cli import text as terminal
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.jobs import control
 from linearizer.jobs.control import Status
