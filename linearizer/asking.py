@@ -7,7 +7,7 @@ from linearizer.errors import RequestError
 from linearizer.run.cost import Layer
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Asked
-from linearizer.runtime.feature_map import FEATURE_MAPS
+from linearizer.runtime.feature_maps import FEATURE_MAPS
 from linearizer.train.settings import END_TO_END, Settings
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from linearizer.runtime.feature_map import FEATURE_MAPS
+from linearizer.runtime.feature_maps import FEATURE_MAPS
 
 ON_GPU = torch.cuda.is_available()
 DEVICE, EXACT = ("cuda", torch.float32) if ON_GPU else ("cpu", torch.float64)

@@ -17,22 +17,22 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from linearizer.runtime import (
-    folded,
-    kernel_gradients,
-    kernel_merging,
-    kernel_slot_step,
-    kernel_slots,
-    kernel_step,
-    kernel_tiles,
-    kernels,
+    feature_maps_folded,
+    kernel_common,
+    kernel_text_features,
+    kernel_text_gradients,
+    kernel_text_merging,
+    kernel_text_slots,
+    kernel_token_features,
+    kernel_token_slots,
 )
-from linearizer.runtime.merging import Merging
+from linearizer.runtime.kernel_token_table import Held, table_of
+from linearizer.runtime.slots_merging import Merging
 from linearizer.runtime.state import SlotState, State
-from linearizer.runtime.table import Held, table_of
 from linearizer.train import attention_loss_kernels
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
-MAPS = (folded.NONE, folded.KEYS, folded.NEAREST, folded.HALVES)
+MAPS = (feature_maps_folded.NONE, feature_maps_folded.KEYS, feature_maps_folded.NEAREST, feature_maps_folded.HALVES)
 
 
 def launches(chip, call):
@@ -44,11 +44,11 @@ def launches(chip, call):
         found.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}, options))
 
     run, JITFunction.run = JITFunction.run, capture
-    asked, kernel_tiles.chip = kernel_tiles.chip, lambda _: chip
+    asked, kernel_common.chip = kernel_common.chip, lambda _: chip
     try:
         call()
     finally:
-        JITFunction.run, kernel_tiles.chip = run, asked
+        JITFunction.run, kernel_common.chip = run, asked
     return found
 
 
@@ -65,15 +65,15 @@ def everything(dim, features, dtype, whole, window=64, sinks=4):
     (q, k, _, sink, _, count, _, u, w, level, mean), heads = inputs, 8
     ring, one = (draw(1, heads, size, dim, dtype=dtype) for size in (window, 1))
     attention_and_gradients(inputs, window)
-    kernels.run(*inputs[:7], None, None, level, mean, window)
+    kernel_text_features.run(*inputs[:7], None, None, level, mean, window)
     first = (q[..., :1, :], one, one, q[..., :1, :])
     for bits in (16, 8):
         near = (draw(*x.shape[:-1], dim + 1, dtype=torch.int8) if bits == 8 else x for x in (sink, sink, ring, ring))
         held = Held([*range(heads)], State(count, *near, level, mean), window)
         for shares in MAPS if whole else MAPS[::3]:
-            kernel_step.run_step(*first, table_of([held]), held.state.sink_k, level, shares, dim**-0.5)
+            kernel_token_features.run_step(*first, table_of([held]), held.state.sink_k, level, shares, dim**-0.5)
     given = u[..., :1, :], w[..., :1, :]
-    kernel_step.run_step(*first, table_of([held]), sink, level, -1, 1.0, *given)
+    kernel_token_features.run_step(*first, table_of([held]), sink, level, -1, 1.0, *given)
     metric = draw(heads, dim, dim).float()
     slots(q, k, sink, count, window, metric)
     for bits in (16, 8):
@@ -94,13 +94,13 @@ def attention_inputs(batch, heads, group, tokens, dim, features, dtype, window, 
 
 def attention_and_gradients(inputs, window):
     """Attend, and pass gradients back."""
-    out, lse, last_level, last_mean, kept = kernels.run(*inputs, window)
+    out, lse, last_level, last_mean, kept = kernel_text_features.run(*inputs, window)
 
     class Context:
         saved_tensors = (*inputs, out, lse, last_level, last_mean, *kept)
 
     Context.window = window
-    kernel_gradients.Attention.backward(Context, inputs[0], *inputs[-2:])
+    kernel_text_gradients.Attention.backward(Context, inputs[0], *inputs[-2:])
 
 
 def slots(q, k, sink, count, window, metric, turns=64, size=64, block=16):
@@ -108,9 +108,9 @@ def slots(q, k, sink, count, window, metric, turns=64, size=64, block=16):
     (batch, heads, _, _, dim), work = q.shape, torch.float32
     index, merges = draw(batch, turns, block, dtype=torch.int64), draw(batch, turns, dtype=torch.int64)
     own, number = draw(batch, heads, size, dim, dtype=q.dtype), draw(batch, heads, size, dtype=work)
-    found = kernel_merging.merge(k, k, metric, index, index, merges, [own, own, number, number], 3, 2, 8)
+    found = kernel_text_merging.merge(k, k, metric, index, index, merges, [own, own, number, number], 3, 2, 8)
     asks = q[..., : turns * block, :]
-    kernel_slots.look(asks, k, k, sink, sink, found, metric[:, 0, 0], index, merges, count, count, window)
+    kernel_text_slots.look(asks, k, k, sink, sink, found, metric[:, 0, 0], index, merges, count, count, window)
 
 
 def slot_step(q, k, count, near, window, metric, bits, size=64):
@@ -122,7 +122,7 @@ def slot_step(q, k, count, near, window, metric, bits, size=64):
         [*range(heads)], SlotState(count, *kept, number, number), window, merging=Merging(metric, metric, window, 16)
     )
     merged = held.sizes()[1] + held.sizes()[2]
-    kernel_slot_step.run_slot_step(
+    kernel_token_slots.run_slot_step(
         q, k, k, q, table_of([held]), kept[0], number, merged, torch.float32, dim**-0.25, dim**-0.5
     )
 

@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM
 from linearizer.allocate.by_freedoms import Allocation
 from linearizer.model.checkpoint import linearize
 from linearizer.run.cost import Head, Layer
-from linearizer.runtime.attention import observing
+from linearizer.runtime.attention_interface import observing
 from tests.families import tiny_config
 
 WHOLE = Head(softmax=True)

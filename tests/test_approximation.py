@@ -19,7 +19,7 @@ from linearizer.model.checkpoint import students_of
 from linearizer.progress import finish
 from linearizer.run.cost import Head
 from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
-from linearizer.runtime.student import LayerStudent
+from linearizer.runtime.layer_student import LayerStudent
 from tests.students import MIXED, WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 
 RIDGES = tuple(2.0**-exponent for exponent in range(21))

@@ -12,8 +12,8 @@ import torch
 from linearizer.errors import FaultError, RequestError, TextError
 from linearizer.progress import finish
 from linearizer.run.cost import Head
-from linearizer.runtime.attention import attending
-from linearizer.runtime.feature_map import FEATURE_MAPS
+from linearizer.runtime.attention_interface import attending
+from linearizer.runtime.feature_maps import FEATURE_MAPS
 from linearizer.train.distill import Settings, distill
 from linearizer.train.layer_optimizer import PATIENCE
 from linearizer.train.settings import END_TO_END, LAYERWISE

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from linearizer.runtime.feature_map import FEATURE_MAPS, cosine_transform, orthogonal
+from linearizer.runtime.feature_maps import FEATURE_MAPS, cosine_transform, orthogonal
 
 DIM = 8
 

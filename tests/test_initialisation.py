@@ -6,8 +6,8 @@ from linearizer.model.initialise import begin, cluster, directions, initialise, 
 from linearizer.progress import finish
 from linearizer.run.cost import Head
 from linearizer.run.profile import Asked
-from linearizer.runtime.attention import observing
-from linearizer.runtime.feature_map import FEATURE_MAPS
+from linearizer.runtime.attention_interface import observing
+from linearizer.runtime.feature_maps import FEATURE_MAPS
 from linearizer.train.losses import Attended, featured, layer_loss
 from tests.students import MIXED, layers_of, student_of, teacher_of, tokens
 

@@ -7,11 +7,18 @@ import torch
 
 pytest.importorskip("triton")
 
-from linearizer.runtime import kernel_merging, kernel_slot_step, kernel_token, single, single_slots, trial
-from linearizer.runtime.rounding import packed
+from linearizer.runtime import (
+    kernel_dispatch_token,
+    kernel_dispatch_token_slots,
+    kernel_text_merging,
+    kernel_token_common,
+    kernel_token_slots,
+    kernel_trial,
+)
+from linearizer.runtime.kernel_token_table import Held, table_of
+from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.state import change_tensors, tensors
-from linearizer.runtime.student import LayerStudent
-from linearizer.runtime.table import Held, table_of
+from linearizer.runtime.state_8bit import packed
 from tests.by_kernels import CLOSE, DEVICE, EXACT, mutate, relative, vary
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -27,16 +34,16 @@ def trusted(monkeypatch):
     """Kernels for tokens count as right here, and in fp64, which the interpreter knows; the others as wrong."""
     families = {"attention": False, "slots": False, "single tokens": True, "single tokens and slots": True}
     device = torch.empty(0, device=DEVICE).device
-    monkeypatch.setattr(trial, "DEVICES", {DEVICE})
-    monkeypatch.setattr(trial, "DTYPES", (torch.float32, torch.float64))
-    monkeypatch.setattr(trial, "_right", {(family, device): right for family, right in families.items()})
+    monkeypatch.setattr(kernel_trial, "DEVICES", {DEVICE})
+    monkeypatch.setattr(kernel_trial, "DTYPES", (torch.float32, torch.float64))
+    monkeypatch.setattr(kernel_trial, "_right", {(family, device): right for family, right in families.items()})
 
 
 @pytest.fixture
 def launches(monkeypatch):
     """Count them."""
     counted = Counter()
-    for module, name in ((single, "run_step"), (single_slots, "run_slot_step")):
+    for module, name in ((kernel_dispatch_token, "run_step"), (kernel_dispatch_token_slots, "run_slot_step")):
         run = getattr(module, name)
         monkeypatch.setattr(module, name, lambda *args, run=run, name=name: (counted.update([name]), run(*args))[1])
     return counted
@@ -145,7 +152,7 @@ def test_a_batch_that_grew_where_it_lies_has_tickets_for_all():
 
 
 def test_a_token_leaves_alone_what_gradients_need(launches):
-    trial._right["attention and its gradients", torch.empty(0, device=DEVICE).device] = True
+    kernel_trial._right["attention and its gradients", torch.empty(0, device=DEVICE).device] = True
     student, text = layer([[3, 8]]), drawn(1, 13)
     found = []
     for goes_on in (False, True):
@@ -232,7 +239,7 @@ def test_numbers_are_kept_as_pytorch_keeps_them():
     ],
 )
 def test_a_mutated_token_fails(line, mutation, tmp_path, monkeypatch):
-    mutate(kernel_token, line, mutation, tmp_path, monkeypatch)
+    mutate(kernel_token_common, line, mutation, tmp_path, monkeypatch)
     with pytest.raises(AssertionError):
         test_numbers_are_kept_as_pytorch_keeps_them()
         assert_alike(layer([[2, 0, 0, 0, 8], [3, 0, 0, 0, 8]]), token_by_token(1, 5), monkeypatch)
@@ -243,12 +250,16 @@ def test_a_mutated_token_fails(line, mutation, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     "module, line, mutation",
     [
-        (kernel_slot_step, "gain * load_rows", "0 * load_rows"),
-        (kernel_slot_step, "merged - block == place - WIDTH", "merged == place - WIDTH"),
-        (kernel_slot_step, "(merged - block + i) % WIDTH", "i % WIDTH"),
-        (kernel_slot_step, "merged - block + i >= S", "merged - block + i >= 0"),
-        (kernel_merging, " * ROOT", ""),
-        (kernel_token, "x = codes(x, power(-exponent)[:, None])", "x = codes(0.99 * x, power(-exponent)[:, None])"),
+        (kernel_token_slots, "gain * load_rows", "0 * load_rows"),
+        (kernel_token_slots, "merged - block == place - WIDTH", "merged == place - WIDTH"),
+        (kernel_token_slots, "(merged - block + i) % WIDTH", "i % WIDTH"),
+        (kernel_token_slots, "merged - block + i >= S", "merged - block + i >= 0"),
+        (kernel_text_merging, " * ROOT", ""),
+        (
+            kernel_token_common,
+            "x = codes(x, power(-exponent)[:, None])",
+            "x = codes(0.99 * x, power(-exponent)[:, None])",
+        ),
     ],
 )
 def test_a_mutated_token_with_slots_fails(module, line, mutation, tmp_path, monkeypatch):

@@ -5,8 +5,8 @@ import torch
 
 pytest.importorskip("triton")
 
-from linearizer.runtime import kernel_merging, kernel_rounds, kernel_slots, kernel_token, slots
-from linearizer.runtime.merging import Merging, rounds
+from linearizer.runtime import kernel_slots_rounds, kernel_text_merging, kernel_text_slots, kernel_token_common, slots
+from linearizer.runtime.slots_merging import Merging, rounds
 from linearizer.runtime.state import SlotState, tensors
 from tests.by_kernels import DEVICE, mutate
 
@@ -87,14 +87,14 @@ def test_the_number_of_rounds_is_what_halving_takes():
 @pytest.mark.parametrize(
     "module, line, mutation",
     [
-        (kernel_rounds, "j[None, :] < i[:, None]", "j[None, :] > i[:, None]"),  # ties
-        (kernel_rounds, "& (i < partner)", "& (i > partner)"),
-        (kernel_rounds, "apart * apart", "apart"),
-        (kernel_merging, "step < WAITING", "step < 0"),
-        (kernel_token, "- 133", "- 132"),
-        (kernel_token, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
-        (kernel_slots, "gain * load_rows", "0 * load_rows"),
-        (kernel_slots, "near[None, :] <= place", "near[None, :] < place"),
+        (kernel_slots_rounds, "j[None, :] < i[:, None]", "j[None, :] > i[:, None]"),  # ties
+        (kernel_slots_rounds, "& (i < partner)", "& (i > partner)"),
+        (kernel_slots_rounds, "apart * apart", "apart"),
+        (kernel_text_merging, "step < WAITING", "step < 0"),
+        (kernel_token_common, "- 133", "- 132"),
+        (kernel_token_common, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
+        (kernel_text_slots, "gain * load_rows", "0 * load_rows"),
+        (kernel_text_slots, "near[None, :] <= place", "near[None, :] < place"),
     ],
 )
 def test_a_mutated_kernel_fails(module, line, mutation, tmp_path, monkeypatch):

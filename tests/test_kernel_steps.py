@@ -5,11 +5,11 @@ import torch
 
 pytest.importorskip("triton")
 
-from linearizer.runtime import kernel_step
-from linearizer.runtime.chunks import step
-from linearizer.runtime.single import fused_step
+from linearizer.runtime import kernel_token_features
+from linearizer.runtime.features_torch import step
+from linearizer.runtime.kernel_dispatch_token import fused_step
+from linearizer.runtime.layer_student import Scaled
 from linearizer.runtime.state import State, tensors
-from linearizer.runtime.student import Scaled
 from tests.by_kernels import CLOSE, ON_GPU, make, mutate, relative, vary
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # lanes that are masked afterwards
@@ -47,7 +47,7 @@ def test_steps_are_the_steps_of_pytorch(kind, window, sinks, features, group, di
 
 @pytest.mark.skipif(ON_GPU, reason="there it takes wide heads to see this")
 def test_dimensions_may_be_multiplied_some_at_a_time(monkeypatch):
-    monkeypatch.setattr(kernel_step, "at_once", lambda x: 16)
+    monkeypatch.setattr(kernel_token_features, "at_once", lambda x: 16)
     test_steps_are_the_steps_of_pytorch("clusters", 3, 2, 5, 2, dim=20)
 
 
@@ -63,7 +63,7 @@ def test_dimensions_may_be_multiplied_some_at_a_time(monkeypatch):
     ],
 )
 def test_a_mutated_step_fails(kind, line, mutation, tmp_path, monkeypatch):
-    mutate(kernel_step, line, mutation, tmp_path, monkeypatch)
+    mutate(kernel_token_features, line, mutation, tmp_path, monkeypatch)
     with pytest.raises(AssertionError):
         test_steps_are_the_steps_of_pytorch(*next(case for case in STEPS if case[0] == kind))
 

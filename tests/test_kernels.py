@@ -6,17 +6,17 @@ import torch
 pytest.importorskip("triton")
 
 from linearizer.runtime import (
-    kernel_far,
-    kernel_gradients,
-    kernel_near,
-    kernel_segments,
-    kernel_tiles,
-    kernels,
+    kernel_common,
+    kernel_text_features,
+    kernel_text_gradients,
+    kernel_text_gradients_far,
+    kernel_text_gradients_near,
+    kernel_text_segments,
     state,
 )
-from linearizer.runtime.chunks import chunked
-from linearizer.runtime.fused import attend_fused
-from linearizer.runtime.linear_attention import reference
+from linearizer.runtime.features import reference
+from linearizer.runtime.features_torch import chunked
+from linearizer.runtime.kernel_dispatch import attend_fused
 from linearizer.runtime.state import State, tensors
 from tests.by_kernels import CLOSE, DEVICE, ON_GPU, make, mutate, relative
 from tests.compiling import attention_and_gradients, attention_inputs, draw, slots
@@ -27,7 +27,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
-    monkeypatch.setattr(kernel_segments, "SEGMENT", 64 if ON_GPU else 32)
+    monkeypatch.setattr(kernel_text_segments, "SEGMENT", 64 if ON_GPU else 32)
 
 
 def fused(q, k, v, feature_map, window, sinks, real=None, cuts=()):
@@ -144,7 +144,7 @@ def test_the_same_bits_twice():
 
 @pytest.mark.skipif(ON_GPU, reason="there it takes wide heads to see this")
 def test_dimensions_may_be_multiplied_some_at_a_time(monkeypatch):
-    for module in (kernels, kernel_far):
+    for module in (kernel_text_features, kernel_text_gradients_far):
         monkeypatch.setattr(module, "at_once", lambda x: 16)
     test_attention_and_every_gradient_are_the_reference_s("one query head")
 
@@ -153,16 +153,16 @@ def test_dimensions_may_be_multiplied_some_at_a_time(monkeypatch):
 @pytest.mark.parametrize(
     "module, line, mutation",
     [
-        (kernel_tiles, "total * kept + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
-        (kernel_segments, "mean * kept[:, None] + own", "mean + own"),
-        (kernels, "oc[None, :] <= ot[:, None] + WINDOW", "oc[None, :] < ot[:, None] + WINDOW"),
-        (kernels, "oj[None, :] <= ot[:, None]", "oj[None, :] < ot[:, None]"),
-        (kernels, "os[None, :] <= first + ot[:, None]", "os[None, :] < first + ot[:, None]"),
-        (kernel_far, "- delta_mean[None, :]", ""),
-        (kernel_near, "- delta[:, None]", ""),
-        (kernel_gradients, "(dmean * mean).sum(-1) - dlevel", "0 * dlevel"),
-        (kernel_gradients, "dq + to_q", "dq"),
-        (kernel_far, "delta.dtype, PRECISION) - delta[:, None]", "delta.dtype, PRECISION)"),
+        (kernel_common, "total * kept + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
+        (kernel_text_segments, "mean * kept[:, None] + own", "mean + own"),
+        (kernel_text_features, "oc[None, :] <= ot[:, None] + WINDOW", "oc[None, :] < ot[:, None] + WINDOW"),
+        (kernel_text_features, "oj[None, :] <= ot[:, None]", "oj[None, :] < ot[:, None]"),
+        (kernel_text_features, "os[None, :] <= first + ot[:, None]", "os[None, :] < first + ot[:, None]"),
+        (kernel_text_gradients_far, "- delta_mean[None, :]", ""),
+        (kernel_text_gradients_near, "- delta[:, None]", ""),
+        (kernel_text_gradients, "(dmean * mean).sum(-1) - dlevel", "0 * dlevel"),
+        (kernel_text_gradients, "dq + to_q", "dq"),
+        (kernel_text_gradients_far, "delta.dtype, PRECISION) - delta[:, None]", "delta.dtype, PRECISION)"),
     ],
 )  # fmt: skip
 def test_a_mutated_kernel_fails(module, line, mutation, tmp_path, monkeypatch):
@@ -174,7 +174,9 @@ def test_a_mutated_kernel_fails(module, line, mutation, tmp_path, monkeypatch):
 @pytest.mark.parametrize("batch, tokens", [(2**14, 70), (1, 2**20)])
 def test_no_batch_and_no_text_is_too_large_for_a_grid(batch, tokens, monkeypatch):
     grids = []
-    monkeypatch.setattr(type(kernels.attend), "run", lambda kernel, *args, grid, **kwargs: grids.append(grid))
+    monkeypatch.setattr(
+        type(kernel_text_features.attend), "run", lambda kernel, *args, grid, **kwargs: grids.append(grid)
+    )
     inputs = attention_inputs(batch, 8, 4, tokens, 64, 64, torch.bfloat16, 8, 4)
     attention_and_gradients(inputs, 8)
     slots(*inputs[:2], inputs[3], inputs[5], 8, draw(8, 64, 64))
@@ -183,14 +185,14 @@ def test_no_batch_and_no_text_is_too_large_for_a_grid(batch, tokens, monkeypatch
 
 def test_constants_are_those_of_pytorch():
     for name in ("EMPTY", "ABSENT", "HEADROOM"):
-        assert getattr(kernel_tiles, name).value == getattr(state, name)
+        assert getattr(kernel_common, name).value == getattr(state, name)
 
 
 @pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("features", [64, 182])
 def test_on_a_gpu_kernels_err_at_most_twice_as_much_as_pytorch(dtype, features, monkeypatch):
-    monkeypatch.setattr(kernel_segments, "SEGMENT", 128)
+    monkeypatch.setattr(kernel_text_segments, "SEGMENT", 128)
     q, k, v, feature_map = make(300, features=features, group=4, dim=64, value_dim=64)
     q, k, v = (x.to(dtype) for x in (q / 8**0.5, k / 8**0.5, v))
     exact = reference(q.double(), k.double(), v.double(), feature_map.double(), 16, 4)

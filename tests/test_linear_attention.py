@@ -5,9 +5,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linearizer.runtime.chunks import chunked, step
-from linearizer.runtime.feature_map import FEATURE_MAPS
-from linearizer.runtime.linear_attention import linear_attention, reference
+from linearizer.runtime.feature_maps import FEATURE_MAPS
+from linearizer.runtime.features import linear_attention, reference
+from linearizer.runtime.features_torch import chunked, step
 from linearizer.runtime.state import State, tensors
 
 DIM, VALUE_DIM = 6, 5

@@ -5,9 +5,9 @@ from torch import nn
 from linearizer.errors import RequestError
 from linearizer.measure.recorder import output_projections
 from linearizer.run.cost import Head
-from linearizer.runtime.attention import attending
-from linearizer.runtime.linear_attention import reference
-from linearizer.runtime.student import LayerStudent, Scaled
+from linearizer.runtime.attention_interface import attending
+from linearizer.runtime.features import reference
+from linearizer.runtime.layer_student import LayerStudent, Scaled
 from linearizer.train import losses
 from linearizer.train.losses import Attended, LogitHead, direct_loss, featured, hidden_states, layer_loss, logits_loss
 from tests.families import FAMILIES

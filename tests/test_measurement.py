@@ -11,7 +11,7 @@ from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.profile import Samples, head_points, measure
 from linearizer.progress import finish
 from linearizer.run.profile import Asked, Profile
-from linearizer.runtime.attention import attention_modules, observing
+from linearizer.runtime.attention_interface import attention_modules, observing
 from tests.families import FAMILIES
 from tests.students import layers_of, teacher_of
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linearizer.run.cost import Head
-from linearizer.runtime.rounding import MOST, packed, rounded, unpacked
+from linearizer.runtime.state_8bit import MOST, packed, rounded, unpacked
 from tests.families import FAMILIES
 from tests.students import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 

@@ -8,9 +8,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linearizer.run.cost import Head, Layer, head_bytes, state_bytes
-from linearizer.runtime.linear_attention import reference
-from linearizer.runtime.merging import Merging, Slots, kept_slots, merge_slots
+from linearizer.runtime.features import reference
 from linearizer.runtime.slots import Merger, slot_attention
+from linearizer.runtime.slots_merging import Merging, Slots, kept_slots, merge_slots
 from linearizer.runtime.state import SlotState
 from tests.students import student_of, tokens
 

@@ -9,20 +9,20 @@ import torch
 pytest.importorskip("triton")
 
 from linearizer.runtime import (
-    fused,
-    kernel_far,
-    kernel_rounds,
-    kernel_segments,
-    kernel_slot_step,
-    kernel_step,
-    single,
-    single_slots,
+    kernel_dispatch,
+    kernel_dispatch_token,
+    kernel_dispatch_token_slots,
+    kernel_slots_rounds,
+    kernel_text_gradients_far,
+    kernel_text_segments,
+    kernel_token_features,
+    kernel_token_slots,
+    kernel_trial,
     slots,
-    trial,
 )
-from linearizer.runtime.linear_attention import linear_attention
-from linearizer.runtime.merging import Merging
+from linearizer.runtime.features import linear_attention
 from linearizer.runtime.slots import slot_attention
+from linearizer.runtime.slots_merging import Merging
 from linearizer.runtime.state import SlotState, State
 from linearizer.train import attention_loss as losses
 from linearizer.train import attention_loss_kernels
@@ -39,9 +39,9 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 @pytest.fixture(autouse=True)
 def untried(monkeypatch):
     """Nothing is known yet, and Triton's interpreter counts as a device."""
-    monkeypatch.setattr(trial, "_right", {})
-    monkeypatch.setattr(trial, "DEVICES", {DEVICE})
-    monkeypatch.setattr(kernel_segments, "SEGMENT", 32)
+    monkeypatch.setattr(kernel_trial, "_right", {})
+    monkeypatch.setattr(kernel_trial, "DEVICES", {DEVICE})
+    monkeypatch.setattr(kernel_text_segments, "SEGMENT", 32)
 
 
 @pytest.fixture
@@ -49,16 +49,18 @@ def launches(monkeypatch):
     """Count what the doors hand to kernels, trials included."""
     counted = []
     for module, name in (
-        (single, "run_step"),
-        (single_slots, "run_slot_step"),
+        (kernel_dispatch_token, "run_step"),
+        (kernel_dispatch_token_slots, "run_slot_step"),
         (slots, "merge_fused"),
         (losses, "loss_kernels"),
     ):
         kept = getattr(module, name)
         count = Counted(kept, name, counted)
         monkeypatch.setattr(module, name, count)
-    apply = fused.Attention.apply
-    monkeypatch.setattr(fused.Attention, "apply", lambda *args: (counted.append("Attention"), apply(*args))[1])
+    apply = kernel_dispatch.Attention.apply
+    monkeypatch.setattr(
+        kernel_dispatch.Attention, "apply", lambda *args: (counted.append("Attention"), apply(*args))[1]
+    )
     return counted
 
 
@@ -123,15 +125,15 @@ def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
     again = call()
     assert len(launches) == tried + 1
     assert torch.equal(first, again)
-    assert [key[0] for key in trial._right] == [family]
+    assert [key[0] for key in kernel_trial._right] == [family]
 
 
 WRONG = {  # a line of each kernel, and what it is exchanged for
-    "attention": (kernel_segments, "mean * kept[:, None] + own", "mean + own"),
-    "attention and its gradients": (kernel_far, "- delta_mean[None, :]", ""),
-    "single tokens": (kernel_step, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
-    "slots": (kernel_rounds, "apart * apart", "values"),
-    "single tokens and slots": (kernel_slot_step, "gain * load_rows", "0 * load_rows"),
+    "attention": (kernel_text_segments, "mean * kept[:, None] + own", "mean + own"),
+    "attention and its gradients": (kernel_text_gradients_far, "- delta_mean[None, :]", ""),
+    "single tokens": (kernel_token_features, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
+    "slots": (kernel_slots_rounds, "apart * apart", "values"),
+    "single tokens and slots": (kernel_token_slots, "gain * load_rows", "0 * load_rows"),
     "losses of attention rows": (attention_loss_kernels, "factor - p", "1.01 * factor - p"),
 }
 
@@ -160,13 +162,13 @@ def test_the_environment_keeps_kernels_off(launches, monkeypatch):
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
     for call, _ in DOORS.values():
         call()
-    assert not launches and not trial._right
+    assert not launches and not kernel_trial._right
 
 
 def test_nothing_is_tried_while_it_is_recorded(launches, monkeypatch):
-    monkeypatch.setattr(trial, "being_recorded", lambda x: True)
+    monkeypatch.setattr(kernel_trial, "being_recorded", lambda x: True)
     read()
-    assert not launches and not trial._right
+    assert not launches and not kernel_trial._right
 
 
 @pytest.mark.filterwarnings("ignore")  # what a compiler says of its own
@@ -175,12 +177,12 @@ def test_what_is_compiled_goes_on_with_kernels_that_were_found_right(tokens):
     for call, door in ((read, linear_attention), (merge, slot_attention)):
         expected = call(tokens)
         assert torch.equal(call(tokens, torch.compile(door, backend="eager")), expected)
-    assert len(trial._right) == 2 and all(trial._right.values())
+    assert len(kernel_trial._right) == 2 and all(kernel_trial._right.values())
 
 
 def test_a_result_that_is_no_number_is_wrong():
     x = torch.ones(3)
-    assert "err by nan" in trial.fault_of(lambda kernels, dtype: [x * torch.nan if kernels else x.to(dtype)], x)
+    assert "err by nan" in kernel_trial.fault_of(lambda kernels, dtype: [x * torch.nan if kernels else x.to(dtype)], x)
 
 
 def test_documents_name_the_switch():

@@ -24,7 +24,7 @@ from linearizer.run.at_work import interruptible, logged
 from linearizer.run.cost import Head
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
-from linearizer.runtime.student import LayerStudent
+from linearizer.runtime.layer_student import LayerStudent
 
 GATE_STEPS = 60
 PARTLY = "state/prices.json"  # the prices of the first layers, while the others are measured

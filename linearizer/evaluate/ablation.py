@@ -7,8 +7,8 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
+from linearizer.runtime.layer_student import HeadGroup, SlotGroup
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.runtime.student import HeadGroup, SlotGroup
 
 
 @contextmanager

@@ -22,8 +22,8 @@ from linearizer.model.logits import logits_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Head
 from linearizer.run.profile import Curve, HeadProfile, Profile
-from linearizer.runtime.attention import attention_modules, observing
-from linearizer.runtime.student import LayerStudent
+from linearizer.runtime.attention_interface import attention_modules, observing
+from linearizer.runtime.layer_student import LayerStudent
 
 Tensor = torch.Tensor
 Foretold = tuple[tuple[float | None, ...], ...]  # [layer][KV head]; None where the profile foretells nothing

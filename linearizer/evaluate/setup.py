@@ -24,8 +24,8 @@ from linearizer.model.teacher import quiet
 from linearizer.model.text import enough_windows, first_tokens, read_documents, token_windows
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import Run, located_text
+from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.runtime.student import LayerStudent
 from linearizer.train.step import begin_features
 
 

@@ -10,8 +10,8 @@ from transformers import PreTrainedModel
 
 from linearizer.allocate.by_freedoms import Allocation
 from linearizer.run.cost import SINKS, Head, Layer, token_bytes
-from linearizer.runtime.attention import attending, attention_modules
-from linearizer.runtime.student import LayerStudent
+from linearizer.runtime.attention_interface import attending, attention_modules
+from linearizer.runtime.layer_student import LayerStudent
 
 
 @dataclass(frozen=True)

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Layer
-from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_modules
-from linearizer.runtime.student import LayerStudent
+from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
+from linearizer.runtime.layer_student import LayerStudent
 
 RATE = 0.02
 SPARSITY = 0.05

@@ -20,8 +20,8 @@ from linearizer.allocate.by_prices import SMALLEST, Prices
 from linearizer.model.logits import divergence, logits_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import BLOCK, Head, Layer
-from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_modules
-from linearizer.runtime.student import LayerStudent
+from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
+from linearizer.runtime.layer_student import LayerStudent
 
 Found = Sequence[tuple[tuple[float, ...], ...]]  # [layer][head][option]
 UNTRAINED = "codebook"  # the features that heads are priced with: as good as any before training

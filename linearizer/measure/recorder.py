@@ -13,7 +13,7 @@ from torch import nn
 
 from linearizer.errors import FaultError, RequestError, TextError
 from linearizer.run.cost import Layer
-from linearizer.runtime.attention import attention_modules, observing
+from linearizer.runtime.attention_interface import attention_modules, observing
 
 SCORES = 2**23  # attention scores that are held at once
 UNIT = 256  # a weight so many times larger than it is loses no bfloat16 digits to a bias

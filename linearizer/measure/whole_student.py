@@ -13,7 +13,7 @@ from linearizer.measure.head_prices import Begin, cut
 from linearizer.model.logits import divergence, logits_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Layer
-from linearizer.runtime.attention import IMPLEMENTATION, attending, attention_modules
+from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 
 
 @torch.inference_mode()

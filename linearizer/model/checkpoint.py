@@ -18,8 +18,8 @@ from linearizer.errors import RequestError
 from linearizer.evaluate.subjects import exchanged
 from linearizer.run.cost import Head, Layer
 from linearizer.run.files import replacing
+from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
-from linearizer.runtime.student import LayerStudent
 
 SHARD = "1GB"  # what is sent again at most where an upload breaks
 

@@ -15,8 +15,8 @@ import torch
 
 from linearizer.measure.recorder import number
 from linearizer.model.samples import LayerSamples, Samples
-from linearizer.runtime.attention import attention_modules
-from linearizer.runtime.feature_map import (
+from linearizer.runtime.attention_interface import attention_modules
+from linearizer.runtime.feature_maps import (
     MLP,
     Clusters,
     Codebook,
@@ -25,8 +25,8 @@ from linearizer.runtime.feature_map import (
     half_square,
     orthogonal,
 )
+from linearizer.runtime.layer_student import LayerStudent, SlotGroup
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.runtime.student import LayerStudent, SlotGroup
 from linearizer.train.losses import featured
 
 LLOYD = 8  # rounds of k-means

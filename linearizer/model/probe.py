@@ -14,7 +14,7 @@ from linearizer.model.hub import first_line
 from linearizer.model.support import Refused, check_attention, check_layers, check_modules
 from linearizer.model.teacher import quiet
 from linearizer.run.cost import Layer
-from linearizer.runtime.attention import observing
+from linearizer.runtime.attention_interface import observing
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from linearizer.errors import UnsupportedModel
-from linearizer.runtime.attention import attention_modules, hands_over
+from linearizer.runtime.attention_interface import attention_modules, hands_over
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

@@ -21,15 +21,15 @@ from collections.abc import Sequence
 import torch
 from torch import nn
 
-from .merging import MOST, WAITING, Merging, rounds
-from .single_slots import fused_slot_step, slot_step_serves
+from .kernel_dispatch_token_slots import fused_slot_step, slot_step_serves
+from .kernel_trial import Drawn, Sizes, takes, trusted
+from .slots_merging import MOST, WAITING, Merging, rounds
+from .slots_torch import Leaving, attend_turns, step
 from .state import Columns, SlotState, lay_columns, remember_sinks, remember_window, take
-from .trial import Drawn, Sizes, takes, trusted
-from .turns import Leaving, attend_turns, step
 
 try:
-    from .kernel_merging import merge as merge_fused
-    from .kernel_slots import look as look_fused
+    from .kernel_text_merging import merge as merge_fused
+    from .kernel_text_slots import look as look_fused
 except ImportError as missing:
     if missing.name != "triton":
         raise

@@ -19,8 +19,8 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
+from linearizer.runtime.kernel_trial import Drawn, Sizes, takes, trusted
 from linearizer.runtime.state import working_dtype
-from linearizer.runtime.trial import Drawn, Sizes, takes, trusted
 from linearizer.train.attention_loss_blocks import BLOCK, Heads, Pair, largest_scores, rows_at_once
 
 try:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from linearizer.runtime.parts import exp_
+from linearizer.runtime.softmax_parts import exp_
 from linearizer.runtime.state import EMPTY, HEADROOM
 
 Tensor = torch.Tensor

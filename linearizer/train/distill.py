@@ -14,7 +14,7 @@ import torch
 from linearizer.errors import RequestError, TextError
 from linearizer.model.logits import check_logits
 from linearizer.progress import Progress, Steps
-from linearizer.runtime.attention import attending
+from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import featured

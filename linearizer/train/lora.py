@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
 from linearizer.measure.recorder import matrices
-from linearizer.runtime.attention import attention_modules
+from linearizer.runtime.attention_interface import attention_modules
 
 NAME = "distillation"
 

@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
 from linearizer.measure.recorder import matrix
-from linearizer.runtime.chunks import chunked
+from linearizer.runtime.features_torch import chunked
+from linearizer.runtime.layer_student import HeadGroup, LayerStudent, Scaled
 from linearizer.runtime.state import State
-from linearizer.runtime.student import HeadGroup, LayerStudent, Scaled
 from linearizer.train.attention_loss import attention_loss
 from linearizer.train.attention_loss_blocks import largest_scores
 

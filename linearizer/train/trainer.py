@@ -16,7 +16,7 @@ from linearizer.errors import FaultError
 from linearizer.measure.recorder import number, output_projections
 from linearizer.model.logits import PROBE
 from linearizer.model.memory import is_out_of_memory
-from linearizer.runtime.attention import attending, attention_modules, observing
+from linearizer.runtime.attention_interface import attending, attention_modules, observing
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.layer_optimizer import Learner
 from linearizer.train.lora import without_adapters

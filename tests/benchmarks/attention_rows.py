@@ -4,10 +4,10 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from linearizer.runtime.chunks import chunked
-from linearizer.runtime.linear_attention import linear_attention, reference
+from linearizer.runtime.features import linear_attention, reference
+from linearizer.runtime.features_torch import chunked
+from linearizer.runtime.layer_student import HeadGroup, Scaled
 from linearizer.runtime.state import State
-from linearizer.runtime.student import HeadGroup, Scaled
 from tests.benchmarks.timing import DEVICE, GPU, attempt, compiled, draw, own
 
 

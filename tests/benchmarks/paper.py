@@ -32,7 +32,7 @@ from linearizer.model.text import enough_windows
 from linearizer.progress import finish
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Asked
-from linearizer.runtime.attention import attention_modules, observing
+from linearizer.runtime.attention_interface import attention_modules, observing
 from linearizer.train.distill import distill
 from linearizer.train.losses import Attended, rows_loss
 from linearizer.train.settings import Settings

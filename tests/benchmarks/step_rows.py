@@ -6,7 +6,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig
 from linearizer.allocate.by_freedoms import Allocation
 from linearizer.model.checkpoint import linearize
 from linearizer.run.cost import Head, Layer
-from linearizer.runtime.attention import attending
+from linearizer.runtime.attention_interface import attending
 from linearizer.train.losses import hidden_states
 from linearizer.train.settings import Settings
 from linearizer.train.trainer import Training

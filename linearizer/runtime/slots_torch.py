@@ -9,10 +9,10 @@ from dataclasses import dataclass
 
 import torch
 
-from .merging import Merging, Slots, kept_slots, merge_slots
-from .parts import by_head, combine, exact_part, only, softmax_over
-from .rounding import rounded
+from .slots_merging import Merging, Slots, kept_slots, merge_slots
+from .softmax_parts import by_head, combine, exact_part, only, softmax_over
 from .state import Columns, SlotState, first_places, lay_columns, remember_token, take, working_dtype
+from .state_8bit import rounded
 
 Tensor = torch.Tensor
 

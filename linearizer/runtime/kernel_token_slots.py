@@ -13,10 +13,9 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_merging import SIZE, fill, keep, merge_rows
-from .kernel_step import of_token
-from .kernel_tiles import load_rows, precision, take_in, where_it_lies
-from .kernel_token import (
+from .kernel_common import load_rows, precision, take_in, where_it_lies
+from .kernel_text_merging import SIZE, fill, keep, merge_rows
+from .kernel_token_common import (
     BLOCK,
     COUNT,
     FAR,
@@ -37,8 +36,9 @@ from .kernel_token import (
     remember,
     scores,
 )
-from .merging import MOST, WAITING
-from .table import Table
+from .kernel_token_features import of_token
+from .kernel_token_table import Table
+from .slots_merging import MOST, WAITING
 
 Tensor = torch.Tensor
 SLOT_K, WEIGHT, SPREAD, METRIC, GAIN = (tl.constexpr(REST.value + n) for n in (0, 2, 3, 4, 5))

@@ -11,18 +11,18 @@ from typing import Any
 
 import torch
 
-from .chunks import step
-from .folded import NONE, Folded
-from .fused import sizes_of
-from .parts import Features, folded_of
-from .rounding import pack, rounded
-from .single_slots import can_merge, launch_slots, right_slots
+from .feature_maps_folded import NONE, Folded
+from .features_torch import step
+from .kernel_dispatch import sizes_of
+from .kernel_dispatch_token_slots import can_merge, launch_slots, right_slots
+from .kernel_token_table import Held, table_of
+from .kernel_trial import Drawn, Sizes, takes, trusted
+from .softmax_parts import Features, folded_of
 from .state import State, working_dtype
-from .table import Held, table_of
-from .trial import Drawn, Sizes, takes, trusted
+from .state_8bit import pack, rounded
 
 try:
-    from .kernel_step import run_step
+    from .kernel_token_features import run_step
 except ImportError as missing:
     if missing.name != "triton":
         raise

@@ -14,8 +14,8 @@ from typing import Any
 
 import torch
 
-from .folded import Folded
-from .merging import Merging, rounds
+from .feature_maps_folded import Folded
+from .slots_merging import Merging, rounds
 from .state import tensors
 
 Tensor = torch.Tensor

@@ -14,8 +14,8 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_tiles import EMPTY, load_part, load_tile, take_in
-from .table import COLUMNS
+from .kernel_common import EMPTY, load_part, load_tile, take_in
+from .kernel_token_table import COLUMNS
 
 HEAD, OWN, HEADS, TICKET, WINDOW, FAR, BLOCK, ROUNDS = (tl.constexpr(n) for n in range(len(COLUMNS)))
 COUNT, SINK_K, WINDOW_K, REST = (tl.constexpr(len(COLUMNS) + n) for n in (0, 1, 3, 5))  # values follow keys

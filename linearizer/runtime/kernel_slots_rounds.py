@@ -11,7 +11,7 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_tiles import load_part, load_rows, load_tile
+from .kernel_common import load_part, load_rows, load_tile
 
 INFINITE = tl.constexpr(float("inf"))
 

@@ -16,8 +16,7 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_segments import Problem, accumulate, summarize
-from .kernel_tiles import (
+from .kernel_common import (
     ABSENT,
     EMPTY,
     HEADROOM,
@@ -31,6 +30,7 @@ from .kernel_tiles import (
     take_in,
     where_it_lies,
 )
+from .kernel_text_segments import Problem, accumulate, summarize
 
 Tensor = torch.Tensor
 

@@ -15,9 +15,9 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_rounds import choose, join, ranks
-from .kernel_tiles import load_part, load_rows, load_tile, padded, precision, where_it_lies
-from .kernel_token import keep_some, load_kept
+from .kernel_common import load_part, load_rows, load_tile, padded, precision, where_it_lies
+from .kernel_slots_rounds import choose, join, ranks
+from .kernel_token_common import keep_some, load_kept
 
 Tensor = torch.Tensor
 SIZE = 32  # rows at a time; sums of products go over 16 numbers at a time, or they would fill the registers

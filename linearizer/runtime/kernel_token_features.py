@@ -14,10 +14,10 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from . import folded as forms
-from .kernel_features import key_features, key_shares, query_features, query_shares
-from .kernel_tiles import ABSENT, EMPTY, at_once, load_tile, padded, precision, take_in, where_it_lies
-from .kernel_token import (
+from linearizer.runtime import feature_maps_folded as forms
+
+from .kernel_common import ABSENT, EMPTY, at_once, load_tile, padded, precision, take_in, where_it_lies
+from .kernel_token_common import (
     COUNT,
     FAR,
     HEAD,
@@ -35,7 +35,8 @@ from .kernel_token import (
     pair,
     remember,
 )
-from .table import Table
+from .kernel_token_table import Table
+from .kernel_token_tiles import key_features, key_shares, query_features, query_shares
 
 Tensor = torch.Tensor
 NONE, NEAREST, HALVES = tl.constexpr(forms.NONE), tl.constexpr(forms.NEAREST), tl.constexpr(forms.HALVES)

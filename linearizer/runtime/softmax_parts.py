@@ -12,7 +12,7 @@ from typing import Protocol
 
 import torch
 
-from .folded import Folded
+from .feature_maps_folded import Folded
 from .state import EMPTY, HEADROOM, State
 
 Tensor = torch.Tensor

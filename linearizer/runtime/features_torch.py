@@ -6,7 +6,7 @@ from collections.abc import Callable
 
 import torch
 
-from .parts import (
+from .softmax_parts import (
     Far,
     Features,
     by_head,

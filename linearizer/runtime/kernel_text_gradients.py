@@ -12,10 +12,10 @@ from typing import Any
 import torch
 from torch.autograd.function import once_differentiable
 
-from .kernel_far import far
-from .kernel_near import near
-from .kernel_segments import Problem
-from .kernels import run
+from .kernel_text_features import run
+from .kernel_text_gradients_far import far
+from .kernel_text_gradients_near import near
+from .kernel_text_segments import Problem
 from .state import EMPTY
 
 Tensor = torch.Tensor

@@ -15,7 +15,7 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_tiles import ABSENT, EMPTY, blocks, load_rows, load_tile, padded, precision
+from .kernel_common import ABSENT, EMPTY, blocks, load_rows, load_tile, padded, precision
 
 Tensor = torch.Tensor
 SEGMENT = 128

@@ -22,10 +22,10 @@ from __future__ import annotations
 
 import torch
 
-from .chunks import attend_chunks, chunked, step
-from .fused import attend_fused, attention_serves
-from .parts import Features, far_logits_exactly
-from .single import fused_step, step_serves
+from .features_torch import attend_chunks, chunked, step
+from .kernel_dispatch import attend_fused, attention_serves
+from .kernel_dispatch_token import fused_step, step_serves
+from .softmax_parts import Features, far_logits_exactly
 from .state import EMPTY, State
 
 Tensor = torch.Tensor

@@ -18,7 +18,7 @@ from collections.abc import Callable
 import torch
 from torch import nn
 
-from .folded import HALVES, KEYS, NEAREST, NONE, Folded
+from .feature_maps_folded import HALVES, KEYS, NEAREST, NONE, Folded
 from .state import ABSENT
 
 Tensor = torch.Tensor

@@ -11,15 +11,15 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from .feature_map import FEATURE_MAPS, FeatureMap
-from .folded import Folded
-from .linear_attention import linear_attention
-from .merging import Merging
-from .rounding import Rounded, attend_in_8_bits
-from .single import step_layer
+from .feature_maps import FEATURE_MAPS, FeatureMap
+from .feature_maps_folded import Folded
+from .features import linear_attention
+from .kernel_dispatch_token import step_layer
+from .kernel_token_table import Held
 from .slots import Merger, slot_attention
+from .slots_merging import Merging
 from .state import SlotState, State
-from .table import Held
+from .state_8bit import Rounded, attend_in_8_bits
 
 Tensor = torch.Tensor
 SOFTMAX, SOFTMAX_8 = "softmax", "softmax 8"

@@ -9,13 +9,13 @@ from collections.abc import Sequence
 
 import torch
 
-from .chunks import CHUNK, attend_chunks, chunked
-from .parts import Features
+from .features_torch import CHUNK, attend_chunks, chunked
+from .kernel_trial import Drawn, Sizes, takes, trusted
+from .softmax_parts import Features
 from .state import ABSENT, Columns, State, working_dtype
-from .trial import Drawn, Sizes, takes, trusted
 
 try:
-    from .kernel_gradients import Attention
+    from .kernel_text_gradients import Attention
 except ImportError as missing:
     if missing.name != "triton":
         raise

@@ -10,8 +10,7 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_segments import Problem, accumulate, summarize
-from .kernel_tiles import (
+from .kernel_common import (
     ABSENT,
     EMPTY,
     HEADROOM,
@@ -24,6 +23,7 @@ from .kernel_tiles import (
     row_bound,
     scores,
 )
+from .kernel_text_segments import Problem, accumulate, summarize
 
 Tensor = torch.Tensor
 

@@ -12,7 +12,7 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_tiles import ABSENT, EMPTY, load_part, load_tile
+from .kernel_common import ABSENT, EMPTY, load_part, load_tile
 
 
 @triton.jit

@@ -13,8 +13,8 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_merging import widths
-from .kernel_tiles import EMPTY, at_once, load_rows, load_tile, padded, precision, scores, take_in, where_it_lies
+from .kernel_common import EMPTY, at_once, load_rows, load_tile, padded, precision, scores, take_in, where_it_lies
+from .kernel_text_merging import widths
 
 Tensor = torch.Tensor
 

@@ -10,8 +10,8 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_segments import Problem
-from .kernel_tiles import EMPTY, load_rows, load_tile
+from .kernel_common import EMPTY, load_rows, load_tile
+from .kernel_text_segments import Problem
 
 Tensor = torch.Tensor
 

@@ -6,15 +6,15 @@ from collections.abc import Sequence
 
 import torch
 
-from .merging import MOST, Merging
-from .rounding import pack, rounded, unpacked
+from .kernel_token_table import Held, table_of
+from .kernel_trial import Drawn, Sizes, takes, trusted
+from .slots_merging import MOST, Merging
+from .slots_torch import step
 from .state import SlotState
-from .table import Held, table_of
-from .trial import Drawn, Sizes, takes, trusted
-from .turns import step
+from .state_8bit import pack, rounded, unpacked
 
 try:
-    from .kernel_slot_step import run_slot_step
+    from .kernel_token_slots import run_slot_step
 except ImportError as missing:
     if missing.name != "triton":
         raise
