@@ -8,6 +8,8 @@ student = load(run.checkpoint)
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
+from linearizer.version import __version__
+
 if TYPE_CHECKING:
     from linearizer.errors import LinearizerError
     from linearizer.model.checkpoint import load
@@ -16,11 +18,17 @@ if TYPE_CHECKING:
     from linearizer.run.folder import Run
     from linearizer.run.plan import Plan
 
-__version__ = "0.1.0"
-__all__ = ["LinearizerError", "Plan", "Run", "finish", "inspect", "linearize", "load"]
+__all__ = ["LinearizerError", "Plan", "Run", "__version__", "finish", "inspect", "linearize", "load"]
 
-HOMES = {"load": "checkpoint", "LinearizerError": "errors", "inspect": "pipeline", "linearize": "pipeline"}
-HOMES |= {"Plan": "plan", "finish": "progress", "Run": "run"}
+HOMES = {
+    "LinearizerError": "errors",
+    "Plan": "run.plan",
+    "Run": "run.folder",
+    "finish": "progress",
+    "inspect": "pipeline",
+    "linearize": "pipeline",
+    "load": "model.checkpoint",
+}
 
 
 def __getattr__(name: str) -> Any:

@@ -63,6 +63,6 @@ def process_of(run):
             words = (entry / "cmdline").read_bytes().split(b"\0")
         except (FileNotFoundError, ProcessLookupError):
             continue
-        if b"linearizer.worker" in words and str(run.folder).encode() in words:
+        if b"linearizer.jobs.worker" in words and str(run.folder).encode() in words:
             return entry
     raise FileNotFoundError(f"no process of {run.folder}")

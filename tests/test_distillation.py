@@ -246,9 +246,9 @@ def test_layers_that_the_teacher_bounds_itself_are_left_alone():
 
 MEMORY = """
     import resource, sys, torch
-    from linearizer.distillation import Settings, distill
+    from linearizer.train.distill import Settings, distill
     from tests.test_distillation import a_student, tokens
-    from linearizer.cost import Head
+    from linearizer.run.cost import Head
     torch.set_num_threads(1)
     depth = int(sys.argv[1])
     student = a_student(heads=[Head(window=16, features=32)], num_hidden_layers=depth, max_position_embeddings=512)

@@ -73,7 +73,7 @@ def test_an_interrupt_within_a_step_loses_no_bit(tmp_path):
 PROGRAM = """
     import sys
     from pathlib import Path
-    from linearizer.distillation import distill
+    from linearizer.train.distill import distill
     from tests.test_distillation import FEW, TEXT, a_student
     for event in distill(a_student(), TEXT, FEW, folder=Path(sys.argv[1])):
         print(event.done, flush=True)

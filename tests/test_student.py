@@ -165,7 +165,7 @@ def test_memory_and_time_per_token_stay_flat_to_32k():
     """In a process of its own: what a process has taken before would hide growth."""
     program = """
         import resource, time, torch
-        from linearizer.cost import Head
+        from linearizer.run.cost import Head
         from tests.students import student_of, tokens
         torch.set_num_threads(1)
         student = student_of("llama", [Head(window=16, features=32)], max_position_embeddings=40_000)

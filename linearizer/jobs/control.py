@@ -128,7 +128,7 @@ def spawn(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
     """Start the process of a run; the token goes through a pipe, where nobody else can read it."""
     fds = (lock.fd, ticket.lock.fd)
     which = [str(run.folder), run.job or "", str(ticket.path), *map(str, fds)]
-    command = [sys.executable, "-m", "linearizer.worker", *which]
+    command = [sys.executable, "-m", "linearizer.jobs.worker", *which]
     with (run.folder / "worker.log").open("wb") as log:
         process = subprocess.Popen(
             command,
@@ -147,7 +147,7 @@ def spawn(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
 
 def environment() -> dict[str, str]:
     """Let a process import this very package, and nothing that lies in the working directory by chance."""
-    home, paths = Path(__file__).parents[1], os.environ.get("PYTHONPATH")
+    home, paths = Path(__file__).parents[2], os.environ.get("PYTHONPATH")
     if home.name not in ("site-packages", "dist-packages"):  # those it finds, after the standard library
         paths = os.pathsep.join(filter(None, (str(home), paths)))
     return {**os.environ, "PYTHONPATH": paths or "", "PYTHONSAFEPATH": "1"}

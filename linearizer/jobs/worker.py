@@ -1,6 +1,6 @@
 """Work on a run: wait for a turn at the device, do what the plan asks for, and say how that ended.
 
-python -m linearizer.worker RUN JOB TICKET FD FD is the process of a run in the background, or of its evaluation:
+python -m linearizer.jobs.worker RUN JOB TICKET FD FD is the process of a run in the background, or of its evaluation:
 `jobs.start` hands it the locks of the run and of the ticket, as open files, and the token on standard input.
 """
 

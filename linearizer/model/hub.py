@@ -261,7 +261,7 @@ def _terms(card: Any) -> dict[str, Any]:
 
 def _demo_folder() -> Path:
     """Find the embedded model: beside the package in a checkout, inside it where it was installed."""
-    package = Path(__file__).parent
+    package = Path(__file__).parents[1]
     for folder in (package.parent / "assets" / "demo-model", package / "assets" / "demo-model"):
         if folder.is_dir():
             return folder

@@ -68,7 +68,7 @@ def card(run: Run, repo_id: str | None = None) -> str:
     rows, training = run.evaluation, trained(run)
     title = repo_id.partition("/")[2] if repo_id else f"{teacher.name}, linearized"
     head = metadata(plan, teacher, title, rows).to_yaml(line_break="\n")
-    body = Template((Path(__file__).parent / "model_card.md").read_text(encoding="utf-8")).substitute(
+    body = Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(
         title=plain(title),
         summary=summary(allocation, layers, teacher, run.positions),
         alternative=f"Layers down, KV heads across. {in_words(allocation, layers, run.positions)}",

@@ -11,7 +11,7 @@ from pathlib import Path
 from linearizer.errors import RequestError
 from linearizer.publish.upload import Content
 
-PACKAGE = Path(__file__).parent
+PACKAGE = Path(__file__).parents[1]
 WRITTEN = ("README.md", "requirements.txt")  # fitted to a Space
 TOP = ("app.py", "LICENSE", "pyproject.toml", *WRITTEN)
 CARRIED = ("project", "assets")  # where an installed package carries what lies beside it in a checkout
