@@ -3,12 +3,12 @@
 import pytest
 
 from linearizer.allocate.by_freedoms import Allocation
+from linearizer.amounts import size
 from linearizer.cli.text import cost_text
 from linearizer.page.cards import allocation_card
 from linearizer.publish.card import in_words
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import cost
-from linearizer.tables import size
 
 LAYER = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16)
 BOUNDED = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16, native_window=32)

@@ -274,4 +274,3 @@ def serve_push(asked: argparse.Namespace) -> None:
     except KeyboardInterrupt as stopped:
         raise Stopped("stopped; what has arrived is not sent again: repeat the command to go on") from stopped
     show(asked, asdict(done), f"{done.url}\n\n{done.snippet}" if run else done.url)
-

@@ -11,6 +11,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from linearizer.amounts import columns, size
 from linearizer.cli import text as terminal
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.jobs import control
@@ -18,7 +19,6 @@ from linearizer.jobs.control import Status
 from linearizer.progress import Progress
 from linearizer.run.find import find_run, runs_root
 from linearizer.run.folder import Run
-from linearizer.tables import columns, size
 
 ACTIONS = {
     "list": "all runs under the root (the default)",

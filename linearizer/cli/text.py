@@ -8,9 +8,9 @@ from collections.abc import Mapping, Sequence
 from contextlib import closing
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
+from linearizer.amounts import columns, growing, size, smaller_from
 from linearizer.progress import Progress, Steps
 from linearizer.run.folder import events
-from linearizer.tables import columns, growing, size, smaller_from
 
 if TYPE_CHECKING:
     from linearizer.allocate.by_freedoms import Allocation

@@ -9,14 +9,13 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from linearizer.allocate.by_freedoms import Allocation
+from linearizer.amounts import ago, duration, growing, number, size, smaller_from
 from linearizer.jobs.control import LIVE, Status
 from linearizer.progress import Progress
 from linearizer.publish.html import facts, heard, said, table
 from linearizer.run.cost import Layer
 from linearizer.run.folder import cost
 from linearizer.run.plan import IN_TOKENS, Plan
-from linearizer.tables import growing, size, smaller_from
-from linearizer.units import ago, duration, number
 
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Side

@@ -6,12 +6,12 @@ from collections.abc import Mapping
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from linearizer.amounts import duration
 from linearizer.jobs.control import LIVE, Status
 from linearizer.page import cards
 from linearizer.publish import html
 from linearizer.publish.parts import TITLES
 from linearizer.publish.tables import Table, made_with, tables_of
-from linearizer.units import duration
 
 if TYPE_CHECKING:
     from linearizer.jobs.evaluation_forecast import Foreseen

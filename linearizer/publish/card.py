@@ -16,6 +16,7 @@ from typing import Any
 
 import linearizer
 from linearizer.allocate.by_freedoms import Allocation
+from linearizer.amounts import smaller_from
 from linearizer.command import command_of
 from linearizer.model.hub import DEMO
 from linearizer.publish.allocation_picture import draw
@@ -27,7 +28,6 @@ from linearizer.run.cost import Head, Layer
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.tables import smaller_from
 from linearizer.trained import Trained, trained
 
 PICTURE = "allocation.png"

@@ -10,6 +10,7 @@ from typing import Any
 import plotly.graph_objects as go
 from plotly.subplots import make_subplots
 
+from linearizer.amounts import size
 from linearizer.publish.chart_style import (
     DEPTH,
     GREY,
@@ -26,7 +27,6 @@ from linearizer.publish.chart_style import (
 )
 from linearizer.publish.language_charts import by_position, calibration, longer, losses, needle_maps, recall
 from linearizer.publish.parts import CAPTIONS
-from linearizer.tables import size
 
 Found = Mapping[str, Any]
 CELLS = 16  # cells or bars side by side up to which numbers can be read at them

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from linearizer.tables import columns, from_length, size
+from linearizer.amounts import columns, from_length, size
 
 Found = Mapping[str, Any]
 Rows = list[Sequence[object]]

@@ -9,10 +9,10 @@ from typing import Any
 
 import plotly.graph_objects as go
 
+from linearizer.amounts import size
 from linearizer.publish.chart_style import BLUE, LABELLED, dash, plain, shade, side
 from linearizer.run.cost import Layer
 from linearizer.run.folder import cost
-from linearizer.tables import size
 
 SHOWN = 300  # steps drawn of a training; more cannot be told apart
 
