@@ -11,10 +11,11 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from linearizer.asking import check_plan
 from linearizer.model.devices import device_of
 from linearizer.model.hub import Source, find_model
-from linearizer.model.inspect import Inspection, inspect_model, verify_teacher
+from linearizer.model.inspect import inspect_model, verify_teacher
 from linearizer.model.teacher import load_config, load_teacher, load_tokenizer
 from linearizer.model.text import enough_windows
 from linearizer.run.disk import check_disks
+from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 
 

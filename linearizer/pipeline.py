@@ -12,7 +12,6 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from linearizer.allocate.by_freedoms import Allocation
 from linearizer.allocate.decide import decide
 from linearizer.allocate.step import allocated
 from linearizer.asking import asked_of
@@ -26,14 +25,16 @@ from linearizer.measure.profile import measure
 from linearizer.model import checkpoint
 from linearizer.model.checkpoint import holding
 from linearizer.model.hub import find_model
-from linearizer.model.inspect import Inspection, inspect_model
+from linearizer.model.inspect import inspect_model
 from linearizer.model.logits import check_logits
 from linearizer.model.teacher import load_config, quiet
 from linearizer.progress import Steps
 from linearizer.publish.card import add_card
+from linearizer.run.allocation import Allocation
 from linearizer.run.at_work import check, interruptible, logged, working
 from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run
+from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM

@@ -7,8 +7,9 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from linearizer.allocate.by_freedoms import Allocation, allocate, check
+from linearizer.allocate.by_freedoms import allocate
 from linearizer.errors import BudgetError, RequestError
+from linearizer.run.allocation import Allocation, check
 from linearizer.run.cost import Head, Layer, cache_bytes, feature_bytes
 from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
 from linearizer.strategies import STRATEGIES

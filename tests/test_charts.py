@@ -4,11 +4,11 @@ import json
 
 import pytest
 
-from linearizer.allocate.by_freedoms import Allocation
-from linearizer.allocate.by_prices import Prices
 from linearizer.publish import allocation_charts, chart_style, training_charts
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import cost
+from linearizer.run.prices import Prices
 from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
 
 LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))

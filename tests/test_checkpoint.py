@@ -5,11 +5,11 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from linearizer.allocate.by_freedoms import Allocation
 from linearizer.errors import FolderError, RequestError
 from linearizer.model.checkpoint import linearize, load, save
 from linearizer.model.hub import find_model
 from linearizer.model.teacher import load_teacher, load_tokenizer
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head
 from tests.bare import make_bare_environment, run_bare
 from tests.families import FAMILIES

@@ -2,11 +2,11 @@
 
 import pytest
 
-from linearizer.allocate.by_freedoms import Allocation
 from linearizer.amounts import size
 from linearizer.cli.text import cost_text
 from linearizer.page.cards import allocation_card
 from linearizer.publish.card import in_words
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import cost
 

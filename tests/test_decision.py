@@ -5,12 +5,12 @@ import json
 import pytest
 
 from linearizer.__main__ import main
-from linearizer.allocate.by_prices import Prices
 from linearizer.measure.head_prices import options
 from linearizer.pipeline import inspect
 from linearizer.run.disk import checkpoint_bytes
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
+from linearizer.run.prices import Prices
 
 
 @pytest.fixture(scope="module")

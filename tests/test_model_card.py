@@ -10,13 +10,12 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from linearizer.__main__ import parser, plan_changes
-from linearizer.allocate.by_freedoms import Allocation
-from linearizer.command import command_of
 from linearizer.publish.allocation_picture import EMPTY, FEATURES, SLOTS, WHOLE, WINDOW, draw
 from linearizer.publish.card import card, plain, snippet
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
+from linearizer.run.plan import Plan, command_of
 
 LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2, 16, 16))
 HEADS = ((Head(8, 32), Head(softmax=True)), (), (Head(8, slots=4), Head(features=64)))

@@ -8,11 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linearizer.allocate.by_prices import Market, Prices, choose, exchanged
+from linearizer.allocate.by_prices import Market, choose, exchanged
 from linearizer.allocate.decide import alike, sinks_tried
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.cost import Head, Layer, cache_bytes, head_bytes
 from linearizer.run.plan import Plan
+from linearizer.run.prices import Prices
 
 LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2, 16, 16))
 WINDOWS = (4, 16, 64)

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-from linearizer.allocate.by_freedoms import Allocation
 from linearizer.evaluate.judging import evaluate_language, evaluate_recall
 from linearizer.measure.head_prices import blocks_of, options, price, with_repeats
 from linearizer.measure.whole_student import costs, exchange
@@ -11,6 +10,7 @@ from linearizer.model.checkpoint import linearize
 from linearizer.model.logits import divergence, logits_of
 from linearizer.model.text import repeated_passages
 from linearizer.progress import finish
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head
 from tests.students import WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 

@@ -10,7 +10,6 @@ import torch
 from linearizer import loading, pipeline
 from linearizer.__main__ import begin, parser
 from linearizer.allocate import step
-from linearizer.allocate.by_prices import Prices
 from linearizer.allocate.decide import by_gates
 from linearizer.asking import settings_of
 from linearizer.errors import BudgetError, RequestError, TextError
@@ -24,6 +23,7 @@ from linearizer.progress import finish
 from linearizer.run.cost import Head, Layer, cache_bytes
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
+from linearizer.run.prices import Prices
 from linearizer.run.recipes import RECIPES
 from tests.students import layers_of, student_of, teacher_of, tokens
 

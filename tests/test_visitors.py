@@ -105,7 +105,7 @@ def test_a_sentence_does_not_tell_where_runs_are_kept(space):
 def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
     plan = actions.plan_of("demo", 64, "Try it", {"recipe": "features", "window": 8, "text": "self"})
     from linearizer.__main__ import begin, parser
-    from linearizer.command import command_of
+    from linearizer.run.plan import command_of
 
     words = command_of(plan).split()[1:]
     assert begin(parser().parse_args([*words, "--out", str(root / "again")])).plan == plan

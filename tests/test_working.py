@@ -16,10 +16,9 @@ from linearizer.progress import Progress, finish
 from linearizer.run.at_work import Pace
 from linearizer.run.cost import Layer
 from linearizer.run.files import remove
-from linearizer.run.folder import Run
+from linearizer.run.folder import Run, Trained, trained
 from linearizer.run.plan import Plan
 from linearizer.train.state_file import NEWEST
-from linearizer.trained import Trained, trained
 from tests import fakehub
 from tests.at_work import LONG, QUICK
 

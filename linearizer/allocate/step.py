@@ -8,8 +8,7 @@ from dataclasses import asdict
 import torch
 from safetensors import SafetensorError, safe_open
 
-from linearizer.allocate.by_freedoms import Allocation
-from linearizer.allocate.by_prices import LEAST, Prices, exchanged
+from linearizer.allocate.by_prices import LEAST, exchanged
 from linearizer.allocate.decide import alike, decide, market_of, sinks_tried
 from linearizer.errors import RequestError
 from linearizer.loading import Teacher, windows_of
@@ -20,10 +19,12 @@ from linearizer.measure.whole_student import costs, exchange
 from linearizer.model.initialise import begin_layer
 from linearizer.model.samples import SAMPLES, Samples
 from linearizer.progress import Steps
+from linearizer.run.allocation import Allocation
 from linearizer.run.at_work import interruptible, logged
 from linearizer.run.cost import Head
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
+from linearizer.run.prices import Prices
 from linearizer.runtime.layer_student import LayerStudent
 
 GATE_STEPS = 60

@@ -17,6 +17,7 @@ from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.jobs import control
 from linearizer.jobs.control import Status
 from linearizer.progress import Progress
+from linearizer.run import folder
 from linearizer.run.find import find_run, runs_root
 from linearizer.run.folder import Run
 
@@ -107,7 +108,7 @@ def evaluation_text(run: Run) -> str:
     from linearizer.publish.tables import evaluation_report
     from linearizer.run.evaluation_request import Request
 
-    found, chosen = run.evaluation_parts, Request.of(control.newest_request(run)[0]).chosen
+    found, chosen = run.evaluation_parts, Request.of(folder.newest_request(run)[0]).chosen
     return evaluation_report({part: found[part] for part in chosen if part in found})
 
 

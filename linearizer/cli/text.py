@@ -13,12 +13,12 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.folder import events
 
 if TYPE_CHECKING:
-    from linearizer.allocate.by_freedoms import Allocation
     from linearizer.evaluate.side_by_side import Comparison
-    from linearizer.model.inspect import Inspection
     from linearizer.publish.push import Preview
+    from linearizer.run.allocation import Allocation
     from linearizer.run.cost import Head, Layer
     from linearizer.run.folder import Run
+    from linearizer.run.inspection import Inspection
     from linearizer.run.profile import Profile
 
 Product = TypeVar("Product")

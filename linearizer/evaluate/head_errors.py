@@ -14,12 +14,12 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
-from linearizer.allocate.by_freedoms import Allocation
 from linearizer.evaluate.ranks import spearman
 from linearizer.evaluate.subjects import Subject
 from linearizer.measure.recorder import number
 from linearizer.model.logits import logits_of
 from linearizer.progress import Progress, Steps
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head
 from linearizer.run.profile import Curve, HeadProfile, Profile
 from linearizer.runtime.attention_interface import attention_modules, observing

@@ -12,7 +12,6 @@ from typing import Any
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from linearizer.allocate.by_freedoms import Allocation
 from linearizer.errors import FolderError, ModelNotAvailable, RequestError, TextError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.subjects import Subject, exchanged, window_control
@@ -22,6 +21,7 @@ from linearizer.model.devices import device_of
 from linearizer.model.samples import SAMPLES
 from linearizer.model.teacher import quiet
 from linearizer.model.text import enough_windows, first_tokens, read_documents, token_windows
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import Run, located_text
 from linearizer.runtime.layer_student import LayerStudent

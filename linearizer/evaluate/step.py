@@ -20,14 +20,13 @@ from linearizer.evaluate.setup import Bench, assembled
 from linearizer.evaluate.speed import LENGTHS, measure_speed
 from linearizer.evaluate.subjects import Subject
 from linearizer.evaluate.tasks import find_tasks, measure_tasks
-from linearizer.jobs.control import newest_request
 from linearizer.model.samples import SAMPLES
 from linearizer.model.text import document_numbers
 from linearizer.progress import Steps
 from linearizer.publish.card import add_card
 from linearizer.run.at_work import interruptible, logged, reported, working
 from linearizer.run.evaluation_request import Request
-from linearizer.run.folder import Run
+from linearizer.run.folder import Run, newest_request
 from linearizer.train.distill import distill
 
 WRITTEN = 96  # tokens at most

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from linearizer.allocate.by_freedoms import Allocation
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import SINKS, Head, Layer, token_bytes
 from linearizer.runtime.attention_interface import attending, attention_modules
 from linearizer.runtime.layer_student import LayerStudent

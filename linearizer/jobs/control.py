@@ -23,7 +23,7 @@ from linearizer.jobs import queue
 from linearizer.jobs.queue import Ticket
 from linearizer.run.events import Event
 from linearizer.run.files import UNFINISHED, remove, writing
-from linearizer.run.folder import OWN, Run
+from linearizer.run.folder import OWN, Run, newest_request
 from linearizer.run.folder import events as journal
 from linearizer.run.locks import Lock
 
@@ -90,18 +90,6 @@ def evaluate(
         begin(run.evaluating, token)
     else:
         begin(run.evaluating, token, request=dict(request), again=again)
-
-
-def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
-    """Give what an evaluation was last asked for, whether all of it anew, and which parts are done since."""
-    done: list[str] = []
-    for event in journal.newest_first(run.log_file):
-        if run.evaluating.mine(event):
-            if event["event"] == "examined":
-                done.append(event["part"])
-            if "request" in event:
-                return event["request"], event.get("again", False), tuple(done)
-    raise RequestError(f"{str(run.folder)!r} was not asked for an evaluation: `linearizer evaluate` asks for one")
 
 
 def check_start(run: Run, token: str | None) -> None:

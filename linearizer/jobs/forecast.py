@@ -13,9 +13,9 @@ from linearizer.allocate.decide import sinks_tried
 from linearizer.allocate.step import PATIENCE
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.head_prices import options
-from linearizer.model.inspect import Inspection
 from linearizer.run.cost import Layer
 from linearizer.run.disk import checkpoint_bytes, state_bytes
+from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 
 POINTS = 512  # of the sample that the spectrum's speed is measured on

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.allocate.by_prices import SMALLEST, Prices
 from linearizer.model.logits import divergence, logits_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import BLOCK, Head, Layer
+from linearizer.run.prices import SMALLEST, Prices
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 from linearizer.runtime.layer_student import LayerStudent
 

@@ -16,10 +16,10 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.allocate.by_prices import Prices
 from linearizer.measure.head_prices import Begin, student_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Head, Layer
+from linearizer.run.prices import Prices
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 
 DRAWS = 4  # of next tokens, for every text

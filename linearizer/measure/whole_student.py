@@ -8,10 +8,10 @@ from contextlib import ExitStack
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.allocate.by_freedoms import Allocation
 from linearizer.measure.head_prices import Begin, cut
 from linearizer.model.logits import divergence, logits_of
 from linearizer.progress import Progress, Steps
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Layer
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 

@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from linearizer.allocate.by_freedoms import Allocation, check
 from linearizer.errors import RequestError
 from linearizer.evaluate.subjects import exchanged
+from linearizer.run.allocation import Allocation, check
 from linearizer.run.cost import Head, Layer
 from linearizer.run.files import replacing
 from linearizer.runtime.layer_student import LayerStudent

@@ -10,24 +10,24 @@ from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearizer.allocate.by_freedoms import Allocation
-from linearizer.allocate.by_prices import Prices
 from linearizer.errors import BudgetError, LinearizerError, RequestError
 from linearizer.jobs import control
 from linearizer.page import limits, zerogpu, zerogpu_runs
 from linearizer.page.visitors import Visitor, on_space
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Layer
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import writing
 from linearizer.run.find import runs_root
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
+from linearizer.run.prices import Prices
 
 if TYPE_CHECKING:
     from linearizer.evaluate.duet import Both
     from linearizer.jobs.evaluation_forecast import Foreseen
     from linearizer.jobs.forecast import Estimate
-    from linearizer.model.inspect import Inspection
+    from linearizer.run.inspection import Inspection
     from linearizer.run.profile import Profile
 
 EFFORTS = {  # how much of a plan's work to do, and how much of its training
@@ -130,7 +130,7 @@ def begin(visitor: Visitor, plan: Plan) -> str:
 def branch(visitor: Visitor, name: str, budget: int) -> str:
     """Start a run with another budget from what a run has measured, and name it."""
     from linearizer import asking
-    from linearizer.model.inspect import Inspection
+    from linearizer.run.inspection import Inspection
 
     old = visitor.find(name)
     plan = replace(old.plan, budget=budget, features=None)

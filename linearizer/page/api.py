@@ -15,7 +15,6 @@ from typing import Any, TypeAlias
 
 import gradio as gr
 
-from linearizer.command import command_of
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
 from linearizer.jobs.control import Status
@@ -23,6 +22,7 @@ from linearizer.page import actions, run_state, warmup
 from linearizer.page import sending as outbox
 from linearizer.page.visitors import Visitor, visitor
 from linearizer.publish import html
+from linearizer.run.plan import command_of
 
 Profile: TypeAlias = gr.OAuthProfile | None
 Token: TypeAlias = gr.OAuthToken | None

@@ -8,11 +8,11 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from linearizer.allocate.by_freedoms import Allocation
 from linearizer.amounts import ago, duration, growing, number, size, smaller_from
 from linearizer.jobs.control import LIVE, Status
 from linearizer.progress import Progress
 from linearizer.publish.html import facts, heard, said, table
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Layer
 from linearizer.run.folder import cost
 from linearizer.run.plan import IN_TOKENS, Plan
@@ -20,7 +20,7 @@ from linearizer.run.plan import IN_TOKENS, Plan
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Side
     from linearizer.jobs.forecast import Estimate
-    from linearizer.model.inspect import Inspection
+    from linearizer.run.inspection import Inspection
 
 LENGTHS = (4096, 32768, 131072)
 SIGNS = {"queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?"}

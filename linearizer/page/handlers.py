@@ -10,14 +10,13 @@ from typing import Any, TypeAlias, TypeVar
 import gradio as gr
 from gradio.components.plot import PlotData
 
-from linearizer.command import command_of
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
 from linearizer.page import actions, cards, run_state, sending, warmup, zerogpu
 from linearizer.page.layout import LEAST, MOST
 from linearizer.page.visitors import Visitor, new_secret, on_space, visitor
 from linearizer.publish import html
-from linearizer.run.plan import Plan
+from linearizer.run.plan import Plan, command_of
 
 Memory = dict[str, Any]
 Profile: TypeAlias = gr.OAuthProfile | None

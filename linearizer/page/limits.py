@@ -20,7 +20,7 @@ from linearizer.run.folder import events
 from linearizer.run.plan import Plan
 
 if TYPE_CHECKING:
-    from linearizer.model.inspect import Inspection
+    from linearizer.run.inspection import Inspection
 
 MOST = {"texts": 32, "length": 2048, "samples": 4096, "steps": 300, "minutes": 30, "batch": 8}
 ASKED = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "limit": 200, "tasks": 4, "curve_steps": 20}

@@ -22,6 +22,7 @@ from linearizer.jobs.queue import Ticket
 from linearizer.jobs.worker import faults_kept, in_turn, work_on
 from linearizer.page import zerogpu
 from linearizer.progress import Progress, Steps, finish
+from linearizer.run import folder as folder_module
 from linearizer.run.at_work import SliceOver, check, reported
 from linearizer.run.folder import Run, events
 from linearizer.run.locks import Lock
@@ -103,7 +104,7 @@ def work(run: Run, token: str | None) -> bool:
 def finished(run: Run, steps: int) -> tuple[frozenset[str], int, int]:
     """Tell what of a run is finished, such that any work that need not be done again changes it."""
     if run.job is not None:
-        return frozenset(control.newest_request(run)[2]), 0, 0
+        return frozenset(folder_module.newest_request(run)[2]), 0, 0
     files = {path.relative_to(run.folder).as_posix(): stat for path, stat in control.files_of(run.folder).items()}
     priced = files.get("state/prices.json")
     return frozenset(name for name in files if name not in UNTOLD), priced.st_size if priced else 0, steps

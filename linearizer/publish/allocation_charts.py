@@ -10,8 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from linearizer.allocate.by_freedoms import Allocation
-from linearizer.allocate.by_prices import Prices, offers
+from linearizer.allocate.by_prices import offers
 from linearizer.publish.chart_style import (
     BLUE,
     DEPTH,
@@ -29,8 +28,10 @@ from linearizer.publish.chart_style import (
     plain,
     shade,
 )
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import cost
+from linearizer.run.prices import Prices
 from linearizer.run.profile import Profile
 
 LEAST = 1e-6  # nats: what costs less is drawn there

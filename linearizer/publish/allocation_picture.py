@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from io import BytesIO
 from typing import TYPE_CHECKING
 
-from linearizer.allocate.by_freedoms import Allocation
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head, Layer, head_bytes
 
 if TYPE_CHECKING:

@@ -15,20 +15,18 @@ from string import Template
 from typing import Any
 
 import linearizer
-from linearizer.allocate.by_freedoms import Allocation
 from linearizer.amounts import smaller_from
-from linearizer.command import command_of
 from linearizer.model.hub import DEMO
 from linearizer.publish.allocation_picture import draw
 from linearizer.publish.card_metadata import LINK, Teacher, metadata, one_line, terms_of
 from linearizer.publish.evaluation_table import table
 from linearizer.publish.parts import CAPTIONS, TITLES
 from linearizer.publish.tables import TABLES, Table, made_with, tables_of
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head, Layer
 from linearizer.run.files import write_whole
-from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
-from linearizer.trained import Trained, trained
+from linearizer.run.folder import Run, Trained, trained
+from linearizer.run.plan import Plan, command_of
 
 PICTURE = "allocation.png"
 PICTURES = (  # part -> file, which of its charts, and what it shows in words

@@ -5,8 +5,8 @@ from __future__ import annotations
 from pathlib import Path
 
 from linearizer.model.hub import Source, cache_folder, download_bytes
-from linearizer.model.inspect import Inspection
 from linearizer.run.files import check_room
+from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 
 NUMBER = 4  # bytes of a float32

@@ -17,9 +17,8 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from linearizer.allocate.by_freedoms import Allocation
-from linearizer.allocate.by_prices import Prices
 from linearizer.errors import FolderError, RequestError
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Layer
 from linearizer.run.events import Event
 from linearizer.run.files import UNFINISHED, write_whole, writing
@@ -27,6 +26,7 @@ from linearizer.run.folder import events as journal
 from linearizer.run.folder import locks
 from linearizer.run.locks import Lock
 from linearizer.run.plan import Plan
+from linearizer.run.prices import Prices
 from linearizer.run.profile import Profile
 
 Product = TypeVar("Product")
@@ -282,3 +282,34 @@ def absolute(name: str) -> str:
     """Write out where a file or folder lies; a name that is none stays."""
     path = os.path.expanduser(name)
     return os.path.abspath(path) if name and os.path.exists(path) else name
+
+
+def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
+    """Give what an evaluation was last asked for, whether all of it anew, and which parts are done since."""
+    done: list[str] = []
+    for event in journal.newest_first(run.log_file):
+        if run.evaluating.mine(event):
+            if event["event"] == "examined":
+                done.append(event["part"])
+            if "request" in event:
+                return event["request"], event.get("again", False), tuple(done)
+    raise RequestError(f"{str(run.folder)!r} was not asked for an evaluation: `linearizer evaluate` asks for one")
+
+
+@dataclass(frozen=True)
+class Trained:
+    """Steps of all phases of a training."""
+
+    done: int
+    asked: int
+
+    @property
+    def early(self) -> bool:
+        return self.done < self.asked
+
+
+def trained(run: Run) -> Trained:
+    """Read from the log of a run how its training ended; a phase that was taken up again counts as it ended last."""
+    ends = {event.get("phase", 0): event for event in events.of_student(run.events(), "distilled")}
+    done = sum(event["steps"] for event in ends.values())
+    return Trained(done, sum(int(event.get("asked") or event["steps"]) for event in ends.values()))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shlex
 from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
@@ -181,3 +182,19 @@ class Plan:
             return Plan(**json.loads(text))
         except (ValueError, TypeError) as error:
             raise RequestError(f"the plan cannot be read ({error}): start a new run") from error
+
+
+def command_of(plan: Plan) -> str:
+    """Write `linearizer run …` with the recipe, and every choice that is not the recipe's."""
+    usual = {field.name: field.default for field in fields(Plan)} | dict(RECIPES.get(plan.recipe, {}))
+    words = ["linearizer", "run", plan.model]
+    if plan.recipe != ("best" if plan.features is None else "features"):  # what a dial alone stands for
+        words += ["--recipe", plan.recipe]
+    for name, choice in usual.items():
+        asked = getattr(plan, name)
+        if name in ("model", "recipe") or asked is None or asked == choice:
+            continue
+        words.append(f"--{name.replace('_', '-')}")
+        if asked is not True:
+            words.append(str(asked))
+    return shlex.join(words)

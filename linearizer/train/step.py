@@ -9,12 +9,12 @@ from itertools import islice
 
 import torch
 
-from linearizer.allocate.by_freedoms import Allocation
 from linearizer.allocate.step import samples_of
 from linearizer.asking import settings_of
 from linearizer.loading import Teacher, windows_of
 from linearizer.model.initialise import initialise
 from linearizer.progress import Steps
+from linearizer.run.allocation import Allocation
 from linearizer.run.at_work import logged
 from linearizer.run.files import writing
 from linearizer.run.folder import Run, events

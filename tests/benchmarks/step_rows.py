@@ -3,8 +3,8 @@
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from linearizer.allocate.by_freedoms import Allocation
 from linearizer.model.checkpoint import linearize
+from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head, Layer
 from linearizer.runtime.attention_interface import attending
 from linearizer.train.losses import hidden_states

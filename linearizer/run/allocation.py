@@ -1,0 +1,108 @@
+"""."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from linearizer.errors import RequestError
+from linearizer.run.cost import Head, Layer
+from linearizer.run.folder import cost
+
+
+@dataclass(frozen=True)
+class Allocation:
+    """What every KV head of every layer holds; a layer that the teacher already bounds has no heads here."""
+
+    strategy: str
+    sinks: int
+    heads: tuple[tuple[Head, ...], ...]  # [layer][kv head]
+
+    def __post_init__(self) -> None:
+        if not is_count(self.sinks):
+            raise RequestError(f"an allocation keeps a whole number of sinks, not {self.sinks!r}")
+        for head in (head for row in self.heads for head in row):
+            if not all(map(is_count, (head.window, head.features, head.slots))):
+                raise RequestError(f"{head} is no head: window, features and slots are whole numbers, 0 or more")
+            if head.bits not in (8, 16):
+                raise RequestError(f"{head} is no head: its numbers have 8 or 16 bits")
+            if head.slots and (head.features or not head.window):
+                raise RequestError(f"{head} is no head: slots take what leaves a window, and go without features")
+            if head.softmax and (head.window or head.features or head.slots):
+                raise RequestError(f"{head} is no head: what is left softmax has its whole cache, and nothing else")
+
+    @property
+    def bits(self) -> int:
+        """Give the bits of a number in the keys and values that heads keep: the fewest."""
+        return min((head.bits for row in self.heads for head in row), default=16)
+
+    @property
+    def features_mean(self) -> float:
+        """Give the mean number of features over the heads that were not left softmax."""
+        counts = [head.features for row in self.heads for head in row if not head.softmax]
+        return sum(counts) / len(counts) if counts else 0.0
+
+    def state_bytes(self, layers: Sequence[Layer], length: int) -> int:
+        """Give the bytes that the student holds once `length` tokens have been read."""
+        return cost.state_bytes(self.heads, layers, self.sinks, length)
+
+    def breakeven_tokens(self, layers: Sequence[Layer]) -> int | None:
+        """Give the length from which on the teacher's cache is no smaller; None: never."""
+        return cost.breakeven_tokens(self.heads, layers, self.sinks)
+
+    def growth(self, layers: Sequence[Layer]) -> int:
+        """Give the bytes that every token adds to what the student holds: none unless heads are left softmax."""
+        return self.state_bytes(layers, 1) - self.state_bytes(layers, 0)
+
+    def saved(self, layers: Sequence[Layer]) -> int:
+        """Give the bytes that every token adds to the teacher's cache and not to what the student holds."""
+        return cost.cache_bytes(layers, 1) - self.growth(layers)
+
+    def summary(self, layers: Sequence[Layer], length: int) -> dict[str, Any]:
+        """Give the allocation with what it costs once `length` tokens have been read, as plain numbers."""
+        return {
+            **asdict(self),
+            "features_mean": self.features_mean,
+            "state_bytes": self.state_bytes(layers, length),
+            "state_tokens": length,
+            "bytes_a_token": self.growth(layers),
+            "breakeven_tokens": self.breakeven_tokens(layers),
+        }
+
+    def to_json(self) -> str:
+        """Write the allocation as text that `from_json` reads."""
+        return json.dumps(asdict(self))
+
+    @staticmethod
+    def from_json(text: str) -> Allocation:
+        """Read an allocation that `to_json` wrote."""
+        try:
+            read = json.loads(text)
+            heads = tuple(tuple(Head(**head) for head in row) for row in read["heads"])
+            return Allocation(read["strategy"], read["sinks"], heads)
+        except (ValueError, TypeError, KeyError) as error:
+            raise RequestError(f"the allocation cannot be read ({error}): allocate again") from error
+
+
+def check(allocation: Allocation, layers: Sequence[Layer]) -> None:
+    """Refuse an allocation that was made for another model."""
+    if len(allocation.heads) != len(layers):
+        raise RequestError(f"the allocation is for {len(allocation.heads)} layers, the model has {len(layers)}")
+    for index, (heads, layer) in enumerate(zip(allocation.heads, layers, strict=True)):
+        if len(heads) != heads_replaced(layer):
+            raise RequestError(
+                f"layer {index}: the allocation gives {len(heads)} KV heads, the model has {heads_replaced(layer)} to "
+                "replace: allocate again from the profile of this model"
+            )
+
+
+def heads_replaced(layer: Layer) -> int:
+    """Count the KV heads of a layer that a student replaces: none where the teacher bounds the layer itself."""
+    return layer.kv_heads if layer.native_window is None else 0
+
+
+def is_count(value: Any) -> bool:
+    """Tell whole numbers, 0 or more, from all else."""
+    return isinstance(value, int) and not isinstance(value, bool) and value >= 0

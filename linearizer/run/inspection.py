@@ -1,0 +1,52 @@
+"""."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass, field
+from typing import Any
+
+from linearizer.errors import UnsupportedModel
+from linearizer.run.cost import Layer
+
+
+@dataclass(frozen=True)
+class Budget:
+    """What the bytes of a cache of so many tokens buy."""
+
+    tokens: int
+    bytes: int
+    features_mean: float  # per KV head, if nothing else is bought
+
+
+@dataclass(frozen=True)
+class Inspection:
+    """What is known of a model without its weights; its layers only as far as its code could be followed."""
+
+    name: str
+    revision: str | None
+    architecture: str
+    model_type: str
+    supported: bool
+    reason: str | None  # why it is not supported
+    remedy: str | None  # what to do instead
+    tested: bool  # whether tests of this project cover its kind
+    layers: tuple[Layer, ...]
+    scalings: tuple[float, ...]  # of each layer's scores
+    positions: str | None
+    max_positions: int | None
+    parameters: int
+    weight_bytes: int
+    licence: str | None
+    gated: bool
+    cache_bytes_per_token: int  # in the layers that a student replaces
+    budgets: tuple[Budget, ...]
+    terms: dict[str, Any] = field(default_factory=dict)  # licence and language as the teacher's card states them
+
+    def to_json(self) -> dict[str, Any]:
+        """Give everything as plain numbers, strings, lists and dicts."""
+        return asdict(self)
+
+    def require_support(self) -> None:
+        """Raise an error that says why the model cannot be linearized, if it cannot."""
+        if not self.supported:
+            raise UnsupportedModel(f"{self.name!r} cannot be linearized, because {self.reason}: {self.remedy}")
