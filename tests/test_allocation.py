@@ -7,12 +7,11 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from linearizer.allocate.by_freedoms import allocate
+from linearizer.allocate.by_freedoms import STRATEGIES, allocate
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.allocation import Allocation, check
 from linearizer.run.cost import Head, Layer, cache_bytes, feature_bytes
 from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
-from linearizer.strategies import STRATEGIES
 
 RIDGES = tuple(2.0**-exponent for exponent in range(0, 21, 2))
 NATIVE = Layer(4, 2, 16, 16, native_window=64)

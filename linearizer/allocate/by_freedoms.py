@@ -3,20 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import replace
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 from linearizer.errors import BudgetError, RequestError
-from linearizer.purchase import TILE, Unit, purchase
 from linearizer.run.allocation import Allocation, heads_replaced, is_count
 from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import cost
 from linearizer.run.profile import Curve, Profile
-from linearizer.strategies import STRATEGIES
 
 DEFAULT = "common-lambda"
 MOST = 2**40  # tokens or features: more is no budget but a mistake
+
+TILE = 16  # features; what a kernel works on at once
+LEVELS = (-100.0, 100.0)  # logarithms: the first wants less than a tile of anything, the last more than can be asked
+
+# A strategy turns the curves of one layer into units to buy for:
+#   (of its KV heads, of its query heads where measured, -log of the fixed λ, bytes of a tile of one head) -> units
+Strategy = Callable[[list[Curve], list[Curve], float, int], list[Unit]]
+STRATEGIES: dict[str, Strategy] = {
+    "fix": fix,
+    "dof": dof,
+    "dof-clip": dof,  # then cut to the head size; what that frees is not spent again
+    "dof-mean": dof_mean,
+    "common-lambda": common_lambda,
+}
 
 
 def allocate(
@@ -124,3 +136,67 @@ def check_profile(profile: Profile, layers: Sequence[Layer]) -> None:
     found = [len(layer.heads) for layer in profile.layers]
     if found != [heads_replaced(layer) for layer in layers]:
         raise RequestError(f"the profile is of another model (KV heads by layer: {found}): measure this one")
+
+
+@dataclass(frozen=True)
+class Unit:
+    """KV heads of one layer that get the same."""
+
+    heads: int
+    price: int  # bytes of a tile for all its heads
+    wanted: Callable[[float], float]  # level -> features
+    need: float  # the greater goes first where one level calls for several tiles
+
+
+def tiles(unit: Unit, level: float) -> int:
+    """Round what a unit wants at a level to tiles; none is left without one."""
+    return max(1, int(unit.wanted(level) / TILE + 0.5))
+
+
+def purchase(units: Sequence[Unit], budget: int) -> list[int]:
+    """Give the features of every unit that the budget in bytes buys; it must cover a tile for each."""
+
+    def bought(level: float) -> list[int]:
+        return [tiles(unit, level) for unit in units]
+
+    def price(counts: list[int]) -> int:
+        return sum(count * unit.price for count, unit in zip(counts, units, strict=True))
+
+    low, high = LEVELS
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if price(bought(middle)) <= budget else (low, middle)
+    counts, following = bought(low), bought(high)
+    waiting = [index for index in range(len(units)) if following[index] > counts[index]]
+    left = budget - price(counts)
+    for index in sorted(waiting, key=lambda index: (-units[index].need, units[index].price, index)):
+        cost = (following[index] - counts[index]) * units[index].price
+        if cost > left:
+            break  # a cheaper one further on must wait too, or a larger budget could take it away again
+        counts[index], left = following[index], left - cost
+    return [count * TILE for count in counts]
+
+
+def fix(heads: list[Curve], queries: list[Curve], level: float, price: int) -> list[Unit]:
+    """Give every head the same; the tiles of the residue go where the most freedoms are."""
+    return [Unit(1, price, math.exp, curve.at(level)) for curve in heads]
+
+
+def dof(heads: list[Curve], queries: list[Curve], level: float, price: int) -> list[Unit]:
+    """Give a layer in proportion to N(λ) of its neediest head (algorithm 1 of the paper)."""
+    return [proportional(len(heads), price, max(curve.at(level) for curve in queries or heads))]
+
+
+def dof_mean(heads: list[Curve], queries: list[Curve], level: float, price: int) -> list[Unit]:
+    """Give a layer in proportion to the mean of N(λ) over its heads."""
+    counts = [curve.at(level) for curve in queries or heads]
+    return [proportional(len(heads), price, math.fsum(counts) / len(counts))]
+
+
+def common_lambda(heads: list[Curve], queries: list[Curve], level: float, price: int) -> list[Unit]:
+    """Give every KV head its N(λ*), one λ* for the whole model, as small as the budget lets it be."""
+    return [Unit(1, price, curve.at, curve.at(level)) for curve in heads]
+
+
+def proportional(heads: int, price: int, need: float) -> Unit:
+    """Want features in proportion to a need."""
+    return Unit(heads, heads * price, lambda level: need * math.exp(level), need)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linearizer.allocate.by_freedoms import allocate, check_amount, check_dial
+from linearizer.allocate.by_freedoms import STRATEGIES, allocate, check_amount, check_dial
 from linearizer.allocate.by_prices import Market, check_least, choose
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.allocation import Allocation, heads_replaced
@@ -12,7 +12,6 @@ from linearizer.run.cost import SINKS, Head, Layer, cache_bytes, feature_bytes, 
 from linearizer.run.folder import Run
 from linearizer.run.plan import IN_TOKENS, Plan
 from linearizer.run.prices import SMALLEST, Prices
-from linearizer.strategies import STRATEGIES
 
 
 def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
