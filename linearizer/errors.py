@@ -55,3 +55,10 @@ class FaultError(LinearizerError):
 
 class Stopped(LinearizerError):
     exit_code = 130
+
+
+def first_line(error: BaseException) -> str:
+    """Shorten an error to its first line that says something, for use inside a sentence."""
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["it says no more"]
+    said = lines[-1] if lines[0].endswith(":") else f"{type(error).__name__}: {lines[0]}"
+    return said[:200].rstrip(".:!")

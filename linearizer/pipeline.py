@@ -23,11 +23,12 @@ from linearizer.evaluate.subjects import window_control
 from linearizer.loading import Teacher, load, windows_of
 from linearizer.measure.profile import measure
 from linearizer.model import checkpoint
-from linearizer.model.checkpoint import holding
 from linearizer.model.hub import find_model
 from linearizer.model.inspect import inspect_model
 from linearizer.model.logits import check_logits
-from linearizer.model.teacher import load_config, quiet
+from linearizer.model.quiet import quiet
+from linearizer.model.swap import holding
+from linearizer.model.teacher import load_config
 from linearizer.progress import Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation

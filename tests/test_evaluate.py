@@ -15,10 +15,10 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 from linearizer.__main__ import main
 from linearizer.errors import FolderError
 from linearizer.evaluate import step
+from linearizer.evaluate.reading import read_losses
 from linearizer.evaluate.setup import assembled
 from linearizer.jobs import control as jobs
 from linearizer.model.hub import find_model
-from linearizer.model.logits import read_losses
 from linearizer.model.text import enough_windows
 from linearizer.progress import finish
 from linearizer.run.folder import Run, located

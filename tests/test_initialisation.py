@@ -3,12 +3,13 @@ import torch
 
 from linearizer.measure.profile import measure
 from linearizer.model.initialise import begin, cluster, directions, initialise, root
+from linearizer.model.layers import featured
 from linearizer.progress import finish
 from linearizer.run.cost import Head
 from linearizer.run.profile import Asked
 from linearizer.runtime.attention_interface import observing
 from linearizer.runtime.feature_maps import FEATURE_MAPS
-from linearizer.train.losses import Attended, featured, layer_loss
+from linearizer.train.losses import Attended, layer_loss
 from tests.students import MIXED, layers_of, student_of, teacher_of, tokens
 
 HELD = [Head(window=4, features=16), Head(features=16)]

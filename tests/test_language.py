@@ -15,11 +15,12 @@ from linearizer.evaluate.language import (
     owners_of,
     read_scores,
 )
+from linearizer.evaluate.reading import read_losses, read_together
 from linearizer.evaluate.recall import doubling_gaps, measure_longer, measure_recall
 from linearizer.evaluate.subjects import Subject, window_control
 from linearizer.model import logits
 from linearizer.model.checkpoint import students_of
-from linearizer.model.logits import divergence, logits_of, losses_of, read_losses, read_together
+from linearizer.model.logits import divergence, logits_of, losses_of
 from linearizer.progress import finish
 from linearizer.run.cost import Head
 from tests.students import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens

@@ -3,13 +3,13 @@ import torch
 from torch import nn
 
 from linearizer.errors import RequestError
-from linearizer.measure.recorder import output_projections
+from linearizer.model.layers import featured, output_projections
 from linearizer.run.cost import Head
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.features import reference
 from linearizer.runtime.layer_student import LayerStudent, Scaled
 from linearizer.train import losses
-from linearizer.train.losses import Attended, LogitHead, direct_loss, featured, hidden_states, layer_loss, logits_loss
+from linearizer.train.losses import Attended, LogitHead, direct_loss, hidden_states, layer_loss, logits_loss
 from tests.families import FAMILIES
 from tests.students import student_of, teacher_of, tokens
 

@@ -4,9 +4,10 @@ import pytest
 import torch
 
 from linearizer.evaluate.judging import evaluate_language, evaluate_recall
-from linearizer.measure.head_prices import blocks_of, options, price, with_repeats
+from linearizer.measure.head_prices import options, price, with_repeats
 from linearizer.measure.whole_student import costs, exchange
 from linearizer.model.checkpoint import linearize
+from linearizer.model.layers import blocks_of
 from linearizer.model.logits import divergence, logits_of
 from linearizer.model.text import repeated_passages
 from linearizer.progress import finish

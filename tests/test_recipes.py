@@ -15,8 +15,8 @@ from linearizer.asking import settings_of
 from linearizer.errors import BudgetError, RequestError, TextError
 from linearizer.evaluate.ablation import without_far, without_window
 from linearizer.evaluate.eviction import Evicting, Kept, evicted
-from linearizer.evaluate.subjects import exchanged
 from linearizer.measure.gates import learn_gates
+from linearizer.model.swap import exchanged
 from linearizer.page import actions
 from linearizer.page.run_state import Watched
 from linearizer.progress import finish

@@ -13,11 +13,12 @@ from linearizer.allocate.decide import alike, decide, market_of, sinks_tried
 from linearizer.errors import RequestError
 from linearizer.loading import Teacher, windows_of
 from linearizer.measure.gates import learn_gates
-from linearizer.measure.head_prices import Begin, Found, measuring_seconds, options, price, with_repeats
+from linearizer.measure.head_prices import Found, measuring_seconds, options, price, with_repeats
 from linearizer.measure.head_prices_by_gradient import estimate
 from linearizer.measure.whole_student import costs, exchange
 from linearizer.model.initialise import begin_layer
 from linearizer.model.samples import SAMPLES, Samples
+from linearizer.model.swap import Begin
 from linearizer.progress import Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.at_work import interruptible, logged

@@ -12,8 +12,9 @@ from dataclasses import dataclass
 
 import torch
 
+from linearizer.evaluate.reading import read
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.logits import fresh_cache, losses_of, read
+from linearizer.model.logits import fresh_cache, losses_of
 from linearizer.progress import Progress, Steps
 
 Tensor = torch.Tensor

@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 
 from linearizer.evaluate.ranks import spearman
 from linearizer.evaluate.subjects import Subject
-from linearizer.measure.recorder import number
+from linearizer.model.layers import number
 from linearizer.model.logits import logits_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation

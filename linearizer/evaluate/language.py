@@ -13,8 +13,9 @@ from typing import NamedTuple
 
 import torch
 
+from linearizer.evaluate.reading import read_together
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.logits import divergence, read_together, texts_at_once
+from linearizer.model.logits import divergence, texts_at_once
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Layer
 

@@ -14,8 +14,9 @@ import torch
 from transformers.cache_utils import Cache
 
 from linearizer.errors import RequestError
+from linearizer.evaluate.reading import read
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.logits import fresh_cache, losses_of, read
+from linearizer.model.logits import fresh_cache, losses_of
 from linearizer.model.memory import fits
 from linearizer.progress import Progress, Steps
 

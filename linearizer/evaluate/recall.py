@@ -7,8 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+from linearizer.evaluate.reading import read_losses
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.logits import read_losses
 from linearizer.model.text import repeated_passages
 from linearizer.progress import Progress, Steps
 

@@ -14,8 +14,9 @@ from functools import partial
 
 import torch
 
+from linearizer.evaluate.reading import read
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.logits import fresh_cache, read, remembered, vocabulary
+from linearizer.model.logits import fresh_cache, remembered, vocabulary
 from linearizer.model.memory import Peak, fits, free_bytes
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Layer

@@ -8,9 +8,10 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
+from linearizer.model.swap import exchanged
 from linearizer.run.allocation import Allocation
 from linearizer.run.cost import SINKS, Head, Layer, token_bytes
-from linearizer.runtime.attention_interface import attending, attention_modules
+from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.layer_student import LayerStudent
 
 
@@ -39,20 +40,6 @@ class Subject:
     def state_bytes(self, layers: Sequence[Layer], length: int) -> int | None:
         """Give the bytes that are held once `length` tokens have been read; None: they grow with every token."""
         return None if self.allocation is None else self.allocation.state_bytes(layers, length)
-
-
-@contextmanager
-def exchanged(model: PreTrainedModel, heads: Sequence[LayerStudent]) -> Iterator[None]:
-    """While this lasts, let other students attend in a model's layers."""
-    modules = [module for module in attention_modules(model) if hasattr(module, "student")]
-    own = [module.student for module in modules]
-    for module, other in zip(modules, heads, strict=True):
-        module.student = other
-    try:
-        yield
-    finally:
-        for module, kept in zip(modules, own, strict=True):
-            module.student = kept
 
 
 def window_control(allocation: Allocation, layers: Sequence[Layer], length: int) -> Allocation:

@@ -15,9 +15,8 @@ from typing import Any
 
 from transformers import PreTrainedTokenizerBase
 
-from linearizer.errors import RequestError
+from linearizer.errors import RequestError, first_line
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.hub import first_line
 from linearizer.progress import Progress, Steps
 
 DRAWN = 1000  # times that results are drawn again, for the errors of metrics that are no means

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.measure.head_prices import Begin, student_of
+from linearizer.model.swap import Begin, student_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Head, Layer
 from linearizer.run.prices import Prices

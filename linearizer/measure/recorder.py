@@ -6,12 +6,12 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import partial
-from typing import cast
 
 import torch
 from torch import nn
 
 from linearizer.errors import FaultError, RequestError, TextError
+from linearizer.model.layers import matrices, matrix, number
 from linearizer.run.cost import Layer
 from linearizer.runtime.attention_interface import attention_modules, observing
 
@@ -100,18 +100,6 @@ class LayerRecord:
         return (products * self.values).sum((1, 2)) / (self.draw.real & ~self.draw.sinks).sum()
 
 
-def number(attention: nn.Module) -> int:
-    """Give the number of the layer that an attention module belongs to."""
-    return cast(int, attention.layer_idx)
-
-
-def matrix(projection: nn.Module, inputs: int, device: torch.device) -> torch.Tensor:
-    """Read a linear map, (inputs, outputs), off what it does to unit vectors: however it keeps its weight."""
-    units = UNIT * torch.eye(inputs, dtype=next(projection.parameters()).dtype, device=device)
-    with torch.no_grad():
-        return (projection(units) - projection(torch.zeros_like(units[:1]))).float() / UNIT
-
-
 def within(chosen: torch.Tensor, begin: int, end: int) -> tuple[slice, torch.Tensor]:
     """Find the rising positions that lie in a stretch: their slots, and where they stand in the stretch."""
     low, high = torch.searchsorted(chosen, torch.tensor([begin, end])).tolist()
@@ -160,23 +148,6 @@ class Projections(dict[int, nn.Module]):
     def entered(self, index: int, part: nn.Module, args: tuple) -> None:
         if self.attended == index:
             self[index], self.attended = part, None
-
-
-def matrices(module: nn.Module) -> list[nn.Module]:
-    """List the parts of a module that have a matrix for a weight: of an attention module, its q, k, v and o."""
-    return [part for part in module.modules() if getattr(getattr(part, "weight", None), "ndim", 0) == 2]
-
-
-def output_projections(model: nn.Module, ids: torch.Tensor) -> Projections:
-    """Find the output projections by letting a model read a few tokens."""
-    projections = Projections()
-
-    def attended(module: nn.Module, *_: object) -> None:
-        projections.attended = number(module)
-
-    with torch.no_grad(), projections.learning(model), observing(model, attended):
-        getattr(model, "base_model", model)(input_ids=ids, use_cache=False)
-    return projections
 
 
 class Recorder:

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.measure.head_prices import Begin, cut
 from linearizer.model.logits import divergence, logits_of
+from linearizer.model.swap import Begin, cut
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Layer

@@ -5,8 +5,7 @@ What is saved loads with transformers alone: AutoModelForCausalLM.from_pretraine
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ import torch
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import RequestError
-from linearizer.evaluate.subjects import exchanged
 from linearizer.run.allocation import Allocation, check
 from linearizer.run.cost import Head, Layer
 from linearizer.run.files import replacing
@@ -62,13 +60,6 @@ def students_of(
         made.append(layer.to(next(student.parameters()).device).eval())
         layer.reset(generator)
     return tuple(made)
-
-
-@contextmanager
-def holding(student: LinearizedForCausalLM, layers: Sequence[Layer], allocation: Allocation) -> Iterator[None]:
-    """While this lasts, let a student's heads hold what another allocation without features gives them: a control."""
-    with exchanged(student.base, students_of(student, layers, allocation)):
-        yield
 
 
 def held(heads: Sequence[Head], layer: Layer) -> dict[str, Any] | None:

@@ -28,7 +28,7 @@ from huggingface_hub.errors import (
 )
 from huggingface_hub.file_download import repo_folder_name
 
-from linearizer.errors import ModelNotAvailable, TextError
+from linearizer.errors import ModelNotAvailable, TextError, first_line
 from linearizer.model.safetensors import INDEX, SINGLE, Weights, check_format, damaged, weigh_folder
 
 if TYPE_CHECKING:
@@ -195,13 +195,6 @@ def explained_dataset(identifier: str, token: str | None = None) -> Iterator[Non
         ) from error
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
         raise TextError(f"{identifier!r} cannot be read ({first_line(error)}): name another data set") from error
-
-
-def first_line(error: BaseException) -> str:
-    """Shorten an error to its first line that says something, for use inside a sentence."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["it says no more"]
-    said = lines[-1] if lines[0].endswith(":") else f"{type(error).__name__}: {lines[0]}"
-    return said[:200].rstrip(".:!")
 
 
 def _local(name: str, folder: Path) -> Source:

@@ -13,7 +13,7 @@ import math
 
 import torch
 
-from linearizer.measure.recorder import number
+from linearizer.model.layers import featured, number
 from linearizer.model.samples import LayerSamples, Samples
 from linearizer.runtime.attention_interface import attention_modules
 from linearizer.runtime.feature_maps import (
@@ -27,7 +27,6 @@ from linearizer.runtime.feature_maps import (
 )
 from linearizer.runtime.layer_student import LayerStudent, SlotGroup
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.train.losses import featured
 
 LLOYD = 8  # rounds of k-means
 SHARPNESS = 4.0  # of a key's assignment to centres, while training: nearly that of inference

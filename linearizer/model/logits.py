@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable
 
 import torch
 from torch.nn.functional import cross_entropy, kl_div
@@ -10,7 +10,6 @@ from transformers import DynamicCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from linearizer.errors import FaultError
-from linearizer.evaluate.subjects import Subject
 from linearizer.runtime.cache import LinearizedLayer
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
@@ -79,40 +78,3 @@ def texts_at_once(model: PreTrainedModel, length: int) -> int:
 
 def vocabulary(model: PreTrainedModel) -> int:
     return model.get_output_embeddings().weight.shape[0]
-
-
-@torch.inference_mode()
-def read_together(subjects: Sequence[Subject], ids: Tensor) -> Iterator[tuple[int, list[Tensor]]]:
-    """Let all read the same texts: where a piece begins, and each one's logits (texts, tokens, vocabulary) of it.
-
-    Texts whose logits would be too many are read in pieces, each subject remembering in a cache of its own kind.
-    """
-    size = max(1, LOGITS // (len(ids) * vocabulary(subjects[0].model)))
-    if size >= ids.shape[1]:
-        yield 0, [read(subject, ids, None) for subject in subjects]
-        return
-    caches = [fresh_cache(subject.model) for subject in subjects]
-    for begin in range(0, ids.shape[1], size):
-        piece = ids[:, begin : begin + size]
-        yield begin, [read(subject, piece, cache) for subject, cache in zip(subjects, caches, strict=True)]
-
-
-def read(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> Tensor:
-    """Let one read on from what its cache holds; give the logits of the last `keep` tokens, or of all."""
-    with subject.at_work() as model, torch.inference_mode():
-        given = {"input_ids": ids.to(model.device), "past_key_values": cache, "use_cache": cache is not None}
-        return model(**given, logits_to_keep=keep).logits.float()
-
-
-def read_losses(subjects: Sequence[Subject], ids: Tensor) -> list[Tensor]:
-    """Give every subject's loss on every predicted token: (texts, tokens - 1), fp64."""
-    found: list[list[Tensor]] = [[] for _ in subjects]
-    for some in ids.split(texts_at_once(subjects[0].model, ids.shape[1])):
-        parts: list[list[Tensor]] = [[] for _ in subjects]
-        for begin, logits in read_together(subjects, some):
-            following = some[:, begin + 1 : begin + 1 + logits[0].shape[1]]
-            for pieces, own in zip(parts, logits, strict=True):
-                pieces.append(losses_of(own[:, : following.shape[1]], following).double().cpu())
-        for texts, pieces in zip(found, parts, strict=True):
-            texts.append(torch.cat(pieces, 1))
-    return [torch.cat(texts) for texts in found]

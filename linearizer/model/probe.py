@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from linearizer.model.hub import first_line
+from linearizer.errors import first_line
+from linearizer.model.quiet import quiet
 from linearizer.model.support import Refused, check_attention, check_layers, check_modules
-from linearizer.model.teacher import quiet
 from linearizer.run.cost import Layer
 from linearizer.runtime.attention_interface import observing
 

@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 
-from linearizer.errors import ModelNotAvailable, UnsupportedModel
-from linearizer.model.hub import CONFIG, Source, fetch, first_line
+from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
+from linearizer.model.hub import CONFIG, Source, fetch
+from linearizer.model.quiet import quiet
 from linearizer.model.safetensors import INDEX, damaged, read_json
 
 if TYPE_CHECKING:
@@ -90,22 +89,6 @@ def load_teacher(
     _check_complete(source.name, report)
     _check_finite(source.name, model)
     return model.requires_grad_(False).eval().to(device)
-
-
-@contextmanager
-def quiet() -> Iterator[None]:
-    """Keep transformers from printing: what matters is raised."""
-    from transformers.utils import logging
-
-    level, bars = logging.get_verbosity(), logging.is_progress_bar_enabled()
-    logging.set_verbosity_error()
-    logging.disable_progress_bar()
-    try:
-        yield
-    finally:
-        logging.set_verbosity(level)
-        if bars:
-            logging.enable_progress_bar()
 
 
 def _check_complete(name: str, report: dict) -> None:

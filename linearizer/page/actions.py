@@ -270,7 +270,7 @@ def paired(run: Run, visitor: Visitor) -> Pair:
     """Load the teacher and the student of a run, unless they are what was loaded last."""
     from linearizer import pipeline
     from linearizer.model import checkpoint
-    from linearizer.model.teacher import quiet
+    from linearizer.model.quiet import quiet
 
     if not HELD or HELD[0].run != run:
         HELD.clear()

@@ -16,8 +16,8 @@ from huggingface_hub.errors import (
     OfflineModeIsEnabled,
 )
 
-from linearizer.errors import FaultError, LinearizerError, PublishError
-from linearizer.model.hub import SIGN_IN, first_line
+from linearizer.errors import FaultError, LinearizerError, PublishError, first_line
+from linearizer.model.hub import SIGN_IN
 
 NOTHING = "nothing was sent"
 KEPT = "what is here is untouched, and what has arrived is not sent again"

@@ -27,7 +27,7 @@ AGAIN = 1.0  # seconds until whoever did not stop at once is interrupted again
 @contextmanager
 def working(run: Run, held: bool = False) -> Iterator[None]:
     """Hold a run while it is worked on, unless it is held already, and log how that began and ended."""
-    from linearizer.model.teacher import quiet
+    from linearizer.model.quiet import quiet
 
     with nullcontext() if held else run.locked(), quiet(), reported(run):
         run.log("started")

@@ -12,12 +12,12 @@ from pathlib import Path
 import torch
 
 from linearizer.errors import RequestError, TextError
+from linearizer.model.layers import featured
 from linearizer.model.logits import check_logits
 from linearizer.progress import Progress, Steps
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.lora import add_adapters, remove_adapters
-from linearizer.train.losses import featured
 from linearizer.train.settings import Settings
 from linearizer.train.state_file import TrainingState, digest, read_state, remove_states, write_state
 from linearizer.train.trainer import TEACHER, Losses, Training

@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
-from linearizer.measure.recorder import matrices
+from linearizer.model.layers import matrices
 from linearizer.runtime.attention_interface import attention_modules
 
 NAME = "distillation"

@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
-from linearizer.measure.recorder import matrix
+from linearizer.model.layers import featured, matrix
 from linearizer.runtime.features_torch import chunked
 from linearizer.runtime.layer_student import HeadGroup, LayerStudent, Scaled
 from linearizer.runtime.state import State
@@ -59,11 +59,6 @@ class Found:
 
     loss: Tensor
     excess: Tensor  # detached
-
-
-def featured(student: LayerStudent) -> list[HeadGroup]:
-    """List the groups of a layer that have features."""
-    return [group for group in student.groups if isinstance(group, HeadGroup) and group.feature_map is not None]
 
 
 def layer_loss(

@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 from linearizer.errors import FaultError
-from linearizer.measure.recorder import number, output_projections
+from linearizer.model.layers import featured, number, output_projections
 from linearizer.model.logits import PROBE
 from linearizer.model.memory import is_out_of_memory
 from linearizer.runtime.attention_interface import attending, attention_modules, observing
@@ -25,7 +25,6 @@ from linearizer.train.losses import (
     Found,
     LogitHead,
     direct_loss,
-    featured,
     hidden_states,
     layer_loss,
     logits_loss,

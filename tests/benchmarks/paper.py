@@ -20,14 +20,15 @@ from linearizer import pipeline
 from linearizer.allocate.by_freedoms import allocate
 from linearizer.cli.text import columns
 from linearizer.evaluate.ranks import spearman
+from linearizer.evaluate.reading import read_losses
 from linearizer.evaluate.speed import Meter
 from linearizer.evaluate.subjects import Subject
 from linearizer.measure.profile import measure
-from linearizer.measure.recorder import number
 from linearizer.model.checkpoint import linearize, students_of
 from linearizer.model.hub import find_model
-from linearizer.model.logits import logits_of, read_losses
-from linearizer.model.teacher import quiet
+from linearizer.model.layers import number
+from linearizer.model.logits import logits_of
+from linearizer.model.quiet import quiet
 from linearizer.model.text import enough_windows
 from linearizer.progress import finish
 from linearizer.run.plan import Plan

@@ -29,9 +29,9 @@ from linearizer.evaluate.ablation import without_far, without_window
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.eviction import Evicting
 from linearizer.evaluate.judging import evaluate_language, evaluate_recall
-from linearizer.evaluate.subjects import exchanged
 from linearizer.model import checkpoint
-from linearizer.model.teacher import quiet
+from linearizer.model.quiet import quiet
+from linearizer.model.swap import exchanged
 from linearizer.progress import finish
 from linearizer.run.cost import cache_bytes
 from linearizer.run.files import write_whole
