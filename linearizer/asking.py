@@ -4,11 +4,11 @@ from __future__ import annotations
 
 from linearizer.allocate.decide import check_dials
 from linearizer.errors import RequestError
+from linearizer.measure.profile import asked_of
 from linearizer.run.cost import Layer
 from linearizer.run.plan import Plan
-from linearizer.run.profile import Asked
 from linearizer.runtime.feature_maps import FEATURE_MAPS
-from linearizer.train.settings import END_TO_END, Settings
+from linearizer.train.settings import settings_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -22,43 +22,3 @@ def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
         raise RequestError(f"feature map {plan.feature_map!r} is none of {', '.join(FEATURE_MAPS)}")
     if plan.dtype not in DTYPES:
         raise RequestError(f"dtype {plan.dtype!r} is none of {', '.join(DTYPES)}")
-
-
-def asked_of(plan: Plan) -> Asked:
-    """What a plan wants to be measured."""
-    return Asked(
-        text=plan.text,
-        samples=plan.samples,
-        sinks=plan.kept_sinks,
-        per=plan.per,  # type: ignore[arg-type]
-        normalise=plan.normalise,  # type: ignore[arg-type]
-        gauge=plan.gauge,  # type: ignore[arg-type]
-        seed=plan.seed,
-    )
-
-
-def settings_of(plan: Plan) -> list[Settings]:
-    """How a plan wants its student to be trained: one after the other, the steps shared, the first take what is odd."""
-    losses = plan.loss.split("+")
-    each, odd = divmod(plan.steps, len(losses))
-    if plan.steps and not each:
-        raise RequestError(
-            f"steps {plan.steps} are too few for the losses {plan.loss}, one after the other: give at least "
-            f"{len(losses)}, or 0 to train nothing"
-        )
-    adapted = next((number for number, loss in enumerate(losses) if plan.lora and loss in END_TO_END), len(losses))
-    if any(loss != "direct" for loss in losses[adapted + 1 :]):
-        raise RequestError(
-            f"the losses {plan.loss} hold the student against its teacher once adapters have changed the weights that "
-            "both share: let nothing but direct follow the first end to end, or leave out lora"
-        )
-    return [
-        Settings(
-            loss=loss,
-            steps=each + (number < odd),
-            batch=plan.batch,
-            seed=plan.seed,
-            lora=plan.lora if loss in END_TO_END else 0,
-        )
-        for number, loss in enumerate(losses)
-    ]

@@ -14,14 +14,13 @@ from safetensors.torch import save_file
 
 from linearizer.allocate.decide import decide
 from linearizer.allocate.step import allocated
-from linearizer.asking import asked_of
 from linearizer.errors import RequestError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.judging import Evaluation, evaluate_language, evaluate_recall
 from linearizer.evaluate.side_by_side import Comparison, compare
 from linearizer.evaluate.subjects import window_control
 from linearizer.loading import Teacher, load, windows_of
-from linearizer.measure.profile import measure
+from linearizer.measure.profile import asked_of, measure
 from linearizer.model import checkpoint
 from linearizer.model.hub import find_model
 from linearizer.model.inspect import inspect_model

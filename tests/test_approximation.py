@@ -11,8 +11,8 @@ from linearizer.evaluate.head_errors import (
     measure_curve,
     outside,
     predicted_error,
+    spearman,
 )
-from linearizer.evaluate.ranks import spearman
 from linearizer.evaluate.subjects import Subject
 from linearizer.measure.profile import measure
 from linearizer.model.checkpoint import students_of

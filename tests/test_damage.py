@@ -9,6 +9,7 @@ from linearizer import loading, pipeline
 from linearizer.__main__ import main
 from linearizer.allocate import step
 from linearizer.errors import FolderError
+from linearizer.model import samples
 from linearizer.model.samples import SAMPLES
 from linearizer.progress import finish
 from linearizer.run.folder import Run
@@ -80,7 +81,7 @@ def test_what_is_made_anew_is_what_was_lost(run):
         with pytest.raises(
             FolderError, match=r"samples.safetensors' cannot be read \(.*\): remove '.*run/profile.json', "
         ):
-            step.samples_of(run)
+            samples.samples_of(run)
         (run.folder / "profile.json").unlink()
         finish(pipeline.profile(run, loading.load(run.plan)))
         assert (run.read("profile.json"), (run.folder / SAMPLES).read_bytes()) == before

@@ -4,9 +4,9 @@ import json
 
 import pytest
 
-from linearizer.page.evaluation_cards import part_html
 from linearizer.publish.evaluation_charts import FIGURES, charts_of
 from linearizer.publish.evaluation_page import page_of
+from linearizer.publish.html import part_html
 from linearizer.publish.parts import CAPTIONS, TITLES
 from linearizer.publish.tables import evaluation_report
 from linearizer.run.evaluation_request import PARTS

@@ -11,7 +11,6 @@ from linearizer import loading, pipeline
 from linearizer.__main__ import begin, parser
 from linearizer.allocate import step
 from linearizer.allocate.decide import by_gates
-from linearizer.asking import settings_of
 from linearizer.errors import BudgetError, RequestError, TextError
 from linearizer.evaluate.ablation import without_far, without_window
 from linearizer.evaluate.eviction import Evicting, Kept, evicted
@@ -25,6 +24,7 @@ from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 from linearizer.run.recipes import RECIPES
+from linearizer.train.settings import settings_of
 from tests.students import layers_of, student_of, teacher_of, tokens
 
 SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64)

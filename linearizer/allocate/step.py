@@ -6,7 +6,6 @@ import json
 from dataclasses import asdict
 
 import torch
-from safetensors import SafetensorError, safe_open
 
 from linearizer.allocate.by_prices import LEAST, exchanged
 from linearizer.allocate.decide import alike, decide, market_of, sinks_tried
@@ -16,9 +15,7 @@ from linearizer.measure.gates import learn_gates
 from linearizer.measure.head_prices import Found, measuring_seconds, options, price, with_repeats
 from linearizer.measure.head_prices_by_gradient import estimate
 from linearizer.measure.whole_student import costs, exchange
-from linearizer.model.initialise import begin_layer
-from linearizer.model.samples import SAMPLES, Samples
-from linearizer.model.swap import Begin
+from linearizer.model.initialise import begin_of
 from linearizer.progress import Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.at_work import interruptible, logged
@@ -26,7 +23,6 @@ from linearizer.run.cost import Head
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
 from linearizer.run.prices import Prices
-from linearizer.runtime.layer_student import LayerStudent
 
 GATE_STEPS = 60
 PARTLY = "state/prices.json"  # the prices of the first layers, while the others are measured
@@ -134,23 +130,3 @@ def allocated(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation
     if run.plan.strategy == "duo":
         return (yield from gated(run, teacher, token))
     return decide(run, run.plan, teacher.inspection.layers)
-
-
-def samples_of(run: Run) -> Samples:
-    """Read the queries and keys that were kept when the run was profiled."""
-    try:
-        with safe_open(run.folder / SAMPLES, "pt") as file:
-            return Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
-        raise run.damaged(SAMPLES, error, "profile.json") from error  # they are measured together
-
-
-def begin_of(run: Run, drawn: torch.Generator | None = None) -> Begin:
-    """Give the way to begin the student of one layer; centres of features are drawn one after the other."""
-    samples, generator = samples_of(run), drawn or torch.Generator().manual_seed(run.plan.seed)
-
-    def begin(student: LayerStudent, index: int) -> None:
-        if (found := samples.layers[index]) is not None:
-            begin_layer(student, found, generator)
-
-    return begin

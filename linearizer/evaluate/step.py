@@ -10,7 +10,6 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from linearizer.asking import settings_of
 from linearizer.evaluate.generation import measure_generation
 from linearizer.evaluate.head_errors import measure_approximation, measure_curve
 from linearizer.evaluate.language import measure_language
@@ -28,6 +27,7 @@ from linearizer.run.at_work import interruptible, logged, reported, working
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run, newest_request
 from linearizer.train.distill import distill
+from linearizer.train.settings import settings_of
 
 WRITTEN = 96  # tokens at most
 LOOKED_AT = 2  # texts whose attention is compared, head by head

@@ -16,6 +16,7 @@ from linearizer.measure.recorder import LayerRecord, Recorder, draw_tokens
 from linearizer.model.samples import LayerSamples, Samples
 from linearizer.progress import Progress, Steps
 from linearizer.run.cost import Layer
+from linearizer.run.plan import Plan
 from linearizer.run.profile import Asked, Gauge, HeadProfile, LayerProfile, Profile
 
 QUARTERS = 4  # disjoint stretches of the sample, for the error bars: 4 (1/4)³, 6 % more work
@@ -197,3 +198,16 @@ def head_profiles(record: LayerRecord, curves: list[Freedoms], projection: nn.Mo
 def shortened(numbers: torch.Tensor, digits: int) -> tuple[float, ...]:
     """Keep the digits that mean something: a profile stays a few kilobytes."""
     return tuple(float(f"{number:.{digits}g}") for number in numbers.tolist())
+
+
+def asked_of(plan: Plan) -> Asked:
+    """What a plan wants to be measured."""
+    return Asked(
+        text=plan.text,
+        samples=plan.samples,
+        sinks=plan.kept_sinks,
+        per=plan.per,  # type: ignore[arg-type]
+        normalise=plan.normalise,  # type: ignore[arg-type]
+        gauge=plan.gauge,  # type: ignore[arg-type]
+        seed=plan.seed,
+    )

@@ -14,7 +14,9 @@ import math
 import torch
 
 from linearizer.model.layers import featured, number
-from linearizer.model.samples import LayerSamples, Samples
+from linearizer.model.samples import LayerSamples, Samples, samples_of
+from linearizer.model.swap import Begin
+from linearizer.run.folder import Run
 from linearizer.runtime.attention_interface import attention_modules
 from linearizer.runtime.feature_maps import (
     MLP,
@@ -126,3 +128,14 @@ def directions(q: Tensor, k: Tensor, count: int, generator: torch.Generator) -> 
     chance = (leverage / leverage.sum()).float()
     drawn = torch.multinomial(chance, count, replacement=count > len(pool), generator=generator)
     return pool[drawn], -(chance[drawn] * len(pool)).log()
+
+
+def begin_of(run: Run, drawn: torch.Generator | None = None) -> Begin:
+    """Give the way to begin the student of one layer; centres of features are drawn one after the other."""
+    samples, generator = samples_of(run), drawn or torch.Generator().manual_seed(run.plan.seed)
+
+    def begin(student: LayerStudent, index: int) -> None:
+        if (found := samples.layers[index]) is not None:
+            begin_layer(student, found, generator)
+
+    return begin

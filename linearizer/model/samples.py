@@ -6,6 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
+from safetensors import SafetensorError, safe_open
+
+from linearizer.run.folder import Run
 
 SAMPLES = "state/samples.safetensors"  # of a run's folder
 
@@ -44,3 +47,12 @@ class Samples:
                 for index in range(layers)
             )
         )
+
+
+def samples_of(run: Run) -> Samples:
+    """Read the queries and keys that were kept when the run was profiled."""
+    try:
+        with safe_open(run.folder / SAMPLES, "pt") as file:
+            return Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118
+    except (OSError, SafetensorError) as error:
+        raise run.damaged(SAMPLES, error, "profile.json") from error  # they are measured together

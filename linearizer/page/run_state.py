@@ -19,6 +19,7 @@ from linearizer.allocate.decide import decidable
 from linearizer.jobs import control
 from linearizer.jobs.control import LIVE, Status
 from linearizer.page import cards, evaluation_cards
+from linearizer.publish import html
 from linearizer.publish.parts import CAPTIONS
 from linearizer.run.folder import Run
 from linearizer.run.folder import events as journal
@@ -157,7 +158,7 @@ def shown(part: str, found: dict[str, Any]) -> tuple[str, list[str | None]]:
     from linearizer.publish.evaluation_charts import figures_of
 
     figures = [None if figure is None else figure.to_json() for figure in figures_of(part, found)]
-    return evaluation_cards.part_html(part, found), figures
+    return html.part_html(part, found), figures
 
 
 def stage(status: Status) -> int:

@@ -7,8 +7,8 @@ from html import escape
 from string import Template
 from typing import Any
 
-from linearizer.page.evaluation_cards import part_html
 from linearizer.publish.evaluation_charts import charts_of
+from linearizer.publish.html import part_html
 from linearizer.run.folder import Run
 
 PAGE = Template("""<!doctype html>

@@ -12,6 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 import torch
 
 from linearizer.errors import RequestError
+from linearizer.run.plan import Plan
 
 LAYERWISE, END_TO_END = ("softmax", "l2", "output"), ("direct", "logits")
 RATES: Mapping[str, float] = {  # by what a parameter is called in its feature map; z and log_weight: the paper's
@@ -133,3 +134,30 @@ def repeated(text: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
 def generator(settings: Settings, number: int) -> torch.Generator:
     """Start a generator for one purpose."""
     return torch.Generator().manual_seed((settings.seed * 0x9E3779B97F4A7C15 + number) % 2**63)
+
+
+def settings_of(plan: Plan) -> list[Settings]:
+    """How a plan wants its student to be trained: one after the other, the steps shared, the first take what is odd."""
+    losses = plan.loss.split("+")
+    each, odd = divmod(plan.steps, len(losses))
+    if plan.steps and not each:
+        raise RequestError(
+            f"steps {plan.steps} are too few for the losses {plan.loss}, one after the other: give at least "
+            f"{len(losses)}, or 0 to train nothing"
+        )
+    adapted = next((number for number, loss in enumerate(losses) if plan.lora and loss in END_TO_END), len(losses))
+    if any(loss != "direct" for loss in losses[adapted + 1 :]):
+        raise RequestError(
+            f"the losses {plan.loss} hold the student against its teacher once adapters have changed the weights that "
+            "both share: let nothing but direct follow the first end to end, or leave out lora"
+        )
+    return [
+        Settings(
+            loss=loss,
+            steps=each + (number < odd),
+            batch=plan.batch,
+            seed=plan.seed,
+            lora=plan.lora if loss in END_TO_END else 0,
+        )
+        for number, loss in enumerate(losses)
+    ]

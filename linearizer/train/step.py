@@ -9,10 +9,9 @@ from itertools import islice
 
 import torch
 
-from linearizer.allocate.step import samples_of
-from linearizer.asking import settings_of
 from linearizer.loading import Teacher, windows_of
 from linearizer.model.initialise import initialise
+from linearizer.model.samples import samples_of
 from linearizer.progress import Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.at_work import logged
@@ -21,7 +20,7 @@ from linearizer.run.folder import Run, events
 from linearizer.run.plan import Plan
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.distill import distill
-from linearizer.train.settings import Settings
+from linearizer.train.settings import Settings, settings_of
 
 TRIED = 4  # steps, to see how long one takes
 

@@ -19,7 +19,7 @@ import torch
 from linearizer import pipeline
 from linearizer.allocate.by_freedoms import allocate
 from linearizer.cli.text import columns
-from linearizer.evaluate.ranks import spearman
+from linearizer.evaluate.head_errors import spearman
 from linearizer.evaluate.reading import read_losses
 from linearizer.evaluate.speed import Meter
 from linearizer.evaluate.subjects import Subject

@@ -4,7 +4,7 @@ import itertools
 import math
 
 from linearizer.cli.text import columns
-from linearizer.evaluate.ranks import spearman
+from linearizer.evaluate.head_errors import spearman
 
 NORMALISE, GAUGE, SINKS, OVER = ("trace", "J", "none"), ("raw", "centred"), (0, 1, 4), ("max", "mean")
 HEADS_AT = 2.0**-8  # the λ of table 2

@@ -23,12 +23,12 @@ import torch
 
 from linearizer import loading, pipeline
 from linearizer.allocate import step
-from linearizer.asking import asked_of
 from linearizer.errors import BudgetError
 from linearizer.evaluate.ablation import without_far, without_window
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.eviction import Evicting
 from linearizer.evaluate.judging import evaluate_language, evaluate_recall
+from linearizer.measure.profile import asked_of
 from linearizer.model import checkpoint
 from linearizer.model.quiet import quiet
 from linearizer.model.swap import exchanged
