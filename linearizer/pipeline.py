@@ -5,65 +5,84 @@ Each step's product is stored in the run's folder, and a step whose product is t
 
 from __future__ import annotations
 
-import json
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
-from safetensors.torch import save_file
 
-from linearizer.allocate.decide import decide
+from linearizer.allocate.decide import check_dials, decide
 from linearizer.allocate.step import allocated
 from linearizer.errors import RequestError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.judging import Evaluation, evaluate_language, evaluate_recall
+from linearizer.evaluate.setup import assembled
 from linearizer.evaluate.side_by_side import Comparison, compare
+from linearizer.evaluate.step import measure_parts
 from linearizer.evaluate.subjects import window_control
-from linearizer.loading import Teacher, load, windows_of
-from linearizer.measure.profile import asked_of, measure
+from linearizer.measure.profile import asked_of
+from linearizer.measure.step import profile, texts_needed
 from linearizer.model import checkpoint
-from linearizer.model.hub import find_model
+from linearizer.model.hub import Source, cache_folder, download_bytes, find_model
 from linearizer.model.inspect import inspect_model
-from linearizer.model.logits import check_logits
 from linearizer.model.quiet import quiet
 from linearizer.model.swap import holding
-from linearizer.model.teacher import load_config
+from linearizer.model.teacher import Teacher, load, load_config, windows_of
 from linearizer.progress import Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
-from linearizer.run.at_work import check, interruptible, logged, working
-from linearizer.run.files import remove, writing
-from linearizer.run.folder import Run
+from linearizer.run.at_work import check, interruptible, logged, reported
+from linearizer.run.cost import Layer
+from linearizer.run.disk import checkpoint_bytes, resume_bytes
+from linearizer.run.evaluation_request import Request
+from linearizer.run.files import check_room, remove
+from linearizer.run.folder import Run, newest_request
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
+from linearizer.runtime.feature_maps import FEATURE_MAPS
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.train.settings import settings_of
 from linearizer.train.step import timed_plan, train
 
 JUDGED = 8  # texts that are kept from training, to judge by
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def load_checked(run: Run, token: str | None) -> Teacher:
+    """Load the teacher of a run, once its plan can be served and the disks have room for what it makes."""
+    source = find_model(run.pinned_plan.model, token)
+    inspection = inspect_model(source, load_config(source, token))
+    inspection.require_support()
+    check_plan(run.plan, inspection.layers)
+    check_disks(run.folder, run.plan, source, inspection)
+    return load(run.pinned_plan, token)
+
+
+def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection) -> None:
+    """Refuse to begin what the disk of a run, or that of the models, has no room for."""
+    there = sum(path.stat().st_size for path in (folder / "state").rglob("*") if path.is_file())
+    needed = max(0, resume_bytes(plan, inspection) - there) + checkpoint_bytes(plan, inspection)
+    download, cache = download_bytes(source), existing(cache_folder())
+    if cache.stat().st_dev == folder.stat().st_dev:
+        check_room(folder, needed + download)
+    else:
+        check_room(folder, needed)
+        check_room(cache, download)
+
+
+def existing(folder: Path) -> Path:
+    """Give the folder, or the nearest above it that is there."""
+    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
 def inspect(model: str, token: str | None = None) -> Inspection:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
     source = find_model(model, token)
     return inspect_model(source, load_config(source, token))
-
-
-def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profile]:
-    """Measure the teacher, unless this run has measured it."""
-    if found := run.profile:
-        return found
-    run.write("inspection.json", json.dumps(teacher.inspection.to_json()))
-    with interruptible(run):
-        windows = windows_of(run.plan, teacher, texts_needed(run.plan), token)[: run.plan.texts]
-        check_logits(teacher.model, windows)
-    steps = measure(teacher.model, windows, teacher.inspection.layers, asked_of(run.plan))
-    measured = yield from logged(run, steps)
-    with writing(run.folder / "state"):
-        save_file(measured.samples.tensors(), run.folder / "state" / "samples.safetensors")
-    run.write("profile.json", measured.profile.to_json())
-    run.log("profiled", tokens=measured.profile.tokens)
-    return measured.profile
 
 
 def reallocate(run: Run, plan: Plan) -> Allocation:
@@ -80,11 +99,6 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
             run.write("plan.json", plan.to_json())
             run.write("allocation.json", allocation.to_json())
     return allocation
-
-
-def texts_needed(plan: Plan) -> int:
-    """Count the texts that a run cannot do without: to measure or for one batch, and one more to judge by."""
-    return max(plan.looked_at, plan.batch if plan.trains else 0) + 1
 
 
 def shared_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -128,7 +142,7 @@ def measure_only(run: Run, token: str | None = None, held: bool = False) -> Step
     """Take a run as far as its profile."""
     with working(run, held):
         with interruptible(run):
-            teacher = load(run.pinned_plan, token, run.folder)
+            teacher = load_checked(run, token)
         found = yield from profile(run, teacher, token)
         run.log("stopped")
     return found
@@ -152,7 +166,7 @@ def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[A
 def make(run: Run, token: str | None) -> Steps[None]:
     """Do the steps that are left until a run's checkpoint is there."""
     with interruptible(run):
-        teacher = load(run.pinned_plan, token, run.folder)
+        teacher = load_checked(run, token)
     layers = teacher.inspection.layers
     yield from profile(run, teacher, token)
     allocation = run.allocation or (yield from allocated(run, teacher, token))
@@ -182,3 +196,46 @@ def compare_run(
         teacher = load(run.pinned_plan, token)
         student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
         return (yield from compare(teacher.model, student, teacher.tokenizer, prompt, new_tokens, seed, sample))
+
+
+@contextmanager
+def working(run: Run, held: bool = False) -> Iterator[None]:
+    """Hold a run while it is worked on, unless it is held already, and log how that began and ended."""
+    from linearizer.model.quiet import quiet
+
+    with nullcontext() if held else run.locked(), quiet(), reported(run):
+        run.log("started")
+        yield
+        run.settle("stop")
+
+
+def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
+    """Refuse before anything is loaded what could not be served after all the work."""
+    check_dials(plan, layers)
+    asked_of(plan)
+    settings_of(plan)
+    if plan.feature_map not in FEATURE_MAPS:
+        raise RequestError(f"feature map {plan.feature_map!r} is none of {', '.join(FEATURE_MAPS)}")
+    if plan.dtype not in DTYPES:
+        raise RequestError(f"dtype {plan.dtype!r} is none of {', '.join(DTYPES)}")
+
+
+def resume_evaluation(run: Run, token: str | None = None) -> Steps[dict[str, Any]]:
+    """Go on with what was last asked for, as the log says; the caller holds the run."""
+    with reported(run.evaluating):
+        asked, again, done = newest_request(run)
+        request = Request.of(asked)
+    anew = tuple(part for part in request.chosen if again and part not in done)
+    return (yield from evaluate(run, request, anew, token, held=True))
+
+
+def evaluate(
+    run: Run, request: Request, anew: tuple[str, ...] = (), token: str | None = None, held: bool = False
+) -> Steps[dict[str, Any]]:
+    """Evaluate a finished run; `anew` names parts that are measured although they are there as they were asked."""
+    run = run.evaluating
+    with working(run, held), assembled(run, token) as bench:
+        parts = yield from measure_parts(run, bench, request, anew)
+        add_card(run)
+        run.log("done")
+    return parts

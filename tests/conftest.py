@@ -43,7 +43,7 @@ def said(capsys):
     """Ask the command line: the exit code, and what it wrote to standard output and to standard error."""
 
     def ask(*arguments):
-        from linearizer.__main__ import main
+        from linearizer.cli.main import main
 
         code = main([str(argument) for argument in arguments])
         return code, *capsys.readouterr()

@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from linearizer import loading
+from linearizer.model import teacher as teacher_module
 from linearizer.run.plan import Plan
 from tests.benchmarks import quality
 from tests.benchmarks.paper import PUBLISHED, main
@@ -52,7 +52,7 @@ def test_agreement_is_full_with_oneself_and_unknown_of_another_shape():
 
 def test_quality_judges_by_texts_that_the_positions_of_a_model_hold():
     plan = Plan.of("swa", model="demo", budget=32, length=512)
-    teacher = loading.load(plan)
+    teacher = teacher_module.load(plan)
     few = replace(teacher, inspection=replace(teacher.inspection, max_positions=256))
     assert quality.held_out(plan, teacher).shape == (quality.HELD, 512)
     assert quality.held_out(plan, few).shape == (quality.HELD, 256)

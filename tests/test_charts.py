@@ -5,9 +5,9 @@ import json
 import pytest
 
 from linearizer.publish import allocation_charts, chart_style, training_charts
+from linearizer.run import cost
 from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head, Layer
-from linearizer.run.folder import cost
 from linearizer.run.prices import Prices
 from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
 

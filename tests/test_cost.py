@@ -6,9 +6,9 @@ from linearizer.amounts import size
 from linearizer.cli.text import cost_text
 from linearizer.page.cards import allocation_card
 from linearizer.publish.card import in_words
+from linearizer.run import cost
 from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head, Layer
-from linearizer.run.folder import cost
 
 LAYER = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16)
 BOUNDED = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16, native_window=32)

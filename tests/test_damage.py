@@ -5,16 +5,17 @@ import shutil
 
 import pytest
 
-from linearizer import loading, pipeline
-from linearizer.__main__ import main
 from linearizer.allocate import step
+from linearizer.cli.main import main
 from linearizer.errors import FolderError
+from linearizer.measure.step import profile
 from linearizer.model import samples
+from linearizer.model import teacher as teacher_module
 from linearizer.model.samples import SAMPLES
 from linearizer.progress import finish
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.train import step as teaching
+from linearizer.train import step as train_step
 
 ASKED = dict(model="demo", budget=24, texts=2, length=32, samples=64, sinks=1, prices="estimated", exchanges=0)
 
@@ -23,8 +24,8 @@ ASKED = dict(model="demo", budget=24, texts=2, length=32, samples=64, sinks=1, p
 def stopped(tmp_path_factory):
     """A run that was stopped once it was profiled, and its teacher."""
     run = Run.begin(tmp_path_factory.mktemp("stopped") / "run", Plan.of(**ASKED))
-    teacher = loading.load(run.plan)
-    finish(pipeline.profile(run, teacher))
+    teacher = teacher_module.load(run.plan)
+    finish(profile(run, teacher))
     return run, teacher
 
 
@@ -83,7 +84,7 @@ def test_what_is_made_anew_is_what_was_lost(run):
         ):
             samples.samples_of(run)
         (run.folder / "profile.json").unlink()
-        finish(pipeline.profile(run, loading.load(run.plan)))
+        finish(profile(run, teacher_module.load(run.plan)))
         assert (run.read("profile.json"), (run.folder / SAMPLES).read_bytes()) == before
 
 
@@ -103,4 +104,4 @@ def test_a_damaged_number_of_steps_is_named(run):
     run.write("plan.json", Plan.of("features", **asked).to_json())
     run.write("state/steps.json", "1e")
     with pytest.raises(FolderError, match=r"state/steps.json' cannot be read \(.*\): remove it, and `linearizer runs"):
-        teaching.timed_plan(run, None, None, None)
+        train_step.timed_plan(run, None, None, None)

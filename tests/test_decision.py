@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from linearizer.__main__ import main
+from linearizer.cli.main import main
 from linearizer.measure.head_prices import options
 from linearizer.pipeline import inspect
 from linearizer.run.disk import checkpoint_bytes

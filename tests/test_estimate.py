@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from linearizer import loading, pipeline
+from linearizer import pipeline
 from linearizer.measure.head_prices import measuring_seconds, price
 from linearizer.measure.head_prices_by_gradient import estimate
+from linearizer.model import teacher as teacher_module
 from linearizer.progress import finish
 from linearizer.run.cost import Head
 from linearizer.run.folder import Run
@@ -19,8 +20,8 @@ OPTIONS = (Head(window=8), Head(window=32), Head(window=16, slots=16))
 def both():
     """Prices of the demo model's heads, measured and estimated on the same text."""
     plan = Plan("demo", budget=64, dtype="float32")
-    teacher = loading.load(plan)
-    windows = loading.windows_of(Plan("demo", budget=64, length=128), teacher, 3, None)
+    teacher = teacher_module.load(plan)
+    windows = teacher_module.windows_of(Plan("demo", budget=64, length=128), teacher, 3, None)
     given = (teacher.model, windows, teacher.inspection.layers, OPTIONS, 4, begin)
     return finish(price(*given)), finish(estimate(*given))
 

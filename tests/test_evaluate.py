@@ -12,7 +12,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
-from linearizer.__main__ import main
+from linearizer import pipeline
+from linearizer.cli.main import main
 from linearizer.errors import FolderError
 from linearizer.evaluate import step
 from linearizer.evaluate.reading import read_losses
@@ -124,13 +125,13 @@ def test_a_part_that_is_there_as_asked_is_not_measured_again(run, said, monkeypa
 
 
 def test_an_interrupted_evaluation_keeps_what_was_finished(run):
-    steps = step.examine(run, step.Request(("language", "recall"), texts=2))
+    steps = pipeline.evaluate(run, step.Request(("language", "recall"), texts=2))
     while next(steps).step != "recall":
         pass
     steps.close()
     assert list(run.evaluation_parts) == ["language"]
     events = [event["event"] for event in run.events()]
-    finish(step.examine(run, step.Request(("language", "recall"), texts=2)))
+    finish(pipeline.evaluate(run, step.Request(("language", "recall"), texts=2)))
     new = run.events()[len(events) :]
     assert [event["part"] for event in new if event["event"] == "examined"] == ["recall"]
     assert {event["job"] for event in new} == {"evaluate"} and jobs.state_of(run) == "done"
@@ -149,7 +150,7 @@ def test_ctrl_c_and_a_kill_leave_what_was_finished(run):
         assert process.returncode == code and "Traceback" not in err
         assert code < 0 or "what was finished is kept: repeat `linearizer evaluate" in err
     kept = run.evaluation_parts
-    finish(step.examine(run, step.Request(("language", "recall"), texts=2)))
+    finish(pipeline.evaluate(run, step.Request(("language", "recall"), texts=2)))
     assert {part: run.evaluation_parts[part] for part in kept} == kept
     examined = [event["part"] for event in run.events() if event["event"] == "examined"]
     assert len(examined) == len(set(examined)) and set(examined) <= set(

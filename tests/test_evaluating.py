@@ -7,12 +7,11 @@ import signal
 
 import pytest
 
-from linearizer.__main__ import main
+from linearizer.cli.main import main
 from linearizer.errors import FolderError, RequestError
-from linearizer.evaluate.step import examine
 from linearizer.jobs import control
 from linearizer.jobs.worker import foreground
-from linearizer.pipeline import linearize
+from linearizer.pipeline import evaluate, linearize
 from linearizer.progress import finish
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
@@ -101,7 +100,7 @@ def test_it_stops_in_the_middle_of_a_part_and_resumes_at_it(run, capsys):
 
 
 def test_a_killed_one_is_lost_and_goes_on_at_the_finished_part_even_if_all_was_asked_anew(run):
-    finish(examine(run, Request(("language",), texts=2)))
+    finish(evaluate(run, Request(("language",), texts=2)))
     control.evaluate(run, LONG, again=True)
     reached(run, "speed")
     os.kill(int(process_of(run).name), signal.SIGKILL)
@@ -114,7 +113,7 @@ def test_a_killed_one_is_lost_and_goes_on_at_the_finished_part_even_if_all_was_a
 
 def test_what_is_there_as_asked_is_not_measured_again_whatever_the_part(run):
     for _ in range(2):
-        finish(examine(run, Request(("language", "speed"), texts=2, seconds=0.1, lengths=(64,))))
+        finish(evaluate(run, Request(("language", "speed"), texts=2, seconds=0.1, lengths=(64,))))
     assert examined(run) == ["language", "speed"]
 
 
@@ -149,7 +148,7 @@ def test_a_run_resumed_after_its_evaluation_keeps_it(run):
     lines = run.log_file.read_text().splitlines(keepends=True)
     assert json.loads(lines[-1])["event"] == "done"
     run.log_file.write_text("".join(lines[:-1]))  # as if killed when its student was made
-    finish(foreground(run.evaluating, examine(run, Request.of(SHORT), held=True), request=SHORT))
+    finish(foreground(run.evaluating, evaluate(run, Request.of(SHORT), held=True), request=SHORT))
     assert (control.status(run).state, control.status(run).evaluation.state) == ("lost", "done")
     control.start(run)
     wait_for(run, "done")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from linearizer.run.folder import events as journal
+from linearizer.run import events as journal
 
 NAMES = ["first", "second", "third"]
 

@@ -12,7 +12,7 @@ import time
 import pytest
 import torch
 
-from linearizer.__main__ import main
+from linearizer.cli.main import main
 from linearizer.model.checkpoint import load
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan

@@ -9,7 +9,7 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from PIL import Image
 
-from linearizer.__main__ import parser, plan_changes
+from linearizer.cli.main import parser, plan_changes
 from linearizer.publish.allocation_picture import EMPTY, FEATURES, SLOTS, WHOLE, WINDOW, draw
 from linearizer.publish.card import card, plain, snippet
 from linearizer.run.allocation import Allocation

@@ -7,14 +7,16 @@ from functools import partial
 import pytest
 import torch
 
-from linearizer import loading, pipeline
-from linearizer.__main__ import begin, parser
+from linearizer import pipeline
 from linearizer.allocate import step
 from linearizer.allocate.decide import by_gates
+from linearizer.cli.main import begin, parser
 from linearizer.errors import BudgetError, RequestError, TextError
 from linearizer.evaluate.ablation import without_far, without_window
 from linearizer.evaluate.eviction import Evicting, Kept, evicted
 from linearizer.measure.gates import learn_gates
+from linearizer.measure.step import profile
+from linearizer.model import teacher as teacher_module
 from linearizer.model.swap import exchanged
 from linearizer.page import actions
 from linearizer.page.run_state import Watched
@@ -44,7 +46,7 @@ def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
 def test_budgets_are_shared_out_once_all_is_measured_by_which_it_is_done(tmp_path):
     run = Run.begin(tmp_path / "run", Plan.of("windows", **SMALL))
     watched = Watched(run)
-    finish(pipeline.profile(run, loading.load(run.plan)))
+    finish(profile(run, teacher_module.load(run.plan)))
     assert "curves" in watched.look(60.0) and "measured" not in watched.look(60.0)
     with pytest.raises(RequestError, match="has not measured yet what its heads need and cost"):
         actions.share_out(run, 64)
@@ -57,8 +59,8 @@ def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_pa
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a child who liked to read. " * 30)
     plan = Plan.of("windows", **{**SMALL, "texts": 5, "text": f"file:{text}"})
-    teacher = loading.load(plan)
-    judged, measured = pipeline.shared_texts(plan, teacher, None)[1], loading.windows_of(plan, teacher, 5, None)
+    teacher = teacher_module.load(plan)
+    judged, measured = pipeline.shared_texts(plan, teacher, None)[1], teacher_module.windows_of(plan, teacher, 5, None)
     assert len(judged) and not (judged[:, None] == measured).all(-1).any()
     with pytest.raises(TextError, match="are needed"):
         pipeline.shared_texts(replace(plan, texts=5 + len(judged)), teacher, None)
@@ -67,9 +69,9 @@ def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_pa
 @pytest.mark.parametrize("recipe", ["best", "duo"])
 def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(recipe, tmp_path):
     run = Run.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1}))
-    teacher = loading.load(run.plan)
+    teacher = teacher_module.load(run.plan)
     judged = pipeline.shared_texts(run.plan, teacher, None)[1]
-    seen = loading.windows_of(run.plan, teacher, len(step.priced_texts(run, teacher, None)), None)
+    seen = teacher_module.windows_of(run.plan, teacher, len(step.priced_texts(run, teacher, None)), None)
     assert len(seen) == 2 and not (judged[:, None] == seen).all(-1).any()
 
 
@@ -77,8 +79,8 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
     run = Run.begin(
         tmp_path / "run", Plan.of("best", **SMALL, strategy="gain-features", constant=True, steps=2, exchanges=1)
     )
-    teacher = loading.load(run.plan)
-    finish(pipeline.profile(run, teacher))
+    teacher = teacher_module.load(run.plan)
+    finish(profile(run, teacher))
     finish(step.measured_prices(run, teacher, step.priced_texts(run, teacher, None)))
     found = run.prices
     assert {bool(option.slots) for option in found.options} == {False}
@@ -96,8 +98,8 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
 
 def test_pricing_that_is_stopped_goes_on_to_the_same_prices(tmp_path):
     run = Run.begin(tmp_path / "run", Plan.of("best", **{**SMALL, "length": 32}, strategy="gain-features", sinks=0))
-    teacher = loading.load(run.plan)
-    finish(pipeline.profile(run, teacher))
+    teacher = teacher_module.load(run.plan)
+    finish(profile(run, teacher))
     texts = step.priced_texts(run, teacher, None)
     whole = finish(step.measured_prices(run, teacher, texts))
     (run.folder / "prices.json").unlink()

@@ -151,6 +151,6 @@ def test_a_bad_request_is_refused_with_a_sentence(arguments, sentence, root, sai
 
 
 def test_runs_are_listed_without_a_heavy_library(root):
-    program = "import sys, linearizer.__main__ as m; m.main(['runs']); print({'torch', 'gradio'} & {*sys.modules})"
+    program = "import sys, linearizer.cli.main as m; m.main(['runs']); print({'torch', 'gradio'} & {*sys.modules})"
     done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
     assert done.stdout == f"no runs in {root}\nset()\n"

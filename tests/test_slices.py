@@ -17,7 +17,8 @@ from linearizer.jobs import control
 from linearizer.page import zerogpu, zerogpu_runs
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
-from linearizer.run.folder import Run, locks
+from linearizer.run import locks
+from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.at_work import QUICK, process_of, wait_for, wait_until
 from tests.serving import SPACE, serving

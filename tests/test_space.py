@@ -12,7 +12,7 @@ import pytest
 from gradio_client import Client
 from huggingface_hub import RepoCard, snapshot_download
 
-from linearizer.__main__ import main
+from linearizer.cli.main import main
 from linearizer.errors import PublishError, RequestError
 from linearizer.jobs import control
 from linearizer.progress import finish

@@ -104,7 +104,7 @@ def test_a_sentence_does_not_tell_where_runs_are_kept(space):
 
 def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
     plan = actions.plan_of("demo", 64, "Try it", {"recipe": "features", "window": 8, "text": "self"})
-    from linearizer.__main__ import begin, parser
+    from linearizer.cli.main import begin, parser
     from linearizer.run.plan import command_of
 
     words = command_of(plan).split()[1:]

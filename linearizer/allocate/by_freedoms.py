@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from linearizer.errors import BudgetError, RequestError
+from linearizer.run import cost
 from linearizer.run.allocation import Allocation, heads_replaced, is_count
 from linearizer.run.cost import Head, Layer
-from linearizer.run.folder import cost
 from linearizer.run.profile import Curve, Profile
 
 DEFAULT = "common-lambda"
@@ -18,17 +18,6 @@ MOST = 2**40  # tokens or features: more is no budget but a mistake
 
 TILE = 16  # features; what a kernel works on at once
 LEVELS = (-100.0, 100.0)  # logarithms: the first wants less than a tile of anything, the last more than can be asked
-
-# A strategy turns the curves of one layer into units to buy for:
-#   (of its KV heads, of its query heads where measured, -log of the fixed λ, bytes of a tile of one head) -> units
-Strategy = Callable[[list[Curve], list[Curve], float, int], list[Unit]]
-STRATEGIES: dict[str, Strategy] = {
-    "fix": fix,
-    "dof": dof,
-    "dof-clip": dof,  # then cut to the head size; what that frees is not spent again
-    "dof-mean": dof_mean,
-    "common-lambda": common_lambda,
-}
 
 
 def allocate(
@@ -200,3 +189,15 @@ def common_lambda(heads: list[Curve], queries: list[Curve], level: float, price:
 def proportional(heads: int, price: int, need: float) -> Unit:
     """Want features in proportion to a need."""
     return Unit(heads, heads * price, lambda level: need * math.exp(level), need)
+
+
+# A strategy turns the curves of one layer into units to buy for:
+#   (of its KV heads, of its query heads where measured, -log of the fixed λ, bytes of a tile of one head) -> units
+Strategy = Callable[[list[Curve], list[Curve], float, int], list[Unit]]
+STRATEGIES: dict[str, Strategy] = {
+    "fix": fix,
+    "dof": dof,
+    "dof-clip": dof,  # then cut to the head size; what that frees is not spent again
+    "dof-mean": dof_mean,
+    "common-lambda": common_lambda,
+}

@@ -10,12 +10,12 @@ import torch
 from linearizer.allocate.by_prices import LEAST, exchanged
 from linearizer.allocate.decide import alike, decide, market_of, sinks_tried
 from linearizer.errors import RequestError
-from linearizer.loading import Teacher, windows_of
 from linearizer.measure.gates import learn_gates
 from linearizer.measure.head_prices import Found, measuring_seconds, options, price, with_repeats
 from linearizer.measure.head_prices_by_gradient import estimate
 from linearizer.measure.whole_student import costs, exchange
 from linearizer.model.initialise import begin_of
+from linearizer.model.teacher import Teacher, windows_of
 from linearizer.progress import Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.at_work import interruptible, logged

@@ -206,8 +206,8 @@ def serve_run(asked: argparse.Namespace) -> None:
 
 
 def serve_evaluate(asked: argparse.Namespace) -> None:
-    from linearizer.evaluate.step import examine
     from linearizer.jobs.worker import foreground
+    from linearizer.pipeline import evaluate
     from linearizer.publish import tables
     from linearizer.run.find import find_run
 
@@ -219,7 +219,7 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
     if asked.detach:
         detach(asked, run.evaluating, lambda: control.evaluate(run, asdict(request), asked.again))
         return
-    steps = examine(run, request, request.chosen if asked.again else (), held=True)
+    steps = evaluate(run, request, request.chosen if asked.again else (), held=True)
     how = {"request": asdict(request), "again": asked.again}
     found = work(foreground(run.evaluating, steps, **how), f"`linearizer evaluate {run.folder}`")
     chosen = {part: found[part] for part in request.chosen if part in found}

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from linearizer.amounts import columns, growing, size, smaller_from
 from linearizer.progress import Progress, Steps
-from linearizer.run.folder import events
+from linearizer.run import events
 
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Comparison

@@ -15,12 +15,12 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 from linearizer.errors import FolderError, ModelNotAvailable, RequestError, TextError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.subjects import Subject, window_control
-from linearizer.loading import load
 from linearizer.model import checkpoint
 from linearizer.model.devices import device_of
 from linearizer.model.quiet import quiet
 from linearizer.model.samples import SAMPLES
 from linearizer.model.swap import exchanged
+from linearizer.model.teacher import load
 from linearizer.model.text import enough_windows, first_tokens, read_documents, token_windows
 from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head, Layer

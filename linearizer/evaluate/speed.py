@@ -19,8 +19,8 @@ from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import fresh_cache, remembered, vocabulary
 from linearizer.model.memory import Peak, fits, free_bytes
 from linearizer.progress import Progress, Steps
+from linearizer.run import cost
 from linearizer.run.cost import Layer
-from linearizer.run.folder import cost
 
 Tensor = torch.Tensor
 LENGTHS = (1024, 4096, 16384, 65536, 131072)

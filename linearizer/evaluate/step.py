@@ -15,17 +15,16 @@ from linearizer.evaluate.head_errors import measure_approximation, measure_curve
 from linearizer.evaluate.language import measure_language
 from linearizer.evaluate.needle import LEAST, measure_needle
 from linearizer.evaluate.recall import measure_longer, measure_recall
-from linearizer.evaluate.setup import Bench, assembled
+from linearizer.evaluate.setup import Bench
 from linearizer.evaluate.speed import LENGTHS, measure_speed
 from linearizer.evaluate.subjects import Subject
 from linearizer.evaluate.tasks import find_tasks, measure_tasks
 from linearizer.model.samples import SAMPLES
 from linearizer.model.text import document_numbers
 from linearizer.progress import Steps
-from linearizer.publish.card import add_card
-from linearizer.run.at_work import interruptible, logged, reported, working
+from linearizer.run.at_work import interruptible, logged
 from linearizer.run.evaluation_request import Request
-from linearizer.run.folder import Run, newest_request
+from linearizer.run.folder import Run
 from linearizer.train.distill import distill
 from linearizer.train.settings import settings_of
 
@@ -35,41 +34,26 @@ FEATURES = (8, 16, 32, 64, 128, 256)  # of the curve of errors
 Found = dict[str, Any]  # of one part, as it is stored: numbers, strings, lists and dicts
 
 
-def go_on(run: Run, token: str | None = None) -> Steps[dict[str, Found]]:
-    """Go on with what was last asked for, as the log says; the caller holds the run."""
-    with reported(run.evaluating):
-        asked, again, done = newest_request(run)
-        request = Request.of(asked)
-    anew = tuple(part for part in request.chosen if again and part not in done)
-    return (yield from examine(run, request, anew, token, held=True))
-
-
-def examine(
-    run: Run, request: Request, anew: tuple[str, ...] = (), token: str | None = None, held: bool = False
-) -> Steps[dict[str, Found]]:
+def measure_parts(run: Run, bench: Bench, request: Request, anew: tuple[str, ...] = ()) -> Steps[dict[str, Found]]:
     """Measure the parts that were asked for, but for those that are there as they were asked; give all of them.
 
-    `anew` names parts that are measured even so; `held` says that the caller holds the run's lock.
+    `run` is the evaluation's; `anew` names parts that are measured even so.
     """
-    run = run.evaluating
-    with working(run, held), assembled(run, token) as bench:
-        check_request(bench, request)
-        student, made_with = digest(run.checkpoint), bench.made_with()
-        for place, part in enumerate(request.chosen, 1):
-            if part == "needle" and not request.parts and bench.run.positions < LEAST:
-                continue  # nobody named it, and pairs do not fit into what this teacher reads
-            measure, uses = PARTS[part]
-            asked = {"student": student, **{name: getattr(request, name) for name in uses}, "made_with": made_with}
-            asked = json.loads(json.dumps(asked))  # as it is stored: a tuple becomes a list
-            there = run.evaluation_parts.get(part)
-            if there is not None and there["asked"] == asked and part not in anew:
-                continue
-            at = {"part": part, "place": place, "parts": len(request.chosen)}
-            found = yield from logged(run, at_once(run, measure(bench, request), at))
-            run.keep_found(parts={**run.evaluation_parts, part: {"asked": asked, **found}})
-            run.log("examined", part=part)
-        add_card(run)
-        run.log("done")
+    check_request(bench, request)
+    student, made_with = digest(run.checkpoint), bench.made_with()
+    for place, part in enumerate(request.chosen, 1):
+        if part == "needle" and not request.parts and bench.run.positions < LEAST:
+            continue  # nobody named it, and pairs do not fit into what this teacher reads
+        measure, uses = PARTS[part]
+        asked = {"student": student, **{name: getattr(request, name) for name in uses}, "made_with": made_with}
+        asked = json.loads(json.dumps(asked))  # as it is stored: a tuple becomes a list
+        there = run.evaluation_parts.get(part)
+        if there is not None and there["asked"] == asked and part not in anew:
+            continue
+        at = {"part": part, "place": place, "parts": len(request.chosen)}
+        found = yield from logged(run, at_once(run, measure(bench, request), at))
+        run.keep_found(parts={**run.evaluation_parts, part: {"asked": asked, **found}})
+        run.log("examined", part=part)
     return run.evaluation_parts
 
 

@@ -21,10 +21,10 @@ from typing import Any
 from linearizer.errors import FolderError, RequestError
 from linearizer.jobs import queue
 from linearizer.jobs.queue import Ticket
+from linearizer.run import events as journal
 from linearizer.run.events import Event
 from linearizer.run.files import UNFINISHED, remove, writing
 from linearizer.run.folder import OWN, Run, newest_request
-from linearizer.run.folder import events as journal
 from linearizer.run.locks import Lock
 
 STATES = ("queued", "running", "stopping", "stopped", "failed", "done", "lost")

@@ -14,7 +14,7 @@ from linearizer.allocate.step import PATIENCE
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.head_prices import options
 from linearizer.run.cost import Layer
-from linearizer.run.disk import checkpoint_bytes, state_bytes
+from linearizer.run.disk import checkpoint_bytes, resume_bytes
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 
@@ -73,7 +73,7 @@ def estimate(plan: Plan, inspection: Inspection, machine: Speeds, download: floa
     return Estimate(
         START + work(plan, inspection, layers, length, machine),
         memory(plan, inspection, layers, length),
-        state_bytes(plan, inspection) + checkpoint_bytes(plan, inspection) + download,
+        resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection) + download,
         download,
     )
 
@@ -109,4 +109,4 @@ def memory(plan: Plan, inspection: Inspection, layers: list[Layer], length: int)
     """Say how many bytes a run has in memory at once."""
     sample = 6 * 8 * plan.samples**2
     rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * 4 * 3
-    return BASE + 2 * inspection.weight_bytes + max(sample, rows) + state_bytes(plan, inspection)
+    return BASE + 2 * inspection.weight_bytes + max(sample, rows) + resume_bytes(plan, inspection)

@@ -53,9 +53,9 @@ def main(arguments: Sequence[str]) -> int:
 def work_on(run: Run, token: str | None) -> Steps[Any]:
     """Begin to work, now that it is this run's turn: what is imported here takes memory."""
     if run.job is not None:
-        from linearizer.evaluate.step import go_on
+        from linearizer.pipeline import resume_evaluation
 
-        return go_on(run, token)
+        return resume_evaluation(run, token)
     from linearizer.pipeline import linearize
 
     return linearize(run, token, held=True)

@@ -5,18 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import partial
 
 import torch
 from torch import nn
 
 from linearizer.errors import FaultError, RequestError, TextError
-from linearizer.model.layers import matrices, matrix, number
+from linearizer.model.layers import Projections, matrix, number
 from linearizer.run.cost import Layer
-from linearizer.runtime.attention_interface import attention_modules, observing
+from linearizer.runtime.attention_interface import observing
 
 SCORES = 2**23  # attention scores that are held at once
-UNIT = 256  # a weight so many times larger than it is loses no bfloat16 digits to a bias
 
 
 @dataclass(frozen=True)
@@ -124,30 +122,6 @@ def attention_sums(
     outside = before.gather(-1, edges.clamp(min=0).expand(*mass.shape[:3], -1)) * (edges >= 0)
     found = [entropy.unsqueeze(-1), (mass * sinks).sum(-1, keepdim=True), before[..., -1:] - outside]
     return torch.cat(found, -1).double().mean(1).sum(1)
-
-
-class Projections(dict[int, nn.Module]):
-    """The output projection of every layer: the first map with a matrix that it calls once it has attended."""
-
-    attended: int | None = None  # the layer whose projection is still to come
-
-    @contextmanager
-    def learning(self, model: nn.Module) -> Iterator[None]:
-        """Learn while a model runs, whose observer says which layer has `attended`."""
-        hooks = [
-            part.register_forward_pre_hook(partial(self.entered, number(module)))
-            for module in attention_modules(model)
-            for part in matrices(module)
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def entered(self, index: int, part: nn.Module, args: tuple) -> None:
-        if self.attended == index:
-            self[index], self.attended = part, None
 
 
 class Recorder:

@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from functools import partial
 from typing import cast
 
 import torch
 from torch import nn
 
-from linearizer.measure.recorder import UNIT, Projections
 from linearizer.runtime.attention_interface import attention_modules, observing
 from linearizer.runtime.layer_student import HeadGroup, LayerStudent
+
+UNIT = 256  # a weight so many times larger than it is loses no bfloat16 digits to a bias
 
 
 def number(attention: nn.Module) -> int:
@@ -54,3 +58,27 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def featured(student: LayerStudent) -> list[HeadGroup]:
     """List the groups of a layer that have features."""
     return [group for group in student.groups if isinstance(group, HeadGroup) and group.feature_map is not None]
+
+
+class Projections(dict[int, nn.Module]):
+    """The output projection of every layer: the first map with a matrix that it calls once it has attended."""
+
+    attended: int | None = None  # the layer whose projection is still to come
+
+    @contextmanager
+    def learning(self, model: nn.Module) -> Iterator[None]:
+        """Learn while a model runs, whose observer says which layer has `attended`."""
+        hooks = [
+            part.register_forward_pre_hook(partial(self.entered, number(module)))
+            for module in attention_modules(model)
+            for part in matrices(module)
+        ]
+        try:
+            yield
+        finally:
+            for hook in hooks:
+                hook.remove()
+
+    def entered(self, index: int, part: nn.Module, args: tuple) -> None:
+        if self.attended == index:
+            self[index], self.attended = part, None

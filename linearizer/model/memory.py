@@ -11,8 +11,9 @@ from typing import TypeVar
 
 import torch
 
+from linearizer.run.at_work import is_out_of_memory
+
 Result = TypeVar("Result")
-SAID = ("not enough memory", "can't allocate memory")  # by PyTorch on a CPU
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -27,10 +28,6 @@ def fits(work: Callable[[], Result]) -> Result | None:
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
     return None
-
-
-def is_out_of_memory(error: RuntimeError) -> bool:
-    return isinstance(error, torch.OutOfMemoryError) or any(words in str(error) for words in SAID)
 
 
 def free_bytes(device: torch.device) -> int:

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import torch
 from safetensors import SafetensorError
 
 from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
-from linearizer.model.hub import CONFIG, Source, fetch
+from linearizer.model.devices import device_of
+from linearizer.model.hub import CONFIG, Source, fetch, find_model
+from linearizer.model.inspect import inspect_model, verify_teacher
 from linearizer.model.quiet import quiet
 from linearizer.model.safetensors import INDEX, damaged, read_json
+from linearizer.model.text import enough_windows
+from linearizer.run.inspection import Inspection
+from linearizer.run.plan import Plan
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
@@ -107,3 +113,35 @@ def _check_finite(name: str, model: torch.nn.Module) -> None:
             raise ModelNotAvailable(
                 f"{name!r} has weights that are not finite ({key} holds NaN or infinity): name an intact model"
             )
+
+
+@dataclass(frozen=True)
+class Teacher:
+    """A teacher in memory, checked against its inspection."""
+
+    source: Source
+    inspection: Inspection
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+
+
+def load(plan: Plan, token: str | None = None) -> Teacher:
+    """Load the teacher of a plan, once its config said that it can be linearized."""
+    source = find_model(plan.model, token)
+    inspection = inspect_model(source, load_config(source, token))
+    inspection.require_support()
+    tokenizer = load_tokenizer(source, token)
+    model = load_teacher(source, plan.dtype, device_of(plan.device), token)
+    verify_teacher(model, inspection)
+    return Teacher(source, inspection, model, tokenizer)
+
+
+def windows_of(
+    plan: Plan, teacher: Teacher, texts: int, token: str | None, least: int | None = None
+) -> torch.Tensor:  # (texts, tokens)
+    """Take the text that a plan measures with."""
+    most = teacher.inspection.max_positions
+    length = plan.length if most is None else min(plan.length, most)
+    return enough_windows(
+        plan.text, teacher.tokenizer, length, texts, least=least, model=teacher.model, seed=plan.seed, token=token
+    )

@@ -107,7 +107,7 @@ def to_download(visitor: Visitor, model: str) -> int:
 
 def foresee(plan: Plan, found: Inspection, download: int) -> Estimate:
     """Estimate what a plan takes on this machine, which is measured the first time; the rest is arithmetic."""
-    from linearizer.jobs.control import forecast
+    from linearizer.jobs import forecast
     from linearizer.model import devices
 
     device = "cpu" if zerogpu.here() else devices.device_of(plan.device)  # what is lent is not there to be measured
@@ -116,12 +116,12 @@ def foresee(plan: Plan, found: Inspection, download: int) -> Estimate:
 
 def begin(visitor: Visitor, plan: Plan) -> str:
     """Start a run, and name it; it goes on whatever becomes of the page."""
-    from linearizer import asking, pipeline
+    from linearizer import pipeline
 
     limits.check_model(plan.model, plan.text)
     found = pipeline.inspect(plan.model, visitor.token)
     found.require_support()
-    asking.check_plan(plan, found.layers)
+    pipeline.check_plan(plan, found.layers)
     limits.check(visitor, plan, found, runs_root())
     run = visitor.begin(plan)
     return started(visitor, run)
@@ -129,13 +129,13 @@ def begin(visitor: Visitor, plan: Plan) -> str:
 
 def branch(visitor: Visitor, name: str, budget: int) -> str:
     """Start a run with another budget from what a run has measured, and name it."""
-    from linearizer import asking
+    from linearizer import pipeline
     from linearizer.run.inspection import Inspection
 
     old = visitor.find(name)
     plan = replace(old.plan, budget=budget, features=None)
     measured(old)
-    asking.check_plan(plan, old.layers)
+    pipeline.check_plan(plan, old.layers)
     limits.check(visitor, plan, Inspection(**old.inspection), runs_root())
     run = visitor.begin(plan)
     with writing(run.folder):

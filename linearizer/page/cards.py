@@ -12,9 +12,9 @@ from linearizer.amounts import ago, duration, growing, number, size, smaller_fro
 from linearizer.jobs.control import LIVE, Status
 from linearizer.progress import Progress
 from linearizer.publish.html import facts, heard, said, table
+from linearizer.run import cost
 from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Layer
-from linearizer.run.folder import cost
 from linearizer.run.plan import IN_TOKENS, Plan
 
 if TYPE_CHECKING:

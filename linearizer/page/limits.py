@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
 from linearizer.page.visitors import Visitor, on_space
+from linearizer.run import events
 from linearizer.run.evaluation_request import Request
-from linearizer.run.folder import events
 from linearizer.run.plan import Plan
 
 if TYPE_CHECKING:

@@ -21,8 +21,8 @@ from linearizer.jobs.control import LIVE, Status
 from linearizer.page import cards, evaluation_cards
 from linearizer.publish import html
 from linearizer.publish.parts import CAPTIONS
+from linearizer.run import events as journal
 from linearizer.run.folder import Run
-from linearizer.run.folder import events as journal
 
 FRESH = 2.0  # seconds that an answer serves
 DRAWN = 9.0  # seconds between two drawings of a curve that grows

@@ -22,9 +22,10 @@ from linearizer.jobs.queue import Ticket
 from linearizer.jobs.worker import faults_kept, in_turn, work_on
 from linearizer.page import zerogpu
 from linearizer.progress import Progress, Steps, finish
+from linearizer.run import events
 from linearizer.run import folder as folder_module
 from linearizer.run.at_work import SliceOver, check, reported
-from linearizer.run.folder import Run, events
+from linearizer.run.folder import Run
 from linearizer.run.locks import Lock
 
 LENT = int(os.environ.get("LINEARIZER_SLICE") or 60)  # seconds that the device is asked for at a time

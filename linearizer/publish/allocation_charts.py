@@ -28,9 +28,9 @@ from linearizer.publish.chart_style import (
     plain,
     shade,
 )
+from linearizer.run import cost
 from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Head, Layer
-from linearizer.run.folder import cost
 from linearizer.run.prices import Prices
 from linearizer.run.profile import Profile
 

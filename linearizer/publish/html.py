@@ -7,7 +7,6 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from linearizer.publish import html
 from linearizer.publish.parts import TITLES
 from linearizer.publish.tables import Table, made_with, tables_of
 from linearizer.run.find import runs_root
@@ -77,7 +76,7 @@ def part_html(part: str, found: Mapping[str, Any]) -> str:
     """Show what one part found, as tables; `found` may come from elsewhere."""
     title, question = TITLES[part]
     tables = "".join(table_html(f"{title}, {number}", one) for number, one in enumerate(tables_of(part, found), 1))
-    made = "".join(f"<li>{escape(html.plain(note))}</li>" for note in made_with(found))
+    made = "".join(f"<li>{escape(plain(note))}</li>" for note in made_with(found))
     lead = f'<div class="lz-chart"><h3 class="lz-part">{escape(title)}</h3><p>{escape(question)}</p></div>'
     return f'{lead}{tables}<details class="lz-faint"><summary>Measured with</summary><ul>{made}</ul></details>'
 
@@ -85,5 +84,5 @@ def part_html(part: str, found: Mapping[str, Any]) -> str:
 def table_html(caption: str, found: Table) -> str:
     """Lay out a table, and what is to be said below."""
     head, *rows = [[str(cell) for cell in row] for row in found.rows]
-    notes = "".join(f'<p class="lz-faint">{escape(html.plain(note))}</p>' for note in found.notes)
-    return html.table("", head, rows, label=caption) + notes
+    notes = "".join(f'<p class="lz-faint">{escape(plain(note))}</p>' for note in found.notes)
+    return table("", head, rows, label=caption) + notes

@@ -11,8 +11,8 @@ import plotly.graph_objects as go
 
 from linearizer.amounts import size
 from linearizer.publish.chart_style import BLUE, LABELLED, dash, plain, shade, side
+from linearizer.run import cost
 from linearizer.run.cost import Layer
-from linearizer.run.folder import cost
 
 SHOWN = 300  # steps drawn of a training; more cannot be told apart
 

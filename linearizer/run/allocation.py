@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from linearizer.errors import RequestError
+from linearizer.run import cost
 from linearizer.run.cost import Head, Layer
-from linearizer.run.folder import cost
 
 
 @dataclass(frozen=True)

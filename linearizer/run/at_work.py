@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager, nullcontext
+from contextlib import closing, contextmanager
 from typing import TypeVar
 
 from linearizer.errors import FaultError, FolderError, LinearizerError, Stopped
@@ -17,22 +17,12 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.folder import Run
 
 Product = TypeVar("Product")
+NO_MEMORY = ("not enough memory", "can't allocate memory")  # PyTorch says so on a CPU
 OFTEN = 0.25  # seconds between two events of a step, and more in a long one:
 SHARE = 1e-3  # of the time that the step has taken
 SURE = 2.0  # seconds of a step after which the rest of it can be guessed
 GLANCE = 0.2  # seconds between two looks for a request where nothing is yielded
 AGAIN = 1.0  # seconds until whoever did not stop at once is interrupted again
-
-
-@contextmanager
-def working(run: Run, held: bool = False) -> Iterator[None]:
-    """Hold a run while it is worked on, unless it is held already, and log how that began and ended."""
-    from linearizer.model.quiet import quiet
-
-    with nullcontext() if held else run.locked(), quiet(), reported(run):
-        run.log("started")
-        yield
-        run.settle("stop")
 
 
 class SliceOver(Exception):
@@ -64,14 +54,17 @@ def memory_explained() -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError) as error:
-        from linearizer.model.memory import is_out_of_memory
-
         if not isinstance(error, MemoryError) and not is_out_of_memory(error):
             raise
         raise FaultError(
             "the memory of the device is full: free it, or begin again with a smaller --length, --batch or --samples; "
             "what was finished is kept"
         ) from error
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Tell by name and words, so that torch need not be imported."""
+    return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in NO_MEMORY)
 
 
 def logged(run: Run, steps: Steps[Product]) -> Steps[Product]:

@@ -1,11 +1,7 @@
-"""How much a run will write, and whether the disks have room for it: asked before anything is downloaded."""
+"""How much a run will write, and estimated before anything is downloaded."""
 
 from __future__ import annotations
 
-from pathlib import Path
-
-from linearizer.model.hub import Source, cache_folder, download_bytes
-from linearizer.run.files import check_room
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 
@@ -18,11 +14,11 @@ SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 def checkpoint_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate the size of a student: the weights of its teacher, in the type they are loaded in, and its features."""
     if plan.dtype in SIZES:
-        return inspection.parameters * SIZES[plan.dtype] + feature_bytes(plan, inspection)
-    return inspection.weight_bytes + feature_bytes(plan, inspection)
+        return inspection.parameters * SIZES[plan.dtype] + map_bytes(plan, inspection)
+    return inspection.weight_bytes + map_bytes(plan, inspection)
 
 
-def feature_bytes(plan: Plan, inspection: Inspection) -> int:
+def map_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate the size of the feature maps, if any: a feature is what a query, a key and a centre are."""
     if not plan.featured:
         return 0
@@ -30,27 +26,10 @@ def feature_bytes(plan: Plan, inspection: Inspection) -> int:
     return sum(layer.kv_heads * features * (3 * layer.key_dim + 4) * NUMBER for layer in inspection.layers)
 
 
-def state_bytes(plan: Plan, inspection: Inspection) -> int:
+def resume_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate what resuming needs: samples of queries and keys, and the state of training."""
     samples = sum(
         (layer.query_heads + layer.kv_heads) * plan.samples // 2 * layer.key_dim + layer.kv_heads * plan.samples
         for layer in inspection.layers
     )
-    return samples * NUMBER + (KEPT * FILES * feature_bytes(plan, inspection) if plan.trains else 0)
-
-
-def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection) -> None:
-    """Refuse to begin what the disk of a run, or that of the models, has no room for."""
-    there = sum(path.stat().st_size for path in (folder / "state").rglob("*") if path.is_file())
-    needed = max(0, state_bytes(plan, inspection) - there) + checkpoint_bytes(plan, inspection)
-    download, cache = download_bytes(source), existing(cache_folder())
-    if cache.stat().st_dev == folder.stat().st_dev:
-        check_room(folder, needed + download)
-    else:
-        check_room(folder, needed)
-        check_room(cache, download)
-
-
-def existing(folder: Path) -> Path:
-    """Give the folder, or the nearest above it that is there."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
+    return samples * NUMBER + (KEPT * FILES * map_bytes(plan, inspection) if plan.trains else 0)

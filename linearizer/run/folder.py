@@ -18,12 +18,12 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linearizer.errors import FolderError, RequestError
+from linearizer.run import events as journal
+from linearizer.run import locks
 from linearizer.run.allocation import Allocation
 from linearizer.run.cost import Layer
 from linearizer.run.events import Event
 from linearizer.run.files import UNFINISHED, write_whole, writing
-from linearizer.run.folder import events as journal
-from linearizer.run.folder import locks
 from linearizer.run.locks import Lock
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
@@ -310,6 +310,6 @@ class Trained:
 
 def trained(run: Run) -> Trained:
     """Read from the log of a run how its training ended; a phase that was taken up again counts as it ended last."""
-    ends = {event.get("phase", 0): event for event in events.of_student(run.events(), "distilled")}
+    ends = {event.get("phase", 0): event for event in journal.of_student(run.events(), "distilled")}
     done = sum(event["steps"] for event in ends.values())
     return Trained(done, sum(int(event.get("asked") or event["steps"]) for event in ends.values()))

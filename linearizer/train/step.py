@@ -9,14 +9,15 @@ from itertools import islice
 
 import torch
 
-from linearizer.loading import Teacher, windows_of
 from linearizer.model.initialise import initialise
 from linearizer.model.samples import samples_of
+from linearizer.model.teacher import Teacher, windows_of
 from linearizer.progress import Steps
+from linearizer.run import events
 from linearizer.run.allocation import Allocation
 from linearizer.run.at_work import logged
 from linearizer.run.files import writing
-from linearizer.run.folder import Run, events
+from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.distill import distill

@@ -21,7 +21,6 @@ from pathlib import Path
 
 import torch
 
-from linearizer import loading, pipeline
 from linearizer.allocate import step
 from linearizer.errors import BudgetError
 from linearizer.evaluate.ablation import without_far, without_window
@@ -29,7 +28,9 @@ from linearizer.evaluate.environment import environment
 from linearizer.evaluate.eviction import Evicting
 from linearizer.evaluate.judging import evaluate_language, evaluate_recall
 from linearizer.measure.profile import asked_of
+from linearizer.measure.step import profile
 from linearizer.model import checkpoint
+from linearizer.model import teacher as teacher_module
 from linearizer.model.quiet import quiet
 from linearizer.model.swap import exchanged
 from linearizer.progress import finish
@@ -37,7 +38,7 @@ from linearizer.run.cost import cache_bytes
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.train import step as teaching
+from linearizer.train import step as train_step
 from linearizer.train.state_file import digest
 
 RESULTS = Path(__file__).parent / "results"
@@ -151,9 +152,9 @@ def prepared(work, plan):
     key = digest({}, json.dumps({**seen, **asdict(asked_of(plan))}))[:16]
     base, folder = work / f"{Path(plan.model).name}-{key}", work / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    run, teacher = Run.begin(folder, plan), loading.load(plan)
+    run, teacher = Run.begin(folder, plan), teacher_module.load(plan)
     if not base.exists():
-        finish(pipeline.profile(run, teacher))
+        finish(profile(run, teacher))
         shutil.copytree(folder, base)
     for name in ("profile.json", "inspection.json"):
         shutil.copy(base / name, folder / name)
@@ -175,14 +176,14 @@ def made(run, teacher):
     plan, layers = run.plan, teacher.inspection.layers
     allocation = finish(step.allocated(run, teacher, None))
     student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
-    texts = loading.windows_of(plan, teacher, AHEAD // plan.length, None)
-    finish(teaching.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
+    texts = teacher_module.windows_of(plan, teacher, AHEAD // plan.length, None)
+    finish(train_step.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
     return student.eval(), allocation
 
 
 def held_out(plan, teacher):
     """Take the same text for every row: what comes after all that is measured or trained on."""
-    return loading.windows_of(replace(plan, seed=0), teacher, AHEAD // plan.length + HELD, None)[-HELD:]
+    return teacher_module.windows_of(replace(plan, seed=0), teacher, AHEAD // plan.length + HELD, None)[-HELD:]
 
 
 @contextmanager
@@ -209,7 +210,7 @@ def own_teacher(plan, teacher, student, allocation):
     """Give a model whose weights are the teacher's: the student itself, unless adapters changed it."""
     if not plan.lora:
         return student
-    return checkpoint.linearize(loading.load(plan).model.float(), teacher.inspection.layers, allocation)
+    return checkpoint.linearize(teacher_module.load(plan).model.float(), teacher.inspection.layers, allocation)
 
 
 def judged_teacher(work, plan, original, held):

@@ -11,10 +11,10 @@ import textwrap
 from pathlib import Path
 
 from linearizer.cli.text import size
-from linearizer.evaluate.step import Request, examine
 from linearizer.model.text import read_documents
-from linearizer.pipeline import linearize
+from linearizer.pipeline import evaluate, linearize
 from linearizer.progress import finish
+from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 
@@ -60,7 +60,7 @@ def measured(asked):
             run = Run.begin(Path(folder) / name, Plan.of(name, model="demo", budget=BUDGET))
             finish(linearize(run))
             parts = ("language", "recall", "speed")
-            found = finish(examine(run, Request(parts, text=f"file:{text}", texts=asked.texts, lengths=(LENGTH,))))
+            found = finish(evaluate(run, Request(parts, text=f"file:{text}", texts=asked.texts, lengths=(LENGTH,))))
             rows |= {each: row_of(found, each) for each in ("teacher", "window")}  # of the last, whose bits it has
             rows[name], made = row_of(found, "student"), found["language"]
     lines = [COLUMNS, ("---",) * len(COLUMNS), *((name, *rows[name]) for name in ROWS)]
