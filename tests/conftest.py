@@ -6,7 +6,7 @@ import signal
 import tempfile
 import time
 
-from tests.fakehub import FakeHub
+from tests.support.hub import FakeHub
 
 signal.signal(signal.SIGINT, signal.default_int_handler)  # a shell's background jobs ignore ctrl-C, and so would ours
 HUB = FakeHub()
@@ -64,7 +64,7 @@ def tiny_llama(tmp_path_factory):
     """Save a tiny model with two shards, and return its folder, which no test may change."""
     from transformers import AutoModelForCausalLM
 
-    from tests.families import tiny_config
+    from tests.support.families import tiny_config
 
     folder = tmp_path_factory.mktemp("tiny") / "llama"
     model = AutoModelForCausalLM.from_config(tiny_config("llama"))

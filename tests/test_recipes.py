@@ -27,7 +27,7 @@ from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 from linearizer.run.recipes import RECIPES
 from linearizer.train.settings import settings_of
-from tests.students import layers_of, student_of, teacher_of, tokens
+from tests.support.models import layers_of, student_of, teacher_of, tokens
 
 SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64)
 

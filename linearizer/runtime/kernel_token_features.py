@@ -14,8 +14,9 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from linearizer.runtime import feature_maps_folded as forms
-
+from .feature_maps_folded import HALVES as HALVES_FORM
+from .feature_maps_folded import NEAREST as NEAREST_FORM
+from .feature_maps_folded import NONE as NO_FORM
 from .kernel_common import ABSENT, EMPTY, at_once, load_tile, padded, precision, take_in, where_it_lies
 from .kernel_token_common import (
     COUNT,
@@ -39,7 +40,7 @@ from .kernel_token_table import Table
 from .kernel_token_tiles import key_features, key_shares, query_features, query_shares
 
 Tensor = torch.Tensor
-NONE, NEAREST, HALVES = tl.constexpr(forms.NONE), tl.constexpr(forms.NEAREST), tl.constexpr(forms.HALVES)
+NONE, NEAREST, HALVES = tl.constexpr(NO_FORM), tl.constexpr(NEAREST_FORM), tl.constexpr(HALVES_FORM)
 LEVEL, MEAN, QUERY, QUERY_BIAS, KEY, KEY_BIAS, QUERY_NORM, KEY_NORM = (tl.constexpr(REST.value + n) for n in range(8))
 
 

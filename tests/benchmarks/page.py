@@ -15,7 +15,7 @@ from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 
 from tests import conftest  # noqa: F401  (the stand-in Hub, before huggingface_hub is imported)
-from tests.serving import SMALL, browsing, looking, server, wait_for
+from tests.support.page_server import SMALL, browsing, looking, server, wait_for
 
 OUT = Path(__file__).parent / "results" / "page.json"
 TARGETS = {

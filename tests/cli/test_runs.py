@@ -1,0 +1,156 @@
+"""The command line sees, follows, stops, resumes and deletes runs, whoever started them."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+
+from linearizer.jobs import control
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
+from tests.support.runs import process_of, wait_for, wait_for_event, wait_until
+
+QUICK = ["--recipe", "features", "--budget", "64", "--texts", "2", "--length", "64", "--samples", "128"]
+LONG = [*QUICK, "--steps", "100000"]
+
+
+@pytest.fixture
+def root(tmp_path, monkeypatch):
+    """A folder of runs, none of which is at work when the test is over."""
+    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
+    yield tmp_path
+    for one in control.runs_in(tmp_path):
+        if one.state in control.LIVE:
+            control.stop(one.run)
+            wait_for(one.run, "stopped", "done")
+
+
+def terminal(*arguments):
+    return subprocess.Popen(
+        [sys.executable, "-m", "linearizer", *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def test_a_run_in_the_background_outlives_who_started_it_and_is_followed_to_its_end(root, said):
+    starter = terminal("run", "demo", *QUICK, "--steps", "2", "--detach")
+    out, err = starter.communicate(timeout=180)
+    assert starter.returncode == 0, err
+    run = Run.open(root / "demo-64")
+    assert f"{run.folder} is queued: linearizer runs attach {run.folder}" in out
+    assert os.getsid(int(process_of(run).name)) != starter.pid
+    code, out, err = said("runs", "attach", "demo-64")
+    assert (code, err) == (0, "") and "the student is in" in out
+    code, out, _ = said("runs")
+    lines = [line.split() for line in out.splitlines()]
+    assert lines[0] == ["run", "model", "budget", "state", "progress", "disk", "age"]
+    assert lines[1][:6] == ["demo-64", "demo", "64", "done", "recall", "3/3"]
+    code, out, _ = said("runs", "attach", "demo-64", "--json")
+    assert code == 0 and [json.loads(line) for line in out.splitlines()] == run.events()
+    code, out, _ = said("runs", "delete", "demo-64", "--json")
+    assert code == 0 and json.loads(out) == {"deleted": str(run.folder)} and not run.folder.exists()
+    assert said("runs") == (0, f"no runs in {root}\n", "")
+
+
+def test_whoever_leaves_leaves_the_run_at_work(root, said):
+    code, out, _ = said("run", "demo", *LONG, "--detach", "--json")
+    run = Run.open(root / "demo-64")
+    assert code == 0 and json.loads(out) == {"run": str(run.folder), "state": "queued"}
+    watcher = terminal("runs", "attach", "demo-64")
+    wait_for_event(run, "distill")
+    watcher.send_signal(signal.SIGINT)
+    _, err = watcher.communicate(timeout=180)
+    assert watcher.returncode == 130 and "which goes on" in err and "Traceback" not in err
+    reached = len(run.events())
+    wait_until(lambda: len(run.events()) > reached)
+    code, out, _ = said("runs", "--json")
+    (one,) = json.loads(out)
+    assert (one["name"], one["state"], one["model"], one["budget"], one["step"]["event"]) == (
+        "demo-64", "running", "demo", 64, "distill",
+    )  # fmt: skip
+    code, out, _ = said("runs", "use", "demo-64")
+    assert code == 0 and "will end its training after this step" in out
+    assert wait_for(run, "done").step["event"] == "recall"
+
+
+def test_a_run_in_a_terminal_is_stopped_from_another(root, said):
+    worker = terminal("run", "demo", *LONG, "--out", str(root / "mine"))
+    wait_until(lambda: (root / "mine" / "plan.json").exists())
+    run = Run.open(root / "mine")
+    wait_until(lambda: any(event["event"] == "distill" for event in run.events()))
+    assert said("runs", "stop", root / "mine")[0] == 0
+    _, err = worker.communicate(timeout=180)
+    assert worker.returncode == 130 and "stopped as asked" in err and "Traceback" not in err
+    assert control.status(run).state == "stopped"
+    code, _, err = said("runs", "attach", "mine")
+    assert code == 130 and "is stopped: linearizer runs resume" in err
+    assert said("runs", "resume", "mine")[0] == 0
+    wait_for(run, "running")
+    assert said("runs", "stop", "mine")[0] == 0
+    wait_for(run, "stopped")
+
+
+def test_a_run_in_a_terminal_waits_for_its_turn_and_says_so(root):
+    first = terminal("run", "demo", *LONG, "--out", str(root / "first"))
+    wait_until(lambda: any(one.state == "running" for one in control.runs_in(root)))
+    second = terminal("run", "demo", *LONG, "--out", str(root / "second"))
+    wait_until(lambda: any(one.state == "queued" and one.place == 1 for one in control.runs_in(root)))
+    time.sleep(1)
+    second.send_signal(signal.SIGTERM)
+    _, err = second.communicate(timeout=180)
+    assert second.returncode == 130 and "waiting for the runs before this one: 1" in err
+    assert [event["event"] for event in Run(root / "second").events()] == ["queued", "stopped"]
+    first.kill()
+    first.communicate()
+    assert control.status(Run(root / "first")).state == "lost"
+
+
+def test_a_run_that_failed_is_shown_with_its_reason(root, said):
+    said("run", root / "absent", *QUICK, "--detach")
+    code, out, err = said("runs", "attach", "absent-64")
+    assert (code, out) == (1, "") and "failed" in err and "is no folder here" in err
+    assert "absent-64: " in said("runs")[1]
+
+
+@pytest.mark.parametrize("command", ["allocate", "compare", "evaluate", "push", "runs"])
+def test_every_command_takes_a_run_by_its_name_and_suggests_those_that_are_near(root, said, command):
+    Run.begin(root / "demo-64", Plan("demo", budget=64))
+    Run.begin(root / "other", Plan("demo", budget=64))
+
+    def asked(name):
+        arguments = {"push": ["push", name, "me/x"], "runs": ["runs", "stop", name]}.get(command, [command, name])
+        code, out, err = said(*arguments)
+        assert (code, out) == (2, "") and err.count("\n") == 1
+        return err
+
+    assert "there is no run" not in asked("demo-64") + asked(root / "demo-64")
+    assert "there is no run 'deno-64': did you mean demo-64?" in asked("deno-64")
+    assert f"there is no run 'x': '{root}' has demo-64, other" in asked("x")
+    assert "there is no run 'xxx" in asked("x" * 5000)
+    assert "that folder holds no run; " in asked(root)
+
+
+@pytest.mark.parametrize(
+    "arguments, sentence",
+    [
+        (["stop"], "name the run"),
+        (["stop", "nothing"], "there is no run 'nothing'"),
+        (["list", "demo-64"], "list shows all runs, not 'demo-64'"),
+        (["magic"], "invalid choice: 'magic'"),
+        (["delete", "../.."], "there is no run '../..'"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_bad_request_is_refused_with_a_sentence(arguments, sentence, root, said):
+    code, out, err = said("runs", *arguments)
+    assert (code, out) == (2, "") and sentence in err and err.count("\n") == 1
+
+
+def test_runs_are_listed_without_a_heavy_library(root):
+    program = "import sys, linearizer.cli.main as m; m.main(['runs']); print({'torch', 'gradio'} & {*sys.modules})"
+    done = subprocess.run([sys.executable, "-c", program], check=True, capture_output=True, text=True)
+    assert done.stdout == f"no runs in {root}\nset()\n"

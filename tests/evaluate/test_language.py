@@ -1,0 +1,162 @@
+"""Predictions are scored as their definitions say, all on the same tokens, with their spread over documents."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from linearizer.evaluate.judging import evaluate_language
+from linearizer.evaluate.language import (
+    Resampled,
+    calibration,
+    doubling_edges,
+    measure_language,
+    owners_of,
+    read_scores,
+)
+from linearizer.evaluate.reading import read_losses, read_together
+from linearizer.evaluate.recall import doubling_gaps, measure_longer, measure_recall
+from linearizer.evaluate.subjects import Subject, window_control
+from linearizer.model import logits
+from linearizer.model.checkpoint import students_of
+from linearizer.model.logits import divergence, logits_of, losses_of
+from linearizer.progress import finish
+from linearizer.run.cost import Head
+from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
+
+
+@pytest.fixture(scope="module")
+def subjects():
+    """A teacher, its student, and a plain window of the student's bytes."""
+    teacher, student = teacher_of("llama"), student_of("llama")
+    layers = layers_of(teacher)
+    allocation = allocation_of(layers, MIXED, 2)
+    control = window_control(allocation, layers, 40)
+    return [
+        Subject("teacher", teacher),
+        Subject("student", student, allocation),
+        Subject("window", student, control, students_of(student, layers, control)),
+    ], layers
+
+
+def measured(subjects, ids, documents=None):
+    found, layers = subjects
+    documents = torch.zeros_like(ids) if documents is None else documents
+    return finish(measure_language(found, ids, documents, layers))
+
+
+def test_loss_divergence_and_agreement_are_those_of_the_logits(subjects):
+    ids = tokens(4, 40)
+    found = measured(subjects, ids)
+    teacher, student = (logits_of(subject.model, ids) for subject in subjects[0][:2])
+    own = found.subjects[1]
+    assert own.loss.mean == pytest.approx(losses_of(student[:, :-1], ids[:, 1:]).mean().item(), abs=1e-5)
+    assert own.kl.mean == pytest.approx(divergence(teacher, student)[:, :-1].mean().item(), abs=1e-5)
+    same = (teacher.argmax(-1) == student.argmax(-1))[:, :-1].float().mean().item()
+    assert own.agreement.mean == pytest.approx(same, abs=1e-6)
+    assert own.perplexity == pytest.approx(math.exp(own.loss.mean))
+    assert own.excess.mean == pytest.approx(own.loss.mean - found.subjects[0].loss.mean, abs=1e-6)
+
+
+def test_a_teacher_is_its_own_equal(subjects):
+    first = measured(subjects, tokens(2, 40)).subjects[0]
+    assert first.kl.mean == pytest.approx(0, abs=1e-9) and first.excess.interval == (0, 0)
+    assert first.agreement.mean == 1 and first.state_bytes is None
+
+
+def test_the_same_call_gives_the_same_numbers(subjects):
+    assert measured(subjects, tokens(3, 40)) == measured(subjects, tokens(3, 40))
+
+
+def test_texts_read_in_pieces_are_scored_as_in_one(subjects, monkeypatch):
+    ids = tokens(2, 40)
+    whole, losses = read_scores(subjects[0], ids), read_losses(subjects[0], ids)
+    monkeypatch.setattr(logits, "LOGITS", 2 * 9 * 128)  # nine tokens at a time
+    assert len(list(read_together(subjects[0], ids))) == 5
+    for before, after in zip(whole, read_scores(subjects[0], ids), strict=True):
+        for one, other in zip(before, after, strict=True):
+            assert torch.allclose(one, other, atol=1e-4)
+    for before, after in zip(losses, read_losses(subjects[0], ids), strict=True):
+        assert before.shape == (2, 39) and torch.allclose(before, after, atol=1e-4)
+
+
+def test_a_student_and_the_teacher_that_it_holds_are_read_in_pieces_as_in_one(subjects, monkeypatch):
+    student, ids = subjects[0][1].model, tokens(2, 40)
+    whole = finish(evaluate_language(student, ids))
+    monkeypatch.setattr(logits, "LOGITS", 2 * 9 * 128)  # as where a vocabulary is large
+    pieces = finish(evaluate_language(student, ids))
+    assert [pieces.loss, pieces.kl] == pytest.approx([whole.loss, whole.kl], abs=1e-5)
+
+
+def test_other_heads_attend_only_while_they_are_asked(subjects):
+    student, window = subjects[0][1:]
+    ids = tokens(1, 40)
+    own = logits_of(student.model, ids)
+    with window.at_work() as model:
+        assert not torch.allclose(logits_of(model, ids), own)
+    assert torch.equal(logits_of(student.model, ids), own)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+def test_a_window_control_takes_no_more_bytes_than_the_student_in_as_many_bits(subjects, bits):
+    layers = subjects[1]
+    for length in (8, 40, 400):
+        allocation = allocation_of(layers, [replace(head, bits=bits) for head in MIXED], 2)
+        control = window_control(allocation, layers, length)
+        assert control.bits == bits
+        taken, most = (one.state_bytes(layers, length) for one in (control, allocation))
+        assert most - sum(layer.kv_heads * 64 for layer in layers) < taken <= most
+    tiny = window_control(allocation_of(layers, [Head(window=1)], 0), layers, 8)
+    assert tiny.heads[0][0].window == 1 and tiny.sinks == 0
+
+
+def test_intervals_hold_the_mean_and_vanish_where_all_texts_are_alike(subjects):
+    for found in measured(subjects, tokens(8, 40)).subjects:
+        assert found.loss.interval[0] < found.loss.mean < found.loss.interval[1]
+        for mean, (low, high) in zip(found.by_position, found.position_intervals, strict=True):
+            assert low < mean < high
+    for found in measured(subjects, tokens(1, 40).expand(8, 40)).subjects:
+        assert found.loss.interval == pytest.approx((found.loss.mean, found.loss.mean))
+
+
+def test_intervals_of_ranges_are_over_the_documents_that_reach_there():
+    owners = torch.tensor([[0] * 10 + [1] * 10, [2] * 20])
+    scores = owners.double()
+    found = Resampled(owners, 0)
+    assert found.estimate(scores, slice(0, 10)).interval == (0, 2)  # drawn from the first and the third alone
+    assert found.estimate(scores, slice(10, 20)).interval == (1, 2)
+    assert found.estimate(scores).mean == scores.mean().item()
+
+
+def test_documents_are_drawn_again_where_there_are_enough():
+    documents = torch.arange(40).view(2, 20) // 4  # ten documents in two texts
+    assert owners_of(documents)[0] == "documents" and int(owners_of(documents)[1].max()) == 9
+    unit, owners = owners_of(documents // 4)
+    assert unit == "texts" and owners.tolist() == [[0] * 19, [1] * 19]
+
+
+def test_calibration_compares_what_was_said_with_what_came():
+    generator = torch.Generator().manual_seed(0)
+    probability = torch.rand(100_000, generator=generator, dtype=torch.float64)
+    honest = (torch.rand(100_000, generator=generator, dtype=torch.float64) < probability).double()
+    bins = calibration(probability, honest)
+    assert sum(bin.share for bin in bins) == pytest.approx(1)
+    assert all(abs(bin.probability - bin.correct) < 0.02 for bin in bins)
+    sure = calibration(torch.ones(10, dtype=torch.float64), torch.zeros(10, dtype=torch.float64))
+    assert len(sure) == 1 and sure[0].probability - sure[0].correct == 1
+
+
+def test_ranges_and_gaps_double_as_far_as_there_is_room():
+    assert doubling_edges(63) == (0,) and doubling_edges(257) == (0, 64, 128, 256)
+    assert doubling_gaps(512, 32) == (32, 64, 128, 256, 448)
+    assert doubling_gaps(64, 32) == (0,)
+
+
+def test_recall_and_longer_text_are_measured_for_all(subjects):
+    found = finish(measure_recall(subjects[0], tokens(2, 40), 5))
+    assert found.gaps == (5, 10, 20, 30) and [one.name for one in found.subjects] == ["teacher", "student", "window"]
+    longer = finish(measure_longer(subjects[0], tokens(2, 60), 15, 40))
+    assert longer.edges == (0, 15, 30) and longer.extrapolated == (False, False, True)
+    mean = (15 * longer.losses[1][0] + 15 * longer.losses[1][1] + 29 * longer.losses[1][2]) / 59
+    assert mean == pytest.approx(read_losses(subjects[0], tokens(2, 60))[1].mean().item(), abs=1e-6)

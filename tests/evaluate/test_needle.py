@@ -1,0 +1,102 @@
+"""A pair hidden in text is asked for where it was put, and one that looks it up finds it."""
+
+import pytest
+import torch
+from transformers import LlamaForCausalLM
+from transformers.modeling_outputs import CausalLMOutput
+
+from linearizer.errors import RequestError
+from linearizer.evaluate.needle import DEPTHS, KEY, LEAST, PAIRS, VALUE, hide, measure_needle
+from linearizer.evaluate.subjects import Subject
+from linearizer.model.memory import Peak, fits
+from linearizer.progress import finish
+from tests.support.families import tiny_config
+
+PAIR = KEY + VALUE
+
+
+class LooksUp(LlamaForCausalLM):
+    """Foretells what followed when the last three tokens stood there before, within a reach; else nothing."""
+
+    reach, most = 10**9, 10**9
+
+    def forward(self, input_ids, past_key_values, logits_to_keep=0, **_):
+        seen = [*getattr(past_key_values, "seen", []), *input_ids[0].tolist()]
+        past_key_values.seen = seen
+        if len(seen) > self.most:
+            raise torch.OutOfMemoryError("out of memory")
+        logits = torch.zeros(1, input_ids.shape[1], 4096)
+        for place in range(input_ids.shape[1]):
+            end = len(seen) - input_ids.shape[1] + place + 1
+            for before in range(max(3, end - self.reach), end):
+                if end > 3 and seen[before - 3 : before] == seen[end - 3 : end]:
+                    logits[0, place, seen[before]] = 100.0
+        return CausalLMOutput(logits=logits[:, -logits_to_keep:])
+
+
+def looking_up(**traits):
+    model = LooksUp(tiny_config("llama"))
+    for name, value in traits.items():
+        setattr(model, name, value)
+    return Subject("looks up", model)
+
+
+def text(texts, length):
+    """No three tokens of it come twice."""
+    return torch.stack([torch.randperm(4096)[:length] for _ in range(texts)])
+
+
+@pytest.mark.parametrize("depth", DEPTHS)
+def test_texts_keep_their_length_and_hold_what_is_asked_for(depth):
+    hidden = hide(text(3, 400), depth, seed=1)
+    assert hidden.ids.shape == (3, 400)
+    assert torch.equal(hidden.ids[:, hidden.place : hidden.place + PAIR], hidden.ids[:, -PAIR:])
+    assert abs(hidden.place - depth * 400) < PAIRS * PAIR + 20
+    assert torch.equal(hide(text(1, 400)[:, :400] * 0 + 7, depth, 1).ids, torch.full((1, 400), 7))
+
+
+def test_pairs_are_drawn_by_the_seed():
+    windows = text(1, LEAST)
+    assert torch.equal(hide(windows, 0.5, 3).ids, hide(windows, 0.5, 3).ids)
+    assert not torch.equal(hide(windows, 0.5, 3).ids, hide(windows, 0.5, 4).ids)
+
+
+def test_one_that_looks_up_finds_everything():
+    (grid,) = finish(measure_needle([looking_up()], text(1, 400), [200, 400], 4096)).subjects
+    assert grid.found == ((1.0,) * len(DEPTHS),) * 2
+    assert all(loss < 0.01 for row in grid.loss for loss in row)
+    assert all(loss > 5 for row in grid.surprise for loss in row)
+
+
+def test_one_that_looks_back_a_little_finds_what_is_near():
+    (grid,) = finish(measure_needle([looking_up(reach=150)], text(1, 600), [600], 512)).subjects
+    assert grid.found[0][-1] == 1 and grid.found[0][0] == 0
+
+
+def test_a_row_ends_where_memory_does_and_the_others_go_on():
+    subjects = [looking_up(most=300), looking_up()]
+    found = finish(measure_needle(subjects, text(1, 400), [400, 200], 4096))
+    assert found.lengths == (200, 400)
+    assert found.subjects[0].found == ((1.0,) * len(DEPTHS), (None,) * len(DEPTHS))
+    assert found.subjects[1].found == ((1.0,) * len(DEPTHS),) * 2
+
+
+def test_a_text_too_short_for_pairs_is_refused():
+    with pytest.raises(RequestError, match=f"ask for lengths from {LEAST} on"):
+        hide(text(1, LEAST - 1), 0.5, 0)
+
+
+def test_only_what_memory_refuses_is_forgiven():
+    assert fits(lambda: 3) == 3
+    assert fits(lambda: torch.empty(2**55)) is None
+    with pytest.raises(RuntimeError, match="shape"):
+        fits(lambda: torch.ones(2) @ torch.ones(3, 2) + torch.zeros(2).view(7))
+
+
+def test_the_peak_is_what_was_taken_at_once():
+    peak = Peak(torch.device("cpu"))
+    if peak.taken() is None:
+        pytest.skip("this system does not tell")
+    for _ in range(4):
+        torch.ones(2**24)  # 64 MB, and gone
+    assert 2**25 < peak.taken() < 2**27

@@ -1,0 +1,73 @@
+"""Two models that write at the same time write what they would write one after the other."""
+
+import threading
+import time
+
+import pytest
+import torch
+
+from linearizer.errors import FaultError, RequestError
+from linearizer.evaluate.duet import duet
+from linearizer.evaluate.side_by_side import compare
+from linearizer.progress import finish
+from tests.support.models import student_of, teacher_of
+
+
+class Tokens:
+    """A tokenizer whose tokens are numbers."""
+
+    def __call__(self, text, return_tensors):
+        return {"input_ids": torch.tensor([[int(word) for word in text.split()]], dtype=torch.long).reshape(1, -1)}
+
+    def decode(self, ids, skip_special_tokens):
+        return " ".join(str(int(token)) for token in ids)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    return teacher_of("llama"), student_of("llama")
+
+
+@pytest.mark.parametrize("sample", [False, True])
+def test_both_write_what_they_write_one_after_the_other(pair, sample):
+    expected = finish(compare(*pair, Tokens(), "5 6 7 8", 12, seed=3, sample=sample))
+    for both in duet(*pair, Tokens(), "5 6 7 8", 12, seed=3, sample=sample):
+        last = both
+    assert last.done
+    assert last.teacher.text == expected.teacher.text
+    assert last.student.text == expected.student.text
+    assert last.teacher.state_bytes == expected.teacher.state_bytes
+    assert last.student.state_bytes == expected.student.state_bytes
+    assert last.teacher.tokens == last.student.tokens == 12
+
+
+def test_what_was_told_grows_to_what_was_written(pair):
+    told = [both.student.text for both in duet(*pair, Tokens(), "5 6", 60)]
+    assert all(later.startswith(earlier) for earlier, later in zip(told, told[1:], strict=False))
+
+
+def test_it_tells_at_most_ten_times_a_second(pair):
+    begun, told = time.monotonic(), 0
+    for both in duet(*pair, Tokens(), "5 6", 150):
+        told += not both.done
+    assert 1 <= told <= 10 * (time.monotonic() - begun)
+
+
+def test_a_listener_that_leaves_ends_both(pair):
+    before = threading.active_count()
+    telling = duet(*pair, Tokens(), "5 6", 5000)
+    next(telling)
+    telling.close()
+    assert threading.active_count() == before
+
+
+def test_a_writer_that_breaks_is_told_of_and_does_not_hold_up_the_other(pair, monkeypatch):
+    monkeypatch.setattr(pair[1], "empty_cache", lambda: 1 / 0)
+    with pytest.raises(FaultError, match="ZeroDivisionError"):
+        list(duet(*pair, Tokens(), "5 6", 4))
+
+
+@pytest.mark.parametrize(("prompt", "tokens"), [("", 4), ("5", 0)])
+def test_nothing_to_write_is_said(pair, prompt, tokens):
+    with pytest.raises(RequestError, match="nothing to compare"):
+        list(duet(*pair, Tokens(), prompt, tokens))

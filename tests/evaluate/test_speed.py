@@ -1,0 +1,92 @@
+"""Speed and memory are measured as far as memory and time go; what lies beyond is marked, and drawn out in lines."""
+
+import pytest
+import torch
+
+from linearizer.evaluate.speed import Pace, crossing, drawn_out, least_squares, measure_speed
+from linearizer.evaluate.subjects import Subject
+from linearizer.progress import finish
+from linearizer.run.cost import Head
+from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of
+
+
+def subjects_of(heads):
+    teacher, student = teacher_of("llama").bfloat16(), student_of("llama", heads).bfloat16()
+    for layer in student.students():
+        layer.float()  # as a student keeps its features
+    layers = layers_of(teacher)
+    return [Subject("teacher", teacher), Subject("student", student, allocation_of(layers, heads, 2))], layers
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    return subjects_of(MIXED)
+
+
+def test_what_is_remembered_is_what_was_told(mixed):
+    subjects, layers = mixed
+    found = finish(measure_speed(subjects, layers, [128, 64], 100, seconds=0.05))
+    assert found.lengths == (64, 128) and found.beyond == (False, True)
+    for course in found.subjects:
+        first = course.one[0]
+        assert first.extrapolated is None and first.read_rate > 0 and first.write_rate > 0
+        assert first.state_bytes == first.told_bytes
+        assert all(pace.state_bytes == pace.told_bytes for pace in course.many)
+    assert found.breakeven.told_bytes == subjects[1].allocation.breakeven_tokens(layers)
+
+
+def test_breakeven_as_measured_is_that_of_the_shapes():
+    subjects, layers = subjects_of([Head(window=5, features=16)])
+    found = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=5))
+    assert [pace.extrapolated for course in found.subjects for pace in course.one] == [None] * 6
+    assert found.breakeven.bytes == found.breakeven.told_bytes > 0
+
+
+def test_what_would_take_too_long_is_marked_and_not_run(mixed):
+    subjects, layers = mixed
+    found = finish(measure_speed(subjects, layers, [64, 128, 10**9], 256, seconds=1e-9))
+    for course in found.subjects:
+        assert [pace.extrapolated for pace in course.one] == [None, "time", "time"]
+        assert course.one[1].read_rate is None and course.one[1].told_bytes > 0
+        assert [pace.batch for pace in course.many] == [1]
+
+
+def test_a_row_ends_where_memory_does_and_the_others_go_on(mixed):
+    subjects, layers = mixed
+    honest = subjects[0].model.forward
+
+    def forward(input_ids, past_key_values=None, **more):
+        if past_key_values.get_seq_length() + input_ids.shape[1] > 150 or len(input_ids) > 4:
+            raise torch.OutOfMemoryError("out of memory")
+        return honest(input_ids=input_ids, past_key_values=past_key_values, **more)
+
+    subjects[0].model.forward = forward
+    try:
+        found = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=5))
+    finally:
+        subjects[0].model.forward = honest
+    teacher, student = found.subjects
+    assert [pace.extrapolated for pace in teacher.one] == [None, None, "memory"]
+    assert teacher.one[2].state_bytes == 3 * teacher.one[0].state_bytes and teacher.one[2].write_rate > 0
+    assert [pace.batch for pace in teacher.many] == [4, 4]
+    assert [pace.extrapolated for pace in student.one] == [None] * 3
+
+
+def pace(length, rate, state):
+    return Pace(length, 1, rate, rate, None, state, 0, 0)
+
+
+def test_lines_are_drawn_on_and_do_not_fall():
+    far = drawn_out([pace(100, 10.0, 1000), pace(200, 5.0, 2000)], 400, 7, 8, "time")
+    assert (far.read_rate, far.state_bytes, far.extrapolated) == (pytest.approx(2.5), 4000, "time")
+    faster = drawn_out([pace(100, 5.0, 1000), pace(200, 10.0, 1000)], 400, 7, 8, "time")
+    assert (faster.write_rate, faster.state_bytes, faster.peak_bytes) == (pytest.approx(10.0), 1000, None)
+    assert drawn_out([pace(100, 5.0, 1000)], 400, 7, 8, "memory").write_rate is None
+
+
+def test_lines_cross_where_the_student_begins_to_win():
+    teacher, student = least_squares([1, 2, 3], [2.0, 4.0, 6.0]), least_squares([1, 2, 3], [5.0, 5.0, 5.0])
+    assert teacher == pytest.approx((0, 2)) and student == pytest.approx((5, 0))
+    assert crossing(teacher, student) == 3 and crossing(student, teacher) is None
+    assert crossing((9.0, 1.0), (1.0, 0.0)) == 0 and crossing((9.0, 1.0), (1.0, 1.0)) == 0
+    assert least_squares([4], [8.0]) == (8.0, 0.0)

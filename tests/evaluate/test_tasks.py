@@ -1,0 +1,113 @@
+"""Tasks of the harness are scored alike for all, offline from a folder, and as the logits say."""
+
+import json
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from linearizer.errors import RequestError
+from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.tasks import find_tasks, measure_tasks, scored
+from linearizer.model import checkpoint
+from linearizer.model.hub import find_model
+from linearizer.model.logits import logits_of
+from linearizer.model.teacher import load_tokenizer
+from linearizer.progress import finish
+from tests.support.models import MIXED, allocation_of, layers_of, teacher_of
+
+pytest.importorskip("lm_eval.models.huggingface", reason="tasks are an extra")
+pytestmark = pytest.mark.filterwarnings("ignore")  # lm_eval's own imports warn
+FOLDER = Path(__file__).parents[1] / "support" / "tasks"
+
+
+@pytest.fixture(autouse=True)
+def at_the_root(monkeypatch):
+    """The task says where its data is, seen from here."""
+    monkeypatch.chdir(FOLDER.parents[2])
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return load_tokenizer(find_model("demo"))
+
+
+@pytest.fixture(scope="module")
+def subjects():
+    teacher = teacher_of("llama", vocab_size=4096)
+    layers = layers_of(teacher)
+    allocation = allocation_of(layers, MIXED, 2)
+    student = checkpoint.linearize(teacher_of("llama", vocab_size=4096), layers, allocation)
+    return [Subject("teacher", teacher), Subject("student", student, allocation)]
+
+
+def accuracy(model, tokenizer, samples):
+    """How often the right answer has the larger chance, each read by itself."""
+    right = 0
+    for sample in samples:
+        context = tokenizer(f"Question: {sample['question']}\nAnswer:")["input_ids"]
+        chances = []
+        for choice in sample["choices"]:
+            whole = tokenizer(f"Question: {sample['question']}\nAnswer: {choice}")["input_ids"]
+            logs = logits_of(model, torch.tensor([whole]))[0].log_softmax(-1)
+            chances.append(sum(logs[place - 1, whole[place]].item() for place in range(len(context), len(whole))))
+        right += chances.index(max(chances)) == sample["answer"]
+    return right / len(samples)
+
+
+def test_scores_are_those_of_the_logits_padding_and_batches_or_not(subjects, tokenizer):
+    samples = [json.loads(line) for line in (FOLDER / "colours.jsonl").read_text().splitlines()]
+    padding = tokenizer.padding_side
+    found = finish(measure_tasks(subjects, tokenizer, ["colours", "colour_words"], folder=FOLDER, batch=5))
+    assert [one.name for one in found.subjects] == ["teacher", "student"]
+    for subject, one in zip(subjects, found.subjects, strict=True):
+        assert [(score.task, score.metric, score.samples) for score in one.scores] == [
+            ("colours", "acc", 12),
+            ("colours", "acc_norm", 12),
+            ("colour_words", "exact_match", 12),
+        ]
+        assert one.accuracy == one.scores[0].value
+        assert one.accuracy == pytest.approx(accuracy(subject.model, tokenizer, samples))
+    assert tokenizer.padding_side == padding
+
+
+def test_the_same_call_gives_the_same_scores_and_a_limit_fewer_samples(subjects, tokenizer):
+    asked = {"names": ["colours"], "folder": FOLDER, "limit": 5, "few_shot": 2}
+    first, second = (finish(measure_tasks(subjects[1:], tokenizer, **asked)) for _ in range(2))
+    assert first == second and first.subjects[0].scores[0].samples == 5 and (first.limit, first.few_shot) == (5, 2)
+
+
+def test_a_task_that_does_not_exist_is_refused_with_near_names():
+    with pytest.raises(RequestError, match="there is no task 'colors': did you mean .*colours"):
+        find_tasks(["colours", "colors"], FOLDER)
+    with pytest.raises(RequestError, match="lists those that there are"):
+        find_tasks(["#"], None)
+
+
+def test_a_folder_that_is_none_is_refused(tmp_path):
+    with pytest.raises(RequestError, match="is no folder: name one that holds tasks as YAML"):
+        find_tasks(["colours"], tmp_path / "absent")
+
+
+def test_data_that_cannot_be_had_is_told_before_anything_is_measured(tmp_path):
+    (tmp_path / "far.yaml").write_text((FOLDER / "colours.yaml").read_text().replace("tests/tasks/", "absent/"))
+    with pytest.raises(RequestError, match="the data of colours cannot be had .*--task-folder"):
+        find_tasks(["colours"], tmp_path)
+
+
+def test_of_a_tag_its_tasks_are_read_and_names_are_kept():
+    row = {"alias": "a", "acc,none": 0.5, "acc_stderr,none": "N/A", "f1,strict": 0.25, "sample_len": 4}
+    results = {"results": {"a": row, "b": {**row, "acc,none": 1.0}}, "group_subtasks": {"both": ["a", "b"]}}
+    found = scored("student", results, ["both"])
+    assert [(s.task, s.metric, s.value, s.error) for s in found.scores][:2] == [
+        ("a", "acc", 0.5, None),
+        ("a", "f1 (strict)", 0.25, None),
+    ]
+    assert found.accuracy == 0.75 and scored("x", {"results": {"a": {"f1,x": 1}}}, ["a"]).accuracy is None
+
+
+def test_without_the_harness_it_is_said_how_to_install_it(monkeypatch):
+    monkeypatch.setitem(sys.modules, "lm_eval.tasks", None)
+    with pytest.raises(RequestError, match=r"not installed here: pip install 'linearizer\[tasks\]'"):
+        find_tasks(["colours"], FOLDER)

@@ -1,0 +1,183 @@
+"""Runs in processes of their own are seen, stopped, killed, resumed and deleted, and end in the same bits."""
+
+import json
+import os
+import signal
+import threading
+import time
+
+import pytest
+
+from linearizer.errors import FolderError, RequestError
+from linearizer.jobs import control, queue
+from linearizer.jobs.worker import foreground
+from linearizer.pipeline import linearize
+from linearizer.progress import finish
+from linearizer.run.folder import Run
+from tests.support.runs import LONG, PLAN, beginning, log_of, process_of, wait_for, wait_for_event
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Begin runs that are over when the test is."""
+    yield from beginning(tmp_path / "runs")
+
+
+@pytest.fixture(scope="module")
+def done(tmp_path_factory):
+    """A finished run that nothing interrupted; no test may change it."""
+    run = Run.begin(tmp_path_factory.mktemp("done") / "run", PLAN)
+    finish(foreground(run, linearize(run, held=True)))
+    return run
+
+
+def kill(run):
+    os.kill(int(process_of(run).name), signal.SIGKILL)
+    wait_for(run, "lost")
+
+
+def student(run):
+    return (run.checkpoint / "model.safetensors").read_bytes()
+
+
+def test_a_finished_run_says_all_that_happened(done):
+    events = done.events()
+    assert [event for some in control.follow(done) for event in some] == events
+    assert [event for some in control.follow(done, 3) for event in some] == events[3:]
+    assert (events[0]["event"], events[-1]["event"]) == ("queued", "done")
+    assert {event["event"] for event in events if "total" in event} == {"profile", "distill", "evaluate", "recall"}
+    found = control.status(done)
+    assert (found.state, found.place, found.error) == ("done", None, None)
+    assert found.step == next(event for event in reversed(events) if "total" in event)
+    assert (found.begun, found.changed) == (events[0]["time"], events[-1]["time"])
+    assert found.begun < found.saved < found.changed
+    assert found.disk_bytes == sum(path.stat().st_size for path in done.folder.rglob("*") if path.is_file())
+    assert log_of(done) == ""
+    with pytest.raises(RequestError, match="is done: its student is in"):
+        control.start(done)
+    with pytest.raises(RequestError, match="is done: there is nothing to stop"):
+        control.stop(done)
+    with pytest.raises(RequestError, match="is done: only a run that is at work"):
+        control.use_now(done)
+
+
+def test_a_killed_run_is_lost_and_resumes_to_the_same_bits(done, begin):
+    run = begin()
+    for step, at_least in (("profile", 1), ("distill", 27), ("evaluate", 1)):
+        control.start(run)
+        wait_for_event(run, step, at_least)
+        kill(run)
+        assert "its process is gone" in control.status(run).error
+    control.start(run)
+    wait_for(run, "done")
+    assert student(run) == student(done)
+    assert json.dumps(run.evaluation) == json.dumps(done.evaluation)
+    steps = [event["done"] for event in run.events() if event["event"] == "distill"]
+    assert steps.count(1) == 1 and (26 in steps or 51 in steps)  # it went on from a state that was written
+
+
+def test_runs_take_turns_and_the_dead_hold_nobody_up(begin, tmp_path):
+    first, second, third = (begin(name, LONG) for name in ("first", "second", "third"))
+    for run in (first, second, third):
+        control.start(run)
+        time.sleep(0.01)
+    assert [control.status(run).place for run in (first, second, third)] == [1, 2, 3]
+    assert [one.run.folder.name for one in control.runs_in(tmp_path / "runs")] == ["third", "second", "first"]
+    wait_for_event(first, "distill")
+    assert [control.status(run).place for run in (first, second, third)] == [None, 1, 2]
+    control.stop(third)
+    wait_for(third, "stopped")
+    assert not any("total" in event for event in third.events())
+    kill(first)
+    wait_for(second, "running")
+    control.stop(second)
+    wait_for(second, "stopped")
+    queue.ask(first.folder).give_back()  # whoever asks removes the tickets of the dead
+    assert [path.name for path in queue.folder().iterdir()] == ["lock"]
+
+
+def test_one_of_many_starts_wins(begin):
+    run, refused = begin(plan=LONG), []
+
+    def start():
+        try:
+            control.start(run)
+        except FolderError as error:
+            refused.append(str(error))
+
+    threads = [threading.Thread(target=start) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert len(refused) == 7 and all("is being written by another process" in text for text in refused)
+    assert [event["event"] for event in run.events()].count("queued") == 1
+    with pytest.raises(FolderError, match="is being written by another process"):
+        control.delete(run)
+    os.kill(int(process_of(run).name), signal.SIGTERM)
+    wait_for(run, "stopped")
+
+
+def test_deleting_takes_what_the_run_wrote_and_nothing_else(begin):
+    run, other = begin(), begin("other")
+    (run.folder / "state" / "training").mkdir()
+    (run.folder / "allocation.json.unfinished").write_text("cut off wh")
+    (other.folder / "notes.txt").write_text("mine")
+    control.delete(run)
+    control.delete(other)
+    assert not run.folder.exists()
+    assert [path.name for path in other.folder.iterdir()] == ["notes.txt"]
+    with pytest.raises(FolderError, match="holds no run"):
+        control.delete(run)
+
+
+def test_a_folder_of_runs_is_listed_whatever_else_is_in_it(begin, tmp_path):
+    run, broken = begin(), begin("broken")
+    (broken.folder / "plan.json").write_text("{")
+    (broken.folder / "events.jsonl").write_bytes(b"\xff\n{}\n")
+    (tmp_path / "runs" / "empty").mkdir()
+    (tmp_path / "runs" / "file").write_text("")
+    assert {one.run for one in control.runs_in(tmp_path / "runs")} == {run, broken}
+    assert control.runs_in(tmp_path / "absent") == []
+
+
+def test_what_others_log_changes_no_state(begin):
+    run = begin()
+    for event, details, state in (
+        ("started", {}, "lost"),
+        ("distill", {"done": 1, "total": 2}, "lost"),
+        ("distilled", {}, "lost"),
+        ("failed", {"error": "because"}, "failed"),
+        ("allocated", {}, "failed"),
+        ("upload", {"done": 1, "total": 2}, "failed"),
+        ("queued", {}, "lost"),
+        ("done", {}, "done"),
+        ("upload", {"done": 2, "total": 2}, "done"),
+    ):
+        run.log(event, **details)
+        found = control.status(run)
+        assert (found.state, found.changed) == (state, run.events()[-1]["time"]), event
+        assert (found.error == "because") == (state == "failed")
+    with run.locked():
+        run.log("started")
+        assert control.status(run).state == "running"
+        run.request("stop")
+        assert control.status(run).state == "stopping"
+
+
+def test_a_start_that_fails_holds_nobody_up(begin, tmp_path, monkeypatch):
+    run = begin()
+    (tmp_path / "file").write_text("")
+    with monkeypatch.context() as broken:
+        broken.setenv("LINEARIZER_QUEUE", str(tmp_path / "file" / "queue"))
+        with pytest.raises(FolderError, match="set LINEARIZER_QUEUE to a folder that is yours to write"):
+            control.start(run)
+    (run.folder / "events.jsonl").mkdir()
+    with pytest.raises(FolderError, match="cannot be written"):
+        control.start(run)
+    (run.folder / "events.jsonl").rmdir()
+    monkeypatch.setattr("sys.executable", str(tmp_path / "absent"))
+    with pytest.raises(FolderError, match="cannot be worked on"):
+        control.start(run)
+    assert control.status(run).state == "failed" and not run.worked_on
+    assert [path.name for path in queue.folder().iterdir()] == ["lock"]

@@ -1,0 +1,67 @@
+"""Estimated prices agree with measured ones where changes are small, and rank heads and options as those do."""
+
+import pytest
+import torch
+
+from linearizer import pipeline
+from linearizer.measure.head_prices import measuring_seconds, price
+from linearizer.measure.head_prices_by_gradient import estimate
+from linearizer.model import teacher as teacher_module
+from linearizer.progress import finish
+from linearizer.run.cost import Head
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
+from tests.support.models import layers_of, teacher_of, tokens
+
+OPTIONS = (Head(window=8), Head(window=32), Head(window=16, slots=16))
+
+
+@pytest.fixture(scope="module")
+def both():
+    """Prices of the demo model's heads, measured and estimated on the same text."""
+    plan = Plan("demo", budget=64, dtype="float32")
+    teacher = teacher_module.load(plan)
+    windows = teacher_module.windows_of(Plan("demo", budget=64, length=128), teacher, 3, None)
+    given = (teacher.model, windows, teacher.inspection.layers, OPTIONS, 4, begin)
+    return finish(price(*given)), finish(estimate(*given))
+
+
+def begin(student, index):
+    student.reset(torch.Generator().manual_seed(0))
+
+
+def flat(prices):
+    return torch.tensor([cost for layer in prices.divergences for head in layer for cost in head])
+
+
+def test_estimated_prices_rank_as_the_measured_ones_do(both):
+    ranks = [flat(prices).argsort().argsort().double() for prices in both]
+    assert torch.corrcoef(torch.stack(ranks))[0, 1] > 0.85
+
+
+def test_estimated_prices_are_of_the_size_of_the_measured_ones(both):
+    measured, estimated = map(flat, both)
+    dear = measured > measured.median()
+    assert (estimated / measured)[dear].log().mean().exp() == pytest.approx(1, abs=0.4)
+
+
+@pytest.mark.parametrize("family", ["gpt2", "gemma3_text"])
+def test_every_architecture_is_estimated_and_left_as_it_was(family):
+    teacher, windows = teacher_of(family), tokens(2, 24)
+    layers, before = layers_of(teacher), teacher(windows).logits
+    prices = finish(estimate(teacher, windows, layers, OPTIONS, 2, begin))
+    assert all(
+        len(row) == (0 if layer.native_window else layer.kv_heads)
+        for row, layer in zip(prices.divergences, layers, strict=True)
+    )
+    assert flat(prices).isfinite().all() and (flat(prices) >= 0).all()
+    assert torch.equal(teacher(windows).logits, before)
+    assert measuring_seconds(teacher, layers, OPTIONS, windows) > 0
+
+
+def test_a_run_with_estimated_prices_ends_in_a_student(tmp_path):
+    plan = Plan("demo", budget=40, texts=2, length=64, samples=128, target_length=64, bits=16, prices="estimated")
+    run = Run.begin(tmp_path / "run", plan)
+    finish(pipeline.linearize(run))
+    assert [event["estimated"] for event in run.events() if event["event"] == "priced"] == [True]
+    assert run.evaluation[1]["language"]["kl"] < run.evaluation[2]["language"]["kl"]

@@ -1,0 +1,170 @@
+"""The page is for everybody: contrast, names, focus, the keyboard alone, and what a listener hears."""
+
+import pytest
+
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
+from tests.support.page_server import SMALL, browsing, finished, looking, serving, wrong
+
+SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]
+LONG = 120_000  # milliseconds that a run on a busy machine may take
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory):
+    return tmp_path_factory.mktemp("access") / "runs"
+
+
+@pytest.fixture(scope="module")
+def served(runs):
+    with serving(runs, HF_TOKEN="hf_fake_ann") as (url, _):
+        yield url
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with browsing() as found:
+        yield found
+
+
+@pytest.fixture(scope="module", autouse=True)
+def done(served):
+    """Name a run that has a student."""
+    return finished(served, {**SMALL, "steps": 2})
+
+
+@pytest.mark.parametrize(("scheme", "width"), SCREENS)
+def test_every_step_passes_axe_in_both_schemes_wide_and_narrow(served, browser, done, scheme, width):
+    how = {"viewport": {"width": width, "height": 860}, "color_scheme": scheme}
+    with looking(browser, served, **how) as page:
+        assert wrong(page) == []
+        page.click("#demo")
+        page.wait_for_selector("#model-card .lz-good")
+        assert wrong(page) == []
+        page.click("#to-budget")
+        page.wait_for_selector("#efforts table")
+        for folded in ("Advanced", "Do this elsewhere"):
+            page.get_by_role("button", name=folded).click()
+        assert wrong(page) == []
+        page.goto(f"{served}?run={done}")
+        page.wait_for_selector("#evaluation table")
+        page.get_by_role("button", name="Publish to the Hub").click()
+        assert wrong(page) == []
+        for step in (4, 3):
+            page.click(f"#step-{step}-button")
+            page.wait_for_selector(f"#step-{step} .js-plotly-plot")
+            assert wrong(page) == []
+        page.goto(f"{served}runs")
+        page.wait_for_selector("#runs table")
+        assert wrong(page) == []
+
+
+def test_a_run_that_has_nothing_to_draw_yet_passes_axe(served, browser, runs):
+    Run.begin(runs / "new", Plan.of(model="demo", budget=64))
+    with looking(browser, f"{served}?run=new") as page:
+        page.wait_for_selector("#step-3 .empty")
+        assert wrong(page) == []
+
+
+INK = """() => {
+  const light = rgb => { const [r, g, b] = rgb.match(/[\\d.]+/g).slice(0, 3).map(c => c / 255)
+      .map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4); return .2126 * r + .7152 * g + .0722 * b };
+  const ground = light(getComputedStyle(document.body).backgroundColor);
+  return [...document.querySelectorAll('.js-plotly-plot text')].filter(one => one.textContent.trim()
+      && one.getBoundingClientRect().width && !one.closest('.textpoint')).map(one => {
+    const [low, high] = [ground, light(getComputedStyle(one).fill)].sort((a, b) => a - b);
+    return [one.textContent, (high + .05) / (low + .05)];
+  });
+}"""
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_words_in_figures_stand_out_from_the_ground(served, browser, done, scheme):
+    with looking(browser, f"{served}?run={done}", color_scheme=scheme) as page:
+        for step, least in ((5, 20), (4, 8), (3, 20)):
+            page.click(f"#step-{step}-button")
+            page.wait_for_function(f"document.querySelectorAll('#step-{step} .js-plotly-plot text').length > {least}")
+            words = page.evaluate(INK)
+            assert words and all(contrast >= 4.5 for _, contrast in words), words
+
+
+FOCUSED = """() => {
+  const at = document.activeElement, look = getComputedStyle(at), box = at.getBoundingClientRect();
+  const ring = look.outlineStyle !== 'none' && parseFloat(look.outlineWidth) > 0 || look.boxShadow !== 'none';
+  const inside = box.width > 0 && box.right > 0 && box.left < innerWidth;
+  return [at.tagName, at.id || at.ariaLabel || at.innerText.slice(0, 30), ring, inside,
+    look.visibility === 'visible' && look.display !== 'none'];
+}"""
+
+
+@pytest.mark.parametrize("width", [1280, 390])
+def test_the_focus_is_seen_wherever_the_keyboard_takes_it(served, browser, width):
+    with looking(browser, served, viewport={"width": width, "height": 860}) as page:
+        page.click("#demo")
+        page.wait_for_selector("#model-card .lz-good")
+        page.locator("#to-budget").press("Enter")
+        page.wait_for_selector("#efforts table")
+        page.wait_for_function("document.activeElement.tagName === 'H2'")  # the new step's, not the top of the page
+        seen = []
+        for _ in range(40):
+            page.keyboard.press("Tab")
+            found = page.evaluate(FOCUSED)
+            if found[0] == "BODY":
+                break
+            assert all(found[2:]), found
+            seen.append(found[1])
+        assert "start" in seen and len(seen) > 8, seen
+
+
+def tab_to(page, there, limit=40):
+    """Press Tab until a place has the focus."""
+    for _ in range(limit):
+        if page.evaluate("(there) => document.activeElement.matches(there)", there):
+            return
+        page.keyboard.press("Tab")
+    raise AssertionError(f"the keyboard does not come to {there}")
+
+
+def heard(page, words):
+    page.wait_for_function(
+        "(words) => document.querySelector('#heard').textContent.includes(words)", arg=words, timeout=LONG
+    )
+
+
+def test_the_whole_journey_goes_by_keyboard_alone_and_is_heard(served, browser):
+    with looking(browser, served) as page:
+        tab_to(page, "#demo")
+        page.keyboard.press("Enter")
+        heard(page, "Supported.")
+        tab_to(page, "#to-budget")
+        page.keyboard.press("Enter")
+        page.wait_for_selector("#efforts table")
+        tab_to(page, "#budget input[type=number]")
+        page.keyboard.type("64")
+        page.keyboard.press("Tab")
+        heard(page, "smaller than the cache from 64 tokens on")
+        tab_to(page, "#effort input")
+        page.keyboard.press("Space")  # Gradio's radio buttons are no group: each is a stop of its own
+        page.wait_for_function("document.querySelector('#efforts').innerText.includes('Try it ✓')")
+        tab_to(page, ".label-wrap")  # Advanced
+        page.keyboard.press("Enter")
+        tab_to(page, "input[aria-label=Recipe]")
+        page.keyboard.type("swa")  # a run of seconds
+        page.keyboard.press("Enter")
+        page.wait_for_function("document.querySelector('#efforts').innerText.includes('Try it ✓')")
+        tab_to(page, "#start")
+        page.keyboard.press("Enter")
+        page.wait_for_url("**/?run=*")
+        heard(page, "demo: at work")
+        heard(page, "demo: done")
+        page.wait_for_selector("#compare:enabled")
+        tab_to(page, "#compare")
+        page.keyboard.press("Enter")
+        page.wait_for_function("document.querySelector('#student textarea').value.length > 20", timeout=LONG)
+
+
+def test_a_narrow_screen_says_what_the_run_does_without_the_sidebar(served, browser, done):
+    with looking(browser, f"{served}?run={done}", viewport={"width": 390, "height": 844}) as page:
+        page.wait_for_function("document.querySelector('#now').innerText.includes('done')")
+        assert page.locator("#heard").get_attribute("role") == "status"
+        assert not page.locator("#sidebar #leave").is_visible()

@@ -1,0 +1,289 @@
+"""The page as an API: the whole flow by `gradio_client`, visitors of a Space apart, and nothing that breaks it."""
+
+import json
+import re
+import time
+import urllib.error
+import urllib.request
+
+import pytest
+from gradio_client import Client
+from gradio_client.exceptions import AppError
+
+from tests.support.page_server import SMALL, SPACE, serving, session_of
+
+ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
+
+
+@pytest.fixture(scope="module")
+def local(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("local") / "runs") as (url, log):
+        yield url, log
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("space") / "runs", **SPACE) as (url, log):
+        yield url, log
+
+
+def client_of(url, **how):
+    return Client(url, verbose=False, analytics_enabled=False, **how)
+
+
+def finished(client, run, *secret):
+    end = time.monotonic() + 120
+    while (status := client.predict(run, *secret, api_name="/run_status"))["state"] in ("queued", "running"):
+        assert time.monotonic() < end, status
+        time.sleep(0.2)
+    return status
+
+
+def test_the_whole_flow_runs_without_a_browser(local, hub):
+    url, _ = local
+    client = client_of(url)
+    assert "demo" in client.predict("de", api_name="/search_models")
+    found = client.predict("demo", api_name="/inspect_model")
+    assert found["supported"] and len(found["layers"]) == 8
+    guess = client.predict("demo", 64, "Try it", api_name="/estimate_run")
+    assert guess["seconds"] > 1 and guess["command"].startswith("linearizer run demo --budget 64")
+    run = client.predict("demo", 64, "Try it", SMALL, api_name="/start_run")
+    assert finished(client, run)["state"] == "done"
+    rows = client.predict(run, api_name="/run_status")["evaluation"]
+    assert [row["name"] for row in rows] == ["teacher", "student", "window"]
+    shared = client.predict(run, 128, api_name="/share_budget")
+    assert shared["breakeven_tokens"] <= 128 < 2 * shared["breakeven_tokens"]
+    both = client.predict(run, "Once", 8, api_name="/compare_models")
+    assert both["teacher"]["tokens"] == both["student"]["tokens"] == 8
+    assert [one["run"] for one in client.predict(api_name="/list_runs")] == [run]
+    assert client.predict(run, api_name="/delete_run") == run
+    assert client.predict(api_name="/list_runs") == []
+
+
+def test_a_measured_run_branches_into_another_budget_without_measuring_again(local):
+    url, log = local
+    client = client_of(url)
+    run = client.predict("demo", 64, "Try it", {**SMALL, "steps": 0}, api_name="/start_run")
+    assert finished(client, run)["state"] == "done"
+    other = client.predict(run, 96, api_name="/branch_run")
+    assert finished(client, other)["state"] == "done"
+    folder = log.parent / "runs"
+    assert (folder / other / "profile.json").read_bytes() == (folder / run / "profile.json").read_bytes()
+    assert "profiled" not in (folder / other / "events.jsonl").read_text()
+    assert json.loads((folder / other / "plan.json").read_text())["budget"] == 96
+
+
+def test_a_signed_in_visitor_publishes_with_their_own_token_and_loads_what_was_published(space, hub, tmp_path):
+    url, log = space
+    cookie = {"Cookie": f"session={session_of('ann')}"}
+    client = client_of(url, headers=cookie)
+    run = client.predict("demo", 64, "Try it", SMALL, api_name="/start_run")
+    assert finished(client, run)["state"] == "done"
+    preview = client.predict(run, "ann/small", True, api_name="/preview_publication")
+    assert preview["private"] and "config.json" in [name for name, _ in preview["files"]]
+    assert ("models", "ann/small") not in hub.repos
+    done = client.predict(run, "ann/small", True, api_name="/publish_run")
+    assert hub.repos["models", "ann/small"].private
+    told = client.predict(run, api_name="/run_status")["published"]
+    assert {name: told[name] for name in done} == done and told["private"] and "from_pretrained" in done["snippet"]
+    load_back(done, tmp_path)
+    assert "hf_fake_ann" not in everything_written(log.parent)
+    with pytest.raises(AppError, match="none of your runs"):
+        client_of(url, headers={"Cookie": f"session={session_of('bob')}"}).predict(run, api_name="/run_status")
+
+
+def load_back(done, folder):
+    from huggingface_hub import snapshot_download
+    from transformers import AutoTokenizer
+
+    from linearizer.model.checkpoint import load
+
+    there = snapshot_download(done["repo_id"], revision=done["revision"], token="hf_fake_ann", local_dir=folder)
+    student, tokenizer = load(there), AutoTokenizer.from_pretrained(there)
+    written = student.generate(**tokenizer("Once", return_tensors="pt"), max_new_tokens=4, do_sample=False)
+    assert written.shape[1] > 4
+
+
+def everything_written(folder):
+    files = (path for path in folder.rglob("*") if path.is_file() and path.suffix != ".safetensors")
+    return "".join(path.read_text(errors="replace") for path in files)
+
+
+def test_only_a_space_offers_to_sign_in(local, space):
+    for (url, _), offered in ((local, False), (space, True)):
+        for path in ("", "runs"):
+            page = urllib.request.urlopen(url + path).read().decode()
+            assert ("Sign in with Hugging Face" in page) == offered
+    with pytest.raises(urllib.error.HTTPError, match="404"):
+        urllib.request.urlopen(f"{local[0]}login/huggingface")
+
+
+def test_visitors_of_a_space_see_only_their_own(space):
+    url, _ = space
+    client = client_of(url)
+    run = client.predict("demo", 64, "Try it", {**SMALL, "steps": 0}, ANN, api_name="/start_run")
+    assert len(run) > 16
+    assert [one["run"] for one in client.predict(ANN, api_name="/list_runs")] == [run]
+    assert client.predict(BOB, api_name="/list_runs") == []
+    for name, *given in (("run_status",), ("stop_run",), ("resume_run",), ("delete_run",), ("share_budget", 64)):
+        with pytest.raises(AppError, match="none of your runs"):
+            client.predict(run, *given, BOB, api_name=f"/{name}")
+        with pytest.raises(AppError, match="nobody is known here"):
+            client.predict(run, *given, api_name=f"/{name}")
+    with pytest.raises(AppError, match="nobody is known here"):
+        client.predict("short", api_name="/list_runs")
+    assert finished(client, run, ANN)["state"] == "done"
+
+
+@pytest.mark.parametrize("model", ["/", "~", "./runs", "../..", "/etc", "assets/demo-model", "a/b/c"])
+def test_a_space_reads_no_folder_of_its_machine(space, model):
+    with pytest.raises(AppError, match="on a Space|is gated|not on the Hub"):
+        client_of(space[0]).predict(model, api_name="/inspect_model")
+
+
+@pytest.mark.parametrize("text", ["file:/etc/passwd", "file:README.md", "dataset:/etc", "dataset:.", "nonsense"])
+def test_a_space_reads_no_file_of_its_machine(space, text):
+    with pytest.raises(AppError, match="on a Space text comes from"):
+        client_of(space[0]).predict("demo", 64, "Try it", {"text": text}, ANN, api_name="/start_run")
+
+
+def test_a_space_says_its_limits_in_words(space):
+    client = client_of(space[0])
+    with pytest.raises(AppError, match=r"steps 5000 is more than this Space serves \(300\)"):
+        client.predict("demo", 64, "Try it", {"steps": 5000}, "a visitor who asks much", api_name="/start_run")
+    two = [client.predict("demo", 64, "Thorough", {}, "a visitor in a hurry", api_name="/start_run") for _ in range(2)]
+    with pytest.raises(AppError, match="2 runs of yours are at work or wait"):
+        client.predict("demo", 64, "Thorough", {}, "a visitor in a hurry", api_name="/start_run")
+    for run in two:
+        client.predict(run, "a visitor in a hurry", api_name="/stop_run")
+
+
+def test_a_space_stops_what_works_too_long_by_itself_and_lets_it_go_on(tmp_path):
+    with serving(tmp_path / "runs", **SPACE, LINEARIZER_SPACE_MINUTES="0.05") as (url, _):
+        client = client_of(url)
+        assert "0.05 minutes of work each" in urllib.request.urlopen(url).read().decode()
+        run = client.predict("demo", 512, "Thorough", {}, ANN, api_name="/start_run")
+        for _ in range(2):
+            status = finished(client, run, ANN)
+            assert status["state"] in ("stopped", "stopping")
+            while status["state"] == "stopping":
+                status = client.predict(run, ANN, api_name="/run_status")
+            assert "it has worked for 0.05 minutes, which is what this Space gives to a run" in status["error"]
+            assert client.predict(run, ANN, api_name="/resume_run") == "queued"
+        client.predict(run, ANN, api_name="/stop_run")
+
+
+ODD = [
+    None, "", " ", "\0", "..", "../..", "../../etc/passwd", "/etc/passwd", "~root", "%2e%2e/x", "a" * 5000, "<b>x</b>",
+    "<img src=x onerror=alert(1)>", "`<script>`", "demo\n", "org/<i>m</i>", 0, -1, 1e308, True, [], {}, ["demo"],
+    {"run": "x"}, "file:/etc/passwd", "💥", "${7*7}", "demo@main", "org/name@<b>",
+]  # fmt: skip
+
+
+def answered(url, api, data):
+    """Call an endpoint as any client may, and give all that comes back."""
+    body = json.dumps({"data": data}).encode()
+    call = f"{url}gradio_api/call/{api}"
+    request = urllib.request.Request(call, body, {"Content-Type": "application/json"})
+    try:
+        event = json.loads(urllib.request.urlopen(request, timeout=180).read())["event_id"]
+        return urllib.request.urlopen(f"{call}/{event}", timeout=180).read().decode()
+    except urllib.error.HTTPError as error:
+        return error.read().decode()
+
+
+def harmless(said, where):
+    assert "Traceback" not in said, (where, said[:500])
+    assert not re.search(r"File \\?\"", said), (where, said[:500])
+    assert "root:x:" not in said, (where, said[:500])
+    assert not re.search(r"<(b|i|img|script)\b", said), (where, said[:500])
+
+
+@pytest.mark.parametrize(
+    ("api", "usual"),
+    [
+        ("search_models", ["x"]),
+        ("inspect_model", ["demo"]),
+        ("estimate_run", ["demo", 64, "Quick"]),
+        ("start_run", ["demo", 64, "Try it", {"steps": -1}, ANN]),
+        ("run_status", ["none", ANN]),
+        ("list_runs", ["x"]),
+        ("stop_run", ["none", ANN]),
+        ("use_run", ["none", ANN]),
+        ("resume_run", ["none", ANN]),
+        ("delete_run", ["none", ANN]),
+        ("share_budget", ["none", 64, ANN]),
+        ("branch_run", ["none", 64, ANN]),
+        ("compare_models", ["none", "Once", 4, 0, False, ANN]),
+        ("preview_publication", ["none", "ann/x", True, ANN]),
+        ("publish_run", ["none", "ann/x", True, ANN]),
+    ],
+)
+def test_no_input_breaks_an_endpoint(space, api, usual):
+    url, log = space
+    before = len(log.read_text())
+    for place in range(len(usual)):
+        for odd in ODD:
+            if api == "start_run" and place == 3 and odd in (None, {}):
+                continue  # a run like any other
+            data = [*usual[:place], odd, *usual[place + 1 :]]
+            harmless(answered(url, api, data), (api, data))
+    assert "Traceback" not in log.read_text()[before:], log.read_text()[before:][-2000:]
+
+
+@pytest.mark.parametrize(
+    "name", ["model", "budget", "features", "text", "texts", "samples", "seed", "device", "dtype", "x"]
+)
+def test_no_option_of_a_plan_breaks_the_start_of_a_run(space, name):
+    url, log = space
+    before = len(log.read_text())
+    for odd in ODD:
+        options = {**SMALL, "steps": -1, name: odd}
+        harmless(answered(url, "start_run", ["demo", 64, "Try it", options, ANN]), (name, odd))
+    assert "Traceback" not in log.read_text()[before:], log.read_text()[before:][-2000:]
+
+
+@pytest.mark.parametrize("path", ["/etc/passwd", "pyproject.toml", "linearizer/run.py", "../../etc/passwd"])
+def test_no_file_is_served(space, path):
+    for route in ("gradio_api/file=", "file=", "static/", "assets/"):
+        try:
+            said = urllib.request.urlopen(f"{space[0]}{route}{path}", timeout=180).read().decode(errors="replace")
+        except urllib.error.HTTPError:
+            continue
+        assert "root:x:" not in said and "build-system" not in said and "class Run" not in said
+
+
+def asked(url, wire, data, odd):
+    """Do what the page's own script does when something on it is touched, and give all that comes back."""
+    sent = {"data": data, "fn_index": wire["id"], "session_hash": "fuzz", "trigger_id": wire["targets"][0][0]}
+    sent["event_data"] = {"key": "a", "input_value": odd, "index": 0, "value": odd}
+    path = "queue/join" if wire["queue"] else "run/predict"
+    headers = {"Content-Type": "application/json"}
+    request = urllib.request.Request(f"{url}gradio_api/{path}", json.dumps(sent).encode(), headers)
+    try:
+        said = urllib.request.urlopen(request, timeout=180).read().decode()
+        if not wire["queue"]:
+            return said
+        lines = []
+        for line in urllib.request.urlopen(f"{url}gradio_api/queue/data?session_hash=fuzz", timeout=180):
+            lines.append(line.decode())
+            if "process_completed" in lines[-1] or "close_stream" in lines[-1]:
+                break
+        return "".join(lines)
+    except urllib.error.HTTPError as error:
+        return error.read().decode()
+
+
+def test_no_input_breaks_what_the_page_itself_calls(space):
+    url, _ = space
+    config = json.loads(urllib.request.urlopen(f"{url}config").read())
+    wires = [one for one in config["dependencies"] if one["backend_fn"] and one["targets"]]
+    assert len(wires) > 15
+    for wire in wires:
+        for odd in ODD:
+            known = {"secret": ANN, "run": odd}
+            for data in ([odd] * len(wire["inputs"]), [known, *[odd] * (len(wire["inputs"]) - 1)]):
+                said = asked(url, wire, data[: len(wire["inputs"])], odd)
+                assert "Traceback" not in said and "root:x:" not in said, (wire["id"], data, said[:500])
+                for raw in ("<img src=x", "<b>x", "<script>`", "<i>m"):
+                    assert raw not in said, (wire["id"], data, said[:500])

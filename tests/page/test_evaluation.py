@@ -1,0 +1,157 @@
+"""A student is evaluated from the page and by its API: it survives a reload, is stopped, goes on, and is one's own."""
+
+import shutil
+import time
+
+import pytest
+from gradio_client import Client
+from gradio_client.exceptions import AppError
+
+from linearizer.jobs import control
+from linearizer.page.visitors import hashed
+from linearizer.publish.evaluation_charts import FIGURES
+from linearizer.publish.parts import TITLES
+from linearizer.run.evaluation_request import PARTS
+from linearizer.run.folder import Run
+from tests.support.evaluation_results import FOUND
+from tests.support.page_server import FITS, LONG, SMALL, SPACE, browsing, looking, serving, shown, wrong
+
+ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
+QUICK = {"texts": 2, "seconds": 0.2, "lengths": [160]}
+
+
+@pytest.fixture(scope="module")
+def served(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("page") / "runs") as (url, log):
+        yield url, log.parent / "runs", log
+
+
+@pytest.fixture(scope="module")
+def browser():
+    with browsing() as found:
+        yield found
+
+
+def client_of(url):
+    return Client(url, verbose=False, analytics_enabled=False)
+
+
+@pytest.fixture(scope="module")
+def done(served):
+    """Name a run that has a student, made through the API."""
+    client = client_of(served[0])
+    name = client.predict("demo", 64, "Try it", {**SMALL, "steps": 2}, api_name="/start_run")
+    while (state := client.predict(name, api_name="/run_status")["state"]) in control.LIVE:
+        time.sleep(0.1)
+    assert state == "done"
+    return name
+
+
+def evaluated(client, run, secret):
+    while (found := client.predict(run, secret, api_name="/evaluation_status"))["state"] != "done":
+        assert found["state"] in control.LIVE, found
+        time.sleep(0.1)
+    return found
+
+
+def choose(page, *parts):
+    for title, _ in TITLES.values():
+        page.get_by_label(title, exact=True).and_(page.locator("#parts input")).set_checked(title in parts)
+
+
+def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(served, browser, done):
+    url, runs, log = served
+    with looking(browser, f"{url}?run={done}") as page:
+        shown(page, "#run-card", "done")
+        choose(page, "Language", "Hidden pairs")
+        shown(page, "#part-times", "in all")
+        page.wait_for_selector("#evaluate:not([disabled])")
+        page.locator("#part-texts input[type=number]").fill("2")
+        page.click("#evaluate")
+        page.wait_for_selector("#evaluating .lz-state")
+        page.reload()
+        page.wait_for_selector("#part-language .lz-table", timeout=LONG)
+        page.wait_for_selector("#part-language .js-plotly-plot .legendtext >> text=untrained student")
+        shown(page, "#evaluating", "Evaluated", LONG)
+        page.wait_for_function("document.querySelector('#heard').textContent.startsWith('Evaluated')")
+        page.wait_for_selector("#part-needle .js-plotly-plot .heatmaplayer >> nth=0")
+        assert page.locator("#part-language .js-plotly-plot").count() == 3
+        assert page.locator("#part-speed").count() == 0 or not page.locator("#part-speed").is_visible()
+        cells = page.locator("#part-needle .heatmap-label").all_text_contents()
+        assert cells and all(cell.endswith("%") for cell in cells)
+        page.wait_for_selector("#stop-evaluating", state="hidden")
+        assert page.evaluate(FITS)
+    assert set(Run(runs / done).evaluation_parts) == {"language", "needle"}
+    assert "Traceback" not in log.read_text()
+
+
+def test_it_is_stopped_and_goes_on_from_the_page(served, browser, done):
+    url, runs, _ = served
+    client_of(url).predict(done, ["language", "speed"], {**QUICK, "lengths": [64, 96, 128]}, api_name="/evaluate_run")
+    with looking(browser, f"{url}?run={done}") as page:
+        page.click("#stop-evaluating", timeout=LONG)
+        shown(page, "#evaluating", "Stopped; the parts that were finished are kept", LONG)
+        assert control.state_of(Run(runs / done).evaluating) == "stopped"
+        choose(page, "Recall")
+        page.locator("#part-texts input[type=number]").fill("2")
+        page.click("#evaluate")
+        page.wait_for_selector("#part-recall .js-plotly-plot", timeout=LONG)
+    assert "recall" in Run(runs / done).evaluation_parts
+
+
+def test_what_cannot_be_asked_is_said(served, browser, done):
+    with looking(browser, f"{served[0]}?run={done}") as page:
+        page.wait_for_selector("#evaluate:not([disabled])")
+        choose(page, "Tasks")
+        shown(page, "#part-times", "no task was named")
+        page.click("#evaluate")
+        page.wait_for_selector("text=no task was named: write some of lm_eval's")
+        choose(page)
+        shown(page, "#part-times", "no part was chosen")
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(served, browser, done, scheme):
+    url, runs, _ = served
+    run = Run(runs / f"made-up-{scheme}")
+    shutil.copytree(runs / done, run.folder)
+    run.keep_found(parts={**FOUND, "recall": {**FOUND["recall"], "longer": None}})
+    how = {"viewport": {"width": 390, "height": 844}, "color_scheme": scheme}
+    with looking(browser, f"{url}?run={run.folder.name}", **how) as page:
+        for part in PARTS:
+            page.wait_for_selector(f"#part-{part} .js-plotly-plot")
+            count = len(FIGURES[part]) - (part == "recall")
+            page.wait_for_function(
+                "([part, count]) => document.querySelectorAll(`#part-${part} .js-plotly-plot`).length == count",
+                arg=[part, count],
+            )
+        assert not page.get_by_text("Longer texts").is_visible()
+        assert wrong(page) == []
+        assert page.evaluate(FITS)
+
+
+def test_one_visitor_never_sees_or_touches_anothers(served, done, tmp_path):
+    run = "hers"
+    shutil.copytree(served[1] / done, tmp_path / "runs" / hashed(f"secret {ANN}") / run)
+    with serving(tmp_path / "runs", **SPACE) as (url, _):
+        client = client_of(url)
+        with pytest.raises(AppError, match="none of your runs"):
+            client.predict(run, ["language"], QUICK, BOB, api_name="/evaluate_run")
+        for name in ("evaluation_status", "stop_evaluation"):
+            with pytest.raises(AppError, match="none of your runs"):
+                client.predict(run, BOB, api_name=f"/{name}")
+        assert client.predict(run, ANN, api_name="/evaluation_status")["state"] in (None, "done")
+        for asked, why in (
+            ({"text": "file:/etc/passwd"}, "text comes from"),
+            ({"task_folder": "/etc"}, "tasks are named as lm_eval knows them"),
+            ({"texts": 500}, "texts 500 is more than this Space serves"),
+            ({"texts": "many"}, "give a whole number"),
+            ({"parts": "language"}, "give a list"),
+            ({"pieces": 1}, "pieces is no choice of an evaluation"),
+        ):
+            with pytest.raises(AppError, match=why):
+                client.predict(run, None, asked, ANN, api_name="/evaluate_run")
+        assert client.predict(run, ["language"], QUICK, ANN, api_name="/evaluate_run") in control.LIVE
+        found = evaluated(client, run, ANN)
+        assert [one["name"] for one in found["found"]["language"]["subjects"]][:2] == ["teacher", "student"]
+        assert "/" + "runs" not in str(found)

@@ -1,0 +1,225 @@
+"""On ZeroGPU runs work in slices that go on from what is saved; elsewhere nothing is lent and nothing changes."""
+
+import os
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from gradio_client import Client
+from gradio_client.exceptions import AppError
+
+from linearizer.jobs import control
+from linearizer.page import zerogpu, zerogpu_runs
+from linearizer.pipeline import linearize
+from linearizer.progress import finish
+from linearizer.run import locks
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
+from tests.support.page_server import SPACE, serving
+from tests.support.runs import QUICK, process_of, wait_for, wait_until
+
+HERE = Path(__file__).parents[2]
+ANN = "ann's secret, long enough"
+TRAINED = Plan("demo", steps=6, **QUICK)
+PRICED = Plan("demo", budget=64, strategy="windows", texts=2, length=64, samples=128, exchanges=2)
+OPTIONS = {**{name: value for name, value in QUICK.items() if name != "budget"}, "steps": 6}
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """Runs that nothing interrupted."""
+    made = {}
+    for name, plan in (("trained", TRAINED), ("priced", PRICED)):
+        made[name] = Run.begin(tmp_path_factory.mktemp("whole") / name, plan)
+        finish(linearize(made[name]))
+    return made
+
+
+def student(run):
+    return (run.checkpoint / "model.safetensors").read_bytes()
+
+
+def test_elsewhere_a_function_stays_as_it_is():
+    def function():
+        return 1
+
+    assert not zerogpu.here() and zerogpu.lent(60)(function) is function
+
+
+@pytest.mark.parametrize("name", ["trained", "priced"])
+def test_slices_end_in_the_same_bits_as_one_piece(whole, name, tmp_path, monkeypatch):
+    monkeypatch.setattr(zerogpu_runs, "SHARE", 0)  # each slice finishes one thing
+    run = Run.begin(tmp_path / "run", whole[name].plan)
+    zerogpu_runs.start(run)
+    while control.state_of(run) in control.LIVE:
+        time.sleep(0.05)
+    assert control.state_of(run) == "done", control.status(run)
+    assert student(run) == student(whole[name]) and run.evaluation == whole[name].evaluation
+    told = [event["event"] for event in run.events()]
+    assert told.count("queued") == 1 and told.count("slice") == told.count("started") - 1 >= 5
+    wait_until(lambda: not run.worked_on, 5)
+
+
+def test_a_process_that_is_forked_holds_no_lock_of_its_parent(tmp_path):
+    lock = locks.take(tmp_path / "lock")
+    child = os.fork()
+    if child == 0:
+        time.sleep(60)
+        os._exit(0)
+    try:
+        assert locks.held(tmp_path / "lock")
+        lock.release()
+        wait_until(lambda: not locks.held(tmp_path / "lock"), 5)
+        with locks.take(tmp_path / "lock"):
+            pass
+    finally:
+        os.kill(child, 9)
+        os.waitpid(child, 0)
+
+
+def test_without_the_package_that_lends_it_is_said_what_to_install(tmp_path):
+    (tmp_path / "spaces.py").write_text("raise ModuleNotFoundError('none here', name='spaces')")
+    known = {**os.environ, "SPACES_ZERO_GPU": "true", "PYTHONPATH": f"{tmp_path}:{HERE}"}
+    ran = subprocess.run([sys.executable, "app.py"], cwd=HERE, env=known, capture_output=True, text=True)
+    assert ran.returncode == 2 and "pip install spaces, or unset SPACES_ZERO_GPU" in ran.stderr
+    assert ran.stderr.count("\n") == 1 and ran.stderr.startswith("linearizer: ")
+
+
+@contextmanager
+def lending(root, seconds):
+    """Serve a Space on a stand-in for ZeroGPU that lends so many seconds at a time."""
+    (root / "left").write_text("10000")
+    known = {
+        "SPACES_ZERO_GPU": "true",
+        "LINEARIZER_SLICE": str(seconds),
+        "LINEARIZER_SLICE_SHARE": "0",  # each slice finishes one thing, however busy the machine is
+        "STAND_IN_LENT": str(root / "lent"),
+        "STAND_IN_LEFT": str(root / "left"),
+        "PYTHONPATH": f"{HERE / 'tests' / 'support' / 'zerogpu'}:{HERE}",
+    }
+    with serving(root / "runs", **SPACE, **known) as (url, log):
+        yield Client(url, verbose=False, analytics_enabled=False), root, log
+
+
+@pytest.fixture(scope="module")
+def space(tmp_path_factory):
+    with lending(tmp_path_factory.mktemp("space"), 30) as found:
+        yield found
+
+
+def run_of(root, name):
+    return Run(next(root.glob(f"runs/*/{name}")))
+
+
+def tracebacks(log):
+    """Count what a server wrote of faults; one, that Gradio misses the package that reloads Spaces, is none of ours."""
+    text = log.read_text()
+    return text.count("Traceback") - text.count("required to run hot-reloading in Spaces")
+
+
+def begin(client, root, **options):
+    return run_of(root, client.predict("demo", 64, "Quick", {**OPTIONS, **options}, ANN, api_name="/start_run"))
+
+
+def test_a_space_works_in_slices_for_the_visitor_who_asked(space, whole):
+    client, root, log = space
+    run = begin(client, root)
+    states = set()
+    while (state := control.state_of(run)) in control.LIVE:
+        states.add(state)
+        with pytest.raises(FileNotFoundError):
+            process_of(run)
+        time.sleep(0.05)
+    assert state == "done", (control.status(run), log.read_text())
+    assert states <= {"queued", "running"}
+    assert student(run) == student(whole["trained"])
+    lent = [line.split() for line in (root / "lent").read_text().splitlines()]
+    told = [event["event"] for event in run.events()]
+    assert len(lent) == told.count("started") >= 6 and {seconds for _, seconds in lent} == {"30"}
+    both = client.predict(run.folder.name, "Once", 8, 0, False, ANN, api_name="/compare_models")
+    assert both["teacher"]["tokens"] == both["student"]["tokens"] == 8
+    with pytest.raises(AppError, match="none of your runs"):  # a sentence, though it was raised in another process
+        client.predict("x", "Once", 8, 0, False, ANN, api_name="/compare_models")
+    assert not tracebacks(log)
+
+
+def test_where_nothing_is_lent_any_more_the_run_stops_says_so_and_goes_on_later(space, whole):
+    client, root, log = space
+    (root / "left").write_text("50")
+    run = begin(client, root)
+    found = wait_for(run, "stopped")
+    assert "ZeroGPU lends no device (ZeroGPU quota exceeded: You have exceeded your free" in found.error
+    assert "(30s requested vs. 20s left)" in found.error and found.error.endswith("is kept: resume it later")
+    wait_until(lambda: not run.worked_on, 5)
+    (root / "left").write_text("10000")
+    client.predict(run.folder.name, ANN, api_name="/resume_run")
+    wait_for(run, "done", seconds=200)
+    assert student(run) == student(whole["trained"])
+    assert [event["event"] for event in run.events()].count("profiled") == 1
+    assert not tracebacks(log)
+
+
+def test_a_step_that_fits_into_no_slice_is_a_sentence_and_no_endless_work(tmp_path):
+    with lending(tmp_path, 1) as (client, root, _):
+        run = begin(client, root, texts=32, length=1024, samples=4096)
+        found = wait_for(run, "failed")
+    assert "takes longer than the 1 seconds that ZeroGPU lends at a time: ask for fewer" in found.error
+    wait_until(lambda: not run.worked_on, 5)
+    assert run.profile is None
+
+
+def test_a_device_that_is_taken_back_too_early_costs_only_what_was_not_saved(space):
+    client, root, log = space
+    run = begin(client, root)
+    wait_until(lambda: any(event["event"] == "distill" and event["done"] == 2 for event in run.events()), 200)
+    os.kill(int((root / "lent").read_text().split()[-2]), signal.SIGKILL)
+    wait_for(run, "done", seconds=200)
+    steps = [event["done"] for event in run.events() if event["event"] == "distill"]
+    assert steps.count(1) == 1 and steps[-1] == 6
+    wait_until(lambda: not run.worked_on, 5)
+    assert not tracebacks(log)
+
+
+def test_a_run_in_slices_is_stopped_and_resumed_and_waits_for_its_turn(space):
+    client, root, log = space
+    first, second = (begin(client, root, steps=300) for _ in range(2))
+    wait_until(lambda: any(event["event"] == "distill" for event in first.events()), 200)
+    assert control.status(second).place == 1
+    client.predict(first.folder.name, ANN, api_name="/stop_run")
+    wait_for(first, "stopped")
+    wait_for(second, "running")
+    client.predict(second.folder.name, ANN, api_name="/stop_run")
+    wait_for(second, "stopped")
+    reached = max(event["done"] for event in first.events() if event["event"] == "distill")
+    client.predict(first.folder.name, ANN, api_name="/resume_run")
+    wait_until(lambda: max(event["done"] for event in first.events() if event["event"] == "distill") > reached)
+    client.predict(first.folder.name, ANN, api_name="/stop_run")
+    wait_for(first, "stopped")
+    steps = [event["done"] for event in first.events() if event["event"] == "distill"]
+    assert steps.count(1) == 1
+    assert not tracebacks(log)
+
+
+def test_an_evaluation_works_in_slices_too_and_goes_on_at_the_part_that_is_not_finished(space, whole):
+    client, root, log = space
+    folder = next(root.glob("runs/*")) / "evaluated"
+    shutil.copytree(whole["trained"].folder, folder)
+    run, parts = Run(folder), ["language", "recall", "generation"]
+    before = len((root / "lent").read_text().splitlines())
+    client.predict("evaluated", parts, {"texts": 2}, ANN, api_name="/evaluate_run")
+    while (state := control.state_of(run.evaluating)) in control.LIVE:
+        with pytest.raises(FileNotFoundError):
+            process_of(run)
+        time.sleep(0.05)
+    assert state == "done", (control.status(run.evaluating), log.read_text())
+    told = [event for event in run.events() if run.evaluating.mine(event)]
+    assert [event["part"] for event in told if event["event"] == "examined"] == parts
+    lent = len((root / "lent").read_text().splitlines()) - before
+    assert lent == [event["event"] for event in told].count("started") >= 3
+    assert set(run.evaluation_parts) == set(parts) and run.done
+    assert not tracebacks(log)

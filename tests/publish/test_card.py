@@ -1,0 +1,170 @@
+"""The card says what is there, and nothing that others wrote becomes markup, metadata or a path of this machine."""
+
+from dataclasses import asdict
+from io import BytesIO
+
+import pytest
+from huggingface_hub import ModelCard
+from markdown_it import MarkdownIt
+from PIL import Image
+
+from linearizer.cli.main import parser, plan_changes
+from linearizer.publish.allocation_picture import EMPTY, FEATURES, SLOTS, WHOLE, WINDOW, draw
+from linearizer.publish.card import card, plain, snippet
+from linearizer.run.allocation import Allocation
+from linearizer.run.cost import Head, Layer
+from linearizer.run.plan import Plan, command_of
+from tests.support.cards import HEADS, HOSTILE, LAYERS, colours, made, rgb, row
+
+
+def test_the_card_names_base_results_and_how_to_load(tmp_path):
+    text = card(made(tmp_path / "run"), "me/student")
+    data = ModelCard(text).data
+    assert (data.base_model, data["base_model_relation"], data.license) == ("org/base", "finetune", "mit")
+    assert data.model_name == "student" and "linear-attention" in data.tags
+    results = {result.metric_type: result.metric_value for result in data.eval_results}
+    assert results["loss"] == 3.25 and results["recall_after_16"] == 2.0
+    assert "| loss | 3.0000 | 3.2500 | 3.5000 |" in text and "| state, bytes | grows | 4,096 | 4,000 |" in text
+    assert "| loss at positions 64 and later | 2.0000 |" in text and "1,234 tokens" in text
+    assert snippet("me/student") in text and "1 of 4 KV heads were left softmax and grow with the text" in text
+    assert f"linearizer run org/base@{'c0ffee' * 6} --budget 64" in text
+    assert "| 0 | 8 + 32 features · softmax |" in text and "| 1 | bounded by the teacher itself" in text
+    assert "| 2 | 8 + 4 slots · 64 features |" in text
+    assert "keep a few exact tokens at the start, an exact window, features that stand" in text
+
+
+def test_the_plan_on_the_card_is_the_plan(tmp_path):
+    asked = dict(features=32, text="dataset:org/text:en:train:body", steps=0, window=3, constant=True)
+    plan = Plan.of(model="org/base@main", **asked)
+    text = card(made(tmp_path / "run", plan=plan))
+    shown = Plan.from_json(text.partition("```json\n")[2].partition("\n```")[0])
+    assert shown == Plan(**{**asdict(plan), "model": f"org/base@{'c0ffee' * 6}"})
+    assert ModelCard(text).data.datasets == ["org/text"] and "Its features were not trained." in text
+
+
+def test_a_data_set_of_this_machine_is_named_without_its_folder_and_not_as_one_of_the_hub(tmp_path):
+    (tmp_path / "private" / "poems").mkdir(parents=True)
+    text = card(
+        made(tmp_path / "run", plan=Plan("org/base", budget=64, text=f"dataset:{tmp_path}/private/poems::train"))
+    )
+    assert "dataset:poems::train" in text and "private" not in text and str(tmp_path) not in text
+    assert ModelCard(text).data.datasets is None
+
+
+def test_the_card_says_what_was_trained_and_not_what_was_asked_for(tmp_path):
+    run = made(tmp_path / "run", plan=Plan("org/base@main", budget=64, steps=400))
+    assert "Its features were not trained." in card(run)
+    run.log("distilled", phase=0, asked=400, steps=7)
+    run.log("distilled", phase=0, asked=400, steps=12)  # it was resumed
+    text = card(run)
+    assert "for 12 of 400 steps" in text and "- Its training was ended at 12 of 400 steps." in text
+    assert "makes the same again" not in text and "left alone, trains all 400 steps" in text
+    run.log("distilled", phase=0, asked=400, steps=400)
+    text = card(run)
+    assert "for 400 steps" in text and "ended" not in text and "The same plan makes the same again" in text
+
+
+def test_what_others_wrote_stays_text(tmp_path):
+    plan = Plan(f"/home/someone/{HOSTILE}", budget=64, text=f"file:/home/someone/{HOSTILE}", strategy=HOSTILE)
+    terms = {"license": HOSTILE, "license_link": f"javascript:{HOSTILE}", "language": [HOSTILE]}
+    run = made(tmp_path / "run", plan=plan, name=plan.model, revision=None, terms=terms)
+    run.write("allocation.json", Allocation(HOSTILE, 4, HEADS).to_json())
+    text = card(run)
+    assert text.count("\n---\n") == 1 and text.startswith("---\n")
+    data = ModelCard(text).data.to_dict()
+    assert data["license"] == " ".join(HOSTILE.split()) and data["language"] == [data["license"]]
+    assert "base_model" not in data and "license_link" not in data
+    assert "/home/someone" not in text
+    page = MarkdownIt("commonmark").enable("table").render(text.partition("\n---\n")[2])
+    assert "<script>" not in page and 'href="http://evil"' not in page and "<strong>" not in page
+    assert page.count("<h1>") == 1 and page.count("<pre>") == 4
+
+
+def test_a_card_without_results_says_so(tmp_path):
+    text = card(made(tmp_path / "run", rows=None))
+    assert "It was not evaluated." in text and ModelCard(text).data.eval_results is None
+
+
+def test_what_was_examined_is_shown_without_the_folders_of_this_machine(tmp_path):
+    run = made(tmp_path / "run")
+    asked = {"text": "file:/home/someone/poems.txt", "length": 64, "texts": 2, "seed": 0}
+    made_with = {"versions": {"torch": "2"}, "device": "cpu", "dtype": "float32", "alone": None}
+    subjects = [{"name": "student", "first": [4.0], "second": [2.5]}]
+    found = {**asked, "asked": {**asked, "made_with": made_with}, "subjects": subjects}
+    run.keep_found(parts={"recall": {**found, "gaps": [16], "passage": 8, "longer": None}, "unknown": {}})
+    text = card(run)
+    assert "student" in text and "2.500" in text and "file:poems.txt" in text and "/home/someone" not in text
+    assert "The evaluation is small" in card(made(tmp_path / "other")) and "The evaluation is small" not in text
+
+
+def test_what_is_not_finite_is_no_result(tmp_path):
+    rows = [row("teacher", None, 3.0), row("student", 4096, float("nan"))]
+    text = card(made(tmp_path / "run", rows=rows))
+    assert "| loss | 3.0000 | – |" in text
+    assert "loss" not in {result.metric_type for result in ModelCard(text).data.eval_results}
+
+
+@pytest.mark.parametrize(
+    ("terms", "link", "said"),
+    [
+        ({"license": "mit"}, None, "mit."),
+        ({}, None, "states no licence"),
+        ({"license": ["mit", "apache-2.0"]}, None, "mit, apache-2.0."),
+        ({"license": "other", "license_name": "x", "license_link": "LICENSE"}, "c0ffee/LICENSE", "x (<https://"),
+        (
+            {"license": "other", "license_name": "x", "license_link": "https://a.b/c_d"},
+            "a.b/c_d",
+            "(<https://a.b/c_d>)",
+        ),
+        ({"license": "other", "license_name": "x", "license_link": "../../evil y"}, None, "x."),
+    ],
+)
+def test_the_licence_is_the_teachers(tmp_path, terms, link, said):
+    text = card(made(tmp_path / "run", terms=terms))
+    found = ModelCard(text).data.license_link
+    assert (found is None) == (link is None) and (link is None or found.endswith(link)) and said in text
+
+
+def test_a_gated_teacher_is_said_to_be_gated(tmp_path):
+    assert "The teacher is gated" in card(made(tmp_path / "run", gated=True))
+
+
+@pytest.mark.parametrize(
+    "plan",
+    [
+        Plan.of(model="demo", budget=64),
+        Plan.of("lolcats", model="demo", budget=64, sinks=2, lora=0),
+        Plan.of(model="demo", features=32, steps=9),
+        Plan.of("features", model="demo", budget=64),
+        Plan.of("paper", model="a b's; rm -rf", features=32, window=1, text="file:a b", seed=7, feature_map="prf"),
+        Plan("org/x", budget=9, strategy="gain", constant=True, target_length=99, device="cpu", dtype="float32"),
+    ],
+)
+def test_the_command_asks_for_the_plan(plan):
+    import shlex
+
+    asked = parser().parse_args(shlex.split(command_of(plan))[1:])
+    assert Plan.of(**plan_changes(asked)) == plan
+
+
+def test_escaped_text_has_no_line_breaks_and_no_markup():
+    assert plain("a\n# b\u202e <i> [c](d) `e`") == r"a # b &lt;i&gt; \[c\](d) \`e\`"
+
+
+def test_the_picture_has_a_cell_for_every_head(tmp_path):
+    image = Image.open(BytesIO(draw(Allocation("gain", 4, HEADS), LAYERS)))
+    rows = [116 + 46 * index for index in range(3)]
+    left = [(96 + 108 * head, 96 + 108 * head + 104) for head in range(2)]
+    cells = {(layer, head): colours(image, (*(left[head][0], rows[layer]), left[head][1], rows[layer] + 42))
+             for layer in range(3) for head in range(2)}  # fmt: skip
+    assert {rgb(WINDOW), rgb(FEATURES), rgb(EMPTY)} <= cells[0, 0] and rgb(WHOLE) in cells[0, 1]
+    assert rgb(EMPTY) not in cells[1, 0] | cells[1, 1]  # the teacher bounds this layer itself
+    assert {rgb(WINDOW), rgb(SLOTS)} <= cells[2, 0] and rgb(FEATURES) not in cells[2, 0]
+    assert rgb(FEATURES) in cells[2, 1] and rgb(WINDOW) not in cells[2, 1]
+
+
+@pytest.mark.parametrize("heads", [(), (Head(),), (Head(softmax=True),) * 32])
+def test_any_allocation_can_be_drawn(heads):
+    layer = Layer(32, max(1, len(heads)), 16, 16, native_window=None if heads else 8)
+    image = Image.open(BytesIO(draw(Allocation("fix", 0, (heads,) * 2), (layer,) * 2)))
+    assert image.format == "PNG" and image.width >= 640

@@ -1,0 +1,189 @@
+"""What is published loads and writes as it does here."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from huggingface_hub import ModelCard, hf_hub_download
+from transformers import AutoTokenizer
+
+from linearizer.errors import RequestError
+from linearizer.jobs import control
+from linearizer.model.checkpoint import load
+from linearizer.model.hub import find_model
+from linearizer.pipeline import linearize
+from linearizer.progress import finish
+from linearizer.publish import push
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
+from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, files_of, finished, publish, refused, written
+
+DEMO = find_model("demo").folder
+pytestmark = [pytest.mark.filterwarnings(HOW_THE_HUB_SENDS), pytest.mark.usefixtures("slept")]
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A finished run of the demo model, which no test may change but for its log."""
+    return finished(tmp_path_factory.mktemp("run") / "demo")
+
+
+@pytest.fixture
+def signed_in(monkeypatch):
+    monkeypatch.setenv("HF_TOKEN", ME)
+
+
+def test_what_is_published_loads_from_its_snippet_and_writes_the_same(hub, run, tmp_path):
+    done = publish(run)
+    program = f"import sys\n{done.snippet}\nimport torch\n" + (
+        "with torch.no_grad():\n    logits = model(torch.tensor([[5, 6, 7]])).logits\n"
+        "torch.save({'logits': logits, 'text': text}, sys.argv[1])\n"
+        "assert not any(name.split('.')[0] == 'linearizer' for name in sys.modules)\n"
+    )
+    environment = {**os.environ, "HF_TOKEN": ME, "HF_HOME": str(tmp_path / "home"), "PYTHONPATH": ""}
+    command = [sys.executable, "-c", program, str(tmp_path / "out")]
+    ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
+    assert ran.returncode == 0, ran.stderr
+    found = torch.load(tmp_path / "out")
+    student = load(run.checkpoint)
+    ids = AutoTokenizer.from_pretrained(run.checkpoint)("Once", return_tensors="pt")
+    with torch.no_grad():
+        assert torch.equal(found["logits"], student(torch.tensor([[5, 6, 7]])).logits)
+        assert torch.equal(found["text"], student.generate(**ids, max_new_tokens=40))
+
+
+def test_weights_and_card_come_in_one_commit_of_a_private_repository(hub, run):
+    done = publish(run)
+    repo = hub.repos["models", "me/student"]
+    assert repo.private and list(repo.commits)[1:] == [done.revision]
+    sent = files_of(hub)
+    assert {"README.md", "allocation.png", "config.json", WEIGHTS, "modeling_linearized.py"} <= set(sent)
+    assert sent[WEIGHTS] == (run.checkpoint / WEIGHTS).read_bytes()
+    assert done.url.endswith(f"/me/student/tree/{done.revision}") and done.revision in done.snippet
+    assert run.events()[-1]["event"] == "published"
+
+
+def test_no_published_file_tells_where_it_was_made(hub, run):
+    publish(run)
+    for name, content in files_of(hub).items():
+        assert str(run.folder.parent).encode() not in content and str(Path.home()).encode() not in content, name
+
+
+def test_a_run_of_a_folder_goes_on_from_anywhere_and_tells_nobody_where_that_is(hub, tmp_path, monkeypatch):
+    home, away = tmp_path / "somebodys", tmp_path / "away"
+    shutil.copytree(DEMO, home / "teacher")
+    (home / "words.txt").write_text("These are the words that it is measured on. " * 400)
+    away.mkdir()
+    monkeypatch.chdir(home)
+    plan = Plan("./teacher", budget=64, strategy="window", text="file:words.txt", texts=2, length=64, samples=128)
+    begun = Run.begin(tmp_path / "run", plan)
+    monkeypatch.chdir(away)
+    finish(linearize(begun))
+    with pytest.raises(RequestError, match="another plan"):
+        Run.begin(tmp_path / "run", plan, resume=True)  # there is no ./teacher in this folder
+    monkeypatch.chdir(home)
+    assert Run.begin(tmp_path / "run", plan, resume=True).done
+    publish(begun, "me/teacher")
+    sent = files_of(hub, "me/teacher")
+    assert b"linearizer run teacher --budget 64 --strategy window --text file:words.txt" in sent["README.md"]
+    for name, content in sent.items():
+        assert b"somebodys" not in content and str(tmp_path).encode() not in content, name
+
+
+def test_the_card_is_valid_and_beside_the_local_checkpoint_too(hub, run, tmp_path):
+    done = publish(run)
+    path = hf_hub_download("me/student", "README.md", revision=done.revision, token=ME, local_dir=tmp_path)
+    card = ModelCard.load(path)
+    assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
+    assert card.data.license == "apache-2.0" and card.data.base_model is None  # the demo is on no Hub
+    results = {result.metric_name: result.metric_value for result in card.data.eval_results}
+    assert results["loss"] == round(run.evaluation[1]["language"]["loss"], 4)
+    assert "AutoModelForCausalLM" in card.text and '"me/student"' in card.text
+    assert ModelCard.load(run.checkpoint / "README.md").data.to_dict()["license"] == "apache-2.0"
+    assert (run.checkpoint / "allocation.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_model_of_the_hub_is_named_as_the_base_with_its_licence(hub, tmp_path):
+    terms = "license: other\nlicense_name: tiny-licence\nlicense_link: LICENSE\nlanguage: en\n"
+    commit = hub.add("org/small", DEMO)
+    commit = hub.add("org/small", {"README.md": f"---\n{terms}---\n".encode()})
+    run = Run.begin(tmp_path / "run", Plan("org/small", budget=64, strategy="window", texts=2, length=64, samples=128))
+    finish(linearize(run))
+    found = push.preview(run, "student", token=ME)
+    card = ModelCard(found.card).data
+    assert (card.base_model, card["base_model_relation"]) == ("org/small", "finetune")
+    assert (card.license, card.license_name, card.language) == ("other", "tiny-licence", "en")
+    assert card.license_link.endswith(f"org/small/blob/{commit}/LICENSE")
+    assert f"linearizer run org/small@{commit} --budget 64" in found.card
+
+
+def test_a_preview_sends_nothing_and_lists_what_would_be_sent(hub, run):
+    found = push.preview(run, "student", token=ME)
+    assert (found.repo_id, found.private) == ("me/student", True) and not written(hub)
+    publish(run)
+    assert dict(found.files) == {name: len(data) for name, data in files_of(hub).items() if name != ".gitattributes"}
+    assert found.bytes == sum(size for _, size in found.files) and found.card.encode() == files_of(hub)["README.md"]
+    assert any("earlier student" in note for note in push.preview(run, "student", token=ME).notes)
+    assert any("everyone" in note for note in push.preview(run, "other", False, ME).notes)
+
+
+def test_owners_are_the_account_and_where_it_may_write(hub, run):
+    hub.organisations["me"] = {"lab": "write", "club": "read"}
+    assert push.owners(ME) == ("me", "lab")
+    assert publish(run, "lab/student").repo_id == "lab/student" and hub.repos["models", "lab/student"].private
+    assert "choose from me, lab" in refused(run, "club/student")
+
+
+def test_publishing_again_sends_only_what_changed(hub, run):
+    first = publish(run)
+    hub.add("me/student", {"model-00001-of-00002.safetensors": b"older", "mine.txt": b"a note"})
+    hub.requests.clear()
+    second = publish(run)
+    assert not [line for line in written(hub) if line.startswith("PUT")]
+    assert {"mine.txt", WEIGHTS} <= set(files_of(hub)) and "model-00001-of-00002.safetensors" not in files_of(hub)
+    assert publish(run).revision == second.revision != first.revision  # nothing to change, so no commit
+
+
+def test_a_run_without_a_student_is_refused(hub, tmp_path):
+    begun = Run.begin(tmp_path / "run", Plan("demo", budget=64))
+    with pytest.raises(RequestError, match="has no student yet"):
+        finish(push.publish(begun, "me/student", token=ME))
+    assert not hub.requests
+
+
+def test_the_command_shows_then_publishes(hub, run, signed_in, said):
+    code, out, _ = said("push", run.folder, "student", "--dry-run")
+    assert code == 0 and "me/student, private" in out and "note: demo is a local folder" in out and not written(hub)
+    code, out, err = said("push", run.folder, "me/student")
+    assert code == 0 and not err and "from_pretrained(name, revision=revision, trust_remote_code=True)" in out
+    code, out, _ = said("push", run.folder, "me/open", "--public", "--json")
+    assert code == 0 and json.loads(out)["repo_id"] == "me/open" and not hub.repos["models", "me/open"].private
+
+
+def test_where_a_run_was_published_is_told_by_whoever_reads_its_log(hub, run, signed_in, said):
+    assert not [line for line in said("runs", "--root", run.folder.parent)[1] if "me/later" in line]
+    done = publish(run, "me/later")
+    event = run.events()[-1]
+    told = {"repo_id": "me/later", "revision": done.revision, "url": done.url, "snippet": done.snippet, "private": True}
+    assert event == {"time": event["time"], "event": "published", **told} and control.status(run).published == event
+    code, out, _ = said("runs", "--root", run.folder.parent)
+    sentence = f"published as me/later (private), revision {done.revision}: {done.url}"
+    assert code == 0 and out.endswith(f"demo: {sentence}\n")
+    code, out, _ = said("runs", "attach", run.folder)
+    assert code == 0 and out.endswith(f"{sentence}\n\n{done.snippet}\n")
+    run.log("evaluated")  # what comes later hides it no more than another publication does
+    publish(run, "me/last")
+    assert control.status(run).published["repo_id"] == "me/last"
+
+
+def test_the_command_says_what_it_needs(hub, run, signed_in, said):
+    for arguments in ([run.folder], [], [run.folder, "me/a", "--space", "me/b"], [run.folder, "--space", "me/b"]):
+        code, out, err = said("push", *arguments)
+        assert (code, out) == (2, "") and "push needs RUN and OWNER/NAME, or --space OWNER/NAME alone" in err
+    code, _, err = said("push", run.folder, "org/student")
+    assert code == 2 and "choose from me" in err and ME not in err

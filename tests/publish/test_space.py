@@ -1,0 +1,160 @@
+"""The app as a Space: what it is made of, and that what was sent works where only that is."""
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import pytest
+from gradio_client import Client
+from huggingface_hub import RepoCard, snapshot_download
+
+from linearizer.cli.main import main
+from linearizer.errors import PublishError, RequestError
+from linearizer.jobs import control
+from linearizer.progress import finish
+from linearizer.publish import push, space
+from tests.support.page_server import SMALL, SPACE, serving
+
+ME = "hf_fake_me"
+HERE = Path(__file__).parents[2]
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # how the Hub's client sends files
+
+
+@pytest.fixture
+def checkout(tmp_path, monkeypatch):
+    """A checkout of the project, with what a working copy gathers."""
+    root = tmp_path / "checkout"
+    for name in ("linearizer", "assets"):
+        shutil.copytree(HERE / name, root / name)
+    for name in ("LICENSE", "pyproject.toml", "README.md", "requirements.txt"):
+        shutil.copy(HERE / name, root / name)
+    (root / "app.py").write_text("import linearizer\n")
+    (root / "linearizer" / "__pycache__").mkdir(exist_ok=True)
+    (root / "linearizer" / "__pycache__" / "x.pyc").write_bytes(b"x")
+    (root / "linearizer" / ".env").write_text("HF_TOKEN=hf_secret")
+    (root / "linearizer" / "link.py").symlink_to("/etc/passwd")
+    (root / "runs").mkdir()
+    monkeypatch.setattr(space, "PACKAGE", root / "linearizer")
+    return root
+
+
+def publish(name="me/app", **how):
+    return finish(push.publish_space(name, token=ME, **how))
+
+
+def test_what_was_sent_works_where_only_that_is(hub, checkout, tmp_path):
+    done = publish()
+    folder = snapshot_download(
+        "me/app", repo_type="space", revision=done.revision, token=ME, local_dir=tmp_path / "space"
+    )
+    ran = subprocess.run(
+        [sys.executable, "-m", "linearizer", "inspect", "demo"],
+        cwd=folder, env={**os.environ, "PYTHONPATH": folder}, capture_output=True, text=True,
+    )  # fmt: skip
+    assert ran.returncode == 0 and "8 query heads on 4 KV heads" in ran.stdout, ran.stderr
+    assert hub.repos["spaces", "me/app"].private and done.url.endswith("/spaces/me/app")
+
+
+def test_a_space_holds_the_project_and_nothing_of_a_working_copy(hub, checkout):
+    publish()
+    repo = hub.repos["spaces", "me/app"]
+    held = repo.commits[repo.branches["main"]]
+    assert {"app.py", "requirements.txt", "linearizer/hub.py", "linearizer/model_card.md", "LICENSE"} <= set(held)
+    assert "assets/demo-model/config.json" in held
+    assert not [
+        name for name in held if "pycache" in name or name.startswith("runs/") or ".env" in name or "link" in name
+    ]
+
+
+def test_its_front_matter_asks_for_the_least(checkout):
+    card = RepoCard(space.files("me/app")["README.md"].decode())
+    matter = card.data.to_dict()
+    assert (matter["sdk"], matter["app_file"], matter["hf_oauth"]) == ("gradio", "app.py", True)
+    assert matter["hf_oauth_scopes"] == ["contribute-repos", "gated-repos"]
+    assert matter["sdk_version"].count(".") == 2 and len(matter["short_description"]) <= 60
+    assert card.text.lstrip() == (checkout / "README.md").read_text()
+
+
+def test_its_requirements_are_the_projects_without_what_a_space_has(checkout):
+    own = (checkout / "requirements.txt").read_text().splitlines()
+    sent = space.files("me/app")["requirements.txt"].decode().splitlines()
+    assert [line for line in sent if line not in own] == [space.TORCH]
+    assert [line.partition(">")[0] for line in own if line not in sent] == ["gradio", "torch", "triton"]
+
+
+def test_publishing_again_removes_what_is_gone(hub, checkout):
+    publish()
+    (checkout / "linearizer" / "picture.py").unlink()
+    publish()
+    repo = hub.repos["spaces", "me/app"]
+    assert "linearizer/picture.py" not in repo.commits[repo.branches["main"]]
+
+
+@pytest.fixture(scope="module")
+def installed(tmp_path_factory):
+    """The package as a wheel brings it, in a folder where nothing else is."""
+    root = tmp_path_factory.mktemp("wheel")
+    shutil.copytree(HERE / "linearizer", root / "source" / "linearizer", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(HERE / "assets", root / "source" / "assets")
+    for name in ("app.py", "LICENSE", "pyproject.toml", "README.md", "requirements.txt"):
+        shutil.copy(HERE / name, root / "source" / name)
+    program = "from setuptools import build_meta; build_meta.build_wheel('..')"
+    subprocess.run([sys.executable, "-c", program], cwd=root / "source", check=True, capture_output=True)
+    (wheel,) = root.glob("*.whl")
+    with zipfile.ZipFile(wheel) as held:
+        held.extractall(root / "site-packages")
+    return root / "site-packages"
+
+
+def test_an_installed_package_publishes_the_same_space_and_what_was_sent_shows_the_page(hub, installed, tmp_path):
+    known = {**os.environ, "HF_TOKEN": ME, "HF_HOME": str(tmp_path / "home"), "LINEARIZER_RUNS": str(tmp_path / "runs")}
+    command = [sys.executable, "-m", "linearizer", "push", "--space", "me/app"]
+    pushed = subprocess.run(
+        command, cwd=tmp_path, env={**known, "PYTHONPATH": str(installed)}, capture_output=True, text=True
+    )
+    assert pushed.returncode == 0, pushed.stderr
+    repo = hub.repos["spaces", "me/app"]
+    sent, own = repo.commits[repo.branches["main"]], space.files("me/app")
+    pictures = {name for name in own if name.endswith(".png")}
+    assert set(sent) - {".gitattributes"} == set(own) - pictures
+    assert "](assets/page" in own["README.md"].decode() and b"](assets/page" not in sent["README.md"]
+    for name, content in own.items():
+        if name not in pictures | {"README.md"}:
+            assert sent[name] == (content if isinstance(content, bytes) else content.read_bytes()), name
+    folder = snapshot_download("me/app", repo_type="space", token=ME, local_dir=tmp_path / "space")
+    with serving(tmp_path / "runs", [sys.executable, "app.py"], folder, **SPACE, PYTHONPATH="") as (url, _):
+        client = Client(url, verbose=False, analytics_enabled=False)
+        assert client.predict("demo", api_name="/inspect_model")["supported"]
+        run = client.predict("demo", 64, "Try it", {**SMALL, "steps": 0}, "a secret of sixteen", api_name="/start_run")
+        while (found := client.predict(run, "a secret of sixteen", api_name="/run_status"))["state"] in control.LIVE:
+            time.sleep(0.2)
+        assert found["state"] == "done", found
+
+
+def test_another_space_is_left_alone(hub, checkout):
+    hub.add("me/app", {"app.py": b"mine"}, "spaces", private=True)
+    with pytest.raises(PublishError, match="'me/app' exists and holds something else"):
+        publish()
+
+
+def test_where_a_file_is_missing_it_says_what_to_do(hub, checkout, monkeypatch, capsys):
+    (checkout / "app.py").unlink()
+    monkeypatch.setenv("HF_TOKEN", ME)
+    assert main(["push", "--space", "me/app"]) == 2
+    assert "app.py' is missing, which a Space needs: install the package again" in capsys.readouterr().err
+    with pytest.raises(RequestError, match="is missing, which a Space needs"):
+        push.preview_space("me/app", token=ME)
+    assert not [line for line in hub.requests if line.startswith("POST")]
+
+
+def test_the_command_shows_and_publishes(hub, checkout, monkeypatch, capsys):
+    monkeypatch.setenv("HF_TOKEN", ME)
+    assert main(["push", "--space", "me/app", "--dry-run"]) == 0
+    out = capsys.readouterr().out
+    assert "me/app, private" in out and "hf_oauth_scopes" in out and not hub.repos
+    assert main(["push", "--space", "app", "--public"]) == 0
+    assert capsys.readouterr().out.strip().endswith("/spaces/me/app") and not hub.repos["spaces", "me/app"].private

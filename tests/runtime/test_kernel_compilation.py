@@ -1,0 +1,34 @@
+"""Every kernel compiles for GPUs that are not here, within their registers and shared memory."""
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("triton")
+
+SHARED = {80: 163, 89: 99, 90: 227, 120: 99}  # KiB that one block of threads may have
+
+
+@pytest.mark.parametrize("chip, size", [*((chip, "128x128") for chip in SHARED), (90, "256x128"), (89, "128x128xfp32")])
+def test_kernels_fit(chip, size, tmp_path):
+    """In a process of its own, because here the kernels are interpreted."""
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-m", "tests.support.compiling", str(chip), size],
+        capture_output=True,
+        text=True,
+        cwd=Path(__file__).parents[2],
+        env={**environment, "TRITON_CACHE_DIR": str(tmp_path)},
+    )
+    assert done.returncode == 0, done.stderr
+    found = [json.loads(line) for line in done.stdout.splitlines()]
+    assert len({row["kernel"] for row in found}) == 16
+    for row in found:
+        assert row["spilled"] <= 64 and row["shared"] <= SHARED[chip] * 1024, row
+    assert all(
+        row["tensor_cores"] for row in found if row["kernel"] not in ("scan_segments", "stabilise", "merge_turns")
+    )

@@ -1,0 +1,105 @@
+"""The kernels of slots decide as PyTorch does, ties included: in Triton's interpreter where there is no GPU."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from linearizer.runtime import kernel_slots_rounds, kernel_text_merging, kernel_text_slots, kernel_token_common, slots
+from linearizer.runtime.slots_merging import Merging, rounds
+from linearizer.runtime.state import SlotState, tensors
+from tests.support.kernels import DEVICE, mutate
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
+WINDOW, SINKS, DIM, VALUE_DIM = 8, 2, 6, 5
+
+
+def text(length, group=2, dtype=torch.float64, heads=2, batch=2, whole=False):
+    """Random queries, keys and values; whole numbers make exact distances, many of them alike."""
+    generator = torch.Generator().manual_seed(length)
+
+    def draw(*shape):
+        numbers = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return (numbers.round().clamp(-1, 1) if whole else numbers).to(DEVICE, dtype)
+
+    q, k = draw(batch, heads, group, length, DIM), draw(batch, heads, length, DIM)
+    metric = torch.eye(DIM).expand(heads, -1, -1).to(k) if whole else draw(heads, DIM, DIM)
+    return q, k, draw(batch, heads, length, VALUE_DIM), metric, 0.25 + draw(heads).abs()
+
+
+@torch.no_grad()
+def both(q, k, v, metric, gain, count, block, real=None, edges=(), bits=16):
+    """The whole text by PyTorch and by kernels, in calls that end at these edges: outputs and states."""
+    ends = [*edges, q.shape[-2]]
+    for fused in (False, True):
+        state, out = SlotState.empty(k, v, WINDOW, SINKS, count), []
+        for a, b in zip([0, *ends], ends, strict=False):
+            part = q[..., a:b, :], k[:, :, a:b], v[:, :, a:b]
+            piece = None if real is None else real[:, a:b]
+            out.append(slots.attend(*part, Merging(metric, gain, WINDOW, block, bits=bits), piece, state, fused))
+        yield torch.cat(out, -2), state
+
+
+def assert_alike(found, tolerance, real=None):
+    (plain, state), (fused, own) = found
+    for x in tensors(own).values():
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size(), "only the last turn is remembered"
+    if real is not None:
+        plain, fused = (x * real[:, None, None, :, None] for x in (plain, fused))
+    torch.testing.assert_close(fused, plain, rtol=tolerance, atol=tolerance)
+    assert torch.equal(own.weight, state.weight), "slots hold as many tokens each"
+    full = state.weight > 0
+    for name in ("slot_k", "slot_v", "spread"):
+        mine, theirs = (getattr(one, name)[full] for one in (own, state))
+        torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
+
+
+CASES = {
+    "more slots than fit into one tile": (60, 36, 4, dict(heads=1), {}),
+    "fewer slots than a block": (34, 3, 8, dict(group=1, heads=1), {}),
+    "in pieces": (45, 6, 4, dict(heads=1), dict(edges=(1, 20, 21))),
+    "in 8 bits": (45, 6, 4, dict(heads=1), dict(edges=(20,), bits=8)),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_outputs_and_slots_are_those_of_pytorch(name, dtype):
+    length, count, block, sizes, how = CASES[name]
+    tolerance = 1e-4 if dtype == torch.float32 else 1e-9
+    assert_alike(both(*text(length, dtype=dtype, **sizes), count, block, **how), tolerance)
+
+
+def test_padding_is_never_merged():
+    real = (torch.rand(2, 40, generator=torch.Generator().manual_seed(0)) < 0.7).to(DEVICE)
+    assert_alike(both(*text(40, heads=1), 5, 4, real=real), 1e-9, real)
+
+
+def test_of_pairs_that_cost_the_same_the_same_ones_are_merged():
+    assert_alike(both(*text(36, heads=1, whole=True), 6, 8), 1e-9)
+
+
+def test_the_number_of_rounds_is_what_halving_takes():
+    assert [rounds(slots, 16) for slots in (16, 17, 32, 33, 64, 65)] == [2, 3, 3, 4, 4, 5]
+
+
+@pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter shows it as well")
+@pytest.mark.parametrize(
+    "module, line, mutation",
+    [
+        (kernel_slots_rounds, "j[None, :] < i[:, None]", "j[None, :] > i[:, None]"),  # ties
+        (kernel_slots_rounds, "& (i < partner)", "& (i > partner)"),
+        (kernel_slots_rounds, "apart * apart", "apart"),
+        (kernel_text_merging, "step < WAITING", "step < 0"),
+        (kernel_token_common, "- 133", "- 132"),
+        (kernel_token_common, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
+        (kernel_text_slots, "gain * load_rows", "0 * load_rows"),
+        (kernel_text_slots, "near[None, :] <= place", "near[None, :] < place"),
+    ],
+)
+def test_a_mutated_kernel_fails(module, line, mutation, tmp_path, monkeypatch):
+    mutate(module, line, mutation, tmp_path, monkeypatch)
+    q, k, v, *merging = text(36, heads=1, batch=1, whole=True)
+    with pytest.raises(AssertionError):
+        assert_alike(both(q, k, v, *merging, 6, 8), 1e-9)
+        assert_alike(both(q, 0.995 * k, 0.995 * v, *merging, 6, 8, bits=8), 1e-9)  # above 127/128 of a power of two

@@ -1,0 +1,193 @@
+"""Compile every kernel for a GPU that need not be there: python -m tests.support.compiling 90 prints what each takes.
+
+Further words are sizes: 128x128 is the width of a head and its features, 128x128xfp32 the same without bf16.
+"""
+
+import json
+import re
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+import triton
+from triton.backends.compiler import GPUTarget
+from triton.compiler import ASTSource
+from triton.runtime.jit import JITFunction
+
+from linearizer.runtime import (
+    feature_maps_folded,
+    kernel_common,
+    kernel_text_features,
+    kernel_text_gradients,
+    kernel_text_merging,
+    kernel_text_slots,
+    kernel_token_features,
+    kernel_token_slots,
+)
+from linearizer.runtime.kernel_token_table import Held, table_of
+from linearizer.runtime.slots_merging import Merging
+from linearizer.runtime.state import SlotState, State
+from linearizer.train import attention_loss_kernels
+
+TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+MAPS = (feature_maps_folded.NONE, feature_maps_folded.KEYS, feature_maps_folded.NEAREST, feature_maps_folded.HALVES)
+
+
+def launches(chip, call):
+    """What `call` would launch on such a chip: (kernel, its arguments by name, launch options)."""
+    found = []
+
+    def capture(kernel, *args, grid=None, warmup=False, **kwargs):
+        options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
+        found.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}, options))
+
+    run, JITFunction.run = JITFunction.run, capture
+    asked, kernel_common.chip = kernel_common.chip, lambda _: chip
+    try:
+        call()
+    finally:
+        JITFunction.run, kernel_common.chip = run, asked
+    return found
+
+
+def draw(*shape, dtype=torch.bfloat16):
+    return torch.empty(*shape, dtype=dtype, device="meta")
+
+
+def everything(dim, features, dtype, whole, window=64, sinks=4):
+    """Call all that launches: attention and its gradients, a step with features of its own or given, both losses.
+
+    A step is made with all kinds of features if `whole`, and else with those that take least and most.
+    """
+    inputs = attention_inputs(1, 8, 4, 2048, dim, features, dtype, window, sinks)
+    (q, k, _, sink, _, count, _, u, w, level, mean), heads = inputs, 8
+    ring, one = (draw(1, heads, size, dim, dtype=dtype) for size in (window, 1))
+    attention_and_gradients(inputs, window)
+    kernel_text_features.run(*inputs[:7], None, None, level, mean, window)
+    first = (q[..., :1, :], one, one, q[..., :1, :])
+    for bits in (16, 8):
+        near = (draw(*x.shape[:-1], dim + 1, dtype=torch.int8) if bits == 8 else x for x in (sink, sink, ring, ring))
+        held = Held([*range(heads)], State(count, *near, level, mean), window)
+        for shares in MAPS if whole else MAPS[::3]:
+            kernel_token_features.run_step(*first, table_of([held]), held.state.sink_k, level, shares, dim**-0.5)
+    given = u[..., :1, :], w[..., :1, :]
+    kernel_token_features.run_step(*first, table_of([held]), sink, level, -1, 1.0, *given)
+    metric = draw(heads, dim, dim).float()
+    slots(q, k, sink, count, window, metric)
+    for bits in (16, 8):
+        slot_step(q[..., :1, :], one, count, (sink, sink, ring, ring), window, metric, bits)
+    for squared in (False, True):
+        attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks, squared)
+
+
+def attention_inputs(batch, heads, group, tokens, dim, features, dtype, window, sinks):
+    """Queries, keys, values, sinks, counts, log-features, and a state."""
+    q = draw(batch, heads, group, tokens, dim, dtype=dtype)
+    k, sink = (draw(batch, heads, size, dim, dtype=dtype) for size in (tokens + window, sinks))
+    u, w = (draw(batch, heads, *shape, tokens, features, dtype=torch.float32) for shape in ((group,), ()))
+    level, mean = draw(batch, heads, features).float(), draw(batch, heads, features, dim).float()
+    count = draw(batch, dtype=torch.int64)
+    return q, k, k, sink, sink, count, count, u, w, level, mean
+
+
+def attention_and_gradients(inputs, window):
+    """Attend, and pass gradients back."""
+    out, lse, last_level, last_mean, kept = kernel_text_features.run(*inputs, window)
+
+    class Context:
+        saved_tensors = (*inputs, out, lse, last_level, last_mean, *kept)
+
+    Context.window = window
+    kernel_text_gradients.Attention.backward(Context, inputs[0], *inputs[-2:])
+
+
+def slots(q, k, sink, count, window, metric, turns=64, size=64, block=16):
+    """Merge blocks into slots, and attend with them."""
+    (batch, heads, _, _, dim), work = q.shape, torch.float32
+    index, merges = draw(batch, turns, block, dtype=torch.int64), draw(batch, turns, dtype=torch.int64)
+    own, number = draw(batch, heads, size, dim, dtype=q.dtype), draw(batch, heads, size, dtype=work)
+    found = kernel_text_merging.merge(k, k, metric, index, index, merges, [own, own, number, number], 3, 2, 8)
+    asks = q[..., : turns * block, :]
+    kernel_text_slots.look(asks, k, k, sink, sink, found, metric[:, 0, 0], index, merges, count, count, window)
+
+
+def slot_step(q, k, count, near, window, metric, bits, size=64):
+    """Attend to slots with one token, and merge a block."""
+    heads, dim = metric.shape[:2]
+    slot, number = draw(1, heads, size, dim, dtype=q.dtype), draw(1, heads, size).float()
+    kept = [draw(*x.shape[:-1], dim + 1, dtype=torch.int8) if bits == 8 else x for x in (*near, slot, slot)]
+    held = Held(
+        [*range(heads)], SlotState(count, *kept, number, number), window, merging=Merging(metric, metric, window, 16)
+    )
+    merged = held.sizes()[1] + held.sizes()[2]
+    kernel_token_slots.run_slot_step(
+        q, k, k, q, table_of([held]), kept[0], number, merged, torch.float32, dim**-0.25, dim**-0.5
+    )
+
+
+def compiled(kernel, arguments, options, chip):
+    """Compile a launch: its registers, its spilled bytes, its shared memory."""
+    names, constants, signature, attributes = kernel.arg_names, {}, {}, {}
+    for index, name in enumerate(names):
+        value, parameter = arguments[name], kernel.params[index]
+        if parameter.is_constexpr or value is None:
+            signature[name], constants[(index,)] = "constexpr", value
+        elif isinstance(value, torch.Tensor):
+            signature[name], attributes[(index,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
+        else:
+            signature[name] = "fp32" if isinstance(value, float) else "i32"
+            if signature[name] == "i32" and value % 16 == 0:
+                attributes[(index,)] = [["tt.divisibility", 16]]
+    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    built = triton.compile(source, target=GPUTarget("cuda", chip[0] * 10 + chip[1], 32), options=options)
+    report = assemble(built.asm["ptx"])
+    return {
+        "kernel": kernel.__name__,
+        "registers": int(re.search(r"Used (\d+) registers", report)[1]),
+        "spilled": max(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report))),
+        "shared": built.metadata.shared,
+        "warps": options.get("num_warps", 4),
+        "tensor_cores": bool(re.search(r"wgmma|mma\.sync|tcgen05", built.asm["ptx"])),
+    }
+
+
+def assemble(ptx):
+    """Have Triton's own assembler say what a program takes."""
+    target = re.search(r"\.target (sm_\w+)", ptx)[1]
+    folder = Path(triton.__file__).parent / "backends/nvidia/bin"
+    with tempfile.TemporaryDirectory() as work:
+        path = Path(work, "kernel.ptx")
+        path.write_text(ptx)
+        for assembler in sorted(folder.glob("ptxas*")):  # newer programs may need the second one
+            command = [assembler, "-v", f"--gpu-name={target}", path, "-o", Path(work, "out")]
+            done = subprocess.run(command, capture_output=True, text=True)
+            if not done.returncode:
+                return done.stderr
+    raise RuntimeError(done.stderr)
+
+
+def report(chip, dim, features, dtype):
+    """All kernels of one size on one chip, each launch once."""
+    seen = {}
+    for kernel, arguments, options in launches(
+        chip, lambda: everything(dim, features, dtype, whole=(chip, dim) == ((9, 0), 128))
+    ):
+        plain = {n: a if not isinstance(a, torch.Tensor) else str(a.dtype) for n, a in arguments.items()}
+        seen.setdefault(json.dumps([kernel.__name__, plain], default=str), (kernel, arguments, options))
+    size = {"dim": dim, "features": features, "dtype": str(dtype)}
+    return [compiled(*launch, chip) | size for launch in seen.values()]
+
+
+def main():
+    chip = divmod(int(sys.argv[1]), 10)
+    for size in sys.argv[2:] or ["128x128"]:
+        dim, features, *wide = size.split("x")
+        for row in report(chip, int(dim), int(features), torch.float32 if wide == ["fp32"] else torch.bfloat16):
+            sys.stdout.write(json.dumps(row) + "\n")
+            sys.stdout.flush()
+
+
+if __name__ == "__main__":
+    main()

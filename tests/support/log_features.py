@@ -1,0 +1,39 @@
+"""Texts, keys and feature maps to run linear attention on."""
+
+from __future__ import annotations
+
+import torch
+
+from linearizer.runtime.feature_maps import FEATURE_MAPS
+
+DIM, VALUE_DIM = 6, 5
+
+
+def make(tokens, heads=2, group=2, batch=2, features=4, kind="prf", dtype=torch.float64, size=1.0, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    q, k = draw(batch, heads, group, tokens, DIM) * size, draw(batch, heads, tokens, DIM) * size
+    v = draw(batch, heads, tokens, VALUE_DIM)
+    feature_map = None
+    if features:
+        feature_map = FEATURE_MAPS[kind](heads, DIM, features).double().eval()
+        feature_map.reset(generator)
+    return q.to(dtype), k.to(dtype), v.to(dtype), feature_map
+
+
+def extreme(case, tokens=48):
+    """Texts on which features or scores leave the range of fp32's exponential."""
+    q, k, v, feature_map = make(tokens, features=16)
+    if case == "a first key of norm 60":
+        k[:, :, 0] *= 60 / k[:, :, 0].norm(dim=-1, keepdim=True)
+    elif case == "all keys of norm 60":
+        k *= 60 / k.norm(dim=-1, keepdim=True)
+    elif case == "a later key of norm 60":
+        k[:, :, :-1] *= 60 / k[:, :, :-1].norm(dim=-1, keepdim=True)
+    elif case == "logits of ±80":
+        k *= (80 / DIM) ** 0.5 / k.square().mean(-1, keepdim=True).sqrt() ** 1
+        q = k[:, :, None].expand_as(q) * torch.where(torch.arange(tokens)[:, None] % 2 == 0, 1.0, -1.0)
+    return q, k, v, feature_map

@@ -1,0 +1,199 @@
+"""A server of the page in a process of its own, a browser to look at it, and runs brought to an end afterwards."""
+
+import base64
+import hashlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import time
+import urllib.request
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+
+from linearizer.errors import LinearizerError
+from linearizer.jobs import control
+
+ARGUMENTS = """
+    --no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run
+"""
+GRADIO = {"image-redundant-alt"}  # the pictures in Gradio's footer repeat the words beside them; they cannot be set
+SMALL = {"recipe": "features", "texts": 2, "length": 128, "samples": 64, "steps": 4}  # a run of seconds
+SPACE = {  # what the Hub sets in a Space
+    "SYSTEM": "spaces",
+    "SPACE_ID": "owner/linearizer",
+    "OAUTH_CLIENT_ID": "client",
+    "OAUTH_CLIENT_SECRET": "hush",
+    "OAUTH_SCOPES": "openid profile",
+    "OPENID_PROVIDER_URL": "http://127.0.0.1:9",
+}
+
+LONG = 120_000  # milliseconds that a run on a busy machine may take
+FITS = "() => document.documentElement.scrollWidth <= document.documentElement.clientWidth + 1"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+@contextmanager
+def server(runs, command=None, folder=None, **environment):
+    """Start a server of the page, and give its address, what it writes to its log, and its process, at once."""
+    port, log = free_port(), Path(runs).parent / f"server-{free_port()}.log"
+    known = {**os.environ, "LINEARIZER_RUNS": str(runs), "HF_HUB_DISABLE_PROGRESS_BARS": "1", "GRADIO_SSR_MODE": "0"}
+    known.pop("TRITON_INTERPRET", None)
+    known.update(GRADIO_SERVER_PORT=str(port))
+    page = [sys.executable, "-m", "linearizer", "app", "--port", str(port), "--host", "127.0.0.1"]
+    with log.open("wb") as said:
+        process = subprocess.Popen(command or page, cwd=folder, env={**known, **environment}, stdout=said, stderr=said)
+    try:
+        yield f"http://127.0.0.1:{port}/", log, process
+    finally:
+        process.terminate()
+        process.wait(20)
+        end_runs(Path(runs))
+
+
+@contextmanager
+def serving(runs, command=None, folder=None, **environment):
+    """Serve the page, and give its address and what it writes to its log."""
+    with server(runs, command, folder, **environment) as (url, log, process):
+        wait_for(url, process, log)
+        yield url, log
+
+
+def wait_for(url, process, log):
+    for _ in range(1200):  # a busy machine starts it in a minute
+        assert process.poll() is None, log.read_text()
+        try:
+            return urllib.request.urlopen(url, timeout=5).read()
+        except OSError:
+            time.sleep(0.1)
+    raise AssertionError("the page does not open: " + log.read_text())
+
+
+def finished(url, options):
+    """Make a run of the demo model through the API, and give its name once it is done."""
+    from gradio_client import Client
+
+    client = Client(url, verbose=False, analytics_enabled=False)
+    name = client.predict("demo", 64, "Try it", options, api_name="/start_run")
+    while (state := client.predict(name, api_name="/run_status")["state"]) in control.LIVE:
+        time.sleep(0.2)
+    assert state == "done"
+    return name
+
+
+def end_runs(root):
+    """Stop what is still at work under a folder, and wait until it has stopped."""
+    end = time.monotonic() + 180
+    for folder in {plan.parent.parent for plan in root.rglob("plan.json")}:
+        for one in control.runs_in(folder):
+            try:
+                control.stop(one.run)
+            except LinearizerError:
+                pass  # it has ended
+            while control.status(one.run).live and time.monotonic() < end:
+                time.sleep(0.1)
+
+
+def chromium():
+    """Find the browser; where pages must be tested and there is none, fail."""
+    found = shutil.which("chromium")
+    if found is None and os.environ.get("LINEARIZER_PAGE_TESTS") == "1":
+        pytest.fail("LINEARIZER_PAGE_TESTS=1 and no chromium here: install it")
+    if found is None:
+        pytest.skip("no chromium here")
+    return found
+
+
+@contextmanager
+def browsing():
+    """Open a browser."""
+    path = chromium()
+    from playwright.sync_api import sync_playwright
+
+    with sync_playwright() as play:
+        browser = play.chromium.launch(executable_path=path, args=ARGUMENTS.split())
+        try:
+            yield browser
+        finally:
+            browser.close()
+
+
+@contextmanager
+def looking(browser, url, **how):
+    """Open a page as a visitor of their own; afterwards nothing may have gone wrong in its console.
+
+    Gradio aborts its stream when a page is left or loaded again, and the browser says so.
+    """
+    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **how})
+    page, wrong = context.new_page(), []
+    page.set_default_timeout(60_000)
+    page.on("console", lambda message: wrong.append(where(message)) if bad(message) else None)
+    page.on("pageerror", lambda error: wrong.append(str(error)) if "AbortError" not in str(error) else None)
+    origin = "/".join(url.split("/")[:3])
+    page.route(lambda address: not address.startswith((origin, "data:", "blob:")), nothing)
+    try:
+        page.goto(url)
+        page.wait_for_selector(".lz-head h1")
+        page.wait_for_selector("#heard", state="attached")  # from here on it listens
+        yield page
+        assert not wrong, wrong
+    finally:
+        context.close()
+
+
+def wrong(page):
+    """List what axe finds against WCAG and good practice, apart from what is Gradio's own."""
+    from axe_playwright_python.sync_playwright import Axe
+
+    page.wait_for_timeout(300)  # colours fade
+    found = Axe().run(page).response["violations"]
+    return [(one["id"], node["html"][:200]) for one in found if one["id"] not in GRADIO for node in one["nodes"]]
+
+
+def bad(message):
+    """Tell errors from what Gradio says where it looks for a Space that the Hub does not have."""
+    return message.type == "error" and message.text != "Space not found"
+
+
+def where(message):
+    """Say what the browser said, and of which address."""
+    return f"{message.text} {message.location.get('url', '')}"
+
+
+def nothing(route):
+    """Answer for the world outside, which tests do not reach."""
+    route.fulfill(body="")
+
+
+def session_of(account, secret="hush"):
+    """Forge the cookie that signing in leaves, as the Space that knows the secret would."""
+    import itsdangerous
+
+    info = {"preferred_username": account, "name": account, "sub": account, "profile": "", "picture": "", "website": ""}
+    held = {
+        "oauth_info": {
+            "userinfo": info,
+            "access_token": f"hf_fake_{account}",
+            "scope": "openid",
+            "expires_at": time.time() + 3600,
+        }
+    }
+    key = hashlib.sha256(f"{secret}-v4".encode()).hexdigest()
+    return itsdangerous.TimestampSigner(key).sign(base64.b64encode(json.dumps(held).encode())).decode()
+
+
+def shown(page, selector, text, timeout=120_000):
+    page.wait_for_function(
+        "([where, what]) => document.querySelector(where)?.innerText.includes(what)",
+        arg=[selector, text],
+        timeout=timeout,
+    )

@@ -1,0 +1,230 @@
+"""Work on a run is stopped within every step, resumed to the same bits, and refused where the disk is too small."""
+
+import json
+import threading
+import time
+from dataclasses import asdict, replace
+
+import pytest
+
+from linearizer.cli.text import run_text
+from linearizer.errors import FolderError, RequestError, Stopped
+from linearizer.jobs import control
+from linearizer.model.hub import find_model
+from linearizer.pipeline import linearize, measure_only, reallocate
+from linearizer.progress import Progress, finish
+from linearizer.run.at_work import Pace
+from linearizer.run.cost import Layer
+from linearizer.run.files import remove
+from linearizer.run.folder import Run, Trained, trained
+from linearizer.run.plan import Plan
+from linearizer.train.state_file import NEWEST
+from tests.support.hub import Handler
+from tests.support.runs import LONG, QUICK
+
+
+@pytest.fixture
+def begin(tmp_path):
+    """Begin runs that the test itself works on."""
+    return lambda name="run", plan=LONG: Run.begin(tmp_path / name, plan)
+
+
+def student(run):
+    return (run.checkpoint / "model.safetensors").read_bytes()
+
+
+@pytest.mark.parametrize("strategy", ["common-lambda", "gain"])
+def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, begin):
+    plan = Plan("demo", target_length=64, steps=4, **{**QUICK, "budget": 24, "strategy": strategy})
+    whole, run = begin("whole", plan), begin("run", plan)
+    finish(linearize(whole))
+    steps = ["profile", "price" if strategy == "gain" else "distill", "evaluate", "recall"]
+    for step in steps:
+        with pytest.raises(Stopped):
+            for progress in linearize(run):
+                if progress.step == step and not run.requested("stop"):
+                    assert control.status(run).state == "running"
+                    control.stop(run)
+                    assert control.status(run).state == "stopping"
+                    reached = progress.done
+        found = control.status(run)
+        assert (found.state, found.step["event"], found.step["done"]) == ("stopped", step, reached)
+        assert not run.requested("stop") and not run.worked_on
+    finish(linearize(run))
+    assert student(run) == student(whole)
+    assert control.status(run).state == "done"
+
+
+def test_what_has_no_steps_is_stopped_at_once(begin):
+    run = begin(plan=Plan("demo", text="self", budget=64, texts=64, length=512))  # the model writes for minutes
+    threading.Timer(1, run.request, ["stop"]).start()
+    begun = time.monotonic()
+    with pytest.raises(Stopped):
+        finish(linearize(run))
+    assert time.monotonic() - begun < 10 and control.status(run).state == "stopped"
+
+
+def test_a_download_is_stopped_at_once(begin, hub, monkeypatch):
+    hub.add("org/slow", find_model("demo").folder)
+    served, over = Handler.file, threading.Event()
+
+    def slow(self, repo, revision, path):
+        if path.endswith(".safetensors") and self.command == "GET" and "Range" not in self.headers:
+            over.wait(60)
+        served(self, repo, revision, path)
+
+    monkeypatch.setattr(Handler, "file", slow)
+    run = begin(plan=Plan("org/slow", **QUICK))
+    threading.Timer(1, run.request, ["stop"]).start()
+    begun = time.monotonic()
+    with pytest.raises(Stopped):
+        finish(linearize(run))
+    assert time.monotonic() - begun < 10 and control.status(run).state == "stopped"
+    over.set()
+
+
+def test_training_ends_early_where_that_is_asked_and_stays_so(begin):
+    run = begin(plan=LONG)
+    with pytest.raises(RequestError, match="is stopped: only a run that is at work"):
+        control.use_now(run)
+    steps = linearize(run)
+    assert next(steps).step == "profile"
+    with pytest.raises(RequestError, match="is not training"):
+        control.use_now(run)
+    reached = 0
+    while (progress := next(steps)).step != "evaluate":
+        if progress.step == "distill" and progress.done == 3:
+            control.use_now(run)
+        reached = progress.done
+    steps.close()
+    assert reached == 3 and not run.requested("use")
+    assert control.status(run).state == "stopped"
+    assert {progress.step for progress in linearize(run)} == {"evaluate", "recall"}
+    assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [3, 3]
+    assert control.status(run).state == "done"
+
+
+def test_training_that_ends_early_trains_with_no_later_loss(begin):
+    run = begin(plan=replace(LONG, loss="softmax+direct", steps=8))
+    steps = linearize(run)
+    while next(steps).step != "distill":
+        pass
+    control.use_now(run)
+    assert "distill" not in {progress.step for progress in steps}
+    ends = [(event["phase"], event["steps"]) for event in run.events() if event["event"] == "distilled"]
+    assert ends == [(0, 1), (1, 0)] and trained(run).asked == 8 and not run.requested("use")
+
+
+def test_a_damaged_state_of_a_training_that_had_ended_costs_no_step(begin):
+    run = begin(plan=replace(LONG, steps=26))  # its states are of steps 25 and 26
+    stop_at(run, "evaluate", 1)
+    (run.folder / "state" / "training" / "0" / NEWEST).write_bytes(b"")
+    assert [progress.done for progress in linearize(run) if progress.step == "distill"] == [26]
+    assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [26, 26]
+
+
+def test_another_budget_begins_another_training(begin):
+    run = begin(plan=LONG)
+    with pytest.raises(Stopped):
+        for progress in linearize(run):
+            if progress.step == "distill":
+                run.request("stop")
+    reallocate(run, Plan("demo", steps=2, **{**QUICK, "budget": 48}))
+    assert [progress.done for progress in linearize(run) if progress.step == "distill"] == [1, 2]
+
+
+def stop_at(run, step, done):
+    """Work on a run until a step is so far, and stop."""
+    steps = linearize(run)
+    while (progress := next(steps)).step != step or progress.done < done:
+        pass
+    steps.close()
+
+
+def test_a_training_that_was_done_does_not_end_the_one_of_another_budget_early(begin):
+    run, other = begin(plan=Plan("demo", steps=4, **QUICK)), Plan("demo", steps=4, **{**QUICK, "budget": 48})
+    stop_at(run, "evaluate", 1)
+    assert trained(run) == Trained(4, 4)
+    reallocate(run, other)
+    assert trained(run) == Trained(0, 0)
+    stop_at(run, "distill", 2)
+    assert [progress.done for progress in linearize(run) if progress.step == "distill"] == [3, 4]
+    assert trained(run) == Trained(4, 4) and run.done
+
+
+def test_what_was_measured_of_one_allocation_is_not_said_of_another(begin):
+    run = begin(plan=Plan("demo", budget=64, strategy="window"))
+    run.write("inspection.json", json.dumps({"layers": [asdict(Layer(4, 2, 16, 16))], "max_positions": 128}))
+    reallocate(run, run.plan)
+    run.log("exchanged", predicted=0.5, measured=0.25, changed=False)
+    run.write("state/steps.json", "7")
+    run.keep_found(rows=[{"name": "student", "state_bytes": 9, "language": {"loss": 1, "kl": 1}, "recall": []}])
+    for budget, said in ((64, True), (48, False), (64, False)):
+        reallocate(run, replace(run.plan, budget=budget))
+        assert ("0.5000 predicted, 0.2500 measured" in run_text(run)) == run.has("state/steps.json") == said
+
+
+def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
+    run = begin(plan=Plan("demo", steps=0, **QUICK))
+    finish(linearize(run))
+    made = student(run)
+    lines = run.log_file.read_text().splitlines(keepends=True)
+    assert '"done"' in lines.pop()
+    run.log_file.write_text("".join(lines))
+    (run.checkpoint / "README.md").unlink()
+    assert control.status(run).state == "lost"
+    assert list(linearize(run)) == []
+    assert control.status(run).state == "done" and (run.checkpoint / "README.md").exists() and student(run) == made
+
+
+def test_a_run_that_was_only_measured_waits_to_be_resumed(begin):
+    run = begin()
+    finish(measure_only(run))
+    assert control.status(run).state == "stopped" and run.has("profile.json")
+
+
+def test_a_run_deleted_while_it_is_worked_on_ends_and_stays_deleted(begin):
+    run = begin()
+    with pytest.raises(FolderError, match="was deleted|cannot be written"):
+        for progress in linearize(run):
+            if progress.step == "distill" and progress.done == 3:
+                remove(run.folder)
+    assert not run.folder.exists()
+
+
+def test_what_the_disk_has_no_room_for_is_refused_before_anything_is_loaded(begin, hub):
+    run = begin(plan=Plan("demo", budget=64, samples=8 * 10**12))
+    with pytest.raises(FolderError, match=r"GB free, and \d+\.\d+ GB are needed: make room"):
+        next(linearize(run))
+    assert control.status(run).state == "failed" and "are needed" in control.status(run).error
+
+
+def test_a_branch_that_moves_on_does_not_change_a_run_that_resumes(begin, hub):
+    demo = find_model("demo").folder
+    hub.add("org/moving", demo)
+    run, whole = begin("run", Plan("org/moving", steps=2, **QUICK)), begin("whole", Plan("demo", steps=2, **QUICK))
+    finish(measure_only(run))
+    hub.add("org/moving", {"config.json": b"{}"})
+    finish(linearize(run))
+    finish(linearize(whole))
+    assert student(run) == student(whole)
+
+
+def test_the_log_of_a_long_step_stays_small():
+    pace = Pace()
+    shown = [done for done in range(1, 10_001) if pace.due(Progress("distill", done, 10_000, "steps"))]
+    assert shown[0] == 1 and shown[-1] == 10_000 and len(shown) < 20
+    assert all(pace.due(Progress("distill", 5, 10_000, "steps", {"events": ("out of memory",)})) for _ in range(3))
+
+
+def test_the_rest_of_a_step_is_guessed_from_its_pace_and_anew_when_it_begins_anew(monkeypatch):
+    clock = [0.0]
+    monkeypatch.setattr(time, "monotonic", lambda: clock[0])
+    pace, left = Pace(), []
+    for number, done in enumerate([1, 2, 3, 1, 2]):
+        clock[0] = 3.0 * number
+        progress = Progress("price", done, 5, "prices")
+        pace.due(progress)
+        left.append(pace.left(progress))
+    assert left == [{}, {"seconds_left": 9.0}, {"seconds_left": 6.0}, {}, {"seconds_left": 9.0}]
+    assert pace.left(Progress("distill", 3, 5, "steps", {"seconds_left": 1.0})) == {}

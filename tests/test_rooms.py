@@ -1,0 +1,117 @@
+"""Imports go down the house, eager, lazy and for types alike; each outside library has its room."""
+
+import ast
+import subprocess
+import sys
+from graphlib import TopologicalSorter
+from pathlib import Path
+
+import pytest
+
+ROOT = Path("linearizer")
+ORDER = (
+    "cli page jobs pipeline publish evaluate train allocate measure model runtime run".split()
+)  # importing to the right
+GROUND = {"errors", "progress", "amounts", "version"}
+HEAVY = {"torch", "transformers", "gradio", "plotly", "huggingface_hub", "datasets", "PIL", "safetensors"}
+PURE = ["run", "allocate/decide.py", "allocate/by_prices.py", "allocate/by_freedoms.py"]
+SEAMS = {  # library -> the only places that may import it
+    "argparse": ["cli"],
+    "gradio": ["page"],
+    "spaces": ["page/zerogpu.py"],
+    "huggingface_hub": ["model/hub.py", "publish"],
+    "PIL": ["publish"],
+    "plotly": ["publish"],
+    "datasets": ["model"],
+    "lm_eval": ["evaluate/tasks.py"],
+    "peft": ["train/lora.py"],
+}
+FILES = sorted(ROOT.rglob("*.py"))
+
+
+def imports(path):
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.ImportFrom) and not node.level:
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+        elif isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+
+
+def room(path):
+    return path.relative_to(ROOT).parts[0].removesuffix(".py")
+
+
+def rank(name):
+    return len(ORDER) if name in GROUND else ORDER.index(name)
+
+
+def inside(path, places):
+    return any(path.is_relative_to(ROOT / place) for place in places)
+
+
+def test_imports_go_down():
+    for path in FILES:
+        own = room(path)
+        for name in imports(path) if own not in ("__init__", "__main__") else ():
+            if name.startswith("linearizer."):
+                other = name.split(".")[1]
+                assert own == other or rank(own) < rank(other), f"{path} imports {name}"
+
+
+@pytest.mark.parametrize("name", ORDER)
+def test_no_room_imports_in_a_circle(name):
+    paths = {".".join(path.with_suffix("").parts): path for path in FILES if room(path) == name}
+    graph = {
+        own: {m for i in imports(path) for m in (i, i.rpartition(".")[0])} & paths.keys() for own, path in paths.items()
+    }
+    list(TopologicalSorter({own: others - {own} for own, others in graph.items()}).static_order())
+
+
+def test_what_is_pure_imports_nothing_heavy():
+    for path in FILES:
+        if inside(path, PURE):
+            assert not {name.split(".")[0] for name in imports(path)} & HEAVY, path
+
+
+def test_each_library_has_its_room():
+    for path in FILES:
+        for library in {name.split(".")[0] for name in imports(path)} & SEAMS.keys():
+            assert inside(path, SEAMS[library]), f"{path} imports {library}"
+
+
+def test_a_checkpoint_carries_all_of_the_runtime_and_nothing_else():
+    """transformers follows `from .x import y` alone: no package, no `from . import x`."""
+    from transformers.dynamic_module_utils import get_relative_import_files
+
+    entry = ROOT / "runtime" / "modeling_linearized.py"
+    carried = {Path(file).name for file in get_relative_import_files(entry)} | {entry.name}
+    files = [path for path in FILES if room(path) == "runtime" and path.name != "__init__.py"]
+    assert carried == {path.name for path in files}
+    for path in files:
+        known = {"torch", "transformers", "triton"} | sys.stdlib_module_names
+        assert {name.split(".")[0] for name in imports(path)} <= known, path
+        assert "from . import" not in path.read_text(encoding="utf-8"), path
+
+
+def test_attention_of_transformers_is_known_to_one_file():
+    for path in FILES:
+        if path.name != "attention_interface.py":
+            text = path.read_text(encoding="utf-8")
+            assert "AttentionInterface" not in text and "ALL_ATTENTION_FUNCTIONS" not in text, path
+
+
+def test_each_room_says_what_it_does():
+    for name in set(ORDER) - {"pipeline"}:
+        assert ast.get_docstring(ast.parse((ROOT / name / "__init__.py").read_text(encoding="utf-8"))), name
+
+
+def test_the_page_opens_without_what_only_its_steps_need():
+    heavy = {"torch", "transformers", "plotly", "datasets", "scipy"}
+    seen = f"import sys, linearizer.page.site; print(*{heavy!r} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", seen], capture_output=True, text=True, check=True)
+    assert done.stdout.split() == []
+
+
+def test_no_test_file_imports_another():
+    for path in Path("tests").rglob("test_*.py"):
+        assert not [name for name in imports(path) if name.startswith("tests.") and ".test_" in name], path

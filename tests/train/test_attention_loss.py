@@ -1,0 +1,188 @@
+"""The row-blocked losses and their hand-written gradients agree with the textbook form, at any magnitude."""
+
+import re
+from pathlib import Path
+
+import pytest
+import torch
+
+from linearizer.runtime.softmax_parts import far_logits_exactly
+from linearizer.train import attention_loss as losses
+from linearizer.train import attention_loss_blocks as module
+from linearizer.train.attention_loss import attention_loss
+from tests.support.attention_losses import DIM, make
+
+
+def textbook(u, w, q, k, window, sinks, kind="softmax"):
+    """Everything tokens × tokens, and features besides: (loss, least)."""
+    tokens = q.shape[-2]
+    i, j = torch.arange(tokens)[:, None], torch.arange(tokens)
+    causal, near = j <= i, (j < sinks) | (i - j < window)
+    scores = (q @ k[:, :, None].mT).masked_fill(~causal, -torch.inf)
+    logits = torch.where(near & causal, scores, far_logits_exactly(u, w)).masked_fill(~causal, -torch.inf)
+    if kind == "l2":
+        largest = scores.amax((0, 2, 3, 4))[:, None, None, None]
+        error = (scores - largest).exp() - (logits - largest).exp()
+        return error.square().sum((-2, -1)).mean() / (tokens * (tokens + 1) / 2), torch.zeros(())
+    p = scores.softmax(-1)
+    losses = [-(p * x.log_softmax(-1).masked_fill(~causal, 0)).sum(-1).mean() for x in (logits, scores)]
+    return losses[0], losses[1]
+
+
+def with_gradients(loss, u, w, *rest):
+    u, w = u.clone().requires_grad_(), w.clone().requires_grad_()
+    value, least = loss(u, w, *rest)
+    gradients = torch.autograd.grad(value, (u, w)) if value.requires_grad else (0 * u, 0 * w)
+    return value.detach(), least, gradients
+
+
+def relative(a, b):
+    return ((a - b).norm() / b.norm().clamp_min(1e-30)).item()
+
+
+@pytest.fixture(params=[(128, 2**19), (16, 64)], ids=["one block", "many blocks"])
+def blocks(request, monkeypatch):
+    monkeypatch.setattr(module, "ROWS", request.param[0])
+    for each in (module, losses):
+        monkeypatch.setattr(each, "BLOCK", request.param[1])
+
+
+@pytest.mark.parametrize("kind", ["softmax", "l2"])
+@pytest.mark.parametrize("window, sinks", [(0, 0), (5, 0), (1, 3), (20, 2), (0, 4), (100, 4)])
+@pytest.mark.parametrize("tokens", [1, 16, 50])
+def test_loss_and_gradients_are_the_textbook_s(kind, window, sinks, tokens, blocks):
+    made = make(tokens)
+    value, least, gradients = with_gradients(attention_loss, *made, window, sinks, kind)
+    expected, lowest, theirs = with_gradients(textbook, *made, window, sinks, kind)
+    torch.testing.assert_close(value, expected, rtol=1e-10, atol=1e-12)
+    torch.testing.assert_close(least, lowest.to(least), rtol=1e-10, atol=1e-12)
+    for mine, other in zip(gradients, theirs, strict=True):
+        torch.testing.assert_close(mine, other, rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize("group", [1, 4, 8])
+def test_groups_of_any_size_share_their_keys(group, blocks):
+    made = make(23, group=group, heads=3, batch=1)
+    ours, theirs = with_gradients(attention_loss, *made, 4, 1), with_gradients(textbook, *made, 4, 1)
+    assert max(relative(a, b) for a, b in zip(ours[2], theirs[2], strict=True)) < 1e-10
+
+
+@pytest.mark.parametrize("kind", ["softmax", "l2"])
+def test_gradcheck(kind):
+    u, w, q, k = make(7, batch=1, features=3)
+    u, w = u.requires_grad_(), w.requires_grad_()
+    assert torch.autograd.gradcheck(lambda u, w: attention_loss(u, w, q, k, 2, 1, kind).value, (u, w))
+
+
+@pytest.mark.parametrize("case", ["a first key of norm 60", "all keys of norm 60", "a later key", "scores of ±80"])
+@pytest.mark.parametrize("window, sinks", [(0, 0), (3, 2)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_extreme_texts_are_right(case, window, sinks, dtype):
+    u, w, q, k = make(40)
+    generator = torch.Generator().manual_seed(1)
+    z = torch.randn(2, 5, DIM, generator=generator, dtype=torch.float64)
+    length = k.norm(dim=-1, keepdim=True)
+    if case == "a first key of norm 60":
+        k[:, :, 0] *= 60 / length[:, :, 0]
+    elif case == "all keys of norm 60":
+        k *= 60 / length
+    elif case == "a later key":
+        k[:, :, 20] *= 60 / length[:, :, 20]
+    else:
+        k *= 80**0.5 / length
+        q = k[:, :, None] * torch.where(torch.arange(40)[:, None] % 2 == 0, 1.0, -1.0)
+    u = q @ z[:, None].mT - q.square().sum(-1, keepdim=True) / 2
+    w = k @ z.mT - k.square().sum(-1, keepdim=True) / 2
+    rounded = [x.to(dtype) for x in (u, w, q, k)]
+    exact = with_gradients(textbook, *(x.double() for x in rounded), window, sinks)
+    plain = with_gradients(textbook, *rounded, window, sinks)
+    ours = with_gradients(attention_loss, *rounded, window, sinks)
+    floor = 1e-5 if dtype == torch.float32 else 1e-10
+    assert relative(ours[0], exact[0]) <= 4 * relative(plain[0], exact[0]) + floor
+    for mine, theirs, right in zip(ours[2], plain[2], exact[2], strict=True):
+        assert relative(mine, right) <= 4 * relative(theirs, right) + floor
+
+
+def test_gradients_of_a_row_sum_to_nothing_and_both_sides_agree():
+    u, w, q, k = make(60)
+    for window, sinks in ((0, 0), (7, 2)):
+        _, _, (by_row, by_key) = with_gradients(attention_loss, u, w, q, k, window, sinks)
+        torch.testing.assert_close(by_row.sum((2, 3)), by_key.sum(2), rtol=0, atol=1e-14)
+        if not window:
+            assert by_row.sum(-1).abs().max() < 1e-14 < by_row.abs().max()
+
+
+def test_a_scale_multiplies_the_scores():
+    u, w, q, k = make(20)
+    scaled, whole = attention_loss(u, w, q, k, 3, 1, scale=0.3), attention_loss(u, w, q * 0.3, k, 3, 1)
+    assert scaled.value == whole.value and scaled.least == whole.least
+
+
+def test_the_loss_is_least_where_the_student_is_the_teacher():
+    u, w, q, k = make(30)
+    value, least = attention_loss(u, w, q, k, 30, 0)
+    torch.testing.assert_close(value, least)
+    value, least = attention_loss(u, w, q, k, 3, 0)
+    assert value > least + 1e-3
+
+
+def test_half_precision_features_are_summed_in_fp32():
+    u, w, q, k = (x.bfloat16() for x in make(200, size=0.5))
+    value, _, (by_row, _) = with_gradients(attention_loss, u, w, q, k, 4, 1)
+    exact, _, (theirs, _) = with_gradients(textbook, *(x.double() for x in (u, w, q, k)), 4, 1)
+    assert by_row.dtype == torch.bfloat16
+    assert relative(value, exact) < 1e-6 and relative(by_row, theirs) < 4e-3  # bf16 rounds to 2^-9
+
+
+def test_the_same_bits_twice():
+    made = make(300, dtype=torch.float32)
+    first, second = (with_gradients(attention_loss, *made, 8, 2) for _ in range(2))
+    assert torch.equal(first[0], second[0])
+    assert all(torch.equal(a, b) for a, b in zip(first[2], second[2], strict=True))
+
+
+@pytest.mark.parametrize(
+    "line, mutation",
+    [
+        (".add_((bound - total).exp_()[..., None])", ".add_(0)"),  # no gradient of the denominator
+        ("column <= row - self.heads.window", "column < row - self.heads.window"),
+        ("triu(1), EMPTY", "triu(2), EMPTY"),
+        ("weight.mT @ query.flatten(1, 2)", "weight.mT @ query.flatten(1, 2).abs().sqrt()"),
+        ("(total - lse).sum() + dot", "(total - lse).sum() - dot"),
+        ("mass.log() + bound", "mass.log()"),
+    ],
+)
+def test_a_mutated_loss_fails(line, mutation, monkeypatch):
+    source = Path(module.__file__).read_text(encoding="utf-8")
+    assert len(re.findall(re.escape(line), source)) == 1
+    mutant = type(module)("mutant")
+    mutant.__dict__["__name__"] = module.__name__
+    exec(compile(source.replace(line, mutation), "mutant", "exec"), mutant.__dict__)
+    monkeypatch.setattr(losses, "Heads", mutant.Heads)
+    made = make(40)
+    ours = with_gradients(attention_loss, *made, 4, 1)
+    theirs = with_gradients(textbook, *made, 4, 1)
+    assert relative(ours[0], theirs[0]) > 1e-6 or relative(ours[2][1], theirs[2][1]) > 1e-6
+
+
+def test_memory_stays_linear():
+    """The largest tensor made for 1,024 tokens is far smaller than tokens × tokens."""
+    u, w, q, k = make(1024, batch=1, heads=1, group=1, dtype=torch.float32)
+    largest = 0
+
+    class Watch(torch.utils._python_dispatch.TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            nonlocal largest
+            out = function(*args, **kwargs or {})
+            if isinstance(out, torch.Tensor):
+                largest = max(largest, out.numel())
+            return out
+
+    with Watch():
+        with_gradients(attention_loss, u, w, q, k, 0, 0)
+    assert largest <= 128 * 1024
+
+
+def test_an_unknown_kind_is_refused():
+    with pytest.raises(ValueError, match="kind='mse' is none of softmax, l2"):
+        attention_loss(*make(4), 0, 0, "mse")

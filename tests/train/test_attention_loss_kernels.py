@@ -1,0 +1,92 @@
+"""Losses by kernels are the blocked ones of PyTorch, and so are their gradients."""
+
+import pytest
+import torch
+
+pytest.importorskip("triton")
+
+from linearizer.train import attention_loss, attention_loss_kernels
+from linearizer.train.attention_loss_blocks import largest_scores
+from tests.support.attention_losses import make
+from tests.support.kernels import CLOSE, DEVICE, EXACT, ON_GPU, mutate, relative
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # lanes that are masked afterwards
+
+LOSSES = {
+    "no window": (70, 0, 0, {}),
+    "window and sinks": (50, 5, 3, dict(features=37)),
+    "sinks alone": (33, 0, 3, dict(group=4, batch=1)),
+    "everything near": (30, 64, 1, {}),
+    "eight query heads": (40, 2, 0, dict(group=8, heads=1, batch=1)),
+    "one query head": (65, 1, 1, dict(group=1)),
+}
+
+
+@pytest.mark.parametrize("squared", [False, True], ids=["softmax", "l2"])
+@pytest.mark.parametrize("name", LOSSES)
+def test_losses_and_their_gradients_are_the_blocked_ones(name, squared):
+    tokens, window, sinks, sizes = LOSSES[name]
+    inputs = [x.to(DEVICE, EXACT) for x in make(tokens, **sizes)]
+    total, (du, dw) = attention_loss.blocked(*inputs, window, sinks, squared, True, 0.5)
+    loss, least, lost, own_du, own_dw = attention_loss_kernels.losses(*inputs, window, sinks, squared, 0.5)
+    assert relative(torch.stack([loss.sum(), least.sum()]), total) < CLOSE
+    assert max(relative(own_du, du), relative(own_dw, dw)) < CLOSE
+    assert not lost.any()
+
+
+def test_parts_of_a_batch_are_held_against_the_measure_that_is_given():
+    inputs = [x.to(DEVICE, EXACT) for x in make(20)]
+    shift = largest_scores(*inputs[2:])  # of both texts
+    parts = [attention_loss_kernels.losses(*(x[text, None] for x in inputs), 2, 1, True, 1.0, shift) for text in (0, 1)]
+    total, (du, dw) = attention_loss.blocked(*inputs, 2, 1, True, True, 1.0, shift)
+    found = [torch.cat(part) for part in zip(*parts, strict=True)]
+    assert relative(found[0].sum(), total[0]) < CLOSE
+    assert max(relative(found[3], du), relative(found[4], dw)) < CLOSE
+
+
+def test_gradients_of_a_row_sum_to_nothing_and_both_sides_agree():
+    inputs = [x.to(DEVICE, EXACT) for x in make(70)]
+    *_, du, dw = attention_loss_kernels.losses(*inputs, 0, 0, False)
+    size = du.abs().max()
+    assert du.sum(-1).abs().max() < CLOSE * size
+    assert (du.sum((2, 3)) - dw.sum(2)).abs().max() < CLOSE * size
+
+
+def test_heads_that_lost_pairs_are_computed_again():
+    u, w, q, k = (x.float().to(DEVICE) for x in make(40))
+    w[1, 0, 0] -= 2000  # a key whose features all vanish beside the others', and which the teacher looks at
+    exact = attention_loss.blocked(*(x.double() for x in (u, w, q, k)), 0, 0, False, True)
+    ours = attention_loss.fused(u, w, q, k, 0, 0, False, True)
+    assert relative(ours[0], exact[0]) < 1e-5
+    assert max(relative(a, b) for a, b in zip(ours[1], exact[1], strict=True)) < 1e-4
+
+
+@pytest.mark.skipif(ON_GPU, reason="the interpreter shows it as well")
+@pytest.mark.parametrize(
+    "line, mutation",
+    [
+        ("factor - p / ", "-p / "),
+        ("ot[:, None] - oj[None, :] < WINDOW", "ot[:, None] - oj[None, :] <= WINDOW"),
+        ("sums.cumsum(2) - sums", "sums.cumsum(2)"),
+        ("-2.0 * (p - product * factor) * factor", "-2.0 * (p - product * factor)"),
+    ],
+)  # fmt: skip
+def test_a_mutated_kernel_fails(line, mutation, tmp_path, monkeypatch):
+    mutate(attention_loss_kernels, line, mutation, tmp_path, monkeypatch)
+    with pytest.raises(AssertionError):
+        for squared in (False, True):
+            test_losses_and_their_gradients_are_the_blocked_ones("window and sinks", squared)
+
+
+@pytest.mark.skipif(not ON_GPU, reason="needs a GPU")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("features", [64, 182])
+def test_on_a_gpu_kernels_err_at_most_twice_as_much_as_pytorch(dtype, features):
+    u, w, *rest = (x.to(DEVICE) for x in make(300, features=features, dtype=torch.float32))
+    rest = [x.to(dtype) for x in rest]
+    best = attention_loss.blocked(*(x.double() for x in (u, w, *rest)), 16, 4, False, True)
+    slow = attention_loss.blocked(*(x.to(dtype) for x in (u, w)), *rest, 16, 4, False, True)
+    fast = attention_loss.fused(u, w, *rest, 16, 4, False, True)
+    assert relative(fast[0].double(), best[0]) <= 2 * relative(slow[0].double(), best[0]) + 1e-4
+    for mine, other, true in zip(fast[1], slow[1], best[1], strict=True):
+        assert relative(mine.double(), true) <= 2 * relative(other.double(), true) + 1e-3

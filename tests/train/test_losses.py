@@ -1,0 +1,178 @@
+import pytest
+import torch
+from torch import nn
+
+from linearizer.errors import RequestError
+from linearizer.model.layers import featured, output_projections
+from linearizer.run.cost import Head
+from linearizer.runtime.attention_interface import attending
+from linearizer.runtime.features import reference
+from linearizer.runtime.layer_student import LayerStudent, Scaled
+from linearizer.train import losses
+from linearizer.train.losses import Attended, LogitHead, direct_loss, hidden_states, layer_loss, logits_loss
+from tests.support.families import FAMILIES
+from tests.support.models import student_of, teacher_of, tokens
+
+SINKS, SCALE, SIZE = 2, 0.3, 8
+CLOSE = dict(atol=1e-6, rtol=1e-4)  # e^S of an S of 10, in fp32, is known to about 1e-5
+HELD = [[3, 16], [0, 32], [3, 16], [5, 0]]  # the last KV head has nothing to learn
+
+
+def a_layer(feature_map="mlp"):
+    torch.manual_seed(0)
+    student = LayerStudent(HELD, SINKS, SIZE, feature_map)
+    student.reset(torch.Generator().manual_seed(0))
+    seen = Attended(torch.randn(2, 8, 21, SIZE), torch.randn(2, 4, 21, SIZE), torch.randn(2, 4, 21, 6), SCALE)
+    return student, seen
+
+
+def logits_of(group, seen, keep):
+    """Logits of the teacher and of the student for some heads: (batch, heads, group, tokens, tokens)."""
+    q, k, _ = seen.of(group.heads)
+    features, place = Scaled(group.feature_map, seen.scale), torch.arange(q.shape[-2])
+    near = (place < group.sinks) | (place[:, None] - place < int(group.window * keep))
+    exact = q @ k[:, :, None].mT
+    u, w = features.queries(q), features.keys(k)
+    far = torch.logsumexp(u[..., :, None, :] + w[:, :, None, None], -1)
+    return exact, torch.where(near, exact, far)
+
+
+def naive(kind, group, seen, keep):
+    exact, own = logits_of(group, seen, keep)
+    causal = torch.ones(exact.shape[-2:], dtype=torch.bool).tril()
+    if kind == "softmax":
+        p, log = exact.masked_fill(~causal, -1e30).softmax(-1), own.masked_fill(~causal, -1e30).log_softmax(-1)
+        return -(p * log).sum(-1).mean()
+    most = exact.masked_fill(~causal, -1e30).amax((0, 2, 3, 4), keepdim=True)
+    return ((exact - most).exp() - (own - most).exp())[..., causal].square().mean()
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.4, 0.0])
+@pytest.mark.parametrize("kind", ["softmax", "l2"])
+def test_row_losses_and_their_gradients_are_the_naive_ones(kind, keep):
+    student, seen = a_layer()
+    parameters = [p for p in student.parameters() if p.requires_grad]
+    groups = featured(student)
+    expected = sum(naive(kind, group, seen, keep) * len(group.heads) for group in groups) / 3
+    found = layer_loss(kind, student, seen, None, keep)
+    torch.testing.assert_close(found.loss, expected, **CLOSE)
+    for a, b in zip(
+        torch.autograd.grad(found.loss, parameters, allow_unused=True),
+        torch.autograd.grad(expected, parameters, allow_unused=True),
+        strict=True,
+    ):
+        torch.testing.assert_close(torch.zeros(()) if a is None else a, torch.zeros(()) if b is None else b, **CLOSE)
+
+
+def test_the_excess_of_the_softmax_loss_is_the_divergence_of_the_rows():
+    student, seen = a_layer()
+    causal, total = torch.ones(21, 21, dtype=torch.bool).tril(), 0
+    for group in featured(student):
+        exact, own = (x.masked_fill(~causal, -1e30).log_softmax(-1) for x in logits_of(group, seen, 1.0))
+        total = total + len(group.heads) / 3 * (exact.exp() * (exact - own)).sum(-1).mean()
+    torch.testing.assert_close(layer_loss("softmax", student, seen, None, 1.0).excess, total.detach())
+
+
+@pytest.mark.parametrize("keep", [1.0, 0.4])
+def test_output_loss_and_its_gradients_are_the_naive_ones(keep):
+    student, seen = a_layer()
+    projection = nn.Linear(8 * 6, 10)  # its bias says nothing about the error
+    parameters = [p for p in student.parameters() if p.requires_grad]
+    exact, own = torch.zeros(2, 4, 2, 21, 6), torch.zeros(2, 4, 2, 21, 6)
+    for group in featured(student):
+        q, k, v = seen.of(group.heads)
+        exact[:, group.heads] = reference(q, k, v, None, 21, 0)
+        far = Scaled(group.feature_map, SCALE)
+        own[:, group.heads] = reference(q, k, v, far, int(group.window * keep), SINKS)
+    into = projection.weight.detach()
+
+    def project(heads):
+        return heads.flatten(1, 2).transpose(1, 2).flatten(2) @ into.T
+
+    expected = project(own - exact).square().sum() / project(exact).square().sum()
+    found = layer_loss("output", student, seen, projection, keep)
+    torch.testing.assert_close(found.loss, expected)
+    for a, b in zip(
+        torch.autograd.grad(found.loss, parameters), torch.autograd.grad(expected, parameters), strict=True
+    ):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+def test_output_loss_ignores_what_the_network_does_not_read():
+    student, seen = a_layer()
+    projection = nn.Linear(8 * 6, 10)
+    projection.weight.data[:, : 2 * 6] = 0  # the query heads of KV head 0
+    layer_loss("output", student, seen, projection, 1.0).loss.backward()
+    first = next(group for group in featured(student) if 0 in group.heads)
+    gradient = first.feature_map.key_side.z.grad
+    assert not gradient[first.heads.index(0)].any() and gradient[first.heads.index(2)].any()
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_hidden_states_and_the_head_make_the_logits_of_the_model(family):
+    teacher, ids = teacher_of(family), tokens(2, 12)
+    head = LogitHead(teacher, ids)
+    with torch.no_grad():
+        torch.testing.assert_close(head(hidden_states(teacher, ids)), teacher(ids).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_a_model_that_bends_its_logits_is_refused():
+    teacher = teacher_of("llama")
+    teacher.lm_head.register_forward_hook(lambda module, args, out: out)
+    teacher.register_forward_hook(lambda module, args, out: setattr(out, "logits", out.logits.tanh()))
+    with pytest.raises(RequestError, match="train layer by layer"):
+        LogitHead(teacher, tokens(1, 12))
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_pieces_of_logits_give_the_plain_divergence_and_gradient(pieces, monkeypatch):
+    monkeypatch.setattr(losses, "LOGITS", 128 * -(-2 * 12 // pieces))
+    student, ids = student_of("llama", [Head(window=3, features=16)]), tokens(2, 12)
+    head = LogitHead(student.base, ids)
+    with torch.no_grad(), attending(student.base, "sdpa"):
+        wanted = hidden_states(student.base, ids)
+        teacher = student.base(ids, use_cache=False).logits.log_softmax(-1)
+    own = student(ids).logits.log_softmax(-1)
+    plain = (teacher.exp() * (teacher - own)).sum(-1).mean()
+    found = logits_loss(head, hidden_states(student.base, ids), wanted)
+    check_equal_with_gradients(student, found, plain)
+
+
+@pytest.mark.parametrize("pieces", [1, 7])
+def test_pieces_of_logits_give_the_plain_next_token_loss_and_gradient(pieces, monkeypatch):
+    monkeypatch.setattr(losses, "LOGITS", 128 * -(-2 * 11 // pieces))
+    student, ids = student_of("llama", [Head(window=3, features=16)]), tokens(2, 12)
+    plain = student(ids, labels=ids).loss
+    found = direct_loss(LogitHead(student.base, ids), hidden_states(student.base, ids), ids)
+    check_equal_with_gradients(student, found, plain)
+
+
+def check_equal_with_gradients(student, found, plain):
+    torch.testing.assert_close(found, plain)
+    maps = [p for layer in student.students() for p in layer.parameters()]
+    for a, b in zip(torch.autograd.grad(found, maps), torch.autograd.grad(plain, maps), strict=True):
+        torch.testing.assert_close(a, b, **CLOSE)
+
+
+def test_pieces_hold_no_logits_of_the_whole_batch(monkeypatch):
+    monkeypatch.setattr(losses, "LOGITS", 128 * 4)
+    sizes = []
+
+    def head(hidden):
+        sizes.append(hidden.shape[0])
+        return hidden @ weight
+
+    weight, hidden = torch.randn(8, 128), torch.randn(2, 30, 8, requires_grad=True)
+    logits_loss(head, hidden, torch.randn(2, 30, 8)).backward()
+    assert max(sizes) == 4 and len(sizes) >= 4 * 15  # each piece is made again in backward
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_output_projection_is_found_in_every_family(family):
+    teacher = teacher_of(family)
+    found = output_projections(teacher, tokens(1, 4))
+    names = {module: name for name, module in teacher.named_modules()}
+    assert {names[part].rpartition(".")[2] for part in found.values()} <= {
+        "o_proj", "c_proj", "dense", "out_proj",
+    }  # fmt: skip
+    assert sorted(found) == [0, 1, 2]

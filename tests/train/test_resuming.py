@@ -1,0 +1,155 @@
+"""A training that was stopped, killed or damaged goes on and ends in the bits of one that was not."""
+
+import re
+import subprocess
+import sys
+import textwrap
+
+import pytest
+
+from linearizer.errors import FaultError, RequestError
+from linearizer.progress import finish
+from linearizer.train.distill import Settings, distill
+from linearizer.train.state_file import BEFORE, NEWEST
+from tests.support.models import tokens
+from tests.support.training import FEW, TEXT, a_student, assert_equal_weights, weights
+
+
+@pytest.mark.parametrize("loss,lora", [("softmax", 0), ("output", 0), ("logits", 2)])
+@pytest.mark.parametrize("stop", [1, 5])
+def test_a_training_that_is_stopped_and_resumed_is_one_that_never_stopped(loss, lora, stop, tmp_path):
+    settings = Settings(loss=loss, steps=8, save_every=3, lora=lora)
+    whole = a_student()
+    expected = finish(distill(whole, TEXT, settings))
+    training = distill(a_student(), TEXT, settings, folder=tmp_path)
+    for _ in range(stop):
+        next(training)
+    training.close()
+    student = a_student()
+    events = list(resumed := distill(student, TEXT, settings, folder=tmp_path, resume=True))
+    assert [event.done for event in events] == list(range(stop + 1, 9)) and resumed is not None
+    assert_equal_weights(weights(student), weights(whole))
+    again = a_student()
+    assert finish(distill(again, TEXT, settings, folder=tmp_path, resume=True)) == expected
+    assert_equal_weights(weights(again), weights(whole))
+
+
+def test_a_training_that_had_enough_keeps_its_step_and_can_go_on(tmp_path):
+    early, stopped, whole, resumed = a_student(), a_student(), a_student(), a_student()
+    steps = []
+    training = distill(early, TEXT, FEW, folder=tmp_path, enough=lambda step: step == 5)
+    while (progress := next(training, None)) is not None:
+        steps.append(progress.done)
+    assert steps == [1, 2, 3, 4, 5]
+    training = distill(stopped, TEXT, FEW)
+    assert [next(training).done for _ in steps] == steps
+    assert_equal_weights(weights(early), weights(stopped))
+    assert next(distill(a_student(), TEXT, FEW, folder=tmp_path, resume=True, enough=lambda step: True), None) is None
+    finish(distill(resumed, TEXT, FEW, folder=tmp_path, resume=True))
+    finish(distill(whole, TEXT, FEW))
+    assert_equal_weights(weights(resumed), weights(whole))
+
+
+def test_an_interrupt_within_a_step_loses_no_bit(tmp_path):
+    whole, student = a_student(), a_student()
+    finish(distill(whole, TEXT, FEW))
+
+    def interrupt(module, args):
+        if len(read) == 4:
+            raise KeyboardInterrupt
+        read.append(None)
+
+    read, reached = [], 0
+    handle = student.base.model.layers[1].register_forward_pre_hook(interrupt)
+    with pytest.raises(KeyboardInterrupt):
+        for event in distill(student, TEXT, FEW, folder=tmp_path):
+            reached = event.done
+    handle.remove()
+    assert reached == 3
+    finish(distill(student, TEXT, FEW, folder=tmp_path, resume=True))
+    assert_equal_weights(weights(student), weights(whole))
+
+
+PROGRAM = """
+    import sys
+    from pathlib import Path
+    from linearizer.train.distill import distill
+    from tests.support.training import FEW, TEXT, a_student
+    for event in distill(a_student(), TEXT, FEW, folder=Path(sys.argv[1])):
+        print(event.done, flush=True)
+        if event.done == 7:
+            import time
+            time.sleep(60)
+"""
+
+
+def test_a_killed_training_loses_at_most_one_interval(tmp_path):
+    process = subprocess.Popen(
+        [sys.executable, "-c", textwrap.dedent(PROGRAM), str(tmp_path)], stdout=subprocess.PIPE, text=True
+    )
+    for line in process.stdout:
+        if int(line) == 7:
+            process.kill()
+    process.wait()
+    process.stdout.close()
+    whole, student = a_student(), a_student()
+    finish(distill(whole, TEXT, FEW))
+    events = list(distill(student, TEXT, FEW, folder=tmp_path, resume=True))
+    assert events[0].done == 7  # the state of step 6 was there
+    assert_equal_weights(weights(student), weights(whole))
+
+
+@pytest.mark.parametrize("damage", ["cut", "flipped", "missing"])
+def test_of_a_damaged_state_the_one_before_is_used_and_said(damage, tmp_path):
+    whole = a_student()
+    finish(distill(whole, TEXT, FEW))
+    training = distill(a_student(), TEXT, FEW, folder=tmp_path)
+    while next(training).done < 7:
+        pass
+    training.close()  # the states of steps 7 and 6 are there
+    newest = tmp_path / NEWEST
+    content = bytearray(newest.read_bytes())
+    if damage == "cut":
+        newest.write_bytes(content[: len(content) // 2])
+    elif damage == "flipped":
+        content[-5] ^= 1
+        newest.write_bytes(content)
+    else:
+        newest.unlink()
+    student = a_student()
+    events = list(distill(student, TEXT, FEW, folder=tmp_path, resume=True))
+    assert events[0].done == 7
+    said = " ".join(events[0].details["events"])
+    assert (f"going on from {BEFORE}" in said) == (damage != "missing")
+    assert_equal_weights(weights(student), weights(whole))
+
+
+def test_two_damaged_states_are_a_fault(tmp_path):
+    finish(distill(a_student(), TEXT, FEW, folder=tmp_path))
+    for name in (NEWEST, BEFORE):
+        (tmp_path / name).write_bytes(b"nothing")
+    with pytest.raises(FaultError, match="train again without resuming"):
+        next(distill(a_student(), TEXT, FEW, folder=tmp_path, resume=True))
+
+
+def test_resuming_otherwise_is_refused_with_the_difference(tmp_path):
+    finish(distill(a_student(), TEXT, FEW, folder=tmp_path))
+    for change, said in (
+        (dict(settings=Settings(steps=9, batch=2, save_every=3, loss="l2")), "loss 'l2' instead of 'softmax'; steps 9"),
+        (dict(windows=tokens(12, 32, seed=1)), "another text"),
+        (dict(student=a_student("prf")), "another student"),
+    ):
+        given = dict(student=a_student(), windows=TEXT, settings=FEW) | change
+        with pytest.raises(RequestError, match=re.escape(said)):
+            next(distill(**given, folder=tmp_path, resume=True))
+
+
+def test_resuming_where_nothing_is_begins_at_the_start(tmp_path):
+    assert next(distill(a_student(), TEXT, FEW, folder=tmp_path / "new", resume=True)).done == 1
+
+
+def test_beginning_anew_forgets_an_earlier_training(tmp_path):
+    finish(distill(a_student(), TEXT, FEW, folder=tmp_path))
+    training = distill(a_student(), TEXT, FEW, folder=tmp_path)
+    assert next(training).done == 1
+    assert not (tmp_path / NEWEST).exists()
