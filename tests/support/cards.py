@@ -14,6 +14,15 @@ HOSTILE = "](http://evil)\n---\nlicense: mit\n# <script>alert(1)</script> `x` | 
 
 LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2, 16, 16))
 HEADS = ((Head(8, 32), Head(softmax=True)), (), (Head(8, slots=4), Head(features=64)))
+
+
+def row(name, state, loss):
+    language = {"loss": loss, "by_position": [loss + 1, loss - 1], "kl": 0.5, "agreement": 0.75, "tokens": 1234}
+    return {
+        "name": name, "state_bytes": state, "language": language, "recall": [{"gap": 16, "first": 4.0, "second": 2.0}]
+    }  # fmt: skip
+
+
 ROWS = [row("teacher", None, 3.0), row("student", 4096, 3.25), row("window", 4000, 3.5)]
 
 
@@ -35,10 +44,3 @@ def colours(image, box):
 
 def rgb(colour):
     return tuple(int(colour[i : i + 2], 16) for i in (1, 3, 5))
-
-
-def row(name, state, loss):
-    language = {"loss": loss, "by_position": [loss + 1, loss - 1], "kl": 0.5, "agreement": 0.75, "tokens": 1234}
-    return {
-        "name": name, "state_bytes": state, "language": language, "recall": [{"gap": 16, "first": 4.0, "second": 2.0}]
-    }  # fmt: skip
