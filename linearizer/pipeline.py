@@ -33,15 +33,15 @@ from linearizer.model.teacher import Teacher, load, load_config, windows_of
 from linearizer.progress import Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
-from linearizer.run.at_work import check, interruptible, logged, reported
-from linearizer.run.cost import Layer
 from linearizer.run.disk import checkpoint_bytes, resume_bytes
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import check_room, remove
 from linearizer.run.folder import Run, newest_request
+from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
+from linearizer.run.stopping import check, interruptible, logged, reported
 from linearizer.runtime.feature_maps import FEATURE_MAPS
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.settings import settings_of

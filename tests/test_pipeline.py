@@ -13,11 +13,11 @@ from linearizer.jobs import control
 from linearizer.model.hub import find_model
 from linearizer.pipeline import linearize, measure_only, reallocate
 from linearizer.progress import Progress, finish
-from linearizer.run.at_work import Pace
-from linearizer.run.cost import Layer
 from linearizer.run.files import remove
 from linearizer.run.folder import Run, Trained, trained
+from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
+from linearizer.run.stopping import Pace
 from linearizer.train.state_file import NEWEST
 from tests.support.hub import Handler
 from tests.support.runs import LONG, QUICK

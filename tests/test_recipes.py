@@ -21,8 +21,8 @@ from linearizer.model.swap import exchanged
 from linearizer.page import actions
 from linearizer.page.run_state import Watched
 from linearizer.progress import finish
-from linearizer.run.cost import Head, Layer, cache_bytes
 from linearizer.run.folder import Run
+from linearizer.run.head_bytes import Head, Layer, cache_bytes
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 from linearizer.run.recipes import RECIPES

@@ -8,9 +8,9 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from linearizer.errors import BudgetError, RequestError
-from linearizer.run import cost
+from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation, heads_replaced, is_count
-from linearizer.run.cost import Head, Layer
+from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.profile import Curve, Profile
 
 DEFAULT = "common-lambda"
@@ -61,18 +61,18 @@ def layer_units(profile: Profile, index: int, layer: Layer, strategy: str, level
     found = profile.layers[index]
     heads = [Curve.through(head.freedoms, profile.asked.ridges) for head in found.heads]
     queries = [Curve.through(freedoms, profile.asked.ridges) for freedoms in found.query_freedoms]
-    return STRATEGIES[strategy](heads, queries, level, TILE * cost.feature_bytes(layer))
+    return STRATEGIES[strategy](heads, queries, level, TILE * head_bytes.feature_bytes(layer))
 
 
 def affordable(layers: Sequence[Layer], budget: int | None, features: int | None, kept: int) -> int:
     """Give the bytes to spend on features, after the tokens that every head keeps exactly."""
-    one = sum(heads_replaced(layer) * cost.feature_bytes(layer) for layer in layers)
+    one = sum(heads_replaced(layer) * head_bytes.feature_bytes(layer) for layer in layers)
     if budget is None:
         return (features or 0) * one
-    fixed, least = kept * cost.cache_bytes(layers, 1), TILE * one
-    spend = cost.cache_bytes(layers, budget) - fixed
+    fixed, least = kept * head_bytes.cache_bytes(layers, 1), TILE * one
+    spend = head_bytes.cache_bytes(layers, budget) - fixed
     if spend < least:
-        enough = -(-(fixed + least) // cost.cache_bytes(layers, 1))
+        enough = -(-(fixed + least) // head_bytes.cache_bytes(layers, 1))
         raise BudgetError(
             f"a budget of {budget} tokens is too small: {kept} exact tokens and {TILE} features for every KV head take "
             f"{enough}; ask for at least that, or keep fewer exact tokens"
@@ -158,10 +158,10 @@ def purchase(units: Sequence[Unit], budget: int) -> list[int]:
     waiting = [index for index in range(len(units)) if following[index] > counts[index]]
     left = budget - price(counts)
     for index in sorted(waiting, key=lambda index: (-units[index].need, units[index].price, index)):
-        cost = (following[index] - counts[index]) * units[index].price
-        if cost > left:
+        extra = (following[index] - counts[index]) * units[index].price
+        if extra > left:
             break  # a cheaper one further on must wait too, or a larger budget could take it away again
-        counts[index], left = following[index], left - cost
+        counts[index], left = following[index], left - extra
     return [count * TILE for count in counts]
 
 

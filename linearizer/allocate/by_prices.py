@@ -9,7 +9,7 @@ from itertools import pairwise
 
 from linearizer.errors import BudgetError
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head, Layer, cache_bytes, head_bytes
+from linearizer.run.head_bytes import Head, Layer, cache_bytes, head_bytes
 from linearizer.run.prices import SMALLEST, Prices
 
 LEAST = 1e-9  # nats: below this a price is rounding

@@ -8,8 +8,8 @@ from linearizer.allocate.by_freedoms import STRATEGIES, allocate, check_amount, 
 from linearizer.allocate.by_prices import Market, check_least, choose
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.allocation import Allocation, heads_replaced
-from linearizer.run.cost import SINKS, Head, Layer, cache_bytes, feature_bytes, slot_bytes, token_bytes
 from linearizer.run.folder import Run
+from linearizer.run.head_bytes import SINKS, Head, Layer, cache_bytes, feature_bytes, slot_bytes, token_bytes
 from linearizer.run.plan import IN_TOKENS, Plan
 from linearizer.run.prices import SMALLEST, Prices
 

@@ -18,11 +18,11 @@ from linearizer.model.initialise import begin_of
 from linearizer.model.teacher import Teacher, windows_of
 from linearizer.progress import Steps
 from linearizer.run.allocation import Allocation
-from linearizer.run.at_work import interruptible, logged
-from linearizer.run.cost import Head
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
+from linearizer.run.head_bytes import Head
 from linearizer.run.prices import Prices
+from linearizer.run.stopping import interruptible, logged
 
 GATE_STEPS = 60
 PARTLY = "state/prices.json"  # the prices of the first layers, while the others are measured

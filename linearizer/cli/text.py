@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Comparison
     from linearizer.publish.push import Preview
     from linearizer.run.allocation import Allocation
-    from linearizer.run.cost import Head, Layer
     from linearizer.run.folder import Run
+    from linearizer.run.head_bytes import Head, Layer
     from linearizer.run.inspection import Inspection
     from linearizer.run.profile import Profile
 

@@ -19,7 +19,7 @@ from linearizer.model.layers import number
 from linearizer.model.logits import logits_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 from linearizer.run.profile import Curve, HeadProfile, Profile
 from linearizer.runtime.attention_interface import attention_modules, observing
 from linearizer.runtime.layer_student import LayerStudent

@@ -17,7 +17,7 @@ from linearizer.evaluate.reading import read_together
 from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import divergence, texts_at_once
 from linearizer.progress import Progress, Steps
-from linearizer.run.cost import Layer
+from linearizer.run.head_bytes import Layer
 
 Tensor = torch.Tensor
 Interval = tuple[float, float]

@@ -23,8 +23,8 @@ from linearizer.model.swap import exchanged
 from linearizer.model.teacher import load
 from linearizer.model.text import enough_windows, first_tokens, read_documents, token_windows
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import Run, located_text
+from linearizer.run.head_bytes import Head, Layer
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.step import begin_features

@@ -19,8 +19,8 @@ from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import fresh_cache, remembered, vocabulary
 from linearizer.model.memory import Peak, fits, free_bytes
 from linearizer.progress import Progress, Steps
-from linearizer.run import cost
-from linearizer.run.cost import Layer
+from linearizer.run import head_bytes
+from linearizer.run.head_bytes import Layer
 
 Tensor = torch.Tensor
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
@@ -171,8 +171,8 @@ class Meter:
         """Give what cost.py says of the bytes that are remembered, and of the operations for one token."""
         held = self.subject.allocation
         if held is None:
-            return batch * cost.cache_bytes(self.layers, length), cost.cache_operations(self.layers, length)
-        operations = cost.state_operations(held.heads, self.layers, held.sinks, length)
+            return batch * head_bytes.cache_bytes(self.layers, length), head_bytes.cache_operations(self.layers, length)
+        operations = head_bytes.state_operations(held.heads, self.layers, held.sinks, length)
         return batch * held.state_bytes(self.layers, length), operations
 
 
@@ -219,7 +219,7 @@ def breakeven_of(subjects: Sequence[Subject], layers: Sequence[Layer], courses: 
     teacher, student = (fit([pace for pace in course.one if not pace.extrapolated]) for course in courses[:2])
     return Breakeven(
         told_bytes=held.breakeven_tokens(layers),
-        told_operations=cost.breakeven_operations(held.heads, layers, held.sinks),
+        told_operations=head_bytes.breakeven_operations(held.heads, layers, held.sinks),
         bytes=crossing(teacher[0], student[0]),
         writing=crossing(teacher[1], student[1]),
     )

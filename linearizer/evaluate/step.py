@@ -22,9 +22,9 @@ from linearizer.evaluate.tasks import find_tasks, measure_tasks
 from linearizer.model.samples import SAMPLES
 from linearizer.model.text import document_numbers
 from linearizer.progress import Steps
-from linearizer.run.at_work import interruptible, logged
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
+from linearizer.run.stopping import interruptible, logged
 from linearizer.train.distill import distill
 from linearizer.train.settings import settings_of
 

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from linearizer.model.swap import exchanged
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import SINKS, Head, Layer, token_bytes
+from linearizer.run.head_bytes import SINKS, Head, Layer, token_bytes
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.layer_student import LayerStudent
 

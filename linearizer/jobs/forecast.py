@@ -13,8 +13,8 @@ from linearizer.allocate.decide import sinks_tried
 from linearizer.allocate.step import PATIENCE
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.head_prices import options
-from linearizer.run.cost import Layer
 from linearizer.run.disk import checkpoint_bytes, resume_bytes
+from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 

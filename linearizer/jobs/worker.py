@@ -21,9 +21,9 @@ from linearizer.jobs.control import enter
 from linearizer.jobs.queue import Ticket
 from linearizer.model.devices import device_name, device_of
 from linearizer.progress import Progress, Steps, finish
-from linearizer.run.at_work import check, reported
 from linearizer.run.folder import Run
 from linearizer.run.locks import Lock
+from linearizer.run.stopping import check, reported
 
 Product = TypeVar("Product")
 OFTEN = 0.3  # seconds between two looks at the queue

@@ -14,7 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.progress import Progress, Steps
-from linearizer.run.cost import Layer
+from linearizer.run.head_bytes import Layer
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 from linearizer.runtime.layer_student import LayerStudent
 

@@ -17,7 +17,7 @@ from transformers import PreTrainedModel
 from linearizer.model.logits import divergence, logits_of
 from linearizer.model.swap import Begin, giving, seen_by, skipping, student_of
 from linearizer.progress import Progress, Steps
-from linearizer.run.cost import BLOCK, Head, Layer
+from linearizer.run.head_bytes import BLOCK, Head, Layer
 from linearizer.run.prices import SMALLEST, Prices
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 

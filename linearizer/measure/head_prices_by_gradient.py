@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from linearizer.model.swap import Begin, student_of
 from linearizer.progress import Progress, Steps
-from linearizer.run.cost import Head, Layer
+from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.prices import Prices
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 

@@ -15,7 +15,7 @@ from linearizer.measure.degrees_of_freedom import Spectrum, degrees_of_freedom
 from linearizer.measure.recorder import LayerRecord, Recorder, draw_tokens
 from linearizer.model.samples import LayerSamples, Samples
 from linearizer.progress import Progress, Steps
-from linearizer.run.cost import Layer
+from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Asked, Gauge, HeadProfile, LayerProfile, Profile
 

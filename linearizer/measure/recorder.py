@@ -11,7 +11,7 @@ from torch import nn
 
 from linearizer.errors import FaultError, RequestError, TextError
 from linearizer.model.layers import Projections, matrix, number
-from linearizer.run.cost import Layer
+from linearizer.run.head_bytes import Layer
 from linearizer.runtime.attention_interface import observing
 
 SCORES = 2**23  # attention scores that are held at once

@@ -10,11 +10,11 @@ from linearizer.measure.profile import asked_of, measure
 from linearizer.model.logits import check_logits
 from linearizer.model.teacher import Teacher, windows_of
 from linearizer.progress import Steps
-from linearizer.run.at_work import interruptible, logged
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
+from linearizer.run.stopping import interruptible, logged
 
 
 def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profile]:

@@ -12,7 +12,7 @@ from linearizer.model.logits import divergence, logits_of
 from linearizer.model.swap import Begin, cut
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Layer
+from linearizer.run.head_bytes import Layer
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 
 

@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from linearizer.errors import RequestError
 from linearizer.run.allocation import Allocation, check
-from linearizer.run.cost import Head, Layer
 from linearizer.run.files import replacing
+from linearizer.run.head_bytes import Head, Layer
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 

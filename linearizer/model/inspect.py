@@ -10,7 +10,7 @@ from linearizer.errors import UnsupportedModel
 from linearizer.model.hub import Source
 from linearizer.model.probe import Seen, blueprint, watch, watch_blueprint
 from linearizer.model.support import TESTED, Refused, check_config, check_windows
-from linearizer.run.cost import Layer, cache_bytes, feature_bytes
+from linearizer.run.head_bytes import Layer, cache_bytes, feature_bytes
 from linearizer.run.inspection import Budget, Inspection
 
 if TYPE_CHECKING:

@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import torch
 
-from linearizer.run.at_work import is_out_of_memory
+from linearizer.run.stopping import is_out_of_memory
 
 Result = TypeVar("Result")
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")

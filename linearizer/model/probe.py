@@ -13,7 +13,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from linearizer.errors import first_line
 from linearizer.model.quiet import quiet
 from linearizer.model.support import Refused, check_attention, check_layers, check_modules
-from linearizer.run.cost import Layer
+from linearizer.run.head_bytes import Layer
 from linearizer.runtime.attention_interface import observing
 
 if TYPE_CHECKING:

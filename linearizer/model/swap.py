@@ -14,7 +14,7 @@ from linearizer.model.checkpoint import students_of
 from linearizer.model.layers import blocks_of
 from linearizer.model.logits import logits_of
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head, Layer
+from linearizer.run.head_bytes import Head, Layer
 from linearizer.runtime.attention_interface import attention_modules
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM

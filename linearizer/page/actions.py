@@ -15,11 +15,11 @@ from linearizer.jobs import control
 from linearizer.page import limits, zerogpu, zerogpu_runs
 from linearizer.page.visitors import Visitor, on_space
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Layer
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import writing
 from linearizer.run.find import runs_root
 from linearizer.run.folder import Run
+from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 

@@ -12,9 +12,9 @@ from linearizer.amounts import ago, duration, growing, number, size, smaller_fro
 from linearizer.jobs.control import LIVE, Status
 from linearizer.progress import Progress
 from linearizer.publish.html import facts, heard, said, table
-from linearizer.run import cost
+from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Layer
+from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import IN_TOKENS, Plan
 
 if TYPE_CHECKING:
@@ -73,22 +73,22 @@ def model_card(found: Inspection) -> str:
 
 def feature_unit(layers: Sequence[Layer]) -> int:
     """Bytes of one feature for every KV head."""
-    return sum(layer.kv_heads * cost.feature_bytes(layer) for layer in layers if layer.native_window is None)
+    return sum(layer.kv_heads * head_bytes.feature_bytes(layer) for layer in layers if layer.native_window is None)
 
 
 def cost_card(features: float, state: int, growth: int, layers: Sequence[Layer], open_end: bool = False) -> str:
     """Say what a state is, and what teacher and student remember of long texts; `open_end`: heads may stay softmax."""
-    saved = cost.cache_bytes(layers, 1) - growth
+    saved = head_bytes.cache_bytes(layers, 1) - growth
     fixed = ", more where heads stay softmax" if open_end else ", whatever the length"
     worth = ("mean features per KV head", features) if features else ("worth in features per KV head", 0.0)
     pairs = [
         (worth[0], f"{worth[1] or state / feature_unit(layers):.1f}"),
         ("state", growing(state, growth) + ("" if growth else fixed)),
-        ("smaller than the cache", smaller_from(cost.meeting(state, saved), saved)),
+        ("smaller than the cache", smaller_from(head_bytes.meeting(state, saved), saved)),
     ]
     rows = []
     for length in LENGTHS:
-        cache, held = cost.cache_bytes(layers, length), state + growth * length
+        cache, held = head_bytes.cache_bytes(layers, length), state + growth * length
         rows.append([f"{length // 1024}k tokens", size(cache), size(held), f"{cache / held:.0f}×" if held else "∞"])
     head = ("after", "teacher", "student", "less by")
     title = "Memory of teacher and student" + (", if no head stays softmax" if open_end else "")
@@ -99,11 +99,11 @@ def cost_card(features: float, state: int, growth: int, layers: Sequence[Layer],
 def budget_card(plan: Plan, layers: Sequence[Layer]) -> str:
     """Say what a budget means before anything is measured: features if every head got the same."""
     one = feature_unit(layers)
-    kept = cost.cache_bytes(layers, plan.kept_sinks + plan.kept_window)
+    kept = head_bytes.cache_bytes(layers, plan.kept_sinks + plan.kept_window)
     if plan.budget is None:
         features, state = float(plan.features or 0), kept + (plan.features or 0) * one
     else:
-        state = cost.cache_bytes(layers, plan.budget)
+        state = head_bytes.cache_bytes(layers, plan.budget)
         features = 0.0 if plan.strategy in IN_TOKENS else max(0, state - kept) / one
     return cost_card(features, state, 0, layers, open_end=plan.measured and not plan.constant)
 

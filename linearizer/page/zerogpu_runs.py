@@ -24,9 +24,9 @@ from linearizer.page import zerogpu
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run import events
 from linearizer.run import folder as folder_module
-from linearizer.run.at_work import SliceOver, check, reported
 from linearizer.run.folder import Run
 from linearizer.run.locks import Lock
+from linearizer.run.stopping import SliceOver, check, reported
 
 LENT = int(os.environ.get("LINEARIZER_SLICE") or 60)  # seconds that the device is asked for at a time
 SHARE = float(os.environ.get("LINEARIZER_SLICE_SHARE") or 0.7)  # the rest is for its start, and to save

@@ -28,9 +28,9 @@ from linearizer.publish.chart_style import (
     plain,
     shade,
 )
-from linearizer.run import cost
+from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head, Layer
+from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.prices import Prices
 from linearizer.run.profile import Profile
 
@@ -133,7 +133,7 @@ def freedom_curves(profile: Profile) -> go.Figure:
 
 def in_tokens(head: Head, layer: Layer) -> float:
     """Say how many cached tokens the features and slots of a head cost."""
-    return cost.head_bytes(replace(head, window=0), layer, 0, 0) / cost.token_bytes(layer)
+    return head_bytes.head_bytes(replace(head, window=0), layer, 0, 0) / head_bytes.token_bytes(layer)
 
 
 def became(head: Head) -> str:

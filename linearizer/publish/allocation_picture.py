@@ -7,7 +7,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head, Layer, head_bytes
+from linearizer.run.head_bytes import Head, Layer, head_bytes
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw

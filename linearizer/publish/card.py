@@ -23,9 +23,9 @@ from linearizer.publish.evaluation_table import table
 from linearizer.publish.parts import CAPTIONS, TITLES
 from linearizer.publish.tables import TABLES, Table, made_with, tables_of
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head, Layer
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, Trained, trained
+from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import Plan, command_of
 
 PICTURE = "allocation.png"

@@ -11,8 +11,8 @@ import plotly.graph_objects as go
 
 from linearizer.amounts import size
 from linearizer.publish.chart_style import BLUE, LABELLED, dash, plain, shade, side
-from linearizer.run import cost
-from linearizer.run.cost import Layer
+from linearizer.run import head_bytes
+from linearizer.run.head_bytes import Layer
 
 SHOWN = 300  # steps drawn of a training; more cannot be told apart
 
@@ -93,23 +93,23 @@ def memory_lines(layers: Sequence[Layer], fixed: int, growth: int = 0, longest: 
     """Draw what teacher and student remember over the length of a text; `growth` bytes a token are left softmax."""
     figure = plain(280)
     lengths = [1 << step for step in range(5, longest.bit_length())]
-    caches = [cost.cache_bytes(layers, length) for length in lengths]
+    caches = [head_bytes.cache_bytes(layers, length) for length in lengths]
     states = [fixed + growth * length for length in lengths]
     for name, values in (("teacher", caches), ("student", states)):
         title = "cache of the teacher" if name == "teacher" else "state of the student"
         look = side(name, "%{customdata} after %{x} tokens") | {"name": title, "mode": "lines"}
         figure.add_scatter(x=lengths, y=values, customdata=[size(value) for value in values], **look)
-    begin = cost.meeting(fixed, cost.cache_bytes(layers, 1) - growth)
+    begin = head_bytes.meeting(fixed, head_bytes.cache_bytes(layers, 1) - growth)
     if begin and lengths[0] <= begin <= lengths[-1]:
         figure.add_scatter(
             x=[begin],
-            y=[cost.cache_bytes(layers, begin)],
+            y=[head_bytes.cache_bytes(layers, begin)],
             mode="markers",
             marker={"color": BLUE, "symbol": "diamond", "size": 10},
             showlegend=False,
             hoverinfo="skip",
         )
-        at = {"x": math.log10(begin), "y": math.log10(cost.cache_bytes(layers, begin))}
+        at = {"x": math.log10(begin), "y": math.log10(head_bytes.cache_bytes(layers, begin))}
         label = f"smaller from {begin:,} tokens on"
         figure.add_annotation(**at, text=label, showarrow=False, xanchor="left", yanchor="top", xshift=6, yshift=-4)
     ticks = [length for length in lengths if length.bit_length() % 3 == 0]

@@ -8,8 +8,8 @@ from dataclasses import asdict, dataclass
 from typing import Any
 
 from linearizer.errors import RequestError
-from linearizer.run import cost
-from linearizer.run.cost import Head, Layer
+from linearizer.run import head_bytes
+from linearizer.run.head_bytes import Head, Layer
 
 
 @dataclass(frozen=True)
@@ -46,11 +46,11 @@ class Allocation:
 
     def state_bytes(self, layers: Sequence[Layer], length: int) -> int:
         """Give the bytes that the student holds once `length` tokens have been read."""
-        return cost.state_bytes(self.heads, layers, self.sinks, length)
+        return head_bytes.state_bytes(self.heads, layers, self.sinks, length)
 
     def breakeven_tokens(self, layers: Sequence[Layer]) -> int | None:
         """Give the length from which on the teacher's cache is no smaller; None: never."""
-        return cost.breakeven_tokens(self.heads, layers, self.sinks)
+        return head_bytes.breakeven_tokens(self.heads, layers, self.sinks)
 
     def growth(self, layers: Sequence[Layer]) -> int:
         """Give the bytes that every token adds to what the student holds: none unless heads are left softmax."""
@@ -58,7 +58,7 @@ class Allocation:
 
     def saved(self, layers: Sequence[Layer]) -> int:
         """Give the bytes that every token adds to the teacher's cache and not to what the student holds."""
-        return cost.cache_bytes(layers, 1) - self.growth(layers)
+        return head_bytes.cache_bytes(layers, 1) - self.growth(layers)
 
     def summary(self, layers: Sequence[Layer], length: int) -> dict[str, Any]:
         """Give the allocation with what it costs once `length` tokens have been read, as plain numbers."""

@@ -21,9 +21,9 @@ from linearizer.errors import FolderError, RequestError
 from linearizer.run import events as journal
 from linearizer.run import locks
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Layer
 from linearizer.run.events import Event
 from linearizer.run.files import UNFINISHED, write_whole, writing
+from linearizer.run.head_bytes import Layer
 from linearizer.run.locks import Lock
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices

@@ -6,7 +6,7 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from linearizer.errors import UnsupportedModel
-from linearizer.run.cost import Layer
+from linearizer.run.head_bytes import Layer
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from linearizer.errors import BudgetError, RequestError
-from linearizer.run.cost import SINKS
+from linearizer.run.head_bytes import SINKS
 from linearizer.run.recipes import CHOSEN, RECIPES
 
 KINDS: dict[str, tuple[type, ...]] = {

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass
 
 from linearizer.errors import RequestError
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 
 SMALLEST = 4  # tokens of the least window that is priced
 

@@ -15,10 +15,10 @@ from linearizer.model.teacher import Teacher, windows_of
 from linearizer.progress import Steps
 from linearizer.run import events
 from linearizer.run.allocation import Allocation
-from linearizer.run.at_work import logged
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
+from linearizer.run.stopping import logged
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.distill import distill
 from linearizer.train.settings import Settings, settings_of

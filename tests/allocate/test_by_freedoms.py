@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from linearizer.allocate.by_freedoms import STRATEGIES, allocate
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.allocation import Allocation, check
-from linearizer.run.cost import Head, Layer, cache_bytes, feature_bytes
+from linearizer.run.head_bytes import Head, Layer, cache_bytes, feature_bytes
 from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
 
 RIDGES = tuple(2.0**-exponent for exponent in range(0, 21, 2))

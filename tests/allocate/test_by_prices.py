@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from linearizer.allocate.by_prices import Market, choose, exchanged
 from linearizer.allocate.decide import alike, sinks_tried
 from linearizer.errors import BudgetError, RequestError
-from linearizer.run.cost import Head, Layer, cache_bytes, head_bytes
+from linearizer.run.head_bytes import Head, Layer, cache_bytes, head_bytes
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 

@@ -8,7 +8,7 @@ import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
 from linearizer.measure.profile import measure
-from linearizer.run.cost import Layer
+from linearizer.run.head_bytes import Layer
 from linearizer.run.profile import Asked
 
 

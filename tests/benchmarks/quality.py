@@ -34,9 +34,9 @@ from linearizer.model import teacher as teacher_module
 from linearizer.model.quiet import quiet
 from linearizer.model.swap import exchanged
 from linearizer.progress import finish
-from linearizer.run.cost import cache_bytes
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
+from linearizer.run.head_bytes import cache_bytes
 from linearizer.run.plan import Plan
 from linearizer.train import step as train_step
 from linearizer.train.state_file import digest

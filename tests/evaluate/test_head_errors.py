@@ -17,7 +17,7 @@ from linearizer.evaluate.subjects import Subject
 from linearizer.measure.profile import measure
 from linearizer.model.checkpoint import students_of
 from linearizer.progress import finish
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
 from linearizer.runtime.layer_student import LayerStudent
 from tests.support.models import MIXED, WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens

@@ -22,7 +22,7 @@ from linearizer.model import logits
 from linearizer.model.checkpoint import students_of
 from linearizer.model.logits import divergence, logits_of, losses_of
 from linearizer.progress import finish
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
 

@@ -6,7 +6,7 @@ import torch
 from linearizer.evaluate.speed import Pace, crossing, drawn_out, least_squares, measure_speed
 from linearizer.evaluate.subjects import Subject
 from linearizer.progress import finish
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of
 
 

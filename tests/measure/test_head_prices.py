@@ -12,7 +12,7 @@ from linearizer.model.logits import divergence, logits_of
 from linearizer.model.text import repeated_passages
 from linearizer.progress import finish
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 from tests.support.models import WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 
 OPTIONS = (Head(window=3), Head(window=4, slots=5), Head(window=12))

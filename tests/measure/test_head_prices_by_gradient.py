@@ -8,8 +8,8 @@ from linearizer.measure.head_prices import measuring_seconds, price
 from linearizer.measure.head_prices_by_gradient import estimate
 from linearizer.model import teacher as teacher_module
 from linearizer.progress import finish
-from linearizer.run.cost import Head
 from linearizer.run.folder import Run
+from linearizer.run.head_bytes import Head
 from linearizer.run.plan import Plan
 from tests.support.models import layers_of, teacher_of, tokens
 

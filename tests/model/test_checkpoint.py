@@ -10,7 +10,7 @@ from linearizer.model.checkpoint import linearize, load, save
 from linearizer.model.hub import find_model
 from linearizer.model.teacher import load_teacher, load_tokenizer
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 from tests.support.bare_environment import make_bare_environment, run_bare
 from tests.support.families import FAMILIES
 from tests.support.models import layers_of, student_of, tokens

@@ -5,7 +5,7 @@ from linearizer.measure.profile import measure
 from linearizer.model.initialise import begin, cluster, directions, initialise, root
 from linearizer.model.layers import featured
 from linearizer.progress import finish
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 from linearizer.run.profile import Asked
 from linearizer.runtime.attention_interface import observing
 from linearizer.runtime.feature_maps import FEATURE_MAPS

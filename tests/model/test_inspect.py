@@ -11,7 +11,7 @@ from linearizer.model.inspect import inspect_model, verify_teacher
 from linearizer.model.safetensors import Weights
 from linearizer.model.support import TESTED
 from linearizer.model.teacher import load_config
-from linearizer.run.cost import Layer, cache_bytes
+from linearizer.run.head_bytes import Layer, cache_bytes
 from tests.support.families import FAMILIES, WINDOW, tiny_config
 
 MIXTURES = ("mixtral", "qwen3_moe")

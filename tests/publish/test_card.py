@@ -12,7 +12,7 @@ from linearizer.cli.main import parser, plan_changes
 from linearizer.publish.allocation_picture import EMPTY, FEATURES, SLOTS, WHOLE, WINDOW, draw
 from linearizer.publish.card import card, plain, snippet
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head, Layer
+from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import Plan, command_of
 from tests.support.cards import HEADS, HOSTILE, LAYERS, colours, made, rgb, row
 

@@ -5,9 +5,9 @@ import json
 import pytest
 
 from linearizer.publish import allocation_charts, chart_style, training_charts
-from linearizer.run import cost
+from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head, Layer
+from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.prices import Prices
 from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
 
@@ -104,11 +104,11 @@ def test_bars_add_up_to_the_bytes_of_each_head():
         held = MIXED.heads[row][head]
         if not held.softmax:
             tokens = bars["exact tokens"].y[place] + bars["features"].y[place]
-            assert tokens * cost.token_bytes(LAYERS[row]) == cost.head_bytes(held, LAYERS[row], 4, 0)
+            assert tokens * head_bytes.token_bytes(LAYERS[row]) == head_bytes.head_bytes(held, LAYERS[row], 4, 0)
     assert bars["whole cache, grows"].y[1] > 0
     assert bars["whole cache, grows"].y[0] == 0
     fix = bars["Fix: the same for every head"].y
-    assert fix[0] * cost.token_bytes(LAYERS[0]) == cost.head_bytes(FIX.heads[0][0], LAYERS[0], 4, 0)
+    assert fix[0] * head_bytes.token_bytes(LAYERS[0]) == head_bytes.head_bytes(FIX.heads[0][0], LAYERS[0], 4, 0)
 
 
 def test_bars_say_in_words_and_by_pattern_what_each_head_became():
@@ -123,7 +123,7 @@ def test_bars_say_in_words_and_by_pattern_what_each_head_became():
 def test_slots_are_told_from_features():
     held = Allocation("gain", 4, ((Head(8, slots=16), Head(8)), (), (Head(8, 16), Head(8, slots=6))))
     bars = {trace.name: trace for trace in allocation_charts.allocation_bars(held, LAYERS).data}
-    assert bars["slots"].y[0] * cost.token_bytes(LAYERS[0]) == 16 * cost.slot_bytes(LAYERS[0])
+    assert bars["slots"].y[0] * head_bytes.token_bytes(LAYERS[0]) == 16 * head_bytes.slot_bytes(LAYERS[0])
     assert [height > 0 for height in bars["slots"].y] == [True, False, False, True]
     assert bars["slots"].customdata[0] == "layer 0, KV head 0: 16 slots beside a window of 8"
 
@@ -162,8 +162,8 @@ def test_an_evaluation_with_a_control_of_another_name_is_drawn():
 
 
 def test_memory_crosses_where_the_student_breaks_even():
-    figure = training_charts.memory_lines(LAYERS, cost.cache_bytes(LAYERS, 300))
+    figure = training_charts.memory_lines(LAYERS, head_bytes.cache_bytes(LAYERS, 300))
     assert figure.data[2].x == (300,)
     assert "300" in figure.layout.annotations[0].text
-    never = training_charts.memory_lines(LAYERS, 1000, growth=cost.cache_bytes(LAYERS, 1))
+    never = training_charts.memory_lines(LAYERS, 1000, growth=head_bytes.cache_bytes(LAYERS, 1))
     assert len(never.data) == 2

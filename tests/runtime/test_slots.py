@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linearizer.run.cost import Head, Layer, head_bytes, state_bytes
+from linearizer.run.head_bytes import Head, Layer, head_bytes, state_bytes
 from linearizer.runtime.features import reference
 from linearizer.runtime.slots import Merger, slot_attention
 from linearizer.runtime.slots_merging import Merging, Slots, kept_slots, merge_slots

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 from linearizer.runtime.state_8bit import MOST, packed, rounded, unpacked
 from tests.support.families import FAMILIES
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens

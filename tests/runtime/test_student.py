@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import DynamicCache
 
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 from linearizer.runtime.cache import LinearizedLayer
 from tests.support.families import FAMILIES
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
@@ -165,7 +165,7 @@ def test_memory_and_time_per_token_stay_flat_to_32k():
     """In a process of its own: what a process has taken before would hide growth."""
     program = """
         import resource, time, torch
-        from linearizer.run.cost import Head
+        from linearizer.run.head_bytes import Head
         from tests.support.models import student_of, tokens
         torch.set_num_threads(1)
         student = student_of("llama", [Head(window=16, features=32)], max_position_embeddings=40_000)

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 from tests.support.models import MIXED, student_of, tokens
 
 SMALL = [

@@ -6,8 +6,8 @@ import json
 from dataclasses import asdict
 
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head, Layer
 from linearizer.run.folder import Run
+from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import Plan
 
 HOSTILE = "](http://evil)\n---\nlicense: mit\n# <script>alert(1)</script> `x` | **bold** ${os} ```"

@@ -5,7 +5,7 @@ from transformers import AutoModelForCausalLM
 
 from linearizer.model.checkpoint import linearize
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head, Layer
+from linearizer.run.head_bytes import Head, Layer
 from linearizer.runtime.attention_interface import observing
 from tests.support.families import tiny_config
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 from linearizer.train.distill import Settings
 from tests.support.models import student_of, tokens
 

@@ -11,7 +11,7 @@ import torch
 
 from linearizer.errors import FaultError, RequestError, TextError
 from linearizer.progress import finish
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.feature_maps import FEATURE_MAPS
 from linearizer.train.distill import Settings, distill
@@ -233,7 +233,7 @@ MEMORY = """
     from linearizer.train.distill import Settings, distill
     from tests.support.models import tokens
     from tests.support.training import a_student
-    from linearizer.run.cost import Head
+    from linearizer.run.head_bytes import Head
     torch.set_num_threads(1)
     depth = int(sys.argv[1])
     student = a_student(heads=[Head(window=16, features=32)], num_hidden_layers=depth, max_position_embeddings=512)

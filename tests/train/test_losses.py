@@ -4,7 +4,7 @@ from torch import nn
 
 from linearizer.errors import RequestError
 from linearizer.model.layers import featured, output_projections
-from linearizer.run.cost import Head
+from linearizer.run.head_bytes import Head
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.features import reference
 from linearizer.runtime.layer_student import LayerStudent, Scaled

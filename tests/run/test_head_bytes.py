@@ -6,9 +6,9 @@ from linearizer.amounts import size
 from linearizer.cli.text import cost_text
 from linearizer.page.cards import allocation_card
 from linearizer.publish.card import in_words
-from linearizer.run import cost
+from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
-from linearizer.run.cost import Head, Layer
+from linearizer.run.head_bytes import Head, Layer
 
 LAYER = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16)
 BOUNDED = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16, native_window=32)
@@ -17,28 +17,28 @@ LAYERS = (LAYER, BOUNDED)
 
 
 def test_cache_counts_no_layer_that_the_teacher_bounds():
-    assert cost.cache_bytes(LAYERS, 100) == 100 * 2 * 2 * (8 + 16)
+    assert head_bytes.cache_bytes(LAYERS, 100) == 100 * 2 * 2 * (8 + 16)
 
 
 def test_state_is_exact_tokens_and_features_and_whole_caches():
-    assert cost.state_bytes(HEADS, LAYERS, 4, 100) == (4 + 10) * 2 * 24 + 16 * 4 * 17 + 100 * 2 * 24
+    assert head_bytes.state_bytes(HEADS, LAYERS, 4, 100) == (4 + 10) * 2 * 24 + 16 * 4 * 17 + 100 * 2 * 24
 
 
 def test_operations_of_the_teacher_grow_with_the_length():
-    assert cost.cache_operations(LAYERS, 100) == 4 * 100 * 2 * (8 + 16)
+    assert head_bytes.cache_operations(LAYERS, 100) == 4 * 100 * 2 * (8 + 16)
 
 
 def test_operations_of_a_head_are_those_of_its_group_and_of_its_update():
     exact, feature = 2 * (8 + 16), 2 * 8 + 2 * 17
     far = 2 * 14 * exact + (2 + 1) * 16 * feature  # two queries, one key
-    assert cost.state_operations(HEADS, LAYERS, 4, 100) == far + 2 * 100 * exact
+    assert head_bytes.state_operations(HEADS, LAYERS, 4, 100) == far + 2 * 100 * exact
 
 
 @pytest.mark.parametrize(
     ("cross", "student", "teacher"),
     [
-        (cost.breakeven_tokens, cost.state_bytes, cost.cache_bytes),
-        (cost.breakeven_operations, cost.state_operations, cost.cache_operations),
+        (head_bytes.breakeven_tokens, head_bytes.state_bytes, head_bytes.cache_bytes),
+        (head_bytes.breakeven_operations, head_bytes.state_operations, head_bytes.cache_operations),
     ],
 )
 def test_breakeven_is_the_first_length_at_which_the_teacher_is_no_cheaper(cross, student, teacher):
@@ -49,18 +49,18 @@ def test_breakeven_is_the_first_length_at_which_the_teacher_is_no_cheaper(cross,
 
 def test_all_softmax_is_even_from_the_start_and_a_bounded_teacher_is_never_passed():
     whole = ((Head(softmax=True),) * 2, ())
-    assert cost.breakeven_tokens(whole, LAYERS, 4) == 0
-    assert cost.meeting(fixed=1, growth=0) is None
+    assert head_bytes.breakeven_tokens(whole, LAYERS, 4) == 0
+    assert head_bytes.meeting(fixed=1, growth=0) is None
 
 
 def test_features_cost_what_tokens_cost():
     layer = Layer(8, 8, 128, 128)
-    assert cost.feature_bytes(layer) == pytest.approx(cost.token_bytes(layer), rel=0.01)
+    assert head_bytes.feature_bytes(layer) == pytest.approx(head_bytes.token_bytes(layer), rel=0.01)
 
 
 def test_heads_of_another_model_are_refused():
     with pytest.raises(ValueError):
-        cost.state_bytes(HEADS, LAYERS[:1], 4, 100)
+        head_bytes.state_bytes(HEADS, LAYERS[:1], 4, 100)
 
 
 @pytest.mark.parametrize(
