@@ -20,7 +20,7 @@ from linearizer.model.hub import DEMO
 from linearizer.publish.allocation_picture import draw
 from linearizer.publish.card_metadata import LINK, Teacher, metadata, one_line, terms_of
 from linearizer.publish.evaluation_table import table
-from linearizer.publish.parts import CAPTIONS, TITLES
+from linearizer.publish.parts import TITLES
 from linearizer.publish.tables import TABLES, Table, made_with, tables_of
 from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
@@ -29,12 +29,6 @@ from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import Plan, command_of
 
 PICTURE = "allocation.png"
-PICTURES = (  # part -> file, which of its charts, and what it shows in words
-    ("recall", ("recall.png", 0, "Loss on a passage that comes again, by how many tokens later; the table has it")),
-    ("needle", ("needle.png", 0, "Share of hidden values that was found, by depth and length; the table has it")),
-    ("speed", ("speed.png", 0, "Tokens written a second by the length of the text; the table has it")),
-    ("speed", ("memory.png", 2, "Bytes that are remembered by the length of the text; the table has it")),
-)
 SNIPPET = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -54,8 +48,7 @@ def add_card(run: Run) -> None:
 def card_files(run: Run, repo_id: str | None = None) -> dict[str, bytes]:
     """Make the card and its picture; `repo_id` is where it will be read."""
     assert run.allocation is not None
-    made = {"README.md": card(run, repo_id).encode(), PICTURE: draw(run.allocation, run.layers)}
-    return {**made, **pictures(run.evaluation_parts)}
+    return {"README.md": card(run, repo_id).encode(), PICTURE: draw(run.allocation, run.layers)}
 
 
 def card(run: Run, repo_id: str | None = None) -> str:
@@ -188,12 +181,11 @@ def known(parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
 
 
 def examination(parts: dict[str, dict[str, Any]]) -> str:
-    """Show the parts of an evaluation: pictures, and tables folded."""
+    """Show the parts of an evaluation as folded tables."""
     shown = []
     for part, found in known(parts).items():
         title, question = TITLES[part]
         shown += [f"### {title}", question]
-        shown += [f"![{alternative}]({name})" for own, (name, _, alternative) in PICTURES if own == part]
         tables = "\n\n".join(markdown(own) for own in tables_of(part, found))
         notes = "\n".join(f"- {plain(note)}" for note in made_with(found))
         shown.append(f"<details><summary>In numbers</summary>\n\n{tables}\n\n{notes}\n\n</details>")
@@ -206,20 +198,6 @@ def markdown(found: Table) -> str:
     lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
     return "\n\n".join([text, *map(plain, found.notes)])
-
-
-def pictures(parts: dict[str, dict[str, Any]]) -> dict[str, bytes]:
-    """Draw the charts that a card shows of an evaluation."""
-    found = known(parts)
-    drawn = {}
-    for part, (name, number, _) in PICTURES:
-        if part in found:
-            from linearizer.publish.chart_picture import draw_chart
-            from linearizer.publish.evaluation_charts import figures_of
-
-            if (figure := figures_of(part, found[part])[number]) is not None:
-                drawn[name] = draw_chart(figure, CAPTIONS[part][number][0])
-    return drawn
 
 
 def without_folders(found: Any) -> Any:
