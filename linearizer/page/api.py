@@ -18,8 +18,7 @@ import gradio as gr
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
 from linearizer.jobs.control import Status
-from linearizer.page import actions, run_state, warmup
-from linearizer.page import sending as outbox
+from linearizer.page import actions, run_state, sending, warmup
 from linearizer.page.visitors import Visitor, visitor
 from linearizer.publish import html
 from linearizer.run.plan import command_of
@@ -174,12 +173,12 @@ def publish_run(
     """Publish a run as OWNER/NAME, and return once what is there was checked: repository, revision, link, snippet."""
     someone = who(secret, profile, token)
     one = someone.find(run)
-    sending = outbox.send(one, str(repo_id), bool(private), someone.token)
-    while not sending.over:
+    publication = sending.send(one, str(repo_id), bool(private), someone.token)
+    while not publication.over:
         time.sleep(0.1)
-    if sending.published is None:
-        raise RequestError(sending.error or "publishing broke off: try again")
-    return asdict(sending.published)
+    if publication.published is None:
+        raise RequestError(publication.error or "publishing broke off: try again")
+    return asdict(publication.published)
 
 
 def evaluate_run(

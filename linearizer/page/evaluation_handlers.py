@@ -13,7 +13,7 @@ from linearizer.jobs import control
 from linearizer.page import actions, evaluation_cards, run_state
 from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, telling, who
 from linearizer.page.run_state import PART
-from linearizer.publish import html as markup
+from linearizer.publish import html
 from linearizer.publish.parts import CAPTIONS
 
 SECONDS = 5.0  # that one measurement of speed may take here: people wait for it
@@ -59,7 +59,7 @@ def foreseen(
             return ""
         return evaluation_cards.times_line(actions.foresee_evaluation(someone, name, choices))
     except LinearizerError as error:
-        return markup.said(str(error))
+        return html.said(str(error))
 
 
 def marks(parts: Mapping[str, run_state.Part]) -> dict[str, str]:
@@ -88,8 +88,8 @@ def draw(memory: Memory, seen: dict[str, Any], profile: Profile, token: Token) -
         elif before is not None and before.get(part) == new[part]:
             outputs += [gr.skip()] * (2 + count)
         else:
-            html, figures = found[PART + part].value()  # drawn when it is first shown
-            outputs += [gr.Column(visible=True), html]
+            tables, figures = found[PART + part].value()  # drawn when it is first shown
+            outputs += [gr.Column(visible=True), tables]
             for figure in figures:
                 outputs += [gr.Column(visible=figure is not None), plot(figure)]
     return outputs

@@ -15,9 +15,7 @@ import gradio as gr
 
 from linearizer.errors import LinearizerError
 from linearizer.jobs import control
-from linearizer.page import cards as views
-from linearizer.page import evaluation_handlers, run_state
-from linearizer.page import sending as outbox
+from linearizer.page import cards, evaluation_handlers, run_state, sending
 from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, shares, who
 from linearizer.page.layout import LEAST, MOST
 from linearizer.publish import html
@@ -34,7 +32,7 @@ def look(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, str,
     """Say how the run and its evaluation are, and by marks what the page, its curves, and its parts should show."""
     name = run_named(memory)
     if name is None:
-        return views.run_card(None, "", 0.0), "", "", "none", "none", "none"
+        return cards.run_card(None, "", 0.0), "", "", "none", "none", "none"
     try:
         run = who(memory, profile, token).find(name)
         parts = run_state.look(run, time.time())
@@ -43,8 +41,8 @@ def look(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, str,
     rest = {key: part.mark for key, part in parts.items() if key not in OFTEN and not key.startswith(run_state.PART)}
     mark = json.dumps([name, rest, sent_part(run, parts).mark])
     found = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, evaluation_handlers.marks(parts)])
-    cards = (parts[key].value for key in ("card", "training", "evaluating card"))
-    return *cards, mark, f"{name} {parts['losses'].mark}", found
+    told = (parts[key].value for key in ("card", "training", "evaluating card"))
+    return *told, mark, f"{name} {parts['losses'].mark}", found
 
 
 def curves(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any]:
@@ -71,7 +69,7 @@ def draw(memory: Memory, seen: dict[str, str], at: float, touched: bool, profile
         return nothing()
     new = {key: part.value for key, part in parts.items() if seen.get(key) != part.mark}
     sent, can = sent_part(run, parts), new.get("can")
-    live = {parts["state"].value, parts["evaluating"].value} & set(control.LIVE) or outbox.busy(run)
+    live = {parts["state"].value, parts["evaluating"].value} & set(control.LIVE) or sending.busy(run)
     measured = "measured" in new and not touched
     bars, other_card = first_shares(run) if measured else (gr.skip(), gr.skip())
     stage = step_to_show(parts["stage"].value, seen, at, touched) if "stage" in new else None
@@ -135,13 +133,13 @@ def first_shares(run: Run) -> tuple[Any, Any]:
 
 def sent_part(run: Run, parts: dict[str, run_state.Part]) -> run_state.Part:
     """Say how publishing goes; where nothing is being sent, what the run's log says was published last."""
-    sending, before = outbox.latest(run), parts.get("published")
-    if sending is not None and sending.published is not None:
-        card, snippet = views.published_card(asdict(sending.published)), sending.published.snippet
-    elif sending is not None:
-        card, snippet = views.sending_card(sending.repo_id, sending.progress, sending.error), ""
+    publication, before = sending.latest(run), parts.get("published")
+    if publication is not None and publication.published is not None:
+        card, snippet = cards.published_card(asdict(publication.published)), publication.published.snippet
+    elif publication is not None:
+        card, snippet = cards.sending_card(publication.repo_id, publication.progress, publication.error), ""
     elif before is not None:
-        card, snippet = views.published_card(before.value), before.value.get("snippet", "")
+        card, snippet = cards.published_card(before.value), before.value.get("snippet", "")
     else:
         card, snippet = "", ""
     return run_state.Part(card, (card, gr.Code(value=snippet, visible=bool(snippet))))

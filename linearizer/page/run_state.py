@@ -21,7 +21,7 @@ from linearizer.jobs.control import LIVE, Status
 from linearizer.page import cards, evaluation_cards
 from linearizer.publish import html
 from linearizer.publish.parts import CAPTIONS
-from linearizer.run import events as journal
+from linearizer.run import events
 from linearizer.run.folder import Run
 
 FRESH = 2.0  # seconds that an answer serves
@@ -60,8 +60,8 @@ class Watched:
 
     def read(self) -> None:
         """Read what the log has more."""
-        events, self.place = journal.read(self.run.log_file, self.place)
-        for event in events:
+        new, self.place = events.read(self.run.log_file, self.place)
+        for event in new:
             if event["event"] == "profile" and "layer" in event:
                 self.found[event["layer"]] = event["freedoms"]
             elif event["event"] == "distill" and self.run.mine(event):

@@ -123,16 +123,15 @@ def sliding(browser, url, run, times):
 def answering(folder, times):
     """Time what the server does for a slider, without Gradio, network and browser, in milliseconds."""
     from linearizer import pipeline
-    from linearizer.page import actions
-    from linearizer.page import cards as views
+    from linearizer.page import actions, cards
     from linearizer.page.handlers import shares
     from linearizer.run.folder import Run
 
     run, layers = Run.open(folder), pipeline.inspect("demo").layers
     budgets = [64 + 8 * n for n in range(times)]
-    cards = [clocked(lambda b=b: views.budget_card(actions.plan_of("demo", b, "Quick", {}), layers)) for b in budgets]
+    of_budget = [clocked(lambda b=b: cards.budget_card(actions.plan_of("demo", b, "Quick", {}), layers)) for b in budgets]
     both = [clocked(lambda b=b: shares(run, b)) for b in budgets]
-    return {"server_budget_ms": statistics.median(cards), "server_share_ms": statistics.median(both)}
+    return {"server_budget_ms": statistics.median(of_budget), "server_share_ms": statistics.median(both)}
 
 
 def clocked(work):

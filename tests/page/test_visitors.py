@@ -5,7 +5,7 @@ import pytest
 from linearizer.errors import RequestError
 from linearizer.page import actions, cards
 from linearizer.page.visitors import new_secret, visitor
-from linearizer.publish import html as markup
+from linearizer.publish import html
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 
@@ -83,23 +83,23 @@ def test_what_comes_from_outside_is_escaped(root):
     from linearizer.jobs import control
 
     status = control.status(run)
-    for html in (
+    for shown in (
         cards.model_card(found),
-        markup.said(odd, "bad"),
+        html.said(odd, "bad"),
         cards.run_card(status, odd, 0.0),
         cards.runs_table([status]),
         cards.files_table([(odd, 1)], 1),
         cards.sending_card(odd, None, odd),
         cards.published_card({"repo_id": odd, "revision": odd, "url": odd}),
-        markup.table(odd, [odd], [[odd, odd]]),
+        html.table(odd, [odd], [[odd, odd]]),
     ):
-        assert "<img" not in html
-        assert "<b>" not in html
+        assert "<img" not in shown
+        assert "<b>" not in shown
 
 
 def test_a_sentence_does_not_tell_where_runs_are_kept(space):
     home = visitor(secret=ANN).home
-    assert markup.plain(f"'{home}/r123' is done") == "'r123' is done"
+    assert html.plain(f"'{home}/r123' is done") == "'r123' is done"
 
 
 def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
