@@ -129,7 +129,9 @@ def answering(folder, times):
 
     run, layers = Run.open(folder), pipeline.inspect("demo").layers
     budgets = [64 + 8 * n for n in range(times)]
-    of_budget = [clocked(lambda b=b: cards.budget_card(actions.plan_of("demo", b, "Quick", {}), layers)) for b in budgets]
+    of_budget = [
+        clocked(lambda b=b: cards.budget_card(actions.plan_of("demo", b, "Quick", {}), layers)) for b in budgets
+    ]
     both = [clocked(lambda b=b: shares(run, b)) for b in budgets]
     return {"server_budget_ms": statistics.median(of_budget), "server_share_ms": statistics.median(both)}
 
