@@ -63,7 +63,9 @@ def test_a_space_holds_the_project_and_nothing_of_a_working_copy(hub, checkout):
     publish()
     repo = hub.repos["spaces", "me/app"]
     held = repo.commits[repo.branches["main"]]
-    assert {"app.py", "requirements.txt", "linearizer/model/hub.py", "linearizer/publish/card.md", "LICENSE"} <= set(held)
+    assert {"app.py", "requirements.txt", "linearizer/model/hub.py", "linearizer/publish/card.md", "LICENSE"} <= set(
+        held
+    )
     assert "assets/demo-model/config.json" in held
     assert not [
         name for name in held if "pycache" in name or name.startswith("runs/") or ".env" in name or "link" in name
