@@ -87,7 +87,7 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
     half = [0.5 if option.features else 1.0 for option in found.options]  # what features are not by nature, here
     cheaper = tuple(
         tuple(tuple(price * factor for price, factor in zip(row, half, strict=True)) for row in layer)
-        for layer in found.divergences
+        for layer in found.kl
     )
     run.write("prices.json", Prices(found.sinks, found.options, cheaper).to_json())
     allocation = finish(pipeline.linearize(run))

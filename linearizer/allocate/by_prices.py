@@ -1,9 +1,9 @@
-"""Prices + budget -> Allocation: every KV head gets what spares the model most per byte."""
+"""Prices + budget -> Allocation: the budget goes to the KV heads where a byte saves the model most kl."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from itertools import pairwise
 
@@ -12,140 +12,167 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer, cache_bytes, head_bytes
 from linearizer.run.prices import SMALLEST, Prices
 
-LEAST = 1e-9  # nats: below this a price is rounding
+MIN_KL = 1e-9  # nats: a smaller kl is rounding
 
 
 @dataclass(frozen=True)
 class Offer:
-    """One thing that a head may hold."""
+    """An option of one head, with its bytes and its kl."""
 
     head: Head
     bytes: int
-    divergence: float
+    kl: float
 
 
-def check_least(layers: Sequence[Layer], budget: int, sinks: int, bits: int = 16) -> None:
-    """Refuse a budget that does not pay for the least that every head may hold, before anything is measured."""
-    priced = [layer for layer in layers if layer.native_window is None]
-    least = sum(layer.kv_heads * head_bytes(Head(window=SMALLEST, bits=bits), layer, sinks, 0) for layer in priced)
-    if priced and budget * cache_bytes(layers, 1) < least:
+@dataclass(frozen=True)
+class OffersOfHeads:
+    """The offers of every KV head, from the smallest on: each next offer has more bytes and a smaller kl."""
+
+    sinks: int
+    offers: tuple[tuple[Offer, ...], ...]  # [KV head, layer by layer][level]
+    heads_per_layer: tuple[int, ...]
+    budget_bytes: int
+
+    @staticmethod
+    def of(prices: Prices, layers: Sequence[Layer], budget: int, length: int, constant: bool = False) -> OffersOfHeads:
+        """List the offers; a softmax head takes the bytes of `length` tokens, and `constant` offers none."""
+        rows = [
+            [tuple(efficient_offers(offers_for_head(prices, layer, kl, length, constant))) for kl in kl_of_layer]
+            for layer, kl_of_layer in zip(layers, prices.kl, strict=True)
+        ]
+        offers = tuple(offers_of_head for row in rows for offers_of_head in row)
+        budget_bytes, least = cache_bytes(layers, budget), sum(levels[0].bytes for levels in offers)
+        if budget_bytes < least:
+            enough = -(-least // cache_bytes(layers, 1))
+            raise BudgetError(
+                f"a budget of {budget} tokens is too small: the least options of all KV heads take {enough}"
+            )
+        return OffersOfHeads(prices.sinks, offers, tuple(map(len, rows)), budget_bytes)
+
+    def allocation(self, levels: Sequence[int]) -> Allocation:
+        """Give every head the offer at its level."""
+        heads = iter(offer.head for offer in self.at(levels))
+        rows = tuple(tuple(next(heads) for _ in range(count)) for count in self.heads_per_layer)
+        return Allocation("gain", self.sinks, rows)
+
+    def levels(self, allocation: Allocation) -> list[int]:
+        """Find the level of every head of an allocation that was made of these offers."""
+        heads = (head for row in allocation.heads for head in row)
+        return [[offer.head for offer in offers].index(head) for offers, head in zip(self.offers, heads, strict=True)]
+
+    def kl(self, levels: Sequence[int]) -> float:
+        """Add up the kl of all heads at these levels."""
+        return math.fsum(offer.kl for offer in self.at(levels))
+
+    def bytes_left(self, levels: Sequence[int]) -> int:
+        """Give the bytes of the budget that are left at these levels."""
+        return self.budget_bytes - sum(offer.bytes for offer in self.at(levels))
+
+    def at(self, levels: Sequence[int]) -> list[Offer]:
+        """Take the offer of every head at its level."""
+        return [offers[level] for offers, level in zip(self.offers, levels, strict=True)]
+
+
+def check_least_budget(layers: Sequence[Layer], budget: int, sinks: int, bits: int = 16) -> None:
+    """Refuse a budget that is below the smallest option of every head, before anything is measured."""
+    replaced = [layer for layer in layers if layer.native_window is None]
+    least = sum(layer.kv_heads * head_bytes(Head(window=SMALLEST, bits=bits), layer, sinks, 0) for layer in replaced)
+    if replaced and budget * cache_bytes(layers, 1) < least:
         raise BudgetError(
             f"a budget of {budget} tokens is too small: {sinks} sinks and a window of {SMALLEST} for every KV head "
             f"take {-(-least // cache_bytes(layers, 1))}; ask for at least that{', or keep fewer sinks' * bool(sinks)}"
         )
 
 
-@dataclass(frozen=True)
-class Market:
-    """What every KV head may hold, from the least on: each offer dearer and better than the one before."""
-
-    sinks: int
-    ladders: tuple[tuple[Offer, ...], ...]
-    counts: tuple[int, ...]  # heads of each layer
-    paid: int  # bytes
-
-    @staticmethod
-    def of(prices: Prices, layers: Sequence[Layer], budget: int, length: int, constant: bool = False) -> Market:
-        """Price what heads may hold; one left softmax is paid for at `length` tokens, `constant` leaves none."""
-        rows = [
-            [tuple(hull(offers(prices, layer, row, length, constant))) for row in found]
-            for layer, found in zip(layers, prices.divergences, strict=True)
-        ]
-        ladders = tuple(ladder for row in rows for ladder in row)
-        paid, least = cache_bytes(layers, budget), sum(ladder[0].bytes for ladder in ladders)
-        if paid < least:
-            enough = -(-least // cache_bytes(layers, 1))
-            raise BudgetError(
-                f"a budget of {budget} tokens is too small: the least options of all KV heads take {enough}"
-            )
-        return Market(prices.sinks, ladders, tuple(map(len, rows)), paid)
-
-    def allocation(self, steps: Sequence[int]) -> Allocation:
-        """Give every head the offer at its step."""
-        taken = iter(ladder[step].head for ladder, step in zip(self.ladders, steps, strict=True))
-        return Allocation("gain", self.sinks, tuple(tuple(next(taken) for _ in range(count)) for count in self.counts))
-
-    def steps(self, allocation: Allocation) -> list[int]:
-        """Find the steps of an allocation that was bought here."""
-        heads = (head for row in allocation.heads for head in row)
-        return [[offer.head for offer in ladder].index(head) for ladder, head in zip(self.ladders, heads, strict=True)]
-
-    def divergence(self, steps: Sequence[int]) -> float:
-        """Give what the prices of these steps add up to."""
-        return math.fsum(ladder[step].divergence for ladder, step in zip(self.ladders, steps, strict=True))
-
-    def left(self, steps: Sequence[int]) -> int:
-        """Give the bytes that these steps leave."""
-        return self.paid - sum(ladder[step].bytes for ladder, step in zip(self.ladders, steps, strict=True))
-
-
-def choose(
+def allocate_by_prices(
     prices: Prices, layers: Sequence[Layer], budget: int, length: int, constant: bool = False
 ) -> tuple[Allocation, float]:
-    """Spend a budget in tokens of cache; return also the divergence that the prices add up to."""
-    market = Market.of(prices, layers, budget, length, constant)
-    steps = climb(market.ladders, market.left([0] * len(market.ladders)))
-    return market.allocation(steps), market.divergence(steps)
+    """Spend a budget in tokens of cache; also return the sum of the prices, in nats."""
+    offers = OffersOfHeads.of(prices, layers, budget, length, constant)
+    levels = buy_upgrades(offers)
+    return offers.allocation(levels), offers.kl(levels)
 
 
-def exchanged(market: Market, allocation: Allocation, tried: set[int]) -> Allocation | None:
-    """Give the dearest head that was not tried yet a step up, paid by steps down where they cost least.
+def buy_upgrades(offers: OffersOfHeads) -> list[int]:
+    """Take the upgrade that saves most kl per byte, again and again, while the budget has room for any."""
+    levels = [0] * len(offers.offers)
+    left = offers.bytes_left(levels)
+    upgrades = sorted(
+        (
+            (kl_saved_per_byte(*pair), head, level)
+            for head, of_head in enumerate(offers.offers)
+            for level, pair in enumerate(pairwise(of_head), 1)
+        ),
+        key=lambda upgrade: (-upgrade[0], upgrade[2], upgrade[1]),
+    )
+    for _, head, level in upgrades:
+        more = offers.offers[head][level].bytes - offers.offers[head][levels[head]].bytes
+        if more <= left:
+            levels[head], left = level, left - more
+    return levels
 
-    Prices are of one head alone; together heads may make up for each other, or not: measuring tells.
+
+def exchange_once(offers: OffersOfHeads, allocation: Allocation, tried: set[int]) -> Allocation | None:
+    """Upgrade the head with the largest kl that was not tried yet, and downgrade others where that costs least.
+
+    A price is of one head alone. Whether heads make up for each other is known once the whole student is measured.
     """
-    own = market.steps(allocation)
-    for head in sorted(range(len(own)), key=lambda head: -market.ladders[head][own[head]].divergence):
-        if head not in tried and own[head] + 1 < len(market.ladders[head]):
+    current = offers.levels(allocation)
+    kl = [offer.kl for offer in offers.at(current)]
+    for head in sorted(range(len(current)), key=lambda head: -kl[head]):
+        if head not in tried and current[head] + 1 < len(offers.offers[head]):
             tried.add(head)
-            steps = list(own)
-            steps[head] += 1
-            if descend(market, steps, keep=head):
-                return market.allocation(steps)
+            levels = list(current)
+            levels[head] += 1
+            if downgrade_others(offers, levels, keep=head):
+                return offers.allocation(levels)
     return None
 
 
-def descend(market: Market, steps: list[int], keep: int) -> bool:
-    """Take steps down, the cheapest per byte first, until the budget is kept; tell whether it could be."""
-    while market.left(steps) < 0:
-        below = [
-            (rate(ladder[step - 1], ladder[step]), head)
-            for head, (ladder, step) in enumerate(zip(market.ladders, steps, strict=True))
-            if head != keep and step
+def downgrade_others(offers: OffersOfHeads, levels: list[int], keep: int) -> bool:
+    """Lower levels in place, least kl per byte first, until the budget is kept; tell whether that was possible."""
+    while offers.bytes_left(levels) < 0:
+        downgrades = [
+            (kl_saved_per_byte(of_head[level - 1], of_head[level]), head)
+            for head, (of_head, level) in enumerate(zip(offers.offers, levels, strict=True))
+            if head != keep and level
         ]
-        if not below:
+        if not downgrades:
             return False
-        steps[min(below)[1]] -= 1
+        levels[min(downgrades)[1]] -= 1
     return True
 
 
-def offers(prices: Prices, layer: Layer, row: Sequence[float], length: int, constant: bool) -> Iterator[Offer]:
-    """Give all that one head may hold, what lies between two priced options too."""
+def offers_for_head(
+    prices: Prices, layer: Layer, kl_of_options: Sequence[float], length: int, constant: bool
+) -> Iterator[Offer]:
+    """List all that one head may hold: the options, sizes between them, and softmax unless `constant`."""
 
-    def offer(head: Head, divergence: float) -> Offer:
-        return Offer(head, head_bytes(head, layer, prices.sinks, length), max(divergence, 0.0))
+    def offer(head: Head, kl: float) -> Offer:
+        return Offer(head, head_bytes(head, layer, prices.sinks, length), max(kl, 0.0))
 
-    families: dict[str, list[tuple[Head, float]]] = {}
-    for head, divergence in zip(prices.options, row, strict=True):
-        yield offer(head, divergence)
-        families.setdefault(family(head), []).append((head, divergence))
-    for found in families.values():
-        for low, high in pairwise(sorted(found, key=lambda one: one[0].window + one[0].slots + one[0].features)):
-            yield from (offer(head, divergence) for head, divergence in between(low, high))
+    series: dict[str, list[tuple[Head, float]]] = {}
+    for head, kl in zip(prices.options, kl_of_options, strict=True):
+        yield offer(head, kl)
+        series.setdefault(series_of(head), []).append((head, kl))
+    for priced in series.values():
+        for low, high in pairwise(sorted(priced, key=lambda pair: pair[0].window + pair[0].slots + pair[0].features)):
+            yield from (offer(head, kl) for head, kl in interpolate(low, high))
     if not constant:
         yield offer(Head(softmax=True, bits=prices.options[0].bits), 0.0)
 
 
-def family(head: Head) -> str:
-    """Say which options lie on one line, so that there is something between them."""
+def series_of(head: Head) -> str:
+    """Name the series of options that differ only in size, so that sizes between two of them make sense."""
     if not head.slots and not head.features:
         return "windows"
     kind, size = ("slots", head.slots) if head.slots else ("features", head.features)
     return f"even {kind}" if head.window == size else f"{kind} beside {head.window}"
 
 
-def between(low: tuple[Head, float], high: tuple[Head, float], parts: int = 4) -> Iterator[tuple[Head, float]]:
-    """Give heads between two priced ones; prices fall about as a power of the size."""
-    logs = [math.log(max(price, LEAST)) for _, price in (low, high)]
+def interpolate(low: tuple[Head, float], high: tuple[Head, float], parts: int = 4) -> Iterator[tuple[Head, float]]:
+    """List heads between two options with their kl, which falls about as a power of the size."""
+    logs = [math.log(max(kl, MIN_KL)) for _, kl in (low, high)]
     for part in range(1, parts):
         share = part / parts
         size = {
@@ -155,13 +182,13 @@ def between(low: tuple[Head, float], high: tuple[Head, float], parts: int = 4) -
         yield replace(low[0], **size), math.exp(logs[0] + share * (logs[1] - logs[0]))
 
 
-def hull(found: Iterator[Offer]) -> list[Offer]:
-    """Keep the offers that a price per byte could ever choose: each dearer and better, with falling returns."""
+def efficient_offers(offers: Iterable[Offer]) -> list[Offer]:
+    """Keep the lower convex hull of kl over bytes: more bytes, a smaller kl, and ever less of it saved per byte."""
     kept: list[Offer] = []
-    for offer in sorted(found, key=lambda offer: (offer.bytes, offer.divergence)):
-        if kept and offer.divergence >= kept[-1].divergence:
+    for offer in sorted(offers, key=lambda offer: (offer.bytes, offer.kl)):
+        if kept and offer.kl >= kept[-1].kl:
             continue
-        while len(kept) > 1 and rate(kept[-1], offer) >= rate(kept[-2], kept[-1]):
+        while len(kept) > 1 and kl_saved_per_byte(kept[-1], offer) >= kl_saved_per_byte(kept[-2], kept[-1]):
             kept.pop()
         if kept and offer.bytes == kept[-1].bytes:
             kept.pop()
@@ -169,24 +196,6 @@ def hull(found: Iterator[Offer]) -> list[Offer]:
     return kept
 
 
-def rate(worse: Offer, better: Offer) -> float:
-    """Nats spared per byte."""
-    return (worse.divergence - better.divergence) / max(better.bytes - worse.bytes, 1)
-
-
-def climb(ladders: Sequence[Sequence[Offer]], left: int) -> list[int]:
-    """Take the step that spares most per byte, again and again, while there is money for any."""
-    steps = [0] * len(ladders)
-    upgrades = sorted(
-        (
-            (rate(*pair), index, step)
-            for index, ladder in enumerate(ladders)
-            for step, pair in enumerate(pairwise(ladder), 1)
-        ),
-        key=lambda upgrade: (-upgrade[0], upgrade[2], upgrade[1]),
-    )
-    for _, index, step in upgrades:
-        cost = ladders[index][step].bytes - ladders[index][steps[index]].bytes
-        if cost <= left:
-            steps[index], left = step, left - cost
-    return steps
+def kl_saved_per_byte(smaller: Offer, larger: Offer) -> float:
+    """Give the nats that each further byte saves."""
+    return (smaller.kl - larger.kl) / max(larger.bytes - smaller.bytes, 1)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from linearizer.allocate.by_freedoms import STRATEGIES, allocate, check_amount, check_dial
-from linearizer.allocate.by_prices import Market, check_least, choose
+from linearizer.allocate.by_prices import OffersOfHeads, allocate_by_prices, check_least_budget
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.allocation import Allocation, heads_replaced
 from linearizer.run.folder import Run
@@ -19,7 +19,7 @@ def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
     if plan.strategy in IN_TOKENS:
         check_amount("budget", plan.budget, 1)
         least = min(sinks_tried(plan)) if plan.measured else plan.kept_sinks
-        check_least(layers, plan.budget or 0, least, plan.kept_bits)
+        check_least_budget(layers, plan.budget or 0, least, plan.kept_bits)
     elif plan.strategy in STRATEGIES:
         check_dial(layers, plan.budget, plan.features, plan.strategy, plan.kept_window, plan.kept_sinks)
     else:
@@ -31,8 +31,8 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
     """Allocate what a plan asks for, from what the run has measured."""
     check_dials(plan, layers)
     if plan.measured:
-        prices, positions = market_asked(run, plan)
-        return choose(prices, layers, plan.budget or 0, positions, plan.constant)[0]
+        prices, positions = prices_for(run, plan)
+        return allocate_by_prices(prices, layers, plan.budget or 0, positions, plan.constant)[0]
     if plan.strategy == "window":
         return alike(layers, plan, plan.kept_sinks)
     if plan.strategy == "duo":
@@ -84,8 +84,8 @@ def sinks_tried(plan: Plan) -> tuple[int, ...]:
     )
 
 
-def market_asked(run: Run, plan: Plan) -> tuple:
-    """Give the prices that a plan buys by, and the length at which it pays for heads left softmax."""
+def prices_for(run: Run, plan: Plan) -> tuple:
+    """Give the prices that a plan allocates by, and the length at which it pays for heads left softmax."""
     if (prices := run.prices) is None:
         raise missing(run, plan, "prices")
     check_asked(prices, plan)
@@ -93,7 +93,7 @@ def market_asked(run: Run, plan: Plan) -> tuple:
     def wanted(head: Head) -> bool:
         return (not head.slots or plan.far == "slots") and (not head.features or plan.far == "features")
 
-    return prices.of(wanted), plan.far_length(run.positions)
+    return prices.of_options(wanted), plan.far_length(run.positions)
 
 
 def check_asked(prices: Prices, plan: Plan) -> None:
@@ -110,10 +110,10 @@ def check_asked(prices: Prices, plan: Plan) -> None:
         )
 
 
-def market_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Market:
-    """Give all that a plan may buy."""
-    prices, positions = market_asked(run, plan)
-    return Market.of(prices, layers, plan.budget or 0, positions, plan.constant)
+def offers_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> OffersOfHeads:
+    """List the offers of every head under a plan."""
+    prices, positions = prices_for(run, plan)
+    return OffersOfHeads.of(prices, layers, plan.budget or 0, positions, plan.constant)
 
 
 def missing(run: Run, plan: Plan, what: str) -> RequestError:

@@ -7,13 +7,13 @@ from dataclasses import asdict
 
 import torch
 
-from linearizer.allocate.by_prices import LEAST, exchanged
-from linearizer.allocate.decide import alike, decide, market_of, sinks_tried
+from linearizer.allocate.by_prices import MIN_KL, exchange_once
+from linearizer.allocate.decide import alike, decide, offers_of, sinks_tried
 from linearizer.errors import RequestError
 from linearizer.measure.gates import learn_gates
-from linearizer.measure.head_prices import Found, measuring_seconds, options, price, with_repeats
-from linearizer.measure.head_prices_by_gradient import estimate
-from linearizer.measure.whole_student import costs, exchange
+from linearizer.measure.head_prices import KlOfLayers, measure_prices, measuring_seconds, options_to_price, with_repeats
+from linearizer.measure.head_prices_by_gradient import estimate_prices
+from linearizer.measure.whole_student import improve_by_exchanges, measure_students
 from linearizer.model.initialise import begin_of
 from linearizer.model.teacher import Teacher, windows_of
 from linearizer.progress import Steps
@@ -40,23 +40,23 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
     """Price every KV head, unless this run has done so."""
     if found := run.prices:
         return found
-    offered = options(texts.shape[1], run.plan.far, run.plan.kept_bits)
+    offered = options_to_price(texts.shape[1], run.plan.far, run.plan.kept_bits)
     layers = teacher.inspection.layers
     generator = torch.Generator().manual_seed(run.plan.seed)
     if partly := begun_prices(run, offered, generator):
-        sinks, before = partly.sinks, partly.divergences
+        sinks, before = partly.sinks, partly.kl
     else:
         sinks, before = (yield from measured_sinks(run, teacher, texts)), ()
     estimated = run.plan.prices == "estimated" or (
         run.plan.prices == "auto" and not before and measuring_seconds(teacher.model, layers, offered, texts) > PATIENCE
     )
 
-    def keep(found: Found) -> None:
+    def keep(found: KlOfLayers) -> None:
         begun = asdict(Prices(sinks, offered, tuple(found)))
         run.write(PARTLY, json.dumps({**begun, "drawn": bytes(generator.get_state().tolist()).hex()}))
 
     given = (teacher.model, texts, layers, offered, sinks, begin_of(run, generator))
-    steps = estimate(*given) if estimated else price(*given, before=before, keep=keep)
+    steps = estimate_prices(*given) if estimated else measure_prices(*given, before=before, keep=keep)
     found = yield from logged(run, steps)
     run.write("prices.json", found.to_json())
     remove(run.folder / PARTLY)
@@ -90,8 +90,8 @@ def measured_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int
         return counts[0]
     layers = teacher.inspection.layers
     students = [alike(layers, run.plan, count) for count in counts]
-    found = yield from logged(run, costs(teacher.model, texts, layers, students, begin_of(run)))
-    best = min(zip(counts, found, strict=True), key=lambda one: max(one[1], LEAST))[0]
+    found = yield from logged(run, measure_students(teacher.model, texts, layers, students, begin_of(run)))
+    best = min(zip(counts, found, strict=True), key=lambda one: max(one[1], MIN_KL))[0]
     run.log("tried", sinks=dict(zip(map(str, counts), found, strict=True)), kept=best)
     return best
 
@@ -100,16 +100,16 @@ def bought(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
     """Buy by prices, and exchange what measuring shows to be better."""
     texts, layers = priced_texts(run, teacher, token), teacher.inspection.layers
     yield from measured_prices(run, teacher, texts)
-    chosen, market = decide(run, run.plan, layers), market_of(run, run.plan, layers)
+    chosen, offers = decide(run, run.plan, layers), offers_of(run, run.plan, layers)
 
     tried: set[int] = set()
 
     def other(allocation: Allocation) -> Allocation | None:
-        return exchanged(market, allocation, tried)
+        return exchange_once(offers, allocation, tried)
 
-    steps = exchange(teacher.model, texts, layers, chosen, other, run.plan.exchanges, begin_of(run))
+    steps = improve_by_exchanges(teacher.model, texts, layers, chosen, other, run.plan.exchanges, begin_of(run))
     best, measured = yield from logged(run, steps)
-    run.log("exchanged", predicted=market.divergence(market.steps(best)), measured=measured, changed=best != chosen)
+    run.log("exchanged", predicted=offers.kl(offers.levels(best)), measured=measured, changed=best != chosen)
     return best
 
 

@@ -15,7 +15,7 @@ import torch
 
 from linearizer.evaluate.reading import read_together
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.logits import divergence, texts_at_once
+from linearizer.model.logits import kl_of, texts_at_once
 from linearizer.progress import Progress, Steps
 from linearizer.run.head_bytes import Layer
 
@@ -124,7 +124,7 @@ def scores_of(given: Tensor, expected: Tensor | None, following: Tensor) -> Scor
     best, likeliest = logs.max(-1)
     loss = -logs.gather(-1, following[..., None])[..., 0]
     unknown = torch.full_like(loss, math.nan)
-    kl = unknown if expected is None else divergence(expected, given)
+    kl = unknown if expected is None else kl_of(expected, given)
     agreement = unknown if expected is None else likeliest == expected.argmax(-1)
     return Scores(*(x.double().cpu() for x in (loss, best.exp(), likeliest == following, kl, agreement)))
 

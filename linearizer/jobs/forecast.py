@@ -12,7 +12,7 @@ import torch
 from linearizer.allocate.decide import sinks_tried
 from linearizer.allocate.step import PATIENCE
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
-from linearizer.measure.head_prices import options
+from linearizer.measure.head_prices import options_to_price
 from linearizer.run.disk import checkpoint_bytes, resume_bytes
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
@@ -87,7 +87,7 @@ def work(plan: Plan, inspection: Inspection, layers: list[Layer], length: int, m
     passes = (plan.texts + JUDGED) * length * (token + attention)
     pricing = 0.0
     if plan.measured:
-        offered = len(options(length, plan.far))
+        offered = len(options_to_price(length, plan.far))
         students = heads * offered / 2 + plan.exchanges + len(sinks_tried(plan))
         pricing = students * max(2, plan.texts // 2) * length * (token + attention)
         pricing += heads * offered * len(layers) * PASS * machine.products

@@ -1,8 +1,8 @@
-"""What each KV head costs the model: the divergence at its output when that head alone is cut to each option.
+"""Measures prices of heads: the kl at the model's output when one KV head alone holds an option.
 
-An option is what a head may hold: a window, alone or with slots or features, which are not trained here, or its whole
-cache. The teacher's other heads stay as they are, so prices add up as far as heads do not make up for each other;
-trying.py measures how far that is.
+An option is what a head may hold: a window, alone or with slots or features (not trained here), or its whole cache.
+All other heads stay as in the teacher, so prices add up as far as heads do not make up for each other.
+whole_student.py measures whether they do.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.model.logits import divergence, logits_of
+from linearizer.model.logits import kl_of, logits_of
 from linearizer.model.swap import Begin, giving, seen_by, skipping, student_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.head_bytes import BLOCK, Head, Layer
 from linearizer.run.prices import SMALLEST, Prices
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 
-Found = Sequence[tuple[tuple[float, ...], ...]]  # [layer][head][option]
+KlOfLayers = Sequence[tuple[tuple[float, ...], ...]]  # [layer][KV head][option]
 
 
-def options(length: int, far: str = "slots", bits: int = 16) -> tuple[Head, ...]:
-    """Windows, alone and with slots or features, that double, as far as texts of this length can tell them apart.
+def options_to_price(length: int, far: str = "slots", bits: int = 16) -> tuple[Head, ...]:
+    """List windows that double in size, alone and with slots or features, as far as texts of `length` tell them apart.
 
-    The largest are three quarters of a text: the few heads that recall are worth that, and nothing less will do.
-    `far` is what older tokens go into: "slots", "features", or "" for nothing.
+    The largest are three quarters of a text: the few heads that recall need that much.
+    `far` names what holds older tokens: "slots", "features", or "" for nothing.
     """
     most = 3 * length // 4
     windows = [Head(window=window, bits=bits) for window in [*doubling(SMALLEST, most), most]]
@@ -59,56 +59,56 @@ def measuring_seconds(
 
 
 @torch.inference_mode()
-def price(
+def measure_prices(
     teacher: PreTrainedModel,
     windows: torch.Tensor,
     layers: Sequence[Layer],
     options: Sequence[Head],
     sinks: int,
     begin: Begin,
-    before: Found = (),
-    keep: Callable[[Found], None] = lambda found: None,
+    before: KlOfLayers = (),
+    keep: Callable[[KlOfLayers], None] = lambda kl: None,
 ) -> Steps[Prices]:
-    """Cut one head after the other to each option and measure what the model's output loses.
+    """Let one KV head after the other hold each option, and measure the kl at the model's output.
 
-    `before` are the prices of the first layers, as `keep` was given them after each layer.
+    `keep` receives the kl of all finished layers after each layer; `before` is that of an earlier call, to go on from.
     """
     expected = logits_of(teacher, windows)
-    modules, found = attention_modules(teacher), list(before)
+    modules, kl = attention_modules(teacher), list(before)
     heads = [0 if layer.native_window is not None else layer.kv_heads for layer in layers]
-    total, done = sum(heads) * len(options), sum(heads[: len(found)]) * len(options)
+    total, done = sum(heads) * len(options), sum(heads[: len(kl)]) * len(options)
     with attending(teacher, IMPLEMENTATION), skipping(teacher, windows) as skip:
-        for index, (module, layer) in list(enumerate(zip(modules, layers, strict=True)))[len(found) :]:
+        for index, (module, layer) in list(enumerate(zip(modules, layers, strict=True)))[len(kl) :]:
             if layer.native_window is not None:
-                found.append(())
+                kl.append(())
                 continue
-            costs: list[list[float]] = []  # [option][head]
+            kl_of_layer: list[list[float]] = []  # [option][head]
             with skip(index):
                 seen = seen_by(module, teacher, windows)
-                whole = answer(module, layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin, seen)
+                softmax = attention_output(module, layer, Head(softmax=True), sinks, begin, seen)
                 for option in options:
-                    # one student for all heads of the layer, which then answers for one head at a time
-                    cut_all = answer(module, layer, [option] * layer.kv_heads, sinks, begin, seen)
-                    costs.append([])
+                    # one student for all heads of the layer, whose output is then used for one head at a time
+                    output = attention_output(module, layer, option, sinks, begin, seen)
+                    kl_of_layer.append([])
                     for head in range(layer.kv_heads):
-                        with giving(module, with_head(whole, cut_all, head, layer.kv_heads)):
-                            costs[-1].append(divergence(expected, logits_of(teacher, windows)).mean().item())
+                        with giving(module, with_head(softmax, output, head, layer.kv_heads)):
+                            kl_of_layer[-1].append(kl_of(expected, logits_of(teacher, windows)).mean().item())
                         done += 1
                         yield Progress("price", done, total, "prices")
-            found.append(tuple(zip(*costs, strict=True)))
-            keep(found)
-    return Prices(sinks, tuple(options), tuple(found))
+            kl.append(tuple(zip(*kl_of_layer, strict=True)))
+            keep(kl)
+    return Prices(sinks, tuple(options), tuple(kl))
 
 
-def answer(
-    module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin, seen: tuple
-) -> torch.Tensor:
-    """Give what a layer's attention is if its KV heads hold so much: (texts, query heads, tokens, value_dim)."""
-    return student_of(module, layer, heads, sinks, begin)(*seen)
+def attention_output(
+    module: nn.Module, layer: Layer, option: Head, sinks: int, begin: Begin, seen: tuple
+) -> torch.Tensor:  # (texts, query heads, tokens, value_dim)
+    """Compute what a layer's attention gives if all its KV heads hold an option."""
+    return student_of(module, layer, [option] * layer.kv_heads, sinks, begin)(*seen)
 
 
 def with_head(whole: torch.Tensor, other: torch.Tensor, head: int, kv_heads: int) -> torch.Tensor:
-    """Take one KV head, with the queries of its group, from the other."""
+    """Replace the output of one KV head, that is of all query heads of its group, by the other output."""
     group = whole.shape[1] // kv_heads
     mixed = whole.clone()
     mixed[:, head * group : (head + 1) * group] = other[:, head * group : (head + 1) * group]
@@ -116,17 +116,17 @@ def with_head(whole: torch.Tensor, other: torch.Tensor, head: int, kv_heads: int
 
 
 def with_repeats(windows: torch.Tensor, passage: int, seed: int) -> torch.Tensor:
-    """Let the second half of the texts say an earlier passage again, at random places: what recall is priced on."""
+    """Repeat earlier passages at random places in the second half of the texts: what recall is priced on."""
     generator = torch.Generator().manual_seed(seed)
     windows = windows.clone()
     for text in windows[len(windows) // 2 :]:
-        for begin, again in passages(len(text), passage, generator):
-            text[again : again + passage] = text[begin : begin + passage].clone()
+        for first, second in draw_places(len(text), passage, generator):
+            text[second : second + passage] = text[first : first + passage].clone()
     return windows
 
 
-def passages(tokens: int, passage: int, generator: torch.Generator) -> Iterator[tuple[int, int]]:
-    """Draw pairs of places, the second after the first, one for every four passages of text."""
+def draw_places(tokens: int, passage: int, generator: torch.Generator) -> Iterator[tuple[int, int]]:
+    """Draw pairs of places, the second after the first, a pair for every four passages of text."""
     for _ in range(tokens // (4 * passage)):
         first, second = (torch.randperm(tokens // passage, generator=generator)[:2].sort().values * passage).tolist()
         yield first, second

@@ -1,9 +1,9 @@
-"""What each KV head costs the model, estimated from one pass forward and a few back: for models too large to measure.
+"""Estimates prices of heads from one pass forward and a few back: for models too large to measure every head.
 
-If an option changes the output of a head's attention by δ, the divergence at the model's output is ½ δᵀ F δ to second
-order, F being the Fisher information: the mean of g gᵀ over next tokens drawn from the teacher, g the gradient of their
-log-likelihood. Tokens count one by one here (what one change does to another is left out), so that few draws do.
-Dear heads, beyond the second order, come out too dear; the order of heads and options is what it is for.
+If an option changes the output of a head's attention by δ, the kl at the model's output is ½ δᵀ F δ to second order,
+F being the Fisher information: the mean of g gᵀ over next tokens drawn from the teacher, g the gradient of their
+log-likelihood. Each token's change counts alone (what one change does to another is left out), so that few draws do.
+A large kl lies beyond the second order and is overestimated; the estimate serves to order heads and options.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ DRAWS = 4  # of next tokens, for every text
 Tensor = torch.Tensor
 
 
-class Watched(nn.Module):
-    """Takes the place of a layer's student: attends as the teacher does, and keeps what it saw and gave."""
+class Recording(nn.Module):
+    """Takes the place of a layer's student: attends as the teacher does, and keeps its inputs and its output."""
 
-    def __init__(self, whole: nn.Module) -> None:
+    def __init__(self, softmax: nn.Module) -> None:
         super().__init__()
-        self.whole = whole
+        self.softmax = softmax
 
-    def forward(self, *given: Any) -> Tensor:
-        self.given = tuple(x.detach() if isinstance(x, Tensor) else x for x in given)
-        out = self.whole(*given)
-        self.out = out if out.requires_grad else out.requires_grad_()
-        return self.out
+    def forward(self, *inputs: Any) -> Tensor:
+        self.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
+        output = self.softmax(*inputs)
+        self.output = output if output.requires_grad else output.requires_grad_()
+        return self.output
 
 
-def estimate(
+def estimate_prices(
     teacher: PreTrainedModel,
     windows: Tensor,
     layers: Sequence[Layer],
@@ -50,46 +50,46 @@ def estimate(
     begin: Begin,
     seed: int = 0,
 ) -> Steps[Prices]:
-    """Price all heads, text by text: memory as training the model on one text takes, less what optimizers do."""
+    """Estimate the prices of all heads, text by text, in the memory of training on one text without an optimiser."""
     modules = attention_modules(teacher)
     priced = [index for index, layer in enumerate(layers) if layer.native_window is None]
-    costs = {index: torch.zeros(len(options), layers[index].kv_heads, dtype=torch.float64) for index in priced}
+    sums = {index: torch.zeros(len(options), layers[index].kv_heads, dtype=torch.float64) for index in priced}
     generator = torch.Generator().manual_seed(seed)
     for done, ids in enumerate(windows.split(1)):
-        watched = [watch(modules[index], layers[index], sinks, begin) for index in priced]
-        for index, seen, gradients in zip(priced, *gradients_of(teacher, watched, ids, generator), strict=True):
+        recordings = {index: recording_of(modules[index], layers[index], sinks, begin) for index in priced}
+        gradients = gradients_of(teacher, [(modules[index], recordings[index]) for index in priced], ids, generator)
+        for (index, recording), gradient in zip(recordings.items(), gradients, strict=True):
             for place, option in enumerate(options):
                 with torch.no_grad():
                     heads = [option] * layers[index].kv_heads
-                    other = student_of(modules[index], layers[index], heads, sinks, begin)(*seen.given)
-                    change = (other - seen.out).float().unflatten(1, (layers[index].kv_heads, -1))
-                    # (draws, 1, kv heads, group, tokens): the queries of a group change together
-                    slope = (gradients.unflatten(2, (layers[index].kv_heads, -1)) * change).sum((-1, 3))
-                    costs[index][place] += slope.square().mean(0).sum((0, 2)).double().cpu() / 2
+                    output = student_of(modules[index], layers[index], heads, sinks, begin)(*recording.inputs)
+                    change = (output - recording.output).float().unflatten(1, (layers[index].kv_heads, -1))
+                    # (draws, 1, KV heads, group, tokens): the queries of a group change together
+                    slope = (gradient.unflatten(2, (layers[index].kv_heads, -1)) * change).sum((-1, 3))
+                    sums[index][place] += slope.square().mean(0).sum((0, 2)).double().cpu() / 2
         yield Progress("price", done + 1, len(windows), "texts")
-    found = [costs[index].div(windows.numel()).T.tolist() if index in costs else [] for index in range(len(layers))]
-    return Prices(sinks, tuple(options), tuple(tuple(map(tuple, rows)) for rows in found))
+    kl = [sums[index].div(windows.numel()).T.tolist() if index in sums else [] for index in range(len(layers))]
+    return Prices(sinks, tuple(options), tuple(tuple(map(tuple, rows)) for rows in kl))
 
 
-def watch(module: nn.Module, layer: Layer, sinks: int, begin: Begin) -> tuple[nn.Module, Watched]:
-    """Make what watches a layer."""
-    whole = student_of(module, layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin)
-    return module, Watched(whole)
+def recording_of(module: nn.Module, layer: Layer, sinks: int, begin: Begin) -> Recording:
+    """Make the recording of a layer."""
+    return Recording(student_of(module, layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin))
 
 
 def gradients_of(
-    teacher: PreTrainedModel, watched: Sequence[tuple[nn.Module, Watched]], ids: Tensor, generator: torch.Generator
-) -> tuple[list[Watched], list[Tensor]]:
-    """Run one text; give for every layer what it saw, and for each draw the gradient of what it gave."""
+    teacher: PreTrainedModel, recordings: Sequence[tuple[nn.Module, Recording]], ids: Tensor, generator: torch.Generator
+) -> list[Tensor]:
+    """Run one text; return for every layer the gradients of its output, one for each draw of next tokens."""
     with ExitStack() as stack, attending(teacher, IMPLEMENTATION), torch.enable_grad():
-        for module, seen in watched:
-            module.student = seen
+        for module, recording in recordings:
+            module.student = recording
             stack.callback(delattr, module, "student")
         logs = teacher(input_ids=ids.to(teacher.device), use_cache=False).logits.float().log_softmax(-1)
         drawn = torch.multinomial(logs.detach().exp()[0].cpu(), DRAWS, replacement=True, generator=generator)
-        outs = [seen.out for _, seen in watched]
+        outputs = [recording.output for _, recording in recordings]
         rows = []
         for draw in drawn.T.to(logs.device):
-            chosen = logs[0].gather(-1, draw[:, None]).sum()
-            rows.append([x.float() for x in torch.autograd.grad(chosen, outs, retain_graph=True)])
-    return [seen for _, seen in watched], [torch.stack(parts) for parts in zip(*rows, strict=True)]
+            likelihood = logs[0].gather(-1, draw[:, None]).sum()
+            rows.append([x.float() for x in torch.autograd.grad(likelihood, outputs, retain_graph=True)])
+    return [torch.stack(parts) for parts in zip(*rows, strict=True)]

@@ -1,4 +1,4 @@
-"""What whole students cost the model, measured: prices are of one head alone, and heads may make up for each other."""
+"""Measures the kl of whole students: a price is of one head alone, and heads may make up for each other."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from contextlib import ExitStack
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.model.logits import divergence, logits_of
+from linearizer.model.logits import kl_of, logits_of
 from linearizer.model.swap import Begin, cut
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
@@ -17,45 +17,45 @@ from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, at
 
 
 @torch.inference_mode()
-def costs(
+def measure_students(
     teacher: PreTrainedModel,
     windows: torch.Tensor,
     layers: Sequence[Layer],
     allocations: Sequence[Allocation],
     begin: Begin,
 ) -> Steps[list[float]]:
-    """Give the divergence of each student at the model's output, in nats per token."""
-    expected, found = logits_of(teacher, windows), []
+    """Measure the kl of each allocation's student, in nats per token."""
+    expected, kl = logits_of(teacher, windows), []
     for done, allocation in enumerate(allocations):
         yield Progress("try", done, len(allocations), "students")
-        found.append(cost(teacher, windows, layers, allocation, begin, expected))
-    return found
+        kl.append(kl_of_student(teacher, windows, layers, allocation, begin, expected))
+    return kl
 
 
 @torch.inference_mode()
-def exchange(
+def improve_by_exchanges(
     teacher: PreTrainedModel,
     windows: torch.Tensor,
     layers: Sequence[Layer],
     allocation: Allocation,
-    other: Callable[[Allocation], Allocation | None],
-    most: int,
+    exchange: Callable[[Allocation], Allocation | None],
+    exchanges: int,
     begin: Begin,
 ) -> Steps[tuple[Allocation, float]]:
-    """Measure an allocation, then one by one what `other` makes of the best so far; give the best and its cost."""
+    """Measure an allocation, then candidates that `exchange` makes of the best so far; return the best and its kl."""
     expected = logits_of(teacher, windows)
-    best, least = allocation, cost(teacher, windows, layers, allocation, begin, expected)
-    for done in range(most + 1):
-        yield Progress("exchange", done, most, "students", {"kl": least})
-        candidate = other(best) if done < most else None
+    best, best_kl = allocation, kl_of_student(teacher, windows, layers, allocation, begin, expected)
+    for done in range(exchanges + 1):
+        yield Progress("exchange", done, exchanges, "students", {"kl": best_kl})
+        candidate = exchange(best) if done < exchanges else None
         if candidate is None:
             break
-        if (found := cost(teacher, windows, layers, candidate, begin, expected)) < least:
-            best, least = candidate, found
-    return best, least
+        if (kl := kl_of_student(teacher, windows, layers, candidate, begin, expected)) < best_kl:
+            best, best_kl = candidate, kl
+    return best, best_kl
 
 
-def cost(
+def kl_of_student(
     teacher: PreTrainedModel,
     windows: torch.Tensor,
     layers: Sequence[Layer],
@@ -63,10 +63,10 @@ def cost(
     begin: Begin,
     expected: torch.Tensor,
 ) -> float:
-    """Give how far one student's output is from the expected logits."""
+    """Measure the kl of one student's logits against the expected logits, in nats per token."""
     modules, rows = attention_modules(teacher), zip(layers, allocation.heads, strict=True)
     with attending(teacher, IMPLEMENTATION), ExitStack() as stack:
         for module, (layer, heads) in zip(modules, rows, strict=True):
             if heads:
                 stack.enter_context(cut(module, layer, heads, allocation.sinks, begin))
-        return divergence(expected, logits_of(teacher, windows)).mean().item()
+        return kl_of(expected, logits_of(teacher, windows)).mean().item()

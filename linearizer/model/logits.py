@@ -34,7 +34,7 @@ def losses_of(logits: Tensor, following: Tensor) -> Tensor:  # (texts, tokens)
     return by_rows(lambda own, token: cross_entropy(own, token, reduction="none"), logits, following.to(logits.device))
 
 
-def divergence(teacher: Tensor, student: Tensor) -> Tensor:  # (texts, tokens)
+def kl_of(teacher: Tensor, student: Tensor) -> Tensor:  # (texts, tokens)
     """KL(teacher ‖ student) of every next-token distribution."""
     return by_rows(
         lambda p, q: kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="none", log_target=True).sum(-1),

@@ -10,7 +10,7 @@ from typing import Any
 
 import plotly.graph_objects as go
 
-from linearizer.allocate.by_prices import offers
+from linearizer.allocate.by_prices import offers_for_head
 from linearizer.publish.chart_style import (
     BLUE,
     DEPTH,
@@ -150,8 +150,8 @@ def paid(prices: Prices | None, layers: Sequence[Layer], layer: int, head: int, 
     """Give what a head's choice costs the model alone, in nats per token, where that was priced."""
     if prices is None:
         return None
-    priced = offers(prices, layers[layer], prices.divergences[layer][head], 1, constant=False)
-    return next((offer.divergence for offer in priced if offer.head == held), None)
+    priced = offers_for_head(prices, layers[layer], prices.kl[layer][head], 1, constant=False)
+    return next((offer.kl for offer in priced if offer.head == held), None)
 
 
 def allocation_bars(

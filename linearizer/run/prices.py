@@ -1,4 +1,4 @@
-"""."""
+"""Prices of heads: the kl that each KV head costs the model when it alone holds an option."""
 
 from __future__ import annotations
 
@@ -9,22 +9,22 @@ from dataclasses import asdict, dataclass
 from linearizer.errors import RequestError
 from linearizer.run.head_bytes import Head
 
-SMALLEST = 4  # tokens of the least window that is priced
+SMALLEST = 4  # tokens of the smallest window that is priced
 
 
 @dataclass(frozen=True)
 class Prices:
-    """KL in nats per token when one KV head alone is cut to an option; a head left softmax costs nothing."""
+    """The kl in nats per token when one KV head alone holds an option; a head left softmax costs none."""
 
     sinks: int
     options: tuple[Head, ...]
-    divergences: tuple[tuple[tuple[float, ...], ...], ...]  # [layer][kv head][option]; no heads in a native layer
+    kl: tuple[tuple[tuple[float, ...], ...], ...]  # [layer][KV head][option]; no heads in a native layer
 
-    def of(self, kinds: Callable[[Head], bool]) -> Prices:
-        """Keep some of the options."""
-        kept = [index for index, option in enumerate(self.options) if kinds(option)]
-        found = tuple(tuple(tuple(row[index] for index in kept) for row in layer) for layer in self.divergences)
-        return Prices(self.sinks, tuple(self.options[index] for index in kept), found)
+    def of_options(self, is_wanted: Callable[[Head], bool]) -> Prices:
+        """Keep the options that are wanted."""
+        kept = [index for index, option in enumerate(self.options) if is_wanted(option)]
+        kl = tuple(tuple(tuple(row[index] for index in kept) for row in layer) for layer in self.kl)
+        return Prices(self.sinks, tuple(self.options[index] for index in kept), kl)
 
     def to_json(self) -> str:
         """Write the prices as text that `from_json` reads."""
@@ -34,8 +34,8 @@ class Prices:
     def from_json(text: str) -> Prices:
         """Read prices that `to_json` wrote."""
         try:
-            read = json.loads(text)
-            found = tuple(tuple(tuple(row) for row in layer) for layer in read["divergences"])
-            return Prices(read["sinks"], tuple(Head(**option) for option in read["options"]), found)
+            fields = json.loads(text)
+            kl = tuple(tuple(tuple(row) for row in layer) for layer in fields["kl"])
+            return Prices(fields["sinks"], tuple(Head(**option) for option in fields["options"]), kl)
         except (ValueError, TypeError, KeyError) as error:
             raise RequestError(f"the prices cannot be read ({error}): measure them again") from error

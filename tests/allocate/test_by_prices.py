@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linearizer.allocate.by_prices import Market, choose, exchanged
+from linearizer.allocate.by_prices import OffersOfHeads, allocate_by_prices, exchange_once
 from linearizer.allocate.decide import alike, sinks_tried
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.head_bytes import Head, Layer, cache_bytes, head_bytes
@@ -37,10 +37,10 @@ def spent(allocation, length):
 @settings(deadline=None)
 @given(prices=four_heads, budget=st.integers(6, 300), constant=st.booleans(), length=st.integers(64, 4096))
 def test_the_budget_is_kept_and_every_head_served(prices, budget, constant, length):
-    allocation, divergence = choose(prices, LAYERS, budget, length, constant)
+    allocation, kl = allocate_by_prices(prices, LAYERS, budget, length, constant)
     assert spent(allocation, length) <= cache_bytes(LAYERS, budget)
     assert [len(row) for row in allocation.heads] == [2, 0, 2]
-    assert math.isfinite(divergence)
+    assert math.isfinite(kl)
     assert not constant or not any(head.softmax for row in allocation.heads for head in row)
 
 
@@ -71,51 +71,53 @@ def test_sinks_that_are_asked_for_are_not_tried_against_others():
 @given(prices=four_heads, budget=st.integers(6, 120))
 def test_it_is_the_best_choice_but_for_one_step(prices, budget):
     """Against all choices: no budget of one head's dearest option less does better."""
-    _, divergence = choose(prices, LAYERS, budget, 10_000, constant=True)
+    _, kl = allocate_by_prices(prices, LAYERS, budget, 10_000, constant=True)
     dearest = max(head_bytes(option, LAYERS[0], 2, 10_000) for option in OPTIONS)
-    paid = cache_bytes(LAYERS, budget) - dearest
-    rows = [row for layer in prices.divergences for row in layer]
+    budget_bytes = cache_bytes(LAYERS, budget) - dearest
+    rows = [row for layer in prices.kl for row in layer]
     best = min(
         (
             sum(row[i] for row, i in zip(rows, chosen, strict=True))
             for chosen in itertools.product(range(4), repeat=4)
-            if sum(head_bytes(OPTIONS[i], LAYERS[0], 2, 10_000) for i in chosen) <= paid
+            if sum(head_bytes(OPTIONS[i], LAYERS[0], 2, 10_000) for i in chosen) <= budget_bytes
         ),
         default=math.inf,
     )
-    assert divergence <= best + 1e-9
+    assert kl <= best + 1e-9
 
 
 @settings(deadline=None)
 @given(prices=four_heads, budget=st.integers(6, 200), more=st.integers(0, 200))
 def test_a_larger_budget_is_spent_to_lose_no_more(prices, budget, more):
-    small, large = (choose(prices, LAYERS, spend, 4096, constant=True)[1] for spend in (budget, budget + more))
+    small, large = (
+        allocate_by_prices(prices, LAYERS, spend, 4096, constant=True)[1] for spend in (budget, budget + more)
+    )
     assert large <= small + 1e-12
 
 
 @settings(deadline=None)
 @given(prices=four_heads, budget=st.integers(6, 200))
 def test_exchanges_keep_the_budget_and_end(prices, budget):
-    market, tried = Market.of(prices, LAYERS, budget, 4096, constant=True), set()
-    first = best = choose(prices, LAYERS, budget, 4096, constant=True)[0]
-    assert market.allocation(market.steps(first)) == first
+    offers, tried = OffersOfHeads.of(prices, LAYERS, budget, 4096, constant=True), set()
+    first = best = allocate_by_prices(prices, LAYERS, budget, 4096, constant=True)[0]
+    assert offers.allocation(offers.levels(first)) == first
     for _ in range(4):
-        best = exchanged(market, best, tried) or best
+        best = exchange_once(offers, best, tried) or best
         assert spent(best, 4096) <= cache_bytes(LAYERS, budget)
-    assert exchanged(market, best, tried) is None
+    assert exchange_once(offers, best, tried) is None
 
 
-def test_a_dear_head_is_left_softmax_where_its_length_can_be_paid():
+def test_a_dear_head_is_left_softmax_where_its_length_can_be_budget_bytes():
     prices = prices_of([[0.5, 0.4, 0.3, 0.4]] + [[1e-4, 1e-5, 1e-6, 1e-4]] * 3)
-    kinds = [choose(prices, LAYERS, 64, length)[0].heads[0][0].softmax for length in (128, 4096)]
+    kinds = [allocate_by_prices(prices, LAYERS, 64, length)[0].heads[0][0].softmax for length in (128, 4096)]
     assert kinds == [True, False]
 
 
 def test_a_budget_below_the_least_options_says_what_would_do():
     prices = prices_of([[0.5, 0.4, 0.3, 0.4]] * 4)
     with pytest.raises(BudgetError, match="the least options of all KV heads take 6"):
-        choose(prices, LAYERS, 5, 4096)
-    assert choose(prices, LAYERS, 6, 4096)
+        allocate_by_prices(prices, LAYERS, 5, 4096)
+    assert allocate_by_prices(prices, LAYERS, 6, 4096)
 
 
 def test_prices_survive_a_round_trip_and_damage_is_said():

@@ -5,7 +5,7 @@ import json
 import pytest
 
 from linearizer.cli.main import main
-from linearizer.measure.head_prices import options
+from linearizer.measure.head_prices import options_to_price
 from linearizer.pipeline import inspect
 from linearizer.run.disk import checkpoint_bytes
 from linearizer.run.folder import Run
@@ -26,7 +26,7 @@ def priced(tmp_path, inspection):
         run = Run.begin(tmp_path / f"{recipe}-{far}", Plan.of(recipe, model="demo", budget=32))
         run.write("inspection.json", json.dumps(inspection.to_json()))
         if run.plan.measured:
-            offered = options(64, far, 8)
+            offered = options_to_price(64, far, 8)
             rows = [[[1 / (option.window + option.slots + option.features) for option in offered]] * 4] * 8
             run.write("prices.json", Prices(1, offered, rows).to_json())
         return run

@@ -20,7 +20,7 @@ from linearizer.evaluate.recall import doubling_gaps, measure_longer, measure_re
 from linearizer.evaluate.subjects import Subject, window_control
 from linearizer.model import logits
 from linearizer.model.checkpoint import students_of
-from linearizer.model.logits import divergence, logits_of, losses_of
+from linearizer.model.logits import kl_of, logits_of, losses_of
 from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
@@ -52,7 +52,7 @@ def test_loss_divergence_and_agreement_are_those_of_the_logits(subjects):
     teacher, student = (logits_of(subject.model, ids) for subject in subjects[0][:2])
     own = found.subjects[1]
     assert own.loss.mean == pytest.approx(losses_of(student[:, :-1], ids[:, 1:]).mean().item(), abs=1e-5)
-    assert own.kl.mean == pytest.approx(divergence(teacher, student)[:, :-1].mean().item(), abs=1e-5)
+    assert own.kl.mean == pytest.approx(kl_of(teacher, student)[:, :-1].mean().item(), abs=1e-5)
     same = (teacher.argmax(-1) == student.argmax(-1))[:, :-1].float().mean().item()
     assert own.agreement.mean == pytest.approx(same, abs=1e-6)
     assert own.perplexity == pytest.approx(math.exp(own.loss.mean))

@@ -4,11 +4,11 @@ import pytest
 import torch
 
 from linearizer.evaluate.judging import evaluate_language, evaluate_recall
-from linearizer.measure.head_prices import options, price, with_repeats
-from linearizer.measure.whole_student import costs, exchange
+from linearizer.measure.head_prices import measure_prices, options_to_price, with_repeats
+from linearizer.measure.whole_student import improve_by_exchanges, measure_students
 from linearizer.model.checkpoint import linearize
 from linearizer.model.layers import blocks_of
-from linearizer.model.logits import divergence, logits_of
+from linearizer.model.logits import kl_of, logits_of
 from linearizer.model.text import repeated_passages
 from linearizer.progress import finish
 from linearizer.run.allocation import Allocation
@@ -27,7 +27,7 @@ def begin(student, index):
 def test_a_price_is_the_divergence_of_that_student(family):
     teacher, windows = teacher_of(family), tokens(2, 24)
     layers = layers_of(teacher)
-    prices = finish(price(teacher, windows, layers, OPTIONS, 2, begin))
+    prices = finish(measure_prices(teacher, windows, layers, OPTIONS, 2, begin))
     expected = logits_of(teacher, windows)
     for index, layer in enumerate(layers):
         for head in range(layer.kv_heads if layer.native_window is None else 0):
@@ -35,11 +35,10 @@ def test_a_price_is_the_divergence_of_that_student(family):
                 rows = [list(row) for row in allocation_of(layers, [WHOLE], 2).heads]
                 rows[index][head] = OPTIONS[option]
                 student = linearize(teacher_of(family), layers, Allocation("by hand", 2, tuple(map(tuple, rows))))
-                cost = divergence(expected, logits_of(student, windows)).mean().item()
-                assert prices.divergences[index][head][option] == pytest.approx(cost, rel=1e-3, abs=1e-6)
+                cost = kl_of(expected, logits_of(student, windows)).mean().item()
+                assert prices.kl[index][head][option] == pytest.approx(cost, rel=1e-3, abs=1e-6)
     assert all(
-        len(row) == (0 if layer.native_window else layer.kv_heads)
-        for row, layer in zip(prices.divergences, layers, strict=True)
+        len(row) == (0 if layer.native_window else layer.kv_heads) for row, layer in zip(prices.kl, layers, strict=True)
     )
 
 
@@ -47,7 +46,7 @@ def test_a_price_is_the_divergence_of_that_student(family):
 def test_pricing_leaves_the_teacher_as_it_was():
     teacher, windows = teacher_of("llama"), tokens(2, 24)
     before, names = logits_of(teacher, windows), {name for name, _ in teacher.named_modules()}
-    finish(price(teacher, windows, layers_of(teacher), OPTIONS, 2, begin))
+    finish(measure_prices(teacher, windows, layers_of(teacher), OPTIONS, 2, begin))
     assert torch.equal(logits_of(teacher, windows), before)
     assert {name for name, _ in teacher.named_modules()} == names
     assert teacher.config._attn_implementation == "sdpa"
@@ -59,11 +58,11 @@ def test_the_layers_of_a_model_are_found(family):
 
 
 def test_windows_and_slots_double_up_to_the_texts():
-    assert [head.window for head in options(64, far="")] == [4, 8, 16, 32, 48]
+    assert [head.window for head in options_to_price(64, far="")] == [4, 8, 16, 32, 48]
     sizes = [(8, 8), (8, 16), (8, 32), (8, 48), (16, 16)]
-    assert [(head.window, head.features) for head in options(64, far="features") if head.features] == sizes
+    assert [(head.window, head.features) for head in options_to_price(64, far="features") if head.features] == sizes
     tiny = [(4, 2), (4, 4), (4, 8)]
-    assert sorted((head.window, head.slots) for head in options(64) if head.slots) == sorted(sizes + tiny)
+    assert sorted((head.window, head.slots) for head in options_to_price(64) if head.slots) == sorted(sizes + tiny)
 
 
 @torch.no_grad()
@@ -72,11 +71,11 @@ def test_an_exchange_measures_whole_students_and_keeps_the_best():
     layers = layers_of(teacher)
     tried = [allocation_of(layers, [Head(window=window)], 2) for window in (3, 20, 6)]
     others = iter([*tried[1:], None])
-    best, cost = finish(exchange(teacher, windows, layers, tried[0], lambda _: next(others), 5, begin))
+    best, cost = finish(improve_by_exchanges(teacher, windows, layers, tried[0], lambda _: next(others), 5, begin))
     assert best == tried[1]
     student = linearize(teacher_of("llama"), layers, best)
     assert cost == pytest.approx(
-        divergence(logits_of(teacher, windows), logits_of(student, windows)).mean().item(), rel=1e-3
+        kl_of(logits_of(teacher, windows), logits_of(student, windows)).mean().item(), rel=1e-3
     )
 
 
@@ -85,9 +84,9 @@ def test_students_are_measured_in_the_order_in_which_they_come():
     teacher, windows = teacher_of("llama"), tokens(2, 24)
     layers = layers_of(teacher)
     students = [allocation_of(layers, [Head(window=window)], 2) for window in (3, 20, 3)]
-    first, second, third = finish(costs(teacher, windows, layers, students, begin))
+    first, second, third = finish(measure_students(teacher, windows, layers, students, begin))
     assert first == third > second
-    _, alone = finish(exchange(teacher, windows, layers, students[0], lambda _: None, 0, begin))
+    _, alone = finish(improve_by_exchanges(teacher, windows, layers, students[0], lambda _: None, 0, begin))
     assert first == alone
 
 

@@ -4,8 +4,8 @@ import pytest
 import torch
 
 from linearizer import pipeline
-from linearizer.measure.head_prices import measuring_seconds, price
-from linearizer.measure.head_prices_by_gradient import estimate
+from linearizer.measure.head_prices import measure_prices, measuring_seconds
+from linearizer.measure.head_prices_by_gradient import estimate_prices
 from linearizer.model import teacher as teacher_module
 from linearizer.progress import finish
 from linearizer.run.folder import Run
@@ -23,7 +23,7 @@ def both():
     teacher = teacher_module.load(plan)
     windows = teacher_module.windows_of(Plan("demo", budget=64, length=128), teacher, 3, None)
     given = (teacher.model, windows, teacher.inspection.layers, OPTIONS, 4, begin)
-    return finish(price(*given)), finish(estimate(*given))
+    return finish(measure_prices(*given)), finish(estimate_prices(*given))
 
 
 def begin(student, index):
@@ -31,7 +31,7 @@ def begin(student, index):
 
 
 def flat(prices):
-    return torch.tensor([cost for layer in prices.divergences for head in layer for cost in head])
+    return torch.tensor([cost for layer in prices.kl for head in layer for cost in head])
 
 
 def test_estimated_prices_rank_as_the_measured_ones_do(both):
@@ -49,10 +49,9 @@ def test_estimated_prices_are_of_the_size_of_the_measured_ones(both):
 def test_every_architecture_is_estimated_and_left_as_it_was(family):
     teacher, windows = teacher_of(family), tokens(2, 24)
     layers, before = layers_of(teacher), teacher(windows).logits
-    prices = finish(estimate(teacher, windows, layers, OPTIONS, 2, begin))
+    prices = finish(estimate_prices(teacher, windows, layers, OPTIONS, 2, begin))
     assert all(
-        len(row) == (0 if layer.native_window else layer.kv_heads)
-        for row, layer in zip(prices.divergences, layers, strict=True)
+        len(row) == (0 if layer.native_window else layer.kv_heads) for row, layer in zip(prices.kl, layers, strict=True)
     )
     assert flat(prices).isfinite().all() and (flat(prices) >= 0).all()
     assert torch.equal(teacher(windows).logits, before)
