@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from dataclasses import asdict
 
 import torch
 
@@ -21,7 +20,7 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head
-from linearizer.run.prices import Prices
+from linearizer.run.prices import PartialPrices, Prices
 from linearizer.run.stopping import interruptible, logged
 
 GATE_STEPS = 60
@@ -52,8 +51,8 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
     )
 
     def keep(found: KlOfLayers) -> None:
-        begun = asdict(Prices(sinks, offered, tuple(found)))
-        run.write(PARTLY, json.dumps({**begun, "drawn": bytes(generator.get_state().tolist()).hex()}))
+        drawn = bytes(generator.get_state().tolist()).hex()
+        run.write(PARTLY, PartialPrices(Prices(sinks, offered, tuple(found)), drawn).to_json())
 
     given = (teacher.model, texts, layers, offered, sinks, begin_of(run, generator))
     steps = estimate_prices(*given) if estimated else measure_prices(*given, before=before, keep=keep)
@@ -72,15 +71,15 @@ def begun_prices(run: Run, offered: tuple[Head, ...], generator: torch.Generator
     if not run.has(PARTLY):
         return None
     try:
-        text = run.read(PARTLY)
-        found, drawn = Prices.from_json(text), bytes.fromhex(json.loads(text)["drawn"])
-    except (RequestError, ValueError, KeyError) as error:
+        partial = PartialPrices.from_json(run.read(PARTLY))
+        drawn = bytes.fromhex(partial.drawn)
+    except (RequestError, ValueError) as error:
         run.log("dropped", file=PARTLY, why=str(error.__cause__ or error))
         return None
-    if found.options != offered:
+    if partial.prices.options != offered:
         return None
     generator.set_state(torch.tensor(list(drawn), dtype=torch.uint8))
-    return found
+    return partial.prices
 
 
 def measured_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:

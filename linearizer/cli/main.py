@@ -153,7 +153,7 @@ def serve_inspect(asked: argparse.Namespace) -> None:
     from linearizer.cli import text as terminal
 
     found = pipeline.inspect(asked.model)
-    show(asked, found.to_json(), terminal.inspection_text(found))
+    show(asked, asdict(found), terminal.inspection_text(found))
     found.require_support()
 
 

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-
 from safetensors.torch import save_file
 
 from linearizer.measure.profile import asked_of, measure
@@ -21,7 +19,7 @@ def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profi
     """Measure the teacher, unless this run has measured it."""
     if found := run.profile:
         return found
-    run.write("inspection.json", json.dumps(teacher.inspection.to_json()))
+    run.write("inspection.json", teacher.inspection.to_json())
     with interruptible(run):
         windows = windows_of(run.plan, teacher, texts_needed(run.plan), token)[: run.plan.texts]
         check_logits(teacher.model, windows)

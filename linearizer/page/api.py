@@ -52,7 +52,7 @@ def search_models(query: str, profile: Profile = None, token: Token = None) -> l
 
 def inspect_model(model: str, profile: Profile = None, token: Token = None) -> dict:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
-    return actions.inspect(who("", profile, token), str(model)).to_json()
+    return asdict(actions.inspect(who("", profile, token), str(model)))
 
 
 def estimate_run(

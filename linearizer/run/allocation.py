@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from linearizer.errors import RequestError
 from linearizer.run import head_bytes
 from linearizer.run.head_bytes import Head, Layer
+from linearizer.run.json_products import JsonProduct
 
 
 @dataclass(frozen=True)
-class Allocation:
+class Allocation(JsonProduct):
     """What every KV head of every layer holds; a layer that the teacher already bounds has no heads here."""
+
+    json_remedy: ClassVar = "allocate again"
 
     strategy: str
     sinks: int
@@ -70,20 +72,6 @@ class Allocation:
             "bytes_a_token": self.growth(layers),
             "breakeven_tokens": self.breakeven_tokens(layers),
         }
-
-    def to_json(self) -> str:
-        """Write the allocation as text that `from_json` reads."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Allocation:
-        """Read an allocation that `to_json` wrote."""
-        try:
-            read = json.loads(text)
-            heads = tuple(tuple(Head(**head) for head in row) for row in read["heads"])
-            return Allocation(read["strategy"], read["sinks"], heads)
-        except (ValueError, TypeError, KeyError) as error:
-            raise RequestError(f"the allocation cannot be read ({error}): allocate again") from error
 
 
 def check(allocation: Allocation, layers: Sequence[Layer]) -> None:

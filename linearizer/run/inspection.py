@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from linearizer.errors import UnsupportedModel
 from linearizer.run.head_bytes import Layer
+from linearizer.run.json_products import JsonProduct
 
 
 @dataclass(frozen=True)
@@ -19,7 +20,7 @@ class Budget:
 
 
 @dataclass(frozen=True)
-class Inspection:
+class Inspection(JsonProduct):
     """What is known of a model without its weights; its layers only as far as its code could be followed."""
 
     name: str
@@ -41,10 +42,6 @@ class Inspection:
     cache_bytes_per_token: int  # in the layers that a student replaces
     budgets: tuple[Budget, ...]
     terms: dict[str, Any] = field(default_factory=dict)  # licence and language as the teacher's card states them
-
-    def to_json(self) -> dict[str, Any]:
-        """Give everything as plain numbers, strings, lists and dicts."""
-        return asdict(self)
 
     def require_support(self) -> None:
         """Raise an error that says why the model cannot be linearized, if it cannot."""

@@ -2,19 +2,21 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
+from typing import ClassVar
 
-from linearizer.errors import RequestError
 from linearizer.run.head_bytes import Head
+from linearizer.run.json_products import JsonProduct
 
 SMALLEST = 4  # tokens of the smallest window that is priced
 
 
 @dataclass(frozen=True)
-class Prices:
+class Prices(JsonProduct):
     """The kl in nats per token when one KV head alone holds an option; a head left softmax costs none."""
+
+    json_remedy: ClassVar = "measure them again"
 
     sinks: int
     options: tuple[Head, ...]
@@ -26,16 +28,12 @@ class Prices:
         kl = tuple(tuple(tuple(row[index] for index in kept) for row in layer) for layer in self.kl)
         return Prices(self.sinks, tuple(self.options[index] for index in kept), kl)
 
-    def to_json(self) -> str:
-        """Write the prices as text that `from_json` reads."""
-        return json.dumps(asdict(self))
 
-    @staticmethod
-    def from_json(text: str) -> Prices:
-        """Read prices that `to_json` wrote."""
-        try:
-            fields = json.loads(text)
-            kl = tuple(tuple(tuple(row) for row in layer) for layer in fields["kl"])
-            return Prices(fields["sinks"], tuple(Head(**option) for option in fields["options"]), kl)
-        except (ValueError, TypeError, KeyError) as error:
-            raise RequestError(f"the prices cannot be read ({error}): measure them again") from error
+@dataclass(frozen=True)
+class PartialPrices(JsonProduct):
+    """The prices of the first layers, kept while the other layers are measured."""
+
+    json_remedy: ClassVar = "remove them"
+
+    prices: Prices
+    drawn: str  # the state of the random generator, in hexadecimal digits

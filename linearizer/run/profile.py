@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-import json
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import Any, Literal, get_args
+from typing import ClassVar, Literal, get_args
 
 from linearizer.errors import RequestError
+from linearizer.run.json_products import JsonProduct
 
 Normalise = Literal["trace", "J", "none"]  # what a ridge is a multiple of: tr K, the sample's size, one
 Gauge = Literal["raw", "centred"]  # keys as they are, or less their mean, to which a softmax is blind
@@ -71,39 +71,15 @@ class LayerProfile:
 
 
 @dataclass(frozen=True)
-class Profile:
+class Profile(JsonProduct):
     """A model on a text: what was asked, and what was found."""
+
+    json_remedy: ClassVar = "measure it again"
 
     asked: Asked
     tokens: int  # no padding among them
     windows: tuple[int, ...]
     layers: tuple[LayerProfile, ...]
-
-    def to_json(self) -> str:
-        """Write the profile as text that `from_json` reads."""
-        return json.dumps(asdict(self))
-
-    @staticmethod
-    def from_json(text: str) -> Profile:
-        """Read a profile that `to_json` wrote."""
-        try:
-            read = frozen(json.loads(text))
-            layers = tuple(read_layer(layer) for layer in read["layers"])
-            return Profile(**read | {"asked": Asked(**read["asked"]), "layers": layers})
-        except (ValueError, TypeError, KeyError) as error:
-            raise RequestError(f"the profile cannot be read ({error}): measure it again") from error
-
-
-def read_layer(read: Mapping[str, Any]) -> LayerProfile:
-    """Build a layer from what JSON gave."""
-    return LayerProfile(tuple(HeadProfile(**head) for head in read["heads"]), read["query_freedoms"])
-
-
-def frozen(read: Any) -> Any:
-    """Turn the lists that JSON gave into tuples, all the way down."""
-    if isinstance(read, dict):
-        return {name: frozen(value) for name, value in read.items()}
-    return tuple(frozen(value) for value in read) if isinstance(read, list) else read
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,5 @@
 """Another budget is shared out from what a run has measured, or is refused in a sentence that says what to do."""
 
-import json
-
 import pytest
 
 from linearizer.cli.main import main
@@ -24,7 +22,7 @@ def priced(tmp_path, inspection):
 
     def begin(far="slots", recipe="best"):
         run = Run.begin(tmp_path / f"{recipe}-{far}", Plan.of(recipe, model="demo", budget=32))
-        run.write("inspection.json", json.dumps(inspection.to_json()))
+        run.write("inspection.json", inspection.to_json())
         if run.plan.measured:
             offered = options_to_price(64, far, 8)
             rows = [[[1 / (option.window + option.slots + option.features) for option in offered]] * 4] * 8

@@ -63,7 +63,7 @@ def test_budgets_cost_what_the_cache_costs_at_their_length():
 
 def test_inspection_survives_json():
     inspection = inspect(tiny_config("llama"))
-    content = json.loads(json.dumps(inspection.to_json()))
+    content = json.loads(inspection.to_json())
     assert content["layers"][0] == {
         "query_heads": 4, "kv_heads": 2, "key_dim": 16, "value_dim": 16, "native_window": None
     }  # fmt: skip
