@@ -1,7 +1,7 @@
 """The network code that reads: finds a model, pins its revision, and loads what it is made of; code is never run.
 
-What writes is in uploads.py. A token is sent only if it was given, or if its owner is at this machine: a Space never
-lends its own to a visitor.
+publish/upload.py writes to the Hub. A token is sent only if it was given, or if its owner is at this machine: a Space
+never lends its own to a visitor.
 """
 
 from __future__ import annotations

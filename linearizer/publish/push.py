@@ -43,7 +43,7 @@ class Published:
 
 def owners(token: str | None = None) -> tuple[str, ...]:
     """Name who can own what is published: the signed-in account, then its organisations."""
-    return upload.account(token)
+    return upload.list_owners(token)
 
 
 def preview(run: Run, repo_id: str, private: bool = True, token: str | None = None) -> Preview:
@@ -59,7 +59,7 @@ def publish(run: Run, repo_id: str, *, private: bool = True, token: str | None =
     place = find_model_place(run, repo_id, private, token)
     files = model_files(run, place.repo_id)
     obsolete = [name for name in place.files if name.endswith(REPLACED) and name not in files]
-    revision = yield from upload.send(place, files, "Publish a linearized model", obsolete, token)
+    revision = yield from upload.upload(place, files, "Publish a linearized model", obsolete, token)
     check_config(run, place, revision, token)
     done = Published(place.repo_id, revision, f"{place.url}/tree/{revision}", snippet(place.repo_id, revision))
     run.log("published", **asdict(done), private=place.private)
@@ -78,7 +78,7 @@ def publish_space(repo_id: str, *, private: bool = True, token: str | None = Non
     place = find_space_place(repo_id, private, token)
     files = space.files(place.repo_id)
     obsolete = [name for name in place.files if name.startswith("linearizer/") and name not in files]
-    revision = yield from upload.send(place, files, "Publish Linearizer as a Space", obsolete, token)
+    revision = yield from upload.upload(place, files, "Publish Linearizer as a Space", obsolete, token)
     return Published(place.repo_id, revision, place.url, place.url)
 
 
@@ -88,7 +88,7 @@ def find_model_place(run: Run, repo_id: str, private: bool, token: str | None) -
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     place = upload.find_place(repo_id, private, token)
     if not place.fresh and not holds_student(place, token):
-        upload.refuse_taken(place)
+        upload.refuse_other_content(place)
     return place
 
 
@@ -107,7 +107,7 @@ def find_space_place(repo_id: str, private: bool, token: str | None) -> Place:
     """Find where the app goes: a new Space, or one that holds an earlier version of it."""
     place = upload.find_place(repo_id, private, token, kind="space")
     if not place.fresh and not {"app.py", "linearizer/__main__.py"} <= place.files:
-        upload.refuse_taken(place)
+        upload.refuse_other_content(place)
     return place
 
 

@@ -1,24 +1,38 @@
-"""The network code that writes: who may, where, and files as one commit; what has arrived is not sent again."""
+"""All network code that writes: where an account may publish, and files as one commit of a repository of the Hub.
+
+An upload that broke is repeated by the same call: the client asks the Hub which large files it has, and skips them.
+"""
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Collection, Iterator, Mapping
+import os
+import re
+import threading
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping
+from concurrent.futures import Future, wait
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from json import JSONDecodeError
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 from huggingface_hub import (
     CommitOperationAdd,
     CommitOperationDelete,
     HfApi,
-    ModelInfo,
-    SpaceInfo,
     constants,
     hf_hub_download,
 )
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import (
+    HfHubHTTPError,
+    HFValidationError,
+    HTTPError,
+    LocalEntryNotFoundError,
+    OfflineModeIsEnabled,
+    RepositoryNotFoundError,
+)
 from huggingface_hub.utils import (
     are_progress_bars_disabled,
     disable_progress_bars,
@@ -28,60 +42,66 @@ from huggingface_hub.utils import (
     validate_repo_id,
 )
 
-from linearizer.errors import FaultError, PublishError
-from linearizer.model.hub import SECONDS, access_token
+from linearizer.errors import FaultError, LinearizerError, PublishError, first_line
+from linearizer.model.hub import SECONDS, SIGN_IN, access_token
 from linearizer.progress import Progress, Steps
-from linearizer.publish.answers import KEPT, NOTHING, explained, sign_in
-from linearizer.publish.patience import patiently, watched
 
 Content = Path | bytes
+Info = Any  # ModelInfo or SpaceInfo
+Product = TypeVar("Product")
 
-SMALL = 10**7  # bytes of the files that are announced together
-FRESH = {".gitattributes", "README.md"}  # what a repository holds that was just made
+LARGE_BYTES = 10**7  # a file of at least this size is uploaded alone, so that progress is shown after it
+INITIAL_FILES = {".gitattributes", "README.md"}  # of a repository that was just created
+RETRY_SECONDS = (1, 2, 4, 8, 16)  # pauses before a commit that the Hub could not serve is tried again
+MAX_WAIT_SECONDS = 120  # a longer wait that the Hub asks for is an error
+HEARTBEAT_SECONDS = 1.0  # between two reports of progress while a request is under way
+NOTHING_SENT = "nothing was sent"
+KEPT = "what is here is untouched, and what has arrived is not sent again"
+HUB_ERRORS = (HfHubHTTPError, HTTPError, ConnectionError, JSONDecodeError, RuntimeError)
 
 
 @dataclass(frozen=True)
 class Place:
-    """A repository of the Hub, there already or yet to be made, that the account may write."""
+    """A repository of the Hub, existing or to be created, that the account may write."""
 
     repo_id: str
     private: bool
     kind: str  # "model" or "space"
-    head: str | None  # its latest commit; None: it is yet to be made
+    head: str | None  # its latest commit; None: it does not exist yet
     files: frozenset[str]
 
     @property
     def fresh(self) -> bool:
-        """Tell whether nothing of worth is in it."""
-        return self.files <= FRESH
+        """Tell whether the repository holds nothing that a user put there."""
+        return self.files <= INITIAL_FILES
 
     @property
     def url(self) -> str:
-        """Give its address."""
+        """Return the address of the repository's page."""
         return f"{constants.ENDPOINT}/{'spaces/' if self.kind == 'space' else ''}{self.repo_id}"
 
 
-def account(token: str | None = None) -> tuple[str, ...]:
+def list_owners(token: str | None = None) -> tuple[str, ...]:
     """Name the signed-in account, and the organisations that it may write to."""
     chosen = access_token(token)
     if not chosen:
-        raise PublishError(f"nobody is signed in, so nothing can be published: {sign_in()}")
-    with explained("the Hub"):
+        raise PublishError(f"nobody is signed in, so nothing can be published: {sign_in_advice()}")
+    with explain_errors("the Hub"):
         me = HfApi(token=chosen).whoami()
-    token_of = (me.get("auth") or {}).get("accessToken") or {}  # a visitor's sign-in has none
-    if token_of.get("role") == "read":
+    token_facts = (me.get("auth") or {}).get("accessToken") or {}  # the token of a Space's visitor has none
+    if token_facts.get("role") == "read":
         raise PublishError(
             f"the token of {me['name']!r} may only read: make one that may write at "
-            f"{constants.ENDPOINT}/settings/tokens, then {sign_in()} with it; {NOTHING}"
+            f"{constants.ENDPOINT}/settings/tokens, then {sign_in_advice()} with it; {NOTHING_SENT}"
         )
     return me["name"], *(org["name"] for org in me.get("orgs", ()) if org.get("roleInOrg") != "read")
 
 
 def find_place(name: str, private: bool, token: str | None = None, kind: str = "model") -> Place:
-    """Find where to publish, NAME or OWNER/NAME, and check that the account may write there; nothing is sent."""
-    owners = account(token)
+    """Find the repository NAME or OWNER/NAME, and check that the account may write there; send nothing."""
+    owners = list_owners(token)
     repo_id = name if "/" in name else f"{owners[0]}/{name}"
-    with explained(repr(repo_id)):
+    with explain_errors(repr(repo_id)):
         validate_repo_id(repo_id)
         owner = repo_id.partition("/")[0]
         if owner not in owners:
@@ -90,148 +110,257 @@ def find_place(name: str, private: bool, token: str | None = None, kind: str = "
             )
         hub = HfApi(token=access_token(token))
         try:
-            info = look(hub, kind, repo_id, timeout=SECONDS)
+            info = hub.repo_info(repo_id, repo_type=kind, timeout=SECONDS)
         except RepositoryNotFoundError:
             return Place(repo_id, private, kind, None, frozenset())
         hub.auth_check(repo_id, repo_type=kind, write=True)
     if bool(info.private) != private:
-        there, remedy = ("private", "leave out --public") if info.private else ("public", "add --public")
+        visibility, remedy = ("private", "leave out --public") if info.private else ("public", "add --public")
         raise PublishError(
-            f"{repo_id!r} exists and is {there}: {remedy}, change that in its settings, or choose another name; "
-            f"{NOTHING}"
+            f"{repo_id!r} exists and is {visibility}: {remedy}, change that in its settings, or choose another name; "
+            f"{NOTHING_SENT}"
         )
-    return Place(repo_id, private, kind, info.sha, frozenset(file.rfilename for file in info.siblings or ()))
+    return Place(repo_id, private, kind, info.sha, frozenset(list_files(info)))
 
 
-def look(hub: HfApi, kind: str, repo_id: str, **how: Any) -> ModelInfo | SpaceInfo:
-    """Ask what a repository holds."""
-    return hub.space_info(repo_id, **how) if kind == "space" else hub.model_info(repo_id, **how)
+def list_files(info: Info) -> dict[str, Any]:
+    """List the files of a repository by name."""
+    return {file.rfilename: file for file in info.siblings or ()}
 
 
-def refuse_taken(place: Place) -> None:
-    """Say that a repository holds something else."""
-    some = ", ".join(sorted(place.files - FRESH)[:3])
+def refuse_other_content(place: Place) -> None:
+    """Raise the error for a repository that holds something else."""
+    some = ", ".join(sorted(place.files - INITIAL_FILES)[:3])
     raise PublishError(
         f"{place.repo_id!r} exists and holds something else ({len(place.files)} files: {some}, …): choose another "
-        f"name, or delete it on its settings page; {NOTHING}"
+        f"name, or delete it on its settings page; {NOTHING_SENT}"
     )
 
 
 def fetch_file(place: Place, path: str, revision: str, token: str | None = None) -> Path:
     """Download one small file of a repository."""
-    with explained(repr(place.repo_id), KEPT), without_bars():
-        got = hf_hub_download(place.repo_id, path, revision=revision, repo_type=place.kind, token=access_token(token))
-    return Path(got)
+    with explain_errors(repr(place.repo_id), KEPT), without_bars():
+        chosen = access_token(token)
+        return Path(hf_hub_download(place.repo_id, path, revision=revision, repo_type=place.kind, token=chosen))
 
 
-def send(
-    place: Place, files: Mapping[str, Content], message: str, obsolete: Collection[str] = (), token: str | None = None
+def upload(
+    place: Place, files: Mapping[str, Content], message: str, obsolete: Collection[str], token: str | None
 ) -> Steps[str]:
-    """Make a repository hold these files as of one commit, checked by their hashes, and return its revision."""
+    """Make a repository hold these files as of one commit, check them by their hashes, and return the revision."""
     hub = HfApi(token=access_token(token))
-    with explained(repr(place.repo_id)):
+    with explain_errors(repr(place.repo_id)):
         check_card(place, files["README.md"])
         if place.head is None:
             sdk = "gradio" if place.kind == "space" else None
             hub.create_repo(place.repo_id, private=place.private, repo_type=place.kind, space_sdk=sdk)
-    with explained(repr(place.repo_id), KEPT), without_bars():
-        prepared = yield from watched(lambda: additions(files), Progress("publish", 0, len(files), "files"))
-        yield from send_large(hub, place, prepared)
-        revision = yield from commit(hub, place, files, prepared, message, obsolete)
-        yield from verify(hub, place, revision, prepared)
+    with explain_errors(repr(place.repo_id), KEPT), without_bars():
+        additions = yield from watch(
+            lambda: [CommitOperationAdd(path, content) for path, content in sorted(files.items())],  # computes hashes
+            Progress("publish", 0, len(files), "files"),
+        )
+        yield from upload_large_files(hub, place, additions)
+        revision = yield from commit(hub, place, additions, message, obsolete)
+        yield from check_files(hub, place, revision, additions)
     return revision
 
 
 def check_card(place: Place, content: Content) -> None:
-    """Let the Hub judge the metadata of a card, before anything large is sent."""
+    """Let the Hub check the metadata of a card before the repository is created; the client does so only later."""
     text = content.decode() if isinstance(content, bytes) else content.read_text(encoding="utf-8")
-    answer = get_session().post(
-        f"{constants.ENDPOINT}/api/validate-yaml", json={"content": text, "repoType": place.kind}
-    )
+    address = f"{constants.ENDPOINT}/api/validate-yaml"
+    answer = get_session().post(address, json={"content": text, "repoType": place.kind})
     if answer.status_code == 400:
-        wrong = "; ".join(str(error.get("message")) for error in answer.json().get("errors", ()))
-        raise ValueError(f"the metadata of its card: {wrong}")
+        faults = "; ".join(str(error.get("message")) for error in answer.json().get("errors", ()))
+        raise ValueError(f"the metadata of its card: {faults}")
     hf_raise_for_status(answer)
 
 
-def additions(files: Mapping[str, Content]) -> list[CommitOperationAdd]:
-    """Describe files to the Hub's client, which computes their hashes."""
-    return [CommitOperationAdd(path, content) for path, content in sorted(files.items())]
-
-
-def send_large(hub: HfApi, place: Place, prepared: list[CommitOperationAdd]) -> Steps[None]:
-    """Send what is too large for a commit, one file after the other; the Hub says which it has already."""
-    total, done = sum(one.upload_info.size for one in prepared), 0
-    small = [one for one in prepared if one.upload_info.size < SMALL]
-    groups = [small, *([one] for one in prepared if one.upload_info.size >= SMALL)]
-    for group in groups:
+def upload_large_files(hub: HfApi, place: Place, additions: list[CommitOperationAdd]) -> Steps[None]:
+    """Upload what is too large for a commit, one file after the other; the client retries by itself."""
+    total, done = sum(file.upload_info.size for file in additions), 0
+    small = [file for file in additions if file.upload_info.size < LARGE_BYTES]
+    for group in [small, *([file] for file in additions if file.upload_info.size >= LARGE_BYTES)]:
         at = Progress("publish", done, total, "bytes", {"file": group[-1].path_in_repo} if group else {})
         yield at
 
-        def announce(group: list[CommitOperationAdd] = group) -> None:
+        def upload_group(group: list[CommitOperationAdd] = group) -> None:
             hub.preupload_lfs_files(place.repo_id, group, repo_type=place.kind, free_memory=False)
 
-        yield from patiently(announce, at)
-        done += sum(one.upload_info.size for one in group)
-    yield Progress("publish", done, total, "bytes", {"file": "the commit"})
+        yield from watch(upload_group, at)
+        done += sum(file.upload_info.size for file in group)
 
 
 def commit(
-    hub: HfApi,
-    place: Place,
-    files: Mapping[str, Content],
-    prepared: list[CommitOperationAdd],
-    message: str,
-    obsolete: Collection[str],
+    hub: HfApi, place: Place, additions: list[CommitOperationAdd], message: str, obsolete: Collection[str]
 ) -> Steps[str]:
-    """Make one commit; if the answer to an earlier try was lost, there is nothing left to change and none is made."""
-    unused = [prepared]
+    """Make one commit, none if the repository holds all files already: the answer to an earlier try may be lost."""
 
-    def try_once() -> str:
-        now = look(hub, place.kind, place.repo_id)
-        there = {file.rfilename for file in now.siblings or ()}
-        operations: list[CommitOperationAdd | CommitOperationDelete] = [*(unused.pop() if unused else additions(files))]
-        operations += [CommitOperationDelete(path) for path in obsolete if path in there]
+    def commit_once() -> str:
+        info = hub.repo_info(place.repo_id, repo_type=place.kind, files_metadata=True)
+        deletions = [CommitOperationDelete(path) for path in obsolete if path in list_files(info)]
+        if info.sha and not deletions and not list_differing(info, additions):
+            return info.sha
         return hub.create_commit(
-            place.repo_id, operations, commit_message=message, repo_type=place.kind, parent_commit=now.sha
+            place.repo_id,
+            [*additions, *deletions],
+            commit_message=message,
+            repo_type=place.kind,
+            parent_commit=info.sha,
         ).oid
 
-    total = sum(one.upload_info.size for one in prepared)
-    return (yield from patiently(try_once, Progress("publish", total, total, "bytes", {"file": "the commit"})))
+    total = sum(file.upload_info.size for file in additions)
+    at = Progress("publish", total, total, "bytes", {"file": "the commit"})
+    yield at
+    return (yield from retry(commit_once, at))
 
 
-def verify(hub: HfApi, place: Place, revision: str, prepared: list[CommitOperationAdd]) -> Steps[None]:
+def check_files(hub: HfApi, place: Place, revision: str, additions: list[CommitOperationAdd]) -> Steps[None]:
     """Compare what the Hub holds with what was sent, by hash."""
-
-    def ask() -> ModelInfo | SpaceInfo:
-        return look(hub, place.kind, place.repo_id, revision=revision, files_metadata=True)
-
-    info = yield from patiently(ask, Progress("publish", 0, len(prepared), "files checked"))
-    held = {file.rfilename: file for file in info.siblings or ()}
-    for one in prepared:
-        found = held.get(one.path_in_repo)
-        if found is not None and found.lfs is not None:
-            same = found.lfs.sha256 == one.upload_info.sha256.hex()
-        else:
-            same = found is not None and found.blob_id == git_hash(one)
-        if not same:
-            raise FaultError(
-                f"{place.repo_id!r} at {revision} does not hold {one.path_in_repo} as it was sent: try again; {KEPT}"
-            )
+    at = Progress("publish", 0, len(additions), "files checked")
+    info = yield from retry(
+        lambda: hub.repo_info(place.repo_id, repo_type=place.kind, revision=revision, files_metadata=True), at
+    )
+    for path in list_differing(info, additions):
+        raise FaultError(f"{place.repo_id!r} at {revision} does not hold {path} as it was sent: try again; {KEPT}")
 
 
-def git_hash(one: CommitOperationAdd) -> str:
-    """Compute what git calls a file's content."""
-    found = hashlib.sha1(b"blob %d\0" % one.upload_info.size)
-    with one.as_file() as file:
+def list_differing(info: Info, additions: list[CommitOperationAdd]) -> list[str]:
+    """List the files that a repository lacks or holds with other content."""
+    held = list_files(info)
+    return [sent.path_in_repo for sent in additions if not same_content(held.get(sent.path_in_repo), sent)]
+
+
+def same_content(held: Any, sent: CommitOperationAdd) -> bool:
+    """Compare a file of a repository, or None, with one of ours by the hash that the Hub keeps of it."""
+    if held is None or held.lfs is None:
+        return held is not None and bool(held.blob_id == git_hash(sent))
+    return bool(held.lfs.sha256 == sent.upload_info.sha256.hex())
+
+
+def git_hash(sent: CommitOperationAdd) -> str:
+    """Compute the hash by which git names a file's content."""
+    digest = hashlib.sha1(b"blob %d\0" % sent.upload_info.size)
+    with sent.as_file() as file:
         while piece := file.read(2**20):
-            found.update(piece)
-    return found.hexdigest()
+            digest.update(piece)
+    return digest.hexdigest()
+
+
+def retry(call: Callable[[], Product], at: Progress) -> Steps[Product]:
+    """Repeat a request that the Hub cannot serve for a while, after growing pauses or as long as the Hub asks for."""
+    for pause in RETRY_SECONDS:
+        try:
+            return (yield from watch(call, at))
+        except HUB_ERRORS as error:
+            cause = find_cause(error)
+            requested = requested_wait(cause)
+            if not is_temporary(cause) or requested > MAX_WAIT_SECONDS:
+                raise
+            for left in range(max(pause, requested), 0, -1):
+                yield replace(at, details={**at.details, "waiting": left, "because": name_reason(cause)})
+                time.sleep(1)
+    return (yield from watch(call, at))
+
+
+def watch(call: Callable[[], Product], at: Progress) -> Steps[Product]:
+    """Wait for a call in a daemon thread: progress goes on every second, and the wait can be left at once."""
+    answer: Future[Product] = Future()
+
+    def answer_call() -> None:
+        try:
+            answer.set_result(call())
+        except BaseException as error:
+            answer.set_exception(error)
+
+    began = time.monotonic()
+    threading.Thread(target=answer_call, daemon=True).start()
+    while not wait([answer], HEARTBEAT_SECONDS).done:
+        yield replace(at, details={**at.details, "seconds": round(time.monotonic() - began)})
+    return answer.result()
+
+
+@contextmanager
+def explain_errors(what: str, kept: str = NOTHING_SENT) -> Iterator[None]:
+    """Turn an error of the Hub into one sentence: what failed, why, what to do, and what was kept."""
+    try:
+        yield
+    except HFValidationError as error:
+        raise PublishError(
+            f"{what} is no name for a repository: write OWNER/NAME with letters, digits, - _ and ., 96 at most; {kept}"
+        ) from error
+    except (LocalEntryNotFoundError, OfflineModeIsEnabled) as error:
+        raise FaultError(f"{what} cannot be reached, no network: connect, then try again; {kept}") from error
+    except HUB_ERRORS as error:
+        raise describe_error(what, find_cause(error), kept) from error
+    except (ValueError, OSError) as error:  # a card that the Hub refuses; a file that cannot be read
+        raise PublishError(
+            f"{what} cannot be written, something is wrong with what would be sent ({redact(error)}): repair it, "
+            f"then try again; {kept}"
+        ) from error
+
+
+def describe_error(what: str, error: BaseException, kept: str) -> LinearizerError:
+    """Choose the sentence for an error of the Hub."""
+    if not isinstance(error, HTTPError | ConnectionError | JSONDecodeError):
+        return FaultError(f"{what} cannot be written, the upload broke ({redact(error)}): try again; {kept}")
+    if not isinstance(error, HfHubHTTPError):
+        return FaultError(f"{what} cannot be reached, the Hub does not answer: connect, then try again; {kept}")
+    if is_temporary(error):
+        when = f"in {seconds} seconds" if (seconds := requested_wait(error)) else "later"
+        return FaultError(f"{what} cannot be written now, {name_reason(error)}: try again {when}; {kept}")
+    status = error.response.status_code
+    detail = " ".join((error.server_message or "it does not say why").split())[:200].rstrip(".")
+    remedy = {
+        401: f"the token in use was refused: {sign_in_advice()} again",
+        402: f"the account's plan does not allow it ({detail}): change the plan, or choose another owner",
+        403: f"the token in use may not write there ({detail}): use one that may, or choose another owner",
+        404: "it is not there, or not to be seen with this token: check the name, and whether it was deleted meanwhile",
+        409: f"the name is taken, or it is being changed by someone else ({detail}): try again, or choose another name",
+        412: "someone else has changed it meanwhile: look at it, then try again",
+    }.get(status, f"the Hub does not accept it ({status}: {detail})")
+    return PublishError(f"{what} cannot be written, {remedy}; {kept}")
+
+
+def find_cause(error: BaseException) -> BaseException:
+    """Find the error beneath the client's `Error while uploading`."""
+    return error.__cause__ if type(error) is RuntimeError and error.__cause__ is not None else error
+
+
+def is_temporary(error: BaseException) -> bool:
+    """Tell whether the same request may succeed later."""
+    if isinstance(error, HfHubHTTPError):
+        return error.response.status_code in (408, 429) or error.response.status_code >= 500
+    return isinstance(error, HTTPError | ConnectionError | JSONDecodeError)  # a broken server answers with a page
+
+
+def requested_wait(error: BaseException) -> int:
+    """Read how many seconds the Hub asks to wait."""
+    header = error.response.headers.get("Retry-After", "") if isinstance(error, HfHubHTTPError) else ""
+    return int(header) if header.isdecimal() else 0
+
+
+def name_reason(error: BaseException) -> str:
+    """Say in words why the Hub did not serve a request."""
+    if not isinstance(error, HfHubHTTPError):
+        return "the Hub does not answer"
+    status = error.response.status_code
+    return "the Hub is asked too often (429)" if status == 429 else f"the Hub answered {status}"
+
+
+def redact(error: BaseException) -> str:
+    """Shorten an error to its first line, without the signed addresses and tokens that a client may put there."""
+    return re.sub(r"\?\S+|hf_\w+", "…", first_line(error))
+
+
+def sign_in_advice() -> str:
+    """Say how to sign in: on a Space there is a button."""
+    return "press the button that signs in" if os.environ.get("SPACE_ID") else SIGN_IN
 
 
 @contextmanager
 def without_bars() -> Iterator[None]:
-    """Keep the Hub's client from drawing bars of its own: what it does is told by our progress."""
+    """Keep the Hub's client from drawing bars: our own progress shows what it does."""
     if are_progress_bars_disabled():
         yield
         return

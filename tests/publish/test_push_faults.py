@@ -7,7 +7,7 @@ import huggingface_hub
 import pytest
 
 from linearizer.errors import FaultError
-from linearizer.publish import patience, push
+from linearizer.publish import push, upload
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, files_of, finished, publish, refused, written
 
 pytestmark = [pytest.mark.filterwarnings(HOW_THE_HUB_SENDS), pytest.mark.usefixtures("slept")]
@@ -41,7 +41,7 @@ def test_a_publication_that_was_stopped_goes_on_where_it_was(hub, run):
 
 
 def test_a_long_upload_shows_that_it_goes_on_and_can_be_left(hub, run, monkeypatch):
-    monkeypatch.setattr(patience, "BEAT", 0.01)
+    monkeypatch.setattr(upload, "HEARTBEAT_SECONDS", 0.01)
     hub.fail_next("PUT /lfs/", "hold")
     steps = push.publish(run, "me/student", token=ME)
     said = []

@@ -13,7 +13,7 @@ from linearizer.errors import FaultError, LinearizerError, PublishError
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.publish import push
-from linearizer.publish.upload import SMALL
+from linearizer.publish.upload import LARGE_BYTES
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.support.runs import QUICK, wait_until
@@ -28,7 +28,7 @@ def sharded(tmp_path_factory):
     run = Run.begin(tmp_path_factory.mktemp("run") / "demo", Plan("demo", steps=0, **QUICK))
     finish(linearize(run))
     for number in range(3):
-        (run.checkpoint / f"more-{number}.safetensors").write_bytes(bytes([number]) * SMALL)
+        (run.checkpoint / f"more-{number}.safetensors").write_bytes(bytes([number]) * LARGE_BYTES)
     return run
 
 

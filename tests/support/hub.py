@@ -3,7 +3,7 @@
 Clients find it by HF_ENDPOINT, which must be set before huggingface_hub is imported. The token `hf_fake_<user>` logs
 in as that user, `hf_read_<user>` too, to read only; any other, or none, is anonymous. Only its owner, or a member of
 the organisation that owns it, sees a private repository, or the files of a gated one. `requests` lists what was asked,
-never a token. A repository is filled with `add`, or by uploads (fakehub_writing.py).
+never a token. A repository is filled with `add`, or by uploads (hub_writing.py).
 """
 
 import hashlib

@@ -18,7 +18,7 @@ class Refusal(Exception):
 
 
 class Writing:
-    """Routes of a request handler; the rest of it is in fakehub.py."""
+    """Routes of a request handler; the rest of it is in hub.py."""
 
     def write(self, path):
         """Obey a request that writes, and tell whether it was one."""
