@@ -21,41 +21,6 @@ from .cache import LinearizedLayer, empty_cache
 from .feature_maps import FEATURE_MAPS
 from .layer_student import LayerStudent
 
-# isort: split
-# Older transformers copy only the files named here.
-from .feature_maps_folded import Folded  # noqa: F401
-from .features import linear_attention  # noqa: F401
-from .features_torch import chunked  # noqa: F401
-from .kernel_dispatch import attend_fused  # noqa: F401
-from .kernel_dispatch_token import step_layer  # noqa: F401
-from .kernel_dispatch_token_slots import fused_slot_step  # noqa: F401
-from .kernel_token_table import Table  # noqa: F401
-from .kernel_trial import trusted  # noqa: F401
-from .slots import slot_attention  # noqa: F401
-from .slots_merging import merge_slots  # noqa: F401
-from .slots_torch import Leaving  # noqa: F401
-from .softmax_parts import combine  # noqa: F401
-from .state import State  # noqa: F401
-from .state_8bit import rounded  # noqa: F401
-
-try:
-    from .kernel_common import load_tile  # noqa: F401
-    from .kernel_slots_rounds import choose  # noqa: F401
-    from .kernel_text_features import run  # noqa: F401
-    from .kernel_text_gradients import Attention  # noqa: F401
-    from .kernel_text_gradients_far import far  # noqa: F401
-    from .kernel_text_gradients_near import near  # noqa: F401
-    from .kernel_text_merging import merge  # noqa: F401
-    from .kernel_text_segments import Problem  # noqa: F401
-    from .kernel_text_slots import look  # noqa: F401
-    from .kernel_token_common import look_near  # noqa: F401
-    from .kernel_token_features import run_step  # noqa: F401
-    from .kernel_token_slots import run_slot_step  # noqa: F401
-    from .kernel_token_tiles import more  # noqa: F401
-except ImportError as missing:
-    if missing.name != "triton":
-        raise
-
 COPIED = (
     "vocab_size",
     "hidden_size",
