@@ -23,8 +23,12 @@ from __future__ import annotations
 import torch
 
 from .features_torch import attend_chunks, chunked, step
-from .kernel_dispatch import attend_fused, attention_serves
-from .kernel_dispatch_token import fused_step, step_serves
+from .kernel_dispatch import (
+    attend_by_kernel,
+    kernel_serves_text_features,
+    kernel_serves_token_features,
+    step_by_kernel,
+)
 from .softmax_parts import Features, far_logits_exactly
 from .state import EMPTY, State
 
@@ -36,10 +40,10 @@ def linear_attention(
 ) -> Tensor:
     """Attend and bring the state up to date; the one door to the ways of doing so."""
     if q.shape[-2] == 1 and real is None:
-        attend = fused_step if step_serves(q, k, v, feature_map, state) else step
+        attend = step_by_kernel if kernel_serves_token_features(q, k, v, feature_map, state) else step
         return attend(q, k, v, feature_map, window, state)
-    fused = attention_serves(q, k, v, state)
-    return chunked(q, k, v, feature_map, window, real, state, attend=attend_fused if fused else attend_chunks)
+    fused = kernel_serves_text_features(q, k, v, state)
+    return chunked(q, k, v, feature_map, window, real, state, attend=attend_by_kernel if fused else attend_chunks)
 
 
 def reference(

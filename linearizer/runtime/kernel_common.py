@@ -46,6 +46,53 @@ def load_rows(pointer, rows, stop):
 
 
 @triton.jit
+def power(exponent):
+    """2 to whole numbers, exactly."""
+    return ((exponent.to(tl.int32) + 127) << 23).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def exponents(x, AXIS: tl.constexpr):
+    """The exponents of vectors: the least with which 127 times a power of two is not below the largest number."""
+    bits = tl.max(tl.abs(x), AXIS).to(tl.float32).to(tl.int32, bitcast=True)
+    exponent = (bits >> 23) - 133 + tl.where((bits & 0x7FFFFF) > 0x7E0000, 1, 0)  # the latter: above 127/128 of it
+    return tl.minimum(tl.maximum(exponent, -24), 121)
+
+
+@triton.jit
+def codes(x, inverse):
+    """Whole numbers: adding and taking away a number whose last digit is 1 rounds to them."""
+    large = 6755399441055744.0 if x.dtype == tl.float64 else 12582912.0
+    return (x * inverse + large) - large
+
+
+@triton.jit
+def load_kept(pointer, rows, columns, stop, width: tl.constexpr, BITS: tl.constexpr):
+    """Some columns of keys or values that are kept."""
+    if BITS == 8:
+        whole = load_part(pointer, rows, columns, stop, width + 1, width)
+        exponent = tl.load(pointer + rows * (width + 1) + width, mask=rows < stop, other=0)
+        return whole.to(tl.float32) * power(exponent)[:, None]
+    else:
+        return load_tile(pointer, rows, columns, stop, width)
+
+
+@triton.jit
+def keep_some(pointer, rows, o, x, live, width: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr):
+    """Keep keys or values that are `live`, rounded to so many bits, as numbers or as bytes."""
+    inside = live[:, None] & (o < width)[None, :]
+    if BITS == 8:
+        exponent = exponents(x, 1)
+        x = codes(x, power(-exponent)[:, None])
+        if BYTES == 8:
+            tl.store(pointer + rows * (width + 1) + width, exponent.to(tl.int8), mask=live)
+        else:
+            x *= power(exponent)[:, None]
+    stride: tl.constexpr = width + 1 if BYTES == 8 else width
+    tl.store(pointer + rows[:, None] * stride + o[None, :], x.to(pointer.dtype.element_ty), mask=inside)
+
+
+@triton.jit
 def scores(
     q, q_ptr, k_ptr, rows, columns, T, C, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,

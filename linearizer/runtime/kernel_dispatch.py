@@ -1,33 +1,47 @@
-"""Linear attention by kernels: whether they serve, what they are given, and what they leave.
+"""The one place that chooses between kernels and PyTorch, for texts and single tokens, features and slots.
 
-linear_attention.py says what they compute, trial.py how they come to be trusted.
+kernel_serves_…  tells whether a kernel may do the work: there is one for such tensors, and its trial found it right
+                 (kernel_trial.py)
+…_by_kernel      does the work, with the arguments of its counterpart in features_torch.py or slots_torch.py
+step_layer       one token of a whole layer: heads with windows and features share a launch, heads with slots another
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
-from .features_torch import CHUNK, attend_chunks, chunked
+from .feature_maps_folded import NONE, Folded
+from .features_torch import CHUNK, attend_chunks, chunked, step
+from .kernel_token_table import Held, table_of
 from .kernel_trial import Drawn, Sizes, takes, trusted
-from .softmax_parts import Features
-from .state import ABSENT, Columns, State, working_dtype
+from .slots_merging import MOST, WAITING, Merging, rounds
+from .slots_torch import Leaving, attend_turns, read_text, step_slots
+from .softmax_parts import Features, folded_of
+from .state import ABSENT, Columns, Near, SlotState, State, working_dtype
+from .state_8bit import pack, rounded, unpacked
 
 try:
     from .kernel_text_gradients import Attention
+    from .kernel_text_slots import look, merge
+    from .kernel_token_features import run_step
+    from .kernel_token_slots import run_slot_step
 except ImportError as missing:
     if missing.name != "triton":
         raise
-    Attention = None  # type: ignore[assignment, misc]
+    Attention = look = merge = run_step = run_slot_step = None  # type: ignore[assignment, misc]
 
-WINDOW = 16  # of trials
+TRIAL_WINDOW, TRIAL_FEATURES = 16, 40
+TRIAL_SLOTS, TRIAL_BLOCK, TRIAL_GAIN = 28, 8, 0.25  # their window is as large as a block
+GIVEN = -1  # features that are not folded
 
 Tensor = torch.Tensor
 
 
-def attention_serves(q: Tensor, k: Tensor, v: Tensor, state: State) -> bool:
-    """Tell whether kernels may attend with such tensors."""
+def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: State) -> bool:
+    """Tell whether kernels may attend with a text to features, with gradients if they are taken."""
     if Attention is None or not takes(q, k, v):
         return False
     sizes, gradients = sizes_of(q, v, state), torch.is_grad_enabled()
@@ -35,35 +49,245 @@ def attention_serves(q: Tensor, k: Tensor, v: Tensor, state: State) -> bool:
     def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         text = Drawn.of(q, sizes, 192, dtype)
         inputs = [x.requires_grad_(gradients) for x in (text.q, text.k, text.v)]
-        state, features = empty(text, sizes), text.features if sizes.features else None
-        attend, out = attend_fused if by_kernels else attend_chunks, []
+        state = State.empty(text.k, text.v, TRIAL_WINDOW, sizes.sinks, sizes.features)
+        attend, features = attend_by_kernel if by_kernels else attend_chunks, text.features if sizes.features else None
+        out = []
         for start, stop in ((0, 32), (32, 192)):  # the second takes a state and has two segments
-            out.append(chunked(*text.piece(start, stop), features, WINDOW, None, state, attend=attend).to(dtype))
-        found = [torch.cat(out, -2), state.level, state.mean]
+            part = text.piece(start, stop)
+            out.append(chunked(*part, features, TRIAL_WINDOW, None, state, attend=attend).to(dtype))
+        results = [torch.cat(out, -2), state.level, state.mean]
         if gradients:
-            found += torch.autograd.grad([x.square().sum() for x in found], inputs)
-        return found
+            results += torch.autograd.grad([x.square().sum() for x in results], inputs)
+        return results
 
     return trusted("attention and its gradients" if gradients else "attention", q, sizes, answers)
 
 
-def sizes_of(q: Tensor, v: Tensor, state: State) -> Sizes:
-    return Sizes(q.shape[2], q.shape[-1], v.shape[-1], state.sink_k.shape[-2], state.level.shape[-1])
-
-
-def empty(text: Drawn, sizes: Sizes) -> State:
-    return State.empty(text.k, text.v, WINDOW, sizes.sinks, sizes.features)
-
-
-def attend_fused(q: Tensor, columns: Columns, feature_map: Features | None, state: State, chunk: int = CHUNK) -> Tensor:
-    """Attend by kernels, all chunks at once."""
+def attend_by_kernel(
+    q: Tensor, columns: Columns, feature_map: Features | None, state: State, chunk: int = CHUNK
+) -> Tensor:
+    """Attend with a text to features, all chunks at once."""
     u = w = None
     if feature_map is not None:
         tokens, work, sinks = q.shape[-2], working_dtype(q), state.sink_k.shape[-2]
         leaving = columns.filled(0, tokens) & (columns.place(0, tokens) >= sinks)
         u, w = feature_map.queries(q.to(work)), feature_map.keys(columns.k[:, :, :tokens].to(work))
         u, w = u.to(work), w.to(work).masked_fill(~leaving[:, None, :, None], ABSENT)  # autocast multiplies in bf16
-    held = [state.sink_k, state.sink_v, columns.first, columns.empty, u, w, state.level, state.mean]
-    inputs = [None if x is None else x.contiguous() for x in (q, columns.k, columns.v, *held)]
+    kept = [state.sink_k, state.sink_v, columns.first, columns.empty, u, w, state.level, state.mean]
+    inputs = [None if x is None else x.contiguous() for x in (q, columns.k, columns.v, *kept)]
     out, state.level, state.mean = Attention.apply(columns.window, *inputs)
     return out
+
+
+def kernel_serves_text_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> bool:
+    """Tell whether kernels may attend with a text to slots: they give no gradients."""
+    slots, block = state.slot_k.shape[2], merging.block
+    if merge is None or torch.is_grad_enabled() or slots + block > MOST or not takes(q, k, v, state.slot_k):
+        return False
+    sizes = sizes_of(q, v, state)
+
+    def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+        text = Drawn.of(q, sizes, sizes.sinks + block + slots + 4 * block, dtype)
+        metric = torch.eye(sizes.key_dim, device=q.device, dtype=dtype).expand(2, -1, -1)
+        own = Merging(metric, torch.full_like(metric[:, 0, 0], TRIAL_GAIN), block, block, bits=merging.bits)
+        state = SlotState.empty(text.k, text.v, block, sizes.sinks, slots)
+        attend = attend_turns_by_kernel if by_kernels else attend_turns
+        out = read_text(text.q, text.k, text.v, own, None, state, attend)
+        return [out.to(dtype), state.slot_k, state.slot_v, state.weight]
+
+    with torch.no_grad():
+        return trusted("slots", q, (*sizes, slots, block, merging.bits), answers)
+
+
+def attend_turns_by_kernel(
+    q: Tensor, place: Tensor, merged: Tensor, leaving: Leaving, columns: Columns, merging: Merging, state: SlotState
+) -> Tensor:
+    """Merge the blocks of some turns, then attend with the rows of all of them."""
+    k, v, slots = columns.k.contiguous(), columns.v.contiguous(), state.slot_k.shape[2]
+    before = [state.slot_k, state.slot_v, state.weight, state.spread]
+    blocks = leaving.index, leaving.comes, leaving.merges
+    count = rounds(slots + merging.block, slots)
+    after = merge(k, v, merging.scaled.contiguous(), *blocks, before, count, WAITING, merging.bits)
+    state.slot_k, state.slot_v, state.weight, state.spread = (x[:, -1].clone() for x in after)  # not all turns with it
+    sinks = state.sink_k.contiguous(), state.sink_v.contiguous()
+    near = place.contiguous(), merged.clamp_min(0), columns.first, columns.empty
+    return look(q.contiguous(), k, v, *sinks, after, merging.gain, *near, columns.window)
+
+
+def kernel_serves_token_features(q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, state: State) -> bool:
+    """Tell whether a kernel may attend with a token to features, and change the state in place."""
+    if run_step is None or torch.is_grad_enabled() or not takes(q, k, v, state.sink_k):
+        return False
+    folded = folded_of(feature_map)
+    shares = NONE if feature_map is None else GIVEN if folded is None else folded.shares
+    return token_features_are_right(q, sizes_of(q, v, state), shares)
+
+
+def token_features_are_right(q: Tensor, sizes: Sizes, shares: int, scale: float = 1.0, bits: int = 16) -> bool:
+    """Try the kernel for such queries; how many features there are makes no other kernel of it."""
+    sizes = sizes._replace(features=TRIAL_FEATURES)
+
+    def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+        tokens = TRIAL_WINDOW + sizes.sinks + 8
+        text = Drawn.of(q, sizes, tokens, dtype, None if shares == GIVEN else shares)
+        state, out = State.empty(text.k, text.v, TRIAL_WINDOW, sizes.sinks, sizes.features), []
+        text.q = (text.q / scale).to(q.dtype).to(dtype)
+        if by_kernels and bits == 8:
+            state = pack(state)
+        for t in range(tokens):
+            one, k, v = text.piece(t, t + 1)
+            if by_kernels:
+                out.append(step_by_kernel(one, k, v, text.features, TRIAL_WINDOW, state, scale))
+            else:
+                k, v = (rounded(x) if bits == 8 else x for x in (k, v))
+                out.append(step(one * scale, k, v, text.features, TRIAL_WINDOW, state))
+        return [torch.cat(out, -2).to(dtype), state.level, state.mean]
+
+    return trusted("single tokens", q, (*sizes, shares, scale, bits), answers)
+
+
+@torch.no_grad()
+def step_by_kernel(
+    q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, state: State, scale: float = 1.0
+) -> Tensor:
+    """Attend with one token to features; nothing waits for the device, and no tensor of the state is exchanged.
+
+    A feature map that can be folded is computed inside the kernel.
+    """
+    u = w = None
+    folded = folded_of(feature_map)
+    if feature_map is not None and folded is None:
+        work, old = working_dtype(q), k
+        if window:
+            slot = (state.count % window)[:, None, None, None].expand(*k.shape)
+            old = state.window_k.gather(2, slot)
+        u, w = feature_map.queries(q.to(work)).contiguous(), feature_map.keys(old.to(work)).contiguous()
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
+    launch_features(q, k, v, out, [Held(list(range(k.shape[1])), state, window, folded)], scale, u, w)
+    return out
+
+
+def kernel_serves_token_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> bool:
+    """Tell whether a kernel may attend with a token to slots, and change the state in place."""
+    if run_slot_step is None or torch.is_grad_enabled() or not takes(q, k, v, state.sink_k):
+        return False
+    held = Held([], state, merging.window, merging=merging)
+    return can_merge(held) and token_slots_are_right(q, v, held)
+
+
+def can_merge(held: Held) -> bool:
+    """Tell whether a block lies in the window, and all that it is merged with in one program."""
+    window, slots, block, _ = held.sizes()
+    merging = held.merging
+    if merging is None or merging.bits != held.bits:  # numbers that are rounded and not kept as bytes
+        return False
+    whole = merging.metric.is_contiguous() and merging.gain.is_contiguous()
+    return whole and 0 < block <= window and slots + block <= MOST
+
+
+def token_slots_are_right(q: Tensor, v: Tensor, held: Held, scale: float = 1.0) -> bool:
+    """Try the kernel for such queries; how many slots there are makes no other kernel of it."""
+    assert held.merging is not None
+    root, bits, made = held.merging.root, held.bits, held.merging.metric.dtype
+    sizes = sizes_of(q, v, held.state)
+
+    def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+        tokens = sizes.sinks + TRIAL_BLOCK + TRIAL_SLOTS + 2 * TRIAL_BLOCK
+        text = Drawn.of(q, sizes, tokens, dtype)
+        text.q = (text.q / scale).to(q.dtype).to(dtype)
+        metric = torch.eye(sizes.key_dim, device=q.device, dtype=made).repeat(2, 1, 1) / root
+        own = Merging(metric, torch.full_like(metric[:, 0, 0], TRIAL_GAIN), TRIAL_BLOCK, TRIAL_BLOCK, root, bits)
+        state, out = SlotState.empty(text.k, text.v, TRIAL_BLOCK, sizes.sinks, TRIAL_SLOTS), []
+        if by_kernels and bits == 8:
+            state = pack(state)
+        for t in range(tokens):
+            one, k, v = text.piece(t, t + 1)
+            if by_kernels:
+                out.append(step_slots_by_kernel(one, k, v, own, state, scale))
+            else:
+                k, v = (rounded(x) if bits == 8 else x for x in (k, v))
+                out.append(step_slots(one * scale, k, v, own, state))
+        slots = (unpacked(x, dtype) if x.dtype == torch.int8 else x for x in (state.slot_k, state.slot_v))
+        return [torch.cat(out, -2).to(dtype), *slots, state.weight]
+
+    with torch.no_grad():
+        return trusted("single tokens and slots", q, (*sizes, scale, root, bits), answers)
+
+
+@torch.no_grad()
+def step_slots_by_kernel(
+    q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState, scale: float = 1.0
+) -> Tensor:
+    """Attend with one token to slots; nothing waits for the device, and no tensor of the state is exchanged."""
+    out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
+    launch_slots(q, k, v, out, [Held(list(range(k.shape[1])), state, merging.window, merging=merging)], scale)
+    return out
+
+
+def step_layer(
+    groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
+    out: Tensor,
+) -> list[int]:  # fmt: skip
+    """Attend with a token where one launch can do all heads of a kind; say which groups are done, and in `out`.
+
+    q (batch, heads, group, 1, dim), k, v and out are those of the whole layer, and their heads' states in `memory`.
+    """
+    if run_step is None or real is not None or q.shape[-2] > 1 or memory is None or len(memory) < len(groups):
+        return []
+    if torch.is_grad_enabled() or not takes(q, k, v):
+        return []
+    kinds: dict[tuple[int, bool], dict[int, Held]] = {}
+    for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
+        held = group.held(scale, state)
+        if held is None or held.state.sink_k.dtype not in (k.dtype, torch.int8):
+            continue
+        if held.state.sink_k.device != k.device:  # PyTorch refuses it; to a kernel it would be addresses
+            continue
+        if held.merging is None or can_merge(held):
+            kinds.setdefault((held.bits, held.merging is None), {})[index] = held
+    done: list[int] = []
+    for (bits, plain), some in kinds.items():
+        first, *_ = states = list(some.values())
+        shares = shares_of([held.folded for held in states if held.folded is not None])
+        if plain and token_features_are_right(q, sizes_of(q, v, first.state), shares, scale, bits):
+            launch_features(q, k, v, out, states, scale)
+        elif not plain and token_slots_are_right(q, v, first, scale):
+            launch_slots(q, k, v, out, states, scale)
+        else:
+            continue
+        done += some
+    return done
+
+
+@torch.compiler.disable  # which would not see that memory changes behind addresses
+def launch_features(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[Held], scale: float,
+    u: Tensor | None = None, w: Tensor | None = None,
+) -> None:  # fmt: skip
+    """Let heads of a layer attend in one launch, for q (batch, heads, group, 1, dim) of the whole layer."""
+    state, folded = groups[0].state, [held.folded for held in groups if held.folded is not None]
+    shares = GIVEN if u is not None else shares_of(folded)
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    made = folded[0].query.dtype if folded else torch.float32
+    run_step(q, k, v, out, table_of(groups), state.sink_k, state.level, shares, scale, u, w, made)
+
+
+@torch.compiler.disable
+def launch_slots(q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[Held], scale: float) -> None:
+    """Let heads of a layer attend in one launch, for q (batch, heads, group, 1, dim) of the whole layer."""
+    state, merging = groups[0].state, groups[0].merging
+    assert merging is not None
+    room = max(slots + block for _, slots, block, _ in (held.sizes() for held in groups))
+    q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
+    table = table_of(groups)
+    run_slot_step(q, k, v, out, table, state.sink_k, state.weight, room, merging.metric.dtype, merging.root, scale)
+
+
+def shares_of(folded: Sequence[Folded]) -> int:
+    """How the features of heads that attend together are shared out."""
+    return max((it.shares for it in folded), default=NONE)
+
+
+def sizes_of(q: Tensor, v: Tensor, state: Near) -> Sizes:
+    features = state.level.shape[-1] if isinstance(state, State) else 0
+    return Sizes(q.shape[2], q.shape[-1], v.shape[-1], state.sink_k.shape[-2], features)

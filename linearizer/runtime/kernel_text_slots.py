@@ -14,9 +14,77 @@ except ImportError:
     raise
 
 from .kernel_common import EMPTY, at_once, load_rows, load_tile, padded, precision, scores, take_in, where_it_lies
-from .kernel_text_merging import widths
+from .kernel_slots_merging import SIZE, fill, keep, merge_rows
 
 Tensor = torch.Tensor
+
+
+@triton.jit
+def merge_turns(
+    k_ptr, v_ptr, metric_ptr, index_ptr, comes_ptr, merges_ptr, held_k_ptr, held_v_ptr, weight_ptr, spread_ptr,
+    rows_ptr, numbers_ptr, places_ptr, C, H, TURNS, S, BLOCK, ROUNDS, WAITING,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
+    JUMPS: tl.constexpr, ACC: tl.constexpr, BITS: tl.constexpr,
+):  # fmt: skip
+    """Grid (heads, batch). held_… (batch, TURNS + 1, heads, S, …) begin with the slots that there are."""
+    head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
+    pair, N, W = batch * H + head, S + BLOCK, 2 * D + DV
+    rows_ptr += pair * 2 * N * W
+    numbers_ptr += pair * 4 * N
+    places_ptr += pair * 2 * N
+    own_weight, own_spread, value = numbers_ptr, numbers_ptr + N, numbers_ptr + 2 * N
+    for turn in range(0, TURNS):
+        at = (batch * (TURNS + 1) + turn) * H + head
+        block = (batch * TURNS + turn) * BLOCK
+        fill(
+            rows_ptr, own_weight, own_spread, k_ptr + pair * C * D, v_ptr + pair * C * DV, metric_ptr + head * D * D,
+            held_k_ptr + at * S * D, held_v_ptr + at * S * DV, weight_ptr + at * S, spread_ptr + at * S,
+            index_ptr + block, comes_ptr + block, N, W, S, 1.0, D, DP, DV, VP, B, K, ACC, 16,
+        )  # fmt: skip
+        some = tl.where(tl.load(merges_ptr + batch * TURNS + turn) > 0, ROUNDS, 0)
+        side = merge_rows(
+            rows_ptr, numbers_ptr, places_ptr, N, N, W, S, some, WAITING, D, DP, DV, B, K, JUMPS, ACC
+        )  # fmt: skip
+        after = at + H
+        keep(
+            rows_ptr + side * N * W, own_weight, own_spread, value, held_k_ptr + after * S * D,
+            held_v_ptr + after * S * DV, weight_ptr + after * S, spread_ptr + after * S, N, W, S, D, DP, DV, VP, B,
+            BITS, 16, held_k_ptr.dtype.element_ty,
+        )  # fmt: skip
+
+
+def widths(k: Tensor, v: Tensor) -> dict:
+    dims = k.shape[-1], v.shape[-1]
+    return {"D": dims[0], "DP": padded(dims[0]), "DV": dims[1], "VP": padded(dims[1])}
+
+
+@where_it_lies
+def merge(
+    k: Tensor, v: Tensor, metric: Tensor, index: Tensor, comes: Tensor, merges: Tensor, held: list[Tensor],
+    rounds: int, waiting: int, bits: int = 16,
+) -> list[Tensor]:  # fmt: skip
+    """Merge blocks of columns k, v (batch, heads, columns, dim), which lie at `index` and are there if `comes` says so.
+
+    index, comes (batch, turns, block); merges (batch, turns). held: k, v, weight and spread of the slots (batch, heads,
+    slots, …), and so of every turn: (batch, 1 + turns, heads, slots, …), at first as they were. `bits` of a number in
+    keys and values.
+    """
+    batch, heads, columns = k.shape[:3]
+    turns, block, slots, work = index.shape[1], index.shape[2], held[0].shape[2], held[2].dtype
+    count = slots + block
+    every = [x.new_empty(batch, turns + 1, *x.shape[1:]) for x in held]
+    for each, x in zip(every, held, strict=True):
+        each[:, 0] = x
+    rows = torch.empty(batch, heads, 2, count, 2 * k.shape[-1] + v.shape[-1], dtype=work, device=k.device)
+    numbers = torch.empty(batch, heads, 4, count, dtype=work, device=k.device)
+    places = torch.empty(batch, heads, 2, count, dtype=torch.int32, device=k.device)
+    merge_turns[heads, batch](
+        k, v, metric, index, comes.int(), merges.int(), *every, rows, numbers, places,
+        columns, heads, turns, slots, block, rounds, waiting,
+        **widths(k, v), B=SIZE, K=16, JUMPS=count.bit_length(), ACC=precision(numbers)["ACC"], BITS=bits,
+        num_warps=8, num_stages=1,
+    )  # fmt: skip
+    return every
 
 
 @triton.jit

@@ -13,8 +13,8 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_common import load_rows, precision, take_in, where_it_lies
-from .kernel_text_merging import SIZE, fill, keep, merge_rows
+from .kernel_common import load_kept, load_rows, precision, take_in, where_it_lies
+from .kernel_slots_merging import SIZE, fill, keep, merge_rows
 from .kernel_token_common import (
     BLOCK,
     COUNT,
@@ -29,7 +29,6 @@ from .kernel_token_common import (
     WINDOW_K,
     address,
     exponent_at,
-    load_kept,
     load_new,
     look_near,
     pair,

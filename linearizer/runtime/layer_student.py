@@ -14,7 +14,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .feature_maps_folded import Folded
 from .features import linear_attention
-from .kernel_dispatch_token import step_layer
+from .kernel_dispatch import step_layer
 from .kernel_token_table import Held
 from .slots import Merger, slot_attention
 from .slots_merging import Merging

@@ -5,19 +5,32 @@ A turn is what the rows see until the next block leaves the window.
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
 
 from .slots_merging import Merging, Slots, kept_slots, merge_slots
 from .softmax_parts import by_head, combine, exact_part, only, softmax_over
-from .state import Columns, SlotState, first_places, lay_columns, remember_token, take, working_dtype
+from .state import (
+    Columns,
+    SlotState,
+    first_places,
+    lay_columns,
+    remember_sinks,
+    remember_token,
+    remember_window,
+    take,
+    working_dtype,
+)
 from .state_8bit import rounded
 
 Tensor = torch.Tensor
+Attend = Callable[[Tensor, Tensor, Tensor, "Leaving", Columns, Merging, SlotState], Tensor]
+TOGETHER = 64  # turns whose rows attend at once
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> Tensor:
+def step_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> Tensor:
     """Attend with one token; the state is changed in place, but for slots when a block is merged."""
     q, sinks, window, block = q.to(working_dtype(q)), state.sink_k.shape[-2], merging.window, merging.block
     places = state.count.tolist()  # in plain numbers: on a CPU an operation costs more than all of this
@@ -44,6 +57,46 @@ def step(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) ->
 def levels(held: SlotState | Slots, merging: Merging) -> Tensor:
     """What the weight and the spread of slots add to their logits, -∞ if they are empty: (batch, heads, slots)."""
     return torch.addcmul(held.weight.log(), merging.gain.to(held.weight.dtype)[:, None], held.spread)
+
+
+def read_text(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    merging: Merging,
+    real: Tensor | None,
+    state: SlotState,
+    attend: Attend | None = None,
+) -> Tensor:
+    """Attend to the state and to the new tokens, some turns at a time, as `attend` does it."""
+    tokens, window, block, order = q.shape[-2], merging.window, merging.block, None
+    if real is not None:
+        order = real.to(torch.int8).argsort(dim=-1, stable=True)
+        q = take(q, order)
+    columns = lay_columns(k, v, window, real, state)
+    remember_sinks(state, columns)
+    first, end = state.count, columns.first + window + tokens
+    turn = torch.div(first - window, block, rounding_mode="floor") + 1  # how many blocks are merged for a row's place
+    turns = max(1, int((torch.div(end - 1 - window, block, rounding_mode="floor") + 2 - turn).max()))
+    turn = turn[:, None] + torch.arange(turns, device=q.device)
+    start = window + block * (turn - 1)  # the first place that sees a turn's blocks merged
+    begin, rows = (start, block) if tokens > 1 else (first[:, None], 1)
+    place = begin[..., None] + torch.arange(rows, device=q.device)
+    merges = (turn >= 1) & (start >= first[:, None]) & (start < end[:, None])
+    parts = []
+    for some in torch.arange(turns, device=q.device).split(TOGETHER):
+        leaving = Leaving.of(columns, turn[:, some], merges[:, some], block, state.sink_k.shape[-2])
+        asks = take(q, (place[:, some].flatten(1) - end[:, None] + tokens).clamp(0, tokens - 1))
+        parts.append(
+            (attend or attend_turns)(asks, place[:, some], turn[:, some] * block, leaving, columns, merging, state)
+        )
+    state.count = end
+    remember_window(state, columns, tokens)
+    if tokens == 1:
+        return parts[0]
+    place = end[:, None] - tokens + torch.arange(tokens, device=q.device)
+    out = take(torch.cat(parts, -2), (place - start[:, :1]).clamp_min(0))
+    return out if order is None else take(out, order.argsort(-1))
 
 
 @dataclass

@@ -3,8 +3,9 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from linearizer.runtime.slots import GAIN, attend, slot_attention
+from linearizer.runtime.slots import GAIN, slot_attention
 from linearizer.runtime.slots_merging import Merging
+from linearizer.runtime.slots_torch import read_text
 from linearizer.runtime.state import SlotState
 from tests.benchmarks.timing import GPU, attempt, draw, own
 
@@ -25,14 +26,11 @@ def slots(quick):
             way(q * dim**-0.5, k, v, merging, None, state)
             return state
 
-        def plain(*inputs):
-            return attend(*inputs, False)
-
         calls, softmax = [lambda: read(slot_attention)], lambda: sdpa(q.flatten(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=True)  # fmt: skip  # noqa: E501, B023
         row = {"op": "slots", "tokens": tokens, "heads": heads * group, "kv_heads": heads, "dim": dim, "slots": SLOTS}
         row |= own(calls)
         row["rivals"] = {
-            "slots in pytorch": attempt("pytorch", lambda: [lambda: read(plain)], least=3),  # noqa: B023
+            "slots in pytorch": attempt("pytorch", lambda: [lambda: read(read_text)], least=3),  # noqa: B023
             "sdpa": attempt("sdpa", lambda: [softmax]),  # noqa: B023
         }
         yield row

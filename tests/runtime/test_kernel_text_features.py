@@ -10,13 +10,12 @@ from linearizer.runtime import (
     kernel_text_features,
     kernel_text_gradients,
     kernel_text_gradients_far,
-    kernel_text_gradients_near,
     kernel_text_segments,
     state,
 )
 from linearizer.runtime.features import reference
 from linearizer.runtime.features_torch import chunked
-from linearizer.runtime.kernel_dispatch import attend_fused
+from linearizer.runtime.kernel_dispatch import attend_by_kernel
 from linearizer.runtime.state import State, tensors
 from tests.support.compiling import attention_and_gradients, attention_inputs, draw, slots
 from tests.support.kernels import CLOSE, DEVICE, ON_GPU, make, mutate, relative
@@ -37,7 +36,7 @@ def fused(q, k, v, feature_map, window, sinks, real=None, cuts=()):
     for a, b in zip(edges, edges[1:], strict=False):
         piece = None if real is None else real[:, a:b]
         part = q[..., a:b, :], k[:, :, a:b], v[:, :, a:b]
-        out.append(chunked(*part, feature_map, window, piece, state, attend=attend_fused))
+        out.append(chunked(*part, feature_map, window, piece, state, attend=attend_by_kernel))
     return torch.cat(out, -2), state
 
 
@@ -159,7 +158,7 @@ def test_dimensions_may_be_multiplied_some_at_a_time(monkeypatch):
         (kernel_text_features, "oj[None, :] <= ot[:, None]", "oj[None, :] < ot[:, None]"),
         (kernel_text_features, "os[None, :] <= first + ot[:, None]", "os[None, :] < first + ot[:, None]"),
         (kernel_text_gradients_far, "- delta_mean[None, :]", ""),
-        (kernel_text_gradients_near, "- delta[:, None]", ""),
+        (kernel_text_gradients, "- delta[:, None]", ""),
         (kernel_text_gradients, "(dmean * mean).sum(-1) - dlevel", "0 * dlevel"),
         (kernel_text_gradients, "dq + to_q", "dq"),
         (kernel_text_gradients_far, "delta.dtype, PRECISION) - delta[:, None]", "delta.dtype, PRECISION)"),

@@ -5,8 +5,10 @@ import torch
 
 pytest.importorskip("triton")
 
-from linearizer.runtime import kernel_slots_rounds, kernel_text_merging, kernel_text_slots, kernel_token_common, slots
+from linearizer.runtime import kernel_common, kernel_slots_merging, kernel_text_slots
+from linearizer.runtime.kernel_dispatch import attend_turns_by_kernel
 from linearizer.runtime.slots_merging import Merging, rounds
+from linearizer.runtime.slots_torch import attend_turns, read_text
 from linearizer.runtime.state import SlotState, tensors
 from tests.support.kernels import DEVICE, mutate
 
@@ -31,12 +33,12 @@ def text(length, group=2, dtype=torch.float64, heads=2, batch=2, whole=False):
 def both(q, k, v, metric, gain, count, block, real=None, edges=(), bits=16):
     """The whole text by PyTorch and by kernels, in calls that end at these edges: outputs and states."""
     ends = [*edges, q.shape[-2]]
-    for fused in (False, True):
+    for attend in (attend_turns, attend_turns_by_kernel):
         state, out = SlotState.empty(k, v, WINDOW, SINKS, count), []
         for a, b in zip([0, *ends], ends, strict=False):
             part = q[..., a:b, :], k[:, :, a:b], v[:, :, a:b]
             piece = None if real is None else real[:, a:b]
-            out.append(slots.attend(*part, Merging(metric, gain, WINDOW, block, bits=bits), piece, state, fused))
+            out.append(read_text(*part, Merging(metric, gain, WINDOW, block, bits=bits), piece, state, attend))
         yield torch.cat(out, -2), state
 
 
@@ -87,12 +89,12 @@ def test_the_number_of_rounds_is_what_halving_takes():
 @pytest.mark.parametrize(
     "module, line, mutation",
     [
-        (kernel_slots_rounds, "j[None, :] < i[:, None]", "j[None, :] > i[:, None]"),  # ties
-        (kernel_slots_rounds, "& (i < partner)", "& (i > partner)"),
-        (kernel_slots_rounds, "apart * apart", "apart"),
-        (kernel_text_merging, "step < WAITING", "step < 0"),
-        (kernel_token_common, "- 133", "- 132"),
-        (kernel_token_common, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
+        (kernel_slots_merging, "j[None, :] < i[:, None]", "j[None, :] > i[:, None]"),  # ties
+        (kernel_slots_merging, "& (i < partner)", "& (i > partner)"),
+        (kernel_slots_merging, "apart * apart", "apart"),
+        (kernel_slots_merging, "step < WAITING", "step < 0"),
+        (kernel_common, "- 133", "- 132"),
+        (kernel_common, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
         (kernel_text_slots, "gain * load_rows", "0 * load_rows"),
         (kernel_text_slots, "near[None, :] <= place", "near[None, :] < place"),
     ],

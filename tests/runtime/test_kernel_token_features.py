@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from linearizer.runtime import kernel_token_features
 from linearizer.runtime.features_torch import step
-from linearizer.runtime.kernel_dispatch_token import fused_step
+from linearizer.runtime.kernel_dispatch import step_by_kernel
 from linearizer.runtime.layer_student import Scaled
 from linearizer.runtime.state import State, tensors
 from tests.support.kernels import CLOSE, ON_GPU, make, mutate, relative, vary
@@ -39,7 +39,7 @@ def test_steps_are_the_steps_of_pytorch(kind, window, sinks, features, group, di
     for t in range(14):
         token = q[..., t : t + 1, :], k[:, :, t : t + 1], v[:, :, t : t + 1]
         expected = step(*token, feature_map, window, states[0])
-        assert relative(fused_step(*token, feature_map, window, states[1]), expected) < CLOSE
+        assert relative(step_by_kernel(*token, feature_map, window, states[1]), expected) < CLOSE
     for name, tensor in tensors(states[0]).items():
         assert tensors(states[1])[name] is held[name], "a captured graph would miss an exchanged tensor"
         assert relative(held[name].double(), tensor.double()) < CLOSE
@@ -75,10 +75,10 @@ def test_on_a_gpu_a_captured_step_goes_on_with_the_state():
     feature_map.float()
     states = [State.empty(k, v, 4, 1, 32) for _ in range(2)]
     token = [q[..., :1, :].clone(), k[:, :, :1].clone(), v[:, :, :1].clone()]
-    assert relative(fused_step(*token, feature_map, 4, states[0]), step(*token, feature_map, 4, states[1])) < 1e-2
+    assert relative(step_by_kernel(*token, feature_map, 4, states[0]), step(*token, feature_map, 4, states[1])) < 1e-2
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = fused_step(*token, feature_map, 4, states[0])
+        out = step_by_kernel(*token, feature_map, 4, states[0])
     for t in range(8):
         part = q[..., t : t + 1, :], k[:, :, t : t + 1], v[:, :, t : t + 1]
         for mine, new in zip(token, part, strict=True):

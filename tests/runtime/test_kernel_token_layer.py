@@ -8,9 +8,9 @@ import torch
 pytest.importorskip("triton")
 
 from linearizer.runtime import (
-    kernel_dispatch_token,
-    kernel_dispatch_token_slots,
-    kernel_text_merging,
+    kernel_common,
+    kernel_dispatch,
+    kernel_slots_merging,
     kernel_token_common,
     kernel_token_slots,
     kernel_trial,
@@ -43,9 +43,11 @@ def trusted(monkeypatch):
 def launches(monkeypatch):
     """Count them."""
     counted = Counter()
-    for module, name in ((kernel_dispatch_token, "run_step"), (kernel_dispatch_token_slots, "run_slot_step")):
-        run = getattr(module, name)
-        monkeypatch.setattr(module, name, lambda *args, run=run, name=name: (counted.update([name]), run(*args))[1])
+    for name in ("run_step", "run_slot_step"):
+        run = getattr(kernel_dispatch, name)
+        monkeypatch.setattr(
+            kernel_dispatch, name, lambda *args, run=run, name=name: (counted.update([name]), run(*args))[1]
+        )
     return counted
 
 
@@ -225,21 +227,21 @@ def test_numbers_are_kept_as_pytorch_keeps_them():
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter shows it as well")
 @pytest.mark.parametrize(
-    "line, mutation",
+    "module, line, mutation",
     [
-        ("- 133", "- 132"),
-        ("0x7E0000, 1, 0", "0x7E0000, 0, 0"),
-        ("<= place - merged", "< place - merged"),
-        ("(os < S) & (os < merged)", "(os < S)"),
-        ("place < S, DV, BITS", "False, DV, BITS"),
-        ("place + 1, mask=before == last", "place + 1, mask=before >= 0"),
-        ("0, mask=before == last", "0, mask=before < 0"),
-        ("return out * SCALE", "return out"),
-        ("codes(x, power(-exponent)) * power(exponent)", "x"),
+        (kernel_common, "- 133", "- 132"),
+        (kernel_common, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
+        (kernel_token_common, "<= place - merged", "< place - merged"),
+        (kernel_token_common, "(os < S) & (os < merged)", "(os < S)"),
+        (kernel_token_common, "place < S, DV, BITS", "False, DV, BITS"),
+        (kernel_token_common, "place + 1, mask=before == last", "place + 1, mask=before >= 0"),
+        (kernel_token_common, "0, mask=before == last", "0, mask=before < 0"),
+        (kernel_token_common, "return out * SCALE", "return out"),
+        (kernel_token_common, "codes(x, power(-exponent)) * power(exponent)", "x"),
     ],
 )
-def test_a_mutated_token_fails(line, mutation, tmp_path, monkeypatch):
-    mutate(kernel_token_common, line, mutation, tmp_path, monkeypatch)
+def test_a_mutated_token_fails(module, line, mutation, tmp_path, monkeypatch):
+    mutate(module, line, mutation, tmp_path, monkeypatch)
     with pytest.raises(AssertionError):
         test_numbers_are_kept_as_pytorch_keeps_them()
         assert_alike(layer([[2, 0, 0, 0, 8], [3, 0, 0, 0, 8]]), token_by_token(1, 5), monkeypatch)
@@ -254,9 +256,9 @@ def test_a_mutated_token_fails(line, mutation, tmp_path, monkeypatch):
         (kernel_token_slots, "merged - block == place - WIDTH", "merged == place - WIDTH"),
         (kernel_token_slots, "(merged - block + i) % WIDTH", "i % WIDTH"),
         (kernel_token_slots, "merged - block + i >= S", "merged - block + i >= 0"),
-        (kernel_text_merging, " * ROOT", ""),
+        (kernel_slots_merging, " * ROOT", ""),
         (
-            kernel_token_common,
+            kernel_common,
             "x = codes(x, power(-exponent)[:, None])",
             "x = codes(0.99 * x, power(-exponent)[:, None])",
         ),

@@ -10,15 +10,12 @@ pytest.importorskip("triton")
 
 from linearizer.runtime import (
     kernel_dispatch,
-    kernel_dispatch_token,
-    kernel_dispatch_token_slots,
-    kernel_slots_rounds,
+    kernel_slots_merging,
     kernel_text_gradients_far,
     kernel_text_segments,
     kernel_token_features,
     kernel_token_slots,
     kernel_trial,
-    slots,
 )
 from linearizer.runtime.features import linear_attention
 from linearizer.runtime.slots import slot_attention
@@ -49,9 +46,9 @@ def launches(monkeypatch):
     """Count what the doors hand to kernels, trials included."""
     counted = []
     for module, name in (
-        (kernel_dispatch_token, "run_step"),
-        (kernel_dispatch_token_slots, "run_slot_step"),
-        (slots, "merge_fused"),
+        (kernel_dispatch, "run_step"),
+        (kernel_dispatch, "run_slot_step"),
+        (kernel_dispatch, "merge"),
         (losses, "loss_kernels"),
     ):
         kept = getattr(module, name)
@@ -110,7 +107,7 @@ DOORS = {
     "attention": (read, "Attention"),
     "attention and its gradients": (train, "Attention"),
     "single tokens": (lambda: read(1), "run_step"),
-    "slots": (merge, "merge_fused"),
+    "slots": (merge, "merge"),
     "single tokens and slots": (lambda: merge(1), "run_slot_step"),
     "losses of attention rows": (compare, "loss_kernels"),
 }
@@ -132,7 +129,7 @@ WRONG = {  # a line of each kernel, and what it is exchanged for
     "attention": (kernel_text_segments, "mean * kept[:, None] + own", "mean + own"),
     "attention and its gradients": (kernel_text_gradients_far, "- delta_mean[None, :]", ""),
     "single tokens": (kernel_token_features, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
-    "slots": (kernel_slots_rounds, "apart * apart", "values"),
+    "slots": (kernel_slots_merging, "apart * apart", "values"),
     "single tokens and slots": (kernel_token_slots, "gain * load_rows", "0 * load_rows"),
     "losses of attention rows": (attention_loss_kernels, "factor - p", "1.01 * factor - p"),
 }

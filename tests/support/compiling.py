@@ -21,7 +21,6 @@ from linearizer.runtime import (
     kernel_common,
     kernel_text_features,
     kernel_text_gradients,
-    kernel_text_merging,
     kernel_text_slots,
     kernel_token_features,
     kernel_token_slots,
@@ -108,7 +107,7 @@ def slots(q, k, sink, count, window, metric, turns=64, size=64, block=16):
     (batch, heads, _, _, dim), work = q.shape, torch.float32
     index, merges = draw(batch, turns, block, dtype=torch.int64), draw(batch, turns, dtype=torch.int64)
     own, number = draw(batch, heads, size, dim, dtype=q.dtype), draw(batch, heads, size, dtype=work)
-    found = kernel_text_merging.merge(k, k, metric, index, index, merges, [own, own, number, number], 3, 2, 8)
+    found = kernel_text_slots.merge(k, k, metric, index, index, merges, [own, own, number, number], 3, 2, 8)
     asks = q[..., : turns * block, :]
     kernel_text_slots.look(asks, k, k, sink, sink, found, metric[:, 0, 0], index, merges, count, count, window)
 

@@ -11,9 +11,10 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_common import load_part, load_rows, load_tile
+from .kernel_common import keep_some, load_kept, load_part, load_rows, load_tile
 
 INFINITE = tl.constexpr(float("inf"))
+SIZE = 32  # rows at a time; sums of products go over 16 numbers at a time, or they would fill the registers
 
 
 @triton.jit
@@ -154,3 +155,89 @@ def join(
         tl.store(spread_ptr + i, gathered(value_ptr, target_ptr, i, N, B, ACC), mask=i < N)
         tl.store(weight_ptr + i, load_rows(total_ptr, i, N), mask=i < N)
     tl.debug_barrier()
+
+
+@triton.jit
+def fill(
+    x_ptr, weight_ptr, spread_ptr, k_ptr, v_ptr, metric_ptr, held_k_ptr, held_v_ptr, held_weight_ptr,
+    held_spread_ptr, index_ptr, comes_ptr, N, W, S, ROOT: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, VP: tl.constexpr, B: tl.constexpr, K: tl.constexpr, ACC: tl.constexpr, BYTES: tl.constexpr,
+):  # fmt: skip
+    """Lay the slots that are held and a block of tokens into rows; BYTES is 8 where both are kept as bytes."""
+    for i0 in range(0, N, B):
+        i, od, ov = i0 + tl.arange(0, B), tl.arange(0, DP), tl.arange(0, VP)
+        new = (i >= S) & (i < N)
+        column = tl.load(index_ptr + i - S, mask=new, other=0)
+        k = load_kept(held_k_ptr, i, od, S, D, BYTES).to(ACC)
+        k += load_kept(k_ptr, column, od, tl.where(new, column + 1, 0), D, BYTES).to(ACC)
+        v = load_kept(held_v_ptr, i, ov, S, DV, BYTES).to(ACC)
+        v += load_kept(v_ptr, column, ov, tl.where(new, column + 1, 0), DV, BYTES).to(ACC)
+        row = x_ptr + i[:, None] * W
+        tl.store(row + D + ov[None, :], v, mask=(i < N)[:, None] & (ov < DV)[None, :])
+        tl.store(row + D + DV + od[None, :], k, mask=(i < N)[:, None] & (od < D)[None, :])
+        weight = load_rows(held_weight_ptr, i, S) + tl.load(comes_ptr + i - S, mask=new, other=0).to(ACC)
+        tl.store(weight_ptr + i, weight, mask=i < N)
+        tl.store(spread_ptr + i, load_rows(held_spread_ptr, i, S), mask=i < N)
+    tl.debug_barrier()
+    for i0 in range(0, N, B):
+        i = i0 + tl.arange(0, B)
+        for d0 in range(0, D, B):
+            o = d0 + tl.arange(0, B)
+            seen = tl.zeros([B, B], ACC)
+            for e0 in range(0, D, K):
+                oe = e0 + tl.arange(0, K)
+                k = load_part(x_ptr + D + DV, i, oe, N, W, D)
+                metric = load_tile(metric_ptr, o, oe, D, D).to(ACC) * ROOT
+                seen = tl.dot(k, tl.trans(metric), acc=seen, out_dtype=ACC, input_precision="ieee")
+            tl.store(x_ptr + i[:, None] * W + o[None, :], seen, mask=(i < N)[:, None] & (o < D)[None, :])
+    tl.debug_barrier()
+
+
+@triton.jit
+def keep(
+    x_ptr, weight_ptr, spread_ptr, value_ptr, held_k_ptr, held_v_ptr, held_weight_ptr, held_spread_ptr, N, W, S,
+    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, B: tl.constexpr, BITS: tl.constexpr,
+    BYTES: tl.constexpr, TYPE: tl.constexpr,
+):  # fmt: skip
+    """Leave the first S slots that hold something, in order, as numbers of a type, of so many bits, or as bytes."""
+    for i0 in range(0, N, B):
+        i = i0 + tl.arange(0, B)
+        weight = load_rows(weight_ptr, i, N)
+        tl.store(value_ptr + i, tl.where(weight == 0, 1.0, 0.0).to(weight.dtype), mask=i < N)
+    tl.debug_barrier()
+    for i0 in range(0, N, B):
+        i, od, ov = i0 + tl.arange(0, B), tl.arange(0, DP), tl.arange(0, VP)
+        weight, to = load_rows(weight_ptr, i, N), ranks(value_ptr, i, N, B)
+        here, full = (i < N) & (to < S), (weight > 0)[:, None]
+        k = tl.where(full, load_part(x_ptr + D + DV, i, od, N, W, D), 0.0)
+        v = tl.where(full, load_part(x_ptr + D, i, ov, N, W, DV), 0.0)
+        keep_some(held_k_ptr, to, od, k.to(TYPE).to(k.dtype), here, D, BITS, BYTES)
+        keep_some(held_v_ptr, to, ov, v.to(TYPE).to(v.dtype), here, DV, BITS, BYTES)
+        tl.store(held_weight_ptr + to, weight, mask=here)
+        tl.store(held_spread_ptr + to, tl.where(weight > 0, load_rows(spread_ptr, i, N), 0.0), mask=here)
+    tl.debug_barrier()
+
+
+@triton.jit
+def merge_rows(
+    rows_ptr, numbers_ptr, places_ptr, MOST, N, W, S, ROUNDS, WAITING, D: tl.constexpr, DP: tl.constexpr,
+    DV: tl.constexpr, B: tl.constexpr, K: tl.constexpr, JUMPS: tl.constexpr, ACC: tl.constexpr,
+):  # fmt: skip
+    """Merge N rows, which lie in memory for MOST, until S are left; say which of the two copies has them."""
+    weight, spread, value, total = numbers_ptr, numbers_ptr + MOST, numbers_ptr + 2 * MOST, numbers_ptr + 3 * MOST
+    side = 0
+    for step in range(0, ROUNDS):
+        waits = step < WAITING
+        halvings = tl.maximum(step - WAITING + 1, 0)
+        count = tl.maximum(S, tl.where(waits, S, (N + (1 << halvings) - 1) >> halvings))
+        full = 0
+        for i0 in range(0, N, B):
+            full += tl.sum((load_rows(weight, i0 + tl.arange(0, B), N) > 0).to(tl.int32))
+        if full > count:
+            x, out = rows_ptr + side * MOST * W, rows_ptr + (1 - side) * MOST * W
+            choose(
+                x, weight, value, places_ptr, places_ptr + MOST, full - count, waits, N, W, D, DV, B, K, JUMPS, ACC
+            )  # fmt: skip
+            join(x, out, weight, spread, total, value, places_ptr + MOST, N, W, D, DP, B, K, ACC)
+            side = 1 - side
+    return side
