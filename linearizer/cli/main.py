@@ -208,7 +208,7 @@ def serve_run(asked: argparse.Namespace) -> None:
 def serve_evaluate(asked: argparse.Namespace) -> None:
     from linearizer.jobs.worker import foreground
     from linearizer.pipeline import evaluate
-    from linearizer.publish import tables
+    from linearizer.publish.parts import evaluation_report
     from linearizer.run.find import find_run
 
     run = find_run(asked.run)
@@ -227,7 +227,7 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
         from linearizer.publish.evaluation_page import page_of
 
         write_whole(asked.charts, page_of(run, chosen))
-    show(asked, chosen, tables.evaluation_report(chosen))
+    show(asked, chosen, evaluation_report(chosen))
 
 
 def serve_app(asked: argparse.Namespace) -> None:

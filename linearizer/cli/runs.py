@@ -105,7 +105,7 @@ def attach(run: Run, as_lines: bool = False) -> None:
 
 def evaluation_text(run: Run) -> str:
     """Say what the parts that were last asked for have found."""
-    from linearizer.publish.tables import evaluation_report
+    from linearizer.publish.parts import evaluation_report
     from linearizer.run.evaluation_request import Request
 
     found, chosen = run.evaluation_parts, Request.of(folder.newest_request(run)[0]).chosen

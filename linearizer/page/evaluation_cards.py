@@ -10,7 +10,7 @@ from linearizer.amounts import duration
 from linearizer.jobs.control import LIVE, Status
 from linearizer.page import cards
 from linearizer.publish import html
-from linearizer.publish.parts import TITLES
+from linearizer.publish.parts import PART_VIEWS
 
 if TYPE_CHECKING:
     from linearizer.jobs.evaluation_forecast import Foreseen
@@ -44,7 +44,8 @@ def progress(step: Mapping[str, Any]) -> str:
     """Draw how far the parts are, and the newest one."""
     done, total = int(step["done"]), max(1, int(step["total"]))
     place, parts = int(step.get("place", 1)), max(1, int(step.get("parts", 1)))
-    title = TITLES.get(str(step.get("part")), (str(step["event"]),))[0]
+    part = str(step.get("part"))
+    title = PART_VIEWS[part].title if part in PART_VIEWS else str(step["event"])
     share = (place - 1 + min(1.0, done / total)) / parts
     text = f"part {place} of {parts}: {done:,} of {total:,} {step.get('unit', '')}"
     return (
@@ -57,7 +58,7 @@ def times_line(found: Foreseen) -> str:
     """Say how long the chosen parts will take, and how that is known; nothing where it is not."""
     if not found.seconds:
         return ""
-    pairs = [(TITLES[part][0], f"about {duration(took)}") for part, took in found.seconds.items()]
+    pairs = [(PART_VIEWS[part].title, f"about {duration(took)}") for part, took in found.seconds.items()]
     facts = html.facts([*pairs, ("in all", f"about {duration(sum(found.seconds.values()))}")], "lz-wide")
     device = f", on {html.plain(found.device)}" if found.device else ""
     return f'{facts}<p class="lz-faint">Reckoned from what judging this student took{escape(device)}.</p>'

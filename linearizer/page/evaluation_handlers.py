@@ -14,7 +14,7 @@ from linearizer.page import actions, evaluation_cards, run_state
 from linearizer.page.handlers import Memory, Profile, Token, plot, run_named, telling, who
 from linearizer.page.run_state import PART
 from linearizer.publish import html
-from linearizer.publish.parts import CAPTIONS
+from linearizer.publish.parts import PART_VIEWS
 
 SECONDS = 5.0  # that one measurement of speed may take here: people wait for it
 
@@ -64,7 +64,7 @@ def foreseen(
 
 def marks(parts: Mapping[str, run_state.Part]) -> dict[str, str]:
     """Say which finding of every part there is."""
-    return {part: parts[PART + part].mark for part in CAPTIONS if PART + part in parts}
+    return {part: parts[PART + part].mark for part in PART_VIEWS if PART + part in parts}
 
 
 def draw(memory: Memory, seen: dict[str, Any], profile: Profile, token: Token) -> list[Any]:
@@ -80,8 +80,8 @@ def draw(memory: Memory, seen: dict[str, Any], profile: Profile, token: Token) -
     student = name is not None and found["can"].value["student"]
     new, before = marks(found), seen.get("marks", {}) if seen.get("run") == name else None
     outputs = [{"run": name, "marks": new}, gr.Button(interactive=student and not live), gr.Button(visible=live)]
-    for part, captions in CAPTIONS.items():
-        count = 2 * len(captions)  # a place and a chart for each
+    for part, view in PART_VIEWS.items():
+        count = 2 * len(view.charts)  # a place and a chart for each
         if part not in new:
             gone = before is None or part in before
             outputs += [gr.Column(visible=False) if gone else gr.skip(), *[gr.skip()] * (1 + count)]

@@ -10,7 +10,7 @@ from linearizer.page.actions import EFFORTS
 from linearizer.page.limits import LIMITS
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.publish.html import said
-from linearizer.publish.parts import CAPTIONS, TITLES
+from linearizer.publish.parts import PART_VIEWS
 
 BUDGET, LEAST, MOST = 256, 32, 4096  # tokens of cache that the slider starts with, and reaches
 EFFORT = "how much text is read, and how long is trained"
@@ -174,8 +174,8 @@ def evaluate_part(ui: SimpleNamespace) -> None:
         "Teacher, student, a window of equal bytes and the untrained student go through the same code. It goes on when "
         "you close the page, and begins again at the part that it was stopped in.",
     )
-    usual = [part for part in TITLES if part != "tasks"]
-    names = [(name, part) for part, (name, _) in TITLES.items()]
+    usual = [part for part in PART_VIEWS if part != "tasks"]
+    names = [(view.title, part) for part, view in PART_VIEWS.items()]
     ui.parts = gr.CheckboxGroup(names, value=usual, label="What to measure", elem_id="parts")
     with gr.Row():
         ui.part_texts = gr.Slider(2, 32, 8, step=1, label="Texts", elem_id="part-texts", min_width=180)
@@ -187,13 +187,13 @@ def evaluate_part(ui: SimpleNamespace) -> None:
         ui.stop_evaluating = gr.Button("Stop evaluating", elem_id="stop-evaluating", visible=False, scale=1)
     ui.evaluating = gr.HTML(elem_id="evaluating")
     ui.part_places, ui.part_tables, ui.part_charts = {}, {}, {}
-    for part, captions in CAPTIONS.items():
+    for part, view in PART_VIEWS.items():
         with gr.Column(visible=False, elem_id=f"part-{part}") as ui.part_places[part]:
             ui.part_tables[part] = gr.HTML()
             ui.part_charts[part] = []
-            for caption in captions:
+            for figure in view.charts:
                 with gr.Column() as place:
-                    ui.part_charts[part] += [place, chart(*caption)]
+                    ui.part_charts[part] += [place, chart(figure.title, figure.text)]
 
 
 def publish_part(ui: SimpleNamespace) -> None:

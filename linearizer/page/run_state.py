@@ -20,7 +20,7 @@ from linearizer.jobs import control
 from linearizer.jobs.control import LIVE, Status
 from linearizer.page import cards, evaluation_cards
 from linearizer.publish import html
-from linearizer.publish.parts import CAPTIONS
+from linearizer.publish.parts import PART_VIEWS
 from linearizer.run import events
 from linearizer.run.folder import Run
 
@@ -143,7 +143,7 @@ class Watched:
         self.put("positions", mark, lambda: training_charts.position_lines(rows).to_json())
         self.put("recall", mark, lambda: training_charts.recall_lines(rows).to_json() if again else None)
         for part, found in self.run.evaluation_parts.items():
-            if part in CAPTIONS:
+            if part in PART_VIEWS:
                 told = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
                 self.put(PART + part, told, lambda part=part, found=found: cache(partial(shown, part, found)))
         allocation = self.run.allocation
@@ -155,10 +155,8 @@ class Watched:
 
 def shown(part: str, found: dict[str, Any]) -> tuple[str, list[str | None]]:
     """Show what one part of an evaluation found: its tables, and its charts in the order of their captions."""
-    from linearizer.publish.evaluation_charts import figures_of
-
-    figures = [None if figure is None else figure.to_json() for figure in figures_of(part, found)]
-    return html.part_html(part, found), figures
+    figures = [chart.draw(found) for chart in PART_VIEWS[part].charts]
+    return html.part_html(part, found), [None if figure is None else figure.to_json() for figure in figures]
 
 
 def stage(status: Status) -> int:

@@ -6,9 +6,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from itertools import accumulate
-from typing import Any
-
-import plotly.graph_objects as go
+from typing import TYPE_CHECKING, Any
 
 from linearizer.allocate.by_prices import offers_for_head
 from linearizer.publish.chart_style import (
@@ -34,6 +32,9 @@ from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.prices import Prices
 from linearizer.run.profile import Profile
 
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
 LEAST = 1e-6  # nats: what costs less is drawn there
 
 
@@ -43,7 +44,7 @@ def freedoms_of(profile: Profile) -> dict[int, list[float]]:
     return {index: [at(head.freedoms) for head in layer.heads] for index, layer in enumerate(profile.layers)}
 
 
-def freedom_map(found: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -> go.Figure:
+def freedom_map(found: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -> Figure:
     """Draw the degrees of freedom of every KV head; layers that are not measured yet are left empty."""
     heads = max((layer.kv_heads for layer in layers), default=1)
     rows = [[*found.get(index, ()), *[None] * (heads - len(found.get(index, ())))] for index in range(len(layers))]
@@ -80,7 +81,7 @@ def freedom_map(found: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -
 
 
 def write_numbers(
-    figure: go.Figure, logs: Sequence[Sequence[float | None]], texts: Sequence[Sequence[str]], low: float, high: float
+    figure: Figure, logs: Sequence[Sequence[float | None]], texts: Sequence[Sequence[str]], low: float, high: float
 ) -> None:
     """Write into every cell of a map what it holds, so that it can be read on the cell's colour."""
     cells = [(i, j, value) for i, row in enumerate(logs) for j, value in enumerate(row) if value is not None]
@@ -95,7 +96,7 @@ def write_numbers(
     )
 
 
-def freedom_curves(profile: Profile) -> go.Figure:
+def freedom_curves(profile: Profile) -> Figure:
     """Draw N(λ): a line for the mean of each layer, from the first (violet) to the last (green)."""
     figure = plain(340, showlegend=False)
     ridges, measured = list(profile.asked.ridges), [i for i, layer in enumerate(profile.layers) if layer.heads]
@@ -156,7 +157,7 @@ def paid(prices: Prices | None, layers: Sequence[Layer], layer: int, head: int, 
 
 def allocation_bars(
     allocation: Allocation, layers: Sequence[Layer], fix: Allocation | None = None, prices: Prices | None = None
-) -> go.Figure:
+) -> Figure:
     """Draw what every KV head holds, in tokens of cache, beside Fix; below it what that costs the model."""
     places = [(i, j) for i, row in enumerate(allocation.heads) for j in range(len(row))]
     names = [f"layer {i}, KV head {j}: {became(allocation.heads[i][j])}" for i, j in places]
@@ -166,7 +167,9 @@ def allocation_bars(
     lines = [fix_line(level)] if level else []
     if priced := any(price is not None for price in costs):
         lines.append(cost_marks(costs, names))
-    return go.Figure([*bars, *lines], bars_layout(allocation, top, priced))
+    from plotly.graph_objects import Figure
+
+    return Figure([*bars, *lines], bars_layout(allocation, top, priced))
 
 
 def bars_layout(allocation: Allocation, top: float, priced: bool) -> dict[str, Any]:

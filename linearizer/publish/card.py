@@ -20,8 +20,8 @@ from linearizer.model.hub import DEMO
 from linearizer.publish.allocation_picture import draw
 from linearizer.publish.card_metadata import LINK, Teacher, metadata, one_line, terms_of
 from linearizer.publish.evaluation_table import table
-from linearizer.publish.parts import TITLES
-from linearizer.publish.tables import TABLES, Table, made_with, tables_of
+from linearizer.publish.parts import PART_VIEWS
+from linearizer.publish.tables import Table, made_with
 from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, Trained, trained
@@ -177,16 +177,16 @@ def evaluation(rows: Sequence[dict[str, Any]], plan: Plan) -> str:
 
 def known(parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Give what `linearizer evaluate` found; where texts lie on this machine is left out."""
-    return {part: without_folders(found) for part, found in parts.items() if part in TABLES}
+    return {part: without_folders(found) for part, found in parts.items() if part in PART_VIEWS}
 
 
 def examination(parts: dict[str, dict[str, Any]]) -> str:
     """Show the parts of an evaluation as folded tables."""
     shown = []
     for part, found in known(parts).items():
-        title, question = TITLES[part]
-        shown += [f"### {title}", question]
-        tables = "\n\n".join(markdown(own) for own in tables_of(part, found))
+        view = PART_VIEWS[part]
+        shown += [f"### {view.title}", view.question]
+        tables = "\n\n".join(markdown(own) for own in view.tables(found))
         notes = "\n".join(f"- {plain(note)}" for note in made_with(found))
         shown.append(f"<details><summary>In numbers</summary>\n\n{tables}\n\n{notes}\n\n</details>")
     return "".join(f"\n\n{piece}" for piece in shown)

@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import plotly.graph_objects as go
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 # Okabe and Ito's order of hues, at a lightness that stands out from white and from black by 3:1.
 BLUE, ORANGE, GREY, GREEN = "#2a83c4", "#cf6f10", "#7c8796", "#12906f"
@@ -27,23 +27,20 @@ SIDES = {  # name -> what it is, colour, marker, dash
 PATTERNS = {"teacher": "", "student": "/", "window": ".", "untrained": "x"}
 
 
-@dataclass(frozen=True)
-class Chart:
-    """A figure, and a sentence that says what it shows."""
-
-    title: str
-    text: str
-    figure: go.Figure
-
-
-def plain(height: int, **layout: Any) -> go.Figure:
+def plain(height: int, **layout: Any) -> Figure:
     """Begin a figure without background, title or surplus lines."""
-    return go.Figure(layout=look(height, xaxis=XAXIS, yaxis=YAXIS, **layout))
+    from plotly.graph_objects import Figure
+
+    return Figure(layout=look(height, xaxis=XAXIS, yaxis=YAXIS, **layout))
 
 
-def styled(figure: go.Figure, height: int, **layout: Any) -> go.Figure:
-    """Give a figure of several pairs of axes the look that all of ours have."""
-    figure.update_layout(look(height, **layout))
+def plain_grid(height: int, titles: Sequence[str], columns: int, coloraxis: dict[str, Any], **spacing: float) -> Figure:
+    """Begin a figure of several pairs of axes that share one scale of colours."""
+    from plotly.subplots import make_subplots
+
+    rows = -(-len(titles) // columns)
+    figure = make_subplots(rows, columns, subplot_titles=titles, shared_yaxes=True, **spacing)
+    figure.update_layout(look(height, coloraxis=coloraxis))
     figure.update_xaxes(XAXIS)
     figure.update_yaxes(YAXIS)
     return figure

@@ -3,47 +3,32 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
-from functools import partial
-from typing import Any
-
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import size
 from linearizer.publish.chart_style import (
     DEPTH,
     GREY,
-    Chart,
     bars,
     numbers,
     opened,
     plain,
+    plain_grid,
     round_ticks,
     side,
     spaced,
-    styled,
     texts,
 )
-from linearizer.publish.language_charts import by_position, calibration, longer, losses, needle_maps, recall
-from linearizer.publish.parts import CAPTIONS
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 Found = Mapping[str, Any]
 CELLS = 16  # cells or bars side by side up to which numbers can be read at them
 
 
-def charts_of(part: str, found: Found) -> list[Chart]:
-    """Draw what one part found."""
-    drawn = zip(CAPTIONS[part], figures_of(part, found), strict=True)
-    return [Chart(*caption, figure) for caption, figure in drawn if figure is not None]
-
-
-def figures_of(part: str, found: Found) -> list[go.Figure | None]:
-    """Draw what one part found, in the order of CAPTIONS; None where there is nothing to draw."""
-    return [draw(found) for draw in FIGURES[part]]
-
-
-def leaving(found: Found) -> go.Figure | None:
+def leaving(found: Found) -> Figure | None:
     """Draw after how many tokens every text parts from the teacher's."""
     told, most = [one for one in found["subjects"] if one["diverged"] is not None], found["new_tokens"]
     if not told:
@@ -58,7 +43,7 @@ def leaving(found: Found) -> go.Figure | None:
     return figure
 
 
-def writing(found: Found, sampled: bool) -> go.Figure:
+def writing(found: Found, sampled: bool) -> Figure:
     """Draw shares of what every subject wrote: bars with their numbers."""
     figure = plain(300, barmode="group", scattermode="group", bargap=0.2)
     for one in (one for one in found["subjects"] if one["sampled"] == sampled):
@@ -76,15 +61,14 @@ def manner(one: Found) -> str:
     return f"{one['name']}, {'drawn' if one['sampled'] else 'greedy'}"
 
 
-def error_maps(found: Found) -> go.Figure:
+def error_maps(found: Found) -> Figure:
     """Draw the errors of students, and of the untrained one beside."""
     named = {one["name"]: one for one in found["subjects"]}
     shown = [named[name] for name in ("untrained", "student") if name in named]
     names = ["before training", "after training"] if len(shown) > 1 else [""]
     layers, heads = len(shown[0]["rows"]), max((len(row) for row in shown[0]["rows"]), default=1)
-    figure = make_subplots(cols=len(shown), subplot_titles=names, shared_yaxes=True, horizontal_spacing=0.05)
     colours = {"colorscale": [list(stop) for stop in reversed_depth()], "cmin": 0, "showscale": False}
-    styled(figure, max(240, min(26 * layers + 110, 760)), coloraxis=colours)
+    figure = plain_grid(max(240, min(26 * layers + 110, 760)), names, len(shown), colours, horizontal_spacing=0.05)
     for place, one in enumerate(shown):
         table = [[*row, *[None] * (heads - len(row))] for row in one["rows"]]
         readable = heads * len(shown) <= CELLS and layers <= 48
@@ -113,7 +97,7 @@ def reversed_depth() -> list[tuple[float, str]]:
     return [(1 - at, colour) for at, colour in reversed(DEPTH)]
 
 
-def curve(part: Found) -> go.Figure | None:
+def curve(part: Found) -> Figure | None:
     """Draw the error over the number of features, and what theory promises."""
     if (found := part["curve"]) is None:
         return None
@@ -129,7 +113,7 @@ def curve(part: Found) -> go.Figure | None:
     return figure
 
 
-def paces(found: Found, of: str) -> go.Figure:
+def paces(found: Found, of: str) -> Figure:
     """Draw one rate over length; what was measured is filled, what was drawn out is open."""
     figure = over_lengths(found)
     for one in found["subjects"]:
@@ -149,7 +133,7 @@ def paces(found: Found, of: str) -> go.Figure:
     return figure
 
 
-def held(found: Found) -> go.Figure:
+def held(found: Found) -> Figure:
     """Draw the bytes that are remembered over length; an open marker is what the shape tells."""
     figure = over_lengths(found)
     values = []
@@ -170,7 +154,7 @@ def held(found: Found) -> go.Figure:
     return figure
 
 
-def over_lengths(found: Found) -> go.Figure:
+def over_lengths(found: Found) -> Figure:
     figure = plain(300)
     marks = spaced(found["lengths"])
     ends = [math.log10(found["lengths"][0] / 1.15), math.log10(found["lengths"][-1] * 1.15)]
@@ -178,7 +162,7 @@ def over_lengths(found: Found) -> go.Figure:
     return figure
 
 
-def scores(found: Found) -> go.Figure:
+def scores(found: Found) -> Figure:
     """Draw the first metric of every task as bars: accuracy where there is one."""
     figure = plain(340, barmode="group", scattermode="group", bargap=0.25)
     for one in found["subjects"]:
@@ -197,14 +181,3 @@ def scores(found: Found) -> go.Figure:
             figure.add_scatter(**numbers(one["name"], names, values, heights))
     figure.update_yaxes(title="score", rangemode="tozero")
     return figure
-
-
-FIGURES: dict[str, tuple[Callable[[Found], go.Figure | None], ...]] = {  # as CAPTIONS names them
-    "language": (losses, by_position, calibration),
-    "recall": (recall, longer),
-    "needle": (needle_maps,),
-    "generation": (leaving, partial(writing, sampled=False), partial(writing, sampled=True)),
-    "approximation": (error_maps, curve),
-    "speed": (partial(paces, of="write_rate"), partial(paces, of="read_rate"), held),
-    "tasks": (scores,),
-}

@@ -7,8 +7,8 @@ from html import escape
 from string import Template
 from typing import Any
 
-from linearizer.publish.evaluation_charts import charts_of
 from linearizer.publish.html import part_html
+from linearizer.publish.parts import PART_VIEWS
 from linearizer.run.folder import Run
 
 PAGE = Template("""<!doctype html>
@@ -42,13 +42,16 @@ def page_of(run: Run, parts: Mapping[str, Mapping[str, Any]]) -> str:
 def section(part: str, found: Mapping[str, Any]) -> str:
     """Write one part."""
     charts = []
-    for number, chart in enumerate(charts_of(part, found), 1):
-        figure = chart.figure.to_html(
+    for number, chart in enumerate(PART_VIEWS[part].charts, 1):
+        figure = chart.draw(found)
+        if figure is None:
+            continue
+        drawn = figure.to_html(
             full_html=False,
             include_plotlyjs=False,
             div_id=f"{part}-{number}",
             config={"displayModeBar": False, "responsive": True},
         )
-        charts.append(f"<h3>{escape(chart.title)}</h3><p>{escape(chart.text)}</p>{figure}")
+        charts.append(f"<h3>{escape(chart.title)}</h3><p>{escape(chart.text)}</p>{drawn}")
     tables = part_html(part, found).replace("<h3", "<h2").replace("</h3>", "</h2>")
     return f"<section>{tables}{''.join(charts)}</section>"

@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import Any
 
-from linearizer.publish.parts import TITLES
-from linearizer.publish.tables import Table, made_with, tables_of
+from linearizer.publish.parts import PART_VIEWS
+from linearizer.publish.tables import Table, made_with
 from linearizer.run.find import runs_root
 
 
@@ -74,10 +74,10 @@ def table(
 
 def part_html(part: str, found: Mapping[str, Any]) -> str:
     """Show what one part found, as tables; `found` may come from elsewhere."""
-    title, question = TITLES[part]
-    tables = "".join(table_html(f"{title}, {number}", one) for number, one in enumerate(tables_of(part, found), 1))
+    view = PART_VIEWS[part]
+    tables = "".join(table_html(f"{view.title}, {n}", table) for n, table in enumerate(view.tables(found), 1))
     made = "".join(f"<li>{escape(plain(note))}</li>" for note in made_with(found))
-    lead = f'<div class="lz-chart"><h3 class="lz-part">{escape(title)}</h3><p>{escape(question)}</p></div>'
+    lead = f'<div class="lz-chart"><h3 class="lz-part">{escape(view.title)}</h3><p>{escape(view.question)}</p></div>'
     return f'{lead}{tables}<details class="lz-faint"><summary>Measured with</summary><ul>{made}</ul></details>'
 
 

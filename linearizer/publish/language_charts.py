@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from itertools import pairwise
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import plotly.graph_objects as go
-from plotly.subplots import make_subplots
+from linearizer.publish.chart_style import DEPTH, FAINT, GREY, opened, plain, plain_grid, side, spaced, texts
 
-from linearizer.publish.chart_style import DEPTH, FAINT, GREY, opened, plain, side, spaced, styled, texts
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 Found = Mapping[str, Any]
 
 
-def losses(found: Found) -> go.Figure:
+def losses(found: Found) -> Figure:
     """Draw every subject's loss with the interval that it lies in."""
     figure = plain(90 + 34 * len(found["subjects"]), showlegend=False)
     for one in found["subjects"]:
@@ -39,7 +39,7 @@ def losses(found: Found) -> go.Figure:
     return figure
 
 
-def by_position(found: Found) -> go.Figure:
+def by_position(found: Found) -> Figure:
     """Draw the loss of every subject over where a token stands, side by side so that their intervals can be told."""
     figure = plain(320, scattermode="group", scattergap=0.7)
     ends = [*found["edges"][1:], found["length"] - 1]
@@ -60,7 +60,7 @@ def by_position(found: Found) -> go.Figure:
     return figure
 
 
-def calibration(found: Found) -> go.Figure:
+def calibration(found: Found) -> Figure:
     """Draw how often the likeliest token came over the probability that it was given."""
     figure = plain(320)
     figure.add_scatter(
@@ -80,7 +80,7 @@ def calibration(found: Found) -> go.Figure:
     return figure
 
 
-def recall(found: Found) -> go.Figure:
+def recall(found: Found) -> Figure:
     """Draw the loss on a passage the second time, by the gap; and what it was the first time."""
     figure = plain(300)
     for one in found["subjects"]:
@@ -101,7 +101,7 @@ def recall(found: Found) -> go.Figure:
     return figure
 
 
-def longer(part: Found) -> go.Figure | None:
+def longer(part: Found) -> Figure | None:
     """Draw loss by position in long texts; an open marker is beyond the teacher's own positions."""
     if (found := part["longer"]) is None:
         return None
@@ -115,13 +115,13 @@ def longer(part: Found) -> go.Figure | None:
     return figure
 
 
-def needle_maps(found: Found) -> go.Figure:
+def needle_maps(found: Found) -> Figure:
     """Draw a map for every subject, depth down and length across, with the share in every cell."""
     names = [one["name"] for one in found["subjects"]]
     down = -(-len(names) // 2)
-    gaps = {"horizontal_spacing": 0.08, "vertical_spacing": 0.26 / down, "shared_yaxes": True}
-    figure = make_subplots(rows=down, cols=min(2, len(names)), subplot_titles=names, **gaps)
-    styled(figure, 60 + 230 * down, coloraxis={"colorscale": [list(stop) for stop in DEPTH], "cmin": 0, "cmax": 1})
+    colours = {"colorscale": [list(stop) for stop in DEPTH], "cmin": 0, "cmax": 1, "showscale": False}
+    spacing = {"horizontal_spacing": 0.08, "vertical_spacing": 0.26 / down}
+    figure = plain_grid(60 + 230 * down, names, min(2, len(names)), colours, **spacing)
     lengths = [
         f"{length}{'*' * beyond}" for length, beyond in zip(found["lengths"], found["extrapolated"], strict=True)
     ]
@@ -147,5 +147,4 @@ def needle_maps(found: Found) -> go.Figure:
     figure.update_xaxes(title="length, tokens", row=down)
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
     figure.update_yaxes(title="depth", col=1)
-    figure.update_coloraxes(showscale=False)  # the cells say it
     return figure

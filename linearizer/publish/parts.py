@@ -1,51 +1,163 @@
-"""What the parts of an evaluation ask, and what their charts are called and show."""
+"""How each part of an evaluation is shown: its title, its question, its tables and its charts."""
 
 from __future__ import annotations
 
-TITLES = {  # part -> its name, and what it asks
-    "language": ("Language", "How well is the next token predicted?"),
-    "recall": ("Recall", "How far back is a passage remembered?"),
-    "needle": ("Hidden pairs", "Is a key's value found again, wherever it stood?"),
-    "generation": ("Writing", "Does it write as its teacher does?"),
-    "approximation": ("Approximation", "How far is every head from its teacher's?"),
-    "speed": ("Speed and memory", "What does it take on this machine?"),
-    "tasks": ("Tasks", "What does it score where others were scored?"),
-}
-OPEN = "Open markers are drawn out from shorter texts."
-WROTE = "Repeated runs of four tokens; different tokens, and pairs of them; those that the teacher would choose."
-CAPTIONS = {  # part -> its charts in their order: name, and what is seen
-    "language": (
-        ("Loss", "Next-token loss, lower is better; the bars hold 95 % of what other texts would give."),
-        ("Loss by position", "A student that forgets is worse the later a token stands; the bars hold 95 %."),
-        ("Calibration", "How often the likeliest token came, by its probability; on the dotted line both agree."),
-    ),
-    "recall": (
-        ("Recall", "Loss on a passage that comes again, so many tokens later. Lower: it remembers."),
-        ("Longer texts", "Loss beyond the training's length; open markers lie beyond the teacher's positions."),
-    ),
-    "needle": (
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from linearizer.publish import evaluation_charts, language_charts, tables
+from linearizer.publish.tables import Table
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
+
+Found = Mapping[str, Any]
+
+
+@dataclass(frozen=True)
+class Chart:
+    """A figure with its title and a sentence that says what it shows."""
+
+    title: str
+    text: str
+    draw: Callable[[Found], Figure | None]  # None: the result holds nothing to draw
+
+
+@dataclass(frozen=True)
+class PartView:
+    """How one part of an evaluation is shown."""
+
+    title: str
+    question: str
+    tables: Callable[[Found], list[Table]]
+    charts: tuple[Chart, ...]
+
+
+EXTRAPOLATED = "Open markers are extrapolated from shorter texts."
+SHARES = (
+    "Shares of tokens in repeated runs of four; of different tokens; of different pairs; and of tokens that the "
+    "teacher would choose."
+)
+PART_VIEWS = {
+    "language": PartView(
+        "Language",
+        "How well is the next token predicted?",
+        tables.language_tables,
         (
-            "Pairs hidden in text",
-            "Share of a hidden value that is found when its key is asked for, by depth and length of the text; * marks "
-            "lengths beyond the teacher's positions.",
+            Chart(
+                "Loss",
+                "Next-token loss, lower is better; the bars are 95 % intervals.",
+                language_charts.losses,
+            ),
+            Chart(
+                "Loss by position",
+                "The loss of a student that forgets grows with the position of a token; the bars are 95 % intervals.",
+                language_charts.by_position,
+            ),
+            Chart(
+                "Calibration",
+                "How often the likeliest token came, by its probability; on the dotted line both agree.",
+                language_charts.calibration,
+            ),
         ),
     ),
-    "generation": (
-        ("Where they leave the teacher", "Tokens before the first that is not the teacher's; a mark for each text."),
-        ("What they write: the likeliest tokens", WROTE),
-        ("What they write: drawn tokens", WROTE),
-    ),
-    "approximation": (
-        ("Error of every head", "Share of attention that is misplaced, layer by KV head; the number is in the cell."),
+    "recall": PartView(
+        "Recall",
+        "How far back is a passage remembered?",
+        tables.recall_tables,
         (
-            "Error by features",
-            "If every KV head had nothing but so many features; the dotted line is what the profile promises.",
+            Chart(
+                "Recall",
+                "Loss on a passage that is repeated after a number of tokens; low where the passage is remembered.",
+                language_charts.recall,
+            ),
+            Chart(
+                "Longer texts",
+                "Loss beyond the length of the training texts; open markers lie beyond the teacher's positions.",
+                language_charts.longer,
+            ),
         ),
     ),
-    "speed": (
-        ("Writing", f"Tokens a second, one text at a time, by its length. {OPEN}"),
-        ("Reading", f"Tokens a second of a prompt, by its length. {OPEN}"),
-        ("Memory", "Bytes of what is remembered at a length. Open markers are told by the shape."),
+    "needle": PartView(
+        "Hidden pairs",
+        "Is the value of a key found again, wherever it stood?",
+        tables.needle_tables,
+        (
+            Chart(
+                "Pairs hidden in text",
+                "Share of a hidden value that is found when its key is given, by depth and length of the text; * marks "
+                "lengths beyond the teacher's positions.",
+                language_charts.needle_maps,
+            ),
+        ),
     ),
-    "tasks": (("Scores", "Of every task, with standard errors."),),
+    "generation": PartView(
+        "Writing",
+        "Does the student write as its teacher does?",
+        tables.generation_tables,
+        (
+            Chart(
+                "Where they leave the teacher",
+                "Tokens before the first that is not the teacher's; a marker for each text.",
+                evaluation_charts.leaving,
+            ),
+            Chart("What they write: the likeliest tokens", SHARES, partial(evaluation_charts.writing, sampled=False)),
+            Chart("What they write: drawn tokens", SHARES, partial(evaluation_charts.writing, sampled=True)),
+        ),
+    ),
+    "approximation": PartView(
+        "Approximation",
+        "How far is the attention of every head from its teacher's?",
+        tables.approximation_tables,
+        (
+            Chart(
+                "Error of every head",
+                "Share of attention that is misplaced, layer by KV head; the number is in the cell.",
+                evaluation_charts.error_maps,
+            ),
+            Chart(
+                "Error by features",
+                "The error if every KV head had this number of features and nothing else; the dotted line is what the "
+                "profile predicts.",
+                evaluation_charts.curve,
+            ),
+        ),
+    ),
+    "speed": PartView(
+        "Speed and memory",
+        "How fast is the student, and how much memory does it need, on this machine?",
+        tables.speed_tables,
+        (
+            Chart(
+                "Writing",
+                f"Tokens written per second, one text at a time, by its length. {EXTRAPOLATED}",
+                partial(evaluation_charts.paces, of="write_rate"),
+            ),
+            Chart(
+                "Reading",
+                f"Tokens read per second of a prompt, by its length. {EXTRAPOLATED}",
+                partial(evaluation_charts.paces, of="read_rate"),
+            ),
+            Chart(
+                "Memory",
+                "Bytes of the state or cache by the length of the text. Open markers are computed from the shape.",
+                evaluation_charts.held,
+            ),
+        ),
+    ),
+    "tasks": PartView(
+        "Tasks",
+        "How does the student score on public tasks?",
+        tables.tasks_tables,
+        (Chart("Scores", "The score in every task, with standard errors.", evaluation_charts.scores),),
+    ),
 }
+
+
+def evaluation_report(parts: Mapping[str, Found]) -> str:
+    """Write the results of parts as plain text: the tables of each part, then what they were measured with."""
+    texts = [f"{part}\n{tables.text_of(PART_VIEWS[part].tables(found))}" for part, found in parts.items()]
+    notes = sorted({note for found in parts.values() for note in tables.made_with(found)}, key=str.lower)
+    return "\n\n".join([*texts, "\n".join(notes)])

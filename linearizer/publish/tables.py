@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -18,18 +18,6 @@ class Table:
 
     rows: Sequence[Sequence[object]]
     notes: tuple[str, ...] = ()
-
-
-def evaluation_report(parts: Mapping[str, Found]) -> str:
-    """Say all that was measured, a table for each part, and what it was measured with."""
-    found = [f"{part}\n{text_of(tables_of(part, found))}" for part, found in parts.items()]
-    made = sorted({note for own in parts.values() for note in made_with(own)}, key=str.lower)
-    return "\n\n".join([*found, "\n".join(made)])
-
-
-def tables_of(part: str, found: Found) -> list[Table]:
-    """Lay out what one part found."""
-    return TABLES[part](found)
 
 
 def text_of(tables: Sequence[Table]) -> str:
@@ -203,14 +191,3 @@ def spread(estimate: Found | None, form: str = ".3f") -> str:
         return "–"
     low, high = estimate["interval"]
     return f"{estimate['mean']:{form}} ± {(high - low) / 2:{form}}"
-
-
-TABLES: dict[str, Callable[[Found], list[Table]]] = {
-    "language": language_tables,
-    "recall": recall_tables,
-    "needle": needle_tables,
-    "generation": generation_tables,
-    "approximation": approximation_tables,
-    "speed": speed_tables,
-    "tasks": tasks_tables,
-}

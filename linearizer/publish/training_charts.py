@@ -5,14 +5,15 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
-from typing import Any
-
-import plotly.graph_objects as go
+from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import size
 from linearizer.publish.chart_style import BLUE, LABELLED, dash, plain, shade, side
 from linearizer.run import head_bytes
 from linearizer.run.head_bytes import Layer
+
+if TYPE_CHECKING:
+    from plotly.graph_objects import Figure
 
 SHOWN = 300  # steps drawn of a training; more cannot be told apart
 
@@ -23,7 +24,7 @@ def thinned(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
     return list(events[(len(events) - 1) % every :: every])
 
 
-def loss_lines(events: Sequence[Mapping[str, Any]]) -> go.Figure:
+def loss_lines(events: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the loss of every layer, above the least it can have, over the steps of a training."""
     figure = plain(340, showlegend=False)
     shown = thinned([event for event in events if event.get("layers")])
@@ -47,7 +48,7 @@ def loss_lines(events: Sequence[Mapping[str, Any]]) -> go.Figure:
     return figure
 
 
-def kl_line(events: Sequence[Mapping[str, Any]]) -> go.Figure:
+def kl_line(events: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the divergence from the teacher over the steps of a training, where the loss tells it."""
     figure = plain(240, showlegend=False)
     shown = thinned([event for event in events if event.get("kl") is not None])
@@ -63,7 +64,7 @@ def kl_line(events: Sequence[Mapping[str, Any]]) -> go.Figure:
     return figure
 
 
-def position_lines(evaluation: Sequence[Mapping[str, Any]], edges: Sequence[int] = (0, 64, 256)) -> go.Figure:
+def position_lines(evaluation: Sequence[Mapping[str, Any]], edges: Sequence[int] = (0, 64, 256)) -> Figure:
     """Draw next-token loss by position in the text, for teacher, student and control."""
     figure = plain(300)
     for row in evaluation:
@@ -76,7 +77,7 @@ def position_lines(evaluation: Sequence[Mapping[str, Any]], edges: Sequence[int]
     return figure
 
 
-def recall_lines(evaluation: Sequence[Mapping[str, Any]]) -> go.Figure:
+def recall_lines(evaluation: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the loss on a passage that comes again, by how far back it came first; lower remembers more."""
     figure = plain(300)
     for row in evaluation:
@@ -89,7 +90,7 @@ def recall_lines(evaluation: Sequence[Mapping[str, Any]]) -> go.Figure:
     return figure
 
 
-def memory_lines(layers: Sequence[Layer], fixed: int, growth: int = 0, longest: int = 131072) -> go.Figure:
+def memory_lines(layers: Sequence[Layer], fixed: int, growth: int = 0, longest: int = 131072) -> Figure:
     """Draw what teacher and student remember over the length of a text; `growth` bytes a token are left softmax."""
     figure = plain(280)
     lengths = [1 << step for step in range(5, longest.bit_length())]

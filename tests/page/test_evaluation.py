@@ -9,8 +9,7 @@ from gradio_client.exceptions import AppError
 
 from linearizer.jobs import control
 from linearizer.page.visitors import hashed
-from linearizer.publish.evaluation_charts import FIGURES
-from linearizer.publish.parts import TITLES
+from linearizer.publish.parts import PART_VIEWS
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
 from tests.support.evaluation_results import FOUND
@@ -55,8 +54,8 @@ def evaluated(client, run, secret):
 
 
 def choose(page, *parts):
-    for title, _ in TITLES.values():
-        page.get_by_label(title, exact=True).and_(page.locator("#parts input")).set_checked(title in parts)
+    for view in PART_VIEWS.values():
+        page.get_by_label(view.title, exact=True).and_(page.locator("#parts input")).set_checked(view.title in parts)
 
 
 def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(served, browser, done):
@@ -120,7 +119,7 @@ def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(s
     with looking(browser, f"{url}?run={run.folder.name}", **how) as page:
         for part in PARTS:
             page.wait_for_selector(f"#part-{part} .js-plotly-plot")
-            count = len(FIGURES[part]) - (part == "recall")
+            count = len(PART_VIEWS[part].charts) - (part == "recall")
             page.wait_for_function(
                 "([part, count]) => document.querySelectorAll(`#part-${part} .js-plotly-plot`).length == count",
                 arg=[part, count],

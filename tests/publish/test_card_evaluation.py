@@ -7,7 +7,7 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from linearizer.publish.card import card, card_files
-from linearizer.publish.parts import TITLES
+from linearizer.publish.parts import PART_VIEWS
 from tests.support.cards import HOSTILE, made
 from tests.support.evaluation_results import FOUND
 
@@ -20,10 +20,10 @@ def test_every_part_is_on_the_card_as_tables(tmp_path):
     assert set(files) == {"README.md", "allocation.png"}
     text = files["README.md"].decode()
     page = MarkdownIt("commonmark").enable("table").render(text.partition("\n---\n")[2])
-    for title, _ in TITLES.values():
-        assert f"<h3>{title}</h3>" in page
+    for view in PART_VIEWS.values():
+        assert f"<h3>{view.title}</h3>" in page
     assert 'src="allocation.png"' in page and Image.open(BytesIO(files["allocation.png"])).format == "PNG"
-    assert "<td" in page and "25%" in page and "4.6000" not in page and text.count("<details>") == 2 + len(TITLES)
+    assert "<td" in page and "25%" in page and "4.6000" not in page and text.count("<details>") == 2 + len(PART_VIEWS)
 
 
 def test_what_others_wrote_in_an_evaluation_stays_text(tmp_path):

@@ -4,19 +4,22 @@ import json
 
 import pytest
 
-from linearizer.publish.evaluation_charts import FIGURES, charts_of
 from linearizer.publish.evaluation_page import page_of
 from linearizer.publish.html import part_html
-from linearizer.publish.parts import CAPTIONS, TITLES
-from linearizer.publish.tables import evaluation_report
+from linearizer.publish.parts import PART_VIEWS, evaluation_report
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.support.evaluation_results import FOUND, NAMES
 
 
+def drawn(part, found):
+    figures = {chart.title: chart.draw(found) for chart in PART_VIEWS[part].charts}
+    return {title: figure for title, figure in figures.items() if figure is not None}
+
+
 def figures(part):
-    return {chart.title: json.loads(chart.figure.to_json()) for chart in charts_of(part, FOUND[part])}
+    return {title: json.loads(figure.to_json()) for title, figure in drawn(part, FOUND[part]).items()}
 
 
 def traces(part, title):
@@ -24,8 +27,8 @@ def traces(part, title):
 
 
 def test_every_part_has_charts_and_tables():
-    assert set(FIGURES) == set(CAPTIONS) == set(TITLES) == set(PARTS) == set(FOUND)
-    assert all(len(FIGURES[part]) == len(CAPTIONS[part]) for part in PARTS)
+    assert set(PART_VIEWS) == set(PARTS) == set(FOUND)
+    assert all(view.tables(FOUND[part]) and figures(part) for part, view in PART_VIEWS.items())
     report = evaluation_report(FOUND)
     assert all(part in report for part in PARTS) and report.endswith("torch 2.13")
 
@@ -121,7 +124,7 @@ def test_a_student_measured_alone_can_be_shown(part):
         found.update(predicted=found["predicted"][:1], correlation=[None], curve=None)
     if part == "recall":
         found["longer"] = None
-    assert charts_of(part, found) and "student" in part_html(part, found)
+    assert drawn(part, found) and "student" in part_html(part, found)
 
 
 def test_words_from_elsewhere_are_no_markup():
@@ -138,5 +141,5 @@ def test_a_page_holds_all_charts_and_needs_nothing_from_elsewhere(tmp_path):
     run = Run.begin(tmp_path / "run", Plan("a<b", budget=64))
     text = page_of(run, FOUND)
     assert "What a&lt;b kept" in text and "Plotly.newPlot" in text
-    assert text.count('class="plotly-graph-div"') == sum(len(charts_of(part, FOUND[part])) for part in PARTS)
+    assert text.count('class="plotly-graph-div"') == sum(len(figures(part)) for part in PARTS)
     assert '<script src="http' not in text and "cdn.plot.ly/plotly" not in text
