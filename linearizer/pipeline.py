@@ -104,7 +104,7 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
 def shared_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Take texts to train on, and others to judge by: what follows all that was trained on, measured or priced."""
     wanted, least = plan.steps * plan.batch, texts_needed(plan)
-    texts = windows_of(plan, teacher, max(wanted, plan.looked_at) + JUDGED, token, least=least)
+    texts = windows_of(plan, teacher, max(wanted, plan.texts_measured) + JUDGED, token, least=least)
     judged = min(JUDGED, len(texts) - least + 1)
     return texts[:-judged][:wanted], texts[-judged:]
 

@@ -61,7 +61,7 @@ def layer_units(profile: Profile, index: int, layer: Layer, strategy: str, level
     found = profile.layers[index]
     heads = [Curve.through(head.freedoms, profile.asked.ridges) for head in found.heads]
     queries = [Curve.through(freedoms, profile.asked.ridges) for freedoms in found.query_freedoms]
-    return STRATEGIES[strategy](heads, queries, level, TILE * head_bytes.feature_bytes(layer))
+    return UNITS_BY_STRATEGY[strategy](heads, queries, level, TILE * head_bytes.feature_bytes(layer))
 
 
 def affordable(layers: Sequence[Layer], budget: int | None, features: int | None, kept: int) -> int:
@@ -100,8 +100,8 @@ def clipped(heads: tuple[tuple[Head, ...], ...], layers: Sequence[Layer], exact:
 
 def check_dial(layers: Sequence[Layer], budget: Any, features: Any, strategy: str, window: Any, sinks: Any) -> None:
     """Refuse what cannot be allocated to these layers, whatever will be measured of them, and say what can."""
-    if strategy not in STRATEGIES:
-        raise BudgetError(f"there is no strategy {strategy!r}; there are {', '.join(STRATEGIES)}")
+    if strategy not in UNITS_BY_STRATEGY:
+        raise BudgetError(f"there is no strategy {strategy!r}; there are {', '.join(UNITS_BY_STRATEGY)}")
     if (budget is None) == (features is None):
         raise BudgetError("give either a budget in tokens or a mean number of features, and not both")
     name, asked, least = ("features", features, TILE) if budget is None else ("budget", budget, 1)
@@ -193,8 +193,8 @@ def proportional(heads: int, price: int, need: float) -> Unit:
 
 # A strategy turns the curves of one layer into units to buy for:
 #   (of its KV heads, of its query heads where measured, -log of the fixed λ, bytes of a tile of one head) -> units
-Strategy = Callable[[list[Curve], list[Curve], float, int], list[Unit]]
-STRATEGIES: dict[str, Strategy] = {
+UnitsOfLayer = Callable[[list[Curve], list[Curve], float, int], list[Unit]]
+UNITS_BY_STRATEGY: dict[str, UnitsOfLayer] = {
     "fix": fix,
     "dof": dof,
     "dof-clip": dof,  # then cut to the head size; what that frees is not spent again

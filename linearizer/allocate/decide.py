@@ -4,41 +4,38 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from linearizer.allocate.by_freedoms import STRATEGIES, allocate, check_amount, check_dial
+from linearizer.allocate.by_freedoms import allocate, check_amount, check_dial
 from linearizer.allocate.by_prices import OffersOfHeads, allocate_by_prices, check_least_budget
-from linearizer.errors import BudgetError, RequestError
+from linearizer.errors import RequestError
 from linearizer.run.allocation import Allocation, heads_replaced
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import SINKS, Head, Layer, cache_bytes, feature_bytes, slot_bytes, token_bytes
-from linearizer.run.plan import IN_TOKENS, Plan
+from linearizer.run.plan import Plan
 from linearizer.run.prices import SMALLEST, Prices
 
 
 def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
     """Refuse a budget that cannot be spent as the plan's strategy spends it, whatever will be measured."""
-    if plan.strategy in IN_TOKENS:
+    if plan.rules.spends_tokens:
         check_amount("budget", plan.budget, 1)
-        least = min(sinks_tried(plan)) if plan.measured else plan.kept_sinks
+        least = min(sinks_tried(plan)) if plan.rules.decided_by == "prices" else plan.kept_sinks
         check_least_budget(layers, plan.budget or 0, least, plan.kept_bits)
-    elif plan.strategy in STRATEGIES:
-        check_dial(layers, plan.budget, plan.features, plan.strategy, plan.kept_window, plan.kept_sinks)
     else:
-        known = ", ".join([*STRATEGIES, *IN_TOKENS])
-        raise BudgetError(f"there is no strategy {plan.strategy!r}; there are {known}")
+        check_dial(layers, plan.budget, plan.features, plan.strategy, plan.kept_window, plan.kept_sinks)
 
 
 def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
     """Allocate what a plan asks for, from what the run has measured."""
     check_dials(plan, layers)
-    if plan.measured:
+    if plan.rules.decided_by == "prices":
         prices, positions = prices_for(run, plan)
         return allocate_by_prices(prices, layers, plan.budget or 0, positions, plan.constant)[0]
-    if plan.strategy == "window":
+    if plan.rules.decided_by == "budget":
         return alike(layers, plan, plan.kept_sinks)
-    if plan.strategy == "duo":
+    if plan.rules.decided_by == "gates":
         if (gates := run.gates) is None:
             raise missing(run, plan, "gates")
-        return by_gates(gates, layers, plan.budget or 0, plan.kept_sinks, plan.far_length(run.positions))
+        return by_gates(gates, layers, plan.budget or 0, plan.kept_sinks, plan.target_tokens(run.positions))
     if (profile := run.profile) is None:
         raise missing(run, plan, "profile")
     return allocate(
@@ -54,23 +51,20 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
 
 def decidable(run: Run) -> bool:
     """Tell whether a run has measured all that it decides by, its profile in any case."""
-    return run.has("profile.json") and run.has(f"{decisive(run.plan)}.json")
-
-
-def decisive(plan: Plan) -> str:
-    """Name what a run with this plan measures last, and decides by."""
-    return "prices" if plan.measured else {"duo": "gates"}.get(plan.strategy, "profile")
+    return run.has("profile.json") and run.has(f"{run.plan.rules.product}.json")
 
 
 def alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocation:
     """Give every head a window, and as much of what is far if the plan has it, all that the budget pays for."""
 
+    far_field = plan.rules.far_field
+
     def row(layer: Layer) -> tuple[Head, ...]:
         token = token_bytes(layer, plan.kept_bits)
         room = (plan.budget or 0) * token_bytes(layer) - sinks * token
-        one = {"": 0, "slots": slot_bytes(layer, plan.kept_bits), "features": feature_bytes(layer)}[plan.far]
+        one = {"": 0, "slots": slot_bytes(layer, plan.kept_bits), "features": feature_bytes(layer)}[far_field]
         count = room // (token + one) if one else 0
-        slots, features = (count if plan.far == far else 0 for far in ("slots", "features"))
+        slots, features = (count if far_field == far else 0 for far in ("slots", "features"))
         head = Head((room - count * one) // token, features, slots=slots, bits=plan.kept_bits)
         return (head,) * heads_replaced(layer)
 
@@ -91,9 +85,10 @@ def prices_for(run: Run, plan: Plan) -> tuple:
     check_asked(prices, plan)
 
     def wanted(head: Head) -> bool:
-        return (not head.slots or plan.far == "slots") and (not head.features or plan.far == "features")
+        far_field = plan.rules.far_field
+        return (not head.slots or far_field == "slots") and (not head.features or far_field == "features")
 
-    return prices.of_options(wanted), plan.far_length(run.positions)
+    return prices.of_options(wanted), plan.target_tokens(run.positions)
 
 
 def check_asked(prices: Prices, plan: Plan) -> None:
@@ -103,9 +98,10 @@ def check_asked(prices: Prices, plan: Plan) -> None:
         raise RequestError(f"the prices were measured with {bits} bits a number, not {plan.bits}: start a new run")
     if plan.sinks not in (None, prices.sinks):
         raise RequestError(f"the prices were measured with sinks {prices.sinks}, not {plan.sinks}: start a new run")
-    if plan.far and not any(getattr(option, plan.far) for option in prices.options):
+    far_field = plan.rules.far_field
+    if far_field and not any(getattr(option, far_field) for option in prices.options):
         raise RequestError(
-            f"the prices were measured without {plan.far}, which the strategy {plan.strategy} buys: start a new run "
+            f"the prices were measured without {far_field}, which the strategy {plan.strategy} needs: start a new run "
             f"with --strategy {plan.strategy}"
         )
 
@@ -118,7 +114,7 @@ def offers_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> OffersOfHeads:
 
 def missing(run: Run, plan: Plan, what: str) -> RequestError:
     """Say what a plan needs and a run has not measured: going on with the run may measure it, or only a new one."""
-    if what in ("profile", decisive(run.plan)) and not run.checkpoint.exists():
+    if what in ("profile", run.plan.rules.product) and not run.checkpoint.exists():
         return RequestError(f"{str(run.folder)!r} has no {what} yet: `linearizer run --resume` measures them")
     return RequestError(
         f"{str(run.folder)!r} has no {what}, by which the strategy {plan.strategy} decides, and going on with it "

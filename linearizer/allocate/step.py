@@ -39,7 +39,7 @@ def measured_prices(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Pr
     """Price every KV head, unless this run has done so."""
     if found := run.prices:
         return found
-    offered = options_to_price(texts.shape[1], run.plan.far, run.plan.kept_bits)
+    offered = options_to_price(texts.shape[1], run.plan.rules.far_field, run.plan.kept_bits)
     layers = teacher.inspection.layers
     generator = torch.Generator().manual_seed(run.plan.seed)
     if partly := begun_prices(run, offered, generator):
@@ -124,8 +124,8 @@ def gated(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
 
 def allocated(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
     """Decide what every head holds, measuring what the plan's strategy asks for."""
-    if run.plan.measured:
+    if run.plan.rules.decided_by == "prices":
         return (yield from bought(run, teacher, token))
-    if run.plan.strategy == "duo":
+    if run.plan.rules.decided_by == "gates":
         return (yield from gated(run, teacher, token))
     return decide(run, run.plan, teacher.inspection.layers)

@@ -173,7 +173,7 @@ def serve_allocate(asked: argparse.Namespace) -> None:
 
     run = find_run(asked.run)
     plan = replace(run.plan, **plan_changes(asked))
-    found, length = pipeline.reallocate(run, plan), plan.far_length(run.positions)
+    found, length = pipeline.reallocate(run, plan), plan.target_tokens(run.positions)
     show(asked, found.summary(run.layers, length), terminal.allocation_text(found, run.layers, length))
 
 
@@ -199,7 +199,7 @@ def serve_run(asked: argparse.Namespace) -> None:
     product = {
         "run": str(run.folder),
         "checkpoint": str(run.checkpoint),
-        **made.summary(run.layers, run.plan.far_length(run.positions)),
+        **made.summary(run.layers, run.plan.target_tokens(run.positions)),
         "evaluation": run.evaluation,
     }
     show(asked, product, terminal.run_text(run))

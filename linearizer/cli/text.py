@@ -190,7 +190,7 @@ def run_text(run: Run) -> str:
         if bought
         else ""
     )
-    costs = cost_text(run.allocation, run.layers, run.plan.far_length(run.positions))
+    costs = cost_text(run.allocation, run.layers, run.plan.target_tokens(run.positions))
     text = f"{costs}\n{real}{judged}\nthe student is in {run.checkpoint}"
     text += f"\nsee it write: linearizer compare {run.folder}"
     if (published := run.published) is None:

@@ -110,7 +110,7 @@ class Bench:
             new = seed + plan.seed + 1  # other texts than those of the training
             return enough_windows(source, self.tokenizer, length, count, least=1, model=self.teacher, seed=new)
         first = first_tokens(self.tokenizer)
-        learnt = max(self.run.found["made_with"].get("learnt", plan.steps * plan.batch), plan.looked_at)
+        learnt = max(self.run.found["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
         skipped = -(-learnt * (self.usual_length - first) // (length - first))
         stream = token_windows(read_documents(source), self.tokenizer, length)
         found = list(islice(stream, skipped, skipped + count))

@@ -86,8 +86,8 @@ def work(plan: Plan, inspection: Inspection, layers: list[Layer], length: int, m
     spectra = heads * plan.samples**3 / machine.spectra
     passes = (plan.texts + JUDGED) * length * (token + attention)
     pricing = 0.0
-    if plan.measured:
-        offered = len(options_to_price(length, plan.far))
+    if plan.rules.decided_by == "prices":
+        offered = len(options_to_price(length, plan.rules.far_field))
         students = heads * offered / 2 + plan.exchanges + len(sinks_tried(plan))
         pricing = students * max(2, plan.texts // 2) * length * (token + attention)
         pricing += heads * offered * len(layers) * PASS * machine.products

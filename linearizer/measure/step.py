@@ -34,4 +34,4 @@ def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profi
 
 def texts_needed(plan: Plan) -> int:
     """Count the texts that a run cannot do without: to measure or for one batch, and one more to judge by."""
-    return max(plan.looked_at, plan.batch if plan.trains else 0) + 1
+    return max(plan.texts_measured, plan.batch if plan.trains else 0) + 1

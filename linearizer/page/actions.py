@@ -211,7 +211,7 @@ def share_out(run: Run, budget: int) -> Shares:
         fix = allocate(profile, layers, budget=budget, strategy="fix", window=window, sinks=sinks)
     except BudgetError:  # windows are sold in smaller pieces than features
         fix = None
-    return Shares(allocation, fix, layers, run.prices, plan.far_length(run.positions))
+    return Shares(allocation, fix, layers, run.prices, plan.target_tokens(run.positions))
 
 
 def measured(run: Run) -> Profile:

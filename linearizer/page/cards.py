@@ -15,7 +15,7 @@ from linearizer.publish.html import facts, heard, said, table
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Layer
-from linearizer.run.plan import IN_TOKENS, Plan
+from linearizer.run.plan import Plan
 
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Side
@@ -104,8 +104,8 @@ def budget_card(plan: Plan, layers: Sequence[Layer]) -> str:
         features, state = float(plan.features or 0), kept + (plan.features or 0) * one
     else:
         state = head_bytes.cache_bytes(layers, plan.budget)
-        features = 0.0 if plan.strategy in IN_TOKENS else max(0, state - kept) / one
-    return cost_card(features, state, 0, layers, open_end=plan.measured and not plan.constant)
+        features = 0.0 if plan.rules.spends_tokens else max(0, state - kept) / one
+    return cost_card(features, state, 0, layers, open_end=plan.rules.decided_by == "prices" and not plan.constant)
 
 
 def allocation_card(found: Allocation, layers: Sequence[Layer]) -> str:

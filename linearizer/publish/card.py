@@ -212,8 +212,8 @@ def without_folders(found: Any) -> Any:
 def made(allocation: Allocation, plan: Plan, training: Trained) -> str:
     """Say what was done."""
     done = ["measured how many degrees of freedom each KV head uses"]
-    done += ["measured what each head costs the model"] * (plan.measured)
-    done += ["learned gates that say which heads need their whole cache"] * (plan.strategy == "duo")
+    done += ["measured what each head costs the model"] * (plan.rules.decided_by == "prices")
+    done += ["learned gates that say which heads need their whole cache"] * (plan.rules.decided_by == "gates")
     done += ["shared out the budget"]
     featured = any(head.features for row in allocation.heads for head in row)
     steps = f"{training.done:,} of {training.asked:,} steps" if training.early else f"{training.done:,} steps"

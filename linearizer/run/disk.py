@@ -20,7 +20,7 @@ def checkpoint_bytes(plan: Plan, inspection: Inspection) -> int:
 
 def map_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate the size of the feature maps, if any: a feature is what a query, a key and a centre are."""
-    if not plan.featured:
+    if not plan.may_hold_features:
         return 0
     features = plan.features or plan.budget or 0
     return sum(layer.kv_heads * features * (3 * layer.key_dim + 4) * NUMBER for layer in inspection.layers)

@@ -10,6 +10,7 @@ from typing import Any
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.head_bytes import SINKS
 from linearizer.run.recipes import CHOSEN, RECIPES
+from linearizer.run.strategies import STRATEGIES, Strategy
 
 KINDS: dict[str, tuple[type, ...]] = {
     "str": (str,),
@@ -18,10 +19,7 @@ KINDS: dict[str, tuple[type, ...]] = {
     "float | None": (float, int, type(None)),
     "bool": (bool,),
 }
-LEAST = 18  # tokens of cache that the fewest features of a head cost
-# Strategies that buy by prices, and what for beside windows.
-FAR = {"gain": "slots", "gain-features": "features", "windows": ""}
-IN_TOKENS = (*FAR, "window", "duo")  # strategies that spend tokens of cache, and so take no number of features
+MIN_FEATURES_IN_TOKENS = 18  # tokens of cache that take the bytes of the fewest features of a head
 YEAR = 365 * 24 * 60  # minutes
 PRICES = ("auto", "measured", "estimated")
 
@@ -87,22 +85,24 @@ class Plan:
         for name in ("budget", "features"):
             if (asked := getattr(self, name)) is not None and asked < 1:
                 raise BudgetError(f"{name} {asked} buys nothing: give a whole number, at least 1")
-        if self.strategy in IN_TOKENS and self.budget is None:
+        if self.strategy not in STRATEGIES:
+            raise BudgetError(f"strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
+        if self.rules.spends_tokens and self.budget is None:
             raise BudgetError(f"the strategy {self.strategy} spends a budget in tokens: give one instead of features")
         if self.minutes is not None and not 0 < self.minutes <= YEAR:
             raise RequestError(f"minutes {self.minutes} are no time to train: give more than 0, and a year's at most")
-        if self.minutes is not None and not self.learns:
+        if self.minutes is not None and not self.may_learn:
             raise RequestError(
                 f"recipe {self.recipe!r} with the strategy {self.strategy} has nothing that learns: leave out minutes, "
                 "or ask for another recipe, or for gain-features"
             )
         if self.bits not in (None, 8, 16):
             raise RequestError(f"bits {self.bits} cannot be: give 8 or 16")
-        if self.bits == 8 and self.strategy not in (*FAR, "window"):
+        if self.bits is not None and self.bits not in self.rules.bits:
             raise RequestError(f"the strategy {self.strategy} keeps 16 bits a number: leave out bits")
         if self.prices not in PRICES:
             raise RequestError(f"prices {self.prices!r} is none of {', '.join(PRICES)}")
-        if self.constant and self.strategy == "duo":
+        if self.constant and self.rules.decided_by == "gates":
             raise RequestError("duo leaves heads softmax by its nature: leave out constant, or ask for another recipe")
         for name in ("texts", "length", "samples"):
             if getattr(self, name) < 1:
@@ -128,25 +128,33 @@ class Plan:
         """The window asked for, or what with the sinks is half of the budget, less where features need the room."""
         if self.window is not None:
             return self.window
-        return 0 if self.budget is None else max(min(self.budget // 2, self.budget - LEAST) - self.kept_sinks, 0)
+        return (
+            0
+            if self.budget is None
+            else max(min(self.budget // 2, self.budget - MIN_FEATURES_IN_TOKENS) - self.kept_sinks, 0)
+        )
 
     @property
     def kept_bits(self) -> int:
-        return self.bits or (8 if self.far else 16)
+        return self.bits or self.rules.bits[0]
 
-    def far_length(self, positions: int) -> int:
-        """The length that heads left softmax are paid for at; `positions` are the model's."""
+    def target_tokens(self, positions: int) -> int:
+        """The length at which the bytes of softmax heads count; `positions` are the model's."""
         return self.target_length or positions
 
     @property
-    def learns(self) -> bool:
-        """Whether a student may hold what training changes: features, or adapters."""
-        return bool(self.lora) or self.featured
+    def rules(self) -> Strategy:
+        """What heads may hold under the plan's strategy, and what decides."""
+        return STRATEGIES[self.strategy]
 
     @property
-    def featured(self) -> bool:
-        """Whether heads may buy features."""
-        return self.far == "features" or self.strategy not in IN_TOKENS
+    def may_hold_features(self) -> bool:
+        return self.rules.far_field == "features"
+
+    @property
+    def may_learn(self) -> bool:
+        """Whether a student may hold what training changes: features, or adapters."""
+        return bool(self.lora) or self.may_hold_features
 
     @property
     def trains(self) -> bool:
@@ -154,19 +162,9 @@ class Plan:
         return bool(self.steps) or self.minutes is not None
 
     @property
-    def measured(self) -> bool:
-        """Whether what each KV head costs the model has to be measured."""
-        return self.strategy in FAR
-
-    @property
-    def looked_at(self) -> int:
+    def texts_measured(self) -> int:
         """How many texts, from the first on, are measured; heads are priced, and gates learned, on two or more."""
-        return max(self.texts, 2) if self.measured or self.strategy == "duo" else self.texts
-
-    @property
-    def far(self) -> str:
-        """What heads may be priced with, beside windows."""
-        return FAR.get(self.strategy, "")
+        return max(self.texts, 2) if self.rules.product in ("prices", "gates") else self.texts
 
     def differences(self, other: Plan) -> list[str]:
         """Name what another plan asks for otherwise."""

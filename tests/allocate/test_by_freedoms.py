@@ -7,7 +7,7 @@ import pytest
 from hypothesis import assume, given, settings
 from hypothesis import strategies as st
 
-from linearizer.allocate.by_freedoms import STRATEGIES, allocate
+from linearizer.allocate.by_freedoms import UNITS_BY_STRATEGY, allocate
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.allocation import Allocation, check
 from linearizer.run.head_bytes import Head, Layer, cache_bytes, feature_bytes
@@ -48,7 +48,7 @@ def features_of(allocation):
     return [head.features for row in allocation.heads for head in row]
 
 
-names = pytest.mark.parametrize("strategy", STRATEGIES)
+names = pytest.mark.parametrize("strategy", UNITS_BY_STRATEGY)
 few = settings(max_examples=40, deadline=None)
 
 

@@ -2,6 +2,7 @@
 
 import pytest
 
+from linearizer.allocate.by_freedoms import UNITS_BY_STRATEGY
 from linearizer.cli.main import main
 from linearizer.measure.head_prices import options_to_price
 from linearizer.pipeline import inspect
@@ -9,6 +10,7 @@ from linearizer.run.disk import checkpoint_bytes
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
+from linearizer.run.strategies import STRATEGIES
 
 
 @pytest.fixture(scope="module")
@@ -23,7 +25,7 @@ def priced(tmp_path, inspection):
     def begin(far="slots", recipe="best"):
         run = Run.begin(tmp_path / f"{recipe}-{far}", Plan.of(recipe, model="demo", budget=32))
         run.write("inspection.json", inspection.to_json())
-        if run.plan.measured:
+        if run.plan.rules.decided_by == "prices":
             offered = options_to_price(64, far, 8)
             rows = [[[1 / (option.window + option.slots + option.features) for option in offered]] * 4] * 8
             run.write("prices.json", Prices(1, offered, rows).to_json())
@@ -101,3 +103,8 @@ def test_what_only_a_new_run_measures_is_said(priced, capsys):
     assert "has no profile yet" in refusal(capsys, run, "--strategy", "fix")
     run.checkpoint.mkdir()
     assert "start a new run with --strategy gain" in refusal(capsys, run)
+
+
+def test_every_strategy_of_freedoms_turns_curves_into_units():
+    by_freedoms = {name for name, strategy in STRATEGIES.items() if strategy.decided_by == "freedoms"}
+    assert set(UNITS_BY_STRATEGY) == by_freedoms

@@ -159,10 +159,10 @@ def prepared(work, plan):
     for name in ("profile.json", "inspection.json"):
         shutil.copy(base / name, folder / name)
     shutil.copytree(base / "state", folder / "state", dirs_exist_ok=True)
-    if plan.measured:
+    if plan.rules.decided_by == "prices":
         texts = step.priced_texts(run, teacher, None)
         sinks = finish(step.measured_sinks(run, teacher, texts))  # how many are kept depends on the budget
-        prices = base / f"prices-{plan.far}-{plan.kept_bits}-{sinks}.json"
+        prices = base / f"prices-{plan.rules.far_field}-{plan.kept_bits}-{sinks}.json"
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
         else:

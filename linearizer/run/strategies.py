@@ -1,0 +1,41 @@
+"""Strategies: what heads may hold, and which measurement decides how the budget is shared out among them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Literal
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a budget becomes an allocation."""
+
+    about: str
+    decided_by: Literal["prices", "gates", "freedoms", "budget"]  # "budget": nothing has to be measured
+    far_field: Literal["slots", "features", ""] = ""  # what heads may hold beside a window
+    bits: tuple[int, ...] = (16,)  # that a number in keys and values may have; the first is the default
+
+    @property
+    def spends_tokens(self) -> bool:
+        """Whether the budget is given in tokens of cache; otherwise it may be a mean number of features."""
+        return self.decided_by != "freedoms"
+
+    @property
+    def product(self) -> str:
+        """Name the product of a run that is measured last, and that decides; every run has a profile."""
+        return self.decided_by if self.decided_by in ("prices", "gates") else "profile"
+
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "gain": Strategy("a window, slots or softmax by the price of each head", "prices", "slots", (8, 16)),
+    "gain-features": Strategy("the same with features for slots", "prices", "features", (8, 16)),
+    "windows": Strategy("the same without slots", "prices", "", (16, 8)),
+    "window": Strategy("the same window for every head", "budget", "", (16, 8)),
+    "duo": Strategy("softmax or a window by learned gates", "gates"),
+    "fix": Strategy("as many features for every head", "freedoms", "features"),
+    "dof": Strategy("features by degrees of freedom", "freedoms", "features"),
+    "dof-clip": Strategy("the same, at most as many as the head size", "freedoms", "features"),
+    "dof-mean": Strategy("by the mean degrees of freedom of a layer", "freedoms", "features"),
+    "common-lambda": Strategy("by degrees of freedom at one λ for all heads", "freedoms", "features"),
+}
