@@ -53,7 +53,7 @@ def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):
     run = priced()
     assert "measured with sinks 1, not 0: start a new run" in refusal(capsys, run, "--sinks", "0")
     assert "measured with 8 bits a number, not 16: start a new run" in refusal(capsys, run, "--bits", "16")
-    said = "measured without features, which the strategy gain-features buys: start a new run with --strategy gain-"
+    said = "measured without features, which the strategy gain-features needs: start a new run with --strategy gain-"
     assert said in refusal(capsys, run, "--strategy", "gain-features")
     assert "measured without slots" in refusal(capsys, priced(far=""), "--budget", "64")
 

@@ -65,7 +65,7 @@ def test_the_card_says_what_was_trained_and_not_what_was_asked_for(tmp_path):
 
 
 def test_what_others_wrote_stays_text(tmp_path):
-    plan = Plan(f"/home/someone/{HOSTILE}", budget=64, text=f"file:/home/someone/{HOSTILE}", strategy=HOSTILE)
+    plan = Plan(f"/home/someone/{HOSTILE}", budget=64, text=f"file:/home/someone/{HOSTILE}", device=HOSTILE)
     terms = {"license": HOSTILE, "license_link": f"javascript:{HOSTILE}", "language": [HOSTILE]}
     run = made(tmp_path / "run", plan=plan, name=plan.model, revision=None, terms=terms)
     run.write("allocation.json", Allocation(HOSTILE, 4, HEADS).to_json())
