@@ -19,7 +19,7 @@ from linearizer.measure.step import profile
 from linearizer.model import teacher as teacher_module
 from linearizer.model.swap import exchanged
 from linearizer.page import actions
-from linearizer.page.run_state import Watched
+from linearizer.page.run_state import RunState
 from linearizer.progress import finish
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer, cache_bytes
@@ -45,14 +45,14 @@ def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
 
 def test_budgets_are_shared_out_once_all_is_measured_by_which_it_is_done(tmp_path):
     run = Run.begin(tmp_path / "run", Plan.of("windows", **SMALL))
-    watched = Watched(run)
+    watched = RunState(run)
     finish(profile(run, teacher_module.load(run.plan)))
-    assert "curves" in watched.look(60.0) and "measured" not in watched.look(60.0)
+    assert "curves" in watched.read_pieces(60.0) and "measured" not in watched.look(60.0)
     with pytest.raises(RequestError, match="has not measured yet what its heads need and cost"):
-        actions.share_out(run, 64)
+        actions.share_budget(run, 64)
     finish(pipeline.linearize(run))
-    assert "measured" in watched.look(120.0)
-    assert actions.share_out(run, 64).allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 64)
+    assert "measured" in watched.read_pieces(120.0)
+    assert actions.share_budget(run, 64).allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 64)
 
 
 def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_path):

@@ -233,8 +233,8 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
 def serve_app(asked: argparse.Namespace) -> None:
     from linearizer.page import zerogpu
 
-    if zerogpu.here():
-        zerogpu.package()  # before anything else looks for a device
+    if zerogpu.on_zerogpu():
+        zerogpu.import_spaces()  # before anything else looks for a device
     from linearizer.page import site
 
     try:

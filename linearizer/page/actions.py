@@ -35,9 +35,9 @@ EFFORTS = {  # how much of a plan's work to do, and how much of its training
     "Quick": ({"texts": 8, "length": 512, "samples": 2048, "exchanges": 8}, 1),
     "Thorough": ({"texts": 32, "length": 1024, "samples": 4096, "exchanges": 16}, 5),
 }
-COMPARING = 120  # seconds that ZeroGPU lends its device to a comparison
-FOUND = 20  # models that a search gives
-MEASURED = (
+COMPARISON_SECONDS = 120  # seconds that ZeroGPU lends its device to a comparison
+MAX_MODELS_FOUND = 20  # models that a search gives
+MEASURED_FILES = (
     "inspection.json",
     "profile.json",
     "prices.json",
@@ -46,31 +46,32 @@ MEASURED = (
 )  # what no budget changes
 
 
-def search(visitor: Visitor, query: str) -> list[str]:
+def search_models(visitor: Visitor, query: str) -> list[str]:
     """Find models: local folders where the machine is one's own, the demo, and what the Hub knows by that name."""
-    from linearizer.model.hub import search_models
+    from linearizer.model import hub
 
-    local = [] if on_space() else local_models(query)
+    local = [] if on_space() else list_local_models(query)
     demo = ["demo"] if "demo".startswith(query.strip().lower()) else []
-    return [*local, *demo, *search_models(query.strip(), FOUND, visitor.token)][: FOUND + len(local)]
+    online = hub.search_models(query.strip(), MAX_MODELS_FOUND, visitor.token)
+    return [*local, *demo, *online][: MAX_MODELS_FOUND + len(local)]
 
 
-def local_models(query: str) -> list[str]:
+def list_local_models(query: str) -> list[str]:
     """List the folders that hold a model and begin as the query does."""
     if not query or "\0" in query:
         return []
     start = Path(query).expanduser()
-    parent, begin = (start, "") if query.endswith("/") else (start.parent, start.name)
+    parent, prefix = (start, "") if query.endswith("/") else (start.parent, start.name)
     if not parent.is_dir():
         return []
     try:
-        found = sorted(path for path in parent.iterdir() if path.name.startswith(begin))
+        found = sorted(path for path in parent.iterdir() if path.name.startswith(prefix))
     except OSError:  # a folder of someone else's
         return []
-    return [str(path) for path in found if (path / "config.json").is_file()][:FOUND]
+    return [str(path) for path in found if (path / "config.json").is_file()][:MAX_MODELS_FOUND]
 
 
-def inspect(visitor: Visitor, model: str) -> Inspection:
+def inspect_model(visitor: Visitor, model: str) -> Inspection:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
     from linearizer import pipeline
 
@@ -81,7 +82,7 @@ def inspect(visitor: Visitor, model: str) -> Inspection:
     return pipeline.inspect(model, visitor.token)
 
 
-def plan_of(model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
+def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
     """Write down what was asked for; what is None is left to the effort, or to its default."""
     if not isinstance(effort, str) or effort not in EFFORTS:
         raise RequestError(f"effort {effort!r} is none of {', '.join(EFFORTS)}")
@@ -98,23 +99,24 @@ def plan_of(model: str, budget: int, effort: str, options: Mapping[str, Any]) ->
     return plan
 
 
-def to_download(visitor: Visitor, model: str) -> int:
+def download_bytes(visitor: Visitor, model: str) -> int:
     """Say how many bytes of a model are not here yet."""
     from linearizer.model import hub
 
     return hub.download_bytes(hub.find_model(model, visitor.token))
 
 
-def foresee(plan: Plan, found: Inspection, download: int) -> Estimate:
+def forecast_run(plan: Plan, found: Inspection, download: int) -> Estimate:
     """Estimate what a plan takes on this machine, which is measured the first time; the rest is arithmetic."""
     from linearizer.jobs import forecast
     from linearizer.model import devices
 
-    device = "cpu" if zerogpu.here() else devices.device_of(plan.device)  # what is lent is not there to be measured
+    # ZeroGPU's device is not there to be measured
+    device = "cpu" if zerogpu.on_zerogpu() else devices.device_of(plan.device)
     return forecast.estimate(plan, found, forecast.speeds(device), download)
 
 
-def begin(visitor: Visitor, plan: Plan) -> str:
+def start_run(visitor: Visitor, plan: Plan) -> str:
     """Start a run, and name it; it goes on whatever becomes of the page."""
     from linearizer import pipeline
 
@@ -122,24 +124,24 @@ def begin(visitor: Visitor, plan: Plan) -> str:
     found = pipeline.inspect(plan.model, visitor.token)
     found.require_support()
     pipeline.check_plan(plan, found.layers)
-    limits.check(visitor, plan, found, runs_root())
+    limits.check_plan(visitor, plan, found, runs_root())
     run = visitor.begin(plan)
     return started(visitor, run)
 
 
-def branch(visitor: Visitor, name: str, budget: int) -> str:
+def branch_run(visitor: Visitor, name: str, budget: int) -> str:
     """Start a run with another budget from what a run has measured, and name it."""
     from linearizer import pipeline
     from linearizer.run.inspection import Inspection
 
     old = visitor.find(name)
     plan = replace(old.plan, budget=budget, features=None)
-    measured(old)
+    require_profile(old)
     pipeline.check_plan(plan, old.layers)
-    limits.check(visitor, plan, Inspection(**old.inspection), runs_root())
+    limits.check_plan(visitor, plan, Inspection(**old.inspection), runs_root())
     run = visitor.begin(plan)
     with writing(run.folder):
-        for file in MEASURED:
+        for file in MEASURED_FILES:
             if old.has(file):
                 shutil.copyfile(old.folder / file, run.folder / file)
     return started(visitor, run)
@@ -155,7 +157,7 @@ def started(visitor: Visitor, run: Run) -> str:
     return run.folder.name
 
 
-def resume(visitor: Visitor, name: str) -> None:
+def resume_run(visitor: Visitor, name: str) -> None:
     """Go on with a run that was stopped, lost or failed."""
     run = visitor.find(name)
     if on_space():
@@ -170,21 +172,21 @@ def work_on(run: Run, token: str | None) -> None:
 
 def starter(run: Run) -> Callable[..., None]:
     """Choose how work on a run is begun here."""
-    return (zerogpu_runs if zerogpu.here() and run.plan.device != "cpu" else control).start
+    return (zerogpu_runs if zerogpu.on_zerogpu() and run.plan.device != "cpu" else control).start
 
 
-def evaluate(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> None:
+def start_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> None:
     """Start an evaluation of a run's student; parts that are there as they are asked for are not measured again."""
     run, request = visitor.find(name), Request.of(choices)
     limits.check_request(visitor, request, runs_root())
     control.evaluate(run, asdict(request), token=visitor.token, begin=starter(run))
 
 
-def foresee_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> Foreseen:
+def forecast_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> Foreseen:
     """Estimate how many seconds each part of an evaluation takes."""
-    from linearizer.jobs.evaluation_forecast import foresee
+    from linearizer.jobs import evaluation_forecast
 
-    return foresee(visitor.find(name), Request.of(choices))
+    return evaluation_forecast.foresee(visitor.find(name), Request.of(choices))
 
 
 @dataclass(frozen=True)
@@ -198,12 +200,12 @@ class Shares:
     length: int  # that heads left softmax are paid for at
 
 
-def share_out(run: Run, budget: int) -> Shares:
+def share_budget(run: Run, budget: int) -> Shares:
     """Share a budget out among the heads, as the run's plan would and as Fix does; the model is not touched."""
     from linearizer.allocate.by_freedoms import allocate
     from linearizer.allocate.decide import decide
 
-    profile = measured(run)
+    profile = require_profile(run)
     plan, layers = replace(run.plan, budget=budget, features=None), run.layers
     allocation = decide(run, plan, layers)
     try:
@@ -214,7 +216,7 @@ def share_out(run: Run, budget: int) -> Shares:
     return Shares(allocation, fix, layers, run.prices, plan.target_tokens(run.positions))
 
 
-def measured(run: Run) -> Profile:
+def require_profile(run: Run) -> Profile:
     """Give the profile of a run, once that and all else is measured by which it shares out a budget."""
     from linearizer.allocate.decide import decidable
 
@@ -233,49 +235,49 @@ class Pair:
     tokenizer: Any
 
 
-STAGE = threading.Lock()  # one pair in memory, and one comparison at a time
-HELD: list[Pair] = []
+COMPARISON_LOCK = threading.Lock()  # one pair in memory, and one comparison at a time
+LOADED_PAIRS: list[Pair] = []
 
 
-@zerogpu.lent(COMPARING)
-def compare(visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool) -> Iterator[Both]:
+@zerogpu.with_device(COMPARISON_SECONDS)
+def compare_models(visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool) -> Iterator[Both]:
     """Let the teacher and the student of a run continue a prompt, side by side."""
     from linearizer.evaluate.duet import duet
 
     run = visitor.find(name)
     if not run.checkpoint.is_dir():
         raise RequestError("this run has no student yet: wait until it is done, or use what it has")
-    if len(prompt) > limits.PROMPT or not 1 <= tokens <= limits.TOKENS:
+    if len(prompt) > limits.MAX_PROMPT_CHARACTERS or not 1 <= tokens <= limits.MAX_COMPARED_TOKENS:
         raise RequestError(
             f"a prompt of {len(prompt)} characters and {tokens} tokens cannot be compared here: give up to "
-            f"{limits.PROMPT} characters, and ask for 1 to {limits.TOKENS} tokens"
+            f"{limits.MAX_PROMPT_CHARACTERS} characters, and ask for 1 to {limits.MAX_COMPARED_TOKENS} tokens"
         )
-    with on_stage():
-        pair = paired(run, visitor)
+    with hold_comparison_lock():
+        pair = load_pair(run, visitor)
         yield from duet(pair.teacher, pair.student, pair.tokenizer, prompt, tokens, seed, sample)
 
 
 @contextmanager
-def on_stage() -> Iterator[None]:
+def hold_comparison_lock() -> Iterator[None]:
     """Let one comparison after the other have the machine."""
-    if not STAGE.acquire(timeout=120):
+    if not COMPARISON_LOCK.acquire(timeout=120):
         raise RequestError("others are comparing: try again in a minute")
     try:
         yield
     finally:
-        STAGE.release()
+        COMPARISON_LOCK.release()
 
 
-def paired(run: Run, visitor: Visitor) -> Pair:
+def load_pair(run: Run, visitor: Visitor) -> Pair:
     """Load the teacher and the student of a run, unless they are what was loaded last."""
     from linearizer import pipeline
     from linearizer.model import checkpoint
     from linearizer.model.quiet import quiet
 
-    if not HELD or HELD[0].run != run:
-        HELD.clear()
+    if not LOADED_PAIRS or LOADED_PAIRS[0].run != run:
+        LOADED_PAIRS.clear()
         with quiet():
             teacher = pipeline.load(run.pinned_plan, visitor.token)
             student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
-        HELD.append(Pair(run, teacher.model, student, teacher.tokenizer))
-    return HELD[0]
+        LOADED_PAIRS.append(Pair(run, teacher.model, student, teacher.tokenizer))
+    return LOADED_PAIRS[0]

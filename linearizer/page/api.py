@@ -19,7 +19,7 @@ from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
 from linearizer.jobs.control import Status
 from linearizer.page import actions, run_state, sending, warmup
-from linearizer.page.visitors import Visitor, visitor
+from linearizer.page.visitors import Visitor, find_visitor
 from linearizer.publish import html
 from linearizer.run.plan import command_of
 
@@ -41,18 +41,18 @@ def endpoint(function: Callable) -> Callable:
 
 
 def who(secret: str, profile: Profile, token: Token) -> Visitor:
-    warmup.wait()  # every endpoint asks this first, and may import anything after
-    return visitor(profile.username if profile else None, token.token if token else None, secret)
+    warmup.wait_for_import()  # every endpoint asks this first, and may import anything after
+    return find_visitor(profile.username if profile else None, token.token if token else None, secret)
 
 
 def search_models(query: str, profile: Profile = None, token: Token = None) -> list[str]:
     """Find models by a part of their name: on the Hub, and among local folders where the machine is yours."""
-    return actions.search(who("", profile, token), str(query))
+    return actions.search_models(who("", profile, token), str(query))
 
 
 def inspect_model(model: str, profile: Profile = None, token: Token = None) -> dict:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
-    return asdict(actions.inspect(who("", profile, token), str(model)))
+    return asdict(actions.inspect_model(who("", profile, token), str(model)))
 
 
 def estimate_run(
@@ -63,11 +63,11 @@ def estimate_run(
     budget: tokens of cache that the state may cost. effort: "Try it", "Quick" or "Thorough".
     """
     someone = who("", profile, token)
-    plan = actions.plan_of(str(model), whole(budget), effort, {})
-    found = actions.inspect(someone, plan.model)
+    plan = actions.make_plan(str(model), whole(budget), effort, {})
+    found = actions.inspect_model(someone, plan.model)
     found.require_support()
     return {
-        **asdict(actions.foresee(plan, found, actions.to_download(someone, plan.model))),
+        **asdict(actions.forecast_run(plan, found, actions.download_bytes(someone, plan.model))),
         "command": command_of(plan),
         "plan": asdict(plan),
     }
@@ -87,7 +87,7 @@ def start_run(
     options: other choices of a plan by their names, as `linearizer run --help` lists them, such as {"steps": 20}.
     """
     someone = who(secret, profile, token)
-    return actions.begin(someone, actions.plan_of(str(model), whole(budget), effort, checked(options)))
+    return actions.start_run(someone, actions.make_plan(str(model), whole(budget), effort, checked(options)))
 
 
 def run_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
@@ -117,7 +117,7 @@ def use_run(run: str, secret: str = "", profile: Profile = None, token: Token = 
 def resume_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Go on with a run that was stopped, lost or failed; return its state."""
     someone = who(secret, profile, token)
-    actions.resume(someone, run)
+    actions.resume_run(someone, run)
     return control.state_of(someone.find(run))
 
 
@@ -125,19 +125,19 @@ def delete_run(run: str, secret: str = "", profile: Profile = None, token: Token
     """Delete a run that is not at work; return its name."""
     one = who(secret, profile, token).find(run)
     control.delete(one)
-    run_state.forget(one)
+    run_state.forget_run(one)
     return run
 
 
 def share_budget(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
     """Share another budget out among the heads of a measured run; the model is not touched."""
-    found = actions.share_out(who(secret, profile, token).find(run), whole(budget))
+    found = actions.share_budget(who(secret, profile, token).find(run), whole(budget))
     return found.allocation.summary(found.layers, found.length)
 
 
 def branch_run(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Start a run with another budget from what a run has measured, and return its name."""
-    return actions.branch(who(secret, profile, token), run, whole(budget))
+    return actions.branch_run(who(secret, profile, token), run, whole(budget))
 
 
 def compare_models(
@@ -152,7 +152,7 @@ def compare_models(
 ) -> dict:
     """Let teacher and student continue a prompt: what each wrote, tokens a second, seconds to the first, bytes held."""
     someone = who(secret, profile, token)
-    for both in actions.compare(someone, run, str(prompt), whole(tokens), whole(seed), bool(sample)):
+    for both in actions.compare_models(someone, run, str(prompt), whole(tokens), whole(seed), bool(sample)):
         last = both
     return {"teacher": asdict(last.teacher), "student": asdict(last.student)}
 
@@ -173,7 +173,7 @@ def publish_run(
     """Publish a run as OWNER/NAME, and return once what is there was checked: repository, revision, link, snippet."""
     someone = who(secret, profile, token)
     one = someone.find(run)
-    publication = sending.send(one, str(repo_id), bool(private), someone.token)
+    publication = sending.begin_publication(one, str(repo_id), bool(private), someone.token)
     while not publication.over:
         time.sleep(0.1)
     if publication.published is None:
@@ -195,7 +195,7 @@ def evaluate_run(
     options: other choices by their names, as `linearizer evaluate --help` lists them, such as {"texts": 4}.
     """
     someone = who(secret, profile, token)
-    actions.evaluate(someone, run, {**checked(options), **({"parts": parts} if parts else {})})
+    actions.start_evaluation(someone, run, {**checked(options), **({"parts": parts} if parts else {})})
     return control.state_of(someone.find(run).evaluating)
 
 

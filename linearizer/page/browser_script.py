@@ -10,7 +10,7 @@ import json
 
 STEPS = ("Model", "Budget", "Profile", "Distil", "Compare & publish")
 # parts that speak
-TOLD = ("note", "model-card", "budget-card", "other-card", "run-card", "evaluating", "preview-note", "sent")
+SPOKEN_PARTS = ("note", "model-card", "budget-card", "other-card", "run-card", "evaluating", "preview-note", "sent")
 REMEMBER = """(memory) => {
   const here = new URL(window.location);
   memory && memory.run ? here.searchParams.set('run', memory.run) : here.searchParams.delete('run');
@@ -88,4 +88,4 @@ function turned(step, tries = 100) {
   return step;
 }
 """
-HEAD = f"<script>const steps = {json.dumps(STEPS)}, told = {json.dumps(TOLD)};{SCRIPT}</script>"
+HEAD = f"<script>const steps = {json.dumps(STEPS)}, told = {json.dumps(SPOKEN_PARTS)};{SCRIPT}</script>"

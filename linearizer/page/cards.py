@@ -22,9 +22,9 @@ if TYPE_CHECKING:
     from linearizer.jobs.forecast import Estimate
     from linearizer.run.inspection import Inspection
 
-LENGTHS = (4096, 32768, 131072)
-SIGNS = {"queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?"}
-SAYS = {
+MEMORY_LENGTHS = (4096, 32768, 131072)
+STATE_SIGNS = {"queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?"}
+STATE_SENTENCES = {
     "queued": "waiting for its turn",
     "running": "at work",
     "stopping": "finishes its step, saves, stops",
@@ -33,7 +33,7 @@ SAYS = {
     "done": "done",
     "lost": "its process is gone; resume it, and it goes on from what was saved",
 }
-STEPS = {
+STEP_SENTENCES = {
     "profile": "measures the teacher",
     "try": "tries sinks",
     "price": "prices every head",
@@ -87,7 +87,7 @@ def cost_card(features: float, state: int, growth: int, layers: Sequence[Layer],
         ("smaller than the cache", smaller_from(head_bytes.meeting(state, saved), saved)),
     ]
     rows = []
-    for length in LENGTHS:
+    for length in MEMORY_LENGTHS:
         cache, held = head_bytes.cache_bytes(layers, length), state + growth * length
         rows.append([f"{length // 1024}k tokens", size(cache), size(held), f"{cache / held:.0f}×" if held else "∞"])
     head = ("after", "teacher", "student", "less by")
@@ -134,14 +134,14 @@ def run_card(status: Status | None, name: str, now: float) -> str:
         return '<p class="lz-empty">No run yet. Pick a model, choose a number, press Start.</p>'
     plan = status.run.plan
     dial = f"{plan.budget} tokens of cache" if plan.features is None else f"{plan.features} features"
-    state = SAYS[status.state]
+    state = STATE_SENTENCES[status.state]
     if status.state == "queued" and status.place:
         state += f": place {status.place}" if status.place > 1 else ": it is next"
     moving = status.step if status.state in LIVE else None
-    loud = heard(f"{plan.model}: {state}{quarters(moving) if moving else ''}")
-    lines = [f'<p class="lz-state lz-now lz-{status.state}"{loud}>{sign(status.state)} {escape(state)}</p>']
+    loud = heard(f"{plan.model}: {state}{quarters_done(moving) if moving else ''}")
+    lines = [f'<p class="lz-state lz-now lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>']
     if moving:
-        lines.append(progress(moving, now))
+        lines.append(progress_bar(moving, now))
     if status.error and status.state in ("failed", "stopped"):
         lines.append(said(status.error, "bad" if status.state == "failed" else "note"))
     pairs = [
@@ -158,20 +158,20 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     return "".join(lines) + facts(pairs, "lz-list")
 
 
-def sign(state: str) -> str:
-    return f'<span aria-hidden="true">{SIGNS[state]}</span>'
+def state_sign(state: str) -> str:
+    return f'<span aria-hidden="true">{STATE_SIGNS[state]}</span>'
 
 
-def quarters(step: Mapping[str, Any]) -> str:
+def quarters_done(step: Mapping[str, Any]) -> str:
     """Say how far a step is, so coarsely that it is heard four times."""
     done, total = int(step["done"]), max(1, int(step["total"]))
-    return f", {STEPS.get(step['event'], str(step['event']))}, {25 * (4 * done // total)} %"
+    return f", {STEP_SENTENCES.get(step['event'], str(step['event']))}, {25 * (4 * done // total)} %"
 
 
-def progress(step: Mapping[str, Any], now: float) -> str:
+def progress_bar(step: Mapping[str, Any], now: float) -> str:
     """Draw how far a step is, and say how long it will take."""
     done, total = int(step["done"]), max(1, int(step["total"]))
-    what = STEPS.get(step["event"], str(step["event"]))
+    what = STEP_SENTENCES.get(step["event"], str(step["event"]))
     left = step.get("seconds_left")
     text = f"{done:,} of {total:,} {step.get('unit', '')}"
     if isinstance(left, float) and math.isfinite(left) and done < total:
@@ -183,7 +183,7 @@ def progress(step: Mapping[str, Any], now: float) -> str:
     )
 
 
-def untrained(why: str) -> str:
+def untrained_note(why: str) -> str:
     """Say that nothing is trained; the charts of training are not shown beside it."""
     return f'<div class="lz-untrained">{said(why)}</div>'
 
@@ -192,10 +192,10 @@ def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: floa
     """Say how a training goes."""
     if not events:
         if not status.run.plan.trains:
-            return untrained("The plan asks for no training: continue to the last step.")
+            return untrained_note("The plan asks for no training: continue to the last step.")
         allocation = status.run.allocation
         if allocation and not any(head.features for row in allocation.heads for head in row):
-            return untrained("No head has features in this allocation, so there is nothing to train: continue.")
+            return untrained_note("No head has features in this allocation, so there is nothing to train: continue.")
         return said("Training begins when the teacher is measured.")
     last = events[-1]
     pairs = [("step", f"{last['done']} of {last['total']}"), ("tokens a second", f"{last['tokens_per_second']:,.0f}")]
@@ -254,7 +254,7 @@ def runs_table(found: Sequence[Status], now: float | None = None) -> str:
             [
                 f'<a href="../?run={escape(name, quote=True)}">{escape(plan.model)}</a>',
                 escape(dial),
-                f"{sign(status.state)} {escape(status.state)}"
+                f"{state_sign(status.state)} {escape(status.state)}"
                 + ", evaluating" * (status.live and status.state == "done"),
                 escape(ago(status.begun, now)),
                 escape(size(status.disk_bytes)),

@@ -15,7 +15,7 @@ from linearizer.publish.parts import PART_VIEWS
 if TYPE_CHECKING:
     from linearizer.jobs.evaluation_forecast import Foreseen
 
-SAYS = {
+STATE_SENTENCES = {
     "stopped": "Stopped; the parts that were finished are kept. Evaluate again to go on there.",
     "lost": "Its process is gone; the parts that were finished are kept. Evaluate again to go on there.",
 }
@@ -26,21 +26,21 @@ def evaluation_card(found: Status | None, now: float) -> str:
     if found is None:
         return ""
     if found.state in LIVE:
-        state = cards.SAYS[found.state]
+        state = cards.STATE_SENTENCES[found.state]
         if found.state == "queued" and found.place:
             state += f": place {found.place}" if found.place > 1 else ": it is next"
         loud = html.heard(f"Evaluation: {state}")
-        line = f'<p class="lz-state lz-{found.state}"{loud}>{cards.sign(found.state)} {escape(state)}</p>'
-        return line + ("" if found.step is None or found.state == "queued" else progress(found.step))
+        line = f'<p class="lz-state lz-{found.state}"{loud}>{cards.state_sign(found.state)} {escape(state)}</p>'
+        return line + ("" if found.step is None or found.state == "queued" else progress_bar(found.step))
     if found.state == "failed":
         return html.said(found.error or "it failed", "bad")
     if found.state == "done":
         return html.said("Evaluated. The card of the student holds it, too, once it is published.", "good")
     why = f"{found.error}. " if found.state == "stopped" and found.error else ""
-    return html.said(why + SAYS[found.state])
+    return html.said(why + STATE_SENTENCES[found.state])
 
 
-def progress(step: Mapping[str, Any]) -> str:
+def progress_bar(step: Mapping[str, Any]) -> str:
     """Draw how far the parts are, and the newest one."""
     done, total = int(step["done"]), max(1, int(step["total"]))
     place, parts = int(step.get("place", 1)), max(1, int(step.get("parts", 1)))

@@ -13,8 +13,8 @@ from gradio.components.plot import PlotData
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
 from linearizer.page import actions, cards, run_state, sending, warmup, zerogpu
-from linearizer.page.layout import LEAST, MOST
-from linearizer.page.visitors import Visitor, new_secret, on_space, visitor
+from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
+from linearizer.page.visitors import Visitor, find_visitor, new_secret, on_space
 from linearizer.publish import html
 from linearizer.run.plan import Plan, command_of
 
@@ -52,28 +52,28 @@ def refusal(error: LinearizerError) -> gr.Error:
 
 def who(memory: object, profile: Profile, token: Token) -> Visitor:
     """Tell who is at the page. A browser's memory may hold anything."""
-    warmup.wait()  # every handler asks this first, and may import anything after
+    warmup.wait_for_import()  # every handler asks this first, and may import anything after
     kept = memory if isinstance(memory, dict) else {}
-    return visitor(profile.username if profile else None, token.token if token else None, kept.get("secret") or "")
+    return find_visitor(profile.username if profile else None, token.token if token else None, kept.get("secret") or "")
 
 
-def run_named(memory: object) -> str | None:
+def run_name(memory: object) -> str | None:
     name = memory.get("run") if isinstance(memory, dict) else None
     return name if isinstance(name, str) and name else None
 
 
-def plot(figure: str | None) -> Any:
+def plot_json(figure: str | None) -> Any:
     """Send a figure that is JSON already."""
     return None if figure is None else PlotData(type="plotly", plot=figure)
 
 
-def opened(memory: Memory, asked: str | None, profile: Profile, token: Token) -> tuple[Memory, Any, Any]:
+def open_page(memory: Memory, asked: str | None, profile: Profile, token: Token) -> tuple[Memory, Any, Any]:
     """Re-attach to the run that the address names, or that this browser watched last."""
-    warmup.warm()
+    warmup.begin_import()
     kept = {"secret": "", "run": None} | (memory if isinstance(memory, dict) else {})
     if on_space() and len(str(kept["secret"])) < 16:
         kept["secret"] = new_secret()
-    named = asked or run_named(kept)
+    named = asked or run_name(kept)
     note = ""
     kept["run"] = None
     if named:
@@ -85,27 +85,27 @@ def opened(memory: Memory, asked: str | None, profile: Profile, token: Token) ->
 
 
 @telling
-def typed(memory: Memory, key: gr.KeyUpData, profile: Profile, token: Token) -> Any:
+def search_models(memory: Memory, key: gr.KeyUpData, profile: Profile, token: Token) -> Any:
     """Search as one types."""
     try:
-        found = actions.search(who(memory, profile, token), key.input_value)
+        found = actions.search_models(who(memory, profile, token), key.input_value)
     except RequestError:  # no network: what was typed may be a folder, or in the cache
         found = []
     return gr.Dropdown(choices=found)
 
 
 @telling
-def chosen(model: str | None, memory: Memory, profile: Profile, token: Token) -> tuple[Any, ...]:
+def show_model(model: str | None, memory: Memory, profile: Profile, token: Token) -> tuple[Any, ...]:
     """Say what a model is."""
     if not model:
         return "", None, gr.Button(interactive=False), gr.skip()
     try:
         someone = who(memory, profile, token)
-        found = actions.inspect(someone, model)
-        held = Chosen(found, actions.to_download(someone, model)) if found.supported else None
+        found = actions.inspect_model(someone, model)
+        held = ChosenModel(found, actions.download_bytes(someone, model)) if found.supported else None
     except RequestError as error:
         return html.said(str(error), "bad"), None, gr.Button(interactive=False), gr.skip()
-    most = max(2 * LEAST, min(MOST, found.max_positions or MOST))
+    most = max(2 * MIN_BUDGET, min(MAX_BUDGET, found.max_positions or MAX_BUDGET))
     return (
         cards.model_card(found),
         held,
@@ -114,7 +114,7 @@ def chosen(model: str | None, memory: Memory, profile: Profile, token: Token) ->
     )
 
 
-class Chosen:
+class ChosenModel:
     """A model that was inspected. Gradio hashes what it keeps for a visitor, and an inspection holds a dictionary."""
 
     def __init__(self, found: Any, download: int) -> None:
@@ -124,15 +124,15 @@ class Chosen:
 ADVANCED = ("recipe", "text", "steps", "window", "seed", "constant")
 
 
-def asked_plan(found: Chosen | None, budget: float, effort: str, advanced: tuple[Any, ...]) -> Plan:
+def read_plan(found: ChosenModel | None, budget: float, effort: str, advanced: tuple[Any, ...]) -> Plan:
     if found is None:
         raise RequestError("no model was chosen yet: choose one in the first step")
     options = dict(zip(ADVANCED, advanced, strict=True))
-    options |= {name: whole(name, options[name]) for name in ("steps", "window")}
-    return actions.plan_of(found.name, int(budget), effort, options)
+    options |= {name: read_whole_number(name, options[name]) for name in ("steps", "window")}
+    return actions.make_plan(found.name, int(budget), effort, options)
 
 
-def whole(name: str, text: str) -> int | None:
+def read_whole_number(name: str, text: str) -> int | None:
     """Read a whole number that may be left out."""
     text = (text or "").strip()
     if text and (not text.isdecimal() or len(text) > 9):
@@ -140,63 +140,63 @@ def whole(name: str, text: str) -> int | None:
     return int(text) if text else None
 
 
-def priced(found: Chosen | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
+def show_budget(found: ChosenModel | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
     """Say what a budget means, and what each effort takes here; this answers while the slider moves."""
     if found is None:
         return html.said("Choose a model first."), ""
     try:
-        card = cards.budget_card(asked_plan(found, budget, effort, advanced), found.layers)
-        plans = {name: asked_plan(found, budget, name, advanced) for name in actions.EFFORTS}
-        guesses = {name: actions.foresee(plan, found.inspection, found.download) for name, plan in plans.items()}
+        card = cards.budget_card(read_plan(found, budget, effort, advanced), found.layers)
+        plans = {name: read_plan(found, budget, name, advanced) for name in actions.EFFORTS}
+        guesses = {name: actions.forecast_run(plan, found.inspection, found.download) for name, plan in plans.items()}
     except LinearizerError as error:
         return html.said(str(error), "bad"), ""
-    return card, cards.efforts_table(guesses, effort, lent=zerogpu.here())
+    return card, cards.efforts_table(guesses, effort, lent=zerogpu.on_zerogpu())
 
 
-def elsewhere(found: Chosen | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
+def show_command(found: ChosenModel | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
     """Say how to do the same elsewhere."""
     try:
-        plan = asked_plan(found, budget, effort, advanced)
+        plan = read_plan(found, budget, effort, advanced)
     except LinearizerError:  # what is wrong stands beside the slider
         return "", ""
     return command_of(plan), plan.to_json()
 
 
 @telling
-def start(
-    found: Chosen | None, budget: float, effort: str, recipe: str, text: str, steps: str, window: str, seed: float,
+def start_run(
+    found: ChosenModel | None, budget: float, effort: str, recipe: str, text: str, steps: str, window: str, seed: float,
     constant: bool, memory: Memory, profile: Profile, token: Token,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Start a run; from here on the page only watches."""
-    plan = asked_plan(found, budget, effort, (recipe, text, steps, window, seed, constant))
-    name = actions.begin(who(memory, profile, token), plan)
-    return attached(memory, name)
+    plan = read_plan(found, budget, effort, (recipe, text, steps, window, seed, constant))
+    name = actions.start_run(who(memory, profile, token), plan)
+    return watch_run(memory, name)
 
 
-def attached(memory: Memory, name: str | None) -> tuple[Any, ...]:
+def watch_run(memory: Memory, name: str | None) -> tuple[Any, ...]:
     """Turn the page to a run: its name, nothing seen of it, its profile first."""
     return {**memory, "run": name}, {}, gr.Walkthrough(selected=3 if name else 1), gr.Timer(0.2, active=True), False
 
 
 @telling
-def branch(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[Any, ...]:
+def branch_run(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[Any, ...]:
     """Start a run with another budget from what this one has measured."""
-    name = actions.branch(who(memory, profile, token), run_named(memory) or "", int(budget))
-    return attached(memory, name)
+    name = actions.branch_run(who(memory, profile, token), run_name(memory) or "", int(budget))
+    return watch_run(memory, name)
 
 
-def leave(memory: Memory) -> tuple[Any, ...]:
+def leave_run(memory: Memory) -> tuple[Any, ...]:
     """Leave a run alone; it goes on."""
-    return attached(memory, None)
+    return watch_run(memory, None)
 
 
-def act(what: str) -> Callable:
+def ask_run(what: str) -> Callable:
     """Make the handler of a button that asks something of the run."""
 
     def asked(memory: Memory, profile: Profile, token: Token) -> Any:
-        someone, name = who(memory, profile, token), run_named(memory) or ""
+        someone, name = who(memory, profile, token), run_name(memory) or ""
         if what == "resume":
-            actions.resume(someone, name)
+            actions.resume_run(someone, name)
         else:
             {"stop": control.stop, "use": control.use_now}[what](someone.find(name))
         return gr.Timer(0.2)
@@ -205,48 +205,48 @@ def act(what: str) -> Callable:
 
 
 @telling
-def shared(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[str, bool]:
+def share_budget(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[str, bool]:
     """Share out another budget; the model is not touched. The bars are sent with the card, and drawn by the browser."""
-    name = run_named(memory)
+    name = run_name(memory)
     run = who(memory, profile, token).find(name) if name else None
     if run is None or not run.has("profile.json"):
         return "", False
     try:
-        figure, card = shares(run, int(budget))
+        figure, card = draw_shares(run, int(budget))
     except LinearizerError as error:
         return html.said(str(error), "bad"), True
     return card + html.held("figure", figure), True
 
 
-def shares(run: Any, budget: int) -> tuple[str, str]:
+def draw_shares(run: Any, budget: int) -> tuple[str, str]:
     """Draw a budget as it is shared out, and say what it costs."""
     from linearizer.publish import allocation_charts
 
-    found = actions.share_out(run, budget)
+    found = actions.share_budget(run, budget)
     figure = allocation_charts.allocation_bars(found.allocation, found.layers, found.fix, found.prices)
     return figure.to_json(), cards.allocation_card(found.allocation, found.layers)
 
 
 @telling
-def write(
+def compare_models(
     memory: Memory, prompt: str, tokens: float, seed: float, sample: bool, profile: Profile, token: Token
 ) -> Iterator[tuple[str, str, str, str]]:
     """Let teacher and student write."""
     empty = cards.side_card(None)
     yield "", empty, "", empty
-    someone, name = who(memory, profile, token), run_named(memory) or ""
-    for both in actions.compare(someone, name, prompt or "", int(tokens or 0), int(seed or 0), bool(sample)):
+    someone, name = who(memory, profile, token), run_name(memory) or ""
+    for both in actions.compare_models(someone, name, prompt or "", int(tokens or 0), int(seed or 0), bool(sample)):
         teacher, student = both.teacher, both.student
         yield teacher.text, cards.side_card(teacher), student.text, cards.side_card(student)
 
 
 @telling
-def publish_opened(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any, str]:
+def list_owners(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any, str]:
     """Ask who can own what is published."""
     from linearizer.publish import push
 
     someone = who(memory, profile, token)
-    name = run_named(memory)
+    name = run_name(memory)
     run = someone.find(name or "")
     if on_space() and someone.token is None:
         return gr.Dropdown(choices=[]), gr.skip(), html.said("Sign in, at the top right, to publish.")
@@ -256,30 +256,30 @@ def publish_opened(memory: Memory, profile: Profile, token: Token) -> tuple[Any,
 
 
 @telling
-def previewed(
+def preview_publication(
     memory: Memory, owner: str, repo: str, private: bool, profile: Profile, token: Token
 ) -> tuple[str, str, str, Any]:
     """Show what publishing would send."""
     from linearizer.publish import push
 
     someone = who(memory, profile, token)
-    run = someone.find(run_named(memory) or "")
+    run = someone.find(run_name(memory) or "")
     found = push.preview(run, f"{owner or ''}/{(repo or '').strip()}", private, someone.token)
     notes = "".join(html.said(note) for note in found.notes)
     return notes, cards.files_table(found.files, found.bytes), found.card, gr.Button(interactive=True)
 
 
 @telling
-def publish(memory: Memory, owner: str, repo: str, private: bool, profile: Profile, token: Token) -> Any:
+def publish_run(memory: Memory, owner: str, repo: str, private: bool, profile: Profile, token: Token) -> Any:
     """Publish; the page may be closed meanwhile."""
     someone = who(memory, profile, token)
-    run = someone.find(run_named(memory) or "")
-    sending.send(run, f"{owner or ''}/{(repo or '').strip()}", private, someone.token)
+    run = someone.find(run_name(memory) or "")
+    sending.begin_publication(run, f"{owner or ''}/{(repo or '').strip()}", private, someone.token)
     return gr.Timer(0.5)
 
 
 @telling
-def listed(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any]:
+def list_runs(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any]:
     """List the runs of whoever is at the page."""
     found = control.runs_in(who(memory, profile, token).home)
     names = [one.run.folder.name for one in found if not one.live]
@@ -287,11 +287,11 @@ def listed(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any]:
 
 
 @telling
-def deleted(memory: Memory, name: str | None, profile: Profile, token: Token) -> tuple[str, Any]:
+def delete_run(memory: Memory, name: str | None, profile: Profile, token: Token) -> tuple[str, Any]:
     """Delete a run for good."""
     if not name:
         raise RequestError("no run was chosen: choose the one to delete")
     run = who(memory, profile, token).find(name)
     control.delete(run)
-    run_state.forget(run)
-    return listed(memory, profile, token)
+    run_state.forget_run(run)
+    return list_runs(memory, profile, token)

@@ -12,7 +12,7 @@ from linearizer.page.visitors import on_space, signs_in
 from linearizer.publish.html import said
 from linearizer.publish.parts import PART_VIEWS
 
-BUDGET, LEAST, MOST = 256, 32, 4096  # tokens of cache that the slider starts with, and reaches
+DEFAULT_BUDGET, MIN_BUDGET, MAX_BUDGET = 256, 32, 4096  # tokens of cache that the slider starts with, and reaches
 EFFORT = "how much text is read, and how long is trained"
 RECIPES = {
     "what each head costs the model": "best",
@@ -76,7 +76,9 @@ def budget_step(ui: SimpleNamespace) -> None:
     )
     with gr.Row():
         with gr.Column(scale=3, min_width=300):
-            ui.budget = gr.Slider(LEAST, MOST, BUDGET, step=8, label="Tokens of cache", elem_id="budget")
+            ui.budget = gr.Slider(
+                MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Tokens of cache", elem_id="budget"
+            )
             ui.effort = gr.Radio(list(EFFORTS), value="Quick", label="How thorough", info=EFFORT, elem_id="effort")
             ui.efforts = gr.HTML(elem_id="efforts")
         with gr.Column(scale=4, min_width=300):
@@ -111,7 +113,9 @@ def profile_step(ui: SimpleNamespace) -> None:
             ui.curves = chart(
                 "How many features it takes", "N(λ): the finer λ, to the right, the more features each layer asks for."
             )
-    ui.other = gr.Slider(LEAST, MOST, BUDGET, step=8, label="Another budget, in tokens of cache", elem_id="other")
+    ui.other = gr.Slider(
+        MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Another budget, in tokens of cache", elem_id="other"
+    )
     ui.other_card = gr.HTML(elem_id="other-card")
     ui.bars = chart(
         "What each KV head gets", "Beside the dotted line, which is what all would get if all got the same.", "bars"

@@ -22,13 +22,13 @@ from linearizer.run.plan import Plan
 if TYPE_CHECKING:
     from linearizer.run.inspection import Inspection
 
-MOST = {"texts": 32, "length": 2048, "samples": 4096, "steps": 300, "minutes": 30, "batch": 8}
-ASKED = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "limit": 200, "tasks": 4, "curve_steps": 20}
-TOKENS = 256  # that a comparison writes
-PROMPT = 4000  # characters of a prompt
-OFTEN = 30.0  # seconds between two looks at what works too long
+MAX_OF_PLAN = {"texts": 32, "length": 2048, "samples": 4096, "steps": 300, "minutes": 30, "batch": 8}
+MAX_OF_REQUEST = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "limit": 200, "tasks": 4, "curve_steps": 20}
+MAX_COMPARED_TOKENS = 256  # that a comparison writes
+MAX_PROMPT_CHARACTERS = 4000  # characters of a prompt
+GUARD_SECONDS = 30.0  # seconds between two looks at what works too long
 ELSEWHERE = "do this at your own machine, or in a Space of your own"
-VARIABLE = "LINEARIZER_SPACE_"
+VARIABLE_PREFIX = "LINEARIZER_SPACE_"
 
 
 @dataclass(frozen=True)
@@ -47,11 +47,11 @@ class Limits:
         """Read what the owner of a Space set."""
         given = {}
         for name in (field.name for field in fields(Limits)):
-            if text := environment.get(VARIABLE + name.upper()):
+            if text := environment.get(VARIABLE_PREFIX + name.upper()):
                 try:
                     given[name] = float(text)
                 except ValueError as error:
-                    raise RequestError(f"{VARIABLE}{name.upper()} {text!r} is no number: give one") from error
+                    raise RequestError(f"{VARIABLE_PREFIX}{name.upper()} {text!r} is no number: give one") from error
         return Limits(**given)
 
     def in_words(self) -> str:
@@ -77,7 +77,7 @@ def check_model(name: str, text: str = "builtin") -> None:
         raise RequestError("on a Space text comes from `builtin`, `self` or `dataset:ID`: files of yours are not here")
 
 
-def check(visitor: Visitor, plan: Plan, inspection: Inspection, root: Path, limits: Limits = LIMITS) -> None:
+def check_plan(visitor: Visitor, plan: Plan, inspection: Inspection, root: Path, limits: Limits = LIMITS) -> None:
     """Refuse what a public Space cannot do for one visitor among many."""
     if not on_space():
         return
@@ -86,7 +86,7 @@ def check(visitor: Visitor, plan: Plan, inspection: Inspection, root: Path, limi
             f"{inspection.name!r} has {inspection.weight_bytes / 1e9:.1f} GB of weights, and this Space serves up to "
             f"{limits.gigabytes:g} GB: choose a smaller model, or {ELSEWHERE}"
         )
-    for field, most in MOST.items():
+    for field, most in MAX_OF_PLAN.items():
         if (getattr(plan, field) or 0) > most:
             raise RequestError(f"{field} {getattr(plan, field)} is more than this Space serves ({most}): {ELSEWHERE}")
     check_turn(visitor, root, limits)
@@ -100,13 +100,15 @@ def check_request(visitor: Visitor, request: Request, root: Path, limits: Limits
     if request.task_folder is not None:
         raise RequestError(f"on a Space tasks are named as lm_eval knows them: for a folder of your own, {ELSEWHERE}")
     if request.tasks and request.limit is None:
-        raise RequestError(f"tasks with all their samples take too long here: give a limit up to {ASKED['limit']}")
+        raise RequestError(
+            f"tasks with all their samples take too long here: give a limit up to {MAX_OF_REQUEST['limit']}"
+        )
     longest = max(request.lengths, default=0)
     asked = {"texts": request.texts, "length": max(request.length or 0, longest), "seconds": request.seconds}
     asked |= {"limit": request.limit or 0, "tasks": len(request.tasks), "lengths": len(request.lengths)}
     for name, amount in {**asked, "curve_steps": request.curve_steps}.items():
-        if amount > ASKED[name]:
-            raise RequestError(f"{name} {amount} is more than this Space serves ({ASKED[name]}): {ELSEWHERE}")
+        if amount > MAX_OF_REQUEST[name]:
+            raise RequestError(f"{name} {amount} is more than this Space serves ({MAX_OF_REQUEST[name]}): {ELSEWHERE}")
     check_turn(visitor, root, limits)
 
 
@@ -117,19 +119,19 @@ def check_turn(visitor: Visitor, root: Path, limits: Limits = LIMITS) -> None:
         raise RequestError(f"{limits.runs:g} runs of yours are at work or wait: let one end, or stop it")
     if sum(one.disk_bytes for one in mine) > limits.disk * 1e9:
         raise RequestError(f"your runs fill {limits.disk:g} GB: delete one under `Runs`")
-    waiting = sum(one.live for folder in folders(root) for one in control.runs_in(folder))
+    waiting = sum(one.live for folder in visitor_folders(root) for one in control.runs_in(folder))
     if waiting >= limits.queue:
         raise RequestError(f"{waiting} runs wait here already: try again later, or {ELSEWHERE}")
 
 
-def folders(root: Path) -> list[Path]:
+def visitor_folders(root: Path) -> list[Path]:
     """List the visitors' folders."""
     return [folder for folder in root.iterdir() if folder.is_dir()] if root.is_dir() else []
 
 
-def enforce(root: Path, now: float, limits: Limits = LIMITS) -> None:
+def enforce_limits(root: Path, now: float, limits: Limits = LIMITS) -> None:
     """Stop the runs that have worked too long, and remove those that nobody has looked after for days."""
-    for folder in folders(root):
+    for folder in visitor_folders(root):
         for one in control.runs_in(folder):
             try:
                 works = [job for job in (one, one.evaluation) if job and job.state == "running"]
@@ -156,8 +158,8 @@ def worked_since(status: control.Status) -> float:
     return begun
 
 
-def guard(root: Path) -> None:
+def guard_runs(root: Path) -> None:
     """Enforce the limits for ever."""
     while True:
-        enforce(root, time.time())
-        time.sleep(min(OFTEN, LIMITS.minutes * 6))
+        enforce_limits(root, time.time())
+        time.sleep(min(GUARD_SECONDS, LIMITS.minutes * 6))

@@ -24,21 +24,21 @@ from linearizer.publish.parts import PART_VIEWS
 from linearizer.run import events
 from linearizer.run.folder import Run
 
-FRESH = 2.0  # seconds that an answer serves
-DRAWN = 9.0  # seconds between two drawings of a curve that grows
-REMEMBERED = 64  # runs
-PART = "part "  # begins the name of what a part of an evaluation found
+MAX_AGE_SECONDS = 2.0  # seconds that an answer serves
+CURVE_SECONDS = 9.0  # seconds between two drawings of a curve that grows
+MAX_WATCHED_RUNS = 64  # runs
+PART_PREFIX = "part "  # begins the name of what a part of an evaluation found
 
 
 @dataclass(frozen=True)
-class Part:
+class Piece:
     """A piece of the page, and a mark that differs when the piece does."""
 
     mark: str
     value: Any
 
 
-class Watched:
+class RunState:
     """What is known of one run."""
 
     def __init__(self, run: Run) -> None:
@@ -46,13 +46,13 @@ class Watched:
         self.place, self.begun = 0, 0.0
         self.found: dict[int, list[float]] = {}
         self.training: list[dict[str, Any]] = []
-        self.parts: dict[str, Part] = {}
+        self.parts: dict[str, Piece] = {}
         self.asked = self.drawn = 0.0
 
-    def look(self, now: float) -> dict[str, Part]:
+    def read_pieces(self, now: float) -> dict[str, Piece]:
         """Give all parts, as new as an answer has to be."""
         with self.lock:
-            if not 0 <= now - self.asked < FRESH:
+            if not 0 <= now - self.asked < MAX_AGE_SECONDS:
                 self.read()
                 self.draw(control.status(self.run), now)
                 self.asked = now
@@ -73,21 +73,21 @@ class Watched:
         """Keep a part; `value` is called only where the mark is new."""
         kept = self.parts.get(name)
         if kept is None or kept.mark != str(mark):
-            self.parts[name] = Part(str(mark), value())
+            self.parts[name] = Piece(str(mark), value())
 
     def draw(self, status: Status, now: float) -> None:
         """Bring every part up to date."""
         run, live = self.run, status.state in LIVE
         self.put("state", status.state, lambda: status.state)
-        self.put("stage", stage(status), lambda: stage(status))
-        can = abilities(status)
+        self.put("stage", step_of_page(status), lambda: step_of_page(status))
+        can = possible_actions(status)
         self.put("can", json.dumps(can), lambda: can)
         card = cards.run_card(status, run.folder.name, now)
         self.put("card", card, lambda: card)
         self.draw_profile(status)
         training = cards.training_card(status, self.training, now)
         self.put("training", training, lambda: training)
-        if not live or now - self.drawn > DRAWN or now < self.drawn:
+        if not live or now - self.drawn > CURVE_SECONDS or now < self.drawn:
             self.drawn = now
             mark = (len(self.training), self.training[-1]["done"] if self.training else 0)
             self.put("losses", mark, lambda: self.figure("loss_lines"))
@@ -133,7 +133,7 @@ class Watched:
         if not path.is_file():
             return
         mark = path.stat().st_mtime_ns
-        if self.parts.get("evaluation", Part("", None)).mark == str(mark):
+        if self.parts.get("evaluation", Piece("", None)).mark == str(mark):
             return
         from linearizer.publish import training_charts
 
@@ -145,7 +145,8 @@ class Watched:
         for part, found in self.run.evaluation_parts.items():
             if part in PART_VIEWS:
                 told = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
-                self.put(PART + part, told, lambda part=part, found=found: cache(partial(shown, part, found)))
+                draw = cache(partial(draw_part, part, found))
+                self.put(PART_PREFIX + part, told, lambda draw=draw: draw)
         allocation = self.run.allocation
         if allocation is not None:
             layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)
@@ -153,13 +154,13 @@ class Watched:
             self.put("memory", mark, lambda: training_charts.memory_lines(layers, fixed, growth).to_json())
 
 
-def shown(part: str, found: dict[str, Any]) -> tuple[str, list[str | None]]:
+def draw_part(part: str, found: dict[str, Any]) -> tuple[str, list[str | None]]:
     """Show what one part of an evaluation found: its tables, and its charts in the order of their captions."""
     figures = [chart.draw(found) for chart in PART_VIEWS[part].charts]
     return html.part_html(part, found), [None if figure is None else figure.to_json() for figure in figures]
 
 
-def stage(status: Status) -> int:
+def step_of_page(status: Status) -> int:
     """Tell which step of the page a run is at: 3 profile, 4 distil, 5 compare."""
     if status.state == "done":
         return 5
@@ -167,7 +168,7 @@ def stage(status: Status) -> int:
     return 3 if step in ("profile", "try", "price", "exchange", "gates") else 4
 
 
-def abilities(status: Status) -> dict[str, bool]:
+def possible_actions(status: Status) -> dict[str, bool]:
     """Tell what can be asked of a run now."""
     training = status.step is not None and status.step["event"] == "distill"
     return {
@@ -179,21 +180,21 @@ def abilities(status: Status) -> dict[str, bool]:
     }
 
 
-WATCHED: OrderedDict[Path, Watched] = OrderedDict()
-ALL = threading.Lock()
+WATCHED: OrderedDict[Path, RunState] = OrderedDict()
+WATCHED_LOCK = threading.Lock()
 
 
-def look(run: Run, now: float) -> dict[str, Part]:
+def read_pieces(run: Run, now: float) -> dict[str, Piece]:
     """Give the parts of a run's page."""
-    with ALL:
-        watched = WATCHED.pop(run.folder, None) or Watched(run)
+    with WATCHED_LOCK:
+        watched = WATCHED.pop(run.folder, None) or RunState(run)
         WATCHED[run.folder] = watched
-        while len(WATCHED) > REMEMBERED:
+        while len(WATCHED) > MAX_WATCHED_RUNS:
             WATCHED.popitem(last=False)
-    return watched.look(now)
+    return watched.read_pieces(now)
 
 
-def forget(run: Run) -> None:
+def forget_run(run: Run) -> None:
     """Forget a run that was deleted."""
-    with ALL:
+    with WATCHED_LOCK:
         WATCHED.pop(run.folder, None)

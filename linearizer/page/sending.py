@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 
 @dataclass
-class Sending:
+class Publication:
     """One publication: under way, done, or broken off."""
 
     run: Run
@@ -46,27 +46,27 @@ class Sending:
                 self.error = "publishing broke off by a fault of ours: try again, nothing is sent twice"
 
 
-SENT: dict[Path, Sending] = {}
+PUBLICATIONS: dict[Path, Publication] = {}
 LOCK = threading.Lock()
 
 
-def send(run: Run, repo_id: str, private: bool, token: str | None) -> Sending:
+def begin_publication(run: Run, repo_id: str, private: bool, token: str | None) -> Publication:
     """Begin to publish a run's student."""
     with LOCK:
-        before = SENT.get(run.folder)
+        before = PUBLICATIONS.get(run.folder)
         if before is not None and not before.over:
             raise RequestError(f"this run is being published to {before.repo_id!r}: wait until that is done")
-        sending = SENT[run.folder] = Sending(run, repo_id)
-    threading.Thread(target=sending.send, args=(private, token), daemon=True).start()
-    return sending
+        publication = PUBLICATIONS[run.folder] = Publication(run, repo_id)
+    threading.Thread(target=publication.send, args=(private, token), daemon=True).start()
+    return publication
 
 
-def latest(run: Run) -> Sending | None:
+def latest_publication(run: Run) -> Publication | None:
     """Give the latest publication of a run by this server."""
-    return SENT.get(run.folder)
+    return PUBLICATIONS.get(run.folder)
 
 
-def busy(run: Run) -> bool:
+def is_publishing(run: Run) -> bool:
     """Tell whether a run is being published."""
-    found = SENT.get(run.folder)
+    found = PUBLICATIONS.get(run.folder)
     return found is not None and not found.over

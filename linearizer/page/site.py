@@ -78,13 +78,13 @@ def runs_page(page: gr.Blocks) -> None:
             [], label="Delete a run that is not at work", allow_custom_value=True, elem_id="doomed", scale=5
         )
         delete = gr.Button("Delete it for good", variant="stop", elem_id="delete", scale=1, min_width=180)
-    gr.on([page.load, gr.Timer(5).tick], handlers.listed, memory, [found, doomed], **QUICK)
-    delete.click(handlers.deleted, [memory, doomed], [found, doomed], **ONCE)
+    gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, memory, [found, doomed], **QUICK)
+    delete.click(handlers.delete_run, [memory, doomed], [found, doomed], **ONCE)
 
 
 def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     """Connect what is touched with what answers."""
-    site.load(handlers.opened, [ui.memory, ui.address], [ui.memory, ui.note, ui.timer], js=ADDRESS, **QUICK)
+    site.load(handlers.open_page, [ui.memory, ui.address], [ui.memory, ui.note, ui.timer], js=ADDRESS, **QUICK)
     ui.memory.change(None, ui.memory, None, js=REMEMBER, **QUICK)
     for number, page in enumerate(ui.pages, 1):
         page.select(None, None, ui.at, js=f"() => turned({number})", **QUICK)
@@ -97,8 +97,8 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
 
 def wire_model(ui: SimpleNamespace) -> None:
     told = [ui.model_card, ui.found, ui.to_budget, ui.budget]
-    ui.model.key_up(handlers.typed, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
-    ui.model.change(handlers.chosen, [ui.model, ui.memory], told, show_progress_on=ui.model_card, **SLOW)
+    ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
+    ui.model.change(handlers.show_model, [ui.model, ui.memory], told, show_progress_on=ui.model_card, **SLOW)
     ui.demo.click(lambda: "demo", None, ui.model, **QUICK)
     for number, button in ((2, ui.to_budget), (4, ui.to_distil), (5, ui.to_compare)):
         button.click(partial(gr.Walkthrough, selected=number), None, ui.walk, **QUICK)
@@ -109,12 +109,12 @@ def wire_budget(ui: SimpleNamespace) -> None:
     dials = [ui.found, ui.budget, ui.effort, *advanced]
     changes = [ui.found.change, ui.effort.change, *(part.change for part in advanced)]
     again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => within('budget', 1, sent)"}
-    gr.on([*changes, ui.budget.input], handlers.priced, dials, [ui.budget_card, ui.efforts], **again)
-    gr.on([*changes, ui.budget.release], handlers.elsewhere, dials, [ui.command, ui.plan], **again)
-    ui.start.click(handlers.start, [*dials, ui.memory], attached(ui), **ONCE)
+    gr.on([*changes, ui.budget.input], handlers.show_budget, dials, [ui.budget_card, ui.efforts], **again)
+    gr.on([*changes, ui.budget.release], handlers.show_command, dials, [ui.command, ui.plan], **again)
+    ui.start.click(handlers.start_run, [*dials, ui.memory], watch_outputs(ui), **ONCE)
 
 
-def attached(ui: SimpleNamespace) -> list[Any]:
+def watch_outputs(ui: SimpleNamespace) -> list[Any]:
     return [ui.memory, ui.seen, ui.walk, ui.timer, ui.touched]
 
 
@@ -125,42 +125,42 @@ def wire_run(ui: SimpleNamespace) -> None:
         ui.snippet,
     ]  # fmt: skip
     told = [ui.run_card, ui.training, ui.evaluating, ui.mark, ui.trained, ui.examined]
-    ui.timer.tick(polling.look, ui.memory, told, **{**QUICK, "trigger_mode": "once"})
-    ui.mark.change(polling.draw, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
-    ui.trained.change(polling.curves, ui.memory, [ui.losses, ui.kl], **QUICK)
+    ui.timer.tick(polling.poll_run, ui.memory, told, **{**QUICK, "trigger_mode": "once"})
+    ui.mark.change(polling.draw_changes, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
+    ui.trained.change(polling.draw_curves, ui.memory, [ui.losses, ui.kl], **QUICK)
     again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => within('other', 1, sent)"}
-    ui.other.input(handlers.shared, [ui.memory, ui.other], [ui.other_card, ui.touched], **again)
-    ui.branch.click(handlers.branch, [ui.memory, ui.other], attached(ui), **ONCE)
+    ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **again)
+    ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
     for name in polling.BUTTONS:
-        getattr(ui, name).click(handlers.act(name), ui.memory, ui.timer, **ONCE)
-    ui.leave.click(handlers.leave, ui.memory, attached(ui), **QUICK)
+        getattr(ui, name).click(handlers.ask_run(name), ui.memory, ui.timer, **ONCE)
+    ui.leave.click(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
 
 
 def wire_evaluate(ui: SimpleNamespace) -> None:
     choices = [ui.parts, ui.part_texts, ui.part_tasks, ui.part_limit]
     changed = [*(part.change for part in choices), ui.examined.change]
     later = {**QUICK, "trigger_mode": "always_last"}
-    gr.on(changed, evaluation_handlers.foreseen, [ui.memory, *choices], ui.part_times, **later)
-    ui.evaluate.click(evaluation_handlers.evaluate, [ui.memory, *choices], ui.timer, **ONCE)
-    ui.stop_evaluating.click(evaluation_handlers.stop, ui.memory, ui.timer, **ONCE)
+    gr.on(changed, evaluation_handlers.forecast_evaluation, [ui.memory, *choices], ui.part_times, **later)
+    ui.evaluate.click(evaluation_handlers.start_evaluation, [ui.memory, *choices], ui.timer, **ONCE)
+    ui.stop_evaluating.click(evaluation_handlers.stop_evaluation, ui.memory, ui.timer, **ONCE)
     shown = [ui.examined_seen, ui.evaluate, ui.stop_evaluating]
     for part, place in ui.part_places.items():
         shown += [place, ui.part_tables[part], *ui.part_charts[part]]
-    ui.examined.change(evaluation_handlers.draw, [ui.memory, ui.examined_seen], shown, **QUICK)
+    ui.examined.change(evaluation_handlers.draw_parts, [ui.memory, ui.examined_seen], shown, **QUICK)
 
 
 def wire_compare(ui: SimpleNamespace) -> None:
     asked = [ui.memory, ui.prompt, ui.tokens, ui.prompt_seed, ui.sample]
     told = [ui.teacher, ui.teacher_card, ui.student, ui.student_card]
     busy = {**HIDDEN, "concurrency_limit": 1, "trigger_mode": "once"}
-    writing = gr.on([ui.compare.click, ui.prompt.submit], handlers.write, asked, told, **busy)
+    writing = gr.on([ui.compare.click, ui.prompt.submit], handlers.compare_models, asked, told, **busy)
     ui.hush.click(None, None, None, cancels=[writing], **QUICK)
     owned, noted = [ui.owner, ui.repo, ui.preview_note], {"show_progress_on": ui.preview_note}
-    ui.publish_part.expand(handlers.publish_opened, ui.memory, owned, **SLOW, **noted)
+    ui.publish_part.expand(handlers.list_owners, ui.memory, owned, **SLOW, **noted)
     target = [ui.memory, ui.owner, ui.repo, ui.private]
     shown = [ui.preview_note, ui.files, ui.card_text, ui.publish]
-    ui.preview.click(handlers.previewed, target, shown, **{**ONCE, **noted})
-    ui.publish.click(handlers.publish, target, ui.timer, **ONCE)
+    ui.preview.click(handlers.preview_publication, target, shown, **{**ONCE, **noted})
+    ui.publish.click(handlers.publish_run, target, ui.timer, **ONCE)
 
 
 def serve(port: int | None = None, host: str | None = None, wait: bool = True) -> Any:
@@ -168,7 +168,7 @@ def serve(port: int | None = None, host: str | None = None, wait: bool = True) -
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     if on_space():
         os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
-        threading.Thread(target=limits.guard, args=(runs_root(),), daemon=True).start()
+        threading.Thread(target=limits.guard_runs, args=(runs_root(),), daemon=True).start()
     known = inspect.signature(gr.Blocks.launch).parameters
     history = {"run_history": False} if "run_history" in known else {}  # Gradio would keep what was asked, in browsers
     site = build().queue(max_size=64, api_open=True)

@@ -17,8 +17,8 @@ from linearizer.run.find import fresh_folder, runs_root
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 
-NAME = re.compile(r"[A-Za-z0-9_@+-][A-Za-z0-9._@+-]{0,199}")
-SECRET = 16  # characters that a secret has at least
+RUN_NAME = re.compile(r"[A-Za-z0-9_@+-][A-Za-z0-9._@+-]{0,199}")
+MIN_SECRET_CHARACTERS = 16  # characters that a secret has at least
 
 
 def on_space() -> bool:
@@ -47,16 +47,16 @@ class Visitor:
         """The folder of this visitor's runs."""
         if self.folder is None:
             raise RequestError(
-                f"nobody is known here: sign in, or send a secret of your own of at least {SECRET} characters, by "
-                "which you find your runs again"
+                f"nobody is known here: sign in, or send a secret of your own of at least {MIN_SECRET_CHARACTERS} "
+                "characters, by which you find your runs again"
             )
         return self.folder
 
     def find(self, name: str) -> Run:
         """Open one of this visitor's runs."""
-        folder = self.home / name if isinstance(name, str) and NAME.fullmatch(name) else None
+        folder = self.home / name if isinstance(name, str) and RUN_NAME.fullmatch(name) else None
         if folder is None or folder.is_symlink() or not (folder / "plan.json").is_file():
-            raise RequestError(f"{shortened(name)!r} is none of your runs: choose one that `Runs` lists")
+            raise RequestError(f"{shorten(name)!r} is none of your runs: choose one that `Runs` lists")
         return Run(folder)
 
     def begin(self, plan: Plan) -> Run:
@@ -68,14 +68,14 @@ class Visitor:
         return Run.begin(fresh_folder(re.sub(r"[^A-Za-z0-9._@+/-]", "-", plan.model), dial, home), plan)
 
 
-def visitor(account: str | None = None, token: str | None = None, secret: str = "") -> Visitor:
+def find_visitor(account: str | None = None, token: str | None = None, secret: str = "") -> Visitor:
     """Tell who is at the page, by the account signed in with, or else by the secret that their browser keeps."""
     if not on_space():
         return Visitor(runs_root().absolute(), token)
     if account:
-        return Visitor(runs_root().absolute() / hashed(f"account {account}"), token, account)
-    if isinstance(secret, str) and len(secret) >= SECRET:
-        return Visitor(runs_root().absolute() / hashed(f"secret {secret}"))
+        return Visitor(runs_root().absolute() / hash_identity(f"account {account}"), token, account)
+    if isinstance(secret, str) and len(secret) >= MIN_SECRET_CHARACTERS:
+        return Visitor(runs_root().absolute() / hash_identity(f"secret {secret}"))
     return Visitor(None)
 
 
@@ -84,12 +84,12 @@ def new_secret() -> str:
     return secrets.token_urlsafe(24)
 
 
-def hashed(identity: str) -> str:
+def hash_identity(identity: str) -> str:
     """Name a folder so that it does not tell whose it is."""
     return hashlib.sha256(identity.encode()).hexdigest()[:40]
 
 
-def shortened(text: object) -> str:
+def shorten(text: object) -> str:
     """Repeat what was received, but no more than a line of it."""
     said = str(text)
     return said if len(said) <= 60 else said[:57] + "…"

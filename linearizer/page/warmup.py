@@ -14,15 +14,15 @@ _first = threading.Lock()
 _whole = threading.Event()
 
 
-def warm() -> None:
+def begin_import() -> None:
     """Begin to import, once."""
     if _first.acquire(blocking=False):
         threading.Thread(target=_import).start()
 
 
-def wait() -> None:
+def wait_for_import() -> None:
     """Return when transformers can be imported by any thread."""
-    warm()
+    begin_import()
     _whole.wait()
 
 

@@ -16,16 +16,16 @@ from typing import Any, TypeVar
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
 
-BROKEN = "ZeroGPU worker error"  # the title of what `spaces` raises where a process broke off
+BROKEN_TITLE = "ZeroGPU worker error"  # the title of what `spaces` raises where a process broke off
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
-def here() -> bool:
+def on_zerogpu() -> bool:
     """Tell whether this is a Space on ZeroGPU."""
     return os.environ.get("SPACES_ZERO_GPU", "").lower() in ("1", "t", "true")
 
 
-def package() -> Any:
+def import_spaces() -> Any:
     """Import what lends the device."""
     try:
         import spaces
@@ -39,19 +39,19 @@ def package() -> Any:
     return spaces
 
 
-class Refused(FaultError):
+class DeviceRefused(FaultError):
     """The device was not lent."""
 
 
-class TakenAway(FaultError):
+class DeviceTaken(FaultError):
     """The device was lent, and its process ended before its work."""
 
 
-def lent(seconds: int) -> Callable[[Function], Function]:
+def with_device(seconds: int) -> Callable[[Function], Function]:
     """Let ZeroGPU lend its device to a function while it works; anywhere else the function stays as it is."""
 
     def decorate(function: Function) -> Function:
-        if not here():
+        if not on_zerogpu():
             return function
         if inspect.isgeneratorfunction(function):
             return lend_generator(function, seconds)  # type: ignore[return-value]
@@ -63,17 +63,17 @@ def lent(seconds: int) -> Callable[[Function], Function]:
 def lend(function: Callable, seconds: int) -> Callable:
     @wraps(function)
     def told(*args: Any) -> Any:
-        alone()
+        use_one_thread()
         try:
             return function(*args)
         except LinearizerError as error:
             return error
 
-    borrowed = package().GPU(duration=seconds)(told)
+    borrowed = import_spaces().GPU(duration=seconds)(told)
 
     @wraps(function)
     def served(*args: Any) -> Any:
-        found = explained(lambda: borrowed(*args))
+        found = explain_refusal(lambda: borrowed(*args))
         if isinstance(found, LinearizerError):
             raise found
         return found
@@ -84,20 +84,20 @@ def lend(function: Callable, seconds: int) -> Callable:
 def lend_generator(function: Callable, seconds: int) -> Callable:
     @wraps(function)
     def told(*args: Any) -> Any:
-        alone()
+        use_one_thread()
         try:
             yield from function(*args)
         except LinearizerError as error:
             yield error
 
-    borrowed = package().GPU(duration=seconds)(told)
+    borrowed = import_spaces().GPU(duration=seconds)(told)
 
     @wraps(function)
     def served(*args: Any) -> Any:
         steps, over = borrowed(*args), object()
         error = None
         try:
-            while (found := explained(lambda: next(steps, over))) is not over:
+            while (found := explain_refusal(lambda: next(steps, over))) is not over:
                 if isinstance(found, LinearizerError):
                     error = found  # the last that comes: the process is free for others when it has ended
                 else:
@@ -110,14 +110,14 @@ def lend_generator(function: Callable, seconds: int) -> Callable:
     return served
 
 
-def alone() -> None:
+def use_one_thread() -> None:
     """Compute with one thread on the CPU: those of the server are not there in a process that was forked from it."""
     import torch
 
     torch.set_num_threads(1)
 
 
-def explained(call: Callable[[], Any]) -> Any:
+def explain_refusal(call: Callable[[], Any]) -> Any:
     """Turn what ZeroGPU says when it lends nothing into a sentence."""
     import gradio as gr
 
@@ -125,6 +125,6 @@ def explained(call: Callable[[], Any]) -> Any:
         return call()
     except gr.Error as error:
         said = str(error.message).rstrip(". ")
-        if error.title == BROKEN:
-            raise TakenAway(f"ZeroGPU took its device back ({said}): try again, with less to do at a time") from error
-        raise Refused(f"ZeroGPU lends no device ({error.title}: {said})") from error
+        if error.title == BROKEN_TITLE:
+            raise DeviceTaken(f"ZeroGPU took its device back ({said}): try again, with less to do at a time") from error
+        raise DeviceRefused(f"ZeroGPU lends no device ({error.title}: {said})") from error

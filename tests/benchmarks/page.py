@@ -109,14 +109,14 @@ def sliding(browser, url, run, times):
         page.wait_for_selector("#evaluation table")
         page.click("#step-3-button")
         page.wait_for_selector("#bars .barlayer")
-        shares = slider(page, "#other", ["#other-card", "#bars"], times)
+        sliders = slider(page, "#other", ["#other-card", "#bars"], times)
     return {
         "slider_budget_ms": statistics.median(card),
         "slider_budget_each": card,
-        "slider_share_ms": statistics.median(shares["#other-card"]),
-        "slider_share_each": shares["#other-card"],
-        "slider_bars_ms": statistics.median(shares["#bars"]),
-        "slider_bars_each": shares["#bars"],
+        "slider_share_ms": statistics.median(sliders["#other-card"]),
+        "slider_share_each": sliders["#other-card"],
+        "slider_bars_ms": statistics.median(sliders["#bars"]),
+        "slider_bars_each": sliders["#bars"],
     }
 
 
@@ -124,15 +124,15 @@ def answering(folder, times):
     """Time what the server does for a slider, without Gradio, network and browser, in milliseconds."""
     from linearizer import pipeline
     from linearizer.page import actions, cards
-    from linearizer.page.handlers import shares
+    from linearizer.page.handlers import draw_shares
     from linearizer.run.folder import Run
 
     run, layers = Run.open(folder), pipeline.inspect("demo").layers
     budgets = [64 + 8 * n for n in range(times)]
     of_budget = [
-        clocked(lambda b=b: cards.budget_card(actions.plan_of("demo", b, "Quick", {}), layers)) for b in budgets
+        clocked(lambda b=b: cards.budget_card(actions.make_plan("demo", b, "Quick", {}), layers)) for b in budgets
     ]
-    both = [clocked(lambda b=b: shares(run, b)) for b in budgets]
+    both = [clocked(lambda b=b: draw_shares(run, b)) for b in budgets]
     return {"server_budget_ms": statistics.median(of_budget), "server_share_ms": statistics.median(both)}
 
 

@@ -8,7 +8,7 @@ from gradio_client import Client
 from gradio_client.exceptions import AppError
 
 from linearizer.jobs import control
-from linearizer.page.visitors import hashed
+from linearizer.page.visitors import hash_identity
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
@@ -131,7 +131,7 @@ def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(s
 
 def test_one_visitor_never_sees_or_touches_anothers(served, done, tmp_path):
     run = "hers"
-    shutil.copytree(served[1] / done, tmp_path / "runs" / hashed(f"secret {ANN}") / run)
+    shutil.copytree(served[1] / done, tmp_path / "runs" / hash_identity(f"secret {ANN}") / run)
     with serving(tmp_path / "runs", **SPACE) as (url, _):
         client = client_of(url)
         with pytest.raises(AppError, match="none of your runs"):

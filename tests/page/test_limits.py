@@ -7,8 +7,8 @@ import pytest
 from linearizer.errors import RequestError
 from linearizer.jobs import control
 from linearizer.page import actions, limits
-from linearizer.page.limits import LIMITS, MOST, Limits
-from linearizer.page.visitors import visitor
+from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
+from linearizer.page.visitors import find_visitor
 from linearizer.run.plan import Plan
 from linearizer.train.state_file import read_state
 from tests.support.runs import LONG, wait_for, wait_for_event
@@ -24,19 +24,19 @@ def space(tmp_path, monkeypatch):
 
 
 def begun(secret=ANN):
-    return visitor(secret=secret).begin(Plan("demo", budget=64))
+    return find_visitor(secret=secret).begin(Plan("demo", budget=64))
 
 
 def test_a_run_that_works_too_long_is_stopped_saved_told_why_and_goes_on(space):
-    run = visitor(secret=ANN).begin(LONG)
+    run = find_visitor(secret=ANN).begin(LONG)
     few = Limits(minutes=0.01)
     for _ in range(2):
         control.start(run)
         reached = max((event["done"] for event in run.events() if event["event"] == "distill"), default=0)
         wait_for_event(run, "distill", reached + 3)
-        limits.enforce(space, time.time())
+        limits.enforce_limits(space, time.time())
         assert control.state_of(run) == "running"  # the usual time is not over
-        limits.enforce(space, time.time(), few)
+        limits.enforce_limits(space, time.time(), few)
         found = wait_for(run, "stopped")
         assert "it has worked for 0.01 minutes, which is what this Space gives" in found.error
         assert "resume it" in found.error
@@ -55,59 +55,59 @@ def test_the_time_that_a_run_waited_or_worked_before_is_not_counted(space):
             lines[-1] = f'{{"time": {at}, "event": "{event}"}}'
             run.log_file.write_text("\n".join(lines) + "\n")
         run.log("started")  # again, of a run that works in slices
-        limits.enforce(space, 160 + 60 * LIMITS.minutes)
+        limits.enforce_limits(space, 160 + 60 * LIMITS.minutes)
         assert not run.requested("stop")
-        limits.enforce(space, 161 + 60 * LIMITS.minutes)
+        limits.enforce_limits(space, 161 + 60 * LIMITS.minutes)
         assert run.requested("stop")
 
 
 def test_a_space_removes_what_nobody_has_looked_after(space):
     run = begun()
     run.log("stopped")
-    limits.enforce(space, time.time())
+    limits.enforce_limits(space, time.time())
     assert run.folder.exists()
-    limits.enforce(space, time.time() + LIMITS.days * 24 * 3600 + 60)
+    limits.enforce_limits(space, time.time() + LIMITS.days * 24 * 3600 + 60)
     assert not run.folder.exists()
 
 
-@pytest.mark.parametrize("field", MOST)
+@pytest.mark.parametrize("field", MAX_OF_PLAN)
 def test_a_space_says_what_is_too_much(space, field):
-    plan = Plan.of("features", model="demo", budget=64, **{"steps": 1, field: MOST[field] + 8})
-    found = actions.inspect(visitor(secret=ANN), "demo")
+    plan = Plan.of("features", model="demo", budget=64, **{"steps": 1, field: MAX_OF_PLAN[field] + 8})
+    found = actions.inspect_model(find_visitor(secret=ANN), "demo")
     with pytest.raises(RequestError, match=f"{field} .* more than this Space serves"):
-        limits.check(visitor(secret=ANN), plan, found, space)
+        limits.check_plan(find_visitor(secret=ANN), plan, found, space)
 
 
 def test_a_model_that_is_too_large_is_refused_before_it_is_read(space):
-    found = actions.inspect(visitor(secret=ANN), "demo")
-    ann, plan = visitor(secret=ANN), Plan("demo", budget=64)
-    limits.check(ann, plan, found, space, Limits(gigabytes=found.weight_bytes / 1e9))
+    found = actions.inspect_model(find_visitor(secret=ANN), "demo")
+    ann, plan = find_visitor(secret=ANN), Plan("demo", budget=64)
+    limits.check_plan(ann, plan, found, space, Limits(gigabytes=found.weight_bytes / 1e9))
     with pytest.raises(RequestError, match=r"GB of weights, and this Space serves up to 0.001 GB: choose a smaller"):
-        limits.check(ann, plan, found, space, Limits(gigabytes=0.001))
+        limits.check_plan(ann, plan, found, space, Limits(gigabytes=0.001))
 
 
 def test_a_visitor_whose_runs_fill_their_share_of_the_disk_is_refused_and_nobody_else(space):
     run = begun()
     (run.folder / "state" / "large").write_bytes(b"x" * 2000)
-    limits.check_turn(visitor(secret=ANN), space, Limits(disk=1e-5))
+    limits.check_turn(find_visitor(secret=ANN), space, Limits(disk=1e-5))
     with pytest.raises(RequestError, match="your runs fill 1e-06 GB: delete one under `Runs`"):
-        limits.check_turn(visitor(secret=ANN), space, Limits(disk=1e-6))
-    limits.check_turn(visitor(secret=BOB), space, Limits(disk=1e-6))
+        limits.check_turn(find_visitor(secret=ANN), space, Limits(disk=1e-6))
+    limits.check_turn(find_visitor(secret=BOB), space, Limits(disk=1e-6))
 
 
 def test_a_visitor_and_all_together_have_only_so_many_runs_at_work(space):
     one, two = begun(), begun(BOB)
     few = Limits(runs=1, queue=2)
-    limits.check_turn(visitor(secret=ANN), space, few)
+    limits.check_turn(find_visitor(secret=ANN), space, few)
     with one.locked():
         one.log("queued")
         with pytest.raises(RequestError, match="1 runs of yours are at work or wait"):
-            limits.check_turn(visitor(secret=ANN), space, few)
-        limits.check_turn(visitor(secret=BOB), space, few)
+            limits.check_turn(find_visitor(secret=ANN), space, few)
+        limits.check_turn(find_visitor(secret=BOB), space, few)
         with two.locked():
             two.log("queued")
             with pytest.raises(RequestError, match="2 runs wait here already: try again later"):
-                limits.check_turn(visitor(secret="c" * 16), space, few)
+                limits.check_turn(find_visitor(secret="c" * 16), space, few)
 
 
 @pytest.mark.parametrize(("prompt", "tokens"), [("x" * 5000, 8), ("x", 300), ("x", 0)])
@@ -115,7 +115,7 @@ def test_a_comparison_that_is_too_long_is_refused(space, prompt, tokens):
     run = begun()
     run.checkpoint.mkdir()
     with pytest.raises(RequestError, match=f"a prompt of {len(prompt)} characters and {tokens} tokens cannot"):
-        next(actions.compare(visitor(secret=ANN), run.folder.name, prompt, tokens, 0, False))
+        next(actions.compare_models(find_visitor(secret=ANN), run.folder.name, prompt, tokens, 0, False))
 
 
 def test_the_owner_of_a_space_sets_its_limits_by_variables():
@@ -130,4 +130,4 @@ def test_the_owner_of_a_space_sets_its_limits_by_variables():
 def test_nothing_is_limited_at_ones_own_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     limits.check_model("/some/folder", "file:text")
-    limits.check(visitor(), Plan("demo", budget=64, steps=10**6), None, tmp_path)
+    limits.check_plan(find_visitor(), Plan("demo", budget=64, steps=10**6), None, tmp_path)

@@ -4,7 +4,7 @@ import pytest
 
 from linearizer.errors import RequestError
 from linearizer.page import actions, cards
-from linearizer.page.visitors import new_secret, visitor
+from linearizer.page.visitors import find_visitor, new_secret
 from linearizer.publish import html
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
@@ -25,15 +25,15 @@ def space(root, monkeypatch):
 
 
 def test_at_ones_own_machine_everybody_sees_all_runs(root):
-    run = visitor().begin(Plan("demo", budget=64))
-    assert visitor("ann").find(run.folder.name) == run
+    run = find_visitor().begin(Plan("demo", budget=64))
+    assert find_visitor("ann").find(run.folder.name) == run
     assert run.folder == root / "demo-64"
 
 
 def test_visitors_of_a_space_have_folders_that_nobody_can_guess(space):
-    run = visitor(secret=ANN).begin(Plan("demo", budget=64))
-    assert visitor(secret=ANN).find(run.folder.name) == run
-    for other in (visitor(secret=BOB), visitor("ann"), visitor(ANN)):
+    run = find_visitor(secret=ANN).begin(Plan("demo", budget=64))
+    assert find_visitor(secret=ANN).find(run.folder.name) == run
+    for other in (find_visitor(secret=BOB), find_visitor("ann"), find_visitor(ANN)):
         with pytest.raises(RequestError, match="none of your runs"):
             other.find(run.folder.name)
     assert len(run.folder.name) > 20
@@ -41,24 +41,24 @@ def test_visitors_of_a_space_have_folders_that_nobody_can_guess(space):
 
 
 def test_an_account_is_told_from_a_secret_of_the_same_letters(space):
-    assert visitor(ANN).home != visitor(secret=ANN).home
+    assert find_visitor(ANN).home != find_visitor(secret=ANN).home
 
 
 @pytest.mark.parametrize("secret", ["", "short", None, 5, {"a": 1}, ["a" * 16]])
 def test_who_cannot_be_known_again_has_no_runs(space, secret):
     with pytest.raises(RequestError, match="nobody is known here"):
-        visitor(secret=secret).home  # noqa: B018
+        find_visitor(secret=secret).home  # noqa: B018
 
 
 def test_a_token_is_not_in_what_a_visitor_looks_like(space):
-    assert "hf_secret" not in repr(visitor("ann", "hf_secret"))
+    assert "hf_secret" not in repr(find_visitor("ann", "hf_secret"))
 
 
 @pytest.mark.parametrize("name", ["", ".", "..", "../x", "/etc", "a/b", "a\0b", "a" * 300, None, 5, ["x"], "-" * 0])
 def test_a_name_never_leads_out_of_the_folder(root, name):
     (root / "x").mkdir(parents=True)
     with pytest.raises(RequestError, match="none of your runs"):
-        visitor().find(name)
+        find_visitor().find(name)
 
 
 def test_a_link_out_of_the_folder_is_not_followed(root, tmp_path):
@@ -66,7 +66,7 @@ def test_a_link_out_of_the_folder_is_not_followed(root, tmp_path):
     root.mkdir()
     (root / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RequestError, match="none of your runs"):
-        visitor().find("link")
+        find_visitor().find("link")
 
 
 def test_secrets_differ():
@@ -75,10 +75,10 @@ def test_secrets_differ():
 
 def test_what_comes_from_outside_is_escaped(root):
     odd = "<img src=x onerror=alert(1)>\"'&`<b>`"
-    found = actions.inspect(visitor(), "demo")
+    found = actions.inspect_model(find_visitor(), "demo")
     object.__setattr__(found, "name", odd)
     object.__setattr__(found, "licence", odd)
-    run = visitor().begin(Plan(odd, budget=64, text=odd))
+    run = find_visitor().begin(Plan(odd, budget=64, text=odd))
     run.log("failed", error=odd)
     from linearizer.jobs import control
 
@@ -98,12 +98,12 @@ def test_what_comes_from_outside_is_escaped(root):
 
 
 def test_a_sentence_does_not_tell_where_runs_are_kept(space):
-    home = visitor(secret=ANN).home
+    home = find_visitor(secret=ANN).home
     assert html.plain(f"'{home}/r123' is done") == "'r123' is done"
 
 
 def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
-    plan = actions.plan_of("demo", 64, "Try it", {"recipe": "features", "window": 8, "text": "self"})
+    plan = actions.make_plan("demo", 64, "Try it", {"recipe": "features", "window": 8, "text": "self"})
     from linearizer.cli.main import begin, parser
     from linearizer.run.plan import command_of
 
@@ -117,8 +117,8 @@ def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
 def test_an_estimate_grows_with_the_work_and_covers_the_download(root):
     from linearizer.jobs.forecast import Speeds, estimate
 
-    found, machine = actions.inspect(visitor(), "demo"), Speeds(1e10, 1e10, 1e9)
-    guesses = [estimate(actions.plan_of("demo", 64, effort, {}), found, machine, 5e6) for effort in actions.EFFORTS]
+    found, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e10, 1e10, 1e9)
+    guesses = [estimate(actions.make_plan("demo", 64, effort, {}), found, machine, 5e6) for effort in actions.EFFORTS]
     assert guesses[0].seconds < guesses[1].seconds < guesses[2].seconds
     assert guesses[0].disk_bytes < guesses[2].disk_bytes
     assert guesses[0].disk_bytes > 5e6 + found.weight_bytes
@@ -127,7 +127,7 @@ def test_an_estimate_grows_with_the_work_and_covers_the_download(root):
 def test_minutes_that_are_asked_for_are_in_the_estimate():
     from linearizer.jobs.forecast import Speeds, estimate
 
-    found, machine = actions.inspect(visitor(), "demo"), Speeds(1e12, 1e12, 1e9)
+    found, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e12, 1e12, 1e9)
     plans = (Plan.of("features", model="demo", budget=64, **some) for some in ({"steps": 0}, {"minutes": 60}))
     untrained, an_hour = (estimate(plan, found, machine, 0) for plan in plans)
     assert an_hour.seconds - untrained.seconds == pytest.approx(3600)
@@ -137,14 +137,14 @@ def test_local_folders_are_found_as_they_are_typed_and_never_on_a_space(root, tm
     model = tmp_path / "models" / "mine"
     model.mkdir(parents=True)
     (model / "config.json").write_text("{}")
-    assert actions.search(visitor(), str(tmp_path / "models") + "/") == [str(model)]
-    assert actions.search(visitor(), str(tmp_path / "models" / "mi")) == [str(model)]
+    assert actions.search_models(find_visitor(), str(tmp_path / "models") + "/") == [str(model)]
+    assert actions.search_models(find_visitor(), str(tmp_path / "models" / "mi")) == [str(model)]
     monkeypatch.setenv("SPACE_ID", "owner/name")
-    assert actions.search(visitor(), str(tmp_path / "models") + "/") == []
+    assert actions.search_models(find_visitor(), str(tmp_path / "models") + "/") == []
 
 
 def test_a_search_finds_the_demo_and_models_of_the_hub(root, hub):
     hub.add("org/demonstration", {"config.json": b"{}"})
     hub.add("org/other", {"config.json": b"{}"})
     hub.add("ann/demo-private", {"config.json": b"{}"}, private=True)
-    assert actions.search(visitor(), "demo") == ["demo", "org/demonstration"]
+    assert actions.search_models(find_visitor(), "demo") == ["demo", "org/demonstration"]

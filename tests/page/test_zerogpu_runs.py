@@ -48,12 +48,12 @@ def test_elsewhere_a_function_stays_as_it_is():
     def function():
         return 1
 
-    assert not zerogpu.here() and zerogpu.lent(60)(function) is function
+    assert not zerogpu.on_zerogpu() and zerogpu.with_device(60)(function) is function
 
 
 @pytest.mark.parametrize("name", ["trained", "priced"])
 def test_slices_end_in_the_same_bits_as_one_piece(whole, name, tmp_path, monkeypatch):
-    monkeypatch.setattr(zerogpu_runs, "SHARE", 0)  # each slice finishes one thing
+    monkeypatch.setattr(zerogpu_runs, "WORKED_SHARE", 0)  # each slice finishes one thing
     run = Run.begin(tmp_path / "run", whole[name].plan)
     zerogpu_runs.start(run)
     while control.state_of(run) in control.LIVE:

@@ -10,7 +10,7 @@ from linearizer.jobs.evaluation_forecast import Foreseen, evaluation_seconds, fo
 from linearizer.jobs.forecast import Estimate
 from linearizer.page import actions, cards, limits, run_state
 from linearizer.page.evaluation_cards import evaluation_card, times_line
-from linearizer.page.visitors import visitor
+from linearizer.page.visitors import find_visitor
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
@@ -56,21 +56,21 @@ def test_what_is_not_given_is_left_to_its_default():
     assert Request.of({"parts": ["recall", "language"]}).chosen == ("language", "recall")
 
 
-@pytest.mark.parametrize("name", limits.ASKED)
+@pytest.mark.parametrize("name", limits.MAX_OF_REQUEST)
 def test_a_space_says_what_is_too_much_of_an_evaluation(tmp_path, monkeypatch, name):
     monkeypatch.setenv("SPACE_ID", "owner/name")
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
-    most = limits.ASKED[name]
+    most = limits.MAX_OF_REQUEST[name]
     asked = {"tasks": ["piqa"] * (most + 1), "limit": 1} if name == "tasks" else {name: most + 1}
     asked = {"lengths": [64] * (most + 1)} if name == "lengths" else asked
     with pytest.raises(RequestError, match=f"{name} .* is more than this Space serves"):
-        limits.check_request(visitor(secret=ANN), Request.of(asked), tmp_path)
+        limits.check_request(find_visitor(secret=ANN), Request.of(asked), tmp_path)
     with pytest.raises(RequestError, match="give a limit up to"):
-        limits.check_request(visitor(secret=ANN), Request(("tasks",), tasks=("piqa",)), tmp_path)
+        limits.check_request(find_visitor(secret=ANN), Request(("tasks",), tasks=("piqa",)), tmp_path)
 
 
 def test_nothing_is_limited_at_ones_own_machine(tmp_path):
-    limits.check_request(visitor(), Request(texts=10**6, text="file:mine", task_folder="mine"), tmp_path)
+    limits.check_request(find_visitor(), Request(texts=10**6, text="file:mine", task_folder="mine"), tmp_path)
 
 
 def test_parts_are_foreseen_from_what_judging_took(run):
@@ -105,11 +105,11 @@ def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, t
         found = control.status(run)
         assert found.state == "done" and found.live and found.evaluation.state == "running"
         begun = run.events()[-1]["time"]
-        limits.enforce(tmp_path, begun + 1)
+        limits.enforce_limits(tmp_path, begun + 1)
         assert not run.requested("stop")
-        limits.enforce(tmp_path, begun + 30 * 24 * 3600)
+        limits.enforce_limits(tmp_path, begun + 30 * 24 * 3600)
         assert run.requested("stop") and control.state_of(evaluation) == "stopping" and run.has("plan.json")
-        assert not run_state.abilities(control.status(run))["delete"]
+        assert not run_state.possible_actions(control.status(run))["delete"]
 
 
 def test_the_page_says_how_an_evaluation_is(run):
@@ -135,10 +135,10 @@ def test_the_page_says_how_an_evaluation_is(run):
 def test_only_ones_own_run_is_evaluated(tmp_path, monkeypatch):
     monkeypatch.setenv("SPACE_ID", "owner/name")
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
-    mine = visitor(secret=ANN).begin(Plan("demo", budget=64))
-    other = visitor(secret="bob's secret, long enough")
-    for ask in (actions.evaluate, actions.foresee_evaluation):
+    mine = find_visitor(secret=ANN).begin(Plan("demo", budget=64))
+    other = find_visitor(secret="bob's secret, long enough")
+    for ask in (actions.start_evaluation, actions.forecast_evaluation):
         with pytest.raises(RequestError, match="none of your runs"):
             ask(other, mine.folder.name, {})
     with pytest.raises(RequestError, match="has no student yet"):
-        actions.evaluate(visitor(secret=ANN), mine.folder.name, {})
+        actions.start_evaluation(find_visitor(secret=ANN), mine.folder.name, {})
