@@ -7,7 +7,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -17,18 +16,15 @@ from linearizer.allocate.decide import check_dials, decide
 from linearizer.allocate.step import allocated
 from linearizer.errors import RequestError
 from linearizer.evaluate.environment import environment
-from linearizer.evaluate.judging import Evaluation, evaluate_language, evaluate_recall
-from linearizer.evaluate.setup import assembled
+from linearizer.evaluate.setup import Bench, assembled
 from linearizer.evaluate.side_by_side import Comparison, compare
-from linearizer.evaluate.step import measure_parts
-from linearizer.evaluate.subjects import window_control
+from linearizer.evaluate.step import JUDGING, judge, measure_parts
 from linearizer.measure.profile import asked_of
 from linearizer.measure.step import profile, texts_needed
 from linearizer.model import checkpoint
 from linearizer.model.hub import Source, cache_folder, download_bytes, find_model
 from linearizer.model.inspect import inspect_model
 from linearizer.model.quiet import quiet
-from linearizer.model.swap import holding
 from linearizer.model.teacher import Teacher, load, load_config, windows_of
 from linearizer.progress import Steps
 from linearizer.publish.card import add_card
@@ -41,13 +37,10 @@ from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
-from linearizer.run.stopping import check, interruptible, logged, reported
+from linearizer.run.stopping import check, interruptible, reported
 from linearizer.runtime.feature_maps import FEATURE_MAPS
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.settings import settings_of
 from linearizer.train.step import timed_plan, train
-
-JUDGED = 8  # texts that are kept from training, to judge by
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -104,38 +97,9 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
 def shared_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Take texts to train on, and others to judge by: what follows all that was trained on, measured or priced."""
     wanted, least = plan.steps * plan.batch, texts_needed(plan)
-    texts = windows_of(plan, teacher, max(wanted, plan.texts_measured) + JUDGED, token, least=least)
-    judged = min(JUDGED, len(texts) - least + 1)
+    texts = windows_of(plan, teacher, max(wanted, plan.texts_measured) + JUDGING.texts, token, least=least)
+    judged = min(JUDGING.texts, len(texts) - least + 1)
     return texts[:-judged][:wanted], texts[-judged:]
-
-
-def judge(
-    run: Run, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor, token: str | None
-) -> Steps[tuple[Evaluation, ...]]:
-    """Put teacher, student, and a window that takes the student's bytes, through the same text."""
-    layers = run.layers
-    length = texts.shape[1]
-    state = allocation.state_bytes(layers, length)
-    control = window_control(allocation, layers, length)
-    passage = max(2, length // 20)
-    gaps = [gap for gap in (length // 16, length // 4, length * 5 // 8) if 2 * passage + gap <= length]
-
-    reference = student
-    if run.plan.lora:  # adapters changed the student's weights: the teacher and its window have their own
-        reference = checkpoint.linearize(load(run.pinned_plan, token).model, layers, control)
-
-    def look(name: str, size: int | None, model: LinearizedForCausalLM, as_teacher: bool = False) -> Steps[Evaluation]:
-        language = yield from evaluate_language(model, texts, as_teacher, reference)
-        recall = yield from evaluate_recall(model, texts, gaps, passage, as_teacher)
-        return Evaluation(name, size, language, recall)
-
-    teacher = yield from look("teacher", None, reference, as_teacher=True)
-    found = [teacher, (yield from look("student", state, student))]
-    with holding(reference, layers, control):
-        found.append((yield from look("window", control.state_bytes(layers, length), reference)))
-    run.keep_found(rows=[asdict(evaluation) for evaluation in found], parts={})
-    run.log("evaluated", **{evaluation.name: evaluation.language.loss for evaluation in found})
-    return tuple(found)
 
 
 def measure_only(run: Run, token: str | None = None, held: bool = False) -> Steps[Profile]:
@@ -179,9 +143,12 @@ def make(run: Run, token: str | None) -> Steps[None]:
         plan = timed_plan(run, teacher, student, token)
         learnt, judged = shared_texts(plan, teacher, token)
     yield from train(run, plan, student, allocation, learnt)
-    yield from logged(run, judge(run, student, allocation, judged, token))
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
     run.keep_found(made_with={**made_with, **environment(student)})
+    control = student
+    if plan.lora:  # adapters changed the student's weights: the teacher and its window have their own
+        control = checkpoint.linearize(load(run.pinned_plan, token).model, layers, allocation)
+    yield from judge(run, Bench(run, student, control, teacher.tokenizer, control.base, None, judged))
     check(run)
     checkpoint.save(student, teacher.tokenizer, run.checkpoint)
 

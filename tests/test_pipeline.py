@@ -38,7 +38,7 @@ def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, be
     plan = Plan("demo", target_length=64, steps=4, **{**QUICK, "budget": 24, "strategy": strategy})
     whole, run = begin("whole", plan), begin("run", plan)
     finish(linearize(whole))
-    steps = ["profile", "price" if strategy == "gain" else "distill", "evaluate", "recall"]
+    steps = ["profile", "price" if strategy == "gain" else "distill", "evaluate"]
     for step in steps:
         with pytest.raises(Stopped):
             for progress in linearize(run):
@@ -99,7 +99,7 @@ def test_training_ends_early_where_that_is_asked_and_stays_so(begin):
     steps.close()
     assert reached == 3 and not run.requested("use")
     assert control.status(run).state == "stopped"
-    assert {progress.step for progress in linearize(run)} == {"evaluate", "recall"}
+    assert {progress.step for progress in linearize(run)} == {"evaluate"}
     assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [3, 3]
     assert control.status(run).state == "done"
 
@@ -158,7 +158,6 @@ def test_what_was_measured_of_one_allocation_is_not_said_of_another(begin):
     reallocate(run, run.plan)
     run.log("exchanged", predicted=0.5, measured=0.25, changed=False)
     run.write("state/steps.json", "7")
-    run.keep_found(rows=[{"name": "student", "state_bytes": 9, "language": {"loss": 1, "kl": 1}, "recall": []}])
     for budget, said in ((64, True), (48, False), (64, False)):
         reallocate(run, replace(run.plan, budget=budget))
         assert ("0.5000 predicted, 0.2500 measured" in run_text(run)) == run.has("state/steps.json") == said

@@ -38,7 +38,7 @@ def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
     run = Run.begin(tmp_path / "run", Plan.of(recipe, **SMALL, **steps))
     allocation = finish(pipeline.linearize(run))
     assert allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 40)
-    assert math.isfinite(run.evaluation[1]["language"]["loss"])
+    assert math.isfinite(run.evaluation_parts["language"]["subjects"][1]["loss"]["mean"])
     phases = [event["phase"] for event in run.events() if event["event"] == "distilled"]
     assert phases == {"lolcats": [0, 1], "performer": [0]}.get(recipe, [])
 

@@ -200,7 +200,7 @@ def serve_run(asked: argparse.Namespace) -> None:
         "run": str(run.folder),
         "checkpoint": str(run.checkpoint),
         **made.summary(run.layers, run.plan.target_tokens(run.positions)),
-        "evaluation": run.evaluation,
+        "evaluation": run.evaluation_parts,
     }
     show(asked, product, terminal.run_text(run))
 

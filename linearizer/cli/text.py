@@ -168,21 +168,16 @@ def held_text(allocation: Allocation) -> str:
     return f"{counts}, {allocation.sinks} sinks, {allocation.bits} bits a number"
 
 
-def evaluation_text(found: Sequence[dict[str, Any]]) -> str:
-    """Say what the student kept, beside its teacher and a plain window of the same bytes."""
-    gaps = [f"recall after {recall['gap']}" for recall in found[0]["recall"]]
-    rows: list[Sequence[object]] = [("", "state", "loss", "KL", *gaps)]
-    for one in found:
-        state = "grows" if one["state_bytes"] is None else size(one["state_bytes"])
-        recalls = (f"{recall['second']:.3f}" for recall in one["recall"])
-        rows.append((one["name"], state, f"{one['language']['loss']:.3f}", f"{one['language']['kl']:.4f}", *recalls))
-    return columns(rows)
-
-
 def run_text(run: Run) -> str:
     """Say what came of a run that is done."""
     assert run.allocation is not None
-    judged = evaluation_text(run.evaluation)
+    from linearizer.publish.parts import PART_VIEWS
+    from linearizer.publish.tables import text_of
+
+    parts = run.evaluation_parts
+    judged = "\n\n".join(
+        text_of(PART_VIEWS[part].tables(parts[part])) for part in ("language", "recall") if part in parts
+    )
     bought = events.of_student(run.events(), "exchanged")
     real = (
         f"KL on the text that heads were priced on: {bought[-1]['predicted']:.4f} predicted, "

@@ -1,4 +1,4 @@
-"""."""
+"""Lets subjects read texts, and gives their logits or losses."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.logits import LOGITS, Tensor, fresh_cache, losses_of, texts_at_once, vocabulary
+from linearizer.model.logits import Tensor, fresh_cache, losses_of, texts_at_once, tokens_at_once
 
 
 @torch.inference_mode()
@@ -17,7 +17,7 @@ def read_together(subjects: Sequence[Subject], ids: Tensor) -> Iterator[tuple[in
 
     Texts whose logits would be too many are read in pieces, each subject remembering in a cache of its own kind.
     """
-    size = max(1, LOGITS // (len(ids) * vocabulary(subjects[0].model)))
+    size = tokens_at_once(subjects[0].model, len(ids))
     if size >= ids.shape[1]:
         yield 0, [read(subject, ids, None) for subject in subjects]
         return

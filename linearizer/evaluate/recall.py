@@ -4,11 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
 from linearizer.evaluate.reading import read_losses
 from linearizer.evaluate.subjects import Subject
+from linearizer.model.memory import fits
 from linearizer.model.text import repeated_passages
 from linearizer.progress import Progress, Steps
 
@@ -68,11 +70,13 @@ def measure_recall(
     return Recall(passage, gaps, tuple(rows))
 
 
-def measure_longer(subjects: Sequence[Subject], windows: Tensor, trained: int, positions: int) -> Steps[Longer]:
-    """Measure the loss within and beyond the length of the training's texts."""
+def measure_longer(subjects: Sequence[Subject], windows: Tensor, trained: int, positions: int) -> Steps[Longer | None]:
+    """Measure the loss within and beyond the length of the training's texts; None where memory does not reach."""
     edges = (0, *(trained << step for step in range(30) if trained << step < windows.shape[1] - 1))
-    losses = read_losses(subjects, windows)
+    losses = fits(partial(read_losses, subjects, windows))
     yield Progress("longer", 1, 1, "texts")
+    if losses is None:
+        return None
     ends = (*edges[1:], windows.shape[1] - 1)
     rows = tuple(tuple(own[:, a:b].mean().item() for a, b in zip(edges, ends, strict=True)) for own in losses)
     beyond = tuple(end > positions for end in ends)

@@ -38,8 +38,9 @@ class Bench:
     student: LinearizedForCausalLM
     control: LinearizedForCausalLM  # the student with its teacher's weights: itself, if it has them
     tokenizer: PreTrainedTokenizerBase
-    teacher: PreTrainedModel | None
+    teacher: PreTrainedModel | None  # may be the control's own base
     alone: str | None  # why there is no teacher
+    kept: torch.Tensor | None = None  # texts that the run kept from training, where it has just made its student
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -55,9 +56,7 @@ class Bench:
     @cached_property
     def untrained(self) -> tuple[LayerStudent, ...] | None:
         """The student as it was before its training; None where there was none, or what it began from is gone."""
-        if not self.run.plan.trains or not self.run.has(SAMPLES):
-            return None
-        return self.begun(self.allocation)
+        return self.begun(self.allocation) if "untrained" in self.names else None
 
     def begun(self, allocation: Allocation) -> tuple[LayerStudent, ...]:
         """Make what a student would hold by an allocation, begun and not trained."""
@@ -72,11 +71,18 @@ class Bench:
         allocation = Allocation(f"{features} features", 0, rows)
         return Subject(allocation.strategy, self.control, allocation, self.begun(allocation))
 
+    @property
+    def names(self) -> list[str]:
+        """The subjects; what a student was before its training is left out where it has just been made."""
+        beginning = self.kept is None and self.run.plan.trains and self.run.has(SAMPLES)
+        return ["teacher"] * (self.teacher is not None) + ["student", "window"] + ["untrained"] * beginning
+
     def subjects(self, length: int) -> list[Subject]:
         """Teacher, student, a plain window that takes the student's bytes at this length, the student untrained."""
         control = window_control(self.allocation, self.layers, length)
         heads = checkpoint.students_of(self.control, self.layers, control)
-        found = [] if self.teacher is None else [Subject("teacher", self.teacher)]
+        softmax = self.teacher is self.control.base
+        found = [] if self.teacher is None else [Subject("teacher", self.teacher, softmax=softmax)]
         found.append(Subject("student", self.student, self.allocation))
         found.append(Subject(control.strategy, self.control, control, heads))
         if self.untrained is not None:
@@ -103,6 +109,8 @@ class Bench:
     def windows(self, source: str | None, length: int, count: int, seed: int) -> torch.Tensor:  # (≤ count, length)
         """Take text that the student was neither measured nor trained on: what follows its own, or another source."""
         plan = self.run.plan
+        if self.kept is not None and source is None and length == self.usual_length:
+            return self.kept[:count]
         source = located_text(source or plan.text)  # so is the plan's own
         if source != plan.text or source == "self":
             if source == "self" and self.teacher is None:

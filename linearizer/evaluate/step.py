@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Callable
 from contextlib import closing
@@ -10,6 +9,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
+from linearizer.errors import TextError
 from linearizer.evaluate.generation import measure_generation
 from linearizer.evaluate.head_errors import measure_approximation, measure_curve
 from linearizer.evaluate.language import measure_language
@@ -28,33 +28,44 @@ from linearizer.run.stopping import interruptible, logged
 from linearizer.train.distill import distill
 from linearizer.train.settings import settings_of
 
+JUDGING = Request(("language", "recall"))  # of a student that has just been made
 WRITTEN = 96  # tokens at most
 LOOKED_AT = 2  # texts whose attention is compared, head by head
 FEATURES = (8, 16, 32, 64, 128, 256)  # of the curve of errors
 Found = dict[str, Any]  # of one part, as it is stored: numbers, strings, lists and dicts
 
 
-def measure_parts(run: Run, bench: Bench, request: Request, anew: tuple[str, ...] = ()) -> Steps[dict[str, Found]]:
+def measure_parts(
+    run: Run, bench: Bench, request: Request, anew: tuple[str, ...] = (), step: str | None = None
+) -> Steps[dict[str, Found]]:
     """Measure the parts that were asked for, but for those that are there as they were asked; give all of them.
 
-    `run` is the evaluation's; `anew` names parts that are measured even so.
+    `anew` names parts that are measured even so; `step` is the step of a run that these are parts of.
     """
     check_request(bench, request)
-    student, made_with = digest(run.checkpoint), bench.made_with()
     for place, part in enumerate(request.chosen, 1):
         if part == "needle" and not request.parts and bench.run.positions < LEAST:
             continue  # nobody named it, and pairs do not fit into what this teacher reads
         measure, uses = PARTS[part]
-        asked = {"student": student, **{name: getattr(request, name) for name in uses}, "made_with": made_with}
+        asked = {name: getattr(request, name) for name in uses}
+        asked |= {"subjects": bench.names, "made_with": bench.made_with()}
         asked = json.loads(json.dumps(asked))  # as it is stored: a tuple becomes a list
         there = run.evaluation_parts.get(part)
         if there is not None and there["asked"] == asked and part not in anew:
             continue
         at = {"part": part, "place": place, "parts": len(request.chosen)}
-        found = yield from logged(run, at_once(run, measure(bench, request), at))
+        found = yield from logged(run, at_once(run, measure(bench, request), at, step))
         run.keep_found(parts={**run.evaluation_parts, part: {"asked": asked, **found}})
-        run.log("examined", part=part)
+        if step is None:
+            run.log("examined", part=part)
     return run.evaluation_parts
+
+
+def judge(run: Run, bench: Bench) -> Steps[None]:
+    """Measure a student that has just been made on texts that were kept from its training."""
+    run.keep_found(parts={})
+    parts = yield from measure_parts(run, bench, JUDGING, step="evaluate")
+    run.log("evaluated", **{one["name"]: one["loss"]["mean"] for one in parts["language"]["subjects"]})
 
 
 def check_request(bench: Bench, request: Request) -> None:
@@ -65,7 +76,7 @@ def check_request(bench: Bench, request: Request) -> None:
         find_tasks(request.tasks, None if request.task_folder is None else Path(request.task_folder))
 
 
-def at_once(run: Run, steps: Steps[Found], at: Found) -> Steps[Found]:
+def at_once(run: Run, steps: Steps[Found], at: Found, step: str | None) -> Steps[Found]:
     """Let a request to stop end a part where it is, for it is kept whole or not at all; say `at` which part it is."""
     with closing(steps):
         while True:
@@ -74,17 +85,7 @@ def at_once(run: Run, steps: Steps[Found], at: Found) -> Steps[Found]:
                     progress = next(steps)
             except StopIteration as end:
                 return end.value
-            yield replace(progress, details={**progress.details, **at})
-
-
-def digest(checkpoint: Path) -> str:
-    """Tell students apart by what their files hold."""
-    found = hashlib.sha256()
-    for path in sorted((*checkpoint.glob("*.safetensors"), checkpoint / "config.json")):
-        with path.open("rb") as file:
-            while piece := file.read(2**24):
-                found.update(piece)
-    return found.hexdigest()[:16]
+            yield replace(progress, step=step or progress.step, details={**progress.details, **at})
 
 
 def look_at_language(bench: Bench, request: Request) -> Steps[Found]:
@@ -107,9 +108,12 @@ def look_at_recall(bench: Bench, request: Request) -> Steps[Found]:
     long = max(length, 2 * trained)
     if long > positions and bench.run.inspection["positions"] == "learned":
         return found
-    windows = bench.windows(request.text, long, max(1, request.texts * length // long), request.seed)
+    try:
+        windows = bench.windows(request.text, long, max(1, request.texts * length // long), request.seed)
+    except TextError:  # no text that long is left
+        return found
     longer = yield from measure_longer(bench.subjects(long), windows, trained, positions)
-    return {**found, "longer": {"texts": len(windows), **asdict(longer)}}
+    return found if longer is None else {**found, "longer": {"texts": len(windows), **asdict(longer)}}
 
 
 def look_for_needles(bench: Bench, request: Request) -> Steps[Found]:

@@ -28,7 +28,7 @@ from linearizer.run.folder import OWN, Run, newest_request
 from linearizer.run.locks import Lock
 
 STATES = ("queued", "running", "stopping", "stopped", "failed", "done", "lost")
-STEPS = ("profile", "try", "price", "exchange", "gates", "distill", "evaluate", "recall")
+STEPS = ("profile", "try", "price", "exchange", "gates", "distill", "evaluate")
 PARTS = ("language", "recall", "longer", "needle", "generation", "approximation", "distill", "speed", "tasks")
 TOLD = {"queued": "queued", "started": "running", "stopped": "stopped", "failed": "failed", "done": "done"}
 LIVE = ("queued", "running", "stopping")

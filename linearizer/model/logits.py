@@ -76,5 +76,10 @@ def texts_at_once(model: PreTrainedModel, length: int) -> int:
     return max(1, LOGITS // (length * vocabulary(model)))
 
 
+def tokens_at_once(model: PreTrainedModel, texts: int) -> int:
+    """Tell of how many tokens of so many texts the logits may be held at once."""
+    return max(1, LOGITS // (texts * vocabulary(model)))
+
+
 def vocabulary(model: PreTrainedModel) -> int:
     return model.get_output_embeddings().weight.shape[0]

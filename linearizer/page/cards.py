@@ -41,7 +41,6 @@ STEP_SENTENCES = {
     "gates": "learns gates",
     "distill": "trains the features",
     "evaluate": "judges the student",
-    "recall": "judges its memory",
 }
 
 
@@ -210,19 +209,21 @@ def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: floa
     return facts(pairs, "lz-wide") + early + "".join(warnings)
 
 
-def evaluation_table(rows: Sequence[Mapping[str, Any]]) -> str:
+def evaluation_table(parts: Mapping[str, Mapping[str, Any]]) -> str:
     """Say what the student kept, beside its teacher and a plain window of the same bytes."""
-    gaps = [f"recall after {recall['gap']}" for recall in rows[0]["recall"]] if rows else []
+    language, recall = parts["language"]["subjects"], parts.get("recall", {"gaps": [], "subjects": []})
+    gaps = [f"recall after {gap}" for gap in recall["gaps"]]
+    again = {one["name"]: [f"{loss:.3f}" for loss in one["second"]] for one in recall["subjects"]}
     cells = [
         [
-            str(row["name"]),
-            "grows" if row["state_bytes"] is None else size(row["state_bytes"]),
-            f"{row['language']['loss']:.3f}",
-            f"{row['language']['kl']:.4f}",
-            f"{row['language']['agreement']:.1%}",
-            *(f"{recall['second']:.3f}" for recall in row["recall"]),
+            str(one["name"]),
+            "grows" if one["state_bytes"] is None else size(one["state_bytes"]),
+            f"{one['loss']['mean']:.3f}",
+            "–" if one["kl"] is None else f"{one['kl']['mean']:.4f}",
+            "–" if one["agreement"] is None else f"{one['agreement']['mean']:.1%}",
+            *again.get(one["name"], ["–"] * len(gaps)),
         ]
-        for row in rows
+        for one in language
     ]
     head = ("model", "state", "loss", "KL to the teacher", "agreement", *gaps)
     note = "On text that was kept from training, in nats per token; window: a plain one that takes the student's bytes"

@@ -135,14 +135,15 @@ class RunState:
         mark = path.stat().st_mtime_ns
         if self.parts.get("evaluation", Piece("", None)).mark == str(mark):
             return
-        from linearizer.publish import training_charts
+        from linearizer.publish import language_charts, training_charts
 
-        rows = self.run.evaluation
-        again = bool(rows and rows[0]["recall"])
-        self.put("evaluation", mark, lambda: cards.evaluation_table(rows))
-        self.put("positions", mark, lambda: training_charts.position_lines(rows).to_json())
-        self.put("recall", mark, lambda: training_charts.recall_lines(rows).to_json() if again else None)
-        for part, found in self.run.evaluation_parts.items():
+        parts = self.run.evaluation_parts
+        if "language" in parts:
+            self.put("evaluation", mark, lambda: cards.evaluation_table(parts))
+            self.put("positions", mark, lambda: language_charts.by_position(parts["language"]).to_json())
+        if "recall" in parts:
+            self.put("recall", mark, lambda: language_charts.recall(parts["recall"]).to_json())
+        for part, found in parts.items():
             if part in PART_VIEWS:
                 told = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
                 draw = cache(partial(draw_part, part, found))

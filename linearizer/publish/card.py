@@ -19,7 +19,6 @@ from linearizer.amounts import smaller_from
 from linearizer.model.hub import DEMO
 from linearizer.publish.allocation_picture import draw
 from linearizer.publish.card_metadata import LINK, Teacher, metadata, one_line, terms_of
-from linearizer.publish.evaluation_table import table
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.publish.tables import Table, made_with
 from linearizer.run.allocation import Allocation
@@ -29,6 +28,12 @@ from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import Plan, command_of
 
 PICTURE = "allocation.png"
+JUDGED = {"language", "recall"}  # parts that every student is measured in when it is made
+COMPARED = (
+    "On text that was kept from training, one seed. The teacher is the same weights with softmax attention, through "
+    "the same code. `window` is the control: a plain window with sinks that takes the student's bytes, in as many bits "
+    "a number. Losses are in nats per token."
+)
 SNIPPET = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
@@ -56,17 +61,17 @@ def card(run: Run, repo_id: str | None = None) -> str:
     allocation, layers, teacher = run.allocation, run.layers, Teacher.of(run)
     assert allocation is not None
     plan = public_plan(run.plan, teacher)
-    rows, training = run.evaluation, trained(run)
+    parts, training = known(run.evaluation_parts), trained(run)
     title = repo_id.partition("/")[2] if repo_id else f"{teacher.name}, linearized"
-    head = metadata(plan, teacher, title, rows).to_yaml(line_break="\n")
+    head = metadata(plan, teacher, title, parts).to_yaml(line_break="\n")
     body = Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(
         title=plain(title),
         summary=summary(allocation, layers, teacher, run.positions),
         alternative=f"Layers down, KV heads across. {in_words(allocation, layers, run.positions)}",
         allocation=listing(allocation),
         snippet=snippet(repo_id or "PATH/OF/THIS/FOLDER"),
-        evaluation=evaluation(rows, plan) + examination(run.evaluation_parts),
-        limits=limits(allocation, training, bool(run.evaluation_parts)),
+        evaluation=evaluation(parts),
+        limits=limits(allocation, training, bool(parts.keys() - JUDGED)),
         made=made(allocation, plan, training),
         again=again(training),
         version=linearizer.__version__,
@@ -162,34 +167,25 @@ def kind(head: Head) -> str:
     return " + ".join([str(head.window)] * bool(head.window) + [*far]) or "nothing"
 
 
-def evaluation(rows: Sequence[dict[str, Any]], plan: Plan) -> str:
-    """Show what was measured, beside the teacher and the control."""
-    if not rows:
-        return "It was not evaluated."
-    tokens = rows[0]["language"]["tokens"]
-    return (
-        f"{table(rows)}\n\nOn {tokens:,} tokens of `{code(plan.text)}` that were kept from training, one seed. The "
-        "teacher is the same weights with softmax attention, through the same code. `window` is the control: a plain "
-        "window with sinks that takes the student's bytes, in as many bits a number. Losses are in nats per token; "
-        "recall is the loss on a passage that comes a second time, so many tokens later."
-    )
-
-
 def known(parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
     """Give what `linearizer evaluate` found; where texts lie on this machine is left out."""
     return {part: without_folders(found) for part, found in parts.items() if part in PART_VIEWS}
 
 
-def examination(parts: dict[str, dict[str, Any]]) -> str:
-    """Show the parts of an evaluation as folded tables."""
-    shown = []
-    for part, found in known(parts).items():
+def evaluation(parts: dict[str, dict[str, Any]]) -> str:
+    """Show the parts of an evaluation as tables; those of parts that were asked for later are folded."""
+    if not parts:
+        return "It was not evaluated."
+    shown = [COMPARED]
+    for part, found in parts.items():
         view = PART_VIEWS[part]
         shown += [f"### {view.title}", view.question]
         tables = "\n\n".join(markdown(own) for own in view.tables(found))
         notes = "\n".join(f"- {plain(note)}" for note in made_with(found))
-        shown.append(f"<details><summary>In numbers</summary>\n\n{tables}\n\n{notes}\n\n</details>")
-    return "".join(f"\n\n{piece}" for piece in shown)
+        numbers = f"{tables}\n\n{notes}"
+        folded = f"<details><summary>In numbers</summary>\n\n{numbers}\n\n</details>"
+        shown.append(numbers if part in JUDGED else folded)
+    return "\n\n".join(shown)
 
 
 def markdown(found: Table) -> str:

@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import re
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from huggingface_hub import EvalResult, ModelCardData
 
-from linearizer.publish.evaluation_table import measures
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 
@@ -36,9 +36,9 @@ class Teacher:
         return Teacher(name, repo_id, found["revision"], found["gated"], found.get("terms", {}))
 
 
-def metadata(plan: Plan, teacher: Teacher, title: str, rows: Sequence[dict[str, Any]]) -> ModelCardData:
+def metadata(plan: Plan, teacher: Teacher, title: str, parts: Mapping[str, Mapping[str, Any]]) -> ModelCardData:
     """Say to the Hub what the student is."""
-    results = results_of(plan, rows)
+    results = results_of(plan, parts)
     return ModelCardData(
         base_model=teacher.repo_id,
         base_model_relation="finetune" if teacher.repo_id else None,
@@ -66,22 +66,41 @@ def terms_of(teacher: Teacher) -> dict[str, Any]:
     return terms
 
 
-def results_of(plan: Plan, rows: Sequence[dict[str, Any]]) -> list[EvalResult]:
-    """Give the student's own measures as results that the Hub can list."""
-    student = next((row for row in rows if row["name"] == "student"), None)
-    where = plan.text.split(":")[1] if of_the_hub(plan.text) else plan.text
+def results_of(plan: Plan, parts: Mapping[str, Mapping[str, Any]]) -> list[EvalResult]:
+    """Give the student's own measures as results that the Hub can list; what is not finite is left out."""
     return [
         EvalResult(
             task_type="text-generation",
-            dataset_type=where,
-            dataset_name=f"{plan.text}, kept from training",
-            metric_type=re.sub(r"\W+", "_", one.name.lower()).strip("_"),
-            metric_name=one.name,
-            metric_value=round(one.value, 4),
+            dataset_type=text.split(":")[1] if of_the_hub(text) else text,
+            dataset_name=f"{text}, kept from training" if text == plan.text else text,
+            metric_type=re.sub(r"\W+", "_", name.lower()).strip("_"),
+            metric_name=name,
+            metric_value=round(value, 4),
         )
-        for one in (measures(student) if student else ())
-        if one.value is not None
+        for text, name, value in measures(parts)
+        if math.isfinite(value)
     ]
+
+
+def measures(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, float]]:
+    """List what was measured of the student: on what text, the measure's name, and its value."""
+    if (language := parts.get("language")) is not None:
+        text, student = language["text"], of_student(language)
+        yield text, "loss", student["loss"]["mean"]
+        ends = [*(f"{edge - 1}" for edge in language["edges"][1:]), ""]
+        if len(ends) > 1:
+            for begin, end, loss in zip(language["edges"], ends, student["by_position"], strict=True):
+                yield text, f"loss at positions {begin}–{end}" if end else f"loss at positions {begin} and later", loss
+        for name, key in (("KL to the teacher", "kl"), ("agreement with the teacher", "agreement")):
+            if student[key] is not None:
+                yield text, name, student[key]["mean"]
+    if (recall := parts.get("recall")) is not None:
+        for gap, loss in zip(recall["gaps"], of_student(recall)["second"], strict=True):
+            yield recall["text"], f"recall after {gap}", loss
+
+
+def of_student(part: Mapping[str, Any]) -> Mapping[str, Any]:
+    return next(one for one in part["subjects"] if one["name"] == "student")
 
 
 def of_the_hub(text: str) -> bool:

@@ -1,10 +1,9 @@
-"""Figures of how a run goes and what came of it: its training, what the student kept, and what it remembers."""
+"""Figures of how a run goes and what came of it: its training, and what its student remembers."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import size
@@ -61,32 +60,6 @@ def kl_line(events: Sequence[Mapping[str, Any]]) -> Figure:
     )
     figure.update_xaxes(title="step", rangemode="tozero")
     figure.update_yaxes(title="KL to the teacher", rangemode="tozero")
-    return figure
-
-
-def position_lines(evaluation: Sequence[Mapping[str, Any]], edges: Sequence[int] = (0, 64, 256)) -> Figure:
-    """Draw next-token loss by position in the text, for teacher, student and control."""
-    figure = plain(300)
-    for row in evaluation:
-        losses = row["language"]["by_position"]
-        begins = [*edges[: len(losses)]]
-        names = [f"{a}–{b}" for a, b in pairwise(begins)] + [f"from {begins[-1]}"]
-        figure.add_scatter(x=names, y=list(losses), **side(row["name"], "%{y:.3f} nats at %{x}"))
-    figure.update_xaxes(title="position in the text, tokens", type="category")
-    figure.update_yaxes(title="loss")
-    return figure
-
-
-def recall_lines(evaluation: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the loss on a passage that comes again, by how far back it came first; lower remembers more."""
-    figure = plain(300)
-    for row in evaluation:
-        gaps, losses = [r["gap"] for r in row["recall"]], [r["second"] for r in row["recall"]]
-        figure.add_scatter(x=gaps, y=losses, **side(row["name"], "%{y:.3f} nats after %{x} tokens"))
-    figure.update_xaxes(
-        title="tokens since the passage came first", type="log", tickvals=[r["gap"] for r in evaluation[0]["recall"]]
-    )
-    figure.update_yaxes(title="loss on the passage again")
     return figure
 
 

@@ -129,28 +129,22 @@ class Run:
         return self.parsed("allocation.json", Allocation.from_json) if self.has("allocation.json") else None
 
     @property
-    def evaluation(self) -> list[dict[str, Any]]:
-        """Teacher, student and control, as they were judged on the same text when the student was made."""
-        return self.found["rows"]
-
-    @property
     def evaluation_parts(self) -> dict[str, dict[str, Any]]:
-        """What `linearizer evaluate` found, part by part; empty where nothing was asked."""
+        """What was measured of the student, part by part: when it was made, and what `linearizer evaluate` added."""
         return self.found["parts"]
 
     @property
     def found(self) -> dict[str, Any]:
-        """All that evaluation.json holds: rows, parts, and with what they were made."""
+        """All that evaluation.json holds: parts, and with what the student was made."""
         try:
-            read = json.loads(self.read("evaluation.json")) if self.has("evaluation.json") else []
+            held = json.loads(self.read("evaluation.json")) if self.has("evaluation.json") else {}
         except ValueError as error:
             path = str(self.folder / "evaluation.json")
             raise FolderError(f"{path!r} cannot be read ({error}): remove it, and evaluate again") from error
-        held = read if isinstance(read, dict) else {"rows": read}  # runs of older versions hold the rows alone
-        return {"rows": [], "parts": {}, "made_with": {}, **held}
+        return {"parts": {}, "made_with": {}, **held}
 
     def keep_found(self, **changes: Any) -> None:
-        """Write rows, parts, or with what they were made; what is not named stays."""
+        """Write parts, or with what the student was made; what is not named stays."""
         self.write("evaluation.json", json.dumps({**self.found, **changes}))
 
     @property

@@ -26,7 +26,9 @@ from linearizer.errors import BudgetError
 from linearizer.evaluate.ablation import without_far, without_window
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.eviction import Evicting
-from linearizer.evaluate.judging import evaluate_language, evaluate_recall
+from linearizer.evaluate.language import joined, read_scores
+from linearizer.evaluate.recall import measure_recall
+from linearizer.evaluate.subjects import Subject
 from linearizer.measure.profile import asked_of
 from linearizer.measure.step import profile
 from linearizer.model import checkpoint
@@ -34,6 +36,7 @@ from linearizer.model import teacher as teacher_module
 from linearizer.model.quiet import quiet
 from linearizer.model.swap import exchanged
 from linearizer.progress import finish
+from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import cache_bytes
@@ -44,6 +47,7 @@ from linearizer.train.state_file import digest
 RESULTS = Path(__file__).parent / "results"
 BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
 TARGET, LENGTH, PASSAGE, GAPS, HELD = 512, 512, 64, (64, 128, 256, 320), 8
+EDGES = (0, 64, 256)  # where the ranges of positions begin
 STEPS = 60  # of every recipe that trains
 AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
 SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the number is measured
@@ -200,10 +204,22 @@ def controlled(student, row, budget) -> Iterator[None]:
 @torch.inference_mode()
 def judged(student, held, original, as_teacher=False):
     """Loss by position, divergence from the teacher in `original`, agreement, and loss on passages that come again."""
-    language = finish(evaluate_language(student, held, as_teacher, original))
+    teacher, allocation = Subject("teacher", original.base, softmax=True), Allocation("", 0, ())
+    subjects = [teacher] if as_teacher else [teacher, Subject("student", student, allocation)]
+    scores = joined([read_scores(subjects, ids)[-1] for ids in held.split(4)], 0)
     gaps = [gap for gap in GAPS if 2 * PASSAGE + gap <= held.shape[1]]
-    recall = finish(evaluate_recall(student, held, gaps, PASSAGE, as_teacher))
-    return {**asdict(language), "recall": [asdict(found) for found in recall]}
+    (recall,) = finish(measure_recall(subjects[-1:], held, PASSAGE, gaps)).subjects
+    edges = [edge for edge in EDGES if edge < scores.loss.shape[1]]
+    return {
+        "loss": scores.loss.mean().item(),
+        "by_position": [scores.loss[:, a:b].mean().item() for a, b in zip(edges, [*edges[1:], None], strict=True)],
+        "kl": scores.kl.mean().item(),
+        "agreement": scores.agreement.mean().item(),
+        "recall": [
+            dict(gap=gap, first=first, second=second)
+            for gap, first, second in zip(gaps, recall.first, recall.second, strict=True)
+        ],
+    }
 
 
 def own_teacher(plan, teacher, student, allocation):

@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linearizer.evaluate.judging import evaluate_language
 from linearizer.evaluate.language import (
     Resampled,
     calibration,
@@ -83,10 +82,11 @@ def test_texts_read_in_pieces_are_scored_as_in_one(subjects, monkeypatch):
 
 def test_a_student_and_the_teacher_that_it_holds_are_read_in_pieces_as_in_one(subjects, monkeypatch):
     student, ids = subjects[0][1].model, tokens(2, 40)
-    whole = finish(evaluate_language(student, ids))
+    held = [Subject("teacher", student.base, softmax=True), subjects[0][1]]
+    whole = measured((held, subjects[1]), ids).subjects[1]
     monkeypatch.setattr(logits, "LOGITS", 2 * 9 * 128)  # as where a vocabulary is large
-    pieces = finish(evaluate_language(student, ids))
-    assert [pieces.loss, pieces.kl] == pytest.approx([whole.loss, whole.kl], abs=1e-5)
+    pieces = measured((held, subjects[1]), ids).subjects[1]
+    assert [pieces.loss.mean, pieces.kl.mean] == pytest.approx([whole.loss.mean, whole.kl.mean], abs=1e-5)
 
 
 def test_other_heads_attend_only_while_they_are_asked(subjects):

@@ -26,7 +26,6 @@ from linearizer.run.folder import Run, located
 from linearizer.run.plan import Plan
 
 QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--steps", "2"]
-ROW = {"name": "teacher", "state_bytes": None, "language": {"loss": 1.0}, "recall": []}
 
 
 @pytest.fixture(scope="module")
@@ -67,35 +66,42 @@ def refused(said, *arguments):
     return err
 
 
+def judged_losses(run):
+    """Of teacher, student and window, when the student was made."""
+    return [one["loss"]["mean"] for one in run.evaluation_parts["language"]["subjects"]]
+
+
+def examined(run):
+    return [event["part"] for event in run.events() if event["event"] == "examined"]
+
+
+def asked_texts(run):
+    return {part: found["asked"]["texts"] for part, found in run.evaluation_parts.items()}
+
+
 @pytest.fixture
 def begun(tmp_path):
     """A run that has only begun."""
     return Run.begin(tmp_path / "run", Plan("demo", budget=64))
 
 
-def test_rows_and_parts_stand_in_one_file(begun):
-    assert begun.evaluation == [] and begun.evaluation_parts == {}
-    begun.keep_found(rows=[ROW])
+def test_parts_and_with_what_they_were_made_stand_in_one_file(begun):
+    assert begun.evaluation_parts == {} == begun.found["made_with"]
+    begun.keep_found(made_with={"seed": 0})
     begun.keep_found(parts={"needle": {"lengths": [64]}})
-    assert begun.evaluation == [ROW] and begun.evaluation_parts == {"needle": {"lengths": [64]}}
-
-
-def test_a_file_of_rows_alone_still_reads(begun):
-    begun.write("evaluation.json", json.dumps([ROW]))
-    assert begun.evaluation == [ROW] and begun.evaluation_parts == {}
+    assert begun.found == {"parts": {"needle": {"lengths": [64]}}, "made_with": {"seed": 0}}
 
 
 def test_a_file_that_was_cut_off_is_named(begun):
     begun.write("evaluation.json", '[{"name": "tea')
     with pytest.raises(FolderError, match="evaluation.json' cannot be read"):
-        assert begun.evaluation
+        assert begun.evaluation_parts
 
 
 def test_all_are_measured_and_it_is_said_with_what(run, said):
-    rows = run.evaluation
     code, out, err = said("evaluate", run.folder, "--parts", "language,recall", "--texts", "3", "--json")
     assert code == 0, err
-    assert json.loads(out) == run.evaluation_parts and run.evaluation == rows
+    assert json.loads(out) == run.evaluation_parts
     language = run.evaluation_parts["language"]
     assert [one["name"] for one in language["subjects"]] == ["teacher", "student", "window", "untrained"]
     assert (language["text"], language["texts"], language["length"], language["seed"]) == ("builtin", 3, 64, 0)
@@ -129,7 +135,7 @@ def test_an_interrupted_evaluation_keeps_what_was_finished(run):
     while next(steps).step != "recall":
         pass
     steps.close()
-    assert list(run.evaluation_parts) == ["language"]
+    assert asked_texts(run) == {"language": 2, "recall": 8}
     events = [event["event"] for event in run.events()]
     finish(pipeline.evaluate(run, step.Request(("language", "recall"), texts=2)))
     new = run.events()[len(events) :]
@@ -140,9 +146,9 @@ def test_an_interrupted_evaluation_keeps_what_was_finished(run):
 def test_ctrl_c_and_a_kill_leave_what_was_finished(run):
     command = [sys.executable, "-m", "linearizer", "evaluate", str(run.folder), "--texts", "2"]
     for sent, code in ((signal.SIGINT, 130), (signal.SIGKILL, -signal.SIGKILL)):
-        before = len(run.evaluation_parts)
+        before = len(examined(run))
         process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-        while len(run.evaluation_parts) <= before:
+        while len(examined(run)) <= before:
             assert process.poll() is None, process.stderr.read()
             time.sleep(0.02)
         process.send_signal(sent)
@@ -152,10 +158,8 @@ def test_ctrl_c_and_a_kill_leave_what_was_finished(run):
     kept = run.evaluation_parts
     finish(pipeline.evaluate(run, step.Request(("language", "recall"), texts=2)))
     assert {part: run.evaluation_parts[part] for part in kept} == kept
-    examined = [event["part"] for event in run.events() if event["event"] == "examined"]
-    assert len(examined) == len(set(examined)) and set(examined) <= set(
-        run.evaluation_parts
-    )  # a kill may forestall one
+    parts = examined(run)
+    assert len(parts) == len(set(parts)) and set(parts) <= set(run.evaluation_parts)  # a kill may forestall one
 
 
 def test_two_evaluations_never_write_one_run(run, said):
@@ -198,7 +202,18 @@ def test_a_run_is_judged_on_text_that_nothing_was_measured_on(tmp_path, model):
         texts = enough_windows("builtin", bench.tokenizer, 64, run.plan.texts + 8)[run.plan.texts :]
         assert torch.equal(bench.windows(None, 64, 8, 0), texts)
         losses = [loss.mean().item() for loss in read_losses(bench.subjects(64), texts)]
-    assert [row["language"]["loss"] for row in run.evaluation] == pytest.approx(losses, abs=1e-5)
+    assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
+
+
+def test_what_judging_measured_is_not_measured_again_as_it_was_asked(tmp_path, model, said):
+    assert main(["run", str(model), "--budget", "32", "--out", str(tmp_path / "run"), *QUICK[:-2]]) == 0
+    run = Run.open(tmp_path / "run")
+    judged = run.evaluation_parts
+    assert set(judged) == set(step.JUDGING.parts)
+    finish(pipeline.evaluate(run, replace(step.JUDGING, parts=("language", "recall"))))
+    assert examined(run) == [] and run.evaluation_parts == judged
+    finish(pipeline.evaluate(run, step.Request(("recall",), texts=2)))
+    assert examined(run) == ["recall"] and run.evaluation_parts["language"] == judged["language"]
 
 
 def test_a_folder_that_is_no_run_is_refused(tmp_path, begun, said):
@@ -231,8 +246,9 @@ def test_a_text_shorter_than_one_window_is_refused(run, tmp_path, said):
     ],
 )
 def test_bad_requests_are_refused_with_a_sentence(arguments, sentence, run, said):
+    before = run.evaluation_parts
     assert sentence in refused(said, run.folder, *arguments)
-    assert run.evaluation_parts == {}
+    assert run.evaluation_parts == before
 
 
 def test_a_context_beyond_rotary_positions_is_marked_as_extrapolated(tmp_path, said, capsys):
@@ -291,7 +307,7 @@ def test_controls_have_the_teachers_weights_where_adapters_changed_the_students(
     with assembled(run) as bench:
         texts = bench.windows(None, 64, 8, 0)
         losses = [loss.mean().item() for loss in read_losses(bench.subjects(64)[:3], texts)]
-        assert [row["language"]["loss"] for row in run.evaluation] == pytest.approx(losses, abs=1e-5)
+        assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
         own, control, teacher = (
             dict(one.named_parameters()) for one in (bench.student.base, bench.control.base, bench.teacher)
         )

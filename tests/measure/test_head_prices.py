@@ -3,7 +3,9 @@
 import pytest
 import torch
 
-from linearizer.evaluate.judging import evaluate_language, evaluate_recall
+from linearizer.evaluate.language import read_scores
+from linearizer.evaluate.recall import measure_recall
+from linearizer.evaluate.subjects import Subject
 from linearizer.measure.head_prices import measure_prices, options_to_price, with_repeats
 from linearizer.measure.whole_student import improve_by_exchanges, measure_students
 from linearizer.model.checkpoint import linearize
@@ -94,21 +96,24 @@ def test_students_are_measured_in_the_order_in_which_they_come():
 def test_a_student_that_is_its_teacher_loses_nothing():
     windows = tokens(5, 24)
     student = student_of("llama", [WHOLE])
-    mine, teachers = (finish(evaluate_language(student, windows, as_teacher)) for as_teacher in (False, True))
-    assert mine.loss == pytest.approx(teachers.loss, abs=1e-5)
-    assert mine.kl == pytest.approx(0, abs=1e-6) and mine.agreement == teachers.agreement == 1.0
-    assert mine.tokens == 5 * 23
+    whole = allocation_of(layers_of(teacher_of("llama")), [WHOLE], 2)
+    teachers, mine = read_scores(
+        [Subject("teacher", student.base, softmax=True), Subject("student", student, whole)], windows
+    )
+    assert mine.loss.mean().item() == pytest.approx(teachers.loss.mean().item(), abs=1e-5)
+    assert mine.kl.mean().item() == pytest.approx(0, abs=1e-6)
+    assert mine.agreement.mean() == teachers.agreement.mean() == 1.0 and mine.loss.shape == (5, 23)
 
 
 @torch.no_grad()
 def test_recall_reads_the_losses_of_the_two_passages():
     student, windows = student_of("llama", [Head(window=4)]), tokens(2, 40)
-    (found,) = finish(evaluate_recall(student, windows, [10], passage=8))
+    (found,) = finish(measure_recall([Subject("student", student)], windows, 8, [10])).subjects
     ids = repeated_passages(windows, 8, 10)
     assert torch.equal(ids[:, 14:22], ids[:, 32:])
     logs = logits_of(student, ids).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    assert found.first == pytest.approx(-logs[:, 14:21].mean().item(), rel=1e-5)
-    assert found.second == pytest.approx(-logs[:, 32:].mean().item(), rel=1e-5)
+    assert found.first[0] == pytest.approx(-logs[:, 14:21].mean().item(), rel=1e-5)
+    assert found.second[0] == pytest.approx(-logs[:, 32:].mean().item(), rel=1e-5)
 
 
 def test_repeats_are_in_the_second_half_of_the_texts_and_the_same_for_a_seed():

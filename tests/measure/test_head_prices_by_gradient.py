@@ -63,4 +63,5 @@ def test_a_run_with_estimated_prices_ends_in_a_student(tmp_path):
     run = Run.begin(tmp_path / "run", plan)
     finish(pipeline.linearize(run))
     assert [event["estimated"] for event in run.events() if event["event"] == "priced"] == [True]
-    assert run.evaluation[1]["language"]["kl"] < run.evaluation[2]["language"]["kl"]
+    _, student, window = run.evaluation_parts["language"]["subjects"]
+    assert student["kl"]["mean"] < window["kl"]["mean"]

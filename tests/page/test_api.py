@@ -49,8 +49,8 @@ def test_the_whole_flow_runs_without_a_browser(local, hub):
     assert guess["seconds"] > 1 and guess["command"].startswith("linearizer run demo --budget 64")
     run = client.predict("demo", 64, "Try it", SMALL, api_name="/start_run")
     assert finished(client, run)["state"] == "done"
-    rows = client.predict(run, api_name="/run_status")["evaluation"]
-    assert [row["name"] for row in rows] == ["teacher", "student", "window"]
+    parts = client.predict(run, api_name="/run_status")["evaluation"]
+    assert [one["name"] for one in parts["language"]["subjects"]] == ["teacher", "student", "window"]
     shared = client.predict(run, 128, api_name="/share_budget")
     assert shared["breakeven_tokens"] <= 128 < 2 * shared["breakeven_tokens"]
     both = client.predict(run, "Once", 8, api_name="/compare_models")

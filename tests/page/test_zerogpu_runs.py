@@ -59,7 +59,7 @@ def test_slices_end_in_the_same_bits_as_one_piece(whole, name, tmp_path, monkeyp
     while control.state_of(run) in control.LIVE:
         time.sleep(0.05)
     assert control.state_of(run) == "done", control.status(run)
-    assert student(run) == student(whole[name]) and run.evaluation == whole[name].evaluation
+    assert student(run) == student(whole[name]) and run.evaluation_parts == whole[name].evaluation_parts
     told = [event["event"] for event in run.events()]
     assert told.count("queued") == 1 and told.count("slice") == told.count("started") - 1 >= 5
     wait_until(lambda: not run.worked_on, 5)

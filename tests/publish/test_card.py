@@ -14,7 +14,8 @@ from linearizer.publish.card import card, plain, snippet
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import Plan, command_of
-from tests.support.cards import HEADS, HOSTILE, LAYERS, colours, made, rgb, row
+from tests.support.cards import HEADS, HOSTILE, LAYERS, colours, made, rgb
+from tests.support.evaluation_results import FOUND
 
 
 def test_the_card_names_base_results_and_how_to_load(tmp_path):
@@ -24,8 +25,8 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
     assert data.model_name == "student" and "linear-attention" in data.tags
     results = {result.metric_type: result.metric_value for result in data.eval_results}
     assert results["loss"] == 3.25 and results["recall_after_16"] == 2.0
-    assert "| loss | 3.0000 | 3.2500 | 3.5000 |" in text and "| state, bytes | grows | 4,096 | 4,000 |" in text
-    assert "| loss at positions 64 and later | 2.0000 |" in text and "1,234 tokens" in text
+    assert "| teacher | grows | 3.000 |" in text and "| student | 4.1 kB | 3.250 |" in text
+    assert results["loss_at_positions_64_and_later"] == 3.15 and "2 texts of 128 tokens" in text
     assert snippet("me/student") in text and "1 of 4 KV heads were left softmax and grow with the text" in text
     assert f"linearizer run org/base@{'c0ffee' * 6} --budget 64" in text
     assert "| 0 | 8 + 32 features · softmax |" in text and "| 1 | bounded by the teacher itself" in text
@@ -81,7 +82,7 @@ def test_what_others_wrote_stays_text(tmp_path):
 
 
 def test_a_card_without_results_says_so(tmp_path):
-    text = card(made(tmp_path / "run", rows=None))
+    text = card(made(tmp_path / "run", losses=None))
     assert "It was not evaluated." in text and ModelCard(text).data.eval_results is None
 
 
@@ -93,14 +94,14 @@ def test_what_was_examined_is_shown_without_the_folders_of_this_machine(tmp_path
     found = {**asked, "asked": {**asked, "made_with": made_with}, "subjects": subjects}
     run.keep_found(parts={"recall": {**found, "gaps": [16], "passage": 8, "longer": None}, "unknown": {}})
     text = card(run)
+    assert "The evaluation is small" in text
     assert "student" in text and "2.500" in text and "file:poems.txt" in text and "/home/someone" not in text
-    assert "The evaluation is small" in card(made(tmp_path / "other")) and "The evaluation is small" not in text
+    run.keep_found(parts=FOUND)
+    assert "The evaluation is small" not in card(run)
 
 
 def test_what_is_not_finite_is_no_result(tmp_path):
-    rows = [row("teacher", None, 3.0), row("student", 4096, float("nan"))]
-    text = card(made(tmp_path / "run", rows=rows))
-    assert "| loss | 3.0000 | – |" in text
+    text = card(made(tmp_path / "run", losses={"student": float("nan")}))
     assert "loss" not in {result.metric_type for result in ModelCard(text).data.eval_results}
 
 

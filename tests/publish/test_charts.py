@@ -4,12 +4,13 @@ import json
 
 import pytest
 
-from linearizer.publish import allocation_charts, chart_style, training_charts
+from linearizer.publish import allocation_charts, chart_style, language_charts, training_charts
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.prices import Prices
 from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
+from tests.support.evaluation_results import LANGUAGE, RECALL
 
 LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))
 MIXED = Allocation("gain", 4, ((Head(28, 32), Head(softmax=True)), (), (Head(8, 0), Head(16, 16))))
@@ -28,15 +29,6 @@ def profile_of(scales):
 
 
 PROFILE = profile_of([(1.0, 2.0), (), (3.0, 4.0)])
-EVALUATION = [
-    {
-        "name": name,
-        "state_bytes": None,
-        "language": {"loss": 3.0, "by_position": [3.5, 3.0, 2.5], "kl": 0.1, "agreement": 0.9},
-        "recall": [{"gap": 32, "first": 3.0, "second": second}, {"gap": 128, "first": 3.0, "second": 2.0}],
-    }
-    for name, second in (("teacher", 1.0), ("student", 1.5), ("window", 2.5))
-]
 STEPS = [{"event": "distill", "done": n, "kl": 1 / n, "layers": {"0": 1 / n, "2": 2 / n}} for n in range(1, 1001)]
 
 
@@ -47,8 +39,8 @@ def everything():
         "bars": allocation_charts.allocation_bars(MIXED, LAYERS, FIX),
         "losses": training_charts.loss_lines(STEPS),
         "kl": training_charts.kl_line(STEPS),
-        "positions": training_charts.position_lines(EVALUATION),
-        "recall": training_charts.recall_lines(EVALUATION),
+        "positions": language_charts.by_position(LANGUAGE),
+        "recall": language_charts.recall(RECALL),
         "memory": training_charts.memory_lines(LAYERS, 10**6),
     }
 
@@ -151,14 +143,14 @@ def test_losses_have_a_line_for_each_layer_and_none_where_a_layer_gave_up():
 
 
 def test_models_of_a_comparison_differ_by_marker_and_dash_not_only_by_colour():
-    lines = training_charts.recall_lines(EVALUATION).data
+    lines = language_charts.recall(RECALL).data[:3]
     assert len({line.marker.symbol for line in lines}) == len({line.line.dash for line in lines}) == 3
-    assert [line.y[0] for line in lines] == [1.0, 1.5, 2.5]
+    assert [line.y[0] for line in lines] == [2.5] * 3
 
 
 def test_an_evaluation_with_a_control_of_another_name_is_drawn():
-    rows = [*EVALUATION, {**EVALUATION[2], "name": "no features"}]
-    assert training_charts.position_lines(rows).data[3].name == "no features"
+    subjects = [*LANGUAGE["subjects"], {**LANGUAGE["subjects"][2], "name": "no features"}]
+    assert language_charts.by_position({**LANGUAGE, "subjects": subjects}).data[-1].name == "no features"
 
 
 def test_memory_crosses_where_the_student_breaks_even():

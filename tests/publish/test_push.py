@@ -102,7 +102,7 @@ def test_the_card_is_valid_and_beside_the_local_checkpoint_too(hub, run, tmp_pat
     assert card.data.library_name == "transformers" and card.data.pipeline_tag == "text-generation"
     assert card.data.license == "apache-2.0" and card.data.base_model is None  # the demo is on no Hub
     results = {result.metric_name: result.metric_value for result in card.data.eval_results}
-    assert results["loss"] == round(run.evaluation[1]["language"]["loss"], 4)
+    assert results["loss"] == round(run.evaluation_parts["language"]["subjects"][1]["loss"]["mean"], 4)
     assert "AutoModelForCausalLM" in card.text and '"me/student"' in card.text
     assert ModelCard.load(run.checkpoint / "README.md").data.to_dict()["license"] == "apache-2.0"
     assert (run.checkpoint / "allocation.png").read_bytes().startswith(b"\x89PNG")

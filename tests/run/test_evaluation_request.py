@@ -25,7 +25,7 @@ def run(tmp_path):
     found = Run.begin(tmp_path / "ann" / "run", Plan("demo", budget=64, length=256))
     found.checkpoint.mkdir()
     found.write("inspection.json", json.dumps(SUPPORTED))
-    lines = [("started", 0), ("evaluate", 100), ("recall", 108), ("evaluated", 112), ("done", 113)]
+    lines = [("started", 0), ("evaluate", 100), ("evaluated", 112), ("done", 113)]
     details = {"done": 1, "total": 2, "unit": "batches"}
     events = ({"time": time, "event": name, **(details if name in control.STEPS else {})} for name, time in lines)
     found.log_file.write_text("".join(json.dumps(event) + "\n" for event in events))

@@ -9,6 +9,7 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import Plan
+from tests.support.evaluation_results import LANGUAGE, RECALL, predictions
 
 HOSTILE = "](http://evil)\n---\nlicense: mit\n# <script>alert(1)</script> `x` | **bold** ${os} ```"
 
@@ -16,25 +17,28 @@ LAYERS = (Layer(4, 2, 16, 16), Layer(4, 2, 16, 16, native_window=8), Layer(4, 2,
 HEADS = ((Head(8, 32), Head(softmax=True)), (), (Head(8, slots=4), Head(features=64)))
 
 
-def row(name, state, loss):
-    language = {"loss": loss, "by_position": [loss + 1, loss - 1], "kl": 0.5, "agreement": 0.75, "tokens": 1234}
-    return {
-        "name": name, "state_bytes": state, "language": language, "recall": [{"gap": 16, "first": 4.0, "second": 2.0}]
-    }  # fmt: skip
+LOSSES = {"teacher": 3.0, "student": 3.25, "window": 3.5}
 
 
-ROWS = [row("teacher", None, 3.0), row("student", 4096, 3.25), row("window", 4000, 3.5)]
+def judged(text="builtin", **losses):
+    """What is measured when a student is made: the losses of its subjects on a text."""
+    losses = LOSSES | losses
+    states = {"teacher": None, "student": 4096, "window": 4000}
+    predicted = [{**predictions(name, loss), "state_bytes": states[name]} for name, loss in losses.items()]
+    passages = [{"name": name, "first": [4.0], "second": [2.0]} for name in losses]
+    recall = {**RECALL, "text": text, "gaps": [16], "subjects": passages, "longer": None}
+    return {"language": {**LANGUAGE, "text": text, "subjects": predicted}, "recall": recall}
 
 
-def made(folder, rows=ROWS, plan=None, **inspection):
-    """A run whose products are as given."""
+def made(folder, plan=None, losses=LOSSES, **inspection):
+    """A run whose products are as given; no losses: its student was not measured."""
     run = Run.begin(folder, plan or Plan("org/base@main", budget=64))
     facts = {"name": "org/base@main", "revision": "c0ffee" * 6, "gated": False, "terms": {"license": "mit"}}
     layers = [asdict(layer) for layer in LAYERS]
     run.write("inspection.json", json.dumps({**facts, "layers": layers, "max_positions": 1024, **inspection}))
     run.write("allocation.json", Allocation("gain", 4, HEADS).to_json())
-    if rows:
-        run.write("evaluation.json", json.dumps(rows))
+    if losses:
+        run.keep_found(parts=judged(run.plan.text, **losses))
     return run
 
 
