@@ -13,19 +13,19 @@ from typing import Any
 import torch
 
 from linearizer.allocate.decide import check_dials, decide
-from linearizer.allocate.step import allocated
+from linearizer.allocate.step import allocate
 from linearizer.errors import RequestError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.setup import Bench, assembled
 from linearizer.evaluate.side_by_side import Comparison, compare
 from linearizer.evaluate.step import JUDGING, judge, measure_parts
-from linearizer.measure.profile import asked_of
-from linearizer.measure.step import profile, texts_needed
+from linearizer.measure.profile import profile_settings
+from linearizer.measure.step import measure_teacher, min_texts
 from linearizer.model import checkpoint
 from linearizer.model.hub import Source, cache_folder, download_bytes, find_model
 from linearizer.model.inspect import inspect_model
 from linearizer.model.quiet import quiet
-from linearizer.model.teacher import Teacher, load, load_config, windows_of
+from linearizer.model.teacher import Teacher, load, load_config, texts_of
 from linearizer.progress import Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
@@ -39,8 +39,8 @@ from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
 from linearizer.run.stopping import check, interruptible, reported
 from linearizer.runtime.feature_maps import FEATURE_MAPS
-from linearizer.train.settings import settings_of
-from linearizer.train.step import timed_plan, train
+from linearizer.train.settings import training_settings
+from linearizer.train.step import plan_with_steps, train
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -96,8 +96,8 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
 
 def shared_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
     """Take texts to train on, and others to judge by: what follows all that was trained on, measured or priced."""
-    wanted, least = plan.steps * plan.batch, texts_needed(plan)
-    texts = windows_of(plan, teacher, max(wanted, plan.texts_measured) + JUDGING.texts, token, least=least)
+    wanted, least = plan.steps * plan.batch, min_texts(plan)
+    texts = texts_of(plan, teacher, max(wanted, plan.texts_measured) + JUDGING.texts, token, least=least)
     judged = min(JUDGING.texts, len(texts) - least + 1)
     return texts[:-judged][:wanted], texts[-judged:]
 
@@ -107,7 +107,7 @@ def measure_only(run: Run, token: str | None = None, held: bool = False) -> Step
     with working(run, held):
         with interruptible(run):
             teacher = load_checked(run, token)
-        found = yield from profile(run, teacher, token)
+        found = yield from measure_teacher(run, teacher, token)
         run.log("stopped")
     return found
 
@@ -132,15 +132,15 @@ def make(run: Run, token: str | None) -> Steps[None]:
     with interruptible(run):
         teacher = load_checked(run, token)
     layers = teacher.inspection.layers
-    yield from profile(run, teacher, token)
-    allocation = run.allocation or (yield from allocated(run, teacher, token))
+    yield from measure_teacher(run, teacher, token)
+    allocation = run.allocation or (yield from allocate(run, teacher, token))
     run.write("allocation.json", allocation.to_json())
     run.log("allocated", strategy=allocation.strategy, features_mean=allocation.features_mean)
     name = teacher.source.repo_id or Path(teacher.source.name).name  # where a folder lies is nobody's business
     origin = {"name": name, "revision": teacher.source.revision}
     student = checkpoint.linearize(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
     with interruptible(run):
-        plan = timed_plan(run, teacher, student, token)
+        plan = plan_with_steps(run, teacher, student, token)
         learnt, judged = shared_texts(plan, teacher, token)
     yield from train(run, plan, student, allocation, learnt)
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
@@ -179,8 +179,8 @@ def working(run: Run, held: bool = False) -> Iterator[None]:
 def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
     """Refuse before anything is loaded what could not be served after all the work."""
     check_dials(plan, layers)
-    asked_of(plan)
-    settings_of(plan)
+    profile_settings(plan)
+    training_settings(plan)
     if plan.feature_map not in FEATURE_MAPS:
         raise RequestError(f"feature map {plan.feature_map!r} is none of {', '.join(FEATURE_MAPS)}")
     if plan.dtype not in DTYPES:

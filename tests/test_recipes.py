@@ -9,13 +9,13 @@ import torch
 
 from linearizer import pipeline
 from linearizer.allocate import step
-from linearizer.allocate.decide import by_gates
+from linearizer.allocate.by_gates import allocate_by_gates
 from linearizer.cli.main import begin, parser
 from linearizer.errors import BudgetError, RequestError, TextError
 from linearizer.evaluate.ablation import without_far, without_window
 from linearizer.evaluate.eviction import Evicting, Kept, evicted
 from linearizer.measure.gates import learn_gates
-from linearizer.measure.step import profile
+from linearizer.measure.step import measure_teacher
 from linearizer.model import teacher as teacher_module
 from linearizer.model.swap import exchanged
 from linearizer.page import actions
@@ -26,7 +26,7 @@ from linearizer.run.head_bytes import Head, Layer, cache_bytes
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 from linearizer.run.recipes import RECIPES
-from linearizer.train.settings import settings_of
+from linearizer.train.settings import training_settings
 from tests.support.models import layers_of, student_of, teacher_of, tokens
 
 SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64)
@@ -46,8 +46,8 @@ def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
 def test_budgets_are_shared_out_once_all_is_measured_by_which_it_is_done(tmp_path):
     run = Run.begin(tmp_path / "run", Plan.of("windows", **SMALL))
     watched = RunState(run)
-    finish(profile(run, teacher_module.load(run.plan)))
-    assert "curves" in watched.read_pieces(60.0) and "measured" not in watched.look(60.0)
+    finish(measure_teacher(run, teacher_module.load(run.plan)))
+    assert "curves" in watched.read_pieces(60.0) and "measured" not in watched.read_pieces(60.0)
     with pytest.raises(RequestError, match="has not measured yet what its heads need and cost"):
         actions.share_budget(run, 64)
     finish(pipeline.linearize(run))
@@ -60,7 +60,7 @@ def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_pa
     text.write_text("Once upon a time there was a child who liked to read. " * 30)
     plan = Plan.of("windows", **{**SMALL, "texts": 5, "text": f"file:{text}"})
     teacher = teacher_module.load(plan)
-    judged, measured = pipeline.shared_texts(plan, teacher, None)[1], teacher_module.windows_of(plan, teacher, 5, None)
+    judged, measured = pipeline.shared_texts(plan, teacher, None)[1], teacher_module.texts_of(plan, teacher, 5, None)
     assert len(judged) and not (judged[:, None] == measured).all(-1).any()
     with pytest.raises(TextError, match="are needed"):
         pipeline.shared_texts(replace(plan, texts=5 + len(judged)), teacher, None)
@@ -71,7 +71,7 @@ def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(re
     run = Run.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1}))
     teacher = teacher_module.load(run.plan)
     judged = pipeline.shared_texts(run.plan, teacher, None)[1]
-    seen = teacher_module.windows_of(run.plan, teacher, len(step.priced_texts(run, teacher, None)), None)
+    seen = teacher_module.texts_of(run.plan, teacher, len(step.texts_to_price_on(run, teacher, None)), None)
     assert len(seen) == 2 and not (judged[:, None] == seen).all(-1).any()
 
 
@@ -80,8 +80,8 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
         tmp_path / "run", Plan.of("best", **SMALL, strategy="gain-features", constant=True, steps=2, exchanges=1)
     )
     teacher = teacher_module.load(run.plan)
-    finish(profile(run, teacher))
-    finish(step.measured_prices(run, teacher, step.priced_texts(run, teacher, None)))
+    finish(measure_teacher(run, teacher))
+    finish(step.price_heads(run, teacher, step.texts_to_price_on(run, teacher, None)))
     found = run.prices
     assert {bool(option.slots) for option in found.options} == {False}
     half = [0.5 if option.features else 1.0 for option in found.options]  # what features are not by nature, here
@@ -99,15 +99,15 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
 def test_pricing_that_is_stopped_goes_on_to_the_same_prices(tmp_path):
     run = Run.begin(tmp_path / "run", Plan.of("best", **{**SMALL, "length": 32}, strategy="gain-features", sinks=0))
     teacher = teacher_module.load(run.plan)
-    finish(profile(run, teacher))
-    texts = step.priced_texts(run, teacher, None)
-    whole = finish(step.measured_prices(run, teacher, texts))
+    finish(measure_teacher(run, teacher))
+    texts = step.texts_to_price_on(run, teacher, None)
+    whole = finish(step.price_heads(run, teacher, texts))
     (run.folder / "prices.json").unlink()
-    steps = step.measured_prices(run, teacher, texts)
-    while not run.has(step.PARTLY):
+    steps = step.price_heads(run, teacher, texts)
+    while not run.has(step.PARTIAL_PRICES):
         next(steps)
     steps.close()
-    assert finish(step.measured_prices(run, teacher, texts)) == whole
+    assert finish(step.price_heads(run, teacher, texts)) == whole
     assert [event["done"] for event in run.events() if event["event"] == "price"].count(1) == 2  # not a third time
 
 
@@ -177,18 +177,18 @@ def test_minutes_are_no_steps_where_no_head_learns_and_refused_where_none_could(
 
 def test_losses_share_all_steps_and_each_has_one():
     plan = Plan.of("hedgehog", model="demo", budget=64)
-    assert [[one.steps for one in settings_of(replace(plan, steps=steps))] for steps in (0, 2, 7)] == [
+    assert [[one.steps for one in training_settings(replace(plan, steps=steps))] for steps in (0, 2, 7)] == [
         [0, 0],
         [1, 1],
         [4, 3],
     ]
     for loss in ("direct+logits", "logits+logits", "logits+softmax"):
         with pytest.raises(RequestError, match="let nothing but direct follow the first end to end, or leave out lora"):
-            settings_of(replace(plan, loss=loss))
-        assert len(settings_of(replace(plan, loss=loss, lora=0))) == 2
-    assert [one.lora for one in settings_of(replace(plan, loss="logits+direct"))] == [8, 8]
+            training_settings(replace(plan, loss=loss))
+        assert len(training_settings(replace(plan, loss=loss, lora=0))) == 2
+    assert [one.lora for one in training_settings(replace(plan, loss="logits+direct"))] == [8, 8]
     with pytest.raises(RequestError, match="steps 1 are too few for the losses softmax.direct, .* at least 2, or 0"):
-        settings_of(replace(plan, steps=1))
+        training_settings(replace(plan, steps=1))
 
 
 def test_what_cannot_be_is_said():
@@ -265,8 +265,8 @@ def test_the_head_that_needs_its_cache_keeps_its_gate():
 
 def test_open_gates_are_served_first_and_the_rest_shares_what_is_left():
     layers, gates = (Layer(4, 2, 16, 16),) * 2, [[0.1, 0.9], [0.2, 0.3]]
-    allocation = by_gates(gates, layers, budget=64, sinks=4, length=128)
+    allocation = allocate_by_gates(gates, layers, budget=64, sinks=4, length=128)
     assert allocation.heads[0][1].softmax and sum(head.softmax for row in allocation.heads for head in row) == 1
     assert allocation.state_bytes(layers, 128) <= cache_bytes(layers, 64)
     assert allocation.heads[0][0].window == (4 * 64 - 128) // 3 - 4
-    assert not any(head.softmax for row in by_gates(gates, layers, 64, 4, 10_000).heads for head in row)
+    assert not any(head.softmax for row in allocate_by_gates(gates, layers, 64, 4, 10_000).heads for head in row)

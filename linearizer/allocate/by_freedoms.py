@@ -1,4 +1,8 @@
-"""Profile + budget -> Allocation: how much state every KV head gets. Pure arithmetic."""
+"""Profile + budget -> Allocation: degrees of freedom decide how many features every KV head holds.
+
+A strategy turns the curves N(λ) of each layer into units that ask for features, the more the higher the level (-log λ).
+The budget decides the level, and the units receive what they ask for at that level, in tiles.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +17,18 @@ from linearizer.run.allocation import Allocation, heads_replaced, is_count
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.profile import Curve, Profile
 
-DEFAULT = "common-lambda"
-MOST = 2**40  # tokens or features: more is no budget but a mistake
-
-TILE = 16  # features; what a kernel works on at once
-LEVELS = (-100.0, 100.0)  # logarithms: the first wants less than a tile of anything, the last more than can be asked
+MAX_AMOUNT = 2**40  # tokens or features: more is no budget but a mistake
+TILE = 16  # features that a kernel computes at once
+LEVELS = (-100.0, 100.0)  # logarithms: the first asks for less than a tile of anything, the last exceeds any budget
 
 
-def allocate(
+def allocate_by_freedoms(
     profile: Profile,
     layers: Sequence[Layer],
     *,
     budget: int | None = None,
     features: int | None = None,
-    strategy: str = DEFAULT,
+    strategy: str = "common-lambda",
     window: int = 0,
     sinks: int = 0,
     ridge: float | None = None,
@@ -34,170 +36,162 @@ def allocate(
 ) -> Allocation:
     """Spend a budget in tokens of cache, or a mean number of features beside window and sinks, on the KV heads.
 
-    `ridge` is the fixed λ of the paper's strategies (the profile's reference unless given); `paper_rounding` rounds
-    features to whole numbers as the paper does, which may spend a little more than asked.
+    `ridge` is the fixed λ of the paper's strategies (the profile's reference by default); `paper_rounding` rounds
+    features to whole numbers as the paper does, which may exceed the budget a little.
     """
-    check_dial(layers, budget, features, strategy, window, sinks)
+    check_amounts(layers, budget, features, strategy, window, sinks)
     check_profile(profile, layers)
-    fixed = profile.asked.reference if ridge is None else ridge
+    fixed = profile.settings.reference if ridge is None else ridge
     if not 0 < fixed < math.inf:
         raise BudgetError(f"ridge {ridge!r} is no λ: give a number above 0")
-    level = -math.log(fixed)
-    rows = [layer_units(profile, index, layer, strategy, level) for index, layer in enumerate(layers)]
+    rows = [layer_units(profile, index, layer, strategy, -math.log(fixed)) for index, layer in enumerate(layers)]
     units = [unit for row in rows for unit in row]
     if paper_rounding:
-        counts = rounded(units, strategy, features)
+        counts = iter(round_as_paper(units, strategy, features))
     else:
-        counts = purchase(units, affordable(layers, budget, features, window + sinks))
-    bought = iter(counts)
-    heads = tuple(tuple(Head(window, each) for unit in row for each in [next(bought)] * unit.heads) for row in rows)
-    return Allocation(strategy, sinks, clipped(heads, layers, paper_rounding) if strategy == "dof-clip" else heads)
+        counts = iter(buy_tiles(units, bytes_for_features(layers, budget, features, window + sinks)))
+    heads = tuple(tuple(Head(window, count) for unit in row for count in [next(counts)] * unit.heads) for row in rows)
+    return Allocation(strategy, sinks, clip(heads, layers, paper_rounding) if strategy == "dof-clip" else heads)
 
 
-def layer_units(profile: Profile, index: int, layer: Layer, strategy: str, level: float) -> list[Unit]:
-    """Ask the strategy what one layer wants."""
-    if layer.native_window is not None:
-        return []
-    found = profile.layers[index]
-    heads = [Curve.through(head.freedoms, profile.asked.ridges) for head in found.heads]
-    queries = [Curve.through(freedoms, profile.asked.ridges) for freedoms in found.query_freedoms]
-    return UNITS_BY_STRATEGY[strategy](heads, queries, level, TILE * head_bytes.feature_bytes(layer))
-
-
-def affordable(layers: Sequence[Layer], budget: int | None, features: int | None, kept: int) -> int:
-    """Give the bytes to spend on features, after the tokens that every head keeps exactly."""
-    one = sum(heads_replaced(layer) * head_bytes.feature_bytes(layer) for layer in layers)
-    if budget is None:
-        return (features or 0) * one
-    fixed, least = kept * head_bytes.cache_bytes(layers, 1), TILE * one
-    spend = head_bytes.cache_bytes(layers, budget) - fixed
-    if spend < least:
-        enough = -(-(fixed + least) // head_bytes.cache_bytes(layers, 1))
-        raise BudgetError(
-            f"a budget of {budget} tokens is too small: {kept} exact tokens and {TILE} features for every KV head take "
-            f"{enough}; ask for at least that, or keep fewer exact tokens"
-        )
-    return spend
-
-
-def rounded(units: Sequence[Unit], strategy: str, features: int | None) -> list[int]:
-    """Round each layer's share of the mean dimension, as the paper does."""
-    if features is None or strategy == "common-lambda":
-        raise BudgetError("the paper's rounding needs a mean number of features, and a strategy of the paper")
-    shares = [unit.wanted(0.0) for unit in units]
-    mean = math.fsum(shares) / len(shares)
-    return [max(1, round(features * share / mean)) for share in shares]
-
-
-def clipped(heads: tuple[tuple[Head, ...], ...], layers: Sequence[Layer], exact: bool) -> tuple[tuple[Head, ...], ...]:
-    """Leave no head more features than its size, in whole tiles unless exactly."""
-    most = [layer.key_dim if exact else max(TILE, layer.key_dim // TILE * TILE) for layer in layers]
-    return tuple(
-        tuple(replace(head, features=min(head.features, limit)) for head in row)
-        for row, limit in zip(heads, most, strict=True)
-    )
-
-
-def check_dial(layers: Sequence[Layer], budget: Any, features: Any, strategy: str, window: Any, sinks: Any) -> None:
-    """Refuse what cannot be allocated to these layers, whatever will be measured of them, and say what can."""
+def check_amounts(layers: Sequence[Layer], budget: Any, features: Any, strategy: str, window: Any, sinks: Any) -> None:
+    """Refuse amounts that cannot be allocated to these layers, whatever their profile will be."""
     if strategy not in UNITS_BY_STRATEGY:
         raise BudgetError(f"there is no strategy {strategy!r}; there are {', '.join(UNITS_BY_STRATEGY)}")
     if (budget is None) == (features is None):
         raise BudgetError("give either a budget in tokens or a mean number of features, and not both")
-    name, asked, least = ("features", features, TILE) if budget is None else ("budget", budget, 1)
-    check_amount(name, asked, least)
-    for name, asked in (("window", window), ("sinks", sinks)):
-        if not is_count(asked) or asked > MOST:
-            raise BudgetError(f"{name} {asked!r} cannot be: give a whole number of tokens, 0 or more")
+    name, amount, least = ("features", features, TILE) if budget is None else ("budget", budget, 1)
+    check_amount(name, amount, least)
+    for name, amount in (("window", window), ("sinks", sinks)):
+        if not is_count(amount) or amount > MAX_AMOUNT:
+            raise BudgetError(f"{name} {amount!r} cannot be: give a whole number of tokens, 0 or more")
     if not any(map(heads_replaced, layers)):
         raise BudgetError("the model bounds every layer itself: there is nothing to allocate")
-    affordable(layers, budget, features, window + sinks)
+    bytes_for_features(layers, budget, features, window + sinks)
 
 
-def check_amount(name: str, asked: Any, least: int) -> None:
-    """Refuse a dial that is no number, or one that nobody can mean."""
-    if not is_count(asked) or not least <= asked <= MOST:
-        raise BudgetError(f"{name} {asked!r} buys nothing: give a whole number from {least} to {MOST}")
+def check_amount(name: str, amount: Any, least: int) -> None:
+    """Refuse a budget or number of features that is no whole number, or out of bounds."""
+    if not is_count(amount) or not least <= amount <= MAX_AMOUNT:
+        raise BudgetError(f"{name} {amount!r} buys nothing: give a whole number from {least} to {MAX_AMOUNT}")
 
 
 def check_profile(profile: Profile, layers: Sequence[Layer]) -> None:
     """Refuse a profile of another model."""
-    found = [len(layer.heads) for layer in profile.layers]
-    if found != [heads_replaced(layer) for layer in layers]:
-        raise RequestError(f"the profile is of another model (KV heads by layer: {found}): measure this one")
+    heads = [len(layer.heads) for layer in profile.layers]
+    if heads != [heads_replaced(layer) for layer in layers]:
+        raise RequestError(f"the profile is of another model (KV heads by layer: {heads}): measure this one")
 
 
 @dataclass(frozen=True)
 class Unit:
-    """KV heads of one layer that get the same."""
+    """KV heads of one layer that hold the same number of features."""
 
     heads: int
-    price: int  # bytes of a tile for all its heads
-    wanted: Callable[[float], float]  # level -> features
-    need: float  # the greater goes first where one level calls for several tiles
+    bytes: int  # of a tile for all its heads
+    features_at: Callable[[float], float]  # level -> features
+    need: float  # where one level adds tiles to several units, the greatest need comes first
 
 
-def tiles(unit: Unit, level: float) -> int:
-    """Round what a unit wants at a level to tiles; none is left without one."""
-    return max(1, int(unit.wanted(level) / TILE + 0.5))
+def layer_units(profile: Profile, index: int, layer: Layer, strategy: str, fixed_level: float) -> list[Unit]:
+    """Make the units of one layer as the strategy has it."""
+    if layer.native_window is not None:
+        return []
+    ridges, measured = profile.settings.ridges, profile.layers[index]
+    heads = [Curve.through(head.freedoms, ridges) for head in measured.heads]
+    queries = [Curve.through(freedoms, ridges) for freedoms in measured.query_freedoms]
+    return UNITS_BY_STRATEGY[strategy](heads, queries, fixed_level, TILE * head_bytes.feature_bytes(layer))
 
 
-def purchase(units: Sequence[Unit], budget: int) -> list[int]:
-    """Give the features of every unit that the budget in bytes buys; it must cover a tile for each."""
-
-    def bought(level: float) -> list[int]:
-        return [tiles(unit, level) for unit in units]
-
-    def price(counts: list[int]) -> int:
-        return sum(count * unit.price for count, unit in zip(counts, units, strict=True))
-
-    low, high = LEVELS
-    while low < (middle := (low + high) / 2) < high:
-        low, high = (middle, high) if price(bought(middle)) <= budget else (low, middle)
-    counts, following = bought(low), bought(high)
-    waiting = [index for index in range(len(units)) if following[index] > counts[index]]
-    left = budget - price(counts)
-    for index in sorted(waiting, key=lambda index: (-units[index].need, units[index].price, index)):
-        extra = (following[index] - counts[index]) * units[index].price
-        if extra > left:
-            break  # a cheaper one further on must wait too, or a larger budget could take it away again
-        counts[index], left = following[index], left - extra
-    return [count * TILE for count in counts]
+def fix(heads: list[Curve], queries: list[Curve], fixed_level: float, tile_bytes: int) -> list[Unit]:
+    """Give every head the same; the tiles of the remainder go to the heads with the most degrees of freedom."""
+    return [Unit(1, tile_bytes, math.exp, curve.at(fixed_level)) for curve in heads]
 
 
-def fix(heads: list[Curve], queries: list[Curve], level: float, price: int) -> list[Unit]:
-    """Give every head the same; the tiles of the residue go where the most freedoms are."""
-    return [Unit(1, price, math.exp, curve.at(level)) for curve in heads]
-
-
-def dof(heads: list[Curve], queries: list[Curve], level: float, price: int) -> list[Unit]:
+def dof(heads: list[Curve], queries: list[Curve], fixed_level: float, tile_bytes: int) -> list[Unit]:
     """Give a layer in proportion to N(λ) of its neediest head (algorithm 1 of the paper)."""
-    return [proportional(len(heads), price, max(curve.at(level) for curve in queries or heads))]
+    return [proportional(len(heads), tile_bytes, max(curve.at(fixed_level) for curve in queries or heads))]
 
 
-def dof_mean(heads: list[Curve], queries: list[Curve], level: float, price: int) -> list[Unit]:
+def dof_mean(heads: list[Curve], queries: list[Curve], fixed_level: float, tile_bytes: int) -> list[Unit]:
     """Give a layer in proportion to the mean of N(λ) over its heads."""
-    counts = [curve.at(level) for curve in queries or heads]
-    return [proportional(len(heads), price, math.fsum(counts) / len(counts))]
+    counts = [curve.at(fixed_level) for curve in queries or heads]
+    return [proportional(len(heads), tile_bytes, math.fsum(counts) / len(counts))]
 
 
-def common_lambda(heads: list[Curve], queries: list[Curve], level: float, price: int) -> list[Unit]:
-    """Give every KV head its N(λ*), one λ* for the whole model, as small as the budget lets it be."""
-    return [Unit(1, price, curve.at, curve.at(level)) for curve in heads]
+def common_lambda(heads: list[Curve], queries: list[Curve], fixed_level: float, tile_bytes: int) -> list[Unit]:
+    """Give every KV head its N(λ*), one λ* for the whole model, the smallest that the budget allows."""
+    return [Unit(1, tile_bytes, curve.at, curve.at(fixed_level)) for curve in heads]
 
 
-def proportional(heads: int, price: int, need: float) -> Unit:
-    """Want features in proportion to a need."""
-    return Unit(heads, heads * price, lambda level: need * math.exp(level), need)
+def proportional(heads: int, tile_bytes: int, need: float) -> Unit:
+    """Make a unit that asks for features in proportion to its need."""
+    return Unit(heads, heads * tile_bytes, lambda level: need * math.exp(level), need)
 
 
-# A strategy turns the curves of one layer into units to buy for:
-#   (of its KV heads, of its query heads where measured, -log of the fixed λ, bytes of a tile of one head) -> units
+# (curves of a layer's KV heads, of its query heads if measured, -log of the fixed λ, bytes of a head's tile) -> units
 UnitsOfLayer = Callable[[list[Curve], list[Curve], float, int], list[Unit]]
 UNITS_BY_STRATEGY: dict[str, UnitsOfLayer] = {
     "fix": fix,
     "dof": dof,
-    "dof-clip": dof,  # then cut to the head size; what that frees is not spent again
+    "dof-clip": dof,  # then cut to the head size; the bytes that this frees are not spent again
     "dof-mean": dof_mean,
     "common-lambda": common_lambda,
 }
+
+
+def bytes_for_features(layers: Sequence[Layer], budget: int | None, features: int | None, exact_tokens: int) -> int:
+    """Compute the bytes to spend on features, after the tokens that every head keeps exactly."""
+    one_each = sum(heads_replaced(layer) * head_bytes.feature_bytes(layer) for layer in layers)
+    if budget is None:
+        return (features or 0) * one_each
+    exact, least = exact_tokens * head_bytes.cache_bytes(layers, 1), TILE * one_each
+    left = head_bytes.cache_bytes(layers, budget) - exact
+    if left < least:
+        enough = -(-(exact + least) // head_bytes.cache_bytes(layers, 1))
+        raise BudgetError(
+            f"a budget of {budget} tokens is too small: {exact_tokens} exact tokens and {TILE} features for every KV "
+            f"head take {enough}; ask for at least that, or keep fewer exact tokens"
+        )
+    return left
+
+
+def buy_tiles(units: Sequence[Unit], budget_bytes: int) -> list[int]:
+    """Find the features of every unit that the budget has room for; it must cover a tile for each."""
+
+    def tiles_at(level: float) -> list[int]:
+        return [max(1, int(unit.features_at(level) / TILE + 0.5)) for unit in units]
+
+    def bytes_of(tiles: list[int]) -> int:
+        return sum(count * unit.bytes for count, unit in zip(tiles, units, strict=True))
+
+    low, high = LEVELS
+    while low < (middle := (low + high) / 2) < high:
+        low, high = (middle, high) if bytes_of(tiles_at(middle)) <= budget_bytes else (low, middle)
+    tiles, next_tiles = tiles_at(low), tiles_at(high)
+    waiting = [index for index in range(len(units)) if next_tiles[index] > tiles[index]]
+    left = budget_bytes - bytes_of(tiles)
+    for index in sorted(waiting, key=lambda index: (-units[index].need, units[index].bytes, index)):
+        more = (next_tiles[index] - tiles[index]) * units[index].bytes
+        if more > left:
+            break  # a smaller unit further on must wait too, or a larger budget could take its tile away again
+        tiles[index], left = next_tiles[index], left - more
+    return [count * TILE for count in tiles]
+
+
+def round_as_paper(units: Sequence[Unit], strategy: str, features: int | None) -> list[int]:
+    """Round each layer's share of the mean dimension to a whole number."""
+    if features is None or strategy == "common-lambda":
+        raise BudgetError("the paper's rounding needs a mean number of features, and a strategy of the paper")
+    shares = [unit.features_at(0.0) for unit in units]
+    mean = math.fsum(shares) / len(shares)
+    return [max(1, round(features * share / mean)) for share in shares]
+
+
+def clip(heads: tuple[tuple[Head, ...], ...], layers: Sequence[Layer], exact: bool) -> tuple[tuple[Head, ...], ...]:
+    """Leave no head more features than its size, in whole tiles unless `exact`."""
+    limits = [layer.key_dim if exact else max(TILE, layer.key_dim // TILE * TILE) for layer in layers]
+    return tuple(
+        tuple(replace(head, features=min(head.features, limit)) for head in row)
+        for row, limit in zip(heads, limits, strict=True)
+    )

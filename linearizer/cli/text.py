@@ -109,7 +109,7 @@ def inspection_text(found: Inspection) -> str:
 
 def profile_text(profile: Profile) -> str:
     """Say what was measured, layer by layer."""
-    reference = profile.asked.ridges.index(profile.asked.reference)
+    reference = profile.settings.ridges.index(profile.settings.reference)
     rows: list[Sequence[object]] = [
         ("layer", "N(λ) by KV head", "in sinks", f"in window {profile.windows[-1]}", "nats")
     ]
@@ -123,9 +123,9 @@ def profile_text(profile: Profile) -> str:
             for values in zip(*((h.sink_mass, h.window_mass[-1], h.entropy) for h in layer.heads), strict=True)
         )
         rows.append((index, counts, f"{sinks:.0%}", f"{window:.0%}", f"{entropy:.2f}"))
-    text = columns(rows) + f"\ndegrees of freedom at λ = {profile.asked.reference:g}, from {profile.tokens:,} tokens"
+    text = columns(rows) + f"\ndegrees of freedom at λ = {profile.settings.reference:g}, from {profile.tokens:,} tokens"
     if any(head.saturated for layer in profile.layers for head in layer.heads):
-        text += f"\n* more than a quarter of the {profile.asked.samples} samples: ask for more with --samples"
+        text += f"\n* more than a quarter of the {profile.settings.samples} samples: ask for more with --samples"
     return text
 
 

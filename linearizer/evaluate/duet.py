@@ -16,7 +16,7 @@ from transformers import DynamicCache, PreTrainedModel, PreTrainedTokenizerBase,
 from transformers.cache_utils import Cache
 
 from linearizer.errors import FaultError
-from linearizer.evaluate.side_by_side import Side, prompt_ids, remembered
+from linearizer.evaluate.side_by_side import Side, bytes_held, prompt_ids
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 OFTEN = 0.25  # seconds between two updates: each takes some time from what writes
@@ -98,7 +98,7 @@ class Voice(StoppingCriteria):
         ids, seconds = list(self.ids), self.seconds
         rate = (len(ids) - 1) / (seconds - self.first) if len(ids) > 1 and seconds > self.first else 0.0
         text = tokenizer.decode(ids, skip_special_tokens=True)
-        return Side(text, len(ids), self.first, rate, remembered(self.cache) if self.cache is not None else 0)
+        return Side(text, len(ids), self.first, rate, bytes_held(self.cache) if self.cache is not None else 0)
 
 
 def duet(

@@ -176,7 +176,7 @@ def outside(window: int, own: HeadProfile, windows: Sequence[int]) -> float:
 
 def level_of(features: int, own: HeadProfile, found: Profile) -> float:
     """Give the λ at which N(λ) is a number of features: the error that theory promises them."""
-    curve = Curve.through(own.freedoms, found.asked.ridges)
+    curve = Curve.through(own.freedoms, found.settings.ridges)
     low, high = -60.0, 60.0  # of -log λ
     for _ in range(60):
         middle = (low + high) / 2

@@ -17,7 +17,7 @@ from linearizer.errors import RequestError
 from linearizer.evaluate.reading import read
 from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import fresh_cache, losses_of
-from linearizer.model.memory import fits
+from linearizer.model.memory import run_if_it_fits
 from linearizer.progress import Progress, Steps
 
 Tensor = torch.Tensor
@@ -99,7 +99,7 @@ def measure_needle(
         hidden = hide(windows[:, :length], depth, seed + done)
         for row, subject in zip(found, subjects, strict=True):
             ended = row and row[-1] is None
-            row.append(None if ended else fits(partial(ask, subject, hidden)))
+            row.append(None if ended else run_if_it_fits(partial(ask, subject, hidden)))
         yield Progress("needle", done + 1, len(asked), "cells")
     rows = [[row[begin : begin + len(DEPTHS)] for begin in range(0, len(row), len(DEPTHS))] for row in found]
     return Needle(

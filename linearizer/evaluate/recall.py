@@ -10,7 +10,7 @@ import torch
 
 from linearizer.evaluate.reading import read_losses
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.memory import fits
+from linearizer.model.memory import run_if_it_fits
 from linearizer.model.text import repeated_passages
 from linearizer.progress import Progress, Steps
 
@@ -73,7 +73,7 @@ def measure_recall(
 def measure_longer(subjects: Sequence[Subject], windows: Tensor, trained: int, positions: int) -> Steps[Longer | None]:
     """Measure the loss within and beyond the length of the training's texts; None where memory does not reach."""
     edges = (0, *(trained << step for step in range(30) if trained << step < windows.shape[1] - 1))
-    losses = fits(partial(read_losses, subjects, windows))
+    losses = run_if_it_fits(partial(read_losses, subjects, windows))
     yield Progress("longer", 1, 1, "texts")
     if losses is None:
         return None

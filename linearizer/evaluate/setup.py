@@ -16,18 +16,18 @@ from linearizer.errors import FolderError, ModelNotAvailable, RequestError, Text
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.subjects import Subject, window_control
 from linearizer.model import checkpoint
-from linearizer.model.devices import device_of
+from linearizer.model.devices import choose_device
 from linearizer.model.quiet import quiet
 from linearizer.model.samples import SAMPLES
 from linearizer.model.swap import exchanged
 from linearizer.model.teacher import load
-from linearizer.model.text import enough_windows, first_tokens, read_documents, token_windows
+from linearizer.model.text import first_tokens, pack_texts, read_documents, read_texts
 from linearizer.run.allocation import Allocation
 from linearizer.run.folder import Run, located_text
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.train.step import begin_features
+from linearizer.train.step import initialise_student
 
 
 @dataclass(frozen=True)
@@ -60,9 +60,9 @@ class Bench:
 
     def begun(self, allocation: Allocation) -> tuple[LayerStudent, ...]:
         """Make what a student would hold by an allocation, begun and not trained."""
-        heads = checkpoint.students_of(self.control, self.layers, allocation, self.run.plan.seed)
+        heads = checkpoint.make_layer_students(self.control, self.layers, allocation, self.run.plan.seed)
         with exchanged(self.control, heads):
-            begin_features(self.run, self.control)
+            initialise_student(self.run, self.control)
         return heads
 
     def plain(self, features: int) -> Subject:
@@ -80,7 +80,7 @@ class Bench:
     def subjects(self, length: int) -> list[Subject]:
         """Teacher, student, a plain window that takes the student's bytes at this length, the student untrained."""
         control = window_control(self.allocation, self.layers, length)
-        heads = checkpoint.students_of(self.control, self.layers, control)
+        heads = checkpoint.make_layer_students(self.control, self.layers, control)
         softmax = self.teacher is self.control.base
         found = [] if self.teacher is None else [Subject("teacher", self.teacher, softmax=softmax)]
         found.append(Subject("student", self.student, self.allocation))
@@ -116,11 +116,11 @@ class Bench:
             if source == "self" and self.teacher is None:
                 raise TextError("'self' is text that the teacher writes, which is not to be had: name another source")
             new = seed + plan.seed + 1  # other texts than those of the training
-            return enough_windows(source, self.tokenizer, length, count, least=1, model=self.teacher, seed=new)
+            return read_texts(source, self.tokenizer, length, count, least=1, model=self.teacher, seed=new)
         first = first_tokens(self.tokenizer)
         learnt = max(self.run.found["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
         skipped = -(-learnt * (self.usual_length - first) // (length - first))
-        stream = token_windows(read_documents(source), self.tokenizer, length)
+        stream = pack_texts(read_documents(source), self.tokenizer, length)
         found = list(islice(stream, skipped, skipped + count))
         if not found:
             raise TextError(
@@ -132,7 +132,7 @@ class Bench:
     def learnt(self, count: int) -> torch.Tensor:  # (≤ count, tokens)
         """Take the text that the student was trained on."""
         plan = self.run.plan
-        return enough_windows(
+        return read_texts(
             plan.text,
             self.tokenizer,
             self.usual_length,
@@ -160,7 +160,7 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Bench]:
         try:
             teacher = load(run.pinned_plan, token)
         except ModelNotAvailable as error:
-            student = checkpoint.load(run.checkpoint).to(device_of(run.plan.device))
+            student = checkpoint.load(run.checkpoint).to(choose_device(run.plan.device))
             tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
             yield Bench(run, student, student, tokenizer, None, str(error))
             return

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from transformers.generation.streamers import BaseStreamer
 
 from linearizer.errors import RequestError
-from linearizer.model.logits import fresh_cache, remembered
+from linearizer.model.logits import bytes_held, fresh_cache
 from linearizer.progress import Progress, Steps
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
@@ -104,4 +104,4 @@ def write(
     took = watch.times[-1] - watch.times[0]
     rate = (len(watch.times) - 1) / took if took > 0 else 0.0
     written = tokenizer.decode(text, skip_special_tokens=True)
-    return Side(written, len(text), watch.times[0], rate, remembered(cache))
+    return Side(written, len(text), watch.times[0], rate, bytes_held(cache))

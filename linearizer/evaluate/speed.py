@@ -16,8 +16,8 @@ import torch
 
 from linearizer.evaluate.reading import read
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.logits import fresh_cache, remembered, vocabulary
-from linearizer.model.memory import Peak, fits, free_bytes
+from linearizer.model.logits import bytes_held, fresh_cache, vocabulary
+from linearizer.model.memory import PeakMemory, free_bytes, run_if_it_fits
 from linearizer.progress import Progress, Steps
 from linearizer.run import head_bytes
 from linearizer.run.head_bytes import Layer
@@ -88,7 +88,7 @@ def measure_speed(
     courses = []
     for done, subject in enumerate(subjects):
         meter = Meter(subject, layers, seconds, seed)
-        fits(partial(meter.timed, lengths[0], 1))  # what is done once, as building kernels is, is not timed
+        run_if_it_fits(partial(meter.timed, lengths[0], 1))  # what is done once, as building kernels is, is not timed
         one: list[Pace] = []
         many: list[Pace] = []
         for place, length in enumerate(lengths):
@@ -115,7 +115,7 @@ class Meter:
         ended = before[-1].extrapolated if before else None
         if ended is None and before:
             ended = self.too_much(before[-1], length / before[-1].length, length / before[-1].length)
-        measured = None if ended else fits(partial(self.timed, length, 1))
+        measured = None if ended else run_if_it_fits(partial(self.timed, length, 1))
         if measured is not None:
             return measured
         known = [pace for pace in before if pace.extrapolated is None]
@@ -126,7 +126,7 @@ class Meter:
         batch = MOST
         while batch > 1:
             if not self.too_much(one, batch, 1):
-                if (found := fits(partial(self.timed, one.length, batch))) is not None:
+                if (found := run_if_it_fits(partial(self.timed, one.length, batch))) is not None:
                     return found
             batch //= 2
         return one
@@ -147,7 +147,7 @@ class Meter:
         ids = torch.randint(
             vocabulary(self.subject.model), (batch, length), generator=torch.Generator().manual_seed(self.seed)
         ).to(device)
-        peak = Peak(device)
+        peak = PeakMemory(device)
         begin = now(device)
         for piece in ids[:, : length - WRITTEN].split(PIECE, dim=1):
             read(self.subject, piece, cache, keep=1)
@@ -163,7 +163,7 @@ class Meter:
             (length - WRITTEN) * batch / (read_all - begin),
             (WRITTEN - 1) * batch / (end - first),
             peak.taken(),
-            remembered(cache),
+            bytes_held(cache),
             *self.told(length, batch),
         )
 

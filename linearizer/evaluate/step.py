@@ -26,7 +26,7 @@ from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.run.stopping import interruptible, logged
 from linearizer.train.distill import distill
-from linearizer.train.settings import settings_of
+from linearizer.train.settings import training_settings
 
 JUDGING = Request(("language", "recall"))  # of a student that has just been made
 WRITTEN = 96  # tokens at most
@@ -159,7 +159,8 @@ def plain_students(bench: Bench, steps: int) -> Steps[dict[str, list[Subject]]]:
         found["trained"] = [bench.plain(count) for count in FEATURES]
         plan = bench.run.plan
         texts = bench.learnt(steps * plan.batch)
-        settings = replace(settings_of(plan)[0], steps=steps, lora=0)  # the weights are the teacher's, in memory once
+        # without adapters: the weights are the teacher's, in memory once
+        settings = replace(training_settings(plan)[0], steps=steps, lora=0)
         for subject in found["trained"]:
             with subject.at_work():
                 yield from distill(bench.control, texts, settings)

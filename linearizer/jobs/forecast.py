@@ -9,7 +9,7 @@ from functools import cache
 
 import torch
 
-from linearizer.allocate.decide import sinks_tried
+from linearizer.allocate.decide import sinks_to_try
 from linearizer.allocate.step import PATIENCE
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.head_prices import options_to_price
@@ -88,7 +88,7 @@ def work(plan: Plan, inspection: Inspection, layers: list[Layer], length: int, m
     pricing = 0.0
     if plan.rules.decided_by == "prices":
         offered = len(options_to_price(length, plan.rules.far_field))
-        students = heads * offered / 2 + plan.exchanges + len(sinks_tried(plan))
+        students = heads * offered / 2 + plan.exchanges + len(sinks_to_try(plan))
         pricing = students * max(2, plan.texts // 2) * length * (token + attention)
         pricing += heads * offered * len(layers) * PASS * machine.products
         pricing = min(pricing, PATIENCE * machine.products)  # beyond that prices are estimated

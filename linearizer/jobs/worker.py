@@ -19,7 +19,7 @@ from typing import Any, TypeVar
 from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
 from linearizer.jobs.control import enter
 from linearizer.jobs.queue import Ticket
-from linearizer.model.devices import device_name, device_of
+from linearizer.model.devices import choose_device, device_name
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.folder import Run
 from linearizer.run.locks import Lock
@@ -89,7 +89,7 @@ def in_turn(run: Run, ticket: Ticket, steps: Callable[[], Steps[Product]], devic
 
 def turn(run: Run, ticket: Ticket, device: str | None = None) -> Steps[None]:
     """Wait until a run's device, or the one named, is free."""
-    ticket.at(device or device_name(device_of(run.plan.device)))
+    ticket.at(device or device_name(choose_device(run.plan.device)))
     while before := ticket.before():
         yield Progress("queue", 0, before, "runs before")
         time.sleep(OFTEN)

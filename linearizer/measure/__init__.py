@@ -1,4 +1,4 @@
-"""Runs a teacher over text and writes numbers down: degrees of freedom, the kl of every head, gates.
+"""Runs a teacher over text and measures it: degrees of freedom, prices of heads, gates, and the kl of whole students.
 
-Nothing here decides what a head gets.
+Nothing here decides what a head holds.
 """

@@ -1,7 +1,7 @@
-"""Gates that tell KV heads which need their whole cache from those that do with a window, learned as DuoAttention does.
+"""Learns a gate for every KV head, as DuoAttention does: how much the head needs its whole cache instead of a window.
 
-A head attends with α softmax + (1 - α) window; the α are trained so that the model's last hidden states stay and the
-sum of the α is small, on texts in which passages come again.
+A head attends with α softmax + (1 - α) window. The α are trained so that the model's last hidden states stay the same
+and the mean α is small, on texts in which passages are repeated.
 """
 
 from __future__ import annotations
@@ -19,31 +19,31 @@ from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, at
 from linearizer.runtime.layer_student import LayerStudent
 
 RATE = 0.02
-SPARSITY = 0.05
-BATCH = 2
+SPARSITY = 0.05  # weight of the mean α in the loss
+BATCH = 2  # texts
 
 Tensor = torch.Tensor
 
 
 class Gated(nn.Module):
-    """A layer between its teacher and its window."""
+    """Takes the place of a layer's student: mixes softmax and window attention by one gate for each KV head."""
 
     def __init__(self, layer: Layer, window: int, sinks: int) -> None:
         super().__init__()
-        self.whole = LayerStudent(["softmax"] * layer.kv_heads, sinks, layer.key_dim, "prf")
-        self.near = LayerStudent([[window, 0]] * layer.kv_heads, sinks, layer.key_dim, "prf")
+        self.softmax = LayerStudent(["softmax"] * layer.kv_heads, sinks, layer.key_dim, "prf")
+        self.window = LayerStudent([[window, 0]] * layer.kv_heads, sinks, layer.key_dim, "prf")
         self.alpha = nn.Parameter(torch.ones(layer.kv_heads))
 
     def forward(self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, memory: None) -> Tensor:
-        whole, near = (part(q, k, v, scale, real, None) for part in (self.whole, self.near))
-        alpha = self.alpha.to(whole.dtype).repeat_interleave(q.shape[1] // len(self.alpha))[:, None, None]
-        return near + alpha * (whole - near)
+        softmax, window = (student(q, k, v, scale, real, None) for student in (self.softmax, self.window))
+        alpha = self.alpha.to(softmax.dtype).repeat_interleave(q.shape[1] // len(self.alpha))[:, None, None]
+        return window + alpha * (softmax - window)
 
 
 def learn_gates(
-    teacher: PreTrainedModel, windows: torch.Tensor, layers: Sequence[Layer], window: int, sinks: int, steps: int
+    teacher: PreTrainedModel, texts: torch.Tensor, layers: Sequence[Layer], window: int, sinks: int, steps: int
 ) -> Steps[tuple[tuple[float, ...], ...]]:
-    """Train one gate per KV head on texts (texts, tokens); none in a layer that the teacher bounds itself."""
+    """Train one gate per KV head on texts (texts, tokens), none in native layers; return them as [layer][KV head]."""
     device = next(teacher.parameters()).device
     gates = {
         index: Gated(layer, window, sinks).to(device)
@@ -54,16 +54,16 @@ def learn_gates(
     alphas: list[Tensor] = [gate.alpha for gate in gates.values()]
     optimizer = torch.optim.Adam(alphas, lr=RATE)
     for step in range(steps):
-        rows = torch.arange(step * BATCH, (step + 1) * BATCH) % len(windows)
-        ids = windows[rows].to(device)
+        rows = torch.arange(step * BATCH, (step + 1) * BATCH) % len(texts)
+        ids = texts[rows].to(device)
         with torch.no_grad():
-            wanted = teacher.base_model(input_ids=ids, use_cache=False)[0].float()
+            expected = teacher.base_model(input_ids=ids, use_cache=False)[0].float()
         with ExitStack() as stack, attending(teacher, IMPLEMENTATION):
             for index, gate in gates.items():
                 modules[index].student = gate
                 stack.callback(delattr, modules[index], "student")
-            given = teacher.base_model(input_ids=ids, use_cache=False)[0].float()
-        error = (given - wanted).square().sum() / wanted.square().sum()
+            hidden = teacher.base_model(input_ids=ids, use_cache=False)[0].float()
+        error = (hidden - expected).square().sum() / expected.square().sum()
         loss = error + SPARSITY * torch.cat(alphas).mean()
         optimizer.zero_grad()
         loss.backward()

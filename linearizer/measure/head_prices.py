@@ -48,12 +48,12 @@ def doubling(first: int, end: int) -> list[int]:
 
 
 def measuring_seconds(
-    teacher: PreTrainedModel, layers: Sequence[Layer], options: Sequence[Head], windows: torch.Tensor
+    teacher: PreTrainedModel, layers: Sequence[Layer], options: Sequence[Head], texts: torch.Tensor
 ) -> float:
     """Guess how long `price` takes, from one pass: each price runs half of the model on average."""
     begun = time.perf_counter()
     with torch.inference_mode():
-        logits_of(teacher, windows).sum().item()
+        logits_of(teacher, texts).sum().item()
     heads = sum(layer.kv_heads for layer in layers if layer.native_window is None)
     return (time.perf_counter() - begun) * heads * len(options) / 2
 
@@ -61,7 +61,7 @@ def measuring_seconds(
 @torch.inference_mode()
 def measure_prices(
     teacher: PreTrainedModel,
-    windows: torch.Tensor,
+    texts: torch.Tensor,
     layers: Sequence[Layer],
     options: Sequence[Head],
     sinks: int,
@@ -73,18 +73,18 @@ def measure_prices(
 
     `keep` receives the kl of all finished layers after each layer; `before` is that of an earlier call, to go on from.
     """
-    expected = logits_of(teacher, windows)
+    expected = logits_of(teacher, texts)
     modules, kl = attention_modules(teacher), list(before)
     heads = [0 if layer.native_window is not None else layer.kv_heads for layer in layers]
     total, done = sum(heads) * len(options), sum(heads[: len(kl)]) * len(options)
-    with attending(teacher, IMPLEMENTATION), skipping(teacher, windows) as skip:
+    with attending(teacher, IMPLEMENTATION), skipping(teacher, texts) as skip:
         for index, (module, layer) in list(enumerate(zip(modules, layers, strict=True)))[len(kl) :]:
             if layer.native_window is not None:
                 kl.append(())
                 continue
             kl_of_layer: list[list[float]] = []  # [option][head]
             with skip(index):
-                seen = seen_by(module, teacher, windows)
+                seen = seen_by(module, teacher, texts)
                 softmax = attention_output(module, layer, Head(softmax=True), sinks, begin, seen)
                 for option in options:
                     # one student for all heads of the layer, whose output is then used for one head at a time
@@ -92,7 +92,7 @@ def measure_prices(
                     kl_of_layer.append([])
                     for head in range(layer.kv_heads):
                         with giving(module, with_head(softmax, output, head, layer.kv_heads)):
-                            kl_of_layer[-1].append(kl_of(expected, logits_of(teacher, windows)).mean().item())
+                            kl_of_layer[-1].append(kl_of(expected, logits_of(teacher, texts)).mean().item())
                         done += 1
                         yield Progress("price", done, total, "prices")
             kl.append(tuple(zip(*kl_of_layer, strict=True)))
@@ -115,14 +115,14 @@ def with_head(whole: torch.Tensor, other: torch.Tensor, head: int, kv_heads: int
     return mixed
 
 
-def with_repeats(windows: torch.Tensor, passage: int, seed: int) -> torch.Tensor:
+def with_repeats(texts: torch.Tensor, passage: int, seed: int) -> torch.Tensor:
     """Repeat earlier passages at random places in the second half of the texts: what recall is priced on."""
     generator = torch.Generator().manual_seed(seed)
-    windows = windows.clone()
-    for text in windows[len(windows) // 2 :]:
+    texts = texts.clone()
+    for text in texts[len(texts) // 2 :]:
         for first, second in draw_places(len(text), passage, generator):
             text[second : second + passage] = text[first : first + passage].clone()
-    return windows
+    return texts
 
 
 def draw_places(tokens: int, passage: int, generator: torch.Generator) -> Iterator[tuple[int, int]]:

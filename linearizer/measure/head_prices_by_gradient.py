@@ -43,7 +43,7 @@ class Recording(nn.Module):
 
 def estimate_prices(
     teacher: PreTrainedModel,
-    windows: Tensor,
+    texts: Tensor,
     layers: Sequence[Layer],
     options: Sequence[Head],
     sinks: int,
@@ -55,7 +55,7 @@ def estimate_prices(
     priced = [index for index, layer in enumerate(layers) if layer.native_window is None]
     sums = {index: torch.zeros(len(options), layers[index].kv_heads, dtype=torch.float64) for index in priced}
     generator = torch.Generator().manual_seed(seed)
-    for done, ids in enumerate(windows.split(1)):
+    for done, ids in enumerate(texts.split(1)):
         recordings = {index: recording_of(modules[index], layers[index], sinks, begin) for index in priced}
         gradients = gradients_of(teacher, [(modules[index], recordings[index]) for index in priced], ids, generator)
         for (index, recording), gradient in zip(recordings.items(), gradients, strict=True):
@@ -67,8 +67,8 @@ def estimate_prices(
                     # (draws, 1, KV heads, group, tokens): the queries of a group change together
                     slope = (gradient.unflatten(2, (layers[index].kv_heads, -1)) * change).sum((-1, 3))
                     sums[index][place] += slope.square().mean(0).sum((0, 2)).double().cpu() / 2
-        yield Progress("price", done + 1, len(windows), "texts")
-    kl = [sums[index].div(windows.numel()).T.tolist() if index in sums else [] for index in range(len(layers))]
+        yield Progress("price", done + 1, len(texts), "texts")
+    kl = [sums[index].div(texts.numel()).T.tolist() if index in sums else [] for index in range(len(layers))]
     return Prices(sinks, tuple(options), tuple(tuple(map(tuple, rows)) for rows in kl))
 
 

@@ -1,4 +1,4 @@
-"""What is kept of a model's attention while it runs: a sample of queries and keys, and a few sums over the text."""
+"""Records a model's attention while it runs: a sample of queries and keys, and a few sums over the text."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from linearizer.errors import FaultError, RequestError, TextError
-from linearizer.model.layers import Projections, matrix, number
+from linearizer.model.layers import number
 from linearizer.run.head_bytes import Layer
 from linearizer.runtime.attention_interface import observing
 
@@ -19,13 +19,13 @@ SCORES = 2**23  # attention scores that are held at once
 
 @dataclass(frozen=True)
 class Draw:
-    """The tokens that are looked at, chosen before the model runs: how the text is batched changes nothing."""
+    """The sampled tokens, drawn before the model runs, so that batches do not change the result."""
 
     real: torch.Tensor  # (texts, tokens) true where a token is no padding
     sinks: torch.Tensor  # (texts, tokens) true for the first real tokens of each text
     keys: torch.Tensor  # (samples / 2,) positions in the flattened texts, rising
     queries: torch.Tensor  # (samples / 2,) drawn apart from the keys
-    rows: torch.Tensor  # (rows,) the queries whose whole attention is read
+    rows: torch.Tensor  # (rows,) the queries whose whole attention is computed
 
 
 def draw_tokens(real: torch.Tensor, samples: int, rows: int, sinks: int, seed: int) -> Draw:
@@ -34,7 +34,7 @@ def draw_tokens(real: torch.Tensor, samples: int, rows: int, sinks: int, seed: i
     eligible = (real & ~first).flatten().nonzero()[:, 0]
     if real.shape[1] <= sinks:
         raise TextError(
-            f"windows of {real.shape[1]} tokens leave none to draw from beside {sinks} sinks: ask for a --length above "
+            f"texts of {real.shape[1]} tokens leave none to draw from beside {sinks} sinks: ask for a --length above "
             f"{sinks}, or for fewer sinks"
         )
     if len(eligible) < samples // 2:
@@ -51,7 +51,7 @@ def draw_tokens(real: torch.Tensor, samples: int, rows: int, sinks: int, seed: i
 
 
 class LayerRecord:
-    """What is kept of one layer. Sums are over the counted tokens, means over the query group of a KV head."""
+    """The record of one layer; its sums are over the drawn rows, each a mean over the query group of a KV head."""
 
     def __init__(self, layer: Layer, draw: Draw, windows: tuple[int, ...], device: torch.device) -> None:
         heads = layer.kv_heads
@@ -60,19 +60,16 @@ class LayerRecord:
         self.queries = torch.zeros(layer.query_heads, len(draw.queries), layer.key_dim)
         # (kv heads, 2 + windows): entropy, mass on sinks, mass within each window
         self.attention = torch.zeros(heads, 2 + len(windows), dtype=torch.float64, device=device)
-        self.values = torch.zeros(heads, layer.value_dim, layer.value_dim, dtype=torch.float64, device=device)  # Σ v vᵀ
 
-    def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int) -> None:
-        """Take what is wanted of a batch whose first text is number `first`, the scaling being in query and key."""
+    def add(self, query: torch.Tensor, key: torch.Tensor, first: int) -> None:
+        """Add a batch whose first text is number `first`; query and key contain the scaling."""
         texts, length = len(query), query.shape[2]
-        for kept, vectors, chosen in ((self.keys, key, self.draw.keys), (self.queries, query, self.draw.queries)):
-            slots, picked = within(chosen, first * length, (first + texts) * length)
-            picked = picked.to(vectors.device)
-            kept[:, slots] = vectors[picked // length, :, picked % length].transpose(0, 1).cpu()
-        real = self.draw.real[first : first + texts].to(value.device)
-        sinks = self.draw.sinks[first : first + texts].to(value.device)
-        counted = value.transpose(1, 2)[real & ~sinks]  # (counted tokens, kv heads, value_dim)
-        self.values += torch.einsum("tkd,tke->kde", counted, counted)
+        for sample, vectors, positions in ((self.keys, key, self.draw.keys), (self.queries, query, self.draw.queries)):
+            slots, places = within(positions, first * length, (first + texts) * length)
+            places = places.to(vectors.device)
+            sample[:, slots] = vectors[places // length, :, places % length].transpose(0, 1).cpu()
+        real = self.draw.real[first : first + texts].to(query.device)
+        sinks = self.draw.sinks[first : first + texts].to(query.device)
         for text in range(texts):
             _, rows = within(self.draw.rows, (first + text) * length, (first + text + 1) * length)
             rows = rows.to(query.device)
@@ -81,7 +78,7 @@ class LayerRecord:
     def add_attention(
         self, query: torch.Tensor, key: torch.Tensor, rows: torch.Tensor, real: torch.Tensor, sinks: torch.Tensor
     ) -> None:
-        """Read the whole attention of some rows of one text, a block at a time."""
+        """Add the whole attention of some rows of one text, a block at a time."""
         for block in rows.split(max(1, SCORES // (query.shape[0] * query.shape[1]))):
             grouped = query[:, block].unflatten(0, (self.layer.kv_heads, -1))  # (kv heads, group, rows, key_dim)
             self.attention += attention_sums(grouped, key, block, real, sinks, self.windows)
@@ -90,18 +87,11 @@ class LayerRecord:
         """Give entropy, mass on sinks and mass within each window, a row per KV head."""
         return self.attention / len(self.draw.rows)
 
-    def value_norms(self, projection: nn.Module) -> torch.Tensor:
-        """Give the mean |W v|² of each KV head, W what the output projection makes of a value: tr Wᵀ W E[v vᵀ]."""
-        heads, size = self.layer.query_heads, self.layer.value_dim
-        weight = matrix(projection, heads * size, self.device).unflatten(0, (heads, size))
-        products = (weight @ weight.mT).double().unflatten(0, (self.layer.kv_heads, -1)).mean(1)
-        return (products * self.values).sum((1, 2)) / (self.draw.real & ~self.draw.sinks).sum()
 
-
-def within(chosen: torch.Tensor, begin: int, end: int) -> tuple[slice, torch.Tensor]:
-    """Find the rising positions that lie in a stretch: their slots, and where they stand in the stretch."""
-    low, high = torch.searchsorted(chosen, torch.tensor([begin, end])).tolist()
-    return slice(low, high), chosen[low:high] - begin
+def within(positions: torch.Tensor, begin: int, end: int) -> tuple[slice, torch.Tensor]:
+    """Find the rising positions in begin … end - 1: their slots in the sample, and their distance from `begin`."""
+    low, high = torch.searchsorted(positions, torch.tensor([begin, end])).tolist()
+    return slice(low, high), positions[low:high] - begin
 
 
 def attention_sums(
@@ -120,24 +110,23 @@ def attention_sums(
     before = (mass * ~sinks).cumsum(-1)
     edges = rows[:, None] - rows.new_tensor(windows)  # (rows, windows): the last token outside
     outside = before.gather(-1, edges.clamp(min=0).expand(*mass.shape[:3], -1)) * (edges >= 0)
-    found = [entropy.unsqueeze(-1), (mass * sinks).sum(-1, keepdim=True), before[..., -1:] - outside]
-    return torch.cat(found, -1).double().mean(1).sum(1)
+    sums = [entropy.unsqueeze(-1), (mass * sinks).sum(-1, keepdim=True), before[..., -1:] - outside]
+    return torch.cat(sums, -1).double().mean(1).sum(1)
 
 
 class Recorder:
-    """Watches a model run, and keeps a record of every layer that the teacher does not bound itself."""
+    """Observes a model while it runs, and keeps a record of every layer that the teacher does not bound itself."""
 
     def __init__(self, layers: tuple[Layer, ...], draw: Draw, windows: tuple[int, ...]) -> None:
         self.layers, self.draw, self.windows = layers, draw, windows
         self.records: dict[int, LayerRecord] = {}
-        self.projections = Projections()
-        self.first = 0  # number of the first text of the batch
+        self.first = 0  # number of the batch's first text
 
     @contextmanager
-    def watching(self, model: nn.Module, first: int) -> Iterator[None]:
-        """Record while a batch runs; nothing stays on the model afterwards."""
+    def recording(self, model: nn.Module, first: int) -> Iterator[None]:
+        """Record while a batch runs that begins with text number `first`; nothing stays on the model afterwards."""
         self.first = first
-        with self.projections.learning(model), observing(model, self.observe):
+        with observing(model, self.observe):
             yield
 
     def observe(
@@ -154,10 +143,10 @@ class Recorder:
         layer = self.layers[index]
         if layer.native_window is not None:
             return
-        seen = (query.shape[1], key.shape[1], key.shape[-1], value.shape[-1])
+        shape = (query.shape[1], key.shape[1], key.shape[-1], value.shape[-1])
         expected = (layer.query_heads, layer.kv_heads, layer.key_dim, layer.value_dim)
-        if seen != expected:
-            raise FaultError(f"layer {index} attends with (query heads, KV heads, sizes) {seen}, not {expected}")
+        if shape != expected:
+            raise FaultError(f"layer {index} attends with (query heads, KV heads, sizes) {shape}, not {expected}")
         real = self.draw.real[self.first : self.first + len(query)].to(query.device)
         for name, vectors in (("queries", query), ("keys", key), ("values", value)):
             if not (vectors.isfinite().all(-1).all(1) | ~real).all():
@@ -168,12 +157,10 @@ class Recorder:
         if index not in self.records:
             self.records[index] = LayerRecord(layer, self.draw, self.windows, query.device)
         root = scaling**0.5  # half of it to each, so that the kernel is exp(x·y)
-        self.records[index].add(query.float() * root, key.float() * root, value.float(), self.first)
-        self.projections.attended = index
+        self.records[index].add(query.float() * root, key.float() * root, self.first)
 
     def check(self) -> None:
-        """Be sure that every layer was seen, and its projection found."""
+        """Check that every layer was seen."""
         expected = {index for index, layer in enumerate(self.layers) if layer.native_window is None}
-        for found, what in ((self.records, "attention"), (self.projections, "output projection")):
-            if missing := sorted(expected - found.keys()):
-                raise FaultError(f"the {what} of layers {missing} was not seen: this model cannot be measured")
+        if missing := sorted(expected - self.records.keys()):
+            raise FaultError(f"the attention of layers {missing} was not seen: this model cannot be measured")

@@ -1,12 +1,12 @@
-"""."""
+"""Measures the teacher of a run: its profile, and the samples that students are initialised from."""
 
 from __future__ import annotations
 
 from safetensors.torch import save_file
 
-from linearizer.measure.profile import asked_of, measure
+from linearizer.measure.profile import measure_profile, profile_settings
 from linearizer.model.logits import check_logits
-from linearizer.model.teacher import Teacher, windows_of
+from linearizer.model.teacher import Teacher, texts_of
 from linearizer.progress import Steps
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
@@ -15,15 +15,15 @@ from linearizer.run.profile import Profile
 from linearizer.run.stopping import interruptible, logged
 
 
-def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profile]:
-    """Measure the teacher, unless this run has measured it."""
-    if found := run.profile:
-        return found
+def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profile]:
+    """Measure the teacher, unless the run has its profile already."""
+    if profile := run.profile:
+        return profile
     run.write("inspection.json", teacher.inspection.to_json())
     with interruptible(run):
-        windows = windows_of(run.plan, teacher, texts_needed(run.plan), token)[: run.plan.texts]
-        check_logits(teacher.model, windows)
-    steps = measure(teacher.model, windows, teacher.inspection.layers, asked_of(run.plan))
+        texts = texts_of(run.plan, teacher, min_texts(run.plan), token)[: run.plan.texts]
+        check_logits(teacher.model, texts)
+    steps = measure_profile(teacher.model, texts, teacher.inspection.layers, profile_settings(run.plan))
     measured = yield from logged(run, steps)
     with writing(run.folder / "state"):
         save_file(measured.samples.tensors(), run.folder / "state" / "samples.safetensors")
@@ -32,6 +32,6 @@ def profile(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profi
     return measured.profile
 
 
-def texts_needed(plan: Plan) -> int:
-    """Count the texts that a run cannot do without: to measure or for one batch, and one more to judge by."""
+def min_texts(plan: Plan) -> int:
+    """Count the texts that a run needs at least: those to measure or of one batch, and one more to judge by."""
     return max(plan.texts_measured, plan.batch if plan.trains else 0) + 1

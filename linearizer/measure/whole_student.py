@@ -19,23 +19,23 @@ from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, at
 @torch.inference_mode()
 def measure_students(
     teacher: PreTrainedModel,
-    windows: torch.Tensor,
+    texts: torch.Tensor,
     layers: Sequence[Layer],
     allocations: Sequence[Allocation],
     begin: Begin,
 ) -> Steps[list[float]]:
     """Measure the kl of each allocation's student, in nats per token."""
-    expected, kl = logits_of(teacher, windows), []
+    expected, kl = logits_of(teacher, texts), []
     for done, allocation in enumerate(allocations):
         yield Progress("try", done, len(allocations), "students")
-        kl.append(kl_of_student(teacher, windows, layers, allocation, begin, expected))
+        kl.append(kl_of_student(teacher, texts, layers, allocation, begin, expected))
     return kl
 
 
 @torch.inference_mode()
 def improve_by_exchanges(
     teacher: PreTrainedModel,
-    windows: torch.Tensor,
+    texts: torch.Tensor,
     layers: Sequence[Layer],
     allocation: Allocation,
     exchange: Callable[[Allocation], Allocation | None],
@@ -43,21 +43,21 @@ def improve_by_exchanges(
     begin: Begin,
 ) -> Steps[tuple[Allocation, float]]:
     """Measure an allocation, then candidates that `exchange` makes of the best so far; return the best and its kl."""
-    expected = logits_of(teacher, windows)
-    best, best_kl = allocation, kl_of_student(teacher, windows, layers, allocation, begin, expected)
+    expected = logits_of(teacher, texts)
+    best, best_kl = allocation, kl_of_student(teacher, texts, layers, allocation, begin, expected)
     for done in range(exchanges + 1):
         yield Progress("exchange", done, exchanges, "students", {"kl": best_kl})
         candidate = exchange(best) if done < exchanges else None
         if candidate is None:
             break
-        if (kl := kl_of_student(teacher, windows, layers, candidate, begin, expected)) < best_kl:
+        if (kl := kl_of_student(teacher, texts, layers, candidate, begin, expected)) < best_kl:
             best, best_kl = candidate, kl
     return best, best_kl
 
 
 def kl_of_student(
     teacher: PreTrainedModel,
-    windows: torch.Tensor,
+    texts: torch.Tensor,
     layers: Sequence[Layer],
     allocation: Allocation,
     begin: Begin,
@@ -69,4 +69,4 @@ def kl_of_student(
         for module, (layer, heads) in zip(modules, rows, strict=True):
             if heads:
                 stack.enter_context(cut(module, layer, heads, allocation.sinks, begin))
-        return kl_of(expected, logits_of(teacher, windows)).mean().item()
+        return kl_of(expected, logits_of(teacher, texts)).mean().item()

@@ -1,4 +1,4 @@
-"""A teacher in memory, its text as tokens, and a student made of it: loaded, saved, or exchanged for a while.
+"""Loads a teacher and its text, makes a student of it, saves and loads students, and swaps layers for a while.
 
-Only model/hub.py reads the network. Nothing here decides what a head gets.
+Only model/hub.py reads the network. Nothing here decides what a head holds.
 """

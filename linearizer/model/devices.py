@@ -1,4 +1,4 @@
-"""Devices: which one is meant, and one name for it that all processes of this machine agree on."""
+"""Chooses a device, and gives it a name that all processes of this machine agree on."""
 
 from __future__ import annotations
 
@@ -7,23 +7,23 @@ import os
 from linearizer.errors import RequestError
 
 
-def device_of(asked: str) -> str:
-    """Give the device asked for, or the best there is."""
-    if asked == "cpu":
-        return asked
+def choose_device(device: str) -> str:
+    """Check that a device exists; "auto" chooses the best."""
+    if device == "cpu":
+        return device
     import torch
 
-    if asked == "auto":
+    if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=asked)
+        torch.empty(0, device=device)
     except (RuntimeError, AssertionError) as error:
-        raise RequestError(f"device {asked!r} is not to be had here: name cpu, or leave it out") from error
-    return asked
+        raise RequestError(f"device {device!r} is not to be had here: name cpu, or leave it out") from error
+    return device
 
 
 def device_name(device: str) -> str:
-    """Name a device as a process that sees other ones of the machine names it, too: cpu, cuda:0, cuda:GPU-…"""
+    """Name a device like all processes do, whichever devices of the machine they see: cpu, cuda:0, cuda:GPU-…"""
     kind, _, index = device.partition(":")
     if kind != "cuda":
         return kind

@@ -1,7 +1,7 @@
-"""The network code that reads: finds a model, pins its revision, and loads what it is made of; code is never run.
+"""Reads the Hub: finds a model, pins its revision, downloads its files, and streams data sets. No code of it is run.
 
-publish/upload.py writes to the Hub. A token is sent only if it was given, or if its owner is at this machine: a Space
-never lends its own to a visitor.
+publish/upload.py writes to the Hub. A token is sent only if the caller gives one, or if its owner sits at this machine:
+a Space never uses its own token for a visitor.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from huggingface_hub.errors import (
 from huggingface_hub.file_download import repo_folder_name
 
 from linearizer.errors import ModelNotAvailable, TextError, first_line
-from linearizer.model.safetensors import INDEX, SINGLE, Weights, check_format, damaged, weigh_folder
+from linearizer.model.safetensors import INDEX, SINGLE, Weights, check_format, damaged_weights, weigh_folder
 
 if TYPE_CHECKING:
     from datasets import IterableDatasetDict
@@ -37,15 +37,15 @@ if TYPE_CHECKING:
 DEMO = "demo"
 CONFIG = "config.json"
 TERMS = ("license", "license_name", "license_link", "language")  # of a model's card
-SECONDS = 10  # that the Hub may take to answer a question
+HUB_SECONDS = 10  # that the Hub may take to answer a request
 SIGN_IN = "sign in with `hf auth login`, or set HF_TOKEN"
 
 
 @dataclass(frozen=True)
 class Source:
-    """A model that was found, pinned to one revision."""
+    """A model, pinned to one revision."""
 
-    name: str  # as asked for
+    name: str  # as the user wrote it
     folder: Path | None  # of a local model
     repo_id: str | None
     revision: str | None  # the commit; None for a local model
@@ -56,17 +56,17 @@ class Source:
 
     @property
     def parameters(self) -> int:
-        """How many numbers the weights hold."""
+        """The count of numbers in the weights."""
         return self.weights.parameters
 
     @property
     def weight_bytes(self) -> int:
-        """How many bytes the weights take."""
+        """The bytes of the weight files."""
         return self.weights.bytes
 
 
 def access_token(token: str | None = None) -> str | bool:
-    """Choose the token to send: the one given, or the user's own at their own machine, or none (False)."""
+    """Choose the token to send: the argument, or the user's own at their own machine, or none (False)."""
     if token:
         return token
     if os.environ.get("SPACE_ID") or constants.HF_HUB_DISABLE_IMPLICIT_TOKEN:
@@ -89,19 +89,19 @@ def find_model(name: str, token: str | None = None) -> Source:
 
 
 def search_models(query: str, count: int, token: str | None = None) -> list[str]:
-    """Name the models of the Hub that write text and are called so, the most downloaded first."""
-    with explained(query or "the Hub", token):
+    """List the text-generating models of the Hub whose name contains a query, the most downloaded first."""
+    with explain_hub_errors(query or "the Hub", token):
         hub = HfApi(token=access_token(token))
-        found = hub.list_models(search=query or None, filter="text-generation", sort="downloads", limit=count)
-        return [model.id for model in found]
+        models = hub.list_models(search=query or None, filter="text-generation", sort="downloads", limit=count)
+        return [model.id for model in models]
 
 
 def fetch(source: Source, patterns: tuple[str, ...], token: str | None = None) -> Path:
-    """Return a folder that holds those of a model's files that match, downloading what is not in the cache."""
+    """Download the files of a model that match and are not in the cache; return their folder."""
     if source.folder is not None:
         return source.folder
     assert source.repo_id is not None
-    with explained(source.name, token):
+    with explain_hub_errors(source.name, token):
         folder = snapshot_download(
             source.repo_id, revision=source.revision, allow_patterns=list(patterns), token=access_token(token)
         )
@@ -109,7 +109,7 @@ def fetch(source: Source, patterns: tuple[str, ...], token: str | None = None) -
 
 
 def download_bytes(source: Source) -> int:
-    """Estimate how many bytes of a model's weights are not in the cache yet."""
+    """Estimate the bytes of a model's weights that are not in the cache yet."""
     if source.folder is not None or source.repo_id is None:
         return 0
     files = source.weights.files
@@ -118,13 +118,13 @@ def download_bytes(source: Source) -> int:
 
 
 def cache_folder() -> Path:
-    """Give the folder that models are downloaded to."""
+    """Give the folder of downloaded models."""
     return Path(constants.HF_HUB_CACHE)
 
 
 @contextmanager
-def explained(name: str, token: str | None = None) -> Iterator[None]:
-    """Turn what the Hub answers into one sentence: what was asked for, why it cannot be had, what to do."""
+def explain_hub_errors(name: str, token: str | None = None) -> Iterator[None]:
+    """Turn errors of the Hub into one sentence: what was requested, why it failed, what to do."""
     page = f"{constants.ENDPOINT}/{name.partition('@')[0]}"
     try:
         yield
@@ -146,9 +146,9 @@ def explained(name: str, token: str | None = None) -> Iterator[None]:
     except LocalEntryNotFoundError as error:
         raise _unreachable(name) from error
     except EntryNotFoundError as error:
-        raise damaged(name, "a file that it names is missing") from error
+        raise damaged_weights(name, "a file that it names is missing") from error
     except SafetensorsParsingError as error:
-        raise damaged(name, error) from error
+        raise damaged_weights(name, error) from error
     except HfHubHTTPError as error:
         status = error.response.status_code
         remedy = f"the token in use was refused, so {SIGN_IN} again" if status in (401, 403) else "try again later"
@@ -162,7 +162,7 @@ def explained(name: str, token: str | None = None) -> Iterator[None]:
 
 
 def stream_dataset(identifier: str, config: str | None, token: str | None = None) -> IterableDatasetDict:
-    """Open every split of a data set of the Hub, or of a local folder of data files, to be read as it is used."""
+    """Open every split of a data set of the Hub, or of a local folder of data files, as a stream."""
     from datasets import get_dataset_config_names, load_dataset
 
     if not Path(identifier).exists():  # `datasets` tries for half a minute, and does not tell gated from missing
@@ -175,8 +175,8 @@ def stream_dataset(identifier: str, config: str | None, token: str | None = None
 
 
 @contextmanager
-def explained_dataset(identifier: str, token: str | None = None) -> Iterator[None]:
-    """Turn what goes wrong with a data set into one sentence."""
+def explain_dataset_errors(identifier: str, token: str | None = None) -> Iterator[None]:
+    """Turn errors of a data set into one sentence."""
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
     try:
@@ -208,9 +208,9 @@ def _local(name: str, folder: Path) -> Source:
 
 def _remote(name: str, token: str | None) -> Source:
     repo_id, _, revision = name.partition("@")
-    with explained(name, token):
+    with explain_hub_errors(name, token):
         hub = HfApi(token=access_token(token))
-        info = hub.model_info(repo_id, revision=revision or None, files_metadata=True, timeout=SECONDS)
+        info = hub.model_info(repo_id, revision=revision or None, files_metadata=True, timeout=HUB_SECONDS)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         if CONFIG not in sizes:
             raise ModelNotAvailable(f"{name!r} has no {CONFIG}: name a model that transformers can load")
@@ -224,13 +224,13 @@ def _weigh_remote(name: str, hub: HfApi, repo_id: str, revision: str | None, siz
     try:
         headers = hub.get_safetensors_metadata(repo_id, revision=revision).files_metadata
     except (ValueError, AttributeError) as error:  # an index that is no JSON, or no object
-        raise damaged(name, f"{INDEX}: {error}") from error
+        raise damaged_weights(name, f"{INDEX}: {error}") from error
     if not headers:
-        raise damaged(name, f"{INDEX} names no files")
+        raise damaged_weights(name, f"{INDEX} names no files")
     for file, header in headers.items():
         needed = 8 + max((tensor.data_offsets[1] for tensor in header.tensors.values()), default=0)
         if sizes.get(file, 0) < needed:
-            raise damaged(name, f"{file} has {sizes.get(file, 0)} bytes and should have more than {needed}")
+            raise damaged_weights(name, f"{file} has {sizes.get(file, 0)} bytes and should have more than {needed}")
     parameters = sum(sum(header.parameter_count.values()) for header in headers.values())
     return Weights(tuple(sorted(headers)), parameters, sum(sizes[file] for file in headers))
 
@@ -243,11 +243,11 @@ def _licence(card: Any) -> str | None:
 
 
 def _terms(card: Any) -> dict[str, Any]:
-    """Keep what a student's card takes over from its teacher's: texts, and lists of texts."""
-    said = {name: card.get(name) for name in TERMS} if card else {}
+    """Keep the terms that a student's card copies from its teacher's, if they are texts or lists of texts."""
+    stated = {name: card.get(name) for name in TERMS} if card else {}
     return {
         name: value
-        for name, value in said.items()
+        for name, value in stated.items()
         if (value and isinstance(value, str)) or (isinstance(value, list) and all(isinstance(v, str) for v in value))
     }
 
@@ -262,7 +262,7 @@ def _demo_folder() -> Path:
 
 
 def _unreachable(name: str) -> ModelNotAvailable:
-    """Say that there is no network, and what is in the cache, where a pinned download leaves a folder of its own."""
+    """Say that there is no network, and name a copy in the cache, where a pinned download has a folder of its own."""
     repo_id, _, revision = name.partition("@")
     snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type="model") / "snapshots"
     remedy = "it is not in the cache either, so connect, or name a local folder"

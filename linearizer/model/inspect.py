@@ -1,4 +1,4 @@
-"""What a model is, and whether it can be linearized: told from its config, before any weight is downloaded."""
+"""Inspects a model: what it is, and whether it can be linearized, from its config alone, without its weights."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ import torch
 
 from linearizer.errors import UnsupportedModel
 from linearizer.model.hub import Source
-from linearizer.model.probe import Seen, blueprint, watch, watch_blueprint
+from linearizer.model.probe import AttentionLayer, build_blueprint, watch_blueprint, watch_layers
 from linearizer.model.support import TESTED, Refused, check_config, check_windows
 from linearizer.run.head_bytes import Layer, cache_bytes, feature_bytes
 from linearizer.run.inspection import Budget, Inspection
@@ -20,11 +20,11 @@ BUDGETS = (64, 256, 1024)  # tokens of the teacher's cache
 
 
 def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
-    """Tell what a model is, and whether it is supported."""
+    """Describe a model, and whether it is supported."""
     model, seen, refusal = None, [], None
     try:
         check_config(config)
-        model = blueprint(config)
+        model = build_blueprint(config)
         seen = watch_blueprint(model)
         check_windows([layer.shape.native_window for layer in seen])
     except Refused as refused:
@@ -41,14 +41,14 @@ def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
         tested=refusal is None and config.model_type in TESTED,
         layers=layers,
         scalings=tuple(layer.scaling for layer in seen),
-        positions=positions(config, model),
+        positions=name_positions(config, model),
         max_positions=getattr(config, "max_position_embeddings", None),
         parameters=source.parameters,
         weight_bytes=source.weight_bytes,
         licence=source.licence,
         gated=source.gated,
         cache_bytes_per_token=cache_bytes(layers, 1),
-        budgets=tuple(price(layers, tokens) for tokens in BUDGETS) if refusal is None else (),
+        budgets=tuple(budget_of(layers, tokens) for tokens in BUDGETS) if refusal is None else (),
         terms=source.terms,
     )
 
@@ -56,27 +56,30 @@ def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
 def verify_teacher(model: PreTrainedModel, inspection: Inspection) -> None:
     """Check that a loaded model attends in every layer as its config said it would."""
     try:
-        seen = watch(model)
+        seen = watch_layers(model)
     except Refused as refused:
         raise UnsupportedModel(f"{inspection.name!r} cannot be linearized, because {refused}") from refused
-    expected = [Seen(i, *pair) for i, pair in enumerate(zip(inspection.layers, inspection.scalings, strict=True))]
+    expected = [
+        AttentionLayer(i, *pair) for i, pair in enumerate(zip(inspection.layers, inspection.scalings, strict=True))
+    ]
     if seen != expected:
-        found, told = next((pair for pair in zip(seen, expected, strict=False) if pair[0] != pair[1]), (seen, expected))
+        pairs = zip(seen, expected, strict=False)
+        actual, stated = next((pair for pair in pairs if pair[0] != pair[1]), (seen, expected))
         raise UnsupportedModel(
-            f"{inspection.name!r} attends differently from what its config says ({found} instead of {told}): "
+            f"{inspection.name!r} attends differently from what its config says ({actual} instead of {stated}): "
             f"give the config that belongs to its weights"
         )
 
 
-def price(layers: tuple[Layer, ...], tokens: int) -> Budget:
-    """Tell what a budget of so many tokens of cache means."""
-    paid = cache_bytes(layers, tokens)
+def budget_of(layers: tuple[Layer, ...], tokens: int) -> Budget:
+    """Compute the bytes of a budget in tokens of cache, and the features per KV head that they hold."""
+    budget_bytes = cache_bytes(layers, tokens)
     feature = sum(layer.kv_heads * feature_bytes(layer) for layer in layers if layer.native_window is None)
-    return Budget(tokens, paid, paid / feature)
+    return Budget(tokens, budget_bytes, budget_bytes / feature)
 
 
-def positions(config: PreTrainedConfig, model: PreTrainedModel | None) -> str | None:
-    """Name how a model tells positions apart, where its config or its modules show it."""
+def name_positions(config: PreTrainedConfig, model: PreTrainedModel | None) -> str | None:
+    """Name the position encoding of a model, if its config or its modules show it."""
     rope = getattr(config, "rope_parameters", None)
     if rope:
         by_kind = [part for part in rope.values() if isinstance(part, dict)] or [rope]

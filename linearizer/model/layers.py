@@ -1,9 +1,8 @@
-"""."""
+"""The parts of a model's layers: attention modules, their projections, and groups of heads with features."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import ExitStack
 from functools import partial
 from typing import cast
 
@@ -22,7 +21,7 @@ def number(attention: nn.Module) -> int:
 
 
 def matrix(projection: nn.Module, inputs: int, device: torch.device) -> torch.Tensor:
-    """Read a linear map, (inputs, outputs), off what it does to unit vectors: however it keeps its weight."""
+    """Compute the matrix of a linear map, (inputs, outputs), from its values at unit vectors, however it stores it."""
     units = UNIT * torch.eye(inputs, dtype=next(projection.parameters()).dtype, device=device)
     with torch.no_grad():
         return (projection(units) - projection(torch.zeros_like(units[:1]))).float() / UNIT
@@ -33,20 +32,30 @@ def matrices(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if getattr(getattr(part, "weight", None), "ndim", 0) == 2]
 
 
-def output_projections(model: nn.Module, ids: torch.Tensor) -> Projections:
-    """Find the output projections by letting a model read a few tokens."""
-    projections = Projections()
+def output_projections(model: nn.Module, ids: torch.Tensor) -> dict[int, nn.Module]:
+    """Find the output projection of every layer: the first linear map that it calls after it attended."""
+    projections: dict[int, nn.Module] = {}
+    attended: int | None = None  # the layer whose projection is still to come
 
-    def attended(module: nn.Module, *_: object) -> None:
-        projections.attended = number(module)
+    def observe(module: nn.Module, *_: object) -> None:
+        nonlocal attended
+        attended = number(module)
 
-    with torch.no_grad(), projections.learning(model), observing(model, attended):
+    def enter(index: int, part: nn.Module, args: tuple) -> None:
+        nonlocal attended
+        if attended == index:
+            projections[index], attended = part, None
+
+    with torch.no_grad(), observing(model, observe), ExitStack() as stack:
+        for module in attention_modules(model):
+            for part in matrices(module):
+                stack.callback(part.register_forward_pre_hook(partial(enter, number(module))).remove)
         getattr(model, "base_model", model)(input_ids=ids, use_cache=False)
     return projections
 
 
 def blocks_of(model: nn.Module) -> list[nn.Module]:
-    """The modules of one list that hold one attention module each: the layers of a model."""
+    """Find the layers of a model: the modules of one list that contain one attention module each."""
     attention = set(attention_modules(model))
     for parts in model.modules():
         if isinstance(parts, nn.ModuleList) and len(parts) == len(attention):
@@ -58,27 +67,3 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
 def featured(student: LayerStudent) -> list[HeadGroup]:
     """List the groups of a layer that have features."""
     return [group for group in student.groups if isinstance(group, HeadGroup) and group.feature_map is not None]
-
-
-class Projections(dict[int, nn.Module]):
-    """The output projection of every layer: the first map with a matrix that it calls once it has attended."""
-
-    attended: int | None = None  # the layer whose projection is still to come
-
-    @contextmanager
-    def learning(self, model: nn.Module) -> Iterator[None]:
-        """Learn while a model runs, whose observer says which layer has `attended`."""
-        hooks = [
-            part.register_forward_pre_hook(partial(self.entered, number(module)))
-            for module in attention_modules(model)
-            for part in matrices(module)
-        ]
-        try:
-            yield
-        finally:
-            for hook in hooks:
-                hook.remove()
-
-    def entered(self, index: int, part: nn.Module, args: tuple) -> None:
-        if self.attended == index:
-            self[index], self.attended = part, None

@@ -1,4 +1,4 @@
-"""What a model says of the next token, and how two of them differ."""
+"""Logits of a model, the kl between two models, and the bytes of their caches."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from linearizer.runtime.cache import LinearizedLayer
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 Tensor = torch.Tensor
-PROBE = 16  # tokens that a model reads to be known
-LOGITS = 2**26  # logits of one subject that are held at once, in fp32
-NEAR = 2**19  # of them fit into a processor's caches
+PROBE_TOKENS = 16  # that a model reads to be checked
+MAX_LOGITS = 2**26  # of one subject, held at once in fp32
+MAX_CACHED_LOGITS = 2**19  # fit into a processor's caches
 
 
 @torch.inference_mode()
@@ -24,44 +24,46 @@ def logits_of(model: PreTrainedModel, ids: Tensor) -> Tensor:  # (texts, tokens,
     return model(input_ids=ids.to(model.device), use_cache=False).logits.float()
 
 
-def check_logits(model: PreTrainedModel, windows: Tensor) -> None:
-    """Refuse a teacher that gives no numbers."""
-    if not logits_of(model, windows[:1, :PROBE]).isfinite().all():
+def check_logits(model: PreTrainedModel, texts: Tensor) -> None:
+    """Refuse a teacher whose logits are not finite."""
+    if not logits_of(model, texts[:1, :PROBE_TOKENS]).isfinite().all():
         raise FaultError("the teacher's logits are not finite: its weights are damaged, or load it in float32")
 
 
 def losses_of(logits: Tensor, following: Tensor) -> Tensor:  # (texts, tokens)
-    return by_rows(lambda own, token: cross_entropy(own, token, reduction="none"), logits, following.to(logits.device))
+    return compare_rows(
+        lambda own, token: cross_entropy(own, token, reduction="none"), logits, following.to(logits.device)
+    )
 
 
 def kl_of(teacher: Tensor, student: Tensor) -> Tensor:  # (texts, tokens)
-    """KL(teacher ‖ student) of every next-token distribution."""
-    return by_rows(
+    """Compute KL(teacher ‖ student) of every next-token distribution, in nats."""
+    return compare_rows(
         lambda p, q: kl_div(q.log_softmax(-1), p.log_softmax(-1), reduction="none", log_target=True).sum(-1),
         teacher,
         student,
     )
 
 
-def by_rows(compare: Callable[[Tensor, Tensor], Tensor], logits: Tensor, other: Tensor) -> Tensor:
-    """Compare logits token by token; on a CPU so few at a time that they stay in its caches."""
-    rows = max(1, (NEAR if logits.device.type == "cpu" else LOGITS) // logits.shape[-1])
+def compare_rows(compare: Callable[[Tensor, Tensor], Tensor], logits: Tensor, other: Tensor) -> Tensor:
+    """Compare logits token by token; on a CPU in pieces that fit into its caches."""
+    rows = max(1, (MAX_CACHED_LOGITS if logits.device.type == "cpu" else MAX_LOGITS) // logits.shape[-1])
     pieces = [zip(own.split(rows), its.split(rows), strict=True) for own, its in zip(logits, other, strict=True)]
     return torch.stack([torch.cat([compare(*pair) for pair in pairs]) for pairs in pieces])
 
 
 def fresh_cache(model: PreTrainedModel) -> Cache:
-    """Make a cache of the model's own kind, with nothing in it."""
+    """Make an empty cache of the model's own kind."""
     if isinstance(model, LinearizedForCausalLM):
         return model.empty_cache()
     cache = DynamicCache(config=model.config)
     for layer in cache.layers:
-        layer.memory = None  # a student's base hands it to its attention, even where that is its teacher's
+        layer.memory = None  # a student's base passes it to its attention, even where that is its teacher's
     return cache
 
 
-def remembered(cache: Cache) -> int:
-    """The bytes of a cache's tensors."""
+def bytes_held(cache: Cache) -> int:
+    """Count the bytes of a cache's tensors."""
     total = 0
     for layer in cache.layers:
         if isinstance(layer, LinearizedLayer):
@@ -72,13 +74,13 @@ def remembered(cache: Cache) -> int:
 
 
 def texts_at_once(model: PreTrainedModel, length: int) -> int:
-    """Tell how many texts' logits may be held at once."""
-    return max(1, LOGITS // (length * vocabulary(model)))
+    """Compute how many texts' logits may be held at once."""
+    return max(1, MAX_LOGITS // (length * vocabulary(model)))
 
 
 def tokens_at_once(model: PreTrainedModel, texts: int) -> int:
     """Tell of how many tokens of so many texts the logits may be held at once."""
-    return max(1, LOGITS // (texts * vocabulary(model)))
+    return max(1, MAX_LOGITS // (texts * vocabulary(model)))
 
 
 def vocabulary(model: PreTrainedModel) -> int:

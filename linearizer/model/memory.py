@@ -1,4 +1,4 @@
-"""What to do where memory ends, and how much of it was taken."""
+"""Handles the end of memory, and measures how much memory was taken."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ Result = TypeVar("Result")
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def fits(work: Callable[[], Result]) -> Result | None:
-    """Do something that may take more memory than there is: then give None, and free what it had taken."""
+def run_if_it_fits(work: Callable[[], Result]) -> Result | None:
+    """Run a function; if memory runs out, free what it had taken and return None."""
     try:
         return work()
     except RuntimeError as error:
@@ -31,7 +31,7 @@ def fits(work: Callable[[], Result]) -> Result | None:
 
 
 def free_bytes(device: torch.device) -> int:
-    """Tell how much memory a device has left."""
+    """Read how much memory a device has left."""
     if device.type == "cuda":
         return torch.cuda.mem_get_info(device)[0]
     if Path("/proc/meminfo").exists():
@@ -40,8 +40,8 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
-class Peak:
-    """The most memory that is taken from here on, above what is taken now; None where the system does not tell."""
+class PeakMemory:
+    """Measures the most memory that is taken from here on, above what is taken now."""
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
@@ -53,29 +53,29 @@ class Peak:
             return
         self.before = None
         if device.type == "cpu" and CLEAR.exists():
-            give_back()
+            trim_heap()
             try:
-                CLEAR.write_text("5")  # lets the high-water mark begin anew
+                CLEAR.write_text("5")  # resets the high-water mark
                 self.before = status_bytes("VmRSS")
             except OSError:
-                return  # a system that does not let a process do this tells nothing
+                return  # the system forbids the reset, so the peak stays unknown
 
     def taken(self) -> int | None:
-        """Give the bytes by now."""
+        """Give the bytes so far; None where the system does not tell."""
         if self.before is None:
             return None
         most = torch.cuda.max_memory_allocated(self.device) if self.device.type == "cuda" else status_bytes("VmHWM")
         return max(0, most - self.before)
 
 
-def give_back() -> None:
-    """Let the system have what was freed: what is kept for later would hide what is taken next."""
+def trim_heap() -> None:
+    """Return freed memory to the system: memory kept for later would hide what is taken next."""
     trim = getattr(ctypes.CDLL(None), "malloc_trim", None)
     if trim is not None:
         trim(0)
 
 
 def status_bytes(name: str) -> int:
-    """Read a number of kilobytes that the system keeps of this process."""
+    """Read one of the system's numbers about this process, which are in kilobytes."""
     line = next(line for line in STATUS.read_text().splitlines() if line.startswith(name + ":"))
     return int(line.split()[1]) * 1024

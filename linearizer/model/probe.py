@@ -1,4 +1,4 @@
-"""What every attention layer of a model attends with, seen by running the model's own code."""
+"""Runs a model's own code on a few tokens, and records the shapes with which every layer attends."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ from linearizer.runtime.attention_interface import observing
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-TOKENS = 4
+WATCHED_TOKENS = 4
 
 
 @dataclass(frozen=True)
-class Seen:
-    """One attention layer as it was seen at work."""
+class AttentionLayer:
+    """The shape of one attention layer, as it ran."""
 
     index: int
     shape: Layer
     scaling: float
 
 
-class Unvalued(TorchDispatchMode):
-    """Answer each question about the values of meta tensors, which have none; no shape of attention hangs on it."""
+class MetaValues(TorchDispatchMode):
+    """Make up values of meta tensors, which have none, where code reads them; no shape of attention depends on them."""
 
     def __torch_dispatch__(self, func: Callable, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         aten = torch.ops.aten
@@ -43,8 +43,8 @@ class Unvalued(TorchDispatchMode):
         return func(*args, **(kwargs or {}))
 
 
-def blueprint(config: PreTrainedConfig) -> PreTrainedModel:
-    """Build a model without weights, on the meta device: no memory, whatever its size."""
+def build_blueprint(config: PreTrainedConfig) -> PreTrainedModel:
+    """Build a model without weights, on the meta device: it takes no memory, whatever its size."""
     from transformers import AutoModelForCausalLM
 
     with torch.device("meta"), quiet():
@@ -52,18 +52,18 @@ def blueprint(config: PreTrainedConfig) -> PreTrainedModel:
             return AutoModelForCausalLM.from_config(
                 deepcopy(config), attn_implementation="eager", experts_implementation="eager"
             ).eval()
-        except Exception as error:  # the model's own code, given numbers that it does not check
+        except Exception as error:  # the model's own code runs with numbers that it does not check
             raise unbuildable(error) from error
 
 
-def watch_blueprint(model: PreTrainedModel) -> list[Seen]:
-    """Watch a model that has no weights."""
-    with Unvalued():
+def watch_blueprint(model: PreTrainedModel) -> list[AttentionLayer]:
+    """Watch the layers of a model without weights."""
+    with MetaValues():
         try:
-            return watch(model)
+            return watch_layers(model)
         except Refused:
             raise
-        except Exception as error:  # the model's own code, given numbers that it does not check
+        except Exception as error:  # the model's own code runs with numbers that it does not check
             raise unbuildable(error) from error
 
 
@@ -72,9 +72,9 @@ def unbuildable(error: Exception) -> Refused:
     return Refused(f"transformers cannot build it from its config ({first_line(error)})", "check its config.json")
 
 
-def watch(model: PreTrainedModel) -> list[Seen]:
-    """Let a model read a few tokens, and tell what each of its layers attended with; each must be seen once."""
-    seen: list[Seen] = []
+def watch_layers(model: PreTrainedModel) -> list[AttentionLayer]:
+    """Run a model on a few tokens, and record how each of its layers attends; each must attend once."""
+    seen: list[AttentionLayer] = []
 
     def observe(
         module: torch.nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float, more: dict
@@ -83,10 +83,10 @@ def watch(model: PreTrainedModel) -> list[Seen]:
         index = int(module.layer_idx)  # type: ignore[arg-type]
         window = native_window(model.config, index, more)
         shape = Layer(query.shape[1], key.shape[1], key.shape[-1], value.shape[-1], window)
-        seen.append(Seen(index, shape, float(scaling)))
+        seen.append(AttentionLayer(index, shape, float(scaling)))
 
     check_modules(model)
-    tokens = torch.zeros(1, TOKENS, dtype=torch.long, device=model.device)
+    tokens = torch.zeros(1, WATCHED_TOKENS, dtype=torch.long, device=model.device)
     with torch.no_grad(), quiet(), observing(model, observe):
         cache = getattr(model(tokens, use_cache=True), "past_key_values", None)
     cached = {i for i, layer in enumerate(getattr(cache, "layers", ())) if getattr(layer, "keys", None) is not None}
@@ -95,7 +95,7 @@ def watch(model: PreTrainedModel) -> list[Seen]:
 
 
 def native_window(config: PreTrainedConfig, index: int, arguments: dict) -> int | None:
-    """Tell how many tokens back a layer of the teacher may look, if that is bounded."""
+    """Find how many tokens a layer of the teacher attends to, if that is bounded."""
     kinds = getattr(config, "layer_types", None)
     kind = kinds[index] if kinds else None
     if kind == "chunked_attention":

@@ -1,4 +1,4 @@
-"""."""
+"""Keeps transformers from printing."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a folder's safetensors hold, read from their headers alone."""
+"""Reads the headers of a folder's safetensors, and checks that its weights are complete."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True)
 class Weights:
-    """The files that hold a model's weights, and how much they hold."""
+    """The files of a model's weights, with their parameters and bytes."""
 
     files: tuple[str, ...]
     parameters: int
@@ -28,7 +28,7 @@ class Weights:
 
 
 def check_format(name: str, files: Collection[str]) -> None:
-    """Refuse a model whose files hold no weights that can be read without running code."""
+    """Refuse a model without weights that can be read without running code."""
     if SINGLE in files or INDEX in files:
         return
     pickles = sorted(file for file in files if file.endswith(PICKLES) and file != "training_args.bin")
@@ -38,9 +38,9 @@ def check_format(name: str, files: Collection[str]) -> None:
             f"ask its author for safetensors, or convert it yourself with save_pretrained where that code is harmless"
         )
     others = sorted(file for file in files if file.endswith((".safetensors", ".gguf", ".h5", ".msgpack", ".onnx")))
-    found = f"only {others[0]}" if others else "no weights at all"
+    present = f"only {others[0]}" if others else "no weights at all"
     raise ModelNotAvailable(
-        f"{name!r} holds {found}, but neither {SINGLE} nor {INDEX}: name a model that transformers can load"
+        f"{name!r} holds {present}, but neither {SINGLE} nor {INDEX}: name a model that transformers can load"
     )
 
 
@@ -63,27 +63,27 @@ def read_json(name: str, path: Path) -> dict[str, Any]:
     return content
 
 
-def damaged(name: str, what: object) -> ModelNotAvailable:
-    """Say that a model's weights are damaged."""
+def damaged_weights(name: str, what: object) -> ModelNotAvailable:
+    """Make the error of damaged weights."""
     return ModelNotAvailable(f"{name!r} has damaged weights ({what}): download the model again")
 
 
 def weigh_folder(name: str, folder: Path) -> Weights:
     """Count the parameters of a local model from its headers, which must fit the length of each file."""
     check_format(name, [path.name for path in folder.iterdir()])
-    files = (SINGLE,) if (folder / SINGLE).exists() else shards(name, read_json(name, folder / INDEX))
+    files = (SINGLE,) if (folder / SINGLE).exists() else list_shards(name, read_json(name, folder / INDEX))
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
-        raise damaged(name, f"{INDEX} names {missing[0]}, which is missing")
+        raise damaged_weights(name, f"{INDEX} names {missing[0]}, which is missing")
     parameters = sum(_count(name, folder / file) for file in files)
     return Weights(files, parameters, sum((folder / file).stat().st_size for file in files))
 
 
-def shards(name: str, index: dict[str, Any]) -> tuple[str, ...]:
+def list_shards(name: str, index: dict[str, Any]) -> tuple[str, ...]:
     """List the files that an index of sharded weights names."""
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
-        raise damaged(name, f"{INDEX} names no files")
+        raise damaged_weights(name, f"{INDEX} names no files")
     return tuple(sorted({str(file) for file in weight_map.values()}))
 
 
@@ -92,4 +92,4 @@ def _count(name: str, path: Path) -> int:
         with safe_open(path, framework="pt") as weights:
             return sum(math.prod(weights.get_slice(key).get_shape()) for key in weights.keys())
     except (SafetensorError, OSError) as error:
-        raise damaged(name, f"{path.name}: {error}") from error
+        raise damaged_weights(name, f"{path.name}: {error}") from error

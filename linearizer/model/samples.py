@@ -1,4 +1,4 @@
-"""Samples of a model's queries and keys, which feature maps are begun from."""
+"""Samples of a model's queries and keys, from which slots and feature maps are initialised."""
 
 from __future__ import annotations
 
@@ -19,7 +19,6 @@ class LayerSamples:
 
     queries: torch.Tensor  # (query heads, samples / 2, key_dim)
     keys: torch.Tensor  # (kv heads, samples / 2, key_dim)
-    weights: torch.Tensor  # (kv heads, samples) leverages of `head_points`, which sum to N(reference)
 
 
 @dataclass(frozen=True)
@@ -34,13 +33,12 @@ class Samples:
         for index, layer in enumerate(self.layers):
             if layer is not None:
                 named |= {f"{index}.queries": layer.queries, f"{index}.keys": layer.keys}
-                named[f"{index}.weights"] = layer.weights
         return named
 
     @staticmethod
     def of_tensors(tensors: Mapping[str, torch.Tensor], layers: int) -> Samples:
-        """Put together what `tensors` took apart."""
-        parts = ("queries", "keys", "weights")
+        """Rebuild the samples from their `tensors`."""
+        parts = ("queries", "keys")
         return Samples(
             tuple(
                 LayerSamples(*(tensors[f"{index}.{part}"] for part in parts)) if f"{index}.keys" in tensors else None
@@ -50,7 +48,7 @@ class Samples:
 
 
 def samples_of(run: Run) -> Samples:
-    """Read the queries and keys that were kept when the run was profiled."""
+    """Read the samples that were kept when the run was profiled."""
     try:
         with safe_open(run.folder / SAMPLES, "pt") as file:
             return Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118

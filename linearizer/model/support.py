@@ -1,4 +1,4 @@
-"""Which models can be linearized, and why the others cannot."""
+"""Decides which models can be linearized, and says why the others cannot."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from linearizer.runtime.attention_interface import attention_modules, hands_over
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
 
-# What is kept under test from end to end; other kinds that pass the same checks are served too.
+# Kinds that are tested from end to end; other kinds that pass the same checks are served, too.
 TESTED = frozenset(
     "cohere gemma gemma3_text glm4 gpt2 gpt_bigcode gpt_neox granite llama mistral mixtral olmo2 opt phi phi3 "
     "qwen2 qwen3 qwen3_moe smollm3 stablelm starcoder2".split()
@@ -37,7 +37,7 @@ class Refused(UnsupportedModel):
 
 
 def check_config(config: PreTrainedConfig) -> None:
-    """Refuse what a config alone tells to be no decoder with softmax attention."""
+    """Refuse a model that by its config alone is no decoder with softmax attention."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
     if getattr(config, "quantization_config", None) is not None:
@@ -75,7 +75,7 @@ def check_modules(model: nn.Module) -> None:
 
 
 def check_attention(query: torch.Tensor, key: torch.Tensor, others: Mapping[str, object]) -> None:
-    """Refuse a layer whose scores are more than a scaled product, or whose heads do not fit together."""
+    """Refuse a layer whose scores are more than a scaled product, or whose KV heads have unequal groups."""
     for argument, reason in ALTERED.items():
         if others.get(argument) is not None:
             raise Refused(reason)
@@ -87,7 +87,7 @@ def check_attention(query: torch.Tensor, key: torch.Tensor, others: Mapping[str,
 
 
 def check_layers(indices: list[int], cached: set[int], expected: int) -> None:
-    """Refuse a model whose layers were not each seen once, with a cache of its own."""
+    """Refuse a model unless each layer attends once and has a cache of its own."""
     if sorted(indices) != list(range(expected)) or not expected:
         raise Refused(
             f"{len(set(indices))} of its {expected} layers were seen attending, {len(indices)} times in all, "
@@ -100,7 +100,7 @@ def check_layers(indices: list[int], cached: set[int], expected: int) -> None:
 
 
 def check_windows(windows: list[int | None]) -> None:
-    """Refuse a model that has nothing to gain."""
+    """Refuse a model whose layers all have native windows: its cache does not grow."""
     if all(window is not None for window in windows):
         raise Refused(
             f"every layer already attends to a window, of {max(w for w in windows if w is not None)} tokens at most, "

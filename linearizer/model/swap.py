@@ -10,7 +10,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.model.checkpoint import students_of
+from linearizer.model.checkpoint import make_layer_students
 from linearizer.model.layers import blocks_of
 from linearizer.model.logits import logits_of
 from linearizer.run.allocation import Allocation
@@ -40,7 +40,7 @@ def exchanged(model: PreTrainedModel, heads: Sequence[LayerStudent]) -> Iterator
 @contextmanager
 def holding(student: LinearizedForCausalLM, layers: Sequence[Layer], allocation: Allocation) -> Iterator[None]:
     """While this lasts, let a student's heads hold what another allocation without features gives them: a control."""
-    with exchanged(student.base, students_of(student, layers, allocation)):
+    with exchanged(student.base, make_layer_students(student, layers, allocation)):
         yield
 
 

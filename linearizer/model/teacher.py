@@ -1,4 +1,4 @@
-"""Loads what a source names: config, tokenizer, weights. Code of the model's repository is never run."""
+"""Loads the config, tokenizer and weights of a source. Code of the model's repository is never run."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ import torch
 from safetensors import SafetensorError
 
 from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
-from linearizer.model.devices import device_of
+from linearizer.model.devices import choose_device
 from linearizer.model.hub import CONFIG, Source, fetch, find_model
 from linearizer.model.inspect import inspect_model, verify_teacher
 from linearizer.model.quiet import quiet
-from linearizer.model.safetensors import INDEX, damaged, read_json
-from linearizer.model.text import enough_windows
+from linearizer.model.safetensors import INDEX, damaged_weights, read_json
+from linearizer.model.text import read_texts
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 
@@ -70,13 +70,13 @@ def load_tokenizer(source: Source, token: str | None = None) -> PreTrainedTokeni
 def load_teacher(
     source: Source, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu", token: str | None = None
 ) -> PreTrainedModel:
-    """Load a model frozen, in evaluation mode, with every weight present, of the right shape and finite."""
+    """Load a model frozen, in evaluation mode; check that every weight is present, of the right shape and finite."""
     from transformers import AutoModelForCausalLM
 
     config = load_config(source, token)
     folder = fetch(source, (CONFIG, GENERATION, INDEX, *source.weights.files), token)
     missing = [file for file in source.weights.files if not (folder / file).is_file()]
-    if missing:  # where there is no network, the Hub's client returns what it has
+    if missing:  # without a network, the Hub's client returns the files that it has
         raise ModelNotAvailable(f"{source.name!r} lacks {missing[0]}, no network: connect, or name a local folder")
     with quiet():
         try:
@@ -87,24 +87,24 @@ def load_teacher(
                 attn_implementation="sdpa",
                 trust_remote_code=False,
                 use_safetensors=True,
-                ignore_mismatched_sizes=True,  # found in the report, and named
+                ignore_mismatched_sizes=True,  # _check_complete reads them in the report
                 output_loading_info=True,
             )
         except (SafetensorError, OSError) as error:
-            raise damaged(source.name, first_line(error)) from error
+            raise damaged_weights(source.name, first_line(error)) from error
     _check_complete(source.name, report)
     _check_finite(source.name, model)
     return model.requires_grad_(False).eval().to(device)
 
 
 def _check_complete(name: str, report: dict) -> None:
-    """Refuse weights that do not fill the model: transformers would make them up at random."""
+    """Refuse weights that do not fill the model: transformers would draw the others at random."""
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
-        raise damaged(name, f"{len(missing)} of its parameters are missing, such as {missing[0]}")
+        raise damaged_weights(name, f"{len(missing)} of its parameters are missing, such as {missing[0]}")
     if report["mismatched_keys"]:
-        key, stored, wanted = sorted(report["mismatched_keys"])[0]
-        raise damaged(name, f"{key} is stored as {tuple(stored)} and should be {tuple(wanted)}")
+        key, stored, expected = sorted(report["mismatched_keys"])[0]
+        raise damaged_weights(name, f"{key} is stored as {tuple(stored)} and should be {tuple(expected)}")
 
 
 def _check_finite(name: str, model: torch.nn.Module) -> None:
@@ -131,17 +131,17 @@ def load(plan: Plan, token: str | None = None) -> Teacher:
     inspection = inspect_model(source, load_config(source, token))
     inspection.require_support()
     tokenizer = load_tokenizer(source, token)
-    model = load_teacher(source, plan.dtype, device_of(plan.device), token)
+    model = load_teacher(source, plan.dtype, choose_device(plan.device), token)
     verify_teacher(model, inspection)
     return Teacher(source, inspection, model, tokenizer)
 
 
-def windows_of(
+def texts_of(
     plan: Plan, teacher: Teacher, texts: int, token: str | None, least: int | None = None
 ) -> torch.Tensor:  # (texts, tokens)
-    """Take the text that a plan measures with."""
+    """Take the first texts of a plan's source, at the plan's length."""
     most = teacher.inspection.max_positions
     length = plan.length if most is None else min(plan.length, most)
-    return enough_windows(
+    return read_texts(
         plan.text, teacher.tokenizer, length, texts, least=least, model=teacher.model, seed=plan.seed, token=token
     )

@@ -1,4 +1,4 @@
-"""Where text comes from, and how it becomes windows of tokens. Everything is read as it is used: memory stays flat."""
+"""Reads text from its source as a stream, and packs it into texts of as many tokens each."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from typing import IO, TYPE_CHECKING, Any
 import torch
 
 from linearizer.errors import TextError
-from linearizer.model.hub import explained_dataset, stream_dataset
+from linearizer.model.hub import explain_dataset_errors, stream_dataset
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 SOURCES = "`builtin`, `file:PATH`, `dataset:ID[:config][:split][:column]` or `self`"
-PIECE = 1 << 16  # characters read at a time
+PIECE_CHARACTERS = 1 << 16  # read at a time
 ROWS = 16  # texts sampled at a time
 SAMPLED = 32  # texts that a model writes where fewer will do, since they take long
 
@@ -35,12 +35,12 @@ def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
     raise TextError(f"{source!r} is no source of text: write {SOURCES}")
 
 
-def token_windows(
+def pack_texts(
     documents: Iterable[str], tokenizer: PreTrainedTokenizerBase, length: int
 ) -> Generator[torch.Tensor, None, int]:
-    """Pack documents, an end between them, into windows of `length` tokens; return how many tokens were left over.
+    """Pack documents, with an end token between them, into texts of `length` tokens; return the tokens left over.
 
-    Where the tokenizer starts a text with a token of its own, so does every window: models lean on it.
+    Every text begins with the tokenizer's start token, if there is one, because models rely on it.
     """
     start, end = _start(tokenizer), _end(tokenizer)
     fresh = length - len(start)
@@ -55,18 +55,18 @@ def token_windows(
 
 
 def first_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Count the tokens that the tokenizer puts before every text."""
+    """Count the start tokens that the tokenizer puts before every text."""
     return len(_start(tokenizer))
 
 
-def document_numbers(windows: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:  # (texts, tokens)
-    """Number the document that each token of consecutive windows is of: one ends where an end token stands."""
+def document_numbers(texts: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:  # (texts, tokens)
+    """Number the document of each token in consecutive texts; a document ends with an end token."""
     end = _end(tokenizer)
-    ends = (windows == end[0]).long() if end else torch.zeros_like(windows)
-    return (ends.flatten().cumsum(0) - ends.flatten()).view_as(windows)
+    ends = (texts == end[0]).long() if end else torch.zeros_like(texts)
+    return (ends.flatten().cumsum(0) - ends.flatten()).view_as(texts)
 
 
-def enough_windows(
+def read_texts(
     source: str,
     tokenizer: PreTrainedTokenizerBase,
     length: int,
@@ -77,34 +77,34 @@ def enough_windows(
     seed: int = 0,
     token: str | None = None,
 ) -> torch.Tensor:  # (count, length), or at least (least, length) where the text ends before
-    """Take the first windows of a source, or say how much text is missing; `self` needs the model."""
+    """Read the first texts of a source, or say how much text is missing; the source `self` needs the model."""
     least = count if least is None else least
     if length < 2:
-        raise TextError(f"a window of {length} token has nothing to predict: ask for a --length of at least 2")
+        raise TextError(f"a text of {length} token has nothing to predict: ask for a --length of at least 2")
     if source == "self" and model is not None:
         return sample_from(model, tokenizer, length, max(least, min(count, SAMPLED)), seed)
-    found: list[torch.Tensor] = []
-    windows = token_windows(read_documents(source, token=token), tokenizer, length)
-    while len(found) < count:
+    texts: list[torch.Tensor] = []
+    packed = pack_texts(read_documents(source, token=token), tokenizer, length)
+    while len(texts) < count:
         try:
-            found.append(next(windows))
+            texts.append(next(packed))
         except StopIteration as end:
-            if len(found) >= least:
+            if len(texts) >= least:
                 break
             raise TextError(
-                f"{source!r} has {len(found) * length + end.value} tokens, and {least * length} are needed "
-                f"({least} windows of {length}): give more text, or ask for fewer or shorter windows"
+                f"{source!r} has {len(texts) * length + end.value} tokens, and {least * length} are needed "
+                f"({least} texts of {length}): give more text, or ask for fewer or shorter texts"
             ) from None
-    return torch.stack(found)
+    return torch.stack(texts)
 
 
-def repeated_passages(windows: torch.Tensor, passage: int, gap: int) -> torch.Tensor:
-    """Make each text end in a passage, a gap of other text, and the passage again (texts, tokens)."""
-    tokens = windows.shape[1]
+def repeated_passages(texts: torch.Tensor, passage: int, gap: int) -> torch.Tensor:
+    """Make each text (texts, tokens) end in a passage, a gap of other text, and the same passage."""
+    tokens = texts.shape[1]
     begin = tokens - 2 * passage - gap
     if begin < 0:
         raise ValueError(f"a passage of {passage} twice and a gap of {gap} take {tokens - begin} tokens, not {tokens}")
-    return torch.cat([windows[:, : tokens - passage], windows[:, begin : begin + passage]], 1)
+    return torch.cat([texts[:, : tokens - passage], texts[:, begin : begin + passage]], 1)
 
 
 @torch.no_grad()
@@ -130,15 +130,15 @@ def sample_from(
 
 
 def _start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Give the token that the tokenizer puts before every text, if there is one."""
+    """Give the start token that the tokenizer puts before every text, if there is one."""
     first = tokenizer("a", verbose=False)["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
 def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Give the token that ends a text, or else the one that begins the next."""
-    found = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
-    return [] if found is None else [found]
+    """Give the token that ends a document, or else the token that begins the next document."""
+    token = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
+    return [] if token is None else [token]
 
 
 def _not_empty(source: str, documents: Iterator[str]) -> Iterator[str]:
@@ -152,7 +152,7 @@ def _not_empty(source: str, documents: Iterator[str]) -> Iterator[str]:
 
 
 def _builtin() -> Iterator[str]:
-    """Give the topics of the language reference, which every CPython carries."""
+    """Read the topics of the language reference, which every CPython contains."""
     from pydoc_data.topics import topics
 
     yield from topics.values()
@@ -177,11 +177,11 @@ def _file(path: Path) -> Iterator[str]:
 
 
 def _pieces(path: Path, file: IO[str]) -> Iterator[str]:
-    """Read a text in pieces that end where a line does."""
-    while piece := file.read(PIECE):
+    """Read a text in pieces of whole lines."""
+    while piece := file.read(PIECE_CHARACTERS):
         if "\0" in piece:
             raise TextError(f"{str(path)!r} is no text, it holds zero bytes: name a text file")
-        yield piece + file.readline(PIECE)
+        yield piece + file.readline(PIECE_CHARACTERS)
 
 
 def _rows(path: Path, file: IO[str]) -> Iterator[str]:
@@ -198,7 +198,7 @@ def _rows(path: Path, file: IO[str]) -> Iterator[str]:
 
 
 def _dataset(spec: str, token: str | None) -> Iterator[str]:
-    """Stream a column of a data set; each part of the specification after the id may be left empty."""
+    """Stream a column of a data set; config, split and column of the specification may be left empty."""
     parts = spec.split(":")
     if len(parts) > 4:
         raise TextError(f"'dataset:{spec}' has {len(parts)} parts and may have 4: write {SOURCES}")
@@ -206,7 +206,7 @@ def _dataset(spec: str, token: str | None) -> Iterator[str]:
     split, column = split or "train", column or "text"
     if "/" not in identifier:
         raise TextError(f"{identifier!r} is no id of a data set: write `org/name`")
-    with explained_dataset(identifier, token):
+    with explain_dataset_errors(identifier, token):
         splits = stream_dataset(identifier, config or None, token)
         if split not in splits:
             raise TextError(f"{identifier!r} has no split {split!r}: it has {', '.join(splits)}")

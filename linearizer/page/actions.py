@@ -112,7 +112,7 @@ def forecast_run(plan: Plan, found: Inspection, download: int) -> Estimate:
     from linearizer.model import devices
 
     # ZeroGPU's device is not there to be measured
-    device = "cpu" if zerogpu.on_zerogpu() else devices.device_of(plan.device)
+    device = "cpu" if zerogpu.on_zerogpu() else devices.choose_device(plan.device)
     return forecast.estimate(plan, found, forecast.speeds(device), download)
 
 
@@ -202,7 +202,7 @@ class Shares:
 
 def share_budget(run: Run, budget: int) -> Shares:
     """Share a budget out among the heads, as the run's plan would and as Fix does; the model is not touched."""
-    from linearizer.allocate.by_freedoms import allocate
+    from linearizer.allocate.by_freedoms import allocate_by_freedoms
     from linearizer.allocate.decide import decide
 
     profile = require_profile(run)
@@ -210,7 +210,7 @@ def share_budget(run: Run, budget: int) -> Shares:
     allocation = decide(run, plan, layers)
     try:
         window, sinks = plan.kept_window, plan.kept_sinks
-        fix = allocate(profile, layers, budget=budget, strategy="fix", window=window, sinks=sinks)
+        fix = allocate_by_freedoms(profile, layers, budget=budget, strategy="fix", window=window, sinks=sinks)
     except BudgetError:  # windows are sold in smaller pieces than features
         fix = None
     return Shares(allocation, fix, layers, run.prices, plan.target_tokens(run.positions))

@@ -40,7 +40,7 @@ LEAST = 1e-6  # nats: what costs less is drawn there
 
 def freedoms_of(profile: Profile) -> dict[int, list[float]]:
     """Give N at the reference ridge of every KV head, by layer; layers that stay as they are have none."""
-    at = profile.asked.at_reference
+    at = profile.settings.at_reference
     return {index: [at(head.freedoms) for head in layer.heads] for index, layer in enumerate(profile.layers)}
 
 
@@ -99,7 +99,7 @@ def write_numbers(
 def freedom_curves(profile: Profile) -> Figure:
     """Draw N(λ): a line for the mean of each layer, from the first (violet) to the last (green)."""
     figure = plain(340, showlegend=False)
-    ridges, measured = list(profile.asked.ridges), [i for i, layer in enumerate(profile.layers) if layer.heads]
+    ridges, measured = list(profile.settings.ridges), [i for i, layer in enumerate(profile.layers) if layer.heads]
     for place, index in enumerate(measured):
         heads = profile.layers[index].heads
         means = [math.fsum(counts) / len(heads) for counts in zip(*(head.freedoms for head in heads), strict=True)]
@@ -119,7 +119,7 @@ def freedom_curves(profile: Profile) -> Figure:
                 showarrow=False,
                 xanchor="left",
             )
-    figure.add_vline(x=profile.asked.reference, line={"color": FAINT, "width": 1, "dash": "dash"})
+    figure.add_vline(x=profile.settings.reference, line={"color": FAINT, "width": 1, "dash": "dash"})
     ticks = [tick for tick in range(-9, 10, 2) if ridges[-1] <= 10.0**tick <= ridges[0]]
     shown = {"tickvals": [10.0**tick for tick in ticks], "ticktext": [power(tick) for tick in ticks]}
     figure.update_xaxes(title="λ", type="log", autorange="reversed", **shown)

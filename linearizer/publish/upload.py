@@ -43,7 +43,7 @@ from huggingface_hub.utils import (
 )
 
 from linearizer.errors import FaultError, LinearizerError, PublishError, first_line
-from linearizer.model.hub import SECONDS, SIGN_IN, access_token
+from linearizer.model.hub import HUB_SECONDS, SIGN_IN, access_token
 from linearizer.progress import Progress, Steps
 
 Content = Path | bytes
@@ -110,7 +110,7 @@ def find_place(name: str, private: bool, token: str | None = None, kind: str = "
             )
         hub = HfApi(token=access_token(token))
         try:
-            info = hub.repo_info(repo_id, repo_type=kind, timeout=SECONDS)
+            info = hub.repo_info(repo_id, repo_type=kind, timeout=HUB_SECONDS)
         except RepositoryNotFoundError:
             return Place(repo_id, private, kind, None, frozenset())
         hub.auth_check(repo_id, repo_type=kind, write=True)

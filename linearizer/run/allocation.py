@@ -1,4 +1,4 @@
-"""."""
+"""An allocation: what every KV head holds, and the bytes that follow from it."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from linearizer.run.json_products import JsonProduct
 
 @dataclass(frozen=True)
 class Allocation(JsonProduct):
-    """What every KV head of every layer holds; a layer that the teacher already bounds has no heads here."""
+    """What every KV head of every layer holds; a native layer, which the teacher bounds itself, has no heads here."""
 
     json_remedy: ClassVar = "allocate again"
 
@@ -37,33 +37,33 @@ class Allocation(JsonProduct):
 
     @property
     def bits(self) -> int:
-        """Give the bits of a number in the keys and values that heads keep: the fewest."""
+        """The fewest bits of a number in the keys and values of any head."""
         return min((head.bits for row in self.heads for head in row), default=16)
 
     @property
     def features_mean(self) -> float:
-        """Give the mean number of features over the heads that were not left softmax."""
+        """The mean number of features over the heads that are not left softmax."""
         counts = [head.features for row in self.heads for head in row if not head.softmax]
         return sum(counts) / len(counts) if counts else 0.0
 
     def state_bytes(self, layers: Sequence[Layer], length: int) -> int:
-        """Give the bytes that the student holds once `length` tokens have been read."""
+        """Count the bytes of the student's state after `length` tokens."""
         return head_bytes.state_bytes(self.heads, layers, self.sinks, length)
 
     def breakeven_tokens(self, layers: Sequence[Layer]) -> int | None:
-        """Give the length from which on the teacher's cache is no smaller; None: never."""
+        """Find the length from which on the teacher's cache is no smaller; None: never."""
         return head_bytes.breakeven_tokens(self.heads, layers, self.sinks)
 
     def growth(self, layers: Sequence[Layer]) -> int:
-        """Give the bytes that every token adds to what the student holds: none unless heads are left softmax."""
+        """Count the bytes that every token adds to the student's state: none unless heads are left softmax."""
         return self.state_bytes(layers, 1) - self.state_bytes(layers, 0)
 
     def saved(self, layers: Sequence[Layer]) -> int:
-        """Give the bytes that every token adds to the teacher's cache and not to what the student holds."""
+        """Count the bytes that every token adds to the teacher's cache and not to the student's state."""
         return head_bytes.cache_bytes(layers, 1) - self.growth(layers)
 
     def summary(self, layers: Sequence[Layer], length: int) -> dict[str, Any]:
-        """Give the allocation with what it costs once `length` tokens have been read, as plain numbers."""
+        """List the allocation and its sizes after `length` tokens, as plain values."""
         return {
             **asdict(self),
             "features_mean": self.features_mean,
@@ -74,8 +74,8 @@ class Allocation(JsonProduct):
         }
 
 
-def check(allocation: Allocation, layers: Sequence[Layer]) -> None:
-    """Refuse an allocation that was made for another model."""
+def check_allocation(allocation: Allocation, layers: Sequence[Layer]) -> None:
+    """Refuse an allocation of another model."""
     if len(allocation.heads) != len(layers):
         raise RequestError(f"the allocation is for {len(allocation.heads)} layers, the model has {len(layers)}")
     for index, (heads, layer) in enumerate(zip(allocation.heads, layers, strict=True)):
@@ -87,10 +87,10 @@ def check(allocation: Allocation, layers: Sequence[Layer]) -> None:
 
 
 def heads_replaced(layer: Layer) -> int:
-    """Count the KV heads of a layer that a student replaces: none where the teacher bounds the layer itself."""
+    """Count the KV heads of a layer that a student replaces: none in a native layer."""
     return layer.kv_heads if layer.native_window is None else 0
 
 
 def is_count(value: Any) -> bool:
-    """Tell whole numbers, 0 or more, from all else."""
+    """Tell whether a value is a whole number, 0 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0

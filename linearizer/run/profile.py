@@ -1,4 +1,4 @@
-"""What was measured of a model: how many features each KV head needs, and what its attention looks at."""
+"""The profile of a model: how many features each KV head needs, and where its attention falls."""
 
 from __future__ import annotations
 
@@ -18,10 +18,10 @@ Per = Literal["kv", "query"]  # one curve for every KV head; or for every query 
 
 
 @dataclass(frozen=True)
-class Asked:
-    """What to measure. The paper leaves no token out and keeps the keys: sinks=0, gauge="raw", per="query"."""
+class ProfileSettings:
+    """How to measure. The paper leaves no token out and keeps the keys: sinks=0, gauge="raw", per="query"."""
 
-    text: str = ""  # where it comes from
+    text: str = ""  # its source
     samples: int = 2048  # queries and keys of a head, half and half
     rows: int = 1024  # queries whose whole attention is read
     sinks: int = 4  # first tokens of each text that are left out
@@ -30,7 +30,7 @@ class Asked:
     gauge: Gauge = "centred"
     seed: int = 0
     ridges: tuple[float, ...] = tuple(2.0**-exponent for exponent in range(21))  # falling
-    reference: float = 2.0**-8  # where leverages are taken: the λ of the paper's table of heads
+    reference: float = 2.0**-8  # the λ of the paper's table of heads
 
     def __post_init__(self) -> None:
         if self.samples < 32 or self.samples % 8:
@@ -45,21 +45,19 @@ class Asked:
             raise RequestError(f"ridges must fall and be above 0, not {self.ridges} and {self.reference}")
 
     def at_reference(self, freedoms: Sequence[float]) -> float:
-        """Read N off a curve where leverages are taken, which need not be on the grid."""
+        """Read N off a curve at the reference ridge, which need not be on the grid."""
         return Curve.through(freedoms, self.ridges).at(-math.log(self.reference))
 
 
 @dataclass(frozen=True)
 class HeadProfile:
-    """One KV head, with the queries of its group. Masses, entropy and norm are means over queries."""
+    """One KV head, with the queries of its group. Masses and entropy are means over queries."""
 
     freedoms: tuple[float, ...]  # N(λ) for every ridge of the profile
-    errors: tuple[float, ...]  # the standard error of each
     saturated: bool  # N(reference) > samples / 4: more samples would give more
     sink_mass: float  # attention that falls on the sinks
     window_mass: tuple[float, ...]  # attention within each window of the profile, sinks apart
     entropy: float  # nats
-    value_norm: float  # mean square of a value after the output projection
 
 
 @dataclass(frozen=True)
@@ -67,16 +65,16 @@ class LayerProfile:
     """The KV heads of one layer; none where the teacher bounds the layer itself."""
 
     heads: tuple[HeadProfile, ...]
-    query_freedoms: tuple[tuple[float, ...], ...] = ()  # [query head][ridge], where it was asked for
+    query_freedoms: tuple[tuple[float, ...], ...] = ()  # [query head][ridge], with per="query"
 
 
 @dataclass(frozen=True)
 class Profile(JsonProduct):
-    """A model on a text: what was asked, and what was found."""
+    """A model measured on a text."""
 
     json_remedy: ClassVar = "measure it again"
 
-    asked: Asked
+    settings: ProfileSettings
     tokens: int  # no padding among them
     windows: tuple[int, ...]
     layers: tuple[LayerProfile, ...]
@@ -84,19 +82,19 @@ class Profile(JsonProduct):
 
 @dataclass(frozen=True)
 class Curve:
-    """N(λ) of one head between the ridges too, on logarithmic axes, where it is smooth."""
+    """N(λ) of one head, interpolated between the ridges on logarithmic axes, where it is smooth."""
 
     levels: tuple[float, ...]  # -log λ, rising
     logs: tuple[float, ...]  # log N, rising
 
     @staticmethod
     def through(freedoms: Sequence[float], ridges: Sequence[float]) -> Curve:
-        """Draw the curve through what was measured."""
+        """Draw the curve through the measured points."""
         logs = accumulate((math.log(max(count, 1e-9)) for count in freedoms), max)
         return Curve(tuple(-math.log(ridge) for ridge in ridges), tuple(logs))
 
     def at(self, level: float) -> float:
-        """Read N off; beyond the grid every head goes in proportion to 1/λ, as far from it they do."""
+        """Read N off at -log λ; beyond the grid N goes in proportion to 1/λ."""
         if level <= self.levels[0]:
             return math.exp(self.logs[0] + level - self.levels[0])
         if level >= self.levels[-1]:

@@ -1,4 +1,4 @@
-"""Fits what the heads hold to their own teacher; a training stops and resumes bit for bit.
+"""Trains students on their own teacher; a training stops and resumes bit for bit.
 
-Nothing here decides what a head gets, or judges what came of it.
+Nothing here decides what a head holds, or evaluates a student.
 """

@@ -3,8 +3,8 @@
 The teacher's row i is p_ij = softmax over j ≤ i of S_ij = q_i·k_j. The student's row p̂ has the same logits where a key
 is near (one of the first `sinks` tokens, or i - j < window) and log A_ij elsewhere, A_ij = Σ_m exp(u_im + w_jm).
   softmax  cross-entropy of p against p̂, mean over rows; its least value is the teacher's entropy
-  l2       (e^S - A)² e^{-2 max S}, mean over the pairs j ≤ i; the maximum is a KV head's, or the one that is given, so
-           that the parts of a batch have one measure; its least value is 0
+  l2       (e^S - A)² e^{-2 max S}, mean over the pairs j ≤ i; its least value is 0; the maximum is a KV head's, or an
+           argument, so that all parts of a batch have the same
 Gradients are written by hand and come with the loss: with ∂loss/∂log A_ij = p̂_ij - p_ij and G = (p̂ - p) / A they are
 ∂/∂u = Fq ∘ (G Fk) and ∂/∂w = Fk ∘ (Gᵀ Fq), where Fq = e^u and Fk = e^w up to stabilisers that cancel.
 
@@ -31,7 +31,7 @@ except ImportError as missing:
     loss_kernels = None  # type: ignore[assignment]
 
 Tensor = torch.Tensor
-MATTERS = 1e-7  # of the teacher's mass in a row
+MAX_LOST_MASS = 1e-7  # of the teacher's attention in a row
 
 Compute = Callable[
     [Tensor, Tensor, Tensor, Tensor, int, int, bool, bool, float, Tensor | None], tuple[Tensor, Pair | None]
@@ -40,14 +40,14 @@ Compute = Callable[
 
 class Loss(NamedTuple):
     value: Tensor  # scalar, differentiable in u and w
-    least: Tensor  # what it would be if the student's rows were the teacher's: `value - least` is the KL divergence
+    least: Tensor  # the loss of a student whose rows are the teacher's: for softmax `value - least` is a KL divergence
 
 
 def attention_loss(
     u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, kind: str = "softmax", scale: float = 1.0,
     largest: Tensor | None = None,
 ) -> Loss:  # fmt: skip
-    """Compare the student's rows with the teacher's; the scores are q·k times the scale, `largest` max S (heads,)."""
+    """Compare the student's rows with the teacher's; scores are q·k times the scale, `largest` is max S (heads,)."""
     if kind not in ("softmax", "l2"):
         raise ValueError(f"kind={kind!r} is none of softmax, l2")
     compute = fused if kernels_serve(u, q, k, kind == "l2") else blocked
@@ -55,7 +55,7 @@ def attention_loss(
 
 
 def kernels_serve(u: Tensor, q: Tensor, k: Tensor, squared: bool) -> bool:
-    """Tell whether kernels may compute the loss of such tensors."""
+    """Tell whether kernels can be trusted with such tensors."""
     if loss_kernels is None or not takes(q, k):
         return False
 
@@ -64,8 +64,8 @@ def kernels_serve(u: Tensor, q: Tensor, k: Tensor, squared: bool) -> bool:
     def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         text = Drawn.of(q, sizes, 192, dtype)
         work = working_dtype(text.q)
-        given = text.features.queries(text.q.to(work)), text.features.keys(text.k.to(work)), text.q, text.k
-        total, gradients = (fused if by_kernels else blocked)(*given, 16, 4, squared, True)
+        tensors = text.features.queries(text.q.to(work)), text.features.keys(text.k.to(work)), text.q, text.k
+        total, gradients = (fused if by_kernels else blocked)(*tensors, 16, 4, squared, True)
         return [total, *(gradients or ())]
 
     return trusted("losses of attention rows", q, (*sizes, squared), answers)
@@ -96,13 +96,13 @@ class RowLoss(torch.autograd.Function):
 
 
 def blocked(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, wanted: bool,
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, differentiate: bool,
     scale: float = 1.0, largest: Tensor | None = None,
 ) -> tuple[Tensor, Pair | None]:  # fmt: skip
-    """Loss and least, summed, and gradients: in PyTorch, in blocks of rows."""
+    """Compute loss and least, summed, and gradients: in PyTorch, in blocks of rows."""
     work, group, tokens = working_dtype(u), *u.shape[2:4]
     q, k = q.to(work) * scale, k.to(work)
-    gradients = (torch.zeros_like(u, dtype=work), torch.zeros_like(w, dtype=work)) if wanted else None
+    gradients = (torch.zeros_like(u, dtype=work), torch.zeros_like(w, dtype=work)) if differentiate else None
     shift = (largest_scores(q, k) if largest is None else largest) if squared else None
     total = torch.zeros(2, dtype=work, device=u.device)
     together = max(1, BLOCK // (group * rows_at_once(group, tokens) * tokens))
@@ -116,18 +116,18 @@ def blocked(
 
 
 def fused(
-    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, wanted: bool,
+    u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, differentiate: bool,
     scale: float = 1.0, largest: Tensor | None = None,
 ) -> tuple[Tensor, Pair | None]:  # fmt: skip
-    """The same by kernels; the heads in which they lost pairs that matter are computed again in PyTorch."""
+    """Compute the same by kernels, and in PyTorch the heads in which kernels lost pairs to underflow."""
     loss, least, lost, *gradients = loss_kernels.losses(
         u.float(), w.float(), q, k, window, sinks, squared, scale, largest
     )
     total = torch.stack([loss.sum((2, 3)), least.sum((2, 3))])
-    for b, h in (lost.amax((2, 3)) > MATTERS).nonzero().tolist():
+    for b, h in (lost.amax((2, 3)) > MAX_LOST_MASS).nonzero().tolist():
         here = slice(b, b + 1), slice(h, h + 1)
-        given = u[here], w[here], q[here], k[here], window, sinks, squared, wanted, scale
-        total[:, b, h], again = blocked(*given, None if largest is None else largest[here[1]])
-        if again is not None:
-            gradients[0][here], gradients[1][here] = again
-    return total.sum((1, 2)), (gradients[0], gradients[1]) if wanted else None
+        head = u[here], w[here], q[here], k[here], window, sinks, squared, differentiate, scale
+        total[:, b, h], exact = blocked(*head, None if largest is None else largest[here[1]])
+        if exact is not None:
+            gradients[0][here], gradients[1][here] = exact
+    return total.sum((1, 2)), (gradients[0], gradients[1]) if differentiate else None

@@ -1,4 +1,4 @@
-"""Losses in PyTorch, a block of rows at a time, with gradients written by hand. attention_loss.py says of what.
+"""The losses of attention_loss.py in PyTorch, a block of rows at a time, with gradients written by hand.
 
 Shapes are those of one text: u, q (heads, group, tokens, …); w, k (heads, tokens, …).
 """
@@ -17,9 +17,9 @@ Tensor = torch.Tensor
 Pair = tuple[torch.Tensor, torch.Tensor]
 ROWS = 128
 BLOCK = 2**19  # elements of one block of rows × columns: a few of them fit into a core's cache
-PAIRS = 2**14  # pairs that are computed feature by feature at a time
+PAIRS = 2**14  # pairs that are computed feature by feature at once
 LOST = 1.0  # a product below this may have lost terms to underflow: HEADROOM below the row's bound
-LEAST = 1e-13  # what lies lower hardly matters, or is lost: keeps p / product finite
+MIN_PRODUCT = 1e-13  # a smaller product hardly matters, or is lost: this keeps p / product finite
 
 
 @dataclass
@@ -51,7 +51,7 @@ class Heads:
         return [Block(self, start, min(start + size, tokens)) for start in range(0, tokens, size)]
 
     def softmax(self, gradients: Pair | None) -> Tensor:
-        """Cross-entropy and entropy, summed over rows; add to the gradients, if they are given."""
+        """Compute cross-entropy and entropy, summed over rows; add to the gradients, if there are any."""
         total = self.w.new_zeros(2)
         for block in self.blocks():
             scores = block.scores()
@@ -59,11 +59,11 @@ class Heads:
             lse = scores.amax(-1) - p.amax(-1).log()
             entropy = (lse - dot(p, scores)).sum()
             total[1] += entropy
-            total[0] += entropy + (block.divergence(scores, p, lse, gradients) if block.keys else 0.0)
+            total[0] += entropy + (block.kl(scores, p, lse, gradients) if block.keys else 0.0)
         return total
 
     def squared(self, shift: Tensor, gradients: Pair | None) -> Tensor:
-        """Squared errors, summed over pairs, and 0; near pairs are exact."""
+        """Compute squared errors, summed over pairs, and 0; near pairs have no error."""
         total = self.w.new_zeros(2)
         for block in self.blocks():
             if not block.keys:
@@ -100,20 +100,20 @@ class Block:
         return x[:, :, self.start : self.stop]
 
     def behind(self, first: int, stop: int) -> Tensor:
-        """Which columns first … stop - 1 have left a row's window: (rows, columns)."""
+        """Mark the columns first … stop - 1 that are behind a row's window: (rows, columns)."""
         column = torch.arange(first, stop, device=self.heads.w.device)
         row = torch.arange(self.start, self.stop, device=self.heads.w.device)[:, None]
         return column <= row - self.heads.window
 
     def scores(self) -> Tensor:
-        """S where j ≤ i, and EMPTY elsewhere: (heads, group, rows, stop)."""
+        """Compute S where j ≤ i, and EMPTY elsewhere: (heads, group, rows, stop)."""
         out = by_key(self.rows(self.heads.q), self.heads.k[:, : self.stop])
         size = self.stop - self.start
         out[..., self.start :].masked_fill_(torch.ones(size, size, dtype=torch.bool, device=out.device).triu(1), EMPTY)
         return out
 
     def product(self) -> Tensor:
-        """A e^-bound, whatever the distance: (heads, group, rows, keys)."""
+        """Compute A e^-bound of all pairs, near ones too: (heads, group, rows, keys)."""
         return by_key(self.rows(self.heads.query), self.heads.key[:, self.far])
 
     def fill_near(self, x: Tensor, value: float) -> Tensor:
@@ -123,20 +123,20 @@ class Block:
         return x
 
     def near_lse(self, scores: Tensor) -> Tensor:
-        """log Σ e^S over the near columns; EMPTY where there are none: (heads, group, rows)."""
+        """Compute log Σ e^S over the near columns; EMPTY where there are none: (heads, group, rows)."""
         first = min(max(self.heads.sinks, self.start - self.heads.window + 1), self.stop)
         own = scores[..., first:].masked_fill(self.behind(first, self.stop), EMPTY)
         near = torch.cat([scores[..., : min(self.heads.sinks, self.stop)], own], -1)
         return near.logsumexp(-1) if near.shape[-1] else near.new_full(near.shape[:-1], EMPTY)
 
-    def divergence(self, scores: Tensor, p: Tensor, lse: Tensor, gradients: Pair | None) -> Tensor:
-        """KL(p ‖ p̂) summed over rows: log D - lse + Σ_far p (S - log A), where D is the student's denominator."""
+    def kl(self, scores: Tensor, p: Tensor, lse: Tensor, gradients: Pair | None) -> Tensor:
+        """Compute KL(p ‖ p̂) summed over rows: log D - lse + Σ_far p (S - log A), D being the student's denominator."""
         bound, product, near = self.rows(self.heads.bound), self.product(), self.near_lse(scores)
         lost = self.lost_pairs(product, p, near) if product.amin() < LOST else None
         p = self.fill_near(p[..., self.far], 0)
         mass = self.fill_near(product, 0).sum(-1)
         total = torch.logaddexp(torch.where(mass > 0, mass.log() + bound, EMPTY), near)
-        product.clamp_min_(LEAST)
+        product.clamp_min_(MIN_PRODUCT)
         log_a = product.log().add_(bound[..., None])
         if lost is not None:
             log_a[lost] = self.exact_logits(lost)
@@ -165,7 +165,7 @@ class Block:
         return lost if lost.any() else None
 
     def exact_logits(self, lost: Tensor) -> Tensor:
-        """log Σ_m exp(u_im + w_jm) of the lost pairs, at any magnitude: (pairs,)."""
+        """Compute log Σ_m exp(u_im + w_jm) of the lost pairs, at any magnitude: (pairs,)."""
         u, w = self.rows(self.heads.u), self.heads.w[:, self.far]
         return torch.cat([(u[h, g, i] + w[h, j]).logsumexp(-1) for h, g, i, j in pairs(lost)])
 
@@ -185,12 +185,12 @@ def rows_at_once(group: int, tokens: int) -> int:
 
 
 def pairs(lost: Tensor) -> list[tuple[Tensor, ...]]:
-    """The head, member of the group, row and column of the lost pairs, some at a time."""
+    """List the head, member of the group, row and column of the lost pairs, PAIRS at a time."""
     return list(zip(*(index.split(PAIRS) for index in lost.nonzero(as_tuple=True)), strict=True))
 
 
 def by_key(rows: Tensor, columns: Tensor) -> Tensor:
-    """Products of rows (heads, group, rows, dim) and columns (heads, columns, dim): (heads, group, rows, columns)."""
+    """Multiply rows (heads, group, rows, dim) and columns (heads, columns, dim): (heads, group, rows, columns)."""
     return (rows.flatten(1, 2) @ columns.mT).unflatten(1, rows.shape[1:3])
 
 
@@ -199,7 +199,7 @@ def dot(a: Tensor, b: Tensor) -> Tensor:
 
 
 def largest_scores(q: Tensor, k: Tensor) -> Tensor:
-    """max S over the pairs j ≤ i of a KV head, whatever the text: (heads,)."""
+    """Compute max S over the pairs j ≤ i of a KV head in all texts: (heads,)."""
     largest = q.new_full((q.shape[1],), EMPTY)
     for b in range(q.shape[0]):
         for start in range(0, q.shape[-2], ROWS):

@@ -1,8 +1,8 @@
-"""The losses of attention_loss.py as Triton kernels: nothing of the size tokens × tokens leaves a tile.
+"""The losses of attention_loss.py as Triton kernels: no tensor of the size tokens × tokens leaves a tile.
 
   stabilise   features e^(u + ceiling - bound) and e^(w - ceiling + HEADROOM), once
   statistics  of the teacher's rows log-sum-exp, entropy and largest score, of the student's log-sum-exp
-  by_row      divergence (or squared error), and the gradient of u
+  by_row      KL divergence (or squared error), and the gradient of u
   by_column   the gradient of w, a group's rows summed in one program, in order
 With p = e^(S - shift) and P = query · key, so that A = P e^(bound - HEADROOM), the weight of a far pair is
   softmax  (p̂ - p) / P = factor - p / P   with shift the teacher's log-sum-exp and factor = e^(bound - HEADROOM - lse)
@@ -41,7 +41,7 @@ def stabilise(
     x_ptr, ceiling_ptr, out_ptr, bound_ptr, T, G, START,
     M: tl.constexpr, MS: tl.constexpr, BT: tl.constexpr, ROWS: tl.constexpr, ACC: tl.constexpr,
 ):  # fmt: skip
-    """Features of queries (ROWS), with their bounds, or of keys from START on, the others being 0."""
+    """Compute the features of queries (ROWS), with their bounds, or of keys from START on, the others being 0."""
     row = tl.program_id(1).to(tl.int64)
     ot, base = tl.program_id(0) * BT + tl.arange(0, BT), row * T * M
     bound = tl.full([BT], 4 * EMPTY, ACC)
@@ -69,7 +69,7 @@ def products(
     query_ptr, key_ptr, rows, columns, T, M: tl.constexpr, MS: tl.constexpr, ACC: tl.constexpr,
     PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """P = query · key."""
+    """Compute P = query · key."""
     out = tl.zeros([rows.shape[0], columns.shape[0]], ACC)
     for m in range(0, M, MS):
         om = m + tl.arange(0, MS)
@@ -85,7 +85,7 @@ def statistics(
     D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, BT: tl.constexpr,
     BN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one query head; sums (…, TILES, M) holds the sum of all keys before a tile of BN columns."""
+    """Compute them for one query head; sums (…, TILES, M) holds the sum of all keys before a tile of BN columns."""
     t0, row = tl.program_id(0) * BT, tl.program_id(1).to(tl.int64)
     head = row // G
     ot, od = t0 + tl.arange(0, BT), tl.arange(0, DP)
@@ -135,7 +135,7 @@ def statistics(
 
 @triton.jit
 def weigh(s, product, shift, factor, far, SQUARED: tl.constexpr):
-    """p and the weights of the far pairs of a tile."""
+    """Compute p and the weights of the far pairs of a tile."""
     p = tl.where(far, tl.exp(tl.minimum(s - shift, 0.0)), 0.0)
     if SQUARED:
         weight = -2.0 * (p - product * factor) * factor
@@ -151,7 +151,7 @@ def by_row(
     D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, MG: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, SQUARED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Loss of the far pairs, the teacher's mass on pairs that were lost, and some features' gradient of u."""
+    """Compute the loss of far pairs, the teacher's mass on lost pairs, and some features' gradient of u."""
     t0, row = tl.program_id(0) * BT, tl.program_id(2).to(tl.int64)
     head = row // G
     ot, od, om = t0 + tl.arange(0, BT), tl.arange(0, DP), tl.program_id(1) * MG + tl.arange(0, MG)
@@ -194,7 +194,7 @@ def by_column(
     D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, M: tl.constexpr, MS: tl.constexpr, MG: tl.constexpr,
     BT: tl.constexpr, BN: tl.constexpr, SQUARED: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Some features' gradient of w; here BT are columns and BN rows, so that the sums are as large as by row."""
+    """Compute some features' gradient of w; here BT are columns and BN rows, so that sums are as large as by row."""
     j0, head = tl.program_id(0) * BT, tl.program_id(2).to(tl.int64)
     oj, od, om = j0 + tl.arange(0, BT), tl.arange(0, DP), tl.program_id(1) * MG + tl.arange(0, MG)
     k = load_tile(k_ptr + head * T * D, oj, od, T, D)
@@ -218,7 +218,7 @@ def by_column(
 
 
 def block_sizes(x: Tensor, features: int, width: int) -> tuple[dict, dict]:
-    """Block sizes, and how to launch, on the chip where x is."""
+    """Choose block sizes, warps and stages for the chip of x."""
     rows, columns, slab, gradient, warps, stages = for_chip(BLOCKS, x)
     if x.element_size() > 2 or width > 128:  # fp32 tiles, or wide ones, do not fit otherwise
         rows, columns, slab, gradient, warps = 32, 32, 32, 32, 8 if x.element_size() > 2 else 4
@@ -231,7 +231,7 @@ def losses(
     u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, scale: float = 1.0,
     top: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:  # fmt: skip
-    """Loss, entropy and lost mass of every row (batch, heads, group, tokens); gradients of the summed loss."""
+    """Compute loss, entropy and lost mass of rows (batch, heads, group, tokens), and gradients of the summed loss."""
     batch, heads, group, tokens, features = u.shape
     u, w, q, k = (x.contiguous() for x in (u, w, q, k))
     sizes, launch = block_sizes(q, features, padded(q.shape[-1]))
@@ -270,7 +270,7 @@ def losses(
 
 
 def sums_before(key: Tensor, size: int, dtype: torch.dtype) -> Tensor:
-    """The sum of all keys before each tile of `size` columns: (batch, heads, tiles, features)."""
+    """Sum all keys before each tile of `size` columns: (batch, heads, tiles, features)."""
     tokens = key.shape[2]
     key = torch.nn.functional.pad(key, (0, 0, 0, -tokens % size))
     sums = key.unflatten(2, (-1, size)).sum(3, dtype=dtype)

@@ -1,4 +1,4 @@
-"""Trains the feature maps of a student on its own teacher, and is stopped and resumed at will."""
+"""Trains the feature maps of a student on its own teacher; a training can be stopped and resumed at any step."""
 
 from __future__ import annotations
 
@@ -18,128 +18,126 @@ from linearizer.progress import Progress, Steps
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.lora import add_adapters, remove_adapters
-from linearizer.train.settings import Settings
+from linearizer.train.settings import TrainingSettings
 from linearizer.train.state_file import TrainingState, digest, read_state, remove_states, write_state
-from linearizer.train.trainer import TEACHER, Losses, Training
+from linearizer.train.trainer import TEACHER, Losses, Trainer
 
-USUAL = Settings()
+DEFAULTS = TrainingSettings()
 
 
 @dataclass(frozen=True)
-class Distilled:
-    """How a training went; the student itself was changed."""
+class TrainingResult:
+    """The result of a training, which changed the student itself."""
 
     steps: int
-    start: Mapping[int, float]  # loss of each layer on the first batch, above its least
-    end: Mapping[int, float]  # the same, a running mean at the end
-    given_up: tuple[int, ...]  # layers that fell back to an earlier state and learnt no more
-    events: tuple[str, ...]  # what went wrong, in sentences
+    start: Mapping[int, float]  # excess loss of each layer on the first batch
+    end: Mapping[int, float]  # its running mean at the end
+    given_up: tuple[int, ...]  # layers that returned to an earlier state and trained no more
+    events: tuple[str, ...]  # sentences about what went wrong
 
 
 def distill(
     student: LinearizedForCausalLM,
-    windows: torch.Tensor,  # (texts, tokens)
-    settings: Settings = USUAL,
+    texts: torch.Tensor,  # (texts, tokens)
+    settings: TrainingSettings = DEFAULTS,
     *,
     folder: Path | None = None,
     resume: bool = False,
     enough: Callable[[int], bool] = lambda step: False,
-) -> Steps[Distilled]:
-    """Train a student's feature maps; with a folder, a training that was stopped goes on where it was.
+) -> Steps[TrainingResult]:
+    """Train a student's feature maps; with a folder, a training that was stopped resumes where it stopped.
 
-    `enough` is asked before each step, with the number of those that are done, and ends the training early.
+    Before each step `enough` receives the number of finished steps; returning true ends the training early.
     """
-    check_text(windows, settings)
+    check_text(texts, settings)
     with attending(student.base, TEACHER):
-        check_logits(student.base, windows)
-    with learning(student, settings):
-        training = Training(student, windows, settings)
-        identity = identify(student, windows, settings)
-        state = take_up(training, folder, identity) if folder is not None and resume else None
+        check_logits(student.base, texts)
+    with trainable_features(student, settings):
+        trainer = Trainer(student, texts, settings)
+        identity = identity_of(student, texts, settings)
+        state = resume_training(trainer, folder, identity) if folder is not None and resume else None
         if folder is not None and not resume:
             remove_states(folder)
         events = [] if state is None else list(state.facts["events"])
         new = [] if state is None or state.warning is None else [state.warning]
         try:
-            yield from train(training, events, new, folder, identity, enough)
+            yield from run_steps(trainer, events, new, folder, identity, enough)
         except GeneratorExit:
             if folder is not None:
-                write_state(folder, training.state({**identity, "events": events}))
+                write_state(folder, trainer.state({**identity, "events": events}))
             raise
-    courses = {index: learner.course for index, learner in training.learners.items()}
-    return Distilled(
-        steps=training.step,
-        start={index: course.start for index, course in courses.items() if course.start is not None},
-        end={index: course.recent for index, course in courses.items() if course.recent is not None},
-        given_up=tuple(index for index, course in courses.items() if course.given_up is not None),
+    layers = {index: optimizer.status for index, optimizer in trainer.optimizers.items()}
+    return TrainingResult(
+        steps=trainer.step,
+        start={index: status.start for index, status in layers.items() if status.start is not None},
+        end={index: status.recent for index, status in layers.items() if status.recent is not None},
+        given_up=tuple(index for index, status in layers.items() if status.given_up is not None),
         events=tuple(events),
     )
 
 
-def identify(student: LinearizedForCausalLM, windows: torch.Tensor, settings: Settings) -> dict[str, object]:
-    """Say what a training is of, so that no other one goes on from its state."""
+def identity_of(student: LinearizedForCausalLM, texts: torch.Tensor, settings: TrainingSettings) -> dict[str, object]:
+    """Identify a training, so that no other training resumes from its state."""
     config = student.config
-    known = [config.teacher, config.layers, config.sinks, config.feature_map]
-    return {"settings": asdict(settings), "text": digest({"windows": windows}), "student": json.dumps(known)}
+    parts = [config.teacher, config.layers, config.sinks, config.feature_map]
+    return {"settings": asdict(settings), "text": digest({"texts": texts}), "student": json.dumps(parts)}
 
 
-def train(
-    training: Training,
+def run_steps(
+    trainer: Trainer,
     events: list[str],
-    new: list[str],
+    new_events: list[str],
     folder: Path | None,
     identity: Mapping[str, object],
     enough: Callable[[int], bool],
 ) -> Steps[None]:
-    """Do the steps that are left, and keep the state of every few; `new` events are added to those before."""
-    settings, first, begun = training.settings, training.step, time.monotonic()
-    events += new
-    while training.learners and training.step < settings.steps and not enough(training.step):
-        losses, wrong = training.advance()
-        events += wrong
-        if folder is not None and (training.step % settings.save_every == 0 or training.step == settings.steps):
-            write_state(folder, training.state({**identity, "events": events}))
-        seconds = (time.monotonic() - begun) / (training.step - first)
+    """Take the remaining steps, and write the state every few steps; add all `new_events` to `events`."""
+    settings, first, begun = trainer.settings, trainer.step, time.monotonic()
+    events += new_events
+    while trainer.optimizers and trainer.step < settings.steps and not enough(trainer.step):
+        losses, problems = trainer.take_step()
+        events += problems
+        if folder is not None and (trainer.step % settings.save_every == 0 or trainer.step == settings.steps):
+            write_state(folder, trainer.state({**identity, "events": events}))
+        seconds = (time.monotonic() - begun) / (trainer.step - first)
         details = {
-            **described(losses, settings),
-            "tokens_per_second": settings.batch * training.windows.shape[1] / seconds,
-            "seconds_left": seconds * (settings.steps - training.step),
-            "events": tuple(new + wrong),
+            **step_details(losses, settings),
+            "tokens_per_second": settings.batch * trainer.texts.shape[1] / seconds,
+            "seconds_left": seconds * (settings.steps - trainer.step),
+            "events": tuple(new_events + problems),
         }
-        new = []
-        yield Progress("distill", training.step, settings.steps, "steps", details)
-    if folder is not None and training.learners and training.step < settings.steps:
-        write_state(folder, training.state({**identity, "events": events}))
+        new_events = []
+        yield Progress("distill", trainer.step, settings.steps, "steps", details)
+    if folder is not None and trainer.optimizers and trainer.step < settings.steps:
+        write_state(folder, trainer.state({**identity, "events": events}))
 
 
-def described(losses: Losses, settings: Settings) -> dict[str, object]:
-    """Say what the losses of a step were, the KL divergence where it is known."""
-    found: dict[str, object] = {name: sum(of.values()) / len(of) for name, of in losses.items()}
-    if settings.loss in ("softmax", "logits"):
-        found["kl"] = found["excess"]
-    del found["excess"]
-    return {**found, "layers": losses["excess"]}
+def step_details(losses: Losses, settings: TrainingSettings) -> dict[str, object]:
+    """Report the mean losses of a step; the excess of the losses softmax and logits is a KL divergence."""
+    means = {name: sum(of_layers.values()) / len(of_layers) for name, of_layers in losses.items()}
+    kl = {"kl": means["excess"]} if settings.loss in ("softmax", "logits") else {}
+    return {"loss": means["loss"], **kl, "layers": losses["excess"]}
 
 
-def take_up(training: Training, folder: Path, identity: Mapping[str, object]) -> TrainingState | None:
-    """Go on from the state in a folder, if there is one."""
+def resume_training(trainer: Trainer, folder: Path, identity: Mapping[str, object]) -> TrainingState | None:
+    """Resume from the state in a folder, if there is one."""
     state = read_state(folder)
     if state is None:
         return None
-    differences = training.settings.differences(state.facts["settings"])
+    differences = trainer.settings.differences(state.facts["settings"])
     differences += [f"another {name}" for name in ("text", "student") if identity[name] != state.facts[name]]
     if differences:
         raise RequestError(
-            f"the training in {str(folder)!r} was begun otherwise ({'; '.join(differences)}): ask for the same, or "
-            "begin again in another folder"
+            f"the training in {str(folder)!r} began with other choices ({'; '.join(differences)}): ask for the same, "
+            "or begin again in another folder"
         )
-    training.restore(state)
+    trainer.restore(state)
     return state
 
 
 @contextmanager
-def learning(student: LinearizedForCausalLM, settings: Settings) -> Iterator[None]:
-    """While this lasts, let the feature maps learn and nothing else; adapters are merged if all went well."""
+def trainable_features(student: LinearizedForCausalLM, settings: TrainingSettings) -> Iterator[None]:
+    """Make only the feature maps trainable, for as long as the context lasts; merge adapters if no error occurred."""
     maps = [group.feature_map for layer in student.students() for group in featured(layer)]
     learnable = [p for feature_map in maps for p in feature_map.parameters() if p.requires_grad]  # type: ignore[union-attr]
     modes = [(module, module.training) for module in student.modules()]
@@ -150,23 +148,23 @@ def learning(student: LinearizedForCausalLM, settings: Settings) -> Iterator[Non
         add_adapters(student.base, settings.lora, settings.seed)
     for p in learnable:
         p.requires_grad_(True)
-    done = False
+    succeeded = False
     try:
         yield
-        done = True
+        succeeded = True
     finally:
         if settings.lora:
-            remove_adapters(student.base, merge=done)
+            remove_adapters(student.base, merge=succeeded)
         for module, mode in modes:
             module.training = mode
         for p in learnable:
             p.grad = None
 
 
-def check_text(windows: torch.Tensor, settings: Settings) -> None:
+def check_text(texts: torch.Tensor, settings: TrainingSettings) -> None:
     """Refuse text that does not fill one batch."""
-    if len(windows) < settings.batch or windows.shape[1] < 2:
+    if len(texts) < settings.batch or texts.shape[1] < 2:
         raise TextError(
-            f"the text gives {len(windows)} windows of {windows.shape[1]} tokens, and one batch takes "
-            f"{settings.batch}: give more text, or ask for a smaller batch or shorter windows"
+            f"the source gives {len(texts)} texts of {texts.shape[1]} tokens, and one batch takes "
+            f"{settings.batch}: give more text, or ask for a smaller batch or shorter texts"
         )

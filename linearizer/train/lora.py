@@ -1,4 +1,4 @@
-"""Low-rank adapters (LoRA) on the matrices of a student's attention: put in, switched off, merged, taken out."""
+"""Low-rank adapters (LoRA) on the matrices of a student's attention: added, switched off, merged, removed."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ NAME = "distillation"
 
 
 def add_adapters(base: PreTrainedModel, rank: int, seed: int) -> None:
-    """Put adapters, in fp32, on q, k, v and o of every layer that has a student; they start without effect."""
+    """Add adapters, in fp32, to q, k, v and o of every layer that has a student; they start without effect."""
     try:
         from peft import LoraConfig, inject_adapter_in_model
     except ImportError as error:
@@ -42,15 +42,15 @@ def is_transposed(base: PreTrainedModel, targets: list[str]) -> bool:
     return any(type(base.get_submodule(name)).__name__ == "Conv1D" for name in targets)
 
 
-def adapted(base: PreTrainedModel) -> dict[str, nn.Module]:
-    """List the maps that have an adapter."""
+def adapted_modules(base: PreTrainedModel) -> dict[str, nn.Module]:
+    """Name the modules that have an adapter."""
     return {name: part for name, part in base.named_modules() if hasattr(part, "lora_A")}
 
 
 @contextmanager
 def without_adapters(base: PreTrainedModel) -> Iterator[None]:
-    """While this lasts, compute with the weights alone."""
-    parts = adapted(base).values()
+    """Switch the adapters off, for as long as the context lasts."""
+    parts = adapted_modules(base).values()
     for part in parts:
         part.enable_adapters(False)  # type: ignore[operator]
     try:
@@ -61,8 +61,8 @@ def without_adapters(base: PreTrainedModel) -> Iterator[None]:
 
 
 def remove_adapters(base: PreTrainedModel, merge: bool) -> None:
-    """Take the adapters out, their effect added to the weights or forgotten."""
-    for name, part in adapted(base).items():
+    """Remove the adapters; `merge` adds their effect to the weights first."""
+    for name, part in adapted_modules(base).items():
         if merge:
             part.merge()  # type: ignore[operator]
         parent, _, own = name.rpartition(".")

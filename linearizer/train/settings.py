@@ -1,6 +1,6 @@
-"""What a training was asked for, and what follows from it for each step: text, windows, rates.
+"""The settings of a training, and what follows from them for each step: text, windows, rates.
 
-Everything random is a function of the seed and the number of the step, so that a training resumes by its number alone.
+All randomness is a function of the seed and the number of the step, so that a training resumes from that number alone.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from linearizer.errors import RequestError
 from linearizer.run.plan import Plan
 
 LAYERWISE, END_TO_END = ("softmax", "l2", "output"), ("direct", "logits")
-RATES: Mapping[str, float] = {  # by what a parameter is called in its feature map; z and log_weight: the paper's
+RATES: Mapping[str, float] = {  # by the name of a parameter in its feature map; z and log_weight: the paper's
     "z": 0.02,
     "log_weight": 0.2,
     "query_weight": 0.02,
@@ -31,22 +31,22 @@ RATES: Mapping[str, float] = {  # by what a parameter is called in its feature m
     "log_sharpness": 0.06,
     "lora": 0.0005,
 }
-SHORTEST = 16  # tokens of a passage that is repeated
+MIN_PASSAGE_TOKENS = 16  # of a passage that is repeated
 
 
 @dataclass(frozen=True)
-class Settings:
+class TrainingSettings:
     """How a student is trained."""
 
     loss: str = "softmax"  # softmax | l2 | output | direct | logits
     steps: int = 150
     batch: int = 2  # texts per step
-    rate: float = 1.0  # of all learning rates
+    rate: float = 1.0  # factor of all learning rates
     rates: Mapping[str, float] = field(default_factory=dict)  # in place of RATES
     decay: str = "cosine"  # of the rates over the training: cosine | linear | none
     warmup: int = 10  # steps until the rates are full
     window_dropout: float = 0.5  # chance at the start, falling to 0, that a step trains with smaller windows
-    repeats: float = 0.5  # share of the texts in which a passage is made to stand twice
+    repeats: float = 0.5  # share of the texts in which a passage is repeated
     lora: int = 0  # rank of adapters on q, k, v and o; end to end only
     save_every: int = 25  # steps
     seed: int = 0
@@ -77,53 +77,53 @@ class Settings:
             )
 
     def rate_of(self, parameter: str) -> float:
-        """Give the learning rate of a parameter by its name in the model."""
+        """Look up the learning rate of a parameter by its name in the model."""
         kind = "lora" if "lora_" in parameter else parameter.rpartition(".")[2]
         return self.rate * {**RATES, **self.rates}[kind]
 
     def differences(self, other: Mapping[str, object]) -> list[str]:
-        """Name what other settings, as plain numbers, ask for otherwise."""
-        mine = asdict(self)
-        names = [f.name for f in fields(self) if mine[f.name] != other.get(f.name)]
-        return [f"{name} {mine[name]!r} instead of {other.get(name)!r}" for name in names]
+        """Describe the differences from other settings, given as plain values."""
+        own = asdict(self)
+        names = [field.name for field in fields(self) if own[field.name] != other.get(field.name)]
+        return [f"{name} {own[name]!r} instead of {other.get(name)!r}" for name in names]
 
 
-def rate_share(settings: Settings, step: int) -> float:
-    """Give the share of the learning rates that a step uses."""
+def rate_share(settings: TrainingSettings, step: int) -> float:
+    """Compute the share of the learning rates that a step uses."""
     warm = min(1.0, (step + 1) / (settings.warmup + 1))
     done = step / max(1, settings.steps)
     return warm * {"cosine": (1 + math.cos(math.pi * done)) / 2, "linear": 1 - done, "none": 1.0}[settings.decay]
 
 
-def window_share(settings: Settings, step: int) -> float:
-    """Give the share of the windows that a step trains with: 1, or at random less, so that the far field learns."""
-    drop, share = torch.rand(2, generator=generator(settings, step)).tolist()
+def window_share(settings: TrainingSettings, step: int) -> float:
+    """Draw the share of the windows that a step trains with: 1, or at random less, so that the far field learns."""
+    drop, share = torch.rand(2, generator=generator_for(settings, step)).tolist()
     chance = settings.window_dropout * (1 - step / max(1, settings.steps))
     return share if drop < chance else 1.0
 
 
-def batch_of(windows: torch.Tensor, settings: Settings, step: int) -> torch.Tensor:  # (batch, tokens)
-    """Take the texts of a step, each once before any comes again; in some a passage is made to stand twice."""
+def draw_batch(texts: torch.Tensor, settings: TrainingSettings, step: int) -> torch.Tensor:  # (batch, tokens)
+    """Draw the texts of a step, each once before any is used again; in some a passage is repeated."""
     rows = []
     for position in range(step * settings.batch, (step + 1) * settings.batch):
-        epoch, place = divmod(position, len(windows))
-        order = torch.randperm(len(windows), generator=generator(settings, -1 - epoch))
-        rows.append(windows[order[place]])
-    draw = generator(settings, step + 2**40)
+        epoch, place = divmod(position, len(texts))
+        order = torch.randperm(len(texts), generator=generator_for(settings, -1 - epoch))
+        rows.append(texts[order[place]])
+    draw = generator_for(settings, step + 2**40)
     return torch.stack(
-        [repeated(row, draw) if float(torch.rand((), generator=draw)) < settings.repeats else row for row in rows]
+        [repeat_passage(row, draw) if float(torch.rand((), generator=draw)) < settings.repeats else row for row in rows]
     )
 
 
-def repeated(text: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
-    """Copy a passage of a text, its length and both places drawn at random, over a later one."""
+def repeat_passage(text: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
+    """Copy a passage of a text over a later place, with random places and a random length."""
 
     def pick(low: int, high: int) -> int:
         return int(torch.randint(low, high, (), generator=draw))
 
-    if len(text) < 4 * SHORTEST:
+    if len(text) < 4 * MIN_PASSAGE_TOKENS:
         return text
-    length = pick(SHORTEST, len(text) // 4 + 1)
+    length = pick(MIN_PASSAGE_TOKENS, len(text) // 4 + 1)
     begin = pick(1, len(text) - 2 * length + 1)
     again = pick(begin + length, len(text) - length + 1)
     text = text.clone()
@@ -131,13 +131,13 @@ def repeated(text: torch.Tensor, draw: torch.Generator) -> torch.Tensor:
     return text
 
 
-def generator(settings: Settings, number: int) -> torch.Generator:
-    """Start a generator for one purpose."""
+def generator_for(settings: TrainingSettings, number: int) -> torch.Generator:
+    """Seed a generator for one purpose."""
     return torch.Generator().manual_seed((settings.seed * 0x9E3779B97F4A7C15 + number) % 2**63)
 
 
-def settings_of(plan: Plan) -> list[Settings]:
-    """How a plan wants its student to be trained: one after the other, the steps shared, the first take what is odd."""
+def training_settings(plan: Plan) -> list[TrainingSettings]:
+    """Make the settings of each phase of a plan: one phase for each loss; the first phases take the odd steps."""
     losses = plan.loss.split("+")
     each, odd = divmod(plan.steps, len(losses))
     if plan.steps and not each:
@@ -145,14 +145,16 @@ def settings_of(plan: Plan) -> list[Settings]:
             f"steps {plan.steps} are too few for the losses {plan.loss}, one after the other: give at least "
             f"{len(losses)}, or 0 to train nothing"
         )
-    adapted = next((number for number, loss in enumerate(losses) if plan.lora and loss in END_TO_END), len(losses))
-    if any(loss != "direct" for loss in losses[adapted + 1 :]):
+    first_adapted = next(
+        (number for number, loss in enumerate(losses) if plan.lora and loss in END_TO_END), len(losses)
+    )
+    if any(loss != "direct" for loss in losses[first_adapted + 1 :]):
         raise RequestError(
             f"the losses {plan.loss} hold the student against its teacher once adapters have changed the weights that "
             "both share: let nothing but direct follow the first end to end, or leave out lora"
         )
     return [
-        Settings(
+        TrainingSettings(
             loss=loss,
             steps=each + (number < odd),
             batch=plan.batch,

@@ -1,4 +1,4 @@
-"""Begins what the heads of a run's student hold, and trains it as its plan says."""
+"""Initialises the student of a run, and trains it as the plan says."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ import torch
 
 from linearizer.model.initialise import initialise
 from linearizer.model.samples import samples_of
-from linearizer.model.teacher import Teacher, windows_of
+from linearizer.model.teacher import Teacher, texts_of
 from linearizer.progress import Steps
 from linearizer.run import events
 from linearizer.run.allocation import Allocation
@@ -21,59 +21,62 @@ from linearizer.run.plan import Plan
 from linearizer.run.stopping import logged
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.distill import distill
-from linearizer.train.settings import Settings, settings_of
+from linearizer.train.settings import TrainingSettings, training_settings
 
-TRIED = 4  # steps, to see how long one takes
+TIMED_STEPS = 4  # from which the seconds of a step are known
 
 
-def begin_features(run: Run, student: LinearizedForCausalLM) -> None:
-    """Begin slots and feature maps from the samples of a run's profile: all that training starts from."""
+def initialise_student(run: Run, student: LinearizedForCausalLM) -> None:
+    """Initialise slots and feature maps from the samples of a run's profile."""
     initialise(student, samples_of(run), run.plan.seed)
 
 
-def timed_plan(run: Run, teacher: Teacher, student: LinearizedForCausalLM, token: str | None) -> Plan:
-    """Turn the minutes that a plan asks for into steps, once: resumed, the run keeps their number."""
+def plan_with_steps(run: Run, teacher: Teacher, student: LinearizedForCausalLM, token: str | None) -> Plan:
+    """Turn the minutes of a plan into steps; a resumed run keeps their number."""
     plan = run.plan
     if plan.minutes is None:
         return plan
     if not run.has("state/steps.json"):
         before = {name: value.clone() for name, value in student.state_dict().items() if ".student." in name}
-        begin_features(run, student)
-        texts = windows_of(plan, teacher, TRIED * plan.batch, token, least=plan.batch)
-        seconds = [step_seconds(student, replace(settings, steps=TRIED), texts) for settings in settings_of(plan)]
+        initialise_student(run, student)
+        texts = texts_of(plan, teacher, TIMED_STEPS * plan.batch, token, least=plan.batch)
+        seconds = [
+            seconds_per_step(student, replace(settings, steps=TIMED_STEPS), texts)
+            for settings in training_settings(plan)
+        ]
         student.load_state_dict(before, strict=False)
-        taken = sum(seconds) / len(seconds)
-        steps = max(len(seconds), int(60 * plan.minutes / taken)) if taken else 0
+        mean = sum(seconds) / len(seconds)
+        steps = max(len(seconds), int(60 * plan.minutes / mean)) if mean else 0
         run.write("state/steps.json", str(steps))
         run.log("timed", steps=steps, seconds=seconds)
     return replace(plan, steps=run.parsed("state/steps.json", int), minutes=None)
 
 
-def step_seconds(student: LinearizedForCausalLM, settings: Settings, texts: torch.Tensor) -> float:
-    """Time the steps after the first, none where nothing learns.
+def seconds_per_step(student: LinearizedForCausalLM, settings: TrainingSettings, texts: torch.Tensor) -> float:
+    """Time the steps after the first; return 0 where nothing can be trained.
 
-    Closed before its end, a training leaves the weights of the teacher alone.
+    Closing the training before its end leaves the teacher's weights as they were.
     """
     with closing(distill(student, texts, settings)) as steps:
-        times = [time.perf_counter() for _ in islice(steps, TRIED - 1)]
+        times = [time.perf_counter() for _ in islice(steps, TIMED_STEPS - 1)]
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
 
 
 def train(
     run: Run, plan: Plan, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor
 ) -> Steps[None]:
-    """Begin what the heads hold from the profile's samples, and train it as long as the plan says."""
-    begin_features(run, student)
-    for number, settings in enumerate(settings_of(plan)):
+    """Initialise the student from the profile's samples, and train it in the phases of the plan."""
+    initialise_student(run, student)
+    for number, settings in enumerate(training_settings(plan)):
         if settings.steps and (settings.lora or any(head.features for row in allocation.heads for head in row)):
             yield from train_phase(run, student, settings, texts, number)
     run.settle("use")  # not before: it is meant for the losses that are still to come, too
 
 
 def train_phase(
-    run: Run, student: LinearizedForCausalLM, settings: Settings, texts: torch.Tensor, number: int
+    run: Run, student: LinearizedForCausalLM, settings: TrainingSettings, texts: torch.Tensor, number: int
 ) -> Steps[None]:
-    """Train with one loss, from where it was stopped."""
+    """Train with one loss, resuming where an earlier training stopped."""
     folder = run.folder / "state" / "training" / str(number)
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
@@ -84,5 +87,5 @@ def train_phase(
         return step >= end or run.requested("use")
 
     steps = distill(student, texts, settings, folder=folder, resume=folder.exists(), enough=enough)
-    done = yield from logged(run, steps)
-    run.log("distilled", phase=number, asked=settings.steps, **asdict(done))
+    result = yield from logged(run, steps)
+    run.log("distilled", phase=number, asked=settings.steps, **asdict(result))

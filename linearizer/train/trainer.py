@@ -1,7 +1,7 @@
-"""One training: a student, its layers' learners, and what one step does.
+"""Trains a student step by step: the losses of a batch, their gradients, and an optimiser for every layer.
 
-A layerwise step is one forward pass of the teacher. Each layer's loss is taken and differentiated while the layer
-attends, on its own queries, keys and values; nothing of it is kept when the next layer begins.
+A layerwise step is one forward pass of the teacher. Each layer's loss is computed and differentiated while the layer
+attends, on its own queries, keys and values, and is freed before the next layer begins.
 """
 
 from __future__ import annotations
@@ -14,70 +14,70 @@ from torch import nn
 
 from linearizer.errors import FaultError
 from linearizer.model.layers import featured, number, output_projections
-from linearizer.model.logits import PROBE
+from linearizer.model.logits import PROBE_TOKENS
 from linearizer.model.memory import is_out_of_memory
 from linearizer.runtime.attention_interface import attending, attention_modules, observing
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.train.layer_optimizer import Learner
+from linearizer.train.layer_optimizer import LayerOptimizer
 from linearizer.train.lora import without_adapters
 from linearizer.train.losses import (
-    Attended,
-    Found,
+    AttentionInputs,
+    LayerLoss,
     LogitHead,
     direct_loss,
     hidden_states,
     layer_loss,
     logits_loss,
-    measure_of,
+    normaliser_of,
 )
-from linearizer.train.settings import LAYERWISE, Settings, batch_of, rate_share, window_share
+from linearizer.train.settings import LAYERWISE, TrainingSettings, draw_batch, rate_share, window_share
 from linearizer.train.state_file import TrainingState
 
 Losses = dict[str, dict[int, float]]  # "loss" and "excess" of every layer
 TEACHER = "sdpa"
 
 
-class Training:
-    """A training under way; `step` steps are done."""
+class Trainer:
+    """A training of which `step` steps are done."""
 
-    def __init__(self, student: LinearizedForCausalLM, windows: torch.Tensor, settings: Settings) -> None:
-        self.student, self.windows, self.settings = student, windows, settings
+    def __init__(self, student: LinearizedForCausalLM, texts: torch.Tensor, settings: TrainingSettings) -> None:
+        self.student, self.texts, self.settings = student, texts, settings
         self.base, self.device = student.base, next(student.parameters()).device
-        self.learners = learners_of(student, settings)
-        self.step, self.rows = 0, settings.batch  # rows: texts that go through the model at once
+        self.optimizers = make_optimizers(student, settings)
+        self.step, self.rows = 0, settings.batch  # rows: texts that run through the model together
         self.layerwise = settings.loss in LAYERWISE
-        probe = windows[:1, :PROBE].to(self.device)
+        probe = texts[:1, :PROBE_TOKENS].to(self.device)
         self.projections: Mapping[int, nn.Module] = {}
         if settings.loss == "output":
             self.projections = output_projections(self.base, probe)
         self.head = None if self.layerwise else LogitHead(self.base, probe)
 
-    def advance(self) -> tuple[Losses, list[str]]:
-        """Do one step; also say what went wrong on the way."""
+    def take_step(self) -> tuple[Losses, list[str]]:
+        """Take one step; return its losses, and sentences about what went wrong."""
         keep = window_share(self.settings, self.step)
-        losses, events = self.attempt(batch_of(self.windows, self.settings, self.step).to(self.device), keep)
+        losses, events = self.gradients_that_fit(draw_batch(self.texts, self.settings, self.step).to(self.device), keep)
         rate = rate_share(self.settings, self.step)
-        wrong: dict[str, list[int]] = {}
-        for index, learner in self.active().items():
-            if message := learner.learn(losses["excess"][index], self.step, rate, keep == 1.0):
-                wrong.setdefault(message, []).append(index)
-            learner.forget_gradients()
+        problems: dict[str, list[int]] = {}
+        for index, optimizer in self.active().items():
+            if message := optimizer.take_step(losses["excess"][index], self.step, rate, keep == 1.0):
+                problems.setdefault(message, []).append(index)
+            optimizer.clear_gradients()
         self.step += 1
-        events += [f"step {self.step}: {layers_named(layers)}: {message}" for message, layers in wrong.items()]
+        events += [f"step {self.step}: {name_layers(layers)}: {message}" for message, layers in problems.items()]
         if not self.active():
-            reasons = {learner.course.given_up for learner in self.learners.values()}
+            reasons = {optimizer.status.given_up for optimizer in self.optimizers.values()}
             raise FaultError(
                 f"no layer is left to train at step {self.step} ({'; '.join(sorted(map(str, reasons)))}): use a "
                 f"smaller learning rate than rate={self.settings.rate:g}, or another loss than {self.settings.loss!r}"
             )
         return losses, events
 
-    def active(self) -> dict[int, Learner]:
-        """List the layers that still learn."""
-        return {index: learner for index, learner in self.learners.items() if learner.course.given_up is None}
+    def active(self) -> dict[int, LayerOptimizer]:
+        """List the layers that still train."""
+        return {index: one for index, one in self.optimizers.items() if one.status.given_up is None}
 
-    def attempt(self, ids: torch.Tensor, keep: float) -> tuple[Losses, list[str]]:
-        """Make the gradients of a batch, in as many parts as memory asks for."""
+    def gradients_that_fit(self, ids: torch.Tensor, keep: float) -> tuple[Losses, list[str]]:
+        """Compute the gradients of a batch, split into as many parts as memory requires."""
         events: list[str] = []
         while True:
             try:
@@ -86,56 +86,56 @@ class Training:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-            self.free()
+            self.free_memory()
             if self.rows == 1:
-                raise FaultError(self.too_long(ids[:1], keep))
+                raise FaultError(self.describe_too_long(ids[:1], keep))
             self.rows = -(-self.rows // 2)
             events.append(
                 f"step {self.step + 1}: out of memory; from now on {self.rows} of the batch's {len(ids)} texts at once"
             )
 
     def gradients(self, ids: torch.Tensor, keep: float) -> Losses:
-        """Add up the gradients of the parts of a batch; give the losses, averaged over it."""
+        """Add up the gradients of the parts of a batch; return the losses, averaged over it."""
         losses: Losses = {"loss": {}, "excess": {}}
         parts = ids.split(self.rows)
-        measures = self.measures(parts) if len(parts) > 1 and self.settings.loss in ("l2", "output") else {}
+        normalisers = self.normalisers(parts) if len(parts) > 1 and self.settings.loss in ("l2", "output") else {}
         for part in parts:
             share = len(part) / len(ids)
             if self.layerwise:
-                found = self.layer_losses(part, keep, share, measures)
+                of_layers = self.layer_losses(part, keep, share, normalisers)
             else:
-                found = self.model_losses(part, keep, share)
-            for index, one in found.items():
-                losses["loss"][index] = losses["loss"].get(index, 0.0) + share * float(one.loss)
-                losses["excess"][index] = losses["excess"].get(index, 0.0) + share * float(one.excess)
+                of_layers = self.model_losses(part, keep, share)
+            for index, of_layer in of_layers.items():
+                losses["loss"][index] = losses["loss"].get(index, 0.0) + share * float(of_layer.loss)
+                losses["excess"][index] = losses["excess"].get(index, 0.0) + share * float(of_layer.excess)
         return losses
 
     @torch.no_grad()
-    def measures(self, parts: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
-        """Take of a whole batch, part by part, what the losses of its parts are held against."""
-        found: dict[int, torch.Tensor] = {}
+    def normalisers(self, parts: Sequence[torch.Tensor]) -> dict[int, torch.Tensor]:
+        """Compute of a whole batch, part by part, the normaliser of each layer's loss."""
+        normalisers: dict[int, torch.Tensor] = {}
         kind, active, share = self.settings.loss, self.active(), 0.0
 
         def observe(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, _: dict
         ) -> None:
             if (index := number(module)) in active:
-                seen = Attended(query, key, value, scale)
-                new = measure_of(kind, module.student, seen, self.projections.get(index))  # type: ignore[arg-type]
-                before = found.get(index, torch.zeros_like(new) if kind == "output" else new)
-                found[index] = before + share * new if kind == "output" else torch.maximum(before, new)
+                inputs = AttentionInputs(query, key, value, scale)
+                new = normaliser_of(kind, module.student, inputs, self.projections.get(index))  # type: ignore[arg-type]
+                before = normalisers.get(index, torch.zeros_like(new) if kind == "output" else new)
+                normalisers[index] = before + share * new if kind == "output" else torch.maximum(before, new)
 
         for part in parts:
             share = len(part) / sum(map(len, parts))
             with observing(self.base, observe):
                 hidden_states(self.base, part)
-        return found
+        return normalisers
 
     def layer_losses(
-        self, ids: torch.Tensor, keep: float, share: float, measures: Mapping[int, torch.Tensor]
-    ) -> dict[int, Found]:
-        """Differentiate the loss of every layer while the teacher reads."""
-        active, found = self.active(), {}
+        self, ids: torch.Tensor, keep: float, share: float, normalisers: Mapping[int, torch.Tensor]
+    ) -> dict[int, LayerLoss]:
+        """Compute and differentiate the loss of every layer while the teacher reads."""
+        active, losses = self.active(), {}
 
         def observe(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, _: dict
@@ -143,21 +143,21 @@ class Training:
             index = number(module)
             if index not in active:
                 return
-            seen = Attended(query, key, value, scale)
+            inputs = AttentionInputs(query, key, value, scale)
             with torch.enable_grad():
-                given = module.student, seen, self.projections.get(index), keep, measures.get(index)
-                one = layer_loss(self.settings.loss, *given)  # type: ignore[arg-type]
-                (one.loss * share).backward()
-            if not one.loss.isfinite() and not seen.finite():
+                arguments = module.student, inputs, self.projections.get(index), keep, normalisers.get(index)
+                result = layer_loss(self.settings.loss, *arguments)  # type: ignore[arg-type]
+                (result.loss * share).backward()
+            if not result.loss.isfinite() and not inputs.is_finite():
                 raise FaultError(f"layer {index}: the teacher's own queries, keys or values are not finite")
-            found[index] = Found(one.loss.detach(), one.excess)
+            losses[index] = LayerLoss(result.loss.detach(), result.excess)
 
         with torch.no_grad(), observing(self.base, observe):
             hidden_states(self.base, ids)
-        return found
+        return losses
 
-    def model_losses(self, ids: torch.Tensor, keep: float, share: float) -> dict[int, Found]:
-        """Differentiate the loss of the whole student, which every layer shares."""
+    def model_losses(self, ids: torch.Tensor, keep: float, share: float) -> dict[int, LayerLoss]:
+        """Compute and differentiate the loss of the whole student, which all layers share."""
         assert self.head is not None
         teacher = None
         if self.settings.loss == "logits":
@@ -167,21 +167,21 @@ class Training:
                 raise FaultError(
                     "the teacher's hidden states are not finite: load it in float32, or repair its weights"
                 )
-        with narrowed(self.student, keep):
+        with narrower_windows(self.student, keep):
             hidden = hidden_states(self.base, ids)
         loss = direct_loss(self.head, hidden, ids) if teacher is None else logits_loss(self.head, hidden, teacher)
         (loss * share).backward()
-        return dict.fromkeys(self.active(), Found(loss.detach(), loss.detach()))
+        return dict.fromkeys(self.active(), LayerLoss(loss.detach(), loss.detach()))
 
-    def free(self) -> None:
-        """Let go of what a step that ran out of memory had begun."""
-        for learner in self.learners.values():
-            learner.forget_gradients()
+    def free_memory(self) -> None:
+        """Free what a step held when it ran out of memory."""
+        for optimizer in self.optimizers.values():
+            optimizer.clear_gradients()
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
-    def too_long(self, ids: torch.Tensor, keep: float) -> str:
-        """Find a length of text that fits, and say so."""
+    def describe_too_long(self, ids: torch.Tensor, keep: float) -> str:
+        """Say that one text does not fit into memory, and which length does."""
         length = ids.shape[1] // 2
         while length:
             try:
@@ -190,40 +190,40 @@ class Training:
             except RuntimeError as error:
                 if not is_out_of_memory(error):
                     raise
-            self.free()
+            self.free_memory()
             length //= 2
         return f"one text of {ids.shape[1]} tokens does not fit into memory: " + (
             f"texts of {length} tokens do" if length else "not even one token does, so free memory"
         )
 
     def state(self, facts: Mapping[str, object]) -> TrainingState:
-        """Give what going on from here needs."""
-        tensors = {f"{i}/{name}": t for i, learner in self.learners.items() for name, t in learner.tensors().items()}
-        courses = {str(index): learner.facts() for index, learner in self.learners.items()}
-        return TrainingState(tensors, {**facts, "step": self.step, "rows": self.rows, "courses": courses})
+        """Collect all that resuming from here needs."""
+        tensors = {f"{i}/{name}": t for i, layer in self.optimizers.items() for name, t in layer.tensors().items()}
+        layers = {str(index): optimizer.facts() for index, optimizer in self.optimizers.items()}
+        return TrainingState(tensors, {**facts, "step": self.step, "rows": self.rows, "layers": layers})
 
     def restore(self, state: TrainingState) -> None:
-        """Go on from a state."""
+        """Resume from a state."""
         self.step, self.rows = state.facts["step"], state.facts["rows"]
-        for index, learner in self.learners.items():
+        for index, optimizer in self.optimizers.items():
             own = {n.removeprefix(f"{index}/"): t for n, t in state.tensors.items() if n.startswith(f"{index}/")}
-            learner.restore(own, state.facts["courses"][str(index)])
+            optimizer.restore(own, state.facts["layers"][str(index)])
 
 
-def learners_of(student: LinearizedForCausalLM, settings: Settings) -> dict[int, Learner]:
-    """Make a learner for every layer that has something to learn."""
-    found = {}
+def make_optimizers(student: LinearizedForCausalLM, settings: TrainingSettings) -> dict[int, LayerOptimizer]:
+    """Make an optimiser for every layer that has parameters to train."""
+    optimizers = {}
     for module in attention_modules(student.base):
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
         if parameters:
             rates = {name: settings.rate_of(name) for name in parameters}
-            found[number(module)] = Learner(parameters, rates)
-    return found
+            optimizers[number(module)] = LayerOptimizer(parameters, rates)
+    return optimizers
 
 
 @contextmanager
-def narrowed(student: LinearizedForCausalLM, keep: float) -> Iterator[None]:
-    """While this lasts, cut the windows beside features to a share of theirs."""
+def narrower_windows(student: LinearizedForCausalLM, keep: float) -> Iterator[None]:
+    """Shorten the windows beside features, for as long as the context lasts, to a share of their length."""
     groups = [group for layer in student.students() for group in featured(layer)]
     whole = [group.window for group in groups]
     for group in groups:
@@ -237,7 +237,7 @@ def narrowed(student: LinearizedForCausalLM, keep: float) -> Iterator[None]:
 
 @contextmanager
 def without_denormals() -> Iterator[None]:
-    """While this lasts, take numbers below 1e-38 as 0: weights of far keys often are, and slow a CPU up to tenfold."""
+    """Round numbers below 1e-38 to 0: weights of far keys often are so small, and slow a CPU up to tenfold."""
     before = bool(torch.full((1,), 1e-40).mul_(1) == 0)
     torch.set_flush_denormal(True)
     try:
@@ -246,5 +246,6 @@ def without_denormals() -> Iterator[None]:
         torch.set_flush_denormal(before)
 
 
-def layers_named(layers: Sequence[int]) -> str:
+def name_layers(layers: Sequence[int]) -> str:
+    """Name layers in a sentence."""
     return f"layer{'s' * (len(layers) > 1)} {', '.join(map(str, layers))}"

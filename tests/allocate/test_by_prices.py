@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linearizer.allocate.by_prices import OffersOfHeads, allocate_by_prices, exchange_once
-from linearizer.allocate.decide import alike, sinks_tried
+from linearizer.allocate.decide import allocate_alike, sinks_to_try
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.head_bytes import Head, Layer, cache_bytes, head_bytes
 from linearizer.run.plan import Plan
@@ -51,8 +51,8 @@ def test_the_budget_is_kept_and_every_head_served(prices, budget, constant, leng
 )
 def test_students_whose_heads_hold_the_same_spend_the_budget_whatever_sinks_they_keep(budget, bits, strategy):
     plan = Plan("demo", budget=budget, bits=bits, strategy=strategy)
-    for sinks in sinks_tried(plan):
-        found = alike(LAYERS, plan, sinks)
+    for sinks in sinks_to_try(plan):
+        found = allocate_alike(LAYERS, plan, sinks)
         (held,) = {head for row in found.heads for head in row}
         assert found.sinks == sinks and held.window and held.bits == bits
         assert spent(found, 999) <= cache_bytes(LAYERS, budget)
@@ -62,9 +62,9 @@ def test_students_whose_heads_hold_the_same_spend_the_budget_whatever_sinks_they
 
 
 def test_sinks_that_are_asked_for_are_not_tried_against_others():
-    assert sinks_tried(Plan("demo", budget=64, sinks=3)) == (3,)
-    assert sinks_tried(Plan("demo", budget=64)) == (4, 2, 1, 0)
-    assert sinks_tried(Plan("demo", budget=16)) == (2, 1, 0), "an eighth of the budget at most"
+    assert sinks_to_try(Plan("demo", budget=64, sinks=3)) == (3,)
+    assert sinks_to_try(Plan("demo", budget=64)) == (4, 2, 1, 0)
+    assert sinks_to_try(Plan("demo", budget=16)) == (2, 1, 0), "an eighth of the budget at most"
 
 
 @settings(deadline=None)

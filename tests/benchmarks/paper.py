@@ -17,26 +17,26 @@ from pathlib import Path
 import torch
 
 from linearizer import pipeline
-from linearizer.allocate.by_freedoms import allocate
+from linearizer.allocate.by_freedoms import allocate_by_freedoms
 from linearizer.cli.text import columns
 from linearizer.evaluate.head_errors import spearman
 from linearizer.evaluate.reading import read_losses
 from linearizer.evaluate.speed import Meter
 from linearizer.evaluate.subjects import Subject
-from linearizer.measure.profile import measure
-from linearizer.model.checkpoint import linearize, students_of
+from linearizer.measure.profile import measure_profile
+from linearizer.model.checkpoint import linearize, make_layer_students
 from linearizer.model.hub import find_model
 from linearizer.model.layers import number
 from linearizer.model.logits import logits_of
 from linearizer.model.quiet import quiet
-from linearizer.model.text import enough_windows
+from linearizer.model.text import read_texts
 from linearizer.progress import finish
 from linearizer.run.plan import Plan
-from linearizer.run.profile import Asked
+from linearizer.run.profile import ProfileSettings
 from linearizer.runtime.attention_interface import attention_modules, observing
 from linearizer.train.distill import distill
-from linearizer.train.losses import Attended, rows_loss
-from linearizer.train.settings import Settings
+from linearizer.train.losses import AttentionInputs, rows_loss
+from linearizer.train.settings import TrainingSettings
 from tests.benchmarks.paper_fit import fit, head_freedoms, shown
 
 PUBLISHED = json.loads((Path(__file__).with_suffix(".json")).read_text(encoding="utf-8"))
@@ -62,7 +62,7 @@ class Paper:
         self.ridge = 2.0 ** -(asked.ridge_exponent or self.published.get("ridge_exponent", 8))
         length = min(asked.length, self.teacher.inspection.max_positions or asked.length)
         count = asked.steps * asked.batch + asked.judged
-        texts = enough_windows(
+        texts = read_texts(
             asked.text, self.teacher.tokenizer, length, max(count, asked.texts), least=asked.batch + 1, seed=asked.seed,
             model=self.teacher.model,
         )  # fmt: skip
@@ -85,7 +85,9 @@ class Paper:
         how = {"normalise": normalise, "gauge": gauge, "sinks": sinks, "samples": samples, "seed": seed}
         ridges = tuple(2.0**-exponent for exponent in range(21))
         return finish(
-            measure(self.teacher.model, self.measured, self.layers, Asked(**how, per="query", ridges=ridges))
+            measure_profile(
+                self.teacher.model, self.measured, self.layers, ProfileSettings(**how, per="query", ridges=ridges)
+            )
         ).profile
 
     def dimensions(self, profile, over=None):
@@ -98,17 +100,17 @@ class Paper:
         strategy = {"Fix": "fix", "DoF": dof, "DoF+clip": "dof-clip"}[name]
         how = {"features": self.features, "strategy": strategy, "ridge": self.ridge}
         exact = self.asked.rounding == "paper"
-        return allocate(profile or self.profile, self.layers, **how, paper_rounding=exact)
+        return allocate_by_freedoms(profile or self.profile, self.layers, **how, paper_rounding=exact)
 
     def subject(self, name, loss, feature_map="prf"):
         """Make a student of the paper, and train it; also note how long that took."""
         if (name, loss) not in self.trained:
             allocation = self.allocation(name if name in ("Fix", "DoF", "DoF+clip") else "Fix")
             self.student.config.feature_map = feature_map
-            heads = students_of(self.student, self.layers, allocation, self.asked.seed)
+            heads = make_layer_students(self.student, self.layers, allocation, self.asked.seed)
             subject, begin = Subject(name, self.student, allocation, heads), time.perf_counter()
             if loss is not None:
-                settings = Settings(
+                settings = TrainingSettings(
                     loss=loss, steps=self.asked.steps, batch=self.asked.batch, seed=self.asked.seed,
                     decay=self.asked.decay, warmup=self.asked.warmup, window_dropout=0.0, repeats=0.0,
                 )  # fmt: skip
@@ -210,7 +212,7 @@ def kernel_errors(paper, subject):
 
     def observe(module, q, k, v, scale, _):
         group = students[number(module)].groups[0]
-        loss, _ = rows_loss("l2", group, Attended(q, k, v, scale), 1.0)
+        loss, _ = rows_loss("l2", group, AttentionInputs(q, k, v, scale), 1.0)
         found[str(number(module) + 1)] = loss.item()
 
     with observing(paper.student.base, observe):

@@ -12,7 +12,7 @@ HEADS_AT = 2.0**-8  # the λ of table 2
 
 def head_freedoms(profile):
     """Degrees of freedom of every head at the λ of table 2: [layer][head]."""
-    place = profile.asked.ridges.index(HEADS_AT)
+    place = profile.settings.ridges.index(HEADS_AT)
     return [[curve[place] for curve in layer.query_freedoms] for layer in profile.layers if layer.heads]
 
 

@@ -7,9 +7,9 @@ import time
 import torch
 from transformers import AutoModelForCausalLM, GPT2Config
 
-from linearizer.measure.profile import measure
+from linearizer.measure.profile import measure_profile
 from linearizer.run.head_bytes import Layer
-from linearizer.run.profile import Asked
+from linearizer.run.profile import ProfileSettings
 
 
 def peak_gigabytes() -> float:
@@ -28,7 +28,7 @@ def main() -> None:
     layers = (Layer(config.n_head, config.n_head, head, head),) * config.n_layer
     windows = torch.randint(config.vocab_size, (arguments.texts, 1024))
     before, start, runs = peak_gigabytes(), time.perf_counter(), 0.0
-    steps = measure(model, windows, layers, Asked(samples=arguments.samples))
+    steps = measure_profile(model, windows, layers, ProfileSettings(samples=arguments.samples))
     try:
         while True:
             if next(steps).unit == "batches":

@@ -29,8 +29,8 @@ from linearizer.evaluate.eviction import Evicting
 from linearizer.evaluate.language import joined, read_scores
 from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.subjects import Subject
-from linearizer.measure.profile import asked_of
-from linearizer.measure.step import profile
+from linearizer.measure.profile import profile_settings
+from linearizer.measure.step import measure_teacher
 from linearizer.model import checkpoint
 from linearizer.model import teacher as teacher_module
 from linearizer.model.quiet import quiet
@@ -153,24 +153,24 @@ def has_both(allocation):
 def prepared(work, plan):
     """Open a run that has the measurements of its plan, which other plans may have asked for before."""
     seen = {name: getattr(plan, name) for name in ("model", "texts", "length")}
-    key = digest({}, json.dumps({**seen, **asdict(asked_of(plan))}))[:16]
+    key = digest({}, json.dumps({**seen, **asdict(profile_settings(plan))}))[:16]
     base, folder = work / f"{Path(plan.model).name}-{key}", work / "run"
     shutil.rmtree(folder, ignore_errors=True)
     run, teacher = Run.begin(folder, plan), teacher_module.load(plan)
     if not base.exists():
-        finish(profile(run, teacher))
+        finish(measure_teacher(run, teacher))
         shutil.copytree(folder, base)
     for name in ("profile.json", "inspection.json"):
         shutil.copy(base / name, folder / name)
     shutil.copytree(base / "state", folder / "state", dirs_exist_ok=True)
     if plan.rules.decided_by == "prices":
-        texts = step.priced_texts(run, teacher, None)
-        sinks = finish(step.measured_sinks(run, teacher, texts))  # how many are kept depends on the budget
+        texts = step.texts_to_price_on(run, teacher, None)
+        sinks = finish(step.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
         prices = base / f"prices-{plan.rules.far_field}-{plan.kept_bits}-{sinks}.json"
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
         else:
-            finish(step.measured_prices(run, teacher, texts))
+            finish(step.price_heads(run, teacher, texts))
             shutil.copy(folder / "prices.json", prices)
     return run, teacher
 
@@ -178,16 +178,16 @@ def prepared(work, plan):
 def made(run, teacher):
     """Allocate, and train what the plan trains."""
     plan, layers = run.plan, teacher.inspection.layers
-    allocation = finish(step.allocated(run, teacher, None))
+    allocation = finish(step.allocate(run, teacher, None))
     student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
-    texts = teacher_module.windows_of(plan, teacher, AHEAD // plan.length, None)
+    texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.length, None)
     finish(train_step.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
     return student.eval(), allocation
 
 
 def held_out(plan, teacher):
     """Take the same text for every row: what comes after all that is measured or trained on."""
-    return teacher_module.windows_of(replace(plan, seed=0), teacher, AHEAD // plan.length + HELD, None)[-HELD:]
+    return teacher_module.texts_of(replace(plan, seed=0), teacher, AHEAD // plan.length + HELD, None)[-HELD:]
 
 
 @contextmanager

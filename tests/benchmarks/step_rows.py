@@ -8,8 +8,8 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.runtime.attention_interface import attending
 from linearizer.train.losses import hidden_states
-from linearizer.train.settings import Settings
-from linearizer.train.trainer import Training
+from linearizer.train.settings import TrainingSettings
+from linearizer.train.trainer import Trainer
 from tests.benchmarks.timing import DEVICE, DTYPE, GPU, attempt, own
 
 
@@ -34,9 +34,9 @@ def layerwise_steps(quick):
             hidden_states(student.base, ids.to(DEVICE))
 
     for loss in ("softmax",) if quick else ("softmax", "l2", "output"):
-        training = Training(
-            student, ids, Settings(loss=loss, steps=10**6, batch=batch, repeats=0.0, window_dropout=0.0)
+        training = Trainer(
+            student, ids, TrainingSettings(loss=loss, steps=10**6, batch=batch, repeats=0.0, window_dropout=0.0)
         )
         row = {"op": "layerwise step", "loss": loss, "size": [batch, tokens, *sizes.values()], "features": features}
-        row |= own([training.advance], least=20)
+        row |= own([training.take_step], least=20)
         yield row | {"rivals": {"the teacher's forward pass": attempt("teacher", lambda: [forward], least=20)}}

@@ -14,11 +14,11 @@ from linearizer.evaluate.head_errors import (
     spearman,
 )
 from linearizer.evaluate.subjects import Subject
-from linearizer.measure.profile import measure
-from linearizer.model.checkpoint import students_of
+from linearizer.measure.profile import measure_profile
+from linearizer.model.checkpoint import make_layer_students
 from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
-from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
+from linearizer.run.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
 from linearizer.runtime.layer_student import LayerStudent
 from tests.support.models import MIXED, WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 
@@ -55,8 +55,8 @@ def test_heads_that_see_all_have_no_error():
 
 def profile_of(masses=(0.2, 0.5, 0.8), sinks=0.1):
     freedoms = tuple(2.0 ** (exponent / 2) for exponent in range(21))  # N(λ) = λ^-½
-    head = HeadProfile(freedoms, freedoms, False, sinks, masses, 1.0, 1.0)
-    return Profile(Asked(ridges=RIDGES), 1000, (16, 32, 64), (LayerProfile((head, head)),))
+    head = HeadProfile(freedoms, False, sinks, masses, 1.0)
+    return Profile(ProfileSettings(ridges=RIDGES), 1000, (16, 32, 64), (LayerProfile((head, head)),))
 
 
 def test_mass_outside_of_a_window_is_read_off_between_what_was_measured():
@@ -88,7 +88,7 @@ def test_of_slots_nothing_is_foretold_and_they_do_not_count_in_the_agreement():
 def measured():
     teacher, student = teacher_of("gemma3_text"), student_of("gemma3_text")
     layers = layers_of(teacher)
-    found = finish(measure(teacher, tokens(4, 64), layers, Asked(samples=128, rows=64)))
+    found = finish(measure_profile(teacher, tokens(4, 64), layers, ProfileSettings(samples=128, rows=64)))
     return teacher, student, layers, found.profile
 
 
@@ -99,7 +99,7 @@ def test_windows_err_as_their_profile_foretells(measured):
     whole = [[head.softmax for head in row] for row in mixed.heads]
     subjects = [
         Subject("student", student, mixed),
-        Subject("window", student, window, students_of(student, layers, window)),
+        Subject("window", student, window, make_layer_students(student, layers, window)),
     ]
     found = finish(measure_approximation(teacher, subjects, tokens(2, 64, seed=1), profile))
     assert [len(row) for row in found.subjects[0].rows] == [0, 2, 2]  # the first layer is bounded by itself
@@ -116,7 +116,7 @@ def test_the_curve_is_a_list_that_plots_as_it_is(measured):
     plain = []
     for count in counts:
         allocation = allocation_of(layers, [Head(features=count)], 0)
-        plain.append(Subject(str(count), student, allocation, students_of(student, layers, allocation)))
+        plain.append(Subject(str(count), student, allocation, make_layer_students(student, layers, allocation)))
     curve = finish(measure_curve(teacher, {"untrained": plain}, counts, tokens(2, 64, seed=1), profile))
     assert curve.features == counts and curve.names == ("untrained",)
     assert len(curve.rows[0]) == len(curve.outputs[0]) == 2 and [len(row) for row in curve.layers[0]] == [2, 2, 2]

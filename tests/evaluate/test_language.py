@@ -18,7 +18,7 @@ from linearizer.evaluate.reading import read_losses, read_together
 from linearizer.evaluate.recall import doubling_gaps, measure_longer, measure_recall
 from linearizer.evaluate.subjects import Subject, window_control
 from linearizer.model import logits
-from linearizer.model.checkpoint import students_of
+from linearizer.model.checkpoint import make_layer_students
 from linearizer.model.logits import kl_of, logits_of, losses_of
 from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
@@ -35,7 +35,7 @@ def subjects():
     return [
         Subject("teacher", teacher),
         Subject("student", student, allocation),
-        Subject("window", student, control, students_of(student, layers, control)),
+        Subject("window", student, control, make_layer_students(student, layers, control)),
     ], layers
 
 
@@ -71,7 +71,7 @@ def test_the_same_call_gives_the_same_numbers(subjects):
 def test_texts_read_in_pieces_are_scored_as_in_one(subjects, monkeypatch):
     ids = tokens(2, 40)
     whole, losses = read_scores(subjects[0], ids), read_losses(subjects[0], ids)
-    monkeypatch.setattr(logits, "LOGITS", 2 * 9 * 128)  # nine tokens at a time
+    monkeypatch.setattr(logits, "MAX_LOGITS", 2 * 9 * 128)  # nine tokens at a time
     assert len(list(read_together(subjects[0], ids))) == 5
     for before, after in zip(whole, read_scores(subjects[0], ids), strict=True):
         for one, other in zip(before, after, strict=True):
@@ -84,7 +84,7 @@ def test_a_student_and_the_teacher_that_it_holds_are_read_in_pieces_as_in_one(su
     student, ids = subjects[0][1].model, tokens(2, 40)
     held = [Subject("teacher", student.base, softmax=True), subjects[0][1]]
     whole = measured((held, subjects[1]), ids).subjects[1]
-    monkeypatch.setattr(logits, "LOGITS", 2 * 9 * 128)  # as where a vocabulary is large
+    monkeypatch.setattr(logits, "MAX_LOGITS", 2 * 9 * 128)  # as where a vocabulary is large
     pieces = measured((held, subjects[1]), ids).subjects[1]
     assert [pieces.loss.mean, pieces.kl.mean] == pytest.approx([whole.loss.mean, whole.kl.mean], abs=1e-5)
 

@@ -8,7 +8,7 @@ from transformers.modeling_outputs import CausalLMOutput
 from linearizer.errors import RequestError
 from linearizer.evaluate.needle import DEPTHS, KEY, LEAST, PAIRS, VALUE, hide, measure_needle
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.memory import Peak, fits
+from linearizer.model.memory import PeakMemory, run_if_it_fits
 from linearizer.progress import finish
 from tests.support.families import tiny_config
 
@@ -87,14 +87,14 @@ def test_a_text_too_short_for_pairs_is_refused():
 
 
 def test_only_what_memory_refuses_is_forgiven():
-    assert fits(lambda: 3) == 3
-    assert fits(lambda: torch.empty(2**55)) is None
+    assert run_if_it_fits(lambda: 3) == 3
+    assert run_if_it_fits(lambda: torch.empty(2**55)) is None
     with pytest.raises(RuntimeError, match="shape"):
-        fits(lambda: torch.ones(2) @ torch.ones(3, 2) + torch.zeros(2).view(7))
+        run_if_it_fits(lambda: torch.ones(2) @ torch.ones(3, 2) + torch.zeros(2).view(7))
 
 
 def test_the_peak_is_what_was_taken_at_once():
-    peak = Peak(torch.device("cpu"))
+    peak = PeakMemory(torch.device("cpu"))
     if peak.taken() is None:
         pytest.skip("this system does not tell")
     for _ in range(4):

@@ -20,7 +20,7 @@ from linearizer.evaluate.reading import read_losses
 from linearizer.evaluate.setup import assembled
 from linearizer.jobs import control as jobs
 from linearizer.model.hub import find_model
-from linearizer.model.text import enough_windows
+from linearizer.model.text import read_texts
 from linearizer.progress import finish
 from linearizer.run.folder import Run, located
 from linearizer.run.plan import Plan
@@ -171,7 +171,7 @@ def test_the_text_is_not_what_the_student_was_trained_on(finished):
     run = Run.open(finished)
     learnt = max(run.found["made_with"]["learnt"], run.plan.texts)
     with assembled(run) as bench:
-        text = enough_windows("builtin", bench.tokenizer, 64, learnt + 2)
+        text = read_texts("builtin", bench.tokenizer, 64, learnt + 2)
         assert torch.equal(bench.windows(None, 64, 2, 0), text[learnt:])
         assert torch.equal(bench.windows(None, 32, 4, 0).flatten(), text[learnt:].flatten())
         sampled = bench.windows("self", 32, 2, 0)
@@ -199,7 +199,7 @@ def test_a_run_is_judged_on_text_that_nothing_was_measured_on(tmp_path, model):
     assert main(["run", str(model), "--budget", "32", "--out", str(tmp_path / "run"), *QUICK[:-2]]) == 0
     run = Run.open(tmp_path / "run")
     with assembled(run) as bench:
-        texts = enough_windows("builtin", bench.tokenizer, 64, run.plan.texts + 8)[run.plan.texts :]
+        texts = read_texts("builtin", bench.tokenizer, 64, run.plan.texts + 8)[run.plan.texts :]
         assert torch.equal(bench.windows(None, 64, 8, 0), texts)
         losses = [loss.mean().item() for loss in read_losses(bench.subjects(64), texts)]
     assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
@@ -224,7 +224,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, begun, said):
 def test_a_text_shorter_than_one_window_is_refused(run, tmp_path, said):
     (tmp_path / "short.txt").write_text("A few words.")
     err = refused(said, run.folder, "--text", f"file:{tmp_path / 'short.txt'}", "--parts", "language")
-    assert "and 64 are needed (1 windows of 64)" in err
+    assert "and 64 are needed (1 texts of 64)" in err
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from linearizer.errors import RequestError
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
-from linearizer.run.profile import Asked, Curve, HeadProfile, LayerProfile, Profile
+from linearizer.run.profile import Curve, HeadProfile, LayerProfile, Profile, ProfileSettings
 
 RIDGES = tuple(2.0**-exponent for exponent in range(0, 21, 4))
 
@@ -45,7 +45,7 @@ def exact(points, ridges, normalise):
 def test_freedoms_are_right_to_a_millionth_at_any_exponent(norm, spread, duplicates, normalise):
     points = vectors(12, norm, spread, duplicates)
     points *= min(1, 2000**0.5 / points.norm(dim=-1).max())
-    found = degrees_of_freedom(points, RIDGES, normalise).freedoms
+    found = degrees_of_freedom(points, RIDGES, normalise)
     assert found.tolist() == pytest.approx(exact(points, RIDGES, normalise), abs=1e-6, rel=0)
 
 
@@ -53,8 +53,8 @@ def test_freedoms_are_right_to_a_millionth_at_any_exponent(norm, spread, duplica
 @pytest.mark.parametrize("norm", [2.0, 12.0, 40.0])
 def test_whole_curve_from_one_factor_equals_a_factor_for_every_ridge(norm, normalise):
     points = vectors(200, norm, 0.7, duplicates=10, size=16)
-    found = degrees_of_freedom(points, RIDGES, normalise).freedoms
-    each = [degrees_of_freedom(points, (ridge,), normalise, reference=ridge).leverage.sum().item() for ridge in RIDGES]
+    found = degrees_of_freedom(points, RIDGES, normalise)
+    each = [degrees_of_freedom(points, (ridge,), normalise, reference=ridge).item() for ridge in RIDGES]
     assert found.tolist() == pytest.approx(each, abs=1e-7, rel=0)
 
 
@@ -66,40 +66,28 @@ def test_whole_curve_from_one_factor_equals_a_factor_for_every_ridge(norm, norma
     normalise=st.sampled_from(["trace", "J", "none"]),
     seed=st.integers(0, 99),
 )
-def test_freedoms_have_the_properties_of_leverages(count, norm, spread, normalise, seed):
+def test_freedoms_grow_as_ridges_fall_up_to_the_rank_in_any_order_of_points(count, norm, spread, normalise, seed):
     points = vectors(count, norm, spread, duplicates=count // 3, seed=seed)
     found = degrees_of_freedom(points, RIDGES, normalise)
     rank = count - count // 3
-    assert found.leverage.sum().item() == pytest.approx(found.freedoms[2].item(), abs=1e-8)  # RIDGES[2]: the reference
-    assert ((found.leverage >= 0) & (found.leverage <= 1)).all()
-    assert (found.freedoms.diff() >= -1e-9).all()  # ridges fall
-    assert found.freedoms.max() <= rank + 1e-9
+    assert (found.diff() >= -1e-9).all()  # ridges fall
+    assert found.max() <= rank + 1e-9
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     permuted = degrees_of_freedom(points[order], RIDGES, normalise)
-    assert permuted.freedoms.tolist() == pytest.approx(found.freedoms.tolist(), abs=1e-6)
-    assert permuted.leverage.tolist() == pytest.approx(found.leverage[order].tolist(), abs=1e-6)
-
-
-def test_copies_of_a_point_share_its_leverage():
-    points = vectors(30, 3, 1.0)
-    twice = degrees_of_freedom(torch.cat([points, points[:1]]), RIDGES)
-    assert twice.leverage[0] == twice.leverage[-1]
-    assert twice.leverage[[0, -1]].sum() > degrees_of_freedom(points, RIDGES).leverage[0]
+    assert permuted.tolist() == pytest.approx(found.tolist(), abs=1e-6)
 
 
 def test_nearly_equal_points_count_as_equal_ones():
     points = vectors(20, 5, 1.0)
     near = torch.cat([points, points + 1e-12])
-    found = degrees_of_freedom(near, RIDGES).freedoms
-    assert found.tolist() == pytest.approx(
-        degrees_of_freedom(torch.cat([points] * 2), RIDGES).freedoms.tolist(), abs=1e-5
-    )
+    found = degrees_of_freedom(near, RIDGES)
+    assert found.tolist() == pytest.approx(degrees_of_freedom(torch.cat([points] * 2), RIDGES).tolist(), abs=1e-5)
 
 
 def a_profile():
-    head = HeadProfile((1.0, 2.5), (0.1, 0.2), False, 0.25, (0.5, 0.625), 1.5, 3.0)
+    head = HeadProfile((1.0, 2.5), False, 0.25, (0.5, 0.625), 1.5)
     layers = (LayerProfile((head, head), ((1.0, 2.0),) * 4), LayerProfile(()))
-    return Profile(Asked(text="builtin", ridges=(1.0, 0.5)), 100, (16, 32), layers)
+    return Profile(ProfileSettings(text="builtin", ridges=(1.0, 0.5)), 100, (16, 32), layers)
 
 
 def test_profile_comes_back_from_its_json():
@@ -132,7 +120,7 @@ def test_damaged_profile_is_refused_in_a_sentence(damage):
 )
 def test_what_cannot_be_measured_is_refused(wrong):
     with pytest.raises(RequestError):
-        Asked(**wrong)
+        ProfileSettings(**wrong)
 
 
 def test_curve_meets_its_points_and_never_falls():

@@ -8,23 +8,23 @@ from torch import nn
 
 from linearizer.errors import FaultError, RequestError, TextError
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
-from linearizer.measure.profile import Samples, head_points, measure
+from linearizer.measure.profile import head_points, measure_profile
+from linearizer.model.samples import Samples
 from linearizer.progress import finish
-from linearizer.run.profile import Asked, Profile
-from linearizer.runtime.attention_interface import attention_modules, observing
+from linearizer.run.profile import Profile, ProfileSettings
+from linearizer.runtime.attention_interface import observing
 from tests.support.families import FAMILIES
 from tests.support.models import layers_of, teacher_of
 
-SMALL = Asked(samples=64, rows=10**6, sinks=2)
-PROJECTIONS = ("c_proj", "o_proj", "out_proj", "dense")
+SMALL = ProfileSettings(samples=64, rows=10**6, sinks=2)
 
 
 def texts(count=4, tokens=40, seed=0):
     return torch.randint(3, 128, (count, tokens), generator=torch.Generator().manual_seed(seed))
 
 
-def measured(model, windows, asked=SMALL, **how):
-    return finish(measure(model, windows, layers_of(model), asked, **how))
+def measured(model, windows, settings=SMALL, **how):
+    return finish(measure_profile(model, windows, layers_of(model), settings, **how))
 
 
 def attended(model, **given):
@@ -49,14 +49,14 @@ def close(found, expected, tolerance=1e-4):
 def test_every_family_is_measured_in_all_layers_that_it_does_not_bound(family):
     teacher = teacher_of(family)
     layers = layers_of(teacher)
-    found = finish(measure(teacher, texts(), layers, SMALL))
+    found = finish(measure_profile(teacher, texts(), layers, SMALL))
     for layer, profile, samples in zip(layers, found.profile.layers, found.samples.layers, strict=True):
         bounded = layer.native_window is not None
         assert len(profile.heads) == (0 if bounded else layer.kv_heads)
         assert (samples is None) == bounded
         for head in profile.heads:
             assert 0 < head.freedoms[0] <= 1 and list(head.freedoms) == sorted(head.freedoms)
-            assert head.value_norm > 0 and head.entropy > 0
+            assert head.entropy > 0
     assert Profile.from_json(found.profile.to_json()) == found.profile
 
 
@@ -80,24 +80,6 @@ def test_masses_and_entropy_equal_those_of_the_whole_attention(family):
                 close(inside, (mass * within).sum(-1).mean())
 
 
-@pytest.mark.parametrize("family", ["gpt2", "llama", "opt", "phi", "gpt_bigcode"])
-def test_value_norms_equal_those_of_projected_values(family):
-    teacher, windows = teacher_of(family), texts()
-    for name, parameter in teacher.named_parameters():
-        if name.endswith("bias"):
-            parameter.normal_()
-    profile = measured(teacher, windows).profile
-    for module in attention_modules(teacher):
-        projection = next(part for name, part in module.named_children() if name in PROJECTIONS)
-        value = attended(teacher, input_ids=windows)[module.layer_idx][2][:, :, SMALL.sinks :]
-        query_heads = projection.weight.shape[0] // value.shape[-1]  # square in all of these
-        weight = projection.weight.T if isinstance(projection, nn.Linear) else projection.weight
-        group = query_heads // value.shape[1]
-        for head, found in enumerate(profile.layers[module.layer_idx].heads):
-            maps = weight.unflatten(0, (value.shape[1], group, -1))[head]  # (group, value_dim, hidden)
-            close(found.value_norm, (value[:, head].unsqueeze(1) @ maps).square().sum(-1).mean())
-
-
 def test_half_precision_measures_what_full_precision_does():
     teacher = teacher_of("gpt2")
     for name, parameter in teacher.named_parameters():
@@ -106,7 +88,6 @@ def test_half_precision_measures_what_full_precision_does():
             parameter.fill_(1.0)
     full, half = measured(teacher, texts()).profile, measured(teacher.bfloat16(), texts()).profile
     for head, same in zip(full.layers[0].heads, half.layers[0].heads, strict=True):
-        close(same.value_norm, head.value_norm, 0.03)
         close(same.entropy, head.entropy, 0.03)
         close(same.freedoms[:9], head.freedoms[:9], 0.03)
 
@@ -114,15 +95,13 @@ def test_half_precision_measures_what_full_precision_does():
 def test_sample_that_holds_everything_is_everything():
     """64 texts' tokens, streamed two texts at a time, against all queries and keys at once."""
     teacher, windows = teacher_of("llama"), texts(4, 18)
-    found = measured(teacher, windows, Asked(samples=128, rows=8, sinks=2), batch_tokens=36)
+    found = measured(teacher, windows, ProfileSettings(samples=128, rows=8, sinks=2), batch_tokens=36)
     for index, (query, key, _) in attended(teacher, input_ids=windows).items():
         samples, profile = found.samples.layers[index], found.profile.layers[index]
         for kept, vectors in ((samples.queries, query), (samples.keys, key)):
             torch.testing.assert_close(kept, vectors[:, :, 2:].transpose(0, 1).flatten(1, 2))
         points = head_points(samples.queries, samples.keys, 1, "centred")
-        spectrum = degrees_of_freedom(points, found.profile.asked.ridges)
-        close(profile.heads[1].freedoms, spectrum.freedoms, 1e-5)
-        close(samples.weights[1], spectrum.leverage)
+        close(profile.heads[1].freedoms, degrees_of_freedom(points, found.profile.settings.ridges), 1e-5)
 
 
 def test_sample_of_a_kv_head_is_half_keys_and_half_queries_evenly_of_its_group():
@@ -136,7 +115,7 @@ def test_centred_gauge_is_blind_to_a_shift_of_the_keys_as_softmax_is():
     torch.manual_seed(0)
     queries, keys = torch.randn(2, 32, 8).double(), torch.randn(1, 32, 8).double()
     curves = [
-        degrees_of_freedom(head_points(queries, keys + shift, 0, "centred"), (0.1, 0.01)).freedoms
+        degrees_of_freedom(head_points(queries, keys + shift, 0, "centred"), (0.1, 0.01))
         for shift in (0.0, 5 * torch.randn(8))
     ]
     torch.testing.assert_close(*curves)
@@ -144,14 +123,13 @@ def test_centred_gauge_is_blind_to_a_shift_of_the_keys_as_softmax_is():
 
 def test_batches_and_a_second_run_change_nothing():
     teacher, windows = teacher_of("qwen3"), texts(6)
-    asked = Asked(samples=64, rows=32, seed=3)
-    one, other = (measured(teacher, windows, asked, batch_tokens=tokens) for tokens in (40, 240))
+    settings = ProfileSettings(samples=64, rows=32, seed=3)
+    one, other = (measured(teacher, windows, settings, batch_tokens=tokens) for tokens in (40, 240))
     for a, b in zip(one.profile.layers, other.profile.layers, strict=True):
         for head, same in zip(a.heads, b.heads, strict=True):
             close(head.freedoms, same.freedoms)
             close(head.window_mass, same.window_mass)
-            close(head.value_norm, same.value_norm)
-    again = measured(teacher, windows, asked, batch_tokens=40)
+    again = measured(teacher, windows, settings, batch_tokens=40)
     assert again.profile == one.profile
     assert all(torch.equal(again.samples.tensors()[name], kept) for name, kept in one.samples.tensors().items())
 
@@ -171,16 +149,15 @@ def test_padding_changes_nothing(family, side):
             close(same.freedoms, head.freedoms)
             close(same.sink_mass, head.sink_mass)
             close(same.entropy, head.entropy)
-            close(same.value_norm, head.value_norm)
 
 
 def test_paper_mode_has_a_curve_for_every_query_head():
-    asked = Asked(samples=64, rows=8, sinks=0, gauge="raw", per="query")
-    shared, apart = (measured(teacher_of(family), texts(), asked) for family in ("llama", "gpt2"))
+    settings = ProfileSettings(samples=64, rows=8, sinks=0, gauge="raw", per="query")
+    shared, apart = (measured(teacher_of(family), texts(), settings) for family in ("llama", "gpt2"))
     samples, profile = shared.samples.layers[0], shared.profile.layers[0]
     assert len(profile.query_freedoms) == 4
     points = torch.cat([samples.queries[3], samples.keys[1]])
-    close(profile.query_freedoms[3], degrees_of_freedom(points, asked.ridges).freedoms, 1e-5)
+    close(profile.query_freedoms[3], degrees_of_freedom(points, settings.ridges), 1e-5)
     for layer in apart.profile.layers:
         assert layer.query_freedoms == tuple(head.freedoms for head in layer.heads)
 
@@ -195,7 +172,9 @@ def test_what_is_kept_does_not_grow_with_the_text():
     def most_held(count):
         teacher, windows = teacher_of("llama"), texts(count)
         before, held = live_bytes(), []
-        steps = measure(teacher, windows, layers_of(teacher), Asked(samples=64, rows=32), batch_tokens=40)
+        steps = measure_profile(
+            teacher, windows, layers_of(teacher), ProfileSettings(samples=64, rows=32), batch_tokens=40
+        )
         for progress in steps:
             if progress.done == progress.total or progress.unit != "heads" and progress.done % 16 == 0:
                 held.append(live_bytes() - before)  # not while threads work on heads
@@ -215,7 +194,7 @@ def test_samples_come_back_from_their_tensors():
 def test_model_is_left_as_it_was():
     teacher = teacher_of("llama").train()
     before = teacher.config._attn_implementation
-    steps = measure(teacher, texts(), layers_of(teacher), SMALL)
+    steps = measure_profile(teacher, texts(), layers_of(teacher), SMALL)
     next(steps)
     assert teacher.training and teacher.config._attn_implementation == before and torch.is_grad_enabled()
     assert not any(module._forward_pre_hooks for module in teacher.modules())
@@ -231,27 +210,27 @@ def test_damaged_weights_name_the_layer(part):
 
 def test_too_little_text_says_how_much_is_needed():
     with pytest.raises(TextError, match="leaves 36 tokens .* need 64"):
-        measured(teacher_of("llama"), texts(2, 20), Asked(samples=128, sinks=2))
+        measured(teacher_of("llama"), texts(2, 20), ProfileSettings(samples=128, sinks=2))
 
 
 @pytest.mark.parametrize("tokens", [2, 4])
 def test_windows_of_sinks_alone_are_said_to_be_too_short_however_many(tokens):
-    with pytest.raises(TextError, match=f"windows of {tokens} tokens leave none .* beside 4 sinks: ask for a --length"):
-        measured(teacher_of("llama"), texts(200, tokens), Asked(samples=64, rows=8, sinks=4))
+    with pytest.raises(TextError, match=f"texts of {tokens} tokens leave none .* beside 4 sinks: ask for a --length"):
+        measured(teacher_of("llama"), texts(200, tokens), ProfileSettings(samples=64, rows=8, sinks=4))
 
 
 def test_layers_that_were_not_seen_are_an_error():
     teacher = teacher_of("llama")
     layers = layers_of(teacher)
     with pytest.raises(FaultError, match=r"the attention of layers \[3\] was not seen"):
-        finish(measure(teacher, texts(), (*layers, layers[0]), SMALL))
+        finish(measure_profile(teacher, texts(), (*layers, layers[0]), SMALL))
 
 
 @pytest.mark.parametrize("per", ["kv", "query"])
 def test_each_layer_is_told_of_once_as_soon_as_its_heads_are_known(per):
     model = teacher_of("llama")
-    asked = Asked(samples=64, rows=8, sinks=2, per=per)
-    told, steps = {}, measure(model, texts(), layers_of(model), asked)
+    settings = ProfileSettings(samples=64, rows=8, sinks=2, per=per)
+    told, steps = {}, measure_profile(model, texts(), layers_of(model), settings)
     while True:
         try:
             details = next(steps).details
@@ -264,4 +243,4 @@ def test_each_layer_is_told_of_once_as_soon_as_its_heads_are_known(per):
     assert list(told) == list(range(len(profile.layers)))
     for index, layer in enumerate(profile.layers):
         close(told[index], [head.freedoms[8] for head in layer.heads])
-        assert asked.ridges[8] == asked.reference
+        assert settings.ridges[8] == settings.reference

@@ -3,7 +3,7 @@
 import pytest
 
 from linearizer.errors import RequestError
-from linearizer.model.devices import device_name, device_of
+from linearizer.model.devices import choose_device, device_name
 
 
 @pytest.mark.parametrize(
@@ -30,5 +30,5 @@ def test_a_device_has_one_name(visible, device, name, monkeypatch):
 def test_a_device_that_is_not_here_is_refused():
     for asked in ("magic", "cuda:99", "../cpu"):
         with pytest.raises(RequestError, match="is not to be had here"):
-            device_of(asked)
-    assert device_of("cpu") == "cpu" and device_of("auto") in ("cpu", "cuda")
+            choose_device(asked)
+    assert choose_device("cpu") == "cpu" and choose_device("auto") in ("cpu", "cuda")

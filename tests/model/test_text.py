@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from linearizer.errors import TextError
 from linearizer.model.hub import find_model
 from linearizer.model.teacher import load_tokenizer
-from linearizer.model.text import enough_windows, read_documents, sample_from, token_windows
+from linearizer.model.text import pack_texts, read_documents, read_texts, sample_from
 from tests.support.families import tiny_config
 
 
@@ -44,14 +44,14 @@ def test_builtin_is_the_language_reference():
 def test_windows_hold_every_token_in_order_with_an_end_after_each_document(tokenizer):
     documents = ["The first text.", "A second, longer text that goes on.", "End"]
     packed = [token for document in documents for token in [*ids(tokenizer, document), tokenizer.eos_token_id]]
-    windows = list(token_windows(documents, tokenizer, 5))
+    windows = list(pack_texts(documents, tokenizer, 5))
     assert all(window.shape == (5,) for window in windows)
     assert torch.cat(windows).tolist() == packed[: len(packed) // 5 * 5]
 
 
 def test_windows_of_a_tokenizer_that_starts_texts_start_alike(starting_tokenizer):
     document = "A text that is long enough for many windows. " * 5
-    windows = torch.stack(list(token_windows([document], starting_tokenizer, 8)))
+    windows = torch.stack(list(pack_texts([document], starting_tokenizer, 8)))
     assert (windows[:, 0] == starting_tokenizer.bos_token_id).all()
     body = windows[:, 1:].flatten().tolist()
     assert body == [*ids(starting_tokenizer, document), starting_tokenizer.eos_token_id][: len(body)]
@@ -59,7 +59,7 @@ def test_windows_of_a_tokenizer_that_starts_texts_start_alike(starting_tokenizer
 
 def test_tokenizer_without_end_separates_by_its_start(starting_tokenizer):
     starting_tokenizer.eos_token = None
-    window = next(iter(token_windows(["a", "b"] * 9, starting_tokenizer, 8)))
+    window = next(iter(pack_texts(["a", "b"] * 9, starting_tokenizer, 8)))
     (a,), (b,), start = ids(starting_tokenizer, "a"), ids(starting_tokenizer, "b"), starting_tokenizer.bos_token_id
     assert window.tolist() == [start, a, start, b, start, a, start, b]
 
@@ -69,20 +69,20 @@ def test_windows_read_no_more_than_they_need(tokenizer):
         while True:
             yield "words and more words"
 
-    windows = token_windows(endless(), tokenizer, 64)
+    windows = pack_texts(endless(), tokenizer, 64)
     assert next(windows).shape == next(windows).shape == (64,)
 
 
 def test_windows_of_one_token_are_refused_whether_or_not_texts_start_with_one(tokenizer, starting_tokenizer):
     for one in (tokenizer, starting_tokenizer):
         with pytest.raises(TextError, match="1 token has nothing to predict: ask for a --length of at least 2"):
-            enough_windows("builtin", one, 1, 2)
-        assert enough_windows("builtin", one, 2, 3).shape == (3, 2)
+            read_texts("builtin", one, 1, 2)
+        assert read_texts("builtin", one, 2, 3).shape == (3, 2)
 
 
 def test_windows_longer_than_the_model_print_no_warning(tokenizer, capfd):
     tokenizer.model_max_length = 16
-    enough_windows("builtin", tokenizer, 512, 2)
+    read_texts("builtin", tokenizer, 512, 2)
     assert capfd.readouterr() == ("", "")
 
 
@@ -128,8 +128,8 @@ def test_unknown_source_lists_the_four_kinds(source):
 def test_too_little_text_says_how_much_there_is_and_is_needed(tokenizer, tmp_path):
     (tmp_path / "short.txt").write_text("a few words")
     count = len(ids(tokenizer, "a few words")) + 1
-    with pytest.raises(TextError, match=rf"has {count} tokens, and 400 are needed \(4 windows of 100\)"):
-        enough_windows(f"file:{tmp_path / 'short.txt'}", tokenizer, 100, 4)
+    with pytest.raises(TextError, match=rf"has {count} tokens, and 400 are needed \(4 texts of 100\)"):
+        read_texts(f"file:{tmp_path / 'short.txt'}", tokenizer, 100, 4)
 
 
 def rows(count):
@@ -140,7 +140,7 @@ def rows(count):
 def test_data_set_is_streamed_from_a_folder(tmp_path, tokenizer):
     (tmp_path / "train.jsonl").write_bytes(rows(40))
     (tmp_path / "test.jsonl").write_bytes(rows(3))
-    assert enough_windows(f"dataset:{tmp_path}", tokenizer, 64, 4).shape == (4, 64)
+    assert read_texts(f"dataset:{tmp_path}", tokenizer, 64, 4).shape == (4, 64)
     assert len(list(read_documents(f"dataset:{tmp_path}::test"))) == 3
     assert list(read_documents(f"dataset:{tmp_path}:default:test:note")) == ["n"] * 3
 
@@ -192,7 +192,7 @@ def test_model_writes_texts_that_its_seed_repeats(tokenizer):
     assert texts.shape == (20, 12) and (texts[:, 0] == tokenizer.eos_token_id).all()
     assert torch.equal(texts, sample_from(model, tokenizer, 12, 20, seed=3))
     assert not torch.equal(texts, sample_from(model, tokenizer, 12, 20, seed=4))
-    assert torch.equal(texts, enough_windows("self", tokenizer, 12, 20, model=model, seed=3))
+    assert torch.equal(texts, read_texts("self", tokenizer, 12, 20, model=model, seed=3))
     assert torch.equal(state, torch.get_rng_state())
 
 
@@ -209,4 +209,4 @@ def test_written_tokens_follow_the_models_own_chances(family, tokenizer):
 
 def test_self_without_a_model_is_one_sentence(tokenizer):
     with pytest.raises(TextError, match="there is no model here"):
-        enough_windows("self", tokenizer, 16, 2)
+        read_texts("self", tokenizer, 16, 2)

@@ -9,7 +9,7 @@ from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.prices import Prices
-from linearizer.run.profile import Asked, HeadProfile, LayerProfile, Profile
+from linearizer.run.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
 from tests.support.evaluation_results import LANGUAGE, RECALL
 
 LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))
@@ -19,11 +19,11 @@ FIX = Allocation("fix", 4, ((Head(28, 32), Head(28, 32)), (), (Head(28, 32), Hea
 
 def profile_of(scales):
     """Make up a profile with N(λ) = scale · λ^-½."""
-    asked = Asked()
+    asked = ProfileSettings()
 
     def head(scale):
         counts = tuple(scale * ridge**-0.5 for ridge in asked.ridges)
-        return HeadProfile(counts, (0.0,) * len(counts), False, 1.0, 0.1, (0.5,), 1.0)
+        return HeadProfile(counts, False, 1.0, (0.5,), 1.0)
 
     return Profile(asked, 1000, (16,), tuple(LayerProfile(tuple(map(head, row))) for row in scales))
 
@@ -87,7 +87,7 @@ def test_a_map_of_nothing_yet_can_be_drawn():
 def test_curves_are_the_means_of_layers():
     lines = allocation_charts.freedom_curves(PROFILE).data
     assert [line.name for line in lines] == ["layer 0", "layer 2"]
-    assert lines[1].y[0] == pytest.approx(3.5 * PROFILE.asked.ridges[0] ** -0.5)
+    assert lines[1].y[0] == pytest.approx(3.5 * PROFILE.settings.ridges[0] ** -0.5)
 
 
 def test_bars_add_up_to_the_bytes_of_each_head():

@@ -8,7 +8,7 @@ import pytest
 from linearizer.allocate import step
 from linearizer.cli.main import main
 from linearizer.errors import FolderError
-from linearizer.measure.step import profile
+from linearizer.measure.step import measure_teacher
 from linearizer.model import samples
 from linearizer.model import teacher as teacher_module
 from linearizer.model.samples import SAMPLES
@@ -25,7 +25,7 @@ def stopped(tmp_path_factory):
     """A run that was stopped once it was profiled, and its teacher."""
     run = Run.begin(tmp_path_factory.mktemp("stopped") / "run", Plan.of(**ASKED))
     teacher = teacher_module.load(run.plan)
-    finish(profile(run, teacher))
+    finish(measure_teacher(run, teacher))
     return run, teacher
 
 
@@ -84,19 +84,19 @@ def test_what_is_made_anew_is_what_was_lost(run):
         ):
             samples.samples_of(run)
         (run.folder / "profile.json").unlink()
-        finish(profile(run, teacher_module.load(run.plan)))
+        finish(measure_teacher(run, teacher_module.load(run.plan)))
         assert (run.read("profile.json"), (run.folder / SAMPLES).read_bytes()) == before
 
 
 def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged(run, stopped):
     teacher = stopped[1]
-    texts = step.priced_texts(run, teacher, None)
-    found = finish(step.measured_prices(run, teacher, texts))
+    texts = step.texts_to_price_on(run, teacher, None)
+    found = finish(step.price_heads(run, teacher, texts))
     (run.folder / "prices.json").unlink()
-    run.write(step.PARTLY, '{"sinks"')
-    assert finish(step.measured_prices(run, teacher, texts)) == found
+    run.write(step.PARTIAL_PRICES, '{"sinks"')
+    assert finish(step.price_heads(run, teacher, texts)) == found
     (dropped,) = (event for event in run.events() if event["event"] == "dropped")
-    assert dropped["file"] == step.PARTLY and "delimiter" in dropped["why"] and not run.has(step.PARTLY)
+    assert dropped["file"] == step.PARTIAL_PRICES and "delimiter" in dropped["why"] and not run.has(step.PARTIAL_PRICES)
 
 
 def test_a_damaged_number_of_steps_is_named(run):
@@ -104,4 +104,4 @@ def test_a_damaged_number_of_steps_is_named(run):
     run.write("plan.json", Plan.of("features", **asked).to_json())
     run.write("state/steps.json", "1e")
     with pytest.raises(FolderError, match=r"state/steps.json' cannot be read \(.*\): remove it, and `linearizer runs"):
-        train_step.timed_plan(run, None, None, None)
+        train_step.plan_with_steps(run, None, None, None)

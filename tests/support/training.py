@@ -5,10 +5,10 @@ from __future__ import annotations
 import torch
 
 from linearizer.run.head_bytes import Head
-from linearizer.train.distill import Settings
+from linearizer.train.settings import TrainingSettings
 from tests.support.models import student_of, tokens
 
-FEW = Settings(steps=8, batch=2, save_every=3)
+FEW = TrainingSettings(steps=8, batch=2, save_every=3)
 HEADS = [Head(window=4, features=16), Head(window=4, features=16)]
 TEXT = tokens(12, 32)
 

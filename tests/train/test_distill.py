@@ -14,9 +14,9 @@ from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.feature_maps import FEATURE_MAPS
-from linearizer.train.distill import Settings, distill
-from linearizer.train.layer_optimizer import PATIENCE
-from linearizer.train.settings import END_TO_END, LAYERWISE
+from linearizer.train.distill import distill
+from linearizer.train.layer_optimizer import MAX_HIGH_STEPS
+from linearizer.train.settings import END_TO_END, LAYERWISE, TrainingSettings
 from tests.support.models import WHOLE, teacher_of, tokens
 from tests.support.training import FEW, TEXT, a_student, assert_equal_weights, weights
 
@@ -25,7 +25,7 @@ from tests.support.training import FEW, TEXT, a_student, assert_equal_weights, w
 @pytest.mark.parametrize("loss", LAYERWISE + END_TO_END)
 def test_training_lowers_the_loss_of_every_feature_map(loss, feature_map):
     student = a_student(feature_map)
-    same_text = Settings(loss=loss, steps=30, batch=4, window_dropout=0.0, repeats=0.0)
+    same_text = TrainingSettings(loss=loss, steps=30, batch=4, window_dropout=0.0, repeats=0.0)
     trained = finish(distill(student, tokens(4, 32), same_text))
     assert sum(trained.end.values()) < sum(trained.start.values())
     assert trained.steps == 30 and not trained.events and not trained.given_up
@@ -52,7 +52,7 @@ def test_the_same_seed_gives_the_same_bits_and_another_gives_others():
     students = []
     for seed in (0, 0, 1):
         student = a_student()
-        finish(distill(student, TEXT, Settings(steps=4, seed=seed)))
+        finish(distill(student, TEXT, TrainingSettings(steps=4, seed=seed)))
         students.append(weights(student))
     assert_equal_weights(students[0], students[1])
     assert any(not torch.equal(students[0][name], students[2][name]) for name in students[0])
@@ -97,12 +97,12 @@ def test_a_teacher_that_gives_nan_is_a_fault(loss):
     student = a_student()
     student.base.model.layers[1].mlp.down_proj.weight.data[0, 0] = float("nan")
     with pytest.raises(FaultError, match="teacher's logits are not finite"):
-        finish(distill(student, TEXT, Settings(loss=loss)))
+        finish(distill(student, TEXT, TrainingSettings(loss=loss)))
 
 
 def test_a_diverging_rate_is_halved_for_its_layer_and_said():
     student = a_student("prf")
-    settings = Settings(steps=2 * PATIENCE, rate=1000.0, decay="none", window_dropout=0.0)
+    settings = TrainingSettings(steps=2 * MAX_HIGH_STEPS, rate=1000.0, decay="none", window_dropout=0.0)
     trained = finish(distill(student, TEXT, settings))
     assert any("its learning rate halved to 0.5" in event for event in trained.events)
     assert all(tensor.isfinite().all() for tensor in weights(student).values())
@@ -121,7 +121,7 @@ def out_of_memory_above(student, numbers):
 
 @pytest.mark.parametrize("loss", LAYERWISE + END_TO_END)
 def test_out_of_memory_halves_the_batch_and_gives_the_same_gradients(loss):
-    settings = Settings(loss=loss, steps=2, batch=8, save_every=3)
+    settings = TrainingSettings(loss=loss, steps=2, batch=8, save_every=3)
     whole, student = a_student(), out_of_memory_above(a_student(), 2 * 32)
     expected, events = list(distill(whole, TEXT, settings)), list(distill(student, TEXT, settings))
     said = [message.partition("from now on ")[2] for message in events[0].details["events"]]
@@ -135,12 +135,12 @@ def test_out_of_memory_halves_the_batch_and_gives_the_same_gradients(loss):
 def test_a_text_that_does_not_fit_is_a_fault_that_names_the_length_that_would():
     student = out_of_memory_above(a_student(), 40)
     with pytest.raises(FaultError, match="one text of 64 tokens does not fit into memory: texts of 32 tokens do"):
-        finish(distill(student, tokens(4, 64), Settings(batch=4)))
+        finish(distill(student, tokens(4, 64), TrainingSettings(batch=4)))
 
 
 def test_text_shorter_than_a_batch_is_refused():
-    with pytest.raises(TextError, match="3 windows of 32 tokens, and one batch takes 4: give more text"):
-        finish(distill(a_student(), tokens(3, 32), Settings(batch=4)))
+    with pytest.raises(TextError, match="3 texts of 32 tokens, and one batch takes 4: give more text"):
+        finish(distill(a_student(), tokens(3, 32), TrainingSettings(batch=4)))
 
 
 @pytest.mark.parametrize(
@@ -159,7 +159,7 @@ def test_text_shorter_than_a_batch_is_refused():
 )
 def test_settings_that_cannot_be_are_refused(wrong, said):
     with pytest.raises(RequestError, match=re.escape(said)):
-        Settings(**wrong)
+        TrainingSettings(**wrong)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox"])
@@ -177,7 +177,7 @@ def test_merged_adapters_give_what_unmerged_ones_gave(family, monkeypatch):
 
     monkeypatch.setattr(distillation, "remove_adapters", lambda base, merge: look(base, merge))
     with torch.enable_grad():
-        finish(distill(student, TEXT, Settings(loss="logits", lora=2, steps=4, rate=3.0)))
+        finish(distill(student, TEXT, TrainingSettings(loss="logits", lora=2, steps=4, rate=3.0)))
     assert not any("lora" in name for name, _ in student.named_modules())
     torch.testing.assert_close(student(TEXT).logits, seen[0], atol=1e-4, rtol=1e-4)
     with attending(student.base, "sdpa"):
@@ -188,7 +188,7 @@ def test_adapters_are_fp32_and_the_weights_keep_their_type():
     student = a_student(dtype="bfloat16").bfloat16()
     for layer in student.students():
         layer.float()
-    training = distill(student, TEXT, Settings(loss="logits", lora=2, steps=2))
+    training = distill(student, TEXT, TrainingSettings(loss="logits", lora=2, steps=2))
     next(training)
     adapters = [p for name, p in student.named_parameters() if "lora_" in name]
     assert adapters and {p.dtype for p in adapters} == {torch.float32}
@@ -199,7 +199,7 @@ def test_adapters_are_fp32_and_the_weights_keep_their_type():
 def test_a_stopped_training_leaves_no_adapters():
     student = a_student()
     before = {name: tensor for name, tensor in weights(student).items() if "feature_map" not in name}
-    training = distill(student, TEXT, Settings(loss="logits", lora=2, steps=4))
+    training = distill(student, TEXT, TrainingSettings(loss="logits", lora=2, steps=4))
     next(training)
     training.close()
     after = weights(student)
@@ -210,7 +210,7 @@ def test_window_dropout_leaves_inference_unchanged():
     student = a_student()
     held = [group.window for layer in student.students() for group in layer.groups]
     for loss in ("softmax", "logits"):
-        finish(distill(student, TEXT, Settings(loss=loss, steps=4, window_dropout=1.0, rate=0.0)))
+        finish(distill(student, TEXT, TrainingSettings(loss=loss, steps=4, window_dropout=1.0, rate=0.0)))
     assert [group.window for layer in student.students() for group in layer.groups] == held
     torch.testing.assert_close(student(TEXT).logits, a_student()(TEXT).logits, atol=0, rtol=0)
 
@@ -230,7 +230,8 @@ def test_layers_that_the_teacher_bounds_itself_are_left_alone():
 
 MEMORY = """
     import resource, sys, torch
-    from linearizer.train.distill import Settings, distill
+    from linearizer.train.distill import distill
+from linearizer.train.settings import TrainingSettings
     from tests.support.models import tokens
     from tests.support.training import a_student
     from linearizer.run.head_bytes import Head
@@ -244,7 +245,7 @@ MEMORY = """
         student.base(text, use_cache=False)
     before = peak()
     for loss in ("softmax", "output"):
-        for _ in distill(student, text, Settings(loss=loss, steps=1)):
+        for _ in distill(student, text, TrainingSettings(loss=loss, steps=1)):
             pass
         print(peak() - before)
 """

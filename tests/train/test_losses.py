@@ -9,7 +9,7 @@ from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.features import reference
 from linearizer.runtime.layer_student import LayerStudent, Scaled
 from linearizer.train import losses
-from linearizer.train.losses import Attended, LogitHead, direct_loss, hidden_states, layer_loss, logits_loss
+from linearizer.train.losses import AttentionInputs, LogitHead, direct_loss, hidden_states, layer_loss, logits_loss
 from tests.support.families import FAMILIES
 from tests.support.models import student_of, teacher_of, tokens
 
@@ -22,13 +22,13 @@ def a_layer(feature_map="mlp"):
     torch.manual_seed(0)
     student = LayerStudent(HELD, SINKS, SIZE, feature_map)
     student.reset(torch.Generator().manual_seed(0))
-    seen = Attended(torch.randn(2, 8, 21, SIZE), torch.randn(2, 4, 21, SIZE), torch.randn(2, 4, 21, 6), SCALE)
+    seen = AttentionInputs(torch.randn(2, 8, 21, SIZE), torch.randn(2, 4, 21, SIZE), torch.randn(2, 4, 21, 6), SCALE)
     return student, seen
 
 
 def logits_of(group, seen, keep):
     """Logits of the teacher and of the student for some heads: (batch, heads, group, tokens, tokens)."""
-    q, k, _ = seen.of(group.heads)
+    q, k, _ = seen.of_heads(group.heads)
     features, place = Scaled(group.feature_map, seen.scale), torch.arange(q.shape[-2])
     near = (place < group.sinks) | (place[:, None] - place < int(group.window * keep))
     exact = q @ k[:, :, None].mT
@@ -80,7 +80,7 @@ def test_output_loss_and_its_gradients_are_the_naive_ones(keep):
     parameters = [p for p in student.parameters() if p.requires_grad]
     exact, own = torch.zeros(2, 4, 2, 21, 6), torch.zeros(2, 4, 2, 21, 6)
     for group in featured(student):
-        q, k, v = seen.of(group.heads)
+        q, k, v = seen.of_heads(group.heads)
         exact[:, group.heads] = reference(q, k, v, None, 21, 0)
         far = Scaled(group.feature_map, SCALE)
         own[:, group.heads] = reference(q, k, v, far, int(group.window * keep), SINKS)
@@ -126,7 +126,7 @@ def test_a_model_that_bends_its_logits_is_refused():
 
 @pytest.mark.parametrize("pieces", [1, 7])
 def test_pieces_of_logits_give_the_plain_divergence_and_gradient(pieces, monkeypatch):
-    monkeypatch.setattr(losses, "LOGITS", 128 * -(-2 * 12 // pieces))
+    monkeypatch.setattr(losses, "MAX_LOGITS", 128 * -(-2 * 12 // pieces))
     student, ids = student_of("llama", [Head(window=3, features=16)]), tokens(2, 12)
     head = LogitHead(student.base, ids)
     with torch.no_grad(), attending(student.base, "sdpa"):
@@ -140,7 +140,7 @@ def test_pieces_of_logits_give_the_plain_divergence_and_gradient(pieces, monkeyp
 
 @pytest.mark.parametrize("pieces", [1, 7])
 def test_pieces_of_logits_give_the_plain_next_token_loss_and_gradient(pieces, monkeypatch):
-    monkeypatch.setattr(losses, "LOGITS", 128 * -(-2 * 11 // pieces))
+    monkeypatch.setattr(losses, "MAX_LOGITS", 128 * -(-2 * 11 // pieces))
     student, ids = student_of("llama", [Head(window=3, features=16)]), tokens(2, 12)
     plain = student(ids, labels=ids).loss
     found = direct_loss(LogitHead(student.base, ids), hidden_states(student.base, ids), ids)
@@ -155,7 +155,7 @@ def check_equal_with_gradients(student, found, plain):
 
 
 def test_pieces_hold_no_logits_of_the_whole_batch(monkeypatch):
-    monkeypatch.setattr(losses, "LOGITS", 128 * 4)
+    monkeypatch.setattr(losses, "MAX_LOGITS", 128 * 4)
     sizes = []
 
     def head(hidden):

@@ -9,8 +9,9 @@ import pytest
 
 from linearizer.errors import FaultError, RequestError
 from linearizer.progress import finish
-from linearizer.train.distill import Settings, distill
-from linearizer.train.state_file import BEFORE, NEWEST
+from linearizer.train.distill import distill
+from linearizer.train.settings import TrainingSettings
+from linearizer.train.state_file import NEWEST, PREVIOUS
 from tests.support.models import tokens
 from tests.support.training import FEW, TEXT, a_student, assert_equal_weights, weights
 
@@ -18,7 +19,7 @@ from tests.support.training import FEW, TEXT, a_student, assert_equal_weights, w
 @pytest.mark.parametrize("loss,lora", [("softmax", 0), ("output", 0), ("logits", 2)])
 @pytest.mark.parametrize("stop", [1, 5])
 def test_a_training_that_is_stopped_and_resumed_is_one_that_never_stopped(loss, lora, stop, tmp_path):
-    settings = Settings(loss=loss, steps=8, save_every=3, lora=lora)
+    settings = TrainingSettings(loss=loss, steps=8, save_every=3, lora=lora)
     whole = a_student()
     expected = finish(distill(whole, TEXT, settings))
     training = distill(a_student(), TEXT, settings, folder=tmp_path)
@@ -120,13 +121,13 @@ def test_of_a_damaged_state_the_one_before_is_used_and_said(damage, tmp_path):
     events = list(distill(student, TEXT, FEW, folder=tmp_path, resume=True))
     assert events[0].done == 7
     said = " ".join(events[0].details["events"])
-    assert (f"going on from {BEFORE}" in said) == (damage != "missing")
+    assert (f"going on from {PREVIOUS}" in said) == (damage != "missing")
     assert_equal_weights(weights(student), weights(whole))
 
 
 def test_two_damaged_states_are_a_fault(tmp_path):
     finish(distill(a_student(), TEXT, FEW, folder=tmp_path))
-    for name in (NEWEST, BEFORE):
+    for name in (NEWEST, PREVIOUS):
         (tmp_path / name).write_bytes(b"nothing")
     with pytest.raises(FaultError, match="train again without resuming"):
         next(distill(a_student(), TEXT, FEW, folder=tmp_path, resume=True))
@@ -135,11 +136,14 @@ def test_two_damaged_states_are_a_fault(tmp_path):
 def test_resuming_otherwise_is_refused_with_the_difference(tmp_path):
     finish(distill(a_student(), TEXT, FEW, folder=tmp_path))
     for change, said in (
-        (dict(settings=Settings(steps=9, batch=2, save_every=3, loss="l2")), "loss 'l2' instead of 'softmax'; steps 9"),
-        (dict(windows=tokens(12, 32, seed=1)), "another text"),
+        (
+            dict(settings=TrainingSettings(steps=9, batch=2, save_every=3, loss="l2")),
+            "loss 'l2' instead of 'softmax'; steps 9",
+        ),
+        (dict(texts=tokens(12, 32, seed=1)), "another text"),
         (dict(student=a_student("prf")), "another student"),
     ):
-        given = dict(student=a_student(), windows=TEXT, settings=FEW) | change
+        given = dict(student=a_student(), texts=TEXT, settings=FEW) | change
         with pytest.raises(RequestError, match=re.escape(said)):
             next(distill(**given, folder=tmp_path, resume=True))
 
