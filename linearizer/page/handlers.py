@@ -223,7 +223,7 @@ def draw_shares(run: Any, budget: int) -> tuple[str, str]:
     from linearizer.publish import allocation_charts
 
     found = actions.share_budget(run, budget)
-    figure = allocation_charts.allocation_bars(found.allocation, found.layers, found.fix, found.prices)
+    figure = allocation_charts.draw_allocation(found.allocation, found.layers, found.fix, found.prices)
     return figure.to_json(), cards.allocation_card(found.allocation, found.layers)
 
 

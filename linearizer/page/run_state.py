@@ -90,8 +90,8 @@ class RunState:
         if not live or now - self.drawn > CURVE_SECONDS or now < self.drawn:
             self.drawn = now
             mark = (len(self.training), self.training[-1]["done"] if self.training else 0)
-            self.put("losses", mark, lambda: self.figure("loss_lines"))
-            self.put("kl", mark, lambda: self.figure("kl_line"))
+            self.put("losses", mark, lambda: self.figure("draw_losses"))
+            self.put("kl", mark, lambda: self.figure("draw_kl"))
         self.draw_evaluation()
         told = "" if status.evaluation is None else status.evaluation.state
         self.put("evaluating", told, lambda: told)
@@ -105,8 +105,8 @@ class RunState:
         if profile is not None:
             from linearizer.publish import allocation_charts
 
-            self.found = allocation_charts.freedoms_of(profile)
-            self.put("curves", "measured", lambda: allocation_charts.freedom_curves(profile).to_json())
+            self.found = allocation_charts.read_freedoms(profile)
+            self.put("curves", "measured", lambda: allocation_charts.draw_freedom_curves(profile).to_json())
         self.put("map", (len(self.found), self.run.has("inspection.json")), self.map)
         if "measured" not in self.parts and decidable(run):
             self.put("measured", "yes", lambda: True)
@@ -116,7 +116,7 @@ class RunState:
         from linearizer.publish import allocation_charts
 
         return (
-            allocation_charts.freedom_map(self.found, self.run.layers).to_json()
+            allocation_charts.draw_freedom_map(self.found, self.run.layers).to_json()
             if self.run.has("inspection.json")
             else None
         )
@@ -152,7 +152,7 @@ class RunState:
         if allocation is not None:
             layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)
             growth = allocation.growth(layers)
-            self.put("memory", mark, lambda: training_charts.memory_lines(layers, fixed, growth).to_json())
+            self.put("memory", mark, lambda: training_charts.draw_memory(layers, fixed, growth).to_json())
 
 
 def draw_part(part: str, found: dict[str, Any]) -> tuple[str, list[str | None]]:

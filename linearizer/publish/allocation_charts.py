@@ -1,4 +1,4 @@
-"""Figures of what every head needs, holds and costs: on any background, and no value is told by colour alone."""
+"""Figures of what every KV head needs, holds and costs in kl; no value is shown by colour alone."""
 
 from __future__ import annotations
 
@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any
 from linearizer.allocate.by_prices import offers_for_head
 from linearizer.publish.chart_style import (
     BLUE,
-    DEPTH,
     FAINT,
     GREEN,
     GREY,
-    LABELLED,
+    MAP_COLOURS,
+    MAX_LABELLED,
     ORANGE,
     XAXIS,
     YAXIS,
-    blend,
-    dash,
-    ink,
-    look,
-    plain,
-    shade,
+    bar_marker,
+    base_layout,
+    blend_colours,
+    choose_ink,
+    layer_colour,
+    layer_dash,
+    new_figure,
 )
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
@@ -35,31 +36,33 @@ from linearizer.run.profile import Profile
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-LEAST = 1e-6  # nats: what costs less is drawn there
+MIN_DRAWN_KL = 1e-6  # nats per token: a smaller kl is drawn there
 
 
-def freedoms_of(profile: Profile) -> dict[int, list[float]]:
-    """Give N at the reference ridge of every KV head, by layer; layers that stay as they are have none."""
+def read_freedoms(profile: Profile) -> dict[int, list[float]]:
+    """Return N at the reference ridge of every KV head, by layer; layers that stay as they are have none."""
     at = profile.settings.at_reference
     return {index: [at(head.freedoms) for head in layer.heads] for index, layer in enumerate(profile.layers)}
 
 
-def freedom_map(found: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -> Figure:
+def draw_freedom_map(freedoms: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -> Figure:
     """Draw the degrees of freedom of every KV head; layers that are not measured yet are left empty."""
     heads = max((layer.kv_heads for layer in layers), default=1)
-    rows = [[*found.get(index, ()), *[None] * (heads - len(found.get(index, ())))] for index in range(len(layers))]
+    rows = [
+        [*freedoms.get(index, ()), *[None] * (heads - len(freedoms.get(index, ())))] for index in range(len(layers))
+    ]
     known = [count for row in rows for count in row if count is not None]
     logs = [[None if count is None else math.log10(max(count, 0.1)) for count in row] for row in rows]
     texts = [["" if count is None else f"{count:.3g}" for count in row] for row in rows]
     low, high = (math.log10(max(min(known), 0.1)), math.log10(max(known))) if known else (0.0, 2.0)
     ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if low <= math.log10(tick) <= high]
-    figure = plain(max(340, min(22 * len(layers) + 90, 720)))
+    figure = new_figure(max(340, min(22 * len(layers) + 90, 720)))
     figure.add_heatmap(
         z=logs,
         zmin=low,
         zmax=max(high, low + 0.05),
         text=texts,
-        colorscale=[list(stop) for stop in DEPTH],
+        colorscale=[list(stop) for stop in MAP_COLOURS],
         xgap=2,
         ygap=2,
         hoverongaps=False,
@@ -72,7 +75,7 @@ def freedom_map(found: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -
             "outlinewidth": 0,
         },
     )
-    if heads <= LABELLED and len(layers) <= 48:
+    if heads <= MAX_LABELLED and len(layers) <= 48:
         write_numbers(figure, logs, texts, low, max(high, low + 0.05))
     figure.update_layout(plot_bgcolor="rgba(128,138,150,0.10)")
     figure.update_xaxes(title="KV head", dtick=max(1, heads // 16), range=[-0.5, heads - 0.5])
@@ -83,22 +86,23 @@ def freedom_map(found: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -
 def write_numbers(
     figure: Figure, logs: Sequence[Sequence[float | None]], texts: Sequence[Sequence[str]], low: float, high: float
 ) -> None:
-    """Write into every cell of a map what it holds, so that it can be read on the cell's colour."""
+    """Write the number into every cell of a map, in black or white as the cell's colour needs."""
     cells = [(i, j, value) for i, row in enumerate(logs) for j, value in enumerate(row) if value is not None]
+    inks = [choose_ink(blend_colours(MAP_COLOURS, (value - low) / (high - low))) for _, _, value in cells]
     figure.add_scatter(
         x=[j for _, j, _ in cells],
         y=[i for i, _, _ in cells],
         text=[texts[i][j] for i, j, _ in cells],
         mode="text",
-        textfont={"size": 11, "color": [ink(blend(DEPTH, (value - low) / (high - low))) for _, _, value in cells]},
+        textfont={"size": 11, "color": inks},
         hoverinfo="skip",
         showlegend=False,
     )
 
 
-def freedom_curves(profile: Profile) -> Figure:
-    """Draw N(λ): a line for the mean of each layer, from the first (violet) to the last (green)."""
-    figure = plain(340, showlegend=False)
+def draw_freedom_curves(profile: Profile) -> Figure:
+    """Draw N(λ): the mean of each layer as a line, from the first layer (violet) to the last (green)."""
+    figure = new_figure(340, showlegend=False)
     ridges, measured = list(profile.settings.ridges), [i for i, layer in enumerate(profile.layers) if layer.heads]
     for place, index in enumerate(measured):
         heads = profile.layers[index].heads
@@ -107,7 +111,7 @@ def freedom_curves(profile: Profile) -> Figure:
             x=ridges,
             y=means,
             mode="lines",
-            line={"color": shade(place, len(measured)), "width": 2, "dash": dash(place)},
+            line={"color": layer_colour(place, len(measured)), "width": 2, "dash": layer_dash(place)},
             name=f"layer {index}",
             hovertemplate="%{y:.3g} at λ = %{x:.2g}<extra>layer " + str(index) + "</extra>",
         )
@@ -121,24 +125,24 @@ def freedom_curves(profile: Profile) -> Figure:
             )
     figure.add_vline(x=profile.settings.reference, line={"color": FAINT, "width": 1, "dash": "dash"})
     ticks = [tick for tick in range(-9, 10, 2) if ridges[-1] <= 10.0**tick <= ridges[0]]
-    shown = {"tickvals": [10.0**tick for tick in ticks], "ticktext": [power(tick) for tick in ticks]}
-    figure.update_xaxes(title="λ", type="log", autorange="reversed", **shown)
+    shown = {"tickvals": [10.0**tick for tick in ticks], "ticktext": [format_power(tick) for tick in ticks]}
+    figure.update_xaxes(title="ridge λ", type="log", autorange="reversed", **shown)
     counts = {
         "tickvals": [10.0**tick for tick in range(-3, 6)],
         "ticktext": [f"{10.0**tick:g}" for tick in range(-3, 6)],
     }
-    figure.update_yaxes(title="features, mean over heads", type="log", **counts)
+    figure.update_yaxes(title="degrees of freedom, mean over heads", type="log", **counts)
     figure.update_layout(margin_r=64)
     return figure
 
 
-def in_tokens(head: Head, layer: Layer) -> float:
-    """Say how many cached tokens the features and slots of a head cost."""
+def far_tokens(head: Head, layer: Layer) -> float:
+    """Compute how many cached tokens take the bytes of a head's features and slots."""
     return head_bytes.head_bytes(replace(head, window=0), layer, 0, 0) / head_bytes.token_bytes(layer)
 
 
-def became(head: Head) -> str:
-    """Say in words what a KV head became."""
+def describe_head(head: Head) -> str:
+    """Say in words what a KV head holds."""
     if head.softmax:
         return "its whole cache, softmax"
     far = [f"{count} {name}" for count, name in ((head.features, "features"), (head.slots, "slots")) if count]
@@ -147,33 +151,33 @@ def became(head: Head) -> str:
     return " and ".join(far) + (f" beside a window of {head.window}" if head.window else "")
 
 
-def paid(prices: Prices | None, layers: Sequence[Layer], layer: int, head: int, held: Head) -> float | None:
-    """Give what a head's choice costs the model alone, in nats per token, where that was priced."""
+def choice_kl(prices: Prices | None, layers: Sequence[Layer], layer: int, head: int, held: Head) -> float | None:
+    """Return the kl of what a head holds, if it alone holds that; None where no head prices were measured."""
     if prices is None:
         return None
-    priced = offers_for_head(prices, layers[layer], prices.kl[layer][head], 1, constant=False)
-    return next((offer.kl for offer in priced if offer.head == held), None)
+    offers = offers_for_head(prices, layers[layer], prices.kl[layer][head], 1, constant=False)
+    return next((offer.kl for offer in offers if offer.head == held), None)
 
 
-def allocation_bars(
+def draw_allocation(
     allocation: Allocation, layers: Sequence[Layer], fix: Allocation | None = None, prices: Prices | None = None
 ) -> Figure:
-    """Draw what every KV head holds, in tokens of cache, beside Fix; below it what that costs the model."""
+    """Draw what every KV head holds, in tokens of cache, beside Fix; below it the kl of each head's choice."""
     places = [(i, j) for i, row in enumerate(allocation.heads) for j in range(len(row))]
-    names = [f"layer {i}, KV head {j}: {became(allocation.heads[i][j])}" for i, j in places]
-    costs = [paid(prices, layers, i, j, allocation.heads[i][j]) for i, j in places]
-    level = level_of(fix, layers) if fix is not None else []
-    bars, top = stack(allocation, layers, names, level)
-    lines = [fix_line(level)] if level else []
-    if priced := any(price is not None for price in costs):
-        lines.append(cost_marks(costs, names))
+    names = [f"layer {i}, KV head {j}: {describe_head(allocation.heads[i][j])}" for i, j in places]
+    kl = [choice_kl(prices, layers, i, j, allocation.heads[i][j]) for i, j in places]
+    level = fix_tokens(fix, layers) if fix is not None else []
+    bars, top = stack_bars(allocation, layers, names, level)
+    lines = [draw_fix_line(level)] if level else []
+    if has_kl := any(value is not None for value in kl):
+        lines.append(draw_kl_marks(kl, names))
     from plotly.graph_objects import Figure
 
-    return Figure([*bars, *lines], bars_layout(allocation, top, priced))
+    return Figure([*bars, *lines], lay_out_bars(allocation, top, has_kl))
 
 
-def bars_layout(allocation: Allocation, top: float, priced: bool) -> dict[str, Any]:
-    """Lay out bars of all heads, above what they cost if that is known; nothing is fitted anew for each budget."""
+def lay_out_bars(allocation: Allocation, top: float, has_kl: bool) -> dict[str, Any]:
+    """Lay out the bars of all heads above their kl; axes have room for any budget, so that nothing jumps."""
     firsts = accumulate((len(row) for row in allocation.heads), initial=0)
     marks = [(at, i) for (i, row), at in zip(enumerate(allocation.heads), firsts, strict=False) if row]
     shown = marks[:: max(1, len(marks) // 24)]
@@ -184,19 +188,19 @@ def bars_layout(allocation: Allocation, top: float, priced: bool) -> dict[str, A
         "tickvals": [at for at, _ in shown],
         "ticktext": [str(i) for _, i in shown],
         "title": "KV heads, layer by layer",
-        "anchor": "y2" if priced else "y",
+        "anchor": "y2" if has_kl else "y",
     }
-    tokens = {**YAXIS, **still, "title": "tokens of cache", "range": [0, top], "domain": [0.36 if priced else 0, 1]}
+    tokens = {**YAXIS, **still, "title": "tokens of cache", "range": [0, top], "domain": [0.36 if has_kl else 0, 1]}
     axes = {"xaxis": heads, "yaxis": tokens}
-    if priced:
+    if has_kl:
         powers = {"type": "log", "exponentformat": "power", "dtick": 1, "domain": [0, 0.3]}
-        axes["yaxis2"] = {**YAXIS, **still, **powers, "title": "nats per token"}
+        axes["yaxis2"] = {**YAXIS, **still, **powers, "title": "kl, nats per token"}
     margin = {"l": 64, "r": 16, "t": 36, "b": 48}
-    return look(470 if priced else 340, barmode="stack", bargap=0.15, margin=margin, **axes)
+    return base_layout(470 if has_kl else 340, barmode="stack", bargap=0.15, margin=margin, **axes)
 
 
-def fix_line(level: Sequence[float]) -> dict[str, Any]:
-    """Draw what all heads would hold if all held the same."""
+def draw_fix_line(level: Sequence[float]) -> dict[str, Any]:
+    """Describe the line of Fix: what every head holds if all hold the same."""
     return {
         "type": "scatter",
         "y": level,
@@ -207,44 +211,43 @@ def fix_line(level: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def cost_marks(costs: Sequence[float | None], names: Sequence[str]) -> dict[str, Any]:
-    """Mark what the choice of each head costs the model."""
+def draw_kl_marks(kl: Sequence[float | None], names: Sequence[str]) -> dict[str, Any]:
+    """Describe the markers of the kl that each head's choice costs."""
     return {
         "type": "scatter",
-        "y": [None if price is None else max(price, LEAST) for price in costs],
+        "y": [None if value is None else max(value, MIN_DRAWN_KL) for value in kl],
         "mode": "markers",
         "marker": {"color": GREEN, "symbol": "diamond", "size": 6},
-        "name": "cost to the model",
+        "name": "kl of the head alone",
         "customdata": names,
-        "hovertemplate": "%{customdata}<br>costs %{y:.2g} nats per token<extra></extra>",
+        "hovertemplate": "%{customdata}<br>kl %{y:.2g} nats per token<extra></extra>",
         "yaxis": "y2",
     }
 
 
-def stack(
+def stack_bars(
     allocation: Allocation, layers: Sequence[Layer], names: Sequence[str], level: Sequence[float]
 ) -> tuple[list[dict[str, Any]], float]:
-    """Stack exact tokens, features and whole caches for every head; say how high the axis is to be, too."""
+    """Stack exact tokens, features and whole caches of every head; return the top of their axis, too."""
     held = [(head, layer) for row, layer in zip(allocation.heads, layers, strict=True) for head in row]
     exact = [0.0 if head.softmax else float(head.window + allocation.sinks) for head, _ in held]
-    far = [0.0 if head.softmax else in_tokens(head, layer) for head, layer in held]
+    far = [0.0 if head.softmax else far_tokens(head, layer) for head, layer in held]
     features = [amount if head.features else 0.0 for amount, (head, _) in zip(far, held, strict=True)]
     slots = [0.0 if head.features else amount for amount, (head, _) in zip(far, held, strict=True)]
     top = 1.12 * max((*map(sum, zip(exact, far, strict=True)), *level, 1))
-    whole = [top if head.softmax else 0.0 for head, _ in held]  # it grows: the bar leaves the picture
+    whole = [top if head.softmax else 0.0 for head, _ in held]  # grows with the text: fills the height
     parts = (
         ("exact tokens", exact, ORANGE, "/"),
         ("features", features, BLUE, ""),
         ("slots", slots, GREEN, "."),
         ("whole cache, grows", whole, GREY, "x"),
     )
-    shape = {"size": 5, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)"}
     bars = [
         {
             "type": "bar",
             "y": heights,
             "name": name,
-            "marker": {"color": colour, "line": {"width": 0}, "pattern": {**shape, "shape": pattern}},
+            "marker": bar_marker(colour, pattern),
             "customdata": names,
             "hovertemplate": "%{customdata}<extra></extra>",
         }
@@ -254,15 +257,15 @@ def stack(
     return bars, top
 
 
-def level_of(fix: Allocation, layers: Sequence[Layer]) -> list[float]:
-    """Say what Fix gives each KV head, in tokens of cache."""
+def fix_tokens(fix: Allocation, layers: Sequence[Layer]) -> list[float]:
+    """Return what Fix gives each KV head, in tokens of cache."""
     return [
-        fix.sinks + head.window + in_tokens(head, layer)
+        fix.sinks + head.window + far_tokens(head, layer)
         for row, layer in zip(fix.heads, layers, strict=True)
         for head in row
     ]
 
 
-def power(exponent: int) -> str:
+def format_power(exponent: int) -> str:
     """Write a power of ten."""
     return "1" if exponent == 0 else "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

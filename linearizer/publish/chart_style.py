@@ -1,4 +1,4 @@
-"""How all our figures look: a palette for every eye, no background, and lines told apart by more than colour."""
+"""How all figures look: colours for every eye, no background, and lines that differ by more than their colour."""
 
 from __future__ import annotations
 
@@ -6,48 +6,50 @@ from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
+from linearizer.amounts import size
+
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 # Okabe and Ito's order of hues, at a lightness that stands out from white and from black by 3:1.
 BLUE, ORANGE, GREY, GREEN = "#2a83c4", "#cf6f10", "#7c8796", "#12906f"
-DEPTH = ((0.0, "#26355d"), (0.35, "#2a6f97"), (0.65, "#2ea39a"), (1.0, "#b9e8a4"))  # lightness rises all the way
-LINES = ((0.0, "#6a5fb5"), (0.5, "#2a83c4"), (1.0, "#17937f"))  # the same, seen as lines on white and on black
-DASHES = ("solid", "dash", "dot", "dashdot")
-LABELLED = 16  # lines, or heads of a layer, beside which numbers can be read
+MAP_COLOURS = ((0.0, "#26355d"), (0.35, "#2a6f97"), (0.65, "#2ea39a"), (1.0, "#b9e8a4"))  # lightness rises all the way
+LAYER_COLOURS = ((0.0, "#6a5fb5"), (0.5, "#2a83c4"), (1.0, "#17937f"))  # the same, seen as lines on white and on black
+LAYER_DASHES = ("solid", "dash", "dot", "dashdot")
+MAX_LABELLED = 16  # lines, or heads of a layer, beside which numbers can be read
 FAINT = "rgba(128,138,150,0.22)"
 XAXIS = {"showgrid": False, "zeroline": False, "linecolor": FAINT, "ticks": "", "automargin": True}
 YAXIS = {"gridcolor": FAINT, "zeroline": False, "ticks": "", "automargin": True}
-SIDES = {  # name -> what it is, colour, marker, dash
+SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
     "teacher": ("teacher", GREY, "circle", "dot"),
     "student": ("student", BLUE, "diamond", "solid"),
-    "window": ("window of equal bytes", ORANGE, "square", "dash"),
+    "window": ("window control", ORANGE, "square", "dash"),
     "untrained": ("untrained student", GREEN, "cross", "dashdot"),
 }
-PATTERNS = {"teacher": "", "student": "/", "window": ".", "untrained": "x"}
+BAR_PATTERNS = {"teacher": "", "student": "/", "window": ".", "untrained": "x"}
 
 
-def plain(height: int, **layout: Any) -> Figure:
-    """Begin a figure without background, title or surplus lines."""
+def new_figure(height: int, **layout: Any) -> Figure:
+    """Create a figure without background, title or surplus lines."""
     from plotly.graph_objects import Figure
 
-    return Figure(layout=look(height, xaxis=XAXIS, yaxis=YAXIS, **layout))
+    return Figure(layout=base_layout(height, xaxis=XAXIS, yaxis=YAXIS, **layout))
 
 
-def plain_grid(height: int, titles: Sequence[str], columns: int, coloraxis: dict[str, Any], **spacing: float) -> Figure:
-    """Begin a figure of several pairs of axes that share one scale of colours."""
+def new_grid(height: int, titles: Sequence[str], columns: int, coloraxis: dict[str, Any], **spacing: float) -> Figure:
+    """Create a figure of several pairs of axes that share one scale of colours."""
     from plotly.subplots import make_subplots
 
     rows = -(-len(titles) // columns)
     figure = make_subplots(rows, columns, subplot_titles=titles, shared_yaxes=True, **spacing)
-    figure.update_layout(look(height, coloraxis=coloraxis))
+    figure.update_layout(base_layout(height, coloraxis=coloraxis))
     figure.update_xaxes(XAXIS)
     figure.update_yaxes(YAXIS)
     return figure
 
 
-def look(height: int, **layout: Any) -> dict[str, Any]:
-    """Give the layout that all figures begin with, as one piece: plotly checks that ten times as fast as many."""
+def base_layout(height: int, **layout: Any) -> dict[str, Any]:
+    """Return the layout that all figures begin with in one piece, which plotly checks ten times as fast as many."""
     return {
         "template": "none",
         "height": height,
@@ -66,17 +68,17 @@ def look(height: int, **layout: Any) -> dict[str, Any]:
     }
 
 
-def shade(place: int, count: int) -> str:
-    """Choose a line's colour between the first layer's and the last's."""
-    return blend(LINES, place / max(1, count - 1))
+def layer_colour(number: int, count: int) -> str:
+    """Choose the colour of a layer's line between those of the first layer and the last."""
+    return blend_colours(LAYER_COLOURS, number / max(1, count - 1))
 
 
-def dash(place: int) -> str:
-    """Choose a line's dashes, so that neighbours differ by more than their colour."""
-    return DASHES[place % len(DASHES)]
+def layer_dash(number: int) -> str:
+    """Choose the dashes of a layer's line, so that neighbours differ by more than their colour."""
+    return LAYER_DASHES[number % len(LAYER_DASHES)]
 
 
-def blend(stops: Sequence[tuple[float, str]], at: float) -> str:
+def blend_colours(stops: Sequence[tuple[float, str]], at: float) -> str:
     """Mix the colours of a scale at a share of it."""
     (low, first), (high, last) = next((a, b) for a, b in pairwise(stops) if at <= b[0])
     share = (at - low) / (high - low)
@@ -88,9 +90,9 @@ def channels(colour: str) -> tuple[int, ...]:
     return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
 
 
-def contrast(one: str, other: str) -> float:
-    """Give the contrast of two colours as WCAG 2 defines it: 4.5 is the least that text may have."""
-    lights = sorted(luminance(colour) + 0.05 for colour in (one, other))
+def contrast(first: str, second: str) -> float:
+    """Compute the contrast of two colours as WCAG 2 defines it: text must have at least 4.5."""
+    lights = sorted(luminance(colour) + 0.05 for colour in (first, second))
     return lights[1] / lights[0]
 
 
@@ -100,14 +102,14 @@ def luminance(colour: str) -> float:
     return 0.2126 * red + 0.7152 * green + 0.0722 * blue
 
 
-def ink(ground: str) -> str:
-    """Choose what can be read on a colour: black or white."""
+def choose_ink(ground: str) -> str:
+    """Choose black or white, whichever can be read better on a colour."""
     return max(("#ffffff", "#000000"), key=lambda colour: contrast(colour, ground))
 
 
-def side(name: str, hover: str) -> dict[str, Any]:
-    """Draw one model of a comparison always alike: its colour, its marker, its dashes."""
-    title, colour, symbol, dash = SIDES.get(name, (name, GREEN, "cross", "dashdot"))
+def subject_line(name: str, hover: str) -> dict[str, Any]:
+    """Describe the line of a subject: the same colour, marker and dashes in every figure."""
+    title, colour, symbol, dash = SUBJECT_STYLES.get(name, (name, GREEN, "cross", "dashdot"))
     return {
         "name": title,
         "mode": "lines+markers",
@@ -117,22 +119,27 @@ def side(name: str, hover: str) -> dict[str, Any]:
     }
 
 
-def bars(name: str, labels: Sequence[str], values: Sequence[float], form: str) -> dict[str, Any]:
-    """Draw one subject's bars always alike: its colour and its pattern, with the numbers on them."""
-    look = side(name, "")
-    pattern = {"shape": PATTERNS.get(name, "\\"), "size": 5, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)"}
+def subject_bars(name: str, labels: Sequence[str], values: Sequence[float], form: str) -> dict[str, Any]:
+    """Describe the bars of a subject: the same colour and pattern in every figure."""
+    line = subject_line(name, "")
     return {
-        "name": look["name"],
+        "name": line["name"],
         "offsetgroup": name,
         "x": list(labels),
         "y": list(values),
-        "marker": {"color": look["line"]["color"], "line": {"width": 0}, "pattern": pattern},
-        "hovertemplate": f"%{{x}}: %{{y:{form}}}<extra>{look['name']}</extra>",
+        "marker": bar_marker(line["line"]["color"], BAR_PATTERNS.get(name, "\\")),
+        "hovertemplate": f"%{{x}}: %{{y:{form}}}<extra>{line['name']}</extra>",
     }
 
 
-def numbers(name: str, labels: Sequence[str], values: Sequence[float], heights: Sequence[float]) -> dict[str, Any]:
-    """Write the numbers of one subject's bars, in percent, above them and above what else stands there."""
+def bar_marker(colour: str, pattern: str) -> dict[str, Any]:
+    """Describe bars that are told apart by a pattern, too."""
+    shape = {"shape": pattern, "size": 5, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)"}
+    return {"color": colour, "line": {"width": 0}, "pattern": shape}
+
+
+def bar_numbers(name: str, labels: Sequence[str], values: Sequence[float], heights: Sequence[float]) -> dict[str, Any]:
+    """Write the numbers of a subject's bars in percent, above the bars and their error bars."""
     return {
         "offsetgroup": name,
         "x": list(labels),
@@ -148,28 +155,31 @@ def numbers(name: str, labels: Sequence[str], values: Sequence[float], heights: 
 
 
 def round_ticks(low: float, high: float) -> list[float]:
-    """Choose round numbers on a logarithmic axis: 1, 2, 5, 10, … where there is room for them, else powers of ten."""
+    """Choose round numbers for a logarithmic axis: 1, 2, 5, 10, … on a short one, else powers of ten."""
     wide = high > 200 * low
     ticks = [factor * 10.0**power for power in range(-9, 13) for factor in ((1,) if wide else (1, 2, 5))]
     return [tick for tick in ticks if low / 1.5 <= tick <= high * 1.5]
 
 
-def opened(look: dict[str, Any], open_ones: Sequence[bool]) -> dict[str, Any]:
-    """Leave the markers open of what was not measured."""
-    symbol = look["marker"]["symbol"]
-    edge = {"width": 2, "color": look["line"]["color"]}
-    symbols = [f"{symbol}-open" if beyond else symbol for beyond in open_ones]
-    return look | {"marker": look["marker"] | {"symbol": symbols, "line": edge}}
+def open_markers(line: dict[str, Any], is_open: Sequence[bool]) -> dict[str, Any]:
+    """Leave markers of a line open, for values that were not measured."""
+    symbol = line["marker"]["symbol"]
+    edge = {"width": 2, "color": line["line"]["color"]}
+    symbols = [f"{symbol}-open" if hollow else symbol for hollow in is_open]
+    return line | {"marker": line["marker"] | {"symbol": symbols, "line": edge}}
 
 
-def spaced(values: Sequence[int]) -> list[int]:
-    """Leave out marks that would stand upon each other on a logarithmic axis."""
-    kept: list[int] = []
-    for value in sorted(values):
-        if not kept or value >= 1.45 * kept[-1]:
-            kept.append(value)
-    return kept
+def lengths_axis(lengths: Sequence[int], spacing: float = 1.45) -> dict[str, Any]:
+    """Lay out a logarithmic axis of lengths, without ticks that would overlap."""
+    ticks: list[int] = []
+    for length in sorted(lengths):
+        if not ticks or length >= spacing * ticks[-1]:
+            ticks.append(length)
+    labels = [f"{tick // 1024}k" if tick >= 1024 and tick % 1024 == 0 else str(tick) for tick in ticks]
+    return {"type": "log", "tickvals": ticks, "ticktext": labels}
 
 
-def texts(values: Sequence[int]) -> list[str]:
-    return [f"{value // 1024}k" if value >= 1024 and value % 1024 == 0 else str(value) for value in values]
+def bytes_axis(values: Sequence[int]) -> dict[str, Any]:
+    """Lay out a logarithmic axis of bytes, with ticks at 1, 10, 100 kB, MB, …"""
+    ticks = [1000**n * m for n in range(1, 5) for m in (1, 10, 100) if min(values) <= 1000**n * m <= max(values)]
+    return {"type": "log", "tickvals": ticks, "ticktext": [size(tick) for tick in ticks]}

@@ -1,24 +1,24 @@
-"""Figures of what `linearizer evaluate` found, part by part: numbers, patterns and markers say what colours say."""
+"""Figures of writing, head errors, speed and tasks; numbers, patterns and markers say what colours say."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import size
 from linearizer.publish.chart_style import (
-    DEPTH,
     GREY,
-    bars,
-    numbers,
-    opened,
-    plain,
-    plain_grid,
+    MAP_COLOURS,
+    bar_numbers,
+    bytes_axis,
+    lengths_axis,
+    new_figure,
+    new_grid,
+    open_markers,
     round_ticks,
-    side,
-    spaced,
-    texts,
+    subject_bars,
+    subject_line,
 )
 
 if TYPE_CHECKING:
@@ -29,46 +29,42 @@ CELLS = 16  # cells or bars side by side up to which numbers can be read at them
 
 
 def leaving(found: Found) -> Figure | None:
-    """Draw after how many tokens every text parts from the teacher's."""
-    told, most = [one for one in found["subjects"] if one["diverged"] is not None], found["new_tokens"]
-    if not told:
+    """Draw after how many tokens every text differs from the teacher's."""
+    compared, longest = [one for one in found["subjects"] if one["diverged"] is not None], found["new_tokens"]
+    if not compared:
         return None
-    figure = plain(80 + 34 * len(told), showlegend=False)
-    for one in told:
-        name = manner(one)
-        look = side(one["name"], "after %{x} tokens") | {"mode": "markers", "name": name}
-        figure.add_scatter(x=list(one["diverged"]), y=[name] * len(one["diverged"]), **look)
-    figure.update_xaxes(title="tokens", range=[-0.02 * most, 1.03 * most])
+    figure = new_figure(80 + 34 * len(compared), showlegend=False)
+    for one in compared:
+        name = f"{one['name']}, {'drawn' if one['sampled'] else 'greedy'}"
+        line = subject_line(one["name"], "after %{x} tokens") | {"mode": "markers", "name": name}
+        figure.add_scatter(x=list(one["diverged"]), y=[name] * len(one["diverged"]), **line)
+    figure.update_xaxes(title="tokens before the first difference", range=[-0.02 * longest, 1.03 * longest])
     figure.update_yaxes(autorange="reversed")
     return figure
 
 
 def writing(found: Found, sampled: bool) -> Figure:
-    """Draw shares of what every subject wrote: bars with their numbers."""
-    figure = plain(300, barmode="group", scattermode="group", bargap=0.2)
+    """Draw shares of the tokens that every subject wrote, as bars with their numbers."""
+    figure = new_figure(300, barmode="group", scattermode="group", bargap=0.2)
     for one in (one for one in found["subjects"] if one["sampled"] == sampled):
         shares = {"repeated": one["repeated"], "different": one["distinct"][0], "pairs": one["distinct"][1]}
         if one["likeliest"] is not None:
             shares["chosen"] = one["likeliest"]
         values = list(shares.values())
-        figure.add_bar(**bars(one["name"], list(shares), values, ".0%"))
-        figure.add_scatter(**numbers(one["name"], list(shares), values, values))
-    figure.update_yaxes(range=[0, 1.12], tickformat=".0%")
+        figure.add_bar(**subject_bars(one["name"], list(shares), values, ".0%"))
+        figure.add_scatter(**bar_numbers(one["name"], list(shares), values, values))
+    figure.update_yaxes(title="share of tokens", range=[0, 1.12], tickformat=".0%")
     return figure
 
 
-def manner(one: Found) -> str:
-    return f"{one['name']}, {'drawn' if one['sampled'] else 'greedy'}"
-
-
 def error_maps(found: Found) -> Figure:
-    """Draw the errors of students, and of the untrained one beside."""
+    """Draw the errors of the student, beside those of the untrained student."""
     named = {one["name"]: one for one in found["subjects"]}
     shown = [named[name] for name in ("untrained", "student") if name in named]
     names = ["before training", "after training"] if len(shown) > 1 else [""]
     layers, heads = len(shown[0]["rows"]), max((len(row) for row in shown[0]["rows"]), default=1)
     colours = {"colorscale": [list(stop) for stop in reversed_depth()], "cmin": 0, "showscale": False}
-    figure = plain_grid(max(240, min(26 * layers + 110, 760)), names, len(shown), colours, horizontal_spacing=0.05)
+    figure = new_grid(max(240, min(26 * layers + 110, 760)), names, len(shown), colours, horizontal_spacing=0.05)
     for place, one in enumerate(shown):
         table = [[*row, *[None] * (heads - len(row))] for row in one["rows"]]
         readable = heads * len(shown) <= CELLS and layers <= 48
@@ -94,48 +90,51 @@ def error_maps(found: Found) -> Figure:
 
 def reversed_depth() -> list[tuple[float, str]]:
     """Let light cells be small errors."""
-    return [(1 - at, colour) for at, colour in reversed(DEPTH)]
+    return [(1 - at, colour) for at, colour in reversed(MAP_COLOURS)]
 
 
 def curve(part: Found) -> Figure | None:
-    """Draw the error over the number of features, and what theory promises."""
+    """Draw the error over the number of features, and what the degrees of freedom predict."""
     if (found := part["curve"]) is None:
         return None
-    figure = plain(320)
+    figure = new_figure(320)
     for name, errors in zip(found["names"], found["rows"], strict=True):
-        look = side("student" if name == "trained" else name, "%{y:.3f} misplaced with %{x} features") | {"name": name}
-        figure.add_scatter(x=found["features"], y=errors, **look)
-    promised = side("teacher", "λ = %{y:.2g} at %{x} features") | {"name": "λ where N(λ) is that many"}
-    figure.add_scatter(x=found["features"], y=found["predicted"], **promised)
-    marks = spaced(found["features"])
-    figure.update_xaxes(title="features per KV head", type="log", tickvals=marks, ticktext=texts(marks))
+        line = subject_line("student" if name == "trained" else name, "%{y:.3f} misplaced with %{x} features")
+        figure.add_scatter(x=found["features"], y=errors, **line | {"name": name})
+    predicted = subject_line("teacher", "λ = %{y:.2g} at %{x} features") | {"name": "λ where N(λ) is that many"}
+    figure.add_scatter(x=found["features"], y=found["predicted"], **predicted)
+    figure.update_xaxes(title="features per KV head", **lengths_axis(found["features"]))
     figure.update_yaxes(title="share of attention misplaced", type="log", exponentformat="power", dtick=1)
     return figure
 
 
 def paces(found: Found, of: str) -> Figure:
-    """Draw one rate over length; what was measured is filled, what was drawn out is open."""
-    figure = over_lengths(found)
+    """Draw a rate over the length of the text; open markers are extrapolated."""
+    figure = new_lengths_figure(found["lengths"])
     for one in found["subjects"]:
         known = [pace for pace in one["one"] if pace[of] is not None]
-        reasons = [f", drawn out for lack of {pace['extrapolated']}" if pace["extrapolated"] else "" for pace in known]
+        reasons = [
+            f", extrapolated for lack of {pace['extrapolated']}" if pace["extrapolated"] else "" for pace in known
+        ]
         figure.add_scatter(
             x=[pace["length"] for pace in known],
             y=[pace[of] for pace in known],
             customdata=reasons,
-            **opened(
-                side(one["name"], "%{y:.3g} tokens/s at %{x} tokens%{customdata}"), [bool(why) for why in reasons]
+            **open_markers(
+                subject_line(one["name"], "%{y:.3g} tokens/s at %{x} tokens%{customdata}"), list(map(bool, reasons))
             ),
         )
     rates = [pace[of] for one in found["subjects"] for pace in one["one"] if pace[of] is not None]
     ticks = round_ticks(min(rates, default=1), max(rates, default=1))
-    figure.update_yaxes(title="tokens a second", type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks])
+    figure.update_yaxes(
+        title="tokens per second", type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks]
+    )
     return figure
 
 
 def held(found: Found) -> Figure:
-    """Draw the bytes that are remembered over length; an open marker is what the shape tells."""
-    figure = over_lengths(found)
+    """Draw the bytes of state or cache over the length of the text; open markers are computed from the shape."""
+    figure = new_lengths_figure(found["lengths"])
     values = []
     for one in found["subjects"]:
         measured = [pace["extrapolated"] is None and pace["state_bytes"] is not None for pace in one["one"]]
@@ -147,24 +146,25 @@ def held(found: Found) -> Figure:
             customdata=[
                 size(bytes) + ("" if known else ", by its shape") for bytes, known in zip(sizes, measured, strict=True)
             ],
-            **opened(side(one["name"], "%{customdata} at %{x} tokens"), [not known for known in measured]),
+            **open_markers(
+                subject_line(one["name"], "%{customdata} at %{x} tokens"), [not known for known in measured]
+            ),
         )
-    ticks = [1000**n * m for n in range(1, 5) for m in (1, 10, 100) if min(values) <= 1000**n * m <= max(values)]
-    figure.update_yaxes(type="log", tickvals=ticks, ticktext=[size(tick) for tick in ticks])
+    figure.update_yaxes(title="state or cache, bytes", **bytes_axis(values))
     return figure
 
 
-def over_lengths(found: Found) -> Figure:
-    figure = plain(300)
-    marks = spaced(found["lengths"])
-    ends = [math.log10(found["lengths"][0] / 1.15), math.log10(found["lengths"][-1] * 1.15)]
-    figure.update_xaxes(title="tokens of the text", type="log", range=ends, tickvals=marks, ticktext=texts(marks))
+def new_lengths_figure(lengths: Sequence[int]) -> Figure:
+    """Create a figure over lengths of text."""
+    figure = new_figure(300)
+    ends = [math.log10(lengths[0] / 1.15), math.log10(lengths[-1] * 1.15)]
+    figure.update_xaxes(title="length of the text, tokens", range=ends, **lengths_axis(lengths))
     return figure
 
 
 def scores(found: Found) -> Figure:
     """Draw the first metric of every task as bars: accuracy where there is one."""
-    figure = plain(340, barmode="group", scattermode="group", bargap=0.25)
+    figure = new_figure(340, barmode="group", scattermode="group", bargap=0.25)
     for one in found["subjects"]:
         first = {}
         for score in one["scores"]:
@@ -174,10 +174,10 @@ def scores(found: Found) -> Figure:
         values = [score["value"] for score in first.values()]
         errors = [score["error"] or 0.0 for score in first.values()]
         figure.add_bar(
-            error_y={"type": "data", "array": errors, "color": GREY}, **bars(one["name"], names, values, ".3f")
+            error_y={"type": "data", "array": errors, "color": GREY}, **subject_bars(one["name"], names, values, ".3f")
         )
         heights = [value + error for value, error in zip(values, errors, strict=True)]
         if len(names) * len(found["subjects"]) <= CELLS:
-            figure.add_scatter(**numbers(one["name"], names, values, heights))
+            figure.add_scatter(**bar_numbers(one["name"], names, values, heights))
     figure.update_yaxes(title="score", rangemode="tozero")
     return figure

@@ -1,4 +1,4 @@
-"""Figures of what is predicted and remembered: language, recall, and pairs hidden in text."""
+"""Figures of language, recall and hidden pairs."""
 
 from __future__ import annotations
 
@@ -6,7 +6,16 @@ from collections.abc import Mapping
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
-from linearizer.publish.chart_style import DEPTH, FAINT, GREY, opened, plain, plain_grid, side, spaced, texts
+from linearizer.publish.chart_style import (
+    FAINT,
+    GREY,
+    MAP_COLOURS,
+    lengths_axis,
+    new_figure,
+    new_grid,
+    open_markers,
+    subject_line,
+)
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -15,12 +24,12 @@ Found = Mapping[str, Any]
 
 
 def losses(found: Found) -> Figure:
-    """Draw every subject's loss with the interval that it lies in."""
-    figure = plain(90 + 34 * len(found["subjects"]), showlegend=False)
+    """Draw the loss of every subject with its 95 % interval."""
+    figure = new_figure(90 + 34 * len(found["subjects"]), showlegend=False)
     for one in found["subjects"]:
         low, high = one["loss"]["interval"]
         mean = one["loss"]["mean"]
-        look = side(one["name"], f"%{{x:.3f}} nats, 95 %: {low:.3f} to {high:.3f}") | {"mode": "markers+text"}
+        look = subject_line(one["name"], f"%{{x:.3f}} nats, 95 %: {low:.3f} to {high:.3f}") | {"mode": "markers+text"}
         figure.add_scatter(
             x=[mean],
             y=[look["name"]],
@@ -40,8 +49,8 @@ def losses(found: Found) -> Figure:
 
 
 def by_position(found: Found) -> Figure:
-    """Draw the loss of every subject over where a token stands, side by side so that their intervals can be told."""
-    figure = plain(320, scattermode="group", scattergap=0.7)
+    """Draw the loss of every subject by the position of a token, side by side so that no intervals overlap."""
+    figure = new_figure(320, scattermode="group", scattergap=0.7)
     ends = [*found["edges"][1:], found["length"] - 1]
     names = [f"{begin}–{end}" for begin, end in zip(found["edges"], ends, strict=True)]
     reached: list[float] = []
@@ -52,17 +61,17 @@ def by_position(found: Found) -> Figure:
             [abs(end - mean) for end, mean in zip(ends, means, strict=True)] for ends in zip(*spread, strict=True)
         )
         bars = {"type": "data", "array": high, "arrayminus": low, "width": 4, "thickness": 1.5}
-        figure.add_scatter(x=names, y=means, error_y=bars, **side(one["name"], "%{y:.3f} nats at %{x}"))
+        figure.add_scatter(x=names, y=means, error_y=bars, **subject_line(one["name"], "%{y:.3f} nats at %{x}"))
         reached += [end for interval in spread for end in interval]
     room = 0.08 * (max(reached) - min(reached))
     figure.update_xaxes(title="position in the text, tokens", type="category")
-    figure.update_yaxes(title="loss", range=[min(reached) - room, max(reached) + room])
+    figure.update_yaxes(title="loss, nats per token", range=[min(reached) - room, max(reached) + room])
     return figure
 
 
 def calibration(found: Found) -> Figure:
-    """Draw how often the likeliest token came over the probability that it was given."""
-    figure = plain(320)
+    """Draw how often the likeliest token came, by its probability."""
+    figure = new_figure(320)
     figure.add_scatter(
         x=[0, 1], y=[0, 1], mode="lines", line={"color": GREY, "width": 1, "dash": "dot"}, showlegend=False,
         hoverinfo="skip",
@@ -73,18 +82,20 @@ def calibration(found: Found) -> Figure:
             x=[own["probability"] for own in bins],
             y=[own["correct"] for own in bins],
             customdata=[f"{own['share']:.1%}" for own in bins],
-            **side(one["name"], "given %{x:.0%}, came %{y:.0%}; %{customdata} of the predictions"),
+            **subject_line(one["name"], "given %{x:.0%}, came %{y:.0%}; %{customdata} of the predictions"),
         )
     figure.update_xaxes(title="probability of the likeliest token", range=[0, 1], tickformat=".0%")
-    figure.update_yaxes(title="how often it came", range=[0, 1.02], tickformat=".0%")
+    figure.update_yaxes(title="share of times it came", range=[0, 1.02], tickformat=".0%")
     return figure
 
 
 def recall(found: Found) -> Figure:
-    """Draw the loss on a passage the second time, by the gap; and what it was the first time."""
-    figure = plain(300)
+    """Draw the loss on a repeated passage by the gap, and the loss when it came first."""
+    figure = new_figure(300)
     for one in found["subjects"]:
-        figure.add_scatter(x=found["gaps"], y=one["second"], **side(one["name"], "%{y:.3f} nats after %{x} tokens"))
+        figure.add_scatter(
+            x=found["gaps"], y=one["second"], **subject_line(one["name"], "%{y:.3f} nats after %{x} tokens")
+        )
     first = found["subjects"][0]
     level = sum(first["first"]) / len(first["first"])
     figure.add_scatter(
@@ -95,33 +106,32 @@ def recall(found: Found) -> Figure:
         name=f"the first time, {first['name']}",
         hovertemplate=f"{level:.3f} nats<extra>the first time</extra>",
     )
-    marks = spaced(found["gaps"])
-    figure.update_xaxes(title="tokens since the passage came first", type="log", tickvals=marks, ticktext=texts(marks))
-    figure.update_yaxes(title="loss on the passage again")
+    figure.update_xaxes(title="tokens since the passage came first", **lengths_axis(found["gaps"]))
+    figure.update_yaxes(title="loss on the repeated passage, nats per token")
     return figure
 
 
 def longer(part: Found) -> Figure | None:
-    """Draw loss by position in long texts; an open marker is beyond the teacher's own positions."""
+    """Draw the loss by position in longer texts; open markers lie beyond the teacher's positions."""
     if (found := part["longer"]) is None:
         return None
-    figure = plain(300)
+    figure = new_figure(300)
     names = [f"{begin}–{end}" for begin, end in pairwise(found["edges"])] + [f"from {found['edges'][-1]}"]
     for name, losses in zip(found["names"], found["losses"], strict=True):
-        look = opened(side(name, "%{y:.3f} nats at %{x}"), found["extrapolated"])
+        look = open_markers(subject_line(name, "%{y:.3f} nats at %{x}"), found["extrapolated"])
         figure.add_scatter(x=names, y=losses, **look)
     figure.update_xaxes(title="position in the text, tokens", type="category")
-    figure.update_yaxes(title="loss")
+    figure.update_yaxes(title="loss, nats per token")
     return figure
 
 
 def needle_maps(found: Found) -> Figure:
-    """Draw a map for every subject, depth down and length across, with the share in every cell."""
+    """Draw a map for every subject, depth down and length across, with the share found in every cell."""
     names = [one["name"] for one in found["subjects"]]
     down = -(-len(names) // 2)
-    colours = {"colorscale": [list(stop) for stop in DEPTH], "cmin": 0, "cmax": 1, "showscale": False}
+    colours = {"colorscale": [list(stop) for stop in MAP_COLOURS], "cmin": 0, "cmax": 1, "showscale": False}
     spacing = {"horizontal_spacing": 0.08, "vertical_spacing": 0.26 / down}
-    figure = plain_grid(60 + 230 * down, names, min(2, len(names)), colours, **spacing)
+    figure = new_grid(60 + 230 * down, names, min(2, len(names)), colours, **spacing)
     lengths = [
         f"{length}{'*' * beyond}" for length, beyond in zip(found["lengths"], found["extrapolated"], strict=True)
     ]

@@ -7,26 +7,35 @@ from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import size
-from linearizer.publish.chart_style import BLUE, LABELLED, dash, plain, shade, side
+from linearizer.publish.chart_style import (
+    BLUE,
+    MAX_LABELLED,
+    bytes_axis,
+    layer_colour,
+    layer_dash,
+    lengths_axis,
+    new_figure,
+    subject_line,
+)
 from linearizer.run import head_bytes
 from linearizer.run.head_bytes import Layer
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-SHOWN = 300  # steps drawn of a training; more cannot be told apart
+MAX_STEPS_DRAWN = 300  # more cannot be told apart
 
 
-def thinned(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Keep at most so many events as can be told apart, the newest among them."""
-    every = -(-len(events) // SHOWN) or 1
+def thin_events(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Keep at most MAX_STEPS_DRAWN events, the newest among them."""
+    every = -(-len(events) // MAX_STEPS_DRAWN) or 1
     return list(events[(len(events) - 1) % every :: every])
 
 
-def loss_lines(events: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the loss of every layer, above the least it can have, over the steps of a training."""
-    figure = plain(340, showlegend=False)
-    shown = thinned([event for event in events if event.get("layers")])
+def draw_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw the loss of every layer, above the least possible, over the steps of a training."""
+    figure = new_figure(340, showlegend=False)
+    shown = thin_events([event for event in events if event.get("layers")])
     names = sorted({name for event in shown for name in event["layers"]}, key=int)
     for place, name in enumerate(names):
         values = [event["layers"].get(name) for event in shown]
@@ -34,11 +43,11 @@ def loss_lines(events: Sequence[Mapping[str, Any]]) -> Figure:
             x=[event["done"] for event in shown],
             y=[value if value is not None and value > 0 else None for value in values],
             mode="lines",
-            line={"color": shade(place, len(names)), "width": 1.5, "dash": dash(place)},
+            line={"color": layer_colour(place, len(names)), "width": 1.5, "dash": layer_dash(place)},
             name=f"layer {name}",
             hovertemplate="%{y:.3g} at step %{x}<extra>layer " + name + "</extra>",
         )
-        if len(names) <= LABELLED and values[-1] is not None and values[-1] > 0:
+        if len(names) <= MAX_LABELLED and values[-1] is not None and values[-1] > 0:
             figure.add_annotation(
                 x=shown[-1]["done"], y=math.log10(values[-1]), text=name, showarrow=False, xanchor="left", xshift=4
             )
@@ -47,10 +56,10 @@ def loss_lines(events: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def kl_line(events: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the divergence from the teacher over the steps of a training, where the loss tells it."""
-    figure = plain(240, showlegend=False)
-    shown = thinned([event for event in events if event.get("kl") is not None])
+def draw_kl(events: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw the kl to the teacher over the steps of a training, where the loss measures it."""
+    figure = new_figure(240, showlegend=False)
+    shown = thin_events([event for event in events if event.get("kl") is not None])
     figure.add_scatter(
         x=[event["done"] for event in shown],
         y=[event["kl"] for event in shown],
@@ -59,20 +68,23 @@ def kl_line(events: Sequence[Mapping[str, Any]]) -> Figure:
         hovertemplate="%{y:.4f} nats at step %{x}<extra></extra>",
     )
     figure.update_xaxes(title="step", rangemode="tozero")
-    figure.update_yaxes(title="KL to the teacher", rangemode="tozero")
+    figure.update_yaxes(title="KL to the teacher, nats per token", rangemode="tozero")
     return figure
 
 
-def memory_lines(layers: Sequence[Layer], fixed: int, growth: int = 0, longest: int = 131072) -> Figure:
-    """Draw what teacher and student remember over the length of a text; `growth` bytes a token are left softmax."""
-    figure = plain(280)
+def draw_memory(layers: Sequence[Layer], fixed: int, growth: int = 0, longest: int = 131072) -> Figure:
+    """Draw the bytes of the teacher's cache and of the student's state over the length of a text.
+
+    The state takes `fixed` bytes, and `growth` bytes for every token of its softmax heads.
+    """
+    figure = new_figure(280)
     lengths = [1 << step for step in range(5, longest.bit_length())]
     caches = [head_bytes.cache_bytes(layers, length) for length in lengths]
     states = [fixed + growth * length for length in lengths]
     for name, values in (("teacher", caches), ("student", states)):
         title = "cache of the teacher" if name == "teacher" else "state of the student"
-        look = side(name, "%{customdata} after %{x} tokens") | {"name": title, "mode": "lines"}
-        figure.add_scatter(x=lengths, y=values, customdata=[size(value) for value in values], **look)
+        line = subject_line(name, "%{customdata} after %{x} tokens") | {"name": title, "mode": "lines"}
+        figure.add_scatter(x=lengths, y=values, customdata=[size(value) for value in values], **line)
     begin = head_bytes.meeting(fixed, head_bytes.cache_bytes(layers, 1) - growth)
     if begin and lengths[0] <= begin <= lengths[-1]:
         figure.add_scatter(
@@ -86,14 +98,6 @@ def memory_lines(layers: Sequence[Layer], fixed: int, growth: int = 0, longest: 
         at = {"x": math.log10(begin), "y": math.log10(head_bytes.cache_bytes(layers, begin))}
         label = f"smaller from {begin:,} tokens on"
         figure.add_annotation(**at, text=label, showarrow=False, xanchor="left", yanchor="top", xshift=6, yshift=-4)
-    ticks = [length for length in lengths if length.bit_length() % 3 == 0]
-    figure.update_xaxes(title="tokens read", type="log", tickvals=ticks, ticktext=[short(tick) for tick in ticks])
-    powers = [
-        1000**n * m for n in range(1, 5) for m in (1, 10, 100) if min(states + caches) <= 1000**n * m <= max(caches)
-    ]
-    figure.update_yaxes(type="log", tickvals=powers, ticktext=[size(power) for power in powers])
+    figure.update_xaxes(title="tokens read", **lengths_axis(lengths, spacing=8))
+    figure.update_yaxes(title="state or cache, bytes", **bytes_axis([*states, *caches]))
     return figure
-
-
-def short(tokens: int) -> str:
-    return f"{tokens // 1024}k" if tokens >= 1024 else str(tokens)

@@ -34,14 +34,14 @@ STEPS = [{"event": "distill", "done": n, "kl": 1 / n, "layers": {"0": 1 / n, "2"
 
 def everything():
     return {
-        "map": allocation_charts.freedom_map(allocation_charts.freedoms_of(PROFILE), LAYERS),
-        "curves": allocation_charts.freedom_curves(PROFILE),
-        "bars": allocation_charts.allocation_bars(MIXED, LAYERS, FIX),
-        "losses": training_charts.loss_lines(STEPS),
-        "kl": training_charts.kl_line(STEPS),
+        "map": allocation_charts.draw_freedom_map(allocation_charts.read_freedoms(PROFILE), LAYERS),
+        "curves": allocation_charts.draw_freedom_curves(PROFILE),
+        "bars": allocation_charts.draw_allocation(MIXED, LAYERS, FIX),
+        "losses": training_charts.draw_losses(STEPS),
+        "kl": training_charts.draw_kl(STEPS),
         "positions": language_charts.by_position(LANGUAGE),
         "recall": language_charts.recall(RECALL),
-        "memory": training_charts.memory_lines(LAYERS, 10**6),
+        "memory": training_charts.draw_memory(LAYERS, 10**6),
     }
 
 
@@ -55,10 +55,10 @@ def test_every_figure_is_plain_json_on_a_transparent_ground(name):
 
 
 def test_the_map_shows_every_head_and_leaves_open_what_is_not_measured():
-    found = allocation_charts.freedoms_of(PROFILE)
-    whole = allocation_charts.freedom_map(found, LAYERS).data[0]
+    found = allocation_charts.read_freedoms(PROFILE)
+    whole = allocation_charts.draw_freedom_map(found, LAYERS).data[0]
     assert [tuple(row) for row in whole.text] == [("16", "32"), ("", ""), ("48", "64")]
-    partly = allocation_charts.freedom_map({0: found[0]}, LAYERS).data[0]
+    partly = allocation_charts.draw_freedom_map({0: found[0]}, LAYERS).data[0]
     assert tuple(partly.z[0]) == tuple(whole.z[0])
     assert tuple(partly.z[2]) == (None, None)
 
@@ -67,31 +67,31 @@ def test_every_number_on_the_map_can_be_read_on_its_cell():
     for scales in ([(1.0, 2.0), (), (3.0, 4.0)], [tuple(1.3**n for n in range(12))] * 3):
         profile = profile_of(scales)
         layers = tuple(Layer(len(row) or 2, len(row) or 2, 32, 32) for row in scales)
-        cells, numbers = allocation_charts.freedom_map(allocation_charts.freedoms_of(profile), layers).data
+        cells, numbers = allocation_charts.draw_freedom_map(allocation_charts.read_freedoms(profile), layers).data
         assert list(numbers.text) == [text for row in cells.text for text in row if text]
         for x, y, colour in zip(numbers.x, numbers.y, numbers.textfont.color, strict=True):
             share = (cells.z[y][x] - cells.zmin) / (cells.zmax - cells.zmin)
-            assert chart_style.contrast(colour, chart_style.blend(chart_style.DEPTH, share)) >= 4.5
+            assert chart_style.contrast(colour, chart_style.blend_colours(chart_style.MAP_COLOURS, share)) >= 4.5
 
 
 def test_lines_of_layers_differ_by_more_than_colour():
-    for figure in (allocation_charts.freedom_curves(PROFILE), training_charts.loss_lines(STEPS)):
+    for figure in (allocation_charts.draw_freedom_curves(PROFILE), training_charts.draw_losses(STEPS)):
         first, second = figure.data
         assert first.line.dash != second.line.dash and first.line.color != second.line.color
 
 
 def test_a_map_of_nothing_yet_can_be_drawn():
-    assert tuple(allocation_charts.freedom_map({}, LAYERS).data[0].z[0]) == (None, None)
+    assert tuple(allocation_charts.draw_freedom_map({}, LAYERS).data[0].z[0]) == (None, None)
 
 
 def test_curves_are_the_means_of_layers():
-    lines = allocation_charts.freedom_curves(PROFILE).data
+    lines = allocation_charts.draw_freedom_curves(PROFILE).data
     assert [line.name for line in lines] == ["layer 0", "layer 2"]
     assert lines[1].y[0] == pytest.approx(3.5 * PROFILE.settings.ridges[0] ** -0.5)
 
 
 def test_bars_add_up_to_the_bytes_of_each_head():
-    bars = {trace.name: trace for trace in allocation_charts.allocation_bars(MIXED, LAYERS, FIX).data}
+    bars = {trace.name: trace for trace in allocation_charts.draw_allocation(MIXED, LAYERS, FIX).data}
     for place, (row, head) in enumerate([(0, 0), (0, 1), (2, 0), (2, 1)]):
         held = MIXED.heads[row][head]
         if not held.softmax:
@@ -104,7 +104,7 @@ def test_bars_add_up_to_the_bytes_of_each_head():
 
 
 def test_bars_say_in_words_and_by_pattern_what_each_head_became():
-    bars = {trace.name: trace for trace in allocation_charts.allocation_bars(MIXED, LAYERS, FIX).data}
+    bars = {trace.name: trace for trace in allocation_charts.draw_allocation(MIXED, LAYERS, FIX).data}
     assert bars["features"].customdata[0] == "layer 0, KV head 0: 32 features beside a window of 28"
     assert bars["features"].customdata[1] == "layer 0, KV head 1: its whole cache, softmax"
     assert bars["features"].customdata[2] == "layer 2, KV head 0: a window of 8"
@@ -114,7 +114,7 @@ def test_bars_say_in_words_and_by_pattern_what_each_head_became():
 
 def test_slots_are_told_from_features():
     held = Allocation("gain", 4, ((Head(8, slots=16), Head(8)), (), (Head(8, 16), Head(8, slots=6))))
-    bars = {trace.name: trace for trace in allocation_charts.allocation_bars(held, LAYERS).data}
+    bars = {trace.name: trace for trace in allocation_charts.draw_allocation(held, LAYERS).data}
     assert bars["slots"].y[0] * head_bytes.token_bytes(LAYERS[0]) == 16 * head_bytes.slot_bytes(LAYERS[0])
     assert [height > 0 for height in bars["slots"].y] == [True, False, False, True]
     assert bars["slots"].customdata[0] == "layer 0, KV head 0: 16 slots beside a window of 8"
@@ -124,20 +124,20 @@ def test_prices_are_shown_where_they_were_measured():
     options = (Head(window=8), Head(window=32))
     prices = Prices(4, options, (((0.5, 0.1), (0.6, 0.2)), (), ((0.3, 0.0), (0.4, 0.2))))
     held = Allocation("gain", 4, ((Head(8), Head(32)), (), (Head(softmax=True), Head(8))))
-    traces = {trace.name: trace for trace in allocation_charts.allocation_bars(held, LAYERS, None, prices).data}
-    assert traces["cost to the model"].y == (0.5, 0.2, allocation_charts.LEAST, 0.4)
+    traces = {trace.name: trace for trace in allocation_charts.draw_allocation(held, LAYERS, None, prices).data}
+    assert traces["kl of the head alone"].y == (0.5, 0.2, allocation_charts.MIN_DRAWN_KL, 0.4)
 
 
 def test_a_long_training_is_thinned_to_what_can_be_seen_and_keeps_its_end():
-    line = training_charts.kl_line(STEPS).data[0]
-    assert len(line.x) <= training_charts.SHOWN
+    line = training_charts.draw_kl(STEPS).data[0]
+    assert len(line.x) <= training_charts.MAX_STEPS_DRAWN
     assert line.x[-1] == 1000
     assert line.y[-1] == pytest.approx(0.001)
 
 
 def test_losses_have_a_line_for_each_layer_and_none_where_a_layer_gave_up():
     events = [*STEPS[:5], {"event": "distill", "done": 6, "layers": {"0": 0.1}}]
-    lines = training_charts.loss_lines(events).data
+    lines = training_charts.draw_losses(events).data
     assert [line.name for line in lines] == ["layer 0", "layer 2"]
     assert lines[1].y[-1] is None
 
@@ -154,8 +154,8 @@ def test_an_evaluation_with_a_control_of_another_name_is_drawn():
 
 
 def test_memory_crosses_where_the_student_breaks_even():
-    figure = training_charts.memory_lines(LAYERS, head_bytes.cache_bytes(LAYERS, 300))
+    figure = training_charts.draw_memory(LAYERS, head_bytes.cache_bytes(LAYERS, 300))
     assert figure.data[2].x == (300,)
     assert "300" in figure.layout.annotations[0].text
-    never = training_charts.memory_lines(LAYERS, 1000, growth=head_bytes.cache_bytes(LAYERS, 1))
+    never = training_charts.draw_memory(LAYERS, 1000, growth=head_bytes.cache_bytes(LAYERS, 1))
     assert len(never.data) == 2

@@ -106,7 +106,7 @@ def test_writing_tells_greedy_from_drawn():
     assert traces("generation", "Where they leave the teacher")["student, drawn"]["x"] == [3, 8]
     likely = [trace for trace in figures("generation")["What they write: the likeliest tokens"]["data"]]
     assert [trace["name"] for trace in likely if trace["type"] == "bar"] == [
-        "teacher", "student", "window of equal bytes", "untrained student"
+        "teacher", "student", "window control", "untrained student"
     ]  # fmt: skip
 
 
