@@ -140,9 +140,9 @@ class RunState:
         parts = self.run.evaluation_parts
         if "language" in parts:
             self.put("evaluation", mark, lambda: cards.evaluation_table(parts))
-            self.put("positions", mark, lambda: language_charts.by_position(parts["language"]).to_json())
+            self.put("positions", mark, lambda: language_charts.draw_loss_by_position(parts["language"]).to_json())
         if "recall" in parts:
-            self.put("recall", mark, lambda: language_charts.recall(parts["recall"]).to_json())
+            self.put("recall", mark, lambda: language_charts.draw_recall(parts["recall"]).to_json())
         for part, found in parts.items():
             if part in PART_VIEWS:
                 told = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]

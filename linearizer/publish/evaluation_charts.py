@@ -25,10 +25,10 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 Found = Mapping[str, Any]
-CELLS = 16  # cells or bars side by side up to which numbers can be read at them
+MAX_NUMBERED_CELLS = 16  # cells or bars side by side up to which numbers can be read at them
 
 
-def leaving(found: Found) -> Figure | None:
+def draw_first_differences(found: Found) -> Figure | None:
     """Draw after how many tokens every text differs from the teacher's."""
     compared, longest = [one for one in found["subjects"] if one["diverged"] is not None], found["new_tokens"]
     if not compared:
@@ -43,7 +43,7 @@ def leaving(found: Found) -> Figure | None:
     return figure
 
 
-def writing(found: Found, sampled: bool) -> Figure:
+def draw_written_shares(found: Found, sampled: bool) -> Figure:
     """Draw shares of the tokens that every subject wrote, as bars with their numbers."""
     figure = new_figure(300, barmode="group", scattermode="group", bargap=0.2)
     for one in (one for one in found["subjects"] if one["sampled"] == sampled):
@@ -57,17 +57,17 @@ def writing(found: Found, sampled: bool) -> Figure:
     return figure
 
 
-def error_maps(found: Found) -> Figure:
+def draw_error_maps(found: Found) -> Figure:
     """Draw the errors of the student, beside those of the untrained student."""
     named = {one["name"]: one for one in found["subjects"]}
     shown = [named[name] for name in ("untrained", "student") if name in named]
     names = ["before training", "after training"] if len(shown) > 1 else [""]
     layers, heads = len(shown[0]["rows"]), max((len(row) for row in shown[0]["rows"]), default=1)
-    colours = {"colorscale": [list(stop) for stop in reversed_depth()], "cmin": 0, "showscale": False}
+    colours = {"colorscale": [list(stop) for stop in reversed_map_colours()], "cmin": 0, "showscale": False}
     figure = new_grid(max(240, min(26 * layers + 110, 760)), names, len(shown), colours, horizontal_spacing=0.05)
     for place, one in enumerate(shown):
         table = [[*row, *[None] * (heads - len(row))] for row in one["rows"]]
-        readable = heads * len(shown) <= CELLS and layers <= 48
+        readable = heads * len(shown) <= MAX_NUMBERED_CELLS and layers <= 48
         figure.add_heatmap(
             z=table,
             text=[["" if error is None else f"{error:.2f}" for error in row] for row in table],
@@ -88,12 +88,12 @@ def error_maps(found: Found) -> Figure:
     return figure
 
 
-def reversed_depth() -> list[tuple[float, str]]:
+def reversed_map_colours() -> list[tuple[float, str]]:
     """Let light cells be small errors."""
     return [(1 - at, colour) for at, colour in reversed(MAP_COLOURS)]
 
 
-def curve(part: Found) -> Figure | None:
+def draw_error_curve(part: Found) -> Figure | None:
     """Draw the error over the number of features, and what the degrees of freedom predict."""
     if (found := part["curve"]) is None:
         return None
@@ -108,7 +108,7 @@ def curve(part: Found) -> Figure | None:
     return figure
 
 
-def paces(found: Found, of: str) -> Figure:
+def draw_rates(found: Found, of: str) -> Figure:
     """Draw a rate over the length of the text; open markers are extrapolated."""
     figure = new_lengths_figure(found["lengths"])
     for one in found["subjects"]:
@@ -132,7 +132,7 @@ def paces(found: Found, of: str) -> Figure:
     return figure
 
 
-def held(found: Found) -> Figure:
+def draw_memory(found: Found) -> Figure:
     """Draw the bytes of state or cache over the length of the text; open markers are computed from the shape."""
     figure = new_lengths_figure(found["lengths"])
     values = []
@@ -162,7 +162,7 @@ def new_lengths_figure(lengths: Sequence[int]) -> Figure:
     return figure
 
 
-def scores(found: Found) -> Figure:
+def draw_scores(found: Found) -> Figure:
     """Draw the first metric of every task as bars: accuracy where there is one."""
     figure = new_figure(340, barmode="group", scattermode="group", bargap=0.25)
     for one in found["subjects"]:
@@ -177,7 +177,7 @@ def scores(found: Found) -> Figure:
             error_y={"type": "data", "array": errors, "color": GREY}, **subject_bars(one["name"], names, values, ".3f")
         )
         heights = [value + error for value, error in zip(values, errors, strict=True)]
-        if len(names) * len(found["subjects"]) <= CELLS:
+        if len(names) * len(found["subjects"]) <= MAX_NUMBERED_CELLS:
             figure.add_scatter(**bar_numbers(one["name"], names, values, heights))
     figure.update_yaxes(title="score", rangemode="tozero")
     return figure

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 Found = Mapping[str, Any]
 
 
-def losses(found: Found) -> Figure:
+def draw_losses(found: Found) -> Figure:
     """Draw the loss of every subject with its 95 % interval."""
     figure = new_figure(90 + 34 * len(found["subjects"]), showlegend=False)
     for one in found["subjects"]:
@@ -48,7 +48,7 @@ def losses(found: Found) -> Figure:
     return figure
 
 
-def by_position(found: Found) -> Figure:
+def draw_loss_by_position(found: Found) -> Figure:
     """Draw the loss of every subject by the position of a token, side by side so that no intervals overlap."""
     figure = new_figure(320, scattermode="group", scattergap=0.7)
     ends = [*found["edges"][1:], found["length"] - 1]
@@ -69,7 +69,7 @@ def by_position(found: Found) -> Figure:
     return figure
 
 
-def calibration(found: Found) -> Figure:
+def draw_calibration(found: Found) -> Figure:
     """Draw how often the likeliest token came, by its probability."""
     figure = new_figure(320)
     figure.add_scatter(
@@ -89,7 +89,7 @@ def calibration(found: Found) -> Figure:
     return figure
 
 
-def recall(found: Found) -> Figure:
+def draw_recall(found: Found) -> Figure:
     """Draw the loss on a repeated passage by the gap, and the loss when it came first."""
     figure = new_figure(300)
     for one in found["subjects"]:
@@ -111,7 +111,7 @@ def recall(found: Found) -> Figure:
     return figure
 
 
-def longer(part: Found) -> Figure | None:
+def draw_longer_texts(part: Found) -> Figure | None:
     """Draw the loss by position in longer texts; open markers lie beyond the teacher's positions."""
     if (found := part["longer"]) is None:
         return None
@@ -125,7 +125,7 @@ def longer(part: Found) -> Figure | None:
     return figure
 
 
-def needle_maps(found: Found) -> Figure:
+def draw_needle_maps(found: Found) -> Figure:
     """Draw a map for every subject, depth down and length across, with the share found in every cell."""
     names = [one["name"] for one in found["subjects"]]
     down = -(-len(names) // 2)

@@ -49,17 +49,17 @@ PART_VIEWS = {
             Chart(
                 "Loss",
                 "Next-token loss, lower is better; the bars are 95 % intervals.",
-                language_charts.losses,
+                language_charts.draw_losses,
             ),
             Chart(
                 "Loss by position",
                 "The loss of a student that forgets grows with the position of a token; the bars are 95 % intervals.",
-                language_charts.by_position,
+                language_charts.draw_loss_by_position,
             ),
             Chart(
                 "Calibration",
                 "How often the likeliest token came, by its probability; on the dotted line both agree.",
-                language_charts.calibration,
+                language_charts.draw_calibration,
             ),
         ),
     ),
@@ -71,12 +71,12 @@ PART_VIEWS = {
             Chart(
                 "Recall",
                 "Loss on a passage that is repeated after a number of tokens; low where the passage is remembered.",
-                language_charts.recall,
+                language_charts.draw_recall,
             ),
             Chart(
                 "Longer texts",
                 "Loss beyond the length of the training texts; open markers lie beyond the teacher's positions.",
-                language_charts.longer,
+                language_charts.draw_longer_texts,
             ),
         ),
     ),
@@ -89,7 +89,7 @@ PART_VIEWS = {
                 "Pairs hidden in text",
                 "Share of a hidden value that is found when its key is given, by depth and length of the text; * marks "
                 "lengths beyond the teacher's positions.",
-                language_charts.needle_maps,
+                language_charts.draw_needle_maps,
             ),
         ),
     ),
@@ -101,10 +101,16 @@ PART_VIEWS = {
             Chart(
                 "Where they leave the teacher",
                 "Tokens before the first that is not the teacher's; a marker for each text.",
-                evaluation_charts.leaving,
+                evaluation_charts.draw_first_differences,
             ),
-            Chart("What they write: the likeliest tokens", SHARES, partial(evaluation_charts.writing, sampled=False)),
-            Chart("What they write: drawn tokens", SHARES, partial(evaluation_charts.writing, sampled=True)),
+            Chart(
+                "What they write: the likeliest tokens",
+                SHARES,
+                partial(evaluation_charts.draw_written_shares, sampled=False),
+            ),
+            Chart(
+                "What they write: drawn tokens", SHARES, partial(evaluation_charts.draw_written_shares, sampled=True)
+            ),
         ),
     ),
     "approximation": PartView(
@@ -115,13 +121,13 @@ PART_VIEWS = {
             Chart(
                 "Error of every head",
                 "Share of attention that is misplaced, layer by KV head; the number is in the cell.",
-                evaluation_charts.error_maps,
+                evaluation_charts.draw_error_maps,
             ),
             Chart(
                 "Error by features",
                 "The error if every KV head had this number of features and nothing else; the dotted line is what the "
                 "profile predicts.",
-                evaluation_charts.curve,
+                evaluation_charts.draw_error_curve,
             ),
         ),
     ),
@@ -133,17 +139,17 @@ PART_VIEWS = {
             Chart(
                 "Writing",
                 f"Tokens written per second, one text at a time, by its length. {EXTRAPOLATED}",
-                partial(evaluation_charts.paces, of="write_rate"),
+                partial(evaluation_charts.draw_rates, of="write_rate"),
             ),
             Chart(
                 "Reading",
                 f"Tokens read per second of a prompt, by its length. {EXTRAPOLATED}",
-                partial(evaluation_charts.paces, of="read_rate"),
+                partial(evaluation_charts.draw_rates, of="read_rate"),
             ),
             Chart(
                 "Memory",
                 "Bytes of the state or cache by the length of the text. Open markers are computed from the shape.",
-                evaluation_charts.held,
+                evaluation_charts.draw_memory,
             ),
         ),
     ),
@@ -151,7 +157,7 @@ PART_VIEWS = {
         "Tasks",
         "How does the student score on public tasks?",
         tables.tasks_tables,
-        (Chart("Scores", "The score in every task, with standard errors.", evaluation_charts.scores),),
+        (Chart("Scores", "The score in every task, with standard errors.", evaluation_charts.draw_scores),),
     ),
 }
 

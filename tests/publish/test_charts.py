@@ -39,8 +39,8 @@ def everything():
         "bars": allocation_charts.draw_allocation(MIXED, LAYERS, FIX),
         "losses": training_charts.draw_losses(STEPS),
         "kl": training_charts.draw_kl(STEPS),
-        "positions": language_charts.by_position(LANGUAGE),
-        "recall": language_charts.recall(RECALL),
+        "positions": language_charts.draw_loss_by_position(LANGUAGE),
+        "recall": language_charts.draw_recall(RECALL),
         "memory": training_charts.draw_memory(LAYERS, 10**6),
     }
 
@@ -143,14 +143,14 @@ def test_losses_have_a_line_for_each_layer_and_none_where_a_layer_gave_up():
 
 
 def test_models_of_a_comparison_differ_by_marker_and_dash_not_only_by_colour():
-    lines = language_charts.recall(RECALL).data[:3]
+    lines = language_charts.draw_recall(RECALL).data[:3]
     assert len({line.marker.symbol for line in lines}) == len({line.line.dash for line in lines}) == 3
     assert [line.y[0] for line in lines] == [2.5] * 3
 
 
 def test_an_evaluation_with_a_control_of_another_name_is_drawn():
     subjects = [*LANGUAGE["subjects"], {**LANGUAGE["subjects"][2], "name": "no features"}]
-    assert language_charts.by_position({**LANGUAGE, "subjects": subjects}).data[-1].name == "no features"
+    assert language_charts.draw_loss_by_position({**LANGUAGE, "subjects": subjects}).data[-1].name == "no features"
 
 
 def test_memory_crosses_where_the_student_breaks_even():
