@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable
+from dataclasses import dataclass, fields
 from typing import Any, TypeVar
 
 import torch
@@ -20,6 +21,53 @@ EMPTY = tl.constexpr(-1e30)
 ABSENT = tl.constexpr(-2e30)
 HEADROOM = tl.constexpr(60.0)
 LOST = tl.constexpr(-10.0)  # the log of a product below which terms of it may have vanished: 70 below the row's bound
+
+
+@dataclass(frozen=True)
+class Constants:
+    """What a kernel is compiled for: the argument C of every kernel. Other letters are of single calls, and pointers.
+
+    T tokens, H KV heads, N rows that merge, W = 2 D + DV numbers of each; TURNS, SLOTS, WINDOW, SEGMENTS, COLUMNS and
+    BLOCK count what they say. ot, oj, oc, os, om, od, ov: indices of rows (tokens), far columns, columns, sinks,
+    features, dimensions of keys, and of values.
+    """
+
+    D: Any = None  # dimensions of a key
+    DV: Any = None  # dimensions of a value
+    DP: Any = None  # D padded to a power of two
+    VP: Any = None  # DV padded
+    DS: Any = None  # dimensions that are multiplied at once
+    G: Any = None  # query heads that share a KV head
+    GP: Any = None  # G padded
+    S: Any = None  # sinks
+    SP: Any = None  # S padded
+    M: Any = None  # features
+    MS: Any = None  # features at a time
+    MG: Any = None  # features of a program that makes gradients
+    BT: Any = None  # rows (tokens) of a program
+    BN: Any = None  # columns (keys) at a time
+    BV: Any = None  # dimensions of a value in a program
+    SEG: Any = None  # tokens of a segment
+    B: Any = None  # slots at a time
+    K: Any = None  # numbers that products of slots sum at a time
+    JUMPS: Any = None  # how often a slot follows its partner's partner
+    WAITS: Any = None  # rounds before it does
+    ROWS: Any = None  # whether log-features are those of queries
+    REVERSE: Any = None  # whether segments are summed from the last one on
+    SQUARED: Any = None  # whether a loss is the squared error
+    SHARES: Any = None  # how features are shared out (feature_maps_folded.py); -1 if they are given
+    SCALE: Any = None  # of the scores
+    ROOT: Any = None  # what keys are multiplied by before their distances are measured
+    BITS: Any = None  # of a number in keys and values that are kept
+    KEPT: Any = None  # type of keys and values that are kept
+    MADE: Any = None  # type of folded features and metrics
+    ACC: Any = None  # type of sums
+    PRECISION: Any = None  # of products of fp32 numbers
+
+    def __post_init__(self) -> None:
+        for field in fields(self):  # so that older compilers take them for constants, too
+            object.__setattr__(self, field.name, tl.constexpr(getattr(self, field.name)))
+
 
 # (rows, columns, features at a time, warps, stages) by the generation of the chip; the last row is safe on any.
 BLOCKS = {(9, 0): (128, 64, 64, 8, 2), (8, 0): (64, 64, 64, 8, 2), None: (64, 32, 32, 8, 1)}
@@ -67,9 +115,9 @@ def codes(x, inverse):
 
 
 @triton.jit
-def load_kept(pointer, rows, columns, stop, width: tl.constexpr, BITS: tl.constexpr):
+def load_kept(pointer, rows, columns, stop, width: tl.constexpr, packed: tl.constexpr):
     """Some columns of keys or values that are kept."""
-    if BITS == 8:
+    if packed:
         whole = load_part(pointer, rows, columns, stop, width + 1, width)
         exponent = tl.load(pointer + rows * (width + 1) + width, mask=rows < stop, other=0)
         return whole.to(tl.float32) * power(exponent)[:, None]
@@ -78,92 +126,88 @@ def load_kept(pointer, rows, columns, stop, width: tl.constexpr, BITS: tl.conste
 
 
 @triton.jit
-def keep_some(pointer, rows, o, x, live, width: tl.constexpr, BITS: tl.constexpr, BYTES: tl.constexpr):
+def keep_some(pointer, rows, o, x, live, width: tl.constexpr, packed: tl.constexpr, C: tl.constexpr):
     """Keep keys or values that are `live`, rounded to so many bits, as numbers or as bytes."""
     inside = live[:, None] & (o < width)[None, :]
-    if BITS == 8:
+    if C.BITS == 8:
         exponent = exponents(x, 1)
         x = codes(x, power(-exponent)[:, None])
-        if BYTES == 8:
+        if packed:
             tl.store(pointer + rows * (width + 1) + width, exponent.to(tl.int8), mask=live)
         else:
             x *= power(exponent)[:, None]
-    stride: tl.constexpr = width + 1 if BYTES == 8 else width
+    stride: tl.constexpr = width + 1 if packed else width
     tl.store(pointer + rows[:, None] * stride + o[None, :], x.to(pointer.dtype.element_ty), mask=inside)
 
 
 @triton.jit
 def scores(
-    q, q_ptr, k_ptr, rows, columns, T, C, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
-):  # fmt: skip
-    """q·k of rows, held in q, with columns; if DS < DP some dimensions at a time, and q read anew: it is too wide."""
-    if DS == DP:
-        k = load_tile(k_ptr, columns, tl.arange(0, DP), C, D)
-        return tl.dot(q, tl.trans(k), out_dtype=ACC, input_precision=PRECISION)
-    out = tl.zeros([rows.shape[0], columns.shape[0]], ACC)
-    for d in tl.static_range(0, DP, DS):
-        od = d + tl.arange(0, DS)
-        k = load_tile(k_ptr, columns, od, C, D)
+    q, q_ptr, k_ptr, rows, columns, T, COLUMNS, width: tl.constexpr, padded_width: tl.constexpr, C: tl.constexpr
+):
+    """q·k of rows, held in q, with columns; if it is too wide, DS dimensions at a time, and q read anew."""
+    if C.DS == padded_width:
+        k = load_tile(k_ptr, columns, tl.arange(0, padded_width), COLUMNS, width)
+        return tl.dot(q, tl.trans(k), out_dtype=C.ACC, input_precision=C.PRECISION)
+    out = tl.zeros([rows.shape[0], columns.shape[0]], C.ACC)
+    for d in tl.static_range(0, padded_width, C.DS):
+        od = d + tl.arange(0, C.DS)
+        k = load_tile(k_ptr, columns, od, COLUMNS, width)
         out = tl.dot(
-            load_tile(q_ptr, rows, od, T, D), tl.trans(k), acc=out, out_dtype=ACC, input_precision=PRECISION
-        )  # fmt: skip
+            load_tile(q_ptr, rows, od, T, width), tl.trans(k), acc=out, out_dtype=C.ACC, input_precision=C.PRECISION
+        )
     return out
 
 
 @triton.jit
-def take_in(top, total, acc, logits, live, v, PRECISION: tl.constexpr):
+def take_in(top, total, acc, logits, live, v, C: tl.constexpr):
     """Let the rows' running softmax see some more logits and values."""
     logits = tl.where(live, logits, EMPTY)
     new = tl.maximum(top, tl.max(logits, 1))
     kept = tl.exp(top - new)
     p = tl.where(live, tl.exp(logits - new[:, None]), 0.0)
-    acc = tl.dot(p.to(v.dtype), v, acc=acc * kept[:, None], out_dtype=acc.dtype, input_precision=PRECISION)
+    acc = tl.dot(p.to(v.dtype), v, acc=acc * kept[:, None], out_dtype=acc.dtype, input_precision=C.PRECISION)
     return new, total * kept + tl.sum(p, 1), acc
 
 
 @triton.jit
-def row_bound(u_ptr, ceiling_ptr, rows, T, M: tl.constexpr, MS: tl.constexpr, ACC: tl.constexpr):
+def row_bound(u_ptr, ceiling_ptr, rows, T, C: tl.constexpr):
     """max_m (u_m + ceiling_m) of every row."""
-    bound = tl.full([rows.shape[0]], 2 * ABSENT, ACC)
-    for m in range(0, M, MS):
-        om = m + tl.arange(0, MS)
-        u = load_tile(u_ptr, rows, om, T, M, EMPTY) + tl.load(ceiling_ptr + om, mask=om < M, other=ABSENT)[None, :]
+    bound = tl.full([rows.shape[0]], 2 * ABSENT, C.ACC)
+    for m in range(0, C.M, C.MS):
+        om = m + tl.arange(0, C.MS)
+        u = load_tile(u_ptr, rows, om, T, C.M, EMPTY) + tl.load(ceiling_ptr + om, mask=om < C.M, other=ABSENT)[None, :]
         bound = tl.maximum(bound, tl.max(u, 1))
     return bound
 
 
 @triton.jit
-def exact_logits(u_ptr, w_ptr, rows, columns, T, M: tl.constexpr, ACC: tl.constexpr):
+def exact_logits(u_ptr, w_ptr, rows, columns, T, C: tl.constexpr):
     """log Σ_m exp(u_im + w_jm), feature by feature: right at any magnitude, and slow."""
-    top = tl.full([rows.shape[0], columns.shape[0]], 4 * ABSENT, ACC)
-    for m in range(0, M):
-        u = tl.load(u_ptr + rows * M + m, mask=rows < T, other=0.0)
-        w = tl.load(w_ptr + columns * M + m, mask=columns < T, other=ABSENT)
+    top = tl.full([rows.shape[0], columns.shape[0]], 4 * ABSENT, C.ACC)
+    for m in range(0, C.M):
+        u = tl.load(u_ptr + rows * C.M + m, mask=rows < T, other=0.0)
+        w = tl.load(w_ptr + columns * C.M + m, mask=columns < T, other=ABSENT)
         top = tl.maximum(top, u[:, None] + w[None, :])
-    total = tl.zeros([rows.shape[0], columns.shape[0]], ACC)
-    for m in range(0, M):
-        u = tl.load(u_ptr + rows * M + m, mask=rows < T, other=0.0)
-        w = tl.load(w_ptr + columns * M + m, mask=columns < T, other=ABSENT)
+    total = tl.zeros([rows.shape[0], columns.shape[0]], C.ACC)
+    for m in range(0, C.M):
+        u = tl.load(u_ptr + rows * C.M + m, mask=rows < T, other=0.0)
+        w = tl.load(w_ptr + columns * C.M + m, mask=columns < T, other=ABSENT)
         total += tl.exp(u[:, None] + w[None, :] - top)
     return top + tl.log(total)
 
 
 @triton.jit
-def far_product(
-    u_ptr, w_ptr, ceiling_ptr, bound, rows, columns, T, M: tl.constexpr, MS: tl.constexpr, ACC: tl.constexpr,
-    DOT: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def far_product(u_ptr, w_ptr, ceiling_ptr, bound, rows, columns, T, DOT: tl.constexpr, C: tl.constexpr):
     """Σ_m exp(u_im + w_jm) e^(HEADROOM - bound_i)."""
-    product = tl.zeros([rows.shape[0], columns.shape[0]], ACC)
-    for m in range(0, M, MS):
-        om = m + tl.arange(0, MS)
-        ceiling = tl.load(ceiling_ptr + om, mask=om < M, other=ABSENT)[None, :]
-        query = tl.exp(load_tile(u_ptr, rows, om, T, M, EMPTY) + ceiling - bound[:, None])
-        key = tl.exp(tl.minimum(load_tile(w_ptr, columns, om, T, M, 2 * ABSENT) - ceiling, 0.0) + HEADROOM)
+    product = tl.zeros([rows.shape[0], columns.shape[0]], C.ACC)
+    for m in range(0, C.M, C.MS):
+        om = m + tl.arange(0, C.MS)
+        ceiling = tl.load(ceiling_ptr + om, mask=om < C.M, other=ABSENT)[None, :]
+        query = tl.exp(load_tile(u_ptr, rows, om, T, C.M, EMPTY) + ceiling - bound[:, None])
+        key = tl.exp(tl.minimum(load_tile(w_ptr, columns, om, T, C.M, 2 * ABSENT) - ceiling, 0.0) + HEADROOM)
         product = tl.dot(
-            query.to(DOT), tl.trans(key).to(DOT), acc=product, out_dtype=ACC, input_precision=PRECISION
-        )  # fmt: skip
+            query.to(DOT), tl.trans(key).to(DOT), acc=product, out_dtype=C.ACC, input_precision=C.PRECISION
+        )
     return product
 
 

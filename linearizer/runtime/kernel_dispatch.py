@@ -261,8 +261,8 @@ def step_layer(
 
 @torch.compiler.disable  # which would not see that memory changes behind addresses
 def launch_features(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[Held], scale: float,
-    u: Tensor | None = None, w: Tensor | None = None,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[Held], scale: float, u: Tensor | None = None,
+    w: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Let heads of a layer attend in one launch, for q (batch, heads, group, 1, dim) of the whole layer."""
     state, folded = groups[0].state, [held.folded for held in groups if held.folded is not None]

@@ -13,7 +13,18 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_common import EMPTY, at_once, load_rows, load_tile, padded, precision, scores, take_in, where_it_lies
+from .kernel_common import (
+    EMPTY,
+    Constants,
+    at_once,
+    load_rows,
+    load_tile,
+    padded,
+    precision,
+    scores,
+    take_in,
+    where_it_lies,
+)
 from .kernel_slots_merging import SIZE, fill, keep, merge_rows
 
 Tensor = torch.Tensor
@@ -22,13 +33,11 @@ Tensor = torch.Tensor
 @triton.jit
 def merge_turns(
     k_ptr, v_ptr, metric_ptr, index_ptr, comes_ptr, merges_ptr, held_k_ptr, held_v_ptr, weight_ptr, spread_ptr,
-    rows_ptr, numbers_ptr, places_ptr, C, H, TURNS, S, BLOCK, ROUNDS, WAITING,
-    D: tl.constexpr, DP: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
-    JUMPS: tl.constexpr, ACC: tl.constexpr, BITS: tl.constexpr,
+    rows_ptr, numbers_ptr, places_ptr, COLUMNS, H, TURNS, SLOTS, BLOCK, ROUNDS, WAITING, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, batch). held_… (batch, TURNS + 1, heads, S, …) begin with the slots that there are."""
+    """Grid (heads, batch). held_… (batch, TURNS + 1, heads, SLOTS, …) begin with the slots that there are."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
-    pair, N, W = batch * H + head, S + BLOCK, 2 * D + DV
+    pair, N, W = batch * H + head, SLOTS + BLOCK, 2 * C.D + C.DV
     rows_ptr += pair * 2 * N * W
     numbers_ptr += pair * 4 * N
     places_ptr += pair * 2 * N
@@ -37,19 +46,18 @@ def merge_turns(
         at = (batch * (TURNS + 1) + turn) * H + head
         block = (batch * TURNS + turn) * BLOCK
         fill(
-            rows_ptr, own_weight, own_spread, k_ptr + pair * C * D, v_ptr + pair * C * DV, metric_ptr + head * D * D,
-            held_k_ptr + at * S * D, held_v_ptr + at * S * DV, weight_ptr + at * S, spread_ptr + at * S,
-            index_ptr + block, comes_ptr + block, N, W, S, 1.0, D, DP, DV, VP, B, K, ACC, 16,
+            rows_ptr, own_weight, own_spread, k_ptr + pair * COLUMNS * C.D, v_ptr + pair * COLUMNS * C.DV,
+            metric_ptr + head * C.D * C.D, held_k_ptr + at * SLOTS * C.D, held_v_ptr + at * SLOTS * C.DV,
+            weight_ptr + at * SLOTS, spread_ptr + at * SLOTS, index_ptr + block, comes_ptr + block, N, W, SLOTS, 1.0,
+            False, C,
         )  # fmt: skip
         some = tl.where(tl.load(merges_ptr + batch * TURNS + turn) > 0, ROUNDS, 0)
-        side = merge_rows(
-            rows_ptr, numbers_ptr, places_ptr, N, N, W, S, some, WAITING, D, DP, DV, B, K, JUMPS, ACC
-        )  # fmt: skip
+        side = merge_rows(rows_ptr, numbers_ptr, places_ptr, N, N, W, SLOTS, some, WAITING, C)
         after = at + H
         keep(
-            rows_ptr + side * N * W, own_weight, own_spread, value, held_k_ptr + after * S * D,
-            held_v_ptr + after * S * DV, weight_ptr + after * S, spread_ptr + after * S, N, W, S, D, DP, DV, VP, B,
-            BITS, 16, held_k_ptr.dtype.element_ty,
+            rows_ptr + side * N * W, own_weight, own_spread, value, held_k_ptr + after * SLOTS * C.D,
+            held_v_ptr + after * SLOTS * C.DV, weight_ptr + after * SLOTS, spread_ptr + after * SLOTS, N, W, SLOTS,
+            False, held_k_ptr.dtype.element_ty, C,
         )  # fmt: skip
 
 
@@ -60,8 +68,8 @@ def widths(k: Tensor, v: Tensor) -> dict:
 
 @where_it_lies
 def merge(
-    k: Tensor, v: Tensor, metric: Tensor, index: Tensor, comes: Tensor, merges: Tensor, held: list[Tensor],
-    rounds: int, waiting: int, bits: int = 16,
+    k: Tensor, v: Tensor, metric: Tensor, index: Tensor, comes: Tensor, merges: Tensor, held: list[Tensor], rounds: int,
+    waiting: int, bits: int = 16,
 ) -> list[Tensor]:  # fmt: skip
     """Merge blocks of columns k, v (batch, heads, columns, dim), which lie at `index` and are there if `comes` says so.
 
@@ -79,10 +87,10 @@ def merge(
     numbers = torch.empty(batch, heads, 4, count, dtype=work, device=k.device)
     places = torch.empty(batch, heads, 2, count, dtype=torch.int32, device=k.device)
     merge_turns[heads, batch](
-        k, v, metric, index, comes.int(), merges.int(), *every, rows, numbers, places,
-        columns, heads, turns, slots, block, rounds, waiting,
-        **widths(k, v), B=SIZE, K=16, JUMPS=count.bit_length(), ACC=precision(numbers)["ACC"], BITS=bits,
-        num_warps=8, num_stages=1,
+        k, v, metric, index, comes.int(), merges.int(), *every, rows, numbers, places, columns, heads, turns, slots,
+        block, rounds, waiting,
+        Constants(**widths(k, v), B=SIZE, K=16, JUMPS=count.bit_length(), BITS=bits, **precision(numbers)), num_warps=8,
+        num_stages=1,
     )  # fmt: skip
     return every
 
@@ -90,49 +98,47 @@ def merge(
 @triton.jit
 def look_turns(
     q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr, slot_k_ptr, slot_v_ptr, weight_ptr, spread_ptr, gain_ptr, place_ptr,
-    merged_ptr, first_ptr, empty_ptr, out_ptr, C, H, G, TURNS, ROWS, WINDOW, SLOTS,
-    D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr, S: tl.constexpr,
-    SP: tl.constexpr, BT: tl.constexpr, BN: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    merged_ptr, first_ptr, empty_ptr, out_ptr, COLUMNS, H, G, TURNS, ROWS, WINDOW, SLOTS, C: tl.constexpr,
 ):  # fmt: skip
     """Grid (batch · heads, turns, blocks of a group's rows)."""
     turn, pair = tl.program_id(1), tl.program_id(0).to(tl.int64)
     batch, head = pair // H, pair % H
-    row, od, ov = tl.program_id(2) * BT + tl.arange(0, BT), tl.arange(0, DP), tl.arange(0, VP)
+    row, od, ov = tl.program_id(2) * C.BT + tl.arange(0, C.BT), tl.arange(0, C.DP), tl.arange(0, C.VP)
     line = ((pair * G + row // ROWS) * TURNS + turn) * ROWS + row % ROWS
     inside = row < G * ROWS
     line, lines = tl.where(inside, line, -1), tl.num_programs(0) * G * TURNS * ROWS
-    q = load_tile(q_ptr, line, od, lines, D)
+    q = load_tile(q_ptr, line, od, lines, C.D)
     place = tl.load(place_ptr + (batch * TURNS + turn) * ROWS + row % ROWS, mask=inside, other=0)
     merged = tl.load(merged_ptr + batch * TURNS + turn)
     first, empty = tl.load(first_ptr + batch), tl.load(empty_ptr + batch)
-    top, total, acc = tl.full([BT], EMPTY, ACC), tl.zeros([BT], ACC), tl.zeros([BT, VP], ACC)
-    if S > 0:
-        os = tl.arange(0, SP)
-        sink_v = load_tile(sink_v_ptr + pair * S * DV, os, ov, S, DV)
-        sinks = sink_k_ptr + pair * S * D
-        sink_logits = scores(q, q_ptr, sinks, line, os, lines, S, D, DP, DS, ACC, PRECISION)
-        gone = ((os < S) & (os < merged))[None, :] & inside[:, None]
-        top, total, acc = take_in(top, total, acc, sink_logits, gone, sink_v, PRECISION)
-    for n0 in range(0, WINDOW, BN):
-        near = merged + n0 + tl.arange(0, BN)
+    top, total, acc = tl.full([C.BT], EMPTY, C.ACC), tl.zeros([C.BT], C.ACC), tl.zeros([C.BT, C.VP], C.ACC)
+    if C.S > 0:
+        os = tl.arange(0, C.SP)
+        sink_v = load_tile(sink_v_ptr + pair * C.S * C.DV, os, ov, C.S, C.DV)
+        sinks = sink_k_ptr + pair * C.S * C.D
+        sink_logits = scores(q, q_ptr, sinks, line, os, lines, C.S, C.D, C.DP, C)
+        gone = ((os < C.S) & (os < merged))[None, :] & inside[:, None]
+        top, total, acc = take_in(top, total, acc, sink_logits, gone, sink_v, C)
+    for n0 in range(0, WINDOW, C.BN):
+        near = merged + n0 + tl.arange(0, C.BN)
         column = near - first
-        v = load_tile(v_ptr + pair * C * DV, column, ov, C, DV)
-        logits = scores(q, q_ptr, k_ptr + pair * C * D, line, column, lines, C, D, DP, DS, ACC, PRECISION)
-        live = ((column >= empty) & (column < C) & (n0 + tl.arange(0, BN) < WINDOW))[None, :]
+        v = load_tile(v_ptr + pair * COLUMNS * C.DV, column, ov, COLUMNS, C.DV)
+        logits = scores(q, q_ptr, k_ptr + pair * COLUMNS * C.D, line, column, lines, COLUMNS, C.D, C.DP, C)
+        live = ((column >= empty) & (column < COLUMNS) & (n0 + tl.arange(0, C.BN) < WINDOW))[None, :]
         live = live & (near[None, :] <= place[:, None])
-        top, total, acc = take_in(top, total, acc, logits, live, v, PRECISION)
-    gain, at = tl.load(gain_ptr + head).to(ACC), ((batch * (TURNS + 1) + turn + 1) * H + head) * SLOTS
-    for n0 in range(0, SLOTS, BN):
-        on = n0 + tl.arange(0, BN)
-        v = load_tile(slot_v_ptr + at * DV, on, ov, SLOTS, DV)
+        top, total, acc = take_in(top, total, acc, logits, live, v, C)
+    gain, at = tl.load(gain_ptr + head).to(C.ACC), ((batch * (TURNS + 1) + turn + 1) * H + head) * SLOTS
+    for n0 in range(0, SLOTS, C.BN):
+        on = n0 + tl.arange(0, C.BN)
+        v = load_tile(slot_v_ptr + at * C.DV, on, ov, SLOTS, C.DV)
         weight = load_rows(weight_ptr + at, on, SLOTS)
         level = tl.log(tl.maximum(weight, 1.0)) + gain * load_rows(spread_ptr + at, on, SLOTS)
-        logits = scores(q, q_ptr, slot_k_ptr + at * D, line, on, lines, SLOTS, D, DP, DS, ACC, PRECISION)
+        logits = scores(q, q_ptr, slot_k_ptr + at * C.D, line, on, lines, SLOTS, C.D, C.DP, C)
         logits += level[None, :]
-        top, total, acc = take_in(top, total, acc, logits, (weight > 0)[None, :] & inside[:, None], v, PRECISION)
+        top, total, acc = take_in(top, total, acc, logits, (weight > 0)[None, :] & inside[:, None], v, C)
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
-    tl.store(out_ptr + line[:, None] * DV + ov[None, :], out.to(out_ptr.dtype.element_ty),
-             mask=inside[:, None] & (ov < DV)[None, :])  # fmt: skip
+    tl.store(out_ptr + line[:, None] * C.DV + ov[None, :], out.to(out_ptr.dtype.element_ty),
+             mask=inside[:, None] & (ov < C.DV)[None, :])  # fmt: skip
 
 
 @where_it_lies
@@ -145,13 +151,13 @@ def look(
     slots: what `merge` gave; merged (batch, turns).
     """
     batch, heads, group = q.shape[:3]
-    turns, rows = place.shape[1:]
+    (turns, rows), sinks = place.shape[1:], sink_k.shape[2]
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
     size = 16 if group * rows <= 16 else 32
     look_turns[batch * heads, turns, triton.cdiv(group * rows, size)](
-        q, k, v, sink_k, sink_v, *slots, gain, place, merged, first, empty, out,
-        k.shape[2], heads, group, turns, rows, window, slots[0].shape[3],
-        **widths(k, v), DS=at_once(q), S=sink_k.shape[2], SP=padded(sink_k.shape[2]), BT=size, BN=32,
-        **precision(slots[2]), num_warps=4, num_stages=1,
+        q, k, v, sink_k, sink_v, *slots, gain, place, merged, first, empty, out, k.shape[2], heads, group, turns, rows,
+        window, slots[0].shape[3],
+        Constants(**widths(k, v), DS=at_once(q), S=sinks, SP=padded(sinks), BT=size, BN=32, **precision(slots[2])),
+        num_warps=4, num_stages=1,
     )  # fmt: skip
     return out

@@ -35,17 +35,17 @@ def address(row_ptr, column: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def pair(row_ptr, column: tl.constexpr, at, D: tl.constexpr, DV: tl.constexpr, BITS: tl.constexpr, KEPT: tl.constexpr):
+def pair(row_ptr, column: tl.constexpr, at, C: tl.constexpr):
     """Keys that are kept, from the vector `at` on, and their values, which the next column has."""
-    BYTES: tl.constexpr = 1 if BITS == 8 else 0
-    keys, values = address(row_ptr, column, KEPT), address(row_ptr, column + 1, KEPT)
-    return keys + at * (D + BYTES), values + at * (DV + BYTES)
+    BYTES: tl.constexpr = 1 if C.BITS == 8 else 0
+    keys, values = address(row_ptr, column, C.KEPT), address(row_ptr, column + 1, C.KEPT)
+    return keys + at * (C.D + BYTES), values + at * (C.DV + BYTES)
 
 
 @triton.jit
-def load_one(pointer, row, o, live, width: tl.constexpr, BITS: tl.constexpr):
+def load_one(pointer, row, o, live, width: tl.constexpr, C: tl.constexpr):
     """One key or value that is kept, if it is `live`."""
-    if BITS == 8:
+    if C.BITS == 8:
         whole = tl.load(pointer + row * (width + 1) + o, mask=o < tl.where(live, width, 0), other=0)
         return whole.to(tl.float32) * power(tl.load(pointer + row * (width + 1) + width, mask=live, other=0))
     else:
@@ -53,9 +53,9 @@ def load_one(pointer, row, o, live, width: tl.constexpr, BITS: tl.constexpr):
 
 
 @triton.jit
-def keep_one(pointer, row, o, x, exponent, live, width: tl.constexpr, BITS: tl.constexpr):
+def keep_one(pointer, row, o, x, exponent, live, width: tl.constexpr, C: tl.constexpr):
     """Keep one key or value, if it is `live`."""
-    if BITS == 8:
+    if C.BITS == 8:
         tl.store(
             pointer + row * (width + 1) + o, codes(x, power(-exponent)).to(tl.int8), mask=o < tl.where(live, width, 0)
         )
@@ -65,9 +65,9 @@ def keep_one(pointer, row, o, x, exponent, live, width: tl.constexpr, BITS: tl.c
 
 
 @triton.jit
-def exponent_at(pointer, width: tl.constexpr, PADDED: tl.constexpr, BITS: tl.constexpr):
+def exponent_at(pointer, width: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
     """The exponent of the new key or value; 0 where nothing is rounded."""
-    if BITS == 8:
+    if C.BITS == 8:
         o = tl.arange(0, PADDED)
         return exponents(tl.load(pointer + o, mask=o < width, other=0.0), 0)
     else:
@@ -75,10 +75,10 @@ def exponent_at(pointer, width: tl.constexpr, PADDED: tl.constexpr, BITS: tl.con
 
 
 @triton.jit
-def load_new(pointer, o, exponent, width: tl.constexpr, BITS: tl.constexpr, ACC: tl.constexpr):
+def load_new(pointer, o, exponent, width: tl.constexpr, C: tl.constexpr):
     """Some numbers of the new key or value, rounded as they will be kept."""
-    x = tl.load(pointer + o, mask=o < width, other=0.0).to(ACC)
-    if BITS == 8:
+    x = tl.load(pointer + o, mask=o < width, other=0.0).to(C.ACC)
+    if C.BITS == 8:
         return codes(x, power(-exponent)) * power(exponent)
     else:
         return x
@@ -91,73 +91,63 @@ def replaced(tile, index, slot, new):
 
 
 @triton.jit
-def scores(
-    q, q_stride, kept, new, exponent, index, slot, og, STOP, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr,
-    DS: tl.constexpr, BITS: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def scores(q, q_stride, kept, new, exponent, index, slot, og, STOP, C: tl.constexpr):
     """q·k for rows `index` of the keys that are kept, STOP of them, with the new one in the place of the row `slot`."""
-    out = tl.zeros([og.shape[0], index.shape[0]], ACC)
-    for d in tl.static_range(0, DP, DS):
-        od = d + tl.arange(0, DS)
-        rows = load_part(q, og, od, G, q_stride, D)
-        tile = load_kept(kept, index, od, STOP, D, BITS).to(rows.dtype)
-        tile = replaced(tile, index, slot, load_new(new, od, exponent, D, BITS, ACC).to(rows.dtype))
-        out = tl.dot(rows, tl.trans(tile), acc=out, out_dtype=ACC, input_precision=PRECISION)
-    return out * SCALE
+    out = tl.zeros([og.shape[0], index.shape[0]], C.ACC)
+    for d in tl.static_range(0, C.DP, C.DS):
+        od = d + tl.arange(0, C.DS)
+        rows = load_part(q, og, od, C.G, q_stride, C.D)
+        tile = load_kept(kept, index, od, STOP, C.D, C.BITS == 8).to(rows.dtype)
+        tile = replaced(tile, index, slot, load_new(new, od, exponent, C.D, C).to(rows.dtype))
+        out = tl.dot(rows, tl.trans(tile), acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
+    return out * C.SCALE
 
 
 @triton.jit
-def look_near(
-    row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og,
-    G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr, VP: tl.constexpr,
-    S: tl.constexpr, SP: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr, KEPT: tl.constexpr, SCALE: tl.constexpr,
-    ACC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def look_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og, C: tl.constexpr):
     """Let query heads see the window from the place `merged` on, and the sinks before it, the new token among them.
 
     `at` is the number of the text and head in tensors of the state, WIDTH the window. Gives a running softmax.
     """
-    ov = tl.arange(0, VP)
-    top = tl.full([og.shape[0]], EMPTY, ACC)
-    total = tl.zeros([og.shape[0]], ACC)
-    acc = tl.zeros([og.shape[0], VP], ACC)
+    ov = tl.arange(0, C.VP)
+    top = tl.full([og.shape[0]], EMPTY, C.ACC)
+    total = tl.zeros([og.shape[0]], C.ACC)
+    acc = tl.zeros([og.shape[0], C.VP], C.ACC)
     ring, slot = tl.maximum(WIDTH, 1), place % tl.maximum(WIDTH, 1)
-    window_k, window_v = pair(row_ptr, WINDOW_K, at * WIDTH, D, DV, BITS, KEPT)
-    for s0 in range(0, tl.minimum(place + 1, WIDTH), BN):
-        os = s0 + tl.arange(0, BN)
-        logits = scores(
-            q, q_stride, window_k, k, k_exponent, os, slot, og, WIDTH, G, D, DP, DS, BITS, SCALE, ACC, PRECISION
-        )
-        v = replaced(load_kept(window_v, os, ov, WIDTH, DV, BITS).to(ACC), os, slot, new_v)
+    window_k, window_v = pair(row_ptr, WINDOW_K, at * WIDTH, C)
+    for s0 in range(0, tl.minimum(place + 1, WIDTH), C.BN):
+        os = s0 + tl.arange(0, C.BN)
+        logits = scores(q, q_stride, window_k, k, k_exponent, os, slot, og, WIDTH, C)
+        v = replaced(load_kept(window_v, os, ov, WIDTH, C.DV, C.BITS == 8).to(C.ACC), os, slot, new_v)
         live = ((place - os + ring) % ring <= place - merged) & (os < WIDTH)
-        top, total, acc = take_in(top, total, acc, logits, live[None, :] & (og >= 0)[:, None], v, PRECISION)
-    if S > 0:
-        os = tl.arange(0, SP)
-        sink_k, sink_v = pair(row_ptr, SINK_K, at * S, D, DV, BITS, KEPT)
-        logits = scores(q, q_stride, sink_k, k, k_exponent, os, place, og, S, G, D, DP, DS, BITS, SCALE, ACC, PRECISION)
-        v = replaced(load_kept(sink_v, os, ov, S, DV, BITS).to(ACC), os, place, new_v)
-        gone = (os < S) & (os < merged)
-        top, total, acc = take_in(top, total, acc, logits, gone[None, :] & (og >= 0)[:, None], v, PRECISION)
+        top, total, acc = take_in(top, total, acc, logits, live[None, :] & (og >= 0)[:, None], v, C)
+    if C.S > 0:
+        os = tl.arange(0, C.SP)
+        sink_k, sink_v = pair(row_ptr, SINK_K, at * C.S, C)
+        logits = scores(q, q_stride, sink_k, k, k_exponent, os, place, og, C.S, C)
+        v = replaced(load_kept(sink_v, os, ov, C.S, C.DV, C.BITS == 8).to(C.ACC), os, place, new_v)
+        gone = (os < C.S) & (os < merged)
+        top, total, acc = take_in(top, total, acc, logits, gone[None, :] & (og >= 0)[:, None], v, C)
     return top, total, acc
 
 
 @triton.jit
-def remember(
-    row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, D: tl.constexpr, DP: tl.constexpr,
-    DV: tl.constexpr, VP: tl.constexpr, S: tl.constexpr, BITS: tl.constexpr, KEPT: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
+def remember(row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, C: tl.constexpr):
     """Put the new token into the ring and among the sinks; the last head of a group to do so counts it."""
-    od, ov = tl.arange(0, DP), tl.arange(0, VP)
-    new_k, new_v = tl.load(k + od, mask=od < D, other=0.0).to(ACC), tl.load(v + ov, mask=ov < DV, other=0.0).to(ACC)
+    od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
+    new_k, new_v = (
+        tl.load(k + od, mask=od < C.D, other=0.0).to(C.ACC),
+        tl.load(v + ov, mask=ov < C.DV, other=0.0).to(C.ACC),
+    )
     tl.debug_barrier()  # a warp must not overwrite what another has yet to read
     slot = place % tl.maximum(WIDTH, 1)
-    window_k, window_v = pair(row_ptr, WINDOW_K, at * WIDTH, D, DV, BITS, KEPT)
-    keep_one(window_k, slot, od, new_k, k_exponent, WIDTH > 0, D, BITS)
-    keep_one(window_v, slot, ov, new_v, v_exponent, WIDTH > 0, DV, BITS)
-    if S > 0:
-        sink_k, sink_v = pair(row_ptr, SINK_K, at * S, D, DV, BITS, KEPT)
-        keep_one(sink_k, place, od, new_k, k_exponent, place < S, D, BITS)
-        keep_one(sink_v, place, ov, new_v, v_exponent, place < S, DV, BITS)
+    window_k, window_v = pair(row_ptr, WINDOW_K, at * WIDTH, C)
+    keep_one(window_k, slot, od, new_k, k_exponent, WIDTH > 0, C.D, C)
+    keep_one(window_v, slot, ov, new_v, v_exponent, WIDTH > 0, C.DV, C)
+    if C.S > 0:
+        sink_k, sink_v = pair(row_ptr, SINK_K, at * C.S, C)
+        keep_one(sink_k, place, od, new_k, k_exponent, place < C.S, C.D, C)
+        keep_one(sink_v, place, ov, new_v, v_exponent, place < C.S, C.DV, C)
     last = tl.load(row_ptr + HEADS) - 1
     count, ticket = address(row_ptr, COUNT, tl.int64), tl.load(row_ptr + TICKET) * tl.num_programs(1)
     before = tl.atomic_add(ticket_ptr + ticket + tl.program_id(1), 1)

@@ -17,7 +17,18 @@ except ImportError:
 from .feature_maps_folded import HALVES as HALVES_FORM
 from .feature_maps_folded import NEAREST as NEAREST_FORM
 from .feature_maps_folded import NONE as NO_FORM
-from .kernel_common import ABSENT, EMPTY, at_once, load_part, load_tile, padded, precision, take_in, where_it_lies
+from .kernel_common import (
+    ABSENT,
+    EMPTY,
+    Constants,
+    at_once,
+    load_part,
+    load_tile,
+    padded,
+    precision,
+    take_in,
+    where_it_lies,
+)
 from .kernel_token_common import (
     COUNT,
     FAR,
@@ -44,32 +55,26 @@ LEVEL, MEAN, QUERY, QUERY_BIAS, KEY, KEY_BIAS, QUERY_NORM, KEY_NORM = (tl.conste
 
 
 @triton.jit
-def query_features(
-    q, q_stride, weight, om, og, M, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
-    SCALE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def query_features(q, q_stride, weight, om, og, M, C: tl.constexpr):
     """Products of the query heads, (heads, features), and |q|²/2 of each head."""
-    out, square = tl.zeros([og.shape[0], om.shape[0]], ACC), tl.zeros([og.shape[0]], ACC)
-    for d in tl.static_range(0, DP, DS):
-        od = d + tl.arange(0, DS)
-        rows = load_part(q, og, od, G, q_stride, D).to(ACC) * SCALE
-        tile = load_tile(weight, om, od, M, D).to(ACC)
-        out = tl.dot(rows, tl.trans(tile), acc=out, out_dtype=ACC, input_precision=PRECISION)
+    out, square = tl.zeros([og.shape[0], om.shape[0]], C.ACC), tl.zeros([og.shape[0]], C.ACC)
+    for d in tl.static_range(0, C.DP, C.DS):
+        od = d + tl.arange(0, C.DS)
+        rows = load_part(q, og, od, C.G, q_stride, C.D).to(C.ACC) * C.SCALE
+        tile = load_tile(weight, om, od, M, C.D).to(C.ACC)
+        out = tl.dot(rows, tl.trans(tile), acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
         square += tl.sum(rows * rows, 1) / 2
     return out, square
 
 
 @triton.jit
-def key_features(
-    k, weight, bias, om, M, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
-    ACC: tl.constexpr,
-):  # fmt: skip
+def key_features(k, weight, bias, om, M, C: tl.constexpr):
     """Products of the leaving key with their biases, and |k|²/2 as often."""
-    out, square = tl.load(bias + om, mask=om < M, other=0.0).to(ACC), tl.zeros([om.shape[0]], ACC)
-    for d in tl.static_range(0, DP, DS):
-        od = d + tl.arange(0, DS)
-        key = tl.load(k + od, mask=od < D, other=0.0).to(ACC)
-        out += tl.sum(load_tile(weight, om, od, M, D).to(ACC) * key[None, :], 1)
+    out, square = tl.load(bias + om, mask=om < M, other=0.0).to(C.ACC), tl.zeros([om.shape[0]], C.ACC)
+    for d in tl.static_range(0, C.DP, C.DS):
+        od = d + tl.arange(0, C.DS)
+        key = tl.load(k + od, mask=od < C.D, other=0.0).to(C.ACC)
+        out += tl.sum(load_tile(weight, om, od, M, C.D).to(C.ACC) * key[None, :], 1)
         square += tl.sum(key * key, 0) / 2
     return out, square
 
@@ -83,16 +88,13 @@ def more(top, total, x, live, AXIS: tl.constexpr):
 
 
 @triton.jit
-def key_shares(
-    k, weight, bias, M, HALF, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
-    MS: tl.constexpr, ACC: tl.constexpr,
-):  # fmt: skip
+def key_shares(k, weight, bias, M, HALF, C: tl.constexpr):
     """What a key's log-features lack to be logs of shares, in the first half and beyond; and which is the largest."""
-    top, beyond_top = tl.full([], EMPTY, ACC), tl.full([], EMPTY, ACC)
-    total, beyond, nearest = tl.full([], 0.0, ACC), tl.full([], 0.0, ACC), tl.full([], 0, tl.int32)
-    for m in range(0, M, MS):
-        om = m + tl.arange(0, MS)
-        w, _ = key_features(k, weight, bias, om, M, D, DP, DS, ACC)
+    top, beyond_top = tl.full([], EMPTY, C.ACC), tl.full([], EMPTY, C.ACC)
+    total, beyond, nearest = tl.full([], 0.0, C.ACC), tl.full([], 0.0, C.ACC), tl.full([], 0, tl.int32)
+    for m in range(0, M, C.MS):
+        om = m + tl.arange(0, C.MS)
+        w, _ = key_features(k, weight, bias, om, M, C)
         w = tl.where(om < M, w, ABSENT)
         nearest = tl.where(tl.max(w, 0) > top, m + tl.argmax(w, 0), nearest)
         top, total = more(top, total, w, om < HALF, 0)
@@ -102,16 +104,13 @@ def key_shares(
 
 
 @triton.jit
-def query_shares(
-    q, q_stride, weight, og, M, HALF, G: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr,
-    MS: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def query_shares(q, q_stride, weight, og, M, HALF, C: tl.constexpr):
     """What log-features of the query heads lack to be logs of shares, in the first half and in the second."""
-    top, beyond_top = tl.full([og.shape[0]], EMPTY, ACC), tl.full([og.shape[0]], EMPTY, ACC)
-    total, beyond = tl.zeros([og.shape[0]], ACC), tl.zeros([og.shape[0]], ACC)
-    for m in range(0, M, MS):
-        om = m + tl.arange(0, MS)
-        u, _ = query_features(q, q_stride, weight, om, og, M, G, D, DP, DS, SCALE, ACC, PRECISION)
+    top, beyond_top = tl.full([og.shape[0]], EMPTY, C.ACC), tl.full([og.shape[0]], EMPTY, C.ACC)
+    total, beyond = tl.zeros([og.shape[0]], C.ACC), tl.zeros([og.shape[0]], C.ACC)
+    for m in range(0, M, C.MS):
+        om = m + tl.arange(0, C.MS)
+        u, _ = query_features(q, q_stride, weight, om, og, M, C)
         top, total = more(top, total, u, (om < HALF)[None, :] & (og >= 0)[:, None], 1)
         beyond_top, beyond = more(beyond_top, beyond, u, ((om >= HALF) & (om < M))[None, :] & (og >= 0)[:, None], 1)
     least = 1e-37
@@ -121,84 +120,78 @@ def query_shares(
 @triton.jit
 def step_heads(
     table_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, u_ptr, w_ptr, scratch_ptr, out_ptr, COLUMNS, KV, q_batch, q_head,
-    q_stride, k_batch, k_head, v_batch, v_head,
-    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
-    VP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, MS: tl.constexpr, BN: tl.constexpr, SHARES: tl.constexpr,
-    BITS: tl.constexpr, KEPT: tl.constexpr, MADE: tl.constexpr, SCALE: tl.constexpr, ACC: tl.constexpr,
-    PRECISION: tl.constexpr,
+    q_stride, k_batch, k_head, v_batch, v_head, C: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows of the table, batch). KEPT and MADE are the types of keys that are kept, and of folded features."""
     row_ptr, batch = table_ptr + tl.program_id(0) * COLUMNS, tl.program_id(1).to(tl.int64)
     head, own, heads = tl.load(row_ptr + HEAD), tl.load(row_ptr + OWN), tl.load(row_ptr + HEADS)
     WIDTH, M, at = tl.load(row_ptr + WINDOW).to(tl.int32), tl.load(row_ptr + FAR).to(tl.int32), batch * heads + own
     place = tl.load(address(row_ptr, COUNT, tl.int64) + batch).to(tl.int32)
-    og, ov = tl.arange(0, GP), tl.arange(0, VP)
+    og, ov = tl.arange(0, C.GP), tl.arange(0, C.VP)
     q = q_ptr + batch * q_batch + head * q_head
     k, v = k_ptr + batch * k_batch + head * k_head, v_ptr + batch * v_batch + head * v_head
-    k_exponent, v_exponent = exponent_at(k, D, DP, BITS), exponent_at(v, DV, VP, BITS)
-    new_v = load_new(v, ov, v_exponent, DV, BITS, ACC)
+    k_exponent, v_exponent = exponent_at(k, C.D, C.DP, C), exponent_at(v, C.DV, C.VP, C)
+    new_v = load_new(v, ov, v_exponent, C.DV, C)
     merged = tl.maximum(place - WIDTH + 1, 0)
-    top, total, acc = look_near(
-        row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og,
-        G, D, DP, DS, DV, VP, S, SP, BN, BITS, KEPT, SCALE, ACC, PRECISION,
-    )  # fmt: skip
+    top, total, acc = look_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og, C)
     slot = place % tl.maximum(WIDTH, 1)
-    old_k, old_v = pair(row_ptr, WINDOW_K, at * WIDTH + slot, D, DV, BITS, KEPT)
-    old_v = tl.where(WIDTH > 0, load_one(old_v, 0, ov, WIDTH > 0, DV, BITS).to(ACC), new_v)
-    if BITS == 8:  # as numbers, in memory: products read it some dimensions at a time
-        leaving, od = scratch_ptr + (batch * tl.num_programs(0) + tl.program_id(0)) * D, tl.arange(0, DP)
-        old = load_one(old_k, 0, od, WIDTH > 0, D, BITS).to(ACC)
-        old = tl.where(WIDTH > 0, old, load_new(k, od, k_exponent, D, BITS, ACC))
-        tl.store(leaving + od, old.to(leaving.dtype.element_ty), mask=od < D)
+    old_k, old_v = pair(row_ptr, WINDOW_K, at * WIDTH + slot, C)
+    old_v = tl.where(WIDTH > 0, load_one(old_v, 0, ov, WIDTH > 0, C.DV, C).to(C.ACC), new_v)
+    if C.BITS == 8:  # as numbers, in memory: products read it some dimensions at a time
+        leaving, od = scratch_ptr + (batch * tl.num_programs(0) + tl.program_id(0)) * C.D, tl.arange(0, C.DP)
+        old = load_one(old_k, 0, od, WIDTH > 0, C.D, C).to(C.ACC)
+        old = tl.where(WIDTH > 0, old, load_new(k, od, k_exponent, C.D, C))
+        tl.store(leaving + od, old.to(leaving.dtype.element_ty), mask=od < C.D)
         tl.debug_barrier()
     else:
         leaving = tl.where(WIDTH > 0, old_k, k)
-    level_ptr, mean_ptr = address(row_ptr, LEVEL, ACC) + at * M, address(row_ptr, MEAN, ACC) + at * M * DV
-    HALF = M // 2 if SHARES == HALVES else M
-    if SHARES >= 0:
-        query, query_bias = address(row_ptr, QUERY, MADE) + own * M * D, address(row_ptr, QUERY_BIAS, MADE) + own * M
-        key, key_bias = address(row_ptr, KEY, MADE) + own * M * D, address(row_ptr, KEY_BIAS, MADE) + own * M
-        query_norm, key_norm = address(row_ptr, QUERY_NORM, MADE) + own, address(row_ptr, KEY_NORM, MADE) + own
-    if SHARES > 0:
-        first, beyond, nearest = key_shares(leaving, key, key_bias, M, HALF, D, DP, DS, MS, ACC)
-    if SHARES == HALVES:
-        q_first, q_beyond = query_shares(q, q_stride, query, og, M, HALF, G, D, DP, DS, MS, SCALE, ACC, PRECISION)
-    for m in range(0, M, MS):
-        om = m + tl.arange(0, MS)
+    level_ptr, mean_ptr = address(row_ptr, LEVEL, C.ACC) + at * M, address(row_ptr, MEAN, C.ACC) + at * M * C.DV
+    HALF = M // 2 if C.SHARES == HALVES else M
+    if C.SHARES >= 0:
+        query, query_bias = (
+            address(row_ptr, QUERY, C.MADE) + own * M * C.D,
+            address(row_ptr, QUERY_BIAS, C.MADE) + own * M,
+        )
+        key, key_bias = address(row_ptr, KEY, C.MADE) + own * M * C.D, address(row_ptr, KEY_BIAS, C.MADE) + own * M
+        query_norm, key_norm = address(row_ptr, QUERY_NORM, C.MADE) + own, address(row_ptr, KEY_NORM, C.MADE) + own
+    if C.SHARES > 0:
+        first, beyond, nearest = key_shares(leaving, key, key_bias, M, HALF, C)
+    if C.SHARES == HALVES:
+        q_first, q_beyond = query_shares(q, q_stride, query, og, M, HALF, C)
+    for m in range(0, M, C.MS):
+        om = m + tl.arange(0, C.MS)
         inside = om < M
-        if SHARES >= 0:
-            u, q_square = query_features(q, q_stride, query, om, og, M, G, D, DP, DS, SCALE, ACC, PRECISION)
-            w, k_square = key_features(leaving, key, key_bias, om, M, D, DP, DS, ACC)
-            if SHARES == NONE:
-                u -= (q_square * tl.load(query_norm).to(ACC))[:, None]
-                w -= k_square * tl.load(key_norm).to(ACC)
-            elif SHARES == NEAREST:
+        if C.SHARES >= 0:
+            u, q_square = query_features(q, q_stride, query, om, og, M, C)
+            w, k_square = key_features(leaving, key, key_bias, om, M, C)
+            if C.SHARES == NONE:
+                u -= (q_square * tl.load(query_norm).to(C.ACC))[:, None]
+                w -= k_square * tl.load(key_norm).to(C.ACC)
+            elif C.SHARES == NEAREST:
                 w = tl.where(om == nearest, 0.0, ABSENT)
             else:
                 w -= tl.where(om < HALF, first, beyond)
-            if SHARES == HALVES:
+            if C.SHARES == HALVES:
                 u -= tl.where((om < HALF)[None, :], q_first[:, None], q_beyond[:, None])
-            u += tl.load(query_bias + om, mask=inside, other=0.0).to(ACC)[None, :]
+            u += tl.load(query_bias + om, mask=inside, other=0.0).to(C.ACC)[None, :]
         else:
-            w = tl.load(w_ptr + at * M + om, mask=inside, other=ABSENT).to(ACC)
-            u = load_tile(u_ptr + at * G * M, og, om, G, M).to(ACC)
-        w = tl.where(inside & (place - WIDTH >= S), w, ABSENT)
+            w = tl.load(w_ptr + at * M + om, mask=inside, other=ABSENT).to(C.ACC)
+            u = load_tile(u_ptr + at * C.G * M, og, om, C.G, M).to(C.ACC)
+        w = tl.where(inside & (place - WIDTH >= C.S), w, ABSENT)
         level = tl.load(level_ptr + om, mask=inside, other=EMPTY)
-        mean = load_tile(mean_ptr, om, ov, M, DV)
+        mean = load_tile(mean_ptr, om, ov, M, C.DV)
         tl.debug_barrier()  # a warp must not overwrite what another has yet to read
         higher = tl.maximum(level, w)
         new = higher + tl.log(tl.exp(level - higher) + tl.exp(w - higher))
         mean = mean * tl.exp(level - new)[:, None] + tl.exp(w - new)[:, None] * old_v[None, :]
         tl.store(level_ptr + om, new, mask=inside)
-        tl.store(mean_ptr + om[:, None] * DV + ov[None, :], mean, mask=inside[:, None] & (ov < DV)[None, :])
+        tl.store(mean_ptr + om[:, None] * C.DV + ov[None, :], mean, mask=inside[:, None] & (ov < C.DV)[None, :])
         live = inside[None, :] & (og >= 0)[:, None]
-        top, total, acc = take_in(top, total, acc, u + new[None, :], live, mean, PRECISION)
-    tl.store(out_ptr + ((batch * KV + head) * G + og[:, None]) * DV + ov[None, :],
+        top, total, acc = take_in(top, total, acc, u + new[None, :], live, mean, C)
+    tl.store(out_ptr + ((batch * KV + head) * C.G + og[:, None]) * C.DV + ov[None, :],
              (acc / total[:, None]).to(out_ptr.dtype.element_ty),
-             mask=(og < G)[:, None] & (ov < DV)[None, :])  # fmt: skip
-    remember(
-        row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, D, DP, DV, VP, S, BITS, KEPT, ACC
-    )  # fmt: skip
+             mask=(og < C.G)[:, None] & (ov < C.DV)[None, :])  # fmt: skip
+    remember(row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, C)
 
 
 def of_token(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor) -> tuple[tuple, dict]:
@@ -233,6 +226,6 @@ def run_step(
     sizes |= {"DS": min(sizes["DS"], 32), "MS": 16 if small else tile(q, v)}  # with more at once registers spill
     scratch = q.new_empty(q.shape[0], table.rows.shape[0], q.shape[-1]) if small else None
     step_heads[table.rows.shape[0], q.shape[0]](
-        table.rows, table.tickets, q, k, v, u, w, scratch, out, table.rows.shape[1], *lies, **sizes, SHARES=shares,
-        MADE=TYPES[made], SCALE=scale, **precision(level), num_warps=8, num_stages=1,
+        table.rows, table.tickets, q, k, v, u, w, scratch, out, table.rows.shape[1], *lies,
+        Constants(**sizes, SHARES=shares, MADE=TYPES[made], SCALE=scale, **precision(level)), num_warps=8, num_stages=1,
     )  # fmt: skip

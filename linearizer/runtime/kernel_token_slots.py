@@ -13,7 +13,7 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_common import load_kept, load_rows, precision, take_in, where_it_lies
+from .kernel_common import Constants, load_kept, load_rows, precision, take_in, where_it_lies
 from .kernel_slots_merging import SIZE, fill, keep, merge_rows
 from .kernel_token_common import (
     BLOCK,
@@ -46,11 +46,7 @@ SLOT_K, WEIGHT, SPREAD, METRIC, GAIN = (tl.constexpr(REST.value + n) for n in (0
 @triton.jit
 def step_slots(
     table_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, numbers_ptr, places_ptr, out_ptr, COLUMNS, ROOM, KV, q_batch, q_head,
-    q_stride, k_batch, k_head, v_batch, v_head,
-    G: tl.constexpr, GP: tl.constexpr, D: tl.constexpr, DP: tl.constexpr, DS: tl.constexpr, DV: tl.constexpr,
-    VP: tl.constexpr, S: tl.constexpr, SP: tl.constexpr, BN: tl.constexpr, BITS: tl.constexpr, KEPT: tl.constexpr,
-    MADE: tl.constexpr, SCALE: tl.constexpr, ROOT: tl.constexpr, B: tl.constexpr, K: tl.constexpr,
-    JUMPS: tl.constexpr, WAITS: tl.constexpr, ACC: tl.constexpr, PRECISION: tl.constexpr,
+    q_stride, k_batch, k_head, v_batch, v_head, C: tl.constexpr,
 ):  # fmt: skip
     """Grid (rows of the table, batch). numbers and places have ROOM for so many rows that merge."""
     row_ptr, batch = table_ptr + tl.program_id(0) * COLUMNS, tl.program_id(1).to(tl.int64)
@@ -62,55 +58,48 @@ def step_slots(
         batch * heads + own,
     )
     place = tl.load(address(row_ptr, COUNT, tl.int64) + batch).to(tl.int32)
-    og, ov = tl.arange(0, GP), tl.arange(0, VP)
-    slot_k, slot_v = pair(row_ptr, SLOT_K, at * SLOTS, D, DV, BITS, KEPT)
-    weight_ptr, spread_ptr = address(row_ptr, WEIGHT, ACC) + at * SLOTS, address(row_ptr, SPREAD, ACC) + at * SLOTS
-    W, own_numbers = 2 * D + DV, batch * tl.num_programs(0) + tl.program_id(0)
+    og, ov = tl.arange(0, C.GP), tl.arange(0, C.VP)
+    slot_k, slot_v = pair(row_ptr, SLOT_K, at * SLOTS, C)
+    weight_ptr, spread_ptr = address(row_ptr, WEIGHT, C.ACC) + at * SLOTS, address(row_ptr, SPREAD, C.ACC) + at * SLOTS
+    W, own_numbers = 2 * C.D + C.DV, batch * tl.num_programs(0) + tl.program_id(0)
     rows, places = numbers_ptr + own_numbers * (2 * W + 4) * ROOM, places_ptr + own_numbers * 2 * ROOM
     merged = tl.maximum(place - WIDTH + block, 0) // block * block  # tokens before this place are not in the window
     if (merged > 0) & (merged - block == place - WIDTH):
         N = SLOTS + block
         numbers = rows + 2 * W * ROOM
-        for i0 in range(0, block, B):
-            i = i0 + tl.arange(0, B)
+        for i0 in range(0, block, C.B):
+            i = i0 + tl.arange(0, C.B)
             tl.store(places + i, (merged - block + i) % WIDTH, mask=i < block)
-            tl.store(places + ROOM + i, (merged - block + i >= S).to(tl.int32), mask=i < block)
+            tl.store(places + ROOM + i, (merged - block + i >= C.S).to(tl.int32), mask=i < block)
         tl.debug_barrier()
-        window_k, window_v = pair(row_ptr, WINDOW_K, at * WIDTH, D, DV, BITS, KEPT)
+        window_k, window_v = pair(row_ptr, WINDOW_K, at * WIDTH, C)
         fill(
-            rows, numbers, numbers + ROOM, window_k, window_v, address(row_ptr, METRIC, MADE) + own * D * D, slot_k,
-            slot_v, weight_ptr, spread_ptr, places, places + ROOM, N, W, SLOTS, ROOT, D, DP, DV, VP, B, K, ACC, BITS,
+            rows, numbers, numbers + ROOM, window_k, window_v, address(row_ptr, METRIC, C.MADE) + own * C.D * C.D,
+            slot_k, slot_v, weight_ptr, spread_ptr, places, places + ROOM, N, W, SLOTS, C.ROOT, C.BITS == 8, C,
         )  # fmt: skip
-        side = merge_rows(rows, numbers, places, ROOM, N, W, SLOTS, rounds, WAITS, D, DP, DV, B, K, JUMPS, ACC)
+        side = merge_rows(rows, numbers, places, ROOM, N, W, SLOTS, rounds, C.WAITS, C)
         keep(
-            rows + side * ROOM * W, numbers, numbers + ROOM, numbers + 2 * ROOM, slot_k, slot_v, weight_ptr,
-            spread_ptr, N, W, SLOTS, D, DP, DV, VP, B, BITS, BITS, k_ptr.dtype.element_ty,
+            rows + side * ROOM * W, numbers, numbers + ROOM, numbers + 2 * ROOM, slot_k, slot_v, weight_ptr, spread_ptr,
+            N, W, SLOTS, C.BITS == 8, k_ptr.dtype.element_ty, C,
         )  # fmt: skip
     q = q_ptr + batch * q_batch + head * q_head
     k, v = k_ptr + batch * k_batch + head * k_head, v_ptr + batch * v_batch + head * v_head
-    k_exponent, v_exponent = exponent_at(k, D, DP, BITS), exponent_at(v, DV, VP, BITS)
-    new_v = load_new(v, ov, v_exponent, DV, BITS, ACC)
-    top, total, acc = look_near(
-        row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og,
-        G, D, DP, DS, DV, VP, S, SP, BN, BITS, KEPT, SCALE, ACC, PRECISION,
-    )  # fmt: skip
-    gain = tl.load(address(row_ptr, GAIN, MADE) + own).to(ACC)
-    for n0 in range(0, SLOTS, BN):
-        on = n0 + tl.arange(0, BN)
+    k_exponent, v_exponent = exponent_at(k, C.D, C.DP, C), exponent_at(v, C.DV, C.VP, C)
+    new_v = load_new(v, ov, v_exponent, C.DV, C)
+    top, total, acc = look_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og, C)
+    gain = tl.load(address(row_ptr, GAIN, C.MADE) + own).to(C.ACC)
+    for n0 in range(0, SLOTS, C.BN):
+        on = n0 + tl.arange(0, C.BN)
         weight = load_rows(weight_ptr, on, SLOTS)
         level = tl.log(tl.maximum(weight, 1.0)) + gain * load_rows(spread_ptr, on, SLOTS)
-        logits = scores(
-            q, q_stride, slot_k, k, k_exponent, on, -1, og, SLOTS, G, D, DP, DS, BITS, SCALE, ACC, PRECISION
-        )
-        values = load_kept(slot_v, on, ov, SLOTS, DV, BITS).to(ACC)
+        logits = scores(q, q_stride, slot_k, k, k_exponent, on, -1, og, SLOTS, C)
+        values = load_kept(slot_v, on, ov, SLOTS, C.DV, C.BITS == 8).to(C.ACC)
         live = (weight > 0)[None, :] & (og >= 0)[:, None]
-        top, total, acc = take_in(top, total, acc, logits + level[None, :], live, values, PRECISION)
-    tl.store(out_ptr + ((batch * KV + head) * G + og[:, None]) * DV + ov[None, :],
+        top, total, acc = take_in(top, total, acc, logits + level[None, :], live, values, C)
+    tl.store(out_ptr + ((batch * KV + head) * C.G + og[:, None]) * C.DV + ov[None, :],
              (acc / total[:, None]).to(out_ptr.dtype.element_ty),
-             mask=(og < G)[:, None] & (ov < DV)[None, :])  # fmt: skip
-    remember(
-        row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, D, DP, DV, VP, S, BITS, KEPT, ACC
-    )  # fmt: skip
+             mask=(og < C.G)[:, None] & (ov < C.DV)[None, :])  # fmt: skip
+    remember(row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, C)
 
 
 @where_it_lies
@@ -126,8 +115,9 @@ def run_slot_step(
     heads, width = table.rows.shape[0], 2 * k.shape[-1] + v.shape[-1]
     numbers = torch.empty(q.shape[0], heads, (2 * width + 4) * room, dtype=weight.dtype, device=q.device)
     places = torch.empty(q.shape[0], heads, 2 * room, dtype=torch.int32, device=q.device)
+    merging = {"B": SIZE, "K": 16, "JUMPS": MOST.bit_length(), "WAITS": WAITING}
     step_slots[heads, q.shape[0]](
-        table.rows, table.tickets, q, k, v, numbers, places, out, table.rows.shape[1], room, *lies, **sizes,
-        MADE=TYPES[made], SCALE=scale, ROOT=root, B=SIZE, K=16, JUMPS=MOST.bit_length(), WAITS=WAITING,
-        **precision(weight), num_warps=8, num_stages=1,
+        table.rows, table.tickets, q, k, v, numbers, places, out, table.rows.shape[1], room, *lies,
+        Constants(**sizes, **merging, MADE=TYPES[made], SCALE=scale, ROOT=root, **precision(weight)), num_warps=8,
+        num_stages=1,
     )  # fmt: skip

@@ -25,7 +25,7 @@ from .kernel_dispatch import (
     kernel_serves_token_slots,
     step_slots_by_kernel,
 )
-from .slots_merging import Merging
+from .slots_merging import Merging, Slots, merge_slots
 from .slots_torch import attend_turns, read_text, step_slots
 from .state import SlotState
 
@@ -55,3 +55,37 @@ def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tens
         return attend(q, k, v, merging, state)
     fused = kernel_serves_text_slots(q, k, v, merging, state)
     return read_text(q, k, v, merging, real, state, attend_turns_by_kernel if fused else attend_turns)
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, merging: Merging, slots: int, sinks: int, real: Tensor | None = None
+) -> Tensor:
+    """Attend text by text and token by token: the plainest form, against which the others are tested."""
+    out = v.new_zeros(*q.shape[:-1], v.shape[-1])
+    for text in range(len(q)):
+        tokens = torch.arange(q.shape[-2]) if real is None else real[text].nonzero()[:, 0]
+        kept = SlotState.empty(k[:1], v[:1], 0, 0, slots)
+        held = Slots(kept.slot_k, kept.slot_v, kept.weight, kept.spread)
+        for place, token in enumerate(tokens.tolist()):
+            merged = max(0, (place - merging.window) // merging.block + 1) * merging.block
+            if merged and place == merged - merging.block + merging.window:  # a block leaves the window
+                held = merge_block(held, k, v, text, tokens, merged, sinks, merging)
+            exact = torch.cat([tokens[: min(sinks, merged)], tokens[merged : place + 1]])
+            level = held.weight[0].log() + merging.gain[:, None] * held.spread[0]  # -∞ where a slot is empty
+            keys, values = (torch.cat([x[text, :, exact], y[0]], 1) for x, y in ((k, held.k), (v, held.v)))
+            logits = q[text, :, :, token] @ keys.mT  # (heads, group, exact tokens and slots)
+            logits[..., len(exact) :] += level[:, None]
+            out[text, :, :, token] = logits.softmax(-1) @ values
+    return out
+
+
+def merge_block(
+    held: Slots, k: Tensor, v: Tensor, text: int, tokens: Tensor, merged: int, sinks: int, merging: Merging
+) -> Slots:
+    """Merge the block of a text's tokens that ends before the place `merged` into slots; sinks stay out of them."""
+    places = torch.arange(merged - merging.block, merged)
+    new_k, new_v = (x[text : text + 1, :, tokens[places]] for x in (k, v))
+    weight = (places >= sinks).to(held.weight).expand(1, k.shape[1], -1)
+    new = Slots(new_k, new_v, weight, torch.zeros_like(weight))
+    pairs = ((getattr(held, name), getattr(new, name)) for name in ("k", "v", "weight", "spread"))
+    return merge_slots(Slots(*(torch.cat(pair, 2) for pair in pairs)), held.weight.shape[-1], merging.scaled)

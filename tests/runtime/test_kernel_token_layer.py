@@ -232,11 +232,11 @@ def test_numbers_are_kept_as_pytorch_keeps_them():
         (kernel_common, "- 133", "- 132"),
         (kernel_common, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
         (kernel_token_common, "<= place - merged", "< place - merged"),
-        (kernel_token_common, "(os < S) & (os < merged)", "(os < S)"),
-        (kernel_token_common, "place < S, DV, BITS", "False, DV, BITS"),
+        (kernel_token_common, "(os < C.S) & (os < merged)", "(os < C.S)"),
+        (kernel_token_common, "place < C.S, C.DV, C", "False, C.DV, C"),
         (kernel_token_common, "place + 1, mask=before == last", "place + 1, mask=before >= 0"),
         (kernel_token_common, "0, mask=before == last", "0, mask=before < 0"),
-        (kernel_token_common, "return out * SCALE", "return out"),
+        (kernel_token_common, "return out * C.SCALE", "return out"),
         (kernel_token_common, "codes(x, power(-exponent)) * power(exponent)", "x"),
     ],
 )
@@ -255,7 +255,7 @@ def test_a_mutated_token_fails(module, line, mutation, tmp_path, monkeypatch):
         (kernel_token_slots, "gain * load_rows", "0 * load_rows"),
         (kernel_token_slots, "merged - block == place - WIDTH", "merged == place - WIDTH"),
         (kernel_token_slots, "(merged - block + i) % WIDTH", "i % WIDTH"),
-        (kernel_token_slots, "merged - block + i >= S", "merged - block + i >= 0"),
+        (kernel_token_slots, "merged - block + i >= C.S", "merged - block + i >= 0"),
         (kernel_slots_merging, " * ROOT", ""),
         (
             kernel_common,

@@ -8,8 +8,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linearizer.run.head_bytes import Head, Layer, head_bytes, state_bytes
-from linearizer.runtime.features import reference
-from linearizer.runtime.slots import Merger, slot_attention
+from linearizer.runtime.features import reference as attend_exactly
+from linearizer.runtime.slots import Merger, reference, slot_attention
 from linearizer.runtime.slots_merging import Merging, Slots, kept_slots, merge_slots
 from linearizer.runtime.state import SlotState
 from tests.support.models import student_of, tokens
@@ -59,7 +59,20 @@ def slots_of(count=12, seed=0):
 def test_with_a_slot_for_every_token_nothing_is_approximate():
     q, k, v = drawn()
     out, _ = attend(q, k, v, slots=50)
-    torch.testing.assert_close(out, reference(q, k, v, None, window=50, sinks=0))
+    torch.testing.assert_close(out, attend_exactly(q, k, v, None, window=50, sinks=0))
+
+
+@pytest.mark.parametrize("slots, block", [(6, 4), (3, 8), (9, 1)])
+@pytest.mark.parametrize("padded", [False, True])
+@torch.no_grad()
+def test_outputs_are_those_of_the_reference(slots, block, padded):
+    q, k, v = drawn(length=36)
+    real = torch.rand(2, 36, generator=torch.Generator().manual_seed(0)) < 0.7 if padded else None
+    seen = torch.ones(2, 36) if real is None else real
+    expected = reference(q, k, v, merging(block=block), slots, SINKS, real)
+    for edges in ((), (1, 20, 21)):
+        out, _ = attend(q, k, v, slots, edges, block, real)
+        torch.testing.assert_close(out * seen[:, None, None, :, None], expected)
 
 
 @settings(max_examples=40, deadline=None)
@@ -157,7 +170,7 @@ def test_tokens_that_are_alike_are_merged_for_nothing():
     q, k, v = drawn(length=40)
     k, v = (x[:, :, :10].repeat(1, 1, 4, 1) for x in (k, v))  # ten tokens, four times
     out, state = attend(q, k, v, slots=10)
-    torch.testing.assert_close(out, reference(q, k, v, None, window=40, sinks=0))
+    torch.testing.assert_close(out, attend_exactly(q, k, v, None, window=40, sinks=0))
     assert state.weight.sum() == 2 * 3 * (40 - SINKS - WINDOW)
 
 
