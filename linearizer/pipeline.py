@@ -38,11 +38,8 @@ from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
 from linearizer.run.stopping import check, interruptible, reported
-from linearizer.runtime.feature_maps import FEATURE_MAPS
 from linearizer.train.settings import training_settings
 from linearizer.train.step import plan_with_steps, train
-
-DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
 def load_checked(run: Run, token: str | None) -> Teacher:
@@ -181,10 +178,6 @@ def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
     check_dials(plan, layers)
     profile_settings(plan)
     training_settings(plan)
-    if plan.feature_map not in FEATURE_MAPS:
-        raise RequestError(f"feature map {plan.feature_map!r} is none of {', '.join(FEATURE_MAPS)}")
-    if plan.dtype not in DTYPES:
-        raise RequestError(f"dtype {plan.dtype!r} is none of {', '.join(DTYPES)}")
 
 
 def resume_evaluation(run: Run, token: str | None = None) -> Steps[dict[str, Any]]:

@@ -34,7 +34,7 @@ SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_le
 
 @pytest.mark.parametrize("recipe", ["windows", "swa", "duo", "lolcats", "performer"])
 def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
-    steps = {"steps": 2} if RECIPES[recipe].get("steps") else {}
+    steps = {"steps": 2} if RECIPES[recipe].choices.get("steps") else {}
     run = Run.begin(tmp_path / "run", Plan.of(recipe, **SMALL, **steps))
     allocation = finish(pipeline.linearize(run))
     assert allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 40)
@@ -168,7 +168,7 @@ def test_minutes_are_no_steps_where_no_head_learns_and_refused_where_none_could(
     assert [event["steps"] for event in run.events() if event["event"] == "timed"] == [0]
     assert not [event for event in run.events() if event["event"] == "distill"] and run.done
     for endless in (0.0, 1e9, float("inf"), float("nan")):
-        with pytest.raises(RequestError, match="are no time to train: give more than 0, and a year's at most"):
+        with pytest.raises(RequestError, match="cannot be: give a number, above 0 and at most 525600"):
             replace(plan, minutes=endless)
     for steps in (0, 10):
         with pytest.raises(RequestError, match="recipe 'best' with the strategy gain has nothing that learns"):

@@ -6,13 +6,12 @@ import argparse
 import json
 import sys
 from collections.abc import Callable, Sequence
-from dataclasses import asdict, fields, replace
+from dataclasses import asdict, replace
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from linearizer.cli import runs
 from linearizer.cli.options import (
-    BUDGET,
-    add_budget_options,
+    add_allocation_options,
     add_evaluate_options,
     add_run_options,
     plan_changes,
@@ -22,7 +21,8 @@ from linearizer.errors import LinearizerError, RequestError, Stopped
 from linearizer.jobs import control
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import write_whole
-from linearizer.run.plan import Plan
+from linearizer.run.options import options_of
+from linearizer.run.plan import DEFAULT_BUDGET, Plan
 
 if TYPE_CHECKING:
     from linearizer.progress import Steps
@@ -79,7 +79,7 @@ def parser() -> Parser:
 
     command = commands.add_parser("allocate", help="share out another budget, from what a run has measured")
     command.add_argument("run", metavar="RUN", help=run_help)
-    add_budget_options(command)
+    add_allocation_options(command)
     command.set_defaults(serve=serve_allocate)
 
     command = commands.add_parser("evaluate", help="what the student kept, what it costs, where it breaks")
@@ -119,7 +119,9 @@ def begin(asked: argparse.Namespace) -> Run:
     from linearizer.run.folder import Run
 
     given = plan_changes(asked)
-    plan = Plan.of(**{"budget": BUDGET, **given}) if asked.plan is None else read_plan(asked.plan).changed(**given)
+    plan = (
+        Plan.of(**{"budget": DEFAULT_BUDGET, **given}) if asked.plan is None else read_plan(asked.plan).changed(**given)
+    )
     if asked.resume and asked.out is None:
         raise RequestError("--resume needs --out: name the run's folder")
     dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"
@@ -212,8 +214,7 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
     from linearizer.run.find import find_run
 
     run = find_run(asked.run)
-    known = {field.name for field in fields(Request)}
-    request = Request.of({name: value for name, value in vars(asked).items() if name in known})
+    request = Request.of({name: value for name, value in vars(asked).items() if name in options_of(Request)})
     if asked.detach and asked.charts:
         raise RequestError("--charts is written when the evaluation ends: repeat the command without --detach then")
     if asked.detach:

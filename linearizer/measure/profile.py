@@ -183,8 +183,8 @@ def profile_settings(plan: Plan) -> ProfileSettings:
         text=plan.text,
         samples=plan.samples,
         sinks=plan.kept_sinks,
-        per=plan.per,  # type: ignore[arg-type]
-        normalise=plan.normalise,  # type: ignore[arg-type]
-        gauge=plan.gauge,  # type: ignore[arg-type]
+        per=plan.per,
+        normalise=plan.normalise,
+        gauge=plan.gauge,
         seed=plan.seed,
     )

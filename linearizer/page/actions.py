@@ -6,7 +6,7 @@ import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import asdict, dataclass, fields, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -20,6 +20,7 @@ from linearizer.run.files import writing
 from linearizer.run.find import runs_root
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Layer
+from linearizer.run.options import options_of
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 
@@ -87,8 +88,8 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
     if not isinstance(effort, str) or effort not in EFFORTS:
         raise RequestError(f"effort {effort!r} is none of {', '.join(EFFORTS)}")
     given = {name: value for name, value in options.items() if value is not None and value != ""}
-    known = {field.name for field in fields(Plan)} - {"model", "budget"}
-    if unknown := sorted(set(given) - known):
+    known = options_of(Plan).keys() - {"model", "budget"}
+    if unknown := sorted(given.keys() - known):
         raise RequestError(f"{', '.join(unknown)} is no option: there are {', '.join(sorted(known))}")
     given.setdefault("budget", None if "features" in given else budget)
     sizes, share = EFFORTS[effort]

@@ -21,7 +21,6 @@ from linearizer.jobs.control import Status
 from linearizer.page import actions, run_state, sending, warmup
 from linearizer.page.visitors import Visitor, find_visitor
 from linearizer.publish import html
-from linearizer.run.plan import command_of
 
 Profile: TypeAlias = gr.OAuthProfile | None
 Token: TypeAlias = gr.OAuthToken | None
@@ -68,7 +67,7 @@ def estimate_run(
     found.require_support()
     return {
         **asdict(actions.forecast_run(plan, found, actions.download_bytes(someone, plan.model))),
-        "command": command_of(plan),
+        "command": plan.command(),
         "plan": asdict(plan),
     }
 

@@ -16,7 +16,8 @@ from linearizer.page import actions, cards, run_state, sending, warmup, zerogpu
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.visitors import Visitor, find_visitor, new_secret, on_space
 from linearizer.publish import html
-from linearizer.run.plan import Plan, command_of
+from linearizer.run.options import options_of
+from linearizer.run.plan import Plan
 
 Memory = dict[str, Any]
 Profile: TypeAlias = gr.OAuthProfile | None
@@ -128,16 +129,9 @@ def read_plan(found: ChosenModel | None, budget: float, effort: str, advanced: t
     if found is None:
         raise RequestError("no model was chosen yet: choose one in the first step")
     options = dict(zip(ADVANCED, advanced, strict=True))
-    options |= {name: read_whole_number(name, options[name]) for name in ("steps", "window")}
+    written = {name: (options[name] or "").strip() for name in ("steps", "window")}
+    options |= {name: options_of(Plan)[name].parse(text) if text else None for name, text in written.items()}
     return actions.make_plan(found.name, int(budget), effort, options)
-
-
-def read_whole_number(name: str, text: str) -> int | None:
-    """Read a whole number that may be left out."""
-    text = (text or "").strip()
-    if text and (not text.isdecimal() or len(text) > 9):
-        raise RequestError(f"{name} {text[:20]!r} cannot be: give a whole number, 0 or more, or leave it empty")
-    return int(text) if text else None
 
 
 def show_budget(found: ChosenModel | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
@@ -159,7 +153,7 @@ def show_command(found: ChosenModel | None, budget: float, effort: str, *advance
         plan = read_plan(found, budget, effort, advanced)
     except LinearizerError:  # what is wrong stands beside the slider
         return "", ""
-    return command_of(plan), plan.to_json()
+    return plan.command(), plan.to_json()
 
 
 @telling

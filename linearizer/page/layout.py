@@ -11,21 +11,11 @@ from linearizer.page.limits import LIMITS
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.publish.html import said
 from linearizer.publish.parts import PART_VIEWS
+from linearizer.run.plan import DEFAULT_BUDGET
+from linearizer.run.recipes import RECIPES
 
-DEFAULT_BUDGET, MIN_BUDGET, MAX_BUDGET = 256, 32, 4096  # tokens of cache that the slider starts with, and reaches
+MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches
 EFFORT = "how much text is read, and how long is trained"
-RECIPES = {
-    "what each head costs the model": "best",
-    "the same, windows alone": "windows",
-    "degrees of freedom, trained features": "features",
-    "the published method, to the letter": "paper",
-    "a plain window": "swa",
-    "learned gates (DuoAttention)": "duo",
-    "Performer": "performer",
-    "DiJiang": "dijiang",
-    "Hedgehog": "hedgehog",
-    "LoLCATs": "lolcats",
-}
 
 
 def lead(title: str, text: str, level: str = "h2") -> None:
@@ -85,7 +75,12 @@ def budget_step(ui: SimpleNamespace) -> None:
             ui.budget_card = gr.HTML(said("Choose a model first."), elem_id="budget-card")
     with gr.Accordion("Advanced", open=False):
         with gr.Row():
-            ui.recipe = gr.Dropdown(list(RECIPES.items()), value="best", label="Recipe", allow_custom_value=True)
+            ui.recipe = gr.Dropdown(
+                [(recipe.label, name) for name, recipe in RECIPES.items()],
+                value="best",
+                label="Recipe",
+                allow_custom_value=True,
+            )
             ui.text = gr.Textbox("builtin", label="Text", info="builtin, self, dataset:ID or file:PATH", max_lines=1)
         with gr.Row():
             # a field for numbers would turn from empty to 0 when it is unfolded

@@ -25,7 +25,7 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, Trained, trained
 from linearizer.run.head_bytes import Head, Layer
-from linearizer.run.plan import Plan, command_of
+from linearizer.run.plan import Plan
 
 PICTURE = "allocation.png"
 JUDGED = {"language", "recall"}  # parts that every student is measured in when it is made
@@ -75,7 +75,7 @@ def card(run: Run, repo_id: str | None = None) -> str:
         made=made(allocation, plan, training),
         again=again(training),
         version=linearizer.__version__,
-        command=command_of(plan),
+        command=plan.command(),
         plan=json.dumps(asdict(plan), indent=1).replace("`", "\\u0060"),
         licence=licence(teacher),
     )

@@ -50,7 +50,7 @@ def typed(kind: Any, value: Any, name: str) -> Any:
         return None if value is None else typed(without_none(kind), value, name)
     if origin is tuple and isinstance(value, (list, tuple)):
         return tuple(typed(arguments[0], each, f"{name}[{place}]") for place, each in enumerate(value))
-    if origin is dict and isinstance(value, Mapping):
+    if origin in (dict, Mapping) and isinstance(value, Mapping):
         return {key: typed(arguments[1], each, f"{name}.{key}") for key, each in value.items()}
     if kind is Any or (origin is Literal and value in arguments) or (isinstance(kind, type) and is_a(kind, value)):
         return value

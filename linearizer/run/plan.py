@@ -1,120 +1,183 @@
-"""What was asked of a run, checked at the door."""
+"""The plan of a run: every option, checked where the plan is made."""
 
 from __future__ import annotations
 
-import json
 import shlex
+from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from typing import Any
+from typing import Any, ClassVar
 
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.head_bytes import SINKS
+from linearizer.run.json_products import JsonProduct, check_names
+from linearizer.run.options import check_options, differences, option, options_of
+from linearizer.run.profile import Gauge, Normalise, Per
 from linearizer.run.recipes import CHOSEN, RECIPES
 from linearizer.run.strategies import STRATEGIES, Strategy
 
-KINDS: dict[str, tuple[type, ...]] = {
-    "str": (str,),
-    "int": (int,),
-    "int | None": (int, type(None)),
-    "float | None": (float, int, type(None)),
-    "bool": (bool,),
-}
+DEFAULT_BUDGET = 256  # tokens of cache, where a command or the page is given none
 MIN_FEATURES_IN_TOKENS = 18  # tokens of cache that take the bytes of the fewest features of a head
-YEAR = 365 * 24 * 60  # minutes
-PRICES = ("auto", "measured", "estimated")
+MAX_TOKENS = 2**40  # a larger budget, window or number of features is a mistake
+MAX_STEPS = 10**9
+MAX_MINUTES = 365 * 24 * 60  # a year
+ALLOCATION = "what heads hold"  # options by which an allocation is decided anew, from what a run has measured
+METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
+BY_RECIPE = "the recipe's"
 
 
 @dataclass(frozen=True)
-class Plan:
-    """Everything that decides what a run makes; two runs of one plan on one machine make the same."""
+class Plan(JsonProduct):
+    """Everything that decides what a run makes: two runs of one plan on one machine make the same."""
+
+    json_indent: ClassVar = 1
 
     model: str
-    budget: int | None = None  # tokens of the teacher's cache whose bytes the state may take
-    features: int | None = None  # instead of a budget: mean features per KV head, the paper's C
-    recipe: str = "best"  # what the choices below were taken from
-    strategy: str = "gain"
-    window: int | None = None  # exact tokens per KV head; None: half of the budget
-    sinks: int | None = None  # None: what measuring finds best where heads are priced, else 4, or none with features
-    bits: int | None = None  # of a number in keys and values that are kept; None: 8 where `best` prices heads, else 16
-    feature_map: str = "clusters"
-    text: str = "builtin"
-    texts: int = 8  # how many windows of text are measured
-    length: int = 512  # tokens of each, at most what the model's positions allow
-    samples: int = 2048  # queries and keys of a head that its degrees of freedom are computed from
-    per: str = "kv"
-    normalise: str = "trace"
-    gauge: str = "centred"
-    steps: int = 0  # of training the feature maps
-    minutes: float | None = None  # instead of steps: as many as fit, once a few were timed
-    loss: str = "softmax"  # softmax, l2 or output, a layer at a time; direct or logits, end to end; a + b: one by one
-    lora: int = 0  # rank of adapters on q, k, v and o where a loss is end to end
-    batch: int = 2  # texts of a step
-    target_length: int | None = None  # where heads left softmax are priced; None: what the model's positions allow
-    constant: bool = False  # no head is left softmax, so that the state never grows
-    prices: str = "auto"  # of heads: measured, estimated, or what this machine has the time for
-    exchanges: int = 12  # allocations near the chosen one that are measured, too
-    seed: int = 0
-    device: str = "auto"
-    dtype: str = "auto"
+    budget: int | None = option(
+        None,
+        "tokens: the state may take the bytes that the teacher's KV cache takes at this length",
+        least=1,
+        most=MAX_TOKENS,
+        default_text=str(DEFAULT_BUDGET),
+        group=ALLOCATION,
+        error=BudgetError,
+    )
+    features: int | None = option(
+        None,
+        "instead of a budget: the mean number of features per KV head, the paper's C",
+        least=1,
+        most=MAX_TOKENS,
+        group=ALLOCATION,
+        error=BudgetError,
+    )
+    recipe: str = option("best", "the method; other options take precedence", choices=tuple(RECIPES), group=METHOD)
+    strategy: str = option(
+        "gain",
+        "how the budget is shared out",
+        choices=tuple(STRATEGIES),
+        default_text=BY_RECIPE,
+        group=ALLOCATION,
+        error=BudgetError,
+    )
+    window: int | None = option(
+        None,
+        "tokens before each token that are exact, where heads hold features",
+        least=0,
+        most=MAX_TOKENS,
+        default_text="half of the budget",
+        group=ALLOCATION,
+    )
+    sinks: int | None = option(
+        None,
+        "tokens at the start of a text that are exact",
+        least=0,
+        most=MAX_TOKENS,
+        default_text=f"measured where heads have prices, else {SINKS}; none with --features",
+        group=ALLOCATION,
+    )
+    bits: int | None = option(
+        None,
+        "bits of a number in the keys and values that are kept",
+        choices=(8, 16),
+        default_text="8 with gain and gain-features, else 16",
+        group=ALLOCATION,
+    )
+    feature_map: str = option(
+        "clusters",
+        "what makes features of queries and keys",
+        choices=("clusters", "codebook", "mlp", "prf", "performer", "dijiang", "hedgehog"),
+        default_text=BY_RECIPE,
+        group=TRAINING,
+    )
+    text: str = option(
+        "builtin",
+        "the text to measure and train on: builtin, self, file:PATH or dataset:ID[:config][:split][:column]",
+        group=MEASURING,
+    )
+    texts: int = option(8, "how many texts to measure", least=1, group=MEASURING)
+    length: int = option(512, "tokens of a text, at most what the model's positions allow", least=1, group=MEASURING)
+    samples: int = option(
+        2048, "queries and keys of a head that its degrees of freedom are computed from", least=1, group=MEASURING
+    )
+    per: Per = option(
+        "kv",
+        "degrees of freedom per KV head, or per query head as in the paper",
+        default_text=BY_RECIPE,
+        group=MEASURING,
+    )
+    normalise: Normalise = option("trace", "what the Gram matrix is divided by", group=MEASURING)
+    gauge: Gauge = option("centred", "keys less their mean, or as they are", default_text=BY_RECIPE, group=MEASURING)
+    steps: int = option(
+        0, "steps of training; 0: none", least=0, most=MAX_STEPS, default_text=BY_RECIPE, group=TRAINING
+    )
+    minutes: float | None = option(
+        None, "minutes of training, instead of steps", above=0, most=MAX_MINUTES, group=TRAINING
+    )
+    loss: str = option(
+        "softmax",
+        "softmax, l2 or output: layer by layer; direct or logits: end to end; a+b: one after the other",
+        default_text=BY_RECIPE,
+        group=TRAINING,
+    )
+    lora: int = option(
+        0,
+        "rank of adapters on q, k, v and o that a loss end to end trains too; 0: none",
+        least=0,
+        default_text=BY_RECIPE,
+        group=TRAINING,
+    )
+    batch: int = option(2, "texts of a step", least=1, group=TRAINING)
+    target_length: int | None = option(
+        None,
+        "tokens at which the bytes of softmax heads count",
+        least=1,
+        most=MAX_TOKENS,
+        default_text="the model's positions",
+        group=ALLOCATION,
+    )
+    constant: bool = option(False, "leave no head softmax: the state never grows", group=ALLOCATION)
+    prices: str = option(
+        "auto",
+        "how the prices of heads are found; auto: measured where there is time, else estimated from gradients",
+        choices=("auto", "measured", "estimated"),
+        group=MEASURING,
+    )
+    exchanges: int = option(12, "allocations near the chosen one that are measured, too", least=0, group=MEASURING)
+    seed: int = option(0, "the seed of everything that is drawn at random", least=0, most=2**63 - 1, group=MACHINE)
+    device: str = option("auto", "auto, cpu, cuda, cuda:1, …", group=MACHINE)
+    dtype: str = option(
+        "auto", "the type of the weights", choices=("auto", "float32", "bfloat16", "float16"), group=MACHINE
+    )
 
     @staticmethod
     def of(recipe: str = "best", **given: Any) -> Plan:
-        """Take a recipe's choices for what is not given."""
+        """Take a recipe's choices for the options that are not given."""
         if recipe == "best" and given.get("features") is not None:
             recipe = "features"  # the paper's dial counts what only this recipe has
-        return Plan(**{"recipe": recipe, **RECIPES.get(recipe, {}), **given})
+        check_names(Plan, given)
+        return Plan(**{"recipe": recipe, **choices_of(recipe), **given})
 
     def changed(self, **given: Any) -> Plan:
-        """Change what is given; another recipe than the plan's brings its own choices for all that recipes decide."""
+        """Change some options; another recipe than the plan's brings its own choices for all that recipes decide."""
         if given.get("recipe", self.recipe) == self.recipe:
             return replace(self, **given)
         kept = {name: value for name, value in asdict(self).items() if name not in CHOSEN}
         return Plan.of(**{**kept, **given})
 
     def __post_init__(self) -> None:
-        for field in fields(self):
-            value = getattr(self, field.name)
-            if type(value) not in KINDS[str(field.type)]:
-                raise RequestError(f"{field.name} {value!r} is of the wrong kind: give {field.type}")
-        if self.recipe not in RECIPES:
-            raise RequestError(f"recipe {self.recipe!r} is none of {', '.join(RECIPES)}")
-        if not 0 <= self.seed < 2**63:
-            raise RequestError(f"seed {self.seed} cannot be: give a whole number from 0 to 2^63 - 1")
+        check_options(self)
         if (self.budget is None) == (self.features is None):
             raise BudgetError("a plan needs either a budget in tokens of cache or a mean number of features, not both")
-        for name in ("budget", "features"):
-            if (asked := getattr(self, name)) is not None and asked < 1:
-                raise BudgetError(f"{name} {asked} buys nothing: give a whole number, at least 1")
-        if self.strategy not in STRATEGIES:
-            raise BudgetError(f"strategy {self.strategy!r} is none of {', '.join(STRATEGIES)}")
         if self.rules.spends_tokens and self.budget is None:
             raise BudgetError(f"the strategy {self.strategy} spends a budget in tokens: give one instead of features")
-        if self.minutes is not None and not 0 < self.minutes <= YEAR:
-            raise RequestError(f"minutes {self.minutes} are no time to train: give more than 0, and a year's at most")
         if self.minutes is not None and not self.may_learn:
             raise RequestError(
                 f"recipe {self.recipe!r} with the strategy {self.strategy} has nothing that learns: leave out minutes, "
                 "or ask for another recipe, or for gain-features"
             )
-        if self.bits not in (None, 8, 16):
-            raise RequestError(f"bits {self.bits} cannot be: give 8 or 16")
         if self.bits is not None and self.bits not in self.rules.bits:
             raise RequestError(f"the strategy {self.strategy} keeps 16 bits a number: leave out bits")
-        if self.prices not in PRICES:
-            raise RequestError(f"prices {self.prices!r} is none of {', '.join(PRICES)}")
         if self.constant and self.rules.decided_by == "gates":
             raise RequestError("duo leaves heads softmax by its nature: leave out constant, or ask for another recipe")
-        for name in ("texts", "length", "samples"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} {getattr(self, name)} is too few: give at least 1")
-        for name in ("window", "sinks", "steps", "lora", "exchanges"):
-            if (getattr(self, name) or 0) < 0:
-                raise RequestError(f"{name} {getattr(self, name)} cannot be: give 0 or more")
-        if self.target_length is not None and self.target_length < 1:
-            raise RequestError(
-                f"target length {self.target_length} is no length: give at least 1, or leave it out for as many tokens "
-                "as the model's positions allow"
-            )
 
     @property
     def kept_sinks(self) -> int:
@@ -167,32 +230,25 @@ class Plan:
         return max(self.texts, 2) if self.rules.product in ("prices", "gates") else self.texts
 
     def differences(self, other: Plan) -> list[str]:
-        """Name what another plan asks for otherwise."""
-        pairs = [(f.name, getattr(self, f.name), getattr(other, f.name)) for f in fields(self)]
-        return [f"{name} {mine!r} instead of {theirs!r}" for name, mine, theirs in pairs if mine != theirs]
+        """Name the options that differ from another plan's."""
+        return differences(asdict(self), asdict(other))
 
-    def to_json(self) -> str:
-        return json.dumps(asdict(self), indent=1)
+    def command(self) -> str:
+        """Write `linearizer run …` with the recipe and every option that is not the recipe's."""
+        words = ["linearizer", "run", self.model]
+        if self.recipe != ("best" if self.features is None else "features"):  # what a dial alone stands for
+            words += ["--recipe", self.recipe]
+        usual = {field.name: field.default for field in fields(self)} | dict(choices_of(self.recipe))
+        for name, choice in usual.items():
+            value = getattr(self, name)
+            if name in ("model", "recipe") or value is None or value == choice:
+                continue
+            words.append(options_of(Plan)[name].flag)
+            if value is not True:
+                words.append(str(value))
+        return shlex.join(words)
 
-    @staticmethod
-    def from_json(text: str) -> Plan:
-        try:
-            return Plan(**json.loads(text))
-        except (ValueError, TypeError) as error:
-            raise RequestError(f"the plan cannot be read ({error}): start a new run") from error
 
-
-def command_of(plan: Plan) -> str:
-    """Write `linearizer run …` with the recipe, and every choice that is not the recipe's."""
-    usual = {field.name: field.default for field in fields(Plan)} | dict(RECIPES.get(plan.recipe, {}))
-    words = ["linearizer", "run", plan.model]
-    if plan.recipe != ("best" if plan.features is None else "features"):  # what a dial alone stands for
-        words += ["--recipe", plan.recipe]
-    for name, choice in usual.items():
-        asked = getattr(plan, name)
-        if name in ("model", "recipe") or asked is None or asked == choice:
-            continue
-        words.append(f"--{name.replace('_', '-')}")
-        if asked is not True:
-            words.append(str(asked))
-    return shlex.join(words)
+def choices_of(recipe: str) -> Mapping[str, Any]:
+    """Give the choices of a recipe; an unknown one has none, and is refused by the plan."""
+    return RECIPES[recipe].choices if recipe in RECIPES else {}

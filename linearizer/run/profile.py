@@ -7,10 +7,11 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import ClassVar, Literal, get_args
+from typing import ClassVar, Literal
 
 from linearizer.errors import RequestError
 from linearizer.run.json_products import JsonProduct
+from linearizer.run.options import check_options, option
 
 Normalise = Literal["trace", "J", "none"]  # what a ridge is a multiple of: tr K, the sample's size, one
 Gauge = Literal["raw", "centred"]  # keys as they are, or less their mean, to which a softmax is blind
@@ -22,9 +23,9 @@ class ProfileSettings:
     """How to measure. The paper leaves no token out and keeps the keys: sinks=0, gauge="raw", per="query"."""
 
     text: str = ""  # its source
-    samples: int = 2048  # queries and keys of a head, half and half
-    rows: int = 1024  # queries whose whole attention is read
-    sinks: int = 4  # first tokens of each text that are left out
+    samples: int = option(2048, "queries and keys of a head, half and half", least=32)
+    rows: int = option(1024, "queries whose whole attention is read", least=1)
+    sinks: int = option(4, "first tokens of each text that are left out", least=0)
     per: Per = "kv"
     normalise: Normalise = "trace"
     gauge: Gauge = "centred"
@@ -33,13 +34,9 @@ class ProfileSettings:
     reference: float = 2.0**-8  # the λ of the paper's table of heads
 
     def __post_init__(self) -> None:
-        if self.samples < 32 or self.samples % 8:
+        check_options(self)
+        if self.samples % 8:
             raise RequestError(f"samples {self.samples} cannot be shared out: give a multiple of 8 from 32 on")
-        if self.rows < 1 or self.sinks < 0:
-            raise RequestError(f"rows {self.rows} and sinks {self.sinks} cannot be: give at least 1 row and 0 sinks")
-        for name, kind in (("per", Per), ("normalise", Normalise), ("gauge", Gauge)):
-            if getattr(self, name) not in get_args(kind):
-                raise RequestError(f"{name} {getattr(self, name)!r} is unknown; there are {get_args(kind)}")
         falling = bool(self.ridges) and all(high > low for high, low in pairwise(self.ridges))
         if not falling or not all(0 < ridge < math.inf for ridge in (*self.ridges, self.reference)):
             raise RequestError(f"ridges must fall and be above 0, not {self.ridges} and {self.reference}")

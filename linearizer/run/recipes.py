@@ -1,40 +1,73 @@
-"""Recipes: what others do and what we do, each as the choices of a plan. Whatever is given besides takes precedence.
+"""Recipes: published methods and ours, each as the choices of a plan; what is given besides takes precedence.
 
-Each is its authors' form, as far as one run can hold it, at the bytes that the budget gives:
-
-  best       ours: every KV head a window, a window with slots, or softmax, as its measured price says; no training
-  windows    the same without slots
-  features   ours with learned features in place of slots: window, sinks and clusters, by a common λ, trained by layer;
-             with --strategy gain-features, as their measured prices say
-  swa        the same window and sinks everywhere, untrained (StreamingLLM, Xiao et al. 2024)
-  duo        each KV head softmax or a window, by gates that are learned (DuoAttention, Xiao et al. 2025)
-  paper      positive random features, as many in a layer as its degrees of freedom, trained by layer (NeurIPS 2025)
-  performer  fixed orthogonal random features, then the model adapts (Choromanski et al. 2021)
-  dijiang    fixed cosine features with learned weights, then the model adapts (Chen et al. 2024)
-  hedgehog   learned maps fitted to the attention rows, then the model adapts (Zhang et al. 2024)
-  lolcats    hedgehog beside a window, fitted to the attention outputs, then adapters (Zhang et al. 2025)
-
-Where a model adapts, that is LoRA on q, k, v and o here: the teacher's own weights stay.
+Each is its authors' form, as far as one run can hold it, at the bytes that the budget gives. Where a model adapts, that
+is LoRA on q, k, v and o: the teacher's own weights stay.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import dataclass, field
 from typing import Any
 
-BARE = {"window": 0, "sinks": 0}  # features alone, as these authors have it
-ADAPTS = {"lora": 8, "steps": 60}
+WITHOUT_WINDOW = {"window": 0, "sinks": 0}  # features alone, as these authors have it
+WITH_ADAPTERS = {"lora": 8, "steps": 60}
 
-RECIPES: Mapping[str, Mapping[str, Any]] = {
-    "best": {},
-    "windows": {"strategy": "windows"},
-    "features": {"strategy": "common-lambda", "steps": 60},
-    "swa": {"strategy": "window"},
-    "duo": {"strategy": "duo"},
-    "paper": {"strategy": "dof", "feature_map": "prf", "per": "query", "gauge": "raw", "steps": 60, **BARE},
-    "performer": {"strategy": "fix", "feature_map": "performer", "loss": "direct", **BARE, **ADAPTS},
-    "dijiang": {"strategy": "fix", "feature_map": "dijiang", "loss": "direct", **BARE, **ADAPTS},
-    "hedgehog": {"strategy": "fix", "feature_map": "hedgehog", "loss": "softmax+direct", **BARE, **ADAPTS},
-    "lolcats": {"strategy": "fix", "feature_map": "hedgehog", "loss": "output+direct", "sinks": 0, **ADAPTS},
+
+@dataclass(frozen=True)
+class Recipe:
+    """The choices that a name stands for."""
+
+    label: str  # on the page
+    about: str  # in `--help`: what it is and from whom
+    choices: Mapping[str, Any] = field(default_factory=dict)
+
+
+RECIPES: Mapping[str, Recipe] = {
+    "best": Recipe(
+        "what each head costs the model",
+        "ours: every KV head a window, a window with slots, or softmax, by its measured price; no training",
+    ),
+    "windows": Recipe("the same, windows alone", "the same without slots", {"strategy": "windows"}),
+    "features": Recipe(
+        "degrees of freedom, trained features",
+        "ours: window, sinks and learned features by a common λ, trained by layer",
+        {"strategy": "common-lambda", "steps": 60},
+    ),
+    "swa": Recipe(
+        "a plain window",
+        "the same window and sinks everywhere, untrained (StreamingLLM, Xiao et al. 2024)",
+        {"strategy": "window"},
+    ),
+    "duo": Recipe(
+        "learned gates (DuoAttention)",
+        "each KV head softmax or a window, by learned gates (DuoAttention, Xiao et al. 2025)",
+        {"strategy": "duo"},
+    ),
+    "paper": Recipe(
+        "the published method, to the letter",
+        "positive random features by the degrees of freedom of a layer, trained by layer (NeurIPS 2025)",
+        {"strategy": "dof", "feature_map": "prf", "per": "query", "gauge": "raw", "steps": 60, **WITHOUT_WINDOW},
+    ),
+    "performer": Recipe(
+        "Performer",
+        "fixed orthogonal random features, then adapters (Choromanski et al. 2021)",
+        {"strategy": "fix", "feature_map": "performer", "loss": "direct", **WITHOUT_WINDOW, **WITH_ADAPTERS},
+    ),
+    "dijiang": Recipe(
+        "DiJiang",
+        "fixed cosine features with learned weights, then adapters (Chen et al. 2024)",
+        {"strategy": "fix", "feature_map": "dijiang", "loss": "direct", **WITHOUT_WINDOW, **WITH_ADAPTERS},
+    ),
+    "hedgehog": Recipe(
+        "Hedgehog",
+        "learned maps fitted to the attention rows, then adapters (Zhang et al. 2024)",
+        {"strategy": "fix", "feature_map": "hedgehog", "loss": "softmax+direct", **WITHOUT_WINDOW, **WITH_ADAPTERS},
+    ),
+    "lolcats": Recipe(
+        "LoLCATs",
+        "hedgehog beside a window, fitted to the attention outputs, then adapters (Zhang et al. 2025)",
+        {"strategy": "fix", "feature_map": "hedgehog", "loss": "output+direct", "sinks": 0, **WITH_ADAPTERS},
+    ),
 }
-CHOSEN = frozenset(name for choices in RECIPES.values() for name in choices)  # what a recipe may decide
+CHOSEN = frozenset(name for recipe in RECIPES.values() for name in recipe.choices)  # the options that recipes decide

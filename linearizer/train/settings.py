@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field, fields
+from dataclasses import asdict, dataclass, field
 
 import torch
 
 from linearizer.errors import RequestError
+from linearizer.run.options import check_options, differences, option
 from linearizer.run.plan import Plan
 
 LAYERWISE, END_TO_END = ("softmax", "l2", "output"), ("direct", "logits")
@@ -38,34 +39,23 @@ MIN_PASSAGE_TOKENS = 16  # of a passage that is repeated
 class TrainingSettings:
     """How a student is trained."""
 
-    loss: str = "softmax"  # softmax | l2 | output | direct | logits
-    steps: int = 150
-    batch: int = 2  # texts per step
+    loss: str = option("softmax", choices=LAYERWISE + END_TO_END)
+    steps: int = option(150, least=0)
+    batch: int = option(2, "texts per step", least=1)
     rate: float = 1.0  # factor of all learning rates
     rates: Mapping[str, float] = field(default_factory=dict)  # in place of RATES
-    decay: str = "cosine"  # of the rates over the training: cosine | linear | none
-    warmup: int = 10  # steps until the rates are full
-    window_dropout: float = 0.5  # chance at the start, falling to 0, that a step trains with smaller windows
-    repeats: float = 0.5  # share of the texts in which a passage is repeated
-    lora: int = 0  # rank of adapters on q, k, v and o; end to end only
-    save_every: int = 25  # steps
+    decay: str = option("cosine", "of the rates over the training", choices=("cosine", "linear", "none"))
+    warmup: int = option(10, "steps until the rates are full", least=0)
+    window_dropout: float = option(
+        0.5, "chance at the start, falling to 0, that a step trains with smaller windows", least=0, most=1
+    )
+    repeats: float = option(0.5, "share of the texts in which a passage is repeated", least=0, most=1)
+    lora: int = option(0, "rank of adapters on q, k, v and o; end to end only", least=0)
+    save_every: int = option(25, "steps", least=1)
     seed: int = 0
 
     def __post_init__(self) -> None:
-        known = LAYERWISE + END_TO_END
-        if self.loss not in known:
-            raise RequestError(f"loss {self.loss!r} is none of {', '.join(known)}")
-        if self.decay not in ("cosine", "linear", "none"):
-            raise RequestError(f"decay {self.decay!r} is none of cosine, linear, none")
-        for name in ("batch", "save_every"):
-            if getattr(self, name) < 1:
-                raise RequestError(f"{name} {getattr(self, name)} is too few: give at least 1")
-        for name in ("steps", "warmup", "lora"):
-            if getattr(self, name) < 0:
-                raise RequestError(f"{name} {getattr(self, name)} cannot be: give 0 or more")
-        for name in ("window_dropout", "repeats"):
-            if not 0 <= getattr(self, name) <= 1:
-                raise RequestError(f"{name} {getattr(self, name)} is no chance: give 0 to 1")
+        check_options(self)
         if unknown := sorted(set(self.rates) - set(RATES)):
             raise RequestError(f"rates are known for {', '.join(RATES)}, not for {', '.join(unknown)}")
         if not all(math.isfinite(rate) and rate >= 0 for rate in (self.rate, *self.rates.values())):
@@ -83,9 +73,7 @@ class TrainingSettings:
 
     def differences(self, other: Mapping[str, object]) -> list[str]:
         """Describe the differences from other settings, given as plain values."""
-        own = asdict(self)
-        names = [field.name for field in fields(self) if own[field.name] != other.get(field.name)]
-        return [f"{name} {own[name]!r} instead of {other.get(name)!r}" for name in names]
+        return differences(asdict(self), other)
 
 
 def rate_share(settings: TrainingSettings, step: int) -> float:

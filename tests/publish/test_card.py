@@ -13,7 +13,7 @@ from linearizer.publish.allocation_picture import EMPTY, FEATURES, SLOTS, WHOLE,
 from linearizer.publish.card import card, plain, snippet
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
-from linearizer.run.plan import Plan, command_of
+from linearizer.run.plan import Plan
 from tests.support.cards import HEADS, HOSTILE, LAYERS, colours, made, rgb
 from tests.support.evaluation_results import FOUND
 
@@ -144,7 +144,7 @@ def test_a_gated_teacher_is_said_to_be_gated(tmp_path):
 def test_the_command_asks_for_the_plan(plan):
     import shlex
 
-    asked = parser().parse_args(shlex.split(command_of(plan))[1:])
+    asked = parser().parse_args(shlex.split(plan.command())[1:])
     assert Plan.of(**plan_changes(asked)) == plan
 
 

@@ -35,15 +35,15 @@ def run(tmp_path):
 @pytest.mark.parametrize(
     ("given", "sentence"),
     [
-        ({"texts": 2.5}, "texts '2.5' cannot be: give a whole number"),
-        ({"texts": True}, "texts 'True' cannot be: give a whole number"),
-        ({"lengths": [64, "128"]}, "lengths .* cannot be: give a list"),
+        ({"texts": 2.5}, "texts 2.5 cannot be: give a whole number"),
+        ({"texts": True}, "texts True cannot be: give a whole number"),
+        ({"lengths": [64, "128"]}, r"lengths\[1\] '128' cannot be: give a whole number"),
         ({"parts": "language"}, "parts 'language' cannot be: give a list"),
-        ({"text": 5}, "text '5' cannot be: give text"),
+        ({"text": 5}, "text 5 cannot be: give text"),
         ({"seconds": "long"}, "seconds 'long' cannot be: give a number"),
-        ({"seconds": 0}, "measure nothing"),
+        ({"seconds": 0}, "seconds 0 cannot be: give a number, above 0"),
         ({"parts": ["langage"]}, "did you mean 'language'"),
-        ({"sed": 1}, "sed is no choice of an evaluation"),
+        ({"sed": 1}, "sed is unknown: there are curve_steps, "),
     ],
 )
 def test_what_is_no_request_is_refused_in_a_sentence(given, sentence):

@@ -1,0 +1,96 @@
+"""Options say what they may be once: checks, help, commands and text derive from the fields of the plan."""
+
+import shlex
+from dataclasses import dataclass
+
+import pytest
+
+from linearizer.cli.main import parser
+from linearizer.cli.options import plan_changes
+from linearizer.errors import BudgetError, RequestError
+from linearizer.run.evaluation_request import Request
+from linearizer.run.options import check_options, option, options_of
+from linearizer.run.plan import ALLOCATION, BY_RECIPE, Plan
+from linearizer.run.recipes import CHOSEN, RECIPES
+from linearizer.run.strategies import STRATEGIES
+from linearizer.runtime.feature_maps import FEATURE_MAPS
+
+
+@dataclass(frozen=True)
+class Oven:
+    heat: int | None = option(None, "degrees", least=0, most=300, default_text="off", error=BudgetError)
+    share: float = option(0.5, above=0)
+    mode: str = option("fan", "how", choices=("fan", "grill"))
+    trays: tuple[int, ...] = option((), least=1)
+    light: bool = False
+
+    def __post_init__(self):
+        check_options(self)
+
+
+@pytest.mark.parametrize(
+    ("given", "sentence"),
+    [
+        ({"heat": -1}, "heat -1 cannot be: give a whole number, at least 0 and at most 300, or leave it out"),
+        ({"heat": True}, "heat True cannot be: give a whole number"),
+        ({"heat": 2.5}, "heat 2.5 cannot be: give a whole number"),
+        ({"share": 0}, "share 0 cannot be: give a number, above 0"),
+        ({"share": float("nan")}, "share nan cannot be"),
+        ({"mode": "gril"}, r"mode 'gril' is none of fan, grill \(did you mean 'grill'\?\)"),
+        ({"mode": None}, "mode None is none of fan, grill"),
+        ({"trays": (1, 0)}, "trays 0 cannot be: give a list, each a whole number, at least 1"),
+        ({"trays": 1}, "trays 1 cannot be: give a list"),
+        ({"light": "yes"}, "light 'yes' cannot be: give true or false"),
+        ({"mode": "x" * 90}, "mode 'x{39}… is none of"),
+    ],
+)
+def test_a_value_that_cannot_be_is_refused_with_the_values_that_can(given, sentence):
+    with pytest.raises(RequestError, match=sentence) as refused:
+        Oven(**given)
+    assert isinstance(refused.value, BudgetError) == ("heat" in given)
+
+
+def test_values_are_read_from_text():
+    options = options_of(Oven)
+    assert [options[name].parse(text) for name, text in (("heat", "20"), ("share", "1"), ("mode", "grill"))] == [
+        20, 1.0, "grill"
+    ]  # fmt: skip
+    assert options["trays"].parse("1, 3,") == (1, 3) and options["trays"].parse("") == ()
+    with pytest.raises(RequestError, match="trays '1,few' cannot be"):
+        options["trays"].parse("1,few")
+
+
+def test_help_says_what_an_option_means_and_its_default():
+    options = options_of(Oven)
+    assert options["heat"].help == "degrees (default: off)" and options["mode"].help == "how: fan, grill (default: fan)"
+    for described in (*options_of(Plan).values(), *options_of(Request).values()):
+        assert described.limits.about or described.name == "model"
+
+
+def test_every_option_of_a_plan_is_an_option_of_the_command_line():
+    for described in options_of(Plan).values():
+        if described.name != "model":
+            assert described.limits.group, described.name
+    text = next(action for action in parser()._actions if action.choices).choices["run"].format_help()
+    for name in (*RECIPES, *STRATEGIES, ALLOCATION):
+        assert name in text
+    assert all(recipe.about in text for recipe in RECIPES.values())
+
+
+def test_the_command_of_a_plan_makes_the_plan():
+    for plan in (
+        Plan.of("lolcats", model="demo", budget=64, steps=7, constant=False, minutes=None),
+        Plan.of(model="a/b", budget=64, constant=True, window=8, device="cuda:1"),
+        Plan.of(model="a b", features=32, minutes=2.5),
+    ):
+        asked = parser().parse_args(shlex.split(plan.command())[1:])
+        assert Plan.of(**{"model": asked.model, **plan_changes(asked)}) == plan
+
+
+def test_what_recipes_decide_is_said_to_be_theirs():
+    said = {each.name for each in options_of(Plan).values() if each.limits.default_text == BY_RECIPE}
+    assert said == CHOSEN - {"window", "sinks"}
+
+
+def test_the_plan_knows_every_feature_map():
+    assert set(options_of(Plan)["feature_map"].limits.choices) == set(FEATURE_MAPS)
