@@ -79,7 +79,8 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         if config.feature_map not in FEATURE_MAPS:
             raise ValueError(f"feature_map={config.feature_map!r} is none of {', '.join(FEATURE_MAPS)}")
         if base is None:
-            base = AutoModelForCausalLM.from_config(config.base_config(), attn_implementation=IMPLEMENTATION)
+            how = {"attn_implementation": IMPLEMENTATION, "dtype": torch.get_default_dtype()}  # that asked for
+            base = AutoModelForCausalLM.from_config(config.base_config(), **how)
         self.base = base
         modules = attention_modules(base)
         if len(modules) != len(config.layers):

@@ -79,8 +79,9 @@ def test_saving_what_was_loaded_keeps_it_loadable(bare, tmp_path):
 
 
 @torch.no_grad()
-def test_half_precision_keeps_features_in_fp32_and_the_answer(tmp_path):
-    student, ids = student_of("llama"), tokens(2, 20)
+@pytest.mark.parametrize("dtype", [None, "float32"])
+def test_half_precision_keeps_features_in_fp32_and_the_answer(dtype, tmp_path):
+    student, ids = student_of("llama", dtype=dtype), tokens(2, 20)
     save(student, None, tmp_path / "checkpoint")
     half = AutoModelForCausalLM.from_pretrained(tmp_path / "checkpoint", dtype=torch.bfloat16)
     dtypes = {name: parameter.dtype for name, parameter in half.named_parameters()}
