@@ -34,6 +34,7 @@ except ImportError as missing:
     Attention = look = merge = run_step = run_slot_step = None  # type: ignore[assignment, misc]
 
 TRIAL_WINDOW, TRIAL_FEATURES = 16, 40
+TRIAL_ENDS = (32, 192)  # of the calls for a text: the second takes a state and has two segments
 TRIAL_SLOTS, TRIAL_BLOCK, TRIAL_GAIN = 28, 8, 0.25  # their window is as large as a block
 GIVEN = -1  # features that are not folded
 
@@ -47,12 +48,12 @@ def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: State) -
     sizes, gradients = sizes_of(q, v, state), torch.is_grad_enabled()
 
     def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
-        text = Drawn.of(q, sizes, 192, dtype)
+        text = Drawn.of(q, sizes, TRIAL_ENDS[-1], dtype)
         inputs = [x.requires_grad_(gradients) for x in (text.q, text.k, text.v)]
         state = State.empty(text.k, text.v, TRIAL_WINDOW, sizes.sinks, sizes.features)
         attend, features = attend_by_kernel if by_kernels else attend_chunks, text.features if sizes.features else None
         out = []
-        for start, stop in ((0, 32), (32, 192)):  # the second takes a state and has two segments
+        for start, stop in ((0, TRIAL_ENDS[0]), TRIAL_ENDS):
             part = text.piece(start, stop)
             out.append(chunked(*part, features, TRIAL_WINDOW, None, state, attend=attend).to(dtype))
         results = [torch.cat(out, -2), state.level, state.mean]

@@ -31,6 +31,7 @@ except ImportError as missing:
     loss_kernels = None  # type: ignore[assignment]
 
 Tensor = torch.Tensor
+TRIAL_TOKENS = 192
 MAX_LOST_MASS = 1e-7  # of the teacher's attention in a row
 
 Compute = Callable[
@@ -62,7 +63,7 @@ def kernels_serve(u: Tensor, q: Tensor, k: Tensor, squared: bool) -> bool:
     sizes = Sizes(q.shape[2], q.shape[-1], 1, 0, u.shape[-1])
 
     def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
-        text = Drawn.of(q, sizes, 192, dtype)
+        text = Drawn.of(q, sizes, TRIAL_TOKENS, dtype)
         work = working_dtype(text.q)
         tensors = text.features.queries(text.q.to(work)), text.features.keys(text.k.to(work)), text.q, text.k
         total, gradients = (fused if by_kernels else blocked)(*tensors, 16, 4, squared, True)
