@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from linearizer.evaluate import speed
 from linearizer.evaluate.speed import Pace, crossing, drawn_out, least_squares, measure_speed
 from linearizer.evaluate.subjects import Subject
 from linearizer.progress import finish
@@ -16,6 +17,11 @@ def subjects_of(heads):
         layer.float()  # as a student keeps its features
     layers = layers_of(teacher)
     return [Subject("teacher", teacher), Subject("student", student, allocation_of(layers, heads, 2))], layers
+
+
+@pytest.fixture(autouse=True)
+def few_texts_at_once(monkeypatch):
+    monkeypatch.setattr(speed, "MOST", 8)
 
 
 @pytest.fixture(scope="module")
@@ -37,7 +43,7 @@ def test_what_is_remembered_is_what_was_told(mixed):
 
 def test_breakeven_as_measured_is_that_of_the_shapes():
     subjects, layers = subjects_of([Head(window=5, features=16)])
-    found = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=5))
+    found = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=60))
     assert [pace.extrapolated for course in found.subjects for pace in course.one] == [None] * 6
     assert found.breakeven.bytes == found.breakeven.told_bytes > 0
 
@@ -62,7 +68,7 @@ def test_a_row_ends_where_memory_does_and_the_others_go_on(mixed):
 
     subjects[0].model.forward = forward
     try:
-        found = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=5))
+        found = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=60))
     finally:
         subjects[0].model.forward = honest
     teacher, student = found.subjects
