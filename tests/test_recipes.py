@@ -29,7 +29,7 @@ from linearizer.run.recipes import RECIPES
 from linearizer.train.settings import training_settings
 from tests.support.models import layers_of, student_of, teacher_of, tokens
 
-SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64)
+SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64, dtype="float32")
 
 
 @pytest.mark.parametrize("recipe", ["windows", "swa", "duo", "lolcats", "performer"])

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ from linearizer.model.checkpoint import load
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 
-SMALL = ["--texts", "2", "--length", "64", "--samples", "128"]
+SMALL = ["--texts", "2", "--length", "64", "--samples", "128", "--dtype", "float32"]
 QUICK = ["--recipe", "features", *SMALL, "--steps", "2"]
 
 
@@ -27,6 +28,15 @@ def done(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run") / "demo"
     assert main(["run", "demo", "--budget", "64", "--out", str(folder), *QUICK]) == 0
     return folder
+
+
+@pytest.fixture
+def in_bf16(done, tmp_path):
+    """A copy of it whose plan asks for bf16, of which the bytes of a budget are."""
+    shutil.copytree(done, tmp_path / "bf16")
+    run = Run.open(tmp_path / "bf16")
+    run.write("plan.json", replace(run.plan, dtype="bfloat16").to_json())
+    return run.folder
 
 
 def test_a_run_ends_in_a_checkpoint_that_writes(done):
@@ -46,12 +56,12 @@ def milestones(run):
     return [event["event"] for event in run.events() if "total" not in event]
 
 
-def test_json_is_all_there_is_on_standard_output(done, said):
+def test_json_is_all_there_is_on_standard_output(done, in_bf16, said):
     code, out, _ = said("inspect", "demo", "--json")
     assert code == 0 and json.loads(out)["supported"] is True
     code, out, _ = said("allocate", done, "--budget", "128", "--json")
     assert code == 0 and json.loads(out)["breakeven_tokens"] <= 128
-    code, out, _ = said("compare", done, "--tokens", "4", "--json")
+    code, out, _ = said("compare", in_bf16, "--tokens", "4", "--json")
     sides = json.loads(out)
     assert code == 0 and sides["student"]["tokens"] == sides["teacher"]["tokens"] == 4
     assert sides["student"]["state_bytes"] <= 64 * 4096
@@ -132,19 +142,16 @@ def wait_for(condition, process):
         time.sleep(0.02)
 
 
-LONG = ["--recipe", "features", "--texts", "16", "--length", "256", "--samples", "1024", "--steps", "4"]
-
-
 def test_ctrl_c_stops_with_130_and_the_run_can_be_resumed(tmp_path, said):
     folder = tmp_path / "run"
-    process = start("run", "demo", "--out", folder, *LONG)
-    wait_for((folder / "events.jsonl").exists, process)
-    time.sleep(1)
+    log = folder / "events.jsonl"
+    process = start("run", "demo", "--out", folder, *QUICK)
+    wait_for(lambda: log.exists() and '"profile"' in log.read_text(), process)
     process.send_signal(signal.SIGINT)
     _, err = process.communicate(timeout=180)
     assert process.returncode == 130, err
     assert f"--resume --out {folder}" in err and "Traceback" not in err
-    assert said("run", "demo", "--out", folder, "--resume", *LONG)[0] == 0
+    assert said("run", "demo", "--out", folder, "--resume", *QUICK)[0] == 0
     assert (folder / "checkpoint" / "model.safetensors").exists()
 
 
@@ -222,7 +229,8 @@ def test_the_library_does_what_the_command_does(done, tmp_path):
     from linearizer import finish, linearize
 
     run = linearizer.Run.begin(
-        tmp_path / "run", Plan.of("features", model="demo", budget=64, texts=2, length=64, samples=128, steps=2)
+        tmp_path / "run",
+        Plan.of("features", model="demo", budget=64, texts=2, length=64, samples=128, steps=2, dtype="float32"),
     )
     allocation = finish(linearize(run))
     assert allocation == linearizer.Run.open(done).allocation

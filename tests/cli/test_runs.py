@@ -14,7 +14,7 @@ from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.support.runs import process_of, wait_for, wait_for_event, wait_until
 
-QUICK = ["--recipe", "features", "--budget", "64", "--texts", "2", "--length", "64", "--samples", "128"]
+QUICK = "--recipe features --budget 64 --texts 2 --length 64 --samples 128 --dtype float32".split()
 LONG = [*QUICK, "--steps", "100000"]
 
 

@@ -25,7 +25,7 @@ from linearizer.progress import finish
 from linearizer.run.folder import Run, located
 from linearizer.run.plan import Plan
 
-QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--steps", "2"]
+QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--dtype", "float32", "--steps", "2"]
 
 
 @pytest.fixture(scope="module")

@@ -16,9 +16,9 @@ from linearizer.progress import finish
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from tests.support.runs import process_of, wait_for
+from tests.support.runs import QUICK, process_of, wait_for
 
-PLAN = Plan("demo", recipe="features", strategy="common-lambda", budget=64, texts=2, length=64, samples=128, steps=2)
+PLAN = Plan("demo", steps=2, **QUICK)
 LONG = {"parts": ["language", "speed"], "texts": 2, "lengths": [64, 96], "seconds": 0.5}
 SHORT = {"parts": ["language", "recall"], "texts": 2}
 

@@ -59,7 +59,17 @@ def test_every_architecture_is_estimated_and_left_as_it_was(family):
 
 
 def test_a_run_with_estimated_prices_ends_in_a_student(tmp_path):
-    plan = Plan("demo", budget=40, texts=2, length=64, samples=128, target_length=64, bits=16, prices="estimated")
+    plan = Plan(
+        "demo",
+        budget=40,
+        texts=2,
+        length=64,
+        samples=128,
+        target_length=64,
+        bits=16,
+        prices="estimated",
+        dtype="float32",
+    )
     run = Run.begin(tmp_path / "run", plan)
     finish(pipeline.linearize(run))
     assert [event["estimated"] for event in run.events() if event["event"] == "priced"] == [True]

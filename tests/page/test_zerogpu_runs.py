@@ -26,7 +26,7 @@ from tests.support.runs import QUICK, process_of, wait_for, wait_until
 HERE = Path(__file__).parents[2]
 ANN = "ann's secret, long enough"
 TRAINED = Plan("demo", steps=6, **QUICK)
-PRICED = Plan("demo", budget=64, strategy="windows", texts=2, length=64, samples=128, exchanges=2)
+PRICED = Plan("demo", budget=64, strategy="windows", texts=2, length=64, samples=128, exchanges=2, dtype="float32")
 OPTIONS = {**{name: value for name, value in QUICK.items() if name != "budget"}, "steps": 6}
 
 

@@ -17,7 +17,9 @@ from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.train import step as train_step
 
-ASKED = dict(model="demo", budget=24, texts=2, length=32, samples=64, sinks=1, prices="estimated", exchanges=0)
+ASKED = dict(
+    model="demo", budget=24, texts=2, length=32, samples=64, sinks=1, prices="estimated", exchanges=0, dtype="float32"
+)
 
 
 @pytest.fixture(scope="module")

@@ -22,7 +22,14 @@ ARGUMENTS = """
     --no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run
 """
 GRADIO = {"image-redundant-alt"}  # the pictures in Gradio's footer repeat the words beside them; they cannot be set
-SMALL = {"recipe": "features", "texts": 2, "length": 128, "samples": 64, "steps": 4}  # a run of seconds
+SMALL = {
+    "recipe": "features",
+    "texts": 2,
+    "length": 128,
+    "samples": 64,
+    "steps": 4,
+    "dtype": "float32",
+}  # a run of seconds
 SPACE = {  # what the Hub sets in a Space
     "SYSTEM": "spaces",
     "SPACE_ID": "owner/linearizer",
