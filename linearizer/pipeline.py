@@ -8,7 +8,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
 
 import torch
 
@@ -16,7 +15,7 @@ from linearizer.allocate.decide import check_dials, decide
 from linearizer.allocate.step import allocate
 from linearizer.errors import RequestError
 from linearizer.evaluate.environment import environment
-from linearizer.evaluate.setup import Bench, assembled
+from linearizer.evaluate.setup import Setup, assembled
 from linearizer.evaluate.side_by_side import Comparison, compare
 from linearizer.evaluate.step import JUDGING, judge, measure_parts
 from linearizer.measure.profile import profile_settings
@@ -37,6 +36,7 @@ from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
+from linearizer.run.results import Part
 from linearizer.run.stopping import check, interruptible, reported
 from linearizer.train.settings import training_settings
 from linearizer.train.step import plan_with_steps, train
@@ -145,7 +145,7 @@ def make(run: Run, token: str | None) -> Steps[None]:
     control = student
     if plan.lora:  # adapters changed the student's weights: the teacher and its window have their own
         control = checkpoint.linearize(load(run.pinned_plan, token).model, layers, allocation)
-    yield from judge(run, Bench(run, student, control, teacher.tokenizer, control.base, None, judged))
+    yield from judge(run, Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
     check(run)
     checkpoint.save(student, teacher.tokenizer, run.checkpoint)
 
@@ -180,7 +180,7 @@ def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
     training_settings(plan)
 
 
-def resume_evaluation(run: Run, token: str | None = None) -> Steps[dict[str, Any]]:
+def resume_evaluation(run: Run, token: str | None = None) -> Steps[dict[str, Part]]:
     """Go on with what was last asked for, as the log says; the caller holds the run."""
     with reported(run.evaluating):
         asked, again, done = newest_request(run)
@@ -191,11 +191,11 @@ def resume_evaluation(run: Run, token: str | None = None) -> Steps[dict[str, Any
 
 def evaluate(
     run: Run, request: Request, anew: tuple[str, ...] = (), token: str | None = None, held: bool = False
-) -> Steps[dict[str, Any]]:
+) -> Steps[dict[str, Part]]:
     """Evaluate a finished run; `anew` names parts that are measured although they are there as they were asked."""
     run = run.evaluating
-    with working(run, held), assembled(run, token) as bench:
-        parts = yield from measure_parts(run, bench, request, anew)
+    with working(run, held), assembled(run, token) as setup:
+        parts = yield from measure_parts(run, setup, request, anew)
         add_card(run)
         run.log("done")
     return parts

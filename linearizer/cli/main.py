@@ -222,7 +222,8 @@ def serve_evaluate(asked: argparse.Namespace) -> None:
         return
     steps = evaluate(run, request, request.chosen if asked.again else (), held=True)
     how = {"request": asdict(request), "again": asked.again}
-    found = work(foreground(run.evaluating, steps, **how), f"`linearizer evaluate {run.folder}`")
+    work(foreground(run.evaluating, steps, **how), f"`linearizer evaluate {run.folder}`")
+    found = run.evaluation_parts
     chosen = {part: found[part] for part in request.chosen if part in found}
     if asked.charts:
         from linearizer.publish.evaluation_page import page_of

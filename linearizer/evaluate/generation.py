@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -16,33 +15,11 @@ from linearizer.evaluate.reading import read
 from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import fresh_cache, losses_of
 from linearizer.progress import Progress, Steps
+from linearizer.run.results import Generation, Written
 
 Tensor = torch.Tensor
 GRAMS = (1, 2, 3)  # tokens in a row, whose variety is counted
 REPEATED = 4  # tokens in a row that, found again, count as repeated
-
-
-@dataclass(frozen=True)
-class Written:
-    """What one subject wrote; what is held against the teacher is None for whom there is none."""
-
-    name: str
-    sampled: bool  # drawn, or the likeliest tokens
-    diverged: tuple[int, ...] | None  # tokens of each text before the first that is not the teacher's
-    repeated: float  # share of the runs of four tokens that stood in the same text before
-    distinct: tuple[float, ...]  # share of the runs of one, two, three tokens that are different
-    loss: float | None  # of the teacher on what was written, in nats per token
-    likeliest: float | None  # share of the tokens that are the teacher's first choice at their place
-
-
-@dataclass(frozen=True)
-class Generation:
-    """All subjects on the same prompts."""
-
-    prompts: int
-    prompt_tokens: int
-    new_tokens: int
-    subjects: tuple[Written, ...]
 
 
 def measure_generation(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
 
 import torch
 from torch.nn.functional import scaled_dot_product_attention
@@ -21,44 +20,12 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head
 from linearizer.run.profile import Curve, HeadProfile, Profile
+from linearizer.run.results import Approximation, Errors, FeatureCurve, Foretold
 from linearizer.runtime.attention_interface import attention_modules, observing
 from linearizer.runtime.layer_student import LayerStudent
 
 Tensor = torch.Tensor
-Foretold = tuple[tuple[float | None, ...], ...]  # [layer][KV head]; None where the profile foretells nothing
 COLUMNS = 128  # of the rows that are looked at together
-
-
-@dataclass(frozen=True)
-class Errors:
-    """Of one subject, [layer][KV head]; no heads where the teacher bounds the layer itself."""
-
-    name: str
-    rows: tuple[tuple[float, ...], ...]
-    outputs: tuple[tuple[float, ...], ...]
-    rows_mean: float
-    outputs_mean: float
-
-
-@dataclass(frozen=True)
-class Approximation:
-    """Students against what was predicted of their heads from the profile alone."""
-
-    subjects: tuple[Errors, ...]
-    predicted: tuple[Foretold, ...]  # of each subject
-    correlation: tuple[float | None, ...]  # of each subject's row errors with the predicted ones: Spearman's
-
-
-@dataclass(frozen=True)
-class FeatureCurve:
-    """Errors if every KV head had nothing but so many features, as a function of their number."""
-
-    features: tuple[int, ...]
-    predicted: tuple[float, ...]  # mean over the heads of λ, where N(λ) is the number of features
-    names: tuple[str, ...]  # untrained, and trained if that was asked for
-    rows: tuple[tuple[float, ...], ...]  # [name][features]: means over the heads
-    outputs: tuple[tuple[float, ...], ...]
-    layers: tuple[tuple[tuple[float, ...], ...], ...]  # [name][layer][features]: of the rows
 
 
 def measure_approximation(

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -18,58 +17,13 @@ from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import kl_of, texts_at_once
 from linearizer.progress import Progress, Steps
 from linearizer.run.head_bytes import Layer
+from linearizer.run.results import Bin, Estimate, Language, Predictions
 
 Tensor = torch.Tensor
-Interval = tuple[float, float]
 DRAWN = 1000  # times that the documents are drawn again
 FEWEST = 8  # documents; where there are fewer, texts are drawn instead
 BINS = 10  # of the probability of the likeliest token
 FIRST_EDGE = 64
-
-
-@dataclass(frozen=True)
-class Estimate:
-    """A mean over tokens, and where it may lie."""
-
-    mean: float
-    interval: Interval
-
-
-@dataclass(frozen=True)
-class Bin:
-    """The predictions whose likeliest token has a probability in one range."""
-
-    share: float  # of all predictions
-    probability: float  # that the likeliest token was given, on average
-    correct: float  # how often it came
-
-
-@dataclass(frozen=True)
-class Predictions:
-    """One subject, in nats; what is held against the teacher is None for whom there is none."""
-
-    name: str
-    state_bytes: int | None  # at the end of a text; None: grows with it
-    loss: Estimate
-    perplexity: float
-    by_position: tuple[float, ...]  # loss in the ranges that begin at `edges`
-    position_intervals: tuple[Interval, ...]
-    excess: Estimate | None  # loss above the teacher's on the same tokens
-    kl: Estimate | None  # of the next-token distribution from the teacher's
-    agreement: Estimate | None  # how often the likeliest tokens are the same
-    calibration_error: float  # |probability - correct|, averaged over the predictions
-    bins: tuple[Bin, ...]
-
-
-@dataclass(frozen=True)
-class Language:
-    """All subjects on one text."""
-
-    tokens: int  # predicted
-    edges: tuple[int, ...]
-    drawn: str  # what the intervals are over: documents or texts
-    count: int  # how many of these there are
-    subjects: tuple[Predictions, ...]
 
 
 class Scores(NamedTuple):

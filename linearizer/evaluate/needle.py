@@ -19,12 +19,13 @@ from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import fresh_cache, losses_of
 from linearizer.model.memory import run_if_it_fits
 from linearizer.progress import Progress, Steps
+from linearizer.run.results import Grid, Needle
 
 Tensor = torch.Tensor
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the text between the start and the question
 KEY, VALUE = 8, 8  # tokens
 PAIRS = 4  # of which one is asked for
-LEAST = 2 * (PAIRS + 1) * (KEY + VALUE)  # tokens of a text: half of them pairs
+MIN_NEEDLE_TOKENS = 2 * (PAIRS + 1) * (KEY + VALUE)  # tokens of a text: half of them pairs
 PIECE = 2048  # tokens that are read at a time
 
 
@@ -37,24 +38,11 @@ class Answer:
     surprise: float  # on the value, when the pair is new
 
 
-@dataclass(frozen=True)
-class Grid:
-    """One subject's answers, [length][depth]; None where memory did not reach."""
-
-    name: str
-    found: tuple[tuple[float | None, ...], ...]
-    loss: tuple[tuple[float | None, ...], ...]
-    surprise: tuple[tuple[float | None, ...], ...]
-
-
-@dataclass(frozen=True)
-class Needle:
-    """All subjects on the same texts."""
-
-    lengths: tuple[int, ...]  # tokens
-    depths: tuple[float, ...]  # share of the text before the pair
-    extrapolated: tuple[bool, ...]  # whether a length lies beyond the teacher's positions
-    subjects: tuple[Grid, ...]
+def needle_lengths(usual: int, positions: int) -> tuple[int, ...]:
+    """Choose lengths of texts around that of the training's texts, as far as positions reach."""
+    lengths = (usual // 2, usual, 2 * usual, 4 * usual)
+    fitting = tuple(length for length in lengths if MIN_NEEDLE_TOKENS <= length <= positions)
+    return fitting or (min(MIN_NEEDLE_TOKENS, positions),)
 
 
 @dataclass(frozen=True)
@@ -68,8 +56,10 @@ class Hidden:
 def hide(windows: Tensor, depth: float, seed: int) -> Hidden:
     """Hide pairs in texts that keep their length, one at a depth, the others anywhere else, and ask for that one."""
     texts, length = windows.shape
-    if length < LEAST:
-        raise RequestError(f"{PAIRS} pairs do not fit into a text of {length} tokens: ask for lengths from {LEAST} on")
+    if length < MIN_NEEDLE_TOKENS:
+        raise RequestError(
+            f"{PAIRS} pairs do not fit into a text of {length} tokens: ask for lengths from {MIN_NEEDLE_TOKENS} on"
+        )
     generator = torch.Generator().manual_seed(seed)
     words = windows.flatten()  # as often as the texts hold them
     drawn = words[torch.randint(len(words), (texts, PAIRS, KEY + VALUE), generator=generator)]

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
 from functools import partial
 
 import torch
@@ -13,37 +12,9 @@ from linearizer.evaluate.subjects import Subject
 from linearizer.model.memory import run_if_it_fits
 from linearizer.model.text import repeated_passages
 from linearizer.progress import Progress, Steps
+from linearizer.run.results import Longer, Recall, Repeated
 
 Tensor = torch.Tensor
-
-
-@dataclass(frozen=True)
-class Repeated:
-    """One subject's loss on passages that come twice, gap by gap."""
-
-    name: str
-    first: tuple[float, ...]
-    second: tuple[float, ...]
-
-
-@dataclass(frozen=True)
-class Recall:
-    """All subjects on the same texts."""
-
-    passage: int  # tokens
-    gaps: tuple[int, ...]
-    subjects: tuple[Repeated, ...]
-
-
-@dataclass(frozen=True)
-class Longer:
-    """Loss by position in texts that are longer than those of the training."""
-
-    trained: int  # tokens of a text of the training
-    edges: tuple[int, ...]  # where the ranges of positions begin
-    extrapolated: tuple[bool, ...]  # whether a range lies beyond the teacher's own positions
-    names: tuple[str, ...]
-    losses: tuple[tuple[float, ...], ...]  # [subject][range]
 
 
 def doubling_gaps(length: int, passage: int) -> tuple[int, ...]:
@@ -80,4 +51,4 @@ def measure_longer(subjects: Sequence[Subject], windows: Tensor, trained: int, p
     ends = (*edges[1:], windows.shape[1] - 1)
     rows = tuple(tuple(own[:, a:b].mean().item() for a, b in zip(edges, ends, strict=True)) for own in losses)
     beyond = tuple(end > positions for end in ends)
-    return Longer(trained, edges, beyond, tuple(subject.name for subject in subjects), rows)
+    return Longer(trained, edges, beyond, tuple(subject.name for subject in subjects), rows, len(windows))

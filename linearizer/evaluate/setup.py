@@ -7,7 +7,6 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from itertools import islice
-from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
@@ -25,13 +24,14 @@ from linearizer.model.text import first_tokens, pack_texts, read_documents, read
 from linearizer.run.allocation import Allocation
 from linearizer.run.folder import Run, located_text
 from linearizer.run.head_bytes import Head, Layer
+from linearizer.run.results import MadeWith
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.step import initialise_student
 
 
 @dataclass(frozen=True)
-class Bench:
+class Setup:
     """All that the parts of an evaluation need."""
 
     run: Run
@@ -142,17 +142,14 @@ class Bench:
             seed=plan.seed,
         )
 
-    def made_with(self) -> dict[str, Any]:
-        """Say what the numbers were made with."""
-        return {
-            **environment(self.student),
-            "teacher": None if self.teacher is None else self.student.config.teacher,
-            "alone": self.alone,
-        }
+    def made_with(self) -> MadeWith:
+        """Name the software, the device and the teacher of the measurements."""
+        teacher = None if self.teacher is None else self.student.config.teacher
+        return MadeWith(**environment(self.student), teacher=teacher, alone=self.alone)
 
 
 @contextmanager
-def assembled(run: Run, token: str | None = None) -> Iterator[Bench]:
+def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
     """Load what a run made, and its teacher."""
     if not run.checkpoint.is_dir():
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
@@ -162,14 +159,14 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Bench]:
         except ModelNotAvailable as error:
             student = checkpoint.load(run.checkpoint).to(choose_device(run.plan.device))
             tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
-            yield Bench(run, student, student, tokenizer, None, str(error))
+            yield Setup(run, student, student, tokenizer, None, str(error))
             return
         student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
         control = student
         if not share_weights(student.base, teacher.model):  # adapters changed them
             control = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
             share_weights(control.base, teacher.model, different=True)
-        yield Bench(run, student, control, teacher.tokenizer, teacher.model, None)
+        yield Setup(run, student, control, teacher.tokenizer, teacher.model, None)
 
 
 def share_weights(base: torch.nn.Module, teacher: torch.nn.Module, different: bool = False) -> bool:

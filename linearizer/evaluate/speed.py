@@ -21,6 +21,7 @@ from linearizer.model.memory import PeakMemory, free_bytes, run_if_it_fits
 from linearizer.progress import Progress, Steps
 from linearizer.run import head_bytes
 from linearizer.run.head_bytes import Layer
+from linearizer.run.results import Breakeven, Course, Pace, Speed
 
 Tensor = torch.Tensor
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
@@ -28,51 +29,6 @@ WRITTEN = 16  # tokens, of which the first is not timed
 PIECE = 2048  # tokens that are read at a time
 MOST = 64  # texts at once
 ROOM = 0.8  # of the free memory
-
-
-@dataclass(frozen=True)
-class Pace:
-    """One subject at one length; None where too little was measured to draw it out."""
-
-    length: int
-    batch: int
-    read_rate: float | None  # tokens per second, of all texts together
-    write_rate: float | None
-    peak_bytes: int | None  # beside the weights; None where the system does not tell
-    state_bytes: int | None  # that are remembered
-    told_bytes: int  # what cost.py says is remembered
-    told_operations: int  # and how many operations attention takes for one token
-    extrapolated: str | None = None  # why it was not measured: memory or time
-
-
-@dataclass(frozen=True)
-class Course:
-    """One subject at all lengths: one text at a time, and as many as fit."""
-
-    name: str
-    one: tuple[Pace, ...]
-    many: tuple[Pace, ...]
-
-
-@dataclass(frozen=True)
-class Breakeven:
-    """From which length on the student is no worse than the teacher; None: never."""
-
-    told_bytes: int | None
-    told_operations: int | None
-    bytes: int | None  # measured
-    writing: int | None
-
-
-@dataclass(frozen=True)
-class Speed:
-    """All subjects, and where the student's advantage begins."""
-
-    lengths: tuple[int, ...]
-    beyond: tuple[bool, ...]  # whether a length lies beyond the teacher's positions
-    seconds: float  # that one measurement might take
-    subjects: tuple[Course, ...]
-    breakeven: Breakeven | None  # None without a teacher
 
 
 def measure_speed(

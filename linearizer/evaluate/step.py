@@ -1,21 +1,22 @@
-"""Measures a finished run, part by part; each part is kept as it is done, so that an interrupted one goes on there."""
+"""Measures a finished run, part by part. Each part is stored when it ends, so an interrupted evaluation continues."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from contextlib import closing
-from dataclasses import asdict, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+
+import torch
 
 from linearizer.errors import TextError
 from linearizer.evaluate.generation import measure_generation
 from linearizer.evaluate.head_errors import measure_approximation, measure_curve
 from linearizer.evaluate.language import measure_language
-from linearizer.evaluate.needle import LEAST, measure_needle
+from linearizer.evaluate.needle import MIN_NEEDLE_TOKENS, measure_needle, needle_lengths
 from linearizer.evaluate.recall import measure_longer, measure_recall
-from linearizer.evaluate.setup import Bench
+from linearizer.evaluate.setup import Setup
 from linearizer.evaluate.speed import LENGTHS, measure_speed
 from linearizer.evaluate.subjects import Subject
 from linearizer.evaluate.tasks import find_tasks, measure_tasks
@@ -24,60 +25,63 @@ from linearizer.model.text import document_numbers
 from linearizer.progress import Steps
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
+from linearizer.run.results import Part, Result, TextRead
 from linearizer.run.stopping import interruptible, logged
 from linearizer.train.distill import distill
 from linearizer.train.settings import training_settings
 
 JUDGING = Request(("language", "recall"))  # of a student that has just been made
-WRITTEN = 96  # tokens at most
-LOOKED_AT = 2  # texts whose attention is compared, head by head
-FEATURES = (8, 16, 32, 64, 128, 256)  # of the curve of errors
-Found = dict[str, Any]  # of one part, as it is stored: numbers, strings, lists and dicts
+MAX_WRITTEN_TOKENS = 96
+MAX_APPROXIMATION_TEXTS = 2
+CURVE_FEATURES = (8, 16, 32, 64, 128, 256)
+Measured = tuple[Result, TextRead | None]  # None: the part reads no text of a source
 
 
 def measure_parts(
-    run: Run, bench: Bench, request: Request, anew: tuple[str, ...] = (), step: str | None = None
-) -> Steps[dict[str, Found]]:
-    """Measure the parts that were asked for, but for those that are there as they were asked; give all of them.
+    run: Run, setup: Setup, request: Request, anew: tuple[str, ...] = (), step: str | None = None
+) -> Steps[dict[str, Part]]:
+    """Measure and store the parts of a request, except those that are stored for the same request; return all parts.
 
-    `anew` names parts that are measured even so; `step` is the step of a run that these are parts of.
+    `anew` names parts that are measured even so; `step` is the step of a run that the parts belong to.
     """
-    check_request(bench, request)
-    for place, part in enumerate(request.chosen, 1):
-        if part == "needle" and not request.parts and bench.run.positions < LEAST:
-            continue  # nobody named it, and pairs do not fit into what this teacher reads
-        measure, uses = PARTS[part]
-        asked = {name: getattr(request, name) for name in uses}
-        asked |= {"subjects": bench.names, "made_with": bench.made_with()}
+    check_request(setup, request)
+    for place, name in enumerate(request.chosen, 1):
+        if name == "needle" and not request.parts and setup.run.positions < MIN_NEEDLE_TOKENS:
+            continue  # nobody named the part, and the teacher reads no text that is long enough
+        part = PARTS[name]
+        asked = {**{field: getattr(request, field) for field in part.uses}, "subjects": setup.names}
         asked = json.loads(json.dumps(asked))  # as it is stored: a tuple becomes a list
-        there = run.evaluation_parts.get(part)
-        if there is not None and there["asked"] == asked and part not in anew:
+        made_with, stored = setup.made_with(), run.results.get(name)
+        if stored is not None and (stored.asked, stored.made_with) == (asked, made_with) and name not in anew:
             continue
-        at = {"part": part, "place": place, "parts": len(request.chosen)}
-        found = yield from logged(run, at_once(run, measure(bench, request), at, step))
-        run.keep_found(parts={**run.evaluation_parts, part: {"asked": asked, **found}})
+        details = {"part": name, "place": place, "parts": len(request.chosen)}
+        result, read = yield from logged(run, measure_whole_part(run, part.measure(setup, request), details, step))
+        measured = Part(asked, made_with, result, read)
+        run.keep_found(parts={**run.evaluation_parts, name: measured.to_plain()})
         if step is None:
-            run.log("examined", part=part)
-    return run.evaluation_parts
+            run.log("examined", part=name)
+    return run.results
 
 
-def judge(run: Run, bench: Bench) -> Steps[None]:
+def judge(run: Run, setup: Setup) -> Steps[None]:
     """Measure a student that has just been made on texts that were kept from its training."""
     run.keep_found(parts={})
-    parts = yield from measure_parts(run, bench, JUDGING, step="evaluate")
-    run.log("evaluated", **{one["name"]: one["loss"]["mean"] for one in parts["language"]["subjects"]})
+    parts = yield from measure_parts(run, setup, JUDGING, step="evaluate")
+    run.log("evaluated", **{subject.name: subject.loss.mean for subject in parts["language"].result.subjects})
 
 
-def check_request(bench: Bench, request: Request) -> None:
-    """Refuse what cannot be served before anything takes its time."""
+def check_request(setup: Setup, request: Request) -> None:
+    """Refuse a request that cannot be served, before anything is measured."""
     for length in (*request.lengths, request.length or 0):
-        bench.beyond(length)
-    if request.tasks and request.chosen != ("tasks",):  # which are looked for when they begin
+        setup.beyond(length)
+    if request.tasks and request.chosen != ("tasks",):  # the part itself looks for them first
         find_tasks(request.tasks, None if request.task_folder is None else Path(request.task_folder))
 
 
-def at_once(run: Run, steps: Steps[Found], at: Found, step: str | None) -> Steps[Found]:
-    """Let a request to stop end a part where it is, for it is kept whole or not at all; say `at` which part it is."""
+def measure_whole_part(
+    run: Run, steps: Steps[Measured], details: Mapping[str, object], step: str | None
+) -> Steps[Measured]:
+    """Let a request to stop end a part at once: a part is stored whole or not at all."""
     with closing(steps):
         while True:
             try:
@@ -85,129 +89,128 @@ def at_once(run: Run, steps: Steps[Found], at: Found, step: str | None) -> Steps
                     progress = next(steps)
             except StopIteration as end:
                 return end.value
-            yield replace(progress, step=step or progress.step, details={**progress.details, **at})
+            yield replace(progress, step=step or progress.step, details={**progress.details, **details})
 
 
-def look_at_language(bench: Bench, request: Request) -> Steps[Found]:
-    length = request.length or bench.usual_length
-    beyond = bench.beyond(length)
-    windows = bench.windows(request.text, length, request.texts, request.seed)
-    documents = document_numbers(windows, bench.tokenizer)
-    found = yield from measure_language(bench.subjects(length), windows, documents, bench.layers, request.seed)
-    return {**of_text(bench, request, windows), "extrapolated": beyond, **asdict(found)}
+def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
+    length, windows, read = request_texts(setup, request)
+    documents = document_numbers(windows, setup.tokenizer)
+    subjects = setup.subjects(length)
+    return (yield from measure_language(subjects, windows, documents, setup.layers, request.seed)), read
 
 
-def look_at_recall(bench: Bench, request: Request) -> Steps[Found]:
-    """Passages that come again within the asked length; and twice the training's length, if positions reach there."""
-    length = request.length or bench.usual_length
-    beyond = bench.beyond(length)
-    windows = bench.windows(request.text, length, request.texts, request.seed)
-    passages = yield from measure_recall(bench.subjects(length), windows, max(2, length // 16))
-    found = {**of_text(bench, request, windows), "extrapolated": beyond, **asdict(passages), "longer": None}
-    trained, positions = bench.usual_length, bench.run.positions
+def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
+    """Repeat passages within texts of the length, and read texts of twice the training's length where possible."""
+    length, windows, read = request_texts(setup, request)
+    recall = yield from measure_recall(setup.subjects(length), windows, max(2, length // 16))
+    trained, positions = setup.usual_length, setup.run.positions
     long = max(length, 2 * trained)
-    if long > positions and bench.run.inspection["positions"] == "learned":
-        return found
+    if long > positions and setup.run.inspection["positions"] == "learned":
+        return recall, read
     try:
-        windows = bench.windows(request.text, long, max(1, request.texts * length // long), request.seed)
-    except TextError:  # no text that long is left
-        return found
-    longer = yield from measure_longer(bench.subjects(long), windows, trained, positions)
-    return found if longer is None else {**found, "longer": {"texts": len(windows), **asdict(longer)}}
+        windows = setup.windows(request.text, long, max(1, request.texts * length // long), request.seed)
+    except TextError:  # the source holds no text of that length
+        return recall, read
+    longer = yield from measure_longer(setup.subjects(long), windows, trained, positions)
+    return replace(recall, longer=longer), read
 
 
-def look_for_needles(bench: Bench, request: Request) -> Steps[Found]:
-    lengths = request.lengths or needle_lengths(bench.usual_length, bench.run.positions)
+def measure_needle_part(setup: Setup, request: Request) -> Steps[Measured]:
+    lengths = request.lengths or needle_lengths(setup.usual_length, setup.run.positions)
     texts = max(1, request.texts // 2)
-    windows = bench.windows(request.text, max(lengths), texts, request.seed)
-    subjects = bench.subjects(max(lengths))
-    found = yield from measure_needle(subjects, windows, lengths, bench.run.positions, request.seed)
-    return {**of_text(bench, request, windows), **asdict(found)}
+    windows = setup.windows(request.text, max(lengths), texts, request.seed)
+    subjects = setup.subjects(max(lengths))
+    needle = yield from measure_needle(subjects, windows, lengths, setup.run.positions, request.seed)
+    return needle, text_read(setup, request, windows)
 
 
-def look_at_generation(bench: Bench, request: Request) -> Steps[Found]:
-    """Each text's first part is the prompt, as long as what is written."""
-    length = request.length or bench.usual_length
-    bench.beyond(length)
-    windows = bench.windows(request.text, length, request.texts, request.seed)
-    prompt = min(length // 2, WRITTEN)
-    found = yield from measure_generation(bench.subjects(length), windows[:, :prompt], prompt, request.seed)
-    return {**of_text(bench, request, windows), **asdict(found)}
+def measure_generation_part(setup: Setup, request: Request) -> Steps[Measured]:
+    """Continue the first half of each text, by as many tokens as the half has."""
+    length, windows, read = request_texts(setup, request)
+    prompt = min(length // 2, MAX_WRITTEN_TOKENS)
+    subjects = setup.subjects(length)
+    return (yield from measure_generation(subjects, windows[:, :prompt], prompt, request.seed)), read
 
 
-def look_at_approximation(bench: Bench, request: Request) -> Steps[Found]:
-    """Every head as it is and as it was before its training; and the error as a function of the features."""
-    length = request.length or bench.usual_length
-    bench.beyond(length)
-    windows = bench.windows(request.text, length, min(request.texts, LOOKED_AT), request.seed)
-    profile = bench.run.profile
+def measure_approximation_part(setup: Setup, request: Request) -> Steps[Measured]:
+    """Measure every head before and after its training, and the error as a function of the features."""
+    length, windows, read = request_texts(setup, request, MAX_APPROXIMATION_TEXTS)
+    profile = setup.run.profile
     assert profile is not None, "a finished run has one"
-    teacher = bench.student.base if bench.teacher is None else bench.teacher
-    students = [subject for subject in bench.subjects(length) if subject.allocation is not None]
-    found = yield from measure_approximation(teacher, students, windows, profile)
-    curve = None
-    if bench.run.has(SAMPLES):  # without them features begin nowhere
-        plain = yield from plain_students(bench, request.curve_steps)
-        curve = asdict((yield from measure_curve(teacher, plain, FEATURES, windows, profile)))
-    return {**of_text(bench, request, windows), **asdict(found), "curve": curve}
+    teacher = setup.student.base if setup.teacher is None else setup.teacher
+    students = [subject for subject in setup.subjects(length) if subject.allocation is not None]
+    approximation = yield from measure_approximation(teacher, students, windows, profile)
+    if setup.run.has(SAMPLES):  # features begin with them
+        plain = yield from plain_students(setup, request.curve_steps)
+        curve = yield from measure_curve(teacher, plain, CURVE_FEATURES, windows, profile)
+        approximation = replace(approximation, curve=curve)
+    return approximation, read
 
 
-def plain_students(bench: Bench, steps: int) -> Steps[dict[str, list[Subject]]]:
-    """Students that have nothing but features, for every number of them: untrained, and trained if that is asked."""
-    found = {"untrained": [bench.plain(count) for count in FEATURES]}
+def plain_students(setup: Setup, steps: int) -> Steps[dict[str, list[Subject]]]:
+    """Make students of features alone, for every number of features: untrained, and trained where `steps` are asked."""
+    students = {"untrained": [setup.plain(count) for count in CURVE_FEATURES]}
     if steps:
-        found["trained"] = [bench.plain(count) for count in FEATURES]
-        plan = bench.run.plan
-        texts = bench.learnt(steps * plan.batch)
+        students["trained"] = [setup.plain(count) for count in CURVE_FEATURES]
+        plan = setup.run.plan
+        texts = setup.learnt(steps * plan.batch)
         # without adapters: the weights are the teacher's, in memory once
         settings = replace(training_settings(plan)[0], steps=steps, lora=0)
-        for subject in found["trained"]:
+        for subject in students["trained"]:
             with subject.at_work():
-                yield from distill(bench.control, texts, settings)
-    return found
+                yield from distill(setup.control, texts, settings)
+    return students
 
 
-def look_at_speed(bench: Bench, request: Request) -> Steps[Found]:
-    """Of random tokens; as far as learned positions reach."""
+def measure_speed_part(setup: Setup, request: Request) -> Steps[Measured]:
+    """Read and write random tokens, up to the end of learned positions."""
     lengths = request.lengths or LENGTHS
-    if bench.run.inspection["positions"] == "learned":
-        reached = [length for length in lengths if length <= bench.run.positions]
-        lengths = tuple(sorted({*reached, bench.run.positions})) if not request.lengths else tuple(reached)
+    if setup.run.inspection["positions"] == "learned":
+        reached = [length for length in lengths if length <= setup.run.positions]
+        lengths = tuple(sorted({*reached, setup.run.positions})) if not request.lengths else tuple(reached)
     # an untrained student is as fast as the trained one
-    subjects = [subject for subject in bench.subjects(bench.usual_length) if subject.name != "untrained"]
-    found = yield from measure_speed(
-        subjects, bench.layers, lengths, bench.run.positions, request.seconds, request.seed
+    subjects = [subject for subject in setup.subjects(setup.usual_length) if subject.name != "untrained"]
+    speed = yield from measure_speed(
+        subjects, setup.layers, lengths, setup.run.positions, request.seconds, request.seed
     )
-    return asdict(found)
+    return speed, None
 
 
-def look_at_tasks(bench: Bench, request: Request) -> Steps[Found]:
+def measure_tasks_part(setup: Setup, request: Request) -> Steps[Measured]:
     folder = None if request.task_folder is None else Path(request.task_folder)
     asked = (request.tasks, request.limit, request.few_shot, folder, request.seed)
-    found = yield from measure_tasks(bench.subjects(bench.usual_length), bench.tokenizer, *asked)
-    return asdict(found)
+    return (yield from measure_tasks(setup.subjects(setup.usual_length), setup.tokenizer, *asked)), None
 
 
-def needle_lengths(usual: int, most: int) -> tuple[int, ...]:
-    """Half the length of the training's texts, that, and what of its doubles positions allow."""
-    lengths = [length for length in (usual // 2, usual, 2 * usual, 4 * usual) if LEAST <= length <= most]
-    return tuple(lengths) or (min(LEAST, most),)
+def request_texts(setup: Setup, request: Request, most: int | None = None) -> tuple[int, torch.Tensor, TextRead]:
+    """Take the texts of a request, at most so many: their length, their tokens, and what they are."""
+    length = request.length or setup.usual_length
+    beyond = setup.beyond(length)
+    count = request.texts if most is None else min(request.texts, most)
+    windows = setup.windows(request.text, length, count, request.seed)
+    return length, windows, text_read(setup, request, windows, beyond)
 
 
-def of_text(bench: Bench, request: Request, windows: Any) -> Found:
-    """Say what text was read."""
-    source = request.text or bench.run.plan.text
-    return {"text": source, "texts": windows.shape[0], "length": windows.shape[1], "seed": request.seed}
+def text_read(setup: Setup, request: Request, windows: torch.Tensor, beyond: bool = False) -> TextRead:
+    source = request.text or setup.run.plan.text
+    return TextRead(source, windows.shape[0], windows.shape[1], request.seed, beyond)
+
+
+@dataclass(frozen=True)
+class PartMeasure:
+    """How a part is measured, and the fields of a request that it depends on."""
+
+    measure: Callable[[Setup, Request], Steps[Measured]]
+    uses: tuple[str, ...]
 
 
 ON_TEXT = ("text", "length", "texts", "seed")
-PARTS: dict[str, tuple[Callable[[Bench, Request], Steps[Found]], tuple[str, ...]]] = {
-    # how each is measured, and what of a request it depends on
-    "language": (look_at_language, ON_TEXT),
-    "recall": (look_at_recall, ON_TEXT),
-    "needle": (look_for_needles, ("text", "texts", "seed", "lengths")),
-    "generation": (look_at_generation, ON_TEXT),
-    "approximation": (look_at_approximation, (*ON_TEXT, "curve_steps")),
-    "speed": (look_at_speed, ("lengths", "seconds", "seed")),
-    "tasks": (look_at_tasks, ("tasks", "limit", "few_shot", "task_folder", "seed")),
+PARTS = {
+    "language": PartMeasure(measure_language_part, ON_TEXT),
+    "recall": PartMeasure(measure_recall_part, ON_TEXT),
+    "needle": PartMeasure(measure_needle_part, ("text", "texts", "seed", "lengths")),
+    "generation": PartMeasure(measure_generation_part, ON_TEXT),
+    "approximation": PartMeasure(measure_approximation_part, (*ON_TEXT, "curve_steps")),
+    "speed": PartMeasure(measure_speed_part, ("lengths", "seconds", "seed")),
+    "tasks": PartMeasure(measure_tasks_part, ("tasks", "limit", "few_shot", "task_folder", "seed")),
 }

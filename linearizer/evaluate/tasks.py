@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, redirect_stderr
 from copy import deepcopy
-from dataclasses import dataclass
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
@@ -18,39 +17,10 @@ from transformers import PreTrainedTokenizerBase
 from linearizer.errors import RequestError, first_line
 from linearizer.evaluate.subjects import Subject
 from linearizer.progress import Progress, Steps
+from linearizer.run.results import Score, Scored, Tasks
 
 DRAWN = 1000  # times that results are drawn again, for the errors of metrics that are no means
 INSTALL = "pip install 'linearizer[tasks]'"
-
-
-@dataclass(frozen=True)
-class Score:
-    """One metric of one task."""
-
-    task: str
-    metric: str
-    value: float
-    error: float | None  # standard; None where the harness gives none
-    samples: int
-
-
-@dataclass(frozen=True)
-class Scored:
-    """What one subject scored."""
-
-    name: str
-    scores: tuple[Score, ...]
-    accuracy: float | None  # mean of "acc" over the tasks that have it, as in the paper's tables
-
-
-@dataclass(frozen=True)
-class Tasks:
-    """All subjects on the same tasks."""
-
-    tasks: tuple[str, ...]
-    limit: int | None  # samples of a task; None: all
-    few_shot: int | None  # examples before each; None: as the task says
-    subjects: tuple[Scored, ...]
 
 
 def measure_tasks(

@@ -35,7 +35,7 @@ def made_with(found: Found) -> tuple[str, ...]:
 
 def source_of(found: Found) -> str:
     """Say on what text, and whether it is longer than the teacher's positions."""
-    beyond = "; longer than the teacher's positions: extrapolated" if found.get("extrapolated") is True else ""
+    beyond = "; longer than the teacher's positions: extrapolated" if found.get("beyond") is True else ""
     return f"{found['texts']} texts of {found['length']} tokens of {found['text']}, seed {found['seed']}{beyond}"
 
 

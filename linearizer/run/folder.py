@@ -28,6 +28,7 @@ from linearizer.run.locks import Lock
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 from linearizer.run.profile import Profile
+from linearizer.run.results import RESULTS, Part, read_part
 
 Product = TypeVar("Product")
 OWN = {
@@ -132,6 +133,14 @@ class Run:
     def evaluation_parts(self) -> dict[str, dict[str, Any]]:
         """What was measured of the student, part by part: when it was made, and what `linearizer evaluate` added."""
         return self.found["parts"]
+
+    @property
+    def results(self) -> dict[str, Part]:
+        """The parts of the evaluation, typed, by their names."""
+        try:
+            return {name: read_part(name, plain) for name, plain in self.evaluation_parts.items() if name in RESULTS}
+        except (TypeError, KeyError, RequestError) as error:
+            raise self.damaged("evaluation.json", error, "evaluation.json") from error
 
     @property
     def found(self) -> dict[str, Any]:

@@ -4,10 +4,11 @@ import pytest
 import torch
 
 from linearizer.evaluate import speed
-from linearizer.evaluate.speed import Pace, crossing, drawn_out, least_squares, measure_speed
+from linearizer.evaluate.speed import crossing, drawn_out, least_squares, measure_speed
 from linearizer.evaluate.subjects import Subject
 from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
+from linearizer.run.results import Pace
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of
 
 

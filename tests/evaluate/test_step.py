@@ -121,7 +121,7 @@ def test_a_part_that_is_there_as_asked_is_not_measured_again(run, said, monkeypa
     said("evaluate", run.folder, "--parts", "language", "--texts", "2")
     before = run.evaluation_parts["language"]
     with monkeypatch.context() as patch:
-        patch.setitem(step.PARTS, "language", (lambda *_: pytest.fail(), step.ON_TEXT))
+        patch.setitem(step.PARTS, "language", step.PartMeasure(lambda *_: pytest.fail(), step.ON_TEXT))
         said("evaluate", run.folder, "--parts", "language,recall", "--texts", "2")
     assert list(run.evaluation_parts) == ["language", "recall"]
     said("evaluate", run.folder, "--parts", "language", "--texts", "2", "--again")
@@ -170,38 +170,38 @@ def test_two_evaluations_never_write_one_run(run, said):
 def test_the_text_is_not_what_the_student_was_trained_on(finished):
     run = Run.open(finished)
     learnt = max(run.found["made_with"]["learnt"], run.plan.texts)
-    with assembled(run) as bench:
-        text = read_texts("builtin", bench.tokenizer, 64, learnt + 2)
-        assert torch.equal(bench.windows(None, 64, 2, 0), text[learnt:])
-        assert torch.equal(bench.windows(None, 32, 4, 0).flatten(), text[learnt:].flatten())
-        sampled = bench.windows("self", 32, 2, 0)
-        assert sampled.shape == (2, 32) and not torch.equal(sampled, bench.windows("self", 32, 2, 1))
+    with assembled(run) as setup:
+        text = read_texts("builtin", setup.tokenizer, 64, learnt + 2)
+        assert torch.equal(setup.windows(None, 64, 2, 0), text[learnt:])
+        assert torch.equal(setup.windows(None, 32, 4, 0).flatten(), text[learnt:].flatten())
+        sampled = setup.windows("self", 32, 2, 0)
+        assert sampled.shape == (2, 32) and not torch.equal(sampled, setup.windows("self", 32, 2, 1))
 
 
 def test_the_text_of_a_run_is_known_by_another_spelling(run, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("\n".join(map(str, range(4000))))
     monkeypatch.chdir(tmp_path)
     run.write("plan.json", located(replace(run.plan, text="file:text.txt")).to_json())
-    with assembled(run) as bench:
-        assert torch.equal(bench.windows("file:text.txt", 64, 2, 0), bench.windows(None, 64, 2, 0))
+    with assembled(run) as setup:
+        assert torch.equal(setup.windows("file:text.txt", 64, 2, 0), setup.windows(None, 64, 2, 0))
 
 
 def test_the_curve_of_errors_leaves_the_teacher_as_it_is(run):
     run.write("plan.json", replace(run.plan, loss="direct", lora=2).to_json())
-    with assembled(run) as bench:
-        before = {name: tensor.clone() for name, tensor in bench.teacher.state_dict().items()}
-        finish(step.plain_students(bench, 2))
-        for name, tensor in bench.teacher.state_dict().items():
+    with assembled(run) as setup:
+        before = {name: tensor.clone() for name, tensor in setup.teacher.state_dict().items()}
+        finish(step.plain_students(setup, 2))
+        for name, tensor in setup.teacher.state_dict().items():
             assert torch.equal(tensor, before[name]), name
 
 
 def test_a_run_is_judged_on_text_that_nothing_was_measured_on(tmp_path, model):
     assert main(["run", str(model), "--budget", "32", "--out", str(tmp_path / "run"), *QUICK[:-2]]) == 0
     run = Run.open(tmp_path / "run")
-    with assembled(run) as bench:
-        texts = read_texts("builtin", bench.tokenizer, 64, run.plan.texts + 8)[run.plan.texts :]
-        assert torch.equal(bench.windows(None, 64, 8, 0), texts)
-        losses = [loss.mean().item() for loss in read_losses(bench.subjects(64), texts)]
+    with assembled(run) as setup:
+        texts = read_texts("builtin", setup.tokenizer, 64, run.plan.texts + 8)[run.plan.texts :]
+        assert torch.equal(setup.windows(None, 64, 8, 0), texts)
+        losses = [loss.mean().item() for loss in read_losses(setup.subjects(64), texts)]
     assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
 
 
@@ -224,7 +224,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, begun, said):
 def test_a_text_shorter_than_one_window_is_refused(run, tmp_path, said):
     (tmp_path / "short.txt").write_text("A few words.")
     err = refused(said, run.folder, "--text", f"file:{tmp_path / 'short.txt'}", "--parts", "language")
-    assert "and 64 are needed (1 texts of 64)" in err
+    assert "and 64 are needed (1 windows of 64)" in err
 
 
 @pytest.mark.parametrize(
@@ -257,7 +257,7 @@ def test_a_context_beyond_rotary_positions_is_marked_as_extrapolated(tmp_path, s
     capsys.readouterr()
     _, out, _ = said("evaluate", folder, "--parts", "language", "--length", "1100", "--texts", "1")
     assert "longer than the teacher's positions: extrapolated" in out
-    assert Run.open(folder).evaluation_parts["language"]["extrapolated"] is True
+    assert Run.open(folder).results["language"].read.beyond
 
 
 def test_a_student_whose_teacher_is_gone_is_measured_alone(run, model, tmp_path, said):
@@ -304,23 +304,23 @@ def test_controls_have_the_teachers_weights_where_adapters_changed_the_students(
     how = ["--recipe", "features", "--feature-map", "mlp", "--loss", "direct", "--lora", "2"]
     assert main(["run", str(model), "--budget", "32", *how, "--out", str(tmp_path / "run"), *QUICK]) == 0
     run = Run.open(tmp_path / "run")
-    with assembled(run) as bench:
-        texts = bench.windows(None, 64, 8, 0)
-        losses = [loss.mean().item() for loss in read_losses(bench.subjects(64)[:3], texts)]
+    with assembled(run) as setup:
+        texts = setup.windows(None, 64, 8, 0)
+        losses = [loss.mean().item() for loss in read_losses(setup.subjects(64)[:3], texts)]
         assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
         own, control, teacher = (
-            dict(one.named_parameters()) for one in (bench.student.base, bench.control.base, bench.teacher)
+            dict(one.named_parameters()) for one in (setup.student.base, setup.control.base, setup.teacher)
         )
         changed = {name for name in teacher if not torch.equal(own[name], teacher[name])}
         assert changed and len(changed) < len(teacher)
         assert all(control[name].data_ptr() == teacher[name].data_ptr() for name in teacher)
         assert all(own[name].data_ptr() == teacher[name].data_ptr() for name in teacher.keys() - changed)
-        names = {subject.name: subject.model for subject in bench.subjects(64)}
-    assert names["student"] is bench.student and names["window"] is names["untrained"] is bench.control
+        names = {subject.name: subject.model for subject in setup.subjects(64)}
+    assert names["student"] is setup.student and names["window"] is names["untrained"] is setup.control
 
 
 def test_a_student_that_needed_no_training_has_no_untrained_one_beside_it(tmp_path, model, capsys):
     assert main(["run", str(model), "--budget", "32", "--out", str(tmp_path / "run"), *QUICK[:-2]]) == 0
-    with assembled(Run.open(tmp_path / "run")) as bench:
-        assert [subject.name for subject in bench.subjects(64)] == ["teacher", "student", "window"]
-        assert bench.control is bench.student
+    with assembled(Run.open(tmp_path / "run")) as setup:
+        assert [subject.name for subject in setup.subjects(64)] == ["teacher", "student", "window"]
+        assert setup.control is setup.student

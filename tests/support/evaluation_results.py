@@ -1,8 +1,8 @@
 """An evaluation as it is stored, with numbers that are made up: four subjects, every part."""
 
 NAMES = ["teacher", "student", "window", "untrained"]
-MADE = {"versions": {"torch": "2.13"}, "device": "cpu", "dtype": "float32", "alone": None}
-ON_TEXT = {"text": "builtin", "texts": 2, "length": 128, "seed": 0, "asked": {"made_with": MADE}, "extrapolated": False}
+MADE = {"versions": {"torch": "2.13"}, "device": "cpu", "dtype": "float32", "teacher": None, "alone": None}
+ON_TEXT = {"text": "builtin", "texts": 2, "length": 128, "seed": 0, "asked": {"made_with": MADE}, "beyond": False}
 
 
 def estimate(mean):

@@ -1,0 +1,303 @@
+"""What an evaluation measured of a student: one frozen dataclass for every part, as evaluation.json holds it."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, fields
+from typing import Any
+
+from linearizer.run.json_products import read_fields
+
+Interval = tuple[float, float]
+
+Foretold = tuple[tuple[float | None, ...], ...]  # [layer][KV head]; None where the profile foretells nothing
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """A mean over tokens, and where it may lie."""
+
+    mean: float
+    interval: Interval
+
+
+@dataclass(frozen=True)
+class Bin:
+    """The predictions whose likeliest token has a probability in one range."""
+
+    share: float  # of all predictions
+    probability: float  # that the likeliest token was given, on average
+    correct: float  # how often it came
+
+
+@dataclass(frozen=True)
+class Predictions:
+    """One subject, in nats; what is held against the teacher is None for whom there is none."""
+
+    name: str
+    state_bytes: int | None  # at the end of a text; None: grows with it
+    loss: Estimate
+    perplexity: float
+    by_position: tuple[float, ...]  # loss in the ranges that begin at `edges`
+    position_intervals: tuple[Interval, ...]
+    excess: Estimate | None  # loss above the teacher's on the same tokens
+    kl: Estimate | None  # of the next-token distribution from the teacher's
+    agreement: Estimate | None  # how often the likeliest tokens are the same
+    calibration_error: float  # |probability - correct|, averaged over the predictions
+    bins: tuple[Bin, ...]
+
+
+@dataclass(frozen=True)
+class Language:
+    """All subjects on one text."""
+
+    tokens: int  # predicted
+    edges: tuple[int, ...]
+    drawn: str  # what the intervals are over: documents or texts
+    count: int  # how many of these there are
+    subjects: tuple[Predictions, ...]
+
+
+@dataclass(frozen=True)
+class Repeated:
+    """One subject's loss on passages that come twice, gap by gap."""
+
+    name: str
+    first: tuple[float, ...]
+    second: tuple[float, ...]
+
+
+@dataclass(frozen=True)
+class Longer:
+    """Loss by position in texts that are longer than those of the training."""
+
+    trained: int  # tokens of a text of the training
+    edges: tuple[int, ...]  # where the ranges of positions begin
+    extrapolated: tuple[bool, ...]  # whether a range lies beyond the teacher's own positions
+    names: tuple[str, ...]
+    losses: tuple[tuple[float, ...], ...]  # [subject][range]
+    texts: int
+
+
+@dataclass(frozen=True)
+class Recall:
+    """All subjects on the same texts."""
+
+    passage: int  # tokens
+    gaps: tuple[int, ...]
+    subjects: tuple[Repeated, ...]
+    longer: Longer | None = None  # where positions, text and memory reach beyond the training's length
+
+
+@dataclass(frozen=True)
+class Grid:
+    """One subject's answers, [length][depth]; None where memory did not reach."""
+
+    name: str
+    found: tuple[tuple[float | None, ...], ...]
+    loss: tuple[tuple[float | None, ...], ...]
+    surprise: tuple[tuple[float | None, ...], ...]
+
+
+@dataclass(frozen=True)
+class Needle:
+    """All subjects on the same texts."""
+
+    lengths: tuple[int, ...]  # tokens
+    depths: tuple[float, ...]  # share of the text before the pair
+    extrapolated: tuple[bool, ...]  # whether a length lies beyond the teacher's positions
+    subjects: tuple[Grid, ...]
+
+
+@dataclass(frozen=True)
+class Written:
+    """What one subject wrote; what is held against the teacher is None for whom there is none."""
+
+    name: str
+    sampled: bool  # drawn, or the likeliest tokens
+    diverged: tuple[int, ...] | None  # tokens of each text before the first that is not the teacher's
+    repeated: float  # share of the runs of four tokens that stood in the same text before
+    distinct: tuple[float, ...]  # share of the runs of one, two, three tokens that are different
+    loss: float | None  # of the teacher on what was written, in nats per token
+    likeliest: float | None  # share of the tokens that are the teacher's first choice at their place
+
+
+@dataclass(frozen=True)
+class Generation:
+    """All subjects on the same prompts."""
+
+    prompts: int
+    prompt_tokens: int
+    new_tokens: int
+    subjects: tuple[Written, ...]
+
+
+@dataclass(frozen=True)
+class Errors:
+    """Of one subject, [layer][KV head]; no heads where the teacher bounds the layer itself."""
+
+    name: str
+    rows: tuple[tuple[float, ...], ...]
+    outputs: tuple[tuple[float, ...], ...]
+    rows_mean: float
+    outputs_mean: float
+
+
+@dataclass(frozen=True)
+class FeatureCurve:
+    """Errors if every KV head had nothing but so many features, as a function of their number."""
+
+    features: tuple[int, ...]
+    predicted: tuple[float, ...]  # mean over the heads of λ, where N(λ) is the number of features
+    names: tuple[str, ...]  # untrained, and trained if that was asked for
+    rows: tuple[tuple[float, ...], ...]  # [name][features]: means over the heads
+    outputs: tuple[tuple[float, ...], ...]
+    layers: tuple[tuple[tuple[float, ...], ...], ...]  # [name][layer][features]: of the rows
+
+
+@dataclass(frozen=True)
+class Approximation:
+    """Students against what was predicted of their heads from the profile alone."""
+
+    subjects: tuple[Errors, ...]
+    predicted: tuple[Foretold, ...]  # of each subject
+    correlation: tuple[float | None, ...]  # of each subject's row errors with the predicted ones: Spearman's
+    curve: FeatureCurve | None = None  # where the samples that features begin with are kept
+
+
+@dataclass(frozen=True)
+class Pace:
+    """One subject at one length; None where too little was measured to draw it out."""
+
+    length: int
+    batch: int
+    read_rate: float | None  # tokens per second, of all texts together
+    write_rate: float | None
+    peak_bytes: int | None  # beside the weights; None where the system does not tell
+    state_bytes: int | None  # that are remembered
+    told_bytes: int  # what cost.py says is remembered
+    told_operations: int  # and how many operations attention takes for one token
+    extrapolated: str | None = None  # why it was not measured: memory or time
+
+
+@dataclass(frozen=True)
+class Course:
+    """One subject at all lengths: one text at a time, and as many as fit."""
+
+    name: str
+    one: tuple[Pace, ...]
+    many: tuple[Pace, ...]
+
+
+@dataclass(frozen=True)
+class Breakeven:
+    """From which length on the student is no worse than the teacher; None: never."""
+
+    told_bytes: int | None
+    told_operations: int | None
+    bytes: int | None  # measured
+    writing: int | None
+
+
+@dataclass(frozen=True)
+class Speed:
+    """All subjects, and where the student's advantage begins."""
+
+    lengths: tuple[int, ...]
+    beyond: tuple[bool, ...]  # whether a length lies beyond the teacher's positions
+    seconds: float  # that one measurement might take
+    subjects: tuple[Course, ...]
+    breakeven: Breakeven | None  # None without a teacher
+
+
+@dataclass(frozen=True)
+class Score:
+    """One metric of one task."""
+
+    task: str
+    metric: str
+    value: float
+    error: float | None  # standard; None where the harness gives none
+    samples: int
+
+
+@dataclass(frozen=True)
+class Scored:
+    """What one subject scored."""
+
+    name: str
+    scores: tuple[Score, ...]
+    accuracy: float | None  # mean of "acc" over the tasks that have it, as in the paper's tables
+
+
+@dataclass(frozen=True)
+class Tasks:
+    """All subjects on the same tasks."""
+
+    tasks: tuple[str, ...]
+    limit: int | None  # samples of a task; None: all
+    few_shot: int | None  # examples before each; None: as the task says
+    subjects: tuple[Scored, ...]
+
+
+Result = Language | Recall | Needle | Generation | Approximation | Speed | Tasks
+RESULTS: dict[str, type[Result]] = {  # by the names of the parts, in their order
+    "language": Language,
+    "recall": Recall,
+    "needle": Needle,
+    "generation": Generation,
+    "approximation": Approximation,
+    "speed": Speed,
+    "tasks": Tasks,
+}
+
+
+@dataclass(frozen=True)
+class MadeWith:
+    """The software and the device of a measurement, and its teacher."""
+
+    versions: dict[str, str]
+    device: str
+    dtype: str
+    teacher: dict[str, Any] | None  # its name and revision
+    alone: str | None  # why there was no teacher
+
+
+@dataclass(frozen=True)
+class TextRead:
+    """The texts that a part was measured on."""
+
+    text: str  # the source
+    texts: int
+    length: int  # tokens of each
+    seed: int
+    beyond: bool = False  # whether they are longer than the teacher's positions
+
+
+@dataclass(frozen=True)
+class Part:
+    """One part of an evaluation: its result, and what it was measured on and with."""
+
+    asked: dict[str, Any]  # the fields of the request that the part uses, and its subjects
+    made_with: MadeWith
+    result: Any  # the class that RESULTS names for the part
+    read: TextRead | None = None  # None: the part reads no text of a source
+
+    def to_plain(self) -> dict[str, Any]:
+        """Lay the part out as evaluation.json holds it."""
+        asked = {**self.asked, "made_with": asdict(self.made_with)}
+        return {"asked": asked, **({} if self.read is None else asdict(self.read)), **asdict(self.result)}
+
+
+def read_part(name: str, plain: Mapping[str, Any]) -> Part:
+    """Read what `Part.to_plain` laid out."""
+    asked = dict(plain["asked"])
+    made_with = read_fields(MadeWith, asked.pop("made_with"), "made_with.")
+    read = select(plain, TextRead)
+    source = read_fields(TextRead, read) if "text" in read else None
+    return Part(asked, made_with, read_fields(RESULTS[name], select(plain, RESULTS[name])), source)
+
+
+def select(plain: Mapping[str, Any], kind: type) -> dict[str, Any]:
+    """Take the values of the fields of one dataclass."""
+    return {field.name: plain[field.name] for field in fields(kind) if field.name in plain}
