@@ -1,0 +1,27 @@
+"""Parts of an evaluation are read back as the dataclasses that were written."""
+
+import json
+
+import pytest
+
+from linearizer.errors import FolderError
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
+from linearizer.run.results import RESULTS, Language, read_part
+from tests.support.evaluation_results import FOUND
+
+
+@pytest.mark.parametrize("name", RESULTS)
+def test_a_part_is_read_as_it_was_written(name):
+    part = read_part(name, FOUND[name])
+    assert type(part.result) is RESULTS[name] and (part.read is None) == ("text" not in FOUND[name])
+    assert json.loads(json.dumps(part.to_plain())) == FOUND[name]
+
+
+def test_a_run_gives_its_parts_typed(tmp_path):
+    run = Run.begin(tmp_path / "run", Plan("demo", budget=64))
+    run.keep_found(parts={"language": FOUND["language"], "unknown": {}})
+    assert list(run.results) == ["language"] and isinstance(run.results["language"].result, Language)
+    run.keep_found(parts={"language": {**FOUND["language"], "edges": "none"}})
+    with pytest.raises(FolderError, match="edges"):
+        assert run.results
