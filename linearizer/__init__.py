@@ -1,6 +1,6 @@
 """Turn any causal language model of the Hub into one with a state of fixed size.
 
-run = Run.begin(Path("RUN"), Plan("demo", budget=64))
+run = begin(Path("RUN"), Plan("demo", budget=64))
 finish(linearize(run))
 student = load(run.checkpoint)
 """
@@ -13,17 +13,18 @@ from linearizer.version import __version__
 if TYPE_CHECKING:
     from linearizer.errors import LinearizerError
     from linearizer.model.checkpoint import load
-    from linearizer.pipeline import inspect, linearize
+    from linearizer.pipeline import begin, inspect, linearize
     from linearizer.progress import finish
     from linearizer.run.folder import Run
     from linearizer.run.plan import Plan
 
-__all__ = ["LinearizerError", "Plan", "Run", "__version__", "finish", "inspect", "linearize", "load"]
+__all__ = ["LinearizerError", "Plan", "Run", "__version__", "begin", "finish", "inspect", "linearize", "load"]
 
 HOMES = {
     "LinearizerError": "errors",
     "Plan": "run.plan",
     "Run": "run.folder",
+    "begin": "pipeline",
     "finish": "progress",
     "inspect": "pipeline",
     "linearize": "pipeline",

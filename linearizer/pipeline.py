@@ -5,19 +5,21 @@ Each step's product is stored in the run's folder, and a step whose product is t
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
 from linearizer.allocate.decide import check_dials, decide
 from linearizer.allocate.step import allocate
-from linearizer.errors import RequestError
+from linearizer.errors import LinearizerError, RequestError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.setup import Setup, assembled
 from linearizer.evaluate.side_by_side import Comparison, compare
 from linearizer.evaluate.step import JUDGING, judge, measure_parts
+from linearizer.measure.head_prices import choose_pricing
 from linearizer.measure.profile import profile_settings
 from linearizer.measure.step import measure_teacher, min_texts
 from linearizer.model import checkpoint
@@ -31,48 +33,76 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.disk import checkpoint_bytes, resume_bytes
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import check_room, remove
-from linearizer.run.folder import Run, newest_request
+from linearizer.run.folder import Run, located, newest_request
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
 from linearizer.run.results import Part
 from linearizer.run.stopping import check, interruptible, reported
+from linearizer.train.lora import check_peft
 from linearizer.train.settings import training_settings
 from linearizer.train.step import plan_with_steps, train
-
-
-def load_checked(run: Run, token: str | None) -> Teacher:
-    """Load the teacher of a run, once its plan can be served and the disks have room for what it makes."""
-    source = find_model(run.pinned_plan.model, token)
-    inspection = inspect_model(source, load_config(source, token))
-    inspection.require_support()
-    check_plan(run.plan, inspection.layers)
-    check_disks(run.folder, run.plan, source, inspection)
-    return load(run.pinned_plan, token)
-
-
-def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection) -> None:
-    """Refuse to begin what the disk of a run, or that of the models, has no room for."""
-    there = sum(path.stat().st_size for path in (folder / "state").rglob("*") if path.is_file())
-    needed = max(0, resume_bytes(plan, inspection) - there) + checkpoint_bytes(plan, inspection)
-    download, cache = download_bytes(source), existing(cache_folder())
-    if cache.stat().st_dev == folder.stat().st_dev:
-        check_room(folder, needed + download)
-    else:
-        check_room(folder, needed)
-        check_room(cache, download)
-
-
-def existing(folder: Path) -> Path:
-    """Give the folder, or the nearest above it that is there."""
-    return next(path for path in (folder, *folder.absolute().parents) if path.is_dir())
 
 
 def inspect(model: str, token: str | None = None) -> Inspection:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
     source = find_model(model, token)
     return inspect_model(source, load_config(source, token))
+
+
+def begin(
+    folder: Path,
+    plan: Plan,
+    token: str | None = None,
+    resume: bool = False,
+    check_limits: Callable[[Plan, Inspection], None] = lambda plan, inspection: None,
+) -> Run:
+    """Begin a run, or open the run to resume; whatever can be refused before the work is refused here, and only here.
+
+    plan.json holds what is decided here: the revision of the model, and whether prices are measured or estimated.
+    """
+    plan = located(plan)
+    if Run.is_begun(folder, resume):
+        (run := Run(folder)).check_same(plan)
+        return run
+    source = find_model(plan.model, token)
+    inspection = inspect_model(source, load_config(source, token))
+    inspection.require_support()
+    check_plan(plan, inspection.layers)
+    check_limits(plan, inspection)
+    model = f"{source.repo_id}@{source.revision}" if source.repo_id else plan.model
+    run = Run(folder)
+    try:
+        run = Run.create(
+            folder, replace(plan, model=model, prices=choose_pricing(plan, inspection)), inspection, asked=plan
+        )
+        check_disks(folder, plan, source, inspection)
+    except LinearizerError:
+        run.forget()
+        raise
+    return run
+
+
+def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
+    """Refuse a plan that no work can serve."""
+    check_dials(plan, layers)
+    profile_settings(plan)
+    settings = training_settings(plan)
+    if plan.trains:
+        check_peft(max(each.lora for each in settings))
+
+
+def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection) -> None:
+    """Refuse a run that its own disk, or the disk of the models, has no room for."""
+    needed = resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection)
+    download, cache = download_bytes(source), cache_folder()
+    cache = next(path for path in (cache, *cache.absolute().parents) if path.is_dir())
+    if cache.stat().st_dev == folder.stat().st_dev:
+        check_room(folder, needed + download)
+    else:
+        check_room(folder, needed)
+        check_room(cache, download)
 
 
 def reallocate(run: Run, plan: Plan) -> Allocation:
@@ -103,7 +133,7 @@ def measure_only(run: Run, token: str | None = None, held: bool = False) -> Step
     """Take a run as far as its profile."""
     with working(run, held):
         with interruptible(run):
-            teacher = load_checked(run, token)
+            teacher = load(run.plan, token, run.inspection)
         found = yield from measure_teacher(run, teacher, token)
         run.log("stopped")
     return found
@@ -127,7 +157,7 @@ def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[A
 def make(run: Run, token: str | None) -> Steps[None]:
     """Do the steps that are left until a run's checkpoint is there."""
     with interruptible(run):
-        teacher = load_checked(run, token)
+        teacher = load(run.plan, token, run.inspection)
     layers = teacher.inspection.layers
     yield from measure_teacher(run, teacher, token)
     allocation = run.allocation or (yield from allocate(run, teacher, token))
@@ -144,7 +174,7 @@ def make(run: Run, token: str | None) -> Steps[None]:
     run.keep_found(made_with={**made_with, **environment(student)})
     control = student
     if plan.lora:  # adapters changed the student's weights: the teacher and its window have their own
-        control = checkpoint.linearize(load(run.pinned_plan, token).model, layers, allocation)
+        control = checkpoint.linearize(load(run.plan, token, run.inspection).model, layers, allocation)
     yield from judge(run, Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
     check(run)
     checkpoint.save(student, teacher.tokenizer, run.checkpoint)
@@ -157,7 +187,7 @@ def compare_run(
     if not run.checkpoint.is_dir():
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     with quiet():
-        teacher = load(run.pinned_plan, token)
+        teacher = load(run.plan, token, run.inspection)
         student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
         return (yield from compare(teacher.model, student, teacher.tokenizer, prompt, new_tokens, seed, sample))
 
@@ -171,13 +201,6 @@ def working(run: Run, held: bool = False) -> Iterator[None]:
         run.log("started")
         yield
         run.settle("stop")
-
-
-def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
-    """Refuse before anything is loaded what could not be served after all the work."""
-    check_dials(plan, layers)
-    profile_settings(plan)
-    training_settings(plan)
 
 
 def resume_evaluation(run: Run, token: str | None = None) -> Steps[dict[str, Part]]:

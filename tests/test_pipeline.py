@@ -1,32 +1,34 @@
 """Work on a run is stopped within every step, resumed to the same bits, and refused where the disk is too small."""
 
-import json
+import sys
 import threading
 import time
-from dataclasses import asdict, replace
+from dataclasses import replace
 
 import pytest
 
+from linearizer import pipeline
 from linearizer.cli.text import run_text
 from linearizer.errors import FolderError, RequestError, Stopped
 from linearizer.jobs import control
+from linearizer.measure.head_prices import choose_pricing, pricing_operations
 from linearizer.model.hub import find_model
 from linearizer.pipeline import linearize, measure_only, reallocate
 from linearizer.progress import Progress, finish
 from linearizer.run.files import remove
-from linearizer.run.folder import Run, Trained, trained
+from linearizer.run.folder import Trained, trained
 from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
 from linearizer.run.stopping import Pace
 from linearizer.train.state_file import NEWEST
 from tests.support.hub import Handler
-from tests.support.runs import LONG, QUICK
+from tests.support.runs import LONG, QUICK, inspection_of
 
 
 @pytest.fixture
 def begin(tmp_path):
     """Begin runs that the test itself works on."""
-    return lambda name="run", plan=LONG: Run.begin(tmp_path / name, plan)
+    return lambda name="run", plan=LONG: pipeline.begin(tmp_path / name, plan)
 
 
 def student(run):
@@ -154,7 +156,7 @@ def test_a_training_that_was_done_does_not_end_the_one_of_another_budget_early(b
 
 def test_what_was_measured_of_one_allocation_is_not_said_of_another(begin):
     run = begin(plan=Plan("demo", budget=64, strategy="window"))
-    run.write("inspection.json", json.dumps({"layers": [asdict(Layer(4, 2, 16, 16))], "max_positions": 128}))
+    run.write("inspection.json", inspection_of([Layer(4, 2, 16, 16)], max_positions=128).to_json())
     reallocate(run, run.plan)
     run.log("exchanged", predicted=0.5, measured=0.25, changed=False)
     run.write("state/steps.json", "7")
@@ -191,11 +193,63 @@ def test_a_run_deleted_while_it_is_worked_on_ends_and_stays_deleted(begin):
     assert not run.folder.exists()
 
 
-def test_what_the_disk_has_no_room_for_is_refused_before_anything_is_loaded(begin, hub):
-    run = begin(plan=Plan("demo", budget=64, samples=8 * 10**12))
+def test_what_the_disk_has_no_room_for_is_refused_before_anything_is_loaded(begin, hub, tmp_path):
     with pytest.raises(FolderError, match=r"GB free, and \d+\.\d+ GB are needed: make room"):
-        next(linearize(run))
-    assert control.status(run).state == "failed" and "are needed" in control.status(run).error
+        begin(plan=Plan("demo", budget=64, samples=8 * 10**12))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize("recipe", ["performer", "dijiang", "hedgehog", "lolcats"])
+def test_a_recipe_that_adapts_is_refused_at_once_where_peft_is_not_installed(recipe, tmp_path, monkeypatch):
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(RequestError, match="needs peft: `pip install peft`"):
+        pipeline.begin(tmp_path / "run", Plan.of(recipe, model="demo", budget=64))
+    assert not (tmp_path / "run").exists()
+    assert pipeline.begin(tmp_path / "run", Plan.of(recipe, model="demo", budget=64, steps=0)).plan.lora
+
+
+def test_how_prices_are_found_follows_from_sizes_alone_and_stands_in_the_plan(begin):
+    run = begin(plan=Plan("demo", budget=64))
+    assert run.plan.prices == "measured"
+    undecided, inspection = Plan("demo", budget=64, device="cpu"), run.inspection
+    larger = replace(inspection, parameters=10**10)
+    assert choose_pricing(undecided, larger) == "estimated"
+    assert choose_pricing(replace(undecided, prices="measured"), larger) == "measured"
+    assert choose_pricing(replace(undecided, device="cuda:1"), larger) == "measured"
+    assert pricing_operations(undecided, larger) / pricing_operations(undecided, inspection) == pytest.approx(
+        10**10 / inspection.parameters
+    )
+
+
+def test_what_a_caller_limits_is_refused_before_there_is_a_folder(tmp_path):
+    def refuse(plan, inspection):
+        raise RequestError(f"{inspection.parameters} parameters are too many here")
+
+    with pytest.raises(RequestError, match="parameters are too many here"):
+        pipeline.begin(tmp_path / "run", Plan("demo", budget=64), check_limits=refuse)
+    assert not (tmp_path / "run").exists()
+
+
+def test_the_revision_is_pinned_when_a_run_begins_and_the_same_words_resume_it(tmp_path, hub):
+    commit = hub.add("org/moving", find_model("demo").folder)
+    for asked in ("org/moving", "org/moving@main"):
+        plan = Plan(asked, budget=64, **{"texts": 2})
+        run = pipeline.begin(tmp_path / asked, plan)
+        assert run.plan.model == f"org/moving@{commit}" and run.inspection.revision == commit
+        hub.requests.clear()
+        assert pipeline.begin(run.folder, plan, resume=True).plan == run.plan
+        assert pipeline.begin(run.folder, run.plan, resume=True) == run and not hub.requests
+        with pytest.raises(RequestError, match=r"another plan \(budget 65 instead of 64\)"):
+            pipeline.begin(run.folder, replace(plan, budget=65), resume=True)
+    assert not [line for line in hub.requests if "safetensors" in line]
+
+
+def test_a_run_has_an_id_of_its_own_even_in_a_folder_that_another_had(begin):
+    run = begin()
+    first = run.id
+    assert run.evaluating.id == replace(run).id == first
+    control.delete(run)
+    assert begin().id != first
 
 
 def test_a_branch_that_moves_on_does_not_change_a_run_that_resumes(begin, hub):

@@ -21,7 +21,6 @@ from linearizer.model.swap import exchanged
 from linearizer.page import actions
 from linearizer.page.run_state import RunState
 from linearizer.progress import finish
-from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer, cache_bytes
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
@@ -35,7 +34,7 @@ SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_le
 @pytest.mark.parametrize("recipe", ["windows", "swa", "duo", "lolcats", "performer"])
 def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
     steps = {"steps": 2} if RECIPES[recipe].choices.get("steps") else {}
-    run = Run.begin(tmp_path / "run", Plan.of(recipe, **SMALL, **steps))
+    run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **SMALL, **steps))
     allocation = finish(pipeline.linearize(run))
     assert allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 40)
     assert math.isfinite(run.evaluation_parts["language"]["subjects"][1]["loss"]["mean"])
@@ -44,7 +43,7 @@ def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
 
 
 def test_budgets_are_shared_out_once_all_is_measured_by_which_it_is_done(tmp_path):
-    run = Run.begin(tmp_path / "run", Plan.of("windows", **SMALL))
+    run = pipeline.begin(tmp_path / "run", Plan.of("windows", **SMALL))
     watched = RunState(run)
     finish(measure_teacher(run, teacher_module.load(run.plan)))
     assert "curves" in watched.read_pieces(60.0) and "measured" not in watched.read_pieces(60.0)
@@ -68,7 +67,7 @@ def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_pa
 
 @pytest.mark.parametrize("recipe", ["best", "duo"])
 def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(recipe, tmp_path):
-    run = Run.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1}))
+    run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1}))
     teacher = teacher_module.load(run.plan)
     judged = pipeline.shared_texts(run.plan, teacher, None)[1]
     seen = teacher_module.texts_of(run.plan, teacher, len(step.texts_to_price_on(run, teacher, None)), None)
@@ -76,7 +75,7 @@ def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(re
 
 
 def test_features_are_bought_where_they_are_the_better_price(tmp_path):
-    run = Run.begin(
+    run = pipeline.begin(
         tmp_path / "run", Plan.of("best", **SMALL, strategy="gain-features", constant=True, steps=2, exchanges=1)
     )
     teacher = teacher_module.load(run.plan)
@@ -97,7 +96,9 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
 
 
 def test_pricing_that_is_stopped_goes_on_to_the_same_prices(tmp_path):
-    run = Run.begin(tmp_path / "run", Plan.of("best", **{**SMALL, "length": 32}, strategy="gain-features", sinks=0))
+    run = pipeline.begin(
+        tmp_path / "run", Plan.of("best", **{**SMALL, "length": 32}, strategy="gain-features", sinks=0)
+    )
     teacher = teacher_module.load(run.plan)
     finish(measure_teacher(run, teacher))
     texts = step.texts_to_price_on(run, teacher, None)
@@ -149,12 +150,12 @@ def test_a_state_has_8_bits_a_number_where_heads_are_priced_and_may_be_merged():
 
 
 def test_minutes_become_as_many_steps_as_fit_and_stay_so(tmp_path):
-    run = Run.begin(tmp_path / "run", Plan.of("features", **SMALL, minutes=0.05))
+    run = pipeline.begin(tmp_path / "run", Plan.of("features", **SMALL, minutes=0.05))
     finish(pipeline.linearize(run))
     (timed,) = [event for event in run.events() if event["event"] == "timed"]
     (end,) = [event for event in run.events() if event["event"] == "distilled"]
     assert end["steps"] == timed["steps"] == max(1, int(3 / timed["seconds"][0]))
-    other = Run.begin(tmp_path / "other", Plan.of("features", **SMALL, steps=timed["steps"]))
+    other = pipeline.begin(tmp_path / "other", Plan.of("features", **SMALL, steps=timed["steps"]))
     finish(pipeline.linearize(other))
     weights = "checkpoint/model.safetensors"
     assert (run.folder / weights).read_bytes() == (other.folder / weights).read_bytes()
@@ -162,7 +163,7 @@ def test_minutes_become_as_many_steps_as_fit_and_stay_so(tmp_path):
 
 def test_minutes_are_no_steps_where_no_head_learns_and_refused_where_none_could(tmp_path):
     plan = Plan.of(**SMALL, strategy="gain-features", minutes=1.0)  # which may buy features
-    run = Run.begin(tmp_path / "run", replace(plan, strategy="common-lambda", feature_map="performer"))
+    run = pipeline.begin(tmp_path / "run", replace(plan, strategy="common-lambda", feature_map="performer"))
     allocation = finish(pipeline.linearize(run))
     assert any(head.features for row in allocation.heads for head in row)  # drawn at random, and fixed
     assert [event["steps"] for event in run.events() if event["event"] == "timed"] == [0]

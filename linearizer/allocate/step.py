@@ -10,7 +10,7 @@ from linearizer.allocate.by_prices import MIN_KL, exchange_once
 from linearizer.allocate.decide import allocate_alike, decide, offers_of, sinks_to_try
 from linearizer.errors import RequestError
 from linearizer.measure.gates import learn_gates
-from linearizer.measure.head_prices import KlOfLayers, measure_prices, measuring_seconds, options_to_price, with_repeats
+from linearizer.measure.head_prices import KlOfLayers, measure_prices, options_to_price, with_repeats
 from linearizer.measure.head_prices_by_gradient import estimate_prices
 from linearizer.measure.whole_student import improve_by_exchanges, measure_students
 from linearizer.model.initialise import begin_of
@@ -25,7 +25,6 @@ from linearizer.run.stopping import interruptible, logged
 
 GATE_STEPS = 60
 PARTIAL_PRICES = "state/prices.json"  # the prices of the first layers, while the other layers are measured
-PATIENCE = 1200  # seconds that prices may take to be measured, before they are estimated instead
 
 
 def allocate(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
@@ -81,9 +80,7 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Prices
         sinks, before = partial.sinks, partial.kl
     else:
         sinks, before = (yield from choose_sinks(run, teacher, texts)), ()
-    estimated = run.plan.prices == "estimated" or (
-        run.plan.prices == "auto" and not before and measuring_seconds(teacher.model, layers, options, texts) > PATIENCE
-    )
+    estimated = run.plan.prices == "estimated"
 
     def keep(kl: KlOfLayers) -> None:
         drawn = bytes(generator.get_state().tolist()).hex()

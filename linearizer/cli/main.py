@@ -114,9 +114,9 @@ def parser() -> Parser:
 
 
 def begin(asked: argparse.Namespace) -> Run:
-    """Open the run that was asked for, new or to be resumed."""
+    """Begin the run that was asked for, or open the run to resume."""
+    from linearizer import pipeline
     from linearizer.run.find import fresh_folder
-    from linearizer.run.folder import Run
 
     given = plan_changes(asked)
     plan = (
@@ -125,7 +125,7 @@ def begin(asked: argparse.Namespace) -> Run:
     if asked.resume and asked.out is None:
         raise RequestError("--resume needs --out: name the run's folder")
     dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"
-    return Run.begin(asked.out or fresh_folder(plan.model, dial), plan, asked.resume)
+    return pipeline.begin(asked.out or fresh_folder(plan.model, dial), plan, resume=asked.resume)
 
 
 def work(steps: Steps[Product], how: str) -> Product:

@@ -97,12 +97,12 @@ class Setup:
     def beyond(self, length: int) -> bool:
         """Tell whether a text is longer than the teacher's positions; refuse it where these are learned."""
         found = self.run.inspection
-        most = found["max_positions"]
+        most = found.max_positions
         if most is None or length <= most:
             return False
-        if found["positions"] == "learned":
+        if found.positions == "learned":
             raise RequestError(
-                f"length {length} cannot be: {found['name']!r} has learned {most} positions; ask for at most {most}"
+                f"length {length} cannot be: {found.name!r} has learned {most} positions; ask for at most {most}"
             )
         return True
 
@@ -155,7 +155,7 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     with quiet():
         try:
-            teacher = load(run.pinned_plan, token)
+            teacher = load(run.plan, token, run.inspection)
         except ModelNotAvailable as error:
             student = checkpoint.load(run.checkpoint).to(choose_device(run.plan.device))
             tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)

@@ -105,7 +105,7 @@ def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
     recall = yield from measure_recall(setup.subjects(length), windows, max(2, length // 16))
     trained, positions = setup.usual_length, setup.run.positions
     long = max(length, 2 * trained)
-    if long > positions and setup.run.inspection["positions"] == "learned":
+    if long > positions and setup.run.inspection.positions == "learned":
         return recall, read
     try:
         windows = setup.windows(request.text, long, max(1, request.texts * length // long), request.seed)
@@ -165,7 +165,7 @@ def plain_students(setup: Setup, steps: int) -> Steps[dict[str, list[Subject]]]:
 def measure_speed_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Read and write random tokens, up to the end of learned positions."""
     lengths = request.lengths or LENGTHS
-    if setup.run.inspection["positions"] == "learned":
+    if setup.run.inspection.positions == "learned":
         reached = [length for length in lengths if length <= setup.run.positions]
         lengths = tuple(sorted({*reached, setup.run.positions})) if not request.lengths else tuple(reached)
     # an untrained student is as fast as the trained one

@@ -1,4 +1,8 @@
-"""What a run will take here: time, memory and disk, from the sizes of a model and speeds measured on this machine."""
+"""What a run or an evaluation will take on this machine, within a factor of about two.
+
+A run: from the sizes of its model and the speeds of this speeds. An evaluation: from the time that judging the same
+student took.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +14,34 @@ from functools import cache
 import torch
 
 from linearizer.allocate.decide import sinks_to_try
-from linearizer.allocate.step import PATIENCE
+from linearizer.evaluate.needle import DEPTHS
+from linearizer.evaluate.speed import LENGTHS
+from linearizer.evaluate.step import JUDGING, WRITTEN, needle_lengths
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
-from linearizer.measure.head_prices import options_to_price
+from linearizer.measure.head_prices import choose_pricing, options_to_price
+from linearizer.model.devices import device_kind
 from linearizer.run.disk import checkpoint_bytes, resume_bytes
+from linearizer.run.evaluation_request import Request
+from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 
-POINTS = 512  # of the sample that the spectrum's speed is measured on
-BASE = 500e6  # bytes of Python and PyTorch
-PASS = 1e-3  # seconds of a pass through one layer that no machine saves
-START = 8.0  # seconds until a process has imported everything and loaded a small model
-JUDGED = 8 * 2 * 3 + 8 * 3 * 3  # passes of a text that evaluation makes: of language, and of three gaps
-FAR = 25.0  # training costs so many times the products of its features: their losses compare rows with all keys
+SPECTRUM_POINTS = 512  # of the sample that the speed of degrees of freedom is measured on
+PROCESS_BYTES = 500e6  # of Python and PyTorch
+LAYER_SECONDS = 1e-3  # of a pass through one layer that no machine saves
+START_SECONDS = 8.0  # until a process has imported everything and loaded a small model
+READ_RATE = 4e8  # bytes of weights in a second
+JUDGING_PASSES = JUDGING.texts * (2 + 3) * 3  # of a text: language and three gaps, of three subjects
+ESTIMATING_PASSES = 12  # of a text, for all prices: one forward, and one back for each of four draws
+TRAINING_FACTOR = 25.0  # of the products of the features: losses compare rows with all keys
+
+SUBJECTS = 4  # teacher, student, window, untrained student
+TOKEN_PASSES = 0.2  # that writing one token of all texts takes
+HEAD_ERROR_PASSES = 60  # that the errors of every head take, the curve of errors included
+CHOICES = 4  # of a sample of a task, each read by itself
+CHOICE_TOKENS = 64
+TASK_SAMPLES = 1000  # of a task without a limit
 
 
 @dataclass(frozen=True)
@@ -36,8 +54,8 @@ class Speeds:
 
 
 @dataclass(frozen=True)
-class Estimate:
-    """What a run will take, within a factor of about two."""
+class RunForecast:
+    """What a run will take."""
 
     seconds: float
     memory_bytes: float
@@ -45,68 +63,124 @@ class Estimate:
     download_bytes: float
 
 
+@dataclass(frozen=True)
+class EvaluationForecast:
+    """How long an evaluation will take."""
+
+    seconds: dict[str, float]  # by part; none where the log does not say how long judging took
+    device: str | None  # that the student was judged at
+
+
 @cache
-def speeds(device: str) -> Speeds:
+def measure_speeds(device: str) -> Speeds:
     """Measure this machine, in well under a second; only once."""
-    size = 2048 if device == "cuda" else 512
+    size = matrix_size(device)
     matrix = torch.ones(size, size, device=device)
-    points = torch.randn(POINTS, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
+    points = torch.randn(SPECTRUM_POINTS, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
     products = seconds_of(lambda: float((matrix @ matrix)[0, 0]), 5)
     spectra = seconds_of(lambda: degrees_of_freedom(points.to(device), [2.0**-8]), 2)
-    return Speeds(2 * size**3 / products, POINTS**3 / spectra, 4e8)
+    return Speeds(2 * size**3 / products, SPECTRUM_POINTS**3 / spectra, READ_RATE)
+
+
+def matrix_size(device: str) -> int:
+    """Choose matrices large enough for a device to show its speed."""
+    return 2048 if device_kind(device) == "cuda" else 512
 
 
 def seconds_of(work: Callable[[], object], times: int) -> float:
     """Time a piece of work, the fastest of a few times."""
-    found = []
+    seconds = []
     for _ in range(times + 1):  # the first warms up
         begin = time.perf_counter()
         work()
-        found.append(time.perf_counter() - begin)
-    return min(found[1:])
+        seconds.append(time.perf_counter() - begin)
+    return min(seconds[1:])
 
 
-def estimate(plan: Plan, inspection: Inspection, machine: Speeds, download: float) -> Estimate:
-    """Say what a plan will take on a machine."""
+def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: float) -> RunForecast:
+    """Say what a plan will take on a machine, where so many bytes are still to be downloaded."""
     layers = [layer for layer in inspection.layers if layer.native_window is None]
     length = min(plan.length, inspection.max_positions or plan.length)
-    return Estimate(
-        START + work(plan, inspection, layers, length, machine),
-        memory(plan, inspection, layers, length),
+    return RunForecast(
+        START_SECONDS + run_seconds(plan, inspection, layers, length, speeds),
+        run_memory(plan, inspection, layers, length),
         resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection) + download,
         download,
     )
 
 
-def work(plan: Plan, inspection: Inspection, layers: list[Layer], length: int, machine: Speeds) -> float:
+def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length: int, speeds: Speeds) -> float:
     """Say how many seconds the steps take once all is loaded."""
     token = 2 * inspection.parameters  # operations of a pass, without attention
     attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
     heads = sum(layer.kv_heads for layer in layers)
-    spectra = heads * plan.samples**3 / machine.spectra
-    passes = (plan.texts + JUDGED) * length * (token + attention)
+    spectra = heads * plan.samples**3 / speeds.spectra
+    passes = (plan.texts + JUDGING_PASSES) * length * (token + attention)
     pricing = 0.0
     if plan.rules.decided_by == "prices":
         offered = len(options_to_price(length, plan.rules.far_field))
-        students = heads * offered / 2 + plan.exchanges + len(sinks_to_try(plan))
+        estimated = choose_pricing(plan, inspection) == "estimated"
+        priced = ESTIMATING_PASSES if estimated else heads * offered / 2
+        students = priced + plan.exchanges + len(sinks_to_try(plan))
         pricing = students * max(2, plan.texts // 2) * length * (token + attention)
-        pricing += heads * offered * len(layers) * PASS * machine.products
-        pricing = min(pricing, PATIENCE * machine.products)  # beyond that prices are estimated
-    worked = (passes + pricing) / machine.products + training(plan, layers, length, token + attention, machine)
-    return spectra + worked + inspection.weight_bytes / machine.reads
+        pricing += (1 if estimated else heads) * offered * len(layers) * LAYER_SECONDS * speeds.products
+    worked = (passes + pricing) / speeds.products + training_seconds(plan, layers, length, token + attention, speeds)
+    return spectra + worked + inspection.weight_bytes / speeds.reads
 
 
-def training(plan: Plan, layers: list[Layer], length: int, token: float, machine: Speeds) -> float:
+def training_seconds(plan: Plan, layers: list[Layer], length: int, token: float, speeds: Speeds) -> float:
     """Say how many seconds training takes, where a pass takes so many operations of a token."""
     if plan.minutes is not None:
         return 60 * plan.minutes
     features = plan.features or (plan.budget or 0) / 2
     products = sum(layer.query_heads * layer.key_dim * features for layer in layers)
-    return plan.steps * plan.batch * length * (token + FAR * products) / machine.products
+    return plan.steps * plan.batch * length * (token + TRAINING_FACTOR * products) / speeds.products
 
 
-def memory(plan: Plan, inspection: Inspection, layers: list[Layer], length: int) -> float:
+def run_memory(plan: Plan, inspection: Inspection, layers: list[Layer], length: int) -> float:
     """Say how many bytes a run has in memory at once."""
     sample = 6 * 8 * plan.samples**2
     rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * 4 * 3
-    return BASE + 2 * inspection.weight_bytes + max(sample, rows) + resume_bytes(plan, inspection)
+    return PROCESS_BYTES + 2 * inspection.weight_bytes + max(sample, rows) + resume_bytes(plan, inspection)
+
+
+def forecast_evaluation(run: Run, request: Request) -> EvaluationForecast:
+    """Say how long the parts of an evaluation will take."""
+    return EvaluationForecast(part_seconds(run, request), run.found["made_with"].get("device"))
+
+
+def part_seconds(run: Run, request: Request) -> dict[str, float]:
+    """Estimate the seconds of every part that was asked for; the first part waits for a process to start."""
+    if (one := pass_seconds(run)) is None:
+        return {}
+    usual = min(run.plan.length, run.positions)
+    length = request.length or usual
+    share = length / usual  # of a pass, in tokens
+    gaps = max(1, (length // 16).bit_length())
+    hidden = request.lengths or needle_lengths(usual, run.positions)
+    passes = {
+        "language": request.texts * share,
+        "recall": request.texts * share * gaps,
+        "needle": max(1, request.texts // 2) * len(DEPTHS) * sum(hidden) / usual,
+        "generation": 2 * WRITTEN * TOKEN_PASSES,
+        "approximation": HEAD_ERROR_PASSES * min(request.texts, 2) / 2 / SUBJECTS * share**2,
+    }
+    seconds = {part: 1 + SUBJECTS * count * one for part, count in passes.items()}
+    seconds["speed"] = 3 * len(LENGTHS) / 2 * min(request.seconds, 60.0)
+    samples = len(request.tasks) * (request.limit or TASK_SAMPLES)
+    seconds["tasks"] = START_SECONDS + SUBJECTS * samples * CHOICES * one * CHOICE_TOKENS / usual
+    first = next(iter(request.chosen))
+    return {part: took + START_SECONDS * (part == first) for part, took in seconds.items() if part in request.chosen}
+
+
+def pass_seconds(run: Run) -> float | None:
+    """Say what one text of the run's own length took, in the mean over teacher, student and window."""
+    begun = None
+    for event in run.events():
+        if run.mine(event) and event["event"] == "evaluate" and begun is None:
+            begun = event["time"]
+        elif run.mine(event) and event["event"] == "started":
+            begun = None  # what was judged before a stop is judged again
+        elif run.mine(event) and event["event"] == "evaluated" and begun is not None:
+            return max(event["time"] - begun, 0.01) / JUDGING_PASSES
+    return None

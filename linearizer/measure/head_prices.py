@@ -7,20 +7,23 @@ whole_student.py measures whether they do.
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from linearizer.model.devices import device_kind
 from linearizer.model.logits import kl_of, logits_of
 from linearizer.model.swap import Begin, giving, seen_by, skipping, student_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.head_bytes import BLOCK, Head, Layer
+from linearizer.run.inspection import Inspection
+from linearizer.run.plan import Plan
 from linearizer.run.prices import SMALLEST, Prices
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 
+MEASURABLE_OPERATIONS = {"cpu": 1.2e14, "cuda": 6e16}  # about 20 minutes; beyond, prices are estimated
 KlOfLayers = Sequence[tuple[tuple[float, ...], ...]]  # [layer][KV head][option]
 
 
@@ -47,15 +50,20 @@ def doubling(first: int, end: int) -> list[int]:
     return [first << step for step in range(30) if first << step < end]
 
 
-def measuring_seconds(
-    teacher: PreTrainedModel, layers: Sequence[Layer], options: Sequence[Head], texts: torch.Tensor
-) -> float:
-    """Guess how long `price` takes, from one pass: each price runs half of the model on average."""
-    begun = time.perf_counter()
-    with torch.inference_mode():
-        logits_of(teacher, texts).sum().item()
-    heads = sum(layer.kv_heads for layer in layers if layer.native_window is None)
-    return (time.perf_counter() - begun) * heads * len(options) / 2
+def pricing_operations(plan: Plan, inspection: Inspection) -> float:
+    """Count the operations of measuring all prices: each price runs half of the model on average."""
+    length = min(plan.length, inspection.max_positions or plan.length)
+    heads = sum(layer.kv_heads for layer in inspection.layers if layer.native_window is None)
+    offered = len(options_to_price(length, plan.rules.far_field, plan.kept_bits))
+    return heads * offered / 2 * max(2, plan.texts // 2) * length * 2 * inspection.parameters
+
+
+def choose_pricing(plan: Plan, inspection: Inspection) -> str:
+    """Choose how a plan finds its prices, by arithmetic: what a clock says would differ from run to run."""
+    if plan.prices != "auto" or plan.rules.decided_by != "prices":
+        return plan.prices
+    most = MEASURABLE_OPERATIONS[device_kind(plan.device)]
+    return "measured" if pricing_operations(plan, inspection) <= most else "estimated"
 
 
 @torch.inference_mode()

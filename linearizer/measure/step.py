@@ -19,7 +19,6 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
     """Measure the teacher, unless the run has its profile already."""
     if profile := run.profile:
         return profile
-    run.write("inspection.json", teacher.inspection.to_json())
     with interruptible(run):
         texts = texts_of(run.plan, teacher, min_texts(run.plan), token)[: run.plan.texts]
         check_logits(teacher.model, texts)

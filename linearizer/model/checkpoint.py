@@ -75,6 +75,9 @@ def save(student: LinearizedForCausalLM, tokenizer: PreTrainedTokenizerBase | No
         student.save_pretrained(unfinished, max_shard_size=MAX_SHARD)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
+        readable = (unfinished / "config.json").stat().st_mode
+        for shard in unfinished.glob("*.safetensors"):
+            shard.chmod(readable)  # safetensors writes through a temporary file, which its owner alone may read
 
 
 def load(folder: str | Path, **options: object) -> LinearizedForCausalLM:

@@ -22,6 +22,13 @@ def choose_device(device: str) -> str:
     return device
 
 
+def device_kind(asked: str) -> str:
+    """Tell whether a device is a GPU ("cuda") or anything slower ("cpu"), without asking for it."""
+    if asked == "auto":
+        asked = choose_device(asked)
+    return "cuda" if asked.partition(":")[0] == "cuda" else "cpu"
+
+
 def device_name(device: str) -> str:
     """Name a device like all processes do, whichever devices of the machine they see: cpu, cuda:0, cuda:GPU-…"""
     kind, _, index = device.partition(":")

@@ -125,11 +125,12 @@ class Teacher:
     tokenizer: PreTrainedTokenizerBase
 
 
-def load(plan: Plan, token: str | None = None) -> Teacher:
-    """Load the teacher of a plan, once its config said that it can be linearized."""
+def load(plan: Plan, token: str | None = None, inspection: Inspection | None = None) -> Teacher:
+    """Load the teacher of a plan; without its inspection, refuse a model that cannot be linearized first."""
     source = find_model(plan.model, token)
-    inspection = inspect_model(source, load_config(source, token))
-    inspection.require_support()
+    if inspection is None:
+        inspection = inspect_model(source, load_config(source, token))
+        inspection.require_support()
     tokenizer = load_tokenizer(source, token)
     model = load_teacher(source, plan.dtype, choose_device(plan.device), token)
     verify_teacher(model, inspection)

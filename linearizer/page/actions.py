@@ -26,8 +26,7 @@ from linearizer.run.prices import Prices
 
 if TYPE_CHECKING:
     from linearizer.evaluate.duet import Both
-    from linearizer.jobs.evaluation_forecast import Foreseen
-    from linearizer.jobs.forecast import Estimate
+    from linearizer.jobs.forecast import EvaluationForecast, RunForecast
     from linearizer.run.inspection import Inspection
     from linearizer.run.profile import Profile
 
@@ -39,7 +38,6 @@ EFFORTS = {  # how much of a plan's work to do, and how much of its training
 COMPARISON_SECONDS = 120  # seconds that ZeroGPU lends its device to a comparison
 MAX_MODELS_FOUND = 20  # models that a search gives
 MEASURED_FILES = (
-    "inspection.json",
     "profile.json",
     "prices.json",
     "gates.json",
@@ -107,45 +105,42 @@ def download_bytes(visitor: Visitor, model: str) -> int:
     return hub.download_bytes(hub.find_model(model, visitor.token))
 
 
-def forecast_run(plan: Plan, found: Inspection, download: int) -> Estimate:
+def forecast_run(plan: Plan, inspection: Inspection, download: int) -> RunForecast:
     """Estimate what a plan takes on this machine, which is measured the first time; the rest is arithmetic."""
     from linearizer.jobs import forecast
     from linearizer.model import devices
 
     # ZeroGPU's device is not there to be measured
     device = "cpu" if zerogpu.on_zerogpu() else devices.choose_device(plan.device)
-    return forecast.estimate(plan, found, forecast.speeds(device), download)
+    return forecast.forecast_run(plan, inspection, forecast.measure_speeds(device), download)
 
 
 def start_run(visitor: Visitor, plan: Plan) -> str:
     """Start a run, and name it; it goes on whatever becomes of the page."""
-    from linearizer import pipeline
-
     limits.check_model(plan.model, plan.text)
-    found = pipeline.inspect(plan.model, visitor.token)
-    found.require_support()
-    pipeline.check_plan(plan, found.layers)
-    limits.check_plan(visitor, plan, found, runs_root())
-    run = visitor.begin(plan)
-    return started(visitor, run)
+    return started(visitor, begin_run(visitor, plan))
 
 
 def branch_run(visitor: Visitor, name: str, budget: int) -> str:
     """Start a run with another budget from what a run has measured, and name it."""
-    from linearizer import pipeline
-    from linearizer.run.inspection import Inspection
-
     old = visitor.find(name)
-    plan = replace(old.plan, budget=budget, features=None)
     require_profile(old)
-    pipeline.check_plan(plan, old.layers)
-    limits.check_plan(visitor, plan, Inspection(**old.inspection), runs_root())
-    run = visitor.begin(plan)
+    run = begin_run(visitor, replace(old.plan, budget=budget, features=None))
     with writing(run.folder):
         for file in MEASURED_FILES:
             if old.has(file):
                 shutil.copyfile(old.folder / file, run.folder / file)
     return started(visitor, run)
+
+
+def begin_run(visitor: Visitor, plan: Plan) -> Run:
+    """Begin a run within what this page allows a visitor."""
+    from linearizer import pipeline
+
+    def check_limits(plan: Plan, inspection: Inspection) -> None:
+        limits.check_plan(visitor, plan, inspection, runs_root())
+
+    return pipeline.begin(visitor.fresh_folder(plan), plan, visitor.token, check_limits=check_limits)
 
 
 def started(visitor: Visitor, run: Run) -> str:
@@ -183,11 +178,11 @@ def start_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) ->
     control.evaluate(run, asdict(request), token=visitor.token, begin=starter(run))
 
 
-def forecast_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> Foreseen:
+def forecast_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> EvaluationForecast:
     """Estimate how many seconds each part of an evaluation takes."""
-    from linearizer.jobs import evaluation_forecast
+    from linearizer.jobs import forecast
 
-    return evaluation_forecast.foresee(visitor.find(name), Request.of(choices))
+    return forecast.forecast_evaluation(visitor.find(name), Request.of(choices))
 
 
 @dataclass(frozen=True)
@@ -230,7 +225,7 @@ def require_profile(run: Run) -> Profile:
 class Pair:
     """A teacher and its student in memory."""
 
-    run: Run
+    run_id: str
     teacher: Any
     student: Any
     tokenizer: Any
@@ -275,10 +270,10 @@ def load_pair(run: Run, visitor: Visitor) -> Pair:
     from linearizer.model import checkpoint
     from linearizer.model.quiet import quiet
 
-    if not LOADED_PAIRS or LOADED_PAIRS[0].run != run:
+    if not LOADED_PAIRS or LOADED_PAIRS[0].run_id != run.id:
         LOADED_PAIRS.clear()
         with quiet():
-            teacher = pipeline.load(run.pinned_plan, visitor.token)
+            teacher = pipeline.load(run.plan, visitor.token, run.inspection)
             student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
-        LOADED_PAIRS.append(Pair(run, teacher.model, student, teacher.tokenizer))
+        LOADED_PAIRS.append(Pair(run.id, teacher.model, student, teacher.tokenizer))
     return LOADED_PAIRS[0]

@@ -18,7 +18,7 @@ import gradio as gr
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
 from linearizer.jobs.control import Status
-from linearizer.page import actions, run_state, sending, warmup
+from linearizer.page import actions, sending, warmup
 from linearizer.page.visitors import Visitor, find_visitor
 from linearizer.publish import html
 
@@ -124,7 +124,6 @@ def delete_run(run: str, secret: str = "", profile: Profile = None, token: Token
     """Delete a run that is not at work; return its name."""
     one = who(secret, profile, token).find(run)
     control.delete(one)
-    run_state.forget_run(one)
     return run
 
 

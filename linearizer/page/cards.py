@@ -19,7 +19,7 @@ from linearizer.run.plan import Plan
 
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Side
-    from linearizer.jobs.forecast import Estimate
+    from linearizer.jobs.forecast import RunForecast
     from linearizer.run.inspection import Inspection
 
 MEMORY_LENGTHS = (4096, 32768, 131072)
@@ -112,7 +112,7 @@ def allocation_card(found: Allocation, layers: Sequence[Layer]) -> str:
     return cost_card(found.features_mean, found.state_bytes(layers, 0), found.growth(layers), layers)
 
 
-def efforts_table(found: Mapping[str, Estimate], chosen: str, lent: bool = False) -> str:
+def efforts_table(found: Mapping[str, RunForecast], chosen: str, lent: bool = False) -> str:
     """Say what every effort takes, before one is begun; the one that is chosen has a mark.
 
     A GPU that is `lent` is not there to be measured.

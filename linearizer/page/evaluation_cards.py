@@ -13,7 +13,7 @@ from linearizer.publish import html
 from linearizer.publish.parts import PART_VIEWS
 
 if TYPE_CHECKING:
-    from linearizer.jobs.evaluation_forecast import Foreseen
+    from linearizer.jobs.forecast import EvaluationForecast
 
 STATE_SENTENCES = {
     "stopped": "Stopped; the parts that were finished are kept. Evaluate again to go on there.",
@@ -54,7 +54,7 @@ def progress_bar(step: Mapping[str, Any]) -> str:
     )
 
 
-def times_line(found: Foreseen) -> str:
+def times_line(found: EvaluationForecast) -> str:
     """Say how long the chosen parts will take, and how that is known; nothing where it is not."""
     if not found.seconds:
         return ""

@@ -12,7 +12,7 @@ from gradio.components.plot import PlotData
 
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
-from linearizer.page import actions, cards, run_state, sending, warmup, zerogpu
+from linearizer.page import actions, cards, sending, warmup, zerogpu
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.visitors import Visitor, find_visitor, new_secret, on_space
 from linearizer.publish import html
@@ -287,5 +287,4 @@ def delete_run(memory: Memory, name: str | None, profile: Profile, token: Token)
         raise RequestError("no run was chosen: choose the one to delete")
     run = who(memory, profile, token).find(name)
     control.delete(run)
-    run_state.forget_run(run)
     return list_runs(memory, profile, token)

@@ -73,6 +73,8 @@ def draw_changes(
         parts = run_state.read_pieces(run, time.time())
     except LinearizerError:  # it was deleted; the look says so
         return show_no_run()
+    if seen.get("id") != parts["id"].mark:  # it may have the name of a run that was deleted
+        seen = {}
     new = {key: part.value for key, part in parts.items() if seen.get(key) != part.mark}
     sent, can = publication_piece(run, parts), new.get("can")
     live = {parts["state"].value, parts["evaluating"].value} & set(control.LIVE) or sending.is_publishing(run)

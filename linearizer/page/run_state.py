@@ -12,7 +12,6 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cache, partial
-from pathlib import Path
 from typing import Any
 
 from linearizer.allocate.decide import decidable
@@ -78,6 +77,7 @@ class RunState:
     def draw(self, status: Status, now: float) -> None:
         """Bring every part up to date."""
         run, live = self.run, status.state in LIVE
+        self.put("id", run.id, lambda: run.id)
         self.put("state", status.state, lambda: status.state)
         self.put("stage", step_of_page(status), lambda: step_of_page(status))
         can = possible_actions(status)
@@ -181,21 +181,15 @@ def possible_actions(status: Status) -> dict[str, bool]:
     }
 
 
-WATCHED: OrderedDict[Path, RunState] = OrderedDict()
+WATCHED: OrderedDict[str, RunState] = OrderedDict()
 WATCHED_LOCK = threading.Lock()
 
 
 def read_pieces(run: Run, now: float) -> dict[str, Piece]:
     """Give the parts of a run's page."""
     with WATCHED_LOCK:
-        watched = WATCHED.pop(run.folder, None) or RunState(run)
-        WATCHED[run.folder] = watched
+        watched = WATCHED.pop(run.id, None) or RunState(run)
+        WATCHED[run.id] = watched
         while len(WATCHED) > MAX_WATCHED_RUNS:
             WATCHED.popitem(last=False)
     return watched.read_pieces(now)
-
-
-def forget_run(run: Run) -> None:
-    """Forget a run that was deleted."""
-    with WATCHED_LOCK:
-        WATCHED.pop(run.folder, None)

@@ -59,13 +59,13 @@ class Visitor:
             raise RequestError(f"{shorten(name)!r} is none of your runs: choose one that `Runs` lists")
         return Run(folder)
 
-    def begin(self, plan: Plan) -> Run:
-        """Make the folder of a new run; on a Space nobody can guess its name."""
+    def fresh_folder(self, plan: Plan) -> Path:
+        """Choose the folder of a new run; on a Space nobody can guess its name."""
         home = self.home
         if on_space():
-            return Run.begin(home / f"r{secrets.token_urlsafe(16)}", plan)
+            return home / f"r{secrets.token_urlsafe(16)}"
         dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"
-        return Run.begin(fresh_folder(re.sub(r"[^A-Za-z0-9._@+/-]", "-", plan.model), dial, home), plan)
+        return fresh_folder(re.sub(r"[^A-Za-z0-9._@+/-]", "-", plan.model), dial, home)
 
 
 def find_visitor(account: str | None = None, token: str | None = None, secret: str = "") -> Visitor:

@@ -32,12 +32,7 @@ SLICE_SECONDS = int(os.environ.get("LINEARIZER_SLICE") or 60)  # seconds that th
 WORKED_SHARE = float(os.environ.get("LINEARIZER_SLICE_SHARE") or 0.7)  # the rest is for its start, and to save
 MAX_VAIN_SLICES = 2  # slices in a row that finish nothing, after which it is given up
 DEVICE = "zerogpu"
-FILES_WITHOUT_PROGRESS = (
-    "inspection.json",
-    "stop",
-    "use",
-    "worker.log",
-)  # files of a run that tell nothing of how far it is
+FILES_WITHOUT_PROGRESS = ("stop", "use", "worker.log")  # files of a run that tell nothing of how far it is
 
 
 def start(run: Run, token: str | None = None, **asked: Any) -> None:

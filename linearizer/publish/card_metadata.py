@@ -31,9 +31,8 @@ class Teacher:
     @staticmethod
     def of(run: Run) -> Teacher:
         found = run.inspection
-        repo_id = found["name"].partition("@")[0] if found["revision"] else None
-        name = repo_id or Path(found["name"]).name
-        return Teacher(name, repo_id, found["revision"], found["gated"], found.get("terms", {}))
+        repo_id = found.name.partition("@")[0] if found.revision else None
+        return Teacher(repo_id or Path(found.name).name, repo_id, found.revision, found.gated, found.terms)
 
 
 def metadata(plan: Plan, teacher: Teacher, title: str, parts: Mapping[str, Mapping[str, Any]]) -> ModelCardData:

@@ -1,5 +1,6 @@
 """A run is a folder: what was asked, what came of it, and a log of events that is the only truth.
 
+RUN/begun.json      the id of the run, and what was asked where plan.json holds what was decided
 RUN/plan.json inspection.json profile.json prices.json gates.json allocation.json events.jsonl
 RUN/state/          what resuming needs: the samples of queries and keys, and of training
 RUN/checkpoint/     what loads with transformers
@@ -16,6 +17,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
+from uuid import uuid4
 
 from linearizer.errors import FolderError, RequestError
 from linearizer.run import events as journal
@@ -24,6 +26,7 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.events import Event
 from linearizer.run.files import UNFINISHED, write_whole, writing
 from linearizer.run.head_bytes import Layer
+from linearizer.run.inspection import Inspection
 from linearizer.run.locks import Lock
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
@@ -32,9 +35,10 @@ from linearizer.run.results import RESULTS, Part, read_part
 
 Product = TypeVar("Product")
 OWN = {
-    "plan.json", "inspection.json", "profile.json", "prices.json", "gates.json", "allocation.json", "evaluation.json",
-    "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
+    "begun.json", "plan.json", "inspection.json", "profile.json", "prices.json", "gates.json", "allocation.json",
+    "evaluation.json", "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
 }  # fmt: skip
+DECIDED = ("model", "prices")  # choices of a plan that `pipeline.begin` makes definite
 ENDS = ("started", "done")  # of the events that say so, the newest tells whether a run is done
 EVALUATION = "evaluate"
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
@@ -55,27 +59,45 @@ class Run:
         return Run(folder)
 
     @staticmethod
-    def begin(folder: Path, plan: Plan, resume: bool = False) -> Run:
-        """Start a run in a folder, or go on with the one that is there if it has the same plan."""
-        there = {path.name.removesuffix(UNFINISHED) for path in folder.iterdir()} if folder.is_dir() else set()
+    def is_begun(folder: Path, resume: bool = False) -> bool:
+        """Tell whether a folder holds a run to resume; refuse it where a run can neither begin nor resume."""
         begun = (folder / "plan.json").exists()
         if begun and not resume:
             raise FolderError(
                 f"{str(folder)!r} holds a run already: add --resume to go on with it, or name another folder"
             )
-        if folder.exists() and (not folder.is_dir() or there - OWN):
+        present = {path.name.removesuffix(UNFINISHED) for path in folder.iterdir()} if folder.is_dir() else set()
+        if folder.exists() and (not folder.is_dir() or present - OWN):
             raise FolderError(f"{str(folder)!r} holds something else: name a folder that is new or empty")
-        run, plan = Run(folder), located(plan)
-        if not begun:
-            with writing(folder):
-                (folder / "state").mkdir(parents=True, exist_ok=True)
-            run.write("plan.json", plan.to_json())
-        elif differences := plan.differences(located(run.plan)):
-            raise RequestError(
-                f"{str(folder)!r} was begun with another plan ({'; '.join(differences)}): ask for the same, or name "
-                "another folder"
-            )
+        return begun
+
+    @staticmethod
+    def create(folder: Path, plan: Plan, inspection: Inspection | None = None, asked: Plan | None = None) -> Run:
+        """Make the folder of a run; `asked` is its plan before anything was decided for it."""
+        Run.is_begun(folder)
+        with writing(folder):
+            (folder / "state").mkdir(parents=True, exist_ok=True)
+        run, asked = Run(folder), asked or plan
+        run.write("begun.json", json.dumps({"id": uuid4().hex, **{name: getattr(asked, name) for name in DECIDED}}))
+        if inspection is not None:
+            run.write("inspection.json", inspection.to_json())
+        run.write("plan.json", plan.to_json())  # last: with it the folder is a run
         return run
+
+    @property
+    def id(self) -> str:
+        """Tell this run from another that lies, or lay, in a folder of the same name."""
+        return self.parsed("begun.json", json.loads, again=False)["id"]
+
+    def check_same(self, asked: Plan) -> None:
+        """Refuse to resume with another plan than the run was begun with."""
+        begun = self.parsed("begun.json", json.loads, again=False)
+        undecided = {name: begun[name] for name in DECIDED if getattr(asked, name) == begun[name]}
+        if differences := asked.differences(replace(self.plan, **undecided)):
+            raise RequestError(
+                f"{str(self.folder)!r} was begun with another plan ({'; '.join(differences)}): ask for the same, or "
+                "name another folder"
+            )
 
     @property
     def evaluating(self) -> Run:
@@ -91,26 +113,18 @@ class Run:
         return self.parsed("plan.json", Plan.from_json, again=False)
 
     @property
-    def pinned_plan(self) -> Plan:
-        """The plan, for the very revision that was measured: a branch of the Hub may move on before a run resumes."""
-        revision = self.inspection["revision"] if self.has("inspection.json") else None
-        return (
-            self.plan if revision is None else replace(self.plan, model=f"{self.plan.model.split('@')[0]}@{revision}")
-        )
-
-    @property
-    def inspection(self) -> dict[str, Any]:
-        """What the teacher is, stored with the profile."""
-        return self.parsed("inspection.json", read_inspection, again=False)
+    def inspection(self) -> Inspection:
+        """What the teacher is."""
+        return self.parsed("inspection.json", Inspection.from_json, again=False)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
-        return self.inspection["layers"]
+        return self.inspection.layers
 
     @property
     def positions(self) -> int:
         """How far the teacher's positions reach."""
-        return self.inspection["max_positions"] or UNBOUNDED
+        return self.inspection.max_positions or UNBOUNDED
 
     @property
     def profile(self) -> Profile | None:
@@ -195,7 +209,7 @@ class Run:
 
     def forget(self) -> None:
         """Remove a run that has made nothing, and its folder if that leaves it empty."""
-        made = ("plan.json", "plan.json" + UNFINISHED, "inspection.json", "events.jsonl")
+        made = ("plan.json", "plan.json" + UNFINISHED, "begun.json", "inspection.json", "events.jsonl")
         for name in (*made, "stop", "use", "worker.log", "lock"):
             (self.folder / name).unlink(missing_ok=True)
         for folder in (self.folder / "state", self.folder):
@@ -255,12 +269,6 @@ class Run:
         """Forget a request: it was taken up, or was for a process that is gone."""
         with writing(self.folder):
             (self.folder / name).unlink(missing_ok=True)
-
-
-def read_inspection(text: str) -> dict[str, Any]:
-    """Read what was told of a teacher; what is missing is missed here, where the file can be named."""
-    read = json.loads(text)
-    return {**read, "layers": tuple(Layer(**layer) for layer in read["layers"])}
 
 
 def read_gates(text: str) -> list[list[float]]:

@@ -1,4 +1,4 @@
-"""."""
+"""What is known of a model from its config and the sizes of its files."""
 
 from __future__ import annotations
 

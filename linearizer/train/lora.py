@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from importlib.util import find_spec
 
 import torch
 from torch import nn
@@ -16,12 +17,17 @@ from linearizer.runtime.attention_interface import attention_modules
 NAME = "distillation"
 
 
+def check_peft(rank: int) -> None:
+    """Refuse adapters where the library that makes them is not installed."""
+    if rank and find_spec("peft") is None:
+        raise RequestError(f"lora={rank} needs peft: `pip install peft`, or train without adapters")
+
+
 def add_adapters(base: PreTrainedModel, rank: int, seed: int) -> None:
     """Add adapters, in fp32, to q, k, v and o of every layer that has a student; they start without effect."""
-    try:
-        from peft import LoraConfig, inject_adapter_in_model
-    except ImportError as error:
-        raise RequestError(f"lora={rank} needs peft: `pip install peft`, or train without adapters") from error
+    check_peft(rank)
+    from peft import LoraConfig, inject_adapter_in_model
+
     names = {part: name for name, part in base.named_modules()}
     targets = [
         names[part] for module in attention_modules(base) if hasattr(module, "student") for part in matrices(module)

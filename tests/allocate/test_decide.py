@@ -23,7 +23,7 @@ def priced(tmp_path, inspection):
     """A run whose heads were priced with one sink, with slots or what is named."""
 
     def begin(far="slots", recipe="best"):
-        run = Run.begin(tmp_path / f"{recipe}-{far}", Plan.of(recipe, model="demo", budget=32))
+        run = Run.create(tmp_path / f"{recipe}-{far}", Plan.of(recipe, model="demo", budget=32))
         run.write("inspection.json", inspection.to_json())
         if run.plan.rules.decided_by == "prices":
             offered = options_to_price(64, far, 8)

@@ -21,6 +21,7 @@ from pathlib import Path
 
 import torch
 
+from linearizer import pipeline
 from linearizer.allocate import step
 from linearizer.errors import BudgetError
 from linearizer.evaluate.ablation import without_far, without_window
@@ -38,7 +39,6 @@ from linearizer.model.swap import exchanged
 from linearizer.progress import finish
 from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
-from linearizer.run.folder import Run
 from linearizer.run.head_bytes import cache_bytes
 from linearizer.run.plan import Plan
 from linearizer.train import step as train_step
@@ -156,7 +156,7 @@ def prepared(work, plan):
     key = digest({}, json.dumps({**seen, **asdict(profile_settings(plan))}))[:16]
     base, folder = work / f"{Path(plan.model).name}-{key}", work / "run"
     shutil.rmtree(folder, ignore_errors=True)
-    run, teacher = Run.begin(folder, plan), teacher_module.load(plan)
+    run, teacher = pipeline.begin(folder, plan), teacher_module.load(plan)
     if not base.exists():
         finish(measure_teacher(run, teacher))
         shutil.copytree(folder, base)

@@ -10,12 +10,12 @@ import tempfile
 import textwrap
 from pathlib import Path
 
+from linearizer import pipeline
 from linearizer.cli.text import size
 from linearizer.model.text import read_documents
 from linearizer.pipeline import evaluate, linearize
 from linearizer.progress import finish
 from linearizer.run.evaluation_request import Request
-from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 
 README = Path(__file__).parents[2] / "README.md"
@@ -57,7 +57,7 @@ def measured(asked):
         last = list(read_documents("builtin"))[-DOCUMENTS:]  # no recipe's measuring or training reaches there
         text.write_text("\n".join(json.dumps({"text": document}) for document in last), encoding="utf-8")
         for name in RECIPES:
-            run = Run.begin(Path(folder) / name, Plan.of(name, model="demo", budget=BUDGET))
+            run = pipeline.begin(Path(folder) / name, Plan.of(name, model="demo", budget=BUDGET))
             finish(linearize(run))
             parts = ("language", "recall", "speed")
             found = finish(evaluate(run, Request(parts, text=f"file:{text}", texts=asked.texts, lengths=(LENGTH,))))

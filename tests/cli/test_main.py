@@ -178,7 +178,7 @@ def test_two_processes_never_write_one_run(done, tmp_path):
 
 
 def test_a_run_that_is_refused_because_another_process_has_it_is_left_alone(tmp_path, said):
-    run = Run.begin(tmp_path / "run", Plan("demo", budget=64))
+    run = Run.create(tmp_path / "run", Plan("demo", budget=64))
     with run.locked():
         code, _, err = said("run", "demo", "--budget", "64", "--out", run.folder, "--resume")
     assert code == 2 and "being written by another process" in err
@@ -228,7 +228,7 @@ def test_the_library_does_what_the_command_does(done, tmp_path):
     import linearizer
     from linearizer import finish, linearize
 
-    run = linearizer.Run.begin(
+    run = linearizer.begin(
         tmp_path / "run",
         Plan.of("features", model="demo", budget=64, texts=2, length=64, samples=128, steps=2, dtype="float32"),
     )

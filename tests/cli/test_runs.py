@@ -118,8 +118,8 @@ def test_a_run_that_failed_is_shown_with_its_reason(root, said):
 
 @pytest.mark.parametrize("command", ["allocate", "compare", "evaluate", "push", "runs"])
 def test_every_command_takes_a_run_by_its_name_and_suggests_those_that_are_near(root, said, command):
-    Run.begin(root / "demo-64", Plan("demo", budget=64))
-    Run.begin(root / "other", Plan("demo", budget=64))
+    Run.create(root / "demo-64", Plan("demo", budget=64))
+    Run.create(root / "other", Plan("demo", budget=64))
 
     def asked(name):
         arguments = {"push": ["push", name, "me/x"], "runs": ["runs", "stop", name]}.get(command, [command, name])

@@ -82,7 +82,7 @@ def asked_texts(run):
 @pytest.fixture
 def begun(tmp_path):
     """A run that has only begun."""
-    return Run.begin(tmp_path / "run", Plan("demo", budget=64))
+    return Run.create(tmp_path / "run", Plan("demo", budget=64))
 
 
 def test_parts_and_with_what_they_were_made_stand_in_one_file(begun):

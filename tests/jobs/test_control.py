@@ -7,12 +7,12 @@ import time
 
 import pytest
 
+from linearizer import pipeline
 from linearizer.errors import FolderError, RequestError
 from linearizer.jobs import control, queue
 from linearizer.jobs.worker import foreground
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
-from linearizer.run.folder import Run
 from tests.support.runs import LONG, PLAN, beginning, log_of, process_of, wait_for, wait_for_event
 
 
@@ -25,7 +25,7 @@ def begin(tmp_path):
 @pytest.fixture(scope="module")
 def done(tmp_path_factory):
     """A finished run that nothing interrupted; no test may change it."""
-    run = Run.begin(tmp_path_factory.mktemp("done") / "run", PLAN)
+    run = pipeline.begin(tmp_path_factory.mktemp("done") / "run", PLAN)
     finish(foreground(run, linearize(run, held=True)))
     return run
 

@@ -7,6 +7,7 @@ import signal
 
 import pytest
 
+from linearizer import pipeline
 from linearizer.cli.main import main
 from linearizer.errors import FolderError, RequestError
 from linearizer.jobs import control
@@ -26,7 +27,7 @@ SHORT = {"parts": ["language", "recall"], "texts": 2}
 @pytest.fixture(scope="module")
 def made(tmp_path_factory):
     """A finished run, which no test may change."""
-    run = Run.begin(tmp_path_factory.mktemp("made") / "run", PLAN)
+    run = pipeline.begin(tmp_path_factory.mktemp("made") / "run", PLAN)
     finish(foreground(run, linearize(run, held=True)))
     return run
 
@@ -121,7 +122,7 @@ def test_one_that_cannot_be_served_says_why_and_harms_nothing(run, tmp_path):
     found = wait_for(run.evaluating, "failed")
     assert "nothing.txt" in found.error and control.status(run).state == "done" and run.done
     with pytest.raises(RequestError, match="has no student yet"):
-        control.evaluate(Run.begin(tmp_path / "new", PLAN), SHORT)
+        control.evaluate(pipeline.begin(tmp_path / "new", PLAN), SHORT)
     with pytest.raises(RequestError, match="is done: there is nothing to stop"):
         control.stop(run)
     control.delete(run)

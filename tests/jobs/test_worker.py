@@ -26,7 +26,7 @@ def begin(tmp_path):
 def test_a_token_reaches_the_run_and_nothing_else(begin, hub, tmp_path):
     hub.add("visitor/private", find_model("demo").folder, private=True)
     plan = Plan("visitor/private", steps=2, **QUICK)
-    refused, run = begin("refused", plan), begin("run", plan)
+    refused, run = begin("refused", plan, TOKEN), begin("run", plan, TOKEN)
     control.start(refused)
     control.start(run, TOKEN)
     seen, secret = 0, TOKEN.encode()
@@ -37,7 +37,7 @@ def test_a_token_reaches_the_run_and_nothing_else(begin, hub, tmp_path):
             seen += 1
         time.sleep(0.1)
     assert seen and control.status(run).state == "done", log_of(run)
-    assert "'visitor/private' is no folder here and not on the Hub, or it is private" in control.status(refused).error
+    assert "is no folder here and not on the Hub, or it is private" in control.status(refused).error
     for place in (tmp_path, queue.folder(), Path(os.environ["HF_HOME"])):
         assert not [path for path in place.rglob("*") if path.is_file() and secret in path.read_bytes()]
 

@@ -50,6 +50,13 @@ def test_torch_and_transformers_alone_give_equal_logits_and_equal_text(family, b
     assert torch.equal(answer["text"], text)
 
 
+def test_whoever_may_read_the_config_may_read_the_weights(tmp_path):
+    save(student_of("llama"), None, tmp_path / "checkpoint")
+    modes = {path.stat().st_mode for path in (tmp_path / "checkpoint").iterdir() if path.is_file()}
+    (tmp_path / "usual").touch()
+    assert modes == {(tmp_path / "usual").stat().st_mode}
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("feature_map", ["mlp", "codebook"])
 @torch.no_grad()

@@ -60,7 +60,7 @@ def test_every_step_passes_axe_in_both_schemes_wide_and_narrow(served, browser, 
 
 
 def test_a_run_that_has_nothing_to_draw_yet_passes_axe(served, browser, runs):
-    Run.begin(runs / "new", Plan.of(model="demo", budget=64))
+    Run.create(runs / "new", Plan.of(model="demo", budget=64))
     with looking(browser, f"{served}?run=new") as page:
         page.wait_for_selector("#step-3 .empty")
         assert wrong(page) == []

@@ -11,7 +11,7 @@ from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.run.plan import Plan
 from linearizer.train.state_file import read_state
-from tests.support.runs import LONG, wait_for, wait_for_event
+from tests.support.runs import LONG, begin_for, wait_for, wait_for_event
 
 ANN, BOB = "a" * 16, "b" * 16
 
@@ -24,11 +24,11 @@ def space(tmp_path, monkeypatch):
 
 
 def begun(secret=ANN):
-    return find_visitor(secret=secret).begin(Plan("demo", budget=64))
+    return begin_for(find_visitor(secret=secret), Plan("demo", budget=64))
 
 
 def test_a_run_that_works_too_long_is_stopped_saved_told_why_and_goes_on(space):
-    run = find_visitor(secret=ANN).begin(LONG)
+    run = begin_for(find_visitor(secret=ANN), LONG)
     few = Limits(minutes=0.01)
     for _ in range(2):
         control.start(run)

@@ -8,6 +8,7 @@ from linearizer.page.visitors import find_visitor, new_secret
 from linearizer.publish import html
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
+from tests.support.runs import begin_for
 
 ANN, BOB = "a" * 16, "b" * 16
 
@@ -25,13 +26,13 @@ def space(root, monkeypatch):
 
 
 def test_at_ones_own_machine_everybody_sees_all_runs(root):
-    run = find_visitor().begin(Plan("demo", budget=64))
+    run = begin_for(find_visitor(), Plan("demo", budget=64))
     assert find_visitor("ann").find(run.folder.name) == run
     assert run.folder == root / "demo-64"
 
 
 def test_visitors_of_a_space_have_folders_that_nobody_can_guess(space):
-    run = find_visitor(secret=ANN).begin(Plan("demo", budget=64))
+    run = begin_for(find_visitor(secret=ANN), Plan("demo", budget=64))
     assert find_visitor(secret=ANN).find(run.folder.name) == run
     for other in (find_visitor(secret=BOB), find_visitor("ann"), find_visitor(ANN)):
         with pytest.raises(RequestError, match="none of your runs"):
@@ -62,7 +63,7 @@ def test_a_name_never_leads_out_of_the_folder(root, name):
 
 
 def test_a_link_out_of_the_folder_is_not_followed(root, tmp_path):
-    Run.begin(tmp_path / "elsewhere", Plan("demo", budget=64))
+    Run.create(tmp_path / "elsewhere", Plan("demo", budget=64))
     root.mkdir()
     (root / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RequestError, match="none of your runs"):
@@ -78,7 +79,7 @@ def test_what_comes_from_outside_is_escaped(root):
     found = actions.inspect_model(find_visitor(), "demo")
     object.__setattr__(found, "name", odd)
     object.__setattr__(found, "licence", odd)
-    run = find_visitor().begin(Plan(odd, budget=64, text=odd))
+    run = Run.create(find_visitor().fresh_folder(plan := Plan(odd, budget=64, text=odd)), plan)
     run.log("failed", error=odd)
     from linearizer.jobs import control
 
@@ -113,22 +114,24 @@ def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
     assert begin(read).plan == plan
 
 
-def test_an_estimate_grows_with_the_work_and_covers_the_download(root):
-    from linearizer.jobs.forecast import Speeds, estimate
+def test_a_forecast_grows_with_the_work_and_covers_the_download(root):
+    from linearizer.jobs.forecast import Speeds, forecast_run
 
     found, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e10, 1e10, 1e9)
-    guesses = [estimate(actions.make_plan("demo", 64, effort, {}), found, machine, 5e6) for effort in actions.EFFORTS]
+    guesses = [
+        forecast_run(actions.make_plan("demo", 64, effort, {}), found, machine, 5e6) for effort in actions.EFFORTS
+    ]
     assert guesses[0].seconds < guesses[1].seconds < guesses[2].seconds
     assert guesses[0].disk_bytes < guesses[2].disk_bytes
     assert guesses[0].disk_bytes > 5e6 + found.weight_bytes
 
 
-def test_minutes_that_are_asked_for_are_in_the_estimate():
-    from linearizer.jobs.forecast import Speeds, estimate
+def test_minutes_that_are_asked_for_are_in_the_forecast():
+    from linearizer.jobs.forecast import Speeds, forecast_run
 
     found, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e12, 1e12, 1e9)
     plans = (Plan.of("features", model="demo", budget=64, **some) for some in ({"steps": 0}, {"minutes": 60}))
-    untrained, an_hour = (estimate(plan, found, machine, 0) for plan in plans)
+    untrained, an_hour = (forecast_run(plan, found, machine, 0) for plan in plans)
     assert an_hour.seconds - untrained.seconds == pytest.approx(3600)
 
 

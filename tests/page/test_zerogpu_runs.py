@@ -13,6 +13,7 @@ import pytest
 from gradio_client import Client
 from gradio_client.exceptions import AppError
 
+from linearizer import pipeline
 from linearizer.jobs import control
 from linearizer.page import zerogpu, zerogpu_runs
 from linearizer.pipeline import linearize
@@ -35,7 +36,7 @@ def whole(tmp_path_factory):
     """Runs that nothing interrupted."""
     made = {}
     for name, plan in (("trained", TRAINED), ("priced", PRICED)):
-        made[name] = Run.begin(tmp_path_factory.mktemp("whole") / name, plan)
+        made[name] = pipeline.begin(tmp_path_factory.mktemp("whole") / name, plan)
         finish(linearize(made[name]))
     return made
 
@@ -54,7 +55,7 @@ def test_elsewhere_a_function_stays_as_it_is():
 @pytest.mark.parametrize("name", ["trained", "priced"])
 def test_slices_end_in_the_same_bits_as_one_piece(whole, name, tmp_path, monkeypatch):
     monkeypatch.setattr(zerogpu_runs, "WORKED_SHARE", 0)  # each slice finishes one thing
-    run = Run.begin(tmp_path / "run", whole[name].plan)
+    run = pipeline.begin(tmp_path / "run", whole[name].plan)
     zerogpu_runs.start(run)
     while control.state_of(run) in control.LIVE:
         time.sleep(0.05)

@@ -138,7 +138,7 @@ def test_words_from_elsewhere_are_no_markup():
 
 
 def test_a_page_holds_all_charts_and_needs_nothing_from_elsewhere(tmp_path):
-    run = Run.begin(tmp_path / "run", Plan("a<b", budget=64))
+    run = Run.create(tmp_path / "run", Plan("a<b", budget=64))
     text = page_of(run, FOUND)
     assert "What a&lt;b kept" in text and "Plotly.newPlot" in text
     assert text.count('class="plotly-graph-div"') == sum(len(figures(part)) for part in PARTS)

@@ -12,6 +12,7 @@ import torch
 from huggingface_hub import ModelCard, hf_hub_download
 from transformers import AutoTokenizer
 
+from linearizer import pipeline
 from linearizer.errors import RequestError
 from linearizer.jobs import control
 from linearizer.model.checkpoint import load
@@ -19,7 +20,6 @@ from linearizer.model.hub import find_model
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.publish import push
-from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, files_of, finished, publish, refused, written
 
@@ -81,13 +81,13 @@ def test_a_run_of_a_folder_goes_on_from_anywhere_and_tells_nobody_where_that_is(
     away.mkdir()
     monkeypatch.chdir(home)
     plan = Plan("./teacher", budget=64, strategy="window", text="file:words.txt", texts=2, length=64, samples=128)
-    begun = Run.begin(tmp_path / "run", plan)
+    begun = pipeline.begin(tmp_path / "run", plan)
     monkeypatch.chdir(away)
     finish(linearize(begun))
     with pytest.raises(RequestError, match="another plan"):
-        Run.begin(tmp_path / "run", plan, resume=True)  # there is no ./teacher in this folder
+        pipeline.begin(tmp_path / "run", plan, resume=True)  # there is no ./teacher in this folder
     monkeypatch.chdir(home)
-    assert Run.begin(tmp_path / "run", plan, resume=True).done
+    assert pipeline.begin(tmp_path / "run", plan, resume=True).done
     publish(begun, "me/teacher")
     sent = files_of(hub, "me/teacher")
     assert b"linearizer run teacher --budget 64 --strategy window --text file:words.txt" in sent["README.md"]
@@ -112,7 +112,9 @@ def test_a_model_of_the_hub_is_named_as_the_base_with_its_licence(hub, tmp_path)
     terms = "license: other\nlicense_name: tiny-licence\nlicense_link: LICENSE\nlanguage: en\n"
     commit = hub.add("org/small", DEMO)
     commit = hub.add("org/small", {"README.md": f"---\n{terms}---\n".encode()})
-    run = Run.begin(tmp_path / "run", Plan("org/small", budget=64, strategy="window", texts=2, length=64, samples=128))
+    run = pipeline.begin(
+        tmp_path / "run", Plan("org/small", budget=64, strategy="window", texts=2, length=64, samples=128)
+    )
     finish(linearize(run))
     found = push.preview(run, "student", token=ME)
     card = ModelCard(found.card).data
@@ -150,7 +152,7 @@ def test_publishing_again_sends_only_what_changed(hub, run):
 
 
 def test_a_run_without_a_student_is_refused(hub, tmp_path):
-    begun = Run.begin(tmp_path / "run", Plan("demo", budget=64))
+    begun = pipeline.begin(tmp_path / "run", Plan("demo", budget=64))
     with pytest.raises(RequestError, match="has no student yet"):
         finish(push.publish(begun, "me/student", token=ME))
     assert not hub.requests

@@ -9,6 +9,7 @@ import time
 
 import pytest
 
+from linearizer import pipeline
 from linearizer.errors import FaultError, LinearizerError, PublishError
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
@@ -25,7 +26,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning
 @pytest.fixture(scope="module")
 def sharded(tmp_path_factory):
     """A finished run whose checkpoint has several large files; no test may change it but for its log."""
-    run = Run.begin(tmp_path_factory.mktemp("run") / "demo", Plan("demo", steps=0, **QUICK))
+    run = pipeline.begin(tmp_path_factory.mktemp("run") / "demo", Plan("demo", steps=0, **QUICK))
     finish(linearize(run))
     for number in range(3):
         (run.checkpoint / f"more-{number}.safetensors").write_bytes(bytes([number]) * LARGE_BYTES)

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 
+from linearizer import pipeline
 from linearizer.allocate import step
 from linearizer.cli.main import main
 from linearizer.errors import FolderError
@@ -25,7 +26,7 @@ ASKED = dict(
 @pytest.fixture(scope="module")
 def stopped(tmp_path_factory):
     """A run that was stopped once it was profiled, and its teacher."""
-    run = Run.begin(tmp_path_factory.mktemp("stopped") / "run", Plan.of(**ASKED))
+    run = pipeline.begin(tmp_path_factory.mktemp("stopped") / "run", Plan.of(**ASKED))
     teacher = teacher_module.load(run.plan)
     finish(measure_teacher(run, teacher))
     return run, teacher

@@ -6,25 +6,24 @@ import pytest
 
 from linearizer.errors import RequestError
 from linearizer.jobs import control
-from linearizer.jobs.evaluation_forecast import Foreseen, evaluation_seconds, foresee
-from linearizer.jobs.forecast import Estimate
+from linearizer.jobs.forecast import EvaluationForecast, RunForecast, forecast_evaluation, part_seconds
 from linearizer.page import actions, cards, limits, run_state
 from linearizer.page.evaluation_cards import evaluation_card, times_line
 from linearizer.page.visitors import find_visitor
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
+from tests.support.runs import begin_for, inspection_of
 
 ANN = "ann's secret, long enough"
-SUPPORTED = {"max_positions": 1024, "positions": "rotary", "layers": []}
 
 
 @pytest.fixture
 def run(tmp_path):
     """A run that looks as if it were done: judging took 12 seconds."""
-    found = Run.begin(tmp_path / "ann" / "run", Plan("demo", budget=64, length=256))
+    found = Run.create(tmp_path / "ann" / "run", Plan("demo", budget=64, length=256))
     found.checkpoint.mkdir()
-    found.write("inspection.json", json.dumps(SUPPORTED))
+    found.write("inspection.json", inspection_of([]).to_json())
     lines = [("started", 0), ("evaluate", 100), ("evaluated", 112), ("done", 113)]
     details = {"done": 1, "total": 2, "unit": "batches"}
     events = ({"time": time, "event": name, **(details if name in control.STEPS else {})} for name, time in lines)
@@ -73,28 +72,28 @@ def test_nothing_is_limited_at_ones_own_machine(tmp_path):
     limits.check_request(find_visitor(), Request(texts=10**6, text="file:mine", task_folder="mine"), tmp_path)
 
 
-def test_parts_are_foreseen_from_what_judging_took(run):
-    whole = evaluation_seconds(run, Request())
+def test_parts_are_forecast_from_what_judging_took(run):
+    whole = part_seconds(run, Request())
     assert set(whole) == set(Request().chosen) and all(seconds > 0 for seconds in whole.values())
-    few = evaluation_seconds(run, Request(texts=2))
+    few = part_seconds(run, Request(texts=2))
     assert few["recall"] < whole["recall"] and few["language"] < whole["language"]
     run.keep_found(made_with={"device": "a GPU"})
-    named = foresee(run, Request(("language", "tasks"), tasks=("piqa",), limit=10))
+    named = forecast_evaluation(run, Request(("language", "tasks"), tasks=("piqa",), limit=10))
     assert set(named.seconds) == {"language", "tasks"}
     line = times_line(named)
     assert "about" in line and "in all" in line and "took, on a GPU." in line
-    assert "<b>" not in times_line(Foreseen({"language": 1.0}, "<b>a GPU"))  # a run may come from elsewhere
+    assert "<b>" not in times_line(EvaluationForecast({"language": 1.0}, "<b>a GPU"))  # a run may come from elsewhere
 
 
 def test_of_a_gpu_that_is_lent_nothing_is_promised():
-    found = {"Quick": Estimate(60.0, 1e9, 1e6, 0)}
+    found = {"Quick": RunForecast(60.0, 1e9, 1e6, 0)}
     assert "What it takes here, about; nothing to download" in cards.efforts_table(found, "Quick")
     assert "on the CPU; the GPU that is lent is faster; nothing" in cards.efforts_table(found, "Quick", lent=True)
 
 
 def test_where_judging_is_not_in_the_log_nothing_is_promised(run):
     run.log_file.write_text("")
-    assert evaluation_seconds(run, Request()) == {} and times_line(Foreseen({}, None)) == ""
+    assert part_seconds(run, Request()) == {} and times_line(EvaluationForecast({}, None)) == ""
 
 
 def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, tmp_path):
@@ -135,7 +134,7 @@ def test_the_page_says_how_an_evaluation_is(run):
 def test_only_ones_own_run_is_evaluated(tmp_path, monkeypatch):
     monkeypatch.setenv("SPACE_ID", "owner/name")
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
-    mine = find_visitor(secret=ANN).begin(Plan("demo", budget=64))
+    mine = begin_for(find_visitor(secret=ANN), Plan("demo", budget=64))
     other = find_visitor(secret="bob's secret, long enough")
     for ask in (actions.start_evaluation, actions.forecast_evaluation):
         with pytest.raises(RequestError, match="none of your runs"):

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-import json
-from dataclasses import asdict
-
 from linearizer.run.allocation import Allocation
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import Plan
 from tests.support.evaluation_results import LANGUAGE, RECALL, predictions
+from tests.support.runs import inspection_of
 
 HOSTILE = "](http://evil)\n---\nlicense: mit\n# <script>alert(1)</script> `x` | **bold** ${os} ```"
 
@@ -32,10 +30,9 @@ def judged(text="builtin", **losses):
 
 def made(folder, plan=None, losses=LOSSES, **inspection):
     """A run whose products are as given; no losses: its student was not measured."""
-    run = Run.begin(folder, plan or Plan("org/base@main", budget=64))
-    facts = {"name": "org/base@main", "revision": "c0ffee" * 6, "gated": False, "terms": {"license": "mit"}}
-    layers = [asdict(layer) for layer in LAYERS]
-    run.write("inspection.json", json.dumps({**facts, "layers": layers, "max_positions": 1024, **inspection}))
+    run = Run.create(folder, plan or Plan("org/base@main", budget=64))
+    facts = {"name": "org/base@main", "revision": "c0ffee" * 6, "terms": {"license": "mit"}}
+    run.write("inspection.json", inspection_of(LAYERS, **{**facts, **inspection}).to_json())
     run.write("allocation.json", Allocation("gain", 4, HEADS).to_json())
     if losses:
         run.keep_found(parts=judged(run.plan.text, **losses))

@@ -2,11 +2,11 @@
 
 import pytest
 
+from linearizer import pipeline
 from linearizer.errors import LinearizerError, PublishError
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.publish import push
-from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.support.runs import QUICK
 
@@ -17,7 +17,7 @@ HOW_THE_HUB_SENDS = "ignore:Use 'content=:DeprecationWarning"  # as the Hub's cl
 
 def finished(folder):
     """Make a run of the demo model."""
-    run = Run.begin(folder, Plan("demo", steps=1, **QUICK))
+    run = pipeline.begin(folder, Plan("demo", steps=1, **QUICK))
     finish(linearize(run))
     return run
 

@@ -3,8 +3,9 @@
 import time
 from pathlib import Path
 
+from linearizer import pipeline
 from linearizer.jobs import control
-from linearizer.run.folder import Run
+from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 
 FP32 = {"dtype": "float32"}  # the demo model's own is bf16, which most CPUs compute slowly
@@ -18,8 +19,8 @@ def beginning(root):
     """Give a way to begin runs; when it is closed, none of them is at work any more."""
     begun = []
 
-    def run(name="run", plan=PLAN):
-        begun.append(Run.begin(root / name, plan))
+    def run(name="run", plan=PLAN, token=None):
+        begun.append(pipeline.begin(root / name, plan, token))
         return begun[-1]
 
     yield run
@@ -27,6 +28,21 @@ def beginning(root):
         if run.folder.is_dir() and run.worked_on:
             run.request("stop")
             wait_for(run, *ENDED)
+
+
+def begin_for(visitor, plan):
+    """Begin a run of a visitor of the page."""
+    return pipeline.begin(visitor.fresh_folder(plan), plan, visitor.token)
+
+
+def inspection_of(layers, **facts):
+    """What is known of a model with these layers, of which nothing else matters."""
+    usual = dict(
+        name="demo", revision=None, architecture="A", model_type="a", supported=True, reason=None, remedy=None,
+        tested=True, layers=tuple(layers), scalings=(1.0,) * len(layers), positions="rotary", max_positions=1024,
+        parameters=1000, weight_bytes=2000, licence=None, gated=False, cache_bytes_per_token=64, budgets=(),
+    )  # fmt: skip
+    return Inspection(**{**usual, **facts})
 
 
 def wait_for(run, *states, seconds=180):

@@ -1,0 +1,52 @@
+"""What a page keeps in memory of a run is of that run alone, not of the next run in a folder of the same name."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from linearizer import pipeline
+from linearizer.jobs import control
+from linearizer.page import actions, polling, run_state, sending
+from linearizer.page.visitors import find_visitor
+from linearizer.progress import finish
+from linearizer.publish import push
+from linearizer.run.plan import Plan
+from tests.support.runs import wait_until
+
+PLAN = Plan("demo", strategy="window", budget=64, texts=2, length=64, samples=128)
+
+
+@pytest.fixture
+def someone(tmp_path, monkeypatch):
+    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
+    monkeypatch.setattr(actions, "LOADED_PAIRS", [])
+    return find_visitor()
+
+
+def published(run, repo_id, **how):
+    """Publish nothing, at once."""
+    yield from ()
+    return SimpleNamespace(repo_id=repo_id)
+
+
+def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(someone, tmp_path, monkeypatch):
+    monkeypatch.setattr(push, "publish", published)
+    run = pipeline.begin(tmp_path / "demo-64", PLAN)
+    finish(pipeline.linearize(run))
+    first = actions.load_pair(run, someone)
+    sending.begin_publication(run, "me/first", True, None)
+    wait_until(lambda: sending.latest_publication(run).over)
+    seen = {name: part.mark for name, part in run_state.read_pieces(run, 60.0).items()}
+    assert actions.load_pair(run, someone) is first and "evaluation" in seen
+
+    control.delete(run)
+    run = pipeline.begin(tmp_path / "demo-64", PLAN)
+    assert sending.latest_publication(run) is None and not sending.is_publishing(run)
+    new = run_state.read_pieces(run, 60.0)
+    assert "evaluation" not in new and "curves" not in new and new["id"].mark != seen["id"]
+    monkeypatch.setattr(polling, "who", lambda *_: someone)
+    drawn = polling.draw_changes({"run": "demo-64"}, seen, 3.0, False, None, None)[0]
+    assert set(drawn) == set(new)  # nothing of the first is taken as shown
+
+    finish(pipeline.linearize(run))
+    assert actions.load_pair(run, someone) is not first
