@@ -16,7 +16,7 @@ import torch
 from linearizer.allocate.decide import sinks_to_try
 from linearizer.evaluate.needle import DEPTHS
 from linearizer.evaluate.speed import LENGTHS
-from linearizer.evaluate.step import JUDGING, WRITTEN, needle_lengths
+from linearizer.evaluate.step import JUDGING, MAX_WRITTEN_TOKENS, needle_lengths
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.head_prices import choose_pricing, options_to_price
 from linearizer.model.devices import device_kind
@@ -162,7 +162,7 @@ def part_seconds(run: Run, request: Request) -> dict[str, float]:
         "language": request.texts * share,
         "recall": request.texts * share * gaps,
         "needle": max(1, request.texts // 2) * len(DEPTHS) * sum(hidden) / usual,
-        "generation": 2 * WRITTEN * TOKEN_PASSES,
+        "generation": 2 * MAX_WRITTEN_TOKENS * TOKEN_PASSES,
         "approximation": HEAD_ERROR_PASSES * min(request.texts, 2) / 2 / SUBJECTS * share**2,
     }
     seconds = {part: 1 + SUBJECTS * count * one for part, count in passes.items()}
