@@ -19,7 +19,7 @@ def test_a_part_is_read_as_it_was_written(name):
 
 
 def test_a_run_gives_its_parts_typed(tmp_path):
-    run = Run.begin(tmp_path / "run", Plan("demo", budget=64))
+    run = Run.create(tmp_path / "run", Plan("demo", budget=64))
     run.keep_found(parts={"language": FOUND["language"], "unknown": {}})
     assert list(run.results) == ["language"] and isinstance(run.results["language"].result, Language)
     run.keep_found(parts={"language": {**FOUND["language"], "edges": "none"}})
