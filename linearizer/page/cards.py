@@ -12,6 +12,7 @@ from linearizer.amounts import ago, duration, growing, number, size, smaller_fro
 from linearizer.jobs.control import LIVE, Status
 from linearizer.progress import Progress
 from linearizer.publish.html import facts, heard, said, table
+from linearizer.publish.training_charts import ERRORS
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Layer
@@ -198,8 +199,7 @@ def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: floa
         return said("Training begins when the teacher is measured.")
     last = events[-1]
     pairs = [("step", f"{last['done']} of {last['total']}"), ("tokens a second", f"{last['tokens_per_second']:,.0f}")]
-    if last.get("kl") is not None:
-        pairs.append(("KL to the teacher", f"{last['kl']:.4f}"))
+    pairs += [(title, f"{last[name]:.4f}") for name, title in ERRORS.items() if last.get(name) is not None]
     if status.state in LIVE and last["done"] < last["total"]:
         pairs.append(("time left", duration(last["seconds_left"])))
     pairs.append(("last saved", "not yet" if status.saved is None else ago(status.saved, now)))

@@ -128,7 +128,7 @@ def distil_step(ui: SimpleNamespace) -> None:
     lead("Training the features", "A layer at a time, on the teacher's own queries, keys and values. The weights stay.")
     ui.training = gr.HTML(elem_id="training")
     ui.losses = chart("Loss of each layer", "Above the least that it can have; a line for each layer.")
-    ui.kl = chart("KL to the teacher", "Of attention, in the mean over layers, in nats.")
+    ui.error = chart("Error", "Of attention, in the mean over layers, or KL at the model's output, in nats.")
     ui.to_compare = gr.Button("Continue", variant="primary", elem_id="to-compare")
 
 

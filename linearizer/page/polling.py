@@ -25,7 +25,13 @@ POLL_SECONDS = 3.0  # seconds between two looks at a run at work
 IDLE_POLL_SECONDS = 5.0  # seconds between two looks where nothing is at work
 PLOTS = ("map", "curves", "positions", "recall", "memory")
 BUTTONS = ("stop", "resume", "use")
-POLLED_PIECES = ("card", "training", "losses", "kl", "evaluating card")  # parts that are told without a drawing of all
+POLLED_PIECES = (
+    "card",
+    "training",
+    "losses",
+    "error",
+    "evaluating card",
+)  # parts that are told without a drawing of all
 
 
 def poll_run(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, str, str, str, str]:
@@ -58,7 +64,7 @@ def draw_curves(memory: Memory, profile: Profile, token: Token) -> tuple[Any, An
         parts = run_state.read_pieces(who(memory, profile, token).find(name), time.time())
     except LinearizerError:  # it was deleted; the look says so
         return None, None
-    return plot_json(parts["losses"].value), plot_json(parts["kl"].value)
+    return plot_json(parts["losses"].value), plot_json(parts["error"].value)
 
 
 def draw_changes(

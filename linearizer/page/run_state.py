@@ -91,7 +91,7 @@ class RunState:
             self.drawn = now
             mark = (len(self.training), self.training[-1]["done"] if self.training else 0)
             self.put("losses", mark, lambda: self.figure("draw_losses"))
-            self.put("kl", mark, lambda: self.figure("draw_kl"))
+            self.put("error", mark, lambda: self.figure("draw_errors"))
         self.draw_evaluation()
         told = "" if status.evaluation is None else status.evaluation.state
         self.put("evaluating", told, lambda: told)

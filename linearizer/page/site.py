@@ -127,7 +127,7 @@ def wire_run(ui: SimpleNamespace) -> None:
     told = [ui.run_card, ui.training, ui.evaluating, ui.mark, ui.trained, ui.examined]
     ui.timer.tick(polling.poll_run, ui.memory, told, **{**QUICK, "trigger_mode": "once"})
     ui.mark.change(polling.draw_changes, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
-    ui.trained.change(polling.draw_curves, ui.memory, [ui.losses, ui.kl], **QUICK)
+    ui.trained.change(polling.draw_curves, ui.memory, [ui.losses, ui.error], **QUICK)
     again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => within('other', 1, sent)"}
     ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **again)
     ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)

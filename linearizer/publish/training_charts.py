@@ -23,6 +23,7 @@ from linearizer.run.head_bytes import Layer
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+ERRORS = {"attention_error": "attention error", "kl": "KL to the teacher"}  # by the key in a step's event
 MAX_STEPS_DRAWN = 300  # more cannot be told apart
 
 
@@ -56,19 +57,20 @@ def draw_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def draw_kl(events: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the kl to the teacher over the steps of a training, where the loss measures it."""
+def draw_errors(events: Sequence[Mapping[str, Any]]) -> Figure:
+    """Draw the error of the latest loss that has one over the steps of a training."""
     figure = new_figure(240, showlegend=False)
-    shown = thin_events([event for event in events if event.get("kl") is not None])
+    name = next((name for event in reversed(events) for name in ERRORS if event.get(name) is not None), "kl")
+    shown = thin_events([event for event in events if event.get(name) is not None])
     figure.add_scatter(
         x=[event["done"] for event in shown],
-        y=[event["kl"] for event in shown],
+        y=[event[name] for event in shown],
         mode="lines",
         line={"color": BLUE, "width": 2},
         hovertemplate="%{y:.4f} nats at step %{x}<extra></extra>",
     )
     figure.update_xaxes(title="step", rangemode="tozero")
-    figure.update_yaxes(title="KL to the teacher, nats per token", rangemode="tozero")
+    figure.update_yaxes(title=f"{ERRORS[name]}, nats per token", rangemode="tozero")
     return figure
 
 

@@ -18,6 +18,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.lora import add_adapters, remove_adapters
+from linearizer.train.losses import EXCESS_NAMES
 from linearizer.train.settings import TrainingSettings
 from linearizer.train.state_file import TrainingState, digest, read_state, remove_states, write_state
 from linearizer.train.trainer import TEACHER, Losses, Trainer
@@ -113,10 +114,10 @@ def run_steps(
 
 
 def step_details(losses: Losses, settings: TrainingSettings) -> dict[str, object]:
-    """Report the mean losses of a step; the excess of the losses softmax and logits is a KL divergence."""
+    """Report the mean loss of a step, its excess where that is a KL divergence, and the excess of every layer."""
     means = {name: sum(of_layers.values()) / len(of_layers) for name, of_layers in losses.items()}
-    kl = {"kl": means["excess"]} if settings.loss in ("softmax", "logits") else {}
-    return {"loss": means["loss"], **kl, "layers": losses["excess"]}
+    excess = {EXCESS_NAMES[settings.loss]: means["excess"]} if settings.loss in EXCESS_NAMES else {}
+    return {"loss": means["loss"], **excess, "layers": losses["excess"]}
 
 
 def resume_training(trainer: Trainer, folder: Path, identity: Mapping[str, object]) -> TrainingState | None:

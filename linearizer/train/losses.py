@@ -30,6 +30,7 @@ from linearizer.runtime.state import State
 from linearizer.train.attention_loss import attention_loss
 from linearizer.train.attention_loss_blocks import largest_scores
 
+EXCESS_NAMES = {"softmax": "attention_error", "logits": "kl"}  # of the excess that is a KL divergence, by its loss
 MAX_LOGITS = 2**23  # held at once, in fp32
 
 Tensor = torch.Tensor

@@ -38,7 +38,7 @@ def everything():
         "curves": allocation_charts.draw_freedom_curves(PROFILE),
         "bars": allocation_charts.draw_allocation(MIXED, LAYERS, FIX),
         "losses": training_charts.draw_losses(STEPS),
-        "kl": training_charts.draw_kl(STEPS),
+        "error": training_charts.draw_errors(STEPS),
         "positions": language_charts.draw_loss_by_position(LANGUAGE),
         "recall": language_charts.draw_recall(RECALL),
         "memory": training_charts.draw_memory(LAYERS, 10**6),
@@ -129,7 +129,7 @@ def test_prices_are_shown_where_they_were_measured():
 
 
 def test_a_long_training_is_thinned_to_what_can_be_seen_and_keeps_its_end():
-    line = training_charts.draw_kl(STEPS).data[0]
+    line = training_charts.draw_errors(STEPS).data[0]
     assert len(line.x) <= training_charts.MAX_STEPS_DRAWN
     assert line.x[-1] == 1000
     assert line.y[-1] == pytest.approx(0.001)

@@ -219,7 +219,7 @@ def test_progress_tells_losses_speed_and_what_is_left():
     events = list(distill(a_student(), TEXT, FEW))
     last = events[-1]
     assert (last.step, last.done, last.total, last.unit) == ("distill", 8, 8, "steps")
-    assert sorted(last.details["layers"]) == [0, 1, 2] and 0 <= last.details["kl"] < last.details["loss"]
+    assert sorted(last.details["layers"]) == [0, 1, 2] and 0 <= last.details["attention_error"] < last.details["loss"]
     assert last.details["tokens_per_second"] > 0 and last.details["seconds_left"] == 0
 
 
