@@ -55,7 +55,7 @@ def take(page, step, name):
 
 
 def main():
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "runs") as (url, _), browsing() as browser:
+    with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "runs") as (url, *_), browsing() as browser:
         how = {"viewport": SIZE, "device_scale_factor": 2}
         with looking(browser, url, **how) as page:
             begin(page)

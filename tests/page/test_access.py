@@ -4,39 +4,15 @@ import pytest
 
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from tests.support.page_server import SMALL, browsing, finished, looking, serving, wrong
+from tests.support.page_server import LONG, looking, wrong
 
 SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]
-LONG = 120_000  # milliseconds that a run on a busy machine may take
-
-
-@pytest.fixture(scope="module")
-def runs(tmp_path_factory):
-    return tmp_path_factory.mktemp("access") / "runs"
-
-
-@pytest.fixture(scope="module")
-def served(runs):
-    with serving(runs, HF_TOKEN="hf_fake_ann") as (url, _):
-        yield url
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with browsing() as found:
-        yield found
-
-
-@pytest.fixture(scope="module", autouse=True)
-def done(served):
-    """Name a run that has a student."""
-    return finished(served, {**SMALL, "steps": 2})
 
 
 @pytest.mark.parametrize(("scheme", "width"), SCREENS)
-def test_every_step_passes_axe_in_both_schemes_wide_and_narrow(served, browser, done, scheme, width):
+def test_every_step_passes_axe_in_both_schemes_wide_and_narrow(local, browser, done, scheme, width):
     how = {"viewport": {"width": width, "height": 860}, "color_scheme": scheme}
-    with looking(browser, served, **how) as page:
+    with looking(browser, local.url, **how) as page:
         assert wrong(page) == []
         page.click("#demo")
         page.wait_for_selector("#model-card .lz-good")
@@ -46,7 +22,7 @@ def test_every_step_passes_axe_in_both_schemes_wide_and_narrow(served, browser, 
         for folded in ("Advanced", "Do this elsewhere"):
             page.get_by_role("button", name=folded).click()
         assert wrong(page) == []
-        page.goto(f"{served}?run={done}")
+        page.goto(f"{local.url}?run={done}")
         page.wait_for_selector("#evaluation table")
         page.get_by_role("button", name="Publish to the Hub").click()
         assert wrong(page) == []
@@ -54,14 +30,14 @@ def test_every_step_passes_axe_in_both_schemes_wide_and_narrow(served, browser, 
             page.click(f"#step-{step}-button")
             page.wait_for_selector(f"#step-{step} .js-plotly-plot")
             assert wrong(page) == []
-        page.goto(f"{served}runs")
+        page.goto(f"{local.url}runs")
         page.wait_for_selector("#runs table")
         assert wrong(page) == []
 
 
-def test_a_run_that_has_nothing_to_draw_yet_passes_axe(served, browser, runs):
-    Run.create(runs / "new", Plan.of(model="demo", budget=64))
-    with looking(browser, f"{served}?run=new") as page:
+def test_a_run_that_has_nothing_to_draw_yet_passes_axe(local, browser):
+    Run.create(local.runs / "new", Plan.of(model="demo", budget=64))
+    with looking(browser, f"{local.url}?run=new") as page:
         page.wait_for_selector("#step-3 .empty")
         assert wrong(page) == []
 
@@ -79,8 +55,8 @@ INK = """() => {
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_in_figures_stand_out_from_the_ground(served, browser, done, scheme):
-    with looking(browser, f"{served}?run={done}", color_scheme=scheme) as page:
+def test_words_in_figures_stand_out_from_the_ground(local, browser, done, scheme):
+    with looking(browser, f"{local.url}?run={done}", color_scheme=scheme) as page:
         for step, least in ((5, 20), (4, 8), (3, 20)):
             page.click(f"#step-{step}-button")
             page.wait_for_function(f"document.querySelectorAll('#step-{step} .js-plotly-plot text').length > {least}")
@@ -98,8 +74,8 @@ FOCUSED = """() => {
 
 
 @pytest.mark.parametrize("width", [1280, 390])
-def test_the_focus_is_seen_wherever_the_keyboard_takes_it(served, browser, width):
-    with looking(browser, served, viewport={"width": width, "height": 860}) as page:
+def test_the_focus_is_seen_wherever_the_keyboard_takes_it(local, browser, width):
+    with looking(browser, local.url, viewport={"width": width, "height": 860}) as page:
         page.click("#demo")
         page.wait_for_selector("#model-card .lz-good")
         page.locator("#to-budget").press("Enter")
@@ -131,8 +107,8 @@ def heard(page, words):
     )
 
 
-def test_the_whole_journey_goes_by_keyboard_alone_and_is_heard(served, browser):
-    with looking(browser, served) as page:
+def test_the_whole_journey_goes_by_keyboard_alone_and_is_heard(local, browser):
+    with looking(browser, local.url) as page:
         tab_to(page, "#demo")
         page.keyboard.press("Enter")
         heard(page, "Supported.")
@@ -163,8 +139,8 @@ def test_the_whole_journey_goes_by_keyboard_alone_and_is_heard(served, browser):
         page.wait_for_function("document.querySelector('#student textarea').value.length > 20", timeout=LONG)
 
 
-def test_a_narrow_screen_says_what_the_run_does_without_the_sidebar(served, browser, done):
-    with looking(browser, f"{served}?run={done}", viewport={"width": 390, "height": 844}) as page:
+def test_a_narrow_screen_says_what_the_run_does_without_the_sidebar(local, browser, done):
+    with looking(browser, f"{local.url}?run={done}", viewport={"width": 390, "height": 844}) as page:
         page.wait_for_function("document.querySelector('#now').innerText.includes('done')")
         assert page.locator("#heard").get_attribute("role") == "status"
         assert not page.locator("#sidebar #leave").is_visible()

@@ -2,83 +2,60 @@
 
 import json
 import re
-import time
 import urllib.error
 import urllib.request
 
 import pytest
-from gradio_client import Client
 from gradio_client.exceptions import AppError
 
-from tests.support.page_server import SMALL, SPACE, serving, session_of
+from tests.support.page_server import SMALL, SPACE, client_of, ended, serving, session_of
 
 ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("local") / "runs") as (url, log):
-        yield url, log
-
-
-@pytest.fixture(scope="module")
-def space(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("space") / "runs", **SPACE) as (url, log):
-        yield url, log
-
-
-def client_of(url, **how):
-    return Client(url, verbose=False, analytics_enabled=False, **how)
-
-
-def finished(client, run, *secret):
-    end = time.monotonic() + 120
-    while (status := client.predict(run, *secret, api_name="/run_status"))["state"] in ("queued", "running"):
-        assert time.monotonic() < end, status
-        time.sleep(0.2)
-    return status
+def names_of_runs(client):
+    return [run["run"] for run in client.predict(api_name="/list_runs")]
 
 
 def test_the_whole_flow_runs_without_a_browser(local, hub):
-    url, _ = local
-    client = client_of(url)
+    client = client_of(local.url)
+    before = names_of_runs(client)
     assert "demo" in client.predict("de", api_name="/search_models")
     found = client.predict("demo", api_name="/inspect_model")
     assert found["supported"] and len(found["layers"]) == 8
     guess = client.predict("demo", 64, "Try it", api_name="/estimate_run")
     assert guess["seconds"] > 1 and guess["command"].startswith("linearizer run demo --budget 64")
     run = client.predict("demo", 64, "Try it", SMALL, api_name="/start_run")
-    assert finished(client, run)["state"] == "done"
+    assert ended(client, run)["state"] == "done"
     parts = client.predict(run, api_name="/run_status")["evaluation"]
     assert [one["name"] for one in parts["language"]["subjects"]] == ["teacher", "student", "window"]
     shared = client.predict(run, 128, api_name="/share_budget")
     assert shared["breakeven_tokens"] <= 128 < 2 * shared["breakeven_tokens"]
     both = client.predict(run, "Once", 8, api_name="/compare_models")
     assert both["teacher"]["tokens"] == both["student"]["tokens"] == 8
-    assert [one["run"] for one in client.predict(api_name="/list_runs")] == [run]
+    assert names_of_runs(client) == [run, *before]
     assert client.predict(run, api_name="/delete_run") == run
-    assert client.predict(api_name="/list_runs") == []
+    assert names_of_runs(client) == before
 
 
 def test_a_measured_run_branches_into_another_budget_without_measuring_again(local):
-    url, log = local
-    client = client_of(url)
+    client = client_of(local.url)
     run = client.predict("demo", 64, "Try it", {**SMALL, "steps": 0}, api_name="/start_run")
-    assert finished(client, run)["state"] == "done"
+    assert ended(client, run)["state"] == "done"
     other = client.predict(run, 96, api_name="/branch_run")
-    assert finished(client, other)["state"] == "done"
-    folder = log.parent / "runs"
+    assert ended(client, other)["state"] == "done"
+    folder = local.runs
     assert (folder / other / "profile.json").read_bytes() == (folder / run / "profile.json").read_bytes()
     assert "profiled" not in (folder / other / "events.jsonl").read_text()
     assert json.loads((folder / other / "plan.json").read_text())["budget"] == 96
 
 
 def test_a_signed_in_visitor_publishes_with_their_own_token_and_loads_what_was_published(space, hub, tmp_path):
-    url, log = space
+    url, _, log = space
     cookie = {"Cookie": f"session={session_of('ann')}"}
     client = client_of(url, headers=cookie)
     run = client.predict("demo", 64, "Try it", SMALL, api_name="/start_run")
-    assert finished(client, run)["state"] == "done"
+    assert ended(client, run)["state"] == "done"
     preview = client.predict(run, "ann/small", True, api_name="/preview_publication")
     assert preview["private"] and "config.json" in [name for name, _ in preview["files"]]
     assert ("models", "ann/small") not in hub.repos
@@ -110,16 +87,16 @@ def everything_written(folder):
 
 
 def test_only_a_space_offers_to_sign_in(local, space):
-    for (url, _), offered in ((local, False), (space, True)):
+    for (url, *_), offered in ((local, False), (space, True)):
         for path in ("", "runs"):
             page = urllib.request.urlopen(url + path).read().decode()
             assert ("Sign in with Hugging Face" in page) == offered
     with pytest.raises(urllib.error.HTTPError, match="404"):
-        urllib.request.urlopen(f"{local[0]}login/huggingface")
+        urllib.request.urlopen(f"{local.url}login/huggingface")
 
 
 def test_visitors_of_a_space_see_only_their_own(space):
-    url, _ = space
+    url = space.url
     client = client_of(url)
     run = client.predict("demo", 64, "Try it", {**SMALL, "steps": 0}, ANN, api_name="/start_run")
     assert len(run) > 16
@@ -132,23 +109,23 @@ def test_visitors_of_a_space_see_only_their_own(space):
             client.predict(run, *given, api_name=f"/{name}")
     with pytest.raises(AppError, match="nobody is known here"):
         client.predict("short", api_name="/list_runs")
-    assert finished(client, run, ANN)["state"] == "done"
+    assert ended(client, run, ANN)["state"] == "done"
 
 
 @pytest.mark.parametrize("model", ["/", "~", "./runs", "../..", "/etc", "assets/demo-model", "a/b/c"])
 def test_a_space_reads_no_folder_of_its_machine(space, model):
     with pytest.raises(AppError, match="on a Space|is gated|not on the Hub"):
-        client_of(space[0]).predict(model, api_name="/inspect_model")
+        client_of(space.url).predict(model, api_name="/inspect_model")
 
 
 @pytest.mark.parametrize("text", ["file:/etc/passwd", "file:README.md", "dataset:/etc", "dataset:.", "nonsense"])
 def test_a_space_reads_no_file_of_its_machine(space, text):
     with pytest.raises(AppError, match="on a Space text comes from"):
-        client_of(space[0]).predict("demo", 64, "Try it", {"text": text}, ANN, api_name="/start_run")
+        client_of(space.url).predict("demo", 64, "Try it", {"text": text}, ANN, api_name="/start_run")
 
 
 def test_a_space_says_its_limits_in_words(space):
-    client = client_of(space[0])
+    client = client_of(space.url)
     with pytest.raises(AppError, match=r"steps 5000 is more than this Space serves \(300\)"):
         client.predict("demo", 64, "Try it", {"steps": 5000}, "a visitor who asks much", api_name="/start_run")
     two = [client.predict("demo", 64, "Thorough", {}, "a visitor in a hurry", api_name="/start_run") for _ in range(2)]
@@ -159,12 +136,12 @@ def test_a_space_says_its_limits_in_words(space):
 
 
 def test_a_space_stops_what_works_too_long_by_itself_and_lets_it_go_on(tmp_path):
-    with serving(tmp_path / "runs", **SPACE, LINEARIZER_SPACE_MINUTES="0.05") as (url, _):
+    with serving(tmp_path / "runs", **SPACE, LINEARIZER_SPACE_MINUTES="0.05") as (url, *_):
         client = client_of(url)
         assert "0.05 minutes of work each" in urllib.request.urlopen(url).read().decode()
         run = client.predict("demo", 512, "Thorough", {}, ANN, api_name="/start_run")
         for _ in range(2):
-            status = finished(client, run, ANN)
+            status = ended(client, run, ANN)
             assert status["state"] in ("stopped", "stopping")
             while status["state"] == "stopping":
                 status = client.predict(run, ANN, api_name="/run_status")
@@ -220,7 +197,7 @@ def harmless(said, where):
     ],
 )
 def test_no_input_breaks_an_endpoint(space, api, usual):
-    url, log = space
+    url, _, log = space
     before = len(log.read_text())
     for place in range(len(usual)):
         for odd in ODD:
@@ -235,7 +212,7 @@ def test_no_input_breaks_an_endpoint(space, api, usual):
     "name", ["model", "budget", "features", "text", "texts", "samples", "seed", "device", "dtype", "x"]
 )
 def test_no_option_of_a_plan_breaks_the_start_of_a_run(space, name):
-    url, log = space
+    url, _, log = space
     before = len(log.read_text())
     for odd in ODD:
         options = {**SMALL, "steps": -1, name: odd}
@@ -247,7 +224,7 @@ def test_no_option_of_a_plan_breaks_the_start_of_a_run(space, name):
 def test_no_file_is_served(space, path):
     for route in ("gradio_api/file=", "file=", "static/", "assets/"):
         try:
-            said = urllib.request.urlopen(f"{space[0]}{route}{path}", timeout=180).read().decode(errors="replace")
+            said = urllib.request.urlopen(f"{space.url}{route}{path}", timeout=180).read().decode(errors="replace")
         except urllib.error.HTTPError:
             continue
         assert "root:x:" not in said and "build-system" not in said and "class Run" not in said
@@ -275,7 +252,7 @@ def asked(url, wire, data, odd):
 
 
 def test_no_input_breaks_what_the_page_itself_calls(space):
-    url, _ = space
+    url = space.url
     config = json.loads(urllib.request.urlopen(f"{url}config").read())
     wires = [one for one in config["dependencies"] if one["backend_fn"] and one["targets"]]
     assert len(wires) > 15

@@ -4,7 +4,6 @@ import shutil
 import time
 
 import pytest
-from gradio_client import Client
 from gradio_client.exceptions import AppError
 
 from linearizer.jobs import control
@@ -13,37 +12,17 @@ from linearizer.publish.parts import PART_VIEWS
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
 from tests.support.evaluation_results import FOUND
-from tests.support.page_server import FITS, LONG, SMALL, SPACE, browsing, looking, serving, shown, wrong
+from tests.support.page_server import FITS, LONG, client_of, looking, shown, wrong
 
-ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
+ANN, BOB = "ann evaluates, a long secret", "bob evaluates, a long secret"
 QUICK = {"texts": 2, "seconds": 0.2, "lengths": [160]}
 
 
 @pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("page") / "runs") as (url, log):
-        yield url, log.parent / "runs", log
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with browsing() as found:
-        yield found
-
-
-def client_of(url):
-    return Client(url, verbose=False, analytics_enabled=False)
-
-
-@pytest.fixture(scope="module")
-def done(served):
-    """Name a run that has a student, made through the API."""
-    client = client_of(served[0])
-    name = client.predict("demo", 64, "Try it", {**SMALL, "steps": 2}, api_name="/start_run")
-    while (state := client.predict(name, api_name="/run_status")["state"]) in control.LIVE:
-        time.sleep(0.1)
-    assert state == "done"
-    return name
+def done(local, done):
+    """Name a run that has a student, of which nothing was measured besides."""
+    shutil.copytree(local.runs / done, local.runs / "evaluated")
+    return "evaluated"
 
 
 def evaluated(client, run, secret):
@@ -58,8 +37,8 @@ def choose(page, *parts):
         page.get_by_label(view.title, exact=True).and_(page.locator("#parts input")).set_checked(view.title in parts)
 
 
-def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(served, browser, done):
-    url, runs, log = served
+def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(local, browser, done):
+    url, runs, log = local
     with looking(browser, f"{url}?run={done}") as page:
         shown(page, "#run-card", "done")
         choose(page, "Language", "Hidden pairs")
@@ -84,8 +63,8 @@ def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(served,
     assert "Traceback" not in log.read_text()
 
 
-def test_it_is_stopped_and_goes_on_from_the_page(served, browser, done):
-    url, runs, _ = served
+def test_it_is_stopped_and_goes_on_from_the_page(local, browser, done):
+    url, runs, _ = local
     client_of(url).predict(done, ["language", "speed"], {**QUICK, "lengths": [64, 96, 128]}, api_name="/evaluate_run")
     with looking(browser, f"{url}?run={done}") as page:
         page.click("#stop-evaluating", timeout=LONG)
@@ -98,8 +77,8 @@ def test_it_is_stopped_and_goes_on_from_the_page(served, browser, done):
     assert "recall" in Run(runs / done).evaluation_parts
 
 
-def test_what_cannot_be_asked_is_said(served, browser, done):
-    with looking(browser, f"{served[0]}?run={done}") as page:
+def test_what_cannot_be_asked_is_said(local, browser, done):
+    with looking(browser, f"{local.url}?run={done}") as page:
         page.wait_for_selector("#evaluate:not([disabled])")
         choose(page, "Tasks")
         shown(page, "#part-times", "no task was named")
@@ -110,8 +89,8 @@ def test_what_cannot_be_asked_is_said(served, browser, done):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(served, browser, done, scheme):
-    url, runs, _ = served
+def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(local, browser, done, scheme):
+    url, runs, _ = local
     run = Run(runs / f"made-up-{scheme}")
     shutil.copytree(runs / done, run.folder)
     run.keep_found(parts={**FOUND, "recall": {**FOUND["recall"], "longer": None}})
@@ -129,28 +108,27 @@ def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(s
         assert page.evaluate(FITS)
 
 
-def test_one_visitor_never_sees_or_touches_anothers(served, done, tmp_path):
+def test_one_visitor_never_sees_or_touches_anothers(local, space, done):
     run = "hers"
-    shutil.copytree(served[1] / done, tmp_path / "runs" / hash_identity(f"secret {ANN}") / run)
-    with serving(tmp_path / "runs", **SPACE) as (url, _):
-        client = client_of(url)
+    shutil.copytree(local.runs / done, space.runs / hash_identity(f"secret {ANN}") / run)
+    client = client_of(space.url)
+    with pytest.raises(AppError, match="none of your runs"):
+        client.predict(run, ["language"], QUICK, BOB, api_name="/evaluate_run")
+    for name in ("evaluation_status", "stop_evaluation"):
         with pytest.raises(AppError, match="none of your runs"):
-            client.predict(run, ["language"], QUICK, BOB, api_name="/evaluate_run")
-        for name in ("evaluation_status", "stop_evaluation"):
-            with pytest.raises(AppError, match="none of your runs"):
-                client.predict(run, BOB, api_name=f"/{name}")
-        assert client.predict(run, ANN, api_name="/evaluation_status")["state"] in (None, "done")
-        for asked, why in (
-            ({"text": "file:/etc/passwd"}, "text comes from"),
-            ({"task_folder": "/etc"}, "tasks are named as lm_eval knows them"),
-            ({"texts": 500}, "texts 500 is more than this Space serves"),
-            ({"texts": "many"}, "give a whole number"),
-            ({"parts": "language"}, "give a list"),
-            ({"pieces": 1}, "pieces is no choice of an evaluation"),
-        ):
-            with pytest.raises(AppError, match=why):
-                client.predict(run, None, asked, ANN, api_name="/evaluate_run")
-        assert client.predict(run, ["language"], QUICK, ANN, api_name="/evaluate_run") in control.LIVE
-        found = evaluated(client, run, ANN)
-        assert [one["name"] for one in found["found"]["language"]["subjects"]][:2] == ["teacher", "student"]
-        assert "/" + "runs" not in str(found)
+            client.predict(run, BOB, api_name=f"/{name}")
+    assert client.predict(run, ANN, api_name="/evaluation_status")["state"] in (None, "done")
+    for asked, why in (
+        ({"text": "file:/etc/passwd"}, "text comes from"),
+        ({"task_folder": "/etc"}, "tasks are named as lm_eval knows them"),
+        ({"texts": 500}, "texts 500 is more than this Space serves"),
+        ({"texts": "many"}, "give a whole number"),
+        ({"parts": "language"}, "give a list"),
+        ({"pieces": 1}, "pieces is no choice of an evaluation"),
+    ):
+        with pytest.raises(AppError, match=why):
+            client.predict(run, None, asked, ANN, api_name="/evaluate_run")
+    assert client.predict(run, ["language"], QUICK, ANN, api_name="/evaluate_run") in control.LIVE
+    found = evaluated(client, run, ANN)
+    assert [one["name"] for one in found["found"]["language"]["subjects"]][:2] == ["teacher", "student"]
+    assert "/" + "runs" not in str(found)

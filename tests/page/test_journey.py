@@ -4,12 +4,11 @@ import json
 import re
 
 import pytest
-from gradio_client import Client
 
 from linearizer.jobs import control
 from linearizer.run.folder import Run
 from tests.support.bare_environment import make_bare_environment, run_bare
-from tests.support.page_server import FITS, LONG, SMALL, SPACE, browsing, finished, looking, serving, shown
+from tests.support.page_server import FITS, LONG, client_of, looking, serving, shown
 
 ONLINE = {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_fake_ann"}
 LOAD_BACK = """
@@ -24,24 +23,6 @@ LOAD_BACK = """
     assert type(model).__module__.startswith("transformers_modules.") and "linearizer" not in sys.modules
     print(written.shape[1] - ids["input_ids"].shape[1])
 """  # in an environment of torch and transformers alone, as anyone who finds it on the Hub would
-
-
-@pytest.fixture(scope="module")
-def served(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("page") / "runs", HF_TOKEN="hf_fake_ann") as (url, log):
-        yield url, log.parent / "runs", log
-
-
-@pytest.fixture(scope="module")
-def browser():
-    with browsing() as found:
-        yield found
-
-
-@pytest.fixture(scope="module")
-def done(served):
-    """Name a run that has a student, made through the API."""
-    return finished(served[0], {**SMALL, "steps": 3})
 
 
 def choose_demo(page):
@@ -67,8 +48,8 @@ def number_at(page, selector, name):
     return page.locator(f"{selector} div:has(> dt:text-is('{name}')) dd").inner_text()
 
 
-def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_loads(served, browser, hub, tmp_path):
-    url, runs, log = served
+def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_loads(local, browser, hub, tmp_path):
+    url, runs, log = local
     with looking(browser, url) as page:
         name = start(page, steps=3)
         page.wait_for_selector("#run-card .lz-state")
@@ -101,8 +82,8 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_load
     assert "Traceback" not in log.read_text()
 
 
-def test_a_second_tab_and_another_day_find_the_run(served, browser, done):
-    url = served[0]
+def test_a_second_tab_and_another_day_find_the_run(local, browser, done):
+    url = local.url
     with looking(browser, f"{url}?run={done}") as page:
         shown(page, "#run-card", "done")
         again = page.context.new_page()
@@ -112,10 +93,10 @@ def test_a_second_tab_and_another_day_find_the_run(served, browser, done):
         again.close()
 
 
-def test_a_server_that_did_not_publish_a_run_shows_where_it_is(served, browser, done, hub):
-    client = Client(served[0], verbose=False, analytics_enabled=False)
+def test_a_server_that_did_not_publish_a_run_shows_where_it_is(local, browser, done, hub):
+    client = client_of(local.url)
     sent = client.predict(done, "ann/kept", True, api_name="/publish_run")
-    with serving(served[1]) as (url, _), looking(browser, f"{url}?run={done}") as page:
+    with serving(local.runs) as again, looking(browser, f"{again.url}?run={done}") as page:
         shown(page, "#run-card", "ann/kept")
         page.get_by_role("button", name="Publish to the Hub").click()
         shown(page, "#sent", f"Published as ann/kept, revision {sent['revision'][:12]}")
@@ -123,8 +104,8 @@ def test_a_server_that_did_not_publish_a_run_shows_where_it_is(served, browser, 
         shown(page, "#snippet", "AutoModelForCausalLM.from_pretrained(name, revision=revision")
 
 
-def test_a_run_is_stopped_and_resumed(served, browser):
-    url, runs, _ = served
+def test_a_run_is_stopped_and_resumed(local, browser):
+    url, runs, _ = local
     with looking(browser, url) as page:
         name = start(page, steps=400)
         page.get_by_role("button", name="Stop", exact=True).click(timeout=LONG)
@@ -141,8 +122,8 @@ def test_a_run_is_stopped_and_resumed(served, browser):
     assert f"for {events[0]['steps']} of 400 steps" in (Run(runs / name).checkpoint / "README.md").read_text()
 
 
-def test_the_slider_says_at_once_what_a_budget_means(served, browser):
-    with looking(browser, served[0]) as page:
+def test_the_slider_says_at_once_what_a_budget_means(local, browser):
+    with looking(browser, local.url) as page:
         choose_demo(page)
         page.click("#to-budget")
         shown(page, "#budget-card", "from 256 tokens on")
@@ -158,8 +139,8 @@ def test_the_slider_says_at_once_what_a_budget_means(served, browser):
         shown(page, "#efforts", "Thorough ✓")
 
 
-def test_what_is_left_empty_is_left_to_the_recipe(served, browser):
-    with looking(browser, served[0]) as page:
+def test_what_is_left_empty_is_left_to_the_recipe(local, browser):
+    with looking(browser, local.url) as page:
         choose_demo(page)
         page.click("#to-budget")
         for folded in ("Advanced", "Do this elsewhere"):
@@ -173,8 +154,8 @@ def test_what_is_left_empty_is_left_to_the_recipe(served, browser):
         shown(page, "#budget-card", "window 'half' cannot be: give a whole number")
 
 
-def test_another_budget_is_shared_out_quickly_without_the_model(served, browser, done):
-    with looking(browser, f"{served[0]}?run={done}") as page:
+def test_another_budget_is_shared_out_quickly_without_the_model(local, browser, done):
+    with looking(browser, f"{local.url}?run={done}") as page:
         shown(page, "#run-card", "done")
         page.click("#step-3-button")
         shown(page, "#other-card", "from 64 tokens on")
@@ -198,14 +179,14 @@ def test_another_budget_is_shared_out_quickly_without_the_model(served, browser,
         assert took < 750  # a busy machine; tests/benchmarks/page.py holds it to 150
 
 
-def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(served, browser, hub, tmp_path):
+def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(local, browser, hub, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.for_model("falcon", vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
     AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "falcon")
     hub.add("org/falcon", tmp_path / "falcon")
     hub.add("org/gated", tmp_path / "falcon", gated="manual")
-    with looking(browser, served[0]) as page:
+    with looking(browser, local.url) as page:
         model = page.get_by_label("Model", exact=True)
         model.press_sequentially("org/fal", delay=50)
         page.get_by_role("option", name="org/falcon").click()
@@ -220,21 +201,21 @@ def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(served, brows
         assert page.locator("#model-card img").count() == 0
 
 
-def test_two_visitors_of_a_space_do_not_see_each_other(tmp_path, browser):
-    with serving(tmp_path / "runs", **SPACE) as (url, _):
-        with looking(browser, url) as ann, looking(browser, url) as bob:
-            name = start(ann, steps=0)
-            shown(ann, "#run-card", "demo")
-            bob.goto(f"{url}?run={name}")
-            bob.wait_for_selector(".lz-bad >> text=none of your runs")
-            bob.goto(f"{url}runs")
-            shown(bob, "#runs", "No runs yet")
-            ann.goto(f"{url}runs")
-            shown(ann, "#runs", name)
+def test_two_visitors_of_a_space_do_not_see_each_other(space, browser):
+    url = space.url
+    with looking(browser, url) as ann, looking(browser, url) as bob:
+        name = start(ann, steps=0)
+        shown(ann, "#run-card", "demo")
+        bob.goto(f"{url}?run={name}")
+        bob.wait_for_selector(".lz-bad >> text=none of your runs")
+        bob.goto(f"{url}runs")
+        shown(bob, "#runs", "No runs yet")
+        ann.goto(f"{url}runs")
+        shown(ann, "#runs", name)
 
 
-def test_runs_are_listed_opened_and_deleted(served, browser, done):
-    url, runs, _ = served
+def test_runs_are_listed_opened_and_deleted(local, browser, done):
+    url, runs, _ = local
     with looking(browser, url) as page:
         page.goto(f"{url}runs")
         shown(page, "#runs", done)
@@ -243,8 +224,8 @@ def test_runs_are_listed_opened_and_deleted(served, browser, done):
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_screen_shows_everything_in_both_schemes(served, browser, done, scheme):
-    url = f"{served[0]}?run={done}"
+def test_a_narrow_screen_shows_everything_in_both_schemes(local, browser, done, scheme):
+    url = f"{local.url}?run={done}"
     with looking(browser, url, viewport={"width": 390, "height": 844}, color_scheme=scheme) as page:
         page.wait_for_selector("#evaluation table")
         for step in (5, 4, 3, 2, 1):
@@ -255,8 +236,8 @@ def test_a_narrow_screen_shows_everything_in_both_schemes(served, browser, done,
         assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == (scheme == "dark")
 
 
-def test_the_keyboard_alone_starts_a_run_and_everything_has_a_name(served, browser):
-    with looking(browser, served[0]) as page:
+def test_the_keyboard_alone_starts_a_run_and_everything_has_a_name(local, browser):
+    with looking(browser, local.url) as page:
         nameless = page.evaluate(
             """() => [...document.querySelectorAll('button, input, textarea, select')]
                 .filter(e => e.offsetParent
@@ -274,7 +255,7 @@ def test_the_keyboard_alone_starts_a_run_and_everything_has_a_name(served, brows
         page.wait_for_selector("#start", state="visible")
 
 
-def test_the_page_opens_within_five_seconds(served, browser):
-    with looking(browser, served[0]) as page:
+def test_the_page_opens_within_five_seconds(local, browser):
+    with looking(browser, local.url) as page:
         timing = json.loads(page.evaluate("JSON.stringify(performance.timing)"))
         assert timing["loadEventEnd"] - timing["navigationStart"] < 5000

@@ -10,7 +10,6 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from gradio_client import Client
 from gradio_client.exceptions import AppError
 
 from linearizer import pipeline
@@ -21,7 +20,7 @@ from linearizer.progress import finish
 from linearizer.run import locks
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from tests.support.page_server import SPACE, serving
+from tests.support.page_server import SPACE, client_of, serving
 from tests.support.runs import QUICK, process_of, wait_for, wait_until
 
 HERE = Path(__file__).parents[2]
@@ -103,8 +102,8 @@ def lending(root, seconds):
         "STAND_IN_LEFT": str(root / "left"),
         "PYTHONPATH": f"{HERE / 'tests' / 'support' / 'zerogpu'}:{HERE}",
     }
-    with serving(root / "runs", **SPACE, **known) as (url, log):
-        yield Client(url, verbose=False, analytics_enabled=False), root, log
+    with serving(root / "runs", **SPACE, **known) as (url, _, log):
+        yield client_of(url), root, log
 
 
 @pytest.fixture(scope="module")

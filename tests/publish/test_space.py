@@ -9,7 +9,6 @@ import zipfile
 from pathlib import Path
 
 import pytest
-from gradio_client import Client
 from huggingface_hub import RepoCard, snapshot_download
 
 from linearizer.cli.main import main
@@ -17,7 +16,7 @@ from linearizer.errors import PublishError, RequestError
 from linearizer.jobs import control
 from linearizer.progress import finish
 from linearizer.publish import push, space
-from tests.support.page_server import SMALL, SPACE, serving
+from tests.support.page_server import SMALL, SPACE, client_of, serving
 
 ME = "hf_fake_me"
 HERE = Path(__file__).parents[2]
@@ -128,8 +127,8 @@ def test_an_installed_package_publishes_the_same_space_and_what_was_sent_shows_t
         if name not in pictures | {"README.md"}:
             assert sent[name] == (content if isinstance(content, bytes) else content.read_bytes()), name
     folder = snapshot_download("me/app", repo_type="space", token=ME, local_dir=tmp_path / "space")
-    with serving(tmp_path / "runs", [sys.executable, "app.py"], folder, **SPACE, PYTHONPATH="") as (url, _):
-        client = Client(url, verbose=False, analytics_enabled=False)
+    with serving(tmp_path / "runs", [sys.executable, "app.py"], folder, **SPACE, PYTHONPATH="") as (url, *_):
+        client = client_of(url)
         assert client.predict("demo", api_name="/inspect_model")["supported"]
         run = client.predict("demo", 64, "Try it", {**SMALL, "steps": 0}, "a secret of sixteen", api_name="/start_run")
         while (found := client.predict(run, "a secret of sixteen", api_name="/run_status"))["state"] in control.LIVE:

@@ -12,6 +12,7 @@ import time
 import urllib.request
 from contextlib import contextmanager
 from pathlib import Path
+from typing import NamedTuple
 
 import pytest
 
@@ -67,12 +68,20 @@ def server(runs, command=None, folder=None, **environment):
         end_runs(Path(runs))
 
 
+class Served(NamedTuple):
+    """A server that answers."""
+
+    url: str
+    runs: Path  # the folder of its runs
+    log: Path
+
+
 @contextmanager
 def serving(runs, command=None, folder=None, **environment):
-    """Serve the page, and give its address and what it writes to its log."""
+    """Serve the page until the block ends."""
     with server(runs, command, folder, **environment) as (url, log, process):
         wait_for(url, process, log)
-        yield url, log
+        yield Served(url, Path(runs), log)
 
 
 def wait_for(url, process, log):
@@ -85,16 +94,28 @@ def wait_for(url, process, log):
     raise AssertionError("the page does not open: " + log.read_text())
 
 
-def finished(url, options):
-    """Make a run of the demo model through the API, and give its name once it is done."""
+def client_of(url, **how):
+    """Connect to the API of a server."""
     from gradio_client import Client
 
-    client = Client(url, verbose=False, analytics_enabled=False)
+    return Client(url, verbose=False, analytics_enabled=False, **how)
+
+
+def finished(url, options):
+    """Make a run of the demo model through the API, and give its name once it is done."""
+    client = client_of(url)
     name = client.predict("demo", 64, "Try it", options, api_name="/start_run")
-    while (state := client.predict(name, api_name="/run_status")["state"]) in control.LIVE:
-        time.sleep(0.2)
-    assert state == "done"
+    assert ended(client, name)["state"] == "done"
     return name
+
+
+def ended(client, run, *secret):
+    """Wait until a run is neither queued nor running, and give its status."""
+    end = time.monotonic() + 180
+    while (status := client.predict(run, *secret, api_name="/run_status"))["state"] in ("queued", "running"):
+        assert time.monotonic() < end, status
+        time.sleep(0.2)
+    return status
 
 
 def end_runs(root):

@@ -1,0 +1,30 @@
+"""One browser, one server at one's own machine and one Space for all tests of the page that a worker runs."""
+
+import pytest
+
+from tests.support.page_server import SMALL, SPACE, browsing, finished, serving
+
+
+@pytest.fixture(scope="package")
+def browser():
+    with browsing() as found:
+        yield found
+
+
+@pytest.fixture(scope="package")
+def local(tmp_path_factory):
+    """A server at one's own machine, where ann's token is known."""
+    with serving(tmp_path_factory.mktemp("local") / "runs", HF_TOKEN="hf_fake_ann") as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def space(tmp_path_factory):
+    with serving(tmp_path_factory.mktemp("space") / "runs", **SPACE) as server:
+        yield server
+
+
+@pytest.fixture(scope="package")
+def done(local):
+    """Name a run that has a student, made through the API."""
+    return finished(local.url, {**SMALL, "steps": 2})
