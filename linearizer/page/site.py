@@ -58,8 +58,8 @@ def build() -> gr.Blocks:
                     place(ui)
                 ui.pages.append(page)
         layout.sidebar(ui)
+        add_endpoints()  # first: handlers have the same names, and Gradio would number those that come later
         wire(site, ui)
-        add_endpoints()
     with site.route("Runs", "/runs") as runs:
         runs_page(runs)
     return site
