@@ -95,10 +95,10 @@ def wait_for(url, process, log):
 
 
 def client_of(url, **how):
-    """Connect to the API of a server."""
+    """Connect to the API of a server, which may be slow to answer on a busy machine."""
     from gradio_client import Client
 
-    return Client(url, verbose=False, analytics_enabled=False, **how)
+    return Client(url, verbose=False, analytics_enabled=False, httpx_kwargs={"timeout": 120}, **how)
 
 
 def finished(url, options):
