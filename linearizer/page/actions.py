@@ -146,36 +146,48 @@ def begin_run(visitor: Visitor, plan: Plan) -> Run:
 def started(visitor: Visitor, run: Run) -> str:
     """Start the process of a new run; where none can be, leave no folder behind."""
     try:
-        work_on(run, visitor.token)
+        choose_start(run)(run, visitor.token)
     except LinearizerError:
         run.forget()
         raise
     return run.folder.name
 
 
-def resume_run(visitor: Visitor, name: str) -> None:
-    """Go on with a run that was stopped, lost or failed."""
+def ask_run(visitor: Visitor, name: str, wish: str) -> str:
+    """Stop a run, `use` its training as it is, or resume it; return its state."""
     run = visitor.find(name)
-    if on_space():
-        limits.check_turn(visitor, runs_root())
-    work_on(run, visitor.token)
+    if wish == "resume":
+        if on_space():
+            limits.check_turn(visitor, runs_root())
+        choose_start(run)(run, visitor.token)
+    else:
+        {"stop": control.stop, "use": control.use_now}[wish](run)
+    return control.state_of(run)
 
 
-def work_on(run: Run, token: str | None) -> None:
-    """Let a process of its own work on a run, or slices where the device is lent."""
-    starter(run)(run, token)
+def delete_run(visitor: Visitor, name: str) -> None:
+    """Delete a run that is not at work, for good."""
+    control.delete(visitor.find(name))
 
 
-def starter(run: Run) -> Callable[..., None]:
-    """Choose how work on a run is begun here."""
+def choose_start(run: Run) -> Callable[..., None]:
+    """Choose what works on a run: a process of its own, or slices of time where ZeroGPU lends the device."""
     return (zerogpu_runs if zerogpu.on_zerogpu() and run.plan.device != "cpu" else control).start
 
 
-def start_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> None:
-    """Start an evaluation of a run's student; parts that are there as they are asked for are not measured again."""
+def start_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> str:
+    """Start an evaluation of a run's student, and return its state; parts that are there as asked are kept."""
     run, request = visitor.find(name), Request.of(choices)
     limits.check_request(visitor, request, runs_root())
-    control.evaluate(run, asdict(request), token=visitor.token, begin=starter(run))
+    control.evaluate(run, asdict(request), token=visitor.token, begin=choose_start(run))
+    return control.state_of(run.evaluating)
+
+
+def stop_evaluation(visitor: Visitor, name: str) -> str:
+    """Stop an evaluation, whose finished parts are kept, and return its state."""
+    run = visitor.find(name).evaluating
+    control.stop(run)
+    return control.state_of(run)
 
 
 def forecast_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> EvaluationForecast:

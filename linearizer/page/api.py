@@ -8,50 +8,27 @@ from __future__ import annotations
 
 import inspect
 import time
-from collections.abc import Callable
 from dataclasses import asdict
-from functools import wraps
-from typing import Any, TypeAlias
+from typing import Any
 
 import gradio as gr
 
-from linearizer.errors import LinearizerError, RequestError
+from linearizer.errors import RequestError
 from linearizer.jobs import control
 from linearizer.jobs.control import Status
-from linearizer.page import actions, sending, warmup
-from linearizer.page.visitors import Visitor, find_visitor
+from linearizer.page import actions, sending
+from linearizer.page.calls import Profile, Token, identify_visitor, refusals_in_api
 from linearizer.publish import html
-
-Profile: TypeAlias = gr.OAuthProfile | None
-Token: TypeAlias = gr.OAuthToken | None
-
-
-def endpoint(function: Callable) -> Callable:
-    """Answer with what a function returns, or with the sentence that says why it cannot be served."""
-
-    @wraps(function)
-    def served(*args: Any, **how: Any) -> Any:
-        try:
-            return function(*args, **how)
-        except LinearizerError as error:
-            raise gr.Error(html.plain(str(error)), print_exception=False) from None
-
-    return served
-
-
-def who(secret: str, profile: Profile, token: Token) -> Visitor:
-    warmup.wait_for_import()  # every endpoint asks this first, and may import anything after
-    return find_visitor(profile.username if profile else None, token.token if token else None, secret)
 
 
 def search_models(query: str, profile: Profile = None, token: Token = None) -> list[str]:
     """Find models by a part of their name: on the Hub, and among local folders where the machine is yours."""
-    return actions.search_models(who("", profile, token), str(query))
+    return actions.search_models(identify_visitor("", profile, token), str(query))
 
 
 def inspect_model(model: str, profile: Profile = None, token: Token = None) -> dict:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
-    return asdict(actions.inspect_model(who("", profile, token), str(model)))
+    return asdict(actions.inspect_model(identify_visitor("", profile, token), str(model)))
 
 
 def estimate_run(
@@ -61,12 +38,12 @@ def estimate_run(
 
     budget: tokens of cache that the state may cost. effort: "Try it", "Quick" or "Thorough".
     """
-    someone = who("", profile, token)
+    visitor = identify_visitor("", profile, token)
     plan = actions.make_plan(str(model), whole(budget), effort, {})
-    found = actions.inspect_model(someone, plan.model)
+    found = actions.inspect_model(visitor, plan.model)
     found.require_support()
     return {
-        **asdict(actions.forecast_run(plan, found, actions.download_bytes(someone, plan.model))),
+        **asdict(actions.forecast_run(plan, found, actions.download_bytes(visitor, plan.model))),
         "command": plan.command(),
         "plan": asdict(plan),
     }
@@ -85,57 +62,54 @@ def start_run(
 
     options: other choices of a plan by their names, as `linearizer run --help` lists them, such as {"steps": 20}.
     """
-    someone = who(secret, profile, token)
-    return actions.start_run(someone, actions.make_plan(str(model), whole(budget), effort, checked(options)))
+    visitor = identify_visitor(secret, profile, token)
+    return actions.start_run(visitor, actions.make_plan(str(model), whole(budget), effort, checked(options)))
 
 
 def run_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
     """Say what a run is doing: state, place in the queue, newest progress, error, disk, where it was published, and how
     it was judged.
     """
-    one = who(secret, profile, token).find(run)
+    one = identify_visitor(secret, profile, token).find(run)
     found = status_of(control.status(one))
     return {**found, "evaluation": one.evaluation_parts if one.has("evaluation.json") else None}
 
 
 def list_runs(secret: str = "", profile: Profile = None, token: Token = None) -> list[dict]:
     """List your runs, the newest first."""
-    return [status_of(one) for one in control.runs_in(who(secret, profile, token).home)]
+    return [status_of(one) for one in control.runs_in(identify_visitor(secret, profile, token).home)]
 
 
 def stop_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Ask a run to finish its step, save and stop; return its state."""
-    return asked(who(secret, profile, token), run, control.stop)
+    return actions.ask_run(identify_visitor(secret, profile, token), run, "stop")
 
 
 def use_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """End a run's training at this step, and judge and save the student as it is; return its state."""
-    return asked(who(secret, profile, token), run, control.use_now)
+    return actions.ask_run(identify_visitor(secret, profile, token), run, "use")
 
 
 def resume_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Go on with a run that was stopped, lost or failed; return its state."""
-    someone = who(secret, profile, token)
-    actions.resume_run(someone, run)
-    return control.state_of(someone.find(run))
+    return actions.ask_run(identify_visitor(secret, profile, token), run, "resume")
 
 
 def delete_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Delete a run that is not at work; return its name."""
-    one = who(secret, profile, token).find(run)
-    control.delete(one)
+    actions.delete_run(identify_visitor(secret, profile, token), run)
     return run
 
 
 def share_budget(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
     """Share another budget out among the heads of a measured run; the model is not touched."""
-    found = actions.share_budget(who(secret, profile, token).find(run), whole(budget))
+    found = actions.share_budget(identify_visitor(secret, profile, token).find(run), whole(budget))
     return found.allocation.summary(found.layers, found.length)
 
 
 def branch_run(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Start a run with another budget from what a run has measured, and return its name."""
-    return actions.branch_run(who(secret, profile, token), run, whole(budget))
+    return actions.branch_run(identify_visitor(secret, profile, token), run, whole(budget))
 
 
 def compare_models(
@@ -149,8 +123,8 @@ def compare_models(
     token: Token = None,
 ) -> dict:
     """Let teacher and student continue a prompt: what each wrote, tokens a second, seconds to the first, bytes held."""
-    someone = who(secret, profile, token)
-    for both in actions.compare_models(someone, run, str(prompt), whole(tokens), whole(seed), bool(sample)):
+    visitor = identify_visitor(secret, profile, token)
+    for both in actions.compare_models(visitor, run, str(prompt), whole(tokens), whole(seed), bool(sample)):
         last = both
     return {"teacher": asdict(last.teacher), "student": asdict(last.student)}
 
@@ -161,17 +135,17 @@ def preview_publication(
     """Show what publishing a run as OWNER/NAME would send: card, files, bytes, notes. Nothing is sent."""
     from linearizer.publish import push
 
-    someone = who(secret, profile, token)
-    return asdict(push.preview(someone.find(run), str(repo_id), bool(private), someone.token))
+    visitor = identify_visitor(secret, profile, token)
+    return asdict(push.preview(visitor.find(run), str(repo_id), bool(private), visitor.token))
 
 
 def publish_run(
     run: str, repo_id: str, private: bool = True, secret: str = "", profile: Profile = None, token: Token = None
 ) -> dict:
     """Publish a run as OWNER/NAME, and return once what is there was checked: repository, revision, link, snippet."""
-    someone = who(secret, profile, token)
-    one = someone.find(run)
-    publication = sending.begin_publication(one, str(repo_id), bool(private), someone.token)
+    visitor = identify_visitor(secret, profile, token)
+    one = visitor.find(run)
+    publication = sending.begin_publication(one, str(repo_id), bool(private), visitor.token)
     while not publication.over:
         time.sleep(0.1)
     if publication.published is None:
@@ -192,14 +166,13 @@ def evaluate_run(
     parts: some of language, recall, needle, generation, approximation, speed, tasks; none: all but tasks.
     options: other choices by their names, as `linearizer evaluate --help` lists them, such as {"texts": 4}.
     """
-    someone = who(secret, profile, token)
-    actions.start_evaluation(someone, run, {**checked(options), **({"parts": parts} if parts else {})})
-    return control.state_of(someone.find(run).evaluating)
+    visitor = identify_visitor(secret, profile, token)
+    return actions.start_evaluation(visitor, run, {**checked(options), **({"parts": parts} if parts else {})})
 
 
 def evaluation_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
     """Say how the evaluation of a run goes, and what its parts have found so far; state is null if none was asked."""
-    one = who(secret, profile, token).find(run)
+    one = identify_visitor(secret, profile, token).find(run)
     found = control.status(one).evaluation
     told = {"run": run, "state": None} if found is None else status_of(found)
     return {**told, "found": one.evaluation_parts}
@@ -207,9 +180,7 @@ def evaluation_status(run: str, secret: str = "", profile: Profile = None, token
 
 def stop_evaluation(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Stop the evaluation of a run, which keeps the parts that are finished; return its state."""
-    one = who(secret, profile, token).find(run).evaluating
-    control.stop(one)
-    return control.state_of(one)
+    return actions.stop_evaluation(identify_visitor(secret, profile, token), run)
 
 
 ENDPOINTS = (
@@ -224,17 +195,11 @@ def add_endpoints() -> None:
     for function in ENDPOINTS:
         limit = 1 if function is compare_models else 4
         gr.api(
-            endpoint(function),
+            refusals_in_api()(function),
             api_name=function.__name__,
             api_description=inspect.getdoc(function),
             concurrency_limit=limit,
         )
-
-
-def asked(someone: Visitor, run: str, ask: Callable) -> str:
-    one = someone.find(run)
-    ask(one)
-    return control.state_of(one)
 
 
 def status_of(status: Status) -> dict[str, Any]:

@@ -11,7 +11,8 @@ import gradio as gr
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
 from linearizer.page import actions, evaluation_cards, run_state
-from linearizer.page.handlers import Memory, Profile, Token, plot_json, run_name, telling, who
+from linearizer.page.calls import Profile, Token, refusals_on_page
+from linearizer.page.handlers import SOON_SECONDS, Memory, plot_json, read_visitor, run_name
 from linearizer.page.run_state import PART_PREFIX
 from linearizer.publish import html
 from linearizer.publish.parts import PART_VIEWS
@@ -30,22 +31,22 @@ def read_choices(parts: list[str], texts: float, tasks: str, limit: float | None
     return {"parts": list(parts), "texts": int(texts), "seconds": SPEED_SECONDS, **limited}
 
 
-@telling
+@refusals_on_page()
 def start_evaluation(
     memory: Memory, parts: list[str], texts: float, tasks: str, limit: float | None, profile: Profile, token: Token
 ) -> Any:
     """Start an evaluation; from here on the page only watches."""
     actions.start_evaluation(
-        who(memory, profile, token), run_name(memory) or "", read_choices(parts, texts, tasks, limit)
+        read_visitor(memory, profile, token), run_name(memory) or "", read_choices(parts, texts, tasks, limit)
     )
-    return gr.Timer(0.2)
+    return gr.Timer(SOON_SECONDS)
 
 
-@telling
+@refusals_on_page()
 def stop_evaluation(memory: Memory, profile: Profile, token: Token) -> Any:
     """Stop it; the parts that are finished are kept."""
-    control.stop(who(memory, profile, token).find(run_name(memory) or "").evaluating)
-    return gr.Timer(0.2)
+    actions.stop_evaluation(read_visitor(memory, profile, token), run_name(memory) or "")
+    return gr.Timer(SOON_SECONDS)
 
 
 def forecast_evaluation(
@@ -56,10 +57,10 @@ def forecast_evaluation(
     if name is None:
         return ""
     try:
-        someone, choices = who(memory, profile, token), read_choices(parts, texts, tasks, limit)
-        if not someone.find(name).checkpoint.is_dir():
+        visitor, choices = read_visitor(memory, profile, token), read_choices(parts, texts, tasks, limit)
+        if not visitor.find(name).checkpoint.is_dir():
             return ""
-        return evaluation_cards.times_line(actions.forecast_evaluation(someone, name, choices))
+        return evaluation_cards.times_line(actions.forecast_evaluation(visitor, name, choices))
     except LinearizerError as error:
         return html.said(str(error))
 
@@ -75,7 +76,7 @@ def draw_parts(memory: Memory, seen: dict[str, Any], profile: Profile, token: To
     found: Mapping[str, run_state.Piece] = {}
     if name is not None:
         try:
-            found = run_state.read_pieces(who(memory, profile, token).find(name), time.time())
+            found = run_state.read_pieces(read_visitor(memory, profile, token).find(name), time.time())
         except LinearizerError:  # it was deleted; the look says so
             name = None
     live = name is not None and found["evaluating"].value in control.LIVE

@@ -1,11 +1,9 @@
-"""What the page does when something on it is touched: asks the desk, and renders the answer."""
+"""What the page does when a visitor uses a part of it: calls an action, and renders the result."""
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Iterator
-from functools import wraps
-from typing import Any, TypeAlias, TypeVar
+from typing import Any
 
 import gradio as gr
 from gradio.components.plot import PlotData
@@ -13,49 +11,22 @@ from gradio.components.plot import PlotData
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
 from linearizer.page import actions, cards, sending, warmup, zerogpu
+from linearizer.page.calls import Profile, Token, identify_visitor, refusals_on_page
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
-from linearizer.page.visitors import Visitor, find_visitor, new_secret, on_space
+from linearizer.page.visitors import MIN_SECRET_CHARACTERS, Visitor, new_secret, on_space
 from linearizer.publish import html
 from linearizer.run.options import options_of
 from linearizer.run.plan import Plan
 
-Memory = dict[str, Any]
-Profile: TypeAlias = gr.OAuthProfile | None
-Token: TypeAlias = gr.OAuthToken | None
-Handler = TypeVar("Handler", bound=Callable)
+SOON_SECONDS = 0.2  # until the page polls, once something was asked
+IDLE_POLL_SECONDS = 5.0  # between two polls where nothing is at work
+Memory = dict[str, Any]  # what a browser keeps: {"secret", "run"}
 
 
-def telling(handler: Handler) -> Handler:
-    """Show what cannot be served as a sentence, escaped, and never as a traceback."""
-    if inspect.isgeneratorfunction(handler):
-
-        @wraps(handler)
-        def told(*args: Any, **how: Any) -> Any:
-            try:
-                yield from handler(*args, **how)
-            except LinearizerError as error:
-                raise refusal(error) from None
-    else:
-
-        @wraps(handler)
-        def told(*args: Any, **how: Any) -> Any:
-            try:
-                return handler(*args, **how)
-            except LinearizerError as error:
-                raise refusal(error) from None
-
-    return told  # type: ignore[return-value]
-
-
-def refusal(error: LinearizerError) -> gr.Error:
-    return gr.Error(html.marked(str(error)), title="That cannot be done", duration=15, print_exception=False)
-
-
-def who(memory: object, profile: Profile, token: Token) -> Visitor:
+def read_visitor(memory: object, profile: Profile, token: Token) -> Visitor:
     """Tell who is at the page. A browser's memory may hold anything."""
-    warmup.wait_for_import()  # every handler asks this first, and may import anything after
     kept = memory if isinstance(memory, dict) else {}
-    return find_visitor(profile.username if profile else None, token.token if token else None, kept.get("secret") or "")
+    return identify_visitor(kept.get("secret") or "", profile, token)
 
 
 def run_name(memory: object) -> str | None:
@@ -72,38 +43,42 @@ def open_page(memory: Memory, asked: str | None, profile: Profile, token: Token)
     """Re-attach to the run that the address names, or that this browser watched last."""
     warmup.begin_import()
     kept = {"secret": "", "run": None} | (memory if isinstance(memory, dict) else {})
-    if on_space() and len(str(kept["secret"])) < 16:
+    if on_space() and len(str(kept["secret"])) < MIN_SECRET_CHARACTERS:
         kept["secret"] = new_secret()
     named = asked or run_name(kept)
     note = ""
     kept["run"] = None
     if named:
         try:
-            kept["run"] = who(kept, profile, token).find(named).folder.name
+            kept["run"] = read_visitor(kept, profile, token).find(named).folder.name
         except LinearizerError as error:
             note = html.said(str(error), "bad") if asked else ""
-    return kept, gr.HTML(note, visible=True if note else "hidden"), gr.Timer(0.2 if kept["run"] else 5.0, active=True)
+    return (
+        kept,
+        gr.HTML(note, visible=True if note else "hidden"),
+        gr.Timer(SOON_SECONDS if kept["run"] else IDLE_POLL_SECONDS, active=True),
+    )
 
 
-@telling
+@refusals_on_page()
 def search_models(memory: Memory, key: gr.KeyUpData, profile: Profile, token: Token) -> Any:
     """Search as one types."""
     try:
-        found = actions.search_models(who(memory, profile, token), key.input_value)
+        found = actions.search_models(read_visitor(memory, profile, token), key.input_value)
     except RequestError:  # no network: what was typed may be a folder, or in the cache
         found = []
     return gr.Dropdown(choices=found)
 
 
-@telling
+@refusals_on_page()
 def show_model(model: str | None, memory: Memory, profile: Profile, token: Token) -> tuple[Any, ...]:
     """Say what a model is."""
     if not model:
         return "", None, gr.Button(interactive=False), gr.skip()
     try:
-        someone = who(memory, profile, token)
-        found = actions.inspect_model(someone, model)
-        held = ChosenModel(found, actions.download_bytes(someone, model)) if found.supported else None
+        visitor = read_visitor(memory, profile, token)
+        found = actions.inspect_model(visitor, model)
+        held = ChosenModel(found, actions.download_bytes(visitor, model)) if found.supported else None
     except RequestError as error:
         return html.said(str(error), "bad"), None, gr.Button(interactive=False), gr.skip()
     most = max(2 * MIN_BUDGET, min(MAX_BUDGET, found.max_positions or MAX_BUDGET))
@@ -156,27 +131,34 @@ def show_command(found: ChosenModel | None, budget: float, effort: str, *advance
     return plan.command(), plan.to_json()
 
 
-@telling
+@refusals_on_page()
 def start_run(
     found: ChosenModel | None, budget: float, effort: str, recipe: str, text: str, steps: str, window: str, seed: float,
     constant: bool, memory: Memory, profile: Profile, token: Token,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Start a run; from here on the page only watches."""
     plan = read_plan(found, budget, effort, (recipe, text, steps, window, seed, constant))
-    name = actions.start_run(who(memory, profile, token), plan)
+    name = actions.start_run(read_visitor(memory, profile, token), plan)
     return watch_run(memory, name)
 
 
 def watch_run(memory: Memory, name: str | None) -> tuple[Any, ...]:
     """Turn the page to a run: its name, nothing seen of it, its profile first."""
-    return {**memory, "run": name}, {}, gr.Walkthrough(selected=3 if name else 1), gr.Timer(0.2, active=True), False
+    return (
+        {**memory, "run": name},
+        {},
+        gr.Walkthrough(selected=3 if name else 1),
+        gr.Timer(SOON_SECONDS, active=True),
+        False,
+    )
 
 
-@telling
+@refusals_on_page()
 def branch_run(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[Any, ...]:
     """Start a run with another budget from what this one has measured."""
-    name = actions.branch_run(who(memory, profile, token), run_name(memory) or "", int(budget))
-    return watch_run(memory, name)
+    return watch_run(
+        memory, actions.branch_run(read_visitor(memory, profile, token), run_name(memory) or "", int(budget))
+    )
 
 
 def leave_run(memory: Memory) -> tuple[Any, ...]:
@@ -184,25 +166,21 @@ def leave_run(memory: Memory) -> tuple[Any, ...]:
     return watch_run(memory, None)
 
 
-def ask_run(what: str) -> Callable:
-    """Make the handler of a button that asks something of the run."""
+def ask_run(wish: str) -> Callable:
+    """Make the handler of a button that stops a run, resumes it, or ends its training."""
 
-    def asked(memory: Memory, profile: Profile, token: Token) -> Any:
-        someone, name = who(memory, profile, token), run_name(memory) or ""
-        if what == "resume":
-            actions.resume_run(someone, name)
-        else:
-            {"stop": control.stop, "use": control.use_now}[what](someone.find(name))
-        return gr.Timer(0.2)
+    def handler(memory: Memory, profile: Profile, token: Token) -> Any:
+        actions.ask_run(read_visitor(memory, profile, token), run_name(memory) or "", wish)
+        return gr.Timer(SOON_SECONDS)
 
-    return telling(asked)
+    return refusals_on_page()(handler)
 
 
-@telling
+@refusals_on_page()
 def share_budget(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[str, bool]:
     """Share out another budget; the model is not touched. The bars are sent with the card, and drawn by the browser."""
     name = run_name(memory)
-    run = who(memory, profile, token).find(name) if name else None
+    run = read_visitor(memory, profile, token).find(name) if name else None
     if run is None or not run.has("profile.json"):
         return "", False
     try:
@@ -221,70 +199,69 @@ def draw_shares(run: Any, budget: int) -> tuple[str, str]:
     return figure.to_json(), cards.allocation_card(found.allocation, found.layers)
 
 
-@telling
 def compare_models(
     memory: Memory, prompt: str, tokens: float, seed: float, sample: bool, profile: Profile, token: Token
 ) -> Iterator[tuple[str, str, str, str]]:
     """Let teacher and student write."""
     empty = cards.side_card(None)
     yield "", empty, "", empty
-    someone, name = who(memory, profile, token), run_name(memory) or ""
-    for both in actions.compare_models(someone, name, prompt or "", int(tokens or 0), int(seed or 0), bool(sample)):
-        teacher, student = both.teacher, both.student
-        yield teacher.text, cards.side_card(teacher), student.text, cards.side_card(student)
+    with refusals_on_page():
+        visitor, name = read_visitor(memory, profile, token), run_name(memory) or ""
+        for both in actions.compare_models(visitor, name, prompt or "", int(tokens or 0), int(seed or 0), bool(sample)):
+            teacher, student = both.teacher, both.student
+            yield teacher.text, cards.side_card(teacher), student.text, cards.side_card(student)
 
 
-@telling
+@refusals_on_page()
 def list_owners(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any, str]:
     """Ask who can own what is published."""
     from linearizer.publish import push
 
-    someone = who(memory, profile, token)
+    visitor = read_visitor(memory, profile, token)
     name = run_name(memory)
-    run = someone.find(name or "")
-    if on_space() and someone.token is None:
+    run = visitor.find(name or "")
+    if on_space() and visitor.token is None:
         return gr.Dropdown(choices=[]), gr.skip(), html.said("Sign in, at the top right, to publish.")
-    owners = list(push.owners(someone.token))
+    owners = list(push.owners(visitor.token))
     suggested = f"{run.plan.model.partition('@')[0].rstrip('/').split('/')[-1]}-linearized"
     return gr.Dropdown(choices=owners, value=owners[0] if owners else None), suggested, ""
 
 
-@telling
+@refusals_on_page()
 def preview_publication(
     memory: Memory, owner: str, repo: str, private: bool, profile: Profile, token: Token
 ) -> tuple[str, str, str, Any]:
     """Show what publishing would send."""
     from linearizer.publish import push
 
-    someone = who(memory, profile, token)
-    run = someone.find(run_name(memory) or "")
-    found = push.preview(run, f"{owner or ''}/{(repo or '').strip()}", private, someone.token)
+    visitor = read_visitor(memory, profile, token)
+    run = visitor.find(run_name(memory) or "")
+    found = push.preview(run, f"{owner or ''}/{(repo or '').strip()}", private, visitor.token)
     notes = "".join(html.said(note) for note in found.notes)
     return notes, cards.files_table(found.files, found.bytes), found.card, gr.Button(interactive=True)
 
 
-@telling
+@refusals_on_page()
 def publish_run(memory: Memory, owner: str, repo: str, private: bool, profile: Profile, token: Token) -> Any:
     """Publish; the page may be closed meanwhile."""
-    someone = who(memory, profile, token)
-    run = someone.find(run_name(memory) or "")
-    sending.begin_publication(run, f"{owner or ''}/{(repo or '').strip()}", private, someone.token)
-    return gr.Timer(0.5)
+    visitor = read_visitor(memory, profile, token)
+    run = visitor.find(run_name(memory) or "")
+    sending.begin_publication(run, f"{owner or ''}/{(repo or '').strip()}", private, visitor.token)
+    return gr.Timer(SOON_SECONDS)
 
 
-@telling
+@refusals_on_page()
 def list_runs(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any]:
     """List the runs of whoever is at the page."""
-    found = control.runs_in(who(memory, profile, token).home)
+    found = control.runs_in(read_visitor(memory, profile, token).home)
     names = [one.run.folder.name for one in found if not one.live]
     return cards.runs_table(found), gr.Dropdown(choices=names, value=None)
 
 
-@telling
+@refusals_on_page()
 def delete_run(memory: Memory, name: str | None, profile: Profile, token: Token) -> tuple[str, Any]:
     """Delete a run for good."""
     if not name:
         raise RequestError("no run was chosen: choose the one to delete")
-    run = who(memory, profile, token).find(name)
-    control.delete(run)
+    actions.delete_run(read_visitor(memory, profile, token), name)
     return list_runs(memory, profile, token)

@@ -16,13 +16,13 @@ import gradio as gr
 from linearizer.errors import LinearizerError
 from linearizer.jobs import control
 from linearizer.page import cards, evaluation_handlers, run_state, sending
-from linearizer.page.handlers import Memory, Profile, Token, draw_shares, plot_json, run_name, who
+from linearizer.page.calls import Profile, Token
+from linearizer.page.handlers import IDLE_POLL_SECONDS, Memory, draw_shares, plot_json, read_visitor, run_name
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.publish import html
 from linearizer.run.folder import Run
 
-POLL_SECONDS = 3.0  # seconds between two looks at a run at work
-IDLE_POLL_SECONDS = 5.0  # seconds between two looks where nothing is at work
+POLL_SECONDS = 3.0  # between two polls of a run at work
 PLOTS = ("map", "curves", "positions", "recall", "memory")
 BUTTONS = ("stop", "resume", "use")
 POLLED_PIECES = (
@@ -40,7 +40,7 @@ def poll_run(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, 
     if name is None:
         return cards.run_card(None, "", 0.0), "", "", "none", "none", "none"
     try:
-        run = who(memory, profile, token).find(name)
+        run = read_visitor(memory, profile, token).find(name)
         parts = run_state.read_pieces(run, time.time())
     except LinearizerError as error:
         return html.said(str(error), "bad"), "", "", "gone", "none", "none"
@@ -61,7 +61,7 @@ def draw_curves(memory: Memory, profile: Profile, token: Token) -> tuple[Any, An
     if name is None:
         return None, None
     try:
-        parts = run_state.read_pieces(who(memory, profile, token).find(name), time.time())
+        parts = run_state.read_pieces(read_visitor(memory, profile, token).find(name), time.time())
     except LinearizerError:  # it was deleted; the look says so
         return None, None
     return plot_json(parts["losses"].value), plot_json(parts["error"].value)
@@ -75,7 +75,7 @@ def draw_changes(
     if name is None:
         return show_no_run()
     try:
-        run = who(memory, profile, token).find(name)
+        run = read_visitor(memory, profile, token).find(name)
         parts = run_state.read_pieces(run, time.time())
     except LinearizerError:  # it was deleted; the look says so
         return show_no_run()

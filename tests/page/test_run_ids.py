@@ -44,7 +44,7 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(som
     assert sending.latest_publication(run) is None and not sending.is_publishing(run)
     new = run_state.read_pieces(run, 60.0)
     assert "evaluation" not in new and "curves" not in new and new["id"].mark != seen["id"]
-    monkeypatch.setattr(polling, "who", lambda *_: someone)
+    monkeypatch.setattr(polling, "read_visitor", lambda *_: someone)
     drawn = polling.draw_changes({"run": "demo-64"}, seen, 3.0, False, None, None)[0]
     assert set(drawn) == set(new)  # nothing of the first is taken as shown
 
