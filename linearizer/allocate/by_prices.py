@@ -84,16 +84,7 @@ def check_least_budget(layers: Sequence[Layer], budget: int, sinks: int, bits: i
         )
 
 
-def allocate_by_prices(
-    prices: Prices, layers: Sequence[Layer], budget: int, length: int, constant: bool = False
-) -> tuple[Allocation, float]:
-    """Spend a budget in tokens of cache; also return the sum of the prices, in nats."""
-    offers = OffersOfHeads.of(prices, layers, budget, length, constant)
-    levels = buy_upgrades(offers)
-    return offers.allocation(levels), offers.kl(levels)
-
-
-def buy_upgrades(offers: OffersOfHeads) -> list[int]:
+def allocate_by_prices(offers: OffersOfHeads) -> Allocation:
     """Take the upgrade that saves most kl per byte, again and again, while the budget has room for any."""
     levels = [0] * len(offers.offers)
     left = offers.bytes_left(levels)
@@ -109,7 +100,7 @@ def buy_upgrades(offers: OffersOfHeads) -> list[int]:
         more = offers.offers[head][level].bytes - offers.offers[head][levels[head]].bytes
         if more <= left:
             levels[head], left = level, left - more
-    return levels
+    return offers.allocation(levels)
 
 
 def exchange_once(offers: OffersOfHeads, allocation: Allocation, tried: set[int]) -> Allocation | None:

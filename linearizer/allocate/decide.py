@@ -29,8 +29,7 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
     """Allocate by a plan, from the measurements of a run."""
     check_dials(plan, layers)
     if plan.rules.decided_by == "prices":
-        prices, positions = prices_for(run, plan)
-        return allocate_by_prices(prices, layers, plan.budget or 0, positions, plan.constant)[0]
+        return allocate_by_prices(offers_of(run, plan, layers))
     if plan.rules.decided_by == "budget":
         return allocate_alike(layers, plan, plan.kept_sinks)
     if plan.rules.decided_by == "gates":
@@ -78,17 +77,18 @@ def sinks_to_try(plan: Plan) -> tuple[int, ...]:
     )
 
 
-def prices_for(run: Run, plan: Plan) -> tuple:
-    """Take the prices that a plan allocates by, and the length at which softmax heads count their bytes."""
+def offers_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> OffersOfHeads:
+    """List the offers of every head under a plan, from the prices that the run has measured."""
     if (prices := run.prices) is None:
         raise missing_measurement(run, plan, "prices")
     check_prices(prices, plan)
+    far_field = plan.rules.far_field
 
-    def wanted(head: Head) -> bool:
-        far_field = plan.rules.far_field
-        return (not head.slots or far_field == "slots") and (not head.features or far_field == "features")
+    def is_allowed(option: Head) -> bool:
+        return (not option.slots or far_field == "slots") and (not option.features or far_field == "features")
 
-    return prices.of_options(wanted), plan.target_tokens(run.positions)
+    length = plan.target_tokens(run.positions)
+    return OffersOfHeads.of(prices.of_options(is_allowed), layers, plan.budget or 0, length, plan.constant)
 
 
 def check_prices(prices: Prices, plan: Plan) -> None:
@@ -106,17 +106,11 @@ def check_prices(prices: Prices, plan: Plan) -> None:
         )
 
 
-def offers_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> OffersOfHeads:
-    """List the offers of every head under a plan."""
-    prices, positions = prices_for(run, plan)
-    return OffersOfHeads.of(prices, layers, plan.budget or 0, positions, plan.constant)
-
-
 def missing_measurement(run: Run, plan: Plan, what: str) -> RequestError:
     """Say which measurement of a plan is missing, and whether resuming the run or only a new run measures it."""
     if what in ("profile", run.plan.rules.product) and not run.checkpoint.exists():
         return RequestError(f"{str(run.folder)!r} has no {what} yet: `linearizer run --resume` measures them")
     return RequestError(
-        f"{str(run.folder)!r} has no {what}, by which the strategy {plan.strategy} decides, and going on with it "
+        f"{str(run.folder)!r} has no {what}, by which the strategy {plan.strategy} decides, and resuming it "
         f"measures none: start a new run with --strategy {plan.strategy}"
     )

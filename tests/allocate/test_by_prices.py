@@ -30,6 +30,12 @@ falling = st.lists(st.floats(1e-6, 1.0), min_size=4, max_size=4).map(
 four_heads = st.lists(falling, min_size=4, max_size=4).map(prices_of)
 
 
+def allocate(prices, budget, length, constant=False):
+    offers = OffersOfHeads.of(prices, LAYERS, budget, length, constant)
+    allocation = allocate_by_prices(offers)
+    return allocation, offers.kl(offers.levels(allocation))
+
+
 def spent(allocation, length):
     return allocation.state_bytes(LAYERS, length)
 
@@ -37,7 +43,7 @@ def spent(allocation, length):
 @settings(deadline=None)
 @given(prices=four_heads, budget=st.integers(6, 300), constant=st.booleans(), length=st.integers(64, 4096))
 def test_the_budget_is_kept_and_every_head_served(prices, budget, constant, length):
-    allocation, kl = allocate_by_prices(prices, LAYERS, budget, length, constant)
+    allocation, kl = allocate(prices, budget, length, constant)
     assert spent(allocation, length) <= cache_bytes(LAYERS, budget)
     assert [len(row) for row in allocation.heads] == [2, 0, 2]
     assert math.isfinite(kl)
@@ -71,7 +77,7 @@ def test_sinks_that_are_asked_for_are_not_tried_against_others():
 @given(prices=four_heads, budget=st.integers(6, 120))
 def test_it_is_the_best_choice_but_for_one_step(prices, budget):
     """Against all choices: no budget of one head's dearest option less does better."""
-    _, kl = allocate_by_prices(prices, LAYERS, budget, 10_000, constant=True)
+    _, kl = allocate(prices, budget, 10_000, constant=True)
     dearest = max(head_bytes(option, LAYERS[0], 2, 10_000) for option in OPTIONS)
     budget_bytes = cache_bytes(LAYERS, budget) - dearest
     rows = [row for layer in prices.kl for row in layer]
@@ -89,9 +95,7 @@ def test_it_is_the_best_choice_but_for_one_step(prices, budget):
 @settings(deadline=None)
 @given(prices=four_heads, budget=st.integers(6, 200), more=st.integers(0, 200))
 def test_a_larger_budget_is_spent_to_lose_no_more(prices, budget, more):
-    small, large = (
-        allocate_by_prices(prices, LAYERS, spend, 4096, constant=True)[1] for spend in (budget, budget + more)
-    )
+    small, large = (allocate(prices, spend, 4096, constant=True)[1] for spend in (budget, budget + more))
     assert large <= small + 1e-12
 
 
@@ -99,7 +103,7 @@ def test_a_larger_budget_is_spent_to_lose_no_more(prices, budget, more):
 @given(prices=four_heads, budget=st.integers(6, 200))
 def test_exchanges_keep_the_budget_and_end(prices, budget):
     offers, tried = OffersOfHeads.of(prices, LAYERS, budget, 4096, constant=True), set()
-    first = best = allocate_by_prices(prices, LAYERS, budget, 4096, constant=True)[0]
+    first = best = allocate(prices, budget, 4096, constant=True)[0]
     assert offers.allocation(offers.levels(first)) == first
     for _ in range(4):
         best = exchange_once(offers, best, tried) or best
@@ -109,15 +113,15 @@ def test_exchanges_keep_the_budget_and_end(prices, budget):
 
 def test_a_dear_head_is_left_softmax_where_its_length_can_be_budget_bytes():
     prices = prices_of([[0.5, 0.4, 0.3, 0.4]] + [[1e-4, 1e-5, 1e-6, 1e-4]] * 3)
-    kinds = [allocate_by_prices(prices, LAYERS, 64, length)[0].heads[0][0].softmax for length in (128, 4096)]
+    kinds = [allocate(prices, 64, length)[0].heads[0][0].softmax for length in (128, 4096)]
     assert kinds == [True, False]
 
 
 def test_a_budget_below_the_least_options_says_what_would_do():
     prices = prices_of([[0.5, 0.4, 0.3, 0.4]] * 4)
     with pytest.raises(BudgetError, match="the least options of all KV heads take 6"):
-        allocate_by_prices(prices, LAYERS, 5, 4096)
-    assert allocate_by_prices(prices, LAYERS, 6, 4096)
+        allocate(prices, 5, 4096)
+    assert allocate(prices, 6, 4096)
 
 
 def test_prices_survive_a_round_trip_and_damage_is_said():

@@ -100,7 +100,7 @@ def test_what_only_a_new_run_measures_is_said(priced, capsys):
     run, alike = priced(), priced(recipe="swa")
     for one, strategy in ((run, "duo"), (alike, "duo"), (alike, "gain")):
         said = refusal(capsys, one, "--strategy", strategy)
-        assert f"going on with it measures none: start a new run with --strategy {strategy}" in said
+        assert f"resuming it measures none: start a new run with --strategy {strategy}" in said
     (run.folder / "prices.json").unlink()
     assert "has no prices yet: `linearizer run --resume` measures them" in refusal(capsys, run)
     assert "has no profile yet" in refusal(capsys, run, "--strategy", "fix")
