@@ -7,7 +7,7 @@ from contextlib import ExitStack, contextmanager
 
 from torch import nn
 
-from linearizer.runtime.layer_student import HeadGroup, SlotGroup
+from linearizer.runtime.layer_student import FeatureGroup, SlotGroup
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 
@@ -17,9 +17,11 @@ def without_far(student: LinearizedForCausalLM) -> Iterator[None]:
     with ExitStack() as stack:
         for layer in student.students():
             for index, group in enumerate(layer.groups):
-                if isinstance(group, SlotGroup) or (isinstance(group, HeadGroup) and group.features and group.window):
+                if isinstance(group, SlotGroup) or (
+                    isinstance(group, FeatureGroup) and group.features and group.window
+                ):
                     key_dim = group.merger.metric.shape[-1] if isinstance(group, SlotGroup) else 1
-                    plain = HeadGroup(group.heads, group.window, 0, group.sinks, key_dim, "prf", group.bits)
+                    plain = FeatureGroup(group.heads, group.window, 0, group.sinks, key_dim, "prf", group.bits)
                     stack.enter_context(exchanged_group(layer.groups, index, plain))
         yield
 
@@ -32,7 +34,7 @@ def without_window(student: LinearizedForCausalLM) -> Iterator[None]:
         for group in layer.groups:
             if isinstance(group, SlotGroup):
                 changed.append((group, {"window": 1, "block": 1}))
-            elif isinstance(group, HeadGroup) and group.features:
+            elif isinstance(group, FeatureGroup) and group.features:
                 changed.append((group, {"window": 0}))
     before = [{name: getattr(group, name) for name in values} for group, values in changed]
     for group, values in changed:

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 from linearizer.runtime.attention_interface import attention_modules, observing
-from linearizer.runtime.layer_student import HeadGroup, LayerStudent
+from linearizer.runtime.layer_student import FeatureGroup, LayerStudent
 
 UNIT = 256  # a weight so many times larger than it is loses no bfloat16 digits to a bias
 
@@ -64,6 +64,6 @@ def blocks_of(model: nn.Module) -> list[nn.Module]:
     return []
 
 
-def featured(student: LayerStudent) -> list[HeadGroup]:
+def featured(student: LayerStudent) -> list[FeatureGroup]:
     """List the groups of a layer that have features."""
-    return [group for group in student.groups if isinstance(group, HeadGroup) and group.feature_map is not None]
+    return [group for group in student.groups if isinstance(group, FeatureGroup) and group.feature_map is not None]

@@ -22,28 +22,34 @@ from __future__ import annotations
 
 import torch
 
-from .features_torch import attend_chunks, chunked, step
+from .features_torch import attend_chunks, attend_text_with_features, attend_token_with_features
 from .kernel_dispatch import (
-    attend_by_kernel,
+    attend_chunks_by_kernel,
+    attend_token_with_features_by_kernel,
     kernel_serves_text_features,
     kernel_serves_token_features,
-    step_by_kernel,
 )
 from .softmax_parts import Features, far_logits_exactly
-from .state import EMPTY, State
+from .state import EMPTY, FeatureState
 
 Tensor = torch.Tensor
 
 
 def linear_attention(
-    q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, real: Tensor | None, state: State
+    q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, real: Tensor | None, state: FeatureState
 ) -> Tensor:
     """Attend and bring the state up to date; the one door to the ways of doing so."""
     if q.shape[-2] == 1 and real is None:
-        attend = step_by_kernel if kernel_serves_token_features(q, k, v, feature_map, state) else step
+        attend = (
+            attend_token_with_features_by_kernel
+            if kernel_serves_token_features(q, k, v, feature_map, state)
+            else attend_token_with_features
+        )
         return attend(q, k, v, feature_map, window, state)
     fused = kernel_serves_text_features(q, k, v, state)
-    return chunked(q, k, v, feature_map, window, real, state, attend=attend_by_kernel if fused else attend_chunks)
+    return attend_text_with_features(
+        q, k, v, feature_map, window, real, state, attend=attend_chunks_by_kernel if fused else attend_chunks
+    )
 
 
 def reference(

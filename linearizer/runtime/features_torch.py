@@ -7,15 +7,15 @@ from collections.abc import Callable
 import torch
 
 from .softmax_parts import (
-    Far,
+    FarField,
     Features,
-    by_head,
-    combine,
+    combine_parts,
     exact_part,
     far_logits_exactly,
-    largest,
-    made_ready,
-    only,
+    fold_unless_training,
+    largest_logit,
+    mask_logits,
+    multiply_by_head,
     softmax_over,
 )
 from .state import (
@@ -23,31 +23,31 @@ from .state import (
     EMPTY,
     HEADROOM,
     Columns,
-    State,
+    FeatureState,
     first_places,
     lay_columns,
-    least_of,
+    least_count,
     remember_sinks,
     remember_token,
     remember_window,
-    take,
+    take_tokens,
     working_dtype,
 )
 
 CHUNK = 128
 
 Tensor = torch.Tensor
-Attend = Callable[[Tensor, Columns, Features | None, State, int], Tensor]
+Attend = Callable[[Tensor, Columns, Features | None, FeatureState, int], Tensor]
 
 
-def chunked(
+def attend_text_with_features(
     q: Tensor,
     k: Tensor,
     v: Tensor,
     feature_map: Features | None,
     window: int,
     real: Tensor | None,
-    state: State,
+    state: FeatureState,
     chunk: int = CHUNK,
     attend: Attend | None = None,
 ) -> Tensor:
@@ -55,20 +55,20 @@ def chunked(
 
     A chunk of rows sees as columns the window before it and itself; what lies further left is in the state.
     """
-    tokens, order, feature_map = q.shape[-2], None, made_ready(feature_map)
+    tokens, order, feature_map = q.shape[-2], None, fold_unless_training(feature_map)
     if real is not None:
         order = real.to(torch.int8).argsort(dim=-1, stable=True)
-        q = take(q, order)
+        q = take_tokens(q, order)
     columns = lay_columns(k, v, window, real, state)
     remember_sinks(state, columns)
     out = (attend or attend_chunks)(q, columns, feature_map, state, chunk)
     state.count = columns.first + window + tokens
     remember_window(state, columns, tokens)
-    return out if order is None else take(out, order.argsort(-1))
+    return out if order is None else take_tokens(out, order.argsort(-1))
 
 
 def attend_chunks(
-    q: Tensor, columns: Columns, feature_map: Features | None, state: State, chunk: int = CHUNK
+    q: Tensor, columns: Columns, feature_map: Features | None, state: FeatureState, chunk: int = CHUNK
 ) -> Tensor:
     """Attend in PyTorch, one chunk after the other."""
     starts = range(0, q.shape[-2], chunk)
@@ -81,73 +81,77 @@ def attend_chunks(
     return out
 
 
-def attend_chunk(q: Tensor, columns: Columns, feature_map: Features | None, state: State, start: int) -> Tensor:
+def attend_chunk(q: Tensor, columns: Columns, feature_map: Features | None, state: FeatureState, start: int) -> Tensor:
     """Attend with the rows from `start`; leave in the state the columns that are then behind every window.
 
     The row of token t has its own column `window` to the right of it; columns up to t are behind its window.
     """
     q, size = q.to(working_dtype(q)), q.shape[-2]
-    near = [sinks_of(q, columns, state, start)] if state.sink_k.shape[-2] else []
-    near += [window_of(q, columns, start)] if columns.window else []
+    near = [sink_part(q, columns, state, start)] if state.sink_k.shape[-2] else []
+    near += [window_part(q, columns, start)] if columns.window else []
     if feature_map is None:
-        return combine(near) if near else columns.v.new_zeros(*q.shape[:-1], columns.v.shape[-1])
+        return combine_parts(near) if near else columns.v.new_zeros(*q.shape[:-1], columns.v.shape[-1])
     k, v = (x[:, :, start : start + size].to(q.dtype) for x in (columns.k, columns.v))
     leaving = columns.filled(start, start + size) & (columns.place(start, start + size) >= state.sink_k.shape[-2])
     u, w = feature_map.queries(q), feature_map.keys(k)
     if not leaving.all():
         w = w.masked_fill(~leaving[:, None, :, None], ABSENT)
-    far = Far.of(u, w, v, state)
+    far = FarField.of(u, w, v, state)
     filled = columns.filled(start + columns.window, start + columns.window + size)[:, None, None, :, None]
-    if (((torch.maximum(largest(near), far.lse) if near else far.lse) < far.bound) & filled).any():
-        far_away = far_logits_exactly(u, w).masked_fill(~behind(size, size, 0, q), EMPTY)
-        out = combine([*near, (far_away, v), (u + state.level[:, :, None, None], state.mean)])
+    if (((torch.maximum(largest_logit(near), far.lse) if near else far.lse) < far.bound) & filled).any():
+        far_away = far_logits_exactly(u, w).masked_fill(~columns_behind(size, size, 0, q), EMPTY)
+        out = combine_parts([*near, (far_away, v), (u + state.level[:, :, None, None], state.mean)])
     else:
-        out = combine(near, far)
+        out = combine_parts(near, far)
     total = far.key.sum(-2).clamp_min(torch.finfo(q.dtype).tiny)
-    merge(state, total.log() + far.ceiling[:, :, 0] - HEADROOM, far.key.mT @ v / total[..., None])
+    merge_into_state(state, total.log() + far.ceiling[:, :, 0] - HEADROOM, far.key.mT @ v / total[..., None])
     return out
 
 
-def sinks_of(q: Tensor, columns: Columns, state: State, start: int) -> tuple[Tensor, Tensor]:
+def sink_part(q: Tensor, columns: Columns, state: FeatureState, start: int) -> tuple[Tensor, Tensor]:
     """Logits and values of the sinks, for the rows that they are behind the window of."""
     gone = torch.arange(state.sink_k.shape[-2], device=q.device) <= columns.place(start, start + q.shape[-2])[..., None]
-    return only(by_head(q, state.sink_k.to(q.dtype).mT), gone), state.sink_v
+    return mask_logits(multiply_by_head(q, state.sink_k.to(q.dtype).mT), gone), state.sink_v
 
 
-def window_of(q: Tensor, columns: Columns, start: int) -> tuple[Tensor, Tensor]:
+def window_part(q: Tensor, columns: Columns, start: int) -> tuple[Tensor, Tensor]:
     """Logits and values of the windows of all rows: of the columns from the one after `start`."""
     size, window = q.shape[-2], columns.window
     start, stop = start + 1, start + size + window if window else start + 1
-    inside = behind(size, stop - start, window - 1, q) & ~behind(size, stop - start, -1, q)
+    inside = columns_behind(size, stop - start, window - 1, q) & ~columns_behind(size, stop - start, -1, q)
     inside = inside & columns.filled(start, stop)[:, None]
-    return only(by_head(q, columns.k[:, :, start:stop].to(q.dtype).mT), inside), columns.v[:, :, start:stop]
+    return mask_logits(multiply_by_head(q, columns.k[:, :, start:stop].to(q.dtype).mT), inside), columns.v[
+        :, :, start:stop
+    ]
 
 
-def behind(rows: int, columns: int, shift: int, like: Tensor) -> Tensor:
+def columns_behind(rows: int, columns: int, shift: int, like: Tensor) -> Tensor:
     """Which columns are at most `shift` to the right of the diagonal: (rows, columns)."""
     return torch.ones(rows, columns, dtype=torch.bool, device=like.device).tril(shift)
 
 
-def merge(state: State, level: Tensor, mean: Tensor) -> None:
+def merge_into_state(state: FeatureState, level: Tensor, mean: Tensor) -> None:
     """Take keys into the state, given as their own levels and means."""
     new = torch.logaddexp(state.level, level)
     state.mean = (state.level - new).exp()[..., None] * state.mean + (level - new).exp()[..., None] * mean
     state.level = new
 
 
-def step(q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, state: State) -> Tensor:
+def attend_token_with_features(
+    q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, state: FeatureState
+) -> Tensor:
     """Attend with one token; the state is changed in place."""
     q, place, sinks = q.to(working_dtype(q)), state.count, state.sink_k.shape[-2]
-    least, old_k, old_v = least_of(place), k, v
-    feature_map = made_ready(feature_map)
+    least, old_k, old_v = least_count(place), k, v
+    feature_map = fold_unless_training(feature_map)
     if feature_map is not None:
         if window:
             slot = (place % window)[:, None]
-            old_k, old_v = take(state.window_k, slot), take(state.window_v, slot)
+            old_k, old_v = take_tokens(state.window_k, slot), take_tokens(state.window_v, slot)
         w = feature_map.keys(old_k.to(q.dtype))
         if least - window < sinks:
             w = w.masked_fill((place - window < sinks)[:, None, None, None], ABSENT)
-        merge(state, w[:, :, 0], old_v.to(q.dtype))
+        merge_into_state(state, w[:, :, 0], old_v.to(q.dtype))
     remember_token(state, k, v, least)
     state.count = place + 1
 

@@ -27,7 +27,7 @@ LOST = tl.constexpr(-10.0)  # the log of a product below which terms of it may h
 class Constants:
     """What a kernel is compiled for: the argument C of every kernel. Other letters are of single calls, and pointers.
 
-    T tokens, H KV heads, N rows that merge, W = 2 D + DV numbers of each; TURNS, SLOTS, WINDOW, SEGMENTS, COLUMNS and
+    T tokens, H KV heads, N rows that merge, W = 2 D + DV numbers of each; PERIODS, SLOTS, WINDOW, SEGMENTS, COLUMNS and
     BLOCK count what they say. ot, oj, oc, os, om, od, ov: indices of rows (tokens), far columns, columns, sinks,
     features, dimensions of keys, and of values.
     """
@@ -115,7 +115,7 @@ def codes(x, inverse):
 
 
 @triton.jit
-def load_kept(pointer, rows, columns, stop, width: tl.constexpr, packed: tl.constexpr):
+def load_vectors(pointer, rows, columns, stop, width: tl.constexpr, packed: tl.constexpr):
     """Some columns of keys or values that are kept."""
     if packed:
         whole = load_part(pointer, rows, columns, stop, width + 1, width)
@@ -126,7 +126,7 @@ def load_kept(pointer, rows, columns, stop, width: tl.constexpr, packed: tl.cons
 
 
 @triton.jit
-def keep_some(pointer, rows, o, x, live, width: tl.constexpr, packed: tl.constexpr, C: tl.constexpr):
+def store_vectors(pointer, rows, o, x, live, width: tl.constexpr, packed: tl.constexpr, C: tl.constexpr):
     """Keep keys or values that are `live`, rounded to so many bits, as numbers or as bytes."""
     inside = live[:, None] & (o < width)[None, :]
     if C.BITS == 8:
@@ -159,7 +159,7 @@ def scores(
 
 
 @triton.jit
-def take_in(top, total, acc, logits, live, v, C: tl.constexpr):
+def update_softmax(top, total, acc, logits, live, v, C: tl.constexpr):
     """Let the rows' running softmax see some more logits and values."""
     logits = tl.where(live, logits, EMPTY)
     new = tl.maximum(top, tl.max(logits, 1))
@@ -211,7 +211,7 @@ def far_product(u_ptr, w_ptr, ceiling_ptr, bound, rows, columns, T, DOT: tl.cons
     return product
 
 
-def where_it_lies(launch: Launch) -> Launch:
+def on_device_of_first(launch: Launch) -> Launch:
     """Let a function launch on the device of its first tensor, which need not be the current one.
 
     A compiler of the model sees nothing of it, and so compiles around kernels alike before and after their trial.
@@ -226,7 +226,7 @@ def where_it_lies(launch: Launch) -> Launch:
     return there
 
 
-def at_once(x: Tensor) -> int:
+def dims_at_once(x: Tensor) -> int:
     """How many dimensions of rows of x a kernel that holds them may multiply at once."""
     width = padded(x.shape[-1])
     return width if x.element_size() <= 2 and width <= 128 else min(width, 64)

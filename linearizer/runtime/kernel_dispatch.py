@@ -14,24 +14,25 @@ from typing import Any
 import torch
 
 from .feature_maps_folded import NONE, Folded
-from .features_torch import CHUNK, attend_chunks, chunked, step
-from .kernel_token_table import Held, table_of
-from .kernel_trial import Drawn, Sizes, takes, trusted
-from .slots_merging import MOST, WAITING, Merging, rounds
-from .slots_torch import Leaving, attend_turns, read_text, step_slots
-from .softmax_parts import Features, folded_of
-from .state import ABSENT, Columns, Near, SlotState, State, working_dtype
-from .state_8bit import pack, rounded, unpacked
+from .features_torch import CHUNK, attend_chunks, attend_text_with_features, attend_token_with_features
+from .kernel_token_table import TokenGroup, get_table
+from .kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
+from .slots_merging import DEFERRING_ROUNDS, MAX_MERGED_ROWS, Merging, count_rounds
+from .slots_torch import LeavingBlocks, attend_periods, attend_text_with_slots, attend_token_with_slots
+from .softmax_parts import Features, get_folded
+from .state import ABSENT, Columns, ExactState, FeatureState, SlotState, working_dtype
+from .state_8bit import pack_state, round_vectors, unpack_vectors
 
 try:
-    from .kernel_text_gradients import Attention
-    from .kernel_text_slots import look, merge
-    from .kernel_token_features import run_step
-    from .kernel_token_slots import run_slot_step
+    from .kernel_text_gradients import FeatureAttention
+    from .kernel_text_slots import run_slot_merging, run_text_slots
+    from .kernel_token_features import run_token_features
+    from .kernel_token_slots import run_token_slots
 except ImportError as missing:
     if missing.name != "triton":
         raise
-    Attention = look = merge = run_step = run_slot_step = None  # type: ignore[assignment, misc]
+    FeatureAttention = None  # type: ignore[assignment, misc]
+    run_text_slots = run_slot_merging = run_token_features = run_token_slots = None  # type: ignore[assignment]
 
 TRIAL_WINDOW, TRIAL_FEATURES = 16, 40
 TRIAL_ENDS = (32, 192)  # of the calls for a text: the second takes a state and has two segments
@@ -41,31 +42,32 @@ GIVEN = -1  # features that are not folded
 Tensor = torch.Tensor
 
 
-def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: State) -> bool:
+def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureState) -> bool:
     """Tell whether kernels may attend with a text to features, with gradients if they are taken."""
-    if Attention is None or not takes(q, k, v):
+    if FeatureAttention is None or not kernels_accept(q, k, v):
         return False
     sizes, gradients = sizes_of(q, v, state), torch.is_grad_enabled()
 
     def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
-        text = Drawn.of(q, sizes, TRIAL_ENDS[-1], dtype)
+        text = TrialText.of(q, sizes, TRIAL_ENDS[-1], dtype)
         inputs = [x.requires_grad_(gradients) for x in (text.q, text.k, text.v)]
-        state = State.empty(text.k, text.v, TRIAL_WINDOW, sizes.sinks, sizes.features)
-        attend, features = attend_by_kernel if by_kernels else attend_chunks, text.features if sizes.features else None
+        state = FeatureState.empty(text.k, text.v, TRIAL_WINDOW, sizes.sinks, sizes.features)
+        attend = attend_chunks_by_kernel if by_kernels else attend_chunks
+        features = text.features if sizes.features else None
         out = []
         for start, stop in ((0, TRIAL_ENDS[0]), TRIAL_ENDS):
             part = text.piece(start, stop)
-            out.append(chunked(*part, features, TRIAL_WINDOW, None, state, attend=attend).to(dtype))
+            out.append(attend_text_with_features(*part, features, TRIAL_WINDOW, None, state, attend=attend).to(dtype))
         results = [torch.cat(out, -2), state.level, state.mean]
         if gradients:
             results += torch.autograd.grad([x.square().sum() for x in results], inputs)
         return results
 
-    return trusted("attention and its gradients" if gradients else "attention", q, sizes, answers)
+    return passes_trial("attention and its gradients" if gradients else "attention", q, sizes, answers)
 
 
-def attend_by_kernel(
-    q: Tensor, columns: Columns, feature_map: Features | None, state: State, chunk: int = CHUNK
+def attend_chunks_by_kernel(
+    q: Tensor, columns: Columns, feature_map: Features | None, state: FeatureState, chunk: int = CHUNK
 ) -> Tensor:
     """Attend with a text to features, all chunks at once."""
     u = w = None
@@ -76,87 +78,102 @@ def attend_by_kernel(
         u, w = u.to(work), w.to(work).masked_fill(~leaving[:, None, :, None], ABSENT)  # autocast multiplies in bf16
     kept = [state.sink_k, state.sink_v, columns.first, columns.empty, u, w, state.level, state.mean]
     inputs = [None if x is None else x.contiguous() for x in (q, columns.k, columns.v, *kept)]
-    out, state.level, state.mean = Attention.apply(columns.window, *inputs)
+    out, state.level, state.mean = FeatureAttention.apply(columns.window, *inputs)
     return out
 
 
 def kernel_serves_text_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> bool:
     """Tell whether kernels may attend with a text to slots: they give no gradients."""
     slots, block = state.slot_k.shape[2], merging.block
-    if merge is None or torch.is_grad_enabled() or slots + block > MOST or not takes(q, k, v, state.slot_k):
+    if (
+        run_slot_merging is None
+        or torch.is_grad_enabled()
+        or slots + block > MAX_MERGED_ROWS
+        or not kernels_accept(q, k, v, state.slot_k)
+    ):
         return False
     sizes = sizes_of(q, v, state)
 
     def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
-        text = Drawn.of(q, sizes, sizes.sinks + block + slots + 4 * block, dtype)
+        text = TrialText.of(q, sizes, sizes.sinks + block + slots + 4 * block, dtype)
         metric = torch.eye(sizes.key_dim, device=q.device, dtype=dtype).expand(2, -1, -1)
         own = Merging(metric, torch.full_like(metric[:, 0, 0], TRIAL_GAIN), block, block, bits=merging.bits)
         state = SlotState.empty(text.k, text.v, block, sizes.sinks, slots)
-        attend = attend_turns_by_kernel if by_kernels else attend_turns
-        out = read_text(text.q, text.k, text.v, own, None, state, attend)
+        attend = attend_periods_by_kernel if by_kernels else attend_periods
+        out = attend_text_with_slots(text.q, text.k, text.v, own, None, state, attend)
         return [out.to(dtype), state.slot_k, state.slot_v, state.weight]
 
     with torch.no_grad():
-        return trusted("slots", q, (*sizes, slots, block, merging.bits), answers)
+        return passes_trial("slots", q, (*sizes, slots, block, merging.bits), answers)
 
 
-def attend_turns_by_kernel(
-    q: Tensor, place: Tensor, merged: Tensor, leaving: Leaving, columns: Columns, merging: Merging, state: SlotState
+def attend_periods_by_kernel(
+    q: Tensor,
+    place: Tensor,
+    merged: Tensor,
+    leaving: LeavingBlocks,
+    columns: Columns,
+    merging: Merging,
+    state: SlotState,
 ) -> Tensor:
-    """Merge the blocks of some turns, then attend with the rows of all of them."""
+    """Merge the blocks of some periods, then attend with the rows of all of them."""
     k, v, slots = columns.k.contiguous(), columns.v.contiguous(), state.slot_k.shape[2]
     before = [state.slot_k, state.slot_v, state.weight, state.spread]
-    blocks = leaving.index, leaving.comes, leaving.merges
-    count = rounds(slots + merging.block, slots)
-    after = merge(k, v, merging.scaled.contiguous(), *blocks, before, count, WAITING, merging.bits)
-    state.slot_k, state.slot_v, state.weight, state.spread = (x[:, -1].clone() for x in after)  # not all turns with it
+    blocks = leaving.index, leaving.present, leaving.merges
+    count = count_rounds(slots + merging.block, slots)
+    after = run_slot_merging(k, v, merging.scaled.contiguous(), *blocks, before, count, DEFERRING_ROUNDS, merging.bits)
+    state.slot_k, state.slot_v, state.weight, state.spread = (
+        x[:, -1].clone() for x in after
+    )  # not all periods with it
     sinks = state.sink_k.contiguous(), state.sink_v.contiguous()
     near = place.contiguous(), merged.clamp_min(0), columns.first, columns.empty
-    return look(q.contiguous(), k, v, *sinks, after, merging.gain, *near, columns.window)
+    return run_text_slots(q.contiguous(), k, v, *sinks, after, merging.gain, *near, columns.window)
 
 
-def kernel_serves_token_features(q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, state: State) -> bool:
+def kernel_serves_token_features(
+    q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, state: FeatureState
+) -> bool:
     """Tell whether a kernel may attend with a token to features, and change the state in place."""
-    if run_step is None or torch.is_grad_enabled() or not takes(q, k, v, state.sink_k):
+    if run_token_features is None or torch.is_grad_enabled() or not kernels_accept(q, k, v, state.sink_k):
         return False
-    folded = folded_of(feature_map)
+    folded = get_folded(feature_map)
     shares = NONE if feature_map is None else GIVEN if folded is None else folded.shares
     return token_features_are_right(q, sizes_of(q, v, state), shares)
 
 
-def token_features_are_right(q: Tensor, sizes: Sizes, shares: int, scale: float = 1.0, bits: int = 16) -> bool:
+def token_features_are_right(q: Tensor, sizes: TrialSizes, shares: int, scale: float = 1.0, bits: int = 16) -> bool:
     """Try the kernel for such queries; how many features there are makes no other kernel of it."""
     sizes = sizes._replace(features=TRIAL_FEATURES)
 
     def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         tokens = TRIAL_WINDOW + sizes.sinks + 8
-        text = Drawn.of(q, sizes, tokens, dtype, None if shares == GIVEN else shares)
-        state, out = State.empty(text.k, text.v, TRIAL_WINDOW, sizes.sinks, sizes.features), []
+        text = TrialText.of(q, sizes, tokens, dtype, None if shares == GIVEN else shares)
+        state, out = FeatureState.empty(text.k, text.v, TRIAL_WINDOW, sizes.sinks, sizes.features), []
         text.q = (text.q / scale).to(q.dtype).to(dtype)
         if by_kernels and bits == 8:
-            state = pack(state)
+            state = pack_state(state)
         for t in range(tokens):
             one, k, v = text.piece(t, t + 1)
             if by_kernels:
-                out.append(step_by_kernel(one, k, v, text.features, TRIAL_WINDOW, state, scale))
+                out.append(attend_token_with_features_by_kernel(one, k, v, text.features, TRIAL_WINDOW, state, scale))
             else:
-                k, v = (rounded(x) if bits == 8 else x for x in (k, v))
-                out.append(step(one * scale, k, v, text.features, TRIAL_WINDOW, state))
+                k, v = (round_vectors(x) if bits == 8 else x for x in (k, v))
+                out.append(attend_token_with_features(one * scale, k, v, text.features, TRIAL_WINDOW, state))
         return [torch.cat(out, -2).to(dtype), state.level, state.mean]
 
-    return trusted("single tokens", q, (*sizes, shares, scale, bits), answers)
+    return passes_trial("single tokens", q, (*sizes, shares, scale, bits), answers)
 
 
 @torch.no_grad()
-def step_by_kernel(
-    q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, state: State, scale: float = 1.0
+def attend_token_with_features_by_kernel(
+    q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, state: FeatureState, scale: float = 1.0
 ) -> Tensor:
     """Attend with one token to features; nothing waits for the device, and no tensor of the state is exchanged.
 
     A feature map that can be folded is computed inside the kernel.
     """
     u = w = None
-    folded = folded_of(feature_map)
+    folded = get_folded(feature_map)
     if feature_map is not None and folded is None:
         work, old = working_dtype(q), k
         if window:
@@ -164,29 +181,29 @@ def step_by_kernel(
             old = state.window_k.gather(2, slot)
         u, w = feature_map.queries(q.to(work)).contiguous(), feature_map.keys(old.to(work)).contiguous()
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
-    launch_features(q, k, v, out, [Held(list(range(k.shape[1])), state, window, folded)], scale, u, w)
+    launch_token_features(q, k, v, out, [TokenGroup(list(range(k.shape[1])), state, window, folded)], scale, u, w)
     return out
 
 
 def kernel_serves_token_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> bool:
     """Tell whether a kernel may attend with a token to slots, and change the state in place."""
-    if run_slot_step is None or torch.is_grad_enabled() or not takes(q, k, v, state.sink_k):
+    if run_token_slots is None or torch.is_grad_enabled() or not kernels_accept(q, k, v, state.sink_k):
         return False
-    held = Held([], state, merging.window, merging=merging)
+    held = TokenGroup([], state, merging.window, merging=merging)
     return can_merge(held) and token_slots_are_right(q, v, held)
 
 
-def can_merge(held: Held) -> bool:
+def can_merge(held: TokenGroup) -> bool:
     """Tell whether a block lies in the window, and all that it is merged with in one program."""
     window, slots, block, _ = held.sizes()
     merging = held.merging
     if merging is None or merging.bits != held.bits:  # numbers that are rounded and not kept as bytes
         return False
     whole = merging.metric.is_contiguous() and merging.gain.is_contiguous()
-    return whole and 0 < block <= window and slots + block <= MOST
+    return whole and 0 < block <= window and slots + block <= MAX_MERGED_ROWS
 
 
-def token_slots_are_right(q: Tensor, v: Tensor, held: Held, scale: float = 1.0) -> bool:
+def token_slots_are_right(q: Tensor, v: Tensor, held: TokenGroup, scale: float = 1.0) -> bool:
     """Try the kernel for such queries; how many slots there are makes no other kernel of it."""
     assert held.merging is not None
     root, bits, made = held.merging.root, held.bits, held.merging.metric.dtype
@@ -194,38 +211,40 @@ def token_slots_are_right(q: Tensor, v: Tensor, held: Held, scale: float = 1.0) 
 
     def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         tokens = sizes.sinks + TRIAL_BLOCK + TRIAL_SLOTS + 2 * TRIAL_BLOCK
-        text = Drawn.of(q, sizes, tokens, dtype)
+        text = TrialText.of(q, sizes, tokens, dtype)
         text.q = (text.q / scale).to(q.dtype).to(dtype)
         metric = torch.eye(sizes.key_dim, device=q.device, dtype=made).repeat(2, 1, 1) / root
         own = Merging(metric, torch.full_like(metric[:, 0, 0], TRIAL_GAIN), TRIAL_BLOCK, TRIAL_BLOCK, root, bits)
         state, out = SlotState.empty(text.k, text.v, TRIAL_BLOCK, sizes.sinks, TRIAL_SLOTS), []
         if by_kernels and bits == 8:
-            state = pack(state)
+            state = pack_state(state)
         for t in range(tokens):
             one, k, v = text.piece(t, t + 1)
             if by_kernels:
-                out.append(step_slots_by_kernel(one, k, v, own, state, scale))
+                out.append(attend_token_with_slots_by_kernel(one, k, v, own, state, scale))
             else:
-                k, v = (rounded(x) if bits == 8 else x for x in (k, v))
-                out.append(step_slots(one * scale, k, v, own, state))
-        slots = (unpacked(x, dtype) if x.dtype == torch.int8 else x for x in (state.slot_k, state.slot_v))
+                k, v = (round_vectors(x) if bits == 8 else x for x in (k, v))
+                out.append(attend_token_with_slots(one * scale, k, v, own, state))
+        slots = (unpack_vectors(x, dtype) if x.dtype == torch.int8 else x for x in (state.slot_k, state.slot_v))
         return [torch.cat(out, -2).to(dtype), *slots, state.weight]
 
     with torch.no_grad():
-        return trusted("single tokens and slots", q, (*sizes, scale, root, bits), answers)
+        return passes_trial("single tokens and slots", q, (*sizes, scale, root, bits), answers)
 
 
 @torch.no_grad()
-def step_slots_by_kernel(
+def attend_token_with_slots_by_kernel(
     q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState, scale: float = 1.0
 ) -> Tensor:
     """Attend with one token to slots; nothing waits for the device, and no tensor of the state is exchanged."""
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
-    launch_slots(q, k, v, out, [Held(list(range(k.shape[1])), state, merging.window, merging=merging)], scale)
+    launch_token_slots(
+        q, k, v, out, [TokenGroup(list(range(k.shape[1])), state, merging.window, merging=merging)], scale
+    )
     return out
 
 
-def step_layer(
+def attend_token_of_layer(
     groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
     out: Tensor,
 ) -> list[int]:  # fmt: skip
@@ -233,13 +252,13 @@ def step_layer(
 
     q (batch, heads, group, 1, dim), k, v and out are those of the whole layer, and their heads' states in `memory`.
     """
-    if run_step is None or real is not None or q.shape[-2] > 1 or memory is None or len(memory) < len(groups):
+    if run_token_features is None or real is not None or q.shape[-2] > 1 or memory is None or len(memory) < len(groups):
         return []
-    if torch.is_grad_enabled() or not takes(q, k, v):
+    if torch.is_grad_enabled() or not kernels_accept(q, k, v):
         return []
-    kinds: dict[tuple[int, bool], dict[int, Held]] = {}
+    kinds: dict[tuple[int, bool], dict[int, TokenGroup]] = {}
     for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
-        held = group.held(scale, state)
+        held = group.token_group(scale, state)
         if held is None or held.state.sink_k.dtype not in (k.dtype, torch.int8):
             continue
         if held.state.sink_k.device != k.device:  # PyTorch refuses it; to a kernel it would be addresses
@@ -251,9 +270,9 @@ def step_layer(
         first, *_ = states = list(some.values())
         shares = shares_of([held.folded for held in states if held.folded is not None])
         if plain and token_features_are_right(q, sizes_of(q, v, first.state), shares, scale, bits):
-            launch_features(q, k, v, out, states, scale)
+            launch_token_features(q, k, v, out, states, scale)
         elif not plain and token_slots_are_right(q, v, first, scale):
-            launch_slots(q, k, v, out, states, scale)
+            launch_token_slots(q, k, v, out, states, scale)
         else:
             continue
         done += some
@@ -261,8 +280,8 @@ def step_layer(
 
 
 @torch.compiler.disable  # which would not see that memory changes behind addresses
-def launch_features(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[Held], scale: float, u: Tensor | None = None,
+def launch_token_features(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[TokenGroup], scale: float, u: Tensor | None = None,
     w: Tensor | None = None,
 ) -> None:  # fmt: skip
     """Let heads of a layer attend in one launch, for q (batch, heads, group, 1, dim) of the whole layer."""
@@ -270,18 +289,18 @@ def launch_features(
     shares = GIVEN if u is not None else shares_of(folded)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     made = folded[0].query.dtype if folded else torch.float32
-    run_step(q, k, v, out, table_of(groups), state.sink_k, state.level, shares, scale, u, w, made)
+    run_token_features(q, k, v, out, get_table(groups), state.sink_k, state.level, shares, scale, u, w, made)
 
 
 @torch.compiler.disable
-def launch_slots(q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[Held], scale: float) -> None:
+def launch_token_slots(q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[TokenGroup], scale: float) -> None:
     """Let heads of a layer attend in one launch, for q (batch, heads, group, 1, dim) of the whole layer."""
     state, merging = groups[0].state, groups[0].merging
     assert merging is not None
     room = max(slots + block for _, slots, block, _ in (held.sizes() for held in groups))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
-    table = table_of(groups)
-    run_slot_step(q, k, v, out, table, state.sink_k, state.weight, room, merging.metric.dtype, merging.root, scale)
+    table = get_table(groups)
+    run_token_slots(q, k, v, out, table, state.sink_k, state.weight, room, merging.metric.dtype, merging.root, scale)
 
 
 def shares_of(folded: Sequence[Folded]) -> int:
@@ -289,6 +308,6 @@ def shares_of(folded: Sequence[Folded]) -> int:
     return max((it.shares for it in folded), default=NONE)
 
 
-def sizes_of(q: Tensor, v: Tensor, state: Near) -> Sizes:
-    features = state.level.shape[-1] if isinstance(state, State) else 0
-    return Sizes(q.shape[2], q.shape[-1], v.shape[-1], state.sink_k.shape[-2], features)
+def sizes_of(q: Tensor, v: Tensor, state: ExactState) -> TrialSizes:
+    features = state.level.shape[-1] if isinstance(state, FeatureState) else 0
+    return TrialSizes(q.shape[2], q.shape[-1], v.shape[-1], state.sink_k.shape[-2], features)

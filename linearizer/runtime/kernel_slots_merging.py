@@ -11,7 +11,7 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_common import keep_some, load_kept, load_part, load_rows, load_tile
+from .kernel_common import load_part, load_rows, load_tile, load_vectors, store_vectors
 
 INFINITE = tl.constexpr(float("inf"))
 SIZE = 32  # rows at a time; sums of products go over 16 numbers at a time, or they would fill the registers
@@ -33,7 +33,7 @@ def squared_distances(x_ptr, i, j, N, W, D, C: tl.constexpr):
 
 
 @triton.jit
-def costs(x_ptr, weight_ptr, i, j, N, W, C: tl.constexpr):
+def pair_costs(x_ptr, weight_ptr, i, j, N, W, C: tl.constexpr):
     """What merging pairs costs; infinite where a slot is empty or would be its own partner."""
     own, other = load_rows(weight_ptr, i, N), load_rows(weight_ptr, j, N)
     apart = squared_distances(x_ptr, i, j, N, W, C.D, C)
@@ -45,7 +45,7 @@ def costs(x_ptr, weight_ptr, i, j, N, W, C: tl.constexpr):
 
 
 @triton.jit
-def ranks(value_ptr, i, N, C: tl.constexpr):
+def rank_values(value_ptr, i, N, C: tl.constexpr):
     """How many values come before those at i; of equal ones, the first."""
     own = tl.load(value_ptr + i, mask=i < N, other=INFINITE)
     rank = tl.zeros([C.B], tl.int32)
@@ -58,7 +58,7 @@ def ranks(value_ptr, i, N, C: tl.constexpr):
 
 
 @triton.jit
-def gathered(value_ptr, target_ptr, i, N, C: tl.constexpr):
+def sum_by_target(value_ptr, target_ptr, i, N, C: tl.constexpr):
     """The sum of the values whose target is i."""
     out = tl.zeros([C.B], C.ACC)
     for j0 in range(0, N, C.B):
@@ -69,13 +69,13 @@ def gathered(value_ptr, target_ptr, i, N, C: tl.constexpr):
 
 
 @triton.jit
-def choose(x_ptr, weight_ptr, value_ptr, partner_ptr, target_ptr, surplus, waits, N, W, C: tl.constexpr):
+def choose_targets(x_ptr, weight_ptr, value_ptr, partner_ptr, target_ptr, surplus, waits, N, W, C: tl.constexpr):
     """Say into which slot each goes: the `surplus` cheapest into their partners, the others into themselves."""
     for i0 in range(0, N, C.B):
         i = i0 + tl.arange(0, C.B)
         best, partner = tl.full([C.B], INFINITE, C.ACC), tl.zeros([C.B], tl.int32)
         for j0 in range(0, N, C.B):
-            cost = costs(x_ptr, weight_ptr, i, j0 + tl.arange(0, C.B), N, W, C)
+            cost = pair_costs(x_ptr, weight_ptr, i, j0 + tl.arange(0, C.B), N, W, C)
             least = tl.min(cost, 1)
             partner = tl.where(least < best, tl.argmin(cost, 1).to(tl.int32) + j0, partner)
             best = tl.minimum(least, best)
@@ -92,7 +92,7 @@ def choose(x_ptr, weight_ptr, value_ptr, partner_ptr, target_ptr, surplus, waits
     for i0 in range(0, N, C.B):
         i = i0 + tl.arange(0, C.B)
         value = tl.load(value_ptr + i, mask=i < N, other=INFINITE)
-        goes = (ranks(value_ptr, i, N, C) < surplus) & (value < INFINITE)
+        goes = (rank_values(value_ptr, i, N, C) < surplus) & (value < INFINITE)
         tl.store(target_ptr + i, tl.where(goes, tl.load(partner_ptr + i, mask=i < N, other=0), i), mask=i < N)
     tl.debug_barrier()
     if waits:  # what has a partner that goes stays for now, so that no chain is longer than one
@@ -116,11 +116,11 @@ def choose(x_ptr, weight_ptr, value_ptr, partner_ptr, target_ptr, surplus, waits
 
 
 @triton.jit
-def join(x_ptr, out_ptr, weight_ptr, spread_ptr, total_ptr, value_ptr, target_ptr, N, W, C: tl.constexpr):
+def join_slots(x_ptr, out_ptr, weight_ptr, spread_ptr, total_ptr, value_ptr, target_ptr, N, W, C: tl.constexpr):
     """Merge every slot into its target."""
     for i0 in range(0, N, C.B):
         i = i0 + tl.arange(0, C.B)
-        tl.store(total_ptr + i, gathered(weight_ptr, target_ptr, i, N, C), mask=i < N)
+        tl.store(total_ptr + i, sum_by_target(weight_ptr, target_ptr, i, N, C), mask=i < N)
     tl.debug_barrier()
     for i0 in range(0, N, C.B):
         i = i0 + tl.arange(0, C.B)
@@ -144,29 +144,29 @@ def join(x_ptr, out_ptr, weight_ptr, spread_ptr, total_ptr, value_ptr, target_pt
     tl.debug_barrier()
     for i0 in range(0, N, C.B):
         i = i0 + tl.arange(0, C.B)
-        tl.store(spread_ptr + i, gathered(value_ptr, target_ptr, i, N, C), mask=i < N)
+        tl.store(spread_ptr + i, sum_by_target(value_ptr, target_ptr, i, N, C), mask=i < N)
         tl.store(weight_ptr + i, load_rows(total_ptr, i, N), mask=i < N)
     tl.debug_barrier()
 
 
 @triton.jit
-def fill(
+def fill_rows(
     x_ptr, weight_ptr, spread_ptr, k_ptr, v_ptr, metric_ptr, held_k_ptr, held_v_ptr, held_weight_ptr, held_spread_ptr,
-    index_ptr, comes_ptr, N, W, SLOTS, ROOT: tl.constexpr, packed: tl.constexpr, C: tl.constexpr,
+    index_ptr, present_ptr, N, W, SLOTS, ROOT: tl.constexpr, packed: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
     """Lay the slots that are held and a block of tokens into rows; packed where both are kept as bytes."""
     for i0 in range(0, N, C.B):
         i, od, ov = i0 + tl.arange(0, C.B), tl.arange(0, C.DP), tl.arange(0, C.VP)
         new = (i >= SLOTS) & (i < N)
         column = tl.load(index_ptr + i - SLOTS, mask=new, other=0)
-        k = load_kept(held_k_ptr, i, od, SLOTS, C.D, packed).to(C.ACC)
-        k += load_kept(k_ptr, column, od, tl.where(new, column + 1, 0), C.D, packed).to(C.ACC)
-        v = load_kept(held_v_ptr, i, ov, SLOTS, C.DV, packed).to(C.ACC)
-        v += load_kept(v_ptr, column, ov, tl.where(new, column + 1, 0), C.DV, packed).to(C.ACC)
+        k = load_vectors(held_k_ptr, i, od, SLOTS, C.D, packed).to(C.ACC)
+        k += load_vectors(k_ptr, column, od, tl.where(new, column + 1, 0), C.D, packed).to(C.ACC)
+        v = load_vectors(held_v_ptr, i, ov, SLOTS, C.DV, packed).to(C.ACC)
+        v += load_vectors(v_ptr, column, ov, tl.where(new, column + 1, 0), C.DV, packed).to(C.ACC)
         row = x_ptr + i[:, None] * W
         tl.store(row + C.D + ov[None, :], v, mask=(i < N)[:, None] & (ov < C.DV)[None, :])
         tl.store(row + C.D + C.DV + od[None, :], k, mask=(i < N)[:, None] & (od < C.D)[None, :])
-        weight = load_rows(held_weight_ptr, i, SLOTS) + tl.load(comes_ptr + i - SLOTS, mask=new, other=0).to(C.ACC)
+        weight = load_rows(held_weight_ptr, i, SLOTS) + tl.load(present_ptr + i - SLOTS, mask=new, other=0).to(C.ACC)
         tl.store(weight_ptr + i, weight, mask=i < N)
         tl.store(spread_ptr + i, load_rows(held_spread_ptr, i, SLOTS), mask=i < N)
     tl.debug_barrier()
@@ -185,7 +185,7 @@ def fill(
 
 
 @triton.jit
-def keep(
+def store_slots(
     x_ptr, weight_ptr, spread_ptr, value_ptr, held_k_ptr, held_v_ptr, held_weight_ptr, held_spread_ptr, N, W, SLOTS,
     packed: tl.constexpr, TYPE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
@@ -197,12 +197,12 @@ def keep(
     tl.debug_barrier()
     for i0 in range(0, N, C.B):
         i, od, ov = i0 + tl.arange(0, C.B), tl.arange(0, C.DP), tl.arange(0, C.VP)
-        weight, to = load_rows(weight_ptr, i, N), ranks(value_ptr, i, N, C)
+        weight, to = load_rows(weight_ptr, i, N), rank_values(value_ptr, i, N, C)
         here, full = (i < N) & (to < SLOTS), (weight > 0)[:, None]
         k = tl.where(full, load_part(x_ptr + C.D + C.DV, i, od, N, W, C.D), 0.0)
         v = tl.where(full, load_part(x_ptr + C.D, i, ov, N, W, C.DV), 0.0)
-        keep_some(held_k_ptr, to, od, k.to(TYPE).to(k.dtype), here, C.D, packed, C)
-        keep_some(held_v_ptr, to, ov, v.to(TYPE).to(v.dtype), here, C.DV, packed, C)
+        store_vectors(held_k_ptr, to, od, k.to(TYPE).to(k.dtype), here, C.D, packed, C)
+        store_vectors(held_v_ptr, to, ov, v.to(TYPE).to(v.dtype), here, C.DV, packed, C)
         tl.store(held_weight_ptr + to, weight, mask=here)
         tl.store(held_spread_ptr + to, tl.where(weight > 0, load_rows(spread_ptr, i, N), 0.0), mask=here)
     tl.debug_barrier()
@@ -222,7 +222,7 @@ def merge_rows(rows_ptr, numbers_ptr, places_ptr, MOST, N, W, SLOTS, ROUNDS, WAI
             full += tl.sum((load_rows(weight, i0 + tl.arange(0, C.B), N) > 0).to(tl.int32))
         if full > count:
             x, out = rows_ptr + side * MOST * W, rows_ptr + (1 - side) * MOST * W
-            choose(x, weight, value, places_ptr, places_ptr + MOST, full - count, waits, N, W, C)
-            join(x, out, weight, spread, total, value, places_ptr + MOST, N, W, C)
+            choose_targets(x, weight, value, places_ptr, places_ptr + MOST, full - count, waits, N, W, C)
+            join_slots(x, out, weight, spread, total, value, places_ptr + MOST, N, W, C)
             side = 1 - side
     return side

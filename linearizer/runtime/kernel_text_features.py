@@ -21,14 +21,14 @@ from .kernel_common import (
     EMPTY,
     HEADROOM,
     LOST,
-    at_once,
+    dims_at_once,
     exact_logits,
     far_product,
     load_tile,
+    on_device_of_first,
     row_bound,
     scores,
-    take_in,
-    where_it_lies,
+    update_softmax,
 )
 from .kernel_text_segments import Problem, accumulate, summarize
 
@@ -36,7 +36,7 @@ Tensor = torch.Tensor
 
 
 @triton.jit
-def attend(
+def text_features_kernel(
     q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr, first_ptr, empty_ptr, u_ptr, w_ptr, ceiling_ptr, level_ptr, mean_ptr,
     out_ptr, lse_ptr, T, WINDOW, H, G, SEGMENTS, C: tl.constexpr,
 ):  # fmt: skip
@@ -56,7 +56,7 @@ def attend(
         sinks = sink_k_ptr + head * C.S * C.D
         sink_logits = scores(q, q_ptr + row * T * C.D, sinks, ot, os, T, C.S, C.D, C.DP, C)
         gone = (os < C.S)[None, :] & (os[None, :] <= first + ot[:, None])
-        top, total, acc = take_in(top, total, acc, sink_logits, gone, sink_v, C)
+        top, total, acc = update_softmax(top, total, acc, sink_logits, gone, sink_v, C)
     if WINDOW > 0:
         for c0 in range(t0 + 1, tl.minimum(t0 + C.BT + WINDOW, columns), C.BN):
             oc = c0 + tl.arange(0, C.BN)
@@ -65,7 +65,7 @@ def attend(
             logits = scores(q, q_ptr + row * T * C.D, keys, ot, oc, T, columns, C.D, C.DP, C)
             live = (oc[None, :] > ot[:, None]) & (oc[None, :] <= ot[:, None] + WINDOW)
             live = live & (oc >= empty)[None, :] & (oc < columns)[None, :]
-            top, total, acc = take_in(top, total, acc, logits, live, v, C)
+            top, total, acc = update_softmax(top, total, acc, logits, live, v, C)
     if C.M > 0:
         u_ptr += row * T * C.M
         w_ptr += head * T * C.M
@@ -76,7 +76,7 @@ def attend(
             logits = load_tile(u_ptr, ot, om, T, C.M, EMPTY) + level[None, :]
             mean = load_tile(mean_ptr + at * C.DV, om, ov, C.M, C.DV)
             live = (om < C.M)[None, :] & (ot < T)[:, None]
-            top, total, acc = take_in(top, total, acc, logits, live, mean, C)
+            top, total, acc = update_softmax(top, total, acc, logits, live, mean, C)
         bound = row_bound(u_ptr, ceiling_ptr + at, ot, T, C)
         for j0 in range(t0 // C.SEG * C.SEG, tl.minimum(t0 + C.BT, T), C.BN):
             oj = j0 + tl.arange(0, C.BN)
@@ -87,7 +87,7 @@ def attend(
             reached = tl.maximum(top, tl.max(tl.where(live, logits, 2 * ABSENT), 1))
             if tl.max(tl.where((ot >= j0) & (ot < T) & (reached < bound - HEADROOM + LOST), 1, 0)) > 0:
                 logits = exact_logits(u_ptr, w_ptr, ot, oj, T, C)
-            top, total, acc = take_in(top, total, acc, logits, live, v, C)
+            top, total, acc = update_softmax(top, total, acc, logits, live, v, C)
     total = tl.where(total > 0, total, 1.0)  # a row of padding may see nothing
     tl.store(out_ptr + row * T * C.DV + ot[:, None] * C.DV + ov[None, :],
              (acc / total[:, None]).to(out_ptr.dtype.element_ty),
@@ -95,8 +95,8 @@ def attend(
     tl.store(lse_ptr + row * T + ot, top + tl.log(total), mask=ot < T)
 
 
-@where_it_lies
-def run(
+@on_device_of_first
+def run_text_features(
     q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, first: Tensor, empty: Tensor, u: Tensor | None,
     w: Tensor | None, level: Tensor, mean: Tensor, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
@@ -113,8 +113,8 @@ def run(
         kept = [ceiling, before_level, before_mean]
     out = torch.empty(*q.shape[:-1], problem.value_dim, dtype=v.dtype, device=v.device)
     lse = torch.empty(q.shape[:-1], dtype=level.dtype, device=v.device)
-    attend[problem.pairs * problem.group, problem.grid(problem.tokens, problem.sizes["BT"])](
+    text_features_kernel[problem.pairs * problem.group, problem.grid(problem.tokens, problem.sizes["BT"])](
         q, k, v, sink_k, sink_v, first, empty, u, w, ceiling, before_level, before_mean, out, lse, problem.tokens,
-        window, problem.heads, problem.group, problem.segments, problem.constants(DS=at_once(q)), **problem.launch,
+        window, problem.heads, problem.group, problem.segments, problem.constants(DS=dims_at_once(q)), **problem.launch,
     )  # fmt: skip
     return out, lse, level, mean, kept

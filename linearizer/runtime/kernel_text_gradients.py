@@ -19,8 +19,8 @@ except ImportError:
     raise
 
 from .kernel_common import EMPTY, load_rows, load_tile
-from .kernel_text_features import run
-from .kernel_text_gradients_far import far
+from .kernel_text_features import run_text_features
+from .kernel_text_gradients_far import compute_far_gradients
 from .kernel_text_segments import Problem
 
 Tensor = torch.Tensor
@@ -37,7 +37,7 @@ def window_tile(q, k, v, g, lse, delta, rows, columns, empty, T, WINDOW, C: tl.c
 
 
 @triton.jit
-def near_gradients(
+def window_key_gradients(
     q_ptr, k_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, empty_ptr, dk_ptr, dv_ptr, T, WINDOW, H, G, C: tl.constexpr
 ):
     """Gradients of the window's keys and values; grid (batch · heads, block of columns)."""
@@ -67,7 +67,7 @@ def near_gradients(
 
 
 @triton.jit
-def query_gradients(
+def window_query_gradients(
     k_ptr, v_ptr, q_ptr, g_ptr, lse_ptr, delta_ptr, empty_ptr, dq_ptr, T, WINDOW, H, G, C: tl.constexpr
 ):
     """What the window gives to the gradients of queries; grid (batch · heads · group, block of rows)."""
@@ -90,7 +90,7 @@ def query_gradients(
              mask=(ot < T)[:, None] & (od < C.D)[None, :])  # fmt: skip
 
 
-def near(
+def compute_window_gradients(
     problem: Problem, q: Tensor, k: Tensor, v: Tensor, g: Tensor, lse: Tensor, delta: Tensor, empty: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients that come through the window: of queries, of keys, of values."""
@@ -98,13 +98,13 @@ def near(
     sizes, shared = problem.sizes, problem.constants()
     tail = problem.tokens, problem.window, problem.heads, problem.group
     grid = problem.pairs, problem.grid(k.shape[-2], sizes["BN"])
-    near_gradients[grid](q, k, v, g, lse, delta, empty, dk, dv, *tail, shared, **problem.launch)
+    window_key_gradients[grid](q, k, v, g, lse, delta, empty, dk, dv, *tail, shared, **problem.launch)
     grid = problem.pairs * problem.group, problem.grid(problem.tokens, sizes["BT"])
-    query_gradients[grid](k, v, q, g, lse, delta, empty, dq, *tail, shared, **problem.launch)
+    window_query_gradients[grid](k, v, q, g, lse, delta, empty, dq, *tail, shared, **problem.launch)
     return dq, dk, dv
 
 
-def sinks(
+def compute_sink_gradients(
     q: Tensor, g: Tensor, sink_k: Tensor, sink_v: Tensor, first: Tensor, lse: Tensor, delta: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients that come through the sinks, which are few: of queries, of the sinks' keys and values."""
@@ -117,12 +117,12 @@ def sinks(
     return change @ k, (change.mT @ q).sum(2), (p.mT @ g).sum(2)
 
 
-class Attention(torch.autograd.Function):
+class FeatureAttention(torch.autograd.Function):
     """kernels.run, with gradients of all that is real."""
 
     @staticmethod
     def forward(ctx: Any, window: int, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
-        out, lse, level, mean, kept = run(*inputs, window)  # type: ignore[arg-type, call-arg]
+        out, lse, level, mean, kept = run_text_features(*inputs, window)  # type: ignore[arg-type, call-arg]
         ctx.save_for_backward(*inputs, out, lse, level, mean, *kept)
         ctx.window = window
         return out, level, mean
@@ -134,12 +134,12 @@ class Attention(torch.autograd.Function):
         g = g.to(out.dtype).contiguous()
         delta = (g.to(lse.dtype) * out.to(lse.dtype)).sum(-1)
         problem = Problem(q, v, sink_k.shape[-2], 0 if u is None else u.shape[-1], ctx.window, True)
-        dq, dk, dv = near(problem, q, k, v, g, lse, delta, empty)
-        to_q, dsink_k, dsink_v = sinks(q, g, sink_k, sink_v, start, lse, delta)
+        dq, dk, dv = compute_window_gradients(problem, q, k, v, g, lse, delta, empty)
+        to_q, dsink_k, dsink_v = compute_sink_gradients(q, g, sink_k, sink_v, start, lse, delta)
         du = dw = dlevel0 = dmean0 = None
         if u is not None:
             last = (-level, dmean.contiguous(), (dmean * mean).sum(-1) - dlevel)
-            du, dw, far_v, (level1, mean1, delta1) = far(problem, u, w, v, g, lse, delta, kept, last)
+            du, dw, far_v, (level1, mean1, delta1) = compute_far_gradients(problem, u, w, v, g, lse, delta, kept, last)
             dv[:, :, : far_v.shape[-2]] += far_v
             weight = (level0 + level1).exp()
             dlevel0 = weight * ((mean1 * mean0).sum(-1) - delta1)

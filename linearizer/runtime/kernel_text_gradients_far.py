@@ -15,7 +15,7 @@ from .kernel_common import (
     EMPTY,
     HEADROOM,
     LOST,
-    at_once,
+    dims_at_once,
     exact_logits,
     far_product,
     load_rows,
@@ -180,7 +180,7 @@ def far_value_gradients(
              mask=(oj < T)[:, None] & (ov < C.DV)[None, :])  # fmt: skip
 
 
-def far(
+def compute_far_gradients(
     problem: Problem, u: Tensor, w: Tensor, v: Tensor, g: Tensor, lse: Tensor, delta: Tensor, kept: list[Tensor],
     last: tuple[Tensor, Tensor, Tensor],
 ):  # fmt: skip
@@ -192,7 +192,7 @@ def far(
     )
     du, dw = torch.empty_like(u), torch.empty_like(w)
     dv = torch.empty(*w.shape[:-1], problem.value_dim, dtype=w.dtype, device=w.device)
-    shared = problem.constants(DS=at_once(v))
+    shared = problem.constants(DS=dims_at_once(v))
     tail = problem.tokens, v.shape[-2], problem.group, problem.segments
     by_row, by_key = (problem.grid(problem.tokens, problem.sizes[name]) for name in ("BT", "BN"))
     slabs = problem.grid(problem.features, problem.sizes["MS"])

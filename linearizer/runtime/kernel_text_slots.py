@@ -1,6 +1,6 @@
 """Attention to slots as a Triton kernel; slots.py says what it computes. Forward only.
 
-The rows of a turn attend to their window, the sinks and the slots of that turn, all turns at once.
+The rows of a period attend to their window, the sinks and the slots of that period, all periods at once.
 """
 
 from __future__ import annotations
@@ -16,45 +16,45 @@ except ImportError:
 from .kernel_common import (
     EMPTY,
     Constants,
-    at_once,
+    dims_at_once,
     load_rows,
     load_tile,
+    on_device_of_first,
     padded,
     precision,
     scores,
-    take_in,
-    where_it_lies,
+    update_softmax,
 )
-from .kernel_slots_merging import SIZE, fill, keep, merge_rows
+from .kernel_slots_merging import SIZE, fill_rows, merge_rows, store_slots
 
 Tensor = torch.Tensor
 
 
 @triton.jit
-def merge_turns(
-    k_ptr, v_ptr, metric_ptr, index_ptr, comes_ptr, merges_ptr, held_k_ptr, held_v_ptr, weight_ptr, spread_ptr,
-    rows_ptr, numbers_ptr, places_ptr, COLUMNS, H, TURNS, SLOTS, BLOCK, ROUNDS, WAITING, C: tl.constexpr,
+def merge_periods_kernel(
+    k_ptr, v_ptr, metric_ptr, index_ptr, present_ptr, merges_ptr, held_k_ptr, held_v_ptr, weight_ptr, spread_ptr,
+    rows_ptr, numbers_ptr, places_ptr, COLUMNS, H, PERIODS, SLOTS, BLOCK, ROUNDS, WAITING, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, batch). held_… (batch, TURNS + 1, heads, SLOTS, …) begin with the slots that there are."""
+    """Grid (heads, batch). held_… (batch, PERIODS + 1, heads, SLOTS, …) begin with the slots that there are."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     pair, N, W = batch * H + head, SLOTS + BLOCK, 2 * C.D + C.DV
     rows_ptr += pair * 2 * N * W
     numbers_ptr += pair * 4 * N
     places_ptr += pair * 2 * N
     own_weight, own_spread, value = numbers_ptr, numbers_ptr + N, numbers_ptr + 2 * N
-    for turn in range(0, TURNS):
-        at = (batch * (TURNS + 1) + turn) * H + head
-        block = (batch * TURNS + turn) * BLOCK
-        fill(
+    for period in range(0, PERIODS):
+        at = (batch * (PERIODS + 1) + period) * H + head
+        block = (batch * PERIODS + period) * BLOCK
+        fill_rows(
             rows_ptr, own_weight, own_spread, k_ptr + pair * COLUMNS * C.D, v_ptr + pair * COLUMNS * C.DV,
             metric_ptr + head * C.D * C.D, held_k_ptr + at * SLOTS * C.D, held_v_ptr + at * SLOTS * C.DV,
-            weight_ptr + at * SLOTS, spread_ptr + at * SLOTS, index_ptr + block, comes_ptr + block, N, W, SLOTS, 1.0,
+            weight_ptr + at * SLOTS, spread_ptr + at * SLOTS, index_ptr + block, present_ptr + block, N, W, SLOTS, 1.0,
             False, C,
         )  # fmt: skip
-        some = tl.where(tl.load(merges_ptr + batch * TURNS + turn) > 0, ROUNDS, 0)
+        some = tl.where(tl.load(merges_ptr + batch * PERIODS + period) > 0, ROUNDS, 0)
         side = merge_rows(rows_ptr, numbers_ptr, places_ptr, N, N, W, SLOTS, some, WAITING, C)
         after = at + H
-        keep(
+        store_slots(
             rows_ptr + side * N * W, own_weight, own_spread, value, held_k_ptr + after * SLOTS * C.D,
             held_v_ptr + after * SLOTS * C.DV, weight_ptr + after * SLOTS, spread_ptr + after * SLOTS, N, W, SLOTS,
             False, held_k_ptr.dtype.element_ty, C,
@@ -66,29 +66,29 @@ def widths(k: Tensor, v: Tensor) -> dict:
     return {"D": dims[0], "DP": padded(dims[0]), "DV": dims[1], "VP": padded(dims[1])}
 
 
-@where_it_lies
-def merge(
-    k: Tensor, v: Tensor, metric: Tensor, index: Tensor, comes: Tensor, merges: Tensor, held: list[Tensor], rounds: int,
-    waiting: int, bits: int = 16,
+@on_device_of_first
+def run_slot_merging(
+    k: Tensor, v: Tensor, metric: Tensor, index: Tensor, present: Tensor, merges: Tensor, held: list[Tensor],
+    rounds: int, deferring: int, bits: int = 16,
 ) -> list[Tensor]:  # fmt: skip
-    """Merge blocks of columns k, v (batch, heads, columns, dim), which lie at `index` and are there if `comes` says so.
+    """Merge blocks of columns k, v (batch, heads, columns, dim), as slots_torch.merge_blocks does.
 
-    index, comes (batch, turns, block); merges (batch, turns). held: k, v, weight and spread of the slots (batch, heads,
-    slots, …), and so of every turn: (batch, 1 + turns, heads, slots, …), at first as they were. `bits` of a number in
-    keys and values.
+    index, present (batch, periods, block): columns of the blocks, and which are merged; merges (batch, periods).
+    held: k, v, weight and spread of the slots (batch, heads, slots, …). The result are those of every period:
+    (batch, 1 + periods, heads, slots, …), at first as they were. `bits` of a number in keys and values.
     """
     batch, heads, columns = k.shape[:3]
-    turns, block, slots, work = index.shape[1], index.shape[2], held[0].shape[2], held[2].dtype
+    periods, block, slots, work = index.shape[1], index.shape[2], held[0].shape[2], held[2].dtype
     count = slots + block
-    every = [x.new_empty(batch, turns + 1, *x.shape[1:]) for x in held]
+    every = [x.new_empty(batch, periods + 1, *x.shape[1:]) for x in held]
     for each, x in zip(every, held, strict=True):
         each[:, 0] = x
     rows = torch.empty(batch, heads, 2, count, 2 * k.shape[-1] + v.shape[-1], dtype=work, device=k.device)
     numbers = torch.empty(batch, heads, 4, count, dtype=work, device=k.device)
     places = torch.empty(batch, heads, 2, count, dtype=torch.int32, device=k.device)
-    merge_turns[heads, batch](
-        k, v, metric, index, comes.int(), merges.int(), *every, rows, numbers, places, columns, heads, turns, slots,
-        block, rounds, waiting,
+    merge_periods_kernel[heads, batch](
+        k, v, metric, index, present.int(), merges.int(), *every, rows, numbers, places, columns, heads, periods, slots,
+        block, rounds, deferring,
         Constants(**widths(k, v), B=SIZE, K=16, JUMPS=count.bit_length(), BITS=bits, **precision(numbers)), num_warps=8,
         num_stages=1,
     )  # fmt: skip
@@ -96,20 +96,20 @@ def merge(
 
 
 @triton.jit
-def look_turns(
+def text_slots_kernel(
     q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr, slot_k_ptr, slot_v_ptr, weight_ptr, spread_ptr, gain_ptr, place_ptr,
-    merged_ptr, first_ptr, empty_ptr, out_ptr, COLUMNS, H, G, TURNS, ROWS, WINDOW, SLOTS, C: tl.constexpr,
+    merged_ptr, first_ptr, empty_ptr, out_ptr, COLUMNS, H, G, PERIODS, ROWS, WINDOW, SLOTS, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch · heads, turns, blocks of a group's rows)."""
-    turn, pair = tl.program_id(1), tl.program_id(0).to(tl.int64)
+    """Grid (batch · heads, periods, blocks of a group's rows)."""
+    period, pair = tl.program_id(1), tl.program_id(0).to(tl.int64)
     batch, head = pair // H, pair % H
     row, od, ov = tl.program_id(2) * C.BT + tl.arange(0, C.BT), tl.arange(0, C.DP), tl.arange(0, C.VP)
-    line = ((pair * G + row // ROWS) * TURNS + turn) * ROWS + row % ROWS
+    line = ((pair * G + row // ROWS) * PERIODS + period) * ROWS + row % ROWS
     inside = row < G * ROWS
-    line, lines = tl.where(inside, line, -1), tl.num_programs(0) * G * TURNS * ROWS
+    line, lines = tl.where(inside, line, -1), tl.num_programs(0) * G * PERIODS * ROWS
     q = load_tile(q_ptr, line, od, lines, C.D)
-    place = tl.load(place_ptr + (batch * TURNS + turn) * ROWS + row % ROWS, mask=inside, other=0)
-    merged = tl.load(merged_ptr + batch * TURNS + turn)
+    place = tl.load(place_ptr + (batch * PERIODS + period) * ROWS + row % ROWS, mask=inside, other=0)
+    merged = tl.load(merged_ptr + batch * PERIODS + period)
     first, empty = tl.load(first_ptr + batch), tl.load(empty_ptr + batch)
     top, total, acc = tl.full([C.BT], EMPTY, C.ACC), tl.zeros([C.BT], C.ACC), tl.zeros([C.BT, C.VP], C.ACC)
     if C.S > 0:
@@ -118,7 +118,7 @@ def look_turns(
         sinks = sink_k_ptr + pair * C.S * C.D
         sink_logits = scores(q, q_ptr, sinks, line, os, lines, C.S, C.D, C.DP, C)
         gone = ((os < C.S) & (os < merged))[None, :] & inside[:, None]
-        top, total, acc = take_in(top, total, acc, sink_logits, gone, sink_v, C)
+        top, total, acc = update_softmax(top, total, acc, sink_logits, gone, sink_v, C)
     for n0 in range(0, WINDOW, C.BN):
         near = merged + n0 + tl.arange(0, C.BN)
         column = near - first
@@ -126,8 +126,8 @@ def look_turns(
         logits = scores(q, q_ptr, k_ptr + pair * COLUMNS * C.D, line, column, lines, COLUMNS, C.D, C.DP, C)
         live = ((column >= empty) & (column < COLUMNS) & (n0 + tl.arange(0, C.BN) < WINDOW))[None, :]
         live = live & (near[None, :] <= place[:, None])
-        top, total, acc = take_in(top, total, acc, logits, live, v, C)
-    gain, at = tl.load(gain_ptr + head).to(C.ACC), ((batch * (TURNS + 1) + turn + 1) * H + head) * SLOTS
+        top, total, acc = update_softmax(top, total, acc, logits, live, v, C)
+    gain, at = tl.load(gain_ptr + head).to(C.ACC), ((batch * (PERIODS + 1) + period + 1) * H + head) * SLOTS
     for n0 in range(0, SLOTS, C.BN):
         on = n0 + tl.arange(0, C.BN)
         v = load_tile(slot_v_ptr + at * C.DV, on, ov, SLOTS, C.DV)
@@ -135,29 +135,29 @@ def look_turns(
         level = tl.log(tl.maximum(weight, 1.0)) + gain * load_rows(spread_ptr + at, on, SLOTS)
         logits = scores(q, q_ptr, slot_k_ptr + at * C.D, line, on, lines, SLOTS, C.D, C.DP, C)
         logits += level[None, :]
-        top, total, acc = take_in(top, total, acc, logits, (weight > 0)[None, :] & inside[:, None], v, C)
+        top, total, acc = update_softmax(top, total, acc, logits, (weight > 0)[None, :] & inside[:, None], v, C)
     out = acc / tl.where(total > 0, total, 1.0)[:, None]
     tl.store(out_ptr + line[:, None] * C.DV + ov[None, :], out.to(out_ptr.dtype.element_ty),
              mask=inside[:, None] & (ov < C.DV)[None, :])  # fmt: skip
 
 
-@where_it_lies
-def look(
+@on_device_of_first
+def run_text_slots(
     q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, slots: list[Tensor], gain: Tensor, place: Tensor,
     merged: Tensor, first: Tensor, empty: Tensor, window: int,
 ) -> Tensor:  # fmt: skip
-    """Attend with rows q (batch, heads, group, turns · rows, dim) at places (batch, turns, rows).
+    """Attend with rows q (batch, heads, group, periods · rows, dim) at places (batch, periods, rows).
 
-    slots: what `merge` gave; merged (batch, turns).
+    slots: what `merge` gave; merged (batch, periods).
     """
     batch, heads, group = q.shape[:3]
-    (turns, rows), sinks = place.shape[1:], sink_k.shape[2]
+    (periods, rows), sinks = place.shape[1:], sink_k.shape[2]
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
     size = 16 if group * rows <= 16 else 32
-    look_turns[batch * heads, turns, triton.cdiv(group * rows, size)](
-        q, k, v, sink_k, sink_v, *slots, gain, place, merged, first, empty, out, k.shape[2], heads, group, turns, rows,
-        window, slots[0].shape[3],
-        Constants(**widths(k, v), DS=at_once(q), S=sinks, SP=padded(sinks), BT=size, BN=32, **precision(slots[2])),
+    text_slots_kernel[batch * heads, periods, triton.cdiv(group * rows, size)](
+        q, k, v, sink_k, sink_v, *slots, gain, place, merged, first, empty, out,
+        k.shape[2], heads, group, periods, rows, window, slots[0].shape[3],
+        Constants(**widths(k, v), DS=dims_at_once(q), S=sinks, SP=padded(sinks), BT=size, BN=32, **precision(slots[2])),
         num_warps=4, num_stages=1,
     )  # fmt: skip
     return out

@@ -14,7 +14,7 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_common import EMPTY, codes, exponents, load_kept, load_part, power, take_in
+from .kernel_common import EMPTY, codes, exponents, load_part, load_vectors, power, update_softmax
 from .kernel_token_table import COLUMNS
 
 HEAD, OWN, HEADS, TICKET, WINDOW, FAR, BLOCK, ROUNDS = (tl.constexpr(n) for n in range(len(COLUMNS)))
@@ -35,7 +35,7 @@ def address(row_ptr, column: tl.constexpr, TYPE: tl.constexpr):
 
 
 @triton.jit
-def pair(row_ptr, column: tl.constexpr, at, C: tl.constexpr):
+def point_at_pair(row_ptr, column: tl.constexpr, at, C: tl.constexpr):
     """Keys that are kept, from the vector `at` on, and their values, which the next column has."""
     BYTES: tl.constexpr = 1 if C.BITS == 8 else 0
     keys, values = address(row_ptr, column, C.KEPT), address(row_ptr, column + 1, C.KEPT)
@@ -43,7 +43,7 @@ def pair(row_ptr, column: tl.constexpr, at, C: tl.constexpr):
 
 
 @triton.jit
-def load_one(pointer, row, o, live, width: tl.constexpr, C: tl.constexpr):
+def load_vector(pointer, row, o, live, width: tl.constexpr, C: tl.constexpr):
     """One key or value that is kept, if it is `live`."""
     if C.BITS == 8:
         whole = tl.load(pointer + row * (width + 1) + o, mask=o < tl.where(live, width, 0), other=0)
@@ -53,7 +53,7 @@ def load_one(pointer, row, o, live, width: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def keep_one(pointer, row, o, x, exponent, live, width: tl.constexpr, C: tl.constexpr):
+def store_vector(pointer, row, o, x, exponent, live, width: tl.constexpr, C: tl.constexpr):
     """Keep one key or value, if it is `live`."""
     if C.BITS == 8:
         tl.store(
@@ -65,7 +65,7 @@ def keep_one(pointer, row, o, x, exponent, live, width: tl.constexpr, C: tl.cons
 
 
 @triton.jit
-def exponent_at(pointer, width: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
+def new_exponent(pointer, width: tl.constexpr, PADDED: tl.constexpr, C: tl.constexpr):
     """The exponent of the new key or value; 0 where nothing is rounded."""
     if C.BITS == 8:
         o = tl.arange(0, PADDED)
@@ -85,7 +85,7 @@ def load_new(pointer, o, exponent, width: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
-def replaced(tile, index, slot, new):
+def replace_row(tile, index, slot, new):
     """A tile (index, dim) with the row `slot` replaced."""
     return tl.where((index == slot)[:, None], new[None, :], tile)
 
@@ -97,14 +97,14 @@ def scores(q, q_stride, kept, new, exponent, index, slot, og, STOP, C: tl.conste
     for d in tl.static_range(0, C.DP, C.DS):
         od = d + tl.arange(0, C.DS)
         rows = load_part(q, og, od, C.G, q_stride, C.D)
-        tile = load_kept(kept, index, od, STOP, C.D, C.BITS == 8).to(rows.dtype)
-        tile = replaced(tile, index, slot, load_new(new, od, exponent, C.D, C).to(rows.dtype))
+        tile = load_vectors(kept, index, od, STOP, C.D, C.BITS == 8).to(rows.dtype)
+        tile = replace_row(tile, index, slot, load_new(new, od, exponent, C.D, C).to(rows.dtype))
         out = tl.dot(rows, tl.trans(tile), acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
     return out * C.SCALE
 
 
 @triton.jit
-def look_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og, C: tl.constexpr):
+def attend_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og, C: tl.constexpr):
     """Let query heads see the window from the place `merged` on, and the sinks before it, the new token among them.
 
     `at` is the number of the text and head in tensors of the state, WIDTH the window. Gives a running softmax.
@@ -114,25 +114,25 @@ def look_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WID
     total = tl.zeros([og.shape[0]], C.ACC)
     acc = tl.zeros([og.shape[0], C.VP], C.ACC)
     ring, slot = tl.maximum(WIDTH, 1), place % tl.maximum(WIDTH, 1)
-    window_k, window_v = pair(row_ptr, WINDOW_K, at * WIDTH, C)
+    window_k, window_v = point_at_pair(row_ptr, WINDOW_K, at * WIDTH, C)
     for s0 in range(0, tl.minimum(place + 1, WIDTH), C.BN):
         os = s0 + tl.arange(0, C.BN)
         logits = scores(q, q_stride, window_k, k, k_exponent, os, slot, og, WIDTH, C)
-        v = replaced(load_kept(window_v, os, ov, WIDTH, C.DV, C.BITS == 8).to(C.ACC), os, slot, new_v)
+        v = replace_row(load_vectors(window_v, os, ov, WIDTH, C.DV, C.BITS == 8).to(C.ACC), os, slot, new_v)
         live = ((place - os + ring) % ring <= place - merged) & (os < WIDTH)
-        top, total, acc = take_in(top, total, acc, logits, live[None, :] & (og >= 0)[:, None], v, C)
+        top, total, acc = update_softmax(top, total, acc, logits, live[None, :] & (og >= 0)[:, None], v, C)
     if C.S > 0:
         os = tl.arange(0, C.SP)
-        sink_k, sink_v = pair(row_ptr, SINK_K, at * C.S, C)
+        sink_k, sink_v = point_at_pair(row_ptr, SINK_K, at * C.S, C)
         logits = scores(q, q_stride, sink_k, k, k_exponent, os, place, og, C.S, C)
-        v = replaced(load_kept(sink_v, os, ov, C.S, C.DV, C.BITS == 8).to(C.ACC), os, place, new_v)
+        v = replace_row(load_vectors(sink_v, os, ov, C.S, C.DV, C.BITS == 8).to(C.ACC), os, place, new_v)
         gone = (os < C.S) & (os < merged)
-        top, total, acc = take_in(top, total, acc, logits, gone[None, :] & (og >= 0)[:, None], v, C)
+        top, total, acc = update_softmax(top, total, acc, logits, gone[None, :] & (og >= 0)[:, None], v, C)
     return top, total, acc
 
 
 @triton.jit
-def remember(row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, C: tl.constexpr):
+def store_token(row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, C: tl.constexpr):
     """Put the new token into the ring and among the sinks; the last head of a group to do so counts it."""
     od, ov = tl.arange(0, C.DP), tl.arange(0, C.VP)
     new_k, new_v = (
@@ -141,13 +141,13 @@ def remember(row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr
     )
     tl.debug_barrier()  # a warp must not overwrite what another has yet to read
     slot = place % tl.maximum(WIDTH, 1)
-    window_k, window_v = pair(row_ptr, WINDOW_K, at * WIDTH, C)
-    keep_one(window_k, slot, od, new_k, k_exponent, WIDTH > 0, C.D, C)
-    keep_one(window_v, slot, ov, new_v, v_exponent, WIDTH > 0, C.DV, C)
+    window_k, window_v = point_at_pair(row_ptr, WINDOW_K, at * WIDTH, C)
+    store_vector(window_k, slot, od, new_k, k_exponent, WIDTH > 0, C.D, C)
+    store_vector(window_v, slot, ov, new_v, v_exponent, WIDTH > 0, C.DV, C)
     if C.S > 0:
-        sink_k, sink_v = pair(row_ptr, SINK_K, at * C.S, C)
-        keep_one(sink_k, place, od, new_k, k_exponent, place < C.S, C.D, C)
-        keep_one(sink_v, place, ov, new_v, v_exponent, place < C.S, C.DV, C)
+        sink_k, sink_v = point_at_pair(row_ptr, SINK_K, at * C.S, C)
+        store_vector(sink_k, place, od, new_k, k_exponent, place < C.S, C.D, C)
+        store_vector(sink_v, place, ov, new_v, v_exponent, place < C.S, C.DV, C)
     last = tl.load(row_ptr + HEADS) - 1
     count, ticket = address(row_ptr, COUNT, tl.int64), tl.load(row_ptr + TICKET) * tl.num_programs(1)
     before = tl.atomic_add(ticket_ptr + ticket + tl.program_id(1), 1)

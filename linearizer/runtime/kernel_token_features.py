@@ -21,13 +21,13 @@ from .kernel_common import (
     ABSENT,
     EMPTY,
     Constants,
-    at_once,
+    dims_at_once,
     load_part,
     load_tile,
+    on_device_of_first,
     padded,
     precision,
-    take_in,
-    where_it_lies,
+    update_softmax,
 )
 from .kernel_token_common import (
     COUNT,
@@ -40,14 +40,14 @@ from .kernel_token_common import (
     WINDOW,
     WINDOW_K,
     address,
-    exponent_at,
+    attend_near,
     load_new,
-    load_one,
-    look_near,
-    pair,
-    remember,
+    load_vector,
+    new_exponent,
+    point_at_pair,
+    store_token,
 )
-from .kernel_token_table import Table
+from .kernel_token_table import TokenTable
 
 Tensor = torch.Tensor
 NONE, NEAREST, HALVES = tl.constexpr(NO_FORM), tl.constexpr(NEAREST_FORM), tl.constexpr(HALVES_FORM)
@@ -61,8 +61,8 @@ def query_features(q, q_stride, weight, om, og, M, C: tl.constexpr):
     for d in tl.static_range(0, C.DP, C.DS):
         od = d + tl.arange(0, C.DS)
         rows = load_part(q, og, od, C.G, q_stride, C.D).to(C.ACC) * C.SCALE
-        tile = load_tile(weight, om, od, M, C.D).to(C.ACC)
-        out = tl.dot(rows, tl.trans(tile), acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
+        tile_size = load_tile(weight, om, od, M, C.D).to(C.ACC)
+        out = tl.dot(rows, tl.trans(tile_size), acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
         square += tl.sum(rows * rows, 1) / 2
     return out, square
 
@@ -80,7 +80,7 @@ def key_features(k, weight, bias, om, M, C: tl.constexpr):
 
 
 @triton.jit
-def more(top, total, x, live, AXIS: tl.constexpr):
+def extend_logsumexp(top, total, x, live, AXIS: tl.constexpr):
     """Let running log-sum-exps see some more numbers."""
     new = tl.maximum(top, tl.max(tl.where(live, x, 2 * ABSENT), AXIS))
     shifted = tl.exp(x - (new[:, None] if AXIS == 1 else new))
@@ -97,8 +97,8 @@ def key_shares(k, weight, bias, M, HALF, C: tl.constexpr):
         w, _ = key_features(k, weight, bias, om, M, C)
         w = tl.where(om < M, w, ABSENT)
         nearest = tl.where(tl.max(w, 0) > top, m + tl.argmax(w, 0), nearest)
-        top, total = more(top, total, w, om < HALF, 0)
-        beyond_top, beyond = more(beyond_top, beyond, w, (om >= HALF) & (om < M), 0)
+        top, total = extend_logsumexp(top, total, w, om < HALF, 0)
+        beyond_top, beyond = extend_logsumexp(beyond_top, beyond, w, (om >= HALF) & (om < M), 0)
     least = 1e-37  # of a row without features, and of all features in one half
     return top + tl.log(tl.maximum(total, least)), beyond_top + tl.log(tl.maximum(beyond, least)), nearest
 
@@ -111,14 +111,16 @@ def query_shares(q, q_stride, weight, og, M, HALF, C: tl.constexpr):
     for m in range(0, M, C.MS):
         om = m + tl.arange(0, C.MS)
         u, _ = query_features(q, q_stride, weight, om, og, M, C)
-        top, total = more(top, total, u, (om < HALF)[None, :] & (og >= 0)[:, None], 1)
-        beyond_top, beyond = more(beyond_top, beyond, u, ((om >= HALF) & (om < M))[None, :] & (og >= 0)[:, None], 1)
+        top, total = extend_logsumexp(top, total, u, (om < HALF)[None, :] & (og >= 0)[:, None], 1)
+        beyond_top, beyond = extend_logsumexp(
+            beyond_top, beyond, u, ((om >= HALF) & (om < M))[None, :] & (og >= 0)[:, None], 1
+        )
     least = 1e-37
     return top + tl.log(tl.maximum(total, least)), beyond_top + tl.log(tl.maximum(beyond, least))
 
 
 @triton.jit
-def step_heads(
+def token_features_kernel(
     table_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, u_ptr, w_ptr, scratch_ptr, out_ptr, COLUMNS, KV, q_batch, q_head,
     q_stride, k_batch, k_head, v_batch, v_head, C: tl.constexpr,
 ):  # fmt: skip
@@ -130,16 +132,16 @@ def step_heads(
     og, ov = tl.arange(0, C.GP), tl.arange(0, C.VP)
     q = q_ptr + batch * q_batch + head * q_head
     k, v = k_ptr + batch * k_batch + head * k_head, v_ptr + batch * v_batch + head * v_head
-    k_exponent, v_exponent = exponent_at(k, C.D, C.DP, C), exponent_at(v, C.DV, C.VP, C)
+    k_exponent, v_exponent = new_exponent(k, C.D, C.DP, C), new_exponent(v, C.DV, C.VP, C)
     new_v = load_new(v, ov, v_exponent, C.DV, C)
     merged = tl.maximum(place - WIDTH + 1, 0)
-    top, total, acc = look_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og, C)
+    top, total, acc = attend_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og, C)
     slot = place % tl.maximum(WIDTH, 1)
-    old_k, old_v = pair(row_ptr, WINDOW_K, at * WIDTH + slot, C)
-    old_v = tl.where(WIDTH > 0, load_one(old_v, 0, ov, WIDTH > 0, C.DV, C).to(C.ACC), new_v)
+    old_k, old_v = point_at_pair(row_ptr, WINDOW_K, at * WIDTH + slot, C)
+    old_v = tl.where(WIDTH > 0, load_vector(old_v, 0, ov, WIDTH > 0, C.DV, C).to(C.ACC), new_v)
     if C.BITS == 8:  # as numbers, in memory: products read it some dimensions at a time
         leaving, od = scratch_ptr + (batch * tl.num_programs(0) + tl.program_id(0)) * C.D, tl.arange(0, C.DP)
-        old = load_one(old_k, 0, od, WIDTH > 0, C.D, C).to(C.ACC)
+        old = load_vector(old_k, 0, od, WIDTH > 0, C.D, C).to(C.ACC)
         old = tl.where(WIDTH > 0, old, load_new(k, od, k_exponent, C.D, C))
         tl.store(leaving + od, old.to(leaving.dtype.element_ty), mask=od < C.D)
         tl.debug_barrier()
@@ -187,45 +189,50 @@ def step_heads(
         tl.store(level_ptr + om, new, mask=inside)
         tl.store(mean_ptr + om[:, None] * C.DV + ov[None, :], mean, mask=inside[:, None] & (ov < C.DV)[None, :])
         live = inside[None, :] & (og >= 0)[:, None]
-        top, total, acc = take_in(top, total, acc, u + new[None, :], live, mean, C)
+        top, total, acc = update_softmax(top, total, acc, u + new[None, :], live, mean, C)
     tl.store(out_ptr + ((batch * KV + head) * C.G + og[:, None]) * C.DV + ov[None, :],
              (acc / total[:, None]).to(out_ptr.dtype.element_ty),
              mask=(og < C.G)[:, None] & (ov < C.DV)[None, :])  # fmt: skip
-    remember(row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, C)
+    store_token(row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, C)
 
 
-def of_token(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor) -> tuple[tuple, dict]:
+def token_layout(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor) -> tuple[tuple, dict]:
     """Say how the heads of a layer lie, q (batch, heads, group, 1, dim), k, v (batch, heads, 1, dim), and their sizes.
 
     sink_k is that of any of the states.
     """
     lies = q.shape[1], *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]
     group, dim, value_dim = q.shape[2], q.shape[-1], v.shape[-1]
-    sizes = {"G": group, "GP": padded(group), "D": dim, "DP": padded(dim), "DS": at_once(q), "DV": value_dim}
+    sizes = {"G": group, "GP": padded(group), "D": dim, "DP": padded(dim), "DS": dims_at_once(q), "DV": value_dim}
     small, sinks = sink_k.dtype == torch.int8, sink_k.shape[-2]
     kept = {"S": sinks, "SP": padded(sinks), "BITS": 8 if small else 16, "KEPT": TYPES[sink_k.dtype]}
-    return lies, {**sizes, "VP": padded(value_dim), "BN": 16 if small else tile(q, v), **kept}  # bytes lie unaligned
+    return lies, {
+        **sizes,
+        "VP": padded(value_dim),
+        "BN": 16 if small else tile_size(q, v),
+        **kept,
+    }  # bytes lie unaligned
 
 
-def tile(q: Tensor, v: Tensor) -> int:
+def tile_size(q: Tensor, v: Tensor) -> int:
     """How many keys or features a program takes at a time."""
-    return 32 if at_once(q) == padded(q.shape[-1]) and padded(v.shape[-1]) <= 128 else 16
+    return 32 if dims_at_once(q) == padded(q.shape[-1]) and padded(v.shape[-1]) <= 128 else 16
 
 
-@where_it_lies
-def run_step(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: Table, sink_k: Tensor, level: Tensor, shares: int,
+@on_device_of_first
+def run_token_features(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: TokenTable, sink_k: Tensor, level: Tensor, shares: int,
     scale: float = 1.0, u: Tensor | None = None, w: Tensor | None = None, made: torch.dtype = torch.float32,
 ) -> None:  # fmt: skip
     """Attend with one token to what some heads of a layer hold, and bring all of it up to date in place.
 
     level is that of any of the states. Where features are not folded, `shares` is -1, and u and w are given.
     """
-    lies, sizes = of_token(q, k, v, sink_k)
+    lies, sizes = token_layout(q, k, v, sink_k)
     small = sizes["BITS"] == 8
-    sizes |= {"DS": min(sizes["DS"], 32), "MS": 16 if small else tile(q, v)}  # with more at once registers spill
+    sizes |= {"DS": min(sizes["DS"], 32), "MS": 16 if small else tile_size(q, v)}  # with more at once registers spill
     scratch = q.new_empty(q.shape[0], table.rows.shape[0], q.shape[-1]) if small else None
-    step_heads[table.rows.shape[0], q.shape[0]](
+    token_features_kernel[table.rows.shape[0], q.shape[0]](
         table.rows, table.tickets, q, k, v, u, w, scratch, out, table.rows.shape[1], *lies,
         Constants(**sizes, SHARES=shares, MADE=TYPES[made], SCALE=scale, **precision(level)), num_warps=8, num_stages=1,
     )  # fmt: skip

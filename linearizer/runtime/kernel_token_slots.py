@@ -13,8 +13,8 @@ try:  # as in kernel_tiles.py
 except ImportError:
     raise
 
-from .kernel_common import Constants, load_kept, load_rows, precision, take_in, where_it_lies
-from .kernel_slots_merging import SIZE, fill, keep, merge_rows
+from .kernel_common import Constants, load_rows, load_vectors, on_device_of_first, precision, update_softmax
+from .kernel_slots_merging import SIZE, fill_rows, merge_rows, store_slots
 from .kernel_token_common import (
     BLOCK,
     COUNT,
@@ -28,23 +28,23 @@ from .kernel_token_common import (
     WINDOW,
     WINDOW_K,
     address,
-    exponent_at,
+    attend_near,
     load_new,
-    look_near,
-    pair,
-    remember,
+    new_exponent,
+    point_at_pair,
     scores,
+    store_token,
 )
-from .kernel_token_features import of_token
-from .kernel_token_table import Table
-from .slots_merging import MOST, WAITING
+from .kernel_token_features import token_layout
+from .kernel_token_table import TokenTable
+from .slots_merging import DEFERRING_ROUNDS, MAX_MERGED_ROWS
 
 Tensor = torch.Tensor
 SLOT_K, WEIGHT, SPREAD, METRIC, GAIN = (tl.constexpr(REST.value + n) for n in (0, 2, 3, 4, 5))
 
 
 @triton.jit
-def step_slots(
+def token_slots_kernel(
     table_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, numbers_ptr, places_ptr, out_ptr, COLUMNS, ROOM, KV, q_batch, q_head,
     q_stride, k_batch, k_head, v_batch, v_head, C: tl.constexpr,
 ):  # fmt: skip
@@ -59,7 +59,7 @@ def step_slots(
     )
     place = tl.load(address(row_ptr, COUNT, tl.int64) + batch).to(tl.int32)
     og, ov = tl.arange(0, C.GP), tl.arange(0, C.VP)
-    slot_k, slot_v = pair(row_ptr, SLOT_K, at * SLOTS, C)
+    slot_k, slot_v = point_at_pair(row_ptr, SLOT_K, at * SLOTS, C)
     weight_ptr, spread_ptr = address(row_ptr, WEIGHT, C.ACC) + at * SLOTS, address(row_ptr, SPREAD, C.ACC) + at * SLOTS
     W, own_numbers = 2 * C.D + C.DV, batch * tl.num_programs(0) + tl.program_id(0)
     rows, places = numbers_ptr + own_numbers * (2 * W + 4) * ROOM, places_ptr + own_numbers * 2 * ROOM
@@ -72,51 +72,51 @@ def step_slots(
             tl.store(places + i, (merged - block + i) % WIDTH, mask=i < block)
             tl.store(places + ROOM + i, (merged - block + i >= C.S).to(tl.int32), mask=i < block)
         tl.debug_barrier()
-        window_k, window_v = pair(row_ptr, WINDOW_K, at * WIDTH, C)
-        fill(
+        window_k, window_v = point_at_pair(row_ptr, WINDOW_K, at * WIDTH, C)
+        fill_rows(
             rows, numbers, numbers + ROOM, window_k, window_v, address(row_ptr, METRIC, C.MADE) + own * C.D * C.D,
             slot_k, slot_v, weight_ptr, spread_ptr, places, places + ROOM, N, W, SLOTS, C.ROOT, C.BITS == 8, C,
         )  # fmt: skip
         side = merge_rows(rows, numbers, places, ROOM, N, W, SLOTS, rounds, C.WAITS, C)
-        keep(
+        store_slots(
             rows + side * ROOM * W, numbers, numbers + ROOM, numbers + 2 * ROOM, slot_k, slot_v, weight_ptr, spread_ptr,
             N, W, SLOTS, C.BITS == 8, k_ptr.dtype.element_ty, C,
         )  # fmt: skip
     q = q_ptr + batch * q_batch + head * q_head
     k, v = k_ptr + batch * k_batch + head * k_head, v_ptr + batch * v_batch + head * v_head
-    k_exponent, v_exponent = exponent_at(k, C.D, C.DP, C), exponent_at(v, C.DV, C.VP, C)
+    k_exponent, v_exponent = new_exponent(k, C.D, C.DP, C), new_exponent(v, C.DV, C.VP, C)
     new_v = load_new(v, ov, v_exponent, C.DV, C)
-    top, total, acc = look_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og, C)
+    top, total, acc = attend_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og, C)
     gain = tl.load(address(row_ptr, GAIN, C.MADE) + own).to(C.ACC)
     for n0 in range(0, SLOTS, C.BN):
         on = n0 + tl.arange(0, C.BN)
         weight = load_rows(weight_ptr, on, SLOTS)
         level = tl.log(tl.maximum(weight, 1.0)) + gain * load_rows(spread_ptr, on, SLOTS)
         logits = scores(q, q_stride, slot_k, k, k_exponent, on, -1, og, SLOTS, C)
-        values = load_kept(slot_v, on, ov, SLOTS, C.DV, C.BITS == 8).to(C.ACC)
+        values = load_vectors(slot_v, on, ov, SLOTS, C.DV, C.BITS == 8).to(C.ACC)
         live = (weight > 0)[None, :] & (og >= 0)[:, None]
-        top, total, acc = take_in(top, total, acc, logits + level[None, :], live, values, C)
+        top, total, acc = update_softmax(top, total, acc, logits + level[None, :], live, values, C)
     tl.store(out_ptr + ((batch * KV + head) * C.G + og[:, None]) * C.DV + ov[None, :],
              (acc / total[:, None]).to(out_ptr.dtype.element_ty),
              mask=(og < C.G)[:, None] & (ov < C.DV)[None, :])  # fmt: skip
-    remember(row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, C)
+    store_token(row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, C)
 
 
-@where_it_lies
-def run_slot_step(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: Table, sink_k: Tensor, weight: Tensor, room: int,
+@on_device_of_first
+def run_token_slots(
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: TokenTable, sink_k: Tensor, weight: Tensor, room: int,
     made: torch.dtype, root: float, scale: float = 1.0,
 ) -> None:  # fmt: skip
     """Attend with one token to what some heads of a layer hold, and bring all of it up to date in place.
 
     sink_k and weight are those of any of the states, slots and a block's tokens are at most `room`.
     """
-    lies, sizes = of_token(q, k, v, sink_k)
+    lies, sizes = token_layout(q, k, v, sink_k)
     heads, width = table.rows.shape[0], 2 * k.shape[-1] + v.shape[-1]
     numbers = torch.empty(q.shape[0], heads, (2 * width + 4) * room, dtype=weight.dtype, device=q.device)
     places = torch.empty(q.shape[0], heads, 2 * room, dtype=torch.int32, device=q.device)
-    merging = {"B": SIZE, "K": 16, "JUMPS": MOST.bit_length(), "WAITS": WAITING}
-    step_slots[heads, q.shape[0]](
+    merging = {"B": SIZE, "K": 16, "JUMPS": MAX_MERGED_ROWS.bit_length(), "WAITS": DEFERRING_ROUNDS}
+    token_slots_kernel[heads, q.shape[0]](
         table.rows, table.tickets, q, k, v, numbers, places, out, table.rows.shape[1], room, *lies,
         Constants(**sizes, **merging, MADE=TYPES[made], SCALE=scale, ROOT=root, **precision(weight)), num_warps=8,
         num_stages=1,

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 
 from .feature_maps_folded import Folded
-from .slots_merging import Merging, rounds
+from .slots_merging import Merging, count_rounds
 from .state import tensors
 
 Tensor = torch.Tensor
@@ -24,7 +24,7 @@ ALIGNED = 16  # bytes: what kernels take for granted of an address
 
 
 @dataclass(frozen=True)
-class Held:
+class TokenGroup:
     """KV heads that hold alike: their numbers in the layer, their state, and how they use it."""
 
     heads: list[int]
@@ -42,7 +42,7 @@ class Held:
         if self.merging is None:
             return self.window, self.state.level.shape[-1], 0, 0
         slots, block = self.state.weight.shape[-1], self.merging.block
-        return self.window, slots, block, rounds(slots + block, slots)
+        return self.window, slots, block, count_rounds(slots + block, slots)
 
     def tensors(self) -> list[Tensor | None]:
         """What a kernel reads and writes, in the order of the table."""
@@ -61,14 +61,14 @@ class Held:
 
 
 @dataclass(frozen=True)
-class Table:
+class TokenTable:
     stamp: list[tuple]
     rows: Tensor  # (heads, columns)
     tickets: Tensor  # (groups, batch) how many heads of a group are done with a token: the last one counts it
-    made: list[Folded | None]  # lives as long as its addresses are used
+    make_table: list[Folded | None]  # lives as long as its addresses are used
 
 
-def table_of(groups: Sequence[Held]) -> Table:
+def get_table(groups: Sequence[TokenGroup]) -> TokenTable:
     """Give the table of some groups of one layer."""
     holder = groups[0].state
     for held in groups:
@@ -76,12 +76,12 @@ def table_of(groups: Sequence[Held]) -> Table:
             if not x.is_contiguous() or x.data_ptr() % ALIGNED or x.requires_grad:  # which a backward pass may read
                 setattr(held.state, name, x.clone(memory_format=torch.contiguous_format))
     stamp = [held.stamp() for held in groups]
-    if holder.told is None or holder.told.stamp != stamp:
-        holder.told = made(groups, stamp)
-    return holder.told
+    if holder.token_table is None or holder.token_table.stamp != stamp:
+        holder.token_table = make_table(groups, stamp)
+    return holder.token_table
 
 
-def made(groups: Sequence[Held], stamp: list[tuple]) -> Table:
+def make_table(groups: Sequence[TokenGroup], stamp: list[tuple]) -> TokenTable:
     """Make a table anew, which takes a copy to the device."""
     count = groups[0].state.count
     if count.is_cuda and torch.cuda.is_current_stream_capturing():
@@ -95,4 +95,4 @@ def made(groups: Sequence[Held], stamp: list[tuple]) -> Table:
     width = max(map(len, rows))
     table = torch.tensor([row + [0] * (width - len(row)) for row in rows], dtype=torch.long)
     tickets = torch.zeros(len(groups), len(count), dtype=torch.int32, device=count.device)
-    return Table(stamp, table.to(count.device), tickets, [held.folded for held in groups])
+    return TokenTable(stamp, table.to(count.device), tickets, [held.folded for held in groups])

@@ -29,34 +29,34 @@ _right: dict[tuple, bool] = {}  # by family and device, and by dtype and sizes b
 _lock = threading.RLock()
 
 
-def takes(x: Tensor, *others: Tensor) -> bool:
+def kernels_accept(x: Tensor, *others: Tensor) -> bool:
     """Tell whether there may be kernels for such inputs: on a GPU, bf16 or fp32, all alike."""
     if x.device.type not in DEVICES or x.dtype not in DTYPES or os.environ.get("LINEARIZER_KERNELS") == "0":
         return False
     return all(other.dtype == x.dtype and other.device == x.device for other in others)
 
 
-def trusted(family: str, x: Tensor, sizes: tuple, answers: Answers) -> bool:
+def passes_trial(family: str, x: Tensor, sizes: tuple, answers: Answers) -> bool:
     """Tell whether a family of kernels is right for inputs like x, on its device: at the first time, by trial."""
     here, case = (family, x.device), (family, x.device, x.dtype, sizes)
     if here not in _right and case not in _right:
-        if being_recorded(x):  # a graph would hold the trial: attend once before capturing, as CUDA asks for anyway
+        if is_recorded(x):  # a graph would hold the trial: attend once before capturing, as CUDA asks for anyway
             return False
         with _lock:
-            decide(here, case, x, answers)
+            run_trial(here, case, x, answers)
     return _right.get(here, True)
 
 
-def being_recorded(x: Tensor) -> bool:
+def is_recorded(x: Tensor) -> bool:
     """Tell whether what happens now is captured or compiled, to happen again later."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def decide(here: tuple, case: tuple, x: Tensor, answers: Answers) -> None:
+def run_trial(here: tuple, case: tuple, x: Tensor, answers: Answers) -> None:
     """Try the kernels, unless another thread just has; keep what was found, and warn where they are wrong."""
     if here in _right or case in _right:
         return
-    fault = fault_of(answers, x)
+    fault = find_fault(answers, x)
     if fault is None:
         _right[case] = True
         return
@@ -67,7 +67,7 @@ def decide(here: tuple, case: tuple, x: Tensor, answers: Answers) -> None:
     )
 
 
-def fault_of(answers: Answers, x: Tensor) -> str | None:
+def find_fault(answers: Answers, x: Tensor) -> str | None:
     """Say what is wrong with kernels, if anything is: answers(by_kernels, dtype) are theirs, and those of PyTorch."""
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
@@ -77,19 +77,19 @@ def fault_of(answers: Answers, x: Tensor) -> str | None:
         return f"they failed there with {type(error).__name__}: {said[:200]}"
     floor = max(1e-5, 2 * torch.finfo(x.dtype).eps)  # PyTorch's sums round nothing to bf16; products of kernels do
     for mine, other, true in zip(*found, strict=True):
-        own, plain = distance(mine, true), distance(other, true)
+        own, plain = relative_error(mine, true), relative_error(other, true)
         if not own <= 2 * plain + floor:  # nor if it is no number
             return f"they err by {own:.1e} of a result where PyTorch errs by {plain:.1e}"
     return None
 
 
-def distance(x: Tensor, true: Tensor) -> float:
+def relative_error(x: Tensor, true: Tensor) -> float:
     """|x - true| / |true|."""
     x, true = x.detach().double(), true.detach()
     return float((x - true).norm() / true.norm().clamp_min(1e-30))
 
 
-class Sizes(NamedTuple):
+class TrialSizes(NamedTuple):
     """What kernels are compiled for."""
 
     group: int
@@ -100,7 +100,7 @@ class Sizes(NamedTuple):
 
 
 @dataclass
-class Drawn:
+class TrialText:
     """A text of two KV heads to try kernels on, always the same, with scores of variance 1."""
 
     q: Tensor  # (1, 2, group, tokens, key_dim)
@@ -109,7 +109,9 @@ class Drawn:
     features: RandomFeatures | Folded
 
     @classmethod
-    def of(cls, like: Tensor, sizes: Sizes, tokens: int, dtype: torch.dtype, shares: int | None = None) -> Drawn:
+    def of(
+        cls, like: Tensor, sizes: TrialSizes, tokens: int, dtype: torch.dtype, shares: int | None = None
+    ) -> TrialText:
         """Draw it for the device and precision of a tensor, to compute in a dtype, with folded features if shared."""
         generator = torch.Generator("cpu").manual_seed(0)
 

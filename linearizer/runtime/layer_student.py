@@ -14,11 +14,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .feature_maps_folded import Folded
 from .features import linear_attention
-from .kernel_dispatch import step_layer
-from .kernel_token_table import Held
+from .kernel_dispatch import attend_token_of_layer
+from .kernel_token_table import TokenGroup
 from .slots import Merger, slot_attention
 from .slots_merging import Merging
-from .state import SlotState, State
+from .state import FeatureState, SlotState
 from .state_8bit import Rounded, attend_in_8_bits
 
 Tensor = torch.Tensor
@@ -34,7 +34,7 @@ class SoftmaxState:
     real: Tensor  # (batch, tokens)
 
 
-class HeadGroup(nn.Module):
+class FeatureGroup(nn.Module):
     """KV heads of one layer that hold the same; heads are their indices in the layer."""
 
     def __init__(
@@ -47,17 +47,21 @@ class HeadGroup(nn.Module):
         self.features = features
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: State | None
-    ) -> tuple[Tensor, State]:
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: FeatureState | None
+    ) -> tuple[Tensor, FeatureState]:
         if state is None:
-            state = State.empty(k, v, self.window, self.sinks, self.features)
-        scaled = None if self.feature_map is None else Scaled(self.feature_map, scale)
+            state = FeatureState.empty(k, v, self.window, self.sinks, self.features)
+        scaled = None if self.feature_map is None else ScaledMap(self.feature_map, scale)
         return linear_attention(q * scale, k, v, scaled, self.window, real, state), state
 
-    def held(self, scale: float, state: State) -> Held | None:
+    def token_group(self, scale: float, state: FeatureState) -> TokenGroup | None:
         """Say what there is to attend to with a token, unless features take more than a product."""
-        folded = None if self.feature_map is None else Scaled(self.feature_map, scale).folded()
-        return None if self.feature_map is not None and folded is None else Held(self.heads, state, self.window, folded)
+        folded = None if self.feature_map is None else ScaledMap(self.feature_map, scale).folded()
+        return (
+            None
+            if self.feature_map is not None and folded is None
+            else TokenGroup(self.heads, state, self.window, folded)
+        )
 
 
 class SlotGroup(nn.Module):
@@ -81,8 +85,8 @@ class SlotGroup(nn.Module):
     def merging(self, scale: float) -> Merging:
         return Merging(self.merger.metric, self.merger.gain, self.window, self.block, scale**0.5, self.bits)
 
-    def held(self, scale: float, state: SlotState) -> Held:
-        return Held(self.heads, state, self.window, merging=self.merging(scale))
+    def token_group(self, scale: float, state: SlotState) -> TokenGroup:
+        return TokenGroup(self.heads, state, self.window, merging=self.merging(scale))
 
 
 class SoftmaxGroup(nn.Module):
@@ -109,12 +113,12 @@ class SoftmaxGroup(nn.Module):
         )
         return out.unflatten(1, q.shape[1:3]), SoftmaxState(k, v, real)
 
-    def held(self, scale: float, state: SoftmaxState) -> Held | None:
+    def token_group(self, scale: float, state: SoftmaxState) -> TokenGroup | None:
         """All that was read is no state of fixed size."""
         return None
 
 
-class Scaled:
+class ScaledMap:
     """A feature map whose queries carry the whole scale of the scores, as attention gives them, and whose keys none."""
 
     def __init__(self, feature_map: FeatureMap, scale: float) -> None:
@@ -156,7 +160,7 @@ class LayerStudent(nn.Module):
             window, features, slots, block, bits = (*kind, *(0, 0, 0, 0, 16)[len(kind) :])
             if slots:
                 return SlotGroup(heads, window, slots, block, sinks, key_dim, bits)
-            return HeadGroup(heads, window, features, sinks, key_dim, feature_map, bits)
+            return FeatureGroup(heads, window, features, sinks, key_dim, feature_map, bits)
 
         self.kv_heads = len(held)
         self.groups = nn.ModuleList(group(kind, heads) for kind, heads in kinds.items())
@@ -179,13 +183,13 @@ class LayerStudent(nn.Module):
         query = query.unflatten(1, (self.kv_heads, -1))
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
         keep = memory is not None
-        done = step_layer(self.groups, memory, query, key, value, scale, real, out)  # type: ignore[arg-type]
+        done = attend_token_of_layer(self.groups, memory, query, key, value, scale, real, out)  # type: ignore[arg-type]
         left = [(index, group) for index, group in enumerate(self.groups) if index not in done]
         if any(group.bits == 8 for _, group in left):
             small_k, small_v = Rounded.of(key), Rounded.of(value)
         for index, group in left:
             state = memory[index] if memory is not None and index < len(memory) else None
-            heads = evenly(group.heads)  # type: ignore[arg-type]
+            heads = as_slice(group.heads)  # type: ignore[arg-type]
             if group.bits == 8:
                 given = query[:, heads], small_k[heads], small_v[heads], scale, real, state, keep
                 part, state = attend_in_8_bits(group, *given)
@@ -197,7 +201,7 @@ class LayerStudent(nn.Module):
         return out.flatten(1, 2)
 
 
-def evenly(heads: list[int]) -> slice | list[int]:
+def as_slice(heads: list[int]) -> slice | list[int]:
     """Heads as a slice where they stand evenly apart: it takes them without a copy."""
     apart = heads[1] - heads[0] if len(heads) > 1 else 1
     even = slice(heads[0], heads[-1] + 1, apart)

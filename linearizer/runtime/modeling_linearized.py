@@ -21,7 +21,7 @@ from .cache import LinearizedLayer, empty_cache
 from .feature_maps import FEATURE_MAPS
 from .layer_student import LayerStudent
 
-COPIED = (
+COPIED_FROM_TEACHER = (
     "vocab_size",
     "hidden_size",
     "num_hidden_layers",
@@ -55,7 +55,7 @@ class LinearizedConfig(PreTrainedConfig):
         self.sinks, self.feature_map = sinks, feature_map
         self.teacher = teacher or {}  # name and revision
         own = self.base_config() if self.base else None
-        copied = {name: getattr(own, name) for name in COPIED if hasattr(own, name)}
+        copied = {name: getattr(own, name) for name in COPIED_FROM_TEACHER if hasattr(own, name)}
         super().__init__(**{**copied, **kwargs})
         self.use_cache = use_cache
 

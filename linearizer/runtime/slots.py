@@ -10,8 +10,8 @@ as merged the tokens before the first multiple of the block that leaves it at mo
 them. With a block come as many slots too many; the pairs that are cheapest to merge are merged until there are `slots`
 again.
 
-Shapes as in linear_attention.py, whose softmax this uses. A token alone is attended to in place (turns.py, and by a
-kernel single_slots.py), a text in turns.
+Shapes as in linear_attention.py, whose softmax this uses. A token alone is attended to in place (periods.py, and by a
+kernel single_slots.py), a text in periods.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ import torch
 from torch import nn
 
 from .kernel_dispatch import (
-    attend_turns_by_kernel,
+    attend_periods_by_kernel,
+    attend_token_with_slots_by_kernel,
     kernel_serves_text_slots,
     kernel_serves_token_slots,
-    step_slots_by_kernel,
 )
 from .slots_merging import Merging, Slots, merge_slots
-from .slots_torch import attend_turns, read_text, step_slots
+from .slots_torch import attend_periods, attend_text_with_slots, attend_token_with_slots
 from .state import SlotState
 
 GAIN = 0.25  # half of what a Gaussian spread of keys calls for: measured best, since no query sees the mean spread
@@ -51,10 +51,14 @@ class Merger(nn.Module):
 def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> Tensor:
     """Attend and bring the state up to date; q is multiplied by the scale of the scores."""
     if q.shape[-2] == 1 and real is None:
-        attend = step_slots_by_kernel if kernel_serves_token_slots(q, k, v, merging, state) else step_slots
+        attend = (
+            attend_token_with_slots_by_kernel
+            if kernel_serves_token_slots(q, k, v, merging, state)
+            else attend_token_with_slots
+        )
         return attend(q, k, v, merging, state)
     fused = kernel_serves_text_slots(q, k, v, merging, state)
-    return read_text(q, k, v, merging, real, state, attend_turns_by_kernel if fused else attend_turns)
+    return attend_text_with_slots(q, k, v, merging, real, state, attend_periods_by_kernel if fused else attend_periods)
 
 
 def reference(

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 
 import torch
 
-MOST = 512  # slots and tokens of a block that a kernel merges, all of them in one program
-WAITING = 2  # rounds of merging before what waits is taken along: more make hardly better slots
+MAX_MERGED_ROWS = 512  # slots and tokens of a block that a kernel merges, all of them in one program
+DEFERRING_ROUNDS = 2  # rounds of merging before what waits is taken along: more make hardly better slots
 
 Tensor = torch.Tensor
 
@@ -42,12 +42,12 @@ class Slots:
     spread: Tensor
 
 
-def rounds(slots: int, count: int) -> int:
+def count_rounds(slots: int, count: int) -> int:
     """How many rounds merge so many slots into `count`."""
     halvings = 0
     while -(-slots // 2**halvings) > count:
         halvings += 1
-    return WAITING + halvings
+    return DEFERRING_ROUNDS + halvings
 
 
 def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
@@ -60,14 +60,14 @@ def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
     heads, slots = given.weight.shape[:2], given.weight.shape[2]
     row = torch.cat([given.k @ metric.to(given.k.dtype).mT, given.v, given.k], -1).flatten(0, 1)
     dims = given.k.shape[-1], given.v.shape[-1]
-    held = Rows(row, given.weight.flatten(0, 1), given.spread.flatten(0, 1), *dims)
-    counts = [count] * WAITING
+    held = MergingRows(row, given.weight.flatten(0, 1), given.spread.flatten(0, 1), *dims)
+    counts = [count] * DEFERRING_ROUNDS
     while slots > count:
         slots = max(count, -(-slots // 2))
         counts.append(slots)
     for number, most in enumerate(counts):
         if (held.weight > 0).sum(-1).amax() > most:
-            held = held.joined(held.targets(most, waits=number < WAITING))
+            held = held.joined(held.targets(most, waits=number < DEFERRING_ROUNDS))
     full = (held.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[:, :count]
     row = held.row[..., dims[0] :].gather(1, full[..., None].expand(-1, -1, sum(dims)))
     weight, spread = held.weight.gather(1, full), held.spread.gather(1, full)
@@ -75,7 +75,7 @@ def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
     return Slots(k, v, weight.unflatten(0, heads), spread.unflatten(0, heads))
 
 
-def kept_slots(given: Slots, count: int) -> Slots:
+def keep_slots(given: Slots, count: int) -> Slots:
     """Give the slots that hold anything, in order, where at most `count` do."""
     full = (given.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
     k, v = (x.gather(2, full[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (given.k, given.v))
@@ -83,7 +83,7 @@ def kept_slots(given: Slots, count: int) -> Slots:
 
 
 @dataclass
-class Rows:
+class MergingRows:
     """Slots while they merge: all that is averaged lies side by side, metric·k, v and k."""
 
     row: Tensor  # (heads, slots, dims)
@@ -124,7 +124,7 @@ class Rows:
         cost.diagonal(dim1=-2, dim2=-1).fill_(float("inf"))
         return cost
 
-    def joined(self, target: Tensor) -> Rows:
+    def joined(self, target: Tensor) -> MergingRows:
         """Merge every slot into its target."""
         total = torch.zeros_like(self.weight).scatter_add(-1, target, self.weight)
         share = self.weight / total.gather(-1, target).clamp_min(1)  # of each in what it becomes
@@ -133,7 +133,7 @@ class Rows:
         seen = self.row[..., : self.key_dim]
         moved = (seen - row.gather(1, index[..., : self.key_dim])).square().sum(-1)
         spread = torch.zeros_like(share).scatter_add(-1, target, share * (self.spread + moved))
-        return Rows(row, total, spread, self.key_dim, self.value_dim)
+        return MergingRows(row, total, spread, self.key_dim, self.value_dim)
 
 
 def squared_distances(x: Tensor, more: Tensor) -> Tensor:

@@ -1,6 +1,6 @@
-"""Attention to slots in PyTorch: one token, and the rows of some turns; slots.py says what it computes.
+"""Attention to slots in PyTorch: one token, and the rows of some periods; slots.py says what it computes.
 
-A turn is what the rows see until the next block leaves the window.
+A period is what the rows see until the next block leaves the window.
 """
 
 from __future__ import annotations
@@ -10,8 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
-from .slots_merging import Merging, Slots, kept_slots, merge_slots
-from .softmax_parts import by_head, combine, exact_part, only, softmax_over
+from .slots_merging import Merging, Slots, keep_slots, merge_slots
+from .softmax_parts import combine_parts, exact_part, mask_logits, multiply_by_head, softmax_over
 from .state import (
     Columns,
     SlotState,
@@ -20,46 +20,48 @@ from .state import (
     remember_sinks,
     remember_token,
     remember_window,
-    take,
+    take_tokens,
     working_dtype,
 )
-from .state_8bit import rounded
+from .state_8bit import round_vectors
 
 Tensor = torch.Tensor
-Attend = Callable[[Tensor, Tensor, Tensor, "Leaving", Columns, Merging, SlotState], Tensor]
-TOGETHER = 64  # turns whose rows attend at once
+Attend = Callable[[Tensor, Tensor, Tensor, "LeavingBlocks", Columns, Merging, SlotState], Tensor]
+PERIODS_AT_ONCE = 64  # periods whose rows attend at once
 
 
-def step_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> Tensor:
+def attend_token_with_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> Tensor:
     """Attend with one token; the state is changed in place, but for slots when a block is merged."""
     q, sinks, window, block = q.to(working_dtype(q)), state.sink_k.shape[-2], merging.window, merging.block
     places = state.count.tolist()  # in plain numbers: on a CPU an operation costs more than all of this
-    turns = [(place - window) // block + 1 for place in places]
-    merges = [turn >= 1 and (turn - 1) * block == place - window for turn, place in zip(turns, places, strict=True)]
+    periods = [(place - window) // block + 1 for place in places]
+    merges = [
+        period >= 1 and (period - 1) * block == place - window for period, place in zip(periods, places, strict=True)
+    ]
     if any(merges):
         columns = lay_columns(k, v, window, None, state)
-        turn, comes = (torch.tensor(x, device=q.device)[:, None] for x in (turns, merges))
-        absorb(state, columns, merging, Leaving.of(columns, turn, comes, block, sinks))
+        period, comes = (torch.tensor(x, device=q.device)[:, None] for x in (periods, merges))
+        merge_blocks(state, columns, merging, LeavingBlocks.of(columns, period, comes, block, sinks))
     remember_token(state, k, v, min(places))
-    merged, place = torch.tensor([max(turn, 0) * block for turn in turns], device=q.device), state.count
+    merged, place = torch.tensor([max(period, 0) * block for period in periods], device=q.device), state.count
     state.count = place + 1
 
     parts, rows = [], q[..., 0, :]
     if sinks:
-        gone = None if min(turns) * block >= sinks else first_places(sinks, merged - 1)
+        gone = None if min(periods) * block >= sinks else first_places(sinks, merged - 1)
         parts.append(exact_part(rows, state.sink_k, state.sink_v, gone))
     age = (place[:, None] - torch.arange(window, device=q.device)) % window
     parts.append(exact_part(rows, state.window_k, state.window_v, age <= (place - merged)[:, None]))
     logits, values = exact_part(rows, state.slot_k, state.slot_v, None)
-    return softmax_over([*parts, (logits + levels(state, merging)[:, :, None], values)])[..., None, :]
+    return softmax_over([*parts, (logits + slot_levels(state, merging)[:, :, None], values)])[..., None, :]
 
 
-def levels(held: SlotState | Slots, merging: Merging) -> Tensor:
+def slot_levels(held: SlotState | Slots, merging: Merging) -> Tensor:
     """What the weight and the spread of slots add to their logits, -∞ if they are empty: (batch, heads, slots)."""
     return torch.addcmul(held.weight.log(), merging.gain.to(held.weight.dtype)[:, None], held.spread)
 
 
-def read_text(
+def attend_text_with_slots(
     q: Tensor,
     k: Tensor,
     v: Tensor,
@@ -68,104 +70,117 @@ def read_text(
     state: SlotState,
     attend: Attend | None = None,
 ) -> Tensor:
-    """Attend to the state and to the new tokens, some turns at a time, as `attend` does it."""
+    """Attend to the state and to the new tokens, some periods at a time, as `attend` does it."""
     tokens, window, block, order = q.shape[-2], merging.window, merging.block, None
     if real is not None:
         order = real.to(torch.int8).argsort(dim=-1, stable=True)
-        q = take(q, order)
+        q = take_tokens(q, order)
     columns = lay_columns(k, v, window, real, state)
     remember_sinks(state, columns)
     first, end = state.count, columns.first + window + tokens
-    turn = torch.div(first - window, block, rounding_mode="floor") + 1  # how many blocks are merged for a row's place
-    turns = max(1, int((torch.div(end - 1 - window, block, rounding_mode="floor") + 2 - turn).max()))
-    turn = turn[:, None] + torch.arange(turns, device=q.device)
-    start = window + block * (turn - 1)  # the first place that sees a turn's blocks merged
+    period = torch.div(first - window, block, rounding_mode="floor") + 1  # how many blocks are merged for a row's place
+    periods = max(1, int((torch.div(end - 1 - window, block, rounding_mode="floor") + 2 - period).max()))
+    period = period[:, None] + torch.arange(periods, device=q.device)
+    start = window + block * (period - 1)  # the first place that sees a period's blocks merged
     begin, rows = (start, block) if tokens > 1 else (first[:, None], 1)
     place = begin[..., None] + torch.arange(rows, device=q.device)
-    merges = (turn >= 1) & (start >= first[:, None]) & (start < end[:, None])
+    merges = (period >= 1) & (start >= first[:, None]) & (start < end[:, None])
     parts = []
-    for some in torch.arange(turns, device=q.device).split(TOGETHER):
-        leaving = Leaving.of(columns, turn[:, some], merges[:, some], block, state.sink_k.shape[-2])
-        asks = take(q, (place[:, some].flatten(1) - end[:, None] + tokens).clamp(0, tokens - 1))
+    for some in torch.arange(periods, device=q.device).split(PERIODS_AT_ONCE):
+        leaving = LeavingBlocks.of(columns, period[:, some], merges[:, some], block, state.sink_k.shape[-2])
+        asks = take_tokens(q, (place[:, some].flatten(1) - end[:, None] + tokens).clamp(0, tokens - 1))
         parts.append(
-            (attend or attend_turns)(asks, place[:, some], turn[:, some] * block, leaving, columns, merging, state)
+            (attend or attend_periods)(asks, place[:, some], period[:, some] * block, leaving, columns, merging, state)
         )
     state.count = end
     remember_window(state, columns, tokens)
     if tokens == 1:
         return parts[0]
     place = end[:, None] - tokens + torch.arange(tokens, device=q.device)
-    out = take(torch.cat(parts, -2), (place - start[:, :1]).clamp_min(0))
-    return out if order is None else take(out, order.argsort(-1))
+    out = take_tokens(torch.cat(parts, -2), (place - start[:, :1]).clamp_min(0))
+    return out if order is None else take_tokens(out, order.argsort(-1))
 
 
 @dataclass
-class Leaving:
-    """The blocks that leave the window at some turns."""
+class LeavingBlocks:
+    """The blocks that leave the window at some periods."""
 
-    index: Tensor  # (batch, turns, block) their columns
-    comes: Tensor  # (batch, turns, block) which of them are merged
-    merges: Tensor  # (batch, turns)
+    index: Tensor  # (batch, periods, block) their columns
+    present: Tensor  # (batch, periods, block) which of them are merged
+    merges: Tensor  # (batch, periods)
 
     @classmethod
-    def of(cls, columns: Columns, turn: Tensor, merges: Tensor, block: int, sinks: int) -> Leaving:
-        place = (turn - 1)[..., None] * block + torch.arange(block, device=turn.device)
+    def of(cls, columns: Columns, period: Tensor, merges: Tensor, block: int, sinks: int) -> LeavingBlocks:
+        place = (period - 1)[..., None] * block + torch.arange(block, device=period.device)
         index = (place - columns.first[:, None, None]).clamp(0, columns.k.shape[-2] - 1)
         return cls(index, merges[..., None] & (place >= sinks), merges)
 
 
-def attend_turns(
-    q: Tensor, place: Tensor, merged: Tensor, leaving: Leaving, columns: Columns, merging: Merging, state: SlotState
+def attend_periods(
+    q: Tensor,
+    place: Tensor,
+    merged: Tensor,
+    leaving: LeavingBlocks,
+    columns: Columns,
+    merging: Merging,
+    state: SlotState,
 ) -> Tensor:
-    """Merge the blocks of some turns, one after the other, then attend with the rows of all of them."""
-    return look(q, place, merged, absorb(state, columns, merging, leaving), columns, merging, state)
+    """Merge the blocks of some periods, one after the other, then attend with the rows of all of them."""
+    return attend_rows(q, place, merged, merge_blocks(state, columns, merging, leaving), columns, merging, state)
 
 
-def absorb(state: SlotState, columns: Columns, merging: Merging, leaving: Leaving) -> Slots:
-    """Merge the blocks that leave the window at some turns; update the state.
+def merge_blocks(state: SlotState, columns: Columns, merging: Merging, leaving: LeavingBlocks) -> Slots:
+    """Merge the blocks that leave the window at some periods; update the state.
 
-    Give the slots after each turn: a batch in which every text's turns follow one another.
+    Give the slots after each period: a batch in which every text's periods follow one another.
     """
     work, index = state.weight.dtype, leaving.index.flatten(1)
-    weight = leaving.comes.to(work)[:, None].expand(-1, columns.k.shape[1], -1, -1)
-    k, v = (take(x, index).to(work).unflatten(2, leaving.index.shape[1:]) for x in (columns.k, columns.v))
+    weight = leaving.present.to(work)[:, None].expand(-1, columns.k.shape[1], -1, -1)
+    k, v = (take_tokens(x, index).to(work).unflatten(2, leaving.index.shape[1:]) for x in (columns.k, columns.v))
     now, found, count = Slots(state.slot_k, state.slot_v, state.weight, state.spread), [], state.weight.shape[-1]
-    held = (state.weight > 0).sum(-1).amax(-1, keepdim=True) + leaving.comes.sum(-1).cumsum(-1)  # if nothing is merged
-    turns = zip(leaving.merges.any(0).tolist(), (held > count).any(0).tolist(), strict=True)
-    for number, (any_comes, too_many) in enumerate(turns):
-        if any_comes:
+    held = (state.weight > 0).sum(-1).amax(-1, keepdim=True) + leaving.present.sum(-1).cumsum(
+        -1
+    )  # if nothing is merged
+    periods = zip(leaving.merges.any(0).tolist(), (held > count).any(0).tolist(), strict=True)
+    for number, (any_leaves, too_many) in enumerate(periods):
+        if any_leaves:
             new = (k[:, :, number], v[:, :, number], weight[:, :, number], torch.zeros_like(weight[:, :, number]))
             all_of = [torch.cat(pair, 2) for pair in zip((now.k, now.v, now.weight, now.spread), new, strict=True)]
-            now = merge_slots(Slots(*all_of), count, merging.scaled) if too_many else kept_slots(Slots(*all_of), count)
+            now = merge_slots(Slots(*all_of), count, merging.scaled) if too_many else keep_slots(Slots(*all_of), count)
             now.k, now.v = now.k.to(state.slot_k.dtype), now.v.to(state.slot_v.dtype)
             if merging.bits == 8:
-                now.k, now.v = rounded(now.k), rounded(now.v)
+                now.k, now.v = round_vectors(now.k), round_vectors(now.v)
         found.append(now)
     state.slot_k, state.slot_v, state.weight, state.spread = now.k, now.v, now.weight, now.spread
     each = ([getattr(one, name) for one in found] for name in ("k", "v", "weight", "spread"))
     return Slots(*(torch.stack(xs, 1).flatten(0, 1) for xs in each))
 
 
-def look(
+def attend_rows(
     q: Tensor, place: Tensor, merged: Tensor, held: Slots, columns: Columns, merging: Merging, state: SlotState
 ) -> Tensor:
-    """Attend with rows at places (batch, turns, rows) that see as merged the tokens before `merged` (batch, turns)."""
-    turns, work = place.shape[1], working_dtype(q)
+    """Attend with rows at places (batch, periods, rows); tokens before `merged` (batch, periods) are in slots."""
+    periods, work = place.shape[1], working_dtype(q)
 
-    def by_turn(x: Tensor) -> Tensor:
-        """(batch, …, turns * tokens, dim) -> (batch * turns, …, tokens, dim)"""
-        return x.unflatten(-2, (turns, -1)).movedim(-3, 1).flatten(0, 1)
+    def by_period(x: Tensor) -> Tensor:
+        """(batch, …, periods * tokens, dim) -> (batch * periods, …, tokens, dim)"""
+        return x.unflatten(-2, (periods, -1)).movedim(-3, 1).flatten(0, 1)
 
-    q, merged = by_turn(q.to(work)), merged.clamp_min(0)[..., None]
+    q, merged = by_period(q.to(work)), merged.clamp_min(0)[..., None]
     near = merged + torch.arange(columns.window, device=q.device)
     index = near - columns.first[:, None, None]
     here = (index >= columns.empty[:, None, None]) & (index < columns.k.shape[-2])
     seen = (here[:, :, None] & (near[:, :, None] <= place[..., None])).flatten(0, 1)
     index = index.clamp(0, columns.k.shape[-2] - 1).flatten(1)
-    parts = [(only(by_head(q, by_turn(take(columns.k, index)).to(work).mT), seen), by_turn(take(columns.v, index)))]
+    parts = [
+        (
+            mask_logits(multiply_by_head(q, by_period(take_tokens(columns.k, index)).to(work).mT), seen),
+            by_period(take_tokens(columns.v, index)),
+        )
+    ]
     if sinks := state.sink_k.shape[-2]:
         gone = (torch.arange(sinks, device=q.device) < merged).flatten(0, 1)[:, None].expand(-1, q.shape[-2], -1)
-        sink_k, sink_v = (x.repeat_interleave(turns, 0) for x in (state.sink_k, state.sink_v))
-        parts.append((only(by_head(q, sink_k.to(work).mT), gone), sink_v))
-    parts.append((by_head(q, held.k.to(work).mT) + levels(held, merging)[:, :, None, None], held.v))
-    return combine(parts).unflatten(0, place.shape[:2]).movedim(1, -3).flatten(-3, -2)
+        sink_k, sink_v = (x.repeat_interleave(periods, 0) for x in (state.sink_k, state.sink_v))
+        parts.append((mask_logits(multiply_by_head(q, sink_k.to(work).mT), gone), sink_v))
+    parts.append((multiply_by_head(q, held.k.to(work).mT) + slot_levels(held, merging)[:, :, None, None], held.v))
+    return combine_parts(parts).unflatten(0, place.shape[:2]).movedim(1, -3).flatten(-3, -2)

@@ -13,7 +13,7 @@ from typing import Protocol
 import torch
 
 from .feature_maps_folded import Folded
-from .state import EMPTY, HEADROOM, State
+from .state import EMPTY, HEADROOM, FeatureState
 
 Tensor = torch.Tensor
 
@@ -29,21 +29,21 @@ class Features(Protocol):
     def keys(self, k: Tensor) -> Tensor: ...  # (batch, heads, tokens, dim) -> (…, features), log-features w
 
 
-def folded_of(feature_map: Features | None) -> Folded | None:
+def get_folded(feature_map: Features | None) -> Folded | None:
     """The map made ready for single tokens, if it can be."""
     return getattr(feature_map, "folded", lambda: None)()
 
 
-def made_ready(feature_map: Features | None) -> Features | None:
+def fold_unless_training(feature_map: Features | None) -> Features | None:
     """The same, or else the map itself; where gradients are taken, its parameters need theirs, and will change."""
     if not torch.is_grad_enabled():
-        return folded_of(feature_map) or feature_map
+        return get_folded(feature_map) or feature_map
     getattr(feature_map, "forget_folded", lambda: None)()
     return feature_map
 
 
 @dataclass
-class Far:
+class FarField:
     """What the rows of one chunk see of the state and, through features, of the keys that they have behind them.
 
     A row none of whose logits reaches `bound`, HEADROOM below what its features could give with the largest keys, has
@@ -57,16 +57,27 @@ class Far:
     sum: Tensor  # Σ e^(logit - bound) v
 
     @classmethod
-    def of(cls, u: Tensor, w: Tensor, v: Tensor, state: State) -> Far:
+    def of(cls, u: Tensor, w: Tensor, v: Tensor, state: FeatureState) -> FarField:
         ceiling = torch.maximum(w.detach().amax(-2), state.level.detach())[:, :, None]
-        key, held = exp_(w - (ceiling - HEADROOM)), exp_(state.level - (ceiling[:, :, 0] - HEADROOM))[..., None]
+        key, held = (
+            exp_without_underflow(w - (ceiling - HEADROOM)),
+            exp_without_underflow(state.level - (ceiling[:, :, 0] - HEADROOM))[..., None],
+        )
         u = u + ceiling[:, :, None]
         bound = u.detach().amax(-1, keepdim=True)
-        query = exp_(u.sub_(bound))
+        query = exp_without_underflow(u.sub_(bound))
         seen = torch.ones(w.shape[-2], w.shape[-2], dtype=w.dtype, device=w.device).tril()
-        product = by_head(query, key.mT).mul_(seen)  # several times faster than taking each one's lower triangle
-        total = product.sum(-1, keepdim=True) + by_head(query, held)
-        return cls(key, ceiling, bound - HEADROOM, total, by_head(product, v).add_(by_head(query, held * state.mean)))
+        product = multiply_by_head(query, key.mT).mul_(
+            seen
+        )  # several times faster than taking each one's lower triangle
+        total = product.sum(-1, keepdim=True) + multiply_by_head(query, held)
+        return cls(
+            key,
+            ceiling,
+            bound - HEADROOM,
+            total,
+            multiply_by_head(product, v).add_(multiply_by_head(query, held * state.mean)),
+        )
 
     @property
     def lse(self) -> Tensor:
@@ -78,17 +89,17 @@ def far_logits_exactly(u: Tensor, w: Tensor) -> Tensor:
     return torch.logsumexp(u[..., :, None, :] + w[:, :, None, None], -1)
 
 
-def by_head(x: Tensor, y: Tensor) -> Tensor:
+def multiply_by_head(x: Tensor, y: Tensor) -> Tensor:
     """x (batch, heads, group, rows, dim) times y (batch, heads, dim, columns), which a group shares."""
     return (x.flatten(2, 3) @ y).unflatten(2, x.shape[2:4])
 
 
-def only(logits: Tensor, seen: Tensor) -> Tensor:
+def mask_logits(logits: Tensor, seen: Tensor) -> Tensor:
     """Logits (batch, heads, group, …) where a mask (batch, …) is true, and EMPTY elsewhere."""
     return logits + torch.where(seen, 0.0, EMPTY).to(logits.dtype)[:, None, None]  # many times faster than filling
 
 
-def exp_(x: Tensor) -> Tensor:
+def exp_without_underflow(x: Tensor) -> Tensor:
     """e^x, and 0 for what would nearly underflow: a CPU takes a hundred times as long for what does.
 
     Written over x where nothing needs its gradient: fresh memory for each result takes longer than the result.
@@ -102,7 +113,7 @@ def exp_(x: Tensor) -> Tensor:
 def exact_part(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
     """Logits and values of exact tokens for q (batch, heads, rows, dim); all are seen, or `seen` (batch, tokens)."""
     logits = q @ k.to(q.dtype).mT
-    return logits if seen is None else only(logits, seen), v.to(q.dtype)
+    return logits if seen is None else mask_logits(logits, seen), v.to(q.dtype)
 
 
 def softmax_over(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -111,22 +122,22 @@ def softmax_over(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return functools.reduce(torch.add, (weight @ values for weight, (_, values) in zip(weights, parts, strict=True)))
 
 
-def largest(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+def largest_logit(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """The largest logit of each row: (batch, heads, group, rows, 1)."""
     empty = parts[0][0].new_full((*parts[0][0].shape[:-1], 1), EMPTY)
     return torch.stack([empty, *(x.detach().amax(-1, keepdim=True) for x, _ in parts if x.shape[-1])]).amax(0)
 
 
-def combine(parts: list[tuple[Tensor, Tensor]], far: Far | None = None) -> Tensor:
+def combine_parts(parts: list[tuple[Tensor, Tensor]], far: FarField | None = None) -> Tensor:
     """One softmax over all parts, given as logits and values, and what is far: (…, rows, value_dim)."""
-    tops = ([largest(parts)] if parts else []) + ([far.lse] if far is not None else [])
+    tops = ([largest_logit(parts)] if parts else []) + ([far.lse] if far is not None else [])
     top = torch.maximum(tops[0], tops[-1])
     total, out = torch.zeros_like(top), torch.zeros_like(top)
     if far is not None:
         scale = (far.bound - top).clamp_max(0).exp()  # only above 0 in rows that see nothing
         total, out = scale * far.total, scale * far.sum
     for logits, values in parts:
-        weights = exp_(logits - top)
+        weights = exp_without_underflow(logits - top)
         total = total + weights.sum(-1, keepdim=True)
-        out = out + by_head(weights, values.to(weights.dtype))
+        out = out + multiply_by_head(weights, values.to(weights.dtype))
     return out / total.clamp_min(torch.finfo(top.dtype).tiny)  # a head that holds nothing gives nothing

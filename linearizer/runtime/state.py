@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 @dataclass
-class Near:
+class ExactState:
     """What heads remember exactly. The window is a ring: the token at place p lies in slot p mod window."""
 
     count: Tensor  # (batch,) real tokens read so far
@@ -28,7 +28,7 @@ class Near:
     window_k: Tensor  # (batch, heads, window, dim)
     window_v: Tensor
 
-    told = None  # type: object  # what kernels are told of it (table.py), kept beside it and no part of it
+    token_table = None  # type: object  # what kernels know of it (kernel_token_table.py): beside it, and no part of it
 
     @staticmethod
     def nothing(k: Tensor, v: Tensor, window: int, sinks: int) -> dict[str, Tensor]:
@@ -43,25 +43,25 @@ class Near:
 
 
 @dataclass
-class State(Near):
+class FeatureState(ExactState):
     """What heads with a window and features remember."""
 
     level: Tensor  # (batch, heads, features)
     mean: Tensor  # (batch, heads, features, value_dim)
 
     @classmethod
-    def empty(cls, k: Tensor, v: Tensor, window: int, sinks: int, features: int) -> State:
+    def empty(cls, k: Tensor, v: Tensor, window: int, sinks: int, features: int) -> FeatureState:
         batch, heads = k.shape[:2]
         work = working_dtype(v)
         return cls(
-            **Near.nothing(k, v, window, sinks),
+            **ExactState.nothing(k, v, window, sinks),
             level=torch.full((batch, heads, features), EMPTY, dtype=work, device=v.device),
             mean=torch.zeros(batch, heads, features, v.shape[-1], dtype=work, device=v.device),
         )
 
 
 @dataclass
-class SlotState(Near):
+class SlotState(ExactState):
     """What heads with slots remember."""
 
     slot_k: Tensor  # (batch, heads, slots, dim)
@@ -73,7 +73,7 @@ class SlotState(Near):
     def empty(cls, k: Tensor, v: Tensor, window: int, sinks: int, slots: int) -> SlotState:
         shape = (*k.shape[:2], slots)
         return cls(
-            **Near.nothing(k, v, window, sinks),
+            **ExactState.nothing(k, v, window, sinks),
             slot_k=k.new_zeros(*shape, k.shape[-1]),
             slot_v=v.new_zeros(*shape, v.shape[-1]),
             weight=torch.zeros(shape, dtype=working_dtype(v), device=v.device),
@@ -117,18 +117,18 @@ class Columns:
         return torch.arange(start, stop, device=self.k.device) >= self.empty[:, None]
 
 
-def lay_columns(k: Tensor, v: Tensor, window: int, real: Tensor | None, state: Near) -> Columns:
+def lay_columns(k: Tensor, v: Tensor, window: int, real: Tensor | None, state: ExactState) -> Columns:
     """Lay the remembered window before the new keys and values; move what is no token to the left end."""
     if window:
         slot = ring_slots(state.count, window)
-        k = torch.cat([take(state.window_k, slot), k], -2)
-        v = torch.cat([take(state.window_v, slot), v], -2)
+        k = torch.cat([take_tokens(state.window_k, slot), k], -2)
+        v = torch.cat([take_tokens(state.window_v, slot), v], -2)
     held = state.count.clamp(max=window)
     new = k.new_full(held.shape, k.shape[-2] - window, dtype=torch.long) if real is None else real.sum(-1)
     if real is not None:
         old = torch.arange(window, device=k.device) >= window - held[:, None]
         order = torch.cat([old, real], -1).to(torch.int8).argsort(dim=-1, stable=True)
-        k, v = take(k, order), take(v, order)
+        k, v = take_tokens(k, order), take_tokens(v, order)
     return Columns(k, v, state.count + new - k.shape[-2], k.shape[-2] - held - new, window)
 
 
@@ -137,13 +137,13 @@ def ring_slots(count: Tensor, window: int) -> Tensor:
     return (count[:, None] + torch.arange(window, device=count.device)) % max(window, 1)
 
 
-def take(x: Tensor, index: Tensor) -> Tensor:
+def take_tokens(x: Tensor, index: Tensor) -> Tensor:
     """Take tokens of x (batch, …, tokens, dim) by an index (batch, tokens)."""
     shape = (index.shape[0], *[1] * (x.dim() - 3), index.shape[1], 1)
     return x.gather(-2, index.view(shape).expand(*x.shape[:-2], -1, x.shape[-1]))
 
 
-def remember_token(state: Near, k: Tensor, v: Tensor, least: int) -> None:
+def remember_token(state: ExactState, k: Tensor, v: Tensor, least: int) -> None:
     """Put one token of every text where it belongs in the ring and among the sinks, in place.
 
     No text has read fewer than `least` tokens before it.
@@ -171,24 +171,24 @@ def first_places(size: int, last: Tensor) -> Tensor:
     return torch.arange(size, device=last.device) <= last[:, None]
 
 
-def least_of(count: Tensor) -> int:
+def least_count(count: Tensor) -> int:
     """The least of some counts where it can be seen at once, and else 0: waiting for a device would cost more."""
     return min(count.tolist()) if count.device.type == "cpu" else 0
 
 
-def remember_sinks(state: Near, columns: Columns) -> None:
+def remember_sinks(state: ExactState, columns: Columns) -> None:
     """Copy the first tokens of the text to where they stay, if they are among the columns."""
     sinks = state.sink_k.shape[-2]
     column = torch.arange(sinks, device=columns.k.device) - columns.first[:, None]
     length = columns.k.shape[-2]
     here = ((column >= columns.empty[:, None]) & (column < length))[:, None, :, None]
     column = column.clamp(0, length - 1)
-    state.sink_k = torch.where(here, take(columns.k, column), state.sink_k)
-    state.sink_v = torch.where(here, take(columns.v, column), state.sink_v)
+    state.sink_k = torch.where(here, take_tokens(columns.k, column), state.sink_k)
+    state.sink_v = torch.where(here, take_tokens(columns.v, column), state.sink_v)
 
 
-def remember_window(state: Near, columns: Columns, tokens: int) -> None:
+def remember_window(state: ExactState, columns: Columns, tokens: int) -> None:
     """Put the last columns into the ring, once the state counts the new tokens."""
     slot = ring_slots(state.count, columns.window).argsort(-1)
-    state.window_k = take(columns.k[:, :, tokens:], slot)
-    state.window_v = take(columns.v[:, :, tokens:], slot)
+    state.window_k = take_tokens(columns.k[:, :, tokens:], slot)
+    state.window_v = take_tokens(columns.v[:, :, tokens:], slot)

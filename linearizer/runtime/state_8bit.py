@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import nn
 
-from .state import Near, least_of, remember_token, tensors, working_dtype
+from .state import ExactState, least_count, remember_token, tensors, working_dtype
 
-MOST = 127
+MAX_CODE = 127
 LOWEST, HIGHEST = -24, 121  # exponents: below the first fp16 has no numbers, above the second fp32 has none
 
 KEYS_AND_VALUES = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v", "k", "v")
@@ -43,17 +43,17 @@ def attend_in_8_bits(
     group: nn.Module, q: Tensor, k: Rounded, v: Rounded, scale: float, real: Tensor | None, held: Any, keep: bool
 ) -> tuple[Tensor, Any]:
     """Let heads attend whose state is kept as bytes; give the state, too, where it is to be kept."""
-    before = None if held is None else unpack(held, k.numbers.dtype, v.numbers.dtype)
+    before = None if held is None else unpack_state(held, k.numbers.dtype, v.numbers.dtype)
     alone = keep and before is not None and real is None and q.shape[-2] == 1
-    if alone and isinstance(held, Near):
-        remember_token(held, k.bytes, v.bytes, least_of(held.count))  # before the group counts the token, in place
+    if alone and isinstance(held, ExactState):
+        remember_token(held, k.bytes, v.bytes, least_count(held.count))  # before the group counts the token, in place
     out, after = group(q, k.numbers, v.numbers, scale, real, None if before is None else replace(before))
     if not keep:
         return out, None
-    return out, pack_token(held, before, after, k.bytes, v.bytes) if alone else pack(after)
+    return out, pack_token(held, before, after, k.bytes, v.bytes) if alone else pack_state(after)
 
 
-def rounded(x: Tensor) -> Tensor:
+def round_vectors(x: Tensor) -> Tensor:
     """Round vectors (…, dim) to what 8 bits can hold."""
     return numbers_of(x, *codes_of(x.detach()))
 
@@ -64,34 +64,34 @@ def numbers_of(x: Tensor, codes: Tensor, exponent: Tensor) -> Tensor:
     return numbers + (x - x.detach()) if x.requires_grad else numbers
 
 
-def packed(x: Tensor) -> Tensor:
+def pack_vectors(x: Tensor) -> Tensor:
     """Write vectors (…, dim) as bytes: their whole numbers, then the exponent."""
     return Rounded.of(x).bytes
 
 
-def unpacked(x: Tensor, dtype: torch.dtype) -> Tensor:
+def unpack_vectors(x: Tensor, dtype: torch.dtype) -> Tensor:
     """Read what `packed` wrote."""
     return (x[..., :-1] * power(x[..., -1:])).to(dtype)
 
 
-def pack(state: Any) -> Any:
+def pack_state(state: Any) -> Any:
     """Give a state whose keys and values are bytes."""
-    return replace(state, **{name: packed(x) for name, x in keys_and_values(state).items()})
+    return replace(state, **{name: pack_vectors(x) for name, x in keys_and_values(state).items()})
 
 
-def unpack(state: Any, key_dtype: torch.dtype, value_dtype: torch.dtype) -> Any:
+def unpack_state(state: Any, key_dtype: torch.dtype, value_dtype: torch.dtype) -> Any:
     """Give a state whose keys and values can be computed with."""
     dtypes = {"k": key_dtype, "v": value_dtype}
-    return replace(state, **{name: unpacked(x, dtypes[name[-1]]) for name, x in keys_and_values(state).items()})
+    return replace(state, **{name: unpack_vectors(x, dtypes[name[-1]]) for name, x in keys_and_values(state).items()})
 
 
 def pack_token(held: Any, before: Any, after: Any, k: Tensor, v: Tensor) -> Any:
     """Pack what a token has changed beside window and sinks: `held` is `before`, packed, which became `after`."""
     changed = {name: x for name, x in tensors(after).items() if name not in KEYS_AND_VALUES}
-    if not isinstance(held, Near):
+    if not isinstance(held, ExactState):
         return replace(held, k=torch.cat([held.k, k], -2), v=torch.cat([held.v, v], -2), **changed)
     merged = [name for name in ("slot_k", "slot_v") if getattr(after, name, None) is not getattr(before, name, None)]
-    return replace(held, **changed, **{name: packed(getattr(after, name)) for name in merged})
+    return replace(held, **changed, **{name: pack_vectors(getattr(after, name)) for name in merged})
 
 
 def keys_and_values(state: object) -> dict[str, Tensor]:
@@ -104,7 +104,7 @@ def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
     if not work.numel():
         return work, work.new_zeros(*work.shape[:-1], 1, dtype=torch.int32)
     part, exponent = torch.frexp(work.abs().amax(-1, keepdim=True))
-    exponent = (exponent - 7 + (part > MOST / 128)).clamp(LOWEST, HIGHEST)
+    exponent = (exponent - 7 + (part > MAX_CODE / 128)).clamp(LOWEST, HIGHEST)
     return (work * power(-exponent)).round(), exponent
 
 

@@ -19,7 +19,7 @@ from typing import Any, NamedTuple
 import torch
 from torch.autograd.function import once_differentiable
 
-from linearizer.runtime.kernel_trial import Drawn, Sizes, takes, trusted
+from linearizer.runtime.kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
 from linearizer.runtime.state import working_dtype
 from linearizer.train.attention_loss_blocks import BLOCK, Heads, Pair, largest_scores, rows_at_once
 
@@ -57,19 +57,19 @@ def attention_loss(
 
 def kernels_serve(u: Tensor, q: Tensor, k: Tensor, squared: bool) -> bool:
     """Tell whether kernels can be trusted with such tensors."""
-    if loss_kernels is None or not takes(q, k):
+    if loss_kernels is None or not kernels_accept(q, k):
         return False
 
-    sizes = Sizes(q.shape[2], q.shape[-1], 1, 0, u.shape[-1])
+    sizes = TrialSizes(q.shape[2], q.shape[-1], 1, 0, u.shape[-1])
 
     def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
-        text = Drawn.of(q, sizes, TRIAL_TOKENS, dtype)
+        text = TrialText.of(q, sizes, TRIAL_TOKENS, dtype)
         work = working_dtype(text.q)
         tensors = text.features.queries(text.q.to(work)), text.features.keys(text.k.to(work)), text.q, text.k
         total, gradients = (fused if by_kernels else blocked)(*tensors, 16, 4, squared, True)
         return [total, *(gradients or ())]
 
-    return trusted("losses of attention rows", q, (*sizes, squared), answers)
+    return passes_trial("losses of attention rows", q, (*sizes, squared), answers)
 
 
 class RowLoss(torch.autograd.Function):

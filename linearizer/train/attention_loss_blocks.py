@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from linearizer.runtime.softmax_parts import exp_
+from linearizer.runtime.softmax_parts import exp_without_underflow
 from linearizer.runtime.state import EMPTY, HEADROOM
 
 Tensor = torch.Tensor
@@ -43,7 +43,17 @@ class Heads:
         query = u + ceiling[:, None]
         bound = query.amax(-1, keepdim=True)
         key = (w - ceiling).clamp_(max=0).add_(HEADROOM)  # near keys may lie above it; they are not used
-        return cls(u, w, q, k, window, sinks, exp_(query.sub_(bound)), exp_(key), bound[..., 0] - HEADROOM)
+        return cls(
+            u,
+            w,
+            q,
+            k,
+            window,
+            sinks,
+            exp_without_underflow(query.sub_(bound)),
+            exp_without_underflow(key),
+            bound[..., 0] - HEADROOM,
+        )
 
     def blocks(self) -> list[Block]:
         group, tokens = self.u.shape[1:3]
@@ -70,7 +80,9 @@ class Heads:
                 continue
             scale = (block.rows(self.bound) + HEADROOM - shift[:, None, None]).exp()[..., None]
             query, key = block.rows(self.query) * scale, self.key[:, block.far] * math.exp(-HEADROOM)
-            error = exp_(block.scores()[..., block.far] - shift[:, None, None, None]) - by_key(query, key)
+            error = exp_without_underflow(block.scores()[..., block.far] - shift[:, None, None, None]) - by_key(
+                query, key
+            )
             block.fill_near(error, 0)
             total[0] += error.square().sum()
             if gradients is not None:

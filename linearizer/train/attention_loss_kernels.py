@@ -21,14 +21,14 @@ from linearizer.runtime.kernel_common import (
     HEADROOM,
     LOST,
     Constants,
-    at_once,
+    dims_at_once,
     for_chip,
     load_rows,
     load_tile,
+    on_device_of_first,
     padded,
     precision,
     scores,
-    where_it_lies,
 )
 
 Tensor = torch.Tensor
@@ -215,7 +215,7 @@ def block_sizes(x: Tensor, features: int, width: int) -> tuple[dict, dict]:
     return {"BT": rows, "BN": columns, "MS": slab, "MG": gradient}, {"num_warps": warps, "num_stages": stages}
 
 
-@where_it_lies
+@on_device_of_first
 def losses(
     u: Tensor, w: Tensor, q: Tensor, k: Tensor, window: int, sinks: int, squared: bool, scale: float = 1.0,
     top: Tensor | None = None,
@@ -231,7 +231,14 @@ def losses(
     bound, lse, entropy, largest, student, loss, lost = (
         torch.empty(u.shape[:-1], dtype=kept, device=u.device) for _ in range(7)
     )
-    letters = {"D": q.shape[-1], "DP": padded(q.shape[-1]), "DS": at_once(q), "M": features, **sizes, **precision(q)}
+    letters = {
+        "D": q.shape[-1],
+        "DP": padded(q.shape[-1]),
+        "DS": dims_at_once(q),
+        "M": features,
+        **sizes,
+        **precision(q),
+    }
     constants = Constants(**letters, SQUARED=squared)
     blocks = triton.cdiv(tokens, sizes["BT"])
     of_queries, of_keys = (Constants(**letters, ROWS=rows) for rows in (True, False))

@@ -24,9 +24,9 @@ from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
 from linearizer.model.layers import featured, matrix
-from linearizer.runtime.features_torch import chunked
-from linearizer.runtime.layer_student import HeadGroup, LayerStudent, Scaled
-from linearizer.runtime.state import State
+from linearizer.runtime.features_torch import attend_text_with_features
+from linearizer.runtime.layer_student import FeatureGroup, LayerStudent, ScaledMap
+from linearizer.runtime.state import FeatureState
 from linearizer.train.attention_loss import attention_loss
 from linearizer.train.attention_loss_blocks import largest_scores
 
@@ -86,11 +86,11 @@ def layer_loss(
 
 
 def rows_loss(
-    kind: str, group: HeadGroup, inputs: AttentionInputs, keep: float, normaliser: Tensor | None = None
+    kind: str, group: FeatureGroup, inputs: AttentionInputs, keep: float, normaliser: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
     """Compare the attention rows of some heads; return the loss and its excess."""
     q, k, _ = inputs.of_heads(group.heads)
-    features = Scaled(group.feature_map, inputs.scale)  # type: ignore[arg-type]
+    features = ScaledMap(group.feature_map, inputs.scale)  # type: ignore[arg-type]
     u, w = features.queries(q), features.keys(k)
     q, k = inputs.query.unflatten(1, (inputs.key.shape[1], -1))[:, group.heads], inputs.key[:, group.heads]
     largest = None if normaliser is None else normaliser[group.heads]
@@ -136,9 +136,11 @@ def output_loss(
             with torch.no_grad():
                 output = output + project(exact, weight[group.heads])
         window = int(group.window * keep)
-        state = State.empty(k, v, window, group.sinks, group.features)
-        far = Scaled(group.feature_map, inputs.scale)  # type: ignore[arg-type]
-        error = error + project(exact - chunked(q, k, v, far, window, None, state), weight[group.heads])
+        state = FeatureState.empty(k, v, window, group.sinks, group.features)
+        far = ScaledMap(group.feature_map, inputs.scale)  # type: ignore[arg-type]
+        error = error + project(
+            exact - attend_text_with_features(q, k, v, far, window, None, state), weight[group.heads]
+        )
     square = output.square().sum() if normaliser is None else normaliser * len(inputs.query)
     return error.square().sum() / square.clamp_min(torch.finfo(output.dtype).tiny)
 

@@ -5,14 +5,14 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from linearizer.runtime.features import linear_attention, reference
-from linearizer.runtime.features_torch import chunked
-from linearizer.runtime.layer_student import HeadGroup, Scaled
-from linearizer.runtime.state import State
+from linearizer.runtime.features_torch import attend_text_with_features
+from linearizer.runtime.layer_student import FeatureGroup, ScaledMap
+from linearizer.runtime.state import FeatureState
 from tests.benchmarks.timing import DEVICE, GPU, attempt, compiled, draw, own
 
 
 def group_of(heads, dim, features, kind="prf"):
-    group = HeadGroup(list(range(heads)), 0, features, 0, dim, kind).to(DEVICE)
+    group = FeatureGroup(list(range(heads)), 0, features, 0, dim, kind).to(DEVICE)
     group.feature_map.reset(torch.Generator().manual_seed(0))
     return group
 
@@ -41,7 +41,9 @@ def rivals_of_prefill(inputs, scale, group, features, feature_map):
         return lambda: [lambda x=x: call(*x) for x in inputs]
 
     def pytorch(q, k, v):
-        return chunked(q * scale, k, v, feature_map, 0, None, State.empty(k, v, 0, 0, features))
+        return attend_text_with_features(
+            q * scale, k, v, feature_map, 0, None, FeatureState.empty(k, v, 0, 0, features)
+        )
 
     def chunks():
         call = compiled(pytorch)
@@ -104,10 +106,12 @@ def prefill(limits, quick):
 
 def prefill_row(limits, batch, tokens, heads, group, dim, features):
     scale, inputs = dim**-0.5, texts(batch, tokens, heads, group, dim)
-    feature_map = Scaled(group_of(heads, dim, features).feature_map, scale)
+    feature_map = ScaledMap(group_of(heads, dim, features).feature_map, scale)
 
     def ours(q, k, v):
-        return linear_attention(q * scale, k, v, feature_map, 0, None, State.empty(k, v, 0, 0, features))  # the door
+        return linear_attention(
+            q * scale, k, v, feature_map, 0, None, FeatureState.empty(k, v, 0, 0, features)
+        )  # the door
 
     calls = [lambda x=x: ours(*x) for x in inputs]
     values = batch * tokens * heads * (2 * group + 2) * dim * inputs[0][0].element_size()

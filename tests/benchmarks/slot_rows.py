@@ -5,7 +5,7 @@ from torch.nn.functional import scaled_dot_product_attention as sdpa
 
 from linearizer.runtime.slots import GAIN, slot_attention
 from linearizer.runtime.slots_merging import Merging
-from linearizer.runtime.slots_torch import read_text
+from linearizer.runtime.slots_torch import attend_text_with_slots
 from linearizer.runtime.state import SlotState
 from tests.benchmarks.timing import GPU, attempt, draw, own
 
@@ -30,7 +30,7 @@ def slots(quick):
         row = {"op": "slots", "tokens": tokens, "heads": heads * group, "kv_heads": heads, "dim": dim, "slots": SLOTS}
         row |= own(calls)
         row["rivals"] = {
-            "slots in pytorch": attempt("pytorch", lambda: [lambda: read(read_text)], least=3),  # noqa: B023
+            "slots in pytorch": attempt("pytorch", lambda: [lambda: read(attend_text_with_slots)], least=3),  # noqa: B023
             "sdpa": attempt("sdpa", lambda: [softmax]),  # noqa: B023
         }
         yield row

@@ -7,14 +7,14 @@ from hypothesis import strategies as st
 
 from linearizer.runtime.feature_maps import FEATURE_MAPS
 from linearizer.runtime.features import linear_attention, reference
-from linearizer.runtime.features_torch import chunked, step
-from linearizer.runtime.state import State, tensors
+from linearizer.runtime.features_torch import attend_text_with_features, attend_token_with_features
+from linearizer.runtime.state import FeatureState, tensors
 from tests.support.log_features import VALUE_DIM, extreme, make
 
 
 def run(q, k, v, feature_map, window, sinks, real=None, cuts=()):
     """The whole text through the door, in pieces that end at the cuts."""
-    state = State.empty(k, v, window, sinks, feature_map.features if feature_map else 0)
+    state = FeatureState.empty(k, v, window, sinks, feature_map.features if feature_map else 0)
     edges = [0, *cuts, q.shape[-2]]
     out = []
     for a, b in zip(edges, edges[1:], strict=False):
@@ -65,8 +65,10 @@ def test_chunks_and_steps_agree_for_every_feature_map(kind, window, sinks):
     q, k, v, feature_map = make(37, kind=kind)
     expected = reference(q, k, v, feature_map, window, sinks)
     for chunk in (1, 7, 16, 64):
-        state = State.empty(k, v, window, sinks, 4)
-        assert (chunked(q, k, v, feature_map, window, None, state, chunk) - expected).abs().max() < 1e-10
+        state = FeatureState.empty(k, v, window, sinks, 4)
+        assert (
+            attend_text_with_features(q, k, v, feature_map, window, None, state, chunk) - expected
+        ).abs().max() < 1e-10
     stepped, _ = run(q, k, v, feature_map, window, sinks, cuts=range(1, 37))
     assert (stepped - expected).abs().max() < 1e-10
 
@@ -138,8 +140,10 @@ def test_gradients_agree_with_the_reference():
     q, k, v, feature_map = make(30)
     inputs = [x.requires_grad_() for x in (q, k, v)] + [p for p in feature_map.parameters()]
     weight = torch.randn(2, 2, 2, 30, VALUE_DIM, dtype=torch.float64)
-    state = State.empty(k, v, 5, 2, 4)
-    ours = torch.autograd.grad((chunked(q, k, v, feature_map, 5, None, state, 7) * weight).sum(), inputs)
+    state = FeatureState.empty(k, v, 5, 2, 4)
+    ours = torch.autograd.grad(
+        (attend_text_with_features(q, k, v, feature_map, 5, None, state, 7) * weight).sum(), inputs
+    )
     theirs = torch.autograd.grad((reference(q, k, v, feature_map, 5, 2) * weight).sum(), inputs)
     for mine, other in zip(ours, theirs, strict=True):
         torch.testing.assert_close(mine, other)
@@ -150,5 +154,5 @@ def test_a_step_changes_its_state_in_place():
     q, k, v, feature_map = make(9)
     _, state = run(q[..., :8, :], k[:, :, :8], v[:, :, :8], feature_map, 3, 2)
     ring = state.window_k
-    step(q[..., 8:, :], k[:, :, 8:], v[:, :, 8:], feature_map, 3, state)
+    attend_token_with_features(q[..., 8:, :], k[:, :, 8:], v[:, :, 8:], feature_map, 3, state)
     assert state.window_k is ring and torch.equal(ring[:, :, 8 % 3], k[:, :, 8])

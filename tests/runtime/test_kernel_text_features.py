@@ -14,9 +14,9 @@ from linearizer.runtime import (
     state,
 )
 from linearizer.runtime.features import reference
-from linearizer.runtime.features_torch import chunked
-from linearizer.runtime.kernel_dispatch import attend_by_kernel
-from linearizer.runtime.state import State, tensors
+from linearizer.runtime.features_torch import attend_text_with_features
+from linearizer.runtime.kernel_dispatch import attend_chunks_by_kernel
+from linearizer.runtime.state import FeatureState, tensors
 from tests.support.compiling import attention_and_gradients, attention_inputs, draw, slots
 from tests.support.kernels import CLOSE, DEVICE, ON_GPU, make, mutate, relative
 from tests.support.log_features import extreme
@@ -31,12 +31,12 @@ def short_segments(monkeypatch):
 
 def fused(q, k, v, feature_map, window, sinks, real=None, cuts=()):
     """The whole text by kernels, in pieces that end at the cuts: outputs and the last state."""
-    state = State.empty(k, v, window, sinks, feature_map.features if feature_map else 0)
+    state = FeatureState.empty(k, v, window, sinks, feature_map.features if feature_map else 0)
     out, edges = [], [0, *cuts, q.shape[-2]]
     for a, b in zip(edges, edges[1:], strict=False):
         piece = None if real is None else real[:, a:b]
         part = q[..., a:b, :], k[:, :, a:b], v[:, :, a:b]
-        out.append(chunked(*part, feature_map, window, piece, state, attend=attend_by_kernel))
+        out.append(attend_text_with_features(*part, feature_map, window, piece, state, attend=attend_chunks_by_kernel))
     return torch.cat(out, -2), state
 
 
@@ -79,8 +79,8 @@ def test_attention_and_every_gradient_are_the_reference_s(name):
 
 def test_the_state_is_the_one_that_chunks_leave():
     q, k, v, feature_map = make(70)
-    plain = State.empty(k, v, 5, 2, 20)
-    chunked(q, k, v, feature_map, 5, None, plain)
+    plain = FeatureState.empty(k, v, 5, 2, 20)
+    attend_text_with_features(q, k, v, feature_map, 5, None, plain)
     _, state = fused(q, k, v, feature_map, 5, 2)
     for name, tensor in tensors(plain).items():
         assert relative(tensors(state)[name].double(), tensor.double()) < CLOSE
@@ -97,8 +97,8 @@ def test_a_state_passes_gradients_back_to_the_text_before():
 
 
 def chunked_state(q, k, v, feature_map, window, sinks):
-    state = State.empty(k, v, window, sinks, feature_map.features)
-    chunked(q, k, v, feature_map, window, None, state, 16)
+    state = FeatureState.empty(k, v, window, sinks, feature_map.features)
+    attend_text_with_features(q, k, v, feature_map, window, None, state, 16)
     return state
 
 
@@ -144,7 +144,7 @@ def test_the_same_bits_twice():
 @pytest.mark.skipif(ON_GPU, reason="there it takes wide heads to see this")
 def test_dimensions_may_be_multiplied_some_at_a_time(monkeypatch):
     for module in (kernel_text_features, kernel_text_gradients_far):
-        monkeypatch.setattr(module, "at_once", lambda x: 16)
+        monkeypatch.setattr(module, "dims_at_once", lambda x: 16)
     test_attention_and_every_gradient_are_the_reference_s("one query head")
 
 
@@ -174,7 +174,7 @@ def test_a_mutated_kernel_fails(module, line, mutation, tmp_path, monkeypatch):
 def test_no_batch_and_no_text_is_too_large_for_a_grid(batch, tokens, monkeypatch):
     grids = []
     monkeypatch.setattr(
-        type(kernel_text_features.attend), "run", lambda kernel, *args, grid, **kwargs: grids.append(grid)
+        type(kernel_text_features.text_features_kernel), "run", lambda kernel, *args, grid, **kwargs: grids.append(grid)
     )
     inputs = attention_inputs(batch, 8, 4, tokens, 64, 64, torch.bfloat16, 8, 4)
     attention_and_gradients(inputs, 8)
@@ -196,6 +196,8 @@ def test_on_a_gpu_kernels_err_at_most_twice_as_much_as_pytorch(dtype, features, 
     q, k, v = (x.to(dtype) for x in (q / 8**0.5, k / 8**0.5, v))
     exact = reference(q.double(), k.double(), v.double(), feature_map.double(), 16, 4)
     feature_map.float()
-    plain = chunked(q, k, v, feature_map, 16, None, State.empty(k, v, 16, 4, features)).to(dtype)
+    plain = attend_text_with_features(q, k, v, feature_map, 16, None, FeatureState.empty(k, v, 16, 4, features)).to(
+        dtype
+    )
     out, _ = fused(q, k, v, feature_map, 16, 4)
     assert relative(out.double(), exact) <= 2 * relative(plain.double(), exact) + 1e-6

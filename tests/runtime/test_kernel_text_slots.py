@@ -6,9 +6,9 @@ import torch
 pytest.importorskip("triton")
 
 from linearizer.runtime import kernel_common, kernel_slots_merging, kernel_text_slots
-from linearizer.runtime.kernel_dispatch import attend_turns_by_kernel
-from linearizer.runtime.slots_merging import Merging, rounds
-from linearizer.runtime.slots_torch import attend_turns, read_text
+from linearizer.runtime.kernel_dispatch import attend_periods_by_kernel
+from linearizer.runtime.slots_merging import Merging, count_rounds
+from linearizer.runtime.slots_torch import attend_periods, attend_text_with_slots
 from linearizer.runtime.state import SlotState, tensors
 from tests.support.kernels import DEVICE, mutate
 
@@ -33,19 +33,21 @@ def text(length, group=2, dtype=torch.float64, heads=2, batch=2, whole=False):
 def both(q, k, v, metric, gain, count, block, real=None, edges=(), bits=16):
     """The whole text by PyTorch and by kernels, in calls that end at these edges: outputs and states."""
     ends = [*edges, q.shape[-2]]
-    for attend in (attend_turns, attend_turns_by_kernel):
+    for attend in (attend_periods, attend_periods_by_kernel):
         state, out = SlotState.empty(k, v, WINDOW, SINKS, count), []
         for a, b in zip([0, *ends], ends, strict=False):
             part = q[..., a:b, :], k[:, :, a:b], v[:, :, a:b]
             piece = None if real is None else real[:, a:b]
-            out.append(read_text(*part, Merging(metric, gain, WINDOW, block, bits=bits), piece, state, attend))
+            out.append(
+                attend_text_with_slots(*part, Merging(metric, gain, WINDOW, block, bits=bits), piece, state, attend)
+            )
         yield torch.cat(out, -2), state
 
 
 def assert_alike(found, tolerance, real=None):
     (plain, state), (fused, own) = found
     for x in tensors(own).values():
-        assert x.untyped_storage().nbytes() == x.numel() * x.element_size(), "only the last turn is remembered"
+        assert x.untyped_storage().nbytes() == x.numel() * x.element_size(), "only the last period is remembered"
     if real is not None:
         plain, fused = (x * real[:, None, None, :, None] for x in (plain, fused))
     torch.testing.assert_close(fused, plain, rtol=tolerance, atol=tolerance)
@@ -82,7 +84,7 @@ def test_of_pairs_that_cost_the_same_the_same_ones_are_merged():
 
 
 def test_the_number_of_rounds_is_what_halving_takes():
-    assert [rounds(slots, 16) for slots in (16, 17, 32, 33, 64, 65)] == [2, 3, 3, 4, 4, 5]
+    assert [count_rounds(slots, 16) for slots in (16, 17, 32, 33, 64, 65)] == [2, 3, 3, 4, 4, 5]
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter shows it as well")

@@ -6,10 +6,10 @@ import torch
 pytest.importorskip("triton")
 
 from linearizer.runtime import kernel_token_features
-from linearizer.runtime.features_torch import step
-from linearizer.runtime.kernel_dispatch import step_by_kernel
-from linearizer.runtime.layer_student import Scaled
-from linearizer.runtime.state import State, tensors
+from linearizer.runtime.features_torch import attend_token_with_features
+from linearizer.runtime.kernel_dispatch import attend_token_with_features_by_kernel
+from linearizer.runtime.layer_student import ScaledMap
+from linearizer.runtime.state import FeatureState, tensors
 from tests.support.kernels import CLOSE, ON_GPU, make, mutate, relative, vary
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")  # lanes that are masked afterwards
@@ -32,14 +32,14 @@ def test_steps_are_the_steps_of_pytorch(kind, window, sinks, features, group, di
     q, k, v, feature_map = make(14, features=features, group=group, kind=kind, dim=dim)
     if features:
         vary(feature_map)
-        feature_map = Scaled(feature_map, 0.3)
+        feature_map = ScaledMap(feature_map, 0.3)
         assert (feature_map.folded() is None) == (kind == "mlp")
-    states = [State.empty(k, v, window, sinks, features) for _ in range(2)]
+    states = [FeatureState.empty(k, v, window, sinks, features) for _ in range(2)]
     held = tensors(states[1])
     for t in range(14):
         token = q[..., t : t + 1, :], k[:, :, t : t + 1], v[:, :, t : t + 1]
-        expected = step(*token, feature_map, window, states[0])
-        assert relative(step_by_kernel(*token, feature_map, window, states[1]), expected) < CLOSE
+        expected = attend_token_with_features(*token, feature_map, window, states[0])
+        assert relative(attend_token_with_features_by_kernel(*token, feature_map, window, states[1]), expected) < CLOSE
     for name, tensor in tensors(states[0]).items():
         assert tensors(states[1])[name] is held[name], "a captured graph would miss an exchanged tensor"
         assert relative(held[name].double(), tensor.double()) < CLOSE
@@ -47,7 +47,7 @@ def test_steps_are_the_steps_of_pytorch(kind, window, sinks, features, group, di
 
 @pytest.mark.skipif(ON_GPU, reason="there it takes wide heads to see this")
 def test_dimensions_may_be_multiplied_some_at_a_time(monkeypatch):
-    monkeypatch.setattr(kernel_token_features, "at_once", lambda x: 16)
+    monkeypatch.setattr(kernel_token_features, "dims_at_once", lambda x: 16)
     test_steps_are_the_steps_of_pytorch("clusters", 3, 2, 5, 2, dim=20)
 
 
@@ -73,15 +73,21 @@ def test_a_mutated_step_fails(kind, line, mutation, tmp_path, monkeypatch):
 def test_on_a_gpu_a_captured_step_goes_on_with_the_state():
     q, k, v, feature_map = make(8, dtype=torch.bfloat16, dim=64, value_dim=64, features=32)
     feature_map.float()
-    states = [State.empty(k, v, 4, 1, 32) for _ in range(2)]
+    states = [FeatureState.empty(k, v, 4, 1, 32) for _ in range(2)]
     token = [q[..., :1, :].clone(), k[:, :, :1].clone(), v[:, :, :1].clone()]
-    assert relative(step_by_kernel(*token, feature_map, 4, states[0]), step(*token, feature_map, 4, states[1])) < 1e-2
+    assert (
+        relative(
+            attend_token_with_features_by_kernel(*token, feature_map, 4, states[0]),
+            attend_token_with_features(*token, feature_map, 4, states[1]),
+        )
+        < 1e-2
+    )
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        out = step_by_kernel(*token, feature_map, 4, states[0])
+        out = attend_token_with_features_by_kernel(*token, feature_map, 4, states[0])
     for t in range(8):
         part = q[..., t : t + 1, :], k[:, :, t : t + 1], v[:, :, t : t + 1]
         for mine, new in zip(token, part, strict=True):
             mine.copy_(new)
         graph.replay()
-        assert relative(out.float(), step(*part, feature_map, 4, states[1]).float()) < 1e-2
+        assert relative(out.float(), attend_token_with_features(*part, feature_map, 4, states[1]).float()) < 1e-2

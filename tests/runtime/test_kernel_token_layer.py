@@ -15,10 +15,10 @@ from linearizer.runtime import (
     kernel_token_slots,
     kernel_trial,
 )
-from linearizer.runtime.kernel_token_table import Held, table_of
+from linearizer.runtime.kernel_token_table import TokenGroup, get_table
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.state import change_tensors, tensors
-from linearizer.runtime.state_8bit import packed
+from linearizer.runtime.state_8bit import pack_vectors
 from tests.support.kernels import CLOSE, DEVICE, EXACT, mutate, relative, vary
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")
@@ -43,7 +43,7 @@ def trusted(monkeypatch):
 def launches(monkeypatch):
     """Count them."""
     counted = Counter()
-    for name in ("run_step", "run_slot_step"):
+    for name in ("run_token_features", "run_token_slots"):
         run = getattr(kernel_dispatch, name)
         monkeypatch.setattr(
             kernel_dispatch, name, lambda *args, run=run, name=name: (counted.update([name]), run(*args))[1]
@@ -100,24 +100,24 @@ def token_by_token(start, stop):
 @pytest.mark.parametrize("held", [FEATURES, SMALL], ids=["16 bits", "8 bits"])
 def test_a_token_of_all_heads_is_one_launch(held, launches, monkeypatch):
     assert_alike(layer(held), token_by_token(4, 13), monkeypatch)
-    assert launches == {"run_step": 9}
+    assert launches == {"run_token_features": 9}
 
 
 @pytest.mark.parametrize("held", [SLOTS, SMALL_SLOTS], ids=["16 bits", "8 bits"])
 def test_a_token_of_all_heads_with_slots_is_one_launch(held, launches, monkeypatch):
     assert_alike(layer(held), token_by_token(3, 15), monkeypatch)
-    assert launches == {"run_slot_step": 12}
+    assert launches == {"run_token_slots": 12}
 
 
 def test_heads_of_several_numbers_of_bits_share_a_layer(launches, monkeypatch):
     assert_alike(layer([[3, 8], [3, 8, 0, 0, 8], [4, 0]]), token_by_token(2, 7), monkeypatch)
-    assert launches == {"run_step": 10}
+    assert launches == {"run_token_features": 10}
 
 
 @pytest.mark.parametrize("bits", [[], [0, 0, 8]], ids=["16 bits", "8 bits"])
 def test_features_that_are_no_product_have_a_launch_of_their_own(bits, launches, monkeypatch):
     assert_alike(layer([[3, 8, *bits], [2, 0, *bits], [4, 0, *bits]], "mlp"), token_by_token(2, 6), monkeypatch)
-    assert launches == {"run_step": 8}
+    assert launches == {"run_token_features": 8}
 
 
 @pytest.mark.parametrize("change", ["reordered", "moved", "laid otherwise"])
@@ -128,7 +128,7 @@ def test_states_that_were_exchanged_are_found_again(change, launches, monkeypatc
         "laid otherwise": lambda x: x[..., None].repeat_interleave(3, -1)[..., 1],
     }
     assert_alike(layer([[3, 8], [2, 0, 0, 0, 8]]), [*token_by_token(2, 5), 8, 9, 10], monkeypatch, changes[change])
-    assert launches == {"run_step": 10}
+    assert launches == {"run_token_features": 10}
 
 
 def test_a_state_on_another_device_is_no_address(launches):
@@ -146,11 +146,11 @@ def test_a_batch_that_grew_where_it_lies_has_tickets_for_all():
     _, (state,) = read(student, [torch.cat([x, x])[:, :, :4] for x in text], [4])
     whole = dict(tensors(state))
     change_tensors(state, lambda x: x[:1])
-    groups = [Held([0], state, 3)]
-    assert table_of(groups).tickets.shape == (1, 1)
+    groups = [TokenGroup([0], state, 3)]
+    assert get_table(groups).tickets.shape == (1, 1)
     for name, x in whole.items():
         setattr(state, name, x)
-    assert table_of(groups).tickets.shape == (1, 4)
+    assert get_table(groups).tickets.shape == (1, 4)
 
 
 def test_a_token_leaves_alone_what_gradients_need(launches):
@@ -172,10 +172,10 @@ def test_a_token_leaves_alone_what_gradients_need(launches):
 def test_a_state_stays_where_it_is_and_so_does_its_table():
     student, text = layer(FEATURES), drawn(5, 6)
     _, memory = read(student, [x[:, :, :4] for x in text], [3, 4])
-    held, told = [tensors(state) for state in memory], memory[0].told
+    held, told = [tensors(state) for state in memory], memory[0].token_table
     with torch.no_grad():
         student(*(x[:, :, 4:5] for x in text), SCALE, None, memory)
-    assert memory[0].told is told
+    assert memory[0].token_table is told
     for state, before in zip(memory, held, strict=True):
         if hasattr(state, "count"):
             assert all(x is before[name] for name, x in tensors(state).items())
@@ -221,8 +221,8 @@ def test_numbers_are_kept_as_pytorch_keeps_them():
     q, k, v = drawn(1, 6)
     k[:, :, 4] = 0.995 * k[:, :, 4].sign()  # above 127/128 of a power of two
     _, (state,) = read(student, (q, k, v), token_by_token(2, 6))
-    assert torch.equal(state.window_k, packed(k)[:, :, [4, 5, 2, 3]])
-    assert torch.equal(state.window_v, packed(v)[:, :, [4, 5, 2, 3]])
+    assert torch.equal(state.window_k, pack_vectors(k)[:, :, [4, 5, 2, 3]])
+    assert torch.equal(state.window_v, pack_vectors(v)[:, :, [4, 5, 2, 3]])
 
 
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter shows it as well")

@@ -20,7 +20,7 @@ from linearizer.runtime import (
 from linearizer.runtime.features import linear_attention
 from linearizer.runtime.slots import slot_attention
 from linearizer.runtime.slots_merging import Merging
-from linearizer.runtime.state import SlotState, State
+from linearizer.runtime.state import FeatureState, SlotState
 from linearizer.train import attention_loss as losses
 from linearizer.train import attention_loss_kernels
 from linearizer.train.attention_loss import attention_loss
@@ -50,17 +50,17 @@ def launches(monkeypatch):
     """Count what the doors hand to kernels, trials included."""
     counted = []
     for module, name in (
-        (kernel_dispatch, "run_step"),
-        (kernel_dispatch, "run_slot_step"),
-        (kernel_dispatch, "merge"),
+        (kernel_dispatch, "run_token_features"),
+        (kernel_dispatch, "run_token_slots"),
+        (kernel_dispatch, "run_slot_merging"),
         (losses, "loss_kernels"),
     ):
         kept = getattr(module, name)
         count = Counted(kept, name, counted)
         monkeypatch.setattr(module, name, count)
-    apply = kernel_dispatch.Attention.apply
+    apply = kernel_dispatch.FeatureAttention.apply
     monkeypatch.setattr(
-        kernel_dispatch.Attention, "apply", lambda *args: (counted.append("Attention"), apply(*args))[1]
+        kernel_dispatch.FeatureAttention, "apply", lambda *args: (counted.append("FeatureAttention"), apply(*args))[1]
     )
     return counted
 
@@ -85,14 +85,14 @@ def inputs(tokens):
 
 def read(tokens=5, attend=linear_attention):
     q, k, v, feature_map = inputs(tokens)
-    state = State.empty(k, v, 2, 1, 4)
+    state = FeatureState.empty(k, v, 2, 1, 4)
     with torch.no_grad():
         return attend(q, k, v, feature_map, 2, None, state)
 
 
 def train():
     q, k, v, feature_map = inputs(5)
-    out = linear_attention(q.requires_grad_(), k, v, feature_map, 2, None, State.empty(k, v, 2, 1, 4))
+    out = linear_attention(q.requires_grad_(), k, v, feature_map, 2, None, FeatureState.empty(k, v, 2, 1, 4))
     return torch.autograd.grad(out.sum(), q)[0]
 
 
@@ -108,11 +108,11 @@ def merge(tokens=5, attend=slot_attention):
 
 
 DOORS = {
-    "attention": (read, "Attention"),
-    "attention and its gradients": (train, "Attention"),
-    "single tokens": (lambda: read(1), "run_step"),
-    "slots": (merge, "merge"),
-    "single tokens and slots": (lambda: merge(1), "run_slot_step"),
+    "attention": (read, "FeatureAttention"),
+    "attention and its gradients": (train, "FeatureAttention"),
+    "single tokens": (lambda: read(1), "run_token_features"),
+    "slots": (merge, "run_slot_merging"),
+    "single tokens and slots": (lambda: merge(1), "run_token_slots"),
     "losses of attention rows": (compare, "loss_kernels"),
 }
 
@@ -167,7 +167,7 @@ def test_the_environment_keeps_kernels_off(launches, monkeypatch):
 
 
 def test_nothing_is_tried_while_it_is_recorded(launches, monkeypatch):
-    monkeypatch.setattr(kernel_trial, "being_recorded", lambda x: True)
+    monkeypatch.setattr(kernel_trial, "is_recorded", lambda x: True)
     read()
     assert not launches and not kernel_trial._right
 
@@ -187,7 +187,9 @@ def test_what_is_compiled_goes_on_with_kernels_that_were_found_right(tokens, mon
 
 def test_a_result_that_is_no_number_is_wrong():
     x = torch.ones(3)
-    assert "err by nan" in kernel_trial.fault_of(lambda kernels, dtype: [x * torch.nan if kernels else x.to(dtype)], x)
+    assert "err by nan" in kernel_trial.find_fault(
+        lambda kernels, dtype: [x * torch.nan if kernels else x.to(dtype)], x
+    )
 
 
 def test_documents_name_the_switch():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from linearizer.run.head_bytes import Head, Layer, head_bytes, state_bytes
 from linearizer.runtime.features import reference as attend_exactly
 from linearizer.runtime.slots import Merger, reference, slot_attention
-from linearizer.runtime.slots_merging import Merging, Slots, kept_slots, merge_slots
+from linearizer.runtime.slots_merging import Merging, Slots, keep_slots, merge_slots
 from linearizer.runtime.state import SlotState
 from tests.support.models import student_of, tokens
 
@@ -161,7 +161,7 @@ def test_the_pair_that_is_merged_is_the_cheapest():
 def test_while_there_is_room_merging_only_keeps():
     given = slots_of(7)
     given.weight[..., [1, 4]] = 0
-    kept, merged = kept_slots(given, 5), merge_slots(given, 5, torch.eye(DIM).expand(2, -1, -1))
+    kept, merged = keep_slots(given, 5), merge_slots(given, 5, torch.eye(DIM).expand(2, -1, -1))
     assert (kept.weight == 1).all()
     assert all(torch.equal(getattr(kept, name), getattr(merged, name)) for name in ("k", "v", "weight", "spread"))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from linearizer.run.head_bytes import Head
-from linearizer.runtime.state_8bit import MOST, packed, rounded, unpacked
+from linearizer.runtime.state_8bit import MAX_CODE, pack_vectors, round_vectors, unpack_vectors
 from tests.support.families import FAMILIES
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
@@ -18,41 +18,41 @@ SMALL = [replace(head, bits=8) for head in MIXED]
 def drawn(dtype, size=33):
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(500, size, generator=generator) * torch.randn(500, 1, generator=generator).mul(4).exp()
-    return torch.cat([x.clamp(-6e4, 6e4), torch.zeros(1, size), torch.full((1, size), MOST / 128)]).to(dtype)
+    return torch.cat([x.clamp(-6e4, 6e4), torch.zeros(1, size), torch.full((1, size), MAX_CODE / 128)]).to(dtype)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_rounding_moves_no_number_by_more_than_a_127th_of_the_largest(dtype):
     x = drawn(dtype)
     largest = x.abs().amax(-1, keepdim=True).double()
-    assert ((rounded(x).double() - x.double()).abs() <= largest / MOST + 2.0**-25).all()
+    assert ((round_vectors(x).double() - x.double()).abs() <= largest / MAX_CODE + 2.0**-25).all()
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_what_is_rounded_stays_what_it_is(dtype):
-    once = rounded(drawn(dtype))
-    assert torch.equal(rounded(once), once)
-    assert torch.equal(unpacked(packed(once), dtype), once)
+    once = round_vectors(drawn(dtype))
+    assert torch.equal(round_vectors(once), once)
+    assert torch.equal(unpack_vectors(pack_vectors(once), dtype), once)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_bytes_hold_all_that_rounding_leaves(dtype):
     x = drawn(dtype)
-    held = packed(x)
+    held = pack_vectors(x)
     assert held.dtype == torch.int8 and held.shape[-1] == x.shape[-1] + 1
-    assert torch.equal(unpacked(held, dtype), rounded(x))
+    assert torch.equal(unpack_vectors(held, dtype), round_vectors(x))
 
 
 def test_multiplying_by_a_power_of_two_changes_nothing_else():
     x = drawn(torch.float32)[:500].clamp(-100, 100)
     x = x[x.abs().amax(-1) > 1e-3]
-    assert torch.equal(rounded(8 * x), 8 * rounded(x))
+    assert torch.equal(round_vectors(8 * x), 8 * round_vectors(x))
 
 
 def test_gradients_pass_as_if_nothing_were_rounded():
     x = drawn(torch.float32).requires_grad_()
-    found = rounded(x)
-    assert torch.equal(found, rounded(x.detach()))
+    found = round_vectors(x)
+    assert torch.equal(found, round_vectors(x.detach()))
     (found * torch.arange(33.0)).sum().backward()
     assert torch.equal(x.grad, torch.arange(33.0).expand_as(x))
 

@@ -27,9 +27,9 @@ from linearizer.runtime import (
     kernel_token_features,
     kernel_token_slots,
 )
-from linearizer.runtime.kernel_token_table import Held, table_of
+from linearizer.runtime.kernel_token_table import TokenGroup, get_table
 from linearizer.runtime.slots_merging import Merging
-from linearizer.runtime.state import SlotState, State
+from linearizer.runtime.state import FeatureState, SlotState
 from linearizer.train import attention_loss_kernels
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
@@ -66,15 +66,17 @@ def everything(dim, features, dtype, whole, window=64, sinks=4):
     (q, k, _, sink, _, count, _, u, w, level, mean), heads = inputs, 8
     ring, one = (draw(1, heads, size, dim, dtype=dtype) for size in (window, 1))
     attention_and_gradients(inputs, window)
-    kernel_text_features.run(*inputs[:7], None, None, level, mean, window)
+    kernel_text_features.run_text_features(*inputs[:7], None, None, level, mean, window)
     first = (q[..., :1, :], one, one, q[..., :1, :])
     for bits in (16, 8):
         near = (draw(*x.shape[:-1], dim + 1, dtype=torch.int8) if bits == 8 else x for x in (sink, sink, ring, ring))
-        held = Held([*range(heads)], State(count, *near, level, mean), window)
+        held = TokenGroup([*range(heads)], FeatureState(count, *near, level, mean), window)
         for shares in MAPS if whole else MAPS[:1] if bits == 16 else MAPS[-1:]:
-            kernel_token_features.run_step(*first, table_of([held]), held.state.sink_k, level, shares, dim**-0.5)
+            kernel_token_features.run_token_features(
+                *first, get_table([held]), held.state.sink_k, level, shares, dim**-0.5
+            )
     given = u[..., :1, :], w[..., :1, :]
-    kernel_token_features.run_step(*first, table_of([held]), sink, level, -1, 1.0, *given)
+    kernel_token_features.run_token_features(*first, get_table([held]), sink, level, -1, 1.0, *given)
     metric = draw(heads, dim, dim).float()
     slots(q, k, sink, count, window, metric)
     for bits in (16, 8) if whole else (8,):
@@ -95,23 +97,25 @@ def attention_inputs(batch, heads, group, tokens, dim, features, dtype, window, 
 
 def attention_and_gradients(inputs, window):
     """Attend, and pass gradients back."""
-    out, lse, last_level, last_mean, kept = kernel_text_features.run(*inputs, window)
+    out, lse, last_level, last_mean, kept = kernel_text_features.run_text_features(*inputs, window)
 
     class Context:
         saved_tensors = (*inputs, out, lse, last_level, last_mean, *kept)
 
     Context.window = window
-    kernel_text_gradients.Attention.backward(Context, inputs[0], *inputs[-2:])
+    kernel_text_gradients.FeatureAttention.backward(Context, inputs[0], *inputs[-2:])
 
 
-def slots(q, k, sink, count, window, metric, turns=64, size=64, block=16):
+def slots(q, k, sink, count, window, metric, periods=64, size=64, block=16):
     """Merge blocks into slots, and attend with them."""
     (batch, heads, _, _, dim), work = q.shape, torch.float32
-    index, merges = draw(batch, turns, block, dtype=torch.int64), draw(batch, turns, dtype=torch.int64)
+    index, merges = draw(batch, periods, block, dtype=torch.int64), draw(batch, periods, dtype=torch.int64)
     own, number = draw(batch, heads, size, dim, dtype=q.dtype), draw(batch, heads, size, dtype=work)
-    found = kernel_text_slots.merge(k, k, metric, index, index, merges, [own, own, number, number], 3, 2, 8)
-    asks = q[..., : turns * block, :]
-    kernel_text_slots.look(asks, k, k, sink, sink, found, metric[:, 0, 0], index, merges, count, count, window)
+    found = kernel_text_slots.run_slot_merging(k, k, metric, index, index, merges, [own, own, number, number], 3, 2, 8)
+    asks = q[..., : periods * block, :]
+    kernel_text_slots.run_text_slots(
+        asks, k, k, sink, sink, found, metric[:, 0, 0], index, merges, count, count, window
+    )
 
 
 def slot_step(q, k, count, near, window, metric, bits, size=64):
@@ -119,12 +123,12 @@ def slot_step(q, k, count, near, window, metric, bits, size=64):
     heads, dim = metric.shape[:2]
     slot, number = draw(1, heads, size, dim, dtype=q.dtype), draw(1, heads, size).float()
     kept = [draw(*x.shape[:-1], dim + 1, dtype=torch.int8) if bits == 8 else x for x in (*near, slot, slot)]
-    held = Held(
+    held = TokenGroup(
         [*range(heads)], SlotState(count, *kept, number, number), window, merging=Merging(metric, metric, window, 16)
     )
     merged = held.sizes()[1] + held.sizes()[2]
-    kernel_token_slots.run_slot_step(
-        q, k, k, q, table_of([held]), kept[0], number, merged, torch.float32, dim**-0.25, dim**-0.5
+    kernel_token_slots.run_token_slots(
+        q, k, k, q, get_table([held]), kept[0], number, merged, torch.float32, dim**-0.25, dim**-0.5
     )
 
 

@@ -7,7 +7,7 @@ from linearizer.model.layers import featured, output_projections
 from linearizer.run.head_bytes import Head
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.features import reference
-from linearizer.runtime.layer_student import LayerStudent, Scaled
+from linearizer.runtime.layer_student import LayerStudent, ScaledMap
 from linearizer.train import losses
 from linearizer.train.losses import AttentionInputs, LogitHead, direct_loss, hidden_states, layer_loss, logits_loss
 from tests.support.families import FAMILIES
@@ -29,7 +29,7 @@ def a_layer(feature_map="mlp"):
 def logits_of(group, seen, keep):
     """Logits of the teacher and of the student for some heads: (batch, heads, group, tokens, tokens)."""
     q, k, _ = seen.of_heads(group.heads)
-    features, place = Scaled(group.feature_map, seen.scale), torch.arange(q.shape[-2])
+    features, place = ScaledMap(group.feature_map, seen.scale), torch.arange(q.shape[-2])
     near = (place < group.sinks) | (place[:, None] - place < int(group.window * keep))
     exact = q @ k[:, :, None].mT
     u, w = features.queries(q), features.keys(k)
@@ -82,7 +82,7 @@ def test_output_loss_and_its_gradients_are_the_naive_ones(keep):
     for group in featured(student):
         q, k, v = seen.of_heads(group.heads)
         exact[:, group.heads] = reference(q, k, v, None, 21, 0)
-        far = Scaled(group.feature_map, SCALE)
+        far = ScaledMap(group.feature_map, SCALE)
         own[:, group.heads] = reference(q, k, v, far, int(group.window * keep), SINKS)
     into = projection.weight.detach()
 
