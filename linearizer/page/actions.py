@@ -117,8 +117,7 @@ def forecast_run(plan: Plan, inspection: Inspection, download: int) -> RunForeca
 
 def start_run(visitor: Visitor, plan: Plan) -> str:
     """Start a run, and name it; it goes on whatever becomes of the page."""
-    limits.check_model(plan.model, plan.text)
-    return started(visitor, begin_run(visitor, plan))
+    return start_work(visitor, begin_run(visitor, plan))
 
 
 def branch_run(visitor: Visitor, name: str, budget: int) -> str:
@@ -130,12 +129,14 @@ def branch_run(visitor: Visitor, name: str, budget: int) -> str:
         for file in MEASURED_FILES:
             if old.has(file):
                 shutil.copyfile(old.folder / file, run.folder / file)
-    return started(visitor, run)
+    return start_work(visitor, run)
 
 
 def begin_run(visitor: Visitor, plan: Plan) -> Run:
-    """Begin a run within what this page allows a visitor."""
+    """Make the folder of a new run, once its plan can be served within what a visitor may use."""
     from linearizer import pipeline
+
+    limits.check_model(plan.model, plan.text)
 
     def check_limits(plan: Plan, inspection: Inspection) -> None:
         limits.check_plan(visitor, plan, inspection, runs_root())
@@ -143,8 +144,8 @@ def begin_run(visitor: Visitor, plan: Plan) -> Run:
     return pipeline.begin(visitor.fresh_folder(plan), plan, visitor.token, check_limits=check_limits)
 
 
-def started(visitor: Visitor, run: Run) -> str:
-    """Start the process of a new run; where none can be, leave no folder behind."""
+def start_work(visitor: Visitor, run: Run) -> str:
+    """Start the process of a new run, and name the run; without a process no folder stays behind."""
     try:
         choose_start(run)(run, visitor.token)
     except LinearizerError:
@@ -237,7 +238,7 @@ def require_profile(run: Run) -> Profile:
 class Pair:
     """A teacher and its student in memory."""
 
-    run_id: str
+    run_key: tuple[Path, str]
     teacher: Any
     student: Any
     tokenizer: Any
@@ -282,10 +283,10 @@ def load_pair(run: Run, visitor: Visitor) -> Pair:
     from linearizer.model import checkpoint
     from linearizer.model.quiet import quiet
 
-    if not LOADED_PAIRS or LOADED_PAIRS[0].run_id != run.id:
+    if not LOADED_PAIRS or LOADED_PAIRS[0].run_key != run.key:
         LOADED_PAIRS.clear()
         with quiet():
             teacher = pipeline.load(run.plan, visitor.token, run.inspection)
             student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
-        LOADED_PAIRS.append(Pair(run.id, teacher.model, student, teacher.tokenizer))
+        LOADED_PAIRS.append(Pair(run.key, teacher.model, student, teacher.tokenizer))
     return LOADED_PAIRS[0]

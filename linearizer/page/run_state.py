@@ -12,6 +12,7 @@ import threading
 from collections import OrderedDict
 from dataclasses import dataclass
 from functools import cache, partial
+from pathlib import Path
 from typing import Any
 
 from linearizer.allocate.decide import decidable
@@ -181,15 +182,15 @@ def possible_actions(status: Status) -> dict[str, bool]:
     }
 
 
-WATCHED: OrderedDict[str, RunState] = OrderedDict()
+WATCHED: OrderedDict[tuple[Path, str], RunState] = OrderedDict()
 WATCHED_LOCK = threading.Lock()
 
 
 def read_pieces(run: Run, now: float) -> dict[str, Piece]:
     """Give the parts of a run's page."""
     with WATCHED_LOCK:
-        watched = WATCHED.pop(run.id, None) or RunState(run)
-        WATCHED[run.id] = watched
+        watched = WATCHED.pop(run.key, None) or RunState(run)
+        WATCHED[run.key] = watched
         while len(WATCHED) > MAX_WATCHED_RUNS:
             WATCHED.popitem(last=False)
     return watched.read_pieces(now)

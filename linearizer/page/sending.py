@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import threading
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from linearizer.errors import LinearizerError, RequestError
@@ -45,27 +46,27 @@ class Publication:
                 self.error = "publishing broke off by a fault of ours: try again, nothing is sent twice"
 
 
-PUBLICATIONS: dict[str, Publication] = {}  # by the ids of runs
+PUBLICATIONS: dict[tuple[Path, str], Publication] = {}  # by the keys of runs
 LOCK = threading.Lock()
 
 
 def begin_publication(run: Run, repo_id: str, private: bool, token: str | None) -> Publication:
     """Begin to publish a run's student."""
     with LOCK:
-        before = PUBLICATIONS.get(run.id)
+        before = PUBLICATIONS.get(run.key)
         if before is not None and not before.over:
             raise RequestError(f"this run is being published to {before.repo_id!r}: wait until that is done")
-        publication = PUBLICATIONS[run.id] = Publication(run, repo_id)
+        publication = PUBLICATIONS[run.key] = Publication(run, repo_id)
     threading.Thread(target=publication.send, args=(private, token), daemon=True).start()
     return publication
 
 
 def latest_publication(run: Run) -> Publication | None:
     """Give the latest publication of a run by this server."""
-    return PUBLICATIONS.get(run.id)
+    return PUBLICATIONS.get(run.key)
 
 
 def is_publishing(run: Run) -> bool:
     """Tell whether a run is being published."""
-    found = PUBLICATIONS.get(run.id)
+    found = PUBLICATIONS.get(run.key)
     return found is not None and not found.over

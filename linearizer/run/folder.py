@@ -89,6 +89,11 @@ class Run:
         """Tell this run from another that lies, or lay, in a folder of the same name."""
         return self.parsed("begun.json", json.loads, again=False)["id"]
 
+    @property
+    def key(self) -> tuple[Path, str]:
+        """Tell this run also from copies of its folder."""
+        return self.folder, self.id
+
     def check_same(self, asked: Plan) -> None:
         """Refuse to resume with another plan than the run was begun with."""
         begun = self.parsed("begun.json", json.loads, again=False)
