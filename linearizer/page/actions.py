@@ -1,4 +1,4 @@
-"""What a visitor can have done: the page and its API call the same few functions, and none of them knows of Gradio."""
+"""What a visitor can do: page and API call the same functions, and none of them knows of Gradio."""
 
 from __future__ import annotations
 
@@ -30,23 +30,23 @@ if TYPE_CHECKING:
     from linearizer.run.inspection import Inspection
     from linearizer.run.profile import Profile
 
-EFFORTS = {  # how much of a plan's work to do, and how much of its training
+EFFORTS = {  # sizes of the measuring, and the share of the plan's training steps
     "Try it": ({"texts": 2, "length": 256, "samples": 512, "exchanges": 0}, 1 / 6),
     "Quick": ({"texts": 8, "length": 512, "samples": 2048, "exchanges": 8}, 1),
     "Thorough": ({"texts": 32, "length": 1024, "samples": 4096, "exchanges": 16}, 5),
 }
-COMPARISON_SECONDS = 120  # seconds that ZeroGPU lends its device to a comparison
-MAX_MODELS_FOUND = 20  # models that a search gives
+COMPARISON_SECONDS = 120  # that ZeroGPU lends its device to a comparison
+MAX_MODELS_FOUND = 20
 MEASURED_FILES = (
     "profile.json",
     "prices.json",
     "gates.json",
     "state/samples.safetensors",
-)  # what no budget changes
+)  # of a run, and the same for every budget
 
 
 def search_models(visitor: Visitor, query: str) -> list[str]:
-    """Find models: local folders where the machine is one's own, the demo, and what the Hub knows by that name."""
+    """Find models: the demo, models of the Hub, and local folders where this is no Space."""
     from linearizer.model import hub
 
     local = [] if on_space() else list_local_models(query)
@@ -56,7 +56,7 @@ def search_models(visitor: Visitor, query: str) -> list[str]:
 
 
 def list_local_models(query: str) -> list[str]:
-    """List the folders that hold a model and begin as the query does."""
+    """List the folders that hold a model and whose path begins with the query."""
     if not query or "\0" in query:
         return []
     start = Path(query).expanduser()
@@ -64,10 +64,10 @@ def list_local_models(query: str) -> list[str]:
     if not parent.is_dir():
         return []
     try:
-        found = sorted(path for path in parent.iterdir() if path.name.startswith(prefix))
+        paths = sorted(path for path in parent.iterdir() if path.name.startswith(prefix))
     except OSError:  # a folder of someone else's
         return []
-    return [str(path) for path in found if (path / "config.json").is_file()][:MAX_MODELS_FOUND]
+    return [str(path) for path in paths if (path / "config.json").is_file()][:MAX_MODELS_FOUND]
 
 
 def inspect_model(visitor: Visitor, model: str) -> Inspection:
@@ -82,7 +82,7 @@ def inspect_model(visitor: Visitor, model: str) -> Inspection:
 
 
 def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
-    """Write down what was asked for; what is None is left to the effort, or to its default."""
+    """Make a plan of a visitor's choices; the effort, or the default, stands for what is None or empty."""
     if not isinstance(effort, str) or effort not in EFFORTS:
         raise RequestError(f"effort {effort!r} is none of {', '.join(EFFORTS)}")
     given = {name: value for name, value in options.items() if value is not None and value != ""}
@@ -99,14 +99,14 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
 
 
 def download_bytes(visitor: Visitor, model: str) -> int:
-    """Say how many bytes of a model are not here yet."""
+    """Count the bytes of a model that are still to be downloaded."""
     from linearizer.model import hub
 
     return hub.download_bytes(hub.find_model(model, visitor.token))
 
 
 def forecast_run(plan: Plan, inspection: Inspection, download: int) -> RunForecast:
-    """Estimate what a plan takes on this machine, which is measured the first time; the rest is arithmetic."""
+    """Forecast seconds, memory and disk of a plan on this machine, whose speed is measured once."""
     from linearizer.jobs import forecast
     from linearizer.model import devices
 
@@ -116,12 +116,12 @@ def forecast_run(plan: Plan, inspection: Inspection, download: int) -> RunForeca
 
 
 def start_run(visitor: Visitor, plan: Plan) -> str:
-    """Start a run, and name it; it goes on whatever becomes of the page."""
+    """Start a run, and return its name; the run goes on without the page."""
     return start_work(visitor, begin_run(visitor, plan))
 
 
 def branch_run(visitor: Visitor, name: str, budget: int) -> str:
-    """Start a run with another budget from what a run has measured, and name it."""
+    """Start a run with another budget from the measurements of a run, and return its name."""
     old = visitor.find(name)
     require_profile(old)
     run = begin_run(visitor, replace(old.plan, budget=budget, features=None))
@@ -192,7 +192,7 @@ def stop_evaluation(visitor: Visitor, name: str) -> str:
 
 
 def forecast_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> EvaluationForecast:
-    """Estimate how many seconds each part of an evaluation takes."""
+    """Forecast the seconds of each part of an evaluation."""
     from linearizer.jobs import forecast
 
     return forecast.forecast_evaluation(visitor.find(name), Request.of(choices))
@@ -200,17 +200,17 @@ def forecast_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any])
 
 @dataclass(frozen=True)
 class Shares:
-    """A budget as it is shared out, and what it is looked at beside."""
+    """A budget shared out among the heads, and what it is compared with."""
 
     allocation: Allocation
     fix: Allocation | None
     layers: tuple[Layer, ...]
     prices: Prices | None
-    length: int  # that heads left softmax are paid for at
+    length: int  # tokens of text at which the bytes of softmax heads count
 
 
 def share_budget(run: Run, budget: int) -> Shares:
-    """Share a budget out among the heads, as the run's plan would and as Fix does; the model is not touched."""
+    """Share a budget out among the heads as the run's plan does, and as Fix does; no model is loaded."""
     from linearizer.allocate.by_freedoms import allocate_by_freedoms
     from linearizer.allocate.decide import decide
 
@@ -220,17 +220,17 @@ def share_budget(run: Run, budget: int) -> Shares:
     try:
         window, sinks = plan.kept_window, plan.kept_sinks
         fix = allocate_by_freedoms(profile, layers, budget=budget, strategy="fix", window=window, sinks=sinks)
-    except BudgetError:  # windows are sold in smaller pieces than features
+    except BudgetError:  # windows come in smaller pieces than features
         fix = None
     return Shares(allocation, fix, layers, run.prices, plan.target_tokens(run.positions))
 
 
 def require_profile(run: Run) -> Profile:
-    """Give the profile of a run, once that and all else is measured by which it shares out a budget."""
+    """Return the profile of a run, once all is measured that sharing out a budget needs."""
     from linearizer.allocate.decide import decidable
 
     if (profile := run.profile) is None or not decidable(run):
-        raise RequestError("this run has not measured yet what its heads need and cost: wait for it, or resume it")
+        raise RequestError("this run has not measured its heads yet: wait for it, or resume it")
     return profile
 
 
@@ -268,9 +268,9 @@ def compare_models(visitor: Visitor, name: str, prompt: str, tokens: int, seed: 
 
 @contextmanager
 def hold_comparison_lock() -> Iterator[None]:
-    """Let one comparison after the other have the machine."""
+    """Let comparisons run one after the other."""
     if not COMPARISON_LOCK.acquire(timeout=120):
-        raise RequestError("others are comparing: try again in a minute")
+        raise RequestError("other visitors are comparing: try again in a minute")
     try:
         yield
     finally:
@@ -278,7 +278,7 @@ def hold_comparison_lock() -> Iterator[None]:
 
 
 def load_pair(run: Run, visitor: Visitor) -> Pair:
-    """Load the teacher and the student of a run, unless they are what was loaded last."""
+    """Load the teacher and the student of a run, unless they were loaded last."""
     from linearizer import pipeline
     from linearizer.model import checkpoint
     from linearizer.model.quiet import quiet

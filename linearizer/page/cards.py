@@ -1,4 +1,4 @@
-"""What the page says, as cards and tables."""
+"""The HTML of the page's cards and tables."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from linearizer.jobs.forecast import RunForecast
     from linearizer.run.inspection import Inspection
 
-MEMORY_LENGTHS = (4096, 32768, 131072)
+MEMORY_LENGTHS = (4096, 32768, 131072)  # tokens of text, for which memory is compared
 STATE_SIGNS = {"queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?"}
 STATE_SENTENCES = {
     "queued": "waiting for its turn",
@@ -90,7 +90,7 @@ def cost_card(features: float, state: int, growth: int, layers: Sequence[Layer],
     for length in MEMORY_LENGTHS:
         cache, held = head_bytes.cache_bytes(layers, length), state + growth * length
         rows.append([f"{length // 1024}k tokens", size(cache), size(held), f"{cache / held:.0f}×" if held else "∞"])
-    head = ("after", "teacher", "student", "less by")
+    head = ("after", "teacher", "student", "smaller by")
     title = "Memory of teacher and student" + (", if no head stays softmax" if open_end else "")
     loud = heard(f"state {pairs[1][1]}, smaller than the cache {pairs[2][1]}")
     return f"<div{loud}>{facts(pairs, 'lz-wide')}{table(title, head, rows)}</div>"
@@ -131,7 +131,7 @@ def efforts_table(found: Mapping[str, RunForecast], chosen: str, lent: bool = Fa
 def run_card(status: Status | None, name: str, now: float) -> str:
     """Say what a run is doing."""
     if status is None:
-        return '<p class="lz-empty">No run yet. Pick a model, choose a number, press Start.</p>'
+        return '<p class="lz-empty">No run yet. Choose a model and a budget, then press Start.</p>'
     plan = status.run.plan
     dial = f"{plan.budget} tokens of cache" if plan.features is None else f"{plan.features} features"
     state = STATE_SENTENCES[status.state]
@@ -163,7 +163,7 @@ def state_sign(state: str) -> str:
 
 
 def quarters_done(step: Mapping[str, Any]) -> str:
-    """Say how far a step is, so coarsely that it is heard four times."""
+    """Say in quarters how far a step is, so that a screen reader speaks only four times."""
     done, total = int(step["done"]), max(1, int(step["total"]))
     return f", {STEP_SENTENCES.get(step['event'], str(step['event']))}, {25 * (4 * done // total)} %"
 

@@ -1,4 +1,4 @@
-"""What the page says of an evaluation, as HTML: how far it is, and the tables of what each part found."""
+"""The HTML of the page's evaluation: its state and progress, and how long its parts will take."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ if TYPE_CHECKING:
     from linearizer.jobs.forecast import EvaluationForecast
 
 STATE_SENTENCES = {
-    "stopped": "Stopped; the parts that were finished are kept. Evaluate again to go on there.",
-    "lost": "Its process is gone; the parts that were finished are kept. Evaluate again to go on there.",
+    "stopped": "Stopped; the parts that were finished are kept. Press Evaluate to go on.",
+    "lost": "Its process is gone; the parts that were finished are kept. Press Evaluate to go on.",
 }
 
 
@@ -55,10 +55,10 @@ def progress_bar(step: Mapping[str, Any]) -> str:
 
 
 def times_line(found: EvaluationForecast) -> str:
-    """Say how long the chosen parts will take, and how that is known; nothing where it is not."""
+    """Say how long the chosen parts will take, and from what that is estimated; nothing where it is unknown."""
     if not found.seconds:
         return ""
     pairs = [(PART_VIEWS[part].title, f"about {duration(took)}") for part, took in found.seconds.items()]
     facts = html.facts([*pairs, ("in all", f"about {duration(sum(found.seconds.values()))}")], "lz-wide")
     device = f", on {html.plain(found.device)}" if found.device else ""
-    return f'{facts}<p class="lz-faint">Reckoned from what judging this student took{escape(device)}.</p>'
+    return f'{facts}<p class="lz-faint">Estimated from the time that judging this student took{escape(device)}.</p>'

@@ -1,4 +1,4 @@
-"""The page where a student is evaluated: starting it, stopping it, and showing each part as it is finished."""
+"""Handlers of an evaluation: start it, stop it, show each part once it is finished."""
 
 from __future__ import annotations
 
@@ -17,11 +17,11 @@ from linearizer.page.run_state import PART_PREFIX
 from linearizer.publish import html
 from linearizer.publish.parts import PART_VIEWS
 
-SPEED_SECONDS = 5.0  # that one measurement of speed may take here: people wait for it
+SPEED_SECONDS = 5.0  # that one measurement of speed may take: visitors wait for it
 
 
 def read_choices(parts: list[str], texts: float, tasks: str, limit: float | None) -> dict[str, Any]:
-    """Read what was chosen."""
+    """Read the choices on the page as those of a Request."""
     if not parts:
         raise RequestError("no part was chosen: choose what to measure")
     named = [name for name in (tasks or "").replace(",", " ").split() if name] if "tasks" in parts else []
@@ -35,7 +35,7 @@ def read_choices(parts: list[str], texts: float, tasks: str, limit: float | None
 def start_evaluation(
     memory: Memory, parts: list[str], texts: float, tasks: str, limit: float | None, profile: Profile, token: Token
 ) -> Any:
-    """Start an evaluation; from here on the page only watches."""
+    """Start an evaluation, which goes on without the page."""
     actions.start_evaluation(
         read_visitor(memory, profile, token), run_name(memory) or "", read_choices(parts, texts, tasks, limit)
     )
@@ -44,7 +44,7 @@ def start_evaluation(
 
 @refusals_on_page()
 def stop_evaluation(memory: Memory, profile: Profile, token: Token) -> Any:
-    """Stop it; the parts that are finished are kept."""
+    """Stop an evaluation; its finished parts are kept."""
     actions.stop_evaluation(read_visitor(memory, profile, token), run_name(memory) or "")
     return gr.Timer(SOON_SECONDS)
 
@@ -66,7 +66,7 @@ def forecast_evaluation(
 
 
 def part_marks(parts: Mapping[str, run_state.Piece]) -> dict[str, str]:
-    """Say which finding of every part there is."""
+    """Give the mark of every part that has results."""
     return {part: parts[PART_PREFIX + part].mark for part in PART_VIEWS if PART_PREFIX + part in parts}
 
 
@@ -77,7 +77,7 @@ def draw_parts(memory: Memory, seen: dict[str, Any], profile: Profile, token: To
     if name is not None:
         try:
             found = run_state.read_pieces(read_visitor(memory, profile, token).find(name), time.time())
-        except LinearizerError:  # it was deleted; the look says so
+        except LinearizerError:  # it was deleted; poll_run says so
             name = None
     live = name is not None and found["evaluating"].value in control.LIVE
     student = name is not None and found["can"].value["student"]

@@ -24,7 +24,7 @@ Memory = dict[str, Any]  # what a browser keeps: {"secret", "run"}
 
 
 def read_visitor(memory: object, profile: Profile, token: Token) -> Visitor:
-    """Tell who is at the page. A browser's memory may hold anything."""
+    """Identify the visitor. A browser's memory may hold anything."""
     kept = memory if isinstance(memory, dict) else {}
     return identify_visitor(kept.get("secret") or "", profile, token)
 
@@ -40,7 +40,7 @@ def plot_json(figure: str | None) -> Any:
 
 
 def open_page(memory: Memory, asked: str | None, profile: Profile, token: Token) -> tuple[Memory, Any, Any]:
-    """Re-attach to the run that the address names, or that this browser watched last."""
+    """Show the run that the address names, or that this browser watched last."""
     warmup.begin_import()
     kept = {"secret": "", "run": None} | (memory if isinstance(memory, dict) else {})
     if on_space() and len(str(kept["secret"])) < MIN_SECRET_CHARACTERS:
@@ -62,7 +62,7 @@ def open_page(memory: Memory, asked: str | None, profile: Profile, token: Token)
 
 @refusals_on_page()
 def search_models(memory: Memory, key: gr.KeyUpData, profile: Profile, token: Token) -> Any:
-    """Search as one types."""
+    """Search while the visitor types."""
     try:
         found = actions.search_models(read_visitor(memory, profile, token), key.input_value)
     except RequestError:  # no network: what was typed may be a folder, or in the cache
@@ -110,7 +110,7 @@ def read_plan(found: ChosenModel | None, budget: float, effort: str, advanced: t
 
 
 def show_budget(found: ChosenModel | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
-    """Say what a budget means, and what each effort takes here; this answers while the slider moves."""
+    """Say what a budget means, and what each effort takes here, while the slider moves."""
     if found is None:
         return html.said("Choose a model first."), ""
     try:
@@ -123,7 +123,7 @@ def show_budget(found: ChosenModel | None, budget: float, effort: str, *advanced
 
 
 def show_command(found: ChosenModel | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
-    """Say how to do the same elsewhere."""
+    """Show the command line and the plan that do the same elsewhere."""
     try:
         plan = read_plan(found, budget, effort, advanced)
     except LinearizerError:  # what is wrong stands beside the slider
@@ -143,7 +143,7 @@ def start_run(
 
 
 def watch_run(memory: Memory, name: str | None) -> tuple[Any, ...]:
-    """Turn the page to a run: its name, nothing seen of it, its profile first."""
+    """Show a run from its profile step on; nothing of it was drawn yet."""
     return (
         {**memory, "run": name},
         {},
@@ -162,7 +162,7 @@ def branch_run(memory: Memory, budget: float, profile: Profile, token: Token) ->
 
 
 def leave_run(memory: Memory) -> tuple[Any, ...]:
-    """Leave a run alone; it goes on."""
+    """Stop watching a run, which goes on."""
     return watch_run(memory, None)
 
 
@@ -178,7 +178,7 @@ def ask_run(wish: str) -> Callable:
 
 @refusals_on_page()
 def share_budget(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[str, bool]:
-    """Share out another budget; the model is not touched. The bars are sent with the card, and drawn by the browser."""
+    """Share out another budget without the model. The bars travel with the card, and the browser draws them."""
     name = run_name(memory)
     run = read_visitor(memory, profile, token).find(name) if name else None
     if run is None or not run.has("profile.json"):
@@ -191,7 +191,7 @@ def share_budget(memory: Memory, budget: float, profile: Profile, token: Token) 
 
 
 def draw_shares(run: Any, budget: int) -> tuple[str, str]:
-    """Draw a budget as it is shared out, and say what it costs."""
+    """Draw how a budget is shared out, and say which bytes it takes."""
     from linearizer.publish import allocation_charts
 
     found = actions.share_budget(run, budget)
@@ -214,7 +214,7 @@ def compare_models(
 
 @refusals_on_page()
 def list_owners(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any, str]:
-    """Ask who can own what is published."""
+    """List the accounts under which the visitor may publish."""
     from linearizer.publish import push
 
     visitor = read_visitor(memory, profile, token)
@@ -252,7 +252,7 @@ def publish_run(memory: Memory, owner: str, repo: str, private: bool, profile: P
 
 @refusals_on_page()
 def list_runs(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any]:
-    """List the runs of whoever is at the page."""
+    """List the visitor's runs."""
     found = control.runs_in(read_visitor(memory, profile, token).home)
     names = [one.run.folder.name for one in found if not one.live]
     return cards.runs_table(found), gr.Dropdown(choices=names, value=None)

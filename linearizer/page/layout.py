@@ -1,4 +1,4 @@
-"""Where everything stands on the page; what it does is wired elsewhere."""
+"""What is where on the page; site.py connects it with handlers."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from linearizer.run.plan import DEFAULT_BUDGET
 from linearizer.run.recipes import RECIPES
 
 MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches
-EFFORT = "how much text is read, and how long is trained"
+EFFORT_INFO = "how much text is read, and how long training takes"
 
 
 def lead(title: str, text: str, level: str = "h2") -> None:
@@ -23,14 +23,14 @@ def lead(title: str, text: str, level: str = "h2") -> None:
 
 
 def chart(title: str, text: str, name: str | None = None) -> gr.Plot:
-    """Place a figure under its title and one sentence that says what it shows."""
+    """Place a figure under its title and a sentence that says what it shows."""
     with gr.Column(visible=True, elem_classes="lz-chart"):
         gr.HTML(f'<div class="lz-chart"><h3>{title}</h3><p>{text}</p></div>')
         return gr.Plot(show_label=False, label=title, container=False, elem_id=name)
 
 
 def header(level: str = "h1") -> None:
-    """Say on every page where one is; below it stands what the run does where there is no room for the sidebar."""
+    """Name the site on every page; `now` says what the run does where a screen has no room for the sidebar."""
     if signs_in():
         gr.LoginButton("Sign in with Hugging Face", size="sm", elem_id="sign-in")
     gr.HTML(
@@ -61,15 +61,15 @@ def model_step(ui: SimpleNamespace) -> None:
 def budget_step(ui: SimpleNamespace) -> None:
     lead(
         "How much may it remember?",
-        "One number: the tokens of cache that the student's whole state may cost. Beyond that length it is the smaller "
-        "one, for ever.",
+        "One number: the student's whole state takes the bytes of the teacher's cache at so many tokens. On longer "
+        "text the student is the smaller one.",
     )
     with gr.Row():
         with gr.Column(scale=3, min_width=300):
             ui.budget = gr.Slider(
                 MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Tokens of cache", elem_id="budget"
             )
-            ui.effort = gr.Radio(list(EFFORTS), value="Quick", label="How thorough", info=EFFORT, elem_id="effort")
+            ui.effort = gr.Radio(list(EFFORTS), value="Quick", label="How thorough", info=EFFORT_INFO, elem_id="effort")
             ui.efforts = gr.HTML(elem_id="efforts")
         with gr.Column(scale=4, min_width=300):
             ui.budget_card = gr.HTML(said("Choose a model first."), elem_id="budget-card")
@@ -99,22 +99,20 @@ def budget_step(ui: SimpleNamespace) -> None:
 def profile_step(ui: SimpleNamespace) -> None:
     lead(
         "What does each head need?",
-        "Degrees of freedom count the features that a head's attention is worth. Few: it is cheap to replace.",
+        "Degrees of freedom say how many features a head's attention is worth. A head with few takes few bytes.",
     )
     with gr.Row():
         with gr.Column(min_width=320):
-            ui.map = chart("Degrees of freedom", "Layer by KV head, filled as layers are measured.")
+            ui.map = chart("Degrees of freedom", "A cell for each layer and KV head, filled as layers are measured.")
         with gr.Column(min_width=320):
             ui.curves = chart(
-                "How many features it takes", "N(λ): the finer λ, to the right, the more features each layer asks for."
+                "How many features it takes", "N(λ): a finer λ, to the right, takes more features in each layer."
             )
     ui.other = gr.Slider(
         MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Another budget, in tokens of cache", elem_id="other"
     )
     ui.other_card = gr.HTML(elem_id="other-card")
-    ui.bars = chart(
-        "What each KV head gets", "Beside the dotted line, which is what all would get if all got the same.", "bars"
-    )
+    ui.bars = chart("What each KV head gets", "The dotted line is an equal share for every head.", "bars")
     with gr.Row(elem_classes="lz-acts"):
         ui.to_distil = gr.Button("Continue", variant="primary", elem_id="to-distil")
         ui.branch = gr.Button("Begin another run with this budget", elem_id="branch", interactive=False)
@@ -125,20 +123,25 @@ def profile_step(ui: SimpleNamespace) -> None:
 
 
 def distil_step(ui: SimpleNamespace) -> None:
-    lead("Training the features", "A layer at a time, on the teacher's own queries, keys and values. The weights stay.")
+    lead(
+        "Training the features",
+        "One layer at a time, on the teacher's queries, keys and values. The teacher's weights stay as they are.",
+    )
     ui.training = gr.HTML(elem_id="training")
-    ui.losses = chart("Loss of each layer", "Above the least that it can have; a line for each layer.")
+    ui.losses = chart("Loss of each layer", "Distance to the smallest possible loss; a line for each layer.")
     ui.error = chart("Error", "Of attention, in the mean over layers, or KL at the model's output, in nats.")
     ui.to_compare = gr.Button("Continue", variant="primary", elem_id="to-compare")
 
 
 def compare_step(ui: SimpleNamespace) -> None:
-    lead("The same prompt, both models", "They write a token each in turn, so neither slows the other's clock.")
+    lead("The same prompt, both models", "The models write one token each in turn, so neither slows the other down.")
     ui.prompt = gr.Textbox("Once upon a time", label="Prompt", lines=2, elem_id="prompt")
     with gr.Row():
         ui.tokens = gr.Slider(8, 256, 64, step=8, label="Tokens", scale=3, min_width=220)
         ui.prompt_seed = gr.Number(0, label="Seed", precision=0, minimum=0, maximum=2**31, min_width=100)
-        ui.sample = gr.Checkbox(False, label="Draw tokens", info="instead of the likeliest", scale=2, min_width=180)
+        ui.sample = gr.Checkbox(
+            False, label="Draw tokens", info="instead of the likeliest token", scale=2, min_width=180
+        )
     with gr.Row(elem_classes="lz-acts"):
         ui.compare = gr.Button("Write", variant="primary", elem_id="compare", interactive=False)
         ui.hush = gr.Button("Stop writing", elem_id="hush")
@@ -160,18 +163,18 @@ def compare_step(ui: SimpleNamespace) -> None:
         with gr.Column(min_width=320):
             ui.positions = chart("Loss by position", "Next-token loss; the control is a window of the student's bytes.")
         with gr.Column(min_width=320):
-            ui.recall = chart("Recall", "Loss on a passage that comes again. Lower: it remembers.")
-    ui.memory_plot = chart("Memory", "Bytes of what is remembered, by length of text.")
+            ui.recall = chart("Recall", "Loss on a passage that occurs a second time. Lower is better.")
+    ui.memory_plot = chart("Memory", "Bytes of cache and state, by length of text.")
     evaluate_part(ui)
     publish_part(ui)
 
 
 def evaluate_part(ui: SimpleNamespace) -> None:
-    """Ask for an evaluation, and place what its parts will find; a part is seen once it is done."""
+    """Place the choices of an evaluation, and its parts, each hidden until it is finished."""
     lead(
-        "What did it keep, and where does it break?",
-        "Teacher, student, a window of equal bytes and the untrained student go through the same code. It goes on when "
-        "you close the page, and begins again at the part that it was stopped in.",
+        "What did the student keep?",
+        "The same code measures teacher, student, a window of equal bytes and the untrained student. The evaluation "
+        "goes on when you close the page. After a stop it resumes at the part that was not finished.",
     )
     usual = [part for part in PART_VIEWS if part != "tasks"]
     names = [(view.title, part) for part, view in PART_VIEWS.items()]
@@ -220,6 +223,4 @@ def sidebar(ui: SimpleNamespace) -> None:
         ui.resume = gr.Button("Resume", variant="primary", visible=False, elem_id="resume")
         ui.use = gr.Button("Use what we have", visible=False, elem_id="use")
         ui.leave = gr.Button("New run", elem_id="leave")
-        gr.HTML(
-            '<p class="lz-faint">Close the page when you like: the work goes on, and this address finds it again.</p>'
-        )
+        gr.HTML('<p class="lz-faint">You may close the page: the work goes on, and this address shows it again.</p>')

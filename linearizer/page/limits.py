@@ -1,4 +1,4 @@
-"""What a public Space lets one visitor use, said before work starts. At one's own machine nothing is limited.
+"""What a public Space lets one visitor use, checked before work starts. On your own machine nothing is limited.
 
 The owner of a Space sets other limits by variables: LINEARIZER_SPACE_MINUTES=90, and so on for every field of Limits.
 """
@@ -24,16 +24,16 @@ if TYPE_CHECKING:
 
 MAX_OF_PLAN = {"texts": 32, "length": 2048, "samples": 4096, "steps": 300, "minutes": 30, "batch": 8}
 MAX_OF_REQUEST = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "limit": 200, "tasks": 4, "curve_steps": 20}
-MAX_COMPARED_TOKENS = 256  # that a comparison writes
-MAX_PROMPT_CHARACTERS = 4000  # characters of a prompt
-GUARD_SECONDS = 30.0  # seconds between two looks at what works too long
+MAX_COMPARED_TOKENS = 256  # of a comparison, from each model
+MAX_PROMPT_CHARACTERS = 4000
+GUARD_SECONDS = 30.0  # between two checks of how long runs have worked
 ELSEWHERE = "do this at your own machine, or in a Space of your own"
 VARIABLE_PREFIX = "LINEARIZER_SPACE_"
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a Space shares out."""
+    """The limits of a Space."""
 
     gigabytes: float = 4.0  # of a model's weights
     disk: float = 8.0  # gigabytes of one visitor's runs
@@ -113,7 +113,7 @@ def check_request(visitor: Visitor, request: Request, root: Path, limits: Limits
 
 
 def check_turn(visitor: Visitor, root: Path, limits: Limits = LIMITS) -> None:
-    """Refuse a visitor more runs or more disk than their share, and everyone a queue that is too long."""
+    """Refuse more runs or disk than a visitor may use, and any run while the queue is full."""
     mine = control.runs_in(visitor.home)
     if sum(one.live for one in mine) >= limits.runs:
         raise RequestError(f"{limits.runs:g} runs of yours are at work or wait: let one end, or stop it")
@@ -130,7 +130,7 @@ def visitor_folders(root: Path) -> list[Path]:
 
 
 def enforce_limits(root: Path, now: float, limits: Limits = LIMITS) -> None:
-    """Stop the runs that have worked too long, and remove those that nobody has looked after for days."""
+    """Stop runs that have worked too long, and delete runs that have not changed for days."""
     for folder in visitor_folders(root):
         for one in control.runs_in(folder):
             try:
@@ -148,7 +148,7 @@ def enforce_limits(root: Path, now: float, limits: Limits = LIMITS) -> None:
 
 
 def worked_since(status: control.Status) -> float:
-    """Say when a run, or its evaluation, last began to work after it was queued."""
+    """Return the time at which a run, or its evaluation, began to work after it was last queued."""
     begun = status.begun
     for event in filter(status.run.mine, events.newest_first(status.run.log_file)):
         if event["event"] == "started":

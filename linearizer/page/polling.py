@@ -1,7 +1,7 @@
-"""The page as a watcher of one run: a light look every few seconds, and a drawing of what has changed since.
+"""How the page polls its run: a light question every few seconds, and a drawing of what has changed.
 
-Gradio takes a millisecond for every output of an answer, used or not: so the look has few, and tells by two marks
-whether there is something to draw.
+Gradio takes a millisecond for every output of an answer, used or not. So `poll_run` has few outputs, and marks among
+them say whether there is something to draw.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ POLLED_PIECES = (
     "losses",
     "error",
     "evaluating card",
-)  # parts that are told without a drawing of all
+)  # that poll_run sends itself
 
 
 def poll_run(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, str, str, str, str]:
-    """Say how the run and its evaluation are, and by marks what the page, its curves, and its parts should show."""
+    """Return three cards, and the marks of what the page, its curves and its evaluation should show."""
     name = run_name(memory)
     if name is None:
         return cards.run_card(None, "", 0.0), "", "", "none", "none", "none"
@@ -62,7 +62,7 @@ def draw_curves(memory: Memory, profile: Profile, token: Token) -> tuple[Any, An
         return None, None
     try:
         parts = run_state.read_pieces(read_visitor(memory, profile, token).find(name), time.time())
-    except LinearizerError:  # it was deleted; the look says so
+    except LinearizerError:  # it was deleted; poll_run says so
         return None, None
     return plot_json(parts["losses"].value), plot_json(parts["error"].value)
 
@@ -70,14 +70,14 @@ def draw_curves(memory: Memory, profile: Profile, token: Token) -> tuple[Any, An
 def draw_changes(
     memory: Memory, seen: dict[str, str], at: float, touched: bool, profile: Profile, token: Token
 ) -> list[Any]:
-    """Send what is new of the run that this page watches."""
+    """Send the pieces that are new since this page was last drawn."""
     name = run_name(memory)
     if name is None:
         return show_no_run()
     try:
         run = read_visitor(memory, profile, token).find(name)
         parts = run_state.read_pieces(run, time.time())
-    except LinearizerError:  # it was deleted; the look says so
+    except LinearizerError:  # it was deleted; poll_run says so
         return show_no_run()
     if seen.get("id") != parts["id"].mark:  # it may have the name of a run that was deleted
         seen = {}
@@ -122,7 +122,7 @@ def show_no_run() -> list[Any]:
 
 
 def choose_step(stage: int, seen: dict[str, str], at: float, touched: bool) -> int | None:
-    """Turn the page with the run, but not away from where someone is reading."""
+    """Follow the run to its step, unless the visitor looks at another."""
     if "stage" not in seen or (int(at) == int(seen["stage"]) and not touched):
         return stage
     return None
@@ -146,7 +146,7 @@ def draw_own_shares(run: Run) -> tuple[Any, Any]:
 
 
 def publication_piece(run: Run, parts: dict[str, run_state.Piece]) -> run_state.Piece:
-    """Say how publishing goes; where nothing is being sent, what the run's log says was published last."""
+    """Say how publishing goes; if this server published nothing, what the log says was published last."""
     publication, before = sending.latest_publication(run), parts.get("published")
     if publication is not None and publication.published is not None:
         card, snippet = cards.published_card(asdict(publication.published)), publication.published.snippet

@@ -1,7 +1,7 @@
-"""A run as a page shows it: read once for all who watch it, and told in parts, each with a mark of what it shows.
+"""What a page shows of a run: pieces, each with a mark that changes when the piece does.
 
-A page asks about once a second and is sent the parts whose mark it has not seen. Twenty pages that watch one run cost
-hardly more than one: what was read and drawn is kept until the run's log grows.
+A page polls and is sent the pieces whose marks it has not seen. Twenty pages that watch one run take hardly more time
+than one page, because pieces are kept until the run's log grows.
 """
 
 from __future__ import annotations
@@ -24,10 +24,10 @@ from linearizer.publish.parts import PART_VIEWS
 from linearizer.run import events
 from linearizer.run.folder import Run
 
-MAX_AGE_SECONDS = 2.0  # seconds that an answer serves
-CURVE_SECONDS = 9.0  # seconds between two drawings of a curve that grows
-MAX_WATCHED_RUNS = 64  # runs
-PART_PREFIX = "part "  # begins the name of what a part of an evaluation found
+MAX_AGE_SECONDS = 2.0  # of pieces that are sent again without reading the run
+CURVE_SECONDS = 9.0  # between two drawings of a curve that grows
+MAX_WATCHED_RUNS = 64  # whose pieces are kept
+PART_PREFIX = "part "  # begins the name of a piece that shows a part of an evaluation
 
 
 @dataclass(frozen=True)
@@ -39,27 +39,27 @@ class Piece:
 
 
 class RunState:
-    """What is known of one run."""
+    """The pieces of one run."""
 
     def __init__(self, run: Run) -> None:
         self.run, self.lock = run, threading.Lock()
         self.place, self.begun = 0, 0.0
         self.found: dict[int, list[float]] = {}
         self.training: list[dict[str, Any]] = []
-        self.parts: dict[str, Piece] = {}
+        self.pieces: dict[str, Piece] = {}
         self.asked = self.drawn = 0.0
 
     def read_pieces(self, now: float) -> dict[str, Piece]:
-        """Give all parts, as new as an answer has to be."""
+        """Return all pieces, read anew where they are older than MAX_AGE_SECONDS."""
         with self.lock:
             if not 0 <= now - self.asked < MAX_AGE_SECONDS:
                 self.read()
                 self.draw(control.status(self.run), now)
                 self.asked = now
-            return dict(self.parts)
+            return dict(self.pieces)
 
     def read(self) -> None:
-        """Read what the log has more."""
+        """Read what is new in the log."""
         new, self.place = events.read(self.run.log_file, self.place)
         for event in new:
             if event["event"] == "profile" and "layer" in event:
@@ -70,13 +70,13 @@ class RunState:
                 self.put("published", f"{event['time']} {event['revision']}", lambda event=event: event)
 
     def put(self, name: str, mark: object, value: Any) -> None:
-        """Keep a part; `value` is called only where the mark is new."""
-        kept = self.parts.get(name)
+        """Keep a piece; `value` is called only if the mark is new."""
+        kept = self.pieces.get(name)
         if kept is None or kept.mark != str(mark):
-            self.parts[name] = Piece(str(mark), value())
+            self.pieces[name] = Piece(str(mark), value())
 
     def draw(self, status: Status, now: float) -> None:
-        """Bring every part up to date."""
+        """Bring every piece up to date."""
         run, live = self.run, status.state in LIVE
         self.put("id", run.id, lambda: run.id)
         self.put("state", status.state, lambda: status.state)
@@ -102,18 +102,18 @@ class RunState:
     def draw_profile(self, status: Status) -> None:
         """Draw the map as layers are measured, and the curves once all are."""
         run = self.run
-        profile = run.profile if run.has("profile.json") and "curves" not in self.parts else None
+        profile = run.profile if run.has("profile.json") and "curves" not in self.pieces else None
         if profile is not None:
             from linearizer.publish import allocation_charts
 
             self.found = allocation_charts.read_freedoms(profile)
             self.put("curves", "measured", lambda: allocation_charts.draw_freedom_curves(profile).to_json())
         self.put("map", (len(self.found), self.run.has("inspection.json")), self.map)
-        if "measured" not in self.parts and decidable(run):
+        if "measured" not in self.pieces and decidable(run):
             self.put("measured", "yes", lambda: True)
 
     def map(self) -> str | None:
-        """Draw what is known of the heads."""
+        """Draw the degrees of freedom that are measured so far."""
         from linearizer.publish import allocation_charts
 
         return (
@@ -129,12 +129,12 @@ class RunState:
         return getattr(training_charts, name)(self.training).to_json() if self.training else None
 
     def draw_evaluation(self) -> None:
-        """Show what the student kept, once that is known."""
+        """Show the results of the evaluation, once there are any."""
         path = self.run.folder / "evaluation.json"
         if not path.is_file():
             return
         mark = path.stat().st_mtime_ns
-        if self.parts.get("evaluation", Piece("", None)).mark == str(mark):
+        if self.pieces.get("evaluation", Piece("", None)).mark == str(mark):
             return
         from linearizer.publish import language_charts, training_charts
 
@@ -171,7 +171,7 @@ def step_of_page(status: Status) -> int:
 
 
 def possible_actions(status: Status) -> dict[str, bool]:
-    """Tell what can be asked of a run now."""
+    """Say which actions a run allows now."""
     training = status.step is not None and status.step["event"] == "distill"
     return {
         "stop": status.state in ("queued", "running"),
@@ -187,7 +187,7 @@ WATCHED_LOCK = threading.Lock()
 
 
 def read_pieces(run: Run, now: float) -> dict[str, Piece]:
-    """Give the parts of a run's page."""
+    """Return the pieces of a run, for any number of pages."""
     with WATCHED_LOCK:
         watched = WATCHED.pop(run.key, None) or RunState(run)
         WATCHED[run.key] = watched

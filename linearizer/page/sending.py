@@ -1,4 +1,4 @@
-"""What is being published: by threads of the server, so that a page may be closed meanwhile. Tokens stay in memory."""
+"""Publishing in threads of the server, so that the page may be closed meanwhile. Tokens stay in memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ class Publication:
         return self.published is not None or self.error is not None
 
     def send(self, private: bool, token: str | None) -> None:
-        """Publish, and note how that goes."""
+        """Publish, and keep the progress and the result."""
         from linearizer.publish import push
 
         steps = push.publish(self.run, self.repo_id, private=private, token=token)
@@ -43,7 +43,7 @@ class Publication:
             self.error = str(error)
         finally:
             if not self.over:
-                self.error = "publishing broke off by a fault of ours: try again, nothing is sent twice"
+                self.error = "publishing failed by a fault of Linearizer: try again, nothing is sent twice"
 
 
 PUBLICATIONS: dict[tuple[Path, str], Publication] = {}  # by the keys of runs
@@ -51,7 +51,7 @@ LOCK = threading.Lock()
 
 
 def begin_publication(run: Run, repo_id: str, private: bool, token: str | None) -> Publication:
-    """Begin to publish a run's student."""
+    """Start a thread that publishes a run's student."""
     with LOCK:
         before = PUBLICATIONS.get(run.key)
         if before is not None and not before.over:
@@ -62,7 +62,7 @@ def begin_publication(run: Run, repo_id: str, private: bool, token: str | None) 
 
 
 def latest_publication(run: Run) -> Publication | None:
-    """Give the latest publication of a run by this server."""
+    """Return the latest publication of a run by this server."""
     return PUBLICATIONS.get(run.key)
 
 

@@ -1,4 +1,4 @@
-"""Whose runs are whose. At one's own machine all of them; on a Space every visitor has a folder that nobody can guess.
+"""Which runs belong to a visitor: on your own machine all; on a Space those in a folder that nobody else can guess.
 
 A name that comes from a browser is one folder's name: it never leads out of the visitor's own.
 """
@@ -18,11 +18,11 @@ from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 
 RUN_NAME = re.compile(r"[A-Za-z0-9_@+-][A-Za-z0-9._@+-]{0,199}")
-MIN_SECRET_CHARACTERS = 16  # characters that a secret has at least
+MIN_SECRET_CHARACTERS = 16
 
 
 def on_space() -> bool:
-    """Tell whether strangers may be looking: this is a Space."""
+    """Tell whether this is a Space, where anybody may visit."""
     return bool(os.environ.get("SPACE_ID"))
 
 
@@ -33,9 +33,9 @@ def signs_in() -> bool:
 
 @dataclass(frozen=True)
 class Visitor:
-    """Someone at the page, the folder of their runs, and the token that is theirs alone."""
+    """A visitor of the page: the folder of their runs, and their own token."""
 
-    folder: Path | None  # None: a stranger who has said nothing by which to know them again
+    folder: Path | None  # None: a visitor of a Space without account or secret
     token: str | None = None
     name: str | None = None  # of their account, where they signed in
 
@@ -69,7 +69,7 @@ class Visitor:
 
 
 def find_visitor(account: str | None = None, token: str | None = None, secret: str = "") -> Visitor:
-    """Tell who is at the page, by the account signed in with, or else by the secret that their browser keeps."""
+    """Identify a visitor by the account, or else by the secret that their browser keeps."""
     if not on_space():
         return Visitor(runs_root().absolute(), token)
     if account:
@@ -80,12 +80,12 @@ def find_visitor(account: str | None = None, token: str | None = None, secret: s
 
 
 def new_secret() -> str:
-    """Make what a browser is known again by."""
+    """Make the secret by which a browser is known again."""
     return secrets.token_urlsafe(24)
 
 
 def hash_identity(identity: str) -> str:
-    """Name a folder so that it does not tell whose it is."""
+    """Name a folder so that its name does not tell whose it is."""
     return hashlib.sha256(identity.encode()).hexdigest()[:40]
 
 

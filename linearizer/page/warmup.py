@@ -1,8 +1,8 @@
-"""The large libraries, imported once the page is open, so that neither the page nor the first look at a model waits.
+"""Import the large libraries once the page is open, so that neither the page nor the first inspection waits.
 
-transformers puts another module in its own place while it is imported: a thread that asks for it meanwhile may be
-given the first, which lacks nearly everything. So one thread imports it, and whoever needs it waits for that, also the
-end of the process: libraries abort that are still being loaded then.
+transformers replaces its own module while it is imported, so another thread may see the first module, which lacks
+nearly everything. So one thread imports it, and all others wait for that thread. The end of the process waits, too,
+because libraries abort if the process ends while they are being loaded.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ _whole = threading.Event()
 
 
 def begin_import() -> None:
-    """Begin to import, once."""
+    """Start the import, once."""
     if _first.acquire(blocking=False):
         threading.Thread(target=_import).start()
 
@@ -30,5 +30,5 @@ def _import() -> None:
     try:
         import_module("transformers")
     finally:
-        _whole.set()  # what is wrong with it, whoever needs it is told when they import it
+        _whole.set()  # an error shows where the library is imported again
     import_module("linearizer.pipeline")
