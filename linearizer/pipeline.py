@@ -33,10 +33,10 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.disk import checkpoint_bytes, resume_bytes
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import check_room, remove
-from linearizer.run.folder import Run, located, newest_request
+from linearizer.run.folder import Run, newest_request
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
-from linearizer.run.plan import Plan
+from linearizer.run.plan import Plan, with_absolute_paths
 from linearizer.run.profile import Profile
 from linearizer.run.results import Part
 from linearizer.run.stopping import check, interruptible, reported
@@ -62,7 +62,7 @@ def begin(
 
     plan.json holds what is decided here: the revision of the model, and whether prices are measured or estimated.
     """
-    plan = located(plan)
+    plan = with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
         (run := Run(folder)).check_same(plan)
         return run
@@ -79,7 +79,7 @@ def begin(
         )
         check_disks(folder, plan, source, inspection)
     except LinearizerError:
-        run.forget()
+        run.remove_unstarted()
         raise
     return run
 
@@ -109,7 +109,7 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
     """Decide anew, from what the run has measured; it becomes the run's own if no student was made yet."""
     allocation = decide(run, plan, run.layers)
     if not run.checkpoint.exists():
-        with run.locked():
+        with run.take_lock():
             changed = allocation != run.allocation
             told = {"strategy": allocation.strategy, "features_mean": allocation.features_mean, "changed": changed}
             run.log("allocated", **told)  # first: a kill after it can cost a training, and cannot cut one short
@@ -171,7 +171,7 @@ def make(run: Run, token: str | None) -> Steps[None]:
         learnt, judged = shared_texts(plan, teacher, token)
     yield from train(run, plan, student, allocation, learnt)
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
-    run.keep_found(made_with={**made_with, **environment(student)})
+    run.write_evaluation(made_with={**made_with, **environment(student)})
     control = student
     if plan.lora:  # adapters changed the student's weights: the teacher and its window have their own
         control = checkpoint.linearize(load(run.plan, token, run.inspection).model, layers, allocation)
@@ -197,10 +197,10 @@ def working(run: Run, held: bool = False) -> Iterator[None]:
     """Hold a run while it is worked on, unless it is held already, and log how that began and ended."""
     from linearizer.model.quiet import quiet
 
-    with nullcontext() if held else run.locked(), quiet(), reported(run):
+    with nullcontext() if held else run.take_lock(), quiet(), reported(run):
         run.log("started")
         yield
-        run.settle("stop")
+        run.clear_request("stop")
 
 
 def resume_evaluation(run: Run, token: str | None = None) -> Steps[dict[str, Part]]:

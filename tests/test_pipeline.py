@@ -44,14 +44,14 @@ def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, be
     for step in steps:
         with pytest.raises(Stopped):
             for progress in linearize(run):
-                if progress.step == step and not run.requested("stop"):
+                if progress.step == step and not run.has_request("stop"):
                     assert control.status(run).state == "running"
                     control.stop(run)
                     assert control.status(run).state == "stopping"
                     reached = progress.done
         found = control.status(run)
         assert (found.state, found.step["event"], found.step["done"]) == ("stopped", step, reached)
-        assert not run.requested("stop") and not run.worked_on
+        assert not run.has_request("stop") and not run.is_locked
     finish(linearize(run))
     assert student(run) == student(whole)
     assert control.status(run).state == "done"
@@ -59,7 +59,7 @@ def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, be
 
 def test_what_has_no_steps_is_stopped_at_once(begin):
     run = begin(plan=Plan("demo", text="self", budget=64, texts=64, length=512))  # the model writes for minutes
-    threading.Timer(1, run.request, ["stop"]).start()
+    threading.Timer(1, run.make_request, ["stop"]).start()
     begun = time.monotonic()
     with pytest.raises(Stopped):
         finish(linearize(run))
@@ -77,7 +77,7 @@ def test_a_download_is_stopped_at_once(begin, hub, monkeypatch):
 
     monkeypatch.setattr(Handler, "file", slow)
     run = begin(plan=Plan("org/slow", **QUICK))
-    threading.Timer(1, run.request, ["stop"]).start()
+    threading.Timer(1, run.make_request, ["stop"]).start()
     begun = time.monotonic()
     with pytest.raises(Stopped):
         finish(linearize(run))
@@ -99,7 +99,7 @@ def test_training_ends_early_where_that_is_asked_and_stays_so(begin):
             control.use_now(run)
         reached = progress.done
     steps.close()
-    assert reached == 3 and not run.requested("use")
+    assert reached == 3 and not run.has_request("use")
     assert control.status(run).state == "stopped"
     assert {progress.step for progress in linearize(run)} == {"evaluate"}
     assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [3, 3]
@@ -114,7 +114,7 @@ def test_training_that_ends_early_trains_with_no_later_loss(begin):
     control.use_now(run)
     assert "distill" not in {progress.step for progress in steps}
     ends = [(event["phase"], event["steps"]) for event in run.events() if event["event"] == "distilled"]
-    assert ends == [(0, 1), (1, 0)] and trained(run).asked == 8 and not run.requested("use")
+    assert ends == [(0, 1), (1, 0)] and trained(run).asked == 8 and not run.has_request("use")
 
 
 def test_a_damaged_state_of_a_training_that_had_ended_costs_no_step(begin):
@@ -130,7 +130,7 @@ def test_another_budget_begins_another_training(begin):
     with pytest.raises(Stopped):
         for progress in linearize(run):
             if progress.step == "distill":
-                run.request("stop")
+                run.make_request("stop")
     reallocate(run, Plan("demo", steps=2, **{**QUICK, "budget": 48}))
     assert [progress.done for progress in linearize(run) if progress.step == "distill"] == [1, 2]
 
@@ -162,7 +162,7 @@ def test_what_was_measured_of_one_allocation_is_not_said_of_another(begin):
     run.write("state/steps.json", "7")
     for budget, said in ((64, True), (48, False), (64, False)):
         reallocate(run, replace(run.plan, budget=budget))
-        assert ("0.5000 predicted, 0.2500 measured" in run_text(run)) == run.has("state/steps.json") == said
+        assert ("0.5000 predicted, 0.2500 measured" in run_text(run)) == run.has_file("state/steps.json") == said
 
 
 def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
@@ -181,7 +181,7 @@ def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
 def test_a_run_that_was_only_measured_waits_to_be_resumed(begin):
     run = begin()
     finish(measure_only(run))
-    assert control.status(run).state == "stopped" and run.has("profile.json")
+    assert control.status(run).state == "stopped" and run.has_file("profile.json")
 
 
 def test_a_run_deleted_while_it_is_worked_on_ends_and_stays_deleted(begin):

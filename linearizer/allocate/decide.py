@@ -51,7 +51,7 @@ def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:
 
 def decidable(run: Run) -> bool:
     """Tell whether a run has its profile and all else that it decides by."""
-    return run.has("profile.json") and run.has(f"{run.plan.rules.product}.json")
+    return run.has_file("profile.json") and run.has_file(f"{run.plan.rules.product}.json")
 
 
 def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocation:

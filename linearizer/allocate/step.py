@@ -100,7 +100,7 @@ def read_partial_prices(run: Run, options: tuple[Head, ...], generator: torch.Ge
 
     The generator continues from its state of then, so that the other layers get the prices of an unstopped run.
     """
-    if not run.has(PARTIAL_PRICES):
+    if not run.has_file(PARTIAL_PRICES):
         return None
     try:
         partial = PartialPrices.from_json(run.read(PARTIAL_PRICES))

@@ -178,7 +178,7 @@ def run_text(run: Run) -> str:
     judged = "\n\n".join(
         text_of(PART_VIEWS[part].tables(parts[part])) for part in ("language", "recall") if part in parts
     )
-    bought = events.of_student(run.events(), "exchanged")
+    bought = events.events_of_student(run.events(), "exchanged")
     real = (
         f"KL on the text that heads were priced on: {bought[-1]['predicted']:.4f} predicted, "
         f"{bought[-1]['measured']:.4f} measured\n"

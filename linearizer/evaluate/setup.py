@@ -22,8 +22,9 @@ from linearizer.model.swap import exchanged
 from linearizer.model.teacher import load
 from linearizer.model.text import first_tokens, pack_texts, read_documents, read_texts
 from linearizer.run.allocation import Allocation
-from linearizer.run.folder import Run, located_text
+from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
+from linearizer.run.plan import absolute_source
 from linearizer.run.results import MadeWith
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
@@ -74,7 +75,7 @@ class Setup:
     @property
     def names(self) -> list[str]:
         """The subjects; what a student was before its training is left out where it has just been made."""
-        beginning = self.kept is None and self.run.plan.trains and self.run.has(SAMPLES)
+        beginning = self.kept is None and self.run.plan.trains and self.run.has_file(SAMPLES)
         return ["teacher"] * (self.teacher is not None) + ["student", "window"] + ["untrained"] * beginning
 
     def subjects(self, length: int) -> list[Subject]:
@@ -111,14 +112,14 @@ class Setup:
         plan = self.run.plan
         if self.kept is not None and source is None and length == self.usual_length:
             return self.kept[:count]
-        source = located_text(source or plan.text)  # so is the plan's own
+        source = absolute_source(source or plan.text)  # so is the plan's own
         if source != plan.text or source == "self":
             if source == "self" and self.teacher is None:
                 raise TextError("'self' is text that the teacher writes, which is not to be had: name another source")
             new = seed + plan.seed + 1  # other texts than those of the training
             return read_texts(source, self.tokenizer, length, count, least=1, model=self.teacher, seed=new)
         first = first_tokens(self.tokenizer)
-        learnt = max(self.run.found["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
+        learnt = max(self.run.evaluation_file["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
         skipped = -(-learnt * (self.usual_length - first) // (length - first))
         stream = pack_texts(read_documents(source), self.tokenizer, length)
         found = list(islice(stream, skipped, skipped + count))

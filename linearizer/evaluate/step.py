@@ -57,7 +57,7 @@ def measure_parts(
         details = {"part": name, "place": place, "parts": len(request.chosen)}
         result, read = yield from logged(run, measure_whole_part(run, part.measure(setup, request), details, step))
         measured = Part(asked, made_with, result, read)
-        run.keep_found(parts={**run.evaluation_parts, name: measured.to_plain()})
+        run.write_evaluation(parts={**run.evaluation_parts, name: measured.to_plain()})
         if step is None:
             run.log("examined", part=name)
     return run.results
@@ -65,7 +65,7 @@ def measure_parts(
 
 def judge(run: Run, setup: Setup) -> Steps[None]:
     """Measure a student that has just been made on texts that were kept from its training."""
-    run.keep_found(parts={})
+    run.write_evaluation(parts={})
     parts = yield from measure_parts(run, setup, JUDGING, step="evaluate")
     run.log("evaluated", **{subject.name: subject.loss.mean for subject in parts["language"].result.subjects})
 
@@ -140,7 +140,7 @@ def measure_approximation_part(setup: Setup, request: Request) -> Steps[Measured
     teacher = setup.student.base if setup.teacher is None else setup.teacher
     students = [subject for subject in setup.subjects(length) if subject.allocation is not None]
     approximation = yield from measure_approximation(teacher, students, windows, profile)
-    if setup.run.has(SAMPLES):  # features begin with them
+    if setup.run.has_file(SAMPLES):  # features begin with them
         plain = yield from plain_students(setup, request.curve_steps)
         curve = yield from measure_curve(teacher, plain, CURVE_FEATURES, windows, profile)
         approximation = replace(approximation, curve=curve)

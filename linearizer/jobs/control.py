@@ -21,8 +21,7 @@ from typing import Any
 from linearizer.errors import FolderError, RequestError
 from linearizer.jobs import queue
 from linearizer.jobs.queue import Ticket
-from linearizer.run import events as journal
-from linearizer.run.events import Event
+from linearizer.run.events import READ_BYTES, Event, first_event, newest_events, read_events
 from linearizer.run.files import UNFINISHED, remove, writing
 from linearizer.run.folder import OWN, Run, newest_request
 from linearizer.run.locks import Lock
@@ -103,7 +102,7 @@ def check_start(run: Run, token: str | None) -> None:
 def enter(run: Run, **asked: Any) -> tuple[Lock, Ticket]:
     """Hold a run, and take a number for it."""
     with ExitStack() as undo:
-        lock = undo.enter_context(run.locked())
+        lock = undo.enter_context(run.take_lock())
         remove(run.folder / "worker.log")
         ticket = queue.ask(run.folder)
         undo.callback(ticket.give_back)
@@ -149,7 +148,7 @@ def stop(run: Run, why: str = "") -> None:
     state = state_of(run)
     if state not in LIVE and (run.job or state_of(run.evaluating) not in LIVE):
         raise RequestError(f"{str(run.folder)!r} is {state}: there is nothing to stop")
-    run.request("stop", why)
+    run.make_request("stop", why)
 
 
 def use_now(run: Run) -> None:
@@ -159,14 +158,14 @@ def use_now(run: Run) -> None:
         raise RequestError(f"{str(run.folder)!r} is {found.state}: only a run that is at work can end its training")
     if found.step is None or found.step["event"] != "distill":
         raise RequestError(f"{str(run.folder)!r} is not training: there is nothing to use yet, or nothing left to end")
-    run.request("use")
+    run.make_request("use")
 
 
 def delete(run: Run) -> None:
     """Remove what a run has written, and its folder if nothing else is in it."""
     Run.open(run.folder)
     last = ["plan.json", "lock"]  # as long as they are there, deleting can be repeated
-    with run.locked(), writing(run.folder):
+    with run.take_lock(), writing(run.folder):
         for name in [*sorted(OWN.difference(last)), *last]:
             for path in (run.folder / name, run.folder / (name + UNFINISHED)):
                 remove(path)
@@ -178,7 +177,7 @@ def status(run: Run) -> Status:
     """Say what a run is doing."""
     Run.open(run.folder)
     state, told = look(run)
-    first, files = journal.first(run.log_file), files_of(run.folder)
+    first, files = first_event(run.log_file), files_of(run.folder)
     begun = first["time"] if first else max((stat.st_mtime for stat in files.values()), default=0.0)
     training = run.folder / "state" / "training"
     kept = (path for path in files if training in path.parents and path.suffix != UNFINISHED)
@@ -217,23 +216,23 @@ class Told:
 def look(run: Run) -> tuple[str, Told]:
     """Give the state of a run, and what its log says."""
     while True:
-        held = run.worked_on
+        held = run.is_locked
         told = read(run)
         if told.state not in LIVE:
             return told.state, told
-        if held == run.worked_on:  # otherwise it began or ended meanwhile
+        if held == run.is_locked:  # otherwise it began or ended meanwhile
             break
     if not held:
         return "lost", told
-    return "stopping" if run.requested("stop") else told.state, told
+    return "stopping" if run.has_request("stop") else told.state, told
 
 
 def read(run: Run) -> Told:
     """Read as much of the end of a log as it takes: who makes progress was started."""
     newest = last = step = None
     steps = STEPS if run.job is None else PARTS
-    for event in journal.newest_first(run.log_file):
-        if not run.mine(event):
+    for event in newest_events(run.log_file):
+        if not run.owns_event(event):
             if run.job is not None and event["event"] in STEPS:
                 break  # who evaluates begins when the student is made, and who resumes after that makes no step
             continue
@@ -254,7 +253,7 @@ def last_words(run: Run) -> str:
     if not path.is_file():
         return ""
     with path.open("rb") as file:
-        file.seek(max(0, path.stat().st_size - journal.PART))
+        file.seek(max(0, path.stat().st_size - READ_BYTES))
         lines = file.read().decode(errors="replace").splitlines()
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     last = re.sub(r"hf_\w+", "…", re.sub(r"[^\s'\"=:(]*/", "", last))
@@ -287,9 +286,9 @@ def follow(run: Run, after: int = 0) -> Iterator[list[Event]]:
     """
     place, seen = 0, 0
     while True:
-        ended = not run.worked_on and state_of(run) not in LIVE  # asked first, so that nothing is missed
-        events, place = journal.read(run.log_file, place)
-        events = [event for event in events if run.mine(event)]
+        ended = not run.is_locked and state_of(run) not in LIVE  # asked first, so that nothing is missed
+        events, place = read_events(run.log_file, place)
+        events = [event for event in events if run.owns_event(event)]
         new, seen = events[max(0, after - seen) :], seen + len(events)
         if new:
             yield new

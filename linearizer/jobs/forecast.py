@@ -146,7 +146,7 @@ def run_memory(plan: Plan, inspection: Inspection, layers: list[Layer], length: 
 
 def forecast_evaluation(run: Run, request: Request) -> EvaluationForecast:
     """Say how long the parts of an evaluation will take."""
-    return EvaluationForecast(part_seconds(run, request), run.found["made_with"].get("device"))
+    return EvaluationForecast(part_seconds(run, request), run.evaluation_file["made_with"].get("device"))
 
 
 def part_seconds(run: Run, request: Request) -> dict[str, float]:
@@ -177,10 +177,10 @@ def pass_seconds(run: Run) -> float | None:
     """Say what one text of the run's own length took, in the mean over teacher, student and window."""
     begun = None
     for event in run.events():
-        if run.mine(event) and event["event"] == "evaluate" and begun is None:
+        if run.owns_event(event) and event["event"] == "evaluate" and begun is None:
             begun = event["time"]
-        elif run.mine(event) and event["event"] == "started":
+        elif run.owns_event(event) and event["event"] == "started":
             begun = None  # what was judged before a stop is judged again
-        elif run.mine(event) and event["event"] == "evaluated" and begun is not None:
+        elif run.owns_event(event) and event["event"] == "evaluated" and begun is not None:
             return max(event["time"] - begun, 0.01) / JUDGING_PASSES
     return None

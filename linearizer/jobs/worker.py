@@ -69,8 +69,8 @@ def foreground(run: Run, steps: Steps[Product], **asked: Any) -> Steps[Product]:
             with faults_logged(run):
                 return (yield from in_turn(run, ticket, lambda: steps))
         except RequestError:
-            if run.job is None and not run.has("profile.json"):
-                run.forget()
+            if run.job is None and not run.has_file("profile.json"):
+                run.remove_unstarted()
             raise
 
 
@@ -134,7 +134,7 @@ def faults_kept(run: Run, token: str | None, file: Path | None = None) -> Iterat
 @contextmanager
 def heeding_signals(run: Run) -> Iterator[None]:
     """While this lasts, let SIGTERM stop the run as `jobs.stop` does."""
-    before = signal.signal(signal.SIGTERM, lambda *_: run.request("stop"))
+    before = signal.signal(signal.SIGTERM, lambda *_: run.make_request("stop"))
     try:
         yield
     finally:

@@ -53,4 +53,4 @@ def samples_of(run: Run) -> Samples:
         with safe_open(run.folder / SAMPLES, "pt") as file:
             return Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118
     except (OSError, SafetensorError) as error:
-        raise run.damaged(SAMPLES, error, "profile.json") from error  # they are measured together
+        raise run.damaged_file_error(SAMPLES, error, "profile.json") from error  # they are measured together

@@ -127,7 +127,7 @@ def branch_run(visitor: Visitor, name: str, budget: int) -> str:
     run = begin_run(visitor, replace(old.plan, budget=budget, features=None))
     with writing(run.folder):
         for file in MEASURED_FILES:
-            if old.has(file):
+            if old.has_file(file):
                 shutil.copyfile(old.folder / file, run.folder / file)
     return start_work(visitor, run)
 
@@ -149,7 +149,7 @@ def start_work(visitor: Visitor, run: Run) -> str:
     try:
         choose_start(run)(run, visitor.token)
     except LinearizerError:
-        run.forget()
+        run.remove_unstarted()
         raise
     return run.folder.name
 

@@ -72,7 +72,7 @@ def run_status(run: str, secret: str = "", profile: Profile = None, token: Token
     """
     one = identify_visitor(secret, profile, token).find(run)
     found = status_of(control.status(one))
-    return {**found, "evaluation": one.evaluation_parts if one.has("evaluation.json") else None}
+    return {**found, "evaluation": one.evaluation_parts if one.has_file("evaluation.json") else None}
 
 
 def list_runs(secret: str = "", profile: Profile = None, token: Token = None) -> list[dict]:

@@ -181,7 +181,7 @@ def share_budget(memory: Memory, budget: float, profile: Profile, token: Token) 
     """Share out another budget without the model. The bars travel with the card, and the browser draws them."""
     name = run_name(memory)
     run = read_visitor(memory, profile, token).find(name) if name else None
-    if run is None or not run.has("profile.json"):
+    if run is None or not run.has_file("profile.json"):
         return "", False
     try:
         figure, card = draw_shares(run, int(budget))

@@ -150,7 +150,7 @@ def enforce_limits(root: Path, now: float, limits: Limits = LIMITS) -> None:
 def worked_since(status: control.Status) -> float:
     """Return the time at which a run, or its evaluation, began to work after it was last queued."""
     begun = status.begun
-    for event in filter(status.run.mine, events.newest_first(status.run.log_file)):
+    for event in filter(status.run.owns_event, events.newest_events(status.run.log_file)):
         if event["event"] == "started":
             begun = event["time"]
         elif event["event"] == "queued":

@@ -60,11 +60,11 @@ class RunState:
 
     def read(self) -> None:
         """Read what is new in the log."""
-        new, self.place = events.read(self.run.log_file, self.place)
+        new, self.place = events.read_events(self.run.log_file, self.place)
         for event in new:
             if event["event"] == "profile" and "layer" in event:
                 self.found[event["layer"]] = event["freedoms"]
-            elif event["event"] == "distill" and self.run.mine(event):
+            elif event["event"] == "distill" and self.run.owns_event(event):
                 self.training = [one for one in self.training if one["done"] < event["done"]] + [event]
             elif event["event"] == "published":
                 self.put("published", f"{event['time']} {event['revision']}", lambda event=event: event)
@@ -102,13 +102,13 @@ class RunState:
     def draw_profile(self, status: Status) -> None:
         """Draw the map as layers are measured, and the curves once all are."""
         run = self.run
-        profile = run.profile if run.has("profile.json") and "curves" not in self.pieces else None
+        profile = run.profile if run.has_file("profile.json") and "curves" not in self.pieces else None
         if profile is not None:
             from linearizer.publish import allocation_charts
 
             self.found = allocation_charts.read_freedoms(profile)
             self.put("curves", "measured", lambda: allocation_charts.draw_freedom_curves(profile).to_json())
-        self.put("map", (len(self.found), self.run.has("inspection.json")), self.map)
+        self.put("map", (len(self.found), self.run.has_file("inspection.json")), self.map)
         if "measured" not in self.pieces and decidable(run):
             self.put("measured", "yes", lambda: True)
 
@@ -118,7 +118,7 @@ class RunState:
 
         return (
             allocation_charts.draw_freedom_map(self.found, self.run.layers).to_json()
-            if self.run.has("inspection.json")
+            if self.run.has_file("inspection.json")
             else None
         )
 
@@ -176,7 +176,7 @@ def possible_actions(status: Status) -> dict[str, bool]:
     return {
         "stop": status.state in ("queued", "running"),
         "resume": status.state in ("stopped", "failed", "lost"),
-        "use": status.state == "running" and training and not status.run.requested("use"),
+        "use": status.state == "running" and training and not status.run.has_request("use"),
         "delete": not status.live,
         "student": status.run.checkpoint.is_dir(),
     }

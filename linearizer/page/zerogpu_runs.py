@@ -126,7 +126,7 @@ def saved_steps(run: Run) -> int:
 
 def logged_steps(run: Run) -> int:
     """Say at which step of training a run was last: where it ends, the step is saved."""
-    return next((event["done"] for event in events.newest_first(run.log_file) if event["event"] == "distill"), 0)
+    return next((event["done"] for event in events.newest_events(run.log_file) if event["event"] == "distill"), 0)
 
 
 def current_step(run: Run) -> str:

@@ -11,11 +11,11 @@ from typing import Any
 
 from linearizer.run.files import writing
 
-PART = 2**14  # bytes that are read at once
+READ_BYTES = 2**14  # bytes that are read at once
 Event = dict[str, Any]  # {"time": seconds since 1970, "event": its name, …}
 
 
-def append(path: Path, event: str, details: Mapping[str, Any]) -> None:
+def append_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
     """Append an event."""
     with writing(path), path.open("ab+") as file:
         torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
@@ -23,7 +23,7 @@ def append(path: Path, event: str, details: Mapping[str, Any]) -> None:
         file.write((b"\n" if torn else b"") + line.encode() + b"\n")
 
 
-def read(path: Path, begin: int = 0) -> tuple[list[Event], int]:
+def read_events(path: Path, begin: int = 0) -> tuple[list[Event], int]:
     """Read the events from a byte on, and say where the next will begin; a line that is being written is left there."""
     try:
         with path.open("rb") as file:
@@ -32,20 +32,20 @@ def read(path: Path, begin: int = 0) -> tuple[list[Event], int]:
     except FileNotFoundError:
         return [], begin
     whole = content[: content.rfind(b"\n") + 1]
-    found = (parsed(line) for line in whole.split(b"\n"))
+    found = (parse_line(line) for line in whole.split(b"\n"))
     return [event for event in found if event is not None], begin + len(whole)
 
 
-def first(path: Path) -> Event | None:
+def first_event(path: Path) -> Event | None:
     """Read the first event."""
     try:
         with path.open("rb") as file:
-            return next((event for line in file if (event := parsed(line)) is not None), None)
+            return next((event for line in file if (event := parse_line(line)) is not None), None)
     except FileNotFoundError:
         return None
 
 
-def newest_first(path: Path) -> Iterator[Event]:
+def newest_events(path: Path) -> Iterator[Event]:
     """Read the events backwards; who wants the newest pays for a few lines, however long the log."""
     try:
         with path.open("rb") as file:
@@ -53,35 +53,35 @@ def newest_first(path: Path) -> Iterator[Event]:
             cut = b""  # the beginning of a line, which belongs to the part before
             whole = False  # the last line may still be being written
             while end > 0:
-                begin = max(0, end - PART)
+                begin = max(0, end - READ_BYTES)
                 file.seek(begin)
                 lines = (file.read(end - begin) + cut).split(b"\n")
                 cut, end = lines[0] if begin else b"", begin
                 for line in reversed(lines[1 if begin else 0 :]):
-                    if whole and (event := parsed(line)) is not None:
+                    if whole and (event := parse_line(line)) is not None:
                         yield event
                     whole = True
     except FileNotFoundError:
         return
 
 
-def named(path: Path, event: str) -> list[Event]:
+def events_named(path: Path, event: str) -> list[Event]:
     """Read the events of one name; the others are hardly looked at."""
     try:
         lines = path.read_bytes().split(b"\n")[:-1]
     except FileNotFoundError:
         return []
-    found = (parsed(line) for line in lines if b'"event": "' + event.encode() + b'"' in line)
+    found = (parse_line(line) for line in lines if b'"event": "' + event.encode() + b'"' in line)
     return [one for one in found if one is not None and one["event"] == event]
 
 
-def of_student(events: Sequence[Event], name: str) -> list[Event]:
+def events_of_student(events: Sequence[Event], name: str) -> list[Event]:
     """Keep the events of one name that tell of the student as it is allocated now, not of one before another budget."""
     changes = [number for number, event in enumerate(events) if event["event"] == "allocated" and event.get("changed")]
     return [event for event in events[changes[-1] if changes else 0 :] if event["event"] == name]
 
 
-def parsed(line: bytes) -> Event | None:
+def parse_line(line: bytes) -> Event | None:
     """Read one line, if it is an event."""
     try:
         found = json.loads(line)

@@ -12,7 +12,6 @@ RUN/worker.log      what a process in the background wrote to standard error
 from __future__ import annotations
 
 import json
-import os
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -20,10 +19,9 @@ from typing import Any, TypeVar
 from uuid import uuid4
 
 from linearizer.errors import FolderError, RequestError
-from linearizer.run import events as journal
 from linearizer.run import locks
 from linearizer.run.allocation import Allocation
-from linearizer.run.events import Event
+from linearizer.run.events import Event, append_event, events_named, events_of_student, newest_events, read_events
 from linearizer.run.files import UNFINISHED, write_whole, writing
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
@@ -87,7 +85,7 @@ class Run:
     @property
     def id(self) -> str:
         """Tell this run from another that lies, or lay, in a folder of the same name."""
-        return self.parsed("begun.json", json.loads, again=False)["id"]
+        return self.parse_file("begun.json", json.loads, again=False)["id"]
 
     @property
     def key(self) -> tuple[Path, str]:
@@ -96,7 +94,7 @@ class Run:
 
     def check_same(self, asked: Plan) -> None:
         """Refuse to resume with another plan than the run was begun with."""
-        begun = self.parsed("begun.json", json.loads, again=False)
+        begun = self.parse_file("begun.json", json.loads, again=False)
         undecided = {name: begun[name] for name in DECIDED if getattr(asked, name) == begun[name]}
         if differences := asked.differences(replace(self.plan, **undecided)):
             raise RequestError(
@@ -109,18 +107,18 @@ class Run:
         """The same folder, where the evaluation of its student is meant."""
         return replace(self, job=EVALUATION)
 
-    def mine(self, event: Event) -> bool:
+    def owns_event(self, event: Event) -> bool:
         """Tell whether an event is of the work that is meant."""
         return event.get("job") == self.job
 
     @property
     def plan(self) -> Plan:
-        return self.parsed("plan.json", Plan.from_json, again=False)
+        return self.parse_file("plan.json", Plan.from_json, again=False)
 
     @property
     def inspection(self) -> Inspection:
         """What the teacher is."""
-        return self.parsed("inspection.json", Inspection.from_json, again=False)
+        return self.parse_file("inspection.json", Inspection.from_json, again=False)
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -133,25 +131,25 @@ class Run:
 
     @property
     def profile(self) -> Profile | None:
-        return self.parsed("profile.json", Profile.from_json) if self.has("profile.json") else None
+        return self.parse_file("profile.json", Profile.from_json) if self.has_file("profile.json") else None
 
     @property
     def prices(self) -> Prices | None:
-        return self.parsed("prices.json", Prices.from_json) if self.has("prices.json") else None
+        return self.parse_file("prices.json", Prices.from_json) if self.has_file("prices.json") else None
 
     @property
     def gates(self) -> list[list[float]] | None:
         """How much each KV head needs its whole cache, where gates were learned."""
-        return self.parsed("gates.json", read_gates) if self.has("gates.json") else None
+        return self.parse_file("gates.json", read_gates) if self.has_file("gates.json") else None
 
     @property
     def allocation(self) -> Allocation | None:
-        return self.parsed("allocation.json", Allocation.from_json) if self.has("allocation.json") else None
+        return self.parse_file("allocation.json", Allocation.from_json) if self.has_file("allocation.json") else None
 
     @property
     def evaluation_parts(self) -> dict[str, dict[str, Any]]:
         """What was measured of the student, part by part: when it was made, and what `linearizer evaluate` added."""
-        return self.found["parts"]
+        return self.evaluation_file["parts"]
 
     @property
     def results(self) -> dict[str, Part]:
@@ -159,21 +157,21 @@ class Run:
         try:
             return {name: read_part(name, plain) for name, plain in self.evaluation_parts.items() if name in RESULTS}
         except (TypeError, KeyError, RequestError) as error:
-            raise self.damaged("evaluation.json", error, "evaluation.json") from error
+            raise self.damaged_file_error("evaluation.json", error, "evaluation.json") from error
 
     @property
-    def found(self) -> dict[str, Any]:
+    def evaluation_file(self) -> dict[str, Any]:
         """All that evaluation.json holds: parts, and with what the student was made."""
         try:
-            held = json.loads(self.read("evaluation.json")) if self.has("evaluation.json") else {}
+            held = json.loads(self.read("evaluation.json")) if self.has_file("evaluation.json") else {}
         except ValueError as error:
             path = str(self.folder / "evaluation.json")
             raise FolderError(f"{path!r} cannot be read ({error}): remove it, and evaluate again") from error
         return {"parts": {}, "made_with": {}, **held}
 
-    def keep_found(self, **changes: Any) -> None:
+    def write_evaluation(self, **changes: Any) -> None:
         """Write parts, or with what the student was made; what is not named stays."""
-        self.write("evaluation.json", json.dumps({**self.found, **changes}))
+        self.write("evaluation.json", json.dumps({**self.evaluation_file, **changes}))
 
     @property
     def checkpoint(self) -> Path:
@@ -182,10 +180,10 @@ class Run:
     @property
     def done(self) -> bool:
         """Whether there is nothing left to do."""
-        told = (event["event"] for event in journal.newest_first(self.log_file) if self.mine(event))
+        told = (event["event"] for event in newest_events(self.log_file) if self.owns_event(event))
         return self.checkpoint.is_dir() and next((name for name in told if name in ENDS), None) == "done"
 
-    def has(self, name: str) -> bool:
+    def has_file(self, name: str) -> bool:
         return (self.folder / name).exists()
 
     def read(self, name: str) -> str:
@@ -194,14 +192,14 @@ class Run:
         except (OSError, UnicodeDecodeError) as error:
             raise FolderError(f"{str(self.folder / name)!r} cannot be read ({error}): start a new run") from error
 
-    def parsed(self, name: str, parse: Callable[[str], Product], again: bool = True) -> Product:
+    def parse_file(self, name: str, parse: Callable[[str], Product], again: bool = True) -> Product:
         """Read what a file holds, or say what is wrong with it; `again`: going on with the run makes it anew."""
         try:
             return parse(self.read(name))
         except (ValueError, TypeError, KeyError, RequestError) as error:
-            raise self.damaged(name, error.__cause__ or error, name if again else "") from error
+            raise self.damaged_file_error(name, error.__cause__ or error, name if again else "") from error
 
-    def damaged(self, name: str, what: object, remove: str) -> FolderError:
+    def damaged_file_error(self, name: str, what: object, remove: str) -> FolderError:
         """Say that a file cannot be used, and what to remove so that it is made anew; where that is nothing, how on."""
         it = "it" if remove == name else repr(str(self.folder / remove))
         remedy = f"remove {it}, and `linearizer runs resume {self.folder}` makes it anew"
@@ -212,7 +210,7 @@ class Run:
     def write(self, name: str, text: str) -> None:
         write_whole(self.folder / name, text)
 
-    def forget(self) -> None:
+    def remove_unstarted(self) -> None:
         """Remove a run that has made nothing, and its folder if that leaves it empty."""
         made = ("plan.json", "plan.json" + UNFINISHED, "begun.json", "inspection.json", "events.jsonl")
         for name in (*made, "stop", "use", "worker.log", "lock"):
@@ -223,36 +221,36 @@ class Run:
 
     def log(self, event: str, **details: Any) -> None:
         """Append an event; the time is seconds since 1970."""
-        journal.append(self.log_file, event, details if self.job is None else {"job": self.job, **details})
+        append_event(self.log_file, event, details if self.job is None else {"job": self.job, **details})
 
     def events(self) -> list[Event]:
         """Read all events, of whatever work."""
-        return journal.read(self.log_file)[0]
+        return read_events(self.log_file)[0]
 
     @property
     def published(self) -> Event | None:
         """Where the student was published last: {"repo_id", "revision", "url", "snippet", "private", "time"}."""
-        return next(reversed(journal.named(self.log_file, "published")), None)
+        return next(reversed(events_named(self.log_file, "published")), None)
 
     @property
     def log_file(self) -> Path:
         return self.folder / "events.jsonl"
 
-    def locked(self) -> Lock:
+    def take_lock(self) -> Lock:
         """Keep other processes from writing this run; the system frees the lock of a process that died."""
         with writing(self.folder):
             lock = locks.take(self.folder / "lock")
         if lock is None:
             raise FolderError(f"{str(self.folder)!r} is being written by another process: wait for it, or stop it")
-        self.settle("stop")  # it was for a process that is gone
+        self.clear_request("stop")  # it was for a process that is gone
         return lock
 
     @property
-    def worked_on(self) -> bool:
+    def is_locked(self) -> bool:
         """Whether a live process holds this run."""
         return locks.held(self.folder / "lock")
 
-    def request(self, name: str, why: str = "") -> None:
+    def make_request(self, name: str, why: str = "") -> None:
         """Ask the process that works on this run to `stop`, or to `use` the training as it is."""
         if why:
             self.write(name, why)
@@ -260,17 +258,17 @@ class Run:
         with writing(self.folder):
             (self.folder / name).touch()
 
-    def reason(self, name: str) -> str | None:
+    def request_reason(self, name: str) -> str | None:
         """Say why something was requested, where whoever did it said so."""
         try:
             return self.read(name) or None
         except FolderError:  # it was not requested, or is settled
             return None
 
-    def requested(self, name: str) -> bool:
-        return self.has(name)
+    def has_request(self, name: str) -> bool:
+        return self.has_file(name)
 
-    def settle(self, name: str) -> None:
+    def clear_request(self, name: str) -> None:
         """Forget a request: it was taken up, or was for a process that is gone."""
         with writing(self.folder):
             (self.folder / name).unlink(missing_ok=True)
@@ -281,30 +279,11 @@ def read_gates(text: str) -> list[list[float]]:
     return [[float(gate) for gate in layer] for layer in json.loads(text)]
 
 
-def located(plan: Plan) -> Plan:
-    """Name the folders and files of a plan so that they are found from any folder that the run is resumed in."""
-    model = plan.model if plan.model == "demo" else absolute(plan.model)
-    return replace(plan, model=model, text=located_text(plan.text))
-
-
-def located_text(source: str) -> str:
-    """Name a source of text so that it is found from any folder."""
-    kind, _, rest = source.partition(":")
-    place, colon, more = (rest, "", "") if kind == "file" else rest.partition(":")
-    return f"{kind}:{absolute(place)}{colon}{more}" if kind in ("file", "dataset") else source
-
-
-def absolute(name: str) -> str:
-    """Write out where a file or folder lies; a name that is none stays."""
-    path = os.path.expanduser(name)
-    return os.path.abspath(path) if name and os.path.exists(path) else name
-
-
 def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
     """Give what an evaluation was last asked for, whether all of it anew, and which parts are done since."""
     done: list[str] = []
-    for event in journal.newest_first(run.log_file):
-        if run.evaluating.mine(event):
+    for event in newest_events(run.log_file):
+        if run.evaluating.owns_event(event):
             if event["event"] == "examined":
                 done.append(event["part"])
             if "request" in event:
@@ -326,6 +305,6 @@ class Trained:
 
 def trained(run: Run) -> Trained:
     """Read from the log of a run how its training ended; a phase that was taken up again counts as it ended last."""
-    ends = {event.get("phase", 0): event for event in journal.of_student(run.events(), "distilled")}
+    ends = {event.get("phase", 0): event for event in events_of_student(run.events(), "distilled")}
     done = sum(event["steps"] for event in ends.values())
     return Trained(done, sum(int(event.get("asked") or event["steps"]) for event in ends.values()))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -252,3 +253,22 @@ class Plan(JsonProduct):
 def choices_of(recipe: str) -> Mapping[str, Any]:
     """Give the choices of a recipe; an unknown one has none, and is refused by the plan."""
     return RECIPES[recipe].choices if recipe in RECIPES else {}
+
+
+def with_absolute_paths(plan: Plan) -> Plan:
+    """Name the folders and files of a plan so that they are found from any folder that the run is resumed in."""
+    model = plan.model if plan.model == "demo" else absolute_path(plan.model)
+    return replace(plan, model=model, text=absolute_source(plan.text))
+
+
+def absolute_source(source: str) -> str:
+    """Name a source of text so that it is found from any folder."""
+    kind, _, rest = source.partition(":")
+    place, colon, more = (rest, "", "") if kind == "file" else rest.partition(":")
+    return f"{kind}:{absolute_path(place)}{colon}{more}" if kind in ("file", "dataset") else source
+
+
+def absolute_path(name: str) -> str:
+    """Write out where a file or folder lies; a name that is none stays."""
+    path = os.path.expanduser(name)
+    return os.path.abspath(path) if name and os.path.exists(path) else name

@@ -39,9 +39,9 @@ def reported(run: Run) -> Iterator[None]:
         run.log("slice")
         raise
     except (Stopped, KeyboardInterrupt, GeneratorExit):
-        why = run.reason("stop")
+        why = run.request_reason("stop")
         run.log("stopped", **({"error": why} if why else {}))
-        run.settle("stop")
+        run.clear_request("stop")
         raise
     except LinearizerError as error:
         run.log("failed", error=str(error))
@@ -76,7 +76,7 @@ def logged(run: Run, steps: Steps[Product]) -> Steps[Product]:
                 progress = next(steps)
             except StopIteration as end:
                 return end.value
-            stop = run.requested("stop")
+            stop = run.has_request("stop")
             if pace.due(progress) or stop:
                 details = {"done": progress.done, "total": progress.total, "unit": progress.unit}
                 run.log(progress.step, **details, **pace.left(progress), **progress.details)
@@ -86,10 +86,10 @@ def logged(run: Run, steps: Steps[Product]) -> Steps[Product]:
 
 def check(run: Run) -> None:
     """End the work if that was asked for, or if its folder is gone."""
-    if run.requested("stop"):
-        why = run.reason("stop")
+    if run.has_request("stop"):
+        why = run.request_reason("stop")
         raise Stopped(f"stopped{f': {why}' if why else ' as asked'}; what was finished is kept in {run.folder}")
-    if not run.has("plan.json"):
+    if not run.has_file("plan.json"):
         raise FolderError(f"{str(run.folder)!r} was deleted while it was worked on: start a new run")
 
 
@@ -133,7 +133,7 @@ def interruptible(run: Run) -> Iterator[None]:
 
     def watch() -> None:
         while not over.wait(GLANCE):
-            if run.requested("stop"):
+            if run.has_request("stop"):
                 signal.pthread_kill(main, signal.SIGINT)  # and again: a download waits for its threads after the first
                 over.wait(AGAIN)
 

@@ -36,7 +36,7 @@ def plan_with_steps(run: Run, teacher: Teacher, student: LinearizedForCausalLM, 
     plan = run.plan
     if plan.minutes is None:
         return plan
-    if not run.has("state/steps.json"):
+    if not run.has_file("state/steps.json"):
         before = {name: value.clone() for name, value in student.state_dict().items() if ".student." in name}
         initialise_student(run, student)
         texts = texts_of(plan, teacher, TIMED_STEPS * plan.batch, token, least=plan.batch)
@@ -49,7 +49,7 @@ def plan_with_steps(run: Run, teacher: Teacher, student: LinearizedForCausalLM, 
         steps = max(len(seconds), int(60 * plan.minutes / mean)) if mean else 0
         run.write("state/steps.json", str(steps))
         run.log("timed", steps=steps, seconds=seconds)
-    return replace(plan, steps=run.parsed("state/steps.json", int), minutes=None)
+    return replace(plan, steps=run.parse_file("state/steps.json", int), minutes=None)
 
 
 def seconds_per_step(student: LinearizedForCausalLM, settings: TrainingSettings, texts: torch.Tensor) -> float:
@@ -70,7 +70,7 @@ def train(
     for number, settings in enumerate(training_settings(plan)):
         if settings.steps and (settings.lora or any(head.features for row in allocation.heads for head in row)):
             yield from train_phase(run, student, settings, texts, number)
-    run.settle("use")  # not before: it is meant for the losses that are still to come, too
+    run.clear_request("use")  # not before: it is meant for the losses that are still to come, too
 
 
 def train_phase(
@@ -80,11 +80,11 @@ def train_phase(
     folder = run.folder / "state" / "training" / str(number)
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    ends = {event.get("phase", 0): event["steps"] for event in events.of_student(run.events(), "distilled")}
+    ends = {event.get("phase", 0): event["steps"] for event in events.events_of_student(run.events(), "distilled")}
     end = ends.get(number, settings.steps) if folder.exists() else settings.steps  # perhaps early
 
     def enough(step: int) -> bool:
-        return step >= end or run.requested("use")
+        return step >= end or run.has_request("use")
 
     steps = distill(student, texts, settings, folder=folder, resume=folder.exists(), enough=enough)
     result = yield from logged(run, steps)

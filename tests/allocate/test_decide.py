@@ -38,7 +38,7 @@ def refusal(capsys, run, *asked):
     """What is said of a request that is refused; the run stays as it was."""
     before = run.plan
     assert main(["allocate", str(run.folder), *asked]) == 2
-    assert run.plan == before and not run.has("allocation.json")
+    assert run.plan == before and not run.has_file("allocation.json")
     return capsys.readouterr().err
 
 

@@ -171,7 +171,7 @@ def test_a_killed_run_resumes_to_the_same_student(done, tmp_path, said):
 def test_two_processes_never_write_one_run(done, tmp_path):
     shutil.copytree(done, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint")
-    with Run.open(tmp_path / "run").locked():
+    with Run.open(tmp_path / "run").take_lock():
         process = start("run", "demo", "--budget", "64", "--out", tmp_path / "run", "--resume", *QUICK)
         _, err = process.communicate(timeout=180)
     assert process.returncode == 2 and "being written by another process" in err
@@ -179,7 +179,7 @@ def test_two_processes_never_write_one_run(done, tmp_path):
 
 def test_a_run_that_is_refused_because_another_process_has_it_is_left_alone(tmp_path, said):
     run = Run.create(tmp_path / "run", Plan("demo", budget=64))
-    with run.locked():
+    with run.take_lock():
         code, _, err = said("run", "demo", "--budget", "64", "--out", run.folder, "--resume")
     assert code == 2 and "being written by another process" in err
     assert run.plan == Plan("demo", budget=64)

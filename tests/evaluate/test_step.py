@@ -22,8 +22,8 @@ from linearizer.jobs import control as jobs
 from linearizer.model.hub import find_model
 from linearizer.model.text import read_texts
 from linearizer.progress import finish
-from linearizer.run.folder import Run, located
-from linearizer.run.plan import Plan
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan, with_absolute_paths
 
 QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--dtype", "float32", "--steps", "2"]
 
@@ -86,10 +86,10 @@ def begun(tmp_path):
 
 
 def test_parts_and_with_what_they_were_made_stand_in_one_file(begun):
-    assert begun.evaluation_parts == {} == begun.found["made_with"]
-    begun.keep_found(made_with={"seed": 0})
-    begun.keep_found(parts={"needle": {"lengths": [64]}})
-    assert begun.found == {"parts": {"needle": {"lengths": [64]}}, "made_with": {"seed": 0}}
+    assert begun.evaluation_parts == {} == begun.evaluation_file["made_with"]
+    begun.write_evaluation(made_with={"seed": 0})
+    begun.write_evaluation(parts={"needle": {"lengths": [64]}})
+    assert begun.evaluation_file == {"parts": {"needle": {"lengths": [64]}}, "made_with": {"seed": 0}}
 
 
 def test_a_file_that_was_cut_off_is_named(begun):
@@ -107,7 +107,7 @@ def test_all_are_measured_and_it_is_said_with_what(run, said):
     assert (language["text"], language["texts"], language["length"], language["seed"]) == ("builtin", 3, 64, 0)
     made = language["asked"]["made_with"]
     assert made["versions"]["torch"] == torch.__version__ and made["device"].startswith("cpu") and made["teacher"]
-    assert {"text", "learnt", "judged", "seed", "versions", "device"} <= run.found["made_with"].keys()
+    assert {"text", "learnt", "judged", "seed", "versions", "device"} <= run.evaluation_file["made_with"].keys()
 
 
 def test_the_tables_name_all_that_are_compared(run, said):
@@ -163,13 +163,13 @@ def test_ctrl_c_and_a_kill_leave_what_was_finished(run):
 
 
 def test_two_evaluations_never_write_one_run(run, said):
-    with run.locked():
+    with run.take_lock():
         assert "being written by another process" in refused(said, run.folder, "--parts", "language")
 
 
 def test_the_text_is_not_what_the_student_was_trained_on(finished):
     run = Run.open(finished)
-    learnt = max(run.found["made_with"]["learnt"], run.plan.texts)
+    learnt = max(run.evaluation_file["made_with"]["learnt"], run.plan.texts)
     with assembled(run) as setup:
         text = read_texts("builtin", setup.tokenizer, 64, learnt + 2)
         assert torch.equal(setup.windows(None, 64, 2, 0), text[learnt:])
@@ -181,7 +181,7 @@ def test_the_text_is_not_what_the_student_was_trained_on(finished):
 def test_the_text_of_a_run_is_known_by_another_spelling(run, tmp_path, monkeypatch):
     (tmp_path / "text.txt").write_text("\n".join(map(str, range(4000))))
     monkeypatch.chdir(tmp_path)
-    run.write("plan.json", located(replace(run.plan, text="file:text.txt")).to_json())
+    run.write("plan.json", with_absolute_paths(replace(run.plan, text="file:text.txt")).to_json())
     with assembled(run) as setup:
         assert torch.equal(setup.windows("file:text.txt", 64, 2, 0), setup.windows(None, 64, 2, 0))
 

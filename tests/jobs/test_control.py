@@ -157,10 +157,10 @@ def test_what_others_log_changes_no_state(begin):
         found = control.status(run)
         assert (found.state, found.changed) == (state, run.events()[-1]["time"]), event
         assert (found.error == "because") == (state == "failed")
-    with run.locked():
+    with run.take_lock():
         run.log("started")
         assert control.status(run).state == "running"
-        run.request("stop")
+        run.make_request("stop")
         assert control.status(run).state == "stopping"
 
 
@@ -178,5 +178,5 @@ def test_a_start_that_fails_holds_nobody_up(begin, tmp_path, monkeypatch):
     monkeypatch.setattr("sys.executable", str(tmp_path / "absent"))
     with pytest.raises(FolderError, match="cannot be worked on"):
         control.start(run)
-    assert control.status(run).state == "failed" and not run.worked_on
+    assert control.status(run).state == "failed" and not run.is_locked
     assert [path.name for path in queue.folder().iterdir()] == ["lock"]

@@ -39,7 +39,7 @@ def run(made, tmp_path, monkeypatch):
     shutil.copytree(made.folder, tmp_path / "run")
     found = Run(tmp_path / "run")
     yield found
-    if found.has("plan.json") and control.state_of(found.evaluating) in control.LIVE:
+    if found.has_file("plan.json") and control.state_of(found.evaluating) in control.LIVE:
         control.stop(found)
         wait_for(found.evaluating, "stopped", "done")
 

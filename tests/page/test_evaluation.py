@@ -93,7 +93,7 @@ def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(l
     url, runs, _ = local
     run = Run(runs / f"made-up-{scheme}")
     shutil.copytree(runs / done, run.folder)
-    run.keep_found(parts={**FOUND, "recall": {**FOUND["recall"], "longer": None}})
+    run.write_evaluation(parts={**FOUND, "recall": {**FOUND["recall"], "longer": None}})
     how = {"viewport": {"width": 390, "height": 844}, "color_scheme": scheme}
     with looking(browser, f"{url}?run={run.folder.name}", **how) as page:
         for part in PARTS:

@@ -48,7 +48,7 @@ def test_a_run_that_works_too_long_is_stopped_saved_told_why_and_goes_on(space):
 
 def test_the_time_that_a_run_waited_or_worked_before_is_not_counted(space):
     run = begun()
-    with run.locked():
+    with run.take_lock():
         for event, at in (("queued", 0), ("started", 10), ("stopped", 50), ("queued", 100), ("started", 160)):
             run.log(event)
             lines = run.log_file.read_text().splitlines()
@@ -56,9 +56,9 @@ def test_the_time_that_a_run_waited_or_worked_before_is_not_counted(space):
             run.log_file.write_text("\n".join(lines) + "\n")
         run.log("started")  # again, of a run that works in slices
         limits.enforce_limits(space, 160 + 60 * LIMITS.minutes)
-        assert not run.requested("stop")
+        assert not run.has_request("stop")
         limits.enforce_limits(space, 161 + 60 * LIMITS.minutes)
-        assert run.requested("stop")
+        assert run.has_request("stop")
 
 
 def test_a_space_removes_what_nobody_has_looked_after(space):
@@ -99,12 +99,12 @@ def test_a_visitor_and_all_together_have_only_so_many_runs_at_work(space):
     one, two = begun(), begun(BOB)
     few = Limits(runs=1, queue=2)
     limits.check_turn(find_visitor(secret=ANN), space, few)
-    with one.locked():
+    with one.take_lock():
         one.log("queued")
         with pytest.raises(RequestError, match="1 runs of yours are at work or wait"):
             limits.check_turn(find_visitor(secret=ANN), space, few)
         limits.check_turn(find_visitor(secret=BOB), space, few)
-        with two.locked():
+        with two.take_lock():
             two.log("queued")
             with pytest.raises(RequestError, match="2 runs wait here already: try again later"):
                 limits.check_turn(find_visitor(secret="c" * 16), space, few)

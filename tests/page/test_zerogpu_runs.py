@@ -62,7 +62,7 @@ def test_slices_end_in_the_same_bits_as_one_piece(whole, name, tmp_path, monkeyp
     assert student(run) == student(whole[name]) and run.evaluation_parts == whole[name].evaluation_parts
     told = [event["event"] for event in run.events()]
     assert told.count("queued") == 1 and told.count("slice") == told.count("started") - 1 >= 5
-    wait_until(lambda: not run.worked_on, 5)
+    wait_until(lambda: not run.is_locked, 5)
 
 
 def test_a_process_that_is_forked_holds_no_lock_of_its_parent(tmp_path):
@@ -155,7 +155,7 @@ def test_where_nothing_is_lent_any_more_the_run_stops_says_so_and_goes_on_later(
     found = wait_for(run, "stopped")
     assert "ZeroGPU lends no device (ZeroGPU quota exceeded: You have exceeded your free" in found.error
     assert "(30s requested vs. 20s left)" in found.error and found.error.endswith("is kept: resume it later")
-    wait_until(lambda: not run.worked_on, 5)
+    wait_until(lambda: not run.is_locked, 5)
     (root / "left").write_text("10000")
     client.predict(run.folder.name, ANN, api_name="/resume_run")
     wait_for(run, "done", seconds=200)
@@ -169,7 +169,7 @@ def test_a_step_that_fits_into_no_slice_is_a_sentence_and_no_endless_work(tmp_pa
         run = begin(client, root, texts=32, length=1024, samples=4096)
         found = wait_for(run, "failed")
     assert "takes longer than the 1 seconds that ZeroGPU lends at a time: ask for fewer" in found.error
-    wait_until(lambda: not run.worked_on, 5)
+    wait_until(lambda: not run.is_locked, 5)
     assert run.profile is None
 
 
@@ -181,7 +181,7 @@ def test_a_device_that_is_taken_back_too_early_costs_only_what_was_not_saved(spa
     wait_for(run, "done", seconds=200)
     steps = [event["done"] for event in run.events() if event["event"] == "distill"]
     assert steps.count(1) == 1 and steps[-1] == 6
-    wait_until(lambda: not run.worked_on, 5)
+    wait_until(lambda: not run.is_locked, 5)
     assert not tracebacks(log)
 
 
@@ -217,7 +217,7 @@ def test_an_evaluation_works_in_slices_too_and_goes_on_at_the_part_that_is_not_f
             process_of(run)
         time.sleep(0.05)
     assert state == "done", (control.status(run.evaluating), log.read_text())
-    told = [event for event in run.events() if run.evaluating.mine(event)]
+    told = [event for event in run.events() if run.evaluating.owns_event(event)]
     assert [event["part"] for event in told if event["event"] == "examined"] == parts
     lent = len((root / "lent").read_text().splitlines()) - before
     assert lent == [event["event"] for event in told].count("started") >= 3

@@ -92,11 +92,11 @@ def test_what_was_examined_is_shown_without_the_folders_of_this_machine(tmp_path
     made_with = {"versions": {"torch": "2"}, "device": "cpu", "dtype": "float32", "alone": None}
     subjects = [{"name": "student", "first": [4.0], "second": [2.5]}]
     found = {**asked, "asked": {**asked, "made_with": made_with}, "subjects": subjects}
-    run.keep_found(parts={"recall": {**found, "gaps": [16], "passage": 8, "longer": None}, "unknown": {}})
+    run.write_evaluation(parts={"recall": {**found, "gaps": [16], "passage": 8, "longer": None}, "unknown": {}})
     text = card(run)
     assert "The evaluation is small" in text
     assert "student" in text and "2.500" in text and "file:poems.txt" in text and "/home/someone" not in text
-    run.keep_found(parts=FOUND)
+    run.write_evaluation(parts=FOUND)
     assert "The evaluation is small" not in card(run)
 
 

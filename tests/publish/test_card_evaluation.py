@@ -15,7 +15,7 @@ from tests.support.evaluation_results import FOUND
 def test_every_part_is_on_the_card_as_tables(tmp_path):
     run = made(tmp_path / "run")
     assert set(card_files(run)) == {"README.md", "allocation.png"}
-    run.keep_found(parts=FOUND)
+    run.write_evaluation(parts=FOUND)
     files = card_files(run, "me/student")
     assert set(files) == {"README.md", "allocation.png"}
     text = files["README.md"].decode()
@@ -31,7 +31,7 @@ def test_what_others_wrote_in_an_evaluation_stays_text(tmp_path):
     run = made(tmp_path / "run")
     score = {**FOUND["tasks"]["subjects"][0]["scores"][0], "task": HOSTILE}
     language = {**FOUND["language"], "text": f"file:/home/someone/{HOSTILE}"}
-    run.keep_found(parts={"language": language, "tasks": {**FOUND["tasks"], "subjects": [
+    run.write_evaluation(parts={"language": language, "tasks": {**FOUND["tasks"], "subjects": [
         {"name": "teacher", "scores": [score], "accuracy": None}]}})  # fmt: skip
     text = card(run)
     page = MarkdownIt("commonmark").enable("table").render(text.partition("\n---\n")[2])
@@ -45,7 +45,7 @@ def test_results_that_are_not_finite_are_on_the_card(tmp_path, loss):
     lost = [{**one, "second": [loss, loss]} if one["name"] == "student" else one for one in FOUND["recall"]["subjects"]]
     none = [{**one, "one": [{**pace, "write_rate": None, "read_rate": None} for pace in one["one"]]}
             for one in FOUND["speed"]["subjects"]]  # fmt: skip
-    run.keep_found(
+    run.write_evaluation(
         parts={"recall": {**FOUND["recall"], "subjects": lost}, "speed": {**FOUND["speed"], "subjects": none}}
     )
     text = card(run)

@@ -99,7 +99,11 @@ def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged
     run.write(step.PARTIAL_PRICES, '{"sinks"')
     assert finish(step.price_heads(run, teacher, texts)) == found
     (dropped,) = (event for event in run.events() if event["event"] == "dropped")
-    assert dropped["file"] == step.PARTIAL_PRICES and "delimiter" in dropped["why"] and not run.has(step.PARTIAL_PRICES)
+    assert (
+        dropped["file"] == step.PARTIAL_PRICES
+        and "delimiter" in dropped["why"]
+        and not run.has_file(step.PARTIAL_PRICES)
+    )
 
 
 def test_a_damaged_number_of_steps_is_named(run):

@@ -77,7 +77,7 @@ def test_parts_are_forecast_from_what_judging_took(run):
     assert set(whole) == set(Request().chosen) and all(seconds > 0 for seconds in whole.values())
     few = part_seconds(run, Request(texts=2))
     assert few["recall"] < whole["recall"] and few["language"] < whole["language"]
-    run.keep_found(made_with={"device": "a GPU"})
+    run.write_evaluation(made_with={"device": "a GPU"})
     named = forecast_evaluation(run, Request(("language", "tasks"), tasks=("piqa",), limit=10))
     assert set(named.seconds) == {"language", "tasks"}
     line = times_line(named)
@@ -98,23 +98,23 @@ def test_where_judging_is_not_in_the_log_nothing_is_promised(run):
 
 def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, tmp_path):
     evaluation = run.evaluating
-    with evaluation.locked():
+    with evaluation.take_lock():
         evaluation.log("queued", request={})
         evaluation.log("started")
         found = control.status(run)
         assert found.state == "done" and found.live and found.evaluation.state == "running"
         begun = run.events()[-1]["time"]
         limits.enforce_limits(tmp_path, begun + 1)
-        assert not run.requested("stop")
+        assert not run.has_request("stop")
         limits.enforce_limits(tmp_path, begun + 30 * 24 * 3600)
-        assert run.requested("stop") and control.state_of(evaluation) == "stopping" and run.has("plan.json")
+        assert run.has_request("stop") and control.state_of(evaluation) == "stopping" and run.has_file("plan.json")
         assert not run_state.possible_actions(control.status(run))["delete"]
 
 
 def test_the_page_says_how_an_evaluation_is(run):
     assert evaluation_card(None, 0.0) == ""
     evaluation = run.evaluating
-    with evaluation.locked():
+    with evaluation.take_lock():
         evaluation.log("queued", request={})
         evaluation.log("started")
         step = {"part": "needle", "place": 2, "parts": 4, "unit": "cells"}

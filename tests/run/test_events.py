@@ -2,7 +2,7 @@
 
 import pytest
 
-from linearizer.run import events as journal
+from linearizer.run.events import append_event, first_event, newest_events, read_events
 
 NAMES = ["first", "second", "third"]
 
@@ -11,7 +11,7 @@ NAMES = ["first", "second", "third"]
 def log(tmp_path):
     path = tmp_path / "events.jsonl"
     for name in NAMES:
-        journal.append(path, name, {})
+        append_event(path, name, {})
     return path
 
 
@@ -34,33 +34,33 @@ def names(events):
 def test_what_is_no_event_is_passed_over(log, left):
     with log.open("ab") as file:
         file.write(left)
-    assert names(journal.read(log)[0]) == names(reversed(list(journal.newest_first(log)))) == NAMES
-    journal.append(log, "fourth", {"more": 1})
-    assert names(journal.read(log)[0]) == names(reversed(list(journal.newest_first(log)))) == [*NAMES, "fourth"]
-    assert journal.first(log)["event"] == "first"
+    assert names(read_events(log)[0]) == names(reversed(list(newest_events(log)))) == NAMES
+    append_event(log, "fourth", {"more": 1})
+    assert names(read_events(log)[0]) == names(reversed(list(newest_events(log)))) == [*NAMES, "fourth"]
+    assert first_event(log)["event"] == "first"
 
 
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(log):
     line = b'{"time": 2.0, "event": "fourth"}\n'
-    found, place = journal.read(log)
+    found, place = read_events(log)
     for byte in line[:-1]:
         with log.open("ab") as file:
             file.write(bytes([byte]))
-        assert journal.read(log, place) == ([], place)
-        assert next(journal.newest_first(log)) == found[-1]
+        assert read_events(log, place) == ([], place)
+        assert next(newest_events(log)) == found[-1]
     with log.open("ab") as file:
         file.write(line[-1:])
-    assert names(journal.read(log, place)[0]) == ["fourth"] == names([next(journal.newest_first(log))])
+    assert names(read_events(log, place)[0]) == ["fourth"] == names([next(newest_events(log))])
 
 
 @pytest.mark.parametrize("size", [10, 5000, 40_000])
 def test_both_directions_agree_on_lines_of_every_size(log, size):
     for number in range(30):
-        journal.append(log, f"event {number}", {"text": "x" * (size * number // 30)})
-    assert journal.read(log)[0] == list(journal.newest_first(log))[::-1]
-    assert len(journal.read(log)[0]) == 33
+        append_event(log, f"event {number}", {"text": "x" * (size * number // 30)})
+    assert read_events(log)[0] == list(newest_events(log))[::-1]
+    assert len(read_events(log)[0]) == 33
 
 
 def test_a_log_that_is_not_there_has_no_events(tmp_path):
     path = tmp_path / "events.jsonl"
-    assert journal.read(path) == ([], 0) and journal.first(path) is None and not list(journal.newest_first(path))
+    assert read_events(path) == ([], 0) and first_event(path) is None and not list(newest_events(path))

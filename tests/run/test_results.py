@@ -20,8 +20,8 @@ def test_a_part_is_read_as_it_was_written(name):
 
 def test_a_run_gives_its_parts_typed(tmp_path):
     run = Run.create(tmp_path / "run", Plan("demo", budget=64))
-    run.keep_found(parts={"language": FOUND["language"], "unknown": {}})
+    run.write_evaluation(parts={"language": FOUND["language"], "unknown": {}})
     assert list(run.results) == ["language"] and isinstance(run.results["language"].result, Language)
-    run.keep_found(parts={"language": {**FOUND["language"], "edges": "none"}})
+    run.write_evaluation(parts={"language": {**FOUND["language"], "edges": "none"}})
     with pytest.raises(FolderError, match="edges"):
         assert run.results

@@ -35,7 +35,7 @@ def made(folder, plan=None, losses=LOSSES, **inspection):
     run.write("inspection.json", inspection_of(LAYERS, **{**facts, **inspection}).to_json())
     run.write("allocation.json", Allocation("gain", 4, HEADS).to_json())
     if losses:
-        run.keep_found(parts=judged(run.plan.text, **losses))
+        run.write_evaluation(parts=judged(run.plan.text, **losses))
     return run
 
 

@@ -25,8 +25,8 @@ def beginning(root):
 
     yield run
     for run in begun:
-        if run.folder.is_dir() and run.worked_on:
-            run.request("stop")
+        if run.folder.is_dir() and run.is_locked:
+            run.make_request("stop")
             wait_for(run, *ENDED)
 
 
@@ -70,7 +70,7 @@ def wait_for_event(run, name, done=0):
 
 
 def log_of(run):
-    return (run.folder / "worker.log").read_text() if run.has("worker.log") else ""
+    return (run.folder / "worker.log").read_text() if run.has_file("worker.log") else ""
 
 
 def process_of(run):
