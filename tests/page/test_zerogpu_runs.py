@@ -62,19 +62,19 @@ def test_slices_end_in_the_same_bits_as_one_piece(whole, name, tmp_path, monkeyp
     assert student(run) == student(whole[name]) and run.evaluation_parts == whole[name].evaluation_parts
     told = [event["event"] for event in run.events()]
     assert told.count("queued") == 1 and told.count("slice") == told.count("started") - 1 >= 5
-    wait_until(lambda: not run.is_locked, 5)
+    wait_until(lambda: not run.is_locked)
 
 
 def test_a_process_that_is_forked_holds_no_lock_of_its_parent(tmp_path):
     lock = locks.take(tmp_path / "lock")
     child = os.fork()
     if child == 0:
-        time.sleep(60)
+        time.sleep(600)
         os._exit(0)
     try:
         assert locks.held(tmp_path / "lock")
         lock.release()
-        wait_until(lambda: not locks.held(tmp_path / "lock"), 5)
+        wait_until(lambda: not locks.held(tmp_path / "lock"), 50)
         with locks.take(tmp_path / "lock"):
             pass
     finally:
@@ -155,7 +155,7 @@ def test_where_nothing_is_lent_any_more_the_run_stops_says_so_and_goes_on_later(
     found = wait_for(run, "stopped")
     assert "ZeroGPU lends no device (ZeroGPU quota exceeded: You have exceeded your free" in found.error
     assert "(30s requested vs. 20s left)" in found.error and found.error.endswith("is kept: resume it later")
-    wait_until(lambda: not run.is_locked, 5)
+    wait_until(lambda: not run.is_locked)
     (root / "left").write_text("10000")
     client.predict(run.folder.name, ANN, api_name="/resume_run")
     wait_for(run, "done", seconds=200)
@@ -169,7 +169,7 @@ def test_a_step_that_fits_into_no_slice_is_a_sentence_and_no_endless_work(tmp_pa
         run = begin(client, root, texts=32, length=1024, samples=4096)
         found = wait_for(run, "failed")
     assert "takes longer than the 1 seconds that ZeroGPU lends at a time: ask for fewer" in found.error
-    wait_until(lambda: not run.is_locked, 5)
+    wait_until(lambda: not run.is_locked)
     assert run.profile is None
 
 
@@ -181,7 +181,7 @@ def test_a_device_that_is_taken_back_too_early_costs_only_what_was_not_saved(spa
     wait_for(run, "done", seconds=200)
     steps = [event["done"] for event in run.events() if event["event"] == "distill"]
     assert steps.count(1) == 1 and steps[-1] == 6
-    wait_until(lambda: not run.is_locked, 5)
+    wait_until(lambda: not run.is_locked)
     assert not tracebacks(log)
 
 

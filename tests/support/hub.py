@@ -107,7 +107,7 @@ class Handler(Writing, BaseHTTPRequestHandler):
                 self.hub.faults.remove(fault)
                 _, status, self.muted, headers = fault
                 if status == "hold":
-                    self.hub.released.wait(30)
+                    self.hub.released.wait(120)
                     status = None
                 if self.muted:
                     self.route(url.path)
