@@ -1,7 +1,7 @@
-"""What the browser does by itself: remembers the run in the address, says aloud what changes, keeps the focus in sight.
+"""What the browser does by itself: keep the run in the address, speak what changes, keep the focus in sight.
 
-Pieces of the page carry in `data-heard` what a listener should hear of them. One live region, which stays in place,
-says it when it is new: what is drawn anew every few seconds is not said anew.
+Pieces of the page carry in `data-heard` what a screen reader should speak. One live region, which stays in place,
+speaks it when it is new; a piece that is drawn anew every few seconds is not spoken anew.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ from __future__ import annotations
 import json
 
 STEPS = ("Model", "Budget", "Profile", "Distil", "Compare & publish")
-# parts that speak
+# ids of the elements that speak
 SPOKEN_PARTS = ("note", "model-card", "budget-card", "other-card", "run-card", "evaluating", "preview-note", "sent")
 REMEMBER = """(memory) => {
   const here = new URL(window.location);
@@ -19,31 +19,31 @@ REMEMBER = """(memory) => {
   if (memory && memory.run && side && innerWidth > 1100 && !side.classList.contains('open'))
     side.querySelector('.toggle-button').click();
 }"""
-ADDRESS = "(memory) => { listen(); return [memory, window.asked] }"
+ADDRESS = "(memory) => { startListening(); return [memory, window.askedRun] }"
 SCRIPT = """
-window.asked = new URL(window.location).searchParams.get('run');  // before anything changes it
-function watch(part, act, mark = 'watched') {
+window.askedRun = new URL(window.location).searchParams.get('run');  // before anything changes it
+function observe(part, act, mark = 'watched') {
   if (!part || part[mark]) return;
   part[mark] = true;
   act();
   const all = {childList: true, subtree: true, characterData: true, attributeFilter: ['data-heard', 'data-figure']};
   new MutationObserver(act).observe(part, all);  // what has the same shape, Gradio changes in place
 }
-function name() {  // Gradio names a place without a figure, but does not say what it is
+function labelEmptyPlots() {  // Gradio names a place without a figure, but does not say what it is
   for (const place of document.querySelectorAll('.empty[aria-label]:not([role])')) place.setAttribute('role', 'img');
 }
-new MutationObserver(name).observe(document.documentElement, {childList: true, subtree: true});
-function region() {
+new MutationObserver(labelEmptyPlots).observe(document.documentElement, {childList: true, subtree: true});
+function liveRegion() {
   const heard = document.getElementById('heard') || document.createElement('div');
   if (!heard.id) document.body.append(Object.assign(heard, {id: 'heard', className: 'lz-heard', role: 'status'}));
   return heard;
 }
-function hear() {  // a step's parts come into being when it is first shown
-  const heard = region(), now = document.getElementById('now');
-  for (const part of ['other-card', 'bars']) watch(document.getElementById(part), redraw, 'redraws');
-  for (const part of told.map(name => document.getElementById(name)).filter(Boolean)) {
+function announce() {  // a step's parts exist once it is first shown
+  const heard = liveRegion(), now = document.getElementById('now');
+  for (const part of ['other-card', 'bars']) observe(document.getElementById(part), redrawBars, 'redraws');
+  for (const part of spoken.map(name => document.getElementById(name)).filter(Boolean)) {
     let last = '';
-    watch(part, () => {
+    observe(part, () => {
       const text = [...part.querySelectorAll('[data-heard]')].map(one => one.dataset.heard).join(' ');
       if (text && text !== last) heard.textContent = text;
       last = text;
@@ -53,7 +53,7 @@ function hear() {  // a step's parts come into being when it is first shown
     });
   }
 }
-function redraw() {  // Gradio would take the bars down and build new ones for every place of the slider
+function redrawBars() {  // Gradio would build new bars for every place of the slider
   const held = document.querySelector('#other-card [data-figure]');
   const at = document.querySelector('#bars .js-plotly-plot');
   const figure = held && held.dataset.figure;
@@ -63,29 +63,29 @@ function redraw() {  // Gradio would take the bars down and build new ones for e
   const {data, layout} = figure ? JSON.parse(figure) : at.own;
   Plotly.react(at, data, layout, {responsive: true});
 }
-function listen() {
+function startListening() {
   const stepper = document.querySelector('#steps .stepper-wrapper');
-  hear();
-  watch(stepper, () => stepper.querySelectorAll('[role=tab]').forEach((tab, n) => {
+  announce();
+  observe(stepper, () => stepper.querySelectorAll('[role=tab]').forEach((tab, n) => {
     const name = `${n + 1} ${steps[n]}`;
     if (tab.ariaLabel !== name) tab.ariaLabel = name;
   }));
 }
-function within(dial, place, sent) {  // on the way to 64 stands a 6, which Gradio would refuse
+function clampSlider(dial, place, sent) {  // who types 64 types 6 first, which Gradio would refuse
   const range = document.querySelector(`#${dial} input[type=range]`);
   if (range) sent[place] = Math.min(Math.max(sent[place], range.min), range.max);
   return sent;
 }
-function turned(step, tries = 100) {
+function focusStep(step, tries = 100) {
   setTimeout(() => {
     const title = document.querySelector(`#step-${step} h2`), at = document.activeElement;
-    if (!title || !title.offsetParent) return tries && turned(step, tries - 1);
-    hear();
+    if (!title || !title.offsetParent) return tries && focusStep(step, tries - 1);
+    announce();
     if (at && at !== document.body && at.offsetParent) return;
-    title.tabIndex = -1;  // what was pressed is gone with its page: go on at the top of the new one
+    title.tabIndex = -1;  // the button that was pressed is gone: go on at the top of the new step
     title.focus();
   }, 50);
   return step;
 }
 """
-HEAD = f"<script>const steps = {json.dumps(STEPS)}, told = {json.dumps(SPOKEN_PARTS)};{SCRIPT}</script>"
+HEAD = f"<script>const steps = {json.dumps(STEPS)}, spoken = {json.dumps(SPOKEN_PARTS)};{SCRIPT}</script>"

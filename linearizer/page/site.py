@@ -87,7 +87,7 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     site.load(handlers.open_page, [ui.memory, ui.address], [ui.memory, ui.note, ui.timer], js=ADDRESS, **QUICK)
     ui.memory.change(None, ui.memory, None, js=REMEMBER, **QUICK)
     for number, page in enumerate(ui.pages, 1):
-        page.select(None, None, ui.at, js=f"() => turned({number})", **QUICK)
+        page.select(None, None, ui.at, js=f"() => focusStep({number})", **QUICK)
     wire_model(ui)
     wire_budget(ui)
     wire_run(ui)
@@ -108,7 +108,7 @@ def wire_budget(ui: SimpleNamespace) -> None:
     advanced = [getattr(ui, name) for name in handlers.ADVANCED]
     dials = [ui.found, ui.budget, ui.effort, *advanced]
     changes = [ui.found.change, ui.effort.change, *(part.change for part in advanced)]
-    again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => within('budget', 1, sent)"}
+    again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('budget', 1, sent)"}
     gr.on([*changes, ui.budget.input], handlers.show_budget, dials, [ui.budget_card, ui.efforts], **again)
     gr.on([*changes, ui.budget.release], handlers.show_command, dials, [ui.command, ui.plan], **again)
     ui.start.click(handlers.start_run, [*dials, ui.memory], watch_outputs(ui), **ONCE)
@@ -128,7 +128,7 @@ def wire_run(ui: SimpleNamespace) -> None:
     ui.timer.tick(polling.poll_run, ui.memory, told, **{**QUICK, "trigger_mode": "once"})
     ui.mark.change(polling.draw_changes, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
     ui.trained.change(polling.draw_curves, ui.memory, [ui.losses, ui.error], **QUICK)
-    again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => within('other', 1, sent)"}
+    again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('other', 1, sent)"}
     ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **again)
     ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
     for name in polling.BUTTONS:
