@@ -1,9 +1,9 @@
-"""ZeroGPU, a device that a Space is lent for a minute at a time: only while a function works that was made for it.
+"""ZeroGPU lends a Space its device for about a minute at a time, only while a function decorated here works.
 
-Such a function works in a process that `spaces` forks from the server: what it is given and gives goes through a pipe,
-what it keeps in memory is lost, and what it raises arrives as the name of its class. So it works on files, and what it
-has to say comes back as a value. A request of a visitor pays with their share of the device's time, and so do threads
-that were given a copy of its context. Anywhere else nothing here does anything.
+Such a function works in a process that `spaces` forks from the server: arguments and results go through a pipe, what it
+keeps in memory is lost, and of an exception only the name of its class arrives. So it works on files, and returns
+errors as values. The time counts against the visitor whose request this is, or whose context a thread was given a copy
+of. Without ZeroGPU functions stay as they are.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any, TypeVar
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
 
-BROKEN_TITLE = "ZeroGPU worker error"  # the title of what `spaces` raises where a process broke off
+BROKEN_TITLE = "ZeroGPU worker error"  # of the error that `spaces` raises if its process broke off
 Function = TypeVar("Function", bound=Callable[..., Any])
 
 
@@ -26,7 +26,7 @@ def on_zerogpu() -> bool:
 
 
 def import_spaces() -> Any:
-    """Import what lends the device."""
+    """Import the package that lends the device."""
     try:
         import spaces
     except ModuleNotFoundError as error:
@@ -62,46 +62,46 @@ def with_device(seconds: int) -> Callable[[Function], Function]:
 
 def lend(function: Callable, seconds: int) -> Callable:
     @wraps(function)
-    def told(*args: Any) -> Any:
+    def work(*args: Any) -> Any:
         use_one_thread()
         try:
             return function(*args)
         except LinearizerError as error:
             return error
 
-    borrowed = import_spaces().GPU(duration=seconds)(told)
+    borrowed = import_spaces().GPU(duration=seconds)(work)
 
     @wraps(function)
     def served(*args: Any) -> Any:
-        found = explain_refusal(lambda: borrowed(*args))
-        if isinstance(found, LinearizerError):
-            raise found
-        return found
+        result = explain_refusal(lambda: borrowed(*args))
+        if isinstance(result, LinearizerError):
+            raise result
+        return result
 
     return served
 
 
 def lend_generator(function: Callable, seconds: int) -> Callable:
     @wraps(function)
-    def told(*args: Any) -> Any:
+    def work(*args: Any) -> Any:
         use_one_thread()
         try:
             yield from function(*args)
         except LinearizerError as error:
             yield error
 
-    borrowed = import_spaces().GPU(duration=seconds)(told)
+    borrowed = import_spaces().GPU(duration=seconds)(work)
 
     @wraps(function)
     def served(*args: Any) -> Any:
         steps, over = borrowed(*args), object()
         error = None
         try:
-            while (found := explain_refusal(lambda: next(steps, over))) is not over:
-                if isinstance(found, LinearizerError):
-                    error = found  # the last that comes: the process is free for others when it has ended
+            while (result := explain_refusal(lambda: next(steps, over))) is not over:
+                if isinstance(result, LinearizerError):
+                    error = result  # raised after the last value, when the process is free for others
                 else:
-                    yield found
+                    yield result
         finally:
             steps.close()
         if error is not None:
@@ -111,14 +111,14 @@ def lend_generator(function: Callable, seconds: int) -> Callable:
 
 
 def use_one_thread() -> None:
-    """Compute with one thread on the CPU: those of the server are not there in a process that was forked from it."""
+    """Compute with one thread on the CPU, because a forked process lacks the threads of the server."""
     import torch
 
     torch.set_num_threads(1)
 
 
 def explain_refusal(call: Callable[[], Any]) -> Any:
-    """Turn what ZeroGPU says when it lends nothing into a sentence."""
+    """Raise an error of ZeroGPU as one of ours, in a sentence."""
     import gradio as gr
 
     try:

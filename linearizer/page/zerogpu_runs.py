@@ -1,8 +1,8 @@
-"""Runs on ZeroGPU, and evaluations of their students: a thread of the server asks for the device, slice by slice.
+"""Runs and evaluations on ZeroGPU: a thread of the server asks for the device, one slice of time after the other.
 
-A slice goes on from what is saved, works until its time is nearly over, and saves: in the end the student has the same
-bits as in one piece, and of an evaluation each part that was finished is kept. The device's time is that of whoever
-started or resumed the work. The owner of a Space sets by LINEARIZER_SLICE how many seconds a slice has, and by
+A slice resumes what is saved, works until its time is nearly over, and saves. In the end the student has the same bits
+as one from a single piece of work, and finished parts of an evaluation are kept. The time counts against the visitor
+who started or resumed the work. The owner of a Space sets by LINEARIZER_SLICE how many seconds a slice has, and by
 LINEARIZER_SLICE_SHARE what share of them is worked.
 """
 
@@ -28,33 +28,35 @@ from linearizer.run.folder import Run
 from linearizer.run.locks import Lock
 from linearizer.run.stopping import SliceOver, check, reported
 
-SLICE_SECONDS = int(os.environ.get("LINEARIZER_SLICE") or 60)  # seconds that the device is asked for at a time
-WORKED_SHARE = float(os.environ.get("LINEARIZER_SLICE_SHARE") or 0.7)  # the rest is for its start, and to save
-MAX_VAIN_SLICES = 2  # slices in a row that finish nothing, after which it is given up
+SLICE_SECONDS = int(os.environ.get("LINEARIZER_SLICE") or 60)  # for which the device is asked
+WORKED_SHARE = float(
+    os.environ.get("LINEARIZER_SLICE_SHARE") or 0.7
+)  # of a slice; the rest is for its start, and to save
+MAX_VAIN_SLICES = 2  # in a row that finish nothing before a run fails
 DEVICE = "zerogpu"
-FILES_WITHOUT_PROGRESS = ("stop", "use", "worker.log")  # files of a run that tell nothing of how far it is
+FILES_WITHOUT_PROGRESS = ("stop", "use", "worker.log")  # that change although nothing is finished
 
 
 def start(run: Run, token: str | None = None, **asked: Any) -> None:
-    """Queue a run, and work on it from where it stands in the name of whose request this is.
+    """Queue a run, and work on it from where it stands; the time counts against the visitor of this request.
 
-    What is asked besides goes into the log, where the slices read it.
+    Other arguments go into the log, where the slices read them.
     """
     control.check_start(run, token)
     lock, ticket = control.enter(run, **asked)
-    context = copy_context()  # by this ZeroGPU knows who pays
+    context = copy_context()  # tells ZeroGPU the visitor
     threading.Thread(target=context.run, args=(work_in_slices, run, token, lock, ticket), daemon=True).start()
 
 
 def work_in_slices(run: Run, token: str | None, lock: Lock, ticket: Ticket) -> None:
-    """Work on a run until it ends; what there is to say is in its log."""
+    """Work on a run until it ends; errors go into its log."""
     with lock:
         with suppress(LinearizerError), faults_kept(run, token, run.folder / "worker.log"):
             finish(in_turn(run, ticket, lambda: run_slices(run, token), DEVICE))
 
 
 def run_slices(run: Run, token: str | None) -> Steps[None]:
-    """Let slices work on a run, as long as they finish something."""
+    """Work on a run in slices, as long as they finish something."""
     count, vain, over = 0, 0, False
     while not over:
         with reported(run):
@@ -62,7 +64,7 @@ def run_slices(run: Run, token: str | None) -> Steps[None]:
         before = read_progress(run, saved_steps(run))
         try:
             over = work_one_slice(str(run.folder), run.job, token)
-        except zerogpu.DeviceTaken:  # it took longer than was asked for: what it saved by then is there
+        except zerogpu.DeviceTaken:  # it worked too long; what it saved before is kept
             run.log("slice")
         except zerogpu.DeviceRefused as refusal:
             run.log("stopped", error=f"{refusal}; what was finished is kept: resume it later")
@@ -97,7 +99,7 @@ def work_until_time(run: Run, token: str | None) -> bool:
             longest, last = max(longest, now - last if number else 0.0), now
             if (
                 now + longest > end and read_progress(run, logged_steps(run)) != before
-            ):  # the rest would have to be done again
+            ):  # a longer step would be done again
                 steps.throw(SliceOver())
     except SliceOver:
         return False
@@ -105,7 +107,7 @@ def work_until_time(run: Run, token: str | None) -> bool:
 
 
 def read_progress(run: Run, steps: int) -> tuple[frozenset[str], int, int]:
-    """Tell what of a run is finished, such that any work that need not be done again changes it."""
+    """Describe what of a run is finished; the result changes with any work that need not be done again."""
     if run.job is not None:
         return frozenset(folder_module.newest_request(run)[2]), 0, 0
     files = {path.relative_to(run.folder).as_posix(): stat for path, stat in control.files_of(run.folder).items()}
@@ -125,11 +127,11 @@ def saved_steps(run: Run) -> int:
 
 
 def logged_steps(run: Run) -> int:
-    """Say at which step of training a run was last: where it ends, the step is saved."""
+    """Read the last step of training from the log; where a slice ends, that step is saved."""
     return next((event["done"] for event in events.newest_events(run.log_file) if event["event"] == "distill"), 0)
 
 
 def current_step(run: Run) -> str:
-    """Name what a run was last at."""
+    """Name the step at which a run was last."""
     found = control.status(run).step
     return str(found["event"]) if found else "load"
