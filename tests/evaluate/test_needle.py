@@ -6,7 +6,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from linearizer.errors import RequestError
-from linearizer.evaluate.needle import DEPTHS, KEY, LEAST, PAIRS, VALUE, hide, measure_needle
+from linearizer.evaluate.needle import DEPTHS, KEY, MIN_NEEDLE_TOKENS, PAIRS, VALUE, hide, measure_needle
 from linearizer.evaluate.subjects import Subject
 from linearizer.model.memory import PeakMemory, run_if_it_fits
 from linearizer.progress import finish
@@ -56,7 +56,7 @@ def test_texts_keep_their_length_and_hold_what_is_asked_for(depth):
 
 
 def test_pairs_are_drawn_by_the_seed():
-    windows = text(1, LEAST)
+    windows = text(1, MIN_NEEDLE_TOKENS)
     assert torch.equal(hide(windows, 0.5, 3).ids, hide(windows, 0.5, 3).ids)
     assert not torch.equal(hide(windows, 0.5, 3).ids, hide(windows, 0.5, 4).ids)
 
@@ -82,8 +82,8 @@ def test_a_row_ends_where_memory_does_and_the_others_go_on():
 
 
 def test_a_text_too_short_for_pairs_is_refused():
-    with pytest.raises(RequestError, match=f"ask for lengths from {LEAST} on"):
-        hide(text(1, LEAST - 1), 0.5, 0)
+    with pytest.raises(RequestError, match=f"ask for lengths from {MIN_NEEDLE_TOKENS} on"):
+        hide(text(1, MIN_NEEDLE_TOKENS - 1), 0.5, 0)
 
 
 def test_only_what_memory_refuses_is_forgiven():
