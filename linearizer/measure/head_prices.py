@@ -59,7 +59,7 @@ def pricing_operations(plan: Plan, inspection: Inspection) -> float:
 
 
 def choose_pricing(plan: Plan, inspection: Inspection) -> str:
-    """Choose how a plan finds its prices, by arithmetic: what a clock says would differ from run to run."""
+    """Choose how a plan finds its prices, by arithmetic: a measured time would differ from run to run."""
     if plan.prices != "auto" or plan.rules.decided_by != "prices":
         return plan.prices
     most = MEASURABLE_OPERATIONS[device_kind(plan.device)]

@@ -79,7 +79,7 @@ def texts_at_once(model: PreTrainedModel, length: int) -> int:
 
 
 def tokens_at_once(model: PreTrainedModel, texts: int) -> int:
-    """Tell of how many tokens of so many texts the logits may be held at once."""
+    """Compute how many tokens of each text may have their logits held at once."""
     return max(1, MAX_LOGITS // (texts * vocabulary(model)))
 
 
