@@ -14,10 +14,12 @@ def number(count: int) -> str:
 
 
 def duration(seconds: float) -> str:
-    """A time, coarsely: 40 s, 12 min, 3.5 h."""
+    """A time, coarsely: 40 s, 12 min, 3.5 h, 4 d."""
     if seconds < 90:
         return f"{max(1, round(seconds))} s"
-    return f"{round(seconds / 60)} min" if seconds < 5400 else f"{seconds / 3600:.1f} h"
+    if seconds < 5400:
+        return f"{round(seconds / 60)} min"
+    return f"{seconds / 3600:.1f} h" if seconds < 48 * 3600 else f"{round(seconds / 86400)} d"
 
 
 def ago(moment: float, now: float) -> str:

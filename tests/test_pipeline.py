@@ -8,7 +8,7 @@ from dataclasses import replace
 import pytest
 
 from linearizer import pipeline
-from linearizer.cli.text import run_text
+from linearizer.cli.text import describe_run
 from linearizer.errors import FolderError, RequestError, Stopped
 from linearizer.jobs import control
 from linearizer.measure.head_prices import choose_pricing, pricing_operations
@@ -162,7 +162,7 @@ def test_what_was_measured_of_one_allocation_is_not_said_of_another(begin):
     run.write("state/steps.json", "7")
     for budget, said in ((64, True), (48, False), (64, False)):
         reallocate(run, replace(run.plan, budget=budget))
-        assert ("0.5000 predicted, 0.2500 measured" in run_text(run)) == run.has_file("state/steps.json") == said
+        assert ("0.5000 predicted, 0.2500 measured" in describe_run(run)) == run.has_file("state/steps.json") == said
 
 
 def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):

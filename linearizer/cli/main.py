@@ -1,9 +1,8 @@
-"""The command line.  linearizer run MODEL --budget 256 --out RUN"""
+"""The command line: its parser, and a function that serves each command. `linearizer run MODEL --budget 256`"""
 
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
@@ -16,6 +15,16 @@ from linearizer.cli.options import (
     add_run_options,
     plan_changes,
     read_plan,
+)
+from linearizer.cli.text import (
+    describe_allocation,
+    describe_comparison,
+    describe_inspection,
+    describe_preview,
+    describe_profile,
+    describe_run,
+    print_product,
+    show_progress,
 )
 from linearizer.errors import LinearizerError, RequestError, Stopped
 from linearizer.jobs import control
@@ -32,17 +41,17 @@ Product = TypeVar("Product")
 
 
 class Parser(argparse.ArgumentParser):
-    """Says what is wrong with a request as everything else here does: in a sentence."""
+    """A parser that raises its errors, which `main` prints in a sentence as all others."""
 
     def error(self, message: str) -> NoReturn:
         raise RequestError(f"{message}; see `{self.prog} --help`")
 
 
-def main(arguments: Sequence[str] | None = None) -> int:
-    """Serve one request; return 0 done, 1 a fault, 2 it cannot be served, 130 stopped."""
+def main(words: Sequence[str] | None = None) -> int:
+    """Serve one command; return 0 for done, 1 for a fault, 2 for a refused request, 130 for stopped."""
     try:
-        asked = parser().parse_args(arguments)
-        asked.serve(asked)
+        arguments = parser().parse_args(words)
+        arguments.serve(arguments)
     except LinearizerError as error:
         print(f"linearizer: {error}", file=sys.stderr)  # noqa: T201
         return error.exit_code
@@ -70,14 +79,18 @@ def parser() -> Parser:
 
     command = commands.add_parser("runs", help="see, attach to, stop, resume and delete runs")
     runs.add_options(command)
-    command.set_defaults(serve=runs.serve)
+    command.set_defaults(serve=runs.serve_runs)
 
     command = commands.add_parser("profile", help="measure how many degrees of freedom each head uses")
     command.add_argument("model", metavar="MODEL", help=model_help)
     add_run_options(command)
     command.set_defaults(serve=serve_profile)
 
-    command = commands.add_parser("allocate", help="share out another budget, from what a run has measured")
+    command = commands.add_parser(
+        "allocate",
+        help="share out another budget, from what a run has measured",
+        description="Share out another budget, from what a run has measured; other options stay as in its plan.",
+    )
     command.add_argument("run", metavar="RUN", help=run_help)
     add_allocation_options(command)
     command.set_defaults(serve=serve_allocate)
@@ -128,111 +141,102 @@ def begin(asked: argparse.Namespace) -> Run:
     return pipeline.begin(asked.out or fresh_folder(plan.model, dial), plan, resume=asked.resume)
 
 
-def work(steps: Steps[Product], how: str) -> Product:
-    """Do steps with their progress shown; stopped, say how to go on."""
-    from linearizer.cli import text as terminal
-
+def work_until_stopped(steps: Steps[Product], how: str) -> Product:
+    """Run steps with their progress shown; where the user stops them, say how to go on."""
     try:
-        return terminal.watch(steps)
+        return show_progress(steps)
     except KeyboardInterrupt as stopped:
         raise Stopped(f"stopped; what was finished is kept: repeat {how} to go on") from stopped
 
 
-def work_on(run: Run, steps: Steps[Product]) -> Product:
+def work_in_turn(run: Run, steps: Steps[Product]) -> Product:
     """Work on a run in this process, when its device is free."""
     from linearizer.jobs.worker import foreground
 
-    return work(foreground(run, steps), f"the command with --resume --out {run.folder}")
+    return work_until_stopped(foreground(run, steps), f"the command with --resume --out {run.folder}")
 
 
-def show(asked: argparse.Namespace, product: object, text: str) -> None:
-    """Print a product, for people or for programs."""
-    print(json.dumps(product, indent=1) if asked.json else text)  # noqa: T201
-
-
-def serve_inspect(asked: argparse.Namespace) -> None:
+def serve_inspect(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
-    from linearizer.cli import text as terminal
 
-    found = pipeline.inspect(asked.model)
-    show(asked, asdict(found), terminal.inspection_text(found))
-    found.require_support()
+    inspection = pipeline.inspect(arguments.model)
+    print_product(arguments, asdict(inspection), describe_inspection(inspection))
+    inspection.require_support()
 
 
-def serve_profile(asked: argparse.Namespace) -> None:
+def serve_profile(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
-    from linearizer.cli import text as terminal
 
-    run = begin(asked)
-    found = work_on(run, pipeline.measure_only(run, held=True))
-    show(asked, asdict(found), terminal.profile_text(found) + f"\nin {run.folder}")
+    run = begin(arguments)
+    profile = work_in_turn(run, pipeline.measure_only(run, held=True))
+    print_product(arguments, asdict(profile), describe_profile(profile) + f"\nin {run.folder}")
 
 
-def serve_allocate(asked: argparse.Namespace) -> None:
+def serve_allocate(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
-    from linearizer.cli import text as terminal
     from linearizer.run.find import find_run
 
-    run = find_run(asked.run)
-    plan = replace(run.plan, **plan_changes(asked))
-    found, length = pipeline.reallocate(run, plan), plan.target_tokens(run.positions)
-    show(asked, found.summary(run.layers, length), terminal.allocation_text(found, run.layers, length))
+    run = find_run(arguments.run)
+    plan = replace(run.plan, **plan_changes(arguments))
+    allocation, length = pipeline.reallocate(run, plan), plan.target_tokens(run.positions)
+    print_product(
+        arguments, allocation.summary(run.layers, length), describe_allocation(allocation, run.layers, length)
+    )
 
 
-def detach(asked: argparse.Namespace, run: Run, start: Callable[[], None]) -> None:
-    """Let a process of its own work on a run, or evaluate it."""
+def start_in_background(arguments: argparse.Namespace, run: Run, start: Callable[[], None]) -> None:
+    """Start a process of its own for a run or an evaluation, and say how to attach to it."""
     start()
     text = f"{run.folder} is queued: linearizer runs attach {run.folder}"
-    show(asked, {"run": str(run.folder), "state": control.state_of(run)}, text)
+    print_product(arguments, {"run": str(run.folder), "state": control.state_of(run)}, text)
 
 
-def serve_run(asked: argparse.Namespace) -> None:
-    if asked.detach:
-        run = begin(asked)
-        detach(asked, run, lambda: control.start(run))
+def serve_run(arguments: argparse.Namespace) -> None:
+    if arguments.detach:
+        run = begin(arguments)
+        start_in_background(arguments, run, lambda: control.start(run))
         return
     from linearizer import pipeline
-    from linearizer.cli import text as terminal
     from linearizer.progress import finish
 
-    run = begin(asked)
+    run = begin(arguments)
     steps = pipeline.linearize(run, held=not run.done)
-    made = finish(steps) if run.done else work_on(run, steps)
+    allocation = finish(steps) if run.done else work_in_turn(run, steps)
     product = {
         "run": str(run.folder),
         "checkpoint": str(run.checkpoint),
-        **made.summary(run.layers, run.plan.target_tokens(run.positions)),
+        **allocation.summary(run.layers, run.plan.target_tokens(run.positions)),
         "evaluation": run.evaluation_parts,
     }
-    show(asked, product, terminal.run_text(run))
+    print_product(arguments, product, describe_run(run))
 
 
-def serve_evaluate(asked: argparse.Namespace) -> None:
+def serve_evaluate(arguments: argparse.Namespace) -> None:
     from linearizer.jobs.worker import foreground
     from linearizer.pipeline import evaluate
     from linearizer.publish.parts import evaluation_report
     from linearizer.run.find import find_run
 
-    run = find_run(asked.run)
-    request = Request.of({name: value for name, value in vars(asked).items() if name in options_of(Request)})
-    if asked.detach and asked.charts:
+    run = find_run(arguments.run)
+    request = Request.of({name: value for name, value in vars(arguments).items() if name in options_of(Request)})
+    if arguments.detach and arguments.charts:
         raise RequestError("--charts is written when the evaluation ends: repeat the command without --detach then")
-    if asked.detach:
-        detach(asked, run.evaluating, lambda: control.evaluate(run, asdict(request), asked.again))
+    if arguments.detach:
+        start_in_background(arguments, run.evaluating, lambda: control.evaluate(run, asdict(request), arguments.again))
         return
-    steps = evaluate(run, request, request.chosen if asked.again else (), held=True)
-    how = {"request": asdict(request), "again": asked.again}
-    work(foreground(run.evaluating, steps, **how), f"`linearizer evaluate {run.folder}`")
-    found = run.evaluation_parts
-    chosen = {part: found[part] for part in request.chosen if part in found}
-    if asked.charts:
+    steps = evaluate(run, request, request.chosen if arguments.again else (), held=True)
+    how = {"request": asdict(request), "again": arguments.again}
+    work_until_stopped(foreground(run.evaluating, steps, **how), f"`linearizer evaluate {run.folder}`")
+    parts = run.evaluation_parts
+    chosen = {part: parts[part] for part in request.chosen if part in parts}
+    if arguments.charts:
         from linearizer.publish.evaluation_page import page_of
 
-        write_whole(asked.charts, page_of(run, chosen))
-    show(asked, chosen, evaluation_report(chosen))
+        write_whole(arguments.charts, page_of(run, chosen))
+    print_product(arguments, chosen, evaluation_report(chosen))
 
 
-def serve_app(asked: argparse.Namespace) -> None:
+def serve_app(arguments: argparse.Namespace) -> None:
     from linearizer.page import zerogpu
 
     if zerogpu.on_zerogpu():
@@ -240,39 +244,41 @@ def serve_app(asked: argparse.Namespace) -> None:
     from linearizer.page import site
 
     try:
-        site.serve(asked.port, asked.host)
+        site.serve(arguments.port, arguments.host)
     except OSError as error:
         raise RequestError(f"the page cannot be shown ({error}): name another --port") from error
 
 
-def serve_compare(asked: argparse.Namespace) -> None:
+def serve_compare(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
-    from linearizer.cli import text as terminal
     from linearizer.run.find import find_run
 
-    run = find_run(asked.run)
-    found = terminal.watch(pipeline.compare_run(run, asked.prompt, asked.tokens, asked.seed, asked.sample))
-    show(asked, asdict(found), terminal.comparison_text(found))
+    run = find_run(arguments.run)
+    comparison = show_progress(
+        pipeline.compare_run(run, arguments.prompt, arguments.tokens, arguments.seed, arguments.sample)
+    )
+    print_product(arguments, asdict(comparison), describe_comparison(comparison))
 
 
-def serve_push(asked: argparse.Namespace) -> None:
-    from linearizer.cli import text as terminal
+def serve_push(arguments: argparse.Namespace) -> None:
     from linearizer.publish import push
     from linearizer.run.find import find_run
 
-    if (asked.space is None) == (asked.name is None) or (asked.space is not None and asked.run is not None):
+    if (arguments.space is None) == (arguments.name is None) or (
+        arguments.space is not None and arguments.run is not None
+    ):
         raise RequestError("push needs RUN and OWNER/NAME, or --space OWNER/NAME alone; see `linearizer push --help`")
-    private = not asked.public
-    run = None if asked.run is None else find_run(asked.run)
-    if asked.dry_run:
-        found = push.preview(run, asked.name, private) if run else push.preview_space(asked.space, private)
-        show(asked, asdict(found), terminal.preview_text(found))
+    private = not arguments.public
+    run = None if arguments.run is None else find_run(arguments.run)
+    if arguments.dry_run:
+        preview = push.preview(run, arguments.name, private) if run else push.preview_space(arguments.space, private)
+        print_product(arguments, asdict(preview), describe_preview(preview))
         return
     try:
         if run:
-            done = terminal.watch(push.publish(run, asked.name, private=private))
+            published = show_progress(push.publish(run, arguments.name, private=private))
         else:
-            done = terminal.watch(push.publish_space(asked.space, private=private))
+            published = show_progress(push.publish_space(arguments.space, private=private))
     except KeyboardInterrupt as stopped:
         raise Stopped("stopped; what has arrived is not sent again: repeat the command to go on") from stopped
-    show(asked, asdict(done), f"{done.url}\n\n{done.snippet}" if run else done.url)
+    print_product(arguments, asdict(published), f"{published.url}\n\n{published.snippet}" if run else published.url)

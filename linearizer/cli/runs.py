@@ -1,4 +1,4 @@
-"""The command `linearizer runs`: see, follow, stop, resume and delete runs that work in processes of their own."""
+"""The command `linearizer runs`: list, attach to, stop, resume and delete runs, each in a process of its own."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from linearizer.amounts import columns, size
-from linearizer.cli import text as terminal
+from linearizer.amounts import columns, duration, size
+from linearizer.cli.text import ProgressBar, describe_publication, describe_run, print_product
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.jobs import control
 from linearizer.jobs.control import Status
@@ -38,35 +38,39 @@ def add_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--root", type=Path, help="where the runs are (default: LINEARIZER_RUNS, or runs)")
 
 
-def serve(asked: argparse.Namespace) -> None:
-    """Do what was asked of one run, or list all."""
-    root = asked.root or runs_root()
-    if asked.action == "list":
-        if asked.run is not None:
+def serve_runs(arguments: argparse.Namespace) -> None:
+    """Do what was arguments of status run, or list all."""
+    root = arguments.root or runs_root()
+    if arguments.action == "list":
+        if arguments.run is not None:
             raise RequestError(
-                f"list shows all runs, not {asked.run!r}: leave it out, or name an action such as attach"
+                f"list shows all runs, not {arguments.run!r}: leave it out, or name an action such as attach"
             )
-        found = control.runs_in(root)
-        say(asked, [as_json(one) for one in found], table(found) if found else f"no runs in {root}")
+        statuses = control.runs_in(root)
+        print_product(
+            arguments,
+            [status_values(status) for status in statuses],
+            describe_runs(statuses) if statuses else f"no runs in {root}",
+        )
         return
-    if asked.run is None:
+    if arguments.run is None:
         raise RequestError("name the run: its folder, or its name as `linearizer runs` shows it")
-    run = find_run(asked.run, root)
-    if asked.action == "attach":
-        attach(run, asked.json)
+    run = find_run(arguments.run, root)
+    if arguments.action == "attach":
+        attach(run, arguments.json)
         return
-    if asked.action == "delete":
+    if arguments.action == "delete":
         control.delete(run)
-        say(asked, {"deleted": str(run.folder)}, f"{run.folder} is deleted")
+        print_product(arguments, {"deleted": str(run.folder)}, f"{run.folder} is deleted")
         return
-    {"stop": control.stop, "resume": resume, "use": control.use_now}[asked.action](run)
+    {"stop": control.stop, "resume": resume, "use": control.use_now}[arguments.action](run)
     done = {"stop": "will stop after its step", "resume": "is queued", "use": "will end its training after this step"}
-    text = f"{run.folder} {done[asked.action]}: linearizer runs attach {run.folder}"
-    say(asked, as_json(control.status(run)), text)
+    text = f"{run.folder} {done[arguments.action]}: linearizer runs attach {run.folder}"
+    print_product(arguments, status_values(control.status(run)), text)
 
 
 def resume(run: Run) -> None:
-    """Go on with a run; or, where that is done, with the evaluation of its student."""
+    """Resume a run; where it is finished, resume the evaluation of its student."""
     if run.done and (there := control.status(run).evaluation) is not None and there.state != "done":
         control.evaluate(run)
     else:
@@ -74,15 +78,15 @@ def resume(run: Run) -> None:
 
 
 def attach(run: Run, as_lines: bool = False) -> None:
-    """Show the progress of a run, or of its evaluation, until it ends, and then what came of it."""
+    """Show the progress of a run, or of its evaluation, until it ends, and then its result."""
     evaluation = control.status(run).evaluation
     if evaluation is not None and evaluation.live:
         run = run.evaluating
-    bar = terminal.Bar(sys.stderr)
-    if bar.shown:
+    bar = ProgressBar(sys.stderr)
+    if bar.is_terminal:
         sys.stderr.write("ctrl-C leaves this display; the run goes on\n")
     try:
-        wait_in_line(run, bar)
+        show_place_in_queue(run, bar)
         for event in (event for events in control.follow(run) for event in events):
             if as_lines:
                 print(json.dumps(event), flush=True)  # noqa: T201
@@ -93,18 +97,18 @@ def attach(run: Run, as_lines: bool = False) -> None:
         raise Stopped(f"left {run.folder}, which goes on: linearizer runs attach {run.folder}") from left
     finally:
         bar.clear()
-    found = control.status(run)
-    if found.state == "stopped":
-        why = f" ({found.error})" if found.error else ""
+    status = control.status(run)
+    if status.state == "stopped":
+        why = f" ({status.error})" if status.error else ""
         raise Stopped(f"{run.folder} is stopped{why}: linearizer runs resume {run.folder}")
-    if found.state != "done":
-        raise FaultError(f"{run.folder} {'failed' if found.state == 'failed' else 'is lost'}: {found.error}")
+    if status.state != "done":
+        raise FaultError(f"{run.folder} {'failed' if status.state == 'failed' else 'is lost'}: {status.error}")
     if not as_lines:
-        print(terminal.run_text(run) if run.job is None else evaluation_text(run))  # noqa: T201
+        print(describe_run(run) if run.job is None else describe_evaluation(run))  # noqa: T201
 
 
-def evaluation_text(run: Run) -> str:
-    """Say what the parts that were last asked for have found."""
+def describe_evaluation(run: Run) -> str:
+    """Describe the parts of the evaluation that was requested last."""
     from linearizer.publish.parts import evaluation_report
     from linearizer.run.evaluation_request import Request
 
@@ -112,25 +116,25 @@ def evaluation_text(run: Run) -> str:
     return evaluation_report({part: found[part] for part in chosen if part in found})
 
 
-def wait_in_line(run: Run, bar: terminal.Bar) -> None:
+def show_place_in_queue(run: Run, bar: ProgressBar) -> None:
     """Show the place of a run that waits for its device."""
     while (found := control.status(run)).state == "queued":
         bar.print(f"{'queue':>10}  place {found.place}")
         time.sleep(control.OFTEN)
 
 
-def as_json(found: Status) -> dict[str, Any]:
-    """Say what a run is doing as plain values."""
-    plain = {field.name: getattr(found, field.name) for field in fields(found) if field.name != "evaluation"}
-    evaluation = found.evaluation and {
-        name: getattr(found.evaluation, name) for name in ("state", "place", "step", "error")
+def status_values(status: Status) -> dict[str, Any]:
+    """Give the status of a run as plain values."""
+    plain = {field.name: getattr(status, field.name) for field in fields(status) if field.name != "evaluation"}
+    evaluation = status.evaluation and {
+        name: getattr(status.evaluation, name) for name in ("state", "place", "step", "error")
     }
-    names = {"name": found.run.folder.name, "run": str(found.run.folder)}
-    return {**plain, **names, **asked_of(found.run), "evaluation": evaluation}
+    names = {"name": status.run.folder.name, "run": str(status.run.folder)}
+    return {**plain, **names, **dial_of(status.run), "evaluation": evaluation}
 
 
-def asked_of(run: Run) -> dict[str, Any]:
-    """Say what a run was asked for; nothing if its plan is damaged."""
+def dial_of(run: Run) -> dict[str, Any]:
+    """Give the model and the dial of a run's plan; nothing if the plan is damaged."""
     try:
         plan = run.plan
     except RequestError:
@@ -138,44 +142,33 @@ def asked_of(run: Run) -> dict[str, Any]:
     return {"model": plan.model, "budget": plan.budget, "features": plan.features}
 
 
-def table(found: Sequence[Status]) -> str:
-    """Lay out what runs are doing, a line for each, and below why some failed."""
+def describe_runs(statuses: Sequence[Status]) -> str:
+    """Describe the status of runs in a line each, and below why some failed and where some were published."""
     rows: list[Sequence[object]] = [("run", "model", "budget", "state", "progress", "disk", "age")]
-    for one in found:
-        asked = asked_of(one.run)
-        dial = f"C = {asked['features']}" if asked["features"] else asked["budget"] or "?"
-        shown = one.evaluation if one.evaluation is not None and one.state == "done" else one
+    for status in statuses:
+        dial_values = dial_of(status.run)
+        dial = f"C = {dial_values['features']}" if dial_values["features"] else dial_values["budget"] or "?"
+        shown = status.evaluation if status.evaluation is not None and status.state == "done" else status
         state = shown.state if shown.place is None else f"queued, place {shown.place}"
-        state = state if shown is one else f"done, evaluation {state}"
+        state = state if shown is status else f"done, evaluation {state}"
         step = "" if shown.step is None else f"{shown.step['event']} {shown.step['done']}/{shown.step['total']}"
-        model = printable(asked["model"] or "?")
-        age = since(time.time() - one.begun)
-        rows.append((printable(one.run.folder.name), model, dial, state, step, size(one.disk_bytes), age))
-    told = [
-        (one.run.folder.name, said) for one in found for said in (one.error, one.evaluation and one.evaluation.error)
+        model = printable(dial_values["model"] or "?")
+        age = duration(time.time() - status.begun)
+        rows.append((printable(status.run.folder.name), model, dial, state, step, size(status.disk_bytes), age))
+    errors_by_run = [
+        (status.run.folder.name, said)
+        for status in statuses
+        for said in (status.error, status.evaluation and status.evaluation.error)
     ]
-    errors = [f"{printable(name)}: {printable(error)}" for name, error in told if error]
+    errors = [f"{printable(name)}: {printable(error)}" for name, error in errors_by_run if error]
     places = [
-        f"{printable(one.run.folder.name)}: {printable(terminal.published_text(one.published))}"
-        for one in found
-        if one.published
+        f"{printable(status.run.folder.name)}: {printable(describe_publication(status.published))}"
+        for status in statuses
+        if status.published
     ]
     return "\n".join([columns(rows), *errors, *places])
 
 
 def printable(text: str) -> str:
-    """Keep what a name holds from commanding the terminal."""
+    """Replace the control characters of a name: a terminal would obey them."""
     return "".join(letter if letter.isprintable() else "�" for letter in text)
-
-
-def since(seconds: float) -> str:
-    """Say a time in one unit."""
-    for unit, length in (("d", 86400), ("h", 3600), ("min", 60)):
-        if seconds >= length:
-            return f"{seconds / length:.0f} {unit}"
-    return f"{seconds:.0f} s"
-
-
-def say(asked: argparse.Namespace, product: object, text: str) -> None:
-    """Print what came of it, for people or for programs."""
-    print(json.dumps(product, indent=1) if asked.json else text)  # noqa: T201

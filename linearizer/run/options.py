@@ -57,7 +57,8 @@ class Option:
     @property
     def help(self) -> str:
         """Say what the option means, which choices there are, and what it is where it is not given."""
-        default = self.limits.default_text or ("" if self.default in (None, (), False) else str(self.default))
+        shows_default = self.default is not None and self.default is not False and self.default != ()
+        default = self.limits.default_text or (str(self.default) if shows_default else "")
         text = ": ".join(filter(None, (self.limits.about, ", ".join(map(str, self.limits.choices)))))
         return f"{text} (default: {default})" if default else text
 

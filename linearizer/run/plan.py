@@ -106,7 +106,7 @@ class Plan(JsonProduct):
         group=MEASURING,
     )
     normalise: Normalise = option("trace", "what the Gram matrix is divided by", group=MEASURING)
-    gauge: Gauge = option("centred", "keys less their mean, or as they are", default_text=BY_RECIPE, group=MEASURING)
+    gauge: Gauge = option("centred", "keys as they are, or less their mean", default_text=BY_RECIPE, group=MEASURING)
     steps: int = option(
         0, "steps of training; 0: none", least=0, most=MAX_STEPS, default_text=BY_RECIPE, group=TRAINING
     )
@@ -138,7 +138,7 @@ class Plan(JsonProduct):
     constant: bool = option(False, "leave no head softmax: the state never grows", group=ALLOCATION)
     prices: str = option(
         "auto",
-        "how the prices of heads are found; auto: measured where there is time, else estimated from gradients",
+        "how the prices of heads are found; auto is measured where there is time, else estimated from gradients",
         choices=("auto", "measured", "estimated"),
         group=MEASURING,
     )

@@ -28,7 +28,7 @@ RECIPES: Mapping[str, Recipe] = {
         "what each head costs the model",
         "ours: every KV head a window, a window with slots, or softmax, by its measured price; no training",
     ),
-    "windows": Recipe("the same, windows alone", "the same without slots", {"strategy": "windows"}),
+    "windows": Recipe("the same, windows alone", "as best, without slots", {"strategy": "windows"}),
     "features": Recipe(
         "degrees of freedom, trained features",
         "ours: window, sinks and learned features by a common λ, trained by layer",

@@ -29,13 +29,13 @@ class Strategy:
 
 STRATEGIES: Mapping[str, Strategy] = {
     "gain": Strategy("a window, slots or softmax by the price of each head", "prices", "slots", (8, 16)),
-    "gain-features": Strategy("the same with features for slots", "prices", "features", (8, 16)),
-    "windows": Strategy("the same without slots", "prices", "", (16, 8)),
+    "gain-features": Strategy("as gain, with features in place of slots", "prices", "features", (8, 16)),
+    "windows": Strategy("as gain, without slots", "prices", "", (16, 8)),
     "window": Strategy("the same window for every head", "budget", "", (16, 8)),
     "duo": Strategy("softmax or a window by learned gates", "gates"),
-    "fix": Strategy("as many features for every head", "freedoms", "features"),
-    "dof": Strategy("features by degrees of freedom", "freedoms", "features"),
-    "dof-clip": Strategy("the same, at most as many as the head size", "freedoms", "features"),
-    "dof-mean": Strategy("by the mean degrees of freedom of a layer", "freedoms", "features"),
-    "common-lambda": Strategy("by degrees of freedom at one λ for all heads", "freedoms", "features"),
+    "fix": Strategy("the same number of features for every head", "freedoms", "features"),
+    "dof": Strategy("features by the most degrees of freedom in a layer (the paper)", "freedoms", "features"),
+    "dof-clip": Strategy("as dof, but at most the head size", "freedoms", "features"),
+    "dof-mean": Strategy("features by the mean degrees of freedom of a layer", "freedoms", "features"),
+    "common-lambda": Strategy("features by degrees of freedom at one λ for all heads", "freedoms", "features"),
 }

@@ -18,7 +18,7 @@ import torch
 
 from linearizer import pipeline
 from linearizer.allocate.by_freedoms import allocate_by_freedoms
-from linearizer.cli.text import columns
+from linearizer.amounts import columns
 from linearizer.evaluate.head_errors import spearman
 from linearizer.evaluate.reading import read_losses
 from linearizer.evaluate.speed import Meter

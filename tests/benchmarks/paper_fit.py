@@ -3,7 +3,7 @@
 import itertools
 import math
 
-from linearizer.cli.text import columns
+from linearizer.amounts import columns
 from linearizer.evaluate.head_errors import spearman
 
 NORMALISE, GAUGE, SINKS, OVER = ("trace", "J", "none"), ("raw", "centred"), (0, 1, 4), ("max", "mean")

@@ -11,7 +11,7 @@ import textwrap
 from pathlib import Path
 
 from linearizer import pipeline
-from linearizer.cli.text import size
+from linearizer.amounts import size
 from linearizer.model.text import read_documents
 from linearizer.pipeline import evaluate, linearize
 from linearizer.progress import finish

@@ -3,7 +3,7 @@
 import pytest
 
 from linearizer.amounts import size
-from linearizer.cli.text import cost_text
+from linearizer.cli.text import describe_state
 from linearizer.page.cards import allocation_card
 from linearizer.publish.card import in_words
 from linearizer.run import head_bytes
@@ -80,7 +80,7 @@ def test_the_terminal_the_page_and_the_card_say_alike_what_grows_and_from_where_
     found = allocation.summary(LAYERS, 100)
     assert (found["state_bytes"], found["state_tokens"]) == (after, 100)
     assert found["bytes_a_token"] == allocation.state_bytes(LAYERS, 8) - allocation.state_bytes(LAYERS, 7)
-    told, page = cost_text(allocation, LAYERS, 100), allocation_card(allocation, LAYERS)
+    told, page = describe_state(allocation, LAYERS, 100), allocation_card(allocation, LAYERS)
     assert f", {state} of state" in told and state in page and f">{smaller}<" in page
     assert (f"({size(after)} after 100 tokens)" in told) == (" after " in told) == (found["bytes_a_token"] > 0)
     assert told.endswith("never smaller than the cache" if smaller == "never" else f"smaller than the cache {smaller}")
