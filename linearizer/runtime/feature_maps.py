@@ -25,25 +25,25 @@ Tensor = torch.Tensor
 
 
 class FeatureMap(nn.Module, ABC):
-    """What every map offers."""
+    """The methods of every feature map."""
 
     features: int
     _folded: tuple[tuple, Folded | None] | None = None
 
     @abstractmethod
     def reset(self, generator: torch.Generator) -> None:
-        """Draw the parameters anew."""
+        """Draw new parameters."""
 
     @abstractmethod
     def queries(self, q: Tensor) -> Tensor:
-        """Give u: (batch, heads, group, tokens, dim) -> (…, features)."""
+        """Return u: (batch, heads, group, tokens, dim) -> (…, features)."""
 
     @abstractmethod
     def keys(self, k: Tensor) -> Tensor:
-        """Give w: (batch, heads, tokens, dim) -> (…, features)."""
+        """Return w: (batch, heads, tokens, dim) -> (…, features)."""
 
     def fold(self, root: float) -> Folded | None:
-        """Make ready for single tokens: the map of q / root and of k root, if it is one product with each."""
+        """Return the map of q / root and of k root as one product with each, or None if it is more than that."""
         return None
 
     def forget_folded(self) -> None:
@@ -55,10 +55,10 @@ class FeatureMap(nn.Module, ABC):
 
     @torch.no_grad()
     def folded(self, root: float = 1.0) -> Folded | None:
-        """The same, made once while no parameter changes.
+        """Fold, or return the last result while no parameter has changed.
 
-        An optimizer that is fused changes parameters unseen, and so does who writes to `.data`: what was made before a
-        pass with gradients, or before training began or ended, is made again.
+        Fused optimizers and writes to `.data` change parameters unseen: therefore a pass with gradients, and the begin
+        and end of training, discard the result.
         """
         held = list(self.parameters(recurse=False))
         if any(p.is_inference() for p in held):  # which do not count their changes
@@ -69,7 +69,7 @@ class FeatureMap(nn.Module, ABC):
         return self._folded[1]
 
     def exactly_folded(self, root: float) -> Folded | None:
-        """Fold without autocast, which multiplies in bf16: what is made outlasts it."""
+        """Fold without autocast, which multiplies in bf16: the result outlasts it."""
         with torch.autocast(next(self.parameters()).device.type, enabled=False):
             return self.fold(root)
 
@@ -215,7 +215,7 @@ class Codebook(FeatureMap):
         return torch.full_like(closeness, ABSENT).scatter(-1, nearest, 0.0)
 
     def scorers(self) -> tuple[Tensor, Tensor]:
-        """Give the centres and biases that queries see."""
+        """Return the centres and biases for queries."""
         return self.centres, torch.zeros_like(self.centres[..., 0])
 
     def fold(self, root: float) -> Folded:

@@ -1,4 +1,4 @@
-"""Feature maps whose log-features are one product with a query or a key, made ready for many single tokens.
+"""Feature maps whose log-features are one product with a query or a key: folded once, used for many single tokens.
 
 u = query·q + query_bias, w = key·k + key_bias, and further:
 
@@ -22,7 +22,7 @@ NONE, KEYS, NEAREST, HALVES = range(4)
 
 @dataclass(frozen=True)
 class Folded:
-    """What it takes, for the queries and keys that attention gives, with whatever scale they carry."""
+    """The products and biases, for queries and keys with the scale that they carry in attention."""
 
     query: Tensor  # (heads, features, dim)
     query_bias: Tensor  # (heads, features)

@@ -8,10 +8,9 @@ Far keys enter a row only as sums, so a feature keeps two things about all keys 
 To a query the feature is then one more token, with the logit u_m + level_m and the value mean_m. Everything that is
 exponentiated is at most zero, so nothing overflows; a feature that has seen nothing has level EMPTY.
 
-The same attention three times: `reference` (clear, quadratic), `chunked` (linear in time and memory, takes and
-leaves a state), `step` (one token, state in place): the last two in PyTorch (chunks.py) and by kernels (fused.py and
-single.py).
-`linear_attention` is the door, and `step_layer` in single.py one for a token of all heads of a layer.
+The same attention is written four times: `reference` below (clear, quadratic); for a text and for a token in PyTorch
+(features_torch.py: linear in time and memory, with a state); and both by kernels (kernel_text_features.py,
+kernel_token_features.py). `linear_attention` is what callers use; kernel_dispatch.py chooses.
 
 Shapes: q (batch, heads, group, tokens, key_dim), already multiplied by the scale of the scores; k, v (batch, heads,
 tokens, dim). Heads are KV heads, a group is the query heads that share one. real (batch, tokens) is false at padding,
@@ -38,7 +37,7 @@ Tensor = torch.Tensor
 def linear_attention(
     q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, real: Tensor | None, state: FeatureState
 ) -> Tensor:
-    """Attend and bring the state up to date; the one door to the ways of doing so."""
+    """Attend and update the state, by kernels where they serve."""
     if q.shape[-2] == 1 and real is None:
         attend = (
             attend_token_with_features_by_kernel

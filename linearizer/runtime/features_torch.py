@@ -1,4 +1,4 @@
-"""Linear attention in PyTorch: chunk by chunk, and token by token. linear_attention.py says what it computes."""
+"""Attention to features in PyTorch: a text chunk by chunk, and single tokens. features.py defines what it computes."""
 
 from __future__ import annotations
 
@@ -82,7 +82,7 @@ def attend_chunks(
 
 
 def attend_chunk(q: Tensor, columns: Columns, feature_map: Features | None, state: FeatureState, start: int) -> Tensor:
-    """Attend with the rows from `start`; leave in the state the columns that are then behind every window.
+    """Attend with the rows from `start`; move the columns that are then behind every window into the state.
 
     The row of token t has its own column `window` to the right of it; columns up to t are behind its window.
     """

@@ -1,4 +1,4 @@
-"""What all kernels are made of: tiles of matrices, a running softmax, products of features, and sizes of blocks."""
+"""Parts of all kernels: their letters, tiles of matrices, a running softmax, products of features, sizes of blocks."""
 
 from __future__ import annotations
 
@@ -160,7 +160,7 @@ def scores(
 
 @triton.jit
 def update_softmax(top, total, acc, logits, live, v, C: tl.constexpr):
-    """Let the rows' running softmax see some more logits and values."""
+    """Add logits and values to the running softmax of rows."""
     logits = tl.where(live, logits, EMPTY)
     new = tl.maximum(top, tl.max(logits, 1))
     kept = tl.exp(top - new)
@@ -212,9 +212,9 @@ def far_product(u_ptr, w_ptr, ceiling_ptr, bound, rows, columns, T, DOT: tl.cons
 
 
 def on_device_of_first(launch: Launch) -> Launch:
-    """Let a function launch on the device of its first tensor, which need not be the current one.
+    """Launch on the device of the first tensor, which need not be the current one.
 
-    A compiler of the model sees nothing of it, and so compiles around kernels alike before and after their trial.
+    torch.compile does not look inside, so it compiles the same before and after the trial of a kernel.
     """
 
     @torch.compiler.disable

@@ -3,7 +3,7 @@
 kernel_serves_…  tells whether a kernel may do the work: there is one for such tensors, and its trial found it right
                  (kernel_trial.py)
 …_by_kernel      does the work, with the arguments of its counterpart in features_torch.py or slots_torch.py
-step_layer       one token of a whole layer: heads with windows and features share a launch, heads with slots another
+attend_token_of_layer: heads of a layer with windows and features share one launch, heads with slots another
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureS
         return False
     sizes, gradients = sizes_of(q, v, state), torch.is_grad_enabled()
 
-    def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+    def compute(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         text = TrialText.of(q, sizes, TRIAL_ENDS[-1], dtype)
         inputs = [x.requires_grad_(gradients) for x in (text.q, text.k, text.v)]
         state = FeatureState.empty(text.k, text.v, TRIAL_WINDOW, sizes.sinks, sizes.features)
@@ -63,7 +63,7 @@ def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureS
             results += torch.autograd.grad([x.square().sum() for x in results], inputs)
         return results
 
-    return passes_trial("attention and its gradients" if gradients else "attention", q, sizes, answers)
+    return passes_trial("attention and its gradients" if gradients else "attention", q, sizes, compute)
 
 
 def attend_chunks_by_kernel(
@@ -94,7 +94,7 @@ def kernel_serves_text_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, 
         return False
     sizes = sizes_of(q, v, state)
 
-    def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+    def compute(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         text = TrialText.of(q, sizes, sizes.sinks + block + slots + 4 * block, dtype)
         metric = torch.eye(sizes.key_dim, device=q.device, dtype=dtype).expand(2, -1, -1)
         own = Merging(metric, torch.full_like(metric[:, 0, 0], TRIAL_GAIN), block, block, bits=merging.bits)
@@ -104,7 +104,7 @@ def kernel_serves_text_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, 
         return [out.to(dtype), state.slot_k, state.slot_v, state.weight]
 
     with torch.no_grad():
-        return passes_trial("slots", q, (*sizes, slots, block, merging.bits), answers)
+        return passes_trial("slots", q, (*sizes, slots, block, merging.bits), compute)
 
 
 def attend_periods_by_kernel(
@@ -142,10 +142,10 @@ def kernel_serves_token_features(
 
 
 def token_features_are_right(q: Tensor, sizes: TrialSizes, shares: int, scale: float = 1.0, bits: int = 16) -> bool:
-    """Try the kernel for such queries; how many features there are makes no other kernel of it."""
+    """Try the kernel for such queries; the number of features does not change the kernel."""
     sizes = sizes._replace(features=TRIAL_FEATURES)
 
-    def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+    def compute(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         tokens = TRIAL_WINDOW + sizes.sinks + 8
         text = TrialText.of(q, sizes, tokens, dtype, None if shares == GIVEN else shares)
         state, out = FeatureState.empty(text.k, text.v, TRIAL_WINDOW, sizes.sinks, sizes.features), []
@@ -161,7 +161,7 @@ def token_features_are_right(q: Tensor, sizes: TrialSizes, shares: int, scale: f
                 out.append(attend_token_with_features(one * scale, k, v, text.features, TRIAL_WINDOW, state))
         return [torch.cat(out, -2).to(dtype), state.level, state.mean]
 
-    return passes_trial("single tokens", q, (*sizes, shares, scale, bits), answers)
+    return passes_trial("single tokens", q, (*sizes, shares, scale, bits), compute)
 
 
 @torch.no_grad()
@@ -194,7 +194,7 @@ def kernel_serves_token_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging,
 
 
 def can_merge(held: TokenGroup) -> bool:
-    """Tell whether a block lies in the window, and all that it is merged with in one program."""
+    """Tell whether a block fits into the window, and slots and block into one program."""
     window, slots, block, _ = held.sizes()
     merging = held.merging
     if merging is None or merging.bits != held.bits:  # numbers that are rounded and not kept as bytes
@@ -204,12 +204,12 @@ def can_merge(held: TokenGroup) -> bool:
 
 
 def token_slots_are_right(q: Tensor, v: Tensor, held: TokenGroup, scale: float = 1.0) -> bool:
-    """Try the kernel for such queries; how many slots there are makes no other kernel of it."""
+    """Try the kernel for such queries; the number of slots does not change the kernel."""
     assert held.merging is not None
     root, bits, made = held.merging.root, held.bits, held.merging.metric.dtype
     sizes = sizes_of(q, v, held.state)
 
-    def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+    def compute(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         tokens = sizes.sinks + TRIAL_BLOCK + TRIAL_SLOTS + 2 * TRIAL_BLOCK
         text = TrialText.of(q, sizes, tokens, dtype)
         text.q = (text.q / scale).to(q.dtype).to(dtype)
@@ -229,7 +229,7 @@ def token_slots_are_right(q: Tensor, v: Tensor, held: TokenGroup, scale: float =
         return [torch.cat(out, -2).to(dtype), *slots, state.weight]
 
     with torch.no_grad():
-        return passes_trial("single tokens and slots", q, (*sizes, scale, root, bits), answers)
+        return passes_trial("single tokens and slots", q, (*sizes, scale, root, bits), compute)
 
 
 @torch.no_grad()
@@ -248,7 +248,7 @@ def attend_token_of_layer(
     groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
     out: Tensor,
 ) -> list[int]:  # fmt: skip
-    """Attend with a token where one launch can do all heads of a kind; say which groups are done, and in `out`.
+    """Attend with a token, one launch for all heads of a kind, into `out`; return the indices of the groups served.
 
     q (batch, heads, group, 1, dim), k, v and out are those of the whole layer, and their heads' states in `memory`.
     """
@@ -284,7 +284,7 @@ def launch_token_features(
     q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[TokenGroup], scale: float, u: Tensor | None = None,
     w: Tensor | None = None,
 ) -> None:  # fmt: skip
-    """Let heads of a layer attend in one launch, for q (batch, heads, group, 1, dim) of the whole layer."""
+    """Attend with heads of a layer in one launch; q (batch, heads, group, 1, dim) is that of the whole layer."""
     state, folded = groups[0].state, [held.folded for held in groups if held.folded is not None]
     shares = GIVEN if u is not None else shares_of(folded)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
@@ -294,7 +294,7 @@ def launch_token_features(
 
 @torch.compiler.disable
 def launch_token_slots(q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: list[TokenGroup], scale: float) -> None:
-    """Let heads of a layer attend in one launch, for q (batch, heads, group, 1, dim) of the whole layer."""
+    """Attend with heads of a layer in one launch; q (batch, heads, group, 1, dim) is that of the whole layer."""
     state, merging = groups[0].state, groups[0].merging
     assert merging is not None
     room = max(slots + block for _, slots, block, _ in (held.sizes() for held in groups))
@@ -304,7 +304,7 @@ def launch_token_slots(q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: lis
 
 
 def shares_of(folded: Sequence[Folded]) -> int:
-    """How the features of heads that attend together are shared out."""
+    """Return how the features of heads that attend together are shared out."""
     return max((it.shares for it in folded), default=NONE)
 
 

@@ -1,11 +1,11 @@
-"""One round of merging slots, as parts of a Triton kernel; merging.py says what it computes.
+"""Merging slots, as parts of Triton kernels: for a text and for a token. slots_merging.py is the reference.
 
 All threads of a program work at it, so what they hand each other goes through memory, between barriers.
 """
 
 from __future__ import annotations
 
-try:  # as in kernel_tiles.py
+try:  # as in kernel_common.py
     import triton
     import triton.language as tl
 except ImportError:
@@ -34,7 +34,7 @@ def squared_distances(x_ptr, i, j, N, W, D, C: tl.constexpr):
 
 @triton.jit
 def pair_costs(x_ptr, weight_ptr, i, j, N, W, C: tl.constexpr):
-    """What merging pairs costs; infinite where a slot is empty or would be its own partner."""
+    """Compute what merging pairs costs (slots_merging.py); infinite for empty slots and a slot with itself."""
     own, other = load_rows(weight_ptr, i, N), load_rows(weight_ptr, j, N)
     apart = squared_distances(x_ptr, i, j, N, W, C.D, C)
     values = squared_distances(x_ptr + C.D, i, j, N, W, C.DV, C)
@@ -46,7 +46,7 @@ def pair_costs(x_ptr, weight_ptr, i, j, N, W, C: tl.constexpr):
 
 @triton.jit
 def rank_values(value_ptr, i, N, C: tl.constexpr):
-    """How many values come before those at i; of equal ones, the first."""
+    """Count the values that sort before those at i; of equal ones, the first comes first."""
     own = tl.load(value_ptr + i, mask=i < N, other=INFINITE)
     rank = tl.zeros([C.B], tl.int32)
     for j0 in range(0, N, C.B):
@@ -59,7 +59,7 @@ def rank_values(value_ptr, i, N, C: tl.constexpr):
 
 @triton.jit
 def sum_by_target(value_ptr, target_ptr, i, N, C: tl.constexpr):
-    """The sum of the values whose target is i."""
+    """Sum the values whose target is i."""
     out = tl.zeros([C.B], C.ACC)
     for j0 in range(0, N, C.B):
         j = j0 + tl.arange(0, C.B)
@@ -69,8 +69,8 @@ def sum_by_target(value_ptr, target_ptr, i, N, C: tl.constexpr):
 
 
 @triton.jit
-def choose_targets(x_ptr, weight_ptr, value_ptr, partner_ptr, target_ptr, surplus, waits, N, W, C: tl.constexpr):
-    """Say into which slot each goes: the `surplus` cheapest into their partners, the others into themselves."""
+def choose_targets(x_ptr, weight_ptr, value_ptr, partner_ptr, target_ptr, surplus, defers, N, W, C: tl.constexpr):
+    """Choose the slot that each goes into: the `surplus` cheapest their partners, the others themselves."""
     for i0 in range(0, N, C.B):
         i = i0 + tl.arange(0, C.B)
         best, partner = tl.full([C.B], INFINITE, C.ACC), tl.zeros([C.B], tl.int32)
@@ -95,7 +95,7 @@ def choose_targets(x_ptr, weight_ptr, value_ptr, partner_ptr, target_ptr, surplu
         goes = (rank_values(value_ptr, i, N, C) < surplus) & (value < INFINITE)
         tl.store(target_ptr + i, tl.where(goes, tl.load(partner_ptr + i, mask=i < N, other=0), i), mask=i < N)
     tl.debug_barrier()
-    if waits:  # what has a partner that goes stays for now, so that no chain is longer than one
+    if defers:  # a slot whose partner goes stays for now, so that no chain is longer than one
         for i0 in range(0, N, C.B):
             i = i0 + tl.arange(0, C.B)
             target = tl.load(target_ptr + i, mask=i < N, other=0)
@@ -154,7 +154,7 @@ def fill_rows(
     x_ptr, weight_ptr, spread_ptr, k_ptr, v_ptr, metric_ptr, held_k_ptr, held_v_ptr, held_weight_ptr, held_spread_ptr,
     index_ptr, present_ptr, N, W, SLOTS, ROOT: tl.constexpr, packed: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Lay the slots that are held and a block of tokens into rows; packed where both are kept as bytes."""
+    """Fill rows with the slots and a block of tokens; packed where both are kept as bytes."""
     for i0 in range(0, N, C.B):
         i, od, ov = i0 + tl.arange(0, C.B), tl.arange(0, C.DP), tl.arange(0, C.VP)
         new = (i >= SLOTS) & (i < N)
@@ -189,7 +189,7 @@ def store_slots(
     x_ptr, weight_ptr, spread_ptr, value_ptr, held_k_ptr, held_v_ptr, held_weight_ptr, held_spread_ptr, N, W, SLOTS,
     packed: tl.constexpr, TYPE: tl.constexpr, C: tl.constexpr,
 ):  # fmt: skip
-    """Leave the first SLOTS slots that hold something, in order, as numbers of a type, of so many bits, or as bytes."""
+    """Store the first SLOTS slots that are not empty, in order, rounded to a type and BITS, as numbers or as bytes."""
     for i0 in range(0, N, C.B):
         i = i0 + tl.arange(0, C.B)
         weight = load_rows(weight_ptr, i, N)
@@ -210,19 +210,19 @@ def store_slots(
 
 @triton.jit
 def merge_rows(rows_ptr, numbers_ptr, places_ptr, MOST, N, W, SLOTS, ROUNDS, WAITING, C: tl.constexpr):
-    """Merge N rows, which lie in memory for MOST, until SLOTS are left; say which of the two copies has them."""
+    """Merge N rows, which lie in memory for MOST, until SLOTS are left; return which of the two copies has them."""
     weight, spread, value, total = numbers_ptr, numbers_ptr + MOST, numbers_ptr + 2 * MOST, numbers_ptr + 3 * MOST
     side = 0
     for step in range(0, ROUNDS):
-        waits = step < WAITING
+        defers = step < WAITING
         halvings = tl.maximum(step - WAITING + 1, 0)
-        count = tl.maximum(SLOTS, tl.where(waits, SLOTS, (N + (1 << halvings) - 1) >> halvings))
+        count = tl.maximum(SLOTS, tl.where(defers, SLOTS, (N + (1 << halvings) - 1) >> halvings))
         full = 0
         for i0 in range(0, N, C.B):
             full += tl.sum((load_rows(weight, i0 + tl.arange(0, C.B), N) > 0).to(tl.int32))
         if full > count:
             x, out = rows_ptr + side * MOST * W, rows_ptr + (1 - side) * MOST * W
-            choose_targets(x, weight, value, places_ptr, places_ptr + MOST, full - count, waits, N, W, C)
+            choose_targets(x, weight, value, places_ptr, places_ptr + MOST, full - count, defers, N, W, C)
             join_slots(x, out, weight, spread, total, value, places_ptr + MOST, N, W, C)
             side = 1 - side
     return side

@@ -1,8 +1,8 @@
-"""Attention to sinks, a window and a far field of features, as Triton kernels; linear_attention.py says what it is.
+"""Attention of a text to sinks, a window and features, as Triton kernels. The reference is in features.py.
 
 The text is cut into segments. A row sees the sinks and its window as tokens, the keys that are far and in its own
 segment as logits log Σ_m exp(u_im + w_jm), and all earlier ones as one token per feature, with the logit u_m + level_m
-and the value mean_m (kernel_segments.py): everything meets in one running softmax, for all rows at once.
+and the value mean_m (kernel_text_segments.py): everything meets in one running softmax, for all rows at once.
 Column c of the keys is behind the window of row t if c ≤ t; the row's own column is t + window.
 """
 
@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import torch
 
-try:  # as in kernel_tiles.py
+try:  # as in kernel_common.py
     import triton
     import triton.language as tl
 except ImportError:
@@ -40,7 +40,7 @@ def text_features_kernel(
     q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr, first_ptr, empty_ptr, u_ptr, w_ptr, ceiling_ptr, level_ptr, mean_ptr,
     out_ptr, lse_ptr, T, WINDOW, H, G, SEGMENTS, C: tl.constexpr,
 ):  # fmt: skip
-    """Rows of one query head: outputs and log-sum-exps; grid (batch · heads · group, block of rows)."""
+    """Compute outputs and log-sum-exps of one query head; grid (batch · heads · group, block of rows)."""
     t0, row = tl.program_id(1) * C.BT, tl.program_id(0).to(tl.int64)
     head, batch = row // G, row // G // H
     columns = T + WINDOW
@@ -100,7 +100,7 @@ def run_text_features(
     q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor, sink_v: Tensor, first: Tensor, empty: Tensor, u: Tensor | None,
     w: Tensor | None, level: Tensor, mean: Tensor, window: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor, list[Tensor]]:  # fmt: skip
-    """Attend: outputs, log-sum-exps, the last level and mean, and what the gradients need besides."""
+    """Return outputs, log-sum-exps, the last level and mean, and what the gradients need besides."""
     features = 0 if u is None else u.shape[-1]
     problem = Problem(q, v, sink_k.shape[-2], features, window)
     kept: list[Tensor] = []

@@ -118,7 +118,7 @@ def compute_sink_gradients(
 
 
 class FeatureAttention(torch.autograd.Function):
-    """kernels.run, with gradients of all that is real."""
+    """run_text_features with gradients of queries, keys, values, log-features and the state."""
 
     @staticmethod
     def forward(ctx: Any, window: int, *inputs: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:

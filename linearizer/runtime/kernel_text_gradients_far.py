@@ -1,10 +1,10 @@
-"""Gradients that come to log-features and far values through features; kernel_gradients.py says how."""
+"""Gradients that come to log-features and far values through features; kernel_text_gradients.py says how."""
 
 from __future__ import annotations
 
 import torch
 
-try:  # as in kernel_tiles.py
+try:  # as in kernel_common.py
     import triton
     import triton.language as tl
 except ImportError:

@@ -1,13 +1,14 @@
-"""Attention to slots as a Triton kernel; slots.py says what it computes. Forward only.
+"""Attention of a text to slots as Triton kernels, without gradients. The reference is in slots_torch.py.
 
-The rows of a period attend to their window, the sinks and the slots of that period, all periods at once.
+One program merges the blocks of one text and head, one after the other. Then the rows of all periods attend at once,
+each to its window, the sinks, and the slots of its period.
 """
 
 from __future__ import annotations
 
 import torch
 
-try:  # as in kernel_tiles.py
+try:  # as in kernel_common.py
     import triton
     import triton.language as tl
 except ImportError:
@@ -35,7 +36,7 @@ def merge_periods_kernel(
     k_ptr, v_ptr, metric_ptr, index_ptr, present_ptr, merges_ptr, held_k_ptr, held_v_ptr, weight_ptr, spread_ptr,
     rows_ptr, numbers_ptr, places_ptr, COLUMNS, H, PERIODS, SLOTS, BLOCK, ROUNDS, WAITING, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (heads, batch). held_… (batch, PERIODS + 1, heads, SLOTS, …) begin with the slots that there are."""
+    """Merge a block per period; grid (heads, batch). held_…: (batch, PERIODS + 1, heads, SLOTS, …)."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     pair, N, W = batch * H + head, SLOTS + BLOCK, 2 * C.D + C.DV
     rows_ptr += pair * 2 * N * W
@@ -100,7 +101,7 @@ def text_slots_kernel(
     q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr, slot_k_ptr, slot_v_ptr, weight_ptr, spread_ptr, gain_ptr, place_ptr,
     merged_ptr, first_ptr, empty_ptr, out_ptr, COLUMNS, H, G, PERIODS, ROWS, WINDOW, SLOTS, C: tl.constexpr,
 ):  # fmt: skip
-    """Grid (batch · heads, periods, blocks of a group's rows)."""
+    """Attend with the rows of a period; grid (batch · heads, periods, blocks of a group's rows)."""
     period, pair = tl.program_id(1), tl.program_id(0).to(tl.int64)
     batch, head = pair // H, pair % H
     row, od, ov = tl.program_id(2) * C.BT + tl.arange(0, C.BT), tl.arange(0, C.DP), tl.arange(0, C.VP)

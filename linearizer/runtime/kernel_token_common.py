@@ -1,14 +1,14 @@
-"""What kernels for one token are made of: their table, keys and values that may be bytes, the window and the sinks.
+"""Parts of the kernels for one token: their table, keys and values that may be bytes, the window and the sinks.
 
-A row of the table (table.py) tells a program of its KV head. BITS is 8 where keys and values are kept as bytes, which
-rounding.py explains; the new token is rounded as it is read.
+Each program serves a KV head and reads its row of the table (kernel_token_table.py). BITS is 8 where keys and values
+are kept as bytes (state_8bit.py); the new token is rounded as it is read.
 """
 
 from __future__ import annotations
 
 import torch
 
-try:  # as in kernel_tiles.py
+try:  # as in kernel_common.py
     import triton
     import triton.language as tl
 except ImportError:
@@ -30,7 +30,7 @@ TYPES = {
 
 @triton.jit
 def address(row_ptr, column: tl.constexpr, TYPE: tl.constexpr):
-    """What a row says of a place in memory."""
+    """Read an address from a row of the table."""
     return tl.multiple_of(tl.load(row_ptr + column).to(tl.pointer_type(TYPE)), 16)
 
 

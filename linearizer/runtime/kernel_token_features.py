@@ -1,14 +1,15 @@
-"""One token for windows and features: features (folded.py), state and output in one launch, the state in place.
+"""One token for heads with windows and features: log-features, state and output in one launch, the state in place.
 
-Nothing is read back from the device, so that a step can be captured in a CUDA graph. One program does all of a KV
-head, because the old state must have been read before the new one is written.
+Nothing is read back from the device, so that a token can be captured in a CUDA graph. One program does all of a KV
+head, because the old state must have been read before the new one is written. feature_maps_folded.py is the reference
+of the features, features_torch.py of the attention.
 """
 
 from __future__ import annotations
 
 import torch
 
-try:  # as in kernel_tiles.py
+try:  # as in kernel_common.py
     import triton
     import triton.language as tl
 except ImportError:

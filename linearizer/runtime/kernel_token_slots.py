@@ -1,13 +1,14 @@
-"""One token for slots in one launch: attention, and where a block leaves the window, merging it; all in place.
+"""One token for heads with slots in one launch: merge a block where it leaves the window, then attend; all in place.
 
-Whether a block leaves is decided on the device, by how many tokens were read. Forward only.
+Whether a block leaves is decided on the device, by the number of tokens read. No gradients. slots_torch.py is the
+reference.
 """
 
 from __future__ import annotations
 
 import torch
 
-try:  # as in kernel_tiles.py
+try:  # as in kernel_common.py
     import triton
     import triton.language as tl
 except ImportError:

@@ -1,4 +1,4 @@
-"""What a launch for one token is told of every KV head: where the parts of its state lie, and how large they are.
+"""The table that a kernel for one token reads: where the parts of every KV head's state lie, and how large they are.
 
 Heads of a layer hold windows, features and slots of any sizes, in states of several shapes. So that one launch may do
 all of them, a table on the device has a row for each: the numbers of COLUMNS, and then the addresses of the tensors of
@@ -25,7 +25,7 @@ ALIGNED = 16  # bytes: what kernels take for granted of an address
 
 @dataclass(frozen=True)
 class TokenGroup:
-    """KV heads that hold alike: their numbers in the layer, their state, and how they use it."""
+    """KV heads that hold the same: their indices in the layer, their state, and how they use it."""
 
     heads: list[int]
     state: Any
@@ -45,7 +45,7 @@ class TokenGroup:
         return self.window, slots, block, count_rounds(slots + block, slots)
 
     def tensors(self) -> list[Tensor | None]:
-        """What a kernel reads and writes, in the order of the table."""
+        """Return the tensors that a kernel reads and writes, in the order of the table."""
         used: list[Tensor | None] = []
         if self.folded is not None:
             it = self.folded
@@ -55,7 +55,7 @@ class TokenGroup:
         return [*tensors(self.state).values(), *used]
 
     def stamp(self) -> tuple[list[int], ...]:
-        """All that the table says of them, and for how many texts."""
+        """Return all that the table contains about them, and the number of texts."""
         kept = [0 if x is None else x.data_ptr() for x in self.tensors()]
         return self.heads, [*self.sizes()], kept, [len(self.state.count)]
 
@@ -69,7 +69,7 @@ class TokenTable:
 
 
 def get_table(groups: Sequence[TokenGroup]) -> TokenTable:
-    """Give the table of some groups of one layer."""
+    """Return the table of some groups of one layer; make it where a tensor was exchanged."""
     holder = groups[0].state
     for held in groups:
         for name, x in tensors(held.state).items():
@@ -82,7 +82,7 @@ def get_table(groups: Sequence[TokenGroup]) -> TokenTable:
 
 
 def make_table(groups: Sequence[TokenGroup], stamp: list[tuple]) -> TokenTable:
-    """Make a table anew, which takes a copy to the device."""
+    """Make a table, which takes a copy to the device."""
     count = groups[0].state.count
     if count.is_cuda and torch.cuda.is_current_stream_capturing():
         raise RuntimeError(

@@ -1,9 +1,9 @@
-"""Whether kernels may be used here: a family of them is first tried on a small problem, and believed if it is right.
+"""Kernels are used only after a trial: a small problem, solved beside PyTorch.
 
-No test of ours knows the chip, the driver and the compiler of whoever runs this. So the first time that a family is
-wanted in some sizes on a device, it runs there beside PyTorch: it may err at most twice as much as PyTorch does in the
-same dtype, both against float64. Where it errs more, or does not compile, PyTorch does its work on that device from
-then on, and a warning says why. LINEARIZER_KERNELS=0 in the environment keeps all kernels off.
+Tests cannot know the chip, the driver and the compiler of every user. So before a family of kernels is used in some
+sizes on a device for the first time, it runs there on a small problem: it may err at most twice as much as PyTorch does
+in the same dtype, both against float64. Where it errs more, or does not compile, PyTorch does its work on that device
+from then on, and a warning says why. LINEARIZER_KERNELS=0 in the environment keeps all kernels off.
 """
 
 from __future__ import annotations
@@ -23,60 +23,60 @@ DEVICES = {"cuda"}  # what Triton compiles for; PyTorch says so of AMD's chips, 
 DTYPES = (torch.bfloat16, torch.float32)
 
 Tensor = torch.Tensor
-Answers = Callable[[bool, torch.dtype], Sequence[Tensor]]  # (by kernels?, the dtype to compute in)
+Compute = Callable[[bool, torch.dtype], Sequence[Tensor]]  # (by kernels?, the dtype to compute in)
 
-_right: dict[tuple, bool] = {}  # by family and device, and by dtype and sizes besides
+_verdicts: dict[tuple, bool] = {}  # by family and device, and by dtype and sizes besides
 _lock = threading.RLock()
 
 
 def kernels_accept(x: Tensor, *others: Tensor) -> bool:
-    """Tell whether there may be kernels for such inputs: on a GPU, bf16 or fp32, all alike."""
+    """Tell whether kernels accept such inputs: on a GPU, bf16 or fp32, all alike."""
     if x.device.type not in DEVICES or x.dtype not in DTYPES or os.environ.get("LINEARIZER_KERNELS") == "0":
         return False
     return all(other.dtype == x.dtype and other.device == x.device for other in others)
 
 
-def passes_trial(family: str, x: Tensor, sizes: tuple, answers: Answers) -> bool:
-    """Tell whether a family of kernels is right for inputs like x, on its device: at the first time, by trial."""
+def passes_trial(family: str, x: Tensor, sizes: tuple, compute: Compute) -> bool:
+    """Tell whether a family of kernels is right for inputs like x on its device; the first call tries it."""
     here, case = (family, x.device), (family, x.device, x.dtype, sizes)
-    if here not in _right and case not in _right:
+    if here not in _verdicts and case not in _verdicts:
         if is_recorded(x):  # a graph would hold the trial: attend once before capturing, as CUDA asks for anyway
             return False
         with _lock:
-            run_trial(here, case, x, answers)
-    return _right.get(here, True)
+            run_trial(here, case, x, compute)
+    return _verdicts.get(here, True)
 
 
 def is_recorded(x: Tensor) -> bool:
-    """Tell whether what happens now is captured or compiled, to happen again later."""
+    """Tell whether this call is being captured or compiled, to be repeated later."""
     return torch.compiler.is_compiling() or (x.is_cuda and torch.cuda.is_current_stream_capturing())
 
 
-def run_trial(here: tuple, case: tuple, x: Tensor, answers: Answers) -> None:
-    """Try the kernels, unless another thread just has; keep what was found, and warn where they are wrong."""
-    if here in _right or case in _right:
+def run_trial(here: tuple, case: tuple, x: Tensor, compute: Compute) -> None:
+    """Try the kernels, unless another thread just did; keep the verdict, and warn where they are wrong."""
+    if here in _verdicts or case in _verdicts:
         return
-    fault = find_fault(answers, x)
+    fault = find_fault(compute, x)
     if fault is None:
-        _right[case] = True
+        _verdicts[case] = True
         return
-    _right[here] = False
+    _verdicts[here] = False
     name = f"{torch.cuda.get_device_name(x.device)} ({x.device})" if x.is_cuda else str(x.device)
     warnings.warn(
         f"on {name} PyTorch does the work of the kernels for {here[0]}, because {fault}", RuntimeWarning, stacklevel=4
     )
 
 
-def find_fault(answers: Answers, x: Tensor) -> str | None:
-    """Say what is wrong with kernels, if anything is: answers(by_kernels, dtype) are theirs, and those of PyTorch."""
+def find_fault(compute: Compute, x: Tensor) -> str | None:
+    """Return what is wrong with kernels, or None; compute(by_kernels, dtype) gives their results and PyTorch's."""
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
-            found = [answers(*way) for way in ((True, x.dtype), (False, x.dtype), (False, torch.float64))]
-    except Exception as error:  # a compiler, a driver and a launch may raise anything, and all of it means the same
+            results = [compute(*way) for way in ((True, x.dtype), (False, x.dtype), (False, torch.float64))]
+    except Exception as error:  # compilers, drivers and launches raise many kinds of errors, which all mean the same
         said = " ".join(str(error).split())
         return f"they failed there with {type(error).__name__}: {said[:200]}"
     floor = max(1e-5, 2 * torch.finfo(x.dtype).eps)  # PyTorch's sums round nothing to bf16; products of kernels do
-    for mine, other, true in zip(*found, strict=True):
+    for mine, other, true in zip(*results, strict=True):
         own, plain = relative_error(mine, true), relative_error(other, true)
         if not own <= 2 * plain + floor:  # nor if it is no number
             return f"they err by {own:.1e} of a result where PyTorch errs by {plain:.1e}"
@@ -90,7 +90,7 @@ def relative_error(x: Tensor, true: Tensor) -> float:
 
 
 class TrialSizes(NamedTuple):
-    """What kernels are compiled for."""
+    """The sizes for which kernels are compiled and tried."""
 
     group: int
     key_dim: int
@@ -101,7 +101,7 @@ class TrialSizes(NamedTuple):
 
 @dataclass
 class TrialText:
-    """A text of two KV heads to try kernels on, always the same, with scores of variance 1."""
+    """A text of two KV heads for trials, always the same, with scores of variance 1."""
 
     q: Tensor  # (1, 2, group, tokens, key_dim)
     k: Tensor  # (1, 2, tokens, key_dim)
@@ -127,7 +127,7 @@ class TrialText:
         return cls(q, k, v, RandomFeatures(z) if shares is None else folded_features(z, shares))
 
     def piece(self, start: int, stop: int) -> tuple[Tensor, Tensor, Tensor]:
-        """Take some tokens."""
+        """Return some tokens."""
         return self.q[..., start:stop, :], self.k[:, :, start:stop], self.v[:, :, start:stop]
 
 

@@ -1,8 +1,7 @@
 """The student of one attention layer: its KV heads, grouped by what they hold.
 
-Every KV head is one of four kinds: an exact window, a window and a far field of features, a window and slots that older
-tokens are merged into, or softmax over all it has read. Heads that hold alike are computed together, and none pays for
-what it does not hold.
+Every KV head is one of four kinds: an exact window, a window and features, a window and slots that older tokens are
+merged into, or softmax over all tokens. Heads that hold the same are a group and are computed together.
 """
 
 from dataclasses import dataclass
@@ -27,7 +26,7 @@ SOFTMAX, SOFTMAX_8 = "softmax", "softmax 8"
 
 @dataclass
 class SoftmaxState:
-    """All keys and values that heads left softmax have read."""
+    """The whole cache of softmax heads."""
 
     k: Tensor  # (batch, heads, tokens, dim)
     v: Tensor
@@ -55,7 +54,7 @@ class FeatureGroup(nn.Module):
         return linear_attention(q * scale, k, v, scaled, self.window, real, state), state
 
     def token_group(self, scale: float, state: FeatureState) -> TokenGroup | None:
-        """Say what there is to attend to with a token, unless features take more than a product."""
+        """Return what a kernel for one token needs, unless features take more than a product."""
         folded = None if self.feature_map is None else ScaledMap(self.feature_map, scale).folded()
         return (
             None
@@ -90,7 +89,7 @@ class SlotGroup(nn.Module):
 
 
 class SoftmaxGroup(nn.Module):
-    """KV heads of one layer that were left softmax."""
+    """Softmax heads: KV heads of one layer that keep their whole cache."""
 
     def __init__(self, heads: list[int], bits: int = 16) -> None:
         super().__init__()
@@ -114,12 +113,12 @@ class SoftmaxGroup(nn.Module):
         return out.unflatten(1, q.shape[1:3]), SoftmaxState(k, v, real)
 
     def token_group(self, scale: float, state: SoftmaxState) -> TokenGroup | None:
-        """All that was read is no state of fixed size."""
+        """Return nothing: kernels for one token serve states of fixed size."""
         return None
 
 
 class ScaledMap:
-    """A feature map whose queries carry the whole scale of the scores, as attention gives them, and whose keys none."""
+    """A feature map for queries that carry the whole scale of the scores, and keys that carry none of it."""
 
     def __init__(self, feature_map: FeatureMap, scale: float) -> None:
         self.feature_map, self.features, self.root = feature_map, feature_map.features, scale**0.5
@@ -131,7 +130,7 @@ class ScaledMap:
         return self.feature_map.keys(k * self.root)
 
     def folded(self) -> Folded | None:
-        """The same for queries and keys as attention gives them, in one product each, where the map is that."""
+        """Return this map as one product per token, or None where it is more than that."""
         return self.feature_map.folded(self.root)
 
     def forget_folded(self) -> None:
@@ -166,7 +165,7 @@ class LayerStudent(nn.Module):
         self.groups = nn.ModuleList(group(kind, heads) for kind, heads in kinds.items())
 
     def reset(self, generator: torch.Generator) -> None:
-        """Draw the features anew."""
+        """Draw new features."""
         for module in self.modules():
             if isinstance(module, FeatureMap):
                 module.reset(generator)
@@ -176,9 +175,9 @@ class LayerStudent(nn.Module):
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, memory: list | None
     ) -> Tensor:
-        """Attend; `memory` is a list with the state of every group, which is brought up to date.
+        """Attend and update `memory`, a list with the state of every group.
 
-        What kernels can do of a token for all groups at once is not done again for each.
+        A kernel may attend with a token for several groups at once; the other groups attend one by one.
         """
         query = query.unflatten(1, (self.kv_heads, -1))
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
@@ -202,7 +201,7 @@ class LayerStudent(nn.Module):
 
 
 def as_slice(heads: list[int]) -> slice | list[int]:
-    """Heads as a slice where they stand evenly apart: it takes them without a copy."""
+    """Return indices of heads as a slice where they are evenly spaced: it selects without a copy."""
     apart = heads[1] - heads[0] if len(heads) > 1 else 1
     even = slice(heads[0], heads[-1] + 1, apart)
     return even if list(range(even.stop))[even] == heads else heads

@@ -1,7 +1,22 @@
 """A causal language model of transformers whose attention layers have a state of fixed size.
 
 The teacher's own modelling code runs unchanged inside `base`; each attention module carries a `student` that takes
-over where transformers lets an attention implementation be chosen (attention.py).
+over where transformers lets an attention implementation be chosen (attention_interface.py).
+
+The words of these files:
+  teacher             the model with softmax attention that this one was made from; base: its code and weights
+  student             what attends in its place (layer_student.py)
+  KV head             a key and a value per token, shared by a group of query heads; what a student holds is per KV head
+  cache, state        a teacher keeps all keys and values; a student keeps a state whose size does not grow
+  sink, window        the first tokens of a text, and the last ones: both are attended to exactly
+  far field           what represents all other tokens: slots or features
+  slot                a token, or the mean of several tokens that were merged, with their number (slots.py)
+  feature             a sum over tokens, weighted by a function of their keys (features.py, feature_maps.py)
+  degrees of freedom  how many features a head's scores call for, as measured on text
+  budget              the size of the whole state, as the number of tokens whose cache is as large
+
+Files: modeling_linearized, attention_interface, layer_student and cache connect it to transformers. Attention exists
+for {features, slots} × {texts, single tokens} × {PyTorch, Triton kernels}, which the names of the files say.
 """
 
 import torch
@@ -121,9 +136,9 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         self.base.set_output_embeddings(value)
 
     def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Module:
-        found = super().resize_token_embeddings(*args, **kwargs)
-        self.config.base["vocab_size"] = found.num_embeddings
-        return found
+        embeddings = super().resize_token_embeddings(*args, **kwargs)
+        self.config.base["vocab_size"] = embeddings.num_embeddings
+        return embeddings
 
     def forward(
         self,
@@ -146,7 +161,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=self.checked(past_key_values),
+            past_key_values=self.refuse_other_cache(past_key_values),
             inputs_embeds=inputs_embeds,
             labels=labels,
             use_cache=use_cache,
@@ -157,8 +172,8 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
     def empty_cache(self) -> Cache:
         return empty_cache(self.base.config, [held is not None for held in self.config.layers])
 
-    def checked(self, cache: Cache | None) -> Cache | None:
-        """Refuse a cache that keeps keys: the students would not see it."""
+    def refuse_other_cache(self, cache: Cache | None) -> Cache | None:
+        """Return the cache, unless it keeps keys, which students would not see."""
         layers = getattr(cache, "layers", [])
         mine = [isinstance(layer, LinearizedLayer) for layer in layers]
         if cache is not None and mine != [held is not None for held in self.config.layers]:

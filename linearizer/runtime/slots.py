@@ -5,13 +5,14 @@ spread Σ |metric·(k - mean)|² / weight of their keys, metric being such that 
 queries. To a query it is one more token, with the logit q·k + log weight + gain · spread: the mean of e^(q·k) over a
 slot is more than e^(q·mean) as its keys spread.
 
-Tokens leave the window in blocks, at places that do not depend on how a text was cut into calls: a row at place p sees
-as merged the tokens before the first multiple of the block that leaves it at most `window` exact ones, itself among
-them. With a block come as many slots too many; the pairs that are cheapest to merge are merged until there are `slots`
-again.
+Tokens leave the window in blocks, at places that do not depend on how a text was cut into calls: to a row at place p,
+all tokens before the first multiple of the block that leaves at most `window` exact tokens, itself included, are in
+slots. A block adds as many slots as it has tokens; the cheapest pairs are merged until there are `slots` again. The
+places whose rows see the same slots are a period.
 
-Shapes as in linear_attention.py, whose softmax this uses. A token alone is attended to in place (periods.py, and by a
-kernel single_slots.py), a text in periods.
+The same attention is written four times: `reference` below (token by token); for a text (many periods at once) and
+for a token in PyTorch (slots_torch.py); and both by kernels (kernel_text_slots.py, kernel_token_slots.py).
+`slot_attention` is what callers use; kernel_dispatch.py chooses. Shapes as in features.py.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Merger(nn.Module):
 
 
 def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> Tensor:
-    """Attend and bring the state up to date; q is multiplied by the scale of the scores."""
+    """Attend and update the state, by kernels where they serve; q is multiplied by the scale of the scores."""
     if q.shape[-2] == 1 and real is None:
         attend = (
             attend_token_with_slots_by_kernel

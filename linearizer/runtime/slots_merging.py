@@ -1,4 +1,4 @@
-"""Merging slots, which are tokens or what tokens were merged into; slots.py says what a slot is.
+"""Merging slots in PyTorch: the reference of kernel_slots_merging.py. slots.py defines a slot.
 
 Shapes as in slots.py.
 """
@@ -9,15 +9,15 @@ from dataclasses import dataclass
 
 import torch
 
-MAX_MERGED_ROWS = 512  # slots and tokens of a block that a kernel merges, all of them in one program
-DEFERRING_ROUNDS = 2  # rounds of merging before what waits is taken along: more make hardly better slots
+MAX_MERGED_ROWS = 512  # slots and tokens of a block that one program of a kernel merges at most
+DEFERRING_ROUNDS = 2  # rounds in which a slot whose partner goes, too, is deferred: more hardly improve slots
 
 Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class Merging:
-    """How some heads merge: the metric, for keys that are multiplied by `root`, and gain of a Merger, and the sizes."""
+    """How some heads merge: metric (for keys that are multiplied by `root`) and gain of a Merger, and sizes."""
 
     metric: Tensor  # (heads, dim, dim)
     gain: Tensor  # (heads,)
@@ -43,7 +43,7 @@ class Slots:
 
 
 def count_rounds(slots: int, count: int) -> int:
-    """How many rounds merge so many slots into `count`."""
+    """Count the rounds that merge so many slots into `count`."""
     halvings = 0
     while -(-slots // 2**halvings) > count:
         halvings += 1
@@ -51,11 +51,11 @@ def count_rounds(slots: int, count: int) -> int:
 
 
 def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
-    """Merge what is cheapest to merge until at most `count` slots hold anything, and give those, in order.
+    """Merge the cheapest pairs until at most `count` slots are not empty, and return those, in order.
 
-    In a round the slots with the cheapest partners go into them, as many as have to. At first one whose partner goes,
-    too, waits for the next round; at last it is taken along. Of two that are partners of each other one stays, so that
-    a round can always halve what there is, and the number of rounds is known before.
+    In a round as many slots as necessary go into their cheapest partners. In the first rounds a slot whose partner
+    goes, too, is deferred to the next round; later it follows its partner. Of two slots that are partners of each
+    other one stays, so that a round can always halve the slots, and the number of rounds is known in advance.
     """
     heads, slots = given.weight.shape[:2], given.weight.shape[2]
     row = torch.cat([given.k @ metric.to(given.k.dtype).mT, given.v, given.k], -1).flatten(0, 1)
@@ -67,7 +67,7 @@ def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
         counts.append(slots)
     for number, most in enumerate(counts):
         if (held.weight > 0).sum(-1).amax() > most:
-            held = held.joined(held.targets(most, waits=number < DEFERRING_ROUNDS))
+            held = held.joined(held.targets(most, defers=number < DEFERRING_ROUNDS))
     full = (held.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[:, :count]
     row = held.row[..., dims[0] :].gather(1, full[..., None].expand(-1, -1, sum(dims)))
     weight, spread = held.weight.gather(1, full), held.spread.gather(1, full)
@@ -76,7 +76,7 @@ def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
 
 
 def keep_slots(given: Slots, count: int) -> Slots:
-    """Give the slots that hold anything, in order, where at most `count` do."""
+    """Return the slots that are not empty, in order, where at most `count` are."""
     full = (given.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
     k, v = (x.gather(2, full[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (given.k, given.v))
     return Slots(k, v, given.weight.gather(2, full), given.spread.gather(2, full))
@@ -84,7 +84,7 @@ def keep_slots(given: Slots, count: int) -> Slots:
 
 @dataclass
 class MergingRows:
-    """Slots while they merge: all that is averaged lies side by side, metric·k, v and k."""
+    """Slots while they merge: what is averaged lies side by side, metric·k, v and k."""
 
     row: Tensor  # (heads, slots, dims)
     weight: Tensor  # (heads, slots)
@@ -93,8 +93,8 @@ class MergingRows:
     value_dim: int
 
     @torch.no_grad()
-    def targets(self, count: int, waits: bool) -> Tensor:
-        """Say into which slot each goes, most of them into themselves, until `count` are left: (heads, slots)."""
+    def targets(self, count: int, defers: bool) -> Tensor:
+        """Return the slot that each goes into, most into themselves, so that `count` are left: (heads, slots)."""
         cheapest, partner = self.costs().min(-1)
         number = torch.arange(partner.shape[-1], device=partner.device)
         stays = (partner.gather(-1, partner) == number) & (number < partner)
@@ -102,7 +102,7 @@ class MergingRows:
         surplus = (self.weight > 0).sum(-1, keepdim=True) - count
         first = torch.zeros_like(stays).scatter(-1, cheapest.argsort(dim=-1, stable=True), number < surplus)
         goes = first & ~cheapest.isinf()
-        if waits:
+        if defers:
             return torch.where(goes & ~goes.gather(-1, partner), partner, number)
         target = torch.where(goes, partner, number)
         for _ in range((partner.shape[-1] - count).bit_length()):
@@ -110,10 +110,10 @@ class MergingRows:
         return target
 
     def costs(self) -> Tensor:
-        """Price every pair, the same both ways: (heads, slots, slots).
+        """Compute what merging each pair costs, symmetrically: (heads, slots, slots).
 
-        What it costs a query goes with how much weight a pair has, how far apart its keys are to the query, and its
-        values; here the square of that.
+        The error that a query sees grows with the weight of a pair, and with the distances of its keys (to queries) and
+        of its values; this is its square.
         """
         seen, v, _ = self.row.split([self.key_dim, self.value_dim, self.key_dim], -1)
         one = self.weight.clamp_min(1).reciprocal()
@@ -127,7 +127,7 @@ class MergingRows:
     def joined(self, target: Tensor) -> MergingRows:
         """Merge every slot into its target."""
         total = torch.zeros_like(self.weight).scatter_add(-1, target, self.weight)
-        share = self.weight / total.gather(-1, target).clamp_min(1)  # of each in what it becomes
+        share = self.weight / total.gather(-1, target).clamp_min(1)  # of each slot in its target
         index = target[..., None].expand_as(self.row)
         row = torch.zeros_like(self.row).scatter_add(1, index, share[..., None] * self.row)
         seen = self.row[..., : self.key_dim]

@@ -1,6 +1,6 @@
-"""Attention to slots in PyTorch: one token, and the rows of some periods; slots.py says what it computes.
+"""Attention to slots in PyTorch: a text, some periods at a time, and single tokens. slots.py defines what it computes.
 
-A period is what the rows see until the next block leaves the window.
+The rows of a period see the same slots: those that hold until the next block leaves the window.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ PERIODS_AT_ONCE = 64  # periods whose rows attend at once
 def attend_token_with_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> Tensor:
     """Attend with one token; the state is changed in place, but for slots when a block is merged."""
     q, sinks, window, block = q.to(working_dtype(q)), state.sink_k.shape[-2], merging.window, merging.block
-    places = state.count.tolist()  # in plain numbers: on a CPU an operation costs more than all of this
+    places = state.count.tolist()  # plain numbers: on a CPU one operation on tensors takes longer than all of this
     periods = [(place - window) // block + 1 for place in places]
     merges = [
         period >= 1 and (period - 1) * block == place - window for period, place in zip(periods, places, strict=True)
@@ -103,11 +103,11 @@ def attend_text_with_slots(
 
 @dataclass
 class LeavingBlocks:
-    """The blocks that leave the window at some periods."""
+    """The blocks that leave the window as some periods begin."""
 
-    index: Tensor  # (batch, periods, block) their columns
-    present: Tensor  # (batch, periods, block) which of them are merged
-    merges: Tensor  # (batch, periods)
+    index: Tensor  # (batch, periods, block) the columns of their tokens
+    present: Tensor  # (batch, periods, block) whether a token is merged: sinks and other calls' blocks are not
+    merges: Tensor  # (batch, periods) whether the block leaves in this call
 
     @classmethod
     def of(cls, columns: Columns, period: Tensor, merges: Tensor, block: int, sinks: int) -> LeavingBlocks:
@@ -130,9 +130,9 @@ def attend_periods(
 
 
 def merge_blocks(state: SlotState, columns: Columns, merging: Merging, leaving: LeavingBlocks) -> Slots:
-    """Merge the blocks that leave the window at some periods; update the state.
+    """Merge the blocks that leave the window as some periods begin; update the state.
 
-    Give the slots after each period: a batch in which every text's periods follow one another.
+    Return the slots of each period: a batch in which every text's periods follow one another.
     """
     work, index = state.weight.dtype, leaving.index.flatten(1)
     weight = leaving.present.to(work)[:, None].expand(-1, columns.k.shape[1], -1, -1)

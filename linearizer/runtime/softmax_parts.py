@@ -1,6 +1,6 @@
 """One softmax over parts: exact tokens, given as logits and values, and a far field, given as sums over features.
 
-Shapes as in linear_attention.py.
+Shapes as in features.py.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ Tensor = torch.Tensor
 
 
 class Features(Protocol):
-    """What attention asks of a feature map."""
+    """The part of a feature map that attention uses."""
 
     @property
     def features(self) -> int: ...
@@ -30,12 +30,12 @@ class Features(Protocol):
 
 
 def get_folded(feature_map: Features | None) -> Folded | None:
-    """The map made ready for single tokens, if it can be."""
+    """Return the map as one product per token (feature_maps_folded.py), or None where it is more than that."""
     return getattr(feature_map, "folded", lambda: None)()
 
 
 def fold_unless_training(feature_map: Features | None) -> Features | None:
-    """The same, or else the map itself; where gradients are taken, its parameters need theirs, and will change."""
+    """Return the folded map, or the map itself where gradients are taken: its parameters need them, and will change."""
     if not torch.is_grad_enabled():
         return get_folded(feature_map) or feature_map
     getattr(feature_map, "forget_folded", lambda: None)()
@@ -44,7 +44,7 @@ def fold_unless_training(feature_map: Features | None) -> Features | None:
 
 @dataclass
 class FarField:
-    """What the rows of one chunk see of the state and, through features, of the keys that they have behind them.
+    """What the rows of one chunk see of the state and, through features, of the chunk's earlier keys.
 
     A row none of whose logits reaches `bound`, HEADROOM below what its features could give with the largest keys, has
     lost terms to underflow: the stabilisers look at all keys of the chunk, also at those that come after the row.
@@ -67,9 +67,7 @@ class FarField:
         bound = u.detach().amax(-1, keepdim=True)
         query = exp_without_underflow(u.sub_(bound))
         seen = torch.ones(w.shape[-2], w.shape[-2], dtype=w.dtype, device=w.device).tril()
-        product = multiply_by_head(query, key.mT).mul_(
-            seen
-        )  # several times faster than taking each one's lower triangle
+        product = multiply_by_head(query, key.mT).mul_(seen)  # several times faster than two calls of tril
         total = product.sum(-1, keepdim=True) + multiply_by_head(query, held)
         return cls(
             key,
@@ -140,4 +138,4 @@ def combine_parts(parts: list[tuple[Tensor, Tensor]], far: FarField | None = Non
         weights = exp_without_underflow(logits - top)
         total = total + weights.sum(-1, keepdim=True)
         out = out + multiply_by_head(weights, values.to(weights.dtype))
-    return out / total.clamp_min(torch.finfo(top.dtype).tiny)  # a head that holds nothing gives nothing
+    return out / total.clamp_min(torch.finfo(top.dtype).tiny)  # a row that sees nothing gets 0

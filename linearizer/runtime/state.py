@@ -1,4 +1,4 @@
-"""What heads remember, and how new tokens are laid beside it.
+"""The states of heads, and how new tokens are laid beside them.
 
 real (batch, tokens) is false at padding, which may stand anywhere; None means that every token is real. A token's place
 is its rank among the real ones.
@@ -20,7 +20,7 @@ Tensor = torch.Tensor
 
 @dataclass
 class ExactState:
-    """What heads remember exactly. The window is a ring: the token at place p lies in slot p mod window."""
+    """Exact tokens of heads: sinks and window. The window is a ring: the token at place p lies at p mod window."""
 
     count: Tensor  # (batch,) real tokens read so far
     sink_k: Tensor  # (batch, heads, sinks, dim)
@@ -44,7 +44,7 @@ class ExactState:
 
 @dataclass
 class FeatureState(ExactState):
-    """What heads with a window and features remember."""
+    """The state of heads with a window and features."""
 
     level: Tensor  # (batch, heads, features)
     mean: Tensor  # (batch, heads, features, value_dim)
@@ -62,7 +62,7 @@ class FeatureState(ExactState):
 
 @dataclass
 class SlotState(ExactState):
-    """What heads with slots remember."""
+    """The state of heads with a window and slots."""
 
     slot_k: Tensor  # (batch, heads, slots, dim)
     slot_v: Tensor
@@ -113,12 +113,12 @@ class Columns:
         return self.first[:, None] + torch.arange(start, stop, device=self.k.device)
 
     def filled(self, start: int, stop: int) -> Tensor:
-        """Which of these columns hold a token: (batch, columns)."""
+        """Tell which of these columns hold a token: (batch, columns)."""
         return torch.arange(start, stop, device=self.k.device) >= self.empty[:, None]
 
 
 def lay_columns(k: Tensor, v: Tensor, window: int, real: Tensor | None, state: ExactState) -> Columns:
-    """Lay the remembered window before the new keys and values; move what is no token to the left end."""
+    """Lay the window before the new keys and values; move padding and empty places to the left end."""
     if window:
         slot = ring_slots(state.count, window)
         k = torch.cat([take_tokens(state.window_k, slot), k], -2)
@@ -144,7 +144,7 @@ def take_tokens(x: Tensor, index: Tensor) -> Tensor:
 
 
 def remember_token(state: ExactState, k: Tensor, v: Tensor, least: int) -> None:
-    """Put one token of every text where it belongs in the ring and among the sinks, in place.
+    """Write one token of every text into the ring and among the sinks, in place.
 
     No text has read fewer than `least` tokens before it.
     """
@@ -162,17 +162,17 @@ def remember_token(state: ExactState, k: Tensor, v: Tensor, least: int) -> None:
 
 
 def must_be_copied(x: Tensor) -> bool:
-    """Tell whether x may not be written over: gradients may need it, or what wrote it was inference that is over."""
+    """Tell whether x must not be written over: gradients may need it, or it was made in inference mode, which ended."""
     return torch.is_grad_enabled() or (x.is_inference() and not torch.is_inference_mode_enabled())
 
 
 def first_places(size: int, last: Tensor) -> Tensor:
-    """Which of the places 0 … size - 1 are not beyond a text's `last` (batch,): (batch, size)."""
+    """Tell which of the places 0 … size - 1 are at most a text's `last` (batch,): (batch, size)."""
     return torch.arange(size, device=last.device) <= last[:, None]
 
 
 def least_count(count: Tensor) -> int:
-    """The least of some counts where it can be seen at once, and else 0: waiting for a device would cost more."""
+    """Return the least count on a CPU, and 0 elsewhere: waiting for a device would take longer."""
     return min(count.tolist()) if count.device.type == "cpu" else 0
 
 

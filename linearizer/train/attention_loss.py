@@ -62,14 +62,14 @@ def kernels_serve(u: Tensor, q: Tensor, k: Tensor, squared: bool) -> bool:
 
     sizes = TrialSizes(q.shape[2], q.shape[-1], 1, 0, u.shape[-1])
 
-    def answers(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+    def compute(by_kernels: bool, dtype: torch.dtype) -> Sequence[Tensor]:
         text = TrialText.of(q, sizes, TRIAL_TOKENS, dtype)
         work = working_dtype(text.q)
         tensors = text.features.queries(text.q.to(work)), text.features.keys(text.k.to(work)), text.q, text.k
         total, gradients = (fused if by_kernels else blocked)(*tensors, 16, 4, squared, True)
         return [total, *(gradients or ())]
 
-    return passes_trial("losses of attention rows", q, (*sizes, squared), answers)
+    return passes_trial("losses of attention rows", q, (*sizes, squared), compute)
 
 
 class RowLoss(torch.autograd.Function):

@@ -36,7 +36,7 @@ def trusted(monkeypatch):
     device = torch.empty(0, device=DEVICE).device
     monkeypatch.setattr(kernel_trial, "DEVICES", {DEVICE})
     monkeypatch.setattr(kernel_trial, "DTYPES", (torch.float32, torch.float64))
-    monkeypatch.setattr(kernel_trial, "_right", {(family, device): right for family, right in families.items()})
+    monkeypatch.setattr(kernel_trial, "_verdicts", {(family, device): right for family, right in families.items()})
 
 
 @pytest.fixture
@@ -154,7 +154,7 @@ def test_a_batch_that_grew_where_it_lies_has_tickets_for_all():
 
 
 def test_a_token_leaves_alone_what_gradients_need(launches):
-    kernel_trial._right["attention and its gradients", torch.empty(0, device=DEVICE).device] = True
+    kernel_trial._verdicts["attention and its gradients", torch.empty(0, device=DEVICE).device] = True
     student, text = layer([[3, 8]]), drawn(1, 13)
     found = []
     for goes_on in (False, True):

@@ -36,7 +36,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 @pytest.fixture(autouse=True)
 def untried(monkeypatch):
     """Nothing is known yet, and Triton's interpreter counts as a device."""
-    monkeypatch.setattr(kernel_trial, "_right", {})
+    monkeypatch.setattr(kernel_trial, "_verdicts", {})
     monkeypatch.setattr(kernel_trial, "DEVICES", {DEVICE})
     monkeypatch.setattr(kernel_text_segments, "SEGMENT", 32)
     if not ON_GPU:  # the interpreter is slow: shorter trials
@@ -126,7 +126,7 @@ def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
     again = call()
     assert len(launches) == tried + 1
     assert torch.equal(first, again)
-    assert [key[0] for key in kernel_trial._right] == [family]
+    assert [key[0] for key in kernel_trial._verdicts] == [family]
 
 
 WRONG = {  # a line of each kernel, and what it is exchanged for
@@ -163,13 +163,13 @@ def test_the_environment_keeps_kernels_off(launches, monkeypatch):
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
     for call, _ in DOORS.values():
         call()
-    assert not launches and not kernel_trial._right
+    assert not launches and not kernel_trial._verdicts
 
 
 def test_nothing_is_tried_while_it_is_recorded(launches, monkeypatch):
     monkeypatch.setattr(kernel_trial, "is_recorded", lambda x: True)
     read()
-    assert not launches and not kernel_trial._right
+    assert not launches and not kernel_trial._verdicts
 
 
 @pytest.mark.filterwarnings("ignore")  # what a compiler says of its own
@@ -182,7 +182,7 @@ def test_what_is_compiled_goes_on_with_kernels_that_were_found_right(tokens, mon
     for call, door in ((read, linear_attention), (merge, slot_attention)):
         expected = call(tokens)
         assert torch.equal(call(tokens, torch.compile(door, backend="eager")), expected)
-    assert len(kernel_trial._right) == 2 and all(kernel_trial._right.values())
+    assert len(kernel_trial._verdicts) == 2 and all(kernel_trial._verdicts.values())
 
 
 def test_a_result_that_is_no_number_is_wrong():
