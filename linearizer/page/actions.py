@@ -122,7 +122,7 @@ def start_run(visitor: Visitor, plan: Plan) -> str:
 
 def branch_run(visitor: Visitor, name: str, budget: int) -> str:
     """Start a run with another budget from the measurements of a run, and return its name."""
-    old = visitor.find(name)
+    old = visitor.find_run(name)
     require_profile(old)
     run = begin_run(visitor, replace(old.plan, budget=budget, features=None))
     with writing(run.folder):
@@ -156,7 +156,7 @@ def start_work(visitor: Visitor, run: Run) -> str:
 
 def ask_run(visitor: Visitor, name: str, wish: str) -> str:
     """Stop a run, `use` its training as it is, or resume it; return its state."""
-    run = visitor.find(name)
+    run = visitor.find_run(name)
     if wish == "resume":
         if on_space():
             limits.check_turn(visitor, runs_root())
@@ -168,7 +168,7 @@ def ask_run(visitor: Visitor, name: str, wish: str) -> str:
 
 def delete_run(visitor: Visitor, name: str) -> None:
     """Delete a run that is not at work, for good."""
-    control.delete(visitor.find(name))
+    control.delete(visitor.find_run(name))
 
 
 def choose_start(run: Run) -> Callable[..., None]:
@@ -178,7 +178,7 @@ def choose_start(run: Run) -> Callable[..., None]:
 
 def start_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> str:
     """Start an evaluation of a run's student, and return its state; parts that are there as asked are kept."""
-    run, request = visitor.find(name), Request.of(choices)
+    run, request = visitor.find_run(name), Request.of(choices)
     limits.check_request(visitor, request, runs_root())
     control.evaluate(run, asdict(request), token=visitor.token, begin=choose_start(run))
     return control.state_of(run.evaluating)
@@ -186,7 +186,7 @@ def start_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) ->
 
 def stop_evaluation(visitor: Visitor, name: str) -> str:
     """Stop an evaluation, whose finished parts are kept, and return its state."""
-    run = visitor.find(name).evaluating
+    run = visitor.find_run(name).evaluating
     control.stop(run)
     return control.state_of(run)
 
@@ -195,7 +195,7 @@ def forecast_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any])
     """Forecast the seconds of each part of an evaluation."""
     from linearizer.jobs import forecast
 
-    return forecast.forecast_evaluation(visitor.find(name), Request.of(choices))
+    return forecast.forecast_evaluation(visitor.find_run(name), Request.of(choices))
 
 
 @dataclass(frozen=True)
@@ -253,7 +253,7 @@ def compare_models(visitor: Visitor, name: str, prompt: str, tokens: int, seed: 
     """Let the teacher and the student of a run continue a prompt, side by side."""
     from linearizer.evaluate.duet import duet
 
-    run = visitor.find(name)
+    run = visitor.find_run(name)
     if not run.checkpoint.is_dir():
         raise RequestError("this run has no student yet: wait until it is done, or use what it has")
     if len(prompt) > limits.MAX_PROMPT_CHARACTERS or not 1 <= tokens <= limits.MAX_COMPARED_TOKENS:

@@ -1,7 +1,7 @@
 """The page as an API: every step is an endpoint, for `gradio_client` and for agents.
 
-On a Space give a `secret` of your own (16 characters or more) with every call, or sign in: it is by that that your runs
-are yours. At one's own machine it may be left empty.
+On a Space give a `secret` of your own (16 characters or more) with every call, or sign in: your runs
+are found by it. On your own machine it may be empty.
 """
 
 from __future__ import annotations
@@ -34,16 +34,16 @@ def inspect_model(model: str, profile: Profile = None, token: Token = None) -> d
 def estimate_run(
     model: str, budget: int = 256, effort: str = "Quick", profile: Profile = None, token: Token = None
 ) -> dict:
-    """Say what a run will take: seconds, bytes of memory, disk and download, and the command line that does the same.
+    """Forecast a run: seconds, bytes of memory, disk and download; with the command line that does the same.
 
-    budget: tokens of cache that the state may cost. effort: "Try it", "Quick" or "Thorough".
+    budget: tokens of cache whose bytes the state may take. effort: "Try it", "Quick" or "Thorough".
     """
     visitor = identify_visitor("", profile, token)
-    plan = actions.make_plan(str(model), whole(budget), effort, {})
-    found = actions.inspect_model(visitor, plan.model)
-    found.require_support()
+    plan = actions.make_plan(str(model), read_whole_number(budget), effort, {})
+    inspection = actions.inspect_model(visitor, plan.model)
+    inspection.require_support()
     return {
-        **asdict(actions.forecast_run(plan, found, actions.download_bytes(visitor, plan.model))),
+        **asdict(actions.forecast_run(plan, inspection, actions.download_bytes(visitor, plan.model))),
         "command": plan.command(),
         "plan": asdict(plan),
     }
@@ -58,26 +58,28 @@ def start_run(
     profile: Profile = None,
     token: Token = None,
 ) -> str:
-    """Start a run and return its name at once; the work goes on whoever is connected.
+    """Start a run and return its name at once; the run goes on without a connection.
 
     options: other choices of a plan by their names, as `linearizer run --help` lists them, such as {"steps": 20}.
     """
     visitor = identify_visitor(secret, profile, token)
-    return actions.start_run(visitor, actions.make_plan(str(model), whole(budget), effort, checked(options)))
+    return actions.start_run(
+        visitor, actions.make_plan(str(model), read_whole_number(budget), effort, check_options(options))
+    )
 
 
 def run_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
     """Say what a run is doing: state, place in the queue, newest progress, error, disk, where it was published, and how
     it was judged.
     """
-    one = identify_visitor(secret, profile, token).find(run)
-    found = status_of(control.status(one))
-    return {**found, "evaluation": one.evaluation_parts if one.has_file("evaluation.json") else None}
+    opened = identify_visitor(secret, profile, token).find_run(run)
+    evaluation = opened.evaluation_parts if opened.has_file("evaluation.json") else None
+    return {**status_to_json(control.status(opened)), "evaluation": evaluation}
 
 
 def list_runs(secret: str = "", profile: Profile = None, token: Token = None) -> list[dict]:
     """List your runs, the newest first."""
-    return [status_of(one) for one in control.runs_in(identify_visitor(secret, profile, token).home)]
+    return [status_to_json(status) for status in control.runs_in(identify_visitor(secret, profile, token).home)]
 
 
 def stop_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
@@ -103,13 +105,13 @@ def delete_run(run: str, secret: str = "", profile: Profile = None, token: Token
 
 def share_budget(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
     """Share another budget out among the heads of a measured run; the model is not touched."""
-    found = actions.share_budget(identify_visitor(secret, profile, token).find(run), whole(budget))
-    return found.allocation.summary(found.layers, found.length)
+    shares = actions.share_budget(identify_visitor(secret, profile, token).find_run(run), read_whole_number(budget))
+    return shares.allocation.summary(shares.layers, shares.length)
 
 
 def branch_run(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> str:
     """Start a run with another budget from what a run has measured, and return its name."""
-    return actions.branch_run(identify_visitor(secret, profile, token), run, whole(budget))
+    return actions.branch_run(identify_visitor(secret, profile, token), run, read_whole_number(budget))
 
 
 def compare_models(
@@ -124,7 +126,9 @@ def compare_models(
 ) -> dict:
     """Let teacher and student continue a prompt: what each wrote, tokens a second, seconds to the first, bytes held."""
     visitor = identify_visitor(secret, profile, token)
-    for both in actions.compare_models(visitor, run, str(prompt), whole(tokens), whole(seed), bool(sample)):
+    for both in actions.compare_models(
+        visitor, run, str(prompt), read_whole_number(tokens), read_whole_number(seed), bool(sample)
+    ):
         last = both
     return {"teacher": asdict(last.teacher), "student": asdict(last.student)}
 
@@ -136,7 +140,7 @@ def preview_publication(
     from linearizer.publish import push
 
     visitor = identify_visitor(secret, profile, token)
-    return asdict(push.preview(visitor.find(run), str(repo_id), bool(private), visitor.token))
+    return asdict(push.preview(visitor.find_run(run), str(repo_id), bool(private), visitor.token))
 
 
 def publish_run(
@@ -144,8 +148,7 @@ def publish_run(
 ) -> dict:
     """Publish a run as OWNER/NAME, and return once what is there was checked: repository, revision, link, snippet."""
     visitor = identify_visitor(secret, profile, token)
-    one = visitor.find(run)
-    publication = sending.begin_publication(one, str(repo_id), bool(private), visitor.token)
+    publication = sending.begin_publication(visitor.find_run(run), str(repo_id), bool(private), visitor.token)
     while not publication.over:
         time.sleep(0.1)
     if publication.published is None:
@@ -161,21 +164,21 @@ def evaluate_run(
     profile: Profile = None,
     token: Token = None,
 ) -> str:
-    """Start an evaluation of a finished run and return its state at once; it goes on whoever is connected.
+    """Start an evaluation of a finished run and return its state at once; it goes on without a connection.
 
     parts: some of language, recall, needle, generation, approximation, speed, tasks; none: all but tasks.
     options: other choices by their names, as `linearizer evaluate --help` lists them, such as {"texts": 4}.
     """
     visitor = identify_visitor(secret, profile, token)
-    return actions.start_evaluation(visitor, run, {**checked(options), **({"parts": parts} if parts else {})})
+    return actions.start_evaluation(visitor, run, {**check_options(options), **({"parts": parts} if parts else {})})
 
 
 def evaluation_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
-    """Say how the evaluation of a run goes, and what its parts have found so far; state is null if none was asked."""
-    one = identify_visitor(secret, profile, token).find(run)
-    found = control.status(one).evaluation
-    told = {"run": run, "state": None} if found is None else status_of(found)
-    return {**told, "found": one.evaluation_parts}
+    """Say how the evaluation of a run goes, with the results so far; state is null if none was started."""
+    opened = identify_visitor(secret, profile, token).find_run(run)
+    status = control.status(opened).evaluation
+    state = {"run": run, "state": None} if status is None else status_to_json(status)
+    return {**state, "found": opened.evaluation_parts}
 
 
 def stop_evaluation(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
@@ -202,21 +205,21 @@ def add_endpoints() -> None:
         )
 
 
-def status_of(status: Status) -> dict[str, Any]:
-    """Give a status as plain numbers and words, and no path of this machine."""
-    found = {key: getattr(status, key) for key in ("state", "place", "step", "begun", "changed", "disk_bytes", "saved")}
+def status_to_json(status: Status) -> dict[str, Any]:
+    """Describe a status in plain numbers and words, without paths of this machine."""
+    facts = {key: getattr(status, key) for key in ("state", "place", "step", "begun", "changed", "disk_bytes", "saved")}
     error = status.error and html.plain(status.error)
-    return {"run": status.run.folder.name, **found, "error": error, "published": status.published}
+    return {"run": status.run.folder.name, **facts, "error": error, "published": status.published}
 
 
-def whole(number: object) -> int:
+def read_whole_number(number: object) -> int:
     if isinstance(number, bool) or not isinstance(number, int | float) or number != number or abs(number) > 2**53:
         raise RequestError(f"{str(number)[:40]!r} is no whole number: give one")
     return int(number)
 
 
-def checked(options: object) -> dict[str, Any]:
-    """Take a client's choices of a plan."""
+def check_options(options: object) -> dict[str, Any]:
+    """Check that options are a dictionary, and take None as an empty one."""
     if options is None:
         return {}
     if not isinstance(options, dict):

@@ -58,7 +58,7 @@ def forecast_evaluation(
         return ""
     try:
         visitor, choices = read_visitor(memory, profile, token), read_choices(parts, texts, tasks, limit)
-        if not visitor.find(name).checkpoint.is_dir():
+        if not visitor.find_run(name).checkpoint.is_dir():
             return ""
         return evaluation_cards.times_line(actions.forecast_evaluation(visitor, name, choices))
     except LinearizerError as error:
@@ -76,7 +76,7 @@ def draw_parts(memory: Memory, seen: dict[str, Any], profile: Profile, token: To
     found: Mapping[str, run_state.Piece] = {}
     if name is not None:
         try:
-            found = run_state.read_pieces(read_visitor(memory, profile, token).find(name), time.time())
+            found = run_state.read_pieces(read_visitor(memory, profile, token).find_run(name), time.time())
         except LinearizerError:  # it was deleted; poll_run says so
             name = None
     live = name is not None and found["evaluating"].value in control.LIVE

@@ -15,6 +15,7 @@ from linearizer.page.calls import Profile, Token, identify_visitor, refusals_on_
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.visitors import MIN_SECRET_CHARACTERS, Visitor, new_secret, on_space
 from linearizer.publish import html
+from linearizer.run.inspection import Inspection
 from linearizer.run.options import options_of
 from linearizer.run.plan import Plan
 
@@ -50,7 +51,7 @@ def open_page(memory: Memory, asked: str | None, profile: Profile, token: Token)
     kept["run"] = None
     if named:
         try:
-            kept["run"] = read_visitor(kept, profile, token).find(named).folder.name
+            kept["run"] = read_visitor(kept, profile, token).find_run(named).folder.name
         except LinearizerError as error:
             note = html.said(str(error), "bad") if asked else ""
     return (
@@ -64,10 +65,10 @@ def open_page(memory: Memory, asked: str | None, profile: Profile, token: Token)
 def search_models(memory: Memory, key: gr.KeyUpData, profile: Profile, token: Token) -> Any:
     """Search while the visitor types."""
     try:
-        found = actions.search_models(read_visitor(memory, profile, token), key.input_value)
+        names = actions.search_models(read_visitor(memory, profile, token), key.input_value)
     except RequestError:  # no network: what was typed may be a folder, or in the cache
-        found = []
-    return gr.Dropdown(choices=found)
+        names = []
+    return gr.Dropdown(choices=names)
 
 
 @refusals_on_page()
@@ -77,15 +78,15 @@ def show_model(model: str | None, memory: Memory, profile: Profile, token: Token
         return "", None, gr.Button(interactive=False), gr.skip()
     try:
         visitor = read_visitor(memory, profile, token)
-        found = actions.inspect_model(visitor, model)
-        held = ChosenModel(found, actions.download_bytes(visitor, model)) if found.supported else None
+        inspection = actions.inspect_model(visitor, model)
+        held = ChosenModel(inspection, actions.download_bytes(visitor, model)) if inspection.supported else None
     except RequestError as error:
         return html.said(str(error), "bad"), None, gr.Button(interactive=False), gr.skip()
-    most = max(2 * MIN_BUDGET, min(MAX_BUDGET, found.max_positions or MAX_BUDGET))
+    most = max(2 * MIN_BUDGET, min(MAX_BUDGET, inspection.max_positions or MAX_BUDGET))
     return (
-        cards.model_card(found),
+        cards.model_card(inspection),
         held,
-        gr.Button(interactive=found.supported),
+        gr.Button(interactive=inspection.supported),
         gr.Slider(maximum=most),
     )
 
@@ -93,39 +94,40 @@ def show_model(model: str | None, memory: Memory, profile: Profile, token: Token
 class ChosenModel:
     """A model that was inspected. Gradio hashes what it keeps for a visitor, and an inspection holds a dictionary."""
 
-    def __init__(self, found: Any, download: int) -> None:
-        self.name, self.layers, self.inspection, self.download = found.name, found.layers, found, download
+    def __init__(self, inspection: Inspection, download: int) -> None:
+        self.name, self.layers = inspection.name, inspection.layers
+        self.inspection, self.download = inspection, download
 
 
 ADVANCED = ("recipe", "text", "steps", "window", "seed", "constant")
 
 
-def read_plan(found: ChosenModel | None, budget: float, effort: str, advanced: tuple[Any, ...]) -> Plan:
-    if found is None:
+def read_plan(chosen: ChosenModel | None, budget: float, effort: str, advanced: tuple[Any, ...]) -> Plan:
+    if chosen is None:
         raise RequestError("no model was chosen yet: choose one in the first step")
     options = dict(zip(ADVANCED, advanced, strict=True))
     written = {name: (options[name] or "").strip() for name in ("steps", "window")}
     options |= {name: options_of(Plan)[name].parse(text) if text else None for name, text in written.items()}
-    return actions.make_plan(found.name, int(budget), effort, options)
+    return actions.make_plan(chosen.name, int(budget), effort, options)
 
 
-def show_budget(found: ChosenModel | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
+def show_budget(chosen: ChosenModel | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
     """Say what a budget means, and what each effort takes here, while the slider moves."""
-    if found is None:
+    if chosen is None:
         return html.said("Choose a model first."), ""
     try:
-        card = cards.budget_card(read_plan(found, budget, effort, advanced), found.layers)
-        plans = {name: read_plan(found, budget, name, advanced) for name in actions.EFFORTS}
-        guesses = {name: actions.forecast_run(plan, found.inspection, found.download) for name, plan in plans.items()}
+        card = cards.budget_card(read_plan(chosen, budget, effort, advanced), chosen.layers)
+        plans = {name: read_plan(chosen, budget, name, advanced) for name in actions.EFFORTS}
+        guesses = {name: actions.forecast_run(plan, chosen.inspection, chosen.download) for name, plan in plans.items()}
     except LinearizerError as error:
         return html.said(str(error), "bad"), ""
     return card, cards.efforts_table(guesses, effort, lent=zerogpu.on_zerogpu())
 
 
-def show_command(found: ChosenModel | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
+def show_command(chosen: ChosenModel | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
     """Show the command line and the plan that do the same elsewhere."""
     try:
-        plan = read_plan(found, budget, effort, advanced)
+        plan = read_plan(chosen, budget, effort, advanced)
     except LinearizerError:  # what is wrong stands beside the slider
         return "", ""
     return plan.command(), plan.to_json()
@@ -133,11 +135,11 @@ def show_command(found: ChosenModel | None, budget: float, effort: str, *advance
 
 @refusals_on_page()
 def start_run(
-    found: ChosenModel | None, budget: float, effort: str, recipe: str, text: str, steps: str, window: str, seed: float,
-    constant: bool, memory: Memory, profile: Profile, token: Token,
+    chosen: ChosenModel | None, budget: float, effort: str, recipe: str, text: str, steps: str, window: str,
+    seed: float, constant: bool, memory: Memory, profile: Profile, token: Token,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Start a run; from here on the page only watches."""
-    plan = read_plan(found, budget, effort, (recipe, text, steps, window, seed, constant))
+    plan = read_plan(chosen, budget, effort, (recipe, text, steps, window, seed, constant))
     name = actions.start_run(read_visitor(memory, profile, token), plan)
     return watch_run(memory, name)
 
@@ -180,7 +182,7 @@ def ask_run(wish: str) -> Callable:
 def share_budget(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[str, bool]:
     """Share out another budget without the model. The bars travel with the card, and the browser draws them."""
     name = run_name(memory)
-    run = read_visitor(memory, profile, token).find(name) if name else None
+    run = read_visitor(memory, profile, token).find_run(name) if name else None
     if run is None or not run.has_file("profile.json"):
         return "", False
     try:
@@ -194,9 +196,9 @@ def draw_shares(run: Any, budget: int) -> tuple[str, str]:
     """Draw how a budget is shared out, and say which bytes it takes."""
     from linearizer.publish import allocation_charts
 
-    found = actions.share_budget(run, budget)
-    figure = allocation_charts.draw_allocation(found.allocation, found.layers, found.fix, found.prices)
-    return figure.to_json(), cards.allocation_card(found.allocation, found.layers)
+    shares = actions.share_budget(run, budget)
+    figure = allocation_charts.draw_allocation(shares.allocation, shares.layers, shares.fix, shares.prices)
+    return figure.to_json(), cards.allocation_card(shares.allocation, shares.layers)
 
 
 def compare_models(
@@ -219,7 +221,7 @@ def list_owners(memory: Memory, profile: Profile, token: Token) -> tuple[Any, An
 
     visitor = read_visitor(memory, profile, token)
     name = run_name(memory)
-    run = visitor.find(name or "")
+    run = visitor.find_run(name or "")
     if on_space() and visitor.token is None:
         return gr.Dropdown(choices=[]), gr.skip(), html.said("Sign in, at the top right, to publish.")
     owners = list(push.owners(visitor.token))
@@ -235,17 +237,17 @@ def preview_publication(
     from linearizer.publish import push
 
     visitor = read_visitor(memory, profile, token)
-    run = visitor.find(run_name(memory) or "")
-    found = push.preview(run, f"{owner or ''}/{(repo or '').strip()}", private, visitor.token)
-    notes = "".join(html.said(note) for note in found.notes)
-    return notes, cards.files_table(found.files, found.bytes), found.card, gr.Button(interactive=True)
+    run = visitor.find_run(run_name(memory) or "")
+    preview = push.preview(run, f"{owner or ''}/{(repo or '').strip()}", private, visitor.token)
+    notes = "".join(html.said(note) for note in preview.notes)
+    return notes, cards.files_table(preview.files, preview.bytes), preview.card, gr.Button(interactive=True)
 
 
 @refusals_on_page()
 def publish_run(memory: Memory, owner: str, repo: str, private: bool, profile: Profile, token: Token) -> Any:
     """Publish; the page may be closed meanwhile."""
     visitor = read_visitor(memory, profile, token)
-    run = visitor.find(run_name(memory) or "")
+    run = visitor.find_run(run_name(memory) or "")
     sending.begin_publication(run, f"{owner or ''}/{(repo or '').strip()}", private, visitor.token)
     return gr.Timer(SOON_SECONDS)
 
@@ -253,9 +255,9 @@ def publish_run(memory: Memory, owner: str, repo: str, private: bool, profile: P
 @refusals_on_page()
 def list_runs(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any]:
     """List the visitor's runs."""
-    found = control.runs_in(read_visitor(memory, profile, token).home)
-    names = [one.run.folder.name for one in found if not one.live]
-    return cards.runs_table(found), gr.Dropdown(choices=names, value=None)
+    statuses = control.runs_in(read_visitor(memory, profile, token).home)
+    names = [status.run.folder.name for status in statuses if not status.live]
+    return cards.runs_table(statuses), gr.Dropdown(choices=names, value=None)
 
 
 @refusals_on_page()

@@ -115,11 +115,11 @@ def check_request(visitor: Visitor, request: Request, root: Path, limits: Limits
 def check_turn(visitor: Visitor, root: Path, limits: Limits = LIMITS) -> None:
     """Refuse more runs or disk than a visitor may use, and any run while the queue is full."""
     mine = control.runs_in(visitor.home)
-    if sum(one.live for one in mine) >= limits.runs:
+    if sum(status.live for status in mine) >= limits.runs:
         raise RequestError(f"{limits.runs:g} runs of yours are at work or wait: let one end, or stop it")
-    if sum(one.disk_bytes for one in mine) > limits.disk * 1e9:
+    if sum(status.disk_bytes for status in mine) > limits.disk * 1e9:
         raise RequestError(f"your runs fill {limits.disk:g} GB: delete one under `Runs`")
-    waiting = sum(one.live for folder in visitor_folders(root) for one in control.runs_in(folder))
+    waiting = sum(status.live for folder in visitor_folders(root) for status in control.runs_in(folder))
     if waiting >= limits.queue:
         raise RequestError(f"{waiting} runs wait here already: try again later, or {ELSEWHERE}")
 
@@ -132,17 +132,17 @@ def visitor_folders(root: Path) -> list[Path]:
 def enforce_limits(root: Path, now: float, limits: Limits = LIMITS) -> None:
     """Stop runs that have worked too long, and delete runs that have not changed for days."""
     for folder in visitor_folders(root):
-        for one in control.runs_in(folder):
+        for status in control.runs_in(folder):
             try:
-                works = [job for job in (one, one.evaluation) if job and job.state == "running"]
+                works = [job for job in (status, status.evaluation) if job and job.state == "running"]
                 if any(now - worked_since(job) > limits.minutes * 60 for job in works):
                     control.stop(
-                        one.run,
+                        status.run,
                         f"it has worked for {limits.minutes:g} minutes, which is what this Space gives to a run at a "
                         f"time: resume it, and it goes on from here when it is its turn again, or {ELSEWHERE}",
                     )
-                elif not one.live and now - one.changed > limits.days * 24 * 3600:
-                    control.delete(one.run)
+                elif not status.live and now - status.changed > limits.days * 24 * 3600:
+                    control.delete(status.run)
             except LinearizerError:
                 continue  # it ended meanwhile, or its owner was faster
 

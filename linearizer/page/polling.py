@@ -40,7 +40,7 @@ def poll_run(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, 
     if name is None:
         return cards.run_card(None, "", 0.0), "", "", "none", "none", "none"
     try:
-        run = read_visitor(memory, profile, token).find(name)
+        run = read_visitor(memory, profile, token).find_run(name)
         parts = run_state.read_pieces(run, time.time())
     except LinearizerError as error:
         return html.said(str(error), "bad"), "", "", "gone", "none", "none"
@@ -61,7 +61,7 @@ def draw_curves(memory: Memory, profile: Profile, token: Token) -> tuple[Any, An
     if name is None:
         return None, None
     try:
-        parts = run_state.read_pieces(read_visitor(memory, profile, token).find(name), time.time())
+        parts = run_state.read_pieces(read_visitor(memory, profile, token).find_run(name), time.time())
     except LinearizerError:  # it was deleted; poll_run says so
         return None, None
     return plot_json(parts["losses"].value), plot_json(parts["error"].value)
@@ -75,7 +75,7 @@ def draw_changes(
     if name is None:
         return show_no_run()
     try:
-        run = read_visitor(memory, profile, token).find(name)
+        run = read_visitor(memory, profile, token).find_run(name)
         parts = run_state.read_pieces(run, time.time())
     except LinearizerError:  # it was deleted; poll_run says so
         return show_no_run()

@@ -52,7 +52,7 @@ class Visitor:
             )
         return self.folder
 
-    def find(self, name: str) -> Run:
+    def find_run(self, name: str) -> Run:
         """Open one of this visitor's runs."""
         folder = self.home / name if isinstance(name, str) and RUN_NAME.fullmatch(name) else None
         if folder is None or folder.is_symlink() or not (folder / "plan.json").is_file():

@@ -27,16 +27,16 @@ def space(root, monkeypatch):
 
 def test_at_ones_own_machine_everybody_sees_all_runs(root):
     run = begin_for(find_visitor(), Plan("demo", budget=64))
-    assert find_visitor("ann").find(run.folder.name) == run
+    assert find_visitor("ann").find_run(run.folder.name) == run
     assert run.folder == root / "demo-64"
 
 
 def test_visitors_of_a_space_have_folders_that_nobody_can_guess(space):
     run = begin_for(find_visitor(secret=ANN), Plan("demo", budget=64))
-    assert find_visitor(secret=ANN).find(run.folder.name) == run
+    assert find_visitor(secret=ANN).find_run(run.folder.name) == run
     for other in (find_visitor(secret=BOB), find_visitor("ann"), find_visitor(ANN)):
         with pytest.raises(RequestError, match="none of your runs"):
-            other.find(run.folder.name)
+            other.find_run(run.folder.name)
     assert len(run.folder.name) > 20
     assert ANN not in str(run.folder)
 
@@ -59,7 +59,7 @@ def test_a_token_is_not_in_what_a_visitor_looks_like(space):
 def test_a_name_never_leads_out_of_the_folder(root, name):
     (root / "x").mkdir(parents=True)
     with pytest.raises(RequestError, match="none of your runs"):
-        find_visitor().find(name)
+        find_visitor().find_run(name)
 
 
 def test_a_link_out_of_the_folder_is_not_followed(root, tmp_path):
@@ -67,7 +67,7 @@ def test_a_link_out_of_the_folder_is_not_followed(root, tmp_path):
     root.mkdir()
     (root / "link").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(RequestError, match="none of your runs"):
-        find_visitor().find("link")
+        find_visitor().find_run("link")
 
 
 def test_secrets_differ():
