@@ -15,7 +15,7 @@ from transformers import PreTrainedModel
 
 from linearizer.model.devices import device_kind
 from linearizer.model.logits import kl_of, logits_of
-from linearizer.model.swap import Begin, giving, seen_by, skipping, student_of
+from linearizer.model.swap import Begin, attention_inputs, fixed_output, make_layer_student, skipping_first_layers
 from linearizer.progress import Progress, Steps
 from linearizer.run.head_bytes import BLOCK, Head, Layer
 from linearizer.run.inspection import Inspection
@@ -85,21 +85,21 @@ def measure_prices(
     modules, kl = attention_modules(teacher), list(before)
     heads = [0 if layer.native_window is not None else layer.kv_heads for layer in layers]
     total, done = sum(heads) * len(options), sum(heads[: len(kl)]) * len(options)
-    with attending(teacher, IMPLEMENTATION), skipping(teacher, texts) as skip:
+    with attending(teacher, IMPLEMENTATION), skipping_first_layers(teacher, texts) as skip:
         for index, (module, layer) in list(enumerate(zip(modules, layers, strict=True)))[len(kl) :]:
             if layer.native_window is not None:
                 kl.append(())
                 continue
             kl_of_layer: list[list[float]] = []  # [option][head]
             with skip(index):
-                seen = seen_by(module, teacher, texts)
-                softmax = attention_output(module, layer, Head(softmax=True), sinks, begin, seen)
+                inputs = attention_inputs(module, teacher, texts)
+                softmax = attention_output(module, layer, Head(softmax=True), sinks, begin, inputs)
                 for option in options:
                     # one student for all heads of the layer, whose output is then used for one head at a time
-                    output = attention_output(module, layer, option, sinks, begin, seen)
+                    output = attention_output(module, layer, option, sinks, begin, inputs)
                     kl_of_layer.append([])
                     for head in range(layer.kv_heads):
-                        with giving(module, with_head(softmax, output, head, layer.kv_heads)):
+                        with fixed_output(module, with_head(softmax, output, head, layer.kv_heads)):
                             kl_of_layer[-1].append(kl_of(expected, logits_of(teacher, texts)).mean().item())
                         done += 1
                         yield Progress("price", done, total, "prices")
@@ -109,10 +109,10 @@ def measure_prices(
 
 
 def attention_output(
-    module: nn.Module, layer: Layer, option: Head, sinks: int, begin: Begin, seen: tuple
+    module: nn.Module, layer: Layer, option: Head, sinks: int, begin: Begin, inputs: tuple
 ) -> torch.Tensor:  # (texts, query heads, tokens, value_dim)
     """Compute what a layer's attention gives if all its KV heads hold an option."""
-    return student_of(module, layer, [option] * layer.kv_heads, sinks, begin)(*seen)
+    return make_layer_student(module, layer, [option] * layer.kv_heads, sinks, begin)(*inputs)
 
 
 def with_head(whole: torch.Tensor, other: torch.Tensor, head: int, kv_heads: int) -> torch.Tensor:

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.model.swap import Begin, student_of
+from linearizer.model.swap import Begin, make_layer_student
 from linearizer.progress import Progress, Steps
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.prices import Prices
@@ -62,7 +62,7 @@ def estimate_prices(
             for place, option in enumerate(options):
                 with torch.no_grad():
                     heads = [option] * layers[index].kv_heads
-                    output = student_of(modules[index], layers[index], heads, sinks, begin)(*recording.inputs)
+                    output = make_layer_student(modules[index], layers[index], heads, sinks, begin)(*recording.inputs)
                     change = (output - recording.output).float().unflatten(1, (layers[index].kv_heads, -1))
                     # (draws, 1, KV heads, group, tokens): the queries of a group change together
                     slope = (gradient.unflatten(2, (layers[index].kv_heads, -1)) * change).sum((-1, 3))
@@ -74,7 +74,7 @@ def estimate_prices(
 
 def recording_of(module: nn.Module, layer: Layer, sinks: int, begin: Begin) -> Recording:
     """Make the recording of a layer."""
-    return Recording(student_of(module, layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin))
+    return Recording(make_layer_student(module, layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin))
 
 
 def gradients_of(

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from linearizer.model.logits import kl_of, logits_of
-from linearizer.model.swap import Begin, cut
+from linearizer.model.swap import Begin, heads_holding
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Layer
@@ -68,5 +68,5 @@ def kl_of_student(
     with attending(teacher, IMPLEMENTATION), ExitStack() as stack:
         for module, (layer, heads) in zip(modules, rows, strict=True):
             if heads:
-                stack.enter_context(cut(module, layer, heads, allocation.sinks, begin))
+                stack.enter_context(heads_holding(module, layer, heads, allocation.sinks, begin))
         return kl_of(expected, logits_of(teacher, texts)).mean().item()

@@ -1,4 +1,4 @@
-"""."""
+"""Swaps what attends in a model's layers, for as long as a context lasts."""
 
 from __future__ import annotations
 
@@ -19,13 +19,13 @@ from linearizer.runtime.attention_interface import attention_modules
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
-UNTRAINED = "codebook"  # the features that heads are priced with: as good as any before training
-Begin = Callable[[LayerStudent, int], None]  # begins the student of a layer, given by its number
+UNTRAINED = "codebook"  # the feature map that heads are priced with: as good as any before training
+Begin = Callable[[LayerStudent, int], None]  # initialises the student of a layer, which has this number
 
 
 @contextmanager
 def exchanged(model: PreTrainedModel, heads: Sequence[LayerStudent]) -> Iterator[None]:
-    """While this lasts, let other students attend in a model's layers."""
+    """Let other students attend in a model's layers."""
     modules = [module for module in attention_modules(model) if hasattr(module, "student")]
     own = [module.student for module in modules]
     for module, other in zip(modules, heads, strict=True):
@@ -39,70 +39,72 @@ def exchanged(model: PreTrainedModel, heads: Sequence[LayerStudent]) -> Iterator
 
 @contextmanager
 def holding(student: LinearizedForCausalLM, layers: Sequence[Layer], allocation: Allocation) -> Iterator[None]:
-    """While this lasts, let a student's heads hold what another allocation without features gives them: a control."""
+    """Let a student's heads hold another allocation, without features: a control."""
     with exchanged(student.base, make_layer_students(student, layers, allocation)):
         yield
 
 
-class Seen(nn.Module):
-    """Takes the place of a layer's student, and keeps what that would be given."""
+class InputRecorder(nn.Module):
+    """Takes the place of a layer's student, and keeps its inputs."""
 
-    def forward(self, *given: Any) -> torch.Tensor:
-        self.given = given
-        return given[0].new_zeros(*given[0].shape[:-1], given[2].shape[-1])
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        self.inputs = inputs
+        return inputs[0].new_zeros(*inputs[0].shape[:-1], inputs[2].shape[-1])
 
 
-class Answer(nn.Module):
-    """Takes the place of a layer's student, and gives an output that was made before."""
+class FixedOutput(nn.Module):
+    """Takes the place of a layer's student, and returns a fixed output."""
 
-    def __init__(self, out: torch.Tensor) -> None:
+    def __init__(self, output: torch.Tensor) -> None:
         super().__init__()
-        self.out = out
+        self.output = output
 
-    def forward(self, *given: Any) -> torch.Tensor:
-        return self.out
+    def forward(self, *inputs: Any) -> torch.Tensor:
+        return self.output
 
 
 @contextmanager
-def giving(module: nn.Module, out: torch.Tensor) -> Iterator[None]:
-    """While this lasts, let a layer's attention give an output that was made before."""
-    module.student = Answer(out)
+def fixed_output(module: nn.Module, output: torch.Tensor) -> Iterator[None]:
+    """Let a layer's attention return a fixed output."""
+    module.student = FixedOutput(output)
     try:
         yield
     finally:
         del module.student
 
 
-def seen_by(module: nn.Module, teacher: PreTrainedModel, windows: torch.Tensor) -> tuple:
-    """Give what a layer attends with on texts: the layers before it are as they are."""
-    module.student = seen = Seen()
+def attention_inputs(module: nn.Module, teacher: PreTrainedModel, texts: torch.Tensor) -> tuple:
+    """Record what a layer attends with on texts."""
+    module.student = recorder = InputRecorder()
     try:
-        teacher.base_model(input_ids=windows.to(teacher.device), use_cache=False)
+        teacher.base_model(input_ids=texts.to(teacher.device), use_cache=False)
     finally:
         del module.student
-    return seen.given
+    return recorder.inputs
 
 
 @contextmanager
-def cut(module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin) -> Iterator[None]:
-    """While this lasts, let the KV heads of a layer hold so much."""
-    module.student = student_of(module, layer, heads, sinks, begin)
+def heads_holding(module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin) -> Iterator[None]:
+    """Let each KV head of a layer hold an option."""
+    module.student = make_layer_student(module, layer, heads, sinks, begin)
     try:
         yield
     finally:
         del module.student
 
 
-def student_of(module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin) -> LayerStudent:
-    """Make the student of a layer whose KV heads hold so much."""
+def make_layer_student(
+    module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin
+) -> LayerStudent:
+    """Make the student of a layer whose KV heads hold these options."""
     student = LayerStudent([head.held for head in heads], sinks, layer.key_dim, UNTRAINED)
     begin(student, int(module.layer_idx))  # type: ignore[arg-type]
     return student.to(next(module.parameters()).device).eval()
 
 
 @contextmanager
-def skipping(model: PreTrainedModel, windows: torch.Tensor) -> Iterator[Callable[[int], Any]]:
-    """Give a way to run the model from a layer on: the layers before it answer what they answered the first time."""
+def skipping_first_layers(model: PreTrainedModel, texts: torch.Tensor) -> Iterator[Callable[[int], Any]]:
+    """Yield a context for running the model from a layer on: the layers before it return their first answers again."""
     blocks = blocks_of(model)
     answers: list[Any] = [None] * len(blocks)
 
@@ -110,7 +112,7 @@ def skipping(model: PreTrainedModel, windows: torch.Tensor) -> Iterator[Callable
         return lambda block, args, output: answers.__setitem__(index, output)
 
     hooks = [block.register_forward_hook(keep(index)) for index, block in enumerate(blocks)]
-    logits_of(model, windows)
+    logits_of(model, texts)
     for hook in hooks:
         hook.remove()
 
@@ -118,15 +120,15 @@ def skipping(model: PreTrainedModel, windows: torch.Tensor) -> Iterator[Callable
     def skip(until: int) -> Iterator[None]:
         with ExitStack() as stack:
             for block, answer in zip(blocks[:until], answers, strict=False):
-                stack.enter_context(answering(block, answer))
+                stack.enter_context(fixed_answer(block, answer))
             yield
 
     yield skip
 
 
 @contextmanager
-def answering(block: nn.Module, answer: Any) -> Iterator[None]:
-    """While this lasts, let a module answer without computing."""
+def fixed_answer(block: nn.Module, answer: Any) -> Iterator[None]:
+    """Let a module return a fixed answer without computing."""
     block.forward = lambda *args, **kwargs: answer
     try:
         yield
