@@ -28,8 +28,8 @@ CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # GPT-NeoX and GPT-BigCode 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
     """The self-attention modules of a model, in the order of its layers."""
-    found = [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")]
-    return sorted(found, key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
+    modules = [m for m in model.modules() if type(m).__name__.endswith("Attention") and hasattr(m, "layer_idx")]
+    return sorted(modules, key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
 
 
 def hands_over(module: nn.Module) -> bool:

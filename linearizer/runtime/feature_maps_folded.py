@@ -53,10 +53,10 @@ class Folded:
 
 
 def product(x: Tensor, weight: Tensor, norm: Tensor | None) -> Tensor:
-    found = x @ weight.to(x.dtype).mT
+    result = x @ weight.to(x.dtype).mT
     if norm is None:
-        return found
-    return found.sub_(x.square().sum(-1, keepdim=True) * (norm / 2)[:, None, None].to(x.dtype))
+        return result
+    return result.sub_(x.square().sum(-1, keepdim=True) * (norm / 2)[:, None, None].to(x.dtype))
 
 
 def halves(x: Tensor) -> Tensor:

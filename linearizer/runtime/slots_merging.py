@@ -50,21 +50,21 @@ def count_rounds(slots: int, count: int) -> int:
     return DEFERRING_ROUNDS + halvings
 
 
-def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
+def merge_slots(slots: Slots, count: int, metric: Tensor) -> Slots:
     """Merge the cheapest pairs until at most `count` slots are not empty, and return those, in order.
 
     In a round as many slots as necessary go into their cheapest partners. In the first rounds a slot whose partner
     goes, too, is deferred to the next round; later it follows its partner. Of two slots that are partners of each
     other one stays, so that a round can always halve the slots, and the number of rounds is known in advance.
     """
-    heads, slots = given.weight.shape[:2], given.weight.shape[2]
-    row = torch.cat([given.k @ metric.to(given.k.dtype).mT, given.v, given.k], -1).flatten(0, 1)
-    dims = given.k.shape[-1], given.v.shape[-1]
-    held = MergingRows(row, given.weight.flatten(0, 1), given.spread.flatten(0, 1), *dims)
+    heads, size = slots.weight.shape[:2], slots.weight.shape[2]
+    row = torch.cat([slots.k @ metric.to(slots.k.dtype).mT, slots.v, slots.k], -1).flatten(0, 1)
+    dims = slots.k.shape[-1], slots.v.shape[-1]
+    held = MergingRows(row, slots.weight.flatten(0, 1), slots.spread.flatten(0, 1), *dims)
     counts = [count] * DEFERRING_ROUNDS
-    while slots > count:
-        slots = max(count, -(-slots // 2))
-        counts.append(slots)
+    while size > count:
+        size = max(count, -(-size // 2))
+        counts.append(size)
     for number, most in enumerate(counts):
         if (held.weight > 0).sum(-1).amax() > most:
             held = held.joined(held.targets(most, defers=number < DEFERRING_ROUNDS))
@@ -75,11 +75,11 @@ def merge_slots(given: Slots, count: int, metric: Tensor) -> Slots:
     return Slots(k, v, weight.unflatten(0, heads), spread.unflatten(0, heads))
 
 
-def keep_slots(given: Slots, count: int) -> Slots:
+def keep_slots(slots: Slots, count: int) -> Slots:
     """Return the slots that are not empty, in order, where at most `count` are."""
-    full = (given.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
-    k, v = (x.gather(2, full[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (given.k, given.v))
-    return Slots(k, v, given.weight.gather(2, full), given.spread.gather(2, full))
+    full = (slots.weight == 0).to(torch.int8).argsort(dim=-1, stable=True)[..., :count]
+    k, v = (x.gather(2, full[..., None].expand(-1, -1, -1, x.shape[-1])) for x in (slots.k, slots.v))
+    return Slots(k, v, slots.weight.gather(2, full), slots.spread.gather(2, full))
 
 
 @dataclass

@@ -137,7 +137,7 @@ def merge_blocks(state: SlotState, columns: Columns, merging: Merging, leaving: 
     work, index = state.weight.dtype, leaving.index.flatten(1)
     weight = leaving.present.to(work)[:, None].expand(-1, columns.k.shape[1], -1, -1)
     k, v = (take_tokens(x, index).to(work).unflatten(2, leaving.index.shape[1:]) for x in (columns.k, columns.v))
-    now, found, count = Slots(state.slot_k, state.slot_v, state.weight, state.spread), [], state.weight.shape[-1]
+    now, after, count = Slots(state.slot_k, state.slot_v, state.weight, state.spread), [], state.weight.shape[-1]
     held = (state.weight > 0).sum(-1).amax(-1, keepdim=True) + leaving.present.sum(-1).cumsum(
         -1
     )  # if nothing is merged
@@ -150,9 +150,9 @@ def merge_blocks(state: SlotState, columns: Columns, merging: Merging, leaving: 
             now.k, now.v = now.k.to(state.slot_k.dtype), now.v.to(state.slot_v.dtype)
             if merging.bits == 8:
                 now.k, now.v = round_vectors(now.k), round_vectors(now.v)
-        found.append(now)
+        after.append(now)
     state.slot_k, state.slot_v, state.weight, state.spread = now.k, now.v, now.weight, now.spread
-    each = ([getattr(one, name) for one in found] for name in ("k", "v", "weight", "spread"))
+    each = ([getattr(slots, name) for slots in after] for name in ("k", "v", "weight", "spread"))
     return Slots(*(torch.stack(xs, 1).flatten(0, 1) for xs in each))
 
 

@@ -104,8 +104,8 @@ def exp_without_underflow(x: Tensor) -> Tensor:
     """
     least = math.log(torch.finfo(x.dtype).tiny) + 7
     final = not torch.is_grad_enabled()
-    found = (x.clamp_min_(least) if final else x.clamp_min(least)).exp_()
-    return torch.nn.functional.threshold(found, 1.1 * math.exp(least), 0.0, inplace=final)
+    result = (x.clamp_min_(least) if final else x.clamp_min(least)).exp_()
+    return torch.nn.functional.threshold(result, 1.1 * math.exp(least), 0.0, inplace=final)
 
 
 def exact_part(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> tuple[Tensor, Tensor]:
