@@ -37,7 +37,7 @@ def student(run):
 
 @pytest.mark.parametrize("strategy", ["common-lambda", "gain"])
 def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, begin):
-    plan = Plan("demo", target_length=64, steps=4, **{**QUICK, "budget": 24, "strategy": strategy})
+    plan = Plan("demo", target_length=64, steps=4, exchanges=2, **{**QUICK, "budget": 24, "strategy": strategy})
     whole, run = begin("whole", plan), begin("run", plan)
     finish(linearize(whole))
     steps = ["profile", "price" if strategy == "gain" else "distill", "evaluate"]

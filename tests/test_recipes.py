@@ -28,7 +28,7 @@ from linearizer.run.recipes import RECIPES
 from linearizer.train.settings import training_settings
 from tests.support.models import layers_of, student_of, teacher_of, tokens
 
-SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64, dtype="float32")
+SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64, exchanges=1, dtype="float32")
 
 
 @pytest.mark.parametrize("recipe", ["windows", "swa", "duo", "lolcats", "performer"])
@@ -75,9 +75,7 @@ def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(re
 
 
 def test_features_are_bought_where_they_are_the_better_price(tmp_path):
-    run = pipeline.begin(
-        tmp_path / "run", Plan.of("best", **SMALL, strategy="gain-features", constant=True, steps=2, exchanges=1)
-    )
+    run = pipeline.begin(tmp_path / "run", Plan.of("best", **SMALL, strategy="gain-features", constant=True, steps=2))
     teacher = teacher_module.load(run.plan)
     finish(measure_teacher(run, teacher))
     finish(step.price_heads(run, teacher, step.texts_to_price_on(run, teacher, None)))

@@ -95,7 +95,7 @@ def test_a_profile_is_taken_up_by_the_run_that_follows(tmp_path, said):
 
 def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, said):
     folder = tmp_path / "run"
-    asked = ["--budget", "24", "--target-length", "512"]
+    asked = ["--budget", "24", "--target-length", "512", "--exchanges", "2"]
     code, out, err = said("run", "demo", *asked, "--out", folder, *SMALL)
     assert code == 0, err
     assert "gain: " in out and " KV heads with slots" in out
