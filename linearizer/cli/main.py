@@ -230,9 +230,9 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
     parts = run.evaluation_parts
     chosen = {part: parts[part] for part in request.chosen if part in parts}
     if arguments.charts:
-        from linearizer.publish.evaluation_page import page_of
+        from linearizer.publish.evaluation_page import write_page
 
-        write_whole(arguments.charts, page_of(run, chosen))
+        write_whole(arguments.charts, write_page(run, chosen))
     print_product(arguments, chosen, evaluation_report(chosen))
 
 

@@ -17,44 +17,46 @@ CELL, HEIGHT, GAP = 108, 46, 4  # pixels
 LEFT, TOP, MARGIN = 96, 116, 20
 PAPER, INK, FAINT, EMPTY = "#ffffff", "#1f2430", "#5b6472", "#eef0f3"
 WINDOW, FEATURES, SLOTS, WHOLE = "#0f9d8a", "#3b6fd4", "#8a5cc2", "#e0992e"
-LEAST = 640  # width that the legend needs
+MIN_WIDTH = 640  # pixels that the legend needs
 
 
-def draw(allocation: Allocation, layers: Sequence[Layer]) -> bytes:
+def draw_picture(allocation: Allocation, layers: Sequence[Layer]) -> bytes:
     """Draw an allocation as a PNG."""
     from PIL import Image, ImageDraw
 
     heads = max(1, *map(len, allocation.heads))
-    size = (max(LEFT + heads * CELL + MARGIN, LEAST), TOP + len(layers) * HEIGHT + MARGIN)
+    size = (max(LEFT + heads * CELL + MARGIN, MIN_WIDTH), TOP + len(layers) * HEIGHT + MARGIN)
     image = Image.new("RGB", size, PAPER)
     pen = ImageDraw.Draw(image)
-    legend(pen, allocation)
-    write(pen, LEFT - 12, TOP - 16, "KV head", FAINT, anchor="rm")
+    draw_legend(pen, allocation)
+    write_text(pen, LEFT - 12, TOP - 16, "KV head", FAINT, anchor="rm")
     for number in range(heads):
-        write(pen, LEFT + number * CELL + (CELL - GAP) / 2, TOP - 16, str(number), FAINT)
-    most = max((held for row in sizes(allocation, layers) for held in row), default=1) or 1
+        write_text(pen, LEFT + number * CELL + (CELL - GAP) / 2, TOP - 16, str(number), FAINT)
+    most = max((held for row in list_head_bytes(allocation, layers) for held in row), default=1) or 1
     for index, (row, layer) in enumerate(zip(allocation.heads, layers, strict=True)):
         top = TOP + index * HEIGHT
-        write(pen, LEFT - 12, top + (HEIGHT - GAP) / 2, f"layer {index}", FAINT, anchor="rm")
+        write_text(pen, LEFT - 12, top + (HEIGHT - GAP) / 2, f"layer {index}", FAINT, anchor="rm")
         if not row:
-            write(pen, LEFT, top + (HEIGHT - GAP) / 2, "bounded by the teacher itself: stays as it is", FAINT, "lm")
+            write_text(
+                pen, LEFT, top + (HEIGHT - GAP) / 2, "unchanged: the teacher itself has a window here", FAINT, "lm"
+            )
         for number, head in enumerate(row):
-            cell(pen, LEFT + number * CELL, top, head, layer, allocation.sinks, most)
+            draw_cell(pen, LEFT + number * CELL, top, head, layer, allocation.sinks, most)
     out = BytesIO()
     image.save(out, "PNG", optimize=True)
     return out.getvalue()
 
 
-def sizes(allocation: Allocation, layers: Sequence[Layer]) -> list[list[int]]:
-    """Give the bytes of windows and features, which all heads' sinks come on top of."""
+def list_head_bytes(allocation: Allocation, layers: Sequence[Layer]) -> list[list[int]]:
+    """List the bytes of every head without its sinks, by layer; heads with their whole cache are left out."""
     return [
         [head_bytes(head, layer, 0, 0) for head in row if not head.softmax]
         for row, layer in zip(allocation.heads, layers, strict=True)
     ]
 
 
-def kinds(allocation: Allocation) -> list[tuple[str, str]]:
-    """Name what occurs, and its colour."""
+def list_kinds(allocation: Allocation) -> list[tuple[str, str]]:
+    """Name what the heads hold, with its colour."""
     heads = [head for row in allocation.heads for head in row]
     named = [
         ("w: exact window, in tokens", WINDOW, any(head.window for head in heads)),
@@ -65,27 +67,27 @@ def kinds(allocation: Allocation) -> list[tuple[str, str]]:
     return [(name, colour) for name, colour, occurs in named if occurs]
 
 
-def legend(pen: ImageDraw, allocation: Allocation) -> None:
-    """Say what the colours are; words in the cells say it, too."""
-    write(pen, MARGIN, 24, "What every KV head keeps", INK, "lm", 20)
+def draw_legend(pen: ImageDraw, allocation: Allocation) -> None:
+    """Draw the legend of the colours; the cells say the same in words."""
+    write_text(pen, MARGIN, 24, "What every KV head keeps", INK, "lm", 20)
     sinks = f"; besides, {allocation.sinks} exact tokens at the start of the text" if allocation.sinks else ""
     note = f"bars: bytes of state{sinks}"
-    write(pen, MARGIN, 50, note, FAINT, "lm")
+    write_text(pen, MARGIN, 50, note, FAINT, "lm")
     at = float(MARGIN)
-    for name, colour in kinds(allocation):
+    for name, colour in list_kinds(allocation):
         pen.rectangle((at, 68, at + 14, 82), fill=colour)
-        write(pen, at + 22, 75, name, INK, "lm")
-        at += 22 + pen.textlength(name, font=font(15)) + 24
+        write_text(pen, at + 22, 75, name, INK, "lm")
+        at += 22 + pen.textlength(name, font=load_font(15)) + 24
 
 
-def cell(pen: ImageDraw, left: float, top: float, head: Head, layer: Layer, sinks: int, most: int) -> None:
-    """Draw one head: words, and below them a bar of its bytes beside the largest of the picture."""
+def draw_cell(pen: ImageDraw, left: float, top: float, head: Head, layer: Layer, sinks: int, most: int) -> None:
+    """Draw one head: words, and below them a bar of its bytes relative to the largest head."""
     right, bottom = left + CELL - GAP, top + HEIGHT - GAP
     pen.rectangle((left, top, right, bottom), fill=EMPTY)
     middle, line = (left + right) / 2, bottom - 8
     if head.softmax:
         pen.rectangle((left, line, right, bottom), fill=WHOLE)
-        write(pen, middle, (top + line) / 2, "softmax", INK)
+        write_text(pen, middle, (top + line) / 2, "softmax", INK)
         return
     held = (("w", head.window), ("f", head.features), ("s", head.slots))
     words = [f"{letter} {count}" for letter, count in held if count]
@@ -96,16 +98,18 @@ def cell(pen: ImageDraw, left: float, top: float, head: Head, layer: Layer, sink
         pen.rectangle((left, line, left + exact, bottom), fill=WINDOW)
     if every - exact >= 1:
         pen.rectangle((left + exact, line, left + every, bottom), fill=SLOTS if head.slots else FEATURES)
-    write(pen, middle, (top + line) / 2, "  ".join(words) or ("sinks only" if sinks else "nothing"), INK, size=14)
+    write_text(pen, middle, (top + line) / 2, "  ".join(words) or ("sinks only" if sinks else "nothing"), INK, size=14)
 
 
-def write(pen: ImageDraw, x: float, y: float, text: str, colour: str, anchor: str = "mm", size: float = 15) -> None:
-    """Write one line, held at its middle or at an end."""
-    pen.text((x, y), text, fill=colour, anchor=anchor, font=font(size))
+def write_text(
+    pen: ImageDraw, x: float, y: float, text: str, colour: str, anchor: str = "mm", size: float = 15
+) -> None:
+    """Write one line of text, anchored at its middle or an end."""
+    pen.text((x, y), text, fill=colour, anchor=anchor, font=load_font(size))
 
 
-def font(size: float) -> FreeTypeFont | ImageFont:
-    """Give the font that Pillow carries."""
+def load_font(size: float) -> FreeTypeFont | ImageFont:
+    """Load the font that Pillow carries."""
     from PIL import ImageFont
 
     return ImageFont.load_default(size)

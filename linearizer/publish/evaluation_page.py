@@ -1,4 +1,4 @@
-"""An evaluation as one page that needs nothing else: tables and charts, in light and in dark."""
+"""An evaluation as one HTML file that loads nothing else: tables and charts, in light and in dark."""
 
 from __future__ import annotations
 
@@ -31,16 +31,16 @@ th:first-child { text-align: left; } tbody th { font-weight: 600; } thead th, .l
 """)
 
 
-def page_of(run: Run, parts: Mapping[str, Mapping[str, Any]]) -> str:
-    """Write tables and charts of parts as one page of HTML."""
+def write_page(run: Run, parts: Mapping[str, Mapping[str, Any]]) -> str:
+    """Write the tables and charts of parts as one page of HTML."""
     from plotly.offline import get_plotlyjs
 
-    sections = "".join(section(part, found) for part, found in parts.items())
+    sections = "".join(write_section(part, found) for part, found in parts.items())
     return PAGE.substitute(title=escape(f"What {run.plan.model} kept"), plotly=get_plotlyjs(), parts=sections)
 
 
-def section(part: str, found: Mapping[str, Any]) -> str:
-    """Write one part."""
+def write_section(part: str, found: Mapping[str, Any]) -> str:
+    """Write the tables and charts of one part."""
     charts = []
     for number, chart in enumerate(PART_VIEWS[part].charts, 1):
         figure = chart.draw(found)

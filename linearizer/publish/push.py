@@ -1,4 +1,4 @@
-"""Publish a run's student as a model of the Hub, or this app as a Space: looked at first, then sent as one commit."""
+"""Publish the student of a run as a model of the Hub, or this app as a Space, in one commit, with a preview."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ from dataclasses import asdict, dataclass
 from linearizer.errors import FaultError, RequestError
 from linearizer.progress import Progress, Steps
 from linearizer.publish import space, upload
-from linearizer.publish.card import card_files, snippet
+from linearizer.publish.card import card_files, write_snippet
 from linearizer.publish.card_metadata import Teacher
 from linearizer.publish.upload import Content, Place
 from linearizer.run.folder import Run
 
 CONFIG = "config.json"
-OURS = "linearized"  # the model type of what this package publishes
-REPLACED = (".safetensors", ".safetensors.index.json", ".py")  # of an earlier push, if the new one lacks them
+MODEL_TYPE = "linearized"  # of every student
+REPLACED_SUFFIXES = (".safetensors", ".safetensors.index.json", ".py")  # of an earlier push, if the new one lacks them
 
 
 @dataclass(frozen=True)
@@ -28,7 +28,7 @@ class Preview:
     card: str
     files: tuple[tuple[str, int], ...]  # name, bytes
     bytes: int
-    notes: tuple[str, ...] = ()  # what the user should know first
+    notes: tuple[str, ...] = ()  # what the user should know before publishing
 
 
 @dataclass(frozen=True)
@@ -42,48 +42,48 @@ class Published:
 
 
 def owners(token: str | None = None) -> tuple[str, ...]:
-    """Name who can own what is published: the signed-in account, then its organisations."""
+    """Name the accounts that can own a publication: the signed-in account, then its organisations."""
     return upload.list_owners(token)
 
 
 def preview(run: Run, repo_id: str, private: bool = True, token: str | None = None) -> Preview:
-    """Show what publishing a run would send, after checking that it could; nothing is sent."""
+    """Check that a run can be published, and list what would be sent; send nothing."""
     place = find_model_place(run, repo_id, private, token)
     files = model_files(run, place.repo_id)
-    return shown(place, files, notes(run, place))
+    return build_preview(place, files, list_notes(run, place))
 
 
 def publish(run: Run, repo_id: str, *, private: bool = True, token: str | None = None) -> Steps[Published]:
-    """Publish a run's student; stopped or broken, it is called again and sends only what is missing."""
+    """Publish the student of a run. Calling it again after an interruption sends only what is missing."""
     yield Progress("publish", 0, 1, "checks")
     place = find_model_place(run, repo_id, private, token)
     files = model_files(run, place.repo_id)
-    obsolete = [name for name in place.files if name.endswith(REPLACED) and name not in files]
+    obsolete = [name for name in place.files if name.endswith(REPLACED_SUFFIXES) and name not in files]
     revision = yield from upload.upload(place, files, "Publish a linearized model", obsolete, token)
     check_config(run, place, revision, token)
-    done = Published(place.repo_id, revision, f"{place.url}/tree/{revision}", snippet(place.repo_id, revision))
+    done = Published(place.repo_id, revision, f"{place.url}/tree/{revision}", write_snippet(place.repo_id, revision))
     run.log("published", **asdict(done), private=place.private)
     return done
 
 
 def preview_space(repo_id: str, private: bool = True, token: str | None = None) -> Preview:
-    """Show what publishing this app would send, after checking that it could; nothing is sent."""
+    """Check that this app can be published, and list what would be sent; send nothing."""
     place = find_space_place(repo_id, private, token)
-    return shown(place, space.files(place.repo_id), ())
+    return build_preview(place, space.list_files(place.repo_id), ())
 
 
 def publish_space(repo_id: str, *, private: bool = True, token: str | None = None) -> Steps[Published]:
     """Publish this app as a Space."""
     yield Progress("publish", 0, 1, "checks")
     place = find_space_place(repo_id, private, token)
-    files = space.files(place.repo_id)
+    files = space.list_files(place.repo_id)
     obsolete = [name for name in place.files if name.startswith("linearizer/") and name not in files]
     revision = yield from upload.upload(place, files, "Publish Linearizer as a Space", obsolete, token)
     return Published(place.repo_id, revision, place.url, place.url)
 
 
 def find_model_place(run: Run, repo_id: str, private: bool, token: str | None) -> Place:
-    """Find where a student goes: a new repository, or one that holds an earlier student."""
+    """Find the repository for a student: a new one, or one that holds an earlier student."""
     if not (run.checkpoint / CONFIG).is_file() or run.allocation is None:
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     place = upload.find_place(repo_id, private, token)
@@ -97,14 +97,14 @@ def holds_student(place: Place, token: str | None) -> bool:
     if CONFIG not in place.files or place.head is None:
         return False
     try:
-        found = json.loads(upload.fetch_file(place, CONFIG, place.head, token).read_text(encoding="utf-8"))
+        config = json.loads(upload.fetch_file(place, CONFIG, place.head, token).read_text(encoding="utf-8"))
     except ValueError:
         return False
-    return isinstance(found, dict) and found.get("model_type") == OURS
+    return isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
 
 
 def find_space_place(repo_id: str, private: bool, token: str | None) -> Place:
-    """Find where the app goes: a new Space, or one that holds an earlier version of it."""
+    """Find the Space for this app: a new one, or one that holds an earlier version of the app."""
     place = upload.find_place(repo_id, private, token, kind="space")
     if not place.fresh and not {"app.py", "linearizer/__main__.py"} <= place.files:
         upload.refuse_other_content(place)
@@ -112,47 +112,47 @@ def find_space_place(repo_id: str, private: bool, token: str | None) -> Place:
 
 
 def model_files(run: Run, repo_id: str) -> dict[str, Content]:
-    """List what is published: the checkpoint, with a card that says where it is; no hidden files, and no links."""
-    found: dict[str, Content] = {}
+    """List the files to publish: the checkpoint with its card, without hidden files and links."""
+    files: dict[str, Content] = {}
     for path in sorted(run.checkpoint.rglob("*")):
         name = path.relative_to(run.checkpoint)
         if path.is_file() and not path.is_symlink() and not any(part.startswith((".", "__")) for part in name.parts):
-            found[name.as_posix()] = path
-    return {**found, **card_files(run, repo_id)}
+            files[name.as_posix()] = path
+    return {**files, **card_files(run, repo_id)}
 
 
-def shown(place: Place, files: Mapping[str, Content], said: tuple[str, ...]) -> Preview:
-    """Describe what would be sent."""
+def build_preview(place: Place, files: Mapping[str, Content], notes: tuple[str, ...]) -> Preview:
+    """Describe the files that would be sent."""
     sizes = tuple(
         (name, len(content) if isinstance(content, bytes) else content.stat().st_size)
         for name, content in sorted(files.items())
     )
     card = files["README.md"]
     assert isinstance(card, bytes)
-    return Preview(place.repo_id, place.private, card.decode(), sizes, sum(size for _, size in sizes), said)
+    return Preview(place.repo_id, place.private, card.decode(), sizes, sum(size for _, size in sizes), notes)
 
 
-def notes(run: Run, place: Place) -> tuple[str, ...]:
-    """Say what should be known before a student is published."""
+def list_notes(run: Run, place: Place) -> tuple[str, ...]:
+    """List what a user should know before a student is published."""
     teacher = Teacher.of(run)
-    said = []
+    notes = []
     if place.head is not None and not place.fresh:
-        said.append(f"{place.repo_id} holds an earlier student: it stays in the history, at revision {place.head}")
+        notes.append(f"{place.repo_id} holds an earlier student: it stays in the history, at revision {place.head}")
     if not place.private:
-        said.append("everyone will see it")
+        notes.append("everyone will see it")
     if teacher.gated:
-        said.append(f"{teacher.name} is gated: check that its licence lets you share what is made from it")
+        notes.append(f"{teacher.name} is gated: check that its licence lets you share what is made from it")
     if not teacher.terms.get("license"):
-        said.append(f"{teacher.name} states no licence: ask its author before you share what is made from it")
+        notes.append(f"{teacher.name} states no licence: ask its author before you share what is made from it")
     if teacher.repo_id is None:
-        said.append(f"{teacher.name} is a local folder, so nobody else can make this again")
-    return tuple(said)
+        notes.append(f"{teacher.name} is a local folder, so nobody else can make this again")
+    return tuple(notes)
 
 
 def check_config(run: Run, place: Place, revision: str, token: str | None) -> None:
-    """Load the config of what was published, as its users will."""
+    """Load the published config as users will, and compare it with the run's."""
     from linearizer.runtime.modeling_linearized import LinearizedConfig
 
-    found = LinearizedConfig.from_pretrained(upload.fetch_file(place, CONFIG, revision, token).parent)
-    if found.to_dict() != LinearizedConfig.from_pretrained(run.checkpoint).to_dict():
+    published = LinearizedConfig.from_pretrained(upload.fetch_file(place, CONFIG, revision, token).parent)
+    if published.to_dict() != LinearizedConfig.from_pretrained(run.checkpoint).to_dict():
         raise FaultError(f"{place.repo_id!r} at {revision} has another config than the run: publish again")

@@ -12,12 +12,12 @@ from linearizer.errors import RequestError
 from linearizer.publish.upload import Content
 
 PACKAGE = Path(__file__).parents[1]
-WRITTEN = ("README.md", "requirements.txt")  # fitted to a Space
-TOP = ("app.py", "LICENSE", "pyproject.toml", *WRITTEN)
-CARRIED = ("project", "assets")  # where an installed package carries what lies beside it in a checkout
-SPOKEN_FOR = ("gradio", "triton")  # the Hub installs the one by sdk_version, torch brings the other
+FITTED_FILES = ("README.md", "requirements.txt")  # rewritten for a Space
+TOP_FILES = ("app.py", "LICENSE", "pyproject.toml", *FITTED_FILES)
+CARRIED_FOLDERS = ("project", "assets")  # an installed package carries here what lies beside it in a checkout
+PREINSTALLED = ("gradio", "triton")  # gradio by sdk_version of the Space, triton by torch
 TORCH = "torch>=2.8,<2.12"  # ZeroGPU has no newer one
-MATTER: dict[str, object] = {
+FRONT_MATTER: dict[str, object] = {
     "title": "Linearizer",
     "emoji": "📏",
     "colorFrom": "blue",
@@ -32,62 +32,69 @@ MATTER: dict[str, object] = {
     "startup_duration_timeout": "30m",
     "pinned": False,
     "hf_oauth": True,
-    "hf_oauth_scopes": ["contribute-repos", "gated-repos"],  # make repositories, touch only these; read gated teachers
+    "hf_oauth_scopes": [
+        "contribute-repos",
+        "gated-repos",
+    ],  # write only own new repositories; read gated teachers
     "hf_oauth_expiration_minutes": 480,
 }
 
 
-def files(repo_id: str) -> dict[str, Content]:
-    """List what a Space needs, as a checkout has it; an installed package carries all of it but the pictures."""
-    project, assets = (carried(name) for name in CARRIED)
-    missing = [str(path) for path in (*(project / name for name in TOP), assets / "demo-model") if not path.exists()]
+def list_files(repo_id: str) -> dict[str, Content]:
+    """List the files of a Space, from a checkout or from an installed package, which carries all but the pictures."""
+    project, assets = (find_carried(name) for name in CARRIED_FOLDERS)
+    missing = [
+        str(path) for path in (*(project / name for name in TOP_FILES), assets / "demo-model") if not path.exists()
+    ]
     if missing:
         raise RequestError(
             f"{missing[0]!r} is missing, which a Space needs: install the package again, or run "
             f"`python -m linearizer push --space {repo_id}` in a checkout of the project"
         )
-    found: dict[str, Content] = {name: project / name for name in TOP}
+    files: dict[str, Content] = {name: project / name for name in TOP_FILES}
     for folder, place in (("linearizer", PACKAGE), ("assets", assets)):
         for path in sorted(place.rglob("*")):
             name = path.relative_to(place)
-            inside = place == PACKAGE and name.parts[0] in CARRIED
-            if path.is_file() and not path.is_symlink() and not inside and not hidden(name):
-                found[f"{folder}/{name.as_posix()}"] = path
-    readme, lines = ((project / name).read_text(encoding="utf-8") for name in WRITTEN)
-    written = (front_matter() + without_pictures(readme, found), requirements(lines))
-    return {**found, **{name: text.encode() for name, text in zip(WRITTEN, written, strict=True)}}
+            inside = place == PACKAGE and name.parts[0] in CARRIED_FOLDERS
+            if path.is_file() and not path.is_symlink() and not inside and not is_hidden(name):
+                files[f"{folder}/{name.as_posix()}"] = path
+    readme, lines = ((project / name).read_text(encoding="utf-8") for name in FITTED_FILES)
+    fitted = (write_front_matter() + remove_missing_pictures(readme, files), fit_requirements(lines))
+    return {**files, **{name: text.encode() for name, text in zip(FITTED_FILES, fitted, strict=True)}}
 
 
-def carried(name: str) -> Path:
-    """Find a part of the project: inside the package where it was installed, beside it in a checkout."""
+def find_carried(name: str) -> Path:
+    """Find a folder of the project: inside an installed package, beside the package in a checkout."""
     if (PACKAGE / name).is_dir():
         return PACKAGE / name
     return PACKAGE.parent if name == "project" else PACKAGE.parent / name
 
 
-def without_pictures(readme: str, found: Mapping[str, Content]) -> str:
-    """Leave out the pictures that are not there."""
-    return re.sub(r"!\[[^\]]*\]\(([^)]*)\)\n", lambda one: one[0] if one[1] in found else "", readme)
+def remove_missing_pictures(readme: str, files: Mapping[str, Content]) -> str:
+    """Leave out the pictures whose files are missing."""
+    return re.sub(r"!\[[^\]]*\]\(([^)]*)\)\n", lambda picture: picture[0] if picture[1] in files else "", readme)
 
 
-def hidden(name: Path) -> bool:
-    """Tell what belongs to a working copy from what belongs to the project."""
+def is_hidden(name: Path) -> bool:
+    """Tell whether a file belongs to a working copy and not to the project."""
     return any(part.startswith((".", "__pycache__")) or part.endswith(".egg-info") for part in name.parts)
 
 
-def front_matter() -> str:
-    """Write the head of a Space's README; JSON is YAML, too."""
-    held = {**MATTER, "sdk_version": version("gradio")}
+def write_front_matter() -> str:
+    """Write the front matter of a Space's README; JSON is valid YAML."""
+    matter = {**FRONT_MATTER, "sdk_version": version("gradio")}
     return (
-        "---\n" + "".join(f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in held.items()) + "---\n"
+        "---\n"
+        + "".join(f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in matter.items())
+        + "---\n"
     )
 
 
-def requirements(lines: str) -> str:
-    """Fit the project's requirements to a Space."""
+def fit_requirements(lines: str) -> str:
+    """Fit the requirements of the project to a Space."""
     kept = []
     for line in lines.splitlines():
         name = re.match(r"[\w-]*", line)
-        if name is not None and name[0] not in SPOKEN_FOR:
+        if name is not None and name[0] not in PREINSTALLED:
             kept.append(TORCH if name[0] == "torch" else line)
     return "\n".join(kept) + "\n"

@@ -9,8 +9,8 @@ from markdown_it import MarkdownIt
 from PIL import Image
 
 from linearizer.cli.main import parser, plan_changes
-from linearizer.publish.allocation_picture import EMPTY, FEATURES, SLOTS, WHOLE, WINDOW, draw
-from linearizer.publish.card import card, plain, snippet
+from linearizer.publish.allocation_picture import EMPTY, FEATURES, SLOTS, WHOLE, WINDOW, draw_picture
+from linearizer.publish.card import escape_markdown, write_card, write_snippet
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import Plan
@@ -19,7 +19,7 @@ from tests.support.evaluation_results import FOUND
 
 
 def test_the_card_names_base_results_and_how_to_load(tmp_path):
-    text = card(made(tmp_path / "run"), "me/student")
+    text = write_card(made(tmp_path / "run"), "me/student")
     data = ModelCard(text).data
     assert (data.base_model, data["base_model_relation"], data.license) == ("org/base", "finetune", "mit")
     assert data.model_name == "student" and "linear-attention" in data.tags
@@ -27,9 +27,13 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
     assert results["loss"] == 3.25 and results["recall_after_16"] == 2.0
     assert "| teacher | grows | 3.000 |" in text and "| student | 4.1 kB | 3.250 |" in text
     assert results["loss_at_positions_64_and_later"] == 3.15 and "2 texts of 128 tokens" in text
-    assert snippet("me/student") in text and "1 of 4 KV heads were left softmax and grow with the text" in text
+    assert (
+        write_snippet("me/student") in text and "1 of 4 KV heads keep their whole cache and grow with the text" in text
+    )
     assert f"linearizer run org/base@{'c0ffee' * 6} --budget 64" in text
-    assert "| 0 | 8 + 32 features · softmax |" in text and "| 1 | bounded by the teacher itself" in text
+    assert (
+        "| 0 | 8 + 32 features · softmax |" in text and "| 1 | unchanged: the teacher itself has a window here" in text
+    )
     assert "| 2 | 8 + 4 slots · 64 features |" in text
     assert "keep a few exact tokens at the start, an exact window, features that stand" in text
 
@@ -37,15 +41,15 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
 def test_the_plan_on_the_card_is_the_plan(tmp_path):
     asked = dict(features=32, text="dataset:org/text:en:train:body", steps=0, window=3, constant=True)
     plan = Plan.of(model="org/base@main", **asked)
-    text = card(made(tmp_path / "run", plan=plan))
+    text = write_card(made(tmp_path / "run", plan=plan))
     shown = Plan.from_json(text.partition("```json\n")[2].partition("\n```")[0])
     assert shown == Plan(**{**asdict(plan), "model": f"org/base@{'c0ffee' * 6}"})
-    assert ModelCard(text).data.datasets == ["org/text"] and "Its features were not trained." in text
+    assert ModelCard(text).data.datasets == ["org/text"] and "The features were not trained." in text
 
 
 def test_a_data_set_of_this_machine_is_named_without_its_folder_and_not_as_one_of_the_hub(tmp_path):
     (tmp_path / "private" / "poems").mkdir(parents=True)
-    text = card(
+    text = write_card(
         made(tmp_path / "run", plan=Plan("org/base", budget=64, text=f"dataset:{tmp_path}/private/poems::train"))
     )
     assert "dataset:poems::train" in text and "private" not in text and str(tmp_path) not in text
@@ -54,15 +58,15 @@ def test_a_data_set_of_this_machine_is_named_without_its_folder_and_not_as_one_o
 
 def test_the_card_says_what_was_trained_and_not_what_was_asked_for(tmp_path):
     run = made(tmp_path / "run", plan=Plan("org/base@main", budget=64, steps=400))
-    assert "Its features were not trained." in card(run)
+    assert "The features were not trained." in write_card(run)
     run.log("distilled", phase=0, asked=400, steps=7)
     run.log("distilled", phase=0, asked=400, steps=12)  # it was resumed
-    text = card(run)
-    assert "for 12 of 400 steps" in text and "- Its training was ended at 12 of 400 steps." in text
-    assert "makes the same again" not in text and "left alone, trains all 400 steps" in text
+    text = write_card(run)
+    assert "for 12 of 400 steps" in text and "- The training was ended at 12 of 400 steps." in text
+    assert "makes the same student again" not in text and "not interrupted, trains all 400 steps" in text
     run.log("distilled", phase=0, asked=400, steps=400)
-    text = card(run)
-    assert "for 400 steps" in text and "ended" not in text and "The same plan makes the same again" in text
+    text = write_card(run)
+    assert "for 400 steps" in text and "ended" not in text and "The same plan makes the same student again" in text
 
 
 def test_what_others_wrote_stays_text(tmp_path):
@@ -70,7 +74,7 @@ def test_what_others_wrote_stays_text(tmp_path):
     terms = {"license": HOSTILE, "license_link": f"javascript:{HOSTILE}", "language": [HOSTILE]}
     run = made(tmp_path / "run", plan=plan, name=plan.model, revision=None, terms=terms)
     run.write("allocation.json", Allocation(HOSTILE, 4, HEADS).to_json())
-    text = card(run)
+    text = write_card(run)
     assert text.count("\n---\n") == 1 and text.startswith("---\n")
     data = ModelCard(text).data.to_dict()
     assert data["license"] == " ".join(HOSTILE.split()) and data["language"] == [data["license"]]
@@ -82,8 +86,8 @@ def test_what_others_wrote_stays_text(tmp_path):
 
 
 def test_a_card_without_results_says_so(tmp_path):
-    text = card(made(tmp_path / "run", losses=None))
-    assert "It was not evaluated." in text and ModelCard(text).data.eval_results is None
+    text = write_card(made(tmp_path / "run", losses=None))
+    assert "The student was not evaluated." in text and ModelCard(text).data.eval_results is None
 
 
 def test_what_was_examined_is_shown_without_the_folders_of_this_machine(tmp_path):
@@ -93,15 +97,15 @@ def test_what_was_examined_is_shown_without_the_folders_of_this_machine(tmp_path
     subjects = [{"name": "student", "first": [4.0], "second": [2.5]}]
     found = {**asked, "asked": {**asked, "made_with": made_with}, "subjects": subjects}
     run.write_evaluation(parts={"recall": {**found, "gaps": [16], "passage": 8, "longer": None}, "unknown": {}})
-    text = card(run)
+    text = write_card(run)
     assert "The evaluation is small" in text
     assert "student" in text and "2.500" in text and "file:poems.txt" in text and "/home/someone" not in text
     run.write_evaluation(parts=FOUND)
-    assert "The evaluation is small" not in card(run)
+    assert "The evaluation is small" not in write_card(run)
 
 
 def test_what_is_not_finite_is_no_result(tmp_path):
-    text = card(made(tmp_path / "run", losses={"student": float("nan")}))
+    text = write_card(made(tmp_path / "run", losses={"student": float("nan")}))
     assert "loss" not in {result.metric_type for result in ModelCard(text).data.eval_results}
 
 
@@ -121,13 +125,13 @@ def test_what_is_not_finite_is_no_result(tmp_path):
     ],
 )
 def test_the_licence_is_the_teachers(tmp_path, terms, link, said):
-    text = card(made(tmp_path / "run", terms=terms))
+    text = write_card(made(tmp_path / "run", terms=terms))
     found = ModelCard(text).data.license_link
     assert (found is None) == (link is None) and (link is None or found.endswith(link)) and said in text
 
 
 def test_a_gated_teacher_is_said_to_be_gated(tmp_path):
-    assert "The teacher is gated" in card(made(tmp_path / "run", gated=True))
+    assert "The teacher is gated" in write_card(made(tmp_path / "run", gated=True))
 
 
 @pytest.mark.parametrize(
@@ -149,11 +153,11 @@ def test_the_command_asks_for_the_plan(plan):
 
 
 def test_escaped_text_has_no_line_breaks_and_no_markup():
-    assert plain("a\n# b\u202e <i> [c](d) `e`") == r"a # b &lt;i&gt; \[c\](d) \`e\`"
+    assert escape_markdown("a\n# b\u202e <i> [c](d) `e`") == r"a # b &lt;i&gt; \[c\](d) \`e\`"
 
 
 def test_the_picture_has_a_cell_for_every_head(tmp_path):
-    image = Image.open(BytesIO(draw(Allocation("gain", 4, HEADS), LAYERS)))
+    image = Image.open(BytesIO(draw_picture(Allocation("gain", 4, HEADS), LAYERS)))
     rows = [116 + 46 * index for index in range(3)]
     left = [(96 + 108 * head, 96 + 108 * head + 104) for head in range(2)]
     cells = {(layer, head): colours(image, (*(left[head][0], rows[layer]), left[head][1], rows[layer] + 42))
@@ -167,5 +171,5 @@ def test_the_picture_has_a_cell_for_every_head(tmp_path):
 @pytest.mark.parametrize("heads", [(), (Head(),), (Head(softmax=True),) * 32])
 def test_any_allocation_can_be_drawn(heads):
     layer = Layer(32, max(1, len(heads)), 16, 16, native_window=None if heads else 8)
-    image = Image.open(BytesIO(draw(Allocation("fix", 0, (heads,) * 2), (layer,) * 2)))
+    image = Image.open(BytesIO(draw_picture(Allocation("fix", 0, (heads,) * 2), (layer,) * 2)))
     assert image.format == "PNG" and image.width >= 640

@@ -6,7 +6,7 @@ import pytest
 from markdown_it import MarkdownIt
 from PIL import Image
 
-from linearizer.publish.card import card, card_files
+from linearizer.publish.card import card_files, write_card
 from linearizer.publish.parts import PART_VIEWS
 from tests.support.cards import HOSTILE, made
 from tests.support.evaluation_results import FOUND
@@ -33,7 +33,7 @@ def test_what_others_wrote_in_an_evaluation_stays_text(tmp_path):
     language = {**FOUND["language"], "text": f"file:/home/someone/{HOSTILE}"}
     run.write_evaluation(parts={"language": language, "tasks": {**FOUND["tasks"], "subjects": [
         {"name": "teacher", "scores": [score], "accuracy": None}]}})  # fmt: skip
-    text = card(run)
+    text = write_card(run)
     page = MarkdownIt("commonmark").enable("table").render(text.partition("\n---\n")[2])
     assert "<script>" not in page and 'href="http://evil"' not in page and "<strong>" not in page
     assert page.count("<h1>") == 1 and "/home/someone" not in text
@@ -48,5 +48,5 @@ def test_results_that_are_not_finite_are_on_the_card(tmp_path, loss):
     run.write_evaluation(
         parts={"recall": {**FOUND["recall"], "subjects": lost}, "speed": {**FOUND["speed"], "subjects": none}}
     )
-    text = card(run)
+    text = write_card(run)
     assert f"{loss:.3f}" in text and "| student, 1024 | – | – |" in text

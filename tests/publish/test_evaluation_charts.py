@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from linearizer.publish.evaluation_page import page_of
+from linearizer.publish.evaluation_page import write_page
 from linearizer.publish.html import part_html
 from linearizer.publish.parts import PART_VIEWS, evaluation_report
 from linearizer.run.evaluation_request import PARTS
@@ -139,7 +139,7 @@ def test_words_from_elsewhere_are_no_markup():
 
 def test_a_page_holds_all_charts_and_needs_nothing_from_elsewhere(tmp_path):
     run = Run.create(tmp_path / "run", Plan("a<b", budget=64))
-    text = page_of(run, FOUND)
+    text = write_page(run, FOUND)
     assert "What a&lt;b kept" in text and "Plotly.newPlot" in text
     assert text.count('class="plotly-graph-div"') == sum(len(figures(part)) for part in PARTS)
     assert '<script src="http' not in text and "cdn.plot.ly/plotly" not in text
