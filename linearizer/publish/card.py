@@ -31,8 +31,8 @@ PICTURE = "allocation.png"
 MEASURED_AT_ONCE = {"language", "recall"}  # parts that every run measures; their tables are not folded
 SUBJECTS_NOTE = (
     "The same code measured all subjects on the same text, which was not used for training, with one seed. The "
-    "teacher has the same weights and softmax attention. `window` is the window control: a window with sinks that takes "
-    "as many bytes as the student's state, with as many bits per number. Losses are in nats per token."
+    "teacher has the same weights and softmax attention. `window` is the window control: a window with sinks that "
+    "takes as many bytes as the student's state, with as many bits per number. Losses are in nats per token."
 )
 SNIPPET = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer

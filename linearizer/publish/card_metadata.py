@@ -30,11 +30,9 @@ class Teacher:
 
     @staticmethod
     def of(run: Run) -> Teacher:
-        inspection = run.inspection
-        repo_id = inspection.name.partition("@")[0] if inspection.revision else None
-        return Teacher(
-            repo_id or Path(inspection.name).name, repo_id, inspection.revision, inspection.gated, inspection.terms
-        )
+        teacher = run.inspection
+        repo_id = teacher.name.partition("@")[0] if teacher.revision else None
+        return Teacher(repo_id or Path(teacher.name).name, repo_id, teacher.revision, teacher.gated, teacher.terms)
 
 
 def build_metadata(plan: Plan, teacher: Teacher, title: str, parts: Mapping[str, Mapping[str, Any]]) -> ModelCardData:
