@@ -5,7 +5,7 @@ import pytest
 from linearizer.amounts import size
 from linearizer.cli.text import describe_state
 from linearizer.page.cards import allocation_card
-from linearizer.publish.card import describe_state
+from linearizer.publish import card
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
@@ -84,5 +84,7 @@ def test_the_terminal_the_page_and_the_card_say_alike_what_grows_and_from_where_
     assert f", {state} of state" in told and state in page and f">{smaller}<" in page
     assert (f"({size(after)} after 100 tokens)" in told) == (" after " in told) == (found["bytes_a_token"] > 0)
     assert told.endswith("never smaller than the cache" if smaller == "never" else f"smaller than the cache {smaller}")
-    card = "it is never smaller than" if smaller == "never" else f"it is smaller than the teacher's cache {smaller}."
-    assert card in describe_state(allocation, LAYERS, 100)
+    sentence = (
+        "it is never smaller than" if smaller == "never" else f"it is smaller than the teacher's cache {smaller}."
+    )
+    assert sentence in card.describe_state(allocation, LAYERS, 100)
