@@ -117,7 +117,7 @@ def profile_step(ui: SimpleNamespace) -> None:
         ui.to_distil = gr.Button("Continue", variant="primary", elem_id="to-distil")
         ui.branch = gr.Button("Begin another run with this budget", elem_id="branch", interactive=False)
     gr.HTML(
-        '<p class="lz-faint">Another run takes what was measured here, so it goes straight to training. This one goes '
+        '<p class="lz-faint">The other run uses what was measured here, so it begins with training. This run goes '
         "on.</p>"
     )
 
