@@ -10,7 +10,7 @@ import torch
 from linearizer import pipeline
 from linearizer.allocate import step
 from linearizer.allocate.by_gates import allocate_by_gates
-from linearizer.cli.main import begin, parser
+from linearizer.cli.main import begin_run, parser
 from linearizer.errors import BudgetError, RequestError, TextError
 from linearizer.evaluate.ablation import without_far, without_window
 from linearizer.evaluate.eviction import Evicting, Kept, evicted
@@ -123,7 +123,7 @@ def test_another_recipe_for_a_plan_brings_its_own_choices_and_leaves_all_else(tm
     def planned(*options):
         asked = parser().parse_args(["run", "demo", "--plan", str(tmp_path / "plan.json"), *options])
         asked.out, asked.resume = tmp_path / "-".join(("run", *options)), False
-        return begin(asked).plan
+        return begin_run(asked).plan
 
     kept = dict(model="demo", budget=64, seed=3, length=64)
     assert planned() == planned("--recipe", "lolcats") == written

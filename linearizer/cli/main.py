@@ -126,19 +126,20 @@ def parser() -> Parser:
     return root
 
 
-def begin(asked: argparse.Namespace) -> Run:
-    """Begin the run that was asked for, or open the run to resume."""
+def begin_run(arguments: argparse.Namespace) -> Run:
+    """Begin the run that the arguments describe, or open the run to resume."""
     from linearizer import pipeline
     from linearizer.run.find import fresh_folder
 
-    given = plan_changes(asked)
-    plan = (
-        Plan.of(**{"budget": DEFAULT_BUDGET, **given}) if asked.plan is None else read_plan(asked.plan).changed(**given)
-    )
-    if asked.resume and asked.out is None:
+    changes = plan_changes(arguments)
+    if arguments.plan is None:
+        plan = Plan.of(**{"budget": DEFAULT_BUDGET, **changes})
+    else:
+        plan = read_plan(arguments.plan).changed(**changes)
+    if arguments.resume and arguments.out is None:
         raise RequestError("--resume needs --out: name the run's folder")
     dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"
-    return pipeline.begin(asked.out or fresh_folder(plan.model, dial), plan, resume=asked.resume)
+    return pipeline.begin(arguments.out or fresh_folder(plan.model, dial), plan, resume=arguments.resume)
 
 
 def work_until_stopped(steps: Steps[Product], how: str) -> Product:
@@ -167,7 +168,7 @@ def serve_inspect(arguments: argparse.Namespace) -> None:
 def serve_profile(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
 
-    run = begin(arguments)
+    run = begin_run(arguments)
     profile = work_in_turn(run, pipeline.measure_only(run, held=True))
     print_product(arguments, asdict(profile), describe_profile(profile) + f"\nin {run.folder}")
 
@@ -193,13 +194,13 @@ def start_in_background(arguments: argparse.Namespace, run: Run, start: Callable
 
 def serve_run(arguments: argparse.Namespace) -> None:
     if arguments.detach:
-        run = begin(arguments)
+        run = begin_run(arguments)
         start_in_background(arguments, run, lambda: control.start(run))
         return
     from linearizer import pipeline
     from linearizer.progress import finish
 
-    run = begin(arguments)
+    run = begin_run(arguments)
     steps = pipeline.linearize(run, held=not run.done)
     allocation = finish(steps) if run.done else work_in_turn(run, steps)
     product = {

@@ -48,7 +48,7 @@ def test_a_run_in_the_background_outlives_who_started_it_and_is_followed_to_its_
     code, out, _ = said("runs")
     lines = [line.split() for line in out.splitlines()]
     assert lines[0] == ["run", "model", "budget", "state", "progress", "disk", "age"]
-    assert lines[1][:6] == ["demo-64", "demo", "64", "done", "recall", "3/3"]
+    assert lines[1][:6] == ["demo-64", "demo", "64", "done", "evaluate", "1/1"]
     code, out, _ = said("runs", "attach", "demo-64", "--json")
     assert code == 0 and [json.loads(line) for line in out.splitlines()] == run.events()
     code, out, _ = said("runs", "delete", "demo-64", "--json")

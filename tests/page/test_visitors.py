@@ -105,13 +105,13 @@ def test_a_sentence_does_not_tell_where_runs_are_kept(space):
 
 def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
     plan = actions.make_plan("demo", 64, "Try it", {"recipe": "features", "window": 8, "text": "self"})
-    from linearizer.cli.main import begin, parser
+    from linearizer.cli.main import begin_run, parser
 
     words = plan.command().split()[1:]
-    assert begin(parser().parse_args([*words, "--out", str(root / "again")])).plan == plan
+    assert begin_run(parser().parse_args([*words, "--out", str(root / "again")])).plan == plan
     (root / "plan.json").write_text(plan.to_json())
     read = parser().parse_args(["run", "demo", "--plan", str(root / "plan.json"), "--out", str(root / "read")])
-    assert begin(read).plan == plan
+    assert begin_run(read).plan == plan
 
 
 def test_a_forecast_grows_with_the_work_and_covers_the_download(root):
