@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from itertools import islice
 
 import torch
 
 from linearizer.evaluate.reading import read
 from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import fresh_cache, losses_of
+from linearizer.model.token_loop import choose_likeliest, draw_with_same_noise, write_tokens
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Generation, Written
 
@@ -40,16 +42,11 @@ def measure_generation(
 
 
 def write(subject: Subject, prompts: Tensor, count: int, seed: int | None) -> Tensor:  # (texts, count)
-    """Go on with the likeliest tokens, or draw them with the noise of a seed."""
-    cache, given, texts = fresh_cache(subject.model), prompts, []
-    noise = None if seed is None else torch.Generator().manual_seed(seed)
-    for _ in range(count):
-        logits = read(subject, given, cache, keep=1)[:, -1].cpu()
-        if noise is not None:  # the largest of logits with Gumbel noise is a draw from their softmax
-            logits = logits - torch.rand(logits.shape, generator=noise).clamp_min(1e-20).log().neg().log()
-        given = logits.argmax(-1, keepdim=True)
-        texts.append(given)
-    return torch.cat(texts, 1)
+    """Continue prompts with the likeliest tokens, or draw tokens with the noise of a seed."""
+    choose = choose_likeliest if seed is None else draw_with_same_noise(seed)
+    with subject.at_work() as model:
+        tokens = write_tokens(model, prompts.to(model.device), fresh_cache(model), choose)
+        return torch.cat(list(islice(tokens, count)), 1).cpu()
 
 
 def judged(

@@ -3,21 +3,27 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel, PreTrainedTokenizerBase
-from transformers.generation.streamers import BaseStreamer
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
 
-from linearizer.errors import RequestError
+from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.model.logits import bytes_held, fresh_cache
+from linearizer.model.token_loop import choose_likeliest, draw_tokens, write_tokens
 from linearizer.progress import Progress, Steps
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+
+UPDATE_SECONDS = 0.25  # between two updates of what both have written: each update takes time from writing
+Tensor = torch.Tensor
 
 
 @dataclass(frozen=True)
 class Side:
-    """What one of the two wrote, and what it took."""
+    """What one model has written, its speed, and what its cache holds."""
 
     text: str
     tokens: int
@@ -32,22 +38,6 @@ class Comparison:
     prompt_tokens: int
     teacher: Side
     student: Side
-
-
-class Stopwatch(BaseStreamer):
-    """Notes when each token comes."""
-
-    def __init__(self) -> None:
-        self.begin, self.times = time.perf_counter(), []  # type: ignore[var-annotated]
-        self.prompt_seen = False
-
-    def put(self, value: torch.Tensor) -> None:
-        if self.prompt_seen:
-            self.times.append(time.perf_counter() - self.begin)
-        self.prompt_seen = True
-
-    def end(self) -> None:
-        """Nothing is left to note."""
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int) -> torch.Tensor:
@@ -69,39 +59,119 @@ def compare(
     seed: int = 0,
     sample: bool = False,
 ) -> Steps[Comparison]:
-    """Let both continue a prompt."""
+    """Let both models continue a prompt, one after the other."""
     ids = prompt_ids(tokenizer, prompt, new_tokens)
     sides = []
     for done, model in enumerate((teacher, student)):
         yield Progress("compare", done, 2, "models")
-        sides.append(write(model, tokenizer, ids, new_tokens, seed, sample))
+        writer = Writer(model, tokenizer, ids, new_tokens, seed, sample)
+        while writer.write_token():
+            pass
+        sides.append(writer.side())
     yield Progress("compare", 2, 2, "models")
     return Comparison(prompt, ids.shape[1], *sides)
 
 
-@torch.inference_mode()
-def write(
-    model: PreTrainedModel,
+@dataclass(frozen=True)
+class Both:
+    """What the two models have written so far."""
+
+    teacher: Side
+    student: Side
+    done: bool
+
+
+def write_in_turns(
+    teacher: PreTrainedModel,
+    student: LinearizedForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
-    ids: torch.Tensor,
-    new_tokens: int,
-    seed: int,
-    sample: bool,
-) -> Side:
-    """Let one model write, from a cache of its own kind."""
-    cache = fresh_cache(model)
-    ids, watch = ids.to(model.device), Stopwatch()
-    torch.manual_seed(seed)
-    text = model.generate(
+    prompt: str,
+    new_tokens: int = 64,
+    seed: int = 0,
+    sample: bool = False,
+) -> Iterator[Both]:
+    """Let both models continue a prompt, a token each in turn; yield a few times a second what they have written."""
+    ids = prompt_ids(tokenizer, prompt, new_tokens)
+    try:
+        writers = [Writer(model, tokenizer, ids, new_tokens, seed, sample) for model in (teacher, student)]
+        updated = time.monotonic()
+        while any([writer.write_token() for writer in writers]):
+            if time.monotonic() - updated >= UPDATE_SECONDS:
+                yield Both(writers[0].side(), writers[1].side(), False)
+                updated = time.monotonic()
+    except LinearizerError:
+        raise
+    except Exception as error:  # models of others raise errors of many types
+        raise FaultError(f"writing broke off ({type(error).__name__}): try again, with fewer tokens") from error
+    yield Both(writers[0].side(), writers[1].side(), True)
+
+
+class Writer:
+    """One model that continues a prompt: its tokens so far, and the seconds that it took for them alone."""
+
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        tokenizer: PreTrainedTokenizerBase,
+        ids: Tensor,  # (1, tokens)
+        new_tokens: int,
+        seed: int,
+        sample: bool,
+    ) -> None:
+        self.tokenizer, self.cache = tokenizer, fresh_cache(model)
+        self.written: list[int] = []
+        self.first_seconds = self.seconds = 0.0
+        self.tokens = generate_tokens(model, ids.to(model.device), self.cache, new_tokens, seed, sample)
+
+    def write_token(self) -> bool:
+        """Write one more token; tell whether there was one left to write."""
+        begin = time.perf_counter()
+        token = next(self.tokens, None)
+        if token is None:
+            return False
+        self.written.append(token)
+        self.seconds += time.perf_counter() - begin
+        if len(self.written) == 1:
+            self.first_seconds = self.seconds
+        return True
+
+    def side(self) -> Side:
+        later, count = self.seconds - self.first_seconds, len(self.written)
+        rate = (count - 1) / later if count > 1 and later > 0 else 0.0
+        text = self.tokenizer.decode(self.written, skip_special_tokens=True)
+        return Side(text, count, self.first_seconds, rate, bytes_held(self.cache))
+
+
+def generate_tokens(
+    model: PreTrainedModel, ids: Tensor, cache: Cache, new_tokens: int, seed: int, sample: bool
+) -> Iterator[int]:
+    """Yield the tokens that the model's `generate` gives: with its own temperature, and up to its own end of text."""
+
+    def loop(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Callable[[Tensor, Tensor], Tensor],
+        stopping_criteria: Callable[[Tensor, Any], Tensor],
+        generation_config: GenerationConfig,
+        **_: object,
+    ) -> Iterator[int]:
+        choose, texts = draw_tokens(seed, model.device) if sample else choose_likeliest, input_ids
+
+        def choose_next(logits: Tensor) -> Tensor:
+            return choose(logits_processor(texts, logits))
+
+        for token in write_tokens(model, input_ids, cache, choose_next):
+            texts = torch.cat([texts, token], 1)
+            yield int(token)
+            if stopping_criteria(texts, None).all():
+                return
+
+    return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
         past_key_values=cache,
         max_new_tokens=new_tokens,
         do_sample=sample,
         pad_token_id=model.generation_config.pad_token_id or 0,
-        streamer=watch,
-    )[0, ids.shape[1] :]
-    took = watch.times[-1] - watch.times[0]
-    rate = (len(watch.times) - 1) / took if took > 0 else 0.0
-    written = tokenizer.decode(text, skip_special_tokens=True)
-    return Side(written, len(text), watch.times[0], rate, bytes_held(cache))
+        custom_generate=loop,
+    )

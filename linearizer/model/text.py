@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Generator, Iterable, Iterator
+from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
 
@@ -107,25 +108,22 @@ def repeated_passages(texts: torch.Tensor, passage: int, gap: int) -> torch.Tens
     return torch.cat([texts[:, : tokens - passage], texts[:, begin : begin + passage]], 1)
 
 
-@torch.no_grad()
 def sample_from(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int
 ) -> torch.Tensor:  # (count, length)
     """Let a model write `count` texts of `length` tokens, each from the start of a text; the same for the same seed."""
+    from linearizer.model.logits import fresh_cache
+    from linearizer.model.token_loop import draw_tokens, write_tokens
+
     first = _start(tokenizer) or _end(tokenizer)
     if not first:
         raise TextError("'self' needs a token to start from, and this tokenizer has neither bos nor eos: use `builtin`")
-    generator = torch.Generator(model.device).manual_seed(seed)
+    choose = draw_tokens(seed, model.device)
     texts = []
     for begin in range(0, count, ROWS):
-        rows = torch.full((min(ROWS, count - begin), 1), first[0], device=model.device)
-        cache = None
-        while rows.shape[1] < length:
-            out = model(rows[:, -1:], past_key_values=cache, use_cache=True)
-            chances = out.logits[:, -1].float().softmax(-1)
-            rows = torch.cat([rows, torch.multinomial(chances, 1, generator=generator)], dim=1)
-            cache = out.past_key_values
-        texts.append(rows.cpu())
+        start = torch.full((min(ROWS, count - begin), 1), first[0], device=model.device)
+        tokens = write_tokens(model, start, fresh_cache(model), choose)
+        texts.append(torch.cat([start, *islice(tokens, length - 1)], 1).cpu())
     return torch.cat(texts)
 
 

@@ -25,7 +25,7 @@ from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 
 if TYPE_CHECKING:
-    from linearizer.evaluate.duet import Both
+    from linearizer.evaluate.side_by_side import Both
     from linearizer.jobs.forecast import EvaluationForecast, RunForecast
     from linearizer.run.inspection import Inspection
     from linearizer.run.profile import Profile
@@ -251,7 +251,7 @@ LOADED_PAIRS: list[Pair] = []
 @zerogpu.with_device(COMPARISON_SECONDS)
 def compare_models(visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool) -> Iterator[Both]:
     """Let the teacher and the student of a run continue a prompt, side by side."""
-    from linearizer.evaluate.duet import duet
+    from linearizer.evaluate.side_by_side import write_in_turns
 
     run = visitor.find_run(name)
     if not run.checkpoint.is_dir():
@@ -263,7 +263,7 @@ def compare_models(visitor: Visitor, name: str, prompt: str, tokens: int, seed: 
         )
     with hold_comparison_lock():
         pair = load_pair(run, visitor)
-        yield from duet(pair.teacher, pair.student, pair.tokenizer, prompt, tokens, seed, sample)
+        yield from write_in_turns(pair.teacher, pair.student, pair.tokenizer, prompt, tokens, seed, sample)
 
 
 @contextmanager

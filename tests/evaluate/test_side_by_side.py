@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from linearizer.errors import FaultError, RequestError
-from linearizer.evaluate.duet import duet
-from linearizer.evaluate.side_by_side import compare
+from linearizer.evaluate.side_by_side import compare, write_in_turns
 from linearizer.progress import finish
 from tests.support.models import student_of, teacher_of
 
@@ -31,7 +30,7 @@ def pair():
 @pytest.mark.parametrize("sample", [False, True])
 def test_both_write_what_they_write_one_after_the_other(pair, sample):
     expected = finish(compare(*pair, Tokens(), "5 6 7 8", 12, seed=3, sample=sample))
-    for both in duet(*pair, Tokens(), "5 6 7 8", 12, seed=3, sample=sample):
+    for both in write_in_turns(*pair, Tokens(), "5 6 7 8", 12, seed=3, sample=sample):
         last = both
     assert last.done
     assert last.teacher.text == expected.teacher.text
@@ -42,20 +41,20 @@ def test_both_write_what_they_write_one_after_the_other(pair, sample):
 
 
 def test_what_was_told_grows_to_what_was_written(pair):
-    told = [both.student.text for both in duet(*pair, Tokens(), "5 6", 60)]
+    told = [both.student.text for both in write_in_turns(*pair, Tokens(), "5 6", 60)]
     assert all(later.startswith(earlier) for earlier, later in zip(told, told[1:], strict=False))
 
 
 def test_it_tells_at_most_ten_times_a_second(pair):
     begun, told = time.monotonic(), 0
-    for both in duet(*pair, Tokens(), "5 6", 150):
+    for both in write_in_turns(*pair, Tokens(), "5 6", 150):
         told += not both.done
     assert 1 <= told <= 10 * (time.monotonic() - begun)
 
 
 def test_a_listener_that_leaves_ends_both(pair):
     before = threading.active_count()
-    telling = duet(*pair, Tokens(), "5 6", 5000)
+    telling = write_in_turns(*pair, Tokens(), "5 6", 5000)
     next(telling)
     telling.close()
     assert threading.active_count() == before
@@ -64,10 +63,10 @@ def test_a_listener_that_leaves_ends_both(pair):
 def test_a_writer_that_breaks_is_told_of_and_does_not_hold_up_the_other(pair, monkeypatch):
     monkeypatch.setattr(pair[1], "empty_cache", lambda: 1 / 0)
     with pytest.raises(FaultError, match="ZeroDivisionError"):
-        list(duet(*pair, Tokens(), "5 6", 4))
+        list(write_in_turns(*pair, Tokens(), "5 6", 4))
 
 
 @pytest.mark.parametrize(("prompt", "tokens"), [("", 4), ("5", 0)])
 def test_nothing_to_write_is_said(pair, prompt, tokens):
     with pytest.raises(RequestError, match="nothing to compare"):
-        list(duet(*pair, Tokens(), prompt, tokens))
+        list(write_in_turns(*pair, Tokens(), prompt, tokens))
