@@ -49,6 +49,7 @@ def mutate(module, line, mutation, folder, monkeypatch):
     path.write_text(source.replace(line, mutation), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(f"{module.__package__}.mutant", path)
     mutant = importlib.util.module_from_spec(spec)
+    monkeypatch.setitem(sys.modules, spec.name, mutant)  # where dataclasses look for their module
     spec.loader.exec_module(mutant)
     if hasattr(module, "SEGMENT"):
         mutant.SEGMENT = module.SEGMENT
