@@ -1,6 +1,7 @@
-"""The order of the steps, written once: model -> profile -> allocation -> student -> training -> checkpoint.
+"""The table of contents: begin -> profile -> allocate -> make the student -> train -> judge -> save.
 
-Each step's product is stored in the run's folder, and a step whose product is there is not done again.
+Each step stores its product in the folder of the run, and a step whose product is stored is not repeated. Afterwards a
+student is evaluated, and compared with its teacher.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ from linearizer.train.step import plan_with_steps, train
 
 
 def inspect(model: str, token: str | None = None) -> Inspection:
-    """Say what a model is and whether it can be linearized; no weight is downloaded."""
+    """Inspect a model and tell whether it can be linearized, without downloading weights."""
     source = find_model(model, token)
     return inspect_model(source, load_config(source, token))
 
@@ -58,7 +59,7 @@ def begin(
     resume: bool = False,
     check_limits: Callable[[Plan, Inspection], None] = lambda plan, inspection: None,
 ) -> Run:
-    """Begin a run, or open the run to resume; whatever can be refused before the work is refused here, and only here.
+    """Begin a run, or open the run to resume. All that can be refused before the work is refused here, and only here.
 
     plan.json holds what is decided here: the revision of the model, and whether prices are measured or estimated.
     """
@@ -72,11 +73,9 @@ def begin(
     check_plan(plan, inspection.layers)
     check_limits(plan, inspection)
     model = f"{source.repo_id}@{source.revision}" if source.repo_id else plan.model
-    run = Run(folder)
+    decided = replace(plan, model=model, prices=choose_pricing(plan, inspection))
+    run = Run.create(folder, decided, inspection, asked=plan)
     try:
-        run = Run.create(
-            folder, replace(plan, model=model, prices=choose_pricing(plan, inspection)), inspection, asked=plan
-        )
         check_disks(folder, plan, source, inspection)
     except LinearizerError:
         run.remove_unstarted()
@@ -105,57 +104,23 @@ def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection
         check_room(cache, download)
 
 
-def reallocate(run: Run, plan: Plan) -> Allocation:
-    """Decide anew, from what the run has measured; it becomes the run's own if no student was made yet."""
-    allocation = decide(run, plan, run.layers)
-    if not run.checkpoint.exists():
-        with run.take_lock():
-            changed = allocation != run.allocation
-            told = {"strategy": allocation.strategy, "features_mean": allocation.features_mean, "changed": changed}
-            run.log("allocated", **told)  # first: a kill after it can cost a training, and cannot cut one short
-            if changed:  # another student, which a training of the one before says nothing of, and its time neither
-                remove(run.folder / "state" / "training")
-                remove(run.folder / "state" / "steps.json")
-            run.write("plan.json", plan.to_json())
-            run.write("allocation.json", allocation.to_json())
-    return allocation
-
-
-def shared_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
-    """Take texts to train on, and others to judge by: what follows all that was trained on, measured or priced."""
-    wanted, least = plan.steps * plan.batch, min_texts(plan)
-    texts = texts_of(plan, teacher, max(wanted, plan.texts_measured) + JUDGING.texts, token, least=least)
-    judged = min(JUDGING.texts, len(texts) - least + 1)
-    return texts[:-judged][:wanted], texts[-judged:]
-
-
-def measure_only(run: Run, token: str | None = None, held: bool = False) -> Steps[Profile]:
-    """Take a run as far as its profile."""
-    with working(run, held):
-        with interruptible(run):
-            teacher = load(run.plan, token, run.inspection)
-        found = yield from measure_teacher(run, teacher, token)
-        run.log("stopped")
-    return found
-
-
 def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[Allocation]:
-    """Do what the plan of a run asks for, from where it stands; `held` says that the caller holds its lock.
+    """Make the student of a run from where the run stands; `held` tells that the caller holds its lock.
 
-    It works at once, beside others: `jobs.start` and the command line wait for their turn at the device.
+    The work begins at once. `jobs.control.start` and the command line wait for their turn at the device.
     """
     if not run.done:
-        with working(run, held):
-            if not run.checkpoint.is_dir():  # otherwise it was killed when all but the last was done
-                yield from make(run, token)
+        with logged_work(run, held):
+            if not run.checkpoint.is_dir():  # otherwise the run was killed right after saving
+                yield from make_student(run, token)
             add_card(run)
             run.log("done")
     assert run.allocation is not None
     return run.allocation
 
 
-def make(run: Run, token: str | None) -> Steps[None]:
-    """Do the steps that are left until a run's checkpoint is there."""
+def make_student(run: Run, token: str | None) -> Steps[None]:
+    """Do all steps from the teacher to the checkpoint; a step whose product is stored is not repeated."""
     with interruptible(run):
         teacher = load(run.plan, token, run.inspection)
     layers = teacher.inspection.layers
@@ -163,12 +128,12 @@ def make(run: Run, token: str | None) -> Steps[None]:
     allocation = run.allocation or (yield from allocate(run, teacher, token))
     run.write("allocation.json", allocation.to_json())
     run.log("allocated", strategy=allocation.strategy, features_mean=allocation.features_mean)
-    name = teacher.source.repo_id or Path(teacher.source.name).name  # where a folder lies is nobody's business
+    name = teacher.source.repo_id or Path(teacher.source.name).name  # the path of a folder is not published
     origin = {"name": name, "revision": teacher.source.revision}
     student = checkpoint.linearize(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
     with interruptible(run):
         plan = plan_with_steps(run, teacher, student, token)
-        learnt, judged = shared_texts(plan, teacher, token)
+        learnt, judged = training_and_judging_texts(plan, teacher, token)
     yield from train(run, plan, student, allocation, learnt)
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
     run.write_evaluation(made_with={**made_with, **environment(student)})
@@ -180,10 +145,65 @@ def make(run: Run, token: str | None) -> Steps[None]:
     checkpoint.save(student, teacher.tokenizer, run.checkpoint)
 
 
+def training_and_judging_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+    """Take texts to train on, and later texts to judge by, which nothing was trained, measured or priced on."""
+    wanted, least = plan.steps * plan.batch, min_texts(plan)
+    texts = texts_of(plan, teacher, max(wanted, plan.texts_measured) + JUDGING.texts, token, least=least)
+    judged = min(JUDGING.texts, len(texts) - least + 1)
+    return texts[:-judged][:wanted], texts[-judged:]
+
+
+def profile(run: Run, token: str | None = None, held: bool = False) -> Steps[Profile]:
+    """Do the first step alone; the run stops with its profile."""
+    with logged_work(run, held):
+        with interruptible(run):
+            teacher = load(run.plan, token, run.inspection)
+        measured = yield from measure_teacher(run, teacher, token)
+        run.log("stopped")
+    return measured
+
+
+def reallocate(run: Run, plan: Plan) -> Allocation:
+    """Allocate another budget from the measurements of a run; the run takes it over unless its student exists."""
+    allocation = decide(run, plan, run.layers)
+    if not run.checkpoint.exists():
+        with run.take_lock():
+            changed = allocation != run.allocation
+            details = {"strategy": allocation.strategy, "features_mean": allocation.features_mean, "changed": changed}
+            run.log("allocated", **details)  # first: a kill from here on can repeat a training, but not end it early
+            if changed:  # another student needs another training, of other length
+                remove(run.folder / "state" / "training")
+                remove(run.folder / "state" / "steps.json")
+            run.write("plan.json", plan.to_json())
+            run.write("allocation.json", allocation.to_json())
+    return allocation
+
+
+def evaluate(
+    run: Run, request: Request, anew: tuple[str, ...] = (), token: str | None = None, held: bool = False
+) -> Steps[dict[str, Part]]:
+    """Evaluate the student of a run; `anew` names parts to measure again although their results answer the request."""
+    run = run.evaluating
+    with logged_work(run, held), assembled(run, token) as setup:
+        parts = yield from measure_parts(run, setup, request, anew)
+        add_card(run)
+        run.log("done")
+    return parts
+
+
+def resume_evaluation(run: Run, token: str | None = None) -> Steps[dict[str, Part]]:
+    """Resume the evaluation that was last requested; the caller holds the lock of the run."""
+    with reported(run.evaluating):
+        plain, again, done = newest_request(run)
+        request = Request.of(plain)
+    anew = tuple(part for part in request.chosen if again and part not in done)
+    return (yield from evaluate(run, request, anew, token, held=True))
+
+
 def compare_run(
     run: Run, prompt: str, new_tokens: int, seed: int, sample: bool, token: str | None = None
 ) -> Steps[Comparison]:
-    """Let the teacher and the student of a run continue a prompt."""
+    """Continue a prompt with the teacher and with the student of a run."""
     if not run.checkpoint.is_dir():
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     with quiet():
@@ -193,32 +213,9 @@ def compare_run(
 
 
 @contextmanager
-def working(run: Run, held: bool = False) -> Iterator[None]:
-    """Hold a run while it is worked on, unless it is held already, and log how that began and ended."""
-    from linearizer.model.quiet import quiet
-
+def logged_work(run: Run, held: bool = False) -> Iterator[None]:
+    """Lock a run while it is worked on, unless the caller holds its lock, and log how the work began and ended."""
     with nullcontext() if held else run.take_lock(), quiet(), reported(run):
         run.log("started")
         yield
         run.clear_request("stop")
-
-
-def resume_evaluation(run: Run, token: str | None = None) -> Steps[dict[str, Part]]:
-    """Go on with what was last asked for, as the log says; the caller holds the run."""
-    with reported(run.evaluating):
-        asked, again, done = newest_request(run)
-        request = Request.of(asked)
-    anew = tuple(part for part in request.chosen if again and part not in done)
-    return (yield from evaluate(run, request, anew, token, held=True))
-
-
-def evaluate(
-    run: Run, request: Request, anew: tuple[str, ...] = (), token: str | None = None, held: bool = False
-) -> Steps[dict[str, Part]]:
-    """Evaluate a finished run; `anew` names parts that are measured although they are there as they were asked."""
-    run = run.evaluating
-    with working(run, held), assembled(run, token) as setup:
-        parts = yield from measure_parts(run, setup, request, anew)
-        add_card(run)
-        run.log("done")
-    return parts

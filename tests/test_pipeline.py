@@ -13,7 +13,7 @@ from linearizer.errors import FolderError, RequestError, Stopped
 from linearizer.jobs import control
 from linearizer.measure.head_prices import choose_pricing, pricing_operations
 from linearizer.model.hub import find_model
-from linearizer.pipeline import linearize, measure_only, reallocate
+from linearizer.pipeline import linearize, profile, reallocate
 from linearizer.progress import Progress, finish
 from linearizer.run.files import remove
 from linearizer.run.folder import Trained, trained
@@ -180,7 +180,7 @@ def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
 
 def test_a_run_that_was_only_measured_waits_to_be_resumed(begin):
     run = begin()
-    finish(measure_only(run))
+    finish(profile(run))
     assert control.status(run).state == "stopped" and run.has_file("profile.json")
 
 
@@ -256,7 +256,7 @@ def test_a_branch_that_moves_on_does_not_change_a_run_that_resumes(begin, hub):
     demo = find_model("demo").folder
     hub.add("org/moving", demo)
     run, whole = begin("run", Plan("org/moving", steps=2, **QUICK)), begin("whole", Plan("demo", steps=2, **QUICK))
-    finish(measure_only(run))
+    finish(profile(run))
     hub.add("org/moving", {"config.json": b"{}"})
     finish(linearize(run))
     finish(linearize(whole))

@@ -59,17 +59,20 @@ def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_pa
     text.write_text("Once upon a time there was a child who liked to read. " * 30)
     plan = Plan.of("windows", **{**SMALL, "texts": 5, "text": f"file:{text}"})
     teacher = teacher_module.load(plan)
-    judged, measured = pipeline.shared_texts(plan, teacher, None)[1], teacher_module.texts_of(plan, teacher, 5, None)
+    judged, measured = (
+        pipeline.training_and_judging_texts(plan, teacher, None)[1],
+        teacher_module.texts_of(plan, teacher, 5, None),
+    )
     assert len(judged) and not (judged[:, None] == measured).all(-1).any()
     with pytest.raises(TextError, match="are needed"):
-        pipeline.shared_texts(replace(plan, texts=5 + len(judged)), teacher, None)
+        pipeline.training_and_judging_texts(replace(plan, texts=5 + len(judged)), teacher, None)
 
 
 @pytest.mark.parametrize("recipe", ["best", "duo"])
 def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(recipe, tmp_path):
     run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1}))
     teacher = teacher_module.load(run.plan)
-    judged = pipeline.shared_texts(run.plan, teacher, None)[1]
+    judged = pipeline.training_and_judging_texts(run.plan, teacher, None)[1]
     seen = teacher_module.texts_of(run.plan, teacher, len(step.texts_to_price_on(run, teacher, None)), None)
     assert len(seen) == 2 and not (judged[:, None] == seen).all(-1).any()
 

@@ -169,7 +169,7 @@ def serve_profile(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
 
     run = begin_run(arguments)
-    profile = work_in_turn(run, pipeline.measure_only(run, held=True))
+    profile = work_in_turn(run, pipeline.profile(run, held=True))
     print_product(arguments, asdict(profile), describe_profile(profile) + f"\nin {run.folder}")
 
 
