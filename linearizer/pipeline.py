@@ -33,6 +33,7 @@ from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
 from linearizer.run.disk import checkpoint_bytes, resume_bytes
 from linearizer.run.evaluation_request import Request
+from linearizer.run.events import EventName
 from linearizer.run.files import check_room, remove
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.head_bytes import Layer
@@ -114,7 +115,7 @@ def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[A
             if not run.checkpoint.is_dir():  # otherwise the run was killed right after saving
                 yield from make_student(run, token)
             add_card(run)
-            run.log("done")
+            run.log(EventName.DONE)
     assert run.allocation is not None
     return run.allocation
 
@@ -127,7 +128,7 @@ def make_student(run: Run, token: str | None) -> Steps[None]:
     yield from measure_teacher(run, teacher, token)
     allocation = run.allocation or (yield from allocate(run, teacher, token))
     run.write("allocation.json", allocation.to_json())
-    run.log("allocated", strategy=allocation.strategy, features_mean=allocation.features_mean)
+    run.log(EventName.ALLOCATED, strategy=allocation.strategy, features_mean=allocation.features_mean)
     name = teacher.source.repo_id or Path(teacher.source.name).name  # the path of a folder is not published
     origin = {"name": name, "revision": teacher.source.revision}
     student = checkpoint.linearize(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
@@ -159,7 +160,7 @@ def profile(run: Run, token: str | None = None, held: bool = False) -> Steps[Pro
         with interruptible(run):
             teacher = load(run.plan, token, run.inspection)
         measured = yield from measure_teacher(run, teacher, token)
-        run.log("stopped")
+        run.log(EventName.STOPPED)
     return measured
 
 
@@ -170,7 +171,8 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
         with run.take_lock():
             changed = allocation != run.allocation
             details = {"strategy": allocation.strategy, "features_mean": allocation.features_mean, "changed": changed}
-            run.log("allocated", **details)  # first: a kill from here on can repeat a training, but not end it early
+            # first: a kill from here on can repeat a training, but not end it early
+            run.log(EventName.ALLOCATED, **details)
             if changed:  # another student needs another training, of other length
                 remove(run.folder / "state" / "training")
                 remove(run.folder / "state" / "steps.json")
@@ -187,7 +189,7 @@ def evaluate(
     with logged_work(run, held), assembled(run, token) as setup:
         parts = yield from measure_parts(run, setup, request, anew)
         add_card(run)
-        run.log("done")
+        run.log(EventName.DONE)
     return parts
 
 
@@ -216,6 +218,6 @@ def compare_run(
 def logged_work(run: Run, held: bool = False) -> Iterator[None]:
     """Lock a run while it is worked on, unless the caller holds its lock, and log how the work began and ended."""
     with nullcontext() if held else run.take_lock(), quiet(), reported(run):
-        run.log("started")
+        run.log(EventName.STARTED)
         yield
         run.clear_request("stop")

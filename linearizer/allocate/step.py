@@ -17,6 +17,7 @@ from linearizer.model.initialise import begin_of
 from linearizer.model.teacher import Teacher, texts_of
 from linearizer.progress import Steps
 from linearizer.run.allocation import Allocation
+from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head
@@ -48,7 +49,7 @@ def allocate_with_exchanges(run: Run, teacher: Teacher, token: str | None) -> St
 
     steps = improve_by_exchanges(teacher.model, texts, layers, first, exchange, run.plan.exchanges, begin_of(run))
     best, kl = yield from logged(run, steps)
-    run.log("exchanged", predicted=offers.kl(offers.levels(best)), measured=kl, changed=best != first)
+    run.log(EventName.EXCHANGED, predicted=offers.kl(offers.levels(best)), measured=kl, changed=best != first)
     return best
 
 
@@ -91,7 +92,7 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Prices
     prices = yield from logged(run, steps)
     run.write("prices.json", prices.to_json())
     remove(run.folder / PARTIAL_PRICES)
-    run.log("priced", tokens=texts.numel(), estimated=estimated)
+    run.log(EventName.PRICED, tokens=texts.numel(), estimated=estimated)
     return prices
 
 
@@ -106,7 +107,7 @@ def read_partial_prices(run: Run, options: tuple[Head, ...], generator: torch.Ge
         partial = PartialPrices.from_json(run.read(PARTIAL_PRICES))
         drawn = bytes.fromhex(partial.drawn)
     except (RequestError, ValueError) as error:
-        run.log("dropped", file=PARTIAL_PRICES, why=str(error.__cause__ or error))
+        run.log(EventName.DROPPED, file=PARTIAL_PRICES, why=str(error.__cause__ or error))
         return None
     if partial.prices.options != options:
         return None
@@ -123,5 +124,5 @@ def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:
     students = [allocate_alike(layers, run.plan, count) for count in counts]
     kl = yield from logged(run, measure_students(teacher.model, texts, layers, students, begin_of(run)))
     best = min(zip(counts, kl, strict=True), key=lambda pair: max(pair[1], MIN_KL))[0]
-    run.log("tried", sinks=dict(zip(map(str, counts), kl, strict=True)), kept=best)
+    run.log(EventName.TRIED, sinks=dict(zip(map(str, counts), kl, strict=True)), kept=best)
     return best

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 from linearizer.amounts import columns, duration, growing, size, smaller_from
 from linearizer.progress import Progress, Steps
 from linearizer.run import events
+from linearizer.run.events import EventName
 
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Comparison
@@ -175,7 +176,7 @@ def describe_run(run: Run) -> str:
     evaluation = "\n\n".join(
         text_of(PART_VIEWS[part].tables(parts[part])) for part in ("language", "recall") if part in parts
     )
-    exchanged = events.events_of_student(run.events(), "exchanged")
+    exchanged = events.events_of_student(run.events(), EventName.EXCHANGED)
     kl = (
         f"KL on the text that heads were priced on: {exchanged[-1]['predicted']:.4f} predicted, "
         f"{exchanged[-1]['measured']:.4f} measured\n"

@@ -24,6 +24,7 @@ from linearizer.model.samples import SAMPLES
 from linearizer.model.text import document_numbers
 from linearizer.progress import Steps
 from linearizer.run.evaluation_request import Request
+from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.results import Part, Result, TextRead
 from linearizer.run.stopping import interruptible, logged
@@ -59,7 +60,7 @@ def measure_parts(
         measured = Part(asked, made_with, result, read)
         run.write_evaluation(parts={**run.evaluation_parts, name: measured.to_plain()})
         if step is None:
-            run.log("examined", part=name)
+            run.log(EventName.EXAMINED, part=name)
     return run.results
 
 
@@ -67,7 +68,7 @@ def judge(run: Run, setup: Setup) -> Steps[None]:
     """Measure a student that has just been made on texts that were kept from its training."""
     run.write_evaluation(parts={})
     parts = yield from measure_parts(run, setup, JUDGING, step="evaluate")
-    run.log("evaluated", **{subject.name: subject.loss.mean for subject in parts["language"].result.subjects})
+    run.log(EventName.EVALUATED, **{subject.name: subject.loss.mean for subject in parts["language"].result.subjects})
 
 
 def check_request(setup: Setup, request: Request) -> None:

@@ -21,15 +21,20 @@ from typing import Any
 from linearizer.errors import FolderError, RequestError
 from linearizer.jobs import queue
 from linearizer.jobs.queue import Ticket
-from linearizer.run.events import READ_BYTES, Event, first_event, newest_events, read_events
+from linearizer.run.events import READ_BYTES, STEPS, Event, EventName, first_event, newest_events, read_events
 from linearizer.run.files import UNFINISHED, remove, writing
 from linearizer.run.folder import OWN, Run, newest_request
 from linearizer.run.locks import Lock
 
 STATES = ("queued", "running", "stopping", "stopped", "failed", "done", "lost")
-STEPS = ("profile", "try", "price", "exchange", "gates", "distill", "evaluate")
 PARTS = ("language", "recall", "longer", "needle", "generation", "approximation", "distill", "speed", "tasks")
-TOLD = {"queued": "queued", "started": "running", "stopped": "stopped", "failed": "failed", "done": "done"}
+STATE_AFTER = {
+    EventName.QUEUED: "queued",
+    EventName.STARTED: "running",
+    EventName.STOPPED: "stopped",
+    EventName.FAILED: "failed",
+    EventName.DONE: "done",
+}
 LIVE = ("queued", "running", "stopping")
 OFTEN = 0.25  # seconds between two looks at a log
 SAID = 200  # letters that are quoted of a log
@@ -70,7 +75,7 @@ def start(run: Run, token: str | None = None, **asked: Any) -> None:
             spawn(run, lock, ticket, token)
         except OSError as error:
             ticket.path.unlink(missing_ok=True)
-            run.log("failed", error=f"no process could be started ({error.strerror}): free memory, then resume")
+            run.log(EventName.FAILED, error=f"no process could be started ({error.strerror}): free memory, then resume")
             raise FolderError(f"{str(run.folder)!r} cannot be worked on ({error.strerror}): free memory") from error
 
 
@@ -106,7 +111,7 @@ def enter(run: Run, **asked: Any) -> tuple[Lock, Ticket]:
         remove(run.folder / "worker.log")
         ticket = queue.ask(run.folder)
         undo.callback(ticket.give_back)
-        run.log("queued", **asked)
+        run.log(EventName.QUEUED, **asked)
         undo.pop_all()
     return lock, ticket
 
@@ -156,7 +161,7 @@ def use_now(run: Run) -> None:
     found = status(run)
     if found.state not in ("queued", "running"):
         raise RequestError(f"{str(run.folder)!r} is {found.state}: only a run that is at work can end its training")
-    if found.step is None or found.step["event"] != "distill":
+    if found.step is None or found.step["event"] != EventName.DISTILL:
         raise RequestError(f"{str(run.folder)!r} is not training: there is nothing to use yet, or nothing left to end")
     run.make_request("use")
 
@@ -239,11 +244,11 @@ def read(run: Run) -> Told:
         newest = newest or event
         if event["event"] in steps and "done" in event and "total" in event:
             step = event
-        if event["event"] in TOLD or step:
+        if event["event"] in STATE_AFTER or step:
             last = last or event
         if step:
             break
-    state = "stopped" if last is None else TOLD.get(last["event"], "running")
+    state = "stopped" if last is None else STATE_AFTER.get(last["event"], "running")
     return Told(state, last.get("error") if last and state in ("failed", "stopped") else None, newest, step)
 
 

@@ -22,6 +22,7 @@ from linearizer.measure.head_prices import choose_pricing, options_to_price
 from linearizer.model.devices import device_kind
 from linearizer.run.disk import checkpoint_bytes, resume_bytes
 from linearizer.run.evaluation_request import Request
+from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
@@ -177,10 +178,10 @@ def pass_seconds(run: Run) -> float | None:
     """Say what one text of the run's own length took, in the mean over teacher, student and window."""
     begun = None
     for event in run.events():
-        if run.owns_event(event) and event["event"] == "evaluate" and begun is None:
+        if run.owns_event(event) and event["event"] == EventName.EVALUATE and begun is None:
             begun = event["time"]
-        elif run.owns_event(event) and event["event"] == "started":
+        elif run.owns_event(event) and event["event"] == EventName.STARTED:
             begun = None  # what was judged before a stop is judged again
-        elif run.owns_event(event) and event["event"] == "evaluated" and begun is not None:
+        elif run.owns_event(event) and event["event"] == EventName.EVALUATED and begun is not None:
             return max(event["time"] - begun, 0.01) / JUDGING_PASSES
     return None

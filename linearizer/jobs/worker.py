@@ -21,6 +21,7 @@ from linearizer.jobs.control import enter
 from linearizer.jobs.queue import Ticket
 from linearizer.model.devices import choose_device, device_name
 from linearizer.progress import Progress, Steps, finish
+from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.locks import Lock
 from linearizer.run.stopping import check, reported
@@ -105,7 +106,7 @@ def faults_logged(run: Run, keep: Callable[[Exception], None] = lambda fault: No
     except Exception as fault:
         keep(fault)
         run.log(
-            "failed",
+            EventName.FAILED,
             error=f"{type(fault).__name__}, a fault of Linearizer itself: its traceback is on standard error, which a "
             "run in the background keeps in its folder as worker.log",
         )

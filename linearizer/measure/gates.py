@@ -14,6 +14,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.progress import Progress, Steps
+from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Layer
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 from linearizer.runtime.layer_student import LayerStudent
@@ -71,5 +72,5 @@ def learn_gates(
         with torch.no_grad():
             for alpha in alphas:
                 alpha.clamp_(0, 1)
-        yield Progress("gates", step + 1, steps, "steps", {"error": error.item()})
+        yield Progress(EventName.GATES, step + 1, steps, "steps", {"error": error.item()})
     return tuple(tuple(gates[index].alpha.tolist()) if index in gates else () for index in range(len(layers)))

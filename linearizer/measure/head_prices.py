@@ -17,6 +17,7 @@ from linearizer.model.devices import device_kind
 from linearizer.model.logits import kl_of, logits_of
 from linearizer.model.swap import Begin, attention_inputs, fixed_output, make_layer_student, skipping_first_layers
 from linearizer.progress import Progress, Steps
+from linearizer.run.events import EventName
 from linearizer.run.head_bytes import BLOCK, Head, Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
@@ -102,7 +103,7 @@ def measure_prices(
                         with fixed_output(module, with_head(softmax, output, head, layer.kv_heads)):
                             kl_of_layer[-1].append(kl_of(expected, logits_of(teacher, texts)).mean().item())
                         done += 1
-                        yield Progress("price", done, total, "prices")
+                        yield Progress(EventName.PRICE, done, total, "prices")
             kl.append(tuple(zip(*kl_of_layer, strict=True)))
             keep(kl)
     return Prices(sinks, tuple(options), tuple(kl))

@@ -18,6 +18,7 @@ from transformers import PreTrainedModel
 
 from linearizer.model.swap import Begin, make_layer_student
 from linearizer.progress import Progress, Steps
+from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.prices import Prices
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
@@ -67,7 +68,7 @@ def estimate_prices(
                     # (draws, 1, KV heads, group, tokens): the queries of a group change together
                     slope = (gradient.unflatten(2, (layers[index].kv_heads, -1)) * change).sum((-1, 3))
                     sums[index][place] += slope.square().mean(0).sum((0, 2)).double().cpu() / 2
-        yield Progress("price", done + 1, len(texts), "texts")
+        yield Progress(EventName.PRICE, done + 1, len(texts), "texts")
     kl = [sums[index].div(texts.numel()).T.tolist() if index in sums else [] for index in range(len(layers))]
     return Prices(sinks, tuple(options), tuple(tuple(map(tuple, rows)) for rows in kl))
 

@@ -15,6 +15,7 @@ from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.recorder import LayerRecord, Recorder, draw_tokens
 from linearizer.model.samples import LayerSamples, Samples
 from linearizer.progress import Progress, Steps
+from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Gauge, HeadProfile, LayerProfile, Profile, ProfileSettings
@@ -57,7 +58,7 @@ def measure_profile(
     batches = -(-len(texts) // size)
     for batch in range(batches):
         record_batch(model, texts, real, slice(batch * size, (batch + 1) * size), recorder)
-        yield Progress("profile", batch + 1, batches, "batches")
+        yield Progress(EventName.PROFILE, batch + 1, batches, "batches")
     recorder.check()
     profiles = yield from profile_layers(recorder, settings)
     rows = tuple(profiles.get(index, LayerProfile(())) for index in range(len(layers)))
@@ -95,7 +96,7 @@ def profile_layers(recorder: Recorder, settings: ProfileSettings) -> Steps[dict[
         for done, ((index, _), curve) in enumerate(zip(samples, results, strict=True)):
             curves[index].append(curve)
             details = layer_details(recorder.records[index], curves[index], index, settings)
-            yield Progress("profile", done + 1, len(samples), "heads", details)
+            yield Progress(EventName.PROFILE, done + 1, len(samples), "heads", details)
     return {index: layer_profile(record, curves[index], settings) for index, record in recorder.records.items()}
 
 

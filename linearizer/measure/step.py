@@ -8,6 +8,7 @@ from linearizer.measure.profile import measure_profile, profile_settings
 from linearizer.model.logits import check_logits
 from linearizer.model.teacher import Teacher, texts_of
 from linearizer.progress import Steps
+from linearizer.run.events import EventName
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
@@ -27,7 +28,7 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
     with writing(run.folder / "state"):
         save_file(measured.samples.tensors(), run.folder / "state" / "samples.safetensors")
     run.write("profile.json", measured.profile.to_json())
-    run.log("profiled", tokens=measured.profile.tokens)
+    run.log(EventName.PROFILED, tokens=measured.profile.tokens)
     return measured.profile
 
 

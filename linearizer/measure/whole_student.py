@@ -12,6 +12,7 @@ from linearizer.model.logits import kl_of, logits_of
 from linearizer.model.swap import Begin, heads_holding
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
+from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Layer
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 
@@ -27,7 +28,7 @@ def measure_students(
     """Measure the kl of each allocation's student, in nats per token."""
     expected, kl = logits_of(teacher, texts), []
     for done, allocation in enumerate(allocations):
-        yield Progress("try", done, len(allocations), "students")
+        yield Progress(EventName.TRY, done, len(allocations), "students")
         kl.append(kl_of_student(teacher, texts, layers, allocation, begin, expected))
     return kl
 
@@ -46,7 +47,7 @@ def improve_by_exchanges(
     expected = logits_of(teacher, texts)
     best, best_kl = allocation, kl_of_student(teacher, texts, layers, allocation, begin, expected)
     for done in range(exchanges + 1):
-        yield Progress("exchange", done, exchanges, "students", {"kl": best_kl})
+        yield Progress(EventName.EXCHANGE, done, exchanges, "students", {"kl": best_kl})
         candidate = exchange(best) if done < exchanges else None
         if candidate is None:
             break

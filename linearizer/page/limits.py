@@ -17,6 +17,7 @@ from linearizer.jobs import control
 from linearizer.page.visitors import Visitor, on_space
 from linearizer.run import events
 from linearizer.run.evaluation_request import Request
+from linearizer.run.events import EventName
 from linearizer.run.plan import Plan
 
 if TYPE_CHECKING:
@@ -151,9 +152,9 @@ def worked_since(status: control.Status) -> float:
     """Return the time at which a run, or its evaluation, began to work after it was last queued."""
     begun = status.begun
     for event in filter(status.run.owns_event, events.newest_events(status.run.log_file)):
-        if event["event"] == "started":
+        if event["event"] == EventName.STARTED:
             begun = event["time"]
-        elif event["event"] == "queued":
+        elif event["event"] == EventName.QUEUED:
             break
     return begun
 

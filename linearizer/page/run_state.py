@@ -22,6 +22,7 @@ from linearizer.page import cards, evaluation_cards
 from linearizer.publish import html
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.run import events
+from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 
 MAX_AGE_SECONDS = 2.0  # of pieces that are sent again without reading the run
@@ -62,11 +63,11 @@ class RunState:
         """Read what is new in the log."""
         new, self.place = events.read_events(self.run.log_file, self.place)
         for event in new:
-            if event["event"] == "profile" and "layer" in event:
+            if event["event"] == EventName.PROFILE and "layer" in event:
                 self.found[event["layer"]] = event["freedoms"]
-            elif event["event"] == "distill" and self.run.owns_event(event):
+            elif event["event"] == EventName.DISTILL and self.run.owns_event(event):
                 self.training = [one for one in self.training if one["done"] < event["done"]] + [event]
-            elif event["event"] == "published":
+            elif event["event"] == EventName.PUBLISHED:
                 self.put("published", f"{event['time']} {event['revision']}", lambda event=event: event)
 
     def put(self, name: str, mark: object, value: Any) -> None:
@@ -166,13 +167,13 @@ def step_of_page(status: Status) -> int:
     """Tell which step of the page a run is at: 3 profile, 4 distil, 5 compare."""
     if status.state == "done":
         return 5
-    step = status.step["event"] if status.step else "profile"
-    return 3 if step in ("profile", "try", "price", "exchange", "gates") else 4
+    step = status.step["event"] if status.step else EventName.PROFILE
+    return 3 if step in (EventName.PROFILE, EventName.TRY, EventName.PRICE, EventName.EXCHANGE, EventName.GATES) else 4
 
 
 def possible_actions(status: Status) -> dict[str, bool]:
     """Say which actions a run allows now."""
-    training = status.step is not None and status.step["event"] == "distill"
+    training = status.step is not None and status.step["event"] == EventName.DISTILL
     return {
         "stop": status.state in ("queued", "running"),
         "resume": status.state in ("stopped", "failed", "lost"),

@@ -24,6 +24,7 @@ from linearizer.page import zerogpu
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run import events
 from linearizer.run import folder as folder_module
+from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.locks import Lock
 from linearizer.run.stopping import SliceOver, check, reported
@@ -65,9 +66,9 @@ def run_slices(run: Run, token: str | None) -> Steps[None]:
         try:
             over = work_one_slice(str(run.folder), run.job, token)
         except zerogpu.DeviceTaken:  # it worked too long; what it saved before is kept
-            run.log("slice")
+            run.log(EventName.SLICE)
         except zerogpu.DeviceRefused as refusal:
-            run.log("stopped", error=f"{refusal}; what was finished is kept: resume it later")
+            run.log(EventName.STOPPED, error=f"{refusal}; what was finished is kept: resume it later")
             raise
         count, vain = count + 1, vain + 1 if read_progress(run, saved_steps(run)) == before else 0
         yield Progress("slice", count, count + (not over), "slices")
@@ -128,7 +129,9 @@ def saved_steps(run: Run) -> int:
 
 def logged_steps(run: Run) -> int:
     """Read the last step of training from the log; where a slice ends, that step is saved."""
-    return next((event["done"] for event in events.newest_events(run.log_file) if event["event"] == "distill"), 0)
+    return next(
+        (event["done"] for event in events.newest_events(run.log_file) if event["event"] == EventName.DISTILL), 0
+    )
 
 
 def current_step(run: Run) -> str:

@@ -12,6 +12,7 @@ from linearizer.publish import space, upload
 from linearizer.publish.card import card_files, write_snippet
 from linearizer.publish.card_metadata import Teacher
 from linearizer.publish.upload import Content, Place
+from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 
 CONFIG = "config.json"
@@ -62,7 +63,7 @@ def publish(run: Run, repo_id: str, *, private: bool = True, token: str | None =
     revision = yield from upload.upload(place, files, "Publish a linearized model", obsolete, token)
     check_config(run, place, revision, token)
     done = Published(place.repo_id, revision, f"{place.url}/tree/{revision}", write_snippet(place.repo_id, revision))
-    run.log("published", **asdict(done), private=place.private)
+    run.log(EventName.PUBLISHED, **asdict(done), private=place.private)
     return done
 
 

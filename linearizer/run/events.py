@@ -6,12 +6,52 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
 from linearizer.run.files import writing
 
 READ_BYTES = 2**14  # bytes that are read at once
+
+
+class EventName(str, Enum):
+    """The names of events; the progress of a part of an evaluation has the name of the part."""
+
+    # the state of a run
+    QUEUED = "queued"
+    STARTED = "started"
+    SLICE = "slice"  # a lent device was given back; the work goes on in the next slice
+    STOPPED = "stopped"
+    FAILED = "failed"
+    DONE = "done"
+
+    # progress of a step: {"done", "total", "unit", …}
+    PROFILE = "profile"
+    TRY = "try"
+    PRICE = "price"
+    EXCHANGE = "exchange"
+    GATES = "gates"
+    DISTILL = "distill"
+    EVALUATE = "evaluate"
+
+    # the result of a step
+    PROFILED = "profiled"
+    TRIED = "tried"
+    PRICED = "priced"
+    DROPPED = "dropped"  # a damaged file is not used
+    EXCHANGED = "exchanged"
+    ALLOCATED = "allocated"
+    TIMED = "timed"
+    DISTILLED = "distilled"
+    EVALUATED = "evaluated"  # the student, when it was made
+    EXAMINED = "examined"  # a part of a requested evaluation
+    PUBLISHED = "published"
+
+    __str__ = str.__str__
+
+
+STEPS = tuple(EventName)[6:13]  # events that tell the progress of a run
 Event = dict[str, Any]  # {"time": seconds since 1970, "event": its name, …}
 
 
@@ -77,7 +117,9 @@ def events_named(path: Path, event: str) -> list[Event]:
 
 def events_of_student(events: Sequence[Event], name: str) -> list[Event]:
     """Keep the events of one name that tell of the student as it is allocated now, not of one before another budget."""
-    changes = [number for number, event in enumerate(events) if event["event"] == "allocated" and event.get("changed")]
+    changes = [
+        number for number, event in enumerate(events) if event["event"] == EventName.ALLOCATED and event.get("changed")
+    ]
     return [event for event in events[changes[-1] if changes else 0 :] if event["event"] == name]
 
 

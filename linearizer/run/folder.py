@@ -21,7 +21,15 @@ from uuid import uuid4
 from linearizer.errors import FolderError, RequestError
 from linearizer.run import locks
 from linearizer.run.allocation import Allocation
-from linearizer.run.events import Event, append_event, events_named, events_of_student, newest_events, read_events
+from linearizer.run.events import (
+    Event,
+    EventName,
+    append_event,
+    events_named,
+    events_of_student,
+    newest_events,
+    read_events,
+)
 from linearizer.run.files import UNFINISHED, write_whole, writing
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
@@ -37,7 +45,7 @@ OWN = {
     "evaluation.json", "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
 }  # fmt: skip
 DECIDED = ("model", "prices")  # choices of a plan that `pipeline.begin` makes definite
-ENDS = ("started", "done")  # of the events that say so, the newest tells whether a run is done
+ENDS = (EventName.STARTED, EventName.DONE)  # the newest of these tells whether a run is done
 EVALUATION = "evaluate"
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
 
@@ -181,7 +189,7 @@ class Run:
     def done(self) -> bool:
         """Whether there is nothing left to do."""
         told = (event["event"] for event in newest_events(self.log_file) if self.owns_event(event))
-        return self.checkpoint.is_dir() and next((name for name in told if name in ENDS), None) == "done"
+        return self.checkpoint.is_dir() and next((name for name in told if name in ENDS), None) == EventName.DONE
 
     def has_file(self, name: str) -> bool:
         return (self.folder / name).exists()
@@ -230,7 +238,7 @@ class Run:
     @property
     def published(self) -> Event | None:
         """Where the student was published last: {"repo_id", "revision", "url", "snippet", "private", "time"}."""
-        return next(reversed(events_named(self.log_file, "published")), None)
+        return next(reversed(events_named(self.log_file, EventName.PUBLISHED)), None)
 
     @property
     def log_file(self) -> Path:
@@ -284,7 +292,7 @@ def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
     done: list[str] = []
     for event in newest_events(run.log_file):
         if run.evaluating.owns_event(event):
-            if event["event"] == "examined":
+            if event["event"] == EventName.EXAMINED:
                 done.append(event["part"])
             if "request" in event:
                 return event["request"], event.get("again", False), tuple(done)
@@ -305,6 +313,6 @@ class Trained:
 
 def trained(run: Run) -> Trained:
     """Read from the log of a run how its training ended; a phase that was taken up again counts as it ended last."""
-    ends = {event.get("phase", 0): event for event in events_of_student(run.events(), "distilled")}
+    ends = {event.get("phase", 0): event for event in events_of_student(run.events(), EventName.DISTILLED)}
     done = sum(event["steps"] for event in ends.values())
     return Trained(done, sum(int(event.get("asked") or event["steps"]) for event in ends.values()))

@@ -14,6 +14,7 @@ from typing import TypeVar
 
 from linearizer.errors import FaultError, FolderError, LinearizerError, Stopped
 from linearizer.progress import Progress, Steps
+from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 
 Product = TypeVar("Product")
@@ -36,15 +37,15 @@ def reported(run: Run) -> Iterator[None]:
         with memory_explained():
             yield
     except SliceOver:
-        run.log("slice")
+        run.log(EventName.SLICE)
         raise
     except (Stopped, KeyboardInterrupt, GeneratorExit):
         why = run.request_reason("stop")
-        run.log("stopped", **({"error": why} if why else {}))
+        run.log(EventName.STOPPED, **({"error": why} if why else {}))
         run.clear_request("stop")
         raise
     except LinearizerError as error:
-        run.log("failed", error=str(error))
+        run.log(EventName.FAILED, error=str(error))
         raise
 
 

@@ -15,6 +15,7 @@ from linearizer.errors import RequestError, TextError
 from linearizer.model.layers import featured
 from linearizer.model.logits import check_logits
 from linearizer.progress import Progress, Steps
+from linearizer.run.events import EventName
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.lora import add_adapters, remove_adapters
@@ -108,7 +109,7 @@ def run_steps(
             "events": tuple(new_events + problems),
         }
         new_events = []
-        yield Progress("distill", trainer.step, settings.steps, "steps", details)
+        yield Progress(EventName.DISTILL, trainer.step, settings.steps, "steps", details)
     if folder is not None and trainer.optimizers and trainer.step < settings.steps:
         write_state(folder, trainer.state({**identity, "events": events}))
 

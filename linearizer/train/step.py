@@ -15,6 +15,7 @@ from linearizer.model.teacher import Teacher, texts_of
 from linearizer.progress import Steps
 from linearizer.run import events
 from linearizer.run.allocation import Allocation
+from linearizer.run.events import EventName
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
@@ -48,7 +49,7 @@ def plan_with_steps(run: Run, teacher: Teacher, student: LinearizedForCausalLM, 
         mean = sum(seconds) / len(seconds)
         steps = max(len(seconds), int(60 * plan.minutes / mean)) if mean else 0
         run.write("state/steps.json", str(steps))
-        run.log("timed", steps=steps, seconds=seconds)
+        run.log(EventName.TIMED, steps=steps, seconds=seconds)
     return replace(plan, steps=run.parse_file("state/steps.json", int), minutes=None)
 
 
@@ -80,7 +81,9 @@ def train_phase(
     folder = run.folder / "state" / "training" / str(number)
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    ends = {event.get("phase", 0): event["steps"] for event in events.events_of_student(run.events(), "distilled")}
+    ends = {
+        event.get("phase", 0): event["steps"] for event in events.events_of_student(run.events(), EventName.DISTILLED)
+    }
     end = ends.get(number, settings.steps) if folder.exists() else settings.steps  # perhaps early
 
     def enough(step: int) -> bool:
@@ -88,4 +91,4 @@ def train_phase(
 
     steps = distill(student, texts, settings, folder=folder, resume=folder.exists(), enough=enough)
     result = yield from logged(run, steps)
-    run.log("distilled", phase=number, asked=settings.steps, **asdict(result))
+    run.log(EventName.DISTILLED, phase=number, asked=settings.steps, **asdict(result))
