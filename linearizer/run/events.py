@@ -51,7 +51,7 @@ class EventName(str, Enum):
     __str__ = str.__str__
 
 
-STEPS = tuple(EventName)[6:13]  # events that tell the progress of a run
+STEPS = tuple(map(EventName, ("profile", "try", "price", "exchange", "gates", "distill", "evaluate")))  # with progress
 Event = dict[str, Any]  # {"time": seconds since 1970, "event": its name, …}
 
 
