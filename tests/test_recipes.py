@@ -12,12 +12,10 @@ from linearizer.allocate import step
 from linearizer.allocate.by_gates import allocate_by_gates
 from linearizer.cli.main import begin_run, parser
 from linearizer.errors import BudgetError, RequestError, TextError
-from linearizer.evaluate.ablation import without_far, without_window
-from linearizer.evaluate.eviction import Evicting, Kept, evicted
 from linearizer.measure.gates import learn_gates
 from linearizer.measure.step import measure_teacher
 from linearizer.model import teacher as teacher_module
-from linearizer.model.swap import exchanged
+from linearizer.model.swap import exchange_students
 from linearizer.page import actions
 from linearizer.page.run_state import RunState
 from linearizer.progress import finish
@@ -26,6 +24,8 @@ from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 from linearizer.run.recipes import RECIPES
 from linearizer.train.settings import training_settings
+from tests.benchmarks.ablation import without_far, without_window
+from tests.benchmarks.eviction import Evicting, Kept, evicted
 from tests.support.models import layers_of, student_of, teacher_of, tokens
 
 SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64, exchanges=1, dtype="float32")
@@ -233,7 +233,7 @@ def test_an_evicting_layer_takes_the_place_of_a_student():
 def test_an_evicting_cache_goes_on_with_a_text(rule):
     student, ids = student_of("llama", [Head(window=40)]), tokens(2, 24)
     heads = [Evicting([6] * layer.kv_heads, rule) for layer in student.students()]
-    with exchanged(student.base, heads):
+    with exchange_students(student.base, heads):
         whole, cache, parts = student(ids, use_cache=False).logits, student.empty_cache(), []
         for piece in ids.split(7, 1):
             parts.append(student(piece, past_key_values=cache, use_cache=True).logits)

@@ -18,7 +18,7 @@ from linearizer.model import checkpoint
 from linearizer.model.devices import choose_device
 from linearizer.model.quiet import quiet
 from linearizer.model.samples import SAMPLES
-from linearizer.model.swap import exchanged
+from linearizer.model.swap import exchange_students
 from linearizer.model.teacher import load
 from linearizer.model.text import first_tokens, pack_texts, read_documents, read_texts
 from linearizer.run.allocation import Allocation
@@ -62,7 +62,7 @@ class Setup:
     def begun(self, allocation: Allocation) -> tuple[LayerStudent, ...]:
         """Make what a student would hold by an allocation, begun and not trained."""
         heads = checkpoint.make_layer_students(self.control, self.layers, allocation, self.run.plan.seed)
-        with exchanged(self.control, heads):
+        with exchange_students(self.control, heads):
             initialise_student(self.run, self.control)
         return heads
 

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from transformers import PreTrainedModel
 
-from linearizer.model.swap import exchanged
+from linearizer.model.swap import exchange_students
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import SINKS, Head, Layer, token_bytes
 from linearizer.runtime.attention_interface import attending
@@ -34,7 +34,7 @@ class Subject:
         elif self.heads is None:
             yield self.model
         else:
-            with exchanged(self.model, self.heads):
+            with exchange_students(self.model, self.heads):
                 yield self.model
 
     def state_bytes(self, layers: Sequence[Layer], length: int) -> int | None:

@@ -15,7 +15,14 @@ from transformers import PreTrainedModel
 
 from linearizer.model.devices import device_kind
 from linearizer.model.logits import kl_of, logits_of
-from linearizer.model.swap import Begin, attention_inputs, fixed_output, make_layer_student, skipping_first_layers
+from linearizer.model.swap import (
+    Begin,
+    FixedOutput,
+    attention_inputs,
+    make_layer_student,
+    replace_student,
+    skipping_first_layers,
+)
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import BLOCK, Head, Layer
@@ -100,7 +107,8 @@ def measure_prices(
                     output = attention_output(module, layer, option, sinks, begin, inputs)
                     kl_of_layer.append([])
                     for head in range(layer.kv_heads):
-                        with fixed_output(module, with_head(softmax, output, head, layer.kv_heads)):
+                        changed = FixedOutput(with_head(softmax, output, head, layer.kv_heads))
+                        with replace_student(module, changed):
                             kl_of_layer[-1].append(kl_of(expected, logits_of(teacher, texts)).mean().item())
                         done += 1
                         yield Progress(EventName.PRICE, done, total, "prices")

@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from linearizer.model.logits import kl_of, logits_of
-from linearizer.model.swap import Begin, heads_holding
+from linearizer.model.swap import Begin, make_layer_student, replace_student
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.events import EventName
@@ -69,5 +69,6 @@ def kl_of_student(
     with attending(teacher, IMPLEMENTATION), ExitStack() as stack:
         for module, (layer, heads) in zip(modules, rows, strict=True):
             if heads:
-                stack.enter_context(heads_holding(module, layer, heads, allocation.sinks, begin))
+                held = make_layer_student(module, layer, heads, allocation.sinks, begin)
+                stack.enter_context(replace_student(module, held))
         return kl_of(expected, logits_of(teacher, texts)).mean().item()

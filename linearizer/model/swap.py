@@ -10,37 +10,37 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.model.checkpoint import make_layer_students
 from linearizer.model.layers import blocks_of
 from linearizer.model.logits import logits_of
-from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.runtime.attention_interface import attention_modules
 from linearizer.runtime.layer_student import LayerStudent
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 UNTRAINED = "codebook"  # the feature map that heads are priced with: as good as any before training
 Begin = Callable[[LayerStudent, int], None]  # initialises the student of a layer, which has this number
 
 
 @contextmanager
-def exchanged(model: PreTrainedModel, heads: Sequence[LayerStudent]) -> Iterator[None]:
-    """Let other students attend in a model's layers."""
-    modules = [module for module in attention_modules(model) if hasattr(module, "student")]
-    own = [module.student for module in modules]
-    for module, other in zip(modules, heads, strict=True):
-        module.student = other
+def replace_student(module: nn.Module, other: nn.Module) -> Iterator[None]:
+    """Let another module attend in a layer, whether the layer has a student or not."""
+    own = getattr(module, "student", None)
+    module.student = other
     try:
         yield
     finally:
-        for module, kept in zip(modules, own, strict=True):
-            module.student = kept
+        if own is None:
+            del module.student
+        else:
+            module.student = own
 
 
 @contextmanager
-def holding(student: LinearizedForCausalLM, layers: Sequence[Layer], allocation: Allocation) -> Iterator[None]:
-    """Let a student's heads hold another allocation, without features: a control."""
-    with exchanged(student.base, make_layer_students(student, layers, allocation)):
+def exchange_students(model: PreTrainedModel, students: Sequence[LayerStudent]) -> Iterator[None]:
+    """Let other students attend in a model's layers."""
+    modules = [module for module in attention_modules(model) if hasattr(module, "student")]
+    with ExitStack() as stack:
+        for module, other in zip(modules, students, strict=True):
+            stack.enter_context(replace_student(module, other))
         yield
 
 
@@ -63,34 +63,12 @@ class FixedOutput(nn.Module):
         return self.output
 
 
-@contextmanager
-def fixed_output(module: nn.Module, output: torch.Tensor) -> Iterator[None]:
-    """Let a layer's attention return a fixed output."""
-    module.student = FixedOutput(output)
-    try:
-        yield
-    finally:
-        del module.student
-
-
 def attention_inputs(module: nn.Module, teacher: PreTrainedModel, texts: torch.Tensor) -> tuple:
     """Record what a layer attends with on texts."""
-    module.student = recorder = InputRecorder()
-    try:
+    recorder = InputRecorder()
+    with replace_student(module, recorder):
         teacher.base_model(input_ids=texts.to(teacher.device), use_cache=False)
-    finally:
-        del module.student
     return recorder.inputs
-
-
-@contextmanager
-def heads_holding(module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin) -> Iterator[None]:
-    """Let each KV head of a layer hold an option."""
-    module.student = make_layer_student(module, layer, heads, sinks, begin)
-    try:
-        yield
-    finally:
-        del module.student
 
 
 def make_layer_student(

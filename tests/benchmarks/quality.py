@@ -24,9 +24,7 @@ import torch
 from linearizer import pipeline
 from linearizer.allocate import step
 from linearizer.errors import BudgetError
-from linearizer.evaluate.ablation import without_far, without_window
 from linearizer.evaluate.environment import environment
-from linearizer.evaluate.eviction import Evicting
 from linearizer.evaluate.language import joined, read_scores
 from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.subjects import Subject
@@ -35,7 +33,7 @@ from linearizer.measure.step import measure_teacher
 from linearizer.model import checkpoint
 from linearizer.model import teacher as teacher_module
 from linearizer.model.quiet import quiet
-from linearizer.model.swap import exchanged
+from linearizer.model.swap import exchange_students
 from linearizer.progress import finish
 from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
@@ -43,6 +41,8 @@ from linearizer.run.head_bytes import cache_bytes
 from linearizer.run.plan import Plan
 from linearizer.train import step as train_step
 from linearizer.train.state_file import digest
+from tests.benchmarks.ablation import without_far, without_window
+from tests.benchmarks.eviction import Evicting
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
@@ -197,7 +197,7 @@ def controlled(student, row, budget) -> Iterator[None]:
         yield
         return
     rule = row.partition("(")[2].rstrip(")")
-    with exchanged(student.base, [Evicting([budget] * layer.kv_heads, rule) for layer in student.students()]):
+    with exchange_students(student.base, [Evicting([budget] * layer.kv_heads, rule) for layer in student.students()]):
         yield
 
 
