@@ -41,7 +41,7 @@ from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan, with_absolute_paths
 from linearizer.run.profile import Profile
 from linearizer.run.results import Part
-from linearizer.run.stopping import check, interruptible, reported
+from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.train.lora import check_peft
 from linearizer.train.settings import training_settings
 from linearizer.train.step import plan_with_steps, train
@@ -142,7 +142,7 @@ def make_student(run: Run, token: str | None) -> Steps[None]:
     if plan.lora:  # adapters changed the student's weights: the teacher and its window have their own
         control = checkpoint.linearize(load(run.plan, token, run.inspection).model, layers, allocation)
     yield from judge(run, Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
-    check(run)
+    check_stop(run)
     checkpoint.save(student, teacher.tokenizer, run.checkpoint)
 
 
@@ -195,7 +195,7 @@ def evaluate(
 
 def resume_evaluation(run: Run, token: str | None = None) -> Steps[dict[str, Part]]:
     """Resume the evaluation that was last requested; the caller holds the lock of the run."""
-    with reported(run.evaluating):
+    with log_end(run.evaluating):
         plain, again, done = newest_request(run)
         request = Request.of(plain)
     anew = tuple(part for part in request.chosen if again and part not in done)
@@ -217,7 +217,7 @@ def compare_run(
 @contextmanager
 def logged_work(run: Run, held: bool = False) -> Iterator[None]:
     """Lock a run while it is worked on, unless the caller holds its lock, and log how the work began and ended."""
-    with nullcontext() if held else run.take_lock(), quiet(), reported(run):
+    with nullcontext() if held else run.take_lock(), quiet(), log_end(run):
         run.log(EventName.STARTED)
         yield
         run.clear_request("stop")

@@ -22,7 +22,7 @@ from linearizer.run.files import remove
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head
 from linearizer.run.prices import PartialPrices, Prices
-from linearizer.run.stopping import interruptible, logged
+from linearizer.run.stopping import interruptible, log_progress
 
 GATE_STEPS = 60
 PARTIAL_PRICES = "state/prices.json"  # the prices of the first layers, while the other layers are measured
@@ -48,7 +48,7 @@ def allocate_with_exchanges(run: Run, teacher: Teacher, token: str | None) -> St
         return exchange_once(offers, allocation, tried)
 
     steps = improve_by_exchanges(teacher.model, texts, layers, first, exchange, run.plan.exchanges, begin_of(run))
-    best, kl = yield from logged(run, steps)
+    best, kl = yield from log_progress(run, steps)
     run.log(EventName.EXCHANGED, predicted=offers.kl(offers.levels(best)), measured=kl, changed=best != first)
     return best
 
@@ -59,7 +59,7 @@ def allocate_with_gates(run: Run, teacher: Teacher, token: str | None) -> Steps[
         texts, plan = texts_to_price_on(run, teacher, token), run.plan
         window = max(plan.budget or 0, 2 * plan.kept_sinks) - plan.kept_sinks
         steps = learn_gates(teacher.model, texts, teacher.inspection.layers, window, plan.kept_sinks, GATE_STEPS)
-        run.write("gates.json", json.dumps((yield from logged(run, steps))))
+        run.write("gates.json", json.dumps((yield from log_progress(run, steps))))
     return decide(run, run.plan, teacher.inspection.layers)
 
 
@@ -89,7 +89,7 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Prices
 
     arguments = (teacher.model, texts, layers, options, sinks, begin_of(run, generator))
     steps = estimate_prices(*arguments) if estimated else measure_prices(*arguments, before=before, keep=keep)
-    prices = yield from logged(run, steps)
+    prices = yield from log_progress(run, steps)
     run.write("prices.json", prices.to_json())
     remove(run.folder / PARTIAL_PRICES)
     run.log(EventName.PRICED, tokens=texts.numel(), estimated=estimated)
@@ -122,7 +122,7 @@ def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:
         return counts[0]
     layers = teacher.inspection.layers
     students = [allocate_alike(layers, run.plan, count) for count in counts]
-    kl = yield from logged(run, measure_students(teacher.model, texts, layers, students, begin_of(run)))
+    kl = yield from log_progress(run, measure_students(teacher.model, texts, layers, students, begin_of(run)))
     best = min(zip(counts, kl, strict=True), key=lambda pair: max(pair[1], MIN_KL))[0]
     run.log(EventName.TRIED, sinks=dict(zip(map(str, counts), kl, strict=True)), kept=best)
     return best

@@ -152,9 +152,9 @@ def work_until_stopped(steps: Steps[Product], how: str) -> Product:
 
 def work_in_turn(run: Run, steps: Steps[Product]) -> Product:
     """Work on a run in this process, when its device is free."""
-    from linearizer.jobs.worker import foreground
+    from linearizer.jobs.worker import work_in_foreground
 
-    return work_until_stopped(foreground(run, steps), f"the command with --resume --out {run.folder}")
+    return work_until_stopped(work_in_foreground(run, steps), f"the command with --resume --out {run.folder}")
 
 
 def serve_inspect(arguments: argparse.Namespace) -> None:
@@ -213,7 +213,7 @@ def serve_run(arguments: argparse.Namespace) -> None:
 
 
 def serve_evaluate(arguments: argparse.Namespace) -> None:
-    from linearizer.jobs.worker import foreground
+    from linearizer.jobs.worker import work_in_foreground
     from linearizer.pipeline import evaluate
     from linearizer.publish.parts import evaluation_report
     from linearizer.run.find import find_run
@@ -227,7 +227,7 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
         return
     steps = evaluate(run, request, request.chosen if arguments.again else (), held=True)
     how = {"request": asdict(request), "again": arguments.again}
-    work_until_stopped(foreground(run.evaluating, steps, **how), f"`linearizer evaluate {run.folder}`")
+    work_until_stopped(work_in_foreground(run.evaluating, steps, **how), f"`linearizer evaluate {run.folder}`")
     parts = run.evaluation_parts
     chosen = {part: parts[part] for part in request.chosen if part in parts}
     if arguments.charts:

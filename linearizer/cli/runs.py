@@ -120,7 +120,7 @@ def show_place_in_queue(run: Run, bar: ProgressBar) -> None:
     """Show the place of a run that waits for its device."""
     while (found := control.status(run)).state == "queued":
         bar.print(f"{'queue':>10}  place {found.place}")
-        time.sleep(control.OFTEN)
+        time.sleep(control.LOG_POLL_SECONDS)
 
 
 def status_values(status: Status) -> dict[str, Any]:

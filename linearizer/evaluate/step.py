@@ -27,7 +27,7 @@ from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.results import Part, Result, TextRead
-from linearizer.run.stopping import interruptible, logged
+from linearizer.run.stopping import interruptible, log_progress
 from linearizer.train.distill import distill
 from linearizer.train.settings import training_settings
 
@@ -56,7 +56,9 @@ def measure_parts(
         if stored is not None and (stored.asked, stored.made_with) == (asked, made_with) and name not in anew:
             continue
         details = {"part": name, "place": place, "parts": len(request.chosen)}
-        result, read = yield from logged(run, measure_whole_part(run, part.measure(setup, request), details, step))
+        result, read = yield from log_progress(
+            run, measure_whole_part(run, part.measure(setup, request), details, step)
+        )
         measured = Part(asked, made_with, result, read)
         run.write_evaluation(parts={**run.evaluation_parts, name: measured.to_plain()})
         if step is None:

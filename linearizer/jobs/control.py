@@ -36,9 +36,9 @@ STATE_AFTER = {
     EventName.DONE: "done",
 }
 LIVE = ("queued", "running", "stopping")
-OFTEN = 0.25  # seconds between two looks at a log
-SAID = 200  # letters that are quoted of a log
-GONE = "its process is gone (killed, or the machine was): resume it, and it goes on from what was saved"
+LOG_POLL_SECONDS = 0.25  # seconds between two looks at a log
+MAX_QUOTED_CHARACTERS = 200  # letters that are quoted of a log
+LOST_ERROR = "its process is gone (killed, or the machine was): resume it, and it goes on from what was saved"
 
 
 @dataclass(frozen=True)
@@ -69,10 +69,10 @@ def start(run: Run, token: str | None = None, **asked: Any) -> None:
     What is asked besides goes into the log, where the process reads it.
     """
     check_start(run, token)
-    lock, ticket = enter(run, **asked)
+    lock, ticket = lock_and_queue(run, **asked)
     with lock, ticket.lock:  # the process that is started holds them, too
         try:
-            spawn(run, lock, ticket, token)
+            start_process(run, lock, ticket, token)
         except OSError as error:
             ticket.path.unlink(missing_ok=True)
             run.log(EventName.FAILED, error=f"no process could be started ({error.strerror}): free memory, then resume")
@@ -104,19 +104,19 @@ def check_start(run: Run, token: str | None) -> None:
         raise RequestError("the token holds characters that no token has: copy it again")
 
 
-def enter(run: Run, **asked: Any) -> tuple[Lock, Ticket]:
+def lock_and_queue(run: Run, **asked: Any) -> tuple[Lock, Ticket]:
     """Hold a run, and take a number for it."""
     with ExitStack() as undo:
         lock = undo.enter_context(run.take_lock())
         remove(run.folder / "worker.log")
-        ticket = queue.ask(run.folder)
+        ticket = queue.take_ticket(run.folder)
         undo.callback(ticket.give_back)
         run.log(EventName.QUEUED, **asked)
         undo.pop_all()
     return lock, ticket
 
 
-def spawn(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
+def start_process(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
     """Start the process of a run; the token goes through a pipe, where nobody else can read it."""
     fds = (lock.fd, ticket.lock.fd)
     which = [str(run.folder), run.job or "", str(ticket.path), *map(str, fds)]
@@ -181,19 +181,19 @@ def delete(run: Run) -> None:
 def status(run: Run) -> Status:
     """Say what a run is doing."""
     Run.open(run.folder)
-    state, told = look(run)
+    state, told = read_state(run)
     first, files = first_event(run.log_file), files_of(run.folder)
     begun = first["time"] if first else max((stat.st_mtime for stat in files.values()), default=0.0)
     training = run.folder / "state" / "training"
     kept = (path for path in files if training in path.parents and path.suffix != UNFINISHED)
     saved = (files[path].st_mtime for path in kept)
-    evaluation = status(run.evaluating) if run.job is None and read(run.evaluating).newest else None
+    evaluation = status(run.evaluating) if run.job is None and read_log_state(run.evaluating).newest else None
     return Status(
         run=run,
         state=state,
         place=queue.place_of(run.folder) if state == "queued" else None,
         step=told.step,
-        error=GONE + last_words(run) if state == "lost" else told.error,
+        error=LOST_ERROR + quote_last_line(run) if state == "lost" else told.error,
         begun=begun,
         changed=told.newest["time"] if told.newest else begun,
         disk_bytes=sum(stat.st_size for stat in files.values()),
@@ -205,11 +205,11 @@ def status(run: Run) -> Status:
 
 def state_of(run: Run) -> str:
     """Say in a word what a run is doing."""
-    return look(run)[0]
+    return read_state(run)[0]
 
 
 @dataclass(frozen=True)
-class Told:
+class LogState:
     """What the log of a run says by itself."""
 
     state: str
@@ -218,11 +218,11 @@ class Told:
     step: Event | None
 
 
-def look(run: Run) -> tuple[str, Told]:
+def read_state(run: Run) -> tuple[str, LogState]:
     """Give the state of a run, and what its log says."""
     while True:
         held = run.is_locked
-        told = read(run)
+        told = read_log_state(run)
         if told.state not in LIVE:
             return told.state, told
         if held == run.is_locked:  # otherwise it began or ended meanwhile
@@ -232,7 +232,7 @@ def look(run: Run) -> tuple[str, Told]:
     return "stopping" if run.has_request("stop") else told.state, told
 
 
-def read(run: Run) -> Told:
+def read_log_state(run: Run) -> LogState:
     """Read as much of the end of a log as it takes: who makes progress was started."""
     newest = last = step = None
     steps = STEPS if run.job is None else PARTS
@@ -249,10 +249,10 @@ def read(run: Run) -> Told:
         if step:
             break
     state = "stopped" if last is None else STATE_AFTER.get(last["event"], "running")
-    return Told(state, last.get("error") if last and state in ("failed", "stopped") else None, newest, step)
+    return LogState(state, last.get("error") if last and state in ("failed", "stopped") else None, newest, step)
 
 
-def last_words(run: Run) -> str:
+def quote_last_line(run: Run) -> str:
     """Quote the last line that a lost process wrote to standard error, without folders, and without what is a token."""
     path = run.folder / "worker.log"
     if not path.is_file():
@@ -262,7 +262,7 @@ def last_words(run: Run) -> str:
         lines = file.read().decode(errors="replace").splitlines()
     last = next((line.strip() for line in reversed(lines) if line.strip()), "")
     last = re.sub(r"hf_\w+", "…", re.sub(r"[^\s'\"=:(]*/", "", last))
-    return f"; its last words: {last[:SAID]}" if last else ""
+    return f"; its last words: {last[:MAX_QUOTED_CHARACTERS]}" if last else ""
 
 
 def files_of(folder: Path) -> dict[Path, os.stat_result]:
@@ -299,4 +299,4 @@ def follow(run: Run, after: int = 0) -> Iterator[list[Event]]:
             yield new
         if ended:
             return
-        time.sleep(OFTEN)
+        time.sleep(LOG_POLL_SECONDS)

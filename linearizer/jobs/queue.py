@@ -15,10 +15,10 @@ from pathlib import Path
 
 from linearizer.errors import FolderError
 from linearizer.run.files import writing
-from linearizer.run.locks import Lock, held, take
+from linearizer.run.locks import Lock, is_held, take_lock
 
-NOW = "now"
-SECONDS = 30.0  # to wait for the others who take a number, which takes each of them a moment
+WORKING = "now"
+LOCK_SECONDS = 30.0  # to wait for the others who take a number, which takes each of them a moment
 
 
 @dataclass
@@ -30,15 +30,15 @@ class Ticket:
 
     def at(self, device: str) -> None:
         """Say which device it is for."""
-        with alone(), writing(self.path):
+        with lock_queue(), writing(self.path):
             self.path = self.path.rename(self.path.with_name(f"{number_of(self.path)}@{device}"))
 
     def before(self) -> int:
         """Count the live ones before this; if there is none, its turn begins."""
-        with alone(), writing(self.path):  # nobody is overlooked while a ticket is renamed
-            count = len(ahead(self.path))
+        with lock_queue(), writing(self.path):  # nobody is overlooked while a ticket is renamed
+            count = len(tickets_before(self.path))
             if not count:
-                self.path = self.path.rename(self.path.with_name(f"{self.path.name}@{NOW}"))
+                self.path = self.path.rename(self.path.with_name(f"{self.path.name}@{WORKING}"))
         return count
 
     def give_back(self) -> None:
@@ -53,7 +53,7 @@ def folder() -> Path:
     return Path(os.environ.get("LINEARIZER_QUEUE") or Path(cache) / "linearizer" / "queue")
 
 
-def ask(run: Path) -> Ticket:
+def take_ticket(run: Path) -> Ticket:
     """Take the next number for a run."""
     try:
         folder().mkdir(parents=True, exist_ok=True)
@@ -62,15 +62,15 @@ def ask(run: Path) -> Ticket:
             f"{str(folder())!r}, where runs wait for their turn, cannot be made ({error.strerror}): set "
             "LINEARIZER_QUEUE to a folder that is yours to write"
         ) from error
-    with alone():
+    with lock_queue():
         there = sorted(tickets())
         for path in there:
-            if not held(path):
+            if not is_held(path):
                 path.unlink(missing_ok=True)
         path = folder() / f"{int(number_of(there[-1])) + 1 if there else 1:08d}"
         with writing(path):
             path.write_text(str(run.resolve()), encoding="utf-8")
-            lock = take(path, SECONDS)
+            lock = take_lock(path, LOCK_SECONDS)
         assert lock is not None  # who asks whether it is held takes a moment only
         return Ticket(path, lock)
 
@@ -78,18 +78,18 @@ def ask(run: Path) -> Ticket:
 def place_of(run: Path) -> int | None:
     """Say where a run that waits stands in the queue of its device: 1 is next."""
     for path in sorted(tickets()):
-        if run_of(path) == str(run.resolve()) and held(path):
-            return 1 + sum(not other.name.endswith(f"@{NOW}") for other in ahead(path))
+        if run_of(path) == str(run.resolve()) and is_held(path):
+            return 1 + sum(not other.name.endswith(f"@{WORKING}") for other in tickets_before(path))
     return None
 
 
-def ahead(own: Path) -> list[Path]:
+def tickets_before(own: Path) -> list[Path]:
     """List the live tickets before one, as far as they may be for the same device."""
     device = device_of(own)
     return [
         path
         for path in sorted(tickets())
-        if number_of(path) < number_of(own) and (not device or device_of(path) in ("", device)) and held(path)
+        if number_of(path) < number_of(own) and (not device or device_of(path) in ("", device)) and is_held(path)
     ]
 
 
@@ -104,7 +104,7 @@ def number_of(ticket: Path) -> str:
 
 def device_of(ticket: Path) -> str:
     """Name the device of a ticket; nothing while it is not known."""
-    return ticket.name.removesuffix(f"@{NOW}").partition("@")[2]
+    return ticket.name.removesuffix(f"@{WORKING}").partition("@")[2]
 
 
 def run_of(ticket: Path) -> str:
@@ -116,11 +116,13 @@ def run_of(ticket: Path) -> str:
 
 
 @contextmanager
-def alone() -> Iterator[None]:
+def lock_queue() -> Iterator[None]:
     """Keep the tickets as they are while this lasts."""
     with writing(folder()):
-        lock = take(folder() / "lock", SECONDS)
+        lock = take_lock(folder() / "lock", LOCK_SECONDS)
     if lock is None:
-        raise FolderError(f"{str(folder())!r} has been locked for {SECONDS:.0f} seconds: stop the process that does it")
+        raise FolderError(
+            f"{str(folder())!r} has been locked for {LOCK_SECONDS:.0f} seconds: stop the process that does it"
+        )
     with lock:
         yield

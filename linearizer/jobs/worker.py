@@ -17,17 +17,17 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
-from linearizer.jobs.control import enter
+from linearizer.jobs.control import lock_and_queue
 from linearizer.jobs.queue import Ticket
 from linearizer.model.devices import choose_device, device_name
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.locks import Lock
-from linearizer.run.stopping import check, reported
+from linearizer.run.stopping import check_stop, log_end
 
 Product = TypeVar("Product")
-OFTEN = 0.3  # seconds between two looks at the queue
+QUEUE_POLL_SECONDS = 0.3  # seconds between two looks at the queue
 
 
 def main(arguments: Sequence[str]) -> int:
@@ -40,10 +40,10 @@ def main(arguments: Sequence[str]) -> int:
     os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run = Run(Path(folder), job or None)
-    with lock, heeding_signals(run):
+    with lock, stop_on_sigterm(run):
         try:
-            with faults_kept(run, token):
-                finish(in_turn(run, Ticket(Path(number), ticket_lock), lambda: work_on(run, token)))
+            with keep_faults(run, token):
+                finish(work_in_turn(run, Ticket(Path(number), ticket_lock), lambda: work_on(run, token)))
         except LinearizerError as error:
             return error.exit_code
         except KeyboardInterrupt:
@@ -62,42 +62,44 @@ def work_on(run: Run, token: str | None) -> Steps[Any]:
     return linearize(run, token, held=True)
 
 
-def foreground(run: Run, steps: Steps[Product], **asked: Any) -> Steps[Product]:
+def work_in_foreground(run: Run, steps: Steps[Product], **asked: Any) -> Steps[Product]:
     """Work on a run in this process; a request that cannot be served leaves no run. What is asked is logged."""
-    lock, ticket = enter(run, **asked)
-    with lock, heeding_signals(run):
+    lock, ticket = lock_and_queue(run, **asked)
+    with lock, stop_on_sigterm(run):
         try:
-            with faults_logged(run):
-                return (yield from in_turn(run, ticket, lambda: steps))
+            with log_faults(run):
+                return (yield from work_in_turn(run, ticket, lambda: steps))
         except RequestError:
             if run.job is None and not run.has_file("profile.json"):
                 run.remove_unstarted()
             raise
 
 
-def in_turn(run: Run, ticket: Ticket, steps: Callable[[], Steps[Product]], device: str | None = None) -> Steps[Product]:
+def work_in_turn(
+    run: Run, ticket: Ticket, steps: Callable[[], Steps[Product]], device: str | None = None
+) -> Steps[Product]:
     """Work on a run when its device is free; the caller holds the run."""
     try:
-        with reported(run):
-            for waiting in turn(run, ticket, device):
-                check(run)
+        with log_end(run):
+            for waiting in wait_for_turn(run, ticket, device):
+                check_stop(run)
                 yield waiting
-            check(run)
+            check_stop(run)
         return (yield from steps())
     finally:
         ticket.give_back()
 
 
-def turn(run: Run, ticket: Ticket, device: str | None = None) -> Steps[None]:
+def wait_for_turn(run: Run, ticket: Ticket, device: str | None = None) -> Steps[None]:
     """Wait until a run's device, or the one named, is free."""
     ticket.at(device or device_name(choose_device(run.plan.device)))
     while before := ticket.before():
         yield Progress("queue", 0, before, "runs before")
-        time.sleep(OFTEN)
+        time.sleep(QUEUE_POLL_SECONDS)
 
 
 @contextmanager
-def faults_logged(run: Run, keep: Callable[[Exception], None] = lambda fault: None) -> Iterator[None]:
+def log_faults(run: Run, keep: Callable[[Exception], None] = lambda fault: None) -> Iterator[None]:
     """Let the log say of what kind a fault of our own was, and where to read on, once `keep` has kept it there."""
     try:
         yield
@@ -114,7 +116,7 @@ def faults_logged(run: Run, keep: Callable[[Exception], None] = lambda fault: No
 
 
 @contextmanager
-def faults_kept(run: Run, token: str | None, file: Path | None = None) -> Iterator[None]:
+def keep_faults(run: Run, token: str | None, file: Path | None = None) -> Iterator[None]:
     """Keep the traceback of a fault of our own, too: in a file, or on standard error, and never the token."""
 
     def keep(fault: Exception) -> None:
@@ -124,7 +126,7 @@ def faults_kept(run: Run, token: str | None, file: Path | None = None) -> Iterat
             kept.flush()
 
     try:
-        with faults_logged(run, keep):
+        with log_faults(run, keep):
             yield
     except LinearizerError:
         raise
@@ -133,7 +135,7 @@ def faults_kept(run: Run, token: str | None, file: Path | None = None) -> Iterat
 
 
 @contextmanager
-def heeding_signals(run: Run) -> Iterator[None]:
+def stop_on_sigterm(run: Run) -> Iterator[None]:
     """While this lasts, let SIGTERM stop the run as `jobs.stop` does."""
     before = signal.signal(signal.SIGTERM, lambda *_: run.make_request("stop"))
     try:

@@ -13,7 +13,7 @@ from linearizer.run.files import writing
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
-from linearizer.run.stopping import interruptible, logged
+from linearizer.run.stopping import interruptible, log_progress
 
 
 def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profile]:
@@ -24,7 +24,7 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
         texts = texts_of(run.plan, teacher, min_texts(run.plan), token)[: run.plan.texts]
         check_logits(teacher.model, texts)
     steps = measure_profile(teacher.model, texts, teacher.inspection.layers, profile_settings(run.plan))
-    measured = yield from logged(run, steps)
+    measured = yield from log_progress(run, steps)
     with writing(run.folder / "state"):
         save_file(measured.samples.tensors(), run.folder / "state" / "samples.safetensors")
     run.write("profile.json", measured.profile.to_json())

@@ -19,7 +19,7 @@ from typing import Any
 from linearizer.errors import FaultError, LinearizerError
 from linearizer.jobs import control
 from linearizer.jobs.queue import Ticket
-from linearizer.jobs.worker import faults_kept, in_turn, work_on
+from linearizer.jobs.worker import keep_faults, work_in_turn, work_on
 from linearizer.page import zerogpu
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run import events
@@ -27,7 +27,7 @@ from linearizer.run import folder as folder_module
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.locks import Lock
-from linearizer.run.stopping import SliceOver, check, reported
+from linearizer.run.stopping import SliceOver, check_stop, log_end
 
 SLICE_SECONDS = int(os.environ.get("LINEARIZER_SLICE") or 60)  # for which the device is asked
 WORKED_SHARE = float(
@@ -44,7 +44,7 @@ def start(run: Run, token: str | None = None, **asked: Any) -> None:
     Other arguments go into the log, where the slices read them.
     """
     control.check_start(run, token)
-    lock, ticket = control.enter(run, **asked)
+    lock, ticket = control.lock_and_queue(run, **asked)
     context = copy_context()  # tells ZeroGPU the visitor
     threading.Thread(target=context.run, args=(work_in_slices, run, token, lock, ticket), daemon=True).start()
 
@@ -52,16 +52,16 @@ def start(run: Run, token: str | None = None, **asked: Any) -> None:
 def work_in_slices(run: Run, token: str | None, lock: Lock, ticket: Ticket) -> None:
     """Work on a run until it ends; errors go into its log."""
     with lock:
-        with suppress(LinearizerError), faults_kept(run, token, run.folder / "worker.log"):
-            finish(in_turn(run, ticket, lambda: run_slices(run, token), DEVICE))
+        with suppress(LinearizerError), keep_faults(run, token, run.folder / "worker.log"):
+            finish(work_in_turn(run, ticket, lambda: run_slices(run, token), DEVICE))
 
 
 def run_slices(run: Run, token: str | None) -> Steps[None]:
     """Work on a run in slices, as long as they finish something."""
     count, vain, over = 0, 0, False
     while not over:
-        with reported(run):
-            check(run)
+        with log_end(run):
+            check_stop(run)
         before = read_progress(run, saved_steps(run))
         try:
             over = work_one_slice(str(run.folder), run.job, token)
@@ -72,7 +72,7 @@ def run_slices(run: Run, token: str | None) -> Steps[None]:
             raise
         count, vain = count + 1, vain + 1 if read_progress(run, saved_steps(run)) == before else 0
         yield Progress("slice", count, count + (not over), "slices")
-        with reported(run):
+        with log_end(run):
             if not over and vain == MAX_VAIN_SLICES:
                 raise FaultError(
                     f"{current_step(run)!r} is a step that takes longer than the {SLICE_SECONDS} seconds that ZeroGPU "
@@ -85,7 +85,7 @@ def run_slices(run: Run, token: str | None) -> Steps[None]:
 def work_one_slice(folder: str, job: str | None, token: str | None) -> bool:
     """Work on a run while the device is lent, in a process of its own; tell whether the run has ended."""
     run = Run(Path(folder), job)
-    with faults_kept(run, token, run.folder / "worker.log"):
+    with keep_faults(run, token, run.folder / "worker.log"):
         return work_until_time(run, token)
 
 

@@ -247,7 +247,7 @@ class Run:
     def take_lock(self) -> Lock:
         """Keep other processes from writing this run; the system frees the lock of a process that died."""
         with writing(self.folder):
-            lock = locks.take(self.folder / "lock")
+            lock = locks.take_lock(self.folder / "lock")
         if lock is None:
             raise FolderError(f"{str(self.folder)!r} is being written by another process: wait for it, or stop it")
         self.clear_request("stop")  # it was for a process that is gone
@@ -256,7 +256,7 @@ class Run:
     @property
     def is_locked(self) -> bool:
         """Whether a live process holds this run."""
-        return locks.held(self.folder / "lock")
+        return locks.is_held(self.folder / "lock")
 
     def make_request(self, name: str, why: str = "") -> None:
         """Ask the process that works on this run to `stop`, or to `use` the training as it is."""

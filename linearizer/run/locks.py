@@ -13,7 +13,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-PATIENCE = 0.5  # seconds: whoever asks whether a lock is held holds it for a moment
+LOCK_SECONDS = 0.5  # seconds: whoever asks whether a lock is held holds it for a moment
 
 
 OPEN: set[int] = set()  # files that locks are on
@@ -39,7 +39,7 @@ class Lock:
         self.release()
 
 
-def take(path: Path, seconds: float = PATIENCE) -> Lock | None:
+def take_lock(path: Path, seconds: float = LOCK_SECONDS) -> Lock | None:
     """Take a lock; None if another process keeps it for so many seconds."""
     last = time.monotonic() + seconds
     while True:
@@ -65,7 +65,7 @@ def same_file(fd: int, path: Path) -> bool:
         return False
 
 
-def held(path: Path) -> bool:
+def is_held(path: Path) -> bool:
     """Tell whether a live process holds a lock."""
     try:
         fd = open_file(path, os.O_RDONLY)

@@ -19,11 +19,11 @@ from linearizer.run.folder import Run
 
 Product = TypeVar("Product")
 NO_MEMORY = ("not enough memory", "can't allocate memory")  # PyTorch says so on a CPU
-OFTEN = 0.25  # seconds between two events of a step, and more in a long one:
-SHARE = 1e-3  # of the time that the step has taken
-SURE = 2.0  # seconds of a step after which the rest of it can be guessed
-GLANCE = 0.2  # seconds between two looks for a request where nothing is yielded
-AGAIN = 1.0  # seconds until whoever did not stop at once is interrupted again
+MIN_EVENT_SECONDS = 0.25  # seconds between two events of a step, and more in a long one:
+EVENT_SHARE = 1e-3  # of the time that the step has taken
+MIN_GUESS_SECONDS = 2.0  # seconds of a step after which the rest of it can be guessed
+STOP_POLL_SECONDS = 0.2  # seconds between two looks for a request where nothing is yielded
+INTERRUPT_SECONDS = 1.0  # seconds until whoever did not stop at once is interrupted again
 
 
 class SliceOver(Exception):
@@ -31,7 +31,7 @@ class SliceOver(Exception):
 
 
 @contextmanager
-def reported(run: Run) -> Iterator[None]:
+def log_end(run: Run) -> Iterator[None]:
     """Log it if a run is stopped, or fails with a sentence."""
     try:
         with memory_explained():
@@ -68,7 +68,7 @@ def is_out_of_memory(error: BaseException) -> bool:
     return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in NO_MEMORY)
 
 
-def logged(run: Run, steps: Steps[Product]) -> Steps[Product]:
+def log_progress(run: Run, steps: Steps[Product]) -> Steps[Product]:
     """Write a step's progress into the run's log, too, and end it early if the run is to stop."""
     pace = Pace()
     with closing(steps):  # a step that is stopped saves its state
@@ -82,10 +82,10 @@ def logged(run: Run, steps: Steps[Product]) -> Steps[Product]:
                 details = {"done": progress.done, "total": progress.total, "unit": progress.unit}
                 run.log(progress.step, **details, **pace.left(progress), **progress.details)
             yield progress
-            check(run)
+            check_stop(run)
 
 
-def check(run: Run) -> None:
+def check_stop(run: Run) -> None:
     """End the work if that was asked for, or if its folder is gone."""
     if run.has_request("stop"):
         why = run.request_reason("stop")
@@ -108,9 +108,9 @@ class Pace:
             self.since, self.first = now, progress.done
         self.done = progress.done
         if part != self.part:
-            self.part, self.begin, self.last = part, now, -OFTEN
+            self.part, self.begin, self.last = part, now, -MIN_EVENT_SECONDS
         news = progress.details.get("events") or "layer" in progress.details
-        due = now - self.last >= max(OFTEN, SHARE * (now - self.begin))
+        due = now - self.last >= max(MIN_EVENT_SECONDS, EVENT_SHARE * (now - self.begin))
         if due or progress.done == progress.total or news:
             self.last = now
             return True
@@ -119,7 +119,7 @@ class Pace:
     def left(self, progress: Progress) -> dict[str, float]:
         """Guess how many seconds a step will still take, once it has gone on for a while; some say it themselves."""
         taken, made = time.monotonic() - self.since, progress.done - self.first
-        if taken < SURE or made <= 0 or "seconds_left" in progress.details:
+        if taken < MIN_GUESS_SECONDS or made <= 0 or "seconds_left" in progress.details:
             return {}
         return {"seconds_left": taken * (progress.total - progress.done) / made}
 
@@ -133,10 +133,10 @@ def interruptible(run: Run) -> Iterator[None]:
     over = threading.Event()
 
     def watch() -> None:
-        while not over.wait(GLANCE):
+        while not over.wait(STOP_POLL_SECONDS):
             if run.has_request("stop"):
                 signal.pthread_kill(main, signal.SIGINT)  # and again: a download waits for its threads after the first
-                over.wait(AGAIN)
+                over.wait(INTERRUPT_SECONDS)
 
     main, watcher = threading.get_ident(), threading.Thread(target=watch, daemon=True)
     watcher.start()
@@ -147,5 +147,5 @@ def interruptible(run: Run) -> Iterator[None]:
             over.set()
             watcher.join()
     except KeyboardInterrupt:
-        check(run)
+        check_stop(run)
         raise

@@ -19,7 +19,7 @@ from linearizer.run.events import EventName
 from linearizer.run.files import writing
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.run.stopping import logged
+from linearizer.run.stopping import log_progress
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.distill import distill
 from linearizer.train.settings import TrainingSettings, training_settings
@@ -90,5 +90,5 @@ def train_phase(
         return step >= end or run.has_request("use")
 
     steps = distill(student, texts, settings, folder=folder, resume=folder.exists(), enough=enough)
-    result = yield from logged(run, steps)
+    result = yield from log_progress(run, steps)
     run.log(EventName.DISTILLED, phase=number, asked=settings.steps, **asdict(result))

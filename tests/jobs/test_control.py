@@ -10,7 +10,7 @@ import pytest
 from linearizer import pipeline
 from linearizer.errors import FolderError, RequestError
 from linearizer.jobs import control, queue
-from linearizer.jobs.worker import foreground
+from linearizer.jobs.worker import work_in_foreground
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from tests.support.runs import LONG, PLAN, beginning, log_of, process_of, wait_for, wait_for_event
@@ -26,7 +26,7 @@ def begin(tmp_path):
 def done(tmp_path_factory):
     """A finished run that nothing interrupted; no test may change it."""
     run = pipeline.begin(tmp_path_factory.mktemp("done") / "run", PLAN)
-    finish(foreground(run, linearize(run, held=True)))
+    finish(work_in_foreground(run, linearize(run, held=True)))
     return run
 
 
@@ -91,7 +91,7 @@ def test_runs_take_turns_and_the_dead_hold_nobody_up(begin, tmp_path):
     wait_for(second, "running")
     control.stop(second)
     wait_for(second, "stopped")
-    queue.ask(first.folder).give_back()  # whoever asks removes the tickets of the dead
+    queue.take_ticket(first.folder).give_back()  # whoever asks removes the tickets of the dead
     assert [path.name for path in queue.folder().iterdir()] == ["lock"]
 
 

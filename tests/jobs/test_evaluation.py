@@ -11,7 +11,7 @@ from linearizer import pipeline
 from linearizer.cli.main import main
 from linearizer.errors import FolderError, RequestError
 from linearizer.jobs import control
-from linearizer.jobs.worker import foreground
+from linearizer.jobs.worker import work_in_foreground
 from linearizer.pipeline import evaluate, linearize
 from linearizer.progress import finish
 from linearizer.run.evaluation_request import Request
@@ -28,7 +28,7 @@ SHORT = {"parts": ["language", "recall"], "texts": 2}
 def made(tmp_path_factory):
     """A finished run, which no test may change."""
     run = pipeline.begin(tmp_path_factory.mktemp("made") / "run", PLAN)
-    finish(foreground(run, linearize(run, held=True)))
+    finish(work_in_foreground(run, linearize(run, held=True)))
     return run
 
 
@@ -148,7 +148,7 @@ def test_a_run_resumed_after_its_evaluation_keeps_it(run):
     lines = run.log_file.read_text().splitlines(keepends=True)
     assert json.loads(lines[-1])["event"] == "done"
     run.log_file.write_text("".join(lines[:-1]))  # as if killed when its student was made
-    finish(foreground(run.evaluating, evaluate(run, Request.of(SHORT), held=True), request=SHORT))
+    finish(work_in_foreground(run.evaluating, evaluate(run, Request.of(SHORT), held=True), request=SHORT))
     assert (control.status(run).state, control.status(run).evaluation.state) == ("lost", "done")
     control.start(run)
     wait_for(run, "done")

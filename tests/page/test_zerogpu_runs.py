@@ -66,16 +66,16 @@ def test_slices_end_in_the_same_bits_as_one_piece(whole, name, tmp_path, monkeyp
 
 
 def test_a_process_that_is_forked_holds_no_lock_of_its_parent(tmp_path):
-    lock = locks.take(tmp_path / "lock")
+    lock = locks.take_lock(tmp_path / "lock")
     child = os.fork()
     if child == 0:
         time.sleep(600)
         os._exit(0)
     try:
-        assert locks.held(tmp_path / "lock")
+        assert locks.is_held(tmp_path / "lock")
         lock.release()
-        wait_until(lambda: not locks.held(tmp_path / "lock"), 50)
-        with locks.take(tmp_path / "lock"):
+        wait_until(lambda: not locks.is_held(tmp_path / "lock"), 50)
+        with locks.take_lock(tmp_path / "lock"):
             pass
     finally:
         os.kill(child, 9)
