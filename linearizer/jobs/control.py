@@ -66,7 +66,7 @@ class Status:
 def start(run: Run, token: str | None = None, **asked: Any) -> None:
     """Queue a run and start its process, which goes on from where the run stands and outlives this one.
 
-    What is asked besides goes into the log, where the process reads it.
+    The process reads `asked` in the log.
     """
     check_start(run, token)
     lock, ticket = lock_and_queue(run, **asked)
@@ -97,7 +97,7 @@ def evaluate(
 
 
 def check_start(run: Run, token: str | None) -> None:
-    """Refuse to start what has nothing left to do, and with what is no token."""
+    """Refuse to start a finished run, or with something that cannot be a token."""
     if run.job is None and run.done:
         raise RequestError(f"{str(run.folder)!r} is done: its student is in {run.checkpoint}")
     if token and not re.fullmatch(r"[!-~]+", token):
@@ -105,7 +105,7 @@ def check_start(run: Run, token: str | None) -> None:
 
 
 def lock_and_queue(run: Run, **asked: Any) -> tuple[Lock, Ticket]:
-    """Hold a run, and take a number for it."""
+    """Lock a run, and queue it."""
     with ExitStack() as undo:
         lock = undo.enter_context(run.take_lock())
         remove(run.folder / "worker.log")
@@ -146,10 +146,7 @@ def environment() -> dict[str, str]:
 
 
 def stop(run: Run, why: str = "") -> None:
-    """Ask for a run, or the evaluation of it that is at work, to finish its step, save and stop.
-
-    Where nobody asked for it at the page, say why.
-    """
+    """Request that a run, or its evaluation, finishes its step, saves and stops; its owner is told `why`."""
     state = state_of(run)
     if state not in LIVE and (run.job or state_of(run.evaluating) not in LIVE):
         raise RequestError(f"{str(run.folder)!r} is {state}: there is nothing to stop")
@@ -157,7 +154,7 @@ def stop(run: Run, why: str = "") -> None:
 
 
 def use_now(run: Run) -> None:
-    """Ask for training to end at this step; the student is judged and saved as it is then."""
+    """Request that training ends at this step; the student is then judged and saved."""
     found = status(run)
     if found.state not in ("queued", "running"):
         raise RequestError(f"{str(run.folder)!r} is {found.state}: only a run that is at work can end its training")
@@ -179,7 +176,7 @@ def delete(run: Run) -> None:
 
 
 def status(run: Run) -> Status:
-    """Say what a run is doing."""
+    """Give the status of a run."""
     Run.open(run.folder)
     state, told = read_state(run)
     first, files = first_event(run.log_file), files_of(run.folder)
@@ -204,13 +201,13 @@ def status(run: Run) -> Status:
 
 
 def state_of(run: Run) -> str:
-    """Say in a word what a run is doing."""
+    """Give the state of a run in one word."""
     return read_state(run)[0]
 
 
 @dataclass(frozen=True)
 class LogState:
-    """What the log of a run says by itself."""
+    """What the log of a run tells, without its lock."""
 
     state: str
     error: str | None
@@ -219,7 +216,7 @@ class LogState:
 
 
 def read_state(run: Run) -> tuple[str, LogState]:
-    """Give the state of a run, and what its log says."""
+    """Give the state of a run by its lock and its log, and the state by its log alone."""
     while True:
         held = run.is_locked
         told = read_log_state(run)
@@ -233,13 +230,13 @@ def read_state(run: Run) -> tuple[str, LogState]:
 
 
 def read_log_state(run: Run) -> LogState:
-    """Read as much of the end of a log as it takes: who makes progress was started."""
+    """Read the log from its end until the state and the newest progress are known; progress implies a start."""
     newest = last = step = None
     steps = STEPS if run.job is None else PARTS
     for event in newest_events(run.log_file):
         if not run.owns_event(event):
             if run.job is not None and event["event"] in STEPS:
-                break  # who evaluates begins when the student is made, and who resumes after that makes no step
+                break  # an evaluation starts once the student exists; resuming a finished run does nothing
             continue
         newest = newest or event
         if event["event"] in steps and "done" in event and "total" in event:

@@ -1,4 +1,4 @@
-"""Turns at the devices of this machine: one run at a time at each, in the order in which they asked.
+"""The queues of the devices of this machine: each device works on one run at a time, in the order of tickets.
 
 Everyone who waits or works holds the lock of a ticket, a file that names the run and is itself named NUMBER, then
 NUMBER@DEVICE, and NUMBER@DEVICE@now while the run works. A ticket that nobody holds is that of a dead process, and does
@@ -23,7 +23,7 @@ LOCK_SECONDS = 30.0  # to wait for the others who take a number, which takes eac
 
 @dataclass
 class Ticket:
-    """A turn that was asked for; who holds its lock may work when nobody is before."""
+    """A place in the queue; the process that holds its lock works once no live ticket is before it."""
 
     path: Path
     lock: Lock
@@ -117,7 +117,7 @@ def run_of(ticket: Path) -> str:
 
 @contextmanager
 def lock_queue() -> Iterator[None]:
-    """Keep the tickets as they are while this lasts."""
+    """Let no other process change the tickets while this lasts."""
     with writing(folder()):
         lock = take_lock(folder() / "lock", LOCK_SECONDS)
     if lock is None:

@@ -92,7 +92,7 @@ class Run:
 
     @property
     def id(self) -> str:
-        """Tell this run from another that lies, or lay, in a folder of the same name."""
+        """The id of the run; a later run in a folder of the same name has another."""
         return self.parse_file("begun.json", json.loads, again=False)["id"]
 
     @property
@@ -112,11 +112,11 @@ class Run:
 
     @property
     def evaluating(self) -> Run:
-        """The same folder, where the evaluation of its student is meant."""
+        """The evaluation job of the same folder."""
         return replace(self, job=EVALUATION)
 
     def owns_event(self, event: Event) -> bool:
-        """Tell whether an event is of the work that is meant."""
+        """Tell whether an event belongs to this job."""
         return event.get("job") == self.job
 
     @property
@@ -245,7 +245,7 @@ class Run:
         return self.folder / "events.jsonl"
 
     def take_lock(self) -> Lock:
-        """Keep other processes from writing this run; the system frees the lock of a process that died."""
+        """Keep other processes from writing this run; a process that dies frees its lock."""
         with writing(self.folder):
             lock = locks.take_lock(self.folder / "lock")
         if lock is None:
@@ -259,7 +259,7 @@ class Run:
         return locks.is_held(self.folder / "lock")
 
     def make_request(self, name: str, why: str = "") -> None:
-        """Ask the process that works on this run to `stop`, or to `use` the training as it is."""
+        """Request of the process that works on this run to `stop`, or to `use` the training as it is."""
         if why:
             self.write(name, why)
             return
@@ -267,7 +267,7 @@ class Run:
             (self.folder / name).touch()
 
     def request_reason(self, name: str) -> str | None:
-        """Say why something was requested, where whoever did it said so."""
+        """Give the reason of a request, if one was given."""
         try:
             return self.read(name) or None
         except FolderError:  # it was not requested, or is settled
@@ -277,7 +277,7 @@ class Run:
         return self.has_file(name)
 
     def clear_request(self, name: str) -> None:
-        """Forget a request: it was taken up, or was for a process that is gone."""
+        """Remove a request that was served, or whose process is gone."""
         with writing(self.folder):
             (self.folder / name).unlink(missing_ok=True)
 

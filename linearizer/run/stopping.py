@@ -64,7 +64,7 @@ def memory_explained() -> Iterator[None]:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Tell by name and words, so that torch need not be imported."""
+    """Recognise the error by its name and words, without importing torch."""
     return type(error).__name__ == "OutOfMemoryError" or any(words in str(error) for words in NO_MEMORY)
 
 
@@ -86,7 +86,7 @@ def log_progress(run: Run, steps: Steps[Product]) -> Steps[Product]:
 
 
 def check_stop(run: Run) -> None:
-    """End the work if that was asked for, or if its folder is gone."""
+    """End the work if a stop is requested, or if the folder of the run is gone."""
     if run.has_request("stop"):
         why = run.request_reason("stop")
         raise Stopped(f"stopped{f': {why}' if why else ' as asked'}; what was finished is kept in {run.folder}")
@@ -95,7 +95,7 @@ def check_stop(run: Run) -> None:
 
 
 class Pace:
-    """Lets through so few events of a step that the log of a long run stays small."""
+    """Chooses the events of a step to log, so that the log of a long run stays small."""
 
     def __init__(self) -> None:
         self.part, self.begin, self.last = ("", ""), 0.0, 0.0
