@@ -228,13 +228,13 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
     steps = evaluate(run, request, request.chosen if arguments.again else (), held=True)
     how = {"request": asdict(request), "again": arguments.again}
     work_until_stopped(work_in_foreground(run.evaluating, steps, **how), f"`linearizer evaluate {run.folder}`")
-    parts = run.evaluation_parts
-    chosen = {part: parts[part] for part in request.chosen if part in parts}
+    results = run.results
+    parts = {name: results[name] for name in request.chosen if name in results}
     if arguments.charts:
         from linearizer.publish.evaluation_page import write_page
 
-        write_whole(arguments.charts, write_page(run, chosen))
-    print_product(arguments, chosen, evaluation_report(chosen))
+        write_whole(arguments.charts, write_page(run, parts))
+    print_product(arguments, {name: part.to_plain() for name, part in parts.items()}, evaluation_report(parts))
 
 
 def serve_app(arguments: argparse.Namespace) -> None:

@@ -112,8 +112,8 @@ def describe_evaluation(run: Run) -> str:
     from linearizer.publish.parts import evaluation_report
     from linearizer.run.evaluation_request import Request
 
-    found, chosen = run.evaluation_parts, Request.of(folder.newest_request(run)[0]).chosen
-    return evaluation_report({part: found[part] for part in chosen if part in found})
+    results, chosen = run.results, Request.of(folder.newest_request(run)[0]).chosen
+    return evaluation_report({part: results[part] for part in chosen if part in results})
 
 
 def show_place_in_queue(run: Run, bar: ProgressBar) -> None:

@@ -170,11 +170,11 @@ def describe_run(run: Run) -> str:
     """Describe a finished run: its state, its evaluation, and where the student is."""
     assert run.allocation is not None
     from linearizer.publish.parts import PART_VIEWS
-    from linearizer.publish.tables import text_of
+    from linearizer.publish.tables import write_tables
 
-    parts = run.evaluation_parts
+    parts = run.results
     evaluation = "\n\n".join(
-        text_of(PART_VIEWS[part].tables(parts[part])) for part in ("language", "recall") if part in parts
+        write_tables(PART_VIEWS[part].tables(parts[part])) for part in ("language", "recall") if part in parts
     )
     exchanged = events.events_of_student(run.events(), EventName.EXCHANGED)
     kl = (

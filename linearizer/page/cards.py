@@ -12,11 +12,13 @@ from linearizer.amounts import ago, duration, growing, number, size, smaller_fro
 from linearizer.jobs.control import LIVE, Status
 from linearizer.progress import Progress
 from linearizer.publish.html import facts, heard, said, table
+from linearizer.publish.tables import state_size
 from linearizer.publish.training_charts import ERRORS
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
+from linearizer.run.results import Language, Recall
 
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Side
@@ -209,21 +211,20 @@ def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: floa
     return facts(pairs, "lz-wide") + early + "".join(warnings)
 
 
-def evaluation_table(parts: Mapping[str, Mapping[str, Any]]) -> str:
-    """Say what the student kept, beside its teacher and a plain window of the same bytes."""
-    language, recall = parts["language"]["subjects"], parts.get("recall", {"gaps": [], "subjects": []})
-    gaps = [f"recall after {gap}" for gap in recall["gaps"]]
-    again = {one["name"]: [f"{loss:.3f}" for loss in one["second"]] for one in recall["subjects"]}
+def evaluation_table(language: Language, recall: Recall | None) -> str:
+    """Compare the student with its teacher and a plain window of the same bytes."""
+    gaps = [f"recall after {gap}" for gap in recall.gaps] if recall else []
+    again = {subject.name: [f"{loss:.3f}" for loss in subject.second] for subject in recall.subjects} if recall else {}
     cells = [
         [
-            str(one["name"]),
-            "grows" if one["state_bytes"] is None else size(one["state_bytes"]),
-            f"{one['loss']['mean']:.3f}",
-            "–" if one["kl"] is None else f"{one['kl']['mean']:.4f}",
-            "–" if one["agreement"] is None else f"{one['agreement']['mean']:.1%}",
-            *again.get(one["name"], ["–"] * len(gaps)),
+            subject.name,
+            state_size(subject.state_bytes),
+            f"{subject.loss.mean:.3f}",
+            "–" if subject.kl is None else f"{subject.kl.mean:.4f}",
+            "–" if subject.agreement is None else f"{subject.agreement.mean:.1%}",
+            *again.get(subject.name, ["–"] * len(gaps)),
         ]
-        for one in language
+        for subject in language.subjects
     ]
     head = ("model", "state", "loss", "KL to the teacher", "agreement", *gaps)
     note = "On text that was kept from training, in nats per token; window: a plain one that takes the student's bytes"

@@ -24,6 +24,7 @@ from linearizer.publish.parts import PART_VIEWS
 from linearizer.run import events
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
+from linearizer.run.results import Part
 
 MAX_AGE_SECONDS = 2.0  # of pieces that are sent again without reading the run
 CURVE_SECONDS = 9.0  # between two drawings of a curve that grows
@@ -139,17 +140,17 @@ class RunState:
             return
         from linearizer.publish import language_charts, training_charts
 
-        parts = self.run.evaluation_parts
-        if "language" in parts:
-            self.put("evaluation", mark, lambda: cards.evaluation_table(parts))
-            self.put("positions", mark, lambda: language_charts.draw_loss_by_position(parts["language"]).to_json())
-        if "recall" in parts:
-            self.put("recall", mark, lambda: language_charts.draw_recall(parts["recall"]).to_json())
-        for part, found in parts.items():
-            if part in PART_VIEWS:
-                told = hashlib.sha256(json.dumps(found).encode()).hexdigest()[:16]
-                draw = cache(partial(draw_part, part, found))
-                self.put(PART_PREFIX + part, told, lambda draw=draw: draw)
+        parts = self.run.results
+        language, recall = parts.get("language"), parts.get("recall")
+        if language is not None:
+            table = cards.evaluation_table(language.result, None if recall is None else recall.result)
+            self.put("evaluation", mark, lambda: table)
+            self.put("positions", mark, lambda: language_charts.draw_loss_by_position(language).to_json())
+        if recall is not None:
+            self.put("recall", mark, lambda: language_charts.draw_recall(recall).to_json())
+        for name, part in parts.items():
+            draw = cache(partial(draw_part, name, part))
+            self.put(PART_PREFIX + name, hashlib.sha256(repr(part).encode()).hexdigest()[:16], lambda draw=draw: draw)
         allocation = self.run.allocation
         if allocation is not None:
             layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)
@@ -157,10 +158,10 @@ class RunState:
             self.put("memory", mark, lambda: training_charts.draw_memory(layers, fixed, growth).to_json())
 
 
-def draw_part(part: str, found: dict[str, Any]) -> tuple[str, list[str | None]]:
-    """Show what one part of an evaluation found: its tables, and its charts in the order of their captions."""
-    figures = [chart.draw(found) for chart in PART_VIEWS[part].charts]
-    return html.part_html(part, found), [None if figure is None else figure.to_json() for figure in figures]
+def draw_part(name: str, part: Part) -> tuple[str, list[str | None]]:
+    """Show the result of a part: its tables, and its charts in the order of their captions."""
+    figures = [chart.draw(part) for chart in PART_VIEWS[name].charts]
+    return html.part_html(name, part), [None if figure is None else figure.to_json() for figure in figures]
 
 
 def step_of_page(status: Status) -> int:

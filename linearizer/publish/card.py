@@ -8,8 +8,8 @@ from __future__ import annotations
 import html
 import json
 import re
-from collections.abc import Sequence
-from dataclasses import asdict
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, replace
 from pathlib import Path
 from string import Template
 from typing import Any
@@ -20,12 +20,13 @@ from linearizer.model.hub import DEMO
 from linearizer.publish.allocation_picture import draw_picture
 from linearizer.publish.card_metadata import LINK, Teacher, build_metadata, one_line, public_terms
 from linearizer.publish.parts import PART_VIEWS
-from linearizer.publish.tables import Table, made_with
+from linearizer.publish.tables import Table, describe_environment
 from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, Trained, trained
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import Plan
+from linearizer.run.results import Part
 
 PICTURE = "allocation.png"
 MEASURED_AT_ONCE = {"language", "recall"}  # parts that every run measures; their tables are not folded
@@ -61,7 +62,7 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
     allocation, layers, teacher = run.allocation, run.layers, Teacher.of(run)
     assert allocation is not None
     plan = public_plan(run.plan, teacher)
-    parts, training = public_parts(run.evaluation_parts), trained(run)
+    parts, training = public_parts(run.results), trained(run)
     title = repo_id.partition("/")[2] if repo_id else f"{teacher.name}, linearized"
     head = build_metadata(plan, teacher, title, parts).to_yaml(line_break="\n")
     body = Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(
@@ -172,42 +173,36 @@ def describe_head(head: Head) -> str:
     return " + ".join([str(head.window)] * bool(head.window) + [*far]) or "nothing"
 
 
-def public_parts(parts: dict[str, dict[str, Any]]) -> dict[str, dict[str, Any]]:
+def public_parts(parts: Mapping[str, Part]) -> dict[str, Part]:
     """Return the parts of an evaluation without the folders of this machine."""
-    return {part: hide_folders(found) for part, found in parts.items() if part in PART_VIEWS}
+    return {
+        name: replace(part, read=part.read and replace(part.read, text=public_text(part.read.text)))
+        for name, part in parts.items()
+    }
 
 
-def write_evaluation(parts: dict[str, dict[str, Any]]) -> str:
+def write_evaluation(parts: Mapping[str, Part]) -> str:
     """Write the parts of an evaluation as tables; those of parts that were requested later are folded."""
     if not parts:
         return "The student was not evaluated."
     shown = [SUBJECTS_NOTE]
-    for part, found in parts.items():
-        view = PART_VIEWS[part]
+    for name, part in parts.items():
+        view = PART_VIEWS[name]
         shown += [f"### {view.title}", view.question]
-        tables = "\n\n".join(table_markdown(own) for own in view.tables(found))
-        notes = "\n".join(f"- {escape_markdown(note)}" for note in made_with(found))
+        tables = "\n\n".join(table_markdown(table) for table in view.tables(part))
+        notes = "\n".join(f"- {escape_markdown(note)}" for note in describe_environment(part))
         numbers = f"{tables}\n\n{notes}"
         folded = f"<details><summary>In numbers</summary>\n\n{numbers}\n\n</details>"
-        shown.append(numbers if part in MEASURED_AT_ONCE else folded)
+        shown.append(numbers if name in MEASURED_AT_ONCE else folded)
     return "\n\n".join(shown)
 
 
-def table_markdown(found: Table) -> str:
+def table_markdown(table: Table) -> str:
     """Write a table as Markdown."""
-    head, *rows = [[escape_markdown(str(cell)) for cell in row] for row in found.rows]
+    head, *rows = [[escape_markdown(str(cell)) for cell in row] for row in table.rows]
     lines = [head, ["---", *["--:"] * (len(head) - 1)], *rows]
     text = "\n".join("| " + " | ".join(line) + " |" for line in lines)
-    return "\n\n".join([text, *map(escape_markdown, found.notes)])
-
-
-def hide_folders(found: Any) -> Any:
-    """Remove the folders of this machine from all strings of a result."""
-    if isinstance(found, dict):
-        return {name: hide_folders(value) for name, value in found.items()}
-    if isinstance(found, list):
-        return [hide_folders(value) for value in found]
-    return public_text(found) if isinstance(found, str) else found
+    return "\n\n".join([text, *map(escape_markdown, table.notes)])
 
 
 def describe_production(allocation: Allocation, plan: Plan, training: Trained) -> str:

@@ -13,6 +13,7 @@ from huggingface_hub import EvalResult, ModelCardData
 
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
+from linearizer.run.results import Part
 
 TAGS = ["linearizer", "linear-attention", "linearized", "custom_code"]
 LINK = r"https?://[\w./~%#?=&:+@-]+"
@@ -35,7 +36,7 @@ class Teacher:
         return Teacher(repo_id or Path(teacher.name).name, repo_id, teacher.revision, teacher.gated, teacher.terms)
 
 
-def build_metadata(plan: Plan, teacher: Teacher, title: str, parts: Mapping[str, Mapping[str, Any]]) -> ModelCardData:
+def build_metadata(plan: Plan, teacher: Teacher, title: str, parts: Mapping[str, Part]) -> ModelCardData:
     """Describe the student to the Hub."""
     results = list_results(plan, parts)
     return ModelCardData(
@@ -65,7 +66,7 @@ def public_terms(teacher: Teacher) -> dict[str, Any]:
     return terms
 
 
-def list_results(plan: Plan, parts: Mapping[str, Mapping[str, Any]]) -> list[EvalResult]:
+def list_results(plan: Plan, parts: Mapping[str, Part]) -> list[EvalResult]:
     """List the student's finite results in the form of the Hub."""
     return [
         EvalResult(
@@ -81,25 +82,25 @@ def list_results(plan: Plan, parts: Mapping[str, Mapping[str, Any]]) -> list[Eva
     ]
 
 
-def list_measures(parts: Mapping[str, Mapping[str, Any]]) -> Iterator[tuple[str, str, float]]:
+def list_measures(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, float]]:
     """List the results of the student: the text, the name of the measure, and its value."""
-    if (language := parts.get("language")) is not None:
-        text, student = language["text"], find_student(language)
-        yield text, "loss", student["loss"]["mean"]
-        ends = [*(f"{edge - 1}" for edge in language["edges"][1:]), ""]
+    if (part := parts.get("language")) is not None and part.read is not None:
+        text, edges, student = part.read.text, part.result.edges, find_student(part)
+        yield text, "loss", student.loss.mean
+        ends = [*(f"{edge - 1}" for edge in edges[1:]), ""]
         if len(ends) > 1:
-            for begin, end, loss in zip(language["edges"], ends, student["by_position"], strict=True):
+            for begin, end, loss in zip(edges, ends, student.by_position, strict=True):
                 yield text, f"loss at positions {begin}–{end}" if end else f"loss at positions {begin} and later", loss
-        for name, key in (("KL to the teacher", "kl"), ("agreement with the teacher", "agreement")):
-            if student[key] is not None:
-                yield text, name, student[key]["mean"]
-    if (recall := parts.get("recall")) is not None:
-        for gap, loss in zip(recall["gaps"], find_student(recall)["second"], strict=True):
-            yield recall["text"], f"recall after {gap}", loss
+        for name, estimate in (("KL to the teacher", student.kl), ("agreement with the teacher", student.agreement)):
+            if estimate is not None:
+                yield text, name, estimate.mean
+    if (part := parts.get("recall")) is not None and part.read is not None:
+        for gap, loss in zip(part.result.gaps, find_student(part).second, strict=True):
+            yield part.read.text, f"recall after {gap}", loss
 
 
-def find_student(part: Mapping[str, Any]) -> Mapping[str, Any]:
-    return next(one for one in part["subjects"] if one["name"] == "student")
+def find_student(part: Part) -> Any:
+    return next(subject for subject in part.result.subjects if subject.name == "student")
 
 
 def is_on_hub(text: str) -> bool:

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from linearizer.amounts import size
 from linearizer.publish.chart_style import (
@@ -20,53 +20,58 @@ from linearizer.publish.chart_style import (
     subject_bars,
     subject_line,
 )
+from linearizer.run.results import Approximation, Generation, Part, Score, Speed, Tasks
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
-Found = Mapping[str, Any]
 MAX_NUMBERED_CELLS = 16  # cells or bars side by side up to which numbers can be read at them
 
 
-def draw_first_differences(found: Found) -> Figure | None:
+def draw_first_differences(part: Part[Generation]) -> Figure | None:
     """Draw after how many tokens every text differs from the teacher's."""
-    compared, longest = [one for one in found["subjects"] if one["diverged"] is not None], found["new_tokens"]
+    generation = part.result
+    compared = [(subject, subject.diverged) for subject in generation.subjects if subject.diverged is not None]
     if not compared:
         return None
+    longest = generation.new_tokens
     figure = new_figure(80 + 34 * len(compared), showlegend=False)
-    for one in compared:
-        name = f"{one['name']}, {'drawn' if one['sampled'] else 'greedy'}"
-        line = subject_line(one["name"], "after %{x} tokens") | {"mode": "markers", "name": name}
-        figure.add_scatter(x=list(one["diverged"]), y=[name] * len(one["diverged"]), **line)
+    for subject, diverged in compared:
+        name = f"{subject.name}, {'drawn' if subject.sampled else 'greedy'}"
+        line = subject_line(subject.name, "after %{x} tokens") | {"mode": "markers", "name": name}
+        figure.add_scatter(x=diverged, y=[name] * len(diverged), **line)
     figure.update_xaxes(title="tokens before the first difference", range=[-0.02 * longest, 1.03 * longest])
     figure.update_yaxes(autorange="reversed")
     return figure
 
 
-def draw_written_shares(found: Found, sampled: bool) -> Figure:
+def draw_written_shares(part: Part[Generation], sampled: bool) -> Figure:
     """Draw shares of the tokens that every subject wrote, as bars with their numbers."""
+    generation = part.result
     figure = new_figure(300, barmode="group", scattermode="group", bargap=0.2)
-    for one in (one for one in found["subjects"] if one["sampled"] == sampled):
-        shares = {"repeated": one["repeated"], "different": one["distinct"][0], "pairs": one["distinct"][1]}
-        if one["likeliest"] is not None:
-            shares["chosen"] = one["likeliest"]
+    for subject in generation.subjects:
+        if subject.sampled != sampled:
+            continue
+        shares = {"repeated": subject.repeated, "different": subject.distinct[0], "pairs": subject.distinct[1]}
+        if subject.likeliest is not None:
+            shares["chosen"] = subject.likeliest
         values = list(shares.values())
-        figure.add_bar(**subject_bars(one["name"], list(shares), values, ".0%"))
-        figure.add_scatter(**bar_numbers(one["name"], list(shares), values, values))
+        figure.add_bar(**subject_bars(subject.name, list(shares), values, ".0%"))
+        figure.add_scatter(**bar_numbers(subject.name, list(shares), values, values))
     figure.update_yaxes(title="share of tokens", range=[0, 1.12], tickformat=".0%")
     return figure
 
 
-def draw_error_maps(found: Found) -> Figure:
+def draw_error_maps(part: Part[Approximation]) -> Figure:
     """Draw the errors of the student, beside those of the untrained student."""
-    named = {one["name"]: one for one in found["subjects"]}
+    named = {subject.name: subject for subject in part.result.subjects}
     shown = [named[name] for name in ("untrained", "student") if name in named]
     names = ["before training", "after training"] if len(shown) > 1 else [""]
-    layers, heads = len(shown[0]["rows"]), max((len(row) for row in shown[0]["rows"]), default=1)
+    layers, heads = len(shown[0].rows), max((len(row) for row in shown[0].rows), default=1)
     colours = {"colorscale": [list(stop) for stop in reversed_map_colours()], "cmin": 0, "showscale": False}
     figure = new_grid(max(240, min(26 * layers + 110, 760)), names, len(shown), colours, horizontal_spacing=0.05)
-    for place, one in enumerate(shown):
-        table = [[*row, *[None] * (heads - len(row))] for row in one["rows"]]
+    for place, subject in enumerate(shown):
+        table = [[*row, *[None] * (heads - len(row))] for row in subject.rows]
         readable = heads * len(shown) <= MAX_NUMBERED_CELLS and layers <= 48
         figure.add_heatmap(
             z=table,
@@ -93,38 +98,37 @@ def reversed_map_colours() -> list[tuple[float, str]]:
     return [(1 - at, colour) for at, colour in reversed(MAP_COLOURS)]
 
 
-def draw_error_curve(part: Found) -> Figure | None:
+def draw_error_curve(part: Part[Approximation]) -> Figure | None:
     """Draw the error over the number of features, and what the degrees of freedom predict."""
-    if (found := part["curve"]) is None:
+    if (curve := part.result.curve) is None:
         return None
     figure = new_figure(320)
-    for name, errors in zip(found["names"], found["rows"], strict=True):
+    for name, errors in zip(curve.names, curve.rows, strict=True):
         line = subject_line("student" if name == "trained" else name, "%{y:.3f} misplaced with %{x} features")
-        figure.add_scatter(x=found["features"], y=errors, **line | {"name": name})
+        figure.add_scatter(x=curve.features, y=errors, **line | {"name": name})
     predicted = subject_line("teacher", "λ = %{y:.2g} at %{x} features") | {"name": "λ where N(λ) is that many"}
-    figure.add_scatter(x=found["features"], y=found["predicted"], **predicted)
-    figure.update_xaxes(title="features per KV head", **lengths_axis(found["features"]))
+    figure.add_scatter(x=curve.features, y=curve.predicted, **predicted)
+    figure.update_xaxes(title="features per KV head", **lengths_axis(curve.features))
     figure.update_yaxes(title="share of attention misplaced", type="log", exponentformat="power", dtick=1)
     return figure
 
 
-def draw_rates(found: Found, of: str) -> Figure:
+def draw_rates(part: Part[Speed], of: str) -> Figure:
     """Draw a rate over the length of the text; open markers are extrapolated."""
-    figure = new_lengths_figure(found["lengths"])
-    for one in found["subjects"]:
-        known = [pace for pace in one["one"] if pace[of] is not None]
-        reasons = [
-            f", extrapolated for lack of {pace['extrapolated']}" if pace["extrapolated"] else "" for pace in known
-        ]
+    speed = part.result
+    figure = new_lengths_figure(speed.lengths)
+    for subject in speed.subjects:
+        known = [pace for pace in subject.one if getattr(pace, of) is not None]
+        reasons = [f", extrapolated for lack of {pace.extrapolated}" if pace.extrapolated else "" for pace in known]
         figure.add_scatter(
-            x=[pace["length"] for pace in known],
-            y=[pace[of] for pace in known],
+            x=[pace.length for pace in known],
+            y=[getattr(pace, of) for pace in known],
             customdata=reasons,
             **open_markers(
-                subject_line(one["name"], "%{y:.3g} tokens/s at %{x} tokens%{customdata}"), list(map(bool, reasons))
+                subject_line(subject.name, "%{y:.3g} tokens/s at %{x} tokens%{customdata}"), list(map(bool, reasons))
             ),
         )
-    rates = [pace[of] for one in found["subjects"] for pace in one["one"] if pace[of] is not None]
+    rates = [getattr(pace, of) for subject in speed.subjects for pace in subject.one if getattr(pace, of) is not None]
     ticks = round_ticks(min(rates, default=1), max(rates, default=1))
     figure.update_yaxes(
         title="tokens per second", type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks]
@@ -132,22 +136,24 @@ def draw_rates(found: Found, of: str) -> Figure:
     return figure
 
 
-def draw_memory(found: Found) -> Figure:
+def draw_memory(part: Part[Speed]) -> Figure:
     """Draw the bytes of state or cache over the length of the text; open markers are computed from the shape."""
-    figure = new_lengths_figure(found["lengths"])
+    speed = part.result
+    figure = new_lengths_figure(speed.lengths)
     values = []
-    for one in found["subjects"]:
-        measured = [pace["extrapolated"] is None and pace["state_bytes"] is not None for pace in one["one"]]
-        sizes = [p["state_bytes"] if known else p["told_bytes"] for p, known in zip(one["one"], measured, strict=True)]
+    for subject in speed.subjects:
+        measured = [None if pace.extrapolated else pace.state_bytes for pace in subject.one]
+        sizes = [pace.told_bytes if known is None else known for pace, known in zip(subject.one, measured, strict=True)]
         values += sizes
         figure.add_scatter(
-            x=[pace["length"] for pace in one["one"]],
+            x=[pace.length for pace in subject.one],
             y=sizes,
             customdata=[
-                size(bytes) + ("" if known else ", by its shape") for bytes, known in zip(sizes, measured, strict=True)
+                size(bytes) + (", by its shape" if known is None else "")
+                for bytes, known in zip(sizes, measured, strict=True)
             ],
             **open_markers(
-                subject_line(one["name"], "%{customdata} at %{x} tokens"), [not known for known in measured]
+                subject_line(subject.name, "%{customdata} at %{x} tokens"), [known is None for known in measured]
             ),
         )
     figure.update_yaxes(title="state or cache, bytes", **bytes_axis(values))
@@ -162,22 +168,23 @@ def new_lengths_figure(lengths: Sequence[int]) -> Figure:
     return figure
 
 
-def draw_scores(found: Found) -> Figure:
-    """Draw the first metric of every task as bars: accuracy where there is one."""
+def draw_scores(part: Part[Tasks]) -> Figure:
+    """Draw the first metric of every task as bars: accuracy where there is subject."""
+    tasks = part.result
     figure = new_figure(340, barmode="group", scattermode="group", bargap=0.25)
-    for one in found["subjects"]:
-        first = {}
-        for score in one["scores"]:
-            if score["task"] not in first or score["metric"] == "acc":
-                first[score["task"]] = score
-        names = [f"{score['task']}, {score['metric']}" for score in first.values()]
-        values = [score["value"] for score in first.values()]
-        errors = [score["error"] or 0.0 for score in first.values()]
+    for subject in tasks.subjects:
+        first: dict[str, Score] = {}
+        for score in subject.scores:
+            if score.task not in first or score.metric == "acc":
+                first[score.task] = score
+        names = [f"{score.task}, {score.metric}" for score in first.values()]
+        values = [score.value for score in first.values()]
+        errors = [score.error or 0.0 for score in first.values()]
         figure.add_bar(
-            error_y={"type": "data", "array": errors, "color": GREY}, **subject_bars(one["name"], names, values, ".3f")
+            error_y={"type": "data", "array": errors, "color": GREY}, **subject_bars(subject.name, names, values, ".3f")
         )
         heights = [value + error for value, error in zip(values, errors, strict=True)]
-        if len(names) * len(found["subjects"]) <= MAX_NUMBERED_CELLS:
-            figure.add_scatter(**bar_numbers(one["name"], names, values, heights))
+        if len(names) * len(tasks.subjects) <= MAX_NUMBERED_CELLS:
+            figure.add_scatter(**bar_numbers(subject.name, names, values, heights))
     figure.update_yaxes(title="score", rangemode="tozero")
     return figure

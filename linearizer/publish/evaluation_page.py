@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Mapping
 from html import escape
 from string import Template
-from typing import Any
 
 from linearizer.publish.html import part_html
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.run.folder import Run
+from linearizer.run.results import Part
 
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
@@ -31,27 +31,27 @@ th:first-child { text-align: left; } tbody th { font-weight: 600; } thead th, .l
 """)
 
 
-def write_page(run: Run, parts: Mapping[str, Mapping[str, Any]]) -> str:
+def write_page(run: Run, parts: Mapping[str, Part]) -> str:
     """Write the tables and charts of parts as one page of HTML."""
     from plotly.offline import get_plotlyjs
 
-    sections = "".join(write_section(part, found) for part, found in parts.items())
+    sections = "".join(write_section(name, part) for name, part in parts.items())
     return PAGE.substitute(title=escape(f"What {run.plan.model} kept"), plotly=get_plotlyjs(), parts=sections)
 
 
-def write_section(part: str, found: Mapping[str, Any]) -> str:
+def write_section(name: str, part: Part) -> str:
     """Write the tables and charts of one part."""
     charts = []
-    for number, chart in enumerate(PART_VIEWS[part].charts, 1):
-        figure = chart.draw(found)
+    for number, chart in enumerate(PART_VIEWS[name].charts, 1):
+        figure = chart.draw(part)
         if figure is None:
             continue
         drawn = figure.to_html(
             full_html=False,
             include_plotlyjs=False,
-            div_id=f"{part}-{number}",
+            div_id=f"{name}-{number}",
             config={"displayModeBar": False, "responsive": True},
         )
         charts.append(f"<h3>{escape(chart.title)}</h3><p>{escape(chart.text)}</p>{drawn}")
-    tables = part_html(part, found).replace("<h3", "<h2").replace("</h3>", "</h2>")
+    tables = part_html(name, part).replace("<h3", "<h2").replace("</h3>", "</h2>")
     return f"<section>{tables}{''.join(charts)}</section>"

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from html import escape
-from typing import Any
 
 from linearizer.publish.parts import PART_VIEWS
-from linearizer.publish.tables import Table, made_with
+from linearizer.publish.tables import Table, describe_environment
 from linearizer.run.find import runs_root
+from linearizer.run.results import Part
 
 
 def said(text: str, kind: str = "note") -> str:
@@ -72,17 +72,17 @@ def table(
     )
 
 
-def part_html(part: str, found: Mapping[str, Any]) -> str:
-    """Show what one part found, as tables; `found` may come from elsewhere."""
-    view = PART_VIEWS[part]
-    tables = "".join(table_html(f"{view.title}, {n}", table) for n, table in enumerate(view.tables(found), 1))
-    made = "".join(f"<li>{escape(plain(note))}</li>" for note in made_with(found))
+def part_html(name: str, part: Part) -> str:
+    """Show the result of a part as tables."""
+    view = PART_VIEWS[name]
+    tables = "".join(table_html(f"{view.title}, {n}", table) for n, table in enumerate(view.tables(part), 1))
+    notes = "".join(f"<li>{escape(plain(note))}</li>" for note in describe_environment(part))
     lead = f'<div class="lz-chart"><h3 class="lz-part">{escape(view.title)}</h3><p>{escape(view.question)}</p></div>'
-    return f'{lead}{tables}<details class="lz-faint"><summary>Measured with</summary><ul>{made}</ul></details>'
+    return f'{lead}{tables}<details class="lz-faint"><summary>Measured with</summary><ul>{notes}</ul></details>'
 
 
-def table_html(caption: str, found: Table) -> str:
+def table_html(caption: str, content: Table) -> str:
     """Lay out a table, and what is to be said below."""
-    head, *rows = [[str(cell) for cell in row] for row in found.rows]
-    notes = "".join(f'<p class="lz-faint">{escape(plain(note))}</p>' for note in found.notes)
+    head, *rows = [[str(cell) for cell in row] for row in content.rows]
+    notes = "".join(f'<p class="lz-faint">{escape(plain(note))}</p>' for note in content.notes)
     return table("", head, rows, label=caption) + notes

@@ -9,11 +9,10 @@ from typing import TYPE_CHECKING, Any
 
 from linearizer.publish import evaluation_charts, language_charts, tables
 from linearizer.publish.tables import Table
+from linearizer.run.results import Part
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
-
-Found = Mapping[str, Any]
 
 
 @dataclass(frozen=True)
@@ -22,7 +21,7 @@ class Chart:
 
     title: str
     text: str
-    draw: Callable[[Found], Figure | None]  # None: the result holds nothing to draw
+    draw: Callable[[Part[Any]], Figure | None]  # None: the result holds nothing to draw
 
 
 @dataclass(frozen=True)
@@ -31,7 +30,7 @@ class PartView:
 
     title: str
     question: str
-    tables: Callable[[Found], list[Table]]
+    tables: Callable[[Part[Any]], list[Table]]
     charts: tuple[Chart, ...]
 
 
@@ -162,8 +161,8 @@ PART_VIEWS = {
 }
 
 
-def evaluation_report(parts: Mapping[str, Found]) -> str:
+def evaluation_report(parts: Mapping[str, Part]) -> str:
     """Write the results of parts as plain text: the tables of each part, then what they were measured with."""
-    texts = [f"{part}\n{tables.text_of(PART_VIEWS[part].tables(found))}" for part, found in parts.items()]
-    notes = sorted({note for found in parts.values() for note in tables.made_with(found)}, key=str.lower)
+    texts = [f"{name}\n{tables.write_tables(PART_VIEWS[name].tables(part))}" for name, part in parts.items()]
+    notes = sorted({note for part in parts.values() for note in tables.describe_environment(part)}, key=str.lower)
     return "\n\n".join([*texts, "\n".join(notes)])

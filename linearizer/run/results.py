@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any
+from typing import Any, Generic, TypeVar
 
 from linearizer.run.json_products import read_fields
 
@@ -274,13 +274,16 @@ class TextRead:
     beyond: bool = False  # whether they are longer than the teacher's positions
 
 
+R = TypeVar("R", bound=Result)
+
+
 @dataclass(frozen=True)
-class Part:
+class Part(Generic[R]):
     """One part of an evaluation: its result, and what it was measured on and with."""
 
     asked: dict[str, Any]  # the fields of the request that the part uses, and its subjects
     made_with: MadeWith
-    result: Any  # the class that RESULTS names for the part
+    result: R  # of the class that RESULTS names for the part
     read: TextRead | None = None  # None: the part reads no text of a source
 
     def to_plain(self) -> dict[str, Any]:

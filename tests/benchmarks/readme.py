@@ -60,40 +60,41 @@ def measured(asked):
             run = pipeline.begin(Path(folder) / name, Plan.of(name, model="demo", budget=BUDGET))
             finish(linearize(run))
             parts = ("language", "recall", "speed")
-            found = finish(evaluate(run, Request(parts, text=f"file:{text}", texts=asked.texts, lengths=(LENGTH,))))
-            rows |= {each: row_of(found, each) for each in ("teacher", "window")}  # of the last, whose bits it has
-            rows[name], made = row_of(found, "student"), found["language"]
+            results = finish(evaluate(run, Request(parts, text=f"file:{text}", texts=asked.texts, lengths=(LENGTH,))))
+            rows |= {each: row_of(results, each) for each in ("teacher", "window")}  # of the last, whose bits it has
+            rows[name], made = row_of(results, "student"), results["language"]
     lines = [COLUMNS, ("---",) * len(COLUMNS), *((name, *rows[name]) for name in ROWS)]
     return "\n".join("| " + " | ".join(line) + " |" for line in lines) + f"\n\n{note(made)}"
 
 
-def row_of(found, name):
+def row_of(parts, name):
     """Take one subject's numbers out of all parts."""
     language, recall, speed = (
-        next(one for one in found[part]["subjects"] if one["name"] == name) for part in ("language", "recall", "speed")
+        next(subject for subject in parts[part].result.subjects if subject.name == name)
+        for part in ("language", "recall", "speed")
     )
-    pace, kl = speed["one"][0], language["kl"]
-    seconds = dict(zip(found["recall"]["gaps"], recall["second"], strict=True))
+    pace, kl = speed.one[0], language.kl
+    seconds = dict(zip(parts["recall"].result.gaps, recall.second, strict=True))
     return (
-        size(pace["state_bytes"]),
-        f"{language['loss']['mean']:.3f}",
-        f"{kl['mean']:.3f} ± {(kl['interval'][1] - kl['interval'][0]) / 2:.3f}",
+        size(pace.state_bytes),
+        f"{language.loss.mean:.3f}",
+        f"{kl.mean:.3f} ± {(kl.interval[1] - kl.interval[0]) / 2:.3f}",
         *(f"{seconds[gap]:.2f}" for gap in GAPS),
-        f"{pace['read_rate']:,.0f}",
-        f"{pace['write_rate']:,.0f}",
-        "–" if pace["peak_bytes"] is None else size(pace["peak_bytes"]),
+        f"{pace.read_rate:,.0f}",
+        f"{pace.write_rate:,.0f}",
+        "–" if pace.peak_bytes is None else size(pace.peak_bytes),
     )
 
 
 def note(language):
     """Say what was measured, and with what."""
-    made = language["asked"]["made_with"]
-    versions = ", ".join(f"{name} {made['versions'][name]}" for name in ("torch", "transformers"))
+    made, read = language.made_with, language.read
+    versions = ", ".join(f"{name} {made.versions[name]}" for name in ("torch", "transformers"))
     text = (
-        f"The demo model at the bytes of {BUDGET} tokens of cache; {language['texts']} texts of {language['length']} "
-        f"tokens that were kept from training, seed {language['seed']}; ± half of a 95 % interval over "
-        f"{language['drawn']}. Speed, memory and what is remembered: one text of {LENGTH} tokens, {made['dtype']} on "
-        f"{made['device']}, {versions}."
+        f"The demo model at the bytes of {BUDGET} tokens of cache; {read.texts} texts of {read.length} "
+        f"tokens that were kept from training, seed {read.seed}; ± half of a 95 % interval over "
+        f"{language.result.drawn}. Speed, memory and what is remembered: one text of {LENGTH} tokens, {made.dtype} on "
+        f"{made.device}, {versions}."
     )
     return textwrap.fill(text, 120)
 

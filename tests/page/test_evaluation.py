@@ -11,7 +11,7 @@ from linearizer.page.visitors import hash_identity
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
-from tests.support.evaluation_results import FOUND
+from tests.support.evaluation_results import STORED
 from tests.support.page_server import FITS, LONG, client_of, looking, shown, wrong
 
 ANN, BOB = "ann evaluates, a long secret", "bob evaluates, a long secret"
@@ -93,7 +93,7 @@ def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(l
     url, runs, _ = local
     run = Run(runs / f"made-up-{scheme}")
     shutil.copytree(runs / done, run.folder)
-    run.write_evaluation(parts={**FOUND, "recall": {**FOUND["recall"], "longer": None}})
+    run.write_evaluation(parts={**STORED, "recall": {**STORED["recall"], "longer": None}})
     how = {"viewport": {"width": 390, "height": 844}, "color_scheme": scheme}
     with looking(browser, f"{url}?run={run.folder.name}", **how) as page:
         for part in PARTS:

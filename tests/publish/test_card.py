@@ -15,7 +15,7 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import Plan
 from tests.support.cards import HEADS, HOSTILE, LAYERS, colours, made, rgb
-from tests.support.evaluation_results import FOUND
+from tests.support.evaluation_results import MADE, STORED
 
 
 def test_the_card_names_base_results_and_how_to_load(tmp_path):
@@ -93,14 +93,13 @@ def test_a_card_without_results_says_so(tmp_path):
 def test_what_was_examined_is_shown_without_the_folders_of_this_machine(tmp_path):
     run = made(tmp_path / "run")
     asked = {"text": "file:/home/someone/poems.txt", "length": 64, "texts": 2, "seed": 0}
-    made_with = {"versions": {"torch": "2"}, "device": "cpu", "dtype": "float32", "alone": None}
     subjects = [{"name": "student", "first": [4.0], "second": [2.5]}]
-    found = {**asked, "asked": {**asked, "made_with": made_with}, "subjects": subjects}
+    found = {**asked, "asked": {**asked, "made_with": MADE}, "subjects": subjects}
     run.write_evaluation(parts={"recall": {**found, "gaps": [16], "passage": 8, "longer": None}, "unknown": {}})
     text = write_card(run)
     assert "The evaluation is small" in text
     assert "student" in text and "2.500" in text and "file:poems.txt" in text and "/home/someone" not in text
-    run.write_evaluation(parts=FOUND)
+    run.write_evaluation(parts=STORED)
     assert "The evaluation is small" not in write_card(run)
 
 

@@ -9,13 +9,13 @@ from PIL import Image
 from linearizer.publish.card import card_files, write_card
 from linearizer.publish.parts import PART_VIEWS
 from tests.support.cards import HOSTILE, made
-from tests.support.evaluation_results import FOUND
+from tests.support.evaluation_results import STORED
 
 
 def test_every_part_is_on_the_card_as_tables(tmp_path):
     run = made(tmp_path / "run")
     assert set(card_files(run)) == {"README.md", "allocation.png"}
-    run.write_evaluation(parts=FOUND)
+    run.write_evaluation(parts=STORED)
     files = card_files(run, "me/student")
     assert set(files) == {"README.md", "allocation.png"}
     text = files["README.md"].decode()
@@ -29,9 +29,9 @@ def test_every_part_is_on_the_card_as_tables(tmp_path):
 
 def test_what_others_wrote_in_an_evaluation_stays_text(tmp_path):
     run = made(tmp_path / "run")
-    score = {**FOUND["tasks"]["subjects"][0]["scores"][0], "task": HOSTILE}
-    language = {**FOUND["language"], "text": f"file:/home/someone/{HOSTILE}"}
-    run.write_evaluation(parts={"language": language, "tasks": {**FOUND["tasks"], "subjects": [
+    score = {**STORED["tasks"]["subjects"][0]["scores"][0], "task": HOSTILE}
+    language = {**STORED["language"], "text": f"file:/home/someone/{HOSTILE}"}
+    run.write_evaluation(parts={"language": language, "tasks": {**STORED["tasks"], "subjects": [
         {"name": "teacher", "scores": [score], "accuracy": None}]}})  # fmt: skip
     text = write_card(run)
     page = MarkdownIt("commonmark").enable("table").render(text.partition("\n---\n")[2])
@@ -42,11 +42,13 @@ def test_what_others_wrote_in_an_evaluation_stays_text(tmp_path):
 @pytest.mark.parametrize("loss", [float("nan"), float("inf")])
 def test_results_that_are_not_finite_are_on_the_card(tmp_path, loss):
     run = made(tmp_path / "run")
-    lost = [{**one, "second": [loss, loss]} if one["name"] == "student" else one for one in FOUND["recall"]["subjects"]]
+    lost = [
+        {**one, "second": [loss, loss]} if one["name"] == "student" else one for one in STORED["recall"]["subjects"]
+    ]
     none = [{**one, "one": [{**pace, "write_rate": None, "read_rate": None} for pace in one["one"]]}
-            for one in FOUND["speed"]["subjects"]]  # fmt: skip
+            for one in STORED["speed"]["subjects"]]  # fmt: skip
     run.write_evaluation(
-        parts={"recall": {**FOUND["recall"], "subjects": lost}, "speed": {**FOUND["speed"], "subjects": none}}
+        parts={"recall": {**STORED["recall"], "subjects": lost}, "speed": {**STORED["speed"], "subjects": none}}
     )
     text = write_card(run)
     assert f"{loss:.3f}" in text and "| student, 1024 | – | – |" in text

@@ -1,6 +1,7 @@
 """Figures, as data: they say what the products say, and say it without colour too."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,7 +11,7 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.prices import Prices
 from linearizer.run.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
-from tests.support.evaluation_results import LANGUAGE, RECALL
+from tests.support.evaluation_results import TYPED
 
 LAYERS = (Layer(4, 2, 32, 32), Layer(4, 2, 32, 32, native_window=64), Layer(4, 2, 32, 32))
 MIXED = Allocation("gain", 4, ((Head(28, 32), Head(softmax=True)), (), (Head(8, 0), Head(16, 16))))
@@ -39,8 +40,8 @@ def everything():
         "bars": allocation_charts.draw_allocation(MIXED, LAYERS, FIX),
         "losses": training_charts.draw_losses(STEPS),
         "error": training_charts.draw_errors(STEPS),
-        "positions": language_charts.draw_loss_by_position(LANGUAGE),
-        "recall": language_charts.draw_recall(RECALL),
+        "positions": language_charts.draw_loss_by_position(TYPED["language"]),
+        "recall": language_charts.draw_recall(TYPED["recall"]),
         "memory": training_charts.draw_memory(LAYERS, 10**6),
     }
 
@@ -143,14 +144,16 @@ def test_losses_have_a_line_for_each_layer_and_none_where_a_layer_gave_up():
 
 
 def test_models_of_a_comparison_differ_by_marker_and_dash_not_only_by_colour():
-    lines = language_charts.draw_recall(RECALL).data[:3]
+    lines = language_charts.draw_recall(TYPED["recall"]).data[:3]
     assert len({line.marker.symbol for line in lines}) == len({line.line.dash for line in lines}) == 3
     assert [line.y[0] for line in lines] == [2.5] * 3
 
 
 def test_an_evaluation_with_a_control_of_another_name_is_drawn():
-    subjects = [*LANGUAGE["subjects"], {**LANGUAGE["subjects"][2], "name": "no features"}]
-    assert language_charts.draw_loss_by_position({**LANGUAGE, "subjects": subjects}).data[-1].name == "no features"
+    language = TYPED["language"].result
+    subjects = (*language.subjects, replace(language.subjects[2], name="no features"))
+    part = replace(TYPED["language"], result=replace(language, subjects=subjects))
+    assert language_charts.draw_loss_by_position(part).data[-1].name == "no features"
 
 
 def test_memory_crosses_where_the_student_breaks_even():

@@ -1,6 +1,7 @@
 """Figures of an evaluation, as data: every subject is there, numbers are in the cells, and guesses are marked."""
 
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -10,16 +11,17 @@ from linearizer.publish.parts import PART_VIEWS, evaluation_report
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from tests.support.evaluation_results import FOUND, NAMES
+from linearizer.run.results import read_part
+from tests.support.evaluation_results import NAMES, STORED, TYPED
 
 
-def drawn(part, found):
-    figures = {chart.title: chart.draw(found) for chart in PART_VIEWS[part].charts}
+def drawn(name, part):
+    figures = {chart.title: chart.draw(part) for chart in PART_VIEWS[name].charts}
     return {title: figure for title, figure in figures.items() if figure is not None}
 
 
 def figures(part):
-    return {title: json.loads(figure.to_json()) for title, figure in drawn(part, FOUND[part]).items()}
+    return {title: json.loads(figure.to_json()) for title, figure in drawn(part, TYPED[part]).items()}
 
 
 def traces(part, title):
@@ -27,9 +29,9 @@ def traces(part, title):
 
 
 def test_every_part_has_charts_and_tables():
-    assert set(PART_VIEWS) == set(PARTS) == set(FOUND)
-    assert all(view.tables(FOUND[part]) and figures(part) for part, view in PART_VIEWS.items())
-    report = evaluation_report(FOUND)
+    assert set(PART_VIEWS) == set(PARTS) == set(TYPED)
+    assert all(view.tables(TYPED[part]) and figures(part) for part, view in PART_VIEWS.items())
+    report = evaluation_report(TYPED)
     assert all(part in report for part in PARTS) and report.endswith("torch 2.13")
 
 
@@ -112,7 +114,7 @@ def test_writing_tells_greedy_from_drawn():
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_student_measured_alone_can_be_shown(part):
-    found = json.loads(json.dumps(FOUND[part]))
+    found = json.loads(json.dumps(STORED[part]))
     found["subjects"] = [one for one in found["subjects"] if one["name"] == "student"]
     if part == "language":
         found["subjects"][0].update(excess=None, kl=None, agreement=None)
@@ -124,22 +126,22 @@ def test_a_student_measured_alone_can_be_shown(part):
         found.update(predicted=found["predicted"][:1], correlation=[None], curve=None)
     if part == "recall":
         found["longer"] = None
-    assert drawn(part, found) and "student" in part_html(part, found)
+    alone = read_part(part, found)
+    assert drawn(part, alone) and "student" in part_html(part, alone)
 
 
 def test_words_from_elsewhere_are_no_markup():
     hostile = "<img src=x onerror=alert(1)>"
-    found = {**FOUND["language"], "text": hostile}
-    assert "<img" not in part_html("language", found)
-    task = {**FOUND["tasks"]["subjects"][0]["scores"][0], "task": hostile}
-    assert "<img" not in part_html(
-        "tasks", {**FOUND["tasks"], "subjects": [{**FOUND["tasks"]["subjects"][0], "scores": [task]}]}
-    )
+    language, tasks = TYPED["language"], TYPED["tasks"]
+    assert "<img" not in part_html("language", replace(language, read=replace(language.read, text=hostile)))
+    subject = tasks.result.subjects[0]
+    scored = replace(subject, scores=(replace(subject.scores[0], task=hostile),))
+    assert "<img" not in part_html("tasks", replace(tasks, result=replace(tasks.result, subjects=(scored,))))
 
 
 def test_a_page_holds_all_charts_and_needs_nothing_from_elsewhere(tmp_path):
     run = Run.create(tmp_path / "run", Plan("a<b", budget=64))
-    text = write_page(run, FOUND)
+    text = write_page(run, TYPED)
     assert "What a&lt;b kept" in text and "Plotly.newPlot" in text
     assert text.count('class="plotly-graph-div"') == sum(len(figures(part)) for part in PARTS)
     assert '<script src="http' not in text and "cdn.plot.ly/plotly" not in text

@@ -1,4 +1,6 @@
-"""An evaluation as it is stored, with numbers that are made up: four subjects, every part."""
+"""An evaluation with numbers that are made up: four subjects, every part; as it is stored, and typed."""
+
+from linearizer.run.results import read_part
 
 NAMES = ["teacher", "student", "window", "untrained"]
 MADE = {"versions": {"torch": "2.13"}, "device": "cpu", "dtype": "float32", "teacher": None, "alone": None}
@@ -79,7 +81,8 @@ TASKS = {
     "asked": {"made_with": MADE}, "tasks": ["piqa"], "limit": 100, "few_shot": None,
     "subjects": [scored(name, 0.7) for name in NAMES],
 }  # fmt: skip
-FOUND = {
+STORED = {
     "language": LANGUAGE, "recall": RECALL, "needle": NEEDLE, "generation": GENERATION,
     "approximation": APPROXIMATION, "speed": SPEED, "tasks": TASKS,
 }  # fmt: skip
+TYPED = {name: read_part(name, plain) for name, plain in STORED.items()}
