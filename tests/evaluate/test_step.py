@@ -224,7 +224,7 @@ def test_a_folder_that_is_no_run_is_refused(tmp_path, begun, said):
 def test_a_text_shorter_than_one_window_is_refused(run, tmp_path, said):
     (tmp_path / "short.txt").write_text("A few words.")
     err = refused(said, run.folder, "--text", f"file:{tmp_path / 'short.txt'}", "--parts", "language")
-    assert "and 64 are needed (1 windows of 64)" in err
+    assert "and 64 are needed (1 texts of 64)" in err
 
 
 @pytest.mark.parametrize(
