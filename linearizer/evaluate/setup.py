@@ -134,13 +134,7 @@ class Setup:
         """Take the text that the student was trained on."""
         plan = self.run.plan
         return read_texts(
-            plan.text,
-            self.tokenizer,
-            self.usual_length,
-            count,
-            least=plan.batch,
-            model=self.teacher,
-            seed=plan.seed,
+            plan.text, self.tokenizer, self.usual_length, count, least=plan.batch, model=self.teacher, seed=plan.seed
         )
 
     def made_with(self) -> MadeWith:

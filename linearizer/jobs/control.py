@@ -26,7 +26,6 @@ from linearizer.run.files import UNFINISHED, remove, writing
 from linearizer.run.folder import OWN, Run, newest_request
 from linearizer.run.locks import Lock
 
-STATES = ("queued", "running", "stopping", "stopped", "failed", "done", "lost")
 PARTS = ("language", "recall", "longer", "needle", "generation", "approximation", "distill", "speed", "tasks")
 STATE_AFTER = {
     EventName.QUEUED: "queued",

@@ -114,10 +114,8 @@ def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: T
     """Describe in one paragraph what the student is."""
     if teacher.repo_id:
         page = f"https://huggingface.co/{teacher.repo_id}"
-        origin = (
-            f"[{escape_markdown(teacher.repo_id)}]({page}) at revision [`{(teacher.revision or '')[:12]}`]({page}/tree/"
-        )
-        origin += f"{teacher.revision})"
+        revision = teacher.revision or ""
+        origin = f"[{escape_markdown(teacher.repo_id)}]({page}) at revision [`{revision[:12]}`]({page}/tree/{revision})"
     elif teacher.name == DEMO:
         origin = "the demo model that comes with Linearizer"
     else:
@@ -138,22 +136,18 @@ def describe_state(allocation: Allocation, layers: Sequence[Layer], positions: i
     """Describe the size of the student's state."""
     heads = [head for row in allocation.heads for head in row]
     whole = sum(head.softmax for head in heads)
-    held = f"{allocation.state_bytes(layers, positions):,} bytes"
+    taken = f"{allocation.state_bytes(layers, positions):,} bytes"
     begin = smaller_from(allocation.breakeven_tokens(layers), allocation.saved(layers))
     if whole:
-        state = (
-            f"{whole} of {len(heads)} KV heads keep their whole cache and grow with the text: the state takes {held} "
-        )
-        state += f"after {positions:,} tokens"
+        growing = f"{whole} of {len(heads)} KV heads keep their whole cache and grow with the text"
+        state = f"{growing}: the state takes {taken} after {positions:,} tokens"
     else:
-        state = f"The state takes {held} at any length of the text"
+        state = f"The state takes {taken} at any length of the text"
     smaller = (
-        "it is never smaller than the teacher's cache"
-        if begin == "never"
-        else f"it is smaller than the teacher's cache {begin}"
+        "never smaller than the teacher's cache" if begin == "never" else f"smaller than the teacher's cache {begin}"
     )
     mean = f" Mean features per KV head: {allocation.features_mean:.1f}." if any(h.features for h in heads) else ""
-    return f"{state}; {smaller}.{mean} The strategy {escape_markdown(allocation.strategy)} divided the budget."
+    return f"{state}; it is {smaller}.{mean} The strategy {escape_markdown(allocation.strategy)} divided the budget."
 
 
 def list_heads(allocation: Allocation) -> str:
@@ -228,23 +222,19 @@ def describe_repetition(training: Trained) -> str:
 
 def list_limits(allocation: Allocation, training: Trained, examined: bool) -> str:
     """List the limits of the student."""
-    limits = [
+    heads = [head for row in allocation.heads for head in row]
+    limits = [f"The training was ended at {training.done:,} of {training.asked:,} steps."] * training.early
+    limits += ["The features were not trained."] * (not training.done and any(head.features for head in heads))
+    limits.append(
         "A state of fixed size cannot hold everything: exact recall from beyond the window is weaker than the "
-        "teacher's, as the tables show.",
-        "A state cannot forget tokens, so assisted decoding is refused.",
-        "The student has all faults of its teacher: errors, bias, unsafe text.",
-    ]
-    if not examined:
-        limits.insert(
-            1,
-            "The evaluation is small: one kind of text, no benchmark, no other ability of the teacher, and no speed.",
-        )
-    if any(head.softmax for row in allocation.heads for head in row):
-        limits.insert(1, "Some KV heads keep their whole cache, so the state grows with the text.")
-    if not training.done and any(head.features for row in allocation.heads for head in row):
-        limits.insert(0, "The features were not trained.")
-    if training.early:
-        limits.insert(0, f"The training was ended at {training.done:,} of {training.asked:,} steps.")
+        "teacher's, as the tables show."
+    )
+    whole = any(head.softmax for head in heads)
+    limits += ["Some KV heads keep their whole cache, so the state grows with the text."] * whole
+    small = "The evaluation is small: one kind of text, no benchmark, no other ability of the teacher, and no speed."
+    limits += [small] * (not examined)
+    limits.append("A state cannot forget tokens, so assisted decoding is refused.")
+    limits.append("The student has all faults of its teacher: errors, bias, unsafe text.")
     return "\n".join(f"- {line}" for line in limits)
 
 

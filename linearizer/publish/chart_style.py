@@ -26,6 +26,7 @@ SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
     "window": ("window control", ORANGE, "square", "dash"),
     "untrained": ("untrained student", GREEN, "cross", "dashdot"),
 }
+MAP_CELLS = {"coloraxis": "coloraxis", "xgap": 2, "ygap": 2, "hoverongaps": False, "textfont": {"size": 11}}
 BAR_PATTERNS = {"teacher": "", "student": "/", "window": ".", "untrained": "x"}
 
 

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from linearizer.amounts import size
 from linearizer.publish.chart_style import (
     GREY,
+    MAP_CELLS,
     MAP_COLOURS,
     bar_numbers,
     bytes_axis,
@@ -68,7 +69,8 @@ def draw_error_maps(part: Part[Approximation]) -> Figure:
     shown = [named[name] for name in ("untrained", "student") if name in named]
     names = ["before training", "after training"] if len(shown) > 1 else [""]
     layers, heads = len(shown[0].rows), max((len(row) for row in shown[0].rows), default=1)
-    colours = {"colorscale": [list(stop) for stop in reversed_map_colours()], "cmin": 0, "showscale": False}
+    scale = [[1 - at, colour] for at, colour in reversed(MAP_COLOURS)]  # light cells are small errors
+    colours = {"colorscale": scale, "cmin": 0, "showscale": False}
     figure = new_grid(max(240, min(26 * layers + 110, 760)), names, len(shown), colours, horizontal_spacing=0.05)
     for place, subject in enumerate(shown):
         table = [[*row, *[None] * (heads - len(row))] for row in subject.rows]
@@ -77,25 +79,16 @@ def draw_error_maps(part: Part[Approximation]) -> Figure:
             z=table,
             text=[["" if error is None else f"{error:.2f}" for error in row] for row in table],
             texttemplate="%{text}" if readable else "",
-            textfont={"size": 10},
-            coloraxis="coloraxis",
-            xgap=2,
-            ygap=2,
-            hoverongaps=False,
             hovertemplate="layer %{y}, KV head %{x}<br>%{z:.3f} misplaced<extra>" + names[place] + "</extra>",
             row=1,
             col=place + 1,
+            **MAP_CELLS,
         )
     figure.update_layout(plot_bgcolor="rgba(128,138,150,0.10)")
     figure.update_xaxes(title="KV head", dtick=max(1, heads // 8))
     figure.update_yaxes(dtick=max(1, layers // 24), autorange="reversed", showgrid=False)
     figure.update_yaxes(title="layer", col=1)
     return figure
-
-
-def reversed_map_colours() -> list[tuple[float, str]]:
-    """Let light cells be small errors."""
-    return [(1 - at, colour) for at, colour in reversed(MAP_COLOURS)]
 
 
 def draw_error_curve(part: Part[Approximation]) -> Figure | None:

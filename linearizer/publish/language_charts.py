@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from linearizer.publish.chart_style import (
     FAINT,
     GREY,
+    MAP_CELLS,
     MAP_COLOURS,
     lengths_axis,
     new_figure,
@@ -29,19 +30,9 @@ def draw_losses(part: Part[Language]) -> Figure:
         low, high = subject.loss.interval
         mean = subject.loss.mean
         look = subject_line(subject.name, f"%{{x:.3f}} nats, 95 %: {low:.3f} to {high:.3f}") | {"mode": "markers+text"}
-        figure.add_scatter(
-            x=[mean],
-            y=[look["name"]],
-            error_x={
-                "type": "data",
-                "array": [high - mean],
-                "arrayminus": [mean - low],
-                "color": look["line"]["color"],
-            },
-            text=[f"{mean:.3f}"],
-            textposition="top center",
-            **look,
-        )
+        bars = {"type": "data", "array": [high - mean], "arrayminus": [mean - low], "color": look["line"]["color"]}
+        number = {"text": [f"{mean:.3f}"], "textposition": "top center"}
+        figure.add_scatter(x=[mean], y=[look["name"]], error_x=bars, **number, **look)
     figure.update_xaxes(title="loss, nats per token", showgrid=True, gridcolor=FAINT)
     figure.update_yaxes(range=[len(language.subjects) - 0.5, -0.75])
     return figure
@@ -146,14 +137,10 @@ def draw_needle_maps(part: Part[Needle]) -> Figure:
             z=shares,
             text=[["–" if share is None else f"{share:.0%}" for share in row] for row in shares],
             texttemplate="%{text}",
-            textfont={"size": 11},
-            coloraxis="coloraxis",
-            xgap=2,
-            ygap=2,
-            hoverongaps=False,
             hovertemplate=f"{names[place]}: %{{text}} found<br>depth %{{y}} of %{{x}} tokens<extra></extra>",
             row=place // 2 + 1,
             col=place % 2 + 1,
+            **MAP_CELLS,
         )
     figure.update_xaxes(type="category")
     figure.update_xaxes(title="length, tokens", row=down)

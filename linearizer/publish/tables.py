@@ -6,19 +6,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from linearizer.amounts import columns, from_length, size
-from linearizer.run.results import (
-    Approximation,
-    Breakeven,
-    Estimate,
-    FeatureCurve,
-    Generation,
-    Language,
-    Needle,
-    Part,
-    Recall,
-    Speed,
-    Tasks,
-)
+from linearizer.run import results
+from linearizer.run.results import Part
 
 Rows = list[Sequence[object]]
 
@@ -52,7 +41,7 @@ def describe_texts(part: Part) -> str:
     return f"{read.texts} texts of {read.length} tokens of {read.text}, seed {read.seed}{beyond}"
 
 
-def language_tables(part: Part[Language]) -> list[Table]:
+def language_tables(part: Part[results.Language]) -> list[Table]:
     language = part.result
     rows: Rows = [("", "state", "loss", "95 %", "perplexity", "above teacher", "KL", "agreement", "calibration")]
     for subject in language.subjects:
@@ -71,7 +60,7 @@ def language_tables(part: Part[Language]) -> list[Table]:
     return [Table(rows), Table(ranges, (f"{describe_texts(part)}; {over}",))]
 
 
-def recall_tables(part: Part[Recall]) -> list[Table]:
+def recall_tables(part: Part[results.Recall]) -> list[Table]:
     recall = part.result
     rows: Rows = [("loss the second time, after", *recall.gaps, "the first")]
     for subject in recall.subjects:
@@ -89,7 +78,7 @@ def recall_tables(part: Part[Recall]) -> list[Table]:
     return [again, Table(ranges, (note, *star))]
 
 
-def needle_tables(part: Part[Needle]) -> list[Table]:
+def needle_tables(part: Part[results.Needle]) -> list[Table]:
     """The share of the value that was found, a block for each subject."""
     needle = part.result
     marks = ["*" if beyond else "" for beyond in needle.extrapolated]
@@ -105,7 +94,7 @@ def needle_tables(part: Part[Needle]) -> list[Table]:
     return [Table(rows, (describe_texts(part), *star, *("– more than memory holds",) * gone))]
 
 
-def generation_tables(part: Part[Generation]) -> list[Table]:
+def generation_tables(part: Part[results.Generation]) -> list[Table]:
     generation = part.result
     rows: Rows = [("", "leaves the teacher", "repeats", "distinct 1", "2", "3", "loss by the teacher", "its choice")]
     for subject in generation.subjects:
@@ -119,7 +108,7 @@ def generation_tables(part: Part[Generation]) -> list[Table]:
     return [Table(rows, (f"{prompts}; {describe_texts(part)}",))]
 
 
-def approximation_tables(part: Part[Approximation]) -> list[Table]:
+def approximation_tables(part: Part[results.Approximation]) -> list[Table]:
     """Errors by layer; what was predicted of the student, and how far the order of the heads agrees with it."""
     approximation = part.result
     rows: Rows = [
@@ -138,7 +127,7 @@ def approximation_tables(part: Part[Approximation]) -> list[Table]:
     return tables if approximation.curve is None else [*tables, curve_table(approximation.curve)]
 
 
-def curve_table(curve: FeatureCurve) -> Table:
+def curve_table(curve: results.FeatureCurve) -> Table:
     """Errors by the number of features."""
     points: Rows = [("features per KV head, and nothing else", *curve.features)]
     for name, errors, outputs in zip(curve.names, curve.rows, curve.outputs, strict=True):
@@ -148,7 +137,7 @@ def curve_table(curve: FeatureCurve) -> Table:
     return Table(points)
 
 
-def speed_tables(part: Part[Speed]) -> list[Table]:
+def speed_tables(part: Part[results.Speed]) -> list[Table]:
     speed = part.result
     head = ("", "reads tokens/s", "writes", "peak", "state", "predicted", "operations", "batch", "reads", "writes")
     rows: Rows = [head]
@@ -168,7 +157,7 @@ def speed_tables(part: Part[Speed]) -> list[Table]:
     return [Table(rows, (*star, *plus, *breakeven_note(speed.breakeven)))]
 
 
-def breakeven_note(breakeven: Breakeven | None) -> tuple[str, ...]:
+def breakeven_note(breakeven: results.Breakeven | None) -> tuple[str, ...]:
     """Say from when on the student is the better one, as told by its shape and as measured."""
     if breakeven is None:
         return ()
@@ -179,7 +168,7 @@ def breakeven_note(breakeven: Breakeven | None) -> tuple[str, ...]:
     )
 
 
-def tasks_tables(part: Part[Tasks]) -> list[Table]:
+def tasks_tables(part: Part[results.Tasks]) -> list[Table]:
     """A row for every metric of every task, a column for every subject."""
     tasks = part.result
     rows: Rows = [("", *(subject.name for subject in tasks.subjects), "samples")]
@@ -210,7 +199,7 @@ def state_size(bytes: int | None) -> str:
     return "grows" if bytes is None else size(bytes)
 
 
-def with_half_width(estimate: Estimate | None, form: str = ".3f") -> str:
+def with_half_width(estimate: results.Estimate | None, form: str = ".3f") -> str:
     """A mean and half of its interval's width; a dash where there is nothing to compare with."""
     if estimate is None:
         return "–"

@@ -65,11 +65,7 @@ class Option:
     @property
     def allowed(self) -> str:
         """Say which values are allowed."""
-        bounds = (
-            ("above", self.limits.above),
-            ("at least", self.limits.least),
-            ("at most", self.limits.most),
-        )
+        bounds = (("above", self.limits.above), ("at least", self.limits.least), ("at most", self.limits.most))
         limits = " and ".join(f"{words} {bound}" for words, bound in bounds if bound is not None)
         kind = ("a list, each " if self.is_list else "") + in_words(self.value_kind)
         return kind + (f", {limits}" if limits else "") + (", or leave it out" if is_optional(self.kind) else "")

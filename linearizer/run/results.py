@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields
-from typing import Any, Generic, TypeVar
+from typing import Any, Generic, TypeVar, get_args
 
 from linearizer.run.json_products import read_fields
 
@@ -241,15 +241,8 @@ class Tasks:
 
 
 Result = Language | Recall | Needle | Generation | Approximation | Speed | Tasks
-RESULTS: dict[str, type[Result]] = {  # by the names of the parts, in their order
-    "language": Language,
-    "recall": Recall,
-    "needle": Needle,
-    "generation": Generation,
-    "approximation": Approximation,
-    "speed": Speed,
-    "tasks": Tasks,
-}
+# by the names of the parts, in their order
+RESULTS: dict[str, type[Result]] = {kind.__name__.lower(): kind for kind in get_args(Result)}
 
 
 @dataclass(frozen=True)
