@@ -20,7 +20,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head
 from linearizer.run.profile import Curve, HeadProfile, Profile
-from linearizer.run.results import Approximation, Errors, FeatureCurve, Foretold
+from linearizer.run.results import Approximation, Errors, FeatureCurve, PredictedErrors
 from linearizer.runtime.attention_interface import attention_modules, observing
 from linearizer.runtime.layer_student import LayerStudent
 
@@ -38,7 +38,7 @@ def measure_approximation(
     return Approximation(tuple(errors), predicted, ranked)
 
 
-def agreement(rows: Sequence[Sequence[float]], told: Foretold) -> float | None:
+def agreement(rows: Sequence[Sequence[float]], told: PredictedErrors) -> float | None:
     """Rank the heads of which something was foretold by what was found and by what was foretold."""
     both = [pair for row, own in zip(rows, told, strict=True) for pair in zip(row, own, strict=True)]
     known = [(found, foretold) for found, foretold in both if foretold is not None]
@@ -107,7 +107,7 @@ def head_errors(student: LayerStudent, q: Tensor, k: Tensor, v: Tensor, scale: f
     return torch.stack([misplaced / (tokens * q.shape[1] // k.shape[1]), off]).cpu()
 
 
-def predicted_errors(allocation: Allocation | None, found: Profile) -> Foretold:
+def predicted_errors(allocation: Allocation | None, found: Profile) -> PredictedErrors:
     """Predict the error of every head of an allocation: [layer][KV head]."""
     assert allocation is not None, "a teacher has no error"
     return tuple(

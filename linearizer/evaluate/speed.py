@@ -139,9 +139,9 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def drawn_out(known: Sequence[Pace], length: int, told_bytes: int, told_operations: int, reason: str) -> Pace:
+def drawn_out(known: Sequence[Pace], length: int, predicted_bytes: int, predicted_operations: int, reason: str) -> Pace:
     """Draw the lines on that the last two measurements lie on; they do not fall."""
-    pace = Pace(length, 1, None, None, None, None, told_bytes, told_operations, reason)
+    pace = Pace(length, 1, None, None, None, None, predicted_bytes, predicted_operations, reason)
     if len(known) < 2:
         return pace
     a, b = known[-2:]
@@ -174,8 +174,8 @@ def breakeven_of(subjects: Sequence[Subject], layers: Sequence[Layer], courses: 
     assert held is not None, "the teacher comes first, and once"
     teacher, student = (fit([pace for pace in course.one if not pace.extrapolated]) for course in courses[:2])
     return Breakeven(
-        told_bytes=held.breakeven_tokens(layers),
-        told_operations=head_bytes.breakeven_operations(held.heads, layers, held.sinks),
+        predicted_bytes=held.breakeven_tokens(layers),
+        predicted_operations=head_bytes.breakeven_operations(held.heads, layers, held.sinks),
         bytes=crossing(teacher[0], student[0]),
         writing=crossing(teacher[1], student[1]),
     )

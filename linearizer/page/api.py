@@ -208,7 +208,7 @@ def add_endpoints() -> None:
 def status_to_json(status: Status) -> dict[str, Any]:
     """Describe a status in plain numbers and words, without paths of this machine."""
     facts = {key: getattr(status, key) for key in ("state", "place", "step", "begun", "changed", "disk_bytes", "saved")}
-    error = status.error and html.plain(status.error)
+    error = status.error and html.without_folders(status.error)
     return {"run": status.run.folder.name, **facts, "error": error, "published": status.published}
 
 

@@ -29,7 +29,7 @@ def refusals_on_page() -> Iterator[None]:
     try:
         yield
     except LinearizerError as error:
-        sentence = html.marked(str(error))
+        sentence = html.sentence_html(str(error))
         raise gr.Error(sentence, title="That cannot be done", duration=15, print_exception=False) from None
 
 
@@ -39,4 +39,4 @@ def refusals_in_api() -> Iterator[None]:
     try:
         yield
     except LinearizerError as error:
-        raise gr.Error(html.plain(str(error)), print_exception=False) from None
+        raise gr.Error(html.without_folders(str(error)), print_exception=False) from None

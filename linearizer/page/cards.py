@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from linearizer.amounts import ago, duration, growing, number, size, smaller_from
 from linearizer.jobs.control import LIVE, Status
 from linearizer.progress import Progress
-from linearizer.publish.html import facts, heard, said, table
+from linearizer.publish.html import announcement, message_box, table, values_list
 from linearizer.publish.tables import state_size
 from linearizer.publish.training_charts import ERRORS
 from linearizer.run import head_bytes
@@ -62,14 +62,14 @@ def model_card(found: Inspection) -> str:
         ("licence", (found.licence or "not stated") + (" · gated" if found.gated else "")),
     ]
     if not found.supported:
-        verdict = said(f"Not supported, because {found.reason}: {found.remedy}.", "bad")
+        verdict = message_box(f"Not supported, because {found.reason}: {found.remedy}.", "bad")
     else:
         tested = "" if found.tested else " by its interface; its family is not among those we test"
-        verdict = said(f"Supported{tested}.", "good")
+        verdict = message_box(f"Supported{tested}.", "good")
     kind = f"{found.architecture} · {found.revision[:8]}" if found.revision else found.architecture
     return (
         f'<article class="lz-card"><header><h3>{escape(found.name)}</h3><small>{escape(kind)}</small></header>'
-        f"{verdict}{facts(pairs)}</article>"
+        f"{verdict}{values_list(pairs)}</article>"
     )
 
 
@@ -94,8 +94,8 @@ def cost_card(features: float, state: int, growth: int, layers: Sequence[Layer],
         rows.append([f"{length // 1024}k tokens", size(cache), size(held), f"{cache / held:.0f}×" if held else "∞"])
     head = ("after", "teacher", "student", "smaller by")
     title = "Memory of teacher and student" + (", if no head stays softmax" if open_end else "")
-    loud = heard(f"state {pairs[1][1]}, smaller than the cache {pairs[2][1]}")
-    return f"<div{loud}>{facts(pairs, 'lz-wide')}{table(title, head, rows)}</div>"
+    loud = announcement(f"state {pairs[1][1]}, smaller than the cache {pairs[2][1]}")
+    return f"<div{loud}>{values_list(pairs, 'lz-wide')}{table(title, head, rows)}</div>"
 
 
 def budget_card(plan: Plan, layers: Sequence[Layer]) -> str:
@@ -140,12 +140,12 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     if status.state == "queued" and status.place:
         state += f": place {status.place}" if status.place > 1 else ": it is next"
     moving = status.step if status.state in LIVE else None
-    loud = heard(f"{plan.model}: {state}{quarters_done(moving) if moving else ''}")
+    loud = announcement(f"{plan.model}: {state}{quarters_done(moving) if moving else ''}")
     lines = [f'<p class="lz-state lz-now lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>']
     if moving:
         lines.append(progress_bar(moving, now))
     if status.error and status.state in ("failed", "stopped"):
-        lines.append(said(status.error, "bad" if status.state == "failed" else "note"))
+        lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
     pairs = [
         ("model", plan.model),
         ("budget", dial),
@@ -157,7 +157,7 @@ def run_card(status: Status | None, name: str, now: float) -> str:
         pairs.append(("published as", status.published["repo_id"]))
     if status.saved is not None and status.state != "done":
         pairs.insert(3, ("last saved", ago(status.saved, now)))
-    return "".join(lines) + facts(pairs, "lz-list")
+    return "".join(lines) + values_list(pairs, "lz-list")
 
 
 def state_sign(state: str) -> str:
@@ -187,7 +187,7 @@ def progress_bar(step: Mapping[str, Any], now: float) -> str:
 
 def untrained_note(why: str) -> str:
     """Say that nothing is trained; the charts of training are not shown beside it."""
-    return f'<div class="lz-untrained">{said(why)}</div>'
+    return f'<div class="lz-untrained">{message_box(why)}</div>'
 
 
 def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: float) -> str:
@@ -198,7 +198,7 @@ def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: floa
         allocation = status.run.allocation
         if allocation and not any(head.features for row in allocation.heads for head in row):
             return untrained_note("No head has features in this allocation, so there is nothing to train: continue.")
-        return said("Training begins when the teacher is measured.")
+        return message_box("Training begins when the teacher is measured.")
     last = events[-1]
     pairs = [("step", f"{last['done']} of {last['total']}"), ("tokens a second", f"{last['tokens_per_second']:,.0f}")]
     pairs += [(title, f"{last[name]:.4f}") for name, title in ERRORS.items() if last.get(name) is not None]
@@ -206,9 +206,9 @@ def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: floa
         pairs.append(("time left", duration(last["seconds_left"])))
     pairs.append(("last saved", "not yet" if status.saved is None else ago(status.saved, now)))
     ended = status.state == "done" and last["done"] < last["total"]
-    early = said(f"Training was ended at {last['done']} of {last['total']} steps.") if ended else ""
-    warnings = [said(str(text)) for event in events for text in event.get("events", ())][-3:]
-    return facts(pairs, "lz-wide") + early + "".join(warnings)
+    early = message_box(f"Training was ended at {last['done']} of {last['total']} steps.") if ended else ""
+    warnings = [message_box(str(text)) for event in events for text in event.get("events", ())][-3:]
+    return values_list(pairs, "lz-wide") + early + "".join(warnings)
 
 
 def evaluation_table(language: Language, recall: Recall | None) -> str:
@@ -234,19 +234,19 @@ def evaluation_table(language: Language, recall: Recall | None) -> str:
 def side_card(side: Side | None) -> str:
     """Say how fast one model wrote, and what it remembers."""
     if side is None or not side.tokens:
-        return facts([("tokens/s", "–"), ("first token", "–"), ("remembers", "–")], "lz-thirds")
+        return values_list([("tokens/s", "–"), ("first token", "–"), ("remembers", "–")], "lz-thirds")
     pairs = [
         ("tokens/s", f"{side.tokens_per_second:.1f}"),
         ("first token", f"{side.first_token_seconds * 1000:.0f} ms"),
         ("remembers", size(side.state_bytes)),
     ]
-    return facts(pairs, "lz-thirds")
+    return values_list(pairs, "lz-thirds")
 
 
 def runs_table(found: Sequence[Status], now: float | None = None) -> str:
     """List runs, the newest first, each with a link to it."""
     if not found:
-        return said("No runs yet: the first page begins one.")
+        return message_box("No runs yet: the first page begins one.")
     now = time.time() if now is None else now
     rows = []
     for status in found:
@@ -275,7 +275,7 @@ def files_table(files: Sequence[tuple[str, int]], total: int) -> str:
 def published_card(published: Mapping[str, Any]) -> str:
     """Say where a student was published."""
     link = f'<a href="{escape(published["url"], quote=True)}" target="_blank" rel="noopener">'
-    loud = heard(f"Published as {published['repo_id']}.")
+    loud = announcement(f"Published as {published['repo_id']}.")
     return (
         f'<p class="lz-said lz-good"{loud}><span aria-hidden="true">✓</span> Published as {link}'
         f"{escape(published['repo_id'])}</a>, revision <code>{escape(published['revision'][:12])}</code>, and checked: "
@@ -286,9 +286,9 @@ def published_card(published: Mapping[str, Any]) -> str:
 def sending_card(repo_id: str, step: Progress | None, error: str | None) -> str:
     """Say how publishing goes."""
     if error is not None:
-        return said(f"{error}. What was sent is kept: press Publish again.", "bad")
+        return message_box(f"{error}. What was sent is kept: press Publish again.", "bad")
     share = f' value="{step.done}" max="{max(1, step.total)}"' if step is not None else ""
-    loud = heard(f"Sending to {repo_id}.")
+    loud = announcement(f"Sending to {repo_id}.")
     return (
         f'<p class="lz-step"{loud}>Sending to {escape(repo_id)}</p><progress aria-label="publishing"{share}></progress>'
     )

@@ -29,15 +29,15 @@ def evaluation_card(found: Status | None, now: float) -> str:
         state = cards.STATE_SENTENCES[found.state]
         if found.state == "queued" and found.place:
             state += f": place {found.place}" if found.place > 1 else ": it is next"
-        loud = html.heard(f"Evaluation: {state}")
+        loud = html.announcement(f"Evaluation: {state}")
         line = f'<p class="lz-state lz-{found.state}"{loud}>{cards.state_sign(found.state)} {escape(state)}</p>'
         return line + ("" if found.step is None or found.state == "queued" else progress_bar(found.step))
     if found.state == "failed":
-        return html.said(found.error or "it failed", "bad")
+        return html.message_box(found.error or "it failed", "bad")
     if found.state == "done":
-        return html.said("Evaluated. The card of the student holds it, too, once it is published.", "good")
+        return html.message_box("Evaluated. The card of the student holds it, too, once it is published.", "good")
     why = f"{found.error}. " if found.state == "stopped" and found.error else ""
-    return html.said(why + STATE_SENTENCES[found.state])
+    return html.message_box(why + STATE_SENTENCES[found.state])
 
 
 def progress_bar(step: Mapping[str, Any]) -> str:
@@ -59,6 +59,6 @@ def times_line(found: EvaluationForecast) -> str:
     if not found.seconds:
         return ""
     pairs = [(PART_VIEWS[part].title, f"about {duration(took)}") for part, took in found.seconds.items()]
-    facts = html.facts([*pairs, ("in all", f"about {duration(sum(found.seconds.values()))}")], "lz-wide")
-    device = f", on {html.plain(found.device)}" if found.device else ""
+    facts = html.values_list([*pairs, ("in all", f"about {duration(sum(found.seconds.values()))}")], "lz-wide")
+    device = f", on {html.without_folders(found.device)}" if found.device else ""
     return f'{facts}<p class="lz-faint">Estimated from the time that judging this student took{escape(device)}.</p>'

@@ -62,7 +62,7 @@ def forecast_evaluation(
             return ""
         return evaluation_cards.times_line(actions.forecast_evaluation(visitor, name, choices))
     except LinearizerError as error:
-        return html.said(str(error))
+        return html.message_box(str(error))
 
 
 def part_marks(parts: Mapping[str, run_state.Piece]) -> dict[str, str]:

@@ -53,7 +53,7 @@ def open_page(memory: Memory, asked: str | None, profile: Profile, token: Token)
         try:
             kept["run"] = read_visitor(kept, profile, token).find_run(named).folder.name
         except LinearizerError as error:
-            note = html.said(str(error), "bad") if asked else ""
+            note = html.message_box(str(error), "bad") if asked else ""
     return (
         kept,
         gr.HTML(note, visible=True if note else "hidden"),
@@ -81,7 +81,7 @@ def show_model(model: str | None, memory: Memory, profile: Profile, token: Token
         inspection = actions.inspect_model(visitor, model)
         held = ChosenModel(inspection, actions.download_bytes(visitor, model)) if inspection.supported else None
     except RequestError as error:
-        return html.said(str(error), "bad"), None, gr.Button(interactive=False), gr.skip()
+        return html.message_box(str(error), "bad"), None, gr.Button(interactive=False), gr.skip()
     most = max(2 * MIN_BUDGET, min(MAX_BUDGET, inspection.max_positions or MAX_BUDGET))
     return (
         cards.model_card(inspection),
@@ -114,13 +114,13 @@ def read_plan(chosen: ChosenModel | None, budget: float, effort: str, advanced: 
 def show_budget(chosen: ChosenModel | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
     """Say what a budget means, and what each effort takes here, while the slider moves."""
     if chosen is None:
-        return html.said("Choose a model first."), ""
+        return html.message_box("Choose a model first."), ""
     try:
         card = cards.budget_card(read_plan(chosen, budget, effort, advanced), chosen.layers)
         plans = {name: read_plan(chosen, budget, name, advanced) for name in actions.EFFORTS}
         guesses = {name: actions.forecast_run(plan, chosen.inspection, chosen.download) for name, plan in plans.items()}
     except LinearizerError as error:
-        return html.said(str(error), "bad"), ""
+        return html.message_box(str(error), "bad"), ""
     return card, cards.efforts_table(guesses, effort, lent=zerogpu.on_zerogpu())
 
 
@@ -188,8 +188,8 @@ def share_budget(memory: Memory, budget: float, profile: Profile, token: Token) 
     try:
         figure, card = draw_shares(run, int(budget))
     except LinearizerError as error:
-        return html.said(str(error), "bad"), True
-    return card + html.held("figure", figure), True
+        return html.message_box(str(error), "bad"), True
+    return card + html.hidden_data("figure", figure), True
 
 
 def draw_shares(run: Any, budget: int) -> tuple[str, str]:
@@ -223,7 +223,7 @@ def list_owners(memory: Memory, profile: Profile, token: Token) -> tuple[Any, An
     name = run_name(memory)
     run = visitor.find_run(name or "")
     if on_space() and visitor.token is None:
-        return gr.Dropdown(choices=[]), gr.skip(), html.said("Sign in, at the top right, to publish.")
+        return gr.Dropdown(choices=[]), gr.skip(), html.message_box("Sign in, at the top right, to publish.")
     owners = list(push.owners(visitor.token))
     suggested = f"{run.plan.model.partition('@')[0].rstrip('/').split('/')[-1]}-linearized"
     return gr.Dropdown(choices=owners, value=owners[0] if owners else None), suggested, ""
@@ -239,7 +239,7 @@ def preview_publication(
     visitor = read_visitor(memory, profile, token)
     run = visitor.find_run(run_name(memory) or "")
     preview = push.preview(run, f"{owner or ''}/{(repo or '').strip()}", private, visitor.token)
-    notes = "".join(html.said(note) for note in preview.notes)
+    notes = "".join(html.message_box(note) for note in preview.notes)
     return notes, cards.files_table(preview.files, preview.bytes), preview.card, gr.Button(interactive=True)
 
 

@@ -9,7 +9,7 @@ import gradio as gr
 from linearizer.page.actions import EFFORTS
 from linearizer.page.limits import LIMITS
 from linearizer.page.visitors import on_space, signs_in
-from linearizer.publish.html import said
+from linearizer.publish.html import message_box
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.run.plan import DEFAULT_BUDGET
 from linearizer.run.recipes import RECIPES
@@ -72,7 +72,7 @@ def budget_step(ui: SimpleNamespace) -> None:
             ui.effort = gr.Radio(list(EFFORTS), value="Quick", label="How thorough", info=EFFORT_INFO, elem_id="effort")
             ui.efforts = gr.HTML(elem_id="efforts")
         with gr.Column(scale=4, min_width=300):
-            ui.budget_card = gr.HTML(said("Choose a model first."), elem_id="budget-card")
+            ui.budget_card = gr.HTML(message_box("Choose a model first."), elem_id="budget-card")
     with gr.Accordion("Advanced", open=False):
         with gr.Row():
             ui.recipe = gr.Dropdown(

@@ -43,7 +43,7 @@ def poll_run(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, 
         run = read_visitor(memory, profile, token).find_run(name)
         parts = run_state.read_pieces(run, time.time())
     except LinearizerError as error:
-        return html.said(str(error), "bad"), "", "", "gone", "none", "none"
+        return html.message_box(str(error), "bad"), "", "", "gone", "none", "none"
     rest = {
         key: part.mark
         for key, part in parts.items()
@@ -142,7 +142,7 @@ def draw_own_shares(run: Run) -> tuple[Any, Any]:
         figure, card = draw_shares(run, slider_budget(run))
         return plot_json(figure), card
     except LinearizerError as error:
-        return gr.skip(), html.said(str(error), "bad")
+        return gr.skip(), html.message_box(str(error), "bad")
 
 
 def publication_piece(run: Run, parts: dict[str, run_state.Piece]) -> run_state.Piece:

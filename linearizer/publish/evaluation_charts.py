@@ -110,18 +110,15 @@ def draw_rates(part: Part[Speed], of: str) -> Figure:
     """Draw a rate over the length of the text; open markers are extrapolated."""
     speed = part.result
     figure = new_lengths_figure(speed.lengths)
+    rates: list[float] = []
     for subject in speed.subjects:
         known = [pace for pace in subject.one if getattr(pace, of) is not None]
         reasons = [f", extrapolated for lack of {pace.extrapolated}" if pace.extrapolated else "" for pace in known]
-        figure.add_scatter(
-            x=[pace.length for pace in known],
-            y=[getattr(pace, of) for pace in known],
-            customdata=reasons,
-            **open_markers(
-                subject_line(subject.name, "%{y:.3g} tokens/s at %{x} tokens%{customdata}"), list(map(bool, reasons))
-            ),
-        )
-    rates = [getattr(pace, of) for subject in speed.subjects for pace in subject.one if getattr(pace, of) is not None]
+        line = subject_line(subject.name, "%{y:.3g} tokens/s at %{x} tokens%{customdata}")
+        line = open_markers(line, list(map(bool, reasons)))
+        own = [getattr(pace, of) for pace in known]
+        figure.add_scatter(x=[pace.length for pace in known], y=own, customdata=reasons, **line)
+        rates += own
     ticks = round_ticks(min(rates, default=1), max(rates, default=1))
     figure.update_yaxes(
         title="tokens per second", type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks]
@@ -136,19 +133,14 @@ def draw_memory(part: Part[Speed]) -> Figure:
     values = []
     for subject in speed.subjects:
         measured = [None if pace.extrapolated else pace.state_bytes for pace in subject.one]
-        sizes = [pace.told_bytes if known is None else known for pace, known in zip(subject.one, measured, strict=True)]
+        sizes = [
+            pace.predicted_bytes if known is None else known for pace, known in zip(subject.one, measured, strict=True)
+        ]
         values += sizes
-        figure.add_scatter(
-            x=[pace.length for pace in subject.one],
-            y=sizes,
-            customdata=[
-                size(bytes) + (", by its shape" if known is None else "")
-                for bytes, known in zip(sizes, measured, strict=True)
-            ],
-            **open_markers(
-                subject_line(subject.name, "%{customdata} at %{x} tokens"), [known is None for known in measured]
-            ),
-        )
+        computed = [known is None for known in measured]
+        labels = [size(bytes) + ", by its shape" * mark for bytes, mark in zip(sizes, computed, strict=True)]
+        line = open_markers(subject_line(subject.name, "%{customdata} at %{x} tokens"), computed)
+        figure.add_scatter(x=[pace.length for pace in subject.one], y=sizes, customdata=labels, **line)
     figure.update_yaxes(title="state or cache, bytes", **bytes_axis(values))
     return figure
 

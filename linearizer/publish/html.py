@@ -12,36 +12,36 @@ from linearizer.run.find import runs_root
 from linearizer.run.results import Part
 
 
-def said(text: str, kind: str = "note") -> str:
+def message_box(text: str, kind: str = "note") -> str:
     """Put a sentence in a box; `kind` is note, good or bad, and told by a sign too."""
     sign = {"note": "ℹ\ufe0e", "good": "✓", "bad": "▲"}[kind]
-    loud = heard(text) if kind != "note" else ""
-    return f'<p class="lz-said lz-{kind}"{loud}><span aria-hidden="true">{sign}</span> {marked(text)}</p>'
+    loud = announcement(text) if kind != "note" else ""
+    return f'<p class="lz-said lz-{kind}"{loud}><span aria-hidden="true">{sign}</span> {sentence_html(text)}</p>'
 
 
-def heard(text: str) -> str:
+def announcement(text: str) -> str:
     """Mark a piece with what a listener hears when that is new; the page's one live region says it."""
-    return f' data-heard="{escape(plain(text))}"'
+    return f' data-heard="{escape(without_folders(text))}"'
 
 
-def held(name: str, data: str) -> str:
+def hidden_data(name: str, data: str) -> str:
     """Send data along that the page's script reads and nobody sees."""
     return f'<i hidden data-{name}="{escape(data)}"></i>'
 
 
-def plain(text: str) -> str:
+def without_folders(text: str) -> str:
     """Take from a sentence where runs are kept, and what could be taken for HTML."""
     root = re.escape(str(runs_root().absolute()))
     return re.sub(root + r"/(?:[0-9a-f]{40}/)?", "", text).replace("<", "‹").replace(">", "›")
 
 
-def marked(text: str) -> str:
+def sentence_html(text: str) -> str:
     """Escape a sentence, and set what stands between backticks as code."""
-    parts = escape(plain(text)).split("`")
+    parts = escape(without_folders(text)).split("`")
     return "".join(f"<code>{part}</code>" if n % 2 and n < len(parts) - 1 else part for n, part in enumerate(parts))
 
 
-def facts(pairs: Sequence[tuple[str, str]], kind: str = "") -> str:
+def values_list(pairs: Sequence[tuple[str, str]], kind: str = "") -> str:
     """Lay out named values."""
     cells = "".join(f"<div><dt>{escape(name)}</dt><dd>{escape(value)}</dd></div>" for name, value in pairs)
     return f'<dl class="lz-facts {kind}">{cells}</dl>'
@@ -76,7 +76,7 @@ def part_html(name: str, part: Part) -> str:
     """Show the result of a part as tables."""
     view = PART_VIEWS[name]
     tables = "".join(table_html(f"{view.title}, {n}", table) for n, table in enumerate(view.tables(part), 1))
-    notes = "".join(f"<li>{escape(plain(note))}</li>" for note in describe_environment(part))
+    notes = "".join(f"<li>{escape(without_folders(note))}</li>" for note in describe_environment(part))
     lead = f'<div class="lz-chart"><h3 class="lz-part">{escape(view.title)}</h3><p>{escape(view.question)}</p></div>'
     return f'{lead}{tables}<details class="lz-faint"><summary>Measured with</summary><ul>{notes}</ul></details>'
 
@@ -84,5 +84,5 @@ def part_html(name: str, part: Part) -> str:
 def table_html(caption: str, content: Table) -> str:
     """Lay out a table, and what is to be said below."""
     head, *rows = [[str(cell) for cell in row] for row in content.rows]
-    notes = "".join(f'<p class="lz-faint">{escape(plain(note))}</p>' for note in content.notes)
+    notes = "".join(f'<p class="lz-faint">{escape(without_folders(note))}</p>' for note in content.notes)
     return table("", head, rows, label=caption) + notes

@@ -47,13 +47,8 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
     for subject in language.subjects:
         low, high = subject.loss.interval
         row = [subject.name, state_size(subject.state_bytes), f"{subject.loss.mean:.3f}", f"{low:.3f}–{high:.3f}"]
-        row += [
-            f"{subject.perplexity:.2f}",
-            with_half_width(subject.excess),
-            with_half_width(subject.kl),
-            with_half_width(subject.agreement, ".1%"),
-        ]
-        rows.append([*row, f"{subject.calibration_error:.3f}"])
+        row += [f"{subject.perplexity:.2f}", with_half_width(subject.excess), with_half_width(subject.kl)]
+        rows.append([*row, with_half_width(subject.agreement, ".1%"), f"{subject.calibration_error:.3f}"])
     ranges: Rows = [("loss from token", *language.edges)]
     ranges += [(subject.name, *(f"{loss:.3f}" for loss in subject.by_position)) for subject in language.subjects]
     over = f"95 % intervals from {language.count} {language.drawn}, drawn again"
@@ -111,16 +106,13 @@ def generation_tables(part: Part[results.Generation]) -> list[Table]:
 def approximation_tables(part: Part[results.Approximation]) -> list[Table]:
     """Errors by layer; what was predicted of the student, and how far the order of the heads agrees with it."""
     approximation = part.result
-    rows: Rows = [
-        ("rows misplaced in layer", *range(len(approximation.predicted[0])), "all", "of outputs", "correlation")
-    ]
+    student = approximation.predicted[0]
+    rows: Rows = [("rows misplaced in layer", *range(len(student)), "all", "of outputs", "correlation")]
     for subject, ranked in zip(approximation.subjects, approximation.correlation, strict=True):
         cells = (format_mean(heads) for heads in subject.rows)
         agreed = "–" if ranked is None else f"{ranked:.2f}"
         rows.append((subject.name, *cells, f"{subject.rows_mean:.3f}", f"{subject.outputs_mean:.3f}", agreed))
-    predicted = (
-        "–" if None in heads else format_mean(heads, ".1e") for heads in approximation.predicted[0]
-    )  # of slots nothing is
+    predicted = ("–" if None in heads else format_mean(heads, ".1e") for heads in student)  # of slots nothing is
     rows.append(("student, predicted", *predicted, "", "", ""))
     note = "correlation: of the ranks of the heads by their measured and by their predicted errors"
     tables = [Table(rows, (note, describe_texts(part)))]
@@ -148,7 +140,11 @@ def speed_tables(part: Part[results.Speed]) -> list[Table]:
             length, more = pace.length, many.get(pace.length)
             mark = "*" * (pace.extrapolated is not None) + "+" * beyond[length]
             speeds = (format_rate(pace.read_rate), format_rate(pace.write_rate), size_or_dash(pace.peak_bytes))
-            state = (size_or_dash(pace.state_bytes), size_or_dash(pace.told_bytes), f"{pace.told_operations:.2g}")
+            state = (
+                size_or_dash(pace.state_bytes),
+                size_or_dash(pace.predicted_bytes),
+                f"{pace.predicted_operations:.2g}",
+            )
             others = (more.batch, format_rate(more.read_rate), format_rate(more.write_rate)) if more else ("", "", "")
             rows.append((f"{subject.name}, {length}{mark}", *speeds, *state, *others))
     marks = {pace.extrapolated for subject in speed.subjects for pace in subject.one if pace.extrapolated}
@@ -162,9 +158,9 @@ def breakeven_note(breakeven: results.Breakeven | None) -> tuple[str, ...]:
     if breakeven is None:
         return ()
     return (
-        f"the student remembers less {from_length(breakeven.told_bytes)} by its shape, "
+        f"the student remembers less {from_length(breakeven.predicted_bytes)} by its shape, "
         f"{from_length(breakeven.bytes)} as measured; it writes with fewer operations "
-        f"{from_length(breakeven.told_operations)}, and faster {from_length(breakeven.writing)} as measured",
+        f"{from_length(breakeven.predicted_operations)}, and faster {from_length(breakeven.writing)} as measured",
     )
 
 

@@ -10,7 +10,7 @@ from linearizer.run.json_products import read_fields
 
 Interval = tuple[float, float]
 
-Foretold = tuple[tuple[float | None, ...], ...]  # [layer][KV head]; None where the profile foretells nothing
+PredictedErrors = tuple[tuple[float | None, ...], ...]  # [layer][KV head]; None where the profile predicts nothing
 
 
 @dataclass(frozen=True)
@@ -160,7 +160,7 @@ class Approximation:
     """Students against what was predicted of their heads from the profile alone."""
 
     subjects: tuple[Errors, ...]
-    predicted: tuple[Foretold, ...]  # of each subject
+    predicted: tuple[PredictedErrors, ...]  # of each subject
     correlation: tuple[float | None, ...]  # of each subject's row errors with the predicted ones: Spearman's
     curve: FeatureCurve | None = None  # where the samples that features begin with are kept
 
@@ -175,8 +175,8 @@ class Pace:
     write_rate: float | None
     peak_bytes: int | None  # beside the weights; None where the system does not tell
     state_bytes: int | None  # that are remembered
-    told_bytes: int  # what cost.py says is remembered
-    told_operations: int  # and how many operations attention takes for one token
+    predicted_bytes: int  # that the shape of the state says are remembered
+    predicted_operations: int  # of attention for one token
     extrapolated: str | None = None  # why it was not measured: memory or time
 
 
@@ -193,8 +193,8 @@ class Course:
 class Breakeven:
     """From which length on the student is no worse than the teacher; None: never."""
 
-    told_bytes: int | None
-    told_operations: int | None
+    predicted_bytes: int | None
+    predicted_operations: int | None
     bytes: int | None  # measured
     writing: int | None
 

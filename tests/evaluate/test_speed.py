@@ -37,16 +37,16 @@ def test_what_is_remembered_is_what_was_told(mixed):
     for course in found.subjects:
         first = course.one[0]
         assert first.extrapolated is None and first.read_rate > 0 and first.write_rate > 0
-        assert first.state_bytes == first.told_bytes
-        assert all(pace.state_bytes == pace.told_bytes for pace in course.many)
-    assert found.breakeven.told_bytes == subjects[1].allocation.breakeven_tokens(layers)
+        assert first.state_bytes == first.predicted_bytes
+        assert all(pace.state_bytes == pace.predicted_bytes for pace in course.many)
+    assert found.breakeven.predicted_bytes == subjects[1].allocation.breakeven_tokens(layers)
 
 
 def test_breakeven_as_measured_is_that_of_the_shapes():
     subjects, layers = subjects_of([Head(window=5, features=16)])
     found = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=60))
     assert [pace.extrapolated for course in found.subjects for pace in course.one] == [None] * 6
-    assert found.breakeven.bytes == found.breakeven.told_bytes > 0
+    assert found.breakeven.bytes == found.breakeven.predicted_bytes > 0
 
 
 def test_what_would_take_too_long_is_marked_and_not_run(mixed):
@@ -54,7 +54,7 @@ def test_what_would_take_too_long_is_marked_and_not_run(mixed):
     found = finish(measure_speed(subjects, layers, [64, 128, 10**9], 256, seconds=1e-9))
     for course in found.subjects:
         assert [pace.extrapolated for pace in course.one] == [None, "time", "time"]
-        assert course.one[1].read_rate is None and course.one[1].told_bytes > 0
+        assert course.one[1].read_rate is None and course.one[1].predicted_bytes > 0
         assert [pace.batch for pace in course.many] == [1]
 
 

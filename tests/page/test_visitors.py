@@ -86,7 +86,7 @@ def test_what_comes_from_outside_is_escaped(root):
     status = control.status(run)
     for shown in (
         cards.model_card(found),
-        html.said(odd, "bad"),
+        html.message_box(odd, "bad"),
         cards.run_card(status, odd, 0.0),
         cards.runs_table([status]),
         cards.files_table([(odd, 1)], 1),
@@ -100,7 +100,7 @@ def test_what_comes_from_outside_is_escaped(root):
 
 def test_a_sentence_does_not_tell_where_runs_are_kept(space):
     home = find_visitor(secret=ANN).home
-    assert html.plain(f"'{home}/r123' is done") == "'r123' is done"
+    assert html.without_folders(f"'{home}/r123' is done") == "'r123' is done"
 
 
 def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):

@@ -22,7 +22,7 @@ def predictions(name, loss):
 
 
 def paces(name, drawn_out):
-    told = {"told_bytes": 4000 if name == "teacher" else 500, "told_operations": 7}
+    told = {"predicted_bytes": 4000 if name == "teacher" else 500, "predicted_operations": 7}
     measured = {"batch": 1, "read_rate": 900.0, "write_rate": 90.0, "peak_bytes": 2000, "state_bytes": 1000}
     later = {key: None for key in measured} | {"batch": 1}
     if drawn_out:
@@ -75,7 +75,7 @@ APPROXIMATION = {
 SPEED = {
     "asked": {"made_with": MADE}, "lengths": [1024, 4096], "beyond": [False, True], "seconds": 1.0,
     "subjects": [paces(name, name != "teacher") for name in NAMES[:3]],
-    "breakeven": {"told_bytes": 64, "told_operations": 80, "bytes": 70, "writing": None},
+    "breakeven": {"predicted_bytes": 64, "predicted_operations": 80, "bytes": 70, "writing": None},
 }  # fmt: skip
 TASKS = {
     "asked": {"made_with": MADE}, "tasks": ["piqa"], "limit": 100, "few_shot": None,
