@@ -13,30 +13,30 @@ from linearizer.run.results import Part
 
 
 def message_box(text: str, kind: str = "note") -> str:
-    """Put a sentence in a box; `kind` is note, good or bad, and told by a sign too."""
+    """Put a sentence in a box; `kind` is note, good or bad, and a sign shows it too."""
     sign = {"note": "ℹ\ufe0e", "good": "✓", "bad": "▲"}[kind]
     loud = announcement(text) if kind != "note" else ""
     return f'<p class="lz-said lz-{kind}"{loud}><span aria-hidden="true">{sign}</span> {sentence_html(text)}</p>'
 
 
 def announcement(text: str) -> str:
-    """Mark a piece with what a listener hears when that is new; the page's one live region says it."""
+    """Give a piece the text that the page's one live region announces when the piece is new."""
     return f' data-heard="{escape(without_folders(text))}"'
 
 
 def hidden_data(name: str, data: str) -> str:
-    """Send data along that the page's script reads and nobody sees."""
+    """Hold data that the page's script reads and nobody sees."""
     return f'<i hidden data-{name}="{escape(data)}"></i>'
 
 
 def without_folders(text: str) -> str:
-    """Take from a sentence where runs are kept, and what could be taken for HTML."""
+    """Remove the folder of the runs from a sentence, and replace what could be HTML."""
     root = re.escape(str(runs_root().absolute()))
     return re.sub(root + r"/(?:[0-9a-f]{40}/)?", "", text).replace("<", "‹").replace(">", "›")
 
 
 def sentence_html(text: str) -> str:
-    """Escape a sentence, and set what stands between backticks as code."""
+    """Escape a sentence, and set text between backticks as code."""
     parts = escape(without_folders(text)).split("`")
     return "".join(f"<code>{part}</code>" if n % 2 and n < len(parts) - 1 else part for n, part in enumerate(parts))
 
@@ -82,7 +82,7 @@ def part_html(name: str, part: Part) -> str:
 
 
 def table_html(caption: str, content: Table) -> str:
-    """Lay out a table, and what is to be said below."""
+    """Lay out a table with its notes."""
     head, *rows = [[str(cell) for cell in row] for row in content.rows]
     notes = "".join(f'<p class="lz-faint">{escape(without_folders(note))}</p>' for note in content.notes)
     return table("", head, rows, label=caption) + notes

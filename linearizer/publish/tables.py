@@ -14,7 +14,7 @@ Rows = list[Sequence[object]]
 
 @dataclass(frozen=True)
 class Table:
-    """Rows of cells, the head first; and what is to be said below."""
+    """Rows of cells, the head first; and notes to write below."""
 
     rows: Sequence[Sequence[object]]
     notes: tuple[str, ...] = ()
@@ -154,7 +154,7 @@ def speed_tables(part: Part[results.Speed]) -> list[Table]:
 
 
 def breakeven_note(breakeven: results.Breakeven | None) -> tuple[str, ...]:
-    """Say from when on the student is the better one, as told by its shape and as measured."""
+    """Say from which length on the student is better, by its shape and as measured."""
     if breakeven is None:
         return ()
     return (
