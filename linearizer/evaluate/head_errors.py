@@ -39,10 +39,10 @@ def measure_approximation(
 
 
 def agreement(rows: Sequence[Sequence[float]], told: PredictedErrors) -> float | None:
-    """Rank the heads of which something was foretold by what was found and by what was foretold."""
+    """Correlate the ranks of the heads by measured and by predicted errors, where there is a prediction."""
     both = [pair for row, own in zip(rows, told, strict=True) for pair in zip(row, own, strict=True)]
-    known = [(found, foretold) for found, foretold in both if foretold is not None]
-    return spearman([found for found, _ in known], [foretold for _, foretold in known])
+    known = [(measured, predicted) for measured, predicted in both if predicted is not None]
+    return spearman([measured for measured, _ in known], [predicted for _, predicted in known])
 
 
 def measure_errors(teacher: PreTrainedModel, subjects: Sequence[Subject], windows: Tensor) -> Steps[list[Errors]]:

@@ -1,7 +1,7 @@
 """Finds out how far back a pair hidden in text is still found: key → value, by depth and by length.
 
 Keys and values are tokens of the text itself, drawn anew: the model knows them, whatever its tokenizer, and nothing but
-the pair foretells their order. A text ends in the key of one of its pairs; the value is what should follow.
+the pair predicts their order. A text ends in the key of one of its pairs; the value is what should follow.
 """
 
 from __future__ import annotations
@@ -110,7 +110,7 @@ def grid(name: str, cells: Sequence[Sequence[Answer | None]]) -> Grid:
 
 
 def ask(subject: Subject, hidden: Hidden) -> Answer:
-    """Let one read the texts: what does it foretell of the value when the pair is new, and when it is asked for?"""
+    """Score how a subject predicts the value when the pair is new and when it is asked for."""
     ids, cache = hidden.ids, fresh_cache(subject.model)
     pair, question = hidden.place, ids.shape[1] - KEY - VALUE
     new = read_from(subject, ids, cache, 0, pair)
@@ -121,7 +121,7 @@ def ask(subject: Subject, hidden: Hidden) -> Answer:
 
 
 def read_from(subject: Subject, ids: Tensor, cache: Cache, begin: int, pair: int) -> Tensor:
-    """Read text up to a pair, and the pair; give the logits that foretell its value (texts, VALUE, vocabulary)."""
+    """Read text up to a pair, and the pair; give the logits that predict its value (texts, VALUE, vocabulary)."""
     for start in range(begin, pair, PIECE):
         read(subject, ids[:, start : min(start + PIECE, pair)], cache, keep=1)
     return read(subject, ids[:, pair : pair + KEY + VALUE], cache)[:, KEY - 1 : -1]

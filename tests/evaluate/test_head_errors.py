@@ -76,7 +76,7 @@ def test_theory_promises_less_error_to_more_features():
     assert predicted_error(WHOLE, own, found) == 0
 
 
-def test_of_slots_nothing_is_foretold_and_they_do_not_count_in_the_agreement():
+def test_of_slots_nothing_is_predicted_and_they_do_not_count_in_the_agreement():
     found = profile_of()
     assert predicted_error(Head(window=16, slots=16), found.layers[0].heads[0], found) is None
     told = ((0.1, None, 0.2), (), (None, 0.3))
