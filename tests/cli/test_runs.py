@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -10,6 +11,8 @@ import time
 import pytest
 
 from linearizer.jobs import control
+from linearizer.model.hub import find_model
+from linearizer.pipeline import begin
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.support.runs import process_of, wait_for, wait_for_event, wait_until
@@ -74,7 +77,7 @@ def test_whoever_leaves_leaves_the_run_at_work(root, said):
     )  # fmt: skip
     code, out, _ = said("runs", "use", "demo-64")
     assert code == 0 and "will end its training after this step" in out
-    assert wait_for(run, "done").step["event"] == "recall"
+    assert wait_for(run, "done").step["event"] == "evaluate"
 
 
 def test_a_run_in_a_terminal_is_stopped_from_another(root, said):
@@ -110,7 +113,10 @@ def test_a_run_in_a_terminal_waits_for_its_turn_and_says_so(root):
 
 
 def test_a_run_that_failed_is_shown_with_its_reason(root, said):
-    said("run", root / "absent", *QUICK, "--detach")
+    shutil.copytree(find_model("demo").folder, root / "model")
+    run = begin(root / "absent-64", Plan(str(root / "model"), budget=64))
+    shutil.rmtree(root / "model")
+    control.start(run)
     code, out, err = said("runs", "attach", "absent-64")
     assert (code, out) == (1, "") and "failed" in err and "is no folder here" in err
     assert "absent-64: " in said("runs")[1]

@@ -59,7 +59,7 @@ def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(local, 
         assert cells and all(cell.endswith("%") for cell in cells)
         page.wait_for_selector("#stop-evaluating", state="hidden")
         assert page.evaluate(FITS)
-    assert set(Run(runs / done).evaluation_parts) == {"language", "needle"}
+    assert set(Run(runs / done).evaluation_parts) == {"language", "recall", "needle"}  # recall: by the judging
     assert "Traceback" not in log.read_text()
 
 
@@ -124,7 +124,7 @@ def test_one_visitor_never_sees_or_touches_anothers(local, space, done):
         ({"texts": 500}, "texts 500 is more than this Space serves"),
         ({"texts": "many"}, "give a whole number"),
         ({"parts": "language"}, "give a list"),
-        ({"pieces": 1}, "pieces is no choice of an evaluation"),
+        ({"pieces": 1}, "pieces is unknown: there are curve_steps, "),
     ):
         with pytest.raises(AppError, match=why):
             client.predict(run, None, asked, ANN, api_name="/evaluate_run")

@@ -219,7 +219,7 @@ def test_runs_are_listed_opened_and_deleted(local, browser, done):
     with looking(browser, url) as page:
         page.goto(f"{url}runs")
         shown(page, "#runs", done)
-        page.locator("#runs tr", has_text=done).locator("a").click()
+        page.locator(f"#runs a[href$='run={done}']").click()
         shown(page, "#run-card", "done")
 
 

@@ -188,8 +188,9 @@ def wrong(page):
 
 
 def bad(message):
-    """Tell errors from what Gradio says where it looks for a Space that the Hub does not have."""
-    return message.type == "error" and message.text != "Space not found"
+    """Tell errors from what Gradio says of a Space that the Hub lacks, and of a stream that it aborts itself."""
+    expected = ("Space not found", "AbortError", "Connection errored out")
+    return message.type == "error" and not any(words in message.text for words in expected)
 
 
 def where(message):

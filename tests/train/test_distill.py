@@ -231,7 +231,7 @@ def test_layers_that_the_teacher_bounds_itself_are_left_alone():
 MEMORY = """
     import resource, sys, torch
     from linearizer.train.distill import distill
-from linearizer.train.settings import TrainingSettings
+    from linearizer.train.settings import TrainingSettings
     from tests.support.models import tokens
     from tests.support.training import a_student
     from linearizer.run.head_bytes import Head
