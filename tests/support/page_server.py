@@ -165,7 +165,7 @@ def looking(browser, url, **how):
     page, wrong = context.new_page(), []
     page.set_default_timeout(60_000)
     page.on("console", lambda message: wrong.append(where(message)) if bad(message) else None)
-    page.on("pageerror", lambda error: None if aborted(error) else wrong.append(f"{error} {error.stack}"))
+    page.on("pageerror", lambda error: None if "AbortError" in str(error) else wrong.append(f"{error} {error.stack}"))
     origin = "/".join(url.split("/")[:3])
     page.route(lambda address: not address.startswith((origin, "data:", "blob:")), nothing)
     try:
@@ -188,15 +188,8 @@ def wrong(page):
 
 
 def bad(message):
-    """Tell errors from what Gradio says of a Space that the Hub lacks, and of a stream that it aborts itself."""
-    expected = ("Space not found", "AbortError", "Connection errored out")
-    return message.type == "error" and not any(words in message.text for words in expected)
-
-
-def aborted(error):
-    """Tell what Gradio's own script says of a stream that it aborted, or of an answer that came after it was left."""
-    late = "reading '0'" in str(error) and "/assets/" in (error.stack or "")
-    return "AbortError" in str(error) or late
+    """Tell errors from what Gradio says of a Space that the Hub does not have."""
+    return message.type == "error" and message.text != "Space not found"
 
 
 def where(message):
