@@ -25,24 +25,24 @@ from linearizer.runtime.attention_interface import attention_modules, observing
 from linearizer.runtime.layer_student import LayerStudent
 
 Tensor = torch.Tensor
-COLUMNS = 128  # of the rows that are looked at together
+COLUMNS = 128  # of the attention matrix that are computed together
 
 
 def measure_approximation(
-    teacher: PreTrainedModel, subjects: Sequence[Subject], windows: Tensor, found: Profile
+    teacher: PreTrainedModel, subjects: Sequence[Subject], windows: Tensor, profile: Profile
 ) -> Steps[Approximation]:
     """Compare the attention of students with their teacher's on the same texts."""
     errors = yield from measure_errors(teacher, subjects, windows)
-    predicted = tuple(predicted_errors(subject.allocation, found) for subject in subjects)
-    ranked = tuple(agreement(own.rows, told) for own, told in zip(errors, predicted, strict=True))
+    predicted = tuple(predicted_errors(subject.allocation, profile) for subject in subjects)
+    ranked = tuple(rank_correlation(own.rows, row) for own, row in zip(errors, predicted, strict=True))
     return Approximation(tuple(errors), predicted, ranked)
 
 
-def agreement(rows: Sequence[Sequence[float]], told: PredictedErrors) -> float | None:
+def rank_correlation(rows: Sequence[Sequence[float]], predicted: PredictedErrors) -> float | None:
     """Correlate the ranks of the heads by measured and by predicted errors, where there is a prediction."""
-    both = [pair for row, own in zip(rows, told, strict=True) for pair in zip(row, own, strict=True)]
-    known = [(measured, predicted) for measured, predicted in both if predicted is not None]
-    return spearman([measured for measured, _ in known], [predicted for _, predicted in known])
+    pairs = [pair for row, own in zip(rows, predicted, strict=True) for pair in zip(row, own, strict=True)]
+    known = [(measured, promised) for measured, promised in pairs if promised is not None]
+    return spearman([measured for measured, _ in known], [promised for _, promised in known])
 
 
 def measure_errors(teacher: PreTrainedModel, subjects: Sequence[Subject], windows: Tensor) -> Steps[list[Errors]]:
@@ -62,18 +62,18 @@ def measure_errors(teacher: PreTrainedModel, subjects: Sequence[Subject], window
         with observing(teacher, observe):
             logits_of(teacher, ids)
         yield Progress("approximation", done + 1, len(windows), "texts")
-    return [reduced(subject.name, kept, total) for subject, kept in zip(subjects, sums, strict=True)]
+    return [collect_errors(subject.name, kept, total) for subject, kept in zip(subjects, sums, strict=True)]
 
 
 def layer_students(subject: Subject) -> dict[int, LayerStudent]:
-    """Find what attends in each layer of a subject."""
+    """Give the student of each layer of a subject."""
     with subject.at_work() as model:
-        found = {number(module): getattr(module, "student", None) for module in attention_modules(model)}
-    return {index: student for index, student in found.items() if student is not None}
+        students = {number(module): getattr(module, "student", None) for module in attention_modules(model)}
+    return {index: student for index, student in students.items() if student is not None}
 
 
-def reduced(name: str, sums: Mapping[int, Tensor], layers: int) -> Errors:
-    """Lay the errors of all layers out."""
+def collect_errors(name: str, sums: Mapping[int, Tensor], layers: int) -> Errors:
+    """Collect the errors of all layers, and their means."""
     rows, outputs = (
         tuple(tuple(sums[index][part].tolist()) if index in sums else () for index in range(layers)) for part in (0, 1)
     )
@@ -107,30 +107,30 @@ def head_errors(student: LayerStudent, q: Tensor, k: Tensor, v: Tensor, scale: f
     return torch.stack([misplaced / (tokens * q.shape[1] // k.shape[1]), off]).cpu()
 
 
-def predicted_errors(allocation: Allocation | None, found: Profile) -> PredictedErrors:
+def predicted_errors(allocation: Allocation | None, profile: Profile) -> PredictedErrors:
     """Predict the error of every head of an allocation: [layer][KV head]."""
     assert allocation is not None, "a teacher has no error"
     return tuple(
-        tuple(predicted_error(head, own, found) for head, own in zip(row, layer.heads, strict=True))
-        for row, layer in zip(allocation.heads, found.layers, strict=True)
+        tuple(predicted_error(head, own, profile) for head, own in zip(row, layer.heads, strict=True))
+        for row, layer in zip(allocation.heads, profile.layers, strict=True)
     )
 
 
-def predicted_error(head: Head, own: HeadProfile, found: Profile) -> float | None:
-    """Predict from the profile how badly a head will do: what lies outside of its window, times λ(M).
+def predicted_error(head: Head, own: HeadProfile, profile: Profile) -> float | None:
+    """Predict the error of a head from the profile: the attention outside of its window, times λ(M) of its features.
 
-    λ says what features can do. Slots merge what queries can hardly tell apart, of which the profile knows nothing.
+    The profile says nothing of slots, which merge tokens that queries can hardly tell apart.
     """
     if head.softmax:
         return 0.0
     if head.slots:
         return None
-    left = outside(head.window, own, found.windows)
-    return left * (level_of(head.features, own, found) if head.features else 1.0)
+    outside = mass_outside(head.window, own, profile.windows)
+    return outside * (ridge_for(head.features, own, profile) if head.features else 1.0)
 
 
-def outside(window: int, own: HeadProfile, windows: Sequence[int]) -> float:
-    """Read off how much attention falls neither on sinks nor into a window, between the windows that were measured."""
+def mass_outside(window: int, own: HeadProfile, windows: Sequence[int]) -> float:
+    """Interpolate the share of attention that falls neither on sinks nor into a window of this size."""
     sizes, masses = (0, *windows), (0.0, *own.window_mass)
     place = min(window, sizes[-1])
     upper = next(index for index, size in enumerate(sizes) if size >= place)
@@ -141,9 +141,9 @@ def outside(window: int, own: HeadProfile, windows: Sequence[int]) -> float:
     return max(0.0, 1 - own.sink_mass - inside)
 
 
-def level_of(features: int, own: HeadProfile, found: Profile) -> float:
-    """Give the λ at which N(λ) is a number of features: the error that theory promises them."""
-    curve = Curve.through(own.freedoms, found.settings.ridges)
+def ridge_for(features: int, own: HeadProfile, profile: Profile) -> float:
+    """Give the λ at which N(λ) equals the number of features: the error that theory promises."""
+    curve = Curve.through(own.freedoms, profile.settings.ridges)
     low, high = -60.0, 60.0  # of -log λ
     for _ in range(60):
         middle = (low + high) / 2
@@ -156,14 +156,14 @@ def measure_curve(
     subjects: Mapping[str, Sequence[Subject]],
     features: Sequence[int],
     windows: Tensor,
-    found: Profile,
+    profile: Profile,
 ) -> Steps[FeatureCurve]:
     """Measure subjects that have one number of features each: name -> a subject for every number."""
     tables = {}
     for name, row in subjects.items():
         tables[name] = yield from measure_errors(teacher, row, windows)
-    heads = [head for layer in found.layers for head in layer.heads]
-    predicted = tuple(math.fsum(level_of(count, head, found) for head in heads) / len(heads) for count in features)
+    heads = [head for layer in profile.layers for head in layer.heads]
+    predicted = tuple(math.fsum(ridge_for(count, head, profile) for head in heads) / len(heads) for count in features)
     return FeatureCurve(
         features=tuple(features),
         predicted=predicted,
@@ -177,11 +177,11 @@ def measure_curve(
     )
 
 
-def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
-    """Correlate the ranks of two lists, equal values sharing theirs; None where one list is all alike, or too short."""
-    if len(one) != len(other):
-        raise ValueError(f"lists of {len(one)} and {len(other)} values have no ranks to compare")
-    a, b = ranks(one), ranks(other)
+def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
+    """Correlate the ranks of two lists, equal values sharing theirs; None where a list is constant or too short."""
+    if len(first) != len(second):
+        raise ValueError(f"lists of {len(first)} and {len(second)} values have no ranks to compare")
+    a, b = ranks(first), ranks(second)
     a, b = ([value - (len(a) + 1) / 2 for value in each] for each in (a, b))
     size = math.sqrt(math.fsum(x * x for x in a) * math.fsum(x * x for x in b))
     return math.fsum(x * y for x, y in zip(a, b, strict=True)) / size if len(a) > 2 and size > 0 else None
@@ -190,13 +190,13 @@ def spearman(one: Sequence[float], other: Sequence[float]) -> float | None:
 def ranks(values: Sequence[float]) -> list[float]:
     """Number values from 1 by their order; equal ones get the mean of their numbers."""
     order = sorted(range(len(values)), key=values.__getitem__)
-    found = [0.0] * len(values)
+    numbers = [0.0] * len(values)
     begin = 0
     while begin < len(order):
         end = begin
         while end < len(order) and values[order[end]] == values[order[begin]]:
             end += 1
         for place in order[begin:end]:
-            found[place] = (begin + 1 + end) / 2
+            numbers[place] = (begin + 1 + end) / 2
         begin = end
-    return found
+    return numbers

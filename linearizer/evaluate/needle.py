@@ -1,7 +1,7 @@
-"""Finds out how far back a pair hidden in text is still found: key → value, by depth and by length.
+"""How far back a student still recalls a pair, key → value, that is hidden in a text: by depth and by length.
 
 Keys and values are tokens of the text itself, drawn anew: the model knows them, whatever its tokenizer, and nothing but
-the pair predicts their order. A text ends in the key of one of its pairs; the value is what should follow.
+the pair predicts their order. A text ends in the key of one of its pairs; the value should follow.
 """
 
 from __future__ import annotations
@@ -24,17 +24,17 @@ from linearizer.run.results import Grid, Needle
 Tensor = torch.Tensor
 DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the text between the start and the question
 KEY, VALUE = 8, 8  # tokens
-PAIRS = 4  # of which one is asked for
+PAIRS = 4  # the question is about one of them
 MIN_NEEDLE_TOKENS = 2 * (PAIRS + 1) * (KEY + VALUE)  # tokens of a text: half of them pairs
-PIECE = 2048  # tokens that are read at a time
+PIECE = 2048  # tokens that a model reads at a time
 
 
 @dataclass(frozen=True)
 class Answer:
-    """What one found of one pair, over the texts."""
+    """How well a subject recalls a pair, mean over the texts."""
 
-    found: float  # share of the value's tokens that it would have written
-    loss: float  # on the value, when it is asked for
+    correct: float  # share of the value's tokens that the subject would have written
+    loss: float  # on the value, at the question
     surprise: float  # on the value, when the pair is new
 
 
@@ -46,22 +46,22 @@ def needle_lengths(usual: int, positions: int) -> tuple[int, ...]:
 
 
 @dataclass(frozen=True)
-class Hidden:
+class HiddenPairs:
     """Texts that hold pairs and end in a question."""
 
     ids: Tensor  # (texts, tokens), the value being last
-    place: int  # where the pair that is asked for begins
+    place: int  # where the pair of the question begins
 
 
-def hide(windows: Tensor, depth: float, seed: int) -> Hidden:
-    """Hide pairs in texts that keep their length, one at a depth, the others anywhere else, and ask for that one."""
+def hide_pairs(windows: Tensor, depth: float, seed: int) -> HiddenPairs:
+    """Hide pairs in texts of the same length, the first at a depth, the others elsewhere; end in the first again."""
     texts, length = windows.shape
     if length < MIN_NEEDLE_TOKENS:
         raise RequestError(
             f"{PAIRS} pairs do not fit into a text of {length} tokens: ask for lengths from {MIN_NEEDLE_TOKENS} on"
         )
     generator = torch.Generator().manual_seed(seed)
-    words = windows.flatten()  # as often as the texts hold them
+    words = windows.flatten()  # with the frequency that the texts have
     drawn = words[torch.randint(len(words), (texts, PAIRS, KEY + VALUE), generator=generator)]
     room = length - (PAIRS + 1) * (KEY + VALUE)  # tokens of text
     target = min(room - 1, max(1, round(depth * room)))
@@ -72,7 +72,7 @@ def hide(windows: Tensor, depth: float, seed: int) -> Hidden:
         pieces += [windows[:, before:place], drawn[:, number]]
         before = place
     ids = torch.cat([*pieces, windows[:, before:room], drawn[:, 0]], 1)
-    return Hidden(ids, target + (KEY + VALUE) * places.index((target, 0)))
+    return HiddenPairs(ids, target + (KEY + VALUE) * places.index((target, 0)))
 
 
 def measure_needle(
@@ -82,16 +82,16 @@ def measure_needle(
     positions: int,
     seed: int = 0,
 ) -> Steps[Needle]:
-    """Ask all for pairs at every depth of every length; one that runs out of memory misses the lengths from there."""
-    asked = [(length, depth) for length in sorted(lengths) for depth in DEPTHS]
-    found: list[list[Answer | None]] = [[] for _ in subjects]
-    for done, (length, depth) in enumerate(asked):
-        hidden = hide(windows[:, :length], depth, seed + done)
-        for row, subject in zip(found, subjects, strict=True):
-            ended = row and row[-1] is None
-            row.append(None if ended else run_if_it_fits(partial(ask, subject, hidden)))
-        yield Progress("needle", done + 1, len(asked), "cells")
-    rows = [[row[begin : begin + len(DEPTHS)] for begin in range(0, len(row), len(DEPTHS))] for row in found]
+    """Ask all subjects for pairs at every depth of every length; a subject out of memory misses all longer texts."""
+    cells = [(length, depth) for length in sorted(lengths) for depth in DEPTHS]
+    answers: list[list[Answer | None]] = [[] for _ in subjects]
+    for done, (length, depth) in enumerate(cells):
+        hidden = hide_pairs(windows[:, :length], depth, seed + done)
+        for row, subject in zip(answers, subjects, strict=True):
+            out_of_memory = row and row[-1] is None
+            row.append(None if out_of_memory else run_if_it_fits(partial(ask_subject, subject, hidden)))
+        yield Progress("needle", done + 1, len(cells), "cells")
+    rows = [[row[begin : begin + len(DEPTHS)] for begin in range(0, len(row), len(DEPTHS))] for row in answers]
     return Needle(
         lengths=tuple(sorted(lengths)),
         depths=DEPTHS,
@@ -100,24 +100,24 @@ def measure_needle(
     )
 
 
-def grid(name: str, cells: Sequence[Sequence[Answer | None]]) -> Grid:
+def grid(name: str, table: Sequence[Sequence[Answer | None]]) -> Grid:
     """Lay out the answers of one subject."""
 
     def column(of: Callable[[Answer], float]) -> tuple[tuple[float | None, ...], ...]:
-        return tuple(tuple(None if cell is None else of(cell) for cell in row) for row in cells)
+        return tuple(tuple(None if cell is None else of(cell) for cell in row) for row in table)
 
-    return Grid(name, column(lambda a: a.found), column(lambda a: a.loss), column(lambda a: a.surprise))
+    return Grid(name, column(lambda a: a.correct), column(lambda a: a.loss), column(lambda a: a.surprise))
 
 
-def ask(subject: Subject, hidden: Hidden) -> Answer:
-    """Score how a subject predicts the value when the pair is new and when it is asked for."""
+def ask_subject(subject: Subject, hidden: HiddenPairs) -> Answer:
+    """Score how a subject predicts the value when the pair is new, and again at the question."""
     ids, cache = hidden.ids, fresh_cache(subject.model)
     pair, question = hidden.place, ids.shape[1] - KEY - VALUE
     new = read_from(subject, ids, cache, 0, pair)
     again = read_from(subject, ids, cache, pair + KEY + VALUE, question)
     value = ids[:, -VALUE:].to(again.device)
-    found = (again.argmax(-1) == value).double().mean().item()
-    return Answer(found, losses_of(again, value).mean().item(), losses_of(new, value).mean().item())
+    correct = (again.argmax(-1) == value).double().mean().item()
+    return Answer(correct, losses_of(again, value).mean().item(), losses_of(new, value).mean().item())
 
 
 def read_from(subject: Subject, ids: Tensor, cache: Cache, begin: int, pair: int) -> Tensor:

@@ -1,7 +1,7 @@
-"""How fast teacher and student read and write on this device, and what they take, by the length of the text.
+"""Speed and memory of teacher and student on this device, by the length of the text.
 
-A length is measured as far as memory and time go; what lies beyond is marked, and drawn out from what was measured:
-what a token takes is a line in the length, for a teacher that looks at all tokens and for a student that does not.
+Lengths are measured as far as memory and time go. Longer ones are marked, and extrapolated from the measured ones: the
+time of a token is a line in the length, rising for a teacher that reads its whole cache and level for a student.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ from linearizer.run.results import Breakeven, Course, Pace, Speed
 
 Tensor = torch.Tensor
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
-WRITTEN = 16  # tokens, of which the first is not timed
-PIECE = 2048  # tokens that are read at a time
-MOST = 64  # texts at once
-ROOM = 0.8  # of the free memory
+WRITTEN = 16  # tokens; the first is not timed
+PIECE = 2048  # tokens that a model reads at a time
+MAX_BATCH = 64
+MAX_MEMORY_SHARE = 0.8  # of the free memory
 
 
 def measure_speed(
@@ -39,20 +39,20 @@ def measure_speed(
     seconds: float,
     seed: int = 0,
 ) -> Steps[Speed]:
-    """Measure all subjects at all lengths, shortest first; one measurement may take so many seconds."""
+    """Measure all subjects at all lengths, shortest first; a measurement may take `seconds`."""
     lengths = sorted(lengths)
     courses = []
     for done, subject in enumerate(subjects):
         meter = Meter(subject, layers, seconds, seed)
-        run_if_it_fits(partial(meter.timed, lengths[0], 1))  # what is done once, as building kernels is, is not timed
-        one: list[Pace] = []
-        many: list[Pace] = []
+        run_if_it_fits(partial(meter.time_texts, lengths[0], 1))  # builds kernels
+        paces: list[Pace] = []
+        batched: list[Pace] = []
         for place, length in enumerate(lengths):
-            one.append(meter.pace(length, one))
-            if one[-1].extrapolated is None:
-                many.append(meter.largest(one[-1]))
+            paces.append(meter.measure_pace(length, paces))
+            if paces[-1].extrapolated is None:
+                batched.append(meter.measure_largest_batch(paces[-1]))
             yield Progress("speed", done * len(lengths) + place + 1, len(subjects) * len(lengths), "lengths")
-        courses.append(Course(subject.name, tuple(one), tuple(many)))
+        courses.append(Course(subject.name, tuple(paces), tuple(batched)))
     beyond = tuple(length > positions for length in lengths)
     return Speed(tuple(lengths), beyond, seconds, tuple(courses), breakeven_of(subjects, layers, courses))
 
@@ -66,39 +66,39 @@ class Meter:
     seconds: float
     seed: int
 
-    def pace(self, length: int, before: Sequence[Pace]) -> Pace:
-        """Measure one length, or draw it out from the shorter ones where memory or time would not do."""
+    def measure_pace(self, length: int, before: Sequence[Pace]) -> Pace:
+        """Measure a length, or extrapolate from shorter ones where memory or time does not suffice."""
         ended = before[-1].extrapolated if before else None
         if ended is None and before:
-            ended = self.too_much(before[-1], length / before[-1].length, length / before[-1].length)
-        measured = None if ended else run_if_it_fits(partial(self.timed, length, 1))
+            ended = self.reason_to_end(before[-1], length / before[-1].length, length / before[-1].length)
+        measured = None if ended else run_if_it_fits(partial(self.time_texts, length, 1))
         if measured is not None:
             return measured
-        known = [pace for pace in before if pace.extrapolated is None]
-        return drawn_out(known, length, *self.told(length, 1), ended or "memory")
+        measured_paces = [pace for pace in before if pace.extrapolated is None]
+        return extrapolate(measured_paces, length, *self.predict(length, 1), ended or "memory")
 
-    def largest(self, one: Pace) -> Pace:
-        """Measure as many texts at once as memory and time allow, in powers of two."""
-        batch = MOST
+    def measure_largest_batch(self, single: Pace) -> Pace:
+        """Measure the largest batch that memory and time allow, a power of two."""
+        batch = MAX_BATCH
         while batch > 1:
-            if not self.too_much(one, batch, 1):
-                if (found := run_if_it_fits(partial(self.timed, one.length, batch))) is not None:
-                    return found
+            if not self.reason_to_end(single, batch, 1):
+                if (pace := run_if_it_fits(partial(self.time_texts, single.length, batch))) is not None:
+                    return pace
             batch //= 2
-        return one
+        return single
 
-    def too_much(self, last: Pace, times: float, longer: float) -> str | None:
-        """Tell what will end before as many times the tokens are read, in texts so many times longer."""
+    def reason_to_end(self, last: Pace, times: float, longer: float) -> str | None:
+        """Name what would end reading `times` the tokens, in texts `longer` times as long: time, memory or None."""
         assert last.read_rate is not None and last.write_rate is not None
         reading, writing = last.length * last.batch / last.read_rate, WRITTEN * last.batch / last.write_rate
         if (reading * longer + writing) * times > self.seconds:
             return "time"
         taken = max(last.peak_bytes or 0, last.state_bytes or 0) * times
-        return "memory" if taken > ROOM * free_bytes(self.subject.model.device) else None
+        return "memory" if taken > MAX_MEMORY_SHARE * free_bytes(self.subject.model.device) else None
 
     @torch.inference_mode()
-    def timed(self, length: int, batch: int) -> Pace:
-        """Let some texts be read, and go on to their length."""
+    def time_texts(self, length: int, batch: int) -> Pace:
+        """Read a batch of texts up to their last tokens, then token by token."""
         device, cache = self.subject.model.device, fresh_cache(self.subject.model)
         ids = torch.randint(
             vocabulary(self.subject.model), (batch, length), generator=torch.Generator().manual_seed(self.seed)
@@ -120,11 +120,11 @@ class Meter:
             (WRITTEN - 1) * batch / (end - first),
             peak.taken(),
             bytes_held(cache),
-            *self.told(length, batch),
+            *self.predict(length, batch),
         )
 
-    def told(self, length: int, batch: int) -> tuple[int, int]:
-        """Give what cost.py says of the bytes that are remembered, and of the operations for one token."""
+    def predict(self, length: int, batch: int) -> tuple[int, int]:
+        """Predict the bytes of the state and the operations for a token."""
         held = self.subject.allocation
         if held is None:
             return batch * head_bytes.cache_bytes(self.layers, length), head_bytes.cache_operations(self.layers, length)
@@ -133,14 +133,16 @@ class Meter:
 
 
 def now(device: torch.device) -> float:
-    """Tell the time when a device has done all that it was given."""
+    """Give the time at which the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     return time.perf_counter()
 
 
-def drawn_out(known: Sequence[Pace], length: int, predicted_bytes: int, predicted_operations: int, reason: str) -> Pace:
-    """Draw the lines on that the last two measurements lie on; they do not fall."""
+def extrapolate(
+    known: Sequence[Pace], length: int, predicted_bytes: int, predicted_operations: int, reason: str
+) -> Pace:
+    """Extend the lines through the last two measurements; a line never falls."""
     pace = Pace(length, 1, None, None, None, None, predicted_bytes, predicted_operations, reason)
     if len(known) < 2:
         return pace
@@ -172,7 +174,7 @@ def breakeven_of(subjects: Sequence[Subject], layers: Sequence[Layer], courses: 
         return None
     held = subjects[1].allocation
     assert held is not None, "the teacher comes first, and once"
-    teacher, student = (fit([pace for pace in course.one if not pace.extrapolated]) for course in courses[:2])
+    teacher, student = (fit([pace for pace in course.paces if not pace.extrapolated]) for course in courses[:2])
     return Breakeven(
         predicted_bytes=held.breakeven_tokens(layers),
         predicted_operations=head_bytes.breakeven_operations(held.heads, layers, held.sinks),
@@ -181,11 +183,11 @@ def breakeven_of(subjects: Sequence[Subject], layers: Sequence[Layer], courses: 
     )
 
 
-Line = tuple[float, float]  # where it begins, and how it rises
+Line = tuple[float, float]  # value at length 0, slope
 
 
 def fit(known: Sequence[Pace]) -> tuple[Line, Line]:
-    """Lay lines through the bytes that are remembered, and through the seconds that a token takes."""
+    """Fit lines to the bytes of the state and to the seconds of a written token."""
     lengths = [pace.length for pace in known]
     return (
         least_squares(lengths, [float(pace.state_bytes or 0) for pace in known]),
@@ -194,7 +196,7 @@ def fit(known: Sequence[Pace]) -> tuple[Line, Line]:
 
 
 def least_squares(x: Sequence[float], y: Sequence[float]) -> Line:
-    """Lay a line through points; a single one lies on a level line."""
+    """Fit a line to points; to a single point, a level line."""
     middle, height = sum(x) / max(len(x), 1), sum(y) / max(len(y), 1)
     spread = sum((a - middle) ** 2 for a in x)
     slope = sum((a - middle) * (b - height) for a, b in zip(x, y, strict=True)) / spread if spread else 0.0

@@ -87,13 +87,13 @@ def work_in_turn(
             check_stop(run)
         return (yield from steps())
     finally:
-        ticket.give_back()
+        ticket.remove()
 
 
 def wait_for_turn(run: Run, ticket: Ticket, device: str | None = None) -> Steps[None]:
     """Wait until a run's device, or the one named, is free."""
-    ticket.at(device or device_name(choose_device(run.plan.device)))
-    while before := ticket.before():
+    ticket.set_device(device or device_name(choose_device(run.plan.device)))
+    while before := ticket.count_before():
         yield Progress("queue", 0, before, "runs before")
         time.sleep(QUEUE_POLL_SECONDS)
 

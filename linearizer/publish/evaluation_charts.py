@@ -112,7 +112,7 @@ def draw_rates(part: Part[Speed], of: str) -> Figure:
     figure = new_lengths_figure(speed.lengths)
     rates: list[float] = []
     for subject in speed.subjects:
-        known = [pace for pace in subject.one if getattr(pace, of) is not None]
+        known = [pace for pace in subject.paces if getattr(pace, of) is not None]
         reasons = [f", extrapolated for lack of {pace.extrapolated}" if pace.extrapolated else "" for pace in known]
         line = subject_line(subject.name, "%{y:.3g} tokens/s at %{x} tokens%{customdata}")
         line = open_markers(line, list(map(bool, reasons)))
@@ -132,15 +132,16 @@ def draw_memory(part: Part[Speed]) -> Figure:
     figure = new_lengths_figure(speed.lengths)
     values = []
     for subject in speed.subjects:
-        measured = [None if pace.extrapolated else pace.state_bytes for pace in subject.one]
+        measured = [None if pace.extrapolated else pace.state_bytes for pace in subject.paces]
         sizes = [
-            pace.predicted_bytes if known is None else known for pace, known in zip(subject.one, measured, strict=True)
+            pace.predicted_bytes if known is None else known
+            for pace, known in zip(subject.paces, measured, strict=True)
         ]
         values += sizes
         computed = [known is None for known in measured]
         labels = [size(bytes) + ", by its shape" * mark for bytes, mark in zip(sizes, computed, strict=True)]
         line = open_markers(subject_line(subject.name, "%{customdata} at %{x} tokens"), computed)
-        figure.add_scatter(x=[pace.length for pace in subject.one], y=sizes, customdata=labels, **line)
+        figure.add_scatter(x=[pace.length for pace in subject.paces], y=sizes, customdata=labels, **line)
     figure.update_yaxes(title="state or cache, bytes", **bytes_axis(values))
     return figure
 

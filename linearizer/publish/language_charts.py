@@ -130,7 +130,7 @@ def draw_needle_maps(part: Part[Needle]) -> Figure:
     lengths = [f"{length}{'*' * beyond}" for length, beyond in zip(needle.lengths, needle.extrapolated, strict=True)]
     depths = [f"{depth:.0%}" for depth in needle.depths]
     for place, subject in enumerate(needle.subjects):
-        shares = [list(row) for row in zip(*subject.found, strict=True)]  # [depth][length]
+        shares = [list(row) for row in zip(*subject.correct, strict=True)]  # [depth][length]
         figure.add_heatmap(
             x=lengths,
             y=depths,

@@ -80,12 +80,12 @@ def needle_tables(part: Part[results.Needle]) -> list[Table]:
     rows: Rows = [("found, at depth", *(f"{depth:.0%}" for depth in needle.depths), "loss", "when new")]
     for subject in needle.subjects:
         for length, mark, *cells in zip(
-            needle.lengths, marks, subject.found, subject.loss, subject.surprise, strict=True
+            needle.lengths, marks, subject.correct, subject.loss, subject.surprise, strict=True
         ):
             shares = ("–" if share is None else f"{share:.0%}" for share in cells[0])
             rows.append((f"{subject.name}, {length}{mark}", *shares, *(format_mean(losses) for losses in cells[1:])))
     star = ("* longer than the teacher's positions: extrapolated",) * any(needle.extrapolated)
-    gone = any(share is None for subject in needle.subjects for row in subject.found for share in row)
+    gone = any(share is None for subject in needle.subjects for row in subject.correct for share in row)
     return [Table(rows, (describe_texts(part), *star, *("– more than memory holds",) * gone))]
 
 
@@ -135,8 +135,8 @@ def speed_tables(part: Part[results.Speed]) -> list[Table]:
     rows: Rows = [head]
     beyond = dict(zip(speed.lengths, speed.beyond, strict=True))
     for subject in speed.subjects:
-        many = {pace.length: pace for pace in subject.many}
-        for pace in subject.one:
+        many = {pace.length: pace for pace in subject.batched}
+        for pace in subject.paces:
             length, more = pace.length, many.get(pace.length)
             mark = "*" * (pace.extrapolated is not None) + "+" * beyond[length]
             speeds = (format_rate(pace.read_rate), format_rate(pace.write_rate), size_or_dash(pace.peak_bytes))
@@ -147,8 +147,8 @@ def speed_tables(part: Part[results.Speed]) -> list[Table]:
             )
             others = (more.batch, format_rate(more.read_rate), format_rate(more.write_rate)) if more else ("", "", "")
             rows.append((f"{subject.name}, {length}{mark}", *speeds, *state, *others))
-    marks = {pace.extrapolated for subject in speed.subjects for pace in subject.one if pace.extrapolated}
-    star = (f"* drawn out from shorter texts, for lack of {' and '.join(sorted(marks))}",) * bool(marks)
+    marks = {pace.extrapolated for subject in speed.subjects for pace in subject.paces if pace.extrapolated}
+    star = (f"* extrapolated from shorter texts, for lack of {' and '.join(sorted(marks))}",) * bool(marks)
     plus = ("+ longer than the teacher's positions",) * any(speed.beyond)
     return [Table(rows, (*star, *plus, *breakeven_note(speed.breakeven)))]
 

@@ -94,7 +94,7 @@ class Grid:
     """One subject's answers, [length][depth]; None where memory did not reach."""
 
     name: str
-    found: tuple[tuple[float | None, ...], ...]
+    correct: tuple[tuple[float | None, ...], ...]
     loss: tuple[tuple[float | None, ...], ...]
     surprise: tuple[tuple[float | None, ...], ...]
 
@@ -185,8 +185,8 @@ class Course:
     """One subject at all lengths: one text at a time, and as many as fit."""
 
     name: str
-    one: tuple[Pace, ...]
-    many: tuple[Pace, ...]
+    paces: tuple[Pace, ...]
+    batched: tuple[Pace, ...]
 
 
 @dataclass(frozen=True)

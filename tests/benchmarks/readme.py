@@ -73,7 +73,7 @@ def row_of(parts, name):
         next(subject for subject in parts[part].result.subjects if subject.name == name)
         for part in ("language", "recall", "speed")
     )
-    pace, kl = speed.one[0], language.kl
+    pace, kl = speed.paces[0], language.kl
     seconds = dict(zip(parts["recall"].result.gaps, recall.second, strict=True))
     return (
         size(pace.state_bytes),

@@ -4,13 +4,13 @@ import pytest
 import torch
 
 from linearizer.evaluate.head_errors import (
-    agreement,
     head_errors,
-    level_of,
+    mass_outside,
     measure_approximation,
     measure_curve,
-    outside,
     predicted_error,
+    rank_correlation,
+    ridge_for,
     spearman,
 )
 from linearizer.evaluate.subjects import Subject
@@ -62,7 +62,7 @@ def profile_of(masses=(0.2, 0.5, 0.8), sinks=0.1):
 def test_mass_outside_of_a_window_is_read_off_between_what_was_measured():
     found = profile_of()
     own = found.layers[0].heads[0]
-    assert [outside(window, own, found.windows) for window in (0, 8, 16, 48, 64, 900)] == pytest.approx(
+    assert [mass_outside(window, own, found.windows) for window in (0, 8, 16, 48, 64, 900)] == pytest.approx(
         [0.9, 0.8, 0.7, 0.25, 0.1, 0.1]
     )
 
@@ -70,18 +70,20 @@ def test_mass_outside_of_a_window_is_read_off_between_what_was_measured():
 def test_theory_promises_less_error_to_more_features():
     found = profile_of()
     own = found.layers[0].heads[0]
-    assert [level_of(count, own, found) for count in (2, 16, 64)] == pytest.approx([1 / 4, 1 / 256, 1 / 4096], rel=1e-6)
+    assert [ridge_for(count, own, found) for count in (2, 16, 64)] == pytest.approx(
+        [1 / 4, 1 / 256, 1 / 4096], rel=1e-6
+    )
     assert predicted_error(Head(window=16, features=16), own, found) == pytest.approx(0.7 / 256)
     assert predicted_error(Head(window=16), own, found) == pytest.approx(0.7)
     assert predicted_error(WHOLE, own, found) == 0
 
 
-def test_of_slots_nothing_is_predicted_and_they_do_not_count_in_the_agreement():
+def test_of_slots_nothing_is_predicted_and_they_do_not_count_in_the_correlation():
     found = profile_of()
     assert predicted_error(Head(window=16, slots=16), found.layers[0].heads[0], found) is None
     told = ((0.1, None, 0.2), (), (None, 0.3))
-    assert agreement(((0.1, 9.0, 0.2), (), (0.0, 0.3)), told) == pytest.approx(1)
-    assert agreement(((0.5,),), ((None,),)) is None
+    assert rank_correlation(((0.1, 9.0, 0.2), (), (0.0, 0.3)), told) == pytest.approx(1)
+    assert rank_correlation(((0.5,),), ((None,),)) is None
 
 
 @pytest.fixture(scope="module")

@@ -6,7 +6,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from linearizer.errors import RequestError
-from linearizer.evaluate.needle import DEPTHS, KEY, MIN_NEEDLE_TOKENS, PAIRS, VALUE, hide, measure_needle
+from linearizer.evaluate.needle import DEPTHS, KEY, MIN_NEEDLE_TOKENS, PAIRS, VALUE, hide_pairs, measure_needle
 from linearizer.evaluate.subjects import Subject
 from linearizer.model.memory import PeakMemory, run_if_it_fits
 from linearizer.progress import finish
@@ -48,42 +48,42 @@ def text(texts, length):
 
 @pytest.mark.parametrize("depth", DEPTHS)
 def test_texts_keep_their_length_and_hold_what_is_asked_for(depth):
-    hidden = hide(text(3, 400), depth, seed=1)
+    hidden = hide_pairs(text(3, 400), depth, seed=1)
     assert hidden.ids.shape == (3, 400)
     assert torch.equal(hidden.ids[:, hidden.place : hidden.place + PAIR], hidden.ids[:, -PAIR:])
     assert abs(hidden.place - depth * 400) < PAIRS * PAIR + 20
-    assert torch.equal(hide(text(1, 400)[:, :400] * 0 + 7, depth, 1).ids, torch.full((1, 400), 7))
+    assert torch.equal(hide_pairs(text(1, 400)[:, :400] * 0 + 7, depth, 1).ids, torch.full((1, 400), 7))
 
 
 def test_pairs_are_drawn_by_the_seed():
     windows = text(1, MIN_NEEDLE_TOKENS)
-    assert torch.equal(hide(windows, 0.5, 3).ids, hide(windows, 0.5, 3).ids)
-    assert not torch.equal(hide(windows, 0.5, 3).ids, hide(windows, 0.5, 4).ids)
+    assert torch.equal(hide_pairs(windows, 0.5, 3).ids, hide_pairs(windows, 0.5, 3).ids)
+    assert not torch.equal(hide_pairs(windows, 0.5, 3).ids, hide_pairs(windows, 0.5, 4).ids)
 
 
 def test_one_that_looks_up_finds_everything():
     (grid,) = finish(measure_needle([looking_up()], text(1, 400), [200, 400], 4096)).subjects
-    assert grid.found == ((1.0,) * len(DEPTHS),) * 2
+    assert grid.correct == ((1.0,) * len(DEPTHS),) * 2
     assert all(loss < 0.01 for row in grid.loss for loss in row)
     assert all(loss > 5 for row in grid.surprise for loss in row)
 
 
 def test_one_that_looks_back_a_little_finds_what_is_near():
     (grid,) = finish(measure_needle([looking_up(reach=150)], text(1, 600), [600], 512)).subjects
-    assert grid.found[0][-1] == 1 and grid.found[0][0] == 0
+    assert grid.correct[0][-1] == 1 and grid.found[0][0] == 0
 
 
 def test_a_row_ends_where_memory_does_and_the_others_go_on():
     subjects = [looking_up(most=300), looking_up()]
     found = finish(measure_needle(subjects, text(1, 400), [400, 200], 4096))
     assert found.lengths == (200, 400)
-    assert found.subjects[0].found == ((1.0,) * len(DEPTHS), (None,) * len(DEPTHS))
-    assert found.subjects[1].found == ((1.0,) * len(DEPTHS),) * 2
+    assert found.subjects[0].correct == ((1.0,) * len(DEPTHS), (None,) * len(DEPTHS))
+    assert found.subjects[1].correct == ((1.0,) * len(DEPTHS),) * 2
 
 
 def test_a_text_too_short_for_pairs_is_refused():
     with pytest.raises(RequestError, match=f"ask for lengths from {MIN_NEEDLE_TOKENS} on"):
-        hide(text(1, MIN_NEEDLE_TOKENS - 1), 0.5, 0)
+        hide_pairs(text(1, MIN_NEEDLE_TOKENS - 1), 0.5, 0)
 
 
 def test_only_what_memory_refuses_is_forgiven():

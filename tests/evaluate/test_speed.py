@@ -1,10 +1,10 @@
-"""Speed and memory are measured as far as memory and time go; what lies beyond is marked, and drawn out in lines."""
+"""Speed and memory are measured as far as memory and time go; longer lengths are marked and extrapolated."""
 
 import pytest
 import torch
 
 from linearizer.evaluate import speed
-from linearizer.evaluate.speed import crossing, drawn_out, least_squares, measure_speed
+from linearizer.evaluate.speed import crossing, extrapolate, least_squares, measure_speed
 from linearizer.evaluate.subjects import Subject
 from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
@@ -22,7 +22,7 @@ def subjects_of(heads):
 
 @pytest.fixture(autouse=True)
 def few_texts_at_once(monkeypatch):
-    monkeypatch.setattr(speed, "MOST", 8)
+    monkeypatch.setattr(speed, "MAX_BATCH", 8)
 
 
 @pytest.fixture(scope="module")
@@ -35,17 +35,17 @@ def test_what_is_remembered_is_what_was_told(mixed):
     found = finish(measure_speed(subjects, layers, [128, 64], 100, seconds=0.05))
     assert found.lengths == (64, 128) and found.beyond == (False, True)
     for course in found.subjects:
-        first = course.one[0]
+        first = course.paces[0]
         assert first.extrapolated is None and first.read_rate > 0 and first.write_rate > 0
         assert first.state_bytes == first.predicted_bytes
-        assert all(pace.state_bytes == pace.predicted_bytes for pace in course.many)
+        assert all(pace.state_bytes == pace.predicted_bytes for pace in course.batched)
     assert found.breakeven.predicted_bytes == subjects[1].allocation.breakeven_tokens(layers)
 
 
 def test_breakeven_as_measured_is_that_of_the_shapes():
     subjects, layers = subjects_of([Head(window=5, features=16)])
     found = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=60))
-    assert [pace.extrapolated for course in found.subjects for pace in course.one] == [None] * 6
+    assert [pace.extrapolated for course in found.subjects for pace in course.paces] == [None] * 6
     assert found.breakeven.bytes == found.breakeven.predicted_bytes > 0
 
 
@@ -53,9 +53,9 @@ def test_what_would_take_too_long_is_marked_and_not_run(mixed):
     subjects, layers = mixed
     found = finish(measure_speed(subjects, layers, [64, 128, 10**9], 256, seconds=1e-9))
     for course in found.subjects:
-        assert [pace.extrapolated for pace in course.one] == [None, "time", "time"]
-        assert course.one[1].read_rate is None and course.one[1].predicted_bytes > 0
-        assert [pace.batch for pace in course.many] == [1]
+        assert [pace.extrapolated for pace in course.paces] == [None, "time", "time"]
+        assert course.paces[1].read_rate is None and course.paces[1].predicted_bytes > 0
+        assert [pace.batch for pace in course.batched] == [1]
 
 
 def test_a_row_ends_where_memory_does_and_the_others_go_on(mixed):
@@ -73,10 +73,10 @@ def test_a_row_ends_where_memory_does_and_the_others_go_on(mixed):
     finally:
         subjects[0].model.forward = honest
     teacher, student = found.subjects
-    assert [pace.extrapolated for pace in teacher.one] == [None, None, "memory"]
-    assert teacher.one[2].state_bytes == 3 * teacher.one[0].state_bytes and teacher.one[2].write_rate > 0
-    assert [pace.batch for pace in teacher.many] == [4, 4]
-    assert [pace.extrapolated for pace in student.one] == [None] * 3
+    assert [pace.extrapolated for pace in teacher.paces] == [None, None, "memory"]
+    assert teacher.paces[2].state_bytes == 3 * teacher.paces[0].state_bytes and teacher.paces[2].write_rate > 0
+    assert [pace.batch for pace in teacher.batched] == [4, 4]
+    assert [pace.extrapolated for pace in student.paces] == [None] * 3
 
 
 def pace(length, rate, state):
@@ -84,11 +84,11 @@ def pace(length, rate, state):
 
 
 def test_lines_are_drawn_on_and_do_not_fall():
-    far = drawn_out([pace(100, 10.0, 1000), pace(200, 5.0, 2000)], 400, 7, 8, "time")
+    far = extrapolate([pace(100, 10.0, 1000), pace(200, 5.0, 2000)], 400, 7, 8, "time")
     assert (far.read_rate, far.state_bytes, far.extrapolated) == (pytest.approx(2.5), 4000, "time")
-    faster = drawn_out([pace(100, 5.0, 1000), pace(200, 10.0, 1000)], 400, 7, 8, "time")
+    faster = extrapolate([pace(100, 5.0, 1000), pace(200, 10.0, 1000)], 400, 7, 8, "time")
     assert (faster.write_rate, faster.state_bytes, faster.peak_bytes) == (pytest.approx(10.0), 1000, None)
-    assert drawn_out([pace(100, 5.0, 1000)], 400, 7, 8, "memory").write_rate is None
+    assert extrapolate([pace(100, 5.0, 1000)], 400, 7, 8, "memory").write_rate is None
 
 
 def test_lines_cross_where_the_student_begins_to_win():

@@ -282,7 +282,7 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, said):
     assert list(parts) == [part for part in step.PARTS if part != "tasks"]
     for word in ("found, at depth", "leaves the teacher", "rows misplaced", "reads tokens/s", "by its shape"):
         assert word in out
-    assert parts["needle"]["lengths"] == [160, 192] and len(parts["needle"]["subjects"][0]["found"][0]) == 5
+    assert parts["needle"]["lengths"] == [160, 192] and len(parts["needle"]["subjects"][0]["correct"][0]) == 5
     curve = parts["approximation"]["curve"]
     assert curve["names"] == ["untrained", "trained"] and len(curve["rows"][1]) == len(curve["features"])
     assert [one["name"] for one in parts["speed"]["subjects"]] == ["teacher", "student", "window"]

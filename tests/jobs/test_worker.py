@@ -38,7 +38,7 @@ def test_a_token_reaches_the_run_and_nothing_else(begin, hub, tmp_path):
         time.sleep(0.1)
     assert seen and control.status(run).state == "done", log_of(run)
     assert "is no folder here and not on the Hub, or it is private" in control.status(refused).error
-    for place in (tmp_path, queue.folder(), Path(os.environ["HF_HOME"])):
+    for place in (tmp_path, queue.queue_folder(), Path(os.environ["HF_HOME"])):
         assert not [path for path in place.rglob("*") if path.is_file() and secret in path.read_bytes()]
 
 

@@ -45,7 +45,7 @@ def test_results_that_are_not_finite_are_on_the_card(tmp_path, loss):
     lost = [
         {**one, "second": [loss, loss]} if one["name"] == "student" else one for one in STORED["recall"]["subjects"]
     ]
-    none = [{**one, "one": [{**pace, "write_rate": None, "read_rate": None} for pace in one["one"]]}
+    none = [{**one, "paces": [{**pace, "write_rate": None, "read_rate": None} for pace in one["paces"]]}
             for one in STORED["speed"]["subjects"]]  # fmt: skip
     run.write_evaluation(
         parts={"recall": {**STORED["recall"], "subjects": lost}, "speed": {**STORED["speed"], "subjects": none}}

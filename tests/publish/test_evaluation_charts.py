@@ -79,11 +79,11 @@ def test_a_map_of_pairs_has_the_share_in_every_cell_depth_down_and_length_across
     assert student["text"] == [["25%", "–"], ["100%", "–"]] and student["texttemplate"] == "%{text}"
 
 
-def test_what_was_drawn_out_is_an_open_marker():
+def test_what_was_extrapolated_is_an_open_marker():
     writing = traces("speed", "Writing")["student"]
     assert writing["marker"]["symbol"] == ["diamond", "diamond-open"] and writing["x"] == [1024, 4096]
     assert "for lack of memory" in writing["customdata"][1] and not writing["customdata"][0]
-    memory = traces("speed", "Memory")["teacher"]  # where nothing could be drawn out, the shape tells
+    memory = traces("speed", "Memory")["teacher"]  # where nothing could be extrapolated, the prediction stands
     assert memory["y"] == [1000, 4000] and memory["marker"]["symbol"] == ["circle", "circle-open"]
     beyond = traces("recall", "Longer texts")["student"]
     assert beyond["marker"]["symbol"] == ["diamond", "diamond-open"]

@@ -21,15 +21,15 @@ def predictions(name, loss):
     }  # fmt: skip
 
 
-def paces(name, drawn_out):
+def paces(name, extrapolated):
     told = {"predicted_bytes": 4000 if name == "teacher" else 500, "predicted_operations": 7}
     measured = {"batch": 1, "read_rate": 900.0, "write_rate": 90.0, "peak_bytes": 2000, "state_bytes": 1000}
     later = {key: None for key in measured} | {"batch": 1}
-    if drawn_out:
+    if extrapolated:
         later |= {"read_rate": 300.0, "write_rate": 80.0, "state_bytes": 1000}
     one = [{"length": 1024, **measured, **told, "extrapolated": None},
            {"length": 4096, **later, **told, "extrapolated": "memory"}]  # fmt: skip
-    return {"name": name, "one": one, "many": [{**one[0], "batch": 4}]}
+    return {"name": name, "paces": one, "batched": [{**one[0], "batch": 4}]}
 
 
 def written(name, sampled, after):
@@ -57,7 +57,7 @@ RECALL = {
 }  # fmt: skip
 NEEDLE = {
     **ON_TEXT, "lengths": [160, 320], "depths": [0.05, 0.95], "extrapolated": [False, True],
-    "subjects": [{"name": name, "found": [[0.25, 1.0], [None, None]], "loss": [[1.0, 0.1], [None, None]],
+    "subjects": [{"name": name, "correct": [[0.25, 1.0], [None, None]], "loss": [[1.0, 0.1], [None, None]],
                   "surprise": [[8.0, 8.1], [None, None]]} for name in NAMES],
 }  # fmt: skip
 GENERATION = {
