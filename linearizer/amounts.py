@@ -23,7 +23,7 @@ def duration(seconds: float) -> str:
 
 
 def ago(moment: float, now: float) -> str:
-    """How long ago something was, so coarsely that it need not be said again every second."""
+    """The time since a moment, so coarsely that the text does not change every second."""
     past = max(0.0, now - moment)
     if past < 5:
         return "just now"
@@ -40,19 +40,19 @@ def size(count: float) -> str:
 
 
 def growing(fixed: int, growth: int) -> str:
-    """Bytes that every token may add to: 98.6 kB, or 1.20 kB + 64 B a token."""
+    """Bytes, with those that every token adds: 98.6 kB, or 1.20 kB + 64 B a token."""
     return f"{size(fixed)} + {size(growth)} a token" if growth else size(fixed)
 
 
 def from_length(begin: int | None) -> str:
-    """Say from what length on something holds; None: it never does."""
+    """Say from which length on something holds; None: never."""
     if begin is None:
         return "never"
     return f"from {begin:,} tokens on" if begin else "at any length"
 
 
 def smaller_from(begin: int | None, saved: int) -> str:
-    """Say from what length on a state is smaller than the cache: never where no token saves bytes."""
+    """Say from which length on a state is smaller than the cache: never where no token saves bytes."""
     return from_length(begin if saved > 0 else None)
 
 

@@ -1,14 +1,14 @@
-"""What can go wrong, as types. The command line turns each into one sentence and an exit code.
+"""The errors of this package. The command line turns each into one sentence and an exit code.
 
 LinearizerError
 ├── RequestError          the request cannot be served: exit code 2
 │   ├── UnsupportedModel  the model is of a kind that cannot be linearized
-│   ├── ModelNotAvailable the model cannot be had: missing, private, gated, no network, damaged
-│   ├── TextError         the text cannot be had, or there is too little of it
-│   ├── BudgetError       the budget buys nothing, or is no number
-│   ├── PublishError      the repository cannot be written: rights, a name that is taken, what the Hub refuses
+│   ├── ModelNotAvailable the model cannot be loaded: missing, private, gated, no network, damaged
+│   ├── TextError         the text cannot be read, or is too short
+│   ├── BudgetError       the budget is too small, or is no number
+│   ├── PublishError      the repository cannot be written: rights, a taken name, a refusal of the Hub
 │   └── FolderError       the output folder holds something else, or cannot be written
-├── FaultError            something broke on the way: exit code 1
+├── FaultError            an unexpected exception: exit code 1
 └── Stopped               the user stopped it: exit code 130
 
 A message says what was received, why it cannot be, and what to do.
@@ -59,6 +59,6 @@ class Stopped(LinearizerError):
 
 def first_line(error: BaseException) -> str:
     """Shorten an error to its first line that says something, for use inside a sentence."""
-    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["it says no more"]
-    said = lines[-1] if lines[0].endswith(":") else f"{type(error).__name__}: {lines[0]}"
-    return said[:200].rstrip(".:!")
+    lines = [line.strip() for line in str(error).splitlines() if line.strip()] or ["no message"]
+    text = lines[-1] if lines[0].endswith(":") else f"{type(error).__name__}: {lines[0]}"
+    return text[:200].rstrip(".:!")

@@ -1,4 +1,4 @@
-"""What a long step yields while it works; the command line and the page render the same events."""
+"""The progress that a long step yields; the command line and the page render the same events."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ class Progress:
     step: str  # "profile", "distill", …
     done: int
     total: int
-    unit: str  # what is counted: "batches", "heads", "tokens"
-    details: Mapping[str, object] = field(default_factory=dict)  # what else is known by now: a loss, a rate, a warning
+    unit: str  # of the count: "batches", "heads", "tokens"
+    details: Mapping[str, object] = field(default_factory=dict)  # a loss, a rate, a warning
 
 
 # A step yields Progress and returns its product:  product = yield from step(...)

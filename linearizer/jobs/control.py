@@ -58,7 +58,7 @@ class Status:
 
     @property
     def live(self) -> bool:
-        """Whether anything works on it, or waits to."""
+        """Whether a process works on the run or its evaluation, or waits to."""
         return self.state in LIVE or (self.evaluation is not None and self.evaluation.live)
 
 
@@ -89,14 +89,14 @@ def evaluate(
     if not run.checkpoint.is_dir():
         raise RequestError(f"{str(run.folder)!r} has no student yet: wait until it is done, or use what it has")
     if request is None:
-        newest_request(run)  # there has to be one
+        newest_request(run)  # raises where there is none
         begin(run.evaluating, token)
     else:
         begin(run.evaluating, token, request=dict(request), again=again)
 
 
 def check_start(run: Run, token: str | None) -> None:
-    """Refuse to start a finished run, or with something that cannot be a token."""
+    """Refuse a finished run, and a text that cannot be a token."""
     if run.job is None and run.done:
         raise RequestError(f"{str(run.folder)!r} is done: its student is in {run.checkpoint}")
     if token and not re.fullmatch(r"[!-~]+", token):
@@ -109,14 +109,14 @@ def lock_and_queue(run: Run, **asked: Any) -> tuple[Lock, Ticket]:
         lock = undo.enter_context(run.take_lock())
         remove(run.folder / "worker.log")
         ticket = queue.take_ticket(run.folder)
-        undo.callback(ticket.give_back)
+        undo.callback(ticket.remove)
         run.log(EventName.QUEUED, **asked)
         undo.pop_all()
     return lock, ticket
 
 
 def start_process(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
-    """Start the process of a run; the token goes through a pipe, where nobody else can read it."""
+    """Start the process of a run; the token goes through a pipe, which no other process can read."""
     fds = (lock.fd, ticket.lock.fd)
     which = [str(run.folder), run.job or "", str(ticket.path), *map(str, fds)]
     command = [sys.executable, "-m", "linearizer.jobs.worker", *which]
@@ -137,15 +137,15 @@ def start_process(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> No
 
 
 def environment() -> dict[str, str]:
-    """Let a process import this very package, and nothing that lies in the working directory by chance."""
+    """Let a process import this package, and nothing from the working directory."""
     home, paths = Path(__file__).parents[2], os.environ.get("PYTHONPATH")
-    if home.name not in ("site-packages", "dist-packages"):  # those it finds, after the standard library
+    if home.name not in ("site-packages", "dist-packages"):  # a process finds those, after the standard library
         paths = os.pathsep.join(filter(None, (str(home), paths)))
     return {**os.environ, "PYTHONPATH": paths or "", "PYTHONSAFEPATH": "1"}
 
 
 def stop(run: Run, why: str = "") -> None:
-    """Request that a run, or its evaluation, finishes its step, saves and stops; its owner is told `why`."""
+    """Request that a run, or its evaluation, finishes its step, saves and stops; `why` is shown to its owner."""
     state = state_of(run)
     if state not in LIVE and (run.job or state_of(run.evaluating) not in LIVE):
         raise RequestError(f"{str(run.folder)!r} is {state}: there is nothing to stop")
@@ -154,18 +154,18 @@ def stop(run: Run, why: str = "") -> None:
 
 def use_now(run: Run) -> None:
     """Request that training ends at this step; the student is then judged and saved."""
-    found = status(run)
-    if found.state not in ("queued", "running"):
-        raise RequestError(f"{str(run.folder)!r} is {found.state}: only a run that is at work can end its training")
-    if found.step is None or found.step["event"] != EventName.DISTILL:
+    current = status(run)
+    if current.state not in ("queued", "running"):
+        raise RequestError(f"{str(run.folder)!r} is {current.state}: only a run that is at work can end its training")
+    if current.step is None or current.step["event"] != EventName.DISTILL:
         raise RequestError(f"{str(run.folder)!r} is not training: there is nothing to use yet, or nothing left to end")
     run.make_request("use")
 
 
 def delete(run: Run) -> None:
-    """Remove what a run has written, and its folder if nothing else is in it."""
+    """Remove the files of a run, and its folder if nothing else is in it."""
     Run.open(run.folder)
-    last = ["plan.json", "lock"]  # as long as they are there, deleting can be repeated
+    last = ["plan.json", "lock"]  # while these are present, deleting can be repeated
     with run.take_lock(), writing(run.folder):
         for name in [*sorted(OWN.difference(last)), *last]:
             for path in (run.folder / name, run.folder / (name + UNFINISHED)):
@@ -177,7 +177,7 @@ def delete(run: Run) -> None:
 def status(run: Run) -> Status:
     """Give the status of a run."""
     Run.open(run.folder)
-    state, told = read_state(run)
+    state, log_state = read_state(run)
     first, files = first_event(run.log_file), files_of(run.folder)
     begun = first["time"] if first else max((stat.st_mtime for stat in files.values()), default=0.0)
     training = run.folder / "state" / "training"
@@ -188,10 +188,10 @@ def status(run: Run) -> Status:
         run=run,
         state=state,
         place=queue.place_of(run.folder) if state == "queued" else None,
-        step=told.step,
-        error=LOST_ERROR + quote_last_line(run) if state == "lost" else told.error,
+        step=log_state.step,
+        error=LOST_ERROR + quote_last_line(run) if state == "lost" else log_state.error,
         begun=begun,
-        changed=told.newest["time"] if told.newest else begun,
+        changed=log_state.newest["time"] if log_state.newest else begun,
         disk_bytes=sum(stat.st_size for stat in files.values()),
         saved=max(saved, default=None),
         published=run.published if run.checkpoint.is_dir() else None,
@@ -206,7 +206,7 @@ def state_of(run: Run) -> str:
 
 @dataclass(frozen=True)
 class LogState:
-    """What the log of a run tells, without its lock."""
+    """The state of a run by its log alone."""
 
     state: str
     error: str | None
@@ -215,17 +215,17 @@ class LogState:
 
 
 def read_state(run: Run) -> tuple[str, LogState]:
-    """Give the state of a run by its lock and its log, and the state by its log alone."""
+    """Give the state of a run by its lock and its log, and by its log alone."""
     while True:
         held = run.is_locked
-        told = read_log_state(run)
-        if told.state not in LIVE:
-            return told.state, told
-        if held == run.is_locked:  # otherwise it began or ended meanwhile
+        log_state = read_log_state(run)
+        if log_state.state not in LIVE:
+            return log_state.state, log_state
+        if held == run.is_locked:  # otherwise the run began or ended meanwhile
             break
     if not held:
-        return "lost", told
-    return "stopping" if run.has_request("stop") else told.state, told
+        return "lost", log_state
+    return "stopping" if run.has_request("stop") else log_state.state, log_state
 
 
 def read_log_state(run: Run) -> LogState:
@@ -249,7 +249,7 @@ def read_log_state(run: Run) -> LogState:
 
 
 def quote_last_line(run: Run) -> str:
-    """Quote the last line that a lost process wrote to standard error, without folders, and without what is a token."""
+    """Quote the last line that a lost process wrote to standard error, without folders and tokens."""
     path = run.folder / "worker.log"
     if not path.is_file():
         return ""
@@ -262,32 +262,29 @@ def quote_last_line(run: Run) -> str:
 
 
 def files_of(folder: Path) -> dict[Path, os.stat_result]:
-    """List the files of a run; those that vanish meanwhile are none."""
-    found = {}
+    """List the files of a run, without those that vanish meanwhile."""
+    files = {}
     for place, _, names in os.walk(folder):
         for path in (Path(place) / name for name in names):
             with suppress(FileNotFoundError):
-                found[path] = path.lstat()
-    return found
+                files[path] = path.lstat()
+    return files
 
 
 def runs_in(root: Path) -> list[Status]:
-    """Say what every run under a folder is doing, the newest first."""
-    found = []
+    """Give the status of every run under a folder, the newest first."""
+    statuses = []
     for plan in root.glob("*/plan.json"):
-        with suppress(FolderError, PermissionError):  # deleted meanwhile, or not ours to see
-            found.append(status(Run(plan.parent)))
-    return sorted(found, key=lambda one: one.begun, reverse=True)
+        with suppress(FolderError, PermissionError):  # deleted meanwhile, or not readable
+            statuses.append(status(Run(plan.parent)))
+    return sorted(statuses, key=lambda each: each.begun, reverse=True)
 
 
 def follow(run: Run, after: int = 0) -> Iterator[list[Event]]:
-    """Give the events of a run as they come, but for the first so many, until it has ended.
-
-    Those of its evaluation are given where that is meant.
-    """
+    """Give the events of a run, or of its evaluation, from number `after` on, as they come, until it has ended."""
     place, seen = 0, 0
     while True:
-        ended = not run.is_locked and state_of(run) not in LIVE  # asked first, so that nothing is missed
+        ended = not run.is_locked and state_of(run) not in LIVE  # read before the log, so that no event is missed
         events, place = read_events(run.log_file, place)
         events = [event for event in events if run.owns_event(event)]
         new, seen = events[max(0, after - seen) :], seen + len(events)

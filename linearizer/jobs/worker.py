@@ -1,7 +1,7 @@
-"""Work on a run: wait for a turn at the device, do what the plan asks for, and say how that ended.
+"""Work on a run: wait for the device, do what the plan asks for, and log how that ended.
 
 python -m linearizer.jobs.worker RUN JOB TICKET FD FD is the process of a run in the background, or of its evaluation:
-`jobs.start` hands it the locks of the run and of the ticket, as open files, and the token on standard input.
+`control.start` hands it the locks of the run and of the ticket, as open files, and the token on standard input.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from linearizer.run.locks import Lock
 from linearizer.run.stopping import check_stop, log_end
 
 Product = TypeVar("Product")
-QUEUE_POLL_SECONDS = 0.3  # seconds between two looks at the queue
+QUEUE_POLL_SECONDS = 0.3  # between two reads of the queue
 
 
 def main(arguments: Sequence[str]) -> int:
-    """Work on a run that was handed over, and return an exit code; what there is to say is in the run's log."""
+    """Work on a run that was handed over, and return an exit code; errors are in the run's log."""
     folder, job, number, *fds = arguments
     lock, ticket_lock = (Lock(int(fd)) for fd in fds)
     for held in (lock, ticket_lock):
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
 
 
 def work_on(run: Run, token: str | None) -> Steps[Any]:
-    """Begin to work, now that it is this run's turn: what is imported here takes memory."""
+    """Begin to work; the imports take memory, so they wait for the run's turn."""
     if run.job is not None:
         from linearizer.pipeline import resume_evaluation
 
@@ -63,7 +63,7 @@ def work_on(run: Run, token: str | None) -> Steps[Any]:
 
 
 def work_in_foreground(run: Run, steps: Steps[Product], **asked: Any) -> Steps[Product]:
-    """Work on a run in this process; a request that cannot be served leaves no run. What is asked is logged."""
+    """Work on a run in this process; a request that cannot be served leaves no run. The log holds `asked`."""
     lock, ticket = lock_and_queue(run, **asked)
     with lock, stop_on_sigterm(run):
         try:
@@ -100,7 +100,7 @@ def wait_for_turn(run: Run, ticket: Ticket, device: str | None = None) -> Steps[
 
 @contextmanager
 def log_faults(run: Run, keep: Callable[[Exception], None] = lambda fault: None) -> Iterator[None]:
-    """Let the log say of what kind a fault of our own was, and where to read on, once `keep` has kept it there."""
+    """Log the type of an unexpected exception and where its traceback is, once `keep` has written it there."""
     try:
         yield
     except LinearizerError:
@@ -117,7 +117,7 @@ def log_faults(run: Run, keep: Callable[[Exception], None] = lambda fault: None)
 
 @contextmanager
 def keep_faults(run: Run, token: str | None, file: Path | None = None) -> Iterator[None]:
-    """Keep the traceback of a fault of our own, too: in a file, or on standard error, and never the token."""
+    """Keep the traceback of an unexpected exception, in a file or on standard error, never the token."""
 
     def keep(fault: Exception) -> None:
         text = "".join(traceback.format_exception(fault))
@@ -136,7 +136,7 @@ def keep_faults(run: Run, token: str | None, file: Path | None = None) -> Iterat
 
 @contextmanager
 def stop_on_sigterm(run: Run) -> Iterator[None]:
-    """While this lasts, let SIGTERM stop the run as `jobs.stop` does."""
+    """While this lasts, let SIGTERM stop the run as `control.stop` does."""
     before = signal.signal(signal.SIGTERM, lambda *_: run.make_request("stop"))
     try:
         yield
@@ -147,4 +147,4 @@ def stop_on_sigterm(run: Run) -> Iterator[None]:
 if __name__ == "__main__":
     code = main(sys.argv[1:])
     sys.stderr.flush()
-    os._exit(code)  # without waiting for the threads of a download that was given up
+    os._exit(code)  # without waiting for the threads of an abandoned download

@@ -1,12 +1,12 @@
-"""A run is a folder: what was asked, what came of it, and a log of events that is the only truth.
+"""A run is a folder: its plan, its products, and a log of events, which alone decides the state of the run.
 
-RUN/begun.json      the id of the run, and what was asked where plan.json holds what was decided
+RUN/begun.json      the id of the run, and the choices of the caller that plan.json holds as decided
 RUN/plan.json inspection.json profile.json prices.json gates.json allocation.json events.jsonl
-RUN/state/          what resuming needs: the samples of queries and keys, and of training
-RUN/checkpoint/     what loads with transformers
+RUN/state/          files for resuming: samples of queries and keys, the training
+RUN/checkpoint/     the student, which transformers loads
 RUN/lock            held by the process that works on the run
-RUN/stop use        requests to that process, removed when they are taken up
-RUN/worker.log      what a process in the background wrote to standard error
+RUN/stop use        requests to that process, removed once they are served
+RUN/worker.log      standard error of a process in the background
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set
 
 @dataclass(frozen=True)
 class Run:
-    """One run's folder, and which work on it is meant: its events are told from others' in the log."""
+    """The folder of a run, and a job in it: its student, or its evaluation."""
 
     folder: Path
-    job: str | None = None  # None: what the plan asks for; "evaluate": what is asked of the student afterwards
+    job: str | None = None  # None: make the student; "evaluate": evaluate it; every event names its job
 
     @staticmethod
     def open(folder: Path) -> Run:
-        """Open a run that is there."""
+        """Open an existing run."""
         if not (folder / "plan.json").is_file():
             raise FolderError(f"{str(folder)!r} holds no run: start one with `linearizer run MODEL --out {folder}`")
         return Run(folder)
@@ -97,7 +97,7 @@ class Run:
 
     @property
     def key(self) -> tuple[Path, str]:
-        """Tell this run also from copies of its folder."""
+        """Identify this run, also among copies of its folder."""
         return self.folder, self.id
 
     def check_same(self, asked: Plan) -> None:
@@ -125,7 +125,7 @@ class Run:
 
     @property
     def inspection(self) -> Inspection:
-        """What the teacher is."""
+        """The teacher: its layers, sizes and limits."""
         return self.parse_file("inspection.json", Inspection.from_json, again=False)
 
     @property
@@ -134,7 +134,7 @@ class Run:
 
     @property
     def positions(self) -> int:
-        """How far the teacher's positions reach."""
+        """The largest number of tokens that the teacher's positions allow."""
         return self.inspection.max_positions or UNBOUNDED
 
     @property
@@ -156,7 +156,7 @@ class Run:
 
     @property
     def evaluation_parts(self) -> dict[str, dict[str, Any]]:
-        """What was measured of the student, part by part: when it was made, and what `linearizer evaluate` added."""
+        """The measured parts of the evaluation: those of the judging, and those that `linearizer evaluate` added."""
         return self.evaluation_file["parts"]
 
     @property
@@ -169,7 +169,7 @@ class Run:
 
     @property
     def evaluation_file(self) -> dict[str, Any]:
-        """All that evaluation.json holds: parts, and with what the student was made."""
+        """The content of evaluation.json: parts, and the versions and device with which the student was made."""
         try:
             held = json.loads(self.read("evaluation.json")) if self.has_file("evaluation.json") else {}
         except ValueError as error:
@@ -178,7 +178,7 @@ class Run:
         return {"parts": {}, "made_with": {}, **held}
 
     def write_evaluation(self, **changes: Any) -> None:
-        """Write parts, or with what the student was made; what is not named stays."""
+        """Write `parts` or `made_with`; keep what is not named."""
         self.write("evaluation.json", json.dumps({**self.evaluation_file, **changes}))
 
     @property
@@ -187,9 +187,9 @@ class Run:
 
     @property
     def done(self) -> bool:
-        """Whether there is nothing left to do."""
-        told = (event["event"] for event in newest_events(self.log_file) if self.owns_event(event))
-        return self.checkpoint.is_dir() and next((name for name in told if name in ENDS), None) == EventName.DONE
+        """Whether the job has finished."""
+        names = (event["event"] for event in newest_events(self.log_file) if self.owns_event(event))
+        return self.checkpoint.is_dir() and next((name for name in names if name in ENDS), None) == EventName.DONE
 
     def has_file(self, name: str) -> bool:
         return (self.folder / name).exists()
@@ -201,17 +201,17 @@ class Run:
             raise FolderError(f"{str(self.folder / name)!r} cannot be read ({error}): start a new run") from error
 
     def parse_file(self, name: str, parse: Callable[[str], Product], again: bool = True) -> Product:
-        """Read what a file holds, or say what is wrong with it; `again`: going on with the run makes it anew."""
+        """Parse a file, or name the damage; `again`: resuming the run makes the file anew."""
         try:
             return parse(self.read(name))
         except (ValueError, TypeError, KeyError, RequestError) as error:
             raise self.damaged_file_error(name, error.__cause__ or error, name if again else "") from error
 
     def damaged_file_error(self, name: str, what: object, remove: str) -> FolderError:
-        """Say that a file cannot be used, and what to remove so that it is made anew; where that is nothing, how on."""
+        """Say that a file is damaged, and what to remove so that resuming makes it anew, or to start a new run."""
         it = "it" if remove == name else repr(str(self.folder / remove))
         remedy = f"remove {it}, and `linearizer runs resume {self.folder}` makes it anew"
-        if not remove or self.checkpoint.exists():  # what has made its student makes nothing anew
+        if not remove or self.checkpoint.exists():  # a run with a student makes nothing anew
             remedy = "start a new run"
         return FolderError(f"{str(self.folder / name)!r} cannot be read ({what}): {remedy}")
 
@@ -219,9 +219,9 @@ class Run:
         write_whole(self.folder / name, text)
 
     def remove_unstarted(self) -> None:
-        """Remove a run that has made nothing, and its folder if that leaves it empty."""
-        made = ("plan.json", "plan.json" + UNFINISHED, "begun.json", "inspection.json", "events.jsonl")
-        for name in (*made, "stop", "use", "worker.log", "lock"):
+        """Remove a run without products, and its folder if that leaves it empty."""
+        names = ("plan.json", "plan.json" + UNFINISHED, "begun.json", "inspection.json", "events.jsonl")
+        for name in (*names, "stop", "use", "worker.log", "lock"):
             (self.folder / name).unlink(missing_ok=True)
         for folder in (self.folder / "state", self.folder):
             if folder.is_dir() and not any(folder.iterdir()):
@@ -232,7 +232,7 @@ class Run:
         append_event(self.log_file, event, details if self.job is None else {"job": self.job, **details})
 
     def events(self) -> list[Event]:
-        """Read all events, of whatever work."""
+        """Read the events of all jobs."""
         return read_events(self.log_file)[0]
 
     @property
@@ -250,7 +250,7 @@ class Run:
             lock = locks.take_lock(self.folder / "lock")
         if lock is None:
             raise FolderError(f"{str(self.folder)!r} is being written by another process: wait for it, or stop it")
-        self.clear_request("stop")  # it was for a process that is gone
+        self.clear_request("stop")  # it was meant for a process that has ended
         return lock
 
     @property
@@ -270,25 +270,25 @@ class Run:
         """Give the reason of a request, if one was given."""
         try:
             return self.read(name) or None
-        except FolderError:  # it was not requested, or is settled
+        except FolderError:  # not requested, or already served
             return None
 
     def has_request(self, name: str) -> bool:
         return self.has_file(name)
 
     def clear_request(self, name: str) -> None:
-        """Remove a request that was served, or whose process is gone."""
+        """Remove a request that was served, or whose process has ended."""
         with writing(self.folder):
             (self.folder / name).unlink(missing_ok=True)
 
 
 def read_gates(text: str) -> list[list[float]]:
-    """Read how much each KV head needs its whole cache."""
+    """Parse how much each KV head needs its whole cache."""
     return [[float(gate) for gate in layer] for layer in json.loads(text)]
 
 
 def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
-    """Give what an evaluation was last asked for, whether all of it anew, and which parts are done since."""
+    """Give the newest request for an evaluation, whether it measures all anew, and the parts done since."""
     done: list[str] = []
     for event in newest_events(run.log_file):
         if run.evaluating.owns_event(event):
@@ -301,7 +301,7 @@ def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
 
 @dataclass(frozen=True)
 class Trained:
-    """Steps of all phases of a training."""
+    """Steps of a training, over all its phases."""
 
     done: int
     asked: int
@@ -312,7 +312,7 @@ class Trained:
 
 
 def trained(run: Run) -> Trained:
-    """Read from the log of a run how its training ended; a phase that was taken up again counts as it ended last."""
+    """Read from the log of a run how its training ended; a resumed phase counts as it ended last."""
     ends = {event.get("phase", 0): event for event in events_of_student(run.events(), EventName.DISTILLED)}
     done = sum(event["steps"] for event in ends.values())
     return Trained(done, sum(int(event.get("asked") or event["steps"]) for event in ends.values()))
