@@ -20,6 +20,7 @@ from linearizer.progress import Progress
 from linearizer.run import folder
 from linearizer.run.find import find_run, runs_root
 from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 
 ACTIONS = {
     "list": "all runs under the root (the default)",
@@ -125,28 +126,26 @@ def show_place_in_queue(run: Run, bar: ProgressBar) -> None:
 
 def status_values(status: Status) -> dict[str, Any]:
     """Give the status of a run as plain values."""
-    plain = {field.name: getattr(status, field.name) for field in fields(status) if field.name != "evaluation"}
+    plain = {
+        field.name: getattr(status, field.name) for field in fields(status) if field.name not in ("plan", "evaluation")
+    }
     evaluation = status.evaluation and {
         name: getattr(status.evaluation, name) for name in ("state", "place", "step", "error")
     }
     names = {"name": status.run.folder.name, "run": str(status.run.folder)}
-    return {**plain, **names, **dial_of(status.run), "evaluation": evaluation}
+    return {**plain, **names, **dial_of(status.plan), "evaluation": evaluation}
 
 
-def dial_of(run: Run) -> dict[str, Any]:
-    """Give the model and the dial of a run's plan; nothing if the plan is damaged."""
-    try:
-        plan = run.plan
-    except RequestError:
-        return {"model": None, "budget": None, "features": None}
-    return {"model": plan.model, "budget": plan.budget, "features": plan.features}
+def dial_of(plan: Plan | None) -> dict[str, Any]:
+    """Give the model and the dial of a plan; of a damaged plan, None."""
+    return {name: getattr(plan, name, None) for name in ("model", "budget", "features")}
 
 
 def describe_runs(statuses: Sequence[Status]) -> str:
     """Describe the status of runs in a line each, and below why some failed and where some were published."""
     rows: list[Sequence[object]] = [("run", "model", "budget", "state", "progress", "disk", "age")]
     for status in statuses:
-        dial_values = dial_of(status.run)
+        dial_values = dial_of(status.plan)
         dial = f"C = {dial_values['features']}" if dial_values["features"] else dial_values["budget"] or "?"
         shown = status.evaluation if status.evaluation is not None and status.state == "done" else status
         state = shown.state if shown.place is None else f"queued, place {shown.place}"

@@ -25,6 +25,7 @@ from linearizer.run.events import READ_BYTES, STEPS, Event, EventName, first_eve
 from linearizer.run.files import UNFINISHED, remove, writing
 from linearizer.run.folder import OWN, Run, newest_request
 from linearizer.run.locks import Lock
+from linearizer.run.plan import Plan
 
 PARTS = ("language", "recall", "longer", "needle", "generation", "approximation", "distill", "speed", "tasks")
 STATE_AFTER = {
@@ -37,6 +38,7 @@ STATE_AFTER = {
 LIVE = ("queued", "running", "stopping")
 LOG_POLL_SECONDS = 0.25  # seconds between two looks at a log
 MAX_QUOTED_CHARACTERS = 200  # letters that are quoted of a log
+DAMAGED = "damaged"  # a file of the run cannot be read
 LOST_ERROR = "its process is gone (killed, or the machine was): resume it, and it goes on from what was saved"
 
 
@@ -45,6 +47,7 @@ class Status:
     """What a run is doing, and what it has come to."""
 
     run: Run
+    plan: Plan | None  # None where the run is damaged
     state: str
     place: int | None  # in the queue of its device: 1 is next; None unless queued
     step: dict[str, Any] | None  # the newest progress: {"event", "done", "total", "unit", "time", …}
@@ -186,6 +189,7 @@ def status(run: Run) -> Status:
     evaluation = status(run.evaluating) if run.job is None and read_log_state(run.evaluating).newest else None
     return Status(
         run=run,
+        plan=run.plan,
         state=state,
         place=queue.place_of(run.folder) if state == "queued" else None,
         step=log_state.step,
@@ -274,10 +278,24 @@ def files_of(folder: Path) -> dict[Path, os.stat_result]:
 def runs_in(root: Path) -> list[Status]:
     """Give the status of every run under a folder, the newest first."""
     statuses = []
-    for plan in root.glob("*/plan.json"):
-        with suppress(FolderError, PermissionError):  # deleted meanwhile, or not readable
-            statuses.append(status(Run(plan.parent)))
+    for file in root.glob("*/plan.json"):
+        with suppress(PermissionError):  # not readable
+            if (each := status_or_damage(Run(file.parent))) is not None:
+                statuses.append(each)
     return sorted(statuses, key=lambda each: each.begun, reverse=True)
+
+
+def status_or_damage(run: Run) -> Status | None:
+    """Give the status of a run, also where its files are damaged; None where the run was deleted meanwhile."""
+    try:
+        return status(run)
+    except FolderError as error:
+        try:
+            changed = (run.folder / "plan.json").stat().st_mtime
+        except FileNotFoundError:
+            return None
+        sizes = sum(stat.st_size for stat in files_of(run.folder).values())
+        return Status(run, None, DAMAGED, None, None, str(error), changed, changed, sizes, None)
 
 
 def follow(run: Run, after: int = 0) -> Iterator[list[Event]]:

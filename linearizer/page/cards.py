@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from linearizer.amounts import ago, duration, growing, number, size, smaller_from
 from linearizer.jobs.control import LIVE, Status
 from linearizer.progress import Progress
-from linearizer.publish.html import announcement, message_box, table, values_list
+from linearizer.publish.html import announcement, message_box, table, values_list, without_folders
 from linearizer.publish.tables import state_size
 from linearizer.publish.training_charts import ERRORS
 from linearizer.run import head_bytes
@@ -26,7 +26,10 @@ if TYPE_CHECKING:
     from linearizer.run.inspection import Inspection
 
 MEMORY_LENGTHS = (4096, 32768, 131072)  # tokens of text, for which memory is compared
-STATE_SIGNS = {"queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?"}
+STATE_SIGNS = {
+    "queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?",
+    "damaged": "▲",
+}  # fmt: skip
 STATE_SENTENCES = {
     "queued": "waiting for its turn",
     "running": "at work",
@@ -250,11 +253,15 @@ def runs_table(found: Sequence[Status], now: float | None = None) -> str:
     now = time.time() if now is None else now
     rows = []
     for status in found:
-        name, plan = status.run.folder.name, status.run.plan
-        dial = f"{plan.budget} tokens" if plan.features is None else f"{plan.features} features"
+        name, plan = status.run.folder.name, status.plan
+        if plan is None:
+            dial, model = "", escape(without_folders(status.error or ""))
+        else:
+            dial = f"{plan.budget} tokens" if plan.features is None else f"{plan.features} features"
+            model = f'<a href="../?run={escape(name, quote=True)}">{escape(plan.model)}</a>'
         rows.append(
             [
-                f'<a href="../?run={escape(name, quote=True)}">{escape(plan.model)}</a>',
+                model,
                 escape(dial),
                 f"{state_sign(status.state)} {escape(status.state)}"
                 + ", evaluating" * (status.live and status.state == "done"),

@@ -7,7 +7,9 @@ from __future__ import annotations
 
 import os
 import time
+import traceback
 from collections.abc import Mapping
+from contextlib import suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -131,21 +133,30 @@ def visitor_folders(root: Path) -> list[Path]:
 
 
 def enforce_limits(root: Path, now: float, limits: Limits = LIMITS) -> None:
-    """Stop runs that have worked too long, and delete runs that have not changed for days."""
+    """Stop runs that have worked too long, and delete runs that have not changed for days.
+
+    An unexpected exception about a visitor's runs must not end the limits of all others: it goes to the server's log.
+    """
     for folder in visitor_folders(root):
-        for status in control.runs_in(folder):
-            try:
-                works = [job for job in (status, status.evaluation) if job and job.state == "running"]
-                if any(now - worked_since(job) > limits.minutes * 60 for job in works):
-                    control.stop(
-                        status.run,
-                        f"it has worked for {limits.minutes:g} minutes, which is what this Space gives to a run at a "
-                        f"time: resume it, and it goes on from here when it is its turn again, or {ELSEWHERE}",
-                    )
-                elif not status.live and now - status.changed > limits.days * 24 * 3600:
-                    control.delete(status.run)
-            except LinearizerError:
-                continue  # it ended meanwhile, or its owner was faster
+        try:
+            for status in control.runs_in(folder):
+                with suppress(LinearizerError):  # the run ended meanwhile, or its owner was faster
+                    enforce_limit(status, now, limits)
+        except Exception:
+            traceback.print_exc()
+
+
+def enforce_limit(status: control.Status, now: float, limits: Limits) -> None:
+    """Stop a run that has worked too long; delete it if it has not changed for days."""
+    works = [job for job in (status, status.evaluation) if job and job.state == "running"]
+    if any(now - worked_since(job) > limits.minutes * 60 for job in works):
+        control.stop(
+            status.run,
+            f"it has worked for {limits.minutes:g} minutes, which is what this Space gives to a run at a time: resume "
+            f"it, and it goes on from here when it is its turn again, or {ELSEWHERE}",
+        )
+    elif not status.live and now - status.changed > limits.days * 24 * 3600:
+        control.delete(status.run)
 
 
 def worked_since(status: control.Status) -> float:

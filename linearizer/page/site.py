@@ -10,10 +10,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import gradio as gr
+from starlette.middleware import Middleware
 
 from linearizer.page import evaluation_handlers, handlers, layout, limits, polling
 from linearizer.page.api import add_endpoints
 from linearizer.page.browser_script import ADDRESS, HEAD, REMEMBER, STEPS
+from linearizer.page.local_requests import LocalRequests
 from linearizer.page.theme import CSS, OUTSIDE, theme
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.run.find import runs_root
@@ -23,6 +25,8 @@ from linearizer.run.find import runs_root
 HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "api_visibility": "private"}
 QUICK: dict[str, Any] = {**HIDDEN, "queue": False}
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
+MAX_SESSIONS = 200  # whose state is kept, of about 0.4 MB each; an open page asks every second and stays among them
+LOCAL_HOSTS = (None, "127.0.0.1", "localhost", "::1")
 ONCE: dict[str, Any] = {**SLOW, "show_progress_on": [], "trigger_mode": "once"}
 
 
@@ -184,6 +188,8 @@ def serve(port: int | None = None, host: str | None = None, wait: bool = True) -
         prevent_thread_lock=not wait,
         allowed_paths=[],
         max_file_size="1mb",
+        state_session_capacity=MAX_SESSIONS,
+        app_kwargs={} if on_space() or host not in LOCAL_HOSTS else {"middleware": [Middleware(LocalRequests)]},
         quiet=not wait,
         ssr_mode=False,
     )

@@ -1,4 +1,4 @@
-"""A log of events, one JSON object a line; a line that was cut off by a kill or a full disk is no event."""
+"""A log of events, one JSON object a line; a line that a kill or a full disk cut off is no event."""
 
 from __future__ import annotations
 
@@ -6,13 +6,17 @@ import json
 import os
 import time
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from enum import Enum
+from io import BytesIO
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
-from linearizer.run.files import writing
+from linearizer.errors import FolderError
+from linearizer.run.files import parse_json, writing
 
 READ_BYTES = 2**14  # bytes that are read at once
+LAST_SECOND = 2**36  # of a time: some two thousand years after 1970
 
 
 class EventName(str, Enum):
@@ -63,56 +67,58 @@ def append_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
         file.write((b"\n" if torn else b"") + line.encode() + b"\n")
 
 
+@contextmanager
+def open_log(path: Path) -> Iterator[BinaryIO]:
+    """Open a log to read it; a log that does not exist is empty."""
+    try:
+        file: BinaryIO = path.open("rb")
+    except FileNotFoundError:
+        file = BytesIO()
+    except OSError as error:
+        raise FolderError(f"{str(path)!r} cannot be read ({error.strerror}): remove it, or start a new run") from error
+    with file:
+        yield file
+
+
 def read_events(path: Path, begin: int = 0) -> tuple[list[Event], int]:
     """Read the events from a byte on, and say where the next will begin; a line that is being written is left there."""
-    try:
-        with path.open("rb") as file:
-            file.seek(begin)
-            content = file.read()
-    except FileNotFoundError:
-        return [], begin
+    with open_log(path) as file:
+        file.seek(begin)
+        content = file.read()
     whole = content[: content.rfind(b"\n") + 1]
-    found = (parse_line(line) for line in whole.split(b"\n"))
-    return [event for event in found if event is not None], begin + len(whole)
+    events = (parse_line(line) for line in whole.split(b"\n"))
+    return [event for event in events if event is not None], begin + len(whole)
 
 
 def first_event(path: Path) -> Event | None:
     """Read the first event."""
-    try:
-        with path.open("rb") as file:
-            return next((event for line in file if (event := parse_line(line)) is not None), None)
-    except FileNotFoundError:
-        return None
+    with open_log(path) as file:
+        return next((event for line in file if (event := parse_line(line)) is not None), None)
 
 
 def newest_events(path: Path) -> Iterator[Event]:
-    """Read the events backwards; who wants the newest pays for a few lines, however long the log."""
-    try:
-        with path.open("rb") as file:
-            end = file.seek(0, os.SEEK_END)
-            cut = b""  # the beginning of a line, which belongs to the part before
-            whole = False  # the last line may still be being written
-            while end > 0:
-                begin = max(0, end - READ_BYTES)
-                file.seek(begin)
-                lines = (file.read(end - begin) + cut).split(b"\n")
-                cut, end = lines[0] if begin else b"", begin
-                for line in reversed(lines[1 if begin else 0 :]):
-                    if whole and (event := parse_line(line)) is not None:
-                        yield event
-                    whole = True
-    except FileNotFoundError:
-        return
+    """Read the events backwards: the newest take a few lines, however long the log."""
+    with open_log(path) as file:
+        end = file.seek(0, os.SEEK_END)
+        cut = b""  # the beginning of a line, which belongs to the part before
+        whole = False  # the last line may still be being written
+        while end > 0:
+            begin = max(0, end - READ_BYTES)
+            file.seek(begin)
+            lines = (file.read(end - begin) + cut).split(b"\n")
+            cut, end = lines[0] if begin else b"", begin
+            for line in reversed(lines[1 if begin else 0 :]):
+                if whole and (event := parse_line(line)) is not None:
+                    yield event
+                whole = True
 
 
-def events_named(path: Path, event: str) -> list[Event]:
-    """Read the events of one name; the others are hardly looked at."""
-    try:
-        lines = path.read_bytes().split(b"\n")[:-1]
-    except FileNotFoundError:
-        return []
-    found = (parse_line(line) for line in lines if b'"event": "' + event.encode() + b'"' in line)
-    return [one for one in found if one is not None and one["event"] == event]
+def events_named(path: Path, name: str) -> list[Event]:
+    """Read the events of a name; the lines of others are not parsed."""
+    with open_log(path) as file:
+        lines = file.read().split(b"\n")[:-1]
+    events = (parse_line(line) for line in lines if b'"event": "' + name.encode() + b'"' in line)
+    return [event for event in events if event is not None and event["event"] == name]
 
 
 def events_of_student(events: Sequence[Event], name: str) -> list[Event]:
@@ -126,7 +132,22 @@ def events_of_student(events: Sequence[Event], name: str) -> list[Event]:
 def parse_line(line: bytes) -> Event | None:
     """Read one line, if it is an event."""
     try:
-        found = json.loads(line)
-    except ValueError:  # among them what is no UTF-8
+        event = parse_json(line)
+    except ValueError:  # also where it is no UTF-8
         return None
-    return found if isinstance(found, dict) and isinstance(found.get("event"), str) and "time" in found else None
+    return event if is_event(event) else None
+
+
+def is_event(value: Any) -> bool:
+    """Tell whether a value is an event; progress has a part, a whole and a unit."""
+    if not isinstance(value, dict) or not isinstance(value.get("event"), str) or not is_time(value.get("time")):
+        return False
+    if "done" not in value or "total" not in value:
+        return True
+    counts = (value["done"], value["total"])
+    return all(type(count) is int and 0 <= count < 2**63 for count in counts) and isinstance(value.get("unit"), str)
+
+
+def is_time(value: Any) -> bool:
+    """Tell whether a value is a time in seconds since 1970 that a calendar has."""
+    return type(value) in (int, float) and 0 <= value < LAST_SECOND

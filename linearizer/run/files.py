@@ -2,15 +2,25 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import Any
 
 from linearizer.errors import FolderError
 
 UNFINISHED = ".unfinished"  # ends the name of what is being written; a killed process leaves it behind
+
+
+def parse_json(text: str | bytes) -> Any:
+    """Parse JSON; text that is nested too deeply raises ValueError, as any other that cannot be read."""
+    try:
+        return json.loads(text)
+    except RecursionError as error:
+        raise ValueError("it is nested too deeply") from error
 
 
 @contextmanager

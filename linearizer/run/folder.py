@@ -30,7 +30,7 @@ from linearizer.run.events import (
     newest_events,
     read_events,
 )
-from linearizer.run.files import UNFINISHED, write_whole, writing
+from linearizer.run.files import UNFINISHED, parse_json, write_whole, writing
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.locks import Lock
@@ -93,7 +93,7 @@ class Run:
     @property
     def id(self) -> str:
         """The id of the run; a later run in a folder of the same name has another."""
-        return self.parse_file("begun.json", json.loads, again=False)["id"]
+        return self.parse_file("begun.json", parse_json, again=False)["id"]
 
     @property
     def key(self) -> tuple[Path, str]:
@@ -102,7 +102,7 @@ class Run:
 
     def check_same(self, asked: Plan) -> None:
         """Refuse to resume with another plan than the run was begun with."""
-        begun = self.parse_file("begun.json", json.loads, again=False)
+        begun = self.parse_file("begun.json", parse_json, again=False)
         undecided = {name: begun[name] for name in DECIDED if getattr(asked, name) == begun[name]}
         if differences := asked.differences(replace(self.plan, **undecided)):
             raise RequestError(
@@ -171,7 +171,7 @@ class Run:
     def evaluation_file(self) -> dict[str, Any]:
         """The content of evaluation.json: parts, and the versions and device with which the student was made."""
         try:
-            held = json.loads(self.read("evaluation.json")) if self.has_file("evaluation.json") else {}
+            held = parse_json(self.read("evaluation.json")) if self.has_file("evaluation.json") else {}
         except ValueError as error:
             path = str(self.folder / "evaluation.json")
             raise FolderError(f"{path!r} cannot be read ({error}): remove it, and evaluate again") from error
@@ -284,7 +284,7 @@ class Run:
 
 def read_gates(text: str) -> list[list[float]]:
     """Parse how much each KV head needs its whole cache."""
-    return [[float(gate) for gate in layer] for layer in json.loads(text)]
+    return [[float(gate) for gate in layer] for layer in parse_json(text)]
 
 
 def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:

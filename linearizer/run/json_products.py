@@ -10,6 +10,7 @@ from types import NoneType, UnionType
 from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from linearizer.errors import RequestError
+from linearizer.run.files import parse_json
 
 P = TypeVar("P", bound="JsonProduct")
 SHOWN = 40  # characters of a wrong value that a message repeats
@@ -29,7 +30,7 @@ class JsonProduct:
     def from_json(cls: type[P], text: str) -> P:
         """Read what `to_json` wrote; an error names the field that is missing, unknown or of another kind."""
         try:
-            return typed(cls, json.loads(text), "it")
+            return typed(cls, parse_json(text), "it")
         except (ValueError, RequestError) as error:
             raise RequestError(f"the {cls.__name__.lower()} cannot be read ({error}): {cls.json_remedy}") from error
 

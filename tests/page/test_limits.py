@@ -6,7 +6,7 @@ import pytest
 
 from linearizer.errors import RequestError
 from linearizer.jobs import control
-from linearizer.page import actions, limits
+from linearizer.page import actions, cards, limits
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.run.plan import Plan
@@ -131,3 +131,37 @@ def test_nothing_is_limited_at_ones_own_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     limits.check_model("/some/folder", "file:text")
     limits.check_plan(find_visitor(), Plan("demo", budget=64, steps=10**6), None, tmp_path)
+
+
+def damage(run, name, content):
+    path = run.folder / name
+    if path.is_file():
+        path.unlink()
+    path.mkdir() if content is None else path.write_text(content)
+
+
+@pytest.mark.parametrize(
+    "name, content",
+    [
+        ("plan.json", "[" * 100_000),
+        ("plan.json", '{"model": 3}'),
+        ("events.jsonl", None),
+        ("events.jsonl", '{"time": null, "event": "started"}\n' * 2),
+        ("events.jsonl", '{"time": 1, "event": "profile", "done": "x", "total": {}}\n' * 2),
+        ("evaluation.json", "[" * 100_000),
+        ("begun.json", None),
+        ("lock", None),
+    ],
+)
+def test_a_damaged_run_is_listed_and_the_guard_still_stops_the_others(space, name, content):
+    damaged, long = begun(), begun(BOB)
+    damage(damaged, name, content)
+    for secret, run in ((ANN, damaged), (BOB, long)):
+        listed = control.runs_in(find_visitor(secret=secret).home)
+        assert [status.run.folder for status in listed] == [run.folder]
+        assert "Your runs" in cards.runs_table(listed)
+    with long.take_lock():
+        long.log("queued")
+        long.log("started")
+        limits.enforce_limits(space, time.time() + 61 * LIMITS.minutes)
+        assert long.has_request("stop")

@@ -1,0 +1,43 @@
+"""Refuses requests that another site sends to a page on this machine through its visitor's browser.
+
+The other site's name may stand for this machine (DNS rebinding): the Host shows that. Or its page posts to this one: the
+Origin shows that.
+"""
+
+from __future__ import annotations
+
+from urllib.parse import urlsplit
+
+from starlette.datastructures import Headers
+from starlette.responses import PlainTextResponse
+from starlette.types import ASGIApp, Receive, Scope, Send
+
+LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
+REFUSAL = (
+    "This page serves this machine only, and the request names another host. Open it as http://localhost, or start it "
+    "with `linearizer app --host ADDRESS` to serve others.\n"
+)
+
+
+class LocalRequests:
+    """Serves requests whose Host, and Origin if there is one, name this machine."""
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] in ("http", "websocket"):
+            headers = Headers(scope=scope)
+            origin = headers.get("origin")
+            if not is_local(f"//{headers.get('host', '')}") or (origin is not None and not is_local(origin)):
+                await PlainTextResponse(REFUSAL, 403)(scope, receive, send)
+                return
+        await self.app(scope, receive, send)
+
+
+def is_local(address: str) -> bool:
+    """Tell whether an address names this machine."""
+    try:
+        return urlsplit(address).hostname in LOCAL_NAMES
+    except ValueError:
+        return False
