@@ -61,6 +61,14 @@ def main(words: Sequence[str] | None = None) -> int:
     return 0
 
 
+def port(text: str) -> int:
+    """Read the number of a port."""
+    number = int(text)
+    if not 0 < number < 2**16:
+        raise ValueError
+    return number
+
+
 def parser() -> Parser:
     root = Parser(prog="linearizer", description="Turn a causal language model into one with a state of fixed size.")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
@@ -118,7 +126,7 @@ def parser() -> Parser:
 
     command = commands.add_parser("app", help="the page: all of this in a browser")
     command.add_argument("--host", help="the address to listen at (default: this machine alone)")
-    command.add_argument("--port", type=int, help="the port (default: the first free one from 7860 on)")
+    command.add_argument("--port", type=port, help="the port (default: the first free one from 7860 on)")
     command.set_defaults(serve=serve_app)
 
     for command in commands.choices.values():

@@ -16,7 +16,7 @@ def choose_device(device: str) -> str:
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
     try:
-        torch.empty(0, device=device)
+        torch.ones((), device=device).item()  # the device "meta" holds no numbers
     except (RuntimeError, AssertionError) as error:
         raise RequestError(f"device {device!r} is not to be had here: name cpu, or leave it out") from error
     return device

@@ -13,7 +13,15 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from huggingface_hub import HfApi, ModelCard, constants, get_token, snapshot_download, try_to_load_from_cache
+from huggingface_hub import (
+    DatasetCard,
+    HfApi,
+    ModelCard,
+    constants,
+    get_token,
+    snapshot_download,
+    try_to_load_from_cache,
+)
 from huggingface_hub.errors import (
     EntryNotFoundError,
     GatedRepoError,
@@ -27,9 +35,11 @@ from huggingface_hub.errors import (
     SafetensorsParsingError,
 )
 from huggingface_hub.file_download import repo_folder_name
+from yaml import YAMLError
 
 from linearizer.errors import ModelNotAvailable, TextError, first_line
 from linearizer.model.safetensors import INDEX, SINGLE, Weights, check_format, damaged_weights, weigh_folder
+from linearizer.run.json_products import shown
 
 if TYPE_CHECKING:
     from datasets import IterableDatasetDict
@@ -38,6 +48,8 @@ DEMO = "demo"
 CONFIG = "config.json"
 TERMS = ("license", "license_name", "license_link", "language")  # of a model's card
 HUB_SECONDS = 10  # that the Hub may take to answer a request
+MAX_NAME_CHARACTERS = 250  # of an id with its revision
+NAMES = "name a folder, `org/name`, `org/name@revision` or `demo`"
 SIGN_IN = "sign in with `hf auth login`, or set HF_TOKEN"
 
 
@@ -78,13 +90,15 @@ def find_model(name: str, token: str | None = None) -> Source:
     """Find `demo`, a local folder, `org/name` or `org/name@revision`, without downloading any weight."""
     if name == DEMO:
         return _local(name, _demo_folder())
-    path = Path(name).expanduser()
-    if path.is_dir() and name:
-        return _local(name, path)
-    if path.is_file():
+    path = os.path.expanduser(name)
+    if os.path.isdir(path):
+        return _local(name, Path(path))
+    if os.path.isfile(path):
         raise ModelNotAvailable(f"{name!r} is a file: name the folder that holds it")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1:
-        raise ModelNotAvailable(f"{name!r} is no folder here: name a folder, `org/name`, `org/name@revision` or `demo`")
+    if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
+        raise ModelNotAvailable(f"{shown(name)} is no name of a model: {NAMES}")
+    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "@/" in name:
+        raise ModelNotAvailable(f"{name!r} is no folder here: {NAMES}")
     return _remote(name, token)
 
 
@@ -154,9 +168,7 @@ def explain_hub_errors(name: str, token: str | None = None) -> Iterator[None]:
         remedy = f"the token in use was refused, so {SIGN_IN} again" if status in (401, 403) else "try again later"
         raise ModelNotAvailable(f"{name!r} cannot be had, the Hub answered {status}: {remedy}") from error
     except HFValidationError as error:
-        raise ModelNotAvailable(
-            f"{name!r} is neither a folder here nor an id of the Hub: write `org/name`, `org/name@revision` or `demo`"
-        ) from error
+        raise ModelNotAvailable(f"{name!r} is neither a folder here nor an id of the Hub: {NAMES}") from error
     except (HTTPError, OfflineModeIsEnabled, ConnectionError) as error:
         raise _unreachable(name) from error
 
@@ -167,11 +179,34 @@ def stream_dataset(identifier: str, config: str | None, token: str | None = None
 
     if not Path(identifier).exists():  # `datasets` tries for half a minute, and does not tell gated from missing
         HfApi(token=access_token(token)).auth_check(identifier, repo_type="dataset")
+    check_data_files(identifier, token)
     if config is not None:
         known = get_dataset_config_names(identifier, token=access_token(token))
         if config not in known:
             raise TextError(f"{identifier!r} has no config {config!r}: it has {', '.join(known)}")
     return load_dataset(identifier, config, streaming=True, token=access_token(token))
+
+
+def check_data_files(identifier: str, token: str | None) -> None:
+    """Refuse a data set whose card names files outside of it: `datasets` would read any file of this machine."""
+    folder = Path(identifier)
+    try:
+        card = DatasetCard.load(folder / "README.md" if folder.exists() else identifier, token=access_token(token))
+    except (EntryNotFoundError, FileNotFoundError, IsADirectoryError, NotADirectoryError):
+        return
+    configs = card.data.get("configs") or ()
+    for path in (text for config in configs for text in list_texts(config)):
+        if path.startswith(("/", "~")) or "://" in path or ".." in path.split("/"):
+            raise TextError(f"{identifier!r} names files outside of itself ({shown(path)}): name another data set")
+
+
+def list_texts(value: Any) -> Iterator[str]:
+    """List the texts in nested lists and dictionaries."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (dict, list)):
+        for each in value.values() if isinstance(value, dict) else value:
+            yield from list_texts(each)
 
 
 @contextmanager
@@ -200,9 +235,7 @@ def explain_dataset_errors(identifier: str, token: str | None = None) -> Iterato
 def _local(name: str, folder: Path) -> Source:
     if not (folder / CONFIG).is_file():
         raise ModelNotAvailable(f"{name!r} is a folder without {CONFIG}: name the folder of a model")
-    card = None
-    if (folder / "README.md").is_file():
-        card = ModelCard.load(folder / "README.md", ignore_metadata_errors=True).data
+    card = _read_card(folder / "README.md")
     return Source(name, folder, None, None, _licence(card), False, weigh_folder(name, folder), _terms(card))
 
 
@@ -235,10 +268,21 @@ def _weigh_remote(name: str, hub: HfApi, repo_id: str, revision: str | None, siz
     return Weights(tuple(sorted(headers)), parameters, sum(sizes[file] for file in headers))
 
 
+def _read_card(path: Path) -> Any:
+    """Read the metadata of a model's card; None where there is none, or it is damaged: nothing depends on it."""
+    if not path.is_file():
+        return None
+    try:
+        return ModelCard.load(path, ignore_metadata_errors=True).data
+    except (ValueError, TypeError, YAMLError):
+        return None
+
+
 def _licence(card: Any) -> str | None:
-    licence = card.get("license") if card else None
+    terms = _terms(card)
+    licence = terms.get("license")
     if licence == "other":
-        licence = card.get("license_name") or licence
+        licence = terms.get("license_name") or licence
     return ", ".join(licence) if isinstance(licence, list) else licence
 
 

@@ -33,7 +33,7 @@ def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
     return Inspection(
         name=source.name,
         revision=source.revision,
-        architecture=(config.architectures or [config.model_type])[0],
+        architecture=name_architecture(config),
         model_type=config.model_type,
         supported=refusal is None,
         reason=refusal.reason if refusal else None,
@@ -51,6 +51,12 @@ def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
         budgets=tuple(budget_of(layers, tokens) for tokens in BUDGETS) if refusal is None else (),
         terms=source.terms,
     )
+
+
+def name_architecture(config: PreTrainedConfig) -> str:
+    """Name the class of a model; its kind where its config names none."""
+    names = config.architectures
+    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else config.model_type
 
 
 def verify_teacher(model: PreTrainedModel, inspection: Inspection) -> None:

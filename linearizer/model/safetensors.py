@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import math
 from collections.abc import Collection
 from dataclasses import dataclass
@@ -12,6 +11,7 @@ from typing import Any
 from safetensors import SafetensorError, safe_open
 
 from linearizer.errors import ModelNotAvailable
+from linearizer.run.files import parse_json
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -47,7 +47,7 @@ def check_format(name: str, files: Collection[str]) -> None:
 def read_json(name: str, path: Path) -> dict[str, Any]:
     """Read a JSON object of a model's folder."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = parse_json(path.read_text(encoding="utf-8"))
     except OSError as error:
         raise ModelNotAvailable(
             f"{name!r} has a {path.name} that cannot be read ({error.strerror}): check the folder"

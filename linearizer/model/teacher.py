@@ -33,6 +33,8 @@ def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
     folder = fetch(source, (CONFIG,), token)
     content = read_json(source.name, folder / CONFIG)
     kind = content.get("model_type")
+    if kind is not None and not isinstance(kind, str):
+        raise UnsupportedModel(f"{source.name!r} has a {CONFIG} with a `model_type` that is no text: repair that file")
     if kind not in CONFIG_MAPPING and "auto_map" in content:
         raise UnsupportedModel(
             f"{source.name!r} needs code from its repository, which is never run here: "
@@ -76,6 +78,8 @@ def load_teacher(
     config = load_config(source, token)
     folder = fetch(source, (CONFIG, GENERATION, INDEX, *source.weights.files), token)
     missing = [file for file in source.weights.files if not (folder / file).is_file()]
+    if (folder / GENERATION).is_file():
+        read_json(source.name, folder / GENERATION)
     if missing:  # without a network, the Hub's client returns the files that it has
         raise ModelNotAvailable(f"{source.name!r} lacks {missing[0]}, no network: connect, or name a local folder")
     with quiet():

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -12,6 +11,7 @@ import torch
 
 from linearizer.errors import TextError
 from linearizer.model.hub import explain_dataset_errors, stream_dataset
+from linearizer.run.files import parse_json
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -187,7 +187,7 @@ def _rows(path: Path, file: IO[str]) -> Iterator[str]:
         if not line.strip():
             continue
         try:
-            row: Any = json.loads(line)
+            row: Any = parse_json(line)
         except ValueError as error:
             raise TextError(f"{str(path)!r} has no JSON in line {number} ({error}): repair that line") from error
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):

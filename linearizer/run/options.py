@@ -81,7 +81,9 @@ class Option:
                 raise self.refusal(each)
 
     def is_within(self, value: Any) -> bool:
-        """Tell whether a value is a choice and within the bounds; NaN is in no bounds."""
+        """Tell whether a value is a choice and within the bounds and 63 bits; NaN is in no bounds."""
+        if isinstance(value, int) and abs(value) >= 2**63:
+            return False
         least, above, most = self.limits.least, self.limits.above, self.limits.most
         return (
             (not self.limits.choices or value in self.limits.choices)
