@@ -42,6 +42,7 @@ from linearizer.run.plan import Plan, with_absolute_paths
 from linearizer.run.profile import Profile
 from linearizer.run.results import Part
 from linearizer.run.stopping import check_stop, interruptible, log_end
+from linearizer.run.weight_digests import write_digests
 from linearizer.train.lora import check_peft
 from linearizer.train.settings import training_settings
 from linearizer.train.step import plan_with_steps, train
@@ -127,7 +128,7 @@ def make_student(run: Run, token: str | None) -> Steps[None]:
     layers = teacher.inspection.layers
     yield from measure_teacher(run, teacher, token)
     allocation = run.allocation or (yield from allocate(run, teacher, token))
-    run.write("allocation.json", allocation.to_json())
+    run.write_product("allocation.json", allocation.to_json())
     run.log(EventName.ALLOCATED, strategy=allocation.strategy, features_mean=allocation.features_mean)
     name = teacher.source.repo_id or Path(teacher.source.name).name  # the path of a folder is not published
     origin = {"name": name, "revision": teacher.source.revision}
@@ -144,6 +145,7 @@ def make_student(run: Run, token: str | None) -> Steps[None]:
     yield from judge(run, Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
     check_stop(run)
     checkpoint.save(student, teacher.tokenizer, run.checkpoint)
+    write_digests(run)
 
 
 def training_and_judging_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
@@ -176,8 +178,8 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
             if changed:  # another student needs another training, of other length
                 remove(run.folder / "state" / "training")
                 remove(run.folder / "state" / "steps.json")
-            run.write("plan.json", plan.to_json())
-            run.write("allocation.json", allocation.to_json())
+            run.write_product("plan.json", plan.to_json())
+            run.write_product("allocation.json", allocation.to_json())
     return allocation
 
 
@@ -210,7 +212,7 @@ def compare_run(
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     with quiet():
         teacher = load(run.plan, token, run.inspection)
-        student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
+        student = checkpoint.load_student(run, dtype=teacher.model.dtype).to(teacher.model.device)
         return (yield from compare(teacher.model, student, teacher.tokenizer, prompt, new_tokens, seed, sample))
 
 

@@ -159,7 +159,7 @@ def test_what_was_measured_of_one_allocation_is_not_said_of_another(begin):
     run.write("inspection.json", inspection_of([Layer(4, 2, 16, 16)], max_positions=128).to_json())
     reallocate(run, run.plan)
     run.log("exchanged", predicted=0.5, measured=0.25, changed=False)
-    run.write("state/steps.json", "7")
+    run.write("state/steps.json", '{"steps": 7}')
     for budget, said in ((64, True), (48, False), (64, False)):
         reallocate(run, replace(run.plan, budget=budget))
         assert ("0.5000 predicted, 0.2500 measured" in describe_run(run)) == run.has_file("state/steps.json") == said

@@ -59,7 +59,7 @@ def allocate_with_gates(run: Run, teacher: Teacher, token: str | None) -> Steps[
         texts, plan = texts_to_price_on(run, teacher, token), run.plan
         window = max(plan.budget or 0, 2 * plan.kept_sinks) - plan.kept_sinks
         steps = learn_gates(teacher.model, texts, teacher.inspection.layers, window, plan.kept_sinks, GATE_STEPS)
-        run.write("gates.json", json.dumps((yield from log_progress(run, steps))))
+        run.write_product("gates.json", json.dumps({"gates": (yield from log_progress(run, steps))}))
     return decide(run, run.plan, teacher.inspection.layers)
 
 
@@ -85,12 +85,12 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Prices
 
     def keep(kl: KlOfLayers) -> None:
         drawn = bytes(generator.get_state().tolist()).hex()
-        run.write(PARTIAL_PRICES, PartialPrices(Prices(sinks, options, tuple(kl)), drawn).to_json())
+        run.write_product(PARTIAL_PRICES, PartialPrices(Prices(sinks, options, tuple(kl)), drawn).to_json())
 
     arguments = (teacher.model, texts, layers, options, sinks, begin_of(run, generator))
     steps = estimate_prices(*arguments) if estimated else measure_prices(*arguments, before=before, keep=keep)
     prices = yield from log_progress(run, steps)
-    run.write("prices.json", prices.to_json())
+    run.write_product("prices.json", prices.to_json())
     remove(run.folder / PARTIAL_PRICES)
     run.log(EventName.PRICED, tokens=texts.numel(), estimated=estimated)
     return prices

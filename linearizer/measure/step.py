@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from safetensors.torch import save_file
-
 from linearizer.measure.profile import measure_profile, profile_settings
 from linearizer.model.logits import check_logits
+from linearizer.model.safetensors import write_tensors
+from linearizer.model.samples import SAMPLES
 from linearizer.model.teacher import Teacher, texts_of
 from linearizer.progress import Steps
 from linearizer.run.events import EventName
-from linearizer.run.files import writing
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
@@ -25,9 +24,8 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
         check_logits(teacher.model, texts)
     steps = measure_profile(teacher.model, texts, teacher.inspection.layers, profile_settings(run.plan))
     measured = yield from log_progress(run, steps)
-    with writing(run.folder / "state"):
-        save_file(measured.samples.tensors(), run.folder / "state" / "samples.safetensors")
-    run.write("profile.json", measured.profile.to_json())
+    write_tensors(run.folder / SAMPLES, measured.samples.tensors())
+    run.write_product("profile.json", measured.profile.to_json())
     run.log(EventName.PROFILED, tokens=measured.profile.tokens)
     return measured.profile
 

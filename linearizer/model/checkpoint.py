@@ -10,12 +10,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
 
-from linearizer.errors import RequestError
+from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.run.allocation import Allocation, check_allocation
 from linearizer.run.files import replacing
+from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
+from linearizer.run.stopping import is_out_of_memory
+from linearizer.run.weight_digests import check_weights
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 
@@ -78,6 +82,22 @@ def save(student: LinearizedForCausalLM, tokenizer: PreTrainedTokenizerBase | No
         readable = (unfinished / "config.json").stat().st_mode
         for shard in unfinished.glob("*.safetensors"):
             shard.chmod(readable)  # safetensors writes through a temporary file, which its owner alone may read
+
+
+def load_student(run: Run, **options: object) -> LinearizedForCausalLM:
+    """Load the student of a run, and refuse weights that are not those that the run wrote."""
+    if not run.checkpoint.is_dir():
+        raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
+    check_weights(run)
+    try:
+        return load(run.checkpoint, **options)
+    except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
+        if is_out_of_memory(error):
+            raise
+        raise FolderError(
+            f"{str(run.checkpoint)!r} cannot be loaded ({first_line(error)}): remove it, and "
+            f"`linearizer runs resume {run.folder}` makes it anew"
+        ) from error
 
 
 def load(folder: str | Path, **options: object) -> LinearizedForCausalLM:

@@ -189,12 +189,14 @@ def stream_dataset(identifier: str, config: str | None, token: str | None = None
 
 def check_data_files(identifier: str, token: str | None) -> None:
     """Refuse a data set whose card names files outside of it: `datasets` would read any file of this machine."""
-    folder = Path(identifier)
-    try:
-        card = DatasetCard.load(folder / "README.md" if folder.exists() else identifier, token=access_token(token))
-    except (EntryNotFoundError, FileNotFoundError, IsADirectoryError, NotADirectoryError):
-        return
-    configs = card.data.get("configs") or ()
+    readme = Path(identifier) / "README.md"
+    if not Path(identifier).exists():
+        try:
+            hub = HfApi(token=access_token(token))
+            readme = Path(hub.hf_hub_download(identifier, "README.md", repo_type="dataset"))
+        except EntryNotFoundError:
+            return
+    configs = (DatasetCard.load(readme).data.get("configs") if readme.is_file() else None) or ()
     for path in (text for config in configs for text in list_texts(config)):
         if path.startswith(("/", "~")) or "://" in path or ".." in path.split("/"):
             raise TextError(f"{identifier!r} names files outside of itself ({shown(path)}): name another data set")

@@ -1,17 +1,20 @@
-"""Reads the headers of a folder's safetensors, and checks that its weights are complete."""
+"""Checks by its headers that a model's weights are complete; writes and reads tensors of our own with a digest."""
 
 from __future__ import annotations
 
+import hashlib
 import math
-from collections.abc import Collection
+from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
 from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
 
 from linearizer.errors import ModelNotAvailable
-from linearizer.run.files import parse_json
+from linearizer.run.files import UNFINISHED, parse_json, sync, writing
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -85,6 +88,38 @@ def list_shards(name: str, index: dict[str, Any]) -> tuple[str, ...]:
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged_weights(name, f"{INDEX} names no files")
     return tuple(sorted({str(file) for file in weight_map.values()}))
+
+
+def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], facts: str = "") -> None:
+    """Replace a file of tensors and text at once; it contains a digest of both."""
+    held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
+    unfinished = path.with_name(path.name + UNFINISHED)
+    with writing(path):
+        try:
+            save_file(held, unfinished, {"facts": facts, "digest": digest(held, facts)})
+            sync(unfinished)
+            unfinished.replace(path)
+        finally:
+            unfinished.unlink(missing_ok=True)
+
+
+def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:
+    """Read a file that `write_tensors` wrote; raise ValueError if its content has changed since."""
+    with safe_open(path, "pt") as file:
+        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        metadata = file.metadata() or {}
+    if digest(tensors, metadata["facts"]) != metadata["digest"]:
+        raise ValueError("its content is not what was written")
+    return tensors, metadata["facts"]
+
+
+def digest(tensors: Mapping[str, torch.Tensor], more: str = "") -> str:
+    """Hash tensors and text."""
+    hashed = hashlib.sha256(more.encode())
+    for name in sorted(tensors):
+        hashed.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
+        hashed.update(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().data)
+    return hashed.hexdigest()
 
 
 def _count(name: str, path: Path) -> int:

@@ -6,8 +6,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
+from linearizer.model.safetensors import read_tensors
 from linearizer.run.folder import Run
 
 SAMPLES = "state/samples.safetensors"  # of a run's folder
@@ -50,7 +51,6 @@ class Samples:
 def samples_of(run: Run) -> Samples:
     """Read the samples that were kept when the run was profiled."""
     try:
-        with safe_open(run.folder / SAMPLES, "pt") as file:
-            return Samples.of_tensors({name: file.get_tensor(name) for name in file.keys()}, len(run.layers))  # noqa: SIM118
-    except (OSError, SafetensorError) as error:
+        return Samples.of_tensors(read_tensors(run.folder / SAMPLES)[0], len(run.layers))
+    except (OSError, SafetensorError, ValueError, KeyError) as error:
         raise run.damaged_file_error(SAMPLES, error, "profile.json") from error  # they are measured together

@@ -287,6 +287,6 @@ def load_pair(run: Run, visitor: Visitor) -> Pair:
         LOADED_PAIRS.clear()
         with quiet():
             teacher = pipeline.load(run.plan, visitor.token, run.inspection)
-            student = checkpoint.load(run.checkpoint, dtype=teacher.model.dtype).to(teacher.model.device)
+            student = checkpoint.load_student(run, dtype=teacher.model.dtype).to(teacher.model.device)
         LOADED_PAIRS.append(Pair(run.key, teacher.model, student, teacher.tokenizer))
     return LOADED_PAIRS[0]

@@ -1,7 +1,7 @@
 """Refuses requests that another site sends to a page on this machine through its visitor's browser.
 
-The other site's name may stand for this machine (DNS rebinding), which the Host shows. Or its page may post to this one,
-which the Origin shows.
+The other site's name may stand for this machine (DNS rebinding), which the Host shows; or its page may post to this
+one, which the Origin shows.
 """
 
 from __future__ import annotations

@@ -14,6 +14,7 @@ from linearizer.publish.card_metadata import Teacher
 from linearizer.publish.upload import Content, Place
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
+from linearizer.run.weight_digests import check_weights
 
 CONFIG = "config.json"
 MODEL_TYPE = "linearized"  # of every student
@@ -87,6 +88,7 @@ def find_model_place(run: Run, repo_id: str, private: bool, token: str | None) -
     """Find the repository for a student: a new one, or one that holds an earlier student."""
     if not (run.checkpoint / CONFIG).is_file() or run.allocation is None:
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
+    check_weights(run)
     place = upload.find_place(repo_id, private, token)
     if not place.fresh and not holds_student(place, token):
         upload.refuse_other_content(place)

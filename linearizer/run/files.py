@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import hashlib
 import json
 import os
+import re
 import shutil
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -12,6 +14,7 @@ from typing import Any
 
 from linearizer.errors import FolderError
 
+SEAL = "sha256"  # the name of a digest in a JSON object
 UNFINISHED = ".unfinished"  # ends the name of what is being written; a killed process leaves it behind
 
 
@@ -21,6 +24,21 @@ def parse_json(text: str | bytes) -> Any:
         return json.loads(text)
     except RecursionError as error:
         raise ValueError("it is nested too deeply") from error
+
+
+def seal(text: str) -> str:
+    """Add the digest of a JSON object to it, by which a later change of any bit is seen."""
+    return f'{text.rstrip()[:-1]},\n"{SEAL}": "{hashlib.sha256(text.rstrip().encode()).hexdigest()}"}}'
+
+
+def unseal(text: str) -> str:
+    """Remove the digest of a JSON object, and check it; an object that was written by hand has none."""
+    sealed = re.fullmatch(rf'(.*),\n"{SEAL}": "(\w*)"\}}\s*', text, re.DOTALL)
+    if sealed is None:
+        return text
+    if hashlib.sha256(f"{sealed[1]}}}".encode()).hexdigest() != sealed[2]:
+        raise ValueError("its content is not what was written")
+    return f"{sealed[1]}}}"
 
 
 @contextmanager
@@ -53,6 +71,15 @@ def write_whole(path: Path, content: str | bytes) -> None:
             unfinished.unlink(missing_ok=True)
 
 
+def sync(path: Path) -> None:
+    """Wait until a file or folder is on the disk: a crash of the machine later loses nothing of it."""
+    fd = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
 @contextmanager
 def replacing(folder: Path) -> Iterator[Path]:
     """Give a folder to fill; when it is whole it takes the place of `folder`, and else nothing changes."""
@@ -61,6 +88,8 @@ def replacing(folder: Path) -> Iterator[Path]:
         shutil.rmtree(unfinished, ignore_errors=True)
         try:
             yield unfinished
+            for path in unfinished.rglob("*"):
+                sync(path)
             shutil.rmtree(folder, ignore_errors=True)
             unfinished.rename(folder)
         finally:

@@ -30,7 +30,7 @@ from linearizer.run.events import (
     newest_events,
     read_events,
 )
-from linearizer.run.files import UNFINISHED, parse_json, write_whole, writing
+from linearizer.run.files import UNFINISHED, parse_json, seal, unseal, write_whole, writing
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.locks import Lock
@@ -84,10 +84,11 @@ class Run:
         with writing(folder):
             (folder / "state").mkdir(parents=True, exist_ok=True)
         run, asked = Run(folder), asked or plan
-        run.write("begun.json", json.dumps({"id": uuid4().hex, **{name: getattr(asked, name) for name in DECIDED}}))
+        decided = {name: getattr(asked, name) for name in DECIDED}
+        run.write_product("begun.json", json.dumps({"id": uuid4().hex, **decided}))
         if inspection is not None:
-            run.write("inspection.json", inspection.to_json())
-        run.write("plan.json", plan.to_json())  # last: with it the folder is a run
+            run.write_product("inspection.json", inspection.to_json())
+        run.write_product("plan.json", plan.to_json())  # last: with it the folder is a run
         return run
 
     @property
@@ -171,7 +172,7 @@ class Run:
     def evaluation_file(self) -> dict[str, Any]:
         """The content of evaluation.json: parts, and the versions and device with which the student was made."""
         try:
-            held = parse_json(self.read("evaluation.json")) if self.has_file("evaluation.json") else {}
+            held = parse_json(unseal(self.read("evaluation.json"))) if self.has_file("evaluation.json") else {}
         except ValueError as error:
             path = str(self.folder / "evaluation.json")
             raise FolderError(f"{path!r} cannot be read ({error}): remove it, and evaluate again") from error
@@ -179,7 +180,7 @@ class Run:
 
     def write_evaluation(self, **changes: Any) -> None:
         """Write `parts` or `made_with`; keep what is not named."""
-        self.write("evaluation.json", json.dumps({**self.evaluation_file, **changes}))
+        self.write_product("evaluation.json", json.dumps({**self.evaluation_file, **changes}))
 
     @property
     def checkpoint(self) -> Path:
@@ -203,7 +204,7 @@ class Run:
     def parse_file(self, name: str, parse: Callable[[str], Product], again: bool = True) -> Product:
         """Parse a file, or name the damage; `again`: resuming the run makes the file anew."""
         try:
-            return parse(self.read(name))
+            return parse(unseal(self.read(name)))
         except (ValueError, TypeError, KeyError, RequestError) as error:
             raise self.damaged_file_error(name, error.__cause__ or error, name if again else "") from error
 
@@ -217,6 +218,10 @@ class Run:
 
     def write(self, name: str, text: str) -> None:
         write_whole(self.folder / name, text)
+
+    def write_product(self, name: str, text: str) -> None:
+        """Write a JSON object with its digest: what decides the student must be read as it was written."""
+        self.write(name, seal(text))
 
     def remove_unstarted(self) -> None:
         """Remove a run without products, and its folder if that leaves it empty."""
@@ -284,7 +289,7 @@ class Run:
 
 def read_gates(text: str) -> list[list[float]]:
     """Parse how much each KV head needs its whole cache."""
-    return [[float(gate) for gate in layer] for layer in parse_json(text)]
+    return [[float(gate) for gate in layer] for layer in parse_json(text)["gates"]]
 
 
 def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:

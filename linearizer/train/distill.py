@@ -14,6 +14,7 @@ import torch
 from linearizer.errors import RequestError, TextError
 from linearizer.model.layers import featured
 from linearizer.model.logits import check_logits
+from linearizer.model.safetensors import digest
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.runtime.attention_interface import attending
@@ -21,7 +22,7 @@ from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import EXCESS_NAMES
 from linearizer.train.settings import TrainingSettings
-from linearizer.train.state_file import TrainingState, digest, read_state, remove_states, write_state
+from linearizer.train.state_file import TrainingState, read_state, remove_states, write_state
 from linearizer.train.trainer import TEACHER, Losses, Trainer
 
 DEFAULTS = TrainingSettings()

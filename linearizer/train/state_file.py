@@ -5,7 +5,6 @@ A file is replaced at once and contains a digest of itself. The previous file se
 
 from __future__ import annotations
 
-import hashlib
 import json
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -14,10 +13,10 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save
 
 from linearizer.errors import FaultError
-from linearizer.run.files import write_whole, writing
+from linearizer.model.safetensors import read_tensors, write_tensors
+from linearizer.run.files import parse_json, writing
 
 NEWEST, PREVIOUS = "training.safetensors", "training.before.safetensors"
 
@@ -33,14 +32,11 @@ class TrainingState:
 
 def write_state(folder: Path, state: TrainingState) -> None:
     """Write a state, and keep the one before it."""
-    tensors = {name: tensor.detach().cpu().contiguous() for name, tensor in state.tensors.items()}
-    facts = json.dumps(dict(state.facts))
-    content = save(tensors, {"facts": facts, "digest": digest(tensors, facts)})
     with writing(folder):
         folder.mkdir(exist_ok=True)  # without its parents: a run that was deleted stays so
         if (folder / NEWEST).exists():
             (folder / NEWEST).replace(folder / PREVIOUS)
-    write_whole(folder / NEWEST, content)
+    write_tensors(folder / NEWEST, state.tensors, json.dumps(dict(state.facts)))
 
 
 def read_state(folder: Path) -> TrainingState | None:
@@ -64,19 +60,15 @@ def step_in(folder: Path) -> int:
     """Read only the step of the newest state; 0 where there is none, or it is damaged."""
     try:
         with safe_open(folder / NEWEST, "pt") as file:
-            return int(json.loads((file.metadata() or {})["facts"])["step"])
+            return int(parse_json((file.metadata() or {})["facts"])["step"])
     except (OSError, SafetensorError, ValueError, KeyError):
         return 0
 
 
 def read_file(path: Path) -> TrainingState:
     """Read one file; raise an error if it is damaged."""
-    with safe_open(path, "pt") as file:
-        tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        metadata = file.metadata() or {}
-    if digest(tensors, metadata["facts"]) != metadata["digest"]:
-        raise ValueError("its content is not what was written")
-    return TrainingState(tensors, json.loads(metadata["facts"]))
+    tensors, facts = read_tensors(path)
+    return TrainingState(tensors, parse_json(facts))
 
 
 def remove_states(folder: Path) -> None:
@@ -84,12 +76,3 @@ def remove_states(folder: Path) -> None:
     with writing(folder):
         for name in (NEWEST, PREVIOUS):
             (folder / name).unlink(missing_ok=True)
-
-
-def digest(tensors: Mapping[str, torch.Tensor], more: str = "") -> str:
-    """Hash tensors and text."""
-    hashed = hashlib.sha256(more.encode())
-    for name in sorted(tensors):
-        hashed.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())
-        hashed.update(tensors[name].detach().cpu().contiguous().view(-1).view(torch.uint8).numpy().tobytes())
-    return hashed.hexdigest()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import time
 from contextlib import closing
 from dataclasses import asdict, replace
@@ -16,7 +17,7 @@ from linearizer.progress import Steps
 from linearizer.run import events
 from linearizer.run.allocation import Allocation
 from linearizer.run.events import EventName
-from linearizer.run.files import writing
+from linearizer.run.files import parse_json, writing
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.run.stopping import log_progress
@@ -48,9 +49,14 @@ def plan_with_steps(run: Run, teacher: Teacher, student: LinearizedForCausalLM, 
         student.load_state_dict(before, strict=False)
         mean = sum(seconds) / len(seconds)
         steps = max(len(seconds), int(60 * plan.minutes / mean)) if mean else 0
-        run.write("state/steps.json", str(steps))
+        run.write_product("state/steps.json", json.dumps({"steps": steps}))
         run.log(EventName.TIMED, steps=steps, seconds=seconds)
-    return replace(plan, steps=run.parse_file("state/steps.json", int), minutes=None)
+    return replace(plan, steps=run.parse_file("state/steps.json", read_steps), minutes=None)
+
+
+def read_steps(text: str) -> int:
+    """Parse the number of steps that a plan's minutes came to."""
+    return int(parse_json(text)["steps"])
 
 
 def seconds_per_step(student: LinearizedForCausalLM, settings: TrainingSettings, texts: torch.Tensor) -> float:

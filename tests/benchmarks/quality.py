@@ -33,6 +33,7 @@ from linearizer.measure.step import measure_teacher
 from linearizer.model import checkpoint
 from linearizer.model import teacher as teacher_module
 from linearizer.model.quiet import quiet
+from linearizer.model.safetensors import digest
 from linearizer.model.swap import exchange_students
 from linearizer.progress import finish
 from linearizer.run.allocation import Allocation
@@ -40,7 +41,6 @@ from linearizer.run.files import write_whole
 from linearizer.run.head_bytes import cache_bytes
 from linearizer.run.plan import Plan
 from linearizer.train import step as train_step
-from linearizer.train.state_file import digest
 from tests.benchmarks.ablation import without_far, without_window
 from tests.benchmarks.eviction import Evicting
 

@@ -1,0 +1,170 @@
+"""Some hundred hostile inputs end in one short sentence with exit code 2, and leave no folder behind."""
+
+import json
+import shutil
+from pathlib import Path
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from linearizer.run.events import is_event, parse_line
+
+DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
+DEEP = "[" * 100_000
+NAMES = [
+    "x" * 300,
+    "x" * 3000,
+    "~nosuchuser",
+    "~nosuchuser/model",
+    "name@/x",
+    "org/name@/x",
+    "org/name@../..",
+    "a\0b",
+    "org/\0",
+    "\udcff\udcfe",
+    "org/\udcff",
+    "a\nb",
+    "\x1b[2J",
+    "org//name",
+    "-x/-y",
+    "/",
+    "..",
+    " ",
+    "@",
+    "@main",
+    "org/name@",
+]
+OPTIONS = [
+    ["--device", "meta"],
+    ["--device", "cuda:99"],
+    ["--device", "\udcff"],
+    ["--seed", str(2**63)],
+    ["--seed", str(2**64)],
+    ["--seed", "-1"],
+    ["--texts", str(2**63)],
+    ["--texts", "9" * 400],
+    ["--length", str(2**70)],
+    ["--budget", "9" * 5000],
+    ["--budget", "1e3"],
+    ["--budget", "nan"],
+    ["--text", "file:" + "x" * 3000],
+    ["--text", "file:~nosuchuser/x"],
+    ["--text", "file:a\0b"],
+    ["--text", "dataset:" + "x" * 3000],
+    ["--text", "dataset:a/b:c:d:e:f"],
+    ["--text", "\udcff"],
+    ["--recipe", "x" * 3000],
+    ["--minutes", "inf"],
+    ["--minutes", "nan"],
+    ["--window", str(-(2**63))],
+]
+
+
+def check_refusal(code, out, err):
+    assert (code, out) == (2, ""), err[-2000:]
+    assert err.startswith("linearizer: ") and err.count("\n") == 1 and "Traceback" not in err
+    assert len(err) < 900, len(err)
+
+
+@pytest.fixture
+def empty(tmp_path, monkeypatch):
+    """An empty working directory, which stays empty."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    yield tmp_path
+    assert not [path for path in tmp_path.rglob("*") if path.name in ("plan.json", "begun.json", "runs")]
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:20])
+def test_names_of_no_model(name, empty, said):
+    check_refusal(*said("inspect", name))
+    check_refusal(*said("run", name))
+
+
+@pytest.mark.parametrize("name", NAMES, ids=lambda name: ascii(name)[:20])
+def test_names_of_no_run(name, empty, said):
+    for command in (["evaluate", name], ["compare", name], ["allocate", name, "--budget", "8"], ["runs", "stop", name]):
+        check_refusal(*said(*command))
+
+
+@pytest.mark.parametrize("options", OPTIONS, ids=lambda options: " ".join(map(ascii, options))[:30])
+def test_options_that_cannot_be(options, empty, said):
+    check_refusal(*said("run", "demo", *options))
+
+
+@pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "9" * 50])
+def test_ports_that_cannot_be(port, empty, said):
+    check_refusal(*said("app", "--port", port))
+
+
+def change_json(folder, name, **changes):
+    path = folder / name
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+
+
+MODELS = {
+    "deep config": lambda f: (f / "config.json").write_text(DEEP),
+    "deep index": lambda f: (f / "model.safetensors.index.json").write_text(DEEP),
+    "config of another kind": lambda f: (f / "config.json").write_text("3"),
+    "config that is a folder": lambda f: ((f / "config.json").unlink(), (f / "config.json").mkdir()),
+    "model_type is a dictionary": lambda f: change_json(f, "config.json", model_type={"a": 1}),
+    "model_type is a list": lambda f: change_json(f, "config.json", model_type=["llama"]),
+    "model_type is long": lambda f: change_json(f, "config.json", model_type="x" * 3000),
+    "no layers": lambda f: change_json(f, "config.json", num_hidden_layers=-1),
+    "hidden size is text": lambda f: change_json(f, "config.json", hidden_size="many"),
+    "index without files": lambda f: change_json(f, "model.safetensors.index.json", weight_map={"a": 3}),
+    "index beyond the folder": lambda f: change_json(f, "model.safetensors.index.json", weight_map={"a": "../x"}),
+    "damaged generation_config": lambda f: (f / "generation_config.json").write_text("{"),
+    "deep generation_config": lambda f: (f / "generation_config.json").write_text(DEEP),
+    "damaged tokenizer": lambda f: (f / "tokenizer.json").write_text("{"),
+    "tokenizer ids beyond the embedding": lambda f: change_json(f, "config.json", vocab_size=100),
+}
+
+
+@pytest.mark.parametrize("name", MODELS)
+def test_damaged_models(name, empty, said):
+    folder = empty / "model"
+    shutil.copytree(DEMO, folder)
+    MODELS[name](folder)
+    check_refusal(*said("run", folder, "--texts", "2", "--length", "64", "--out", empty / "out"))
+    assert not (empty / "out").exists()
+
+
+CARDS = [
+    b"---\nlicense: \xff\xfe\n---\n",
+    b"---\n- a\n- list\n---\n",
+    b"---\nlicense: 2020-01-01\n---\n",
+    b"---\nlicense: [mit, {a: 1}]\n---\n",
+    b"---\nlicense: [mit, apache-2.0]\n---\n",
+    b"---\n{\n---\n",
+    b"---\n" + b"[" * 9999,
+]
+
+
+@pytest.mark.parametrize("card", CARDS, ids=range(len(CARDS)))
+def test_a_damaged_card_does_not_matter(card, empty, said):
+    folder = empty / "model"
+    shutil.copytree(DEMO, folder)
+    (folder / "README.md").write_bytes(card)
+    code, out, err = said("inspect", folder, "--json")
+    assert code == 0 and json.loads(out)["supported"], err
+
+
+@pytest.mark.parametrize("path", ["/etc/hostname", "../secret.txt", "file:///etc/hostname", "~/x.txt"])
+def test_a_data_set_whose_card_names_other_files_is_refused(path, empty, said):
+    data = empty / "org" / "data"
+    data.mkdir(parents=True)
+    (data / "mine.txt").write_text("words " * 9000)
+    (data / "README.md").write_text(f"---\nconfigs:\n- config_name: default\n  data_files: {path}\n---\n")
+    (empty / "org" / "secret.txt").write_text("secret " * 9000)
+    code, out, err = said("run", "demo", "--text", "dataset:org/data", "--texts", "2", "--length", "64")
+    check_refusal(code, out, err)
+    assert "names files outside of itself" in err
+
+
+@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@given(st.binary(max_size=200) | st.from_regex(rb'\{"time": .{0,9}, "event": .{0,20}\}', fullmatch=True))
+def test_any_line_of_a_log_is_an_event_or_none(line):
+    event = parse_line(line)
+    assert event is None or is_event(event)
