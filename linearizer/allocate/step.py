@@ -104,7 +104,7 @@ def read_partial_prices(run: Run, options: tuple[Head, ...], generator: torch.Ge
     if not run.has_file(PARTIAL_PRICES):
         return None
     try:
-        partial = PartialPrices.from_json(run.read(PARTIAL_PRICES))
+        partial = run.parse_file(PARTIAL_PRICES, PartialPrices.from_json)
         drawn = bytes.fromhex(partial.drawn)
     except (RequestError, ValueError) as error:
         run.log(EventName.DROPPED, file=PARTIAL_PRICES, why=str(error.__cause__ or error))

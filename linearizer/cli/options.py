@@ -9,6 +9,7 @@ from typing import Any
 
 from linearizer.errors import RequestError
 from linearizer.run.evaluation_request import Request
+from linearizer.run.files import unseal
 from linearizer.run.options import Option, options_of
 from linearizer.run.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
 from linearizer.run.recipes import RECIPES
@@ -83,6 +84,6 @@ def plan_changes(asked: argparse.Namespace) -> dict[str, Any]:
 def read_plan(path: Path) -> Plan:
     """Read a plan that a run, or the page, wrote to a file."""
     try:
-        return Plan.from_json(path.read_text(encoding="utf-8"))
+        return Plan.from_json(unseal(path.read_text(encoding="utf-8"), check=False))  # it may have been edited
     except (OSError, UnicodeDecodeError, RequestError) as error:
         raise RequestError(f"{str(path)!r} cannot be read ({error.__cause__ or error}): name a plan.json") from error

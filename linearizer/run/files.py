@@ -31,12 +31,12 @@ def seal(text: str) -> str:
     return f'{text.rstrip()[:-1]},\n"{SEAL}": "{hashlib.sha256(text.rstrip().encode()).hexdigest()}"}}'
 
 
-def unseal(text: str) -> str:
+def unseal(text: str, check: bool = True) -> str:
     """Remove the digest of a JSON object, and check it; an object that was written by hand has none."""
     sealed = re.fullmatch(rf'(.*),\n"{SEAL}": "(\w*)"\}}\s*', text, re.DOTALL)
     if sealed is None:
         return text
-    if hashlib.sha256(f"{sealed[1]}}}".encode()).hexdigest() != sealed[2]:
+    if check and hashlib.sha256(f"{sealed[1]}}}".encode()).hexdigest() != sealed[2]:
         raise ValueError("its content is not what was written")
     return f"{sealed[1]}}}"
 

@@ -61,6 +61,37 @@ def test_a_damaged_product_is_named_with_what_to_do(name, damage, run):
         read(run, name)
 
 
+def flip_a_digit(path):
+    """Change one digit of a number in a file, as a failing disk may."""
+    content = path.read_bytes()
+    place = next(i for i in range(len(content) // 2, len(content)) if content[i : i + 1].isdigit())
+    other = b"7" if content[place : place + 1] != b"7" else b"3"
+    path.write_bytes(content[:place] + other + content[place + 1 :])
+
+
+def test_a_changed_digit_of_a_product_is_seen(run):
+    for name in ("profile.json", "plan.json", "inspection.json"):
+        read(run, name)
+        flip_a_digit(run.folder / name)
+        with pytest.raises(FolderError, match="its content is not what was written"):
+            read(run, name)
+
+
+def test_a_changed_bit_of_the_samples_is_seen(run):
+    path = run.folder / SAMPLES
+    content = bytearray(path.read_bytes())
+    content[-5] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FolderError, match="its content is not what was written"):
+        samples.samples_of(run)
+
+
+def test_a_product_that_was_written_by_hand_needs_no_digest(run):
+    plan = run.plan
+    (run.folder / "plan.json").write_text(plan.to_json())
+    assert run.plan == plan
+
+
 @pytest.mark.parametrize("name", ["plan.json", "inspection.json"])
 @pytest.mark.parametrize("damage", [cut, lambda path: path.write_text('{"layers": [{}]}')], ids=["cut", "else"])
 def test_what_a_run_cannot_do_without_is_named(name, damage, run):
