@@ -14,11 +14,19 @@ LinearizerError
 A message says what was received, why it cannot be, and what to do.
 """
 
+import re
+
+MAX_QUOTED = 300
+LONG_QUOTATION = re.compile(rf"'[^']{{{MAX_QUOTED},}}'")
+
 
 class LinearizerError(Exception):
-    """Base of all errors that this package raises on purpose."""
+    """Base of all errors that this package raises on purpose. A message repeats at most 300 letters of a quotation."""
 
     exit_code = 1
+
+    def __str__(self) -> str:
+        return LONG_QUOTATION.sub(lambda quotation: quotation[0][:MAX_QUOTED] + "…'", super().__str__())
 
 
 class RequestError(LinearizerError):

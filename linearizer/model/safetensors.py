@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import json
 import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from linearizer.run.files import UNFINISHED, parse_json, sync, writing
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+SEAL = "linearizer"  # the name of our entry in the metadata of a file
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -96,7 +98,8 @@ def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], facts: str = 
     unfinished = path.with_name(path.name + UNFINISHED)
     with writing(path):
         try:
-            save_file(held, unfinished, {"facts": facts, "digest": digest(held, facts)})
+            # One entry: the order of several changes from file to file.
+            save_file(held, unfinished, {SEAL: json.dumps({"facts": facts, "digest": digest(held, facts)})})
             sync(unfinished)
             unfinished.replace(path)
         finally:
@@ -107,10 +110,15 @@ def read_tensors(path: Path) -> tuple[dict[str, torch.Tensor], str]:
     """Read a file that `write_tensors` wrote; raise ValueError if its content has changed since."""
     with safe_open(path, "pt") as file:
         tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
-        metadata = file.metadata() or {}
-    if digest(tensors, metadata["facts"]) != metadata["digest"]:
+        sealed = read_seal(file)
+    if digest(tensors, sealed["facts"]) != sealed["digest"]:
         raise ValueError("its content is not what was written")
-    return tensors, metadata["facts"]
+    return tensors, sealed["facts"]
+
+
+def read_seal(file: Any) -> dict[str, str]:
+    """Read the text and the digest of an open file that `write_tensors` wrote."""
+    return parse_json((file.metadata() or {})[SEAL])
 
 
 def digest(tensors: Mapping[str, torch.Tensor], more: str = "") -> str:

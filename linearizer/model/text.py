@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Generator, Iterable, Iterator
 from itertools import islice
 from pathlib import Path
@@ -28,7 +29,7 @@ def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
     if source == "builtin":
         return _builtin()
     if kind == "file" and rest:
-        return _not_empty(source, _file(Path(rest).expanduser()))
+        return _not_empty(source, _file(Path(os.path.expanduser(rest))))
     if kind == "dataset" and rest:
         return _not_empty(source, _dataset(rest, token))
     if source == "self":
@@ -168,10 +169,9 @@ def _file(path: Path) -> Iterator[str]:
         raise TextError(f"{str(path)!r} is a folder: name one file of it") from error
     except FileNotFoundError as error:
         raise TextError(f"{str(path)!r} does not exist: check the path") from error
-    except OSError as error:
-        raise TextError(
-            f"{str(path)!r} cannot be read ({error.strerror}): check the path and its permissions"
-        ) from error
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
+        raise TextError(f"{str(path)!r} cannot be read ({reason}): check the path and its permissions") from error
 
 
 def _pieces(path: Path, file: IO[str]) -> Iterator[str]:

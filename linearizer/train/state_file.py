@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from linearizer.errors import FaultError
-from linearizer.model.safetensors import read_tensors, write_tensors
+from linearizer.model.safetensors import read_seal, read_tensors, write_tensors
 from linearizer.run.files import parse_json, writing
 
 NEWEST, PREVIOUS = "training.safetensors", "training.before.safetensors"
@@ -60,7 +60,7 @@ def step_in(folder: Path) -> int:
     """Read only the step of the newest state; 0 where there is none, or it is damaged."""
     try:
         with safe_open(folder / NEWEST, "pt") as file:
-            return int(parse_json((file.metadata() or {})["facts"])["step"])
+            return int(parse_json(read_seal(file)["facts"])["step"])
     except (OSError, SafetensorError, ValueError, KeyError):
         return 0
 
