@@ -1,11 +1,25 @@
-"""The cache layer of a linearized attention layer: a state of fixed size where a teacher keeps all keys."""
+"""The cache of a linearized model: a state of fixed size in each layer where a teacher keeps all keys.
 
+It is a thing to keep: it can be saved to a file and loaded again (state_file.py), copied for many questions about one
+text, moved, and taken back to where a turn of a conversation began.
+"""
+
+import copy
+import weakref
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .state import change_tensors, tensors
+from .state import change_tensors, tensors, working_dtype
+from .state_8bit import KEYS_AND_VALUES
+from .state_file import write_state
+
+MAX_TURNS = 8  # that can be taken back
+
+Change = Callable[[str, torch.Tensor], torch.Tensor]  # of a tensor, by its name
 
 
 class LinearizedLayer(CacheLayerMixin):
@@ -47,6 +61,14 @@ class LinearizedLayer(CacheLayerMixin):
         held = [tensor for state in self.memory for tensor in tensors(state).values()]
         return sum(x.numel() * x.element_size() for x in held if x.is_floating_point() or x.dtype == torch.int8)
 
+    def copied(self, change: Change) -> "LinearizedLayer":
+        """Give another layer, whose tensors are what `change` makes of these."""
+        other = LinearizedLayer()
+        other.tokens_read, other.device = self.tokens_read, self.device
+        for state in self.memory:
+            other.memory.append(replace(state, **{name: change(name, x) for name, x in tensors(state).items()}))
+        return other
+
     def change(self, change: Callable[[torch.Tensor], torch.Tensor]) -> None:
         for state in self.memory:
             change_tensors(state, change)
@@ -77,7 +99,67 @@ class LinearizedLayer(CacheLayerMixin):
         )
 
 
-def empty_cache(base_config: object, linearized: list[bool]) -> Cache:
-    """A cache with a fixed-size layer where `linearized` says so, and the teacher's own kind of layer elsewhere."""
-    own = DynamicCache(config=base_config).layers if not all(linearized) else []
-    return Cache(layers=[LinearizedLayer() if mine else own[index] for index, mine in enumerate(linearized)])
+class LinearizedCache(Cache):
+    """The states of a linearized model, and the teacher's own kind of layer where the model has no student."""
+
+    def __init__(self, layers: list[CacheLayerMixin], model: "weakref.ref[PreTrainedModel]") -> None:
+        super().__init__(layers=layers)
+        self.layers = layers
+        self.model = model  # a copy of a cache is no copy of its model
+        self.turns: list[LinearizedCache] = []
+
+    def save(self, path: str) -> None:
+        """Write the state to a file; `model.load_cache(path)` reads it. Turns that can be taken back stay behind."""
+        if (model := self.model()) is None:
+            raise ValueError("the model that made this state is gone: keep the model until its state is saved")
+        write_state(self, model, path)
+
+    def fork(self, texts: int = 1) -> "LinearizedCache":
+        """Copy the state, each text so many times; what the copy reads does not change this one."""
+        return self.copied(lambda name, x: x.clone() if texts == 1 else x.repeat_interleave(texts, 0))
+
+    def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LinearizedCache":
+        """Copy the state to another device, or for a model in another dtype; bytes stay bytes, and sums fp32."""
+
+        def change(name: str, x: torch.Tensor) -> torch.Tensor:
+            kind = x.dtype
+            if dtype is not None and x.is_floating_point():
+                kind = dtype if name in KEYS_AND_VALUES else working_dtype(x.new_empty(0, dtype=dtype))
+            return x.to(device, kind, copy=True)
+
+        return self.copied(change)
+
+    def begin_turn(self) -> None:
+        """Remember the state as it is now, so that what is read from here on can be taken back."""
+        self.turns = [*self.turns, self.fork()][-MAX_TURNS:]
+
+    def take_back_turn(self) -> None:
+        """Return to the state at the last `begin_turn`."""
+        if not self.turns:
+            raise ValueError(
+                f"there is no turn to take back: call begin_turn before each, at most {MAX_TURNS} are kept"
+            )
+        self.layers = self.turns.pop().layers
+
+    def copied(self, change: Change) -> "LinearizedCache":
+        """Give another cache, whose tensors are what `change` makes of these."""
+        return LinearizedCache([copy_layer(layer, change) for layer in self.layers], self.model)
+
+
+def copy_layer(layer: CacheLayerMixin, change: Change) -> CacheLayerMixin:
+    """Give another layer, whose tensors are what `change` makes of those of this layer."""
+    if isinstance(layer, LinearizedLayer):
+        return layer.copied(change)
+    other = copy.copy(layer)
+    if layer.is_initialized:
+        other.keys, other.values = change("k", layer.keys), change("v", layer.values)
+        other.device, other.dtype = other.keys.device, other.keys.dtype
+    return other
+
+
+def empty_cache(model: PreTrainedModel) -> LinearizedCache:
+    """Make a cache with a fixed-size layer where a layer has a student, and the teacher's own kind elsewhere."""
+    linearized = [held is not None for held in model.config.layers]
+    own = DynamicCache(config=model.base.config).layers if not all(linearized) else []
+    layers = [LinearizedLayer() if mine else own[index] for index, mine in enumerate(linearized)]
+    return LinearizedCache(layers, weakref.ref(model))

@@ -32,9 +32,10 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from .attention_interface import IMPLEMENTATION, NOT_SERVED, attention_modules, hand_over_state
-from .cache import LinearizedLayer, empty_cache
+from .cache import LinearizedCache, LinearizedLayer, empty_cache
 from .feature_maps import FEATURE_MAPS
 from .layer_student import LayerStudent
+from .state_file import read_state
 
 COPIED_FROM_TEACHER = (
     "vocab_size",
@@ -169,8 +170,12 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             **kwargs,
         )
 
-    def empty_cache(self) -> Cache:
-        return empty_cache(self.base.config, [held is not None for held in self.config.layers])
+    def empty_cache(self) -> LinearizedCache:
+        return empty_cache(self)
+
+    def load_cache(self, path: str) -> LinearizedCache:
+        """Read a state that `cache.save(path)` wrote; one of another model, or a damaged one, is refused."""
+        return read_state(self, path)
 
     def refuse_other_cache(self, cache: Cache | None) -> Cache | None:
         """Return the cache, unless it keeps keys, which students would not see."""

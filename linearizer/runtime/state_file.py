@@ -1,0 +1,167 @@
+"""Writes the state of a linearized model to a file of safetensors, and reads it for the model that it is of.
+
+The file names the model by hashes of its config and of its weights, and holds a checksum of its own. What a state looks
+like is not written down: it is compared with a state that the model makes of one token.
+"""
+
+import hashlib
+import json
+import os
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from transformers import PreTrainedModel
+
+from .state import tensors
+
+FORMAT = "linearized state 1"
+SAMPLED = 64  # numbers of each weight of the teacher that tell it from others
+VOLATILE = {"dtype", "torch_dtype", "transformers_version", "use_cache", "architectures", "id2label", "label2id"}
+
+Tensor = torch.Tensor
+
+
+def write_state(cache: Any, model: PreTrainedModel, path: str | os.PathLike) -> None:
+    """Write the state that a cache of the model holds; an older file stays until the new one is complete."""
+    tokens = cache.get_seq_length()
+    if not tokens:
+        raise ValueError("there is no state to save: the model has read nothing with this cache")
+    held = {
+        name: getattr(*place).detach().cpu().clone(memory_format=torch.contiguous_format)
+        for name, place in places(cache).items()
+    }
+    facts = {
+        **identify(model),
+        "format": FORMAT,
+        "tokens": str(tokens),
+        "texts": str(len(next(iter(held.values())))),
+        "dtype": str(model.dtype).removeprefix("torch."),
+    }
+    facts["checksum"] = checksum(held, facts)
+    unfinished = f"{os.fspath(path)}.unfinished"
+    try:
+        save_file(held, unfinished, facts)
+        os.replace(unfinished, path)
+    finally:
+        if os.path.exists(unfinished):
+            os.remove(unfinished)
+
+
+def read_state(model: PreTrainedModel, path: str | os.PathLike) -> Any:
+    """Read a state for the model that wrote it, into the devices and dtypes that the model computes with."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            facts = file.metadata() or {}
+            held = {name: file.get_tensor(name).clone() for name in file.keys()}  # the file may be replaced later
+    except SafetensorError as error:
+        raise damaged(path, str(error)) from error
+    if facts.get("format") != FORMAT:
+        wrote = f"{facts['format']!r}" if "format" in facts else "no state of a linearized model"
+        raise ValueError(f"{os.fspath(path)!r} holds {wrote}, and {FORMAT!r} is read here: read the text again")
+    refuse_other_model(path, facts, identify(model))
+    if facts.pop("checksum", None) != checksum(held, facts):
+        raise damaged(path, "its checksum does not fit")
+    tokens, texts = int(facts["tokens"]), int(facts["texts"])
+    start = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    with torch.no_grad():
+        cache = model(input_ids=start, past_key_values=model.empty_cache(), logits_to_keep=1).past_key_values
+    if places(cache).keys() != held.keys():
+        raise damaged(path, "it names other tensors than a state of this model has")
+    for name, (holder, attribute) in places(cache).items():
+        own, found = getattr(holder, attribute), held[name]
+        same_kind = own.dtype == found.dtype or (own.is_floating_point() and found.is_floating_point())
+        if not same_kind or list(found.shape) != shape_of(own, holder, attribute, texts, tokens):
+            raise damaged(path, f"{name} is {tuple(found.shape)} of {found.dtype}")
+        if attribute == "count" and not ((found >= 0) & (found <= tokens)).all():
+            raise damaged(path, f"{name} counts other tokens than were read")
+        setattr(holder, attribute, found.to(own.device, own.dtype))
+    for layer in cache.layers:
+        for counter in ("tokens_read", "cumulative_length"):
+            if hasattr(layer, counter):
+                setattr(layer, counter, tokens)
+    return cache
+
+
+def places(cache: Any) -> dict[str, tuple[Any, str]]:
+    """Say of every tensor of a cache which object holds it, and under which name."""
+    found: dict[str, tuple[Any, str]] = {}
+    for index, layer in enumerate(cache.layers):
+        if not hasattr(layer, "memory"):  # the teacher's own kind
+            found |= {f"{index}.{name}": (layer, name) for name in ("keys", "values")}
+        else:
+            for group, state in enumerate(layer.memory):
+                found |= {f"{index}.{group}.{name}": (state, name) for name in tensors(state)}
+    return found
+
+
+def shape_of(own: Tensor, holder: Any, attribute: str, texts: int, tokens: int) -> list[int]:
+    """Give the shape of a tensor that is `own` after one token of one text."""
+    shape = [texts, *own.shape[1:]]
+    if hasattr(holder, "real") or hasattr(holder, "keys"):  # all tokens, or those that a native window holds
+        window = getattr(holder, "sliding_window", None)
+        shape[-1 if attribute == "real" else -2] = tokens if window is None else min(tokens, window - 1)
+    return shape
+
+
+def identify(model: Any) -> dict[str, str]:
+    """Tell a model from others: its teacher, its revision, and hashes of its config and weights."""
+    config = model.config
+    base = {name: value for name, value in config.base.items() if name not in VOLATILE}
+    described = [base, config.layers, config.sinks, config.feature_map]
+    teacher = "@".join(filter(None, (config.teacher.get("name"), config.teacher.get("revision"))))
+    return {
+        "teacher": teacher or "unnamed",
+        "revision": getattr(config, "_commit_hash", None) or "",
+        "config": hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest(),
+        "weights": hash_weights(model),
+    }
+
+
+def hash_weights(model: Any) -> str:
+    """Hash what was trained in students, and some numbers of every other weight; "" where weights are elsewhere.
+
+    Numbers are rounded to bf16, so that a model is the same in fp32 and bf16.
+    """
+    own = {id(weight) for student in model.students() for weight in student.parameters()}
+    found = hashlib.sha256()
+    for weight in model.parameters():
+        if weight.is_meta:
+            return ""
+        numbers = weight.detach().flatten()
+        if id(weight) not in own:
+            numbers = numbers[:: max(1, len(numbers) // SAMPLED)][:SAMPLED]
+        found.update(str(tuple(weight.shape)).encode())
+        found.update(as_bytes(numbers.to(torch.bfloat16)))
+    return found.hexdigest()
+
+
+def refuse_other_model(path: str | os.PathLike, facts: dict[str, str], own: dict[str, str]) -> None:
+    """Refuse a state that another model, or another revision of this one, has made."""
+    unlike = [name for name in ("config", "weights") if facts.get(name) != own[name] and facts.get(name) and own[name]]
+    if unlike:
+        wrote, reads = (
+            f"a student of {known.get('teacher')}" + (f" at {known['revision']}" if known.get("revision") else "")
+            for known in (facts, own)
+        )
+        raise ValueError(
+            f"{os.fspath(path)!r} is the state of another model ({wrote}; this is {reads}, and their {unlike[0]} "
+            "differs): load it with the model that read the text, or read the text again"
+        )
+
+
+def damaged(path: str | os.PathLike, why: str) -> ValueError:
+    return ValueError(f"{os.fspath(path)!r} is damaged ({why}): read the text again")
+
+
+def checksum(held: dict[str, Tensor], facts: dict[str, str]) -> str:
+    found = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    for name in sorted(held):
+        found.update(name.encode())
+        found.update(as_bytes(held[name]))
+    return found.hexdigest()
+
+
+def as_bytes(x: Tensor) -> bytes:
+    return x.cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes()
