@@ -3,6 +3,8 @@
 run = begin(Path("RUN"), Plan("demo", budget=64))
 finish(linearize(run))
 student = load(run.checkpoint)
+finish(read(run, text, Path("text.state")))
+print("".join(ask(run, "In short:", Path("text.state"))))
 """
 
 from importlib import import_module
@@ -13,22 +15,36 @@ from linearizer.version import __version__
 if TYPE_CHECKING:
     from linearizer.errors import LinearizerError
     from linearizer.model.checkpoint import load
-    from linearizer.pipeline import begin, inspect, linearize
+    from linearizer.pipeline import ask, begin, inspect, linearize, read
     from linearizer.progress import finish
     from linearizer.run.folder import Run
     from linearizer.run.plan import Plan
 
-__all__ = ["LinearizerError", "Plan", "Run", "__version__", "begin", "finish", "inspect", "linearize", "load"]
+__all__ = [
+    "LinearizerError",
+    "Plan",
+    "Run",
+    "__version__",
+    "ask",
+    "begin",
+    "finish",
+    "inspect",
+    "linearize",
+    "load",
+    "read",
+]
 
 HOMES = {
     "LinearizerError": "errors",
     "Plan": "run.plan",
     "Run": "run.folder",
+    "ask": "pipeline",
     "begin": "pipeline",
     "finish": "progress",
     "inspect": "pipeline",
     "linearize": "pipeline",
     "load": "model.checkpoint",
+    "read": "pipeline",
 }
 
 

@@ -1,12 +1,12 @@
 """The table of contents: begin -> profile -> allocate -> make the student -> train -> judge -> save.
 
 Each step stores its product in the folder of the run, and a step whose product is stored is not repeated. Afterwards a
-student is evaluated, and compared with its teacher.
+student is evaluated, and compared with its teacher; it reads a text once and answers from its state.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -15,7 +15,7 @@ import torch
 
 from linearizer.allocate.decide import check_dials, decide
 from linearizer.allocate.step import allocate
-from linearizer.errors import LinearizerError, RequestError
+from linearizer.errors import FolderError, LinearizerError, RequestError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.setup import Setup, assembled
 from linearizer.evaluate.side_by_side import Comparison, compare
@@ -23,9 +23,10 @@ from linearizer.evaluate.step import JUDGING, judge, measure_parts
 from linearizer.measure.head_prices import choose_pricing
 from linearizer.measure.profile import profile_settings
 from linearizer.measure.step import measure_teacher, min_texts
-from linearizer.model import checkpoint
+from linearizer.model import checkpoint, kept_state
 from linearizer.model.hub import Source, cache_folder, download_bytes, find_model
 from linearizer.model.inspect import inspect_model
+from linearizer.model.kept_state import Answer, Reading
 from linearizer.model.quiet import quiet
 from linearizer.model.teacher import Teacher, load, load_config, texts_of
 from linearizer.progress import Steps
@@ -214,6 +215,45 @@ def compare_run(
         teacher = load(run.plan, token, run.inspection)
         student = checkpoint.load_student(run, dtype=teacher.model.dtype).to(teacher.model.device)
         return (yield from compare(teacher.model, student, teacher.tokenizer, prompt, new_tokens, seed, sample))
+
+
+def read(run: Run, text: str, path: Path, more: bool = False) -> Steps[Reading]:
+    """Let the student of a run read a text and write its state to a file; `more`: after what the file holds."""
+    kept_state.check_place(path)
+    if path.exists() and not more:
+        raise FolderError(f"{str(path)!r} is there already: add --more to read on after it, or name another file")
+    student, tokenizer = checkpoint.load_of_run(run)
+    cache = kept_state.load_state(student, path) if more else student.empty_cache()
+    yield from kept_state.read_text(student, tokenizer, text, cache)
+    kept_state.save_state(cache, path)
+    return kept_state.measure(student, run.layers, cache)
+
+
+def ask(
+    run: Run,
+    prompt: str,
+    path: Path | None = None,
+    keep: bool = False,
+    new_tokens: int = 256,
+    seed: int = 0,
+    sample: bool = False,
+) -> Generator[str, None, Answer]:
+    """Let the student of a run continue a prompt, after the text whose state is in a file; yield what it writes.
+
+    `keep` writes the state that has read prompt and answer, too, back to the file.
+    """
+    if keep and path is None:
+        raise RequestError("there is no state to keep the answer in: name its file with --state")
+    if keep and path is not None:
+        kept_state.check_place(path)
+    student, tokenizer = checkpoint.load_of_run(run)
+    cache = student.empty_cache() if path is None else kept_state.load_state(student, path)
+    with quiet():
+        written = yield from kept_state.write_answer(student, tokenizer, prompt, cache, new_tokens, seed, sample)
+    if keep and path is not None:
+        kept_state.save_state(cache, path)
+    text = tokenizer.decode(written, skip_special_tokens=True)
+    return Answer(prompt, text, len(written), kept_state.measure(student, run.layers, cache))
 
 
 @contextmanager

@@ -6,6 +6,7 @@ import argparse
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
+from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from linearizer.cli import runs
@@ -22,8 +23,10 @@ from linearizer.cli.text import (
     describe_inspection,
     describe_preview,
     describe_profile,
+    describe_reading,
     describe_run,
     print_product,
+    print_stream,
     show_progress,
 )
 from linearizer.errors import LinearizerError, RequestError, Stopped
@@ -115,6 +118,46 @@ def parser() -> Parser:
     command.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
     command.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
     command.set_defaults(serve=serve_compare)
+
+    command = commands.add_parser(
+        "read",
+        help="the student reads a text once, and its state is written to a file",
+        description="Let a run's student read a text once, and write its state to a file for `linearizer ask`.",
+    )
+    command.add_argument("run", metavar="RUN", help=run_help)
+    command.add_argument("file", metavar="FILE", help="the text: a file, or - for standard input")
+    command.add_argument("--state", type=Path, required=True, help="the file of the state")
+    command.add_argument("--more", action="store_true", help="read on after what the state has read")
+    command.set_defaults(serve=serve_read)
+
+    command = commands.add_parser(
+        "ask",
+        help="the student writes on after a prompt, and after the text of a state",
+        description="Let a run's student write on after a prompt, and with --state after the text of that state.",
+    )
+    command.add_argument("run", metavar="RUN", help=run_help)
+    command.add_argument("--prompt", required=True, help="what it continues")
+    command.add_argument("--state", type=Path, help="a file that `linearizer read` wrote")
+    command.add_argument("--keep", action="store_true", help="let the state have read prompt and answer, too")
+    command.add_argument("--tokens", type=int, default=256, help="how many tokens it writes (default: %(default)s)")
+    command.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
+    command.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
+    command.set_defaults(serve=serve_ask)
+
+    command = commands.add_parser(
+        "serve",
+        help="an endpoint like OpenAI's: chat and completions, streamed or not, for any number of clients",
+        description="Serve a run's student behind an endpoint like OpenAI's. Requests are computed together, and the "
+        "states of conversations are kept, so that a next turn reads only what is new.",
+    )
+    command.add_argument("run", metavar="RUN", help=run_help)
+    command.add_argument("--port", type=int, default=8000, help="the port; 0: any free one (default: %(default)s)")
+    command.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine alone)")
+    command.add_argument(
+        "--max-state-bytes", type=int, default=2**30, help="for states kept between requests (default: %(default)s)"
+    )
+    command.add_argument("--teacher", action="store_true", help="serve the teacher instead, to compare with")
+    command.set_defaults(serve=serve_serve)
 
     command = commands.add_parser("push", help="publish a run's student on the Hub, private unless --public")
     command.add_argument("run", metavar="RUN", nargs="?", help=run_help)
@@ -267,6 +310,43 @@ def serve_compare(arguments: argparse.Namespace) -> None:
         pipeline.compare_run(run, arguments.prompt, arguments.tokens, arguments.seed, arguments.sample)
     )
     print_product(arguments, asdict(comparison), describe_comparison(comparison))
+
+
+def serve_read(arguments: argparse.Namespace) -> None:
+    from linearizer import pipeline
+    from linearizer.model.text import decode_text, read_whole
+    from linearizer.run.find import find_run
+
+    run = find_run(arguments.run)
+    if arguments.file == "-":
+        text = decode_text("standard input", sys.stdin.buffer.read())
+    else:
+        text = read_whole(Path(arguments.file))
+    reading = show_progress(pipeline.read(run, text, arguments.state, arguments.more))
+    print_product(arguments, asdict(reading), describe_reading(reading, arguments.run, arguments.state))
+
+
+def serve_ask(arguments: argparse.Namespace) -> None:
+    from linearizer import pipeline
+    from linearizer.run.find import find_run
+
+    run = find_run(arguments.run)
+    how = arguments.keep, arguments.tokens, arguments.seed, arguments.sample
+    answer = print_stream(pipeline.ask(run, arguments.prompt, arguments.state, *how), arguments.json)
+    if arguments.json:
+        print_product(arguments, asdict(answer), "")
+
+
+def serve_serve(arguments: argparse.Namespace) -> None:
+    from linearizer.run.find import find_run
+    from linearizer.serve.server import serve
+
+    def say(url: str, model: str) -> None:
+        print_product(arguments, {"url": url, "model": model}, f"{model} is served at {url}: ctrl-C ends it")
+        sys.stdout.flush()
+
+    run = find_run(arguments.run)
+    serve(run, arguments.port, arguments.host, arguments.max_state_bytes, arguments.teacher, say)
 
 
 def serve_push(arguments: argparse.Namespace) -> None:

@@ -6,8 +6,9 @@ import json
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import closing
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from linearizer.amounts import columns, duration, growing, size, smaller_from
@@ -17,6 +18,7 @@ from linearizer.run.events import EventName
 
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Comparison
+    from linearizer.model.kept_state import Reading
     from linearizer.publish.push import Preview
     from linearizer.run.allocation import Allocation
     from linearizer.run.folder import Run
@@ -209,6 +211,14 @@ def describe_comparison(comparison: Comparison) -> str:
     return "\n\n".join([f"prompt: {comparison.prompt}", *texts, columns(rows)])
 
 
+def describe_reading(reading: Reading, run: str, path: Path) -> str:
+    """Describe what was read, and the bytes that remember it."""
+    return (
+        f"{reading.tokens:,} tokens read into {path}: {size(reading.state_bytes)} of state; the teacher's cache would "
+        f"be {size(reading.cache_bytes)}\nlinearizer ask {run} --state {path} --prompt …"
+    )
+
+
 def describe_preview(preview: Preview) -> str:
     """Describe what would be published: the notes first, then files and card."""
     seen = "private" if preview.private else "public"
@@ -216,6 +226,22 @@ def describe_preview(preview: Preview) -> str:
     lines += [f"note: {note}" for note in preview.notes]
     files = columns([(name, size(count)) for name, count in preview.files])
     return "\n".join([*lines, "", files, "", preview.card])
+
+
+def print_stream(pieces: Generator[str, None, Product], silent: bool) -> Product:
+    """Print a text as it comes, and return the product at its end; a silent one only returns it."""
+    with closing(pieces):
+        try:
+            while True:
+                try:
+                    piece = next(pieces)
+                except StopIteration as end:
+                    return end.value
+                if not silent:
+                    print(piece, end="", flush=True)  # noqa: T201
+        finally:
+            if not silent:
+                print()  # noqa: T201
 
 
 def print_product(arguments: Namespace, product: object, text: str) -> None:

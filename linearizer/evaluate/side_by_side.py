@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
-from transformers.cache_utils import Cache
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.model.logits import bytes_held, fresh_cache
-from linearizer.model.token_loop import choose_likeliest, draw_tokens, write_tokens
+from linearizer.model.token_loop import generate_tokens
 from linearizer.progress import Progress, Steps
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
@@ -140,38 +138,3 @@ class Writer:
         rate = (count - 1) / later if count > 1 and later > 0 else 0.0
         text = self.tokenizer.decode(self.written, skip_special_tokens=True)
         return Side(text, count, self.first_seconds, rate, bytes_held(self.cache))
-
-
-def generate_tokens(
-    model: PreTrainedModel, ids: Tensor, cache: Cache, new_tokens: int, seed: int, sample: bool
-) -> Iterator[int]:
-    """Yield the tokens that the model's `generate` gives: with its own temperature, and up to its own end of text."""
-
-    def loop(
-        model: PreTrainedModel,
-        input_ids: Tensor,
-        logits_processor: Callable[[Tensor, Tensor], Tensor],
-        stopping_criteria: Callable[[Tensor, Any], Tensor],
-        generation_config: GenerationConfig,
-        **_: object,
-    ) -> Iterator[int]:
-        choose, texts = draw_tokens(seed, model.device) if sample else choose_likeliest, input_ids
-
-        def choose_next(logits: Tensor) -> Tensor:
-            return choose(logits_processor(texts, logits))
-
-        for token in write_tokens(model, input_ids, cache, choose_next):
-            texts = torch.cat([texts, token], 1)
-            yield int(token)
-            if stopping_criteria(texts, None).all():
-                return
-
-    return model.generate(
-        ids,
-        attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
-        max_new_tokens=new_tokens,
-        do_sample=sample,
-        pad_token_id=model.generation_config.pad_token_id or 0,
-        custom_generate=loop,
-    )

@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import FolderError, RequestError, first_line
+from linearizer.model.devices import choose_device
+from linearizer.model.quiet import quiet
 from linearizer.run.allocation import Allocation, check_allocation
 from linearizer.run.files import replacing
 from linearizer.run.folder import Run
@@ -98,6 +100,13 @@ def load_student(run: Run, **options: object) -> LinearizedForCausalLM:
             f"{str(run.checkpoint)!r} cannot be loaded ({first_line(error)}): remove it, and "
             f"`linearizer runs resume {run.folder}` makes it anew"
         ) from error
+
+
+def load_of_run(run: Run) -> tuple[LinearizedForCausalLM, PreTrainedTokenizerBase]:
+    """Load the student of a run with its tokenizer, on the device and in the dtype of its plan."""
+    with quiet():
+        student = load_student(run, dtype=run.plan.dtype).to(choose_device(run.plan.device))
+        return student, AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
 
 
 def load(folder: str | Path, **options: object) -> LinearizedForCausalLM:

@@ -128,6 +128,23 @@ def sample_from(
     return torch.cat(texts)
 
 
+def read_whole(path: Path) -> str:
+    """Read a file of text, or the texts of a file of JSON lines, as one text."""
+    return ("\n" if path.suffix == ".jsonl" else "").join(_file(path))
+
+
+def decode_text(name: str, content: bytes) -> str:
+    """Decode a text in UTF-8."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise _no_text(name, error) from error
+
+
+def _no_text(name: str, error: UnicodeDecodeError) -> TextError:
+    return TextError(f"{name!r} is no text in UTF-8 (byte {error.start}): convert it, or name another")
+
+
 def _start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Give the start token that the tokenizer puts before every text, if there is one."""
     first = tokenizer("a", verbose=False)["input_ids"][:1]
@@ -162,9 +179,7 @@ def _file(path: Path) -> Iterator[str]:
         with path.open(encoding="utf-8-sig") as file:
             yield from _rows(path, file) if path.suffix == ".jsonl" else _pieces(path, file)
     except UnicodeDecodeError as error:
-        raise TextError(
-            f"{str(path)!r} is no text in UTF-8 (byte {error.start}): convert it, or name another"
-        ) from error
+        raise _no_text(str(path), error) from error
     except IsADirectoryError as error:
         raise TextError(f"{str(path)!r} is a folder: name one file of it") from error
     except FileNotFoundError as error:

@@ -1,15 +1,26 @@
-"""Continues texts with a model, a token at a time."""
+"""Reads texts into a cache, piece by piece, and continues them, a token at a time."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
-from transformers import PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
 Tensor = torch.Tensor
+PIECE = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
 Choose = Callable[[Tensor], Tensor]  # logits (texts, vocabulary) -> next tokens (texts, 1)
+
+
+def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, piece: int = PIECE) -> Iterator[int]:
+    """Read tokens (texts, tokens) that follow what the cache holds; yield after each piece how many were read."""
+    for start in range(0, ids.shape[1], piece):
+        with torch.inference_mode():
+            part = ids[:, start : start + piece].to(model.device)
+            model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+        yield min(start + piece, ids.shape[1])
 
 
 def write_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, choose: Choose) -> Iterator[Tensor]:
@@ -40,3 +51,38 @@ def draw_with_same_noise(seed: int) -> Choose:
         return choose_likeliest(logits.cpu() - noise).to(logits.device)
 
     return choose
+
+
+def generate_tokens(
+    model: PreTrainedModel, ids: Tensor, cache: Cache, new_tokens: int, seed: int, sample: bool
+) -> Iterator[int]:
+    """Yield the tokens that the model's `generate` gives: with its own temperature, and up to its own end of text."""
+
+    def loop(
+        model: PreTrainedModel,
+        input_ids: Tensor,
+        logits_processor: Callable[[Tensor, Tensor], Tensor],
+        stopping_criteria: Callable[[Tensor, Any], Tensor],
+        generation_config: GenerationConfig,
+        **_: object,
+    ) -> Iterator[int]:
+        choose, texts = draw_tokens(seed, model.device) if sample else choose_likeliest, input_ids
+
+        def choose_next(logits: Tensor) -> Tensor:
+            return choose(logits_processor(texts, logits))
+
+        for token in write_tokens(model, input_ids, cache, choose_next):
+            texts = torch.cat([texts, token], 1)
+            yield int(token)
+            if stopping_criteria(texts, None).all():
+                return
+
+    return model.generate(
+        ids,
+        attention_mask=torch.ones_like(ids),
+        past_key_values=cache,
+        max_new_tokens=new_tokens,
+        do_sample=sample,
+        pad_token_id=model.generation_config.pad_token_id or 0,
+        custom_generate=loop,
+    )

@@ -1,0 +1,124 @@
+"""A student that reads a text once, keeps its state in a file, and answers from it as often as one asks."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Generator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from transformers import PreTrainedTokenizerBase
+
+from linearizer.errors import FolderError, RequestError, TextError
+from linearizer.model.text_stream import TextStream
+from linearizer.model.token_loop import generate_tokens, read_tokens
+from linearizer.progress import Progress, Steps
+from linearizer.run.files import writing
+from linearizer.run.head_bytes import CACHED, Layer, cache_bytes
+from linearizer.runtime.cache import LinearizedCache, LinearizedLayer
+from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+
+
+@dataclass(frozen=True)
+class Reading:
+    """What a student has read, and what it takes to remember it in the layers that have a student."""
+
+    tokens: int
+    state_bytes: int
+    cache_bytes: int  # of a teacher of the same dtype that has read as many tokens
+
+
+@dataclass(frozen=True)
+class Answer:
+    """What a student has written, and what it had read before and then."""
+
+    prompt: str
+    text: str
+    tokens: int  # that were written
+    reading: Reading
+
+
+def measure(student: LinearizedForCausalLM, layers: tuple[Layer, ...], cache: LinearizedCache) -> Reading:
+    """Count what was read into a cache, and its bytes."""
+    held = sum(layer.bytes() for layer in cache.layers if isinstance(layer, LinearizedLayer))
+    tokens = cache.get_seq_length()
+    return Reading(tokens, held, cache_bytes(layers, tokens) * student.dtype.itemsize // CACHED)
+
+
+def tokenize(tokenizer: PreTrainedTokenizerBase, text: str, cache: LinearizedCache) -> torch.Tensor:  # (1, tokens)
+    """Turn a text into tokens; what starts a text stands only where nothing was read before."""
+    ids: torch.Tensor = tokenizer(
+        text, return_tensors="pt", add_special_tokens=not cache.get_seq_length(), verbose=False
+    )["input_ids"]
+    if not ids.shape[1]:
+        raise TextError("there is nothing to read: give a text")
+    return ids.long()
+
+
+def read_text(
+    student: LinearizedForCausalLM, tokenizer: PreTrainedTokenizerBase, text: str, cache: LinearizedCache
+) -> Steps[None]:
+    """Read a text after what the cache holds."""
+    ids = tokenize(tokenizer, text, cache)
+    yield Progress("read", 0, ids.shape[1], "tokens")
+    for done in read_tokens(student, ids, cache):
+        yield Progress("read", done, ids.shape[1], "tokens")
+
+
+def write_answer(
+    student: LinearizedForCausalLM,
+    tokenizer: PreTrainedTokenizerBase,
+    prompt: str,
+    cache: LinearizedCache,
+    new_tokens: int,
+    seed: int,
+    sample: bool,
+) -> Generator[str, None, list[int]]:
+    """Continue a prompt after what the cache holds; yield the text as it comes, and return its tokens.
+
+    Afterwards the cache has read all of them.
+    """
+    if new_tokens < 1:
+        raise RequestError(f"an answer of {new_tokens} tokens is none: ask for at least one")
+    ids, written = tokenize(tokenizer, prompt, cache), []
+    stream = TextStream(tokenizer, ids[0].tolist())
+    for _ in read_tokens(student, ids[:, :-1], cache):
+        pass
+    for token in generate_tokens(student, ids[:, -1:].to(student.device), cache, new_tokens, seed, sample):
+        written.append(token)
+        if piece := stream.add(token):
+            yield piece
+    if rest := stream.rest():
+        yield rest
+    for _ in read_tokens(student, torch.tensor([written[-1:]]), cache):
+        pass
+    return written
+
+
+def load_state(student: LinearizedForCausalLM, path: Path) -> LinearizedCache:
+    """Load the state in a file."""
+    try:
+        return student.load_cache(str(path))
+    except FileNotFoundError as error:
+        raise FolderError(f"there is no state {str(path)!r}: `linearizer read` writes one") from error
+    except OSError as error:
+        raise FolderError(
+            f"{str(path)!r} cannot be read ({error.strerror or error}): name the file of a state"
+        ) from error
+    except ValueError as error:
+        raise RequestError(str(error)) from error
+
+
+def save_state(cache: LinearizedCache, path: Path) -> None:
+    """Write a state to a file, which stays as it was until the new one is complete."""
+    with writing(path):
+        cache.save(str(path))
+
+
+def check_place(path: Path) -> None:
+    """Refuse, before anything is read, a path that no state can be written to."""
+    folder = path.absolute().parent
+    if path.is_dir() or not folder.is_dir() or not os.access(folder, os.W_OK):
+        why = "is a folder" if path.is_dir() else "cannot be written there"
+        raise FolderError(f"the state {str(path)!r} {why}: name a file in a folder that is yours to write")
