@@ -1,0 +1,131 @@
+"""What a request to the endpoint may say, in the words of OpenAI's API, and the prompts that it means."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, model_validator
+from transformers import PreTrainedTokenizerBase
+
+from linearizer.errors import RequestError, first_line
+
+MAX_PROMPTS, MAX_STOPS = 64, 16  # of one request
+DEFAULT_COMPLETION = 16  # new tokens, as OpenAI has it; a chat goes on to its end
+# What other servers do and this one does not, with the values that ask for nothing.
+NEUTRAL: dict[str, tuple[Any, ...]] = {
+    "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
+    "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
+    "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
+    "response_format": ({"type": "text"},), "modalities": (["text"],),
+}  # fmt: skip
+IGNORED = {
+    "user",
+    "metadata",
+    "store",
+    "service_tier",
+    "safety_identifier",
+    "prompt_cache_key",
+}  # say nothing of the text
+
+
+class StreamOptions(BaseModel):
+    include_usage: bool = False
+
+
+class Body(BaseModel):
+    """What both kinds of request say."""
+
+    model_config = ConfigDict(extra="forbid")
+
+    model: str
+    max_tokens: int | None = Field(None, ge=1)
+    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    seed: int | None = None
+    stop: str | list[str] | None = None
+    stream: bool | None = None
+    stream_options: StreamOptions | None = None
+    ignore_eos: bool = False  # go on after the end of a text: for measurements
+
+    @model_validator(mode="before")
+    @classmethod
+    def refuse_what_is_not_served(cls, values: Any) -> Any:
+        if not isinstance(values, dict):
+            return values
+        for name, neutral in NEUTRAL.items():
+            if (value := values.get(name)) is not None and value not in neutral:
+                raise ValueError(f"{name} = {str(value)[:40]} is not served here: leave it out")
+        return {name: value for name, value in values.items() if name not in IGNORED and name not in NEUTRAL}
+
+    @property
+    def stops(self) -> tuple[str, ...]:
+        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(found) > MAX_STOPS or not all(found):
+            raise RequestError(f"stop may name at most {MAX_STOPS} strings, none of them empty: name fewer")
+        return tuple(found)
+
+    @property
+    def new_tokens(self) -> int | None:
+        """The tokens to write; None: to the end of the text, or as far as positions reach."""
+        return self.max_tokens
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        raise NotImplementedError
+
+
+class CompletionBody(Body):
+    prompt: str | list[int] | list[str] | list[list[int]]
+
+    @property
+    def new_tokens(self) -> int | None:
+        return self.max_tokens or DEFAULT_COMPLETION
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """Give the tokens of every prompt."""
+        asked: list[Any] = [self.prompt] if is_one(self.prompt) else list(self.prompt)
+        if len(asked) > MAX_PROMPTS:
+            raise RequestError(f"{len(asked)} prompts are more than the {MAX_PROMPTS} of one request: send several")
+        return [tokenizer(each, verbose=False)["input_ids"] if isinstance(each, str) else each for each in asked]
+
+
+class Part(BaseModel):
+    type: Literal["text"]
+    text: str
+
+
+class Message(BaseModel):
+    model_config = ConfigDict(extra="ignore")
+
+    role: Literal["system", "developer", "user", "assistant"]
+    content: str | list[Part]
+
+    def plain(self) -> dict[str, str]:
+        """Give the message as chat templates know it."""
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        return {"role": "system" if self.role == "developer" else self.role, "content": text}
+
+
+class ChatBody(Body):
+    messages: list[Message] = Field(min_length=1)
+    max_completion_tokens: int | None = Field(None, ge=1)
+
+    @property
+    def new_tokens(self) -> int | None:
+        return self.max_completion_tokens or self.max_tokens
+
+    def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+        """Give the tokens of the conversation, as the model's own template writes it."""
+        if not tokenizer.chat_template:
+            raise RequestError("this model has no chat template: send the whole text as a prompt to /v1/completions")
+        try:
+            text = tokenizer.apply_chat_template(
+                [message.plain() for message in self.messages], tokenize=False, add_generation_prompt=True
+            )
+        except Exception as error:  # a template is a program, and refuses in its own way
+            raise RequestError(f"the model's chat template refuses these messages ({first_line(error)})") from error
+        return [tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]]
+
+
+def is_one(prompt: Any) -> bool:
+    """Tell one prompt, a text or its tokens, from a list of them."""
+    return isinstance(prompt, str) or not prompt or isinstance(prompt[0], int)

@@ -1,0 +1,293 @@
+"""The endpoint in the shape of OpenAI's API: models, completions and chat completions, at once or streamed."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import random
+import time
+from collections.abc import AsyncIterator, Callable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from functools import partial
+from typing import Any
+from uuid import uuid4
+
+from fastapi import FastAPI, Request
+from fastapi.concurrency import run_in_threadpool
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse, StreamingResponse
+from starlette.exceptions import HTTPException
+from starlette.types import Receive, Scope, Send
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
+
+from linearizer.errors import RequestError
+from linearizer.model.logits import vocabulary
+from linearizer.serve.bodies import Body, ChatBody, CompletionBody
+from linearizer.serve.engine import Engine
+from linearizer.serve.row import Piece, Row
+from linearizer.serve.sampling import Drawing
+
+
+class Refusal(Exception):
+    """An error as the endpoint tells it."""
+
+    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
+        super().__init__(message)
+        kind = "invalid_request_error" if status < 500 else "server_error"
+        self.status = status
+        self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+
+
+@dataclass(frozen=True)
+class Served:
+    """A model behind the endpoint."""
+
+    name: str
+    model: PreTrainedModel
+    tokenizer: PreTrainedTokenizerBase
+    positions: int  # tokens of the longest text
+    engine: Engine
+    since: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def ends(self) -> frozenset[int]:
+        """The tokens that end a text."""
+        found = self.model.generation_config.eos_token_id
+        return frozenset([] if found is None else found if isinstance(found, list) else [found])
+
+    @property
+    def card(self) -> dict[str, Any]:
+        about = {"object": "model", "created": self.since, "owned_by": "linearizer"}
+        return {"id": self.name, **about, "max_model_len": self.positions}
+
+
+@dataclass
+class Work:
+    """The texts of one request, and what comes of them: pairs of a text's number and a piece."""
+
+    body: Body
+    rows: list[Row]
+    heard: asyncio.Queue[tuple[int, Piece]]
+    id: str = field(default_factory=lambda: uuid4().hex)
+    created: int = field(default_factory=lambda: int(time.time()))
+
+    @property
+    def is_chat(self) -> bool:
+        return isinstance(self.body, ChatBody)
+
+    async def pieces(self) -> AsyncIterator[tuple[int, Piece]]:
+        """Yield what is written until all texts have ended."""
+        left = len(self.rows)
+        while left:
+            index, piece = await self.heard.get()
+            left -= piece.last
+            yield index, piece
+
+    @property
+    def usage(self) -> dict[str, Any]:
+        read, written = sum(len(row.prompt) for row in self.rows), sum(row.written for row in self.rows)
+        reused = sum(row.reused for row in self.rows)
+        return {
+            "prompt_tokens": read,
+            "completion_tokens": written,
+            "total_tokens": read + written,
+            "prompt_tokens_details": {"cached_tokens": reused},
+        }
+
+
+def make_endpoint(served: Served) -> FastAPI:
+    """Make the application that serves a model; its engine must be at work."""
+    app = FastAPI(title="Linearizer", docs_url=None, redoc_url=None, openapi_url=None)
+
+    @app.exception_handler(Refusal)
+    async def tell_refusal(request: Request, error: Refusal) -> JSONResponse:
+        return JSONResponse(error.content, error.status)
+
+    @app.exception_handler(RequestValidationError)
+    async def tell_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        found = error.errors()[0]
+        place = [str(part) for part in found["loc"] if part != "body"]
+        said = found["msg"].removeprefix("Value error, ")
+        message = f"{'.'.join(place)}: {said}" if place else said
+        return await tell_refusal(request, Refusal(400, message, place[0] if place else None))
+
+    @app.exception_handler(HTTPException)
+    async def tell_http(request: Request, error: HTTPException) -> JSONResponse:
+        message = f"{request.method} {request.url.path} is not served ({error.detail}): see GET /v1/models"
+        return await tell_refusal(request, Refusal(error.status_code, message))
+
+    @app.get("/health")
+    async def health() -> dict[str, Any]:
+        engine = served.engine
+        return {"rows": len(engine.rows), "waiting": len(engine.waiting), "kept_state_bytes": engine.kept.bytes}
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [served.card]}
+
+    @app.get("/v1/models/{name:path}")
+    async def model(name: str) -> dict[str, Any]:
+        refuse_other_model(served, name)
+        return served.card
+
+    @app.post("/v1/completions")
+    async def completions(body: CompletionBody, request: Request) -> Any:
+        return await answer(served, body, request)
+
+    @app.post("/v1/chat/completions")
+    async def chat_completions(body: ChatBody, request: Request) -> Any:
+        return await answer(served, body, request)
+
+    return app
+
+
+async def answer(served: Served, body: Body, request: Request) -> Any:
+    """Answer a request, at once or as a stream."""
+    refuse_other_model(served, body.model)
+    work = await begin(served, body)
+    if body.stream:
+        return Stream(served, work)
+    try:
+        return await whole(served, work, request)
+    finally:
+        cancel(served, work)
+
+
+def refuse_other_model(served: Served, name: str) -> None:
+    if name != served.name:
+        raise Refusal(404, f"there is no model {name!r} here: ask for {served.name!r}", "model", "model_not_found")
+
+
+async def begin(served: Served, body: Body) -> Work:
+    """Check a request, and let its texts wait for their turn."""
+    loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
+
+    def listener(index: int) -> Callable[[Piece], None]:
+        def hear(piece: Piece) -> None:
+            loop.call_soon_threadsafe(heard.put_nowait, (index, piece))
+
+        return hear
+
+    try:
+        prompts = await run_in_threadpool(body.prompts, served.tokenizer)
+        rows = [make_row(served, body, tokens, index, listener(index)) for index, tokens in enumerate(prompts)]
+    except RequestError as error:
+        raise Refusal(400, str(error)) from error
+    work = Work(body, rows, heard)
+    if not all(served.engine.submit(row) for row in rows):
+        cancel(served, work)
+        raise Refusal(503, "too many requests wait already: try again later")
+    return work
+
+
+def make_row(served: Served, body: Body, tokens: list[int], index: int, hear: Callable[[Piece], None]) -> Row:
+    """Make the text of a prompt; refuse a prompt that cannot be served."""
+    if not tokens:
+        raise Refusal(400, "the prompt is empty: send at least one token", "prompt")
+    if not all(0 <= token < vocabulary(served.model) for token in tokens):
+        raise Refusal(400, f"a token is none of the model's {vocabulary(served.model)}", "prompt")
+    room = served.positions - len(tokens)
+    if room < 1 or (body.new_tokens or 1) > room:
+        raise Refusal(
+            400,
+            f"{len(tokens)} tokens of prompt and {body.new_tokens or 1} new tokens are more than the "
+            f"{served.positions} of the model: shorten the prompt, or ask for fewer max_tokens",
+            "max_tokens" if room > 0 else "messages" if isinstance(body, ChatBody) else "prompt",
+            "context_length_exceeded",
+        )
+    temperature, top_p = (1.0 if x is None else x for x in (body.temperature, body.top_p))
+    drawing = Drawing(temperature, top_p, random.Random(None if body.seed is None else f"{body.seed} {index}"))
+    ends = frozenset[int]() if body.ignore_eos else served.ends
+    return Row(tokens, hear, served.tokenizer, body.new_tokens or room, drawing, body.stops, ends)
+
+
+def cancel(served: Served, work: Work) -> None:
+    for row in work.rows:
+        if not row.done:
+            served.engine.cancel(row)
+
+
+async def whole(served: Served, work: Work, request: Request) -> Any:
+    """Give the answer when all texts have ended, unless the client goes away before."""
+    reading, leaving = asyncio.create_task(collect(work)), asyncio.create_task(gone(request))
+    try:
+        await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
+        if not reading.done():
+            return JSONResponse({}, 499)  # nobody reads it
+        texts, ends = await reading
+    finally:
+        for task in (reading, leaving):
+            task.cancel()
+            with suppress(asyncio.CancelledError, Refusal):
+                await task
+    kind = "chat.completion" if work.is_chat else "text_completion"
+    choices = []
+    for index, (text, end) in enumerate(zip(texts, ends, strict=True)):
+        said = {"message": {"role": "assistant", "content": text}} if work.is_chat else {"text": text}
+        choices.append({"index": index, **said, "logprobs": None, "finish_reason": end})
+    return {**head(served, work, kind), "choices": choices, "usage": work.usage}
+
+
+async def collect(work: Work) -> tuple[list[str], list[str | None]]:
+    """Gather all texts, and why they ended."""
+    texts: list[list[str]] = [[] for _ in work.rows]
+    ends: list[str | None] = [None for _ in work.rows]
+    async for index, piece in work.pieces():
+        if piece.error is not None:
+            raise Refusal(500, piece.error)
+        texts[index].append(piece.text)
+        ends[index] = piece.finish
+    return ["".join(text) for text in texts], ends
+
+
+async def gone(request: Request) -> None:
+    """Wait until the client has gone away."""
+    while (await request.receive())["type"] != "http.disconnect":
+        pass
+
+
+class Stream(StreamingResponse):
+    """An answer as events while it is written; a client that goes away ends it, even before the first."""
+
+    def __init__(self, served: Served, work: Work) -> None:
+        super().__init__(events_of(served, work), media_type="text/event-stream")
+        self.leave = partial(cancel, served, work)
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.leave()
+
+
+async def events_of(served: Served, work: Work) -> AsyncIterator[str]:
+    """Give the answer as events."""
+    kind = "chat.completion.chunk" if work.is_chat else "text_completion"
+    with_usage = work.body.stream_options is not None and work.body.stream_options.include_usage
+    first = {**head(served, work, kind), **({"usage": None} if with_usage else {})}
+
+    def chunk(index: int, text: str, finish: str | None, **said: str) -> str:
+        told = {**said, **({"content": text} if text else {})}
+        content = {"delta": told} if work.is_chat else {"text": text}
+        return event({**first, "choices": [{"index": index, **content, "logprobs": None, "finish_reason": finish}]})
+
+    if work.is_chat:
+        yield chunk(0, "", None, role="assistant")
+    async for index, piece in work.pieces():
+        if piece.error is not None:
+            yield event(Refusal(500, piece.error).content)
+            return
+        yield chunk(index, piece.text, piece.finish)
+    if with_usage:
+        yield event({**first, "choices": [], "usage": work.usage})
+    yield "data: [DONE]\n\n"
+
+
+def head(served: Served, work: Work, kind: str) -> dict[str, Any]:
+    prefix = "chatcmpl" if work.is_chat else "cmpl"
+    return {"id": f"{prefix}-{work.id}", "object": kind, "created": work.created, "model": served.name}
+
+
+def event(content: dict[str, Any]) -> str:
+    return f"data: {json.dumps(content)}\n\n"

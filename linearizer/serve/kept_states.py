@@ -1,0 +1,74 @@
+"""States that are kept between requests, within a bound of memory: a next turn reads only what is new."""
+
+from __future__ import annotations
+
+import hashlib
+from array import array
+from collections import Counter, OrderedDict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+
+from transformers.cache_utils import Cache
+
+from linearizer.model.logits import bytes_held
+from linearizer.serve.rows import fork_cache
+
+
+@dataclass(frozen=True)
+class Kept:
+    tokens: int
+    bytes: int
+    cache: Cache
+
+
+class KeptStates:
+    """States by the tokens that they have read; what was used longest ago goes first."""
+
+    def __init__(self, max_bytes: int) -> None:
+        self.max_bytes, self.bytes = max_bytes, 0
+        self.states: OrderedDict[bytes, Kept] = OrderedDict()
+        self.lengths: Counter[int] = Counter()
+
+    def keep(self, tokens: Sequence[int], cache: Cache) -> None:
+        """Keep a cache that has read these tokens; it must not read on."""
+        key, held = next(hashes(tokens, [len(tokens)]))[1], bytes_held(cache)
+        if held > self.max_bytes:
+            return
+        if key in self.states:
+            self.forget(key)
+        self.states[key] = Kept(len(tokens), held, cache)
+        self.lengths[len(tokens)] += 1
+        self.bytes += held
+        while self.bytes > self.max_bytes:
+            self.forget(next(iter(self.states)))
+
+    def has(self, tokens: Sequence[int]) -> bool:
+        """Tell whether the state of exactly these tokens is kept."""
+        return len(tokens) in self.lengths and next(hashes(tokens, [len(tokens)]))[1] in self.states
+
+    def take_longest(self, tokens: Sequence[int]) -> tuple[int, Cache | None]:
+        """Copy the state that has read the most of these tokens, from the first one on; tell how many."""
+        found: bytes | None = None
+        for _, key in hashes(tokens, sorted(length for length in self.lengths if length <= len(tokens))):
+            found = key if key in self.states else found
+        if found is None:
+            return 0, None
+        self.states.move_to_end(found)
+        kept = self.states[found]
+        return kept.tokens, fork_cache(kept.cache)
+
+    def forget(self, key: bytes) -> None:
+        kept = self.states.pop(key)
+        self.bytes -= kept.bytes
+        self.lengths[kept.tokens] -= 1
+        if not self.lengths[kept.tokens]:
+            del self.lengths[kept.tokens]
+
+
+def hashes(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:
+    """Yield each length with the hash of so many first tokens; lengths grow."""
+    found, done = hashlib.sha256(), 0
+    for length in lengths:
+        found.update(array("q", tokens[done:length]).tobytes())
+        done = length
+        yield length, found.digest()

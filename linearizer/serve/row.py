@@ -1,0 +1,104 @@
+"""One text of the running batch: its prompt, what it writes, where its text stops, and its listener."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from transformers import PreTrainedTokenizerBase
+from transformers.cache_utils import Cache
+
+from linearizer.model.text_stream import TextStream
+from linearizer.serve.sampling import Drawing
+
+
+@dataclass(frozen=True)
+class Piece:
+    """What a listener hears: new text, and at the end why it ended, or what went wrong."""
+
+    text: str = ""
+    finish: str | None = None  # "stop", or "length"
+    error: str | None = None
+
+    @property
+    def last(self) -> bool:
+        return self.finish is not None or self.error is not None
+
+
+@dataclass
+class Row:
+    """A text that is read, then written on; `hear` is called in the engine's thread."""
+
+    prompt: list[int]
+    hear: Callable[[Piece], None]
+    tokenizer: PreTrainedTokenizerBase
+    new_tokens: int
+    drawing: Drawing = field(default_factory=Drawing)
+    stop: tuple[str, ...] = ()
+    ends: frozenset[int] = frozenset()  # tokens that end a text
+
+    cache: Cache | None = None  # until it joins the batch
+    looked_up: bool = False  # among the states that are kept
+    reused: int = 0  # tokens whose state was kept
+    gone: bool = False  # nobody listens any more
+    done: bool = False
+    failed: bool = False
+
+    def __post_init__(self) -> None:
+        self.tokens, self.read = list(self.prompt), 0
+        self.stream, self.held = TextStream(self.tokenizer, self.prompt), ""
+
+    @property
+    def written(self) -> int:
+        return len(self.tokens) - len(self.prompt)
+
+    @property
+    def left(self) -> int:
+        """Count the tokens of the prompt to read before the last one, which is read in the batch."""
+        return max(0, len(self.prompt) - 1 - self.read)
+
+    def add(self, token: int) -> None:
+        """Take the next token, and tell the listener what it can be sure of."""
+        self.tokens.append(token)
+        ended = token in self.ends
+        text = self.held + ("" if ended else self.stream.add(token))
+        full = self.written >= self.new_tokens
+        if ended or full:
+            text += self.stream.rest()
+        begin = find_stop(text, self.stop)
+        if begin is not None:
+            self.end(Piece(text[:begin], "stop"))
+        elif ended or full:
+            self.end(Piece(text, "stop" if ended else "length"))
+        else:
+            sure = len(text) - begun_stop(text, self.stop)
+            self.held = text[sure:]
+            if sure:
+                self.say(Piece(text[:sure]))
+
+    def fail(self, why: str) -> None:
+        self.failed = True
+        self.end(Piece(error=why))
+
+    def end(self, piece: Piece) -> None:
+        self.done = True
+        self.say(piece)
+
+    def say(self, piece: Piece) -> None:
+        """Tell the listener; where it is gone, so is the row."""
+        try:
+            self.hear(piece)
+        except RuntimeError:  # its event loop is closed
+            self.gone = True
+
+
+def find_stop(text: str, stop: Sequence[str]) -> int | None:
+    """Find where the first of some strings begins in a text."""
+    places = [place for place in (text.find(each) for each in stop) if place >= 0]
+    return min(places) if places else None
+
+
+def begun_stop(text: str, stop: Sequence[str]) -> int:
+    """Count the last letters of a text that may be the beginning of one of some strings."""
+    most = min(len(text), max((len(each) - 1 for each in stop), default=0))
+    return next((size for size in range(most, 0, -1) if any(each.startswith(text[-size:]) for each in stop)), 0)

@@ -1,0 +1,98 @@
+"""Rows of a cache: texts of different lengths join a batch and leave it.
+
+A student's states have one size, so rows are laid beside each other. Where keys of all tokens are kept (by a teacher,
+or heads that keep their whole cache), or those of a native window, shorter rows are padded at the left.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+from torch.nn.functional import pad
+from transformers.cache_utils import Cache
+
+from linearizer.runtime.cache import Change, LinearizedCache, LinearizedLayer, copy_layer
+from linearizer.runtime.state import tensors
+
+Tensor = torch.Tensor
+
+
+def fork_cache(cache: Cache, change: Change = lambda name, x: x.clone()) -> Cache:
+    """Copy a cache of a student or a teacher; what the copy reads does not change this one."""
+    if isinstance(cache, LinearizedCache):
+        return cache.copied(change)
+    other = copy.copy(cache)
+    other.layers = [copy_layer(layer, change) for layer in cache.layers]
+    return other
+
+
+def join_caches(caches: Sequence[Cache]) -> Cache:
+    """Make one batch of several, each of which has read something; the first becomes the whole."""
+    first = caches[0]
+    for layers in zip(*(cache.layers for cache in caches), strict=True):
+        whole = layers[0]
+        if isinstance(whole, LinearizedLayer):
+            for states in zip(*(layer.memory for layer in layers), strict=True):
+                for name in tensors(states[0]):
+                    setattr(states[0], name, join_rows([getattr(state, name) for state in states], states[0], name))
+            whole.tokens_read = max(layer.tokens_read for layer in layers)
+        else:
+            for name in ("keys", "values"):
+                setattr(whole, name, join_rows([getattr(layer, name) for layer in layers], whole, name))
+            if hasattr(whole, "cumulative_length"):
+                whole.cumulative_length = max(layer.cumulative_length for layer in layers)
+    return first
+
+
+def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
+    """Keep some rows of a batch, of which the longest has read so many tokens, and no more padding than they need."""
+    cache.batch_select_indices(torch.tensor(rows, device=cache.layers[0].device))
+    cut_padding(cache, longest)
+
+
+def take_row(cache: Cache, row: int, tokens: int) -> Cache:
+    """Copy one row of a batch, which has read so many tokens."""
+    other = fork_cache(cache, lambda name, x: x[row : row + 1].clone())
+    cut_padding(other, tokens)
+    return other
+
+
+def cut_padding(cache: Cache, longest: int) -> None:
+    """Remove the padding that no row needs where the longest has read so many tokens."""
+    for layer in cache.layers:
+        if isinstance(layer, LinearizedLayer):
+            layer.tokens_read = longest
+            for state in layer.memory:
+                cut_rows(state, tensors(state), longest)
+        else:
+            window = getattr(layer, "sliding_window", None)
+            cut_rows(layer, ("keys", "values"), longest if window is None else min(longest, window - 1))
+            if hasattr(layer, "cumulative_length"):
+                layer.cumulative_length = longest
+
+
+def join_rows(parts: list[Tensor], holder: Any, name: str) -> Tensor:
+    """Lay rows beside each other, the shorter ones padded at the left where they grow with the text."""
+    if (axis := growing_axis(holder, name)) is not None:
+        longest = max(part.shape[axis] for part in parts)
+        behind = [0, 0] * (-1 - axis)
+        parts = [pad(part, [*behind, longest - part.shape[axis], 0]) for part in parts]
+    return torch.cat(parts)
+
+
+def cut_rows(holder: Any, names: Iterable[str], longest: int) -> None:
+    """Keep so many tokens at the right of all that grows with the text."""
+    for name in names:
+        if (axis := growing_axis(holder, name)) is not None:
+            x = getattr(holder, name)
+            setattr(holder, name, x.narrow(axis, x.shape[axis] - longest, longest).contiguous())
+
+
+def growing_axis(holder: Any, name: str) -> int | None:
+    """Tell along which axis a tensor grows with the text; None: its size is fixed."""
+    if hasattr(holder, "real"):
+        return -1 if name == "real" else -2
+    return -2 if hasattr(holder, "keys") else None

@@ -1,0 +1,51 @@
+"""The next tokens of rows that each draw in their own way."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from random import Random
+
+import torch
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class Drawing:
+    """How a row draws its tokens: temperature 0 takes the likeliest."""
+
+    temperature: float = 0.0
+    top_p: float = 1.0
+    random: Random = field(default_factory=Random)
+
+
+def choose_tokens(logits: Tensor, drawings: Sequence[Drawing]) -> list[int]:
+    """Choose the next token of every row of logits (rows, vocabulary)."""
+    chosen = logits.argmax(-1)
+    drawn = [row for row, drawing in enumerate(drawings) if drawing.temperature > 0]
+    if drawn:
+        some = [drawings[row] for row in drawn]
+        chosen[drawn] = draw_tokens(logits[drawn], some)
+    found: list[int] = chosen.tolist()
+    return found
+
+
+def draw_tokens(logits: Tensor, drawings: Sequence[Drawing]) -> Tensor:
+    """Draw from the likeliest tokens whose probabilities add up to top_p, with one random number a row."""
+
+    def column(values: Sequence[float]) -> Tensor:
+        return torch.tensor(values, device=logits.device, dtype=logits.dtype)[:, None]
+
+    temperature = column([drawing.temperature for drawing in drawings])
+    shares = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
+    shares, order = shares.sort(stable=True, dim=-1, descending=True)
+    before = shares.cumsum(-1) - shares
+    kept = before < column([drawing.top_p for drawing in drawings])
+    kept[:, 0] = True
+    total = (shares * kept).cumsum(-1)
+    place = torch.searchsorted(
+        total, total[:, -1:] * column([drawing.random.random() for drawing in drawings]), right=True
+    )
+    place = torch.minimum(place, kept.sum(-1, keepdim=True) - 1)
+    return order.gather(-1, place)[:, 0]

@@ -1,0 +1,54 @@
+"""Serves the student of a run, or its teacher, until it is stopped."""
+
+from __future__ import annotations
+
+import socket
+from collections.abc import Callable
+
+import uvicorn
+
+from linearizer.errors import RequestError
+from linearizer.model import checkpoint
+from linearizer.model.quiet import quiet
+from linearizer.model.teacher import load
+from linearizer.run.folder import Run
+from linearizer.serve.endpoint import Served, make_endpoint
+from linearizer.serve.engine import Engine
+
+HOST, PORT = "127.0.0.1", 8000
+MAX_STATE_BYTES = 2**30
+CLOSING_SECONDS = 2  # that requests at work are given when the server is stopped
+
+
+def serve(
+    run: Run,
+    port: int = PORT,
+    host: str = HOST,
+    max_state_bytes: int = MAX_STATE_BYTES,
+    teacher: bool = False,
+    ready: Callable[[str, str], None] = lambda url, name: None,
+) -> None:
+    """Serve a run's student behind an endpoint like OpenAI's; `ready` is told its address and the model's name."""
+    if max_state_bytes < 0:
+        raise RequestError(f"max-state-bytes = {max_state_bytes} is less than nothing: give 0 to keep no states")
+    with listen(host, port) as listening, quiet():
+        if teacher:
+            loaded = load(run.plan, inspection=run.inspection)
+            model, tokenizer = loaded.model, loaded.tokenizer
+        else:
+            model, tokenizer = checkpoint.load_of_run(run)
+        name = run.folder.resolve().name + ("-teacher" if teacher else "")
+        with Engine(model, max_state_bytes) as engine:
+            app = make_endpoint(Served(name, model, tokenizer, run.positions, engine))
+            config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=CLOSING_SECONDS)
+            ready(f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1", name)
+            uvicorn.Server(config).run([listening])
+
+
+def listen(host: str, port: int) -> socket.socket:
+    """Take an address before anything is loaded."""
+    try:
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        return socket.create_server((host, port), family=family)
+    except (OSError, OverflowError) as error:
+        raise RequestError(f"{host}:{port} cannot be listened at ({error}): name another --port or --host") from error

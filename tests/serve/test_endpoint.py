@@ -1,0 +1,238 @@
+"""The endpoint answers like OpenAI's: at once, streamed, with its errors; a client that goes away frees its place."""
+
+import json
+import socket
+import threading
+import time
+from contextlib import contextmanager
+
+import httpx
+import pytest
+import torch
+import uvicorn
+from transformers import AutoTokenizer
+
+from linearizer.model.hub import find_model
+from linearizer.serve.endpoint import Served, make_endpoint
+from linearizer.serve.engine import Engine
+from tests.support.models import student_of
+
+TEMPLATE = (
+    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
+    "{% if add_generation_prompt %}assistant: {% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def served():
+    tokenizer = AutoTokenizer.from_pretrained(find_model("demo").folder)
+    tokenizer.chat_template = TEMPLATE
+    student = student_of("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
+    student.generation_config.eos_token_id = None
+    with Engine(student, 2**24) as engine, listening(Served("tiny", student, tokenizer, 512, engine)) as client:
+        yield client
+
+
+@contextmanager
+def listening(served):
+    """Serve behind a real socket; a client of it knows what is served."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(make_endpoint(served), log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, args=([taken],))
+    thread.start()
+    try:
+        with httpx.Client(base_url=f"http://127.0.0.1:{taken.getsockname()[1]}/v1", timeout=60) as client:
+            client.served = served
+            yield client
+    finally:
+        server.should_exit = True
+        thread.join()
+        taken.close()
+
+
+def complete(client, **asked):
+    return client.post("completions", json={"model": "tiny", "prompt": "Once upon", "temperature": 0, **asked})
+
+
+def chat(client, *words, **asked):
+    roles = ("user", "assistant")
+    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(words)]
+    return client.post("chat/completions", json={"model": "tiny", "messages": messages, "temperature": 0, **asked})
+
+
+def expected(client, prompt, count):
+    """What `generate` writes after a prompt."""
+    known = client.served
+    ids = known.tokenizer(prompt, return_tensors="pt", add_special_tokens=False)["input_ids"]
+    given = dict(attention_mask=torch.ones_like(ids), max_new_tokens=count, do_sample=False, pad_token_id=0)
+    return known.tokenizer.decode(known.model.generate(ids, **given)[0, ids.shape[1] :], skip_special_tokens=True)
+
+
+def streamed(client, path, **asked):
+    """Give the events of a stream, but for the last."""
+    with client.stream("POST", path, json={"model": "tiny", "temperature": 0, "stream": True, **asked}) as answer:
+        assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
+        lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
+    assert lines[-1] == "[DONE]"
+    return [json.loads(line) for line in lines[:-1]]
+
+
+def test_it_writes_what_generate_writes(served):
+    answer = complete(served, max_tokens=12).json()
+    (choice,) = answer["choices"]
+    assert choice["text"] == expected(served, "Once upon", 12) and choice["finish_reason"] == "length"
+    used = answer["usage"]
+    assert used["completion_tokens"] == 12 and used["total_tokens"] == 12 + used["prompt_tokens"]
+    assert answer["object"] == "text_completion" and answer["model"] == "tiny"
+    texts = [choice["text"] for choice in complete(served, prompt=["Once upon", "A"], max_tokens=6).json()["choices"]]
+    assert texts == [expected(served, prompt, 6) for prompt in ("Once upon", "A")]
+    assert len(complete(served).json()["choices"][0]["text"]) > 0
+
+
+def test_a_stream_adds_up_to_the_answer(served):
+    events = streamed(served, "completions", prompt="Once upon", max_tokens=12, stream_options={"include_usage": True})
+    assert "".join(e["choices"][0]["text"] for e in events[:-1]) == expected(served, "Once upon", 12)
+    assert [e["choices"][0]["finish_reason"] for e in events[:-1]][-1] == "length"
+    assert events[-1]["choices"] == [] and events[-1]["usage"]["completion_tokens"] == 12
+    said = [{"role": "user", "content": "Once"}]
+    events = streamed(served, "chat/completions", messages=said, max_tokens=5)
+    assert events[0]["choices"][0]["delta"] == {"role": "assistant"}
+    text = "".join(e["choices"][0]["delta"].get("content", "") for e in events)
+    assert text == expected(served, "user: Once\nassistant: ", 5)
+
+
+def test_a_conversation_goes_on_from_its_kept_state(served):
+    first = chat(served, "Tell me of modules.", max_tokens=10).json()
+    text = first["choices"][0]["message"]["content"]
+    second = chat(served, "Tell me of modules.", text, "More.", max_tokens=10).json()
+    asked = f"user: Tell me of modules.\nassistant: {text}\nuser: More.\nassistant: "
+    assert second["choices"][0]["message"]["content"] == expected(served, asked, 10)
+    assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 1
+
+
+def test_requests_of_different_lengths_at_once_are_answered_as_alone(served):
+    prompts = ["The", "Once upon a time there was " * 9, "import sys", "A module is " * 3, "x"]
+    counts, found = [30, 8, 20, 1, 14], {}
+
+    def ask(index):
+        time.sleep(0.05 * index)
+        answer = httpx.post(
+            f"{served.base_url}completions",
+            json={"model": "tiny", "prompt": prompts[index], "max_tokens": counts[index], "temperature": 0},
+            timeout=60,
+        )
+        found[index] = answer.json()["choices"][0]["text"]
+
+    threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert [found[i] for i in range(5)] == [expected(served, *pair) for pair in zip(prompts, counts, strict=True)]
+
+
+def test_a_text_ends_before_what_it_stops_at(served):
+    whole = expected(served, "Once upon", 30)
+    stop = whole[10:13]
+    answer = complete(served, max_tokens=30, stop=[stop, "never said"]).json()["choices"][0]
+    assert answer["text"] == whole[: whole.index(stop)] and answer["finish_reason"] == "stop"
+    events = streamed(served, "completions", prompt="Once upon", max_tokens=30, stop=stop)
+    assert "".join(e["choices"][0]["text"] for e in events) == answer["text"]
+
+
+def test_a_seed_draws_the_same_text(served):
+    texts = [complete(served, temperature=1.5, top_p=0.9, seed=seed, max_tokens=20).json() for seed in (1, 1, 2)]
+    first, again, other = (answer["choices"][0]["text"] for answer in texts)
+    assert first == again != other
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_goes_away_frees_its_place(served, stream):
+    engine, begun = served.served.engine, threading.Event()
+    body = {"model": "tiny", "prompt": "Once", "max_tokens": 500, "stream": stream, "ignore_eos": True}
+    content = json.dumps(body).encode()
+    before = engine.model.forward
+
+    def slow(*args, **kwargs):
+        begun.set()
+        time.sleep(0.02)
+        return before(*args, **kwargs)
+
+    engine.model.forward = slow
+    try:
+        address = served.base_url.host, served.base_url.port
+        with socket.create_connection(address) as connection:
+            head = ["POST /v1/completions HTTP/1.1", "Host: a", "Content-Type: application/json"]
+            head += [f"Content-Length: {len(content)}", "", ""]
+            connection.sendall("\r\n".join(head).encode() + content)
+            assert begun.wait(60)
+            if stream:
+                connection.recv(100)
+        last = time.monotonic() + 60
+        while (engine.rows or engine.waiting) and time.monotonic() < last:
+            time.sleep(0.01)
+        assert not engine.rows and not engine.waiting
+        assert max(kept.tokens for kept in engine.kept.states.values()) < 400  # it did not write to the end
+    finally:
+        del engine.model.forward
+    assert complete(served, max_tokens=4).status_code == 200
+
+
+REFUSED = {
+    "no such model": (dict(model="gpt"), 404, "there is no model 'gpt'"),
+    "hot": (dict(temperature=3), 400, "temperature"),
+    "cold": (dict(temperature=-1), 400, "temperature"),
+    "words": (dict(temperature="warm"), 400, "temperature"),
+    "top_p": (dict(top_p=0), 400, "top_p"),
+    "none": (dict(max_tokens=0), 400, "max_tokens"),
+    "huge": (dict(max_tokens=10**9), 400, "more than the 512"),
+    "empty": (dict(prompt=""), 400, "empty"),
+    "numbers": (dict(prompt=[10**9]), 400, "a token is none"),
+    "long": (dict(prompt="word " * 3000), 400, "more than the 512"),
+    "many": (dict(prompt=["a"] * 100), 400, "100 prompts"),
+    "several": (dict(n=2), 400, "n = 2 is not served"),
+    "misspelt": (dict(temprature=1), 400, "temprature"),
+    "no stop": (dict(stop=[""]), 400, "stop"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_cannot_be_served_is_said_in_the_shape_of_openai(served, name):
+    asked, status, match = REFUSED[name]
+    answer = complete(served, **asked)
+    error = answer.json()["error"]
+    assert answer.status_code == status and match in error["message"]
+    assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"
+
+
+def test_what_is_no_request_is_said_too(served):
+    headers = {"content-type": "application/json"}
+    for path, content, status in [
+        ("completions", b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400),
+        ("completions", b"{", 400),
+        ("completions", b"[]", 400),
+        ("chat/completions", b'{"model": "tiny", "messages": []}', 400),
+        ("chat/completions", b'{"model": "tiny"}', 400),
+        ("chat/completions", b'{"model": "tiny", "messages": [{"role": "king", "content": "a"}]}', 400),
+        ("embeddings", b"{}", 404),
+    ]:
+        answer = served.post(path, content=content, headers=headers)
+        assert answer.status_code == status and answer.json()["error"]["message"], (content, answer.text)
+    assert served.get("completions").status_code == 405
+    assert served.get("models").json()["data"][0]["id"] == "tiny"
+    assert served.get("models/tiny").json()["max_model_len"] == 512
+    assert served.get("models/other").json()["error"]["code"] == "model_not_found"
+    health = httpx.get(f"http://127.0.0.1:{served.base_url.port}/health").json()
+    assert health["rows"] == health["waiting"] == 0 and health["kept_state_bytes"] <= 2**24
+
+
+def test_a_model_without_a_template_says_so(served, monkeypatch):
+    monkeypatch.setattr(served.served.tokenizer, "chat_template", None)
+    answer = chat(served, "Hello")
+    assert answer.status_code == 400 and "/v1/completions" in answer.json()["error"]["message"]
+
+
+def test_a_template_that_refuses_says_so(served, monkeypatch):
+    monkeypatch.setattr(served.served.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
+    answer = chat(served, "Hello")
+    assert answer.status_code == 400 and "roles must alternate" in answer.json()["error"]["message"]
