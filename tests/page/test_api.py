@@ -4,11 +4,13 @@ import json
 import re
 import urllib.error
 import urllib.request
+from pathlib import Path
 
 import pytest
 from gradio_client.exceptions import AppError
 
-from tests.support.page_server import SMALL, SPACE, client_of, ended, serving, session_of
+from linearizer.page.site import MAX_SESSIONS
+from tests.support.page_server import SMALL, SPACE, client_of, ended, server, serving, session_of, wait_for
 
 ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
 
@@ -264,3 +266,31 @@ def test_no_input_breaks_what_the_page_itself_calls(space):
                 assert "Traceback" not in said and "root:x:" not in said, (wire["id"], data, said[:500])
                 for raw in ("<img src=x", "<b>x", "<script>`", "<i>m"):
                     assert raw not in said, (wire["id"], data, said[:500])
+
+
+def test_five_hundred_sessions_leave_the_memory_of_a_server_flat(tmp_path):
+    """A session holds about 0.4 MB, so 300 sessions beyond those that are kept would add more than 100 MB."""
+    with server(tmp_path / "runs") as (url, log, process):
+        wait_for(url, process, log)
+        memory = []
+        for sessions in (MAX_SESSIONS, 500 - MAX_SESSIONS):
+            for _ in range(sessions):
+                assert b"event: complete" in call_once(url, "list_runs", "")
+            memory.append(memory_bytes(process.pid))
+    assert memory[1] - memory[0] < 50e6
+
+
+def call_once(url, endpoint, *values):
+    """Call an endpoint in a session of its own."""
+    body = json.dumps({"data": values}).encode()
+    request = urllib.request.Request(f"{url}gradio_api/call/{endpoint}", body, {"Content-Type": "application/json"})
+    with urllib.request.urlopen(request, timeout=120) as answer:
+        event = json.load(answer)["event_id"]
+    with urllib.request.urlopen(f"{url}gradio_api/call/{endpoint}/{event}", timeout=120) as answer:
+        return answer.read()
+
+
+def memory_bytes(process):
+    """Read the resident memory of a process."""
+    status = Path(f"/proc/{process}/status").read_text()
+    return 1024 * int(re.search(r"VmRSS:\s+(\d+)", status)[1])
