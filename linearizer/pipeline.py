@@ -24,11 +24,12 @@ from linearizer.measure.head_prices import choose_pricing
 from linearizer.measure.profile import profile_settings
 from linearizer.measure.step import measure_teacher, min_texts
 from linearizer.model import checkpoint, kept_state
+from linearizer.model.devices import choose_dtype
 from linearizer.model.hub import Source, cache_folder, download_bytes, find_model
 from linearizer.model.inspect import inspect_model
 from linearizer.model.kept_state import Answer, Reading
 from linearizer.model.quiet import quiet
-from linearizer.model.teacher import Teacher, load, load_config, texts_of
+from linearizer.model.teacher import Teacher, load, load_config, stored_dtype, texts_of
 from linearizer.progress import Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
@@ -64,19 +65,23 @@ def begin(
 ) -> Run:
     """Begin a run, or open the run to resume. All that can be refused before the work is refused here, and only here.
 
-    plan.json holds what is decided here: the revision of the model, and whether prices are measured or estimated.
+    plan.json holds what is decided here: the revision of the model, whether prices are measured or estimated, and the
+    type to compute in.
     """
     plan = with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
         (run := Run(folder)).check_same(plan)
         return run
     source = find_model(plan.model, token)
-    inspection = inspect_model(source, load_config(source, token))
+    config = load_config(source, token)
+    inspection = inspect_model(source, config)
     inspection.require_support()
     check_plan(plan, inspection.layers)
     check_limits(plan, inspection)
     model = f"{source.repo_id}@{source.revision}" if source.repo_id else plan.model
-    decided = replace(plan, model=model, prices=choose_pricing(plan, inspection))
+    prices = choose_pricing(plan, inspection)
+    dtype = choose_dtype(plan.dtype, stored_dtype(config), plan.device)
+    decided = replace(plan, model=model, prices=prices, dtype=dtype)
     run = Run.create(folder, decided, inspection, asked=plan)
     try:
         check_disks(folder, plan, source, inspection)
@@ -138,6 +143,8 @@ def make_student(run: Run, token: str | None) -> Steps[None]:
         plan = plan_with_steps(run, teacher, student, token)
         learnt, judged = training_and_judging_texts(plan, teacher, token)
     yield from train(run, plan, student, allocation, learnt)
+    if plan.lora:  # what is judged is what is saved
+        checkpoint.round_weights(student, teacher.stored)
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
     run.write_evaluation(made_with={**made_with, **environment(student)})
     control = student
@@ -145,6 +152,7 @@ def make_student(run: Run, token: str | None) -> Steps[None]:
         control = checkpoint.linearize(load(run.plan, token, run.inspection).model, layers, allocation)
     yield from judge(run, Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
     check_stop(run)
+    checkpoint.restore_type(student, teacher.stored)
     checkpoint.save(student, teacher.tokenizer, run.checkpoint)
     write_digests(run)
 

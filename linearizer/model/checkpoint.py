@@ -75,6 +75,24 @@ def layer_config(heads: Sequence[Head], layer: Layer) -> dict[str, Any] | None:
     return {"heads": [head.held for head in heads], "key_dim": layer.key_dim}
 
 
+def round_weights(student: LinearizedForCausalLM, stored: torch.dtype | None) -> None:
+    """Round a base's weights to what their stored type can hold; they stay in the type that is computed in."""
+    for weight in weights_larger_than(student, stored):
+        weight.data = weight.to(stored).to(weight.dtype)
+
+
+def restore_type(student: LinearizedForCausalLM, stored: torch.dtype | None) -> None:
+    """Give a base's weights the type that its teacher is stored in, where they were computed in a larger type."""
+    for weight in weights_larger_than(student, stored):
+        weight.data = weight.to(stored)
+
+
+def weights_larger_than(student: LinearizedForCausalLM, stored: torch.dtype | None) -> list[torch.nn.Parameter]:
+    """List the weights of a base, without its layers' students, whose type is larger than the stored type."""
+    named = [] if stored is None else list(student.base.named_parameters())
+    return [x for name, x in named if ".student." not in name and x.dtype.itemsize > stored.itemsize]  # type: ignore[union-attr]
+
+
 def save(student: LinearizedForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
     """Write weights, config, runtime code and tokenizer; an older checkpoint stays until the new one is complete."""
     with replacing(folder) as unfinished:

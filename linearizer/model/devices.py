@@ -1,10 +1,19 @@
-"""Chooses a device, and gives it a name that all processes of this machine agree on."""
+"""Chooses a device and the type that it computes in, and names it so that all processes of this machine agree."""
 
 from __future__ import annotations
 
 import os
+import time
+from functools import cache
+from typing import TYPE_CHECKING
 
 from linearizer.errors import RequestError
+
+if TYPE_CHECKING:
+    import torch
+
+TRIED_SIZE, TRIES = 256, 9  # of a product of matrices that is timed, in each type in turn: 30 milliseconds
+SLOWER = 1.25  # times as long as in float32: with instructions for a type it is at most 0.9, without at least 2
 
 
 def choose_device(device: str) -> str:
@@ -20,6 +29,31 @@ def choose_device(device: str) -> str:
     except (RuntimeError, AssertionError) as error:
         raise RequestError(f"device {device!r} is not to be had here: name cpu, or leave it out") from error
     return device
+
+
+def choose_dtype(asked: str, stored: torch.dtype | None, device: str) -> str:
+    """Compute in float32 what is stored in a smaller type, where a CPU is slower in that; decide nothing else."""
+    if asked != "auto" or stored is None or choose_device(device) != "cpu":
+        return asked
+    return "float32" if stored.itemsize < 4 and slowness(stored) > SLOWER else asked
+
+
+@cache
+def slowness(dtype: torch.dtype) -> float:
+    """Measure how many times as long as in float32 a CPU takes for a product: what it says of itself is not enough.
+
+    oneDNN serves types that the CPU has no instructions for, and PyTorch reports instructions that oneDNN may not use.
+    """
+    import torch
+
+    seconds: dict[torch.dtype, list[float]] = {torch.float32: [], dtype: []}
+    for _ in range(TRIES):
+        for kind, times in seconds.items():
+            matrix = torch.ones(TRIED_SIZE, TRIED_SIZE, dtype=kind)
+            begin = time.perf_counter()
+            matrix @ matrix
+            times.append(time.perf_counter() - begin)
+    return min(seconds[dtype]) / min(seconds[torch.float32])
 
 
 def device_kind(asked: str) -> str:

@@ -54,6 +54,12 @@ def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
             ) from error
 
 
+def stored_dtype(config: PreTrainedConfig) -> torch.dtype | None:
+    """Give the type that a model's weights are stored in, as its config states it."""
+    dtype = getattr(config, "dtype", None)
+    return getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+
+
 def load_tokenizer(source: Source, token: str | None = None) -> PreTrainedTokenizerBase:
     """Load a model's tokenizer."""
     from transformers import AutoTokenizer
@@ -127,18 +133,20 @@ class Teacher:
     inspection: Inspection
     model: PreTrainedModel
     tokenizer: PreTrainedTokenizerBase
+    stored: torch.dtype | None  # the type of its weights where they are stored, if its config says so
 
 
 def load(plan: Plan, token: str | None = None, inspection: Inspection | None = None) -> Teacher:
     """Load the teacher of a plan; without its inspection, refuse a model that cannot be linearized first."""
     source = find_model(plan.model, token)
+    config = load_config(source, token)
     if inspection is None:
-        inspection = inspect_model(source, load_config(source, token))
+        inspection = inspect_model(source, config)
         inspection.require_support()
     tokenizer = load_tokenizer(source, token)
     model = load_teacher(source, plan.dtype, choose_device(plan.device), token)
     verify_teacher(model, inspection)
-    return Teacher(source, inspection, model, tokenizer)
+    return Teacher(source, inspection, model, tokenizer, stored_dtype(config))
 
 
 def texts_of(

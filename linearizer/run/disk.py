@@ -12,10 +12,9 @@ SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
 def checkpoint_bytes(plan: Plan, inspection: Inspection) -> int:
-    """Estimate the size of a student: the weights of its teacher, in the type they are loaded in, and its features."""
-    if plan.dtype in SIZES:
-        return inspection.parameters * SIZES[plan.dtype] + map_bytes(plan, inspection)
-    return inspection.weight_bytes + map_bytes(plan, inspection)
+    """Estimate the size of a student: its features, and the weights in no larger type than the teacher's."""
+    weights = min(inspection.weight_bytes, inspection.parameters * SIZES.get(plan.dtype, NUMBER))
+    return weights + map_bytes(plan, inspection)
 
 
 def map_bytes(plan: Plan, inspection: Inspection) -> int:

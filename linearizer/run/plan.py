@@ -146,7 +146,10 @@ class Plan(JsonProduct):
     seed: int = option(0, "the seed of everything that is drawn at random", least=0, most=2**63 - 1, group=MACHINE)
     device: str = option("auto", "auto, cpu, cuda, cuda:1, …", group=MACHINE)
     dtype: str = option(
-        "auto", "the type of the weights", choices=("auto", "float32", "bfloat16", "float16"), group=MACHINE
+        "auto",
+        "the type of number to compute in; auto is the teacher's own, or float32 where a CPU computes that faster",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        group=MACHINE,
     )
 
     @staticmethod

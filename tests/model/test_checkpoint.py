@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearizer.errors import FolderError, RequestError
-from linearizer.model.checkpoint import linearize, load, save
+from linearizer.model.checkpoint import linearize, load, restore_type, save
 from linearizer.model.hub import find_model
 from linearizer.model.teacher import load_teacher, load_tokenizer
 from linearizer.run.allocation import Allocation
@@ -100,6 +100,26 @@ def test_half_precision_keeps_features_in_fp32_and_the_answer(dtype, tmp_path):
         if ".student." not in name:
             parameter.data = parameter.data.bfloat16()
     assert torch.equal(logits, student(ids).logits)
+
+
+@torch.no_grad()
+def test_weights_that_were_computed_with_in_float32_are_saved_as_the_teacher_has_them(tmp_path):
+    stored = load_teacher(find_model("demo"))
+    teacher = load_teacher(find_model("demo"), "float32")
+    layers = layers_of(teacher)
+    student = linearize(teacher, layers, Allocation("by hand", 4, ((Head(window=28, features=32),) * 4,) * 8))
+    restore_type(student, torch.bfloat16)
+    save(student, None, tmp_path / "checkpoint")
+    loaded = load(tmp_path / "checkpoint")
+    saved, expected = dict(loaded.base.named_parameters()), dict(stored.named_parameters())
+    assert loaded.dtype == torch.bfloat16 and all(torch.equal(saved[name], expected[name]) for name in expected)
+    assert {x.dtype for name, x in saved.items() if ".student." in name} == {torch.float32}
+
+
+def test_no_weight_is_saved_in_a_larger_type_than_it_was_computed_in(tmp_path):
+    student = student_of("llama", dtype="bfloat16")
+    restore_type(student, torch.float32)
+    assert student.dtype == torch.bfloat16
 
 
 @torch.no_grad()

@@ -1,9 +1,15 @@
 """Processes that see other GPUs, or number them otherwise, still agree on which one they mean."""
 
+import os
+import platform
+import subprocess
+import sys
+
 import pytest
+import torch
 
 from linearizer.errors import RequestError
-from linearizer.model.devices import choose_device, device_name
+from linearizer.model.devices import choose_device, choose_dtype, device_name
 
 
 @pytest.mark.parametrize(
@@ -32,3 +38,20 @@ def test_a_device_that_is_not_here_is_refused():
         with pytest.raises(RequestError, match="is not to be had here"):
             choose_device(asked)
     assert choose_device("cpu") == "cpu" and choose_device("auto") in ("cpu", "cuda")
+
+
+@pytest.mark.skipif(platform.machine() not in ("x86_64", "AMD64"), reason="a weaker CPU is imitated on x86 alone")
+def test_a_cpu_that_computes_small_types_slowly_computes_in_float32():
+    code = (
+        "import torch; from linearizer.model.devices import choose_dtype\n"
+        "print(*(choose_dtype('auto', kind, 'cpu') for kind in (torch.bfloat16, torch.float16, torch.float32)))"
+    )
+    weaker = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
+    asked = subprocess.run([sys.executable, "-c", code], env={**os.environ, **weaker}, capture_output=True, text=True)
+    assert asked.stdout.split() == ["float32", "float32", "auto"], asked.stderr
+
+
+def test_a_type_that_was_asked_for_is_computed_in():
+    for asked in ("float32", "bfloat16", "float16"):
+        assert choose_dtype(asked, torch.float16, "cpu") == asked
+    assert choose_dtype("auto", torch.float32, "cpu") == choose_dtype("auto", None, "cpu") == "auto"
