@@ -12,7 +12,7 @@ from typing import NamedTuple
 
 import torch
 
-from linearizer.evaluate.reading import read_together
+from linearizer.evaluate.reading import Read, read_together
 from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import kl_of, texts_at_once
 from linearizer.progress import Progress, Steps
@@ -37,13 +37,19 @@ class Scores(NamedTuple):
 
 
 def measure_language(
-    subjects: Sequence[Subject], windows: Tensor, documents: Tensor, layers: Sequence[Layer], seed: int = 0
+    subjects: Sequence[Subject],
+    windows: Tensor,
+    documents: Tensor,
+    layers: Sequence[Layer],
+    seed: int = 0,
+    read: Read = read_together,
 ) -> Steps[Language]:
     """Let all predict the same texts (texts, tokens); `documents` numbers the document of every token."""
     found: list[list[Scores]] = [[] for _ in subjects]
     split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
+    yield Progress("language", 0, len(split), "batches")
     for done, ids in enumerate(split):
-        for texts, own in zip(found, read_scores(subjects, ids), strict=True):
+        for texts, own in zip(found, read_scores(subjects, ids, read), strict=True):
             texts.append(own)
         yield Progress("language", done + 1, len(split), "batches")
     scores = [joined(batches, 0) for batches in found]
@@ -58,14 +64,14 @@ def measure_language(
     return Language(scores[0].loss.numel(), edges, unit, int(owners.max()) + 1, rows)
 
 
-def read_scores(subjects: Sequence[Subject], ids: Tensor) -> list[Scores]:
+def read_scores(subjects: Sequence[Subject], ids: Tensor, read: Read = read_together) -> list[Scores]:
     """Score every token of some texts, for every subject."""
     parts: list[list[Scores]] = [[] for _ in subjects]
-    for begin, read in read_together(subjects, ids):
-        following = ids[:, begin + 1 : begin + 1 + read[0].shape[1]].to(read[0].device)
+    for begin, pieces in read(subjects, ids):
+        following = ids[:, begin + 1 : begin + 1 + pieces[0].shape[1]].to(pieces[0].device)
         if not following.shape[1]:
             continue  # the last token predicts nothing that is there
-        logits = [part[:, : following.shape[1]] for part in read]
+        logits = [piece[:, : following.shape[1]] for piece in pieces]
         expected = logits[0] if subjects[0].allocation is None else None
         for place, given in enumerate(logits):
             parts[place].append(scores_of(given, expected, following))

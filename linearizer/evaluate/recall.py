@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
-from linearizer.evaluate.reading import read_losses
+from linearizer.evaluate.reading import Pieces, read_branches, read_into, read_losses
 from linearizer.evaluate.subjects import Subject
+from linearizer.model.logits import fresh_cache, losses_of, texts_at_once
 from linearizer.model.memory import run_if_it_fits
 from linearizer.model.text import repeated_passages
 from linearizer.progress import Progress, Steps
@@ -27,18 +29,67 @@ def measure_recall(
     subjects: Sequence[Subject], windows: Tensor, passage: int, gaps: Sequence[int] = ()
 ) -> Steps[Recall]:
     """Measure how much better a passage is predicted when it comes the second time; no gaps: those that double."""
-    gaps = tuple(gaps) or doubling_gaps(windows.shape[1], passage)
-    found: list[list[tuple[float, float]]] = [[] for _ in subjects]
-    for done, gap in enumerate(gaps):
-        losses = read_losses(subjects, repeated_passages(windows, passage, gap))
-        for row, own in zip(found, losses, strict=True):
-            begin = own.shape[1] - 2 * passage - gap
+    reader = RepeatReader.of(subjects, windows.shape[1], passage, gaps)
+    split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
+    for done, ids in enumerate(split):
+        for _ in reader.read(subjects, ids):
+            pass
+        yield Progress("recall", done + 1, len(split), "batches")
+    return reader.result()
+
+
+@dataclass
+class RepeatReader:
+    """Reads texts once, and from the same place on also passages that stood in them: all gaps share what is before.
+
+    A text ends in a passage, a gap of other text, and the passage again in place of its own last tokens.
+    """
+
+    names: tuple[str, ...]
+    passage: int
+    gaps: tuple[int, ...]
+    losses: list[list[tuple[Tensor, Tensor]]]  # [subject][batch]: (texts, gaps), the first time and the second
+
+    @staticmethod
+    def of(subjects: Sequence[Subject], length: int, passage: int, gaps: Sequence[int] = ()) -> RepeatReader:
+        gaps = tuple(gaps) or doubling_gaps(length, passage)
+        return RepeatReader(tuple(subject.name for subject in subjects), passage, gaps, [[] for _ in subjects])
+
+    def read(self, subjects: Sequence[Subject], ids: Tensor) -> Pieces:
+        """Let all read some texts to their own ends, and keep how well they predicted the passages meanwhile."""
+        repeated = torch.stack([repeated_passages(ids, self.passage, gap) for gap in self.gaps], 1)
+        ends = torch.cat([ids[:, None], repeated], 1)[..., -self.passage :]  # the text's own is the first
+        before = ids.shape[1] - self.passage
+        caches = [fresh_cache(subject.model) for subject in subjects]
+        losses: list[list[Tensor]] = [[] for _ in subjects]
+        for begin, logits in read_into(subjects, ids[:, :before], caches):
+            following = ids[:, begin + 1 : begin + 1 + logits[0].shape[1]]
+            for own, given in zip(losses, logits, strict=True):
+                own.append(losses_of(given, following))
+            yield begin, logits
+        last = []
+        for subject, cache, own, kept in zip(subjects, caches, losses, self.losses, strict=True):
+            logits_of_ends = read_branches(subject, ends, cache)
+            last.append(logits_of_ends[:, 0])
             # the passage's own first token is a surprise twice
-            first, second = own[:, begin + 1 : begin + passage], own[:, 1 - passage :]
-            row.append((first.mean().item(), second.mean().item()))
-        yield Progress("recall", done + 1, len(gaps), "gaps")
-    rows = (Repeated(subject.name, *zip(*row, strict=True)) for subject, row in zip(subjects, found, strict=True))
-    return Recall(passage, gaps, tuple(rows))
+            given, following = logits_of_ends[:, 1:, :-1], ends[:, 1:, 1:]
+            again = losses_of(given.flatten(0, 1), following.flatten(0, 1)).unflatten(0, given.shape[:2])
+            kept.append((self.first_losses(torch.cat(own, 1)), again.double().mean(-1).cpu()))
+        yield before, last
+
+    def first_losses(self, losses: Tensor) -> Tensor:
+        """Give the mean loss on every passage where it first stands, from the losses before a text's end."""
+        begins = [losses.shape[1] - self.passage - gap for gap in self.gaps]
+        passages = [losses[:, begin : begin + self.passage - 1] for begin in begins]
+        return torch.stack([passage.double().mean(-1).cpu() for passage in passages], 1)
+
+    def result(self) -> Recall:
+        """Average over texts."""
+        rows = []
+        for name, batches in zip(self.names, self.losses, strict=True):
+            first, second = (torch.cat(parts).mean(0).tolist() for parts in zip(*batches, strict=True))
+            rows.append(Repeated(name, tuple(first), tuple(second)))
+        return Recall(self.passage, self.gaps, tuple(rows))
 
 
 def measure_longer(subjects: Sequence[Subject], windows: Tensor, trained: int, positions: int) -> Steps[Longer | None]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from itertools import islice
 
@@ -25,7 +25,7 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import absolute_source
-from linearizer.run.results import MadeWith
+from linearizer.run.results import MadeWith, Recall
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.step import initialise_student
@@ -42,6 +42,7 @@ class Setup:
     teacher: PreTrainedModel | None  # may be the control's own base
     alone: str | None  # why there is no teacher
     kept: torch.Tensor | None = None  # texts that the run kept from training, where it has just made its student
+    recall_read: dict[tuple[object, ...], Recall] = field(default_factory=dict)  # while the language part read texts
 
     @property
     def layers(self) -> tuple[Layer, ...]:
@@ -152,7 +153,7 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
         try:
             teacher = load(run.plan, token, run.inspection)
         except ModelNotAvailable as error:
-            student = checkpoint.load_student(run).to(choose_device(run.plan.device))
+            student = checkpoint.load_student(run, dtype=run.plan.dtype).to(choose_device(run.plan.device))
             tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
             yield Setup(run, student, student, tokenizer, None, str(error))
             return

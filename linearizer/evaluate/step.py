@@ -15,14 +15,14 @@ from linearizer.evaluate.generation import measure_generation
 from linearizer.evaluate.head_errors import measure_approximation, measure_curve
 from linearizer.evaluate.language import measure_language
 from linearizer.evaluate.needle import MIN_NEEDLE_TOKENS, measure_needle, needle_lengths
-from linearizer.evaluate.recall import measure_longer, measure_recall
+from linearizer.evaluate.recall import RepeatReader, measure_longer, measure_recall
 from linearizer.evaluate.setup import Setup
 from linearizer.evaluate.speed import LENGTHS, measure_speed
 from linearizer.evaluate.subjects import Subject
 from linearizer.evaluate.tasks import find_tasks, measure_tasks
 from linearizer.model.samples import SAMPLES
 from linearizer.model.text import document_numbers
-from linearizer.progress import Steps
+from linearizer.progress import Progress, Steps
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
@@ -31,7 +31,7 @@ from linearizer.run.stopping import interruptible, log_progress
 from linearizer.train.distill import distill
 from linearizer.train.settings import training_settings
 
-JUDGING = Request(("language", "recall"))  # of a student that has just been made
+JUDGING = Request(("language", "recall"), short=True)  # of a student that has just been made
 MAX_WRITTEN_TOKENS = 96
 MAX_APPROXIMATION_TEXTS = 2
 CURVE_FEATURES = (8, 16, 32, 64, 128, 256)
@@ -99,16 +99,29 @@ def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
     length, windows, read = request_texts(setup, request)
     documents = document_numbers(windows, setup.tokenizer)
     subjects = setup.subjects(length)
-    return (yield from measure_language(subjects, windows, documents, setup.layers, request.seed)), read
+    given = (subjects, windows, documents, setup.layers, request.seed)
+    if "recall" not in request.chosen:
+        return (yield from measure_language(*given)), read
+    reader = RepeatReader.of(subjects, length, passage_tokens(length))
+    language = yield from measure_language(*given, read=reader.read)
+    setup.recall_read[texts_asked(request)] = reader.result()
+    return language, read
 
 
 def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
-    """Repeat passages within texts of the length, and read texts of twice the training's length where possible."""
+    """Repeat passages within texts of the length, and read texts of twice the training's length where possible.
+
+    What was measured of passages while the language part read the same texts is not measured again.
+    """
     length, windows, read = request_texts(setup, request)
-    recall = yield from measure_recall(setup.subjects(length), windows, max(2, length // 16))
+    recall = setup.recall_read.pop(texts_asked(request), None)
+    if recall is None:
+        recall = yield from measure_recall(setup.subjects(length), windows, passage_tokens(length))
+    else:
+        yield Progress("recall", 1, 1, "batches")
     trained, positions = setup.usual_length, setup.run.positions
     long = max(length, 2 * trained)
-    if long > positions and setup.run.inspection.positions == "learned":
+    if request.short or (long > positions and setup.run.inspection.positions == "learned"):
         return recall, read
     try:
         windows = setup.windows(request.text, long, max(1, request.texts * length // long), request.seed)
@@ -116,6 +129,16 @@ def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
         return recall, read
     longer = yield from measure_longer(setup.subjects(long), windows, trained, positions)
     return replace(recall, longer=longer), read
+
+
+def passage_tokens(length: int) -> int:
+    """Choose the length of the passages that come again in texts of a length."""
+    return max(2, length // 16)
+
+
+def texts_asked(request: Request) -> tuple[object, ...]:
+    """Tell requests apart that ask for other texts."""
+    return tuple(getattr(request, name) for name in ON_TEXT)
 
 
 def measure_needle_part(setup: Setup, request: Request) -> Steps[Measured]:
@@ -210,7 +233,7 @@ class PartMeasure:
 ON_TEXT = ("text", "length", "texts", "seed")
 PARTS = {
     "language": PartMeasure(measure_language_part, ON_TEXT),
-    "recall": PartMeasure(measure_recall_part, ON_TEXT),
+    "recall": PartMeasure(measure_recall_part, (*ON_TEXT, "short")),
     "needle": PartMeasure(measure_needle_part, ("text", "texts", "seed", "lengths")),
     "generation": PartMeasure(measure_generation_part, ON_TEXT),
     "approximation": PartMeasure(measure_approximation_part, (*ON_TEXT, "curve_steps")),

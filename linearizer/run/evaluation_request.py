@@ -27,6 +27,7 @@ class Request:
     )
     length: int | None = option(None, "tokens of a text", least=16, default_text="as the run's own")
     texts: int = option(8, "how many texts", least=1)
+    short: bool = option(False, "leave out texts of twice the length, which recall reads besides")
     lengths: tuple[int, ...] = option(
         (), "tokens, where several lengths are compared: 1024,4096,…", least=32, default_text="as each part chooses"
     )

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from linearizer.evaluate import reading
 from linearizer.evaluate.language import (
     Resampled,
     calibration,
@@ -15,7 +16,7 @@ from linearizer.evaluate.language import (
     read_scores,
 )
 from linearizer.evaluate.reading import read_losses, read_together
-from linearizer.evaluate.recall import doubling_gaps, measure_longer, measure_recall
+from linearizer.evaluate.recall import RepeatReader, doubling_gaps, measure_longer, measure_recall
 from linearizer.evaluate.subjects import Subject, window_control
 from linearizer.model import logits
 from linearizer.model.checkpoint import make_layer_students
@@ -151,6 +152,26 @@ def test_ranges_and_gaps_double_as_far_as_there_is_room():
     assert doubling_edges(63) == (0,) and doubling_edges(257) == (0, 64, 128, 256)
     assert doubling_gaps(512, 32) == (32, 64, 128, 256, 448)
     assert doubling_gaps(64, 32) == (0,)
+
+
+def test_passages_are_read_on_from_one_place_while_language_is_measured(subjects, monkeypatch):
+    found, layers = subjects
+    ids, reader = tokens(3, 40), RepeatReader.of(found, 40, 5)
+    counted: list[int] = []
+    embedding = found[0].model.get_input_embeddings()
+    hook = embedding.register_forward_pre_hook(lambda _, args: counted.append(args[0].numel()))
+    language = finish(measure_language(found, ids, torch.zeros_like(ids), layers, read=reader.read))
+    hook.remove()
+    assert sum(counted) == 3 * (35 + 5 * (1 + len(reader.gaps)))  # each text, and what each gap ends in
+    alone = measured(subjects, ids)
+    for one, other in zip(language.subjects, alone.subjects, strict=True):
+        assert (one.loss.mean, one.kl.mean) == pytest.approx((other.loss.mean, other.kl.mean), abs=1e-5)
+    read_anew = finish(measure_recall(found, ids, 5))
+    monkeypatch.setattr(reading, "MAX_BRANCH_BYTES", 1)  # a gap at a time
+    for again in (read_anew, finish(measure_recall(found, ids, 5))):
+        for one, other in zip(reader.result().subjects, again.subjects, strict=True):
+            assert one.second == pytest.approx(other.second, abs=1e-4)
+            assert one.first == pytest.approx(other.first, abs=1e-4)
 
 
 def test_recall_and_longer_text_are_measured_for_all(subjects):
