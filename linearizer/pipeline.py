@@ -20,7 +20,6 @@ from linearizer.evaluate.environment import environment
 from linearizer.evaluate.setup import Setup, assembled
 from linearizer.evaluate.side_by_side import Comparison, compare
 from linearizer.evaluate.step import JUDGING, judge, measure_parts
-from linearizer.measure.head_prices import choose_pricing
 from linearizer.measure.profile import profile_settings
 from linearizer.measure.step import measure_teacher, min_texts
 from linearizer.model import checkpoint, kept_state
@@ -65,8 +64,7 @@ def begin(
 ) -> Run:
     """Begin a run, or open the run to resume. All that can be refused before the work is refused here, and only here.
 
-    plan.json holds what is decided here: the revision of the model, whether prices are measured or estimated, and the
-    type to compute in.
+    plan.json holds what is decided here: the revision of the model, and the type to compute in.
     """
     plan = with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
@@ -79,9 +77,8 @@ def begin(
     check_plan(plan, inspection.layers)
     check_limits(plan, inspection)
     model = f"{source.repo_id}@{source.revision}" if source.repo_id else plan.model
-    prices = choose_pricing(plan, inspection)
     dtype = choose_dtype(plan.dtype, stored_dtype(config), plan.device)
-    decided = replace(plan, model=model, prices=prices, dtype=dtype)
+    decided = replace(plan, model=model, dtype=dtype)
     run = Run.create(folder, decided, inspection, asked=plan)
     try:
         check_disks(folder, plan, source, inspection)

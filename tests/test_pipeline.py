@@ -6,12 +6,13 @@ import time
 from dataclasses import replace
 
 import pytest
+import torch
 
 from linearizer import pipeline
 from linearizer.cli.text import describe_run
 from linearizer.errors import FolderError, RequestError, Stopped
 from linearizer.jobs import control
-from linearizer.measure.head_prices import choose_pricing, pricing_operations
+from linearizer.model.devices import choose_dtype
 from linearizer.model.hub import find_model
 from linearizer.pipeline import linearize, profile, reallocate
 from linearizer.progress import Progress, finish
@@ -208,17 +209,22 @@ def test_a_recipe_that_adapts_is_refused_at_once_where_peft_is_not_installed(rec
     assert pipeline.begin(tmp_path / "run", Plan.of(recipe, model="demo", budget=64, steps=0)).plan.lora
 
 
-def test_how_prices_are_found_follows_from_sizes_alone_and_stands_in_the_plan(begin):
+def test_prices_are_estimated_whatever_the_size_unless_all_are_to_be_measured(begin):
     run = begin(plan=Plan("demo", budget=64))
-    assert run.plan.prices == "measured"
-    undecided, inspection = Plan("demo", budget=64, device="cpu"), run.inspection
-    larger = replace(inspection, parameters=10**10)
-    assert choose_pricing(undecided, larger) == "estimated"
-    assert choose_pricing(replace(undecided, prices="measured"), larger) == "measured"
-    assert choose_pricing(replace(undecided, device="cuda:1"), larger) == "measured"
-    assert pricing_operations(undecided, larger) / pricing_operations(undecided, inspection) == pytest.approx(
-        10**10 / inspection.parameters
-    )
+    assert run.plan.prices == "estimated"
+    assert "prices measured" in Plan("demo", budget=64, prices="measured").command()
+    with pytest.raises(RequestError, match="prices 'auto' is none of estimated, measured"):
+        Plan("demo", budget=64, prices="auto")
+
+
+def test_the_type_to_compute_in_is_decided_where_a_run_begins_and_the_same_words_resume_it(begin):
+    plan = Plan("demo", budget=64)
+    run = begin(plan=plan)
+    assert run.plan.dtype == choose_dtype("auto", torch.bfloat16, "cpu")
+    assert pipeline.begin(run.folder, plan, resume=True).plan == run.plan
+    assert pipeline.begin(run.folder, run.plan, resume=True) == run
+    with pytest.raises(RequestError, match="another plan"):
+        pipeline.begin(run.folder, replace(plan, dtype="float16"), resume=True)
 
 
 def test_what_a_caller_limits_is_refused_before_there_is_a_folder(tmp_path):

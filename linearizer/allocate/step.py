@@ -3,14 +3,21 @@
 from __future__ import annotations
 
 import json
+from functools import partial
 
 import torch
 
-from linearizer.allocate.by_prices import MIN_KL, exchange_once
-from linearizer.allocate.decide import allocate_alike, decide, offers_of, sinks_to_try
+from linearizer.allocate.by_prices import MIN_KL, allocate_by_prices, correct_prices, dear_offers, exchange_once
+from linearizer.allocate.decide import allocate_alike, decide, offers_by_prices, offers_of, sinks_to_try
 from linearizer.errors import RequestError
 from linearizer.measure.gates import learn_gates
-from linearizer.measure.head_prices import KlOfLayers, measure_prices, options_to_price, with_repeats
+from linearizer.measure.head_prices import (
+    Place,
+    measure_prices,
+    measure_some_prices,
+    options_to_price,
+    with_repeats,
+)
 from linearizer.measure.head_prices_by_gradient import estimate_prices
 from linearizer.measure.whole_student import improve_by_exchanges, measure_students
 from linearizer.model.initialise import begin_of
@@ -21,11 +28,11 @@ from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head
-from linearizer.run.prices import PartialPrices, Prices
+from linearizer.run.prices import KlOfLayers, PartialPrices, Prices
 from linearizer.run.stopping import interruptible, log_progress
 
 GATE_STEPS = 60
-PARTIAL_PRICES = "state/prices.json"  # the prices of the first layers, while the other layers are measured
+PARTIAL_PRICES = "state/prices.json"  # while the others are measured
 
 
 def allocate(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
@@ -77,42 +84,57 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Prices
     options = options_to_price(texts.shape[1], run.plan.rules.far_field, run.plan.kept_bits)
     layers = teacher.inspection.layers
     generator = torch.Generator().manual_seed(run.plan.seed)
-    if partial := read_partial_prices(run, options, generator):
-        sinks, before = partial.sinks, partial.kl
+    if stored := read_partial_prices(run, options, generator):
+        sinks, texts_done, before = stored.prices.sinks, stored.texts, stored.prices.kl
     else:
-        sinks, before = (yield from choose_sinks(run, teacher, texts)), ()
-    estimated = run.plan.prices == "estimated"
+        sinks, texts_done, before = (yield from choose_sinks(run, teacher, texts)), 0, ()
 
-    def keep(kl: KlOfLayers) -> None:
+    def keep(texts_done: int, kl: KlOfLayers) -> None:
         drawn = bytes(generator.get_state().tolist()).hex()
-        run.write_product(PARTIAL_PRICES, PartialPrices(Prices(sinks, options, tuple(kl)), drawn).to_json())
+        stored = PartialPrices(Prices(sinks, options, tuple(kl)), drawn, texts_done)
+        run.write_product(PARTIAL_PRICES, stored.to_json())
 
-    arguments = (teacher.model, texts, layers, options, sinks, begin_of(run, generator))
-    steps = estimate_prices(*arguments) if estimated else measure_prices(*arguments, before=before, keep=keep)
-    prices = yield from log_progress(run, steps)
+    given = (teacher.model, texts, layers, options, sinks, begin_of(run, generator))
+    measured: dict[Place, float] = {}
+    if run.plan.prices == "measured":
+        prices = yield from log_progress(run, measure_prices(*given, before=before, keep=partial(keep, 0)))
+    else:
+        prices = yield from log_progress(run, estimate_prices(*given, generator, (texts_done, before), keep))
+        measured = yield from measure_dear_prices(run, teacher, texts, prices)
+        prices = correct_prices(prices, measured)
     run.write_product("prices.json", prices.to_json())
     remove(run.folder / PARTIAL_PRICES)
-    run.log(EventName.PRICED, tokens=texts.numel(), estimated=estimated)
+    estimated = run.plan.prices == "estimated"
+    run.log(EventName.PRICED, tokens=texts.numel(), estimated=estimated, measured=len(measured))
     return prices
 
 
-def read_partial_prices(run: Run, options: tuple[Head, ...], generator: torch.Generator) -> Prices | None:
-    """Read the prices of the first layers, if a run was stopped while pricing; drop them if they are damaged.
+def measure_dear_prices(run: Run, teacher: Teacher, texts: torch.Tensor, prices: Prices) -> Steps[dict[Place, float]]:
+    """Measure the dear offers beside what would be bought by estimated prices: estimates can hardly order them."""
+    layers = teacher.inspection.layers
+    offers = offers_by_prices(run, run.plan, prices, layers)
+    dear = dear_offers(prices, layers, allocate_by_prices(offers), run.plan.target_tokens(run.positions))
+    steps = measure_some_prices(teacher.model, texts, layers, prices, dear, begin_of(run))
+    return (yield from log_progress(run, steps)) if dear else {}
 
-    The generator continues from its state of then, so that the other layers get the prices of an unstopped run.
+
+def read_partial_prices(run: Run, options: tuple[Head, ...], generator: torch.Generator) -> PartialPrices | None:
+    """Read the prices that a run had when it was stopped while pricing; drop them if they are damaged.
+
+    The generator continues from its state of then, so that the rest gets the prices of an unstopped run.
     """
     if not run.has_file(PARTIAL_PRICES):
         return None
     try:
-        partial = run.parse_file(PARTIAL_PRICES, PartialPrices.from_json)
-        drawn = bytes.fromhex(partial.drawn)
+        stored = run.parse_file(PARTIAL_PRICES, PartialPrices.from_json)
+        drawn = bytes.fromhex(stored.drawn)
     except (RequestError, ValueError) as error:
         run.log(EventName.DROPPED, file=PARTIAL_PRICES, why=str(error.__cause__ or error))
         return None
-    if partial.prices.options != options:
+    if stored.prices.options != options:
         return None
     generator.set_state(torch.tensor(list(drawn), dtype=torch.uint8))
-    return partial.prices
+    return stored
 
 
 def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:

@@ -1,6 +1,6 @@
 """What a run or an evaluation will take on this machine, within a factor of about two.
 
-A run: from the sizes of its model and the speeds of this speeds. An evaluation: from the time that judging the same
+A run: from the sizes of its model and the speeds of this machine. An evaluation: from the time that judging the same
 student took.
 """
 
@@ -13,28 +13,34 @@ from functools import cache
 
 import torch
 
+from linearizer.allocate.by_prices import MOST_DEAR
 from linearizer.allocate.decide import sinks_to_try
 from linearizer.evaluate.needle import DEPTHS
 from linearizer.evaluate.speed import LENGTHS
 from linearizer.evaluate.step import JUDGING, MAX_WRITTEN_TOKENS, needle_lengths
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
-from linearizer.measure.head_prices import choose_pricing, options_to_price
+from linearizer.measure.head_prices import options_to_price
+from linearizer.measure.head_prices_by_gradient import DRAWS
 from linearizer.model.devices import device_kind
 from linearizer.run.disk import checkpoint_bytes, resume_bytes
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
-from linearizer.run.head_bytes import Layer
+from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
+from linearizer.runtime.layer_student import LayerStudent
 
+STUDENT_SHAPE = (8, 256, 64)  # KV heads, tokens, size of a head
 SPECTRUM_POINTS = 512  # of the sample that the speed of degrees of freedom is measured on
 PROCESS_BYTES = 500e6  # of Python and PyTorch
-LAYER_SECONDS = 1e-3  # of a pass through one layer that no machine saves
 START_SECONDS = 8.0  # until a process has imported everything and loaded a small model
 READ_RATE = 4e8  # bytes of weights in a second
-JUDGING_PASSES = JUDGING.texts * (2 + 3) * 3  # of a text: language and three gaps, of three subjects
-ESTIMATING_PASSES = 12  # of a text, for all prices: one forward, and one back for each of four draws
+JUDGED_SHARE = 1.3  # of a text that is read once, and on from one place for every gap
+JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student and window
+ESTIMATING_PASSES = 1 + 1.2 * DRAWS  # of a text, forward and back
+DEAR_SHARE = 0.5  # of the dear offers that may be measured
+EXCHANGE_SHARE = 0.6  # of a whole student that is run again: from the first layer on that differs
 TRAINING_FACTOR = 25.0  # of the products of the features: losses compare rows with all keys
 
 SUBJECTS = 4  # teacher, student, window, untrained student
@@ -49,7 +55,9 @@ TASK_SAMPLES = 1000  # of a task without a limit
 class Speeds:
     """What this machine does in a second."""
 
-    products: float  # multiplications and additions of matrices
+    products: float  # multiplications and additions of matrices in float32
+    small_products: float  # likewise in bfloat16
+    students: float  # tokens of a KV head with a window and slots
     spectra: float  # cubed points of a spectrum
     reads: float  # bytes of weights
 
@@ -76,11 +84,22 @@ class EvaluationForecast:
 def measure_speeds(device: str) -> Speeds:
     """Measure this machine, in well under a second; only once."""
     size = matrix_size(device)
-    matrix = torch.ones(size, size, device=device)
+    matrices = [torch.ones(size, size, device=device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     points = torch.randn(SPECTRUM_POINTS, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
-    products = seconds_of(lambda: float((matrix @ matrix)[0, 0]), 5)
+    products, small = (2 * size**3 / seconds_of(lambda x=x: float((x @ x)[0, 0]), 5) for x in matrices)  # type: ignore[misc]
     spectra = seconds_of(lambda: degrees_of_freedom(points.to(device), [2.0**-8]), 2)
-    return Speeds(2 * size**3 / products, SPECTRUM_POINTS**3 / spectra, READ_RATE)
+    return Speeds(products, small, students_speed(device), SPECTRUM_POINTS**3 / spectra, READ_RATE)
+
+
+@torch.inference_mode()
+def students_speed(device: str) -> float:
+    """Measure how many tokens of KV heads with a window and slots are read in a second."""
+    heads, tokens, dim = STUDENT_SHAPE
+    student = LayerStudent([Head(window=16, slots=48).held] * heads, 0, dim, "prf").to(device)
+    student.reset(torch.Generator().manual_seed(0))
+    generator = torch.Generator().manual_seed(0)
+    text = torch.randn(1, heads, tokens, dim, generator=generator).to(device)
+    return heads * tokens / seconds_of(lambda: float(student(text, text, text, dim**-0.5, None, None)[0, 0, 0, 0]), 2)
 
 
 def matrix_size(device: str) -> int:
@@ -112,30 +131,45 @@ def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: f
 
 def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length: int, speeds: Speeds) -> float:
     """Say how many seconds the steps take once all is loaded."""
-    token = 2 * inspection.parameters  # operations of a pass, without attention
     attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
+    token = 2 * inspection.parameters + attention  # operations
     heads = sum(layer.kv_heads for layer in layers)
     spectra = heads * plan.samples**3 / speeds.spectra
-    passes = (plan.texts + JUDGING_PASSES) * length * (token + attention)
+    products = product_speed(plan, inspection, speeds)
+    teacher = length * token / products  # seconds for a text
+    own = length * heads / speeds.students  # that a student takes besides
+    judging = JUDGING.texts * JUDGED_SHARE * (3 * teacher + 2 * own)
     pricing = 0.0
     if plan.rules.decided_by == "prices":
-        offered = len(options_to_price(length, plan.rules.far_field))
-        estimated = choose_pricing(plan, inspection) == "estimated"
-        priced = ESTIMATING_PASSES if estimated else heads * offered / 2
-        students = priced + plan.exchanges + len(sinks_to_try(plan))
-        pricing = students * max(2, plan.texts // 2) * length * (token + attention)
-        pricing += (1 if estimated else heads) * offered * len(layers) * LAYER_SECONDS * speeds.products
-    worked = (passes + pricing) / speeds.products + training_seconds(plan, layers, length, token + attention, speeds)
-    return spectra + worked + inspection.weight_bytes / speeds.reads
+        pricing = max(2, plan.texts // 2) * pricing_seconds(plan, heads, length, teacher, own)
+    training = training_seconds(plan, layers, length, token, products)
+    return spectra + plan.texts * teacher + pricing + training + judging + inspection.weight_bytes / speeds.reads
 
 
-def training_seconds(plan: Plan, layers: list[Layer], length: int, token: float, speeds: Speeds) -> float:
-    """Say how many seconds training takes, where a pass takes so many operations of a token."""
+def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
+    """Give the speed of products in the type that a plan computes in."""
+    if plan.dtype == "auto" and inspection.weight_bytes < 3 * inspection.parameters:  # two bytes each
+        return max(speeds.products, speeds.small_products)
+    return speeds.products if plan.dtype in ("auto", "float32") else speeds.small_products
+
+
+def pricing_seconds(plan: Plan, heads: int, length: int, teacher: float, own: float) -> float:
+    """Say how many seconds sinks, prices and exchanges take for a text."""
+    offered = len(options_to_price(length, plan.rules.far_field))
+    students = len(sinks_to_try(plan)) + 1 + EXCHANGE_SHARE * plan.exchanges
+    priced = ESTIMATING_PASSES + MOST_DEAR * DEAR_SHARE / 2
+    if plan.prices == "measured":
+        priced = heads * offered / 2
+    return students * (teacher + own) + priced * teacher + offered * own
+
+
+def training_seconds(plan: Plan, layers: list[Layer], length: int, token: float, speed: float) -> float:
+    """Say how many seconds training takes, by the operations that a pass takes for a token, and those of a second."""
     if plan.minutes is not None:
         return 60 * plan.minutes
     features = plan.features or (plan.budget or 0) / 2
     products = sum(layer.query_heads * layer.key_dim * features for layer in layers)
-    return plan.steps * plan.batch * length * (token + TRAINING_FACTOR * products) / speeds.products
+    return plan.steps * plan.batch * length * (token + TRAINING_FACTOR * products) / speed
 
 
 def run_memory(plan: Plan, inspection: Inspection, layers: list[Layer], length: int) -> float:
@@ -157,11 +191,11 @@ def part_seconds(run: Run, request: Request) -> dict[str, float]:
     usual = min(run.plan.length, run.positions)
     length = request.length or usual
     share = length / usual  # of a pass, in tokens
-    gaps = max(1, (length // 16).bit_length())
+    passages = JUDGED_SHARE - 1 if "language" in request.chosen else JUDGED_SHARE  # both parts read a text once
     hidden = request.lengths or needle_lengths(usual, run.positions)
     passes = {
         "language": request.texts * share,
-        "recall": request.texts * share * gaps,
+        "recall": request.texts * share * (passages + (not request.short)),
         "needle": max(1, request.texts // 2) * len(DEPTHS) * sum(hidden) / usual,
         "generation": 2 * MAX_WRITTEN_TOKENS * TOKEN_PASSES,
         "approximation": HEAD_ERROR_PASSES * min(request.texts, 2) / 2 / SUBJECTS * share**2,

@@ -7,32 +7,28 @@ whole_student.py measures whether they do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Sequence
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.model.devices import device_kind
 from linearizer.model.logits import kl_of, logits_of
 from linearizer.model.swap import (
     Begin,
+    BlockAnswers,
     FixedOutput,
     attention_inputs,
     make_layer_student,
     replace_student,
-    skipping_first_layers,
 )
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import BLOCK, Head, Layer
-from linearizer.run.inspection import Inspection
-from linearizer.run.plan import Plan
-from linearizer.run.prices import SMALLEST, Prices
+from linearizer.run.prices import SMALLEST, KlOfLayers, Prices
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 
-MEASURABLE_OPERATIONS = {"cpu": 1.2e14, "cuda": 6e16}  # about 20 minutes; beyond, prices are estimated
-KlOfLayers = Sequence[tuple[tuple[float, ...], ...]]  # [layer][KV head][option]
+Place = tuple[int, int, int]  # layer, KV head, option
 
 
 def options_to_price(length: int, far: str = "slots", bits: int = 16) -> tuple[Head, ...]:
@@ -58,22 +54,6 @@ def doubling(first: int, end: int) -> list[int]:
     return [first << step for step in range(30) if first << step < end]
 
 
-def pricing_operations(plan: Plan, inspection: Inspection) -> float:
-    """Count the operations of measuring all prices: each price runs half of the model on average."""
-    length = min(plan.length, inspection.max_positions or plan.length)
-    heads = sum(layer.kv_heads for layer in inspection.layers if layer.native_window is None)
-    offered = len(options_to_price(length, plan.rules.far_field, plan.kept_bits))
-    return heads * offered / 2 * max(2, plan.texts // 2) * length * 2 * inspection.parameters
-
-
-def choose_pricing(plan: Plan, inspection: Inspection) -> str:
-    """Choose how a plan finds its prices, by arithmetic: a measured time would differ from run to run."""
-    if plan.prices != "auto" or plan.rules.decided_by != "prices":
-        return plan.prices
-    most = MEASURABLE_OPERATIONS[device_kind(plan.device)]
-    return "measured" if pricing_operations(plan, inspection) <= most else "estimated"
-
-
 @torch.inference_mode()
 def measure_prices(
     teacher: PreTrainedModel,
@@ -89,32 +69,70 @@ def measure_prices(
 
     `keep` receives the kl of all finished layers after each layer; `before` is that of an earlier call, to go on from.
     """
-    expected = logits_of(teacher, texts)
-    modules, kl = attention_modules(teacher), list(before)
+    kl, pricer = list(before), HeadPricer(teacher, texts, layers, sinks, begin)
     heads = [0 if layer.native_window is not None else layer.kv_heads for layer in layers]
     total, done = sum(heads) * len(options), sum(heads[: len(kl)]) * len(options)
-    with attending(teacher, IMPLEMENTATION), skipping_first_layers(teacher, texts) as skip:
-        for index, (module, layer) in list(enumerate(zip(modules, layers, strict=True)))[len(kl) :]:
-            if layer.native_window is not None:
-                kl.append(())
-                continue
-            kl_of_layer: list[list[float]] = []  # [option][head]
-            with skip(index):
-                inputs = attention_inputs(module, teacher, texts)
-                softmax = attention_output(module, layer, Head(softmax=True), sinks, begin, inputs)
-                for option in options:
-                    # one student for all heads of the layer, whose output is then used for one head at a time
-                    output = attention_output(module, layer, option, sinks, begin, inputs)
-                    kl_of_layer.append([])
-                    for head in range(layer.kv_heads):
-                        changed = FixedOutput(with_head(softmax, output, head, layer.kv_heads))
-                        with replace_student(module, changed):
-                            kl_of_layer[-1].append(kl_of(expected, logits_of(teacher, texts)).mean().item())
-                        done += 1
-                        yield Progress(EventName.PRICE, done, total, "prices")
-            kl.append(tuple(zip(*kl_of_layer, strict=True)))
+    for index, count in list(enumerate(heads))[len(kl) :]:
+        rows: list[list[float]] = [[] for _ in range(count)]  # [head][option]
+        for head, _, found in pricer.measure(index, options) if count else ():
+            rows[head].append(found)
+            done += 1
+            yield Progress(EventName.PRICE, done, total, "prices")
+        kl.append(tuple(map(tuple, rows)))
+        if count:
             keep(kl)
     return Prices(sinks, tuple(options), tuple(kl))
+
+
+@torch.inference_mode()
+def measure_some_prices(
+    teacher: PreTrainedModel,
+    texts: torch.Tensor,
+    layers: Sequence[Layer],
+    prices: Prices,
+    places: Sequence[Place],
+    begin: Begin,
+) -> Steps[dict[Place, float]]:
+    """Measure the kl of some heads with an option each, which have been estimated."""
+    kl: dict[Place, float] = {}
+    pricer = HeadPricer(teacher, texts, layers, prices.sinks, begin)
+    for index in sorted({layer for layer, _, _ in places}):
+        wanted = {(head, option) for layer, head, option in places if layer == index}
+        for head, option, found in pricer.measure(index, prices.options, wanted):
+            kl[index, head, option] = found
+            yield Progress(EventName.PRICE, len(kl), len(places), "prices")
+    return kl
+
+
+class HeadPricer:
+    """Measures one price after the other at a teacher, whose layers before the head in question run once."""
+
+    def __init__(
+        self, teacher: PreTrainedModel, texts: torch.Tensor, layers: Sequence[Layer], sinks: int, begin: Begin
+    ) -> None:
+        self.teacher, self.texts, self.layers, self.sinks, self.begin = teacher, texts, layers, sinks, begin
+        self.modules, self.answers = attention_modules(teacher), BlockAnswers(teacher)
+        with self.answers.kept():
+            self.expected = logits_of(teacher, texts)
+
+    def measure(
+        self, index: int, options: Sequence[Head], wanted: Collection[tuple[int, int]] | None = None
+    ) -> Iterator[tuple[int, int, float]]:
+        """Yield head, number of the option, and kl, for the heads of a layer and the options that are wanted."""
+        module, layer = self.modules[index], self.layers[index]
+        with attending(self.teacher, IMPLEMENTATION), self.answers.skipping(index):
+            inputs = attention_inputs(module, self.teacher, self.texts)
+            softmax = attention_output(module, layer, Head(softmax=True), self.sinks, self.begin, inputs)
+            for number, option in enumerate(options):
+                heads = [head for head in range(layer.kv_heads) if wanted is None or (head, number) in wanted]
+                if heads:
+                    # one student for all heads of the layer, whose output is then used for one head at a time
+                    output = attention_output(module, layer, option, self.sinks, self.begin, inputs)
+                for head in heads:
+                    changed = FixedOutput(with_head(softmax, output, head, layer.kv_heads))
+                    with replace_student(module, changed):
+                        found = kl_of(self.expected, logits_of(self.teacher, self.texts)).mean().item()
+                    yield head, number, found
 
 
 def attention_output(

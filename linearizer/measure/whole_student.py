@@ -9,7 +9,7 @@ import torch
 from transformers import PreTrainedModel
 
 from linearizer.model.logits import kl_of, logits_of
-from linearizer.model.swap import Begin, make_layer_student, replace_student
+from linearizer.model.swap import Begin, BlockAnswers, make_layer_student, replace_student
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.events import EventName
@@ -43,17 +43,31 @@ def improve_by_exchanges(
     exchanges: int,
     begin: Begin,
 ) -> Steps[tuple[Allocation, float]]:
-    """Measure an allocation, then candidates that `exchange` makes of the best so far; return the best and its kl."""
+    """Measure an allocation, then candidates that `exchange` makes of the best so far; return the best and its kl.
+
+    A candidate is run from the first layer on in which it differs from the best.
+    """
     expected = logits_of(teacher, texts)
-    best, best_kl = allocation, kl_of_student(teacher, texts, layers, allocation, begin, expected)
+    best, answers = allocation, BlockAnswers(teacher)
+    with answers.kept():
+        best_kl = kl_of_student(teacher, texts, layers, allocation, begin, expected)
     for done in range(exchanges + 1):
         yield Progress(EventName.EXCHANGE, done, exchanges, "students", {"kl": best_kl})
         candidate = exchange(best) if done < exchanges else None
         if candidate is None:
             break
-        if (kl := kl_of_student(teacher, texts, layers, candidate, begin, expected)) < best_kl:
-            best, best_kl = candidate, kl
+        own = BlockAnswers(teacher)
+        with answers.skipping(first_difference(best, candidate)), own.kept():
+            kl = kl_of_student(teacher, texts, layers, candidate, begin, expected)
+        if kl < best_kl:
+            best, best_kl, answers = candidate, kl, own
     return best, best_kl
+
+
+def first_difference(one: Allocation, other: Allocation) -> int:
+    """Find the first layer whose heads hold something else."""
+    pairs = enumerate(zip(one.heads, other.heads, strict=True))
+    return next((index for index, (mine, theirs) in pairs if mine != theirs), 0)
 
 
 def kl_of_student(

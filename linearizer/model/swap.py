@@ -11,7 +11,6 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.model.layers import blocks_of
-from linearizer.model.logits import logits_of
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.runtime.attention_interface import attention_modules
 from linearizer.runtime.layer_student import LayerStudent
@@ -80,28 +79,32 @@ def make_layer_student(
     return student.to(next(module.parameters()).device).eval()
 
 
-@contextmanager
-def skipping_first_layers(model: PreTrainedModel, texts: torch.Tensor) -> Iterator[Callable[[int], Any]]:
-    """Yield a context for running the model from a layer on: the layers before it return their first answers again."""
-    blocks = blocks_of(model)
-    answers: list[Any] = [None] * len(blocks)
+class BlockAnswers:
+    """What the blocks of a model answered to some texts, so that the model can run again from a block on."""
 
-    def keep(index: int) -> Callable:
-        return lambda block, args, output: answers.__setitem__(index, output)
-
-    hooks = [block.register_forward_hook(keep(index)) for index, block in enumerate(blocks)]
-    logits_of(model, texts)
-    for hook in hooks:
-        hook.remove()
+    def __init__(self, model: PreTrainedModel) -> None:
+        self.blocks = blocks_of(model)
+        self.answers: list[Any] = [None] * len(self.blocks)
 
     @contextmanager
-    def skip(until: int) -> Iterator[None]:
+    def kept(self) -> Iterator[None]:
+        """Keep what the blocks answer while this lasts."""
+
+        def keep(index: int) -> Callable:
+            return lambda block, args, output: self.answers.__setitem__(index, output)
+
         with ExitStack() as stack:
-            for block, answer in zip(blocks[:until], answers, strict=False):
-                stack.enter_context(fixed_answer(block, answer))
+            for index, block in enumerate(self.blocks):
+                stack.callback(block.register_forward_hook(keep(index)).remove)
             yield
 
-    yield skip
+    @contextmanager
+    def skipping(self, until: int) -> Iterator[None]:
+        """Let the blocks before this one give their kept answers while this lasts."""
+        with ExitStack() as stack:
+            for block, answer in zip(self.blocks[:until], self.answers, strict=False):
+                stack.enter_context(fixed_answer(block, answer))
+            yield
 
 
 @contextmanager

@@ -32,8 +32,8 @@ if TYPE_CHECKING:
 
 EFFORTS = {  # sizes of the measuring, and the share of the plan's training steps
     "Try it": ({"texts": 2, "length": 256, "samples": 512, "exchanges": 0}, 1 / 6),
-    "Quick": ({"texts": 8, "length": 512, "samples": 2048, "exchanges": 8}, 1),
-    "Thorough": ({"texts": 32, "length": 1024, "samples": 4096, "exchanges": 16}, 5),
+    "Quick": ({"texts": 8, "length": 512, "samples": 1024, "exchanges": 8}, 1),
+    "Thorough": ({"texts": 32, "length": 1024, "samples": 2048, "exchanges": 16}, 5),
 }
 COMPARISON_SECONDS = 120  # that ZeroGPU lends its device to a comparison
 MAX_MODELS_FOUND = 20

@@ -97,7 +97,7 @@ class Plan(JsonProduct):
     texts: int = option(8, "how many texts to measure", least=1, group=MEASURING)
     length: int = option(512, "tokens of a text, at most what the model's positions allow", least=1, group=MEASURING)
     samples: int = option(
-        2048, "queries and keys of a head that its degrees of freedom are computed from", least=1, group=MEASURING
+        1024, "queries and keys of a head that its degrees of freedom are computed from", least=1, group=MEASURING
     )
     per: Per = option(
         "kv",
@@ -137,9 +137,9 @@ class Plan(JsonProduct):
     )
     constant: bool = option(False, "leave no head softmax: the state never grows", group=ALLOCATION)
     prices: str = option(
-        "auto",
-        "how the prices of heads are found; auto is measured where there is time, else estimated from gradients",
-        choices=("auto", "measured", "estimated"),
+        "estimated",
+        "how the prices of heads are found: from gradients, the dear ones among them measured; or all measured",
+        choices=("estimated", "measured"),
         group=MEASURING,
     )
     exchanges: int = option(12, "allocations near the chosen one that are measured, too", least=0, group=MEASURING)

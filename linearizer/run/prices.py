@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import ClassVar
 
 from linearizer.run.head_bytes import Head
 from linearizer.run.json_products import JsonProduct
 
+KlOfLayers = Sequence[tuple[tuple[float, ...], ...]]  # [layer][KV head][option]
 SMALLEST = 4  # tokens of the smallest window that is priced
 
 
@@ -31,9 +32,10 @@ class Prices(JsonProduct):
 
 @dataclass(frozen=True)
 class PartialPrices(JsonProduct):
-    """The prices of the first layers, kept while the other layers are measured."""
+    """Prices, kept while the rest is measured: of the first layers, or of all layers estimated on the first texts."""
 
     json_remedy: ClassVar = "remove them"
 
     prices: Prices
     drawn: str  # the state of the random generator, in hexadecimal digits
+    texts: int = 0  # over whose tokens estimates are summed; 0: prices are measured

@@ -23,7 +23,7 @@ class ProfileSettings:
     """How to measure. The paper leaves no token out and keeps the keys: sinks=0, gauge="raw", per="query"."""
 
     text: str = ""  # its source
-    samples: int = option(2048, "queries and keys of a head, half and half", least=32)
+    samples: int = option(1024, "queries and keys of a head, half and half", least=32)
     rows: int = option(1024, "queries whose whole attention is read", least=1)
     sinks: int = option(4, "first tokens of each text that are left out", least=0)
     per: Per = "kv"

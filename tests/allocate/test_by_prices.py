@@ -8,7 +8,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from linearizer.allocate.by_prices import OffersOfHeads, allocate_by_prices, exchange_once
+from linearizer.allocate.by_prices import (
+    DEAR_KL,
+    OffersOfHeads,
+    allocate_by_prices,
+    correct_prices,
+    dear_offers,
+    exchange_once,
+)
 from linearizer.allocate.decide import allocate_alike, sinks_to_try
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.head_bytes import Head, Layer, cache_bytes, head_bytes
@@ -129,3 +136,24 @@ def test_prices_survive_a_round_trip_and_damage_is_said():
     assert Prices.from_json(prices.to_json()) == prices
     with pytest.raises(RequestError, match="measure them again"):
         Prices.from_json("{}")
+
+
+@given(prices=four_heads, budget=st.integers(6, 120))
+def test_the_dear_offers_beside_an_allocation_are_few_and_dear(prices, budget):
+    allocation, _ = allocate(prices, budget, 512, constant=True)
+    dear = dear_offers(prices, LAYERS, allocation, 512)
+    assert len(set(dear)) == len(dear) <= 2 * 4
+    found = [prices.kl[layer][head][option] for layer, head, option in dear]
+    assert all(kl > DEAR_KL for kl in found) and found == sorted(found, reverse=True)
+    sides = set()
+    for layer, head, option in dear:
+        mine, held = (head_bytes(x, LAYERS[layer], 2, 512) for x in (OPTIONS[option], allocation.heads[layer][head]))
+        sides.add((layer, head, mine <= held))
+    assert len(sides) == len(dear)  # one on either side of what a head holds
+
+
+def test_what_was_measured_takes_the_place_of_estimates_and_scales_the_dear_ones_beside():
+    estimated = prices_of([[0.8, 0.2, 0.004, 0.4], [0.1, 0.05, 0.02, 0.03], [0.8, 0.2, 0.004, 0.4], [1, 1, 1, 1]])
+    found = correct_prices(estimated, {(0, 0, 1): 0.1, (0, 0, 0): 0.2})
+    assert found.kl[0][0] == pytest.approx((0.2, 0.1, 0.004, 0.2))  # the last is nearer to .2 than to .8, in ratio
+    assert found.kl[0][1:] == estimated.kl[0][1:] and found.kl[1:] == estimated.kl[1:]

@@ -54,6 +54,7 @@ SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the num
 ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in which they are measured
     "best": ("best", {}),
     "best --constant": ("best", {"constant": True}),
+    "best, measured prices --constant": ("best", {"prices": "measured", "constant": True}),
     "windows, 8 bits": ("windows", {"bits": 8}),
     "windows, 8 bits --constant": ("windows", {"bits": 8, "constant": True}),
     "windows": ("windows", {}),
@@ -166,7 +167,8 @@ def prepared(work, plan):
     if plan.rules.decided_by == "prices":
         texts = step.texts_to_price_on(run, teacher, None)
         sinks = finish(step.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
-        prices = base / f"prices-{plan.rules.far_field}-{plan.kept_bits}-{sinks}.json"
+        found = "measured" if plan.prices == "measured" else plan.budget  # near a budget the dear ones are measured
+        prices = base / f"prices-{plan.rules.far_field}-{plan.kept_bits}-{sinks}-{found}.json"
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
         else:

@@ -4,7 +4,8 @@ import pytest
 import torch
 
 from linearizer import pipeline
-from linearizer.measure.head_prices import measure_prices
+from linearizer.measure import head_prices_by_gradient
+from linearizer.measure.head_prices import measure_prices, measure_some_prices
 from linearizer.measure.head_prices_by_gradient import estimate_prices
 from linearizer.model import teacher as teacher_module
 from linearizer.progress import finish
@@ -22,7 +23,7 @@ def both():
     teacher = teacher_module.load(plan)
     windows = teacher_module.texts_of(Plan("demo", budget=64, length=128), teacher, 3, None)
     given = (teacher.model, windows, teacher.inspection.layers, OPTIONS, 4, begin)
-    return finish(measure_prices(*given)), finish(estimate_prices(*given))
+    return finish(measure_prices(*given)), finish(estimate_prices(*given)), given
 
 
 def begin(student, index):
@@ -34,12 +35,12 @@ def flat(prices):
 
 
 def test_estimated_prices_rank_as_the_measured_ones_do(both):
-    ranks = [flat(prices).argsort().argsort().double() for prices in both]
+    ranks = [flat(prices).argsort().argsort().double() for prices in both[:2]]
     assert torch.corrcoef(torch.stack(ranks))[0, 1] > 0.85
 
 
 def test_estimated_prices_are_of_the_size_of_the_measured_ones(both):
-    measured, estimated = map(flat, both)
+    measured, estimated = map(flat, both[:2])
     dear = measured > measured.median()
     assert (estimated / measured)[dear].log().mean().exp() == pytest.approx(1, abs=0.4)
 
@@ -73,3 +74,33 @@ def test_a_run_with_estimated_prices_ends_in_a_student(tmp_path):
     assert [event["estimated"] for event in run.events() if event["event"] == "priced"] == [True]
     _, student, window = run.evaluation_parts["language"]["subjects"]
     assert student["kl"]["mean"] < window["kl"]["mean"]
+
+
+def test_an_estimate_that_goes_on_from_what_was_kept_is_one_that_was_never_stopped(monkeypatch):
+    monkeypatch.setattr(head_prices_by_gradient, "MAX_GRADIENTS", 1)  # a text at a time
+    teacher, windows = teacher_of("llama"), tokens(3, 24)
+    given, kept = (teacher, windows, layers_of(teacher), OPTIONS, 2, begin), []
+    generator = torch.Generator().manual_seed(1)
+    keep = lambda *done: kept.append((done, generator.get_state()))  # noqa: E731
+    whole = finish(estimate_prices(*given, generator, keep=keep))
+    assert [done for (done, _), _ in kept] == [1, 2, 3]
+    for before, state in kept:
+        generator.set_state(state)
+        assert finish(estimate_prices(*given, generator, before)) == whole
+
+
+def test_texts_that_are_run_together_are_estimated_as_each_by_itself(monkeypatch):
+    teacher, windows = teacher_of("llama"), tokens(3, 24)
+    given = (teacher, windows, layers_of(teacher), OPTIONS, 2, begin)
+    together = finish(estimate_prices(*given))
+    monkeypatch.setattr(head_prices_by_gradient, "MAX_GRADIENTS", 1)
+    assert flat(finish(estimate_prices(*given))) == pytest.approx(flat(together), rel=1e-3)
+
+
+def test_a_few_prices_are_measured_as_among_all(both):
+    given, measured = both[2], both[0]
+    places = [(0, 1, 2), (3, 0, 0), (3, 3, 0)]
+    teacher, windows, layers, _, _, _ = given
+    found = finish(measure_some_prices(teacher, windows, layers, measured, places, begin))
+    assert list(found) == places
+    assert list(found.values()) == pytest.approx([measured.kl[i][j][k] for i, j, k in places])

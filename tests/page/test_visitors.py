@@ -117,7 +117,7 @@ def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
 def test_a_forecast_grows_with_the_work_and_covers_the_download(root):
     from linearizer.jobs.forecast import Speeds, forecast_run
 
-    found, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e10, 1e10, 1e9)
+    found, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e10, 1e10, 1e6, 1e10, 1e9)
     guesses = [
         forecast_run(actions.make_plan("demo", 64, effort, {}), found, machine, 5e6) for effort in actions.EFFORTS
     ]
@@ -129,7 +129,7 @@ def test_a_forecast_grows_with_the_work_and_covers_the_download(root):
 def test_minutes_that_are_asked_for_are_in_the_forecast():
     from linearizer.jobs.forecast import Speeds, forecast_run
 
-    found, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e12, 1e12, 1e9)
+    found, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e12, 1e12, 1e8, 1e12, 1e9)
     plans = (Plan.of("features", model="demo", budget=64, **some) for some in ({"steps": 0}, {"minutes": 60}))
     untrained, an_hour = (forecast_run(plan, found, machine, 0) for plan in plans)
     assert an_hour.seconds - untrained.seconds == pytest.approx(3600)
