@@ -172,7 +172,7 @@ class Run:
     def evaluation_file(self) -> dict[str, Any]:
         """The content of evaluation.json: parts, and the versions and device with which the student was made."""
         try:
-            held = parse_json(unseal(self.read("evaluation.json"))) if self.has_file("evaluation.json") else {}
+            held = read_evaluation(unseal(self.read("evaluation.json"))) if self.has_file("evaluation.json") else {}
         except ValueError as error:
             path = str(self.folder / "evaluation.json")
             raise FolderError(f"{path!r} cannot be read ({error}): remove it, and evaluate again") from error
@@ -285,6 +285,14 @@ class Run:
         """Remove a request that was served, or whose process has ended."""
         with writing(self.folder):
             (self.folder / name).unlink(missing_ok=True)
+
+
+def read_evaluation(text: str) -> dict[str, dict[str, Any]]:
+    """Parse an evaluation: dictionaries by their names."""
+    held = parse_json(text)
+    if not isinstance(held, dict) or not all(isinstance(part, dict) for part in held.values()):
+        raise ValueError("it is no dictionary of dictionaries")
+    return held
 
 
 def read_gates(text: str) -> list[list[float]]:
