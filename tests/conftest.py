@@ -73,6 +73,11 @@ def tiny_llama(tmp_path_factory):
     return folder
 
 
+def pytest_xdist_auto_num_workers():
+    """Run more workers than cores: many tests wait for processes, pages and clocks."""
+    return (os.cpu_count() or 1) * 3 // 2 + 1
+
+
 def pytest_unconfigure():
     """Remove the cache of this run."""
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)

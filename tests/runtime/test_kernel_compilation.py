@@ -10,10 +10,12 @@ import pytest
 
 pytest.importorskip("triton")
 
+from tests.support.compiling import CASES  # noqa: E402
+
 SHARED = {80: 163, 89: 99, 90: 227, 120: 99}  # KiB that one block of threads may have
 
 
-@pytest.mark.parametrize("chip, size", [*((chip, "128x128") for chip in SHARED), (90, "256x128"), (89, "128x128xfp32")])
+@pytest.mark.parametrize("chip, size", CASES)
 def test_kernels_fit(chip, size, tmp_path):
     """In a process of its own, because here the kernels are interpreted."""
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}

@@ -1,8 +1,13 @@
 """Compile every kernel for a GPU that need not be there: python -m tests.support.compiling 90 prints what each takes.
 
 Further words are sizes: 128x128 is the width of a head and its features, 128x128xfp32 the same without bf16.
+
+Compiling takes minutes, so results are kept in compiled.json, each under a hash of all that it depends on: the source
+of the kernel and of what it calls, its arguments, the chip, and Triton's version. A kernel that changed is compiled
+anew; python -m tests.support.compiling --record compiles all and keeps the results.
 """
 
+import hashlib
 import json
 import re
 import subprocess
@@ -33,6 +38,8 @@ from linearizer.runtime.state import FeatureState, SlotState
 from linearizer.train import attention_loss_kernels
 
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
+CASES = [(80, "128x128"), (89, "128x128"), (90, "128x128"), (120, "128x128"), (90, "256x128"), (89, "128x128xfp32")]
+RECORD = Path(__file__).with_name("compiled.json")
 MAPS = (feature_maps_folded.NONE, feature_maps_folded.KEYS, feature_maps_folded.NEAREST, feature_maps_folded.HALVES)
 
 
@@ -132,8 +139,16 @@ def slot_step(q, k, count, near, window, metric, bits, size=64):
     )
 
 
-def compiled(kernel, arguments, options, chip):
-    """Compile a launch: its registers, its spilled bytes, its shared memory."""
+def kept_or_compiled(kernel, arguments, options, chip, record):
+    """Take the result of an equal launch from the record, or compile; give the hash and the result."""
+    source = source_of(kernel, arguments)
+    told = (triton.__version__, source.hash(), chip, sorted(options.items()))
+    key = hashlib.sha256(repr(told).encode()).hexdigest()[:32]
+    return key, record.get(key) or compiled(source, options, chip)
+
+
+def source_of(kernel, arguments):
+    """Describe a launch to the compiler."""
     names, constants, signature, attributes = kernel.arg_names, {}, {}, {}
     for index, name in enumerate(names):
         value, parameter = arguments[name], kernel.params[index]
@@ -145,12 +160,16 @@ def compiled(kernel, arguments, options, chip):
             signature[name] = "fp32" if isinstance(value, float) else "i32"
             if signature[name] == "i32" and value % 16 == 0:
                 attributes[(index,)] = [["tt.divisibility", 16]]
-    source = ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+    return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
+
+
+def compiled(source, options, chip):
+    """Compile a launch: its registers, its spilled bytes, its shared memory."""
     with unassembled():
         built = triton.compile(source, target=GPUTarget("cuda", chip[0] * 10 + chip[1], 32), options=options)
     report = assemble(built.asm["ptx"])
     return {
-        "kernel": kernel.__name__,
+        "kernel": source.fn.__name__,
         "registers": int(re.search(r"Used (\d+) registers", report)[1]),
         "spilled": max(map(int, re.findall(r"(\d+) bytes spill (?:stores|loads)", report))),
         "shared": built.metadata.shared,
@@ -184,25 +203,30 @@ def assemble(ptx):
     raise RuntimeError(done.stderr)
 
 
-def report(chip, dim, features, dtype):
-    """All kernels of one size on one chip, each launch once."""
-    seen = {}
+def report(chip, size, record):
+    """Describe all kernels of one size on one chip, each launch once, by their hashes."""
+    dim, features, *wide = size.split("x")
+    dim, features, dtype = int(dim), int(features), torch.float32 if wide == ["fp32"] else torch.bfloat16
+    chip, seen = divmod(chip, 10), {}
     for kernel, arguments, options in launches(
         chip, lambda: everything(dim, features, dtype, whole=(chip, dim) == ((9, 0), 128))
     ):
         plain = {n: a if not isinstance(a, torch.Tensor) else str(a.dtype) for n, a in arguments.items()}
         seen.setdefault(json.dumps([kernel.__name__, plain], default=str), (kernel, arguments, options))
     size = {"dim": dim, "features": features, "dtype": str(dtype)}
-    return [compiled(*launch, chip) | size for launch in seen.values()]
+    rows = (kept_or_compiled(*launch, chip, record) for launch in seen.values())
+    return {key: row | size for key, row in rows}
 
 
 def main():
-    chip = divmod(int(sys.argv[1]), 10)
+    record = json.loads(RECORD.read_text()) if RECORD.exists() else {}
+    if sys.argv[1] == "--record":
+        rows = {key: row for case in CASES for key, row in report(*case, record).items()}
+        RECORD.write_text("{\n" + ",\n".join(f'"{key}": {json.dumps(rows[key])}' for key in sorted(rows)) + "\n}\n")
+        return
     for size in sys.argv[2:] or ["128x128"]:
-        dim, features, *wide = size.split("x")
-        for row in report(chip, int(dim), int(features), torch.float32 if wide == ["fp32"] else torch.bfloat16):
+        for row in report(int(sys.argv[1]), size, record).values():
             sys.stdout.write(json.dumps(row) + "\n")
-            sys.stdout.flush()
 
 
 if __name__ == "__main__":
