@@ -47,8 +47,10 @@ def serve(
 
 def listen(host: str, port: int) -> socket.socket:
     """Take an address before anything is loaded."""
+    if not 0 <= port <= 65535:
+        raise RequestError(f"--port {port} is no port: name one from 1 to 65535, or 0 for any that is free")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)
-    except (OSError, OverflowError) as error:
+    except OSError as error:
         raise RequestError(f"{host}:{port} cannot be listened at ({error}): name another --port or --host") from error

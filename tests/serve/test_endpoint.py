@@ -4,18 +4,17 @@ import json
 import socket
 import threading
 import time
-from contextlib import contextmanager
 
 import httpx
 import pytest
 import torch
-import uvicorn
 from transformers import AutoTokenizer
 
 from linearizer.model.hub import find_model
-from linearizer.serve.endpoint import Served, make_endpoint
+from linearizer.serve.endpoint import Served
 from linearizer.serve.engine import Engine
 from tests.support.models import student_of
+from tests.support.serving import listening
 
 TEMPLATE = (
     "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
@@ -29,25 +28,11 @@ def served():
     tokenizer.chat_template = TEMPLATE
     student = student_of("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
     student.generation_config.eos_token_id = None
-    with Engine(student, 2**24) as engine, listening(Served("tiny", student, tokenizer, 512, engine)) as client:
-        yield client
-
-
-@contextmanager
-def listening(served):
-    """Serve behind a real socket; a client of it knows what is served."""
-    taken = socket.create_server(("127.0.0.1", 0))
-    server = uvicorn.Server(uvicorn.Config(make_endpoint(served), log_level="error", timeout_graceful_shutdown=1))
-    thread = threading.Thread(target=server.run, args=([taken],))
-    thread.start()
-    try:
-        with httpx.Client(base_url=f"http://127.0.0.1:{taken.getsockname()[1]}/v1", timeout=60) as client:
-            client.served = served
+    with Engine(student, 2**24) as engine:
+        known = Served("tiny", student, tokenizer, 512, engine)
+        with listening(known) as url, httpx.Client(base_url=url, timeout=60) as client:
+            client.served = known
             yield client
-    finally:
-        server.should_exit = True
-        thread.join()
-        taken.close()
 
 
 def complete(client, **asked):

@@ -1,0 +1,24 @@
+"""An endpoint at work behind a real socket."""
+
+import socket
+import threading
+from contextlib import contextmanager
+
+import uvicorn
+
+from linearizer.serve.endpoint import make_endpoint
+
+
+@contextmanager
+def listening(served):
+    """Serve a model whose engine is at work; give the address."""
+    taken = socket.create_server(("127.0.0.1", 0))
+    server = uvicorn.Server(uvicorn.Config(make_endpoint(served), log_level="error", timeout_graceful_shutdown=1))
+    thread = threading.Thread(target=server.run, args=([taken],))
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{taken.getsockname()[1]}/v1"
+    finally:
+        server.should_exit = True
+        thread.join()
+        taken.close()
