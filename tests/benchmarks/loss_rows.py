@@ -62,17 +62,23 @@ def losses(quick):
     sizes = [(8, 2048, 32, 1, 128), (8, 2048, 8, 4, 128), (1, 8192, 8, 4, 128), (32, 512, 12, 1, 64)]
     for size in (sizes[:1] if quick else sizes) if GPU else [(1, 2048, 8, 1, 64)]:
         for features in (64, 128, 256) if GPU and not quick else (64,):
-            inputs = loss_inputs(*size, features)
-            row = {"op": "loss", "size": size, "features": features}
-            for name, form in FORMS.items():
-                row[name] = attempt(name, lambda form=form: [lambda: with_gradients(form, *inputs)], least=20)  # noqa: B023
-                if not GPU and "seconds" in row[name]:
+            row = loss_row(size, features)
+            for name in () if GPU else FORMS:
+                if "seconds" in row[name]:
                     row[name]["bytes"] = peak_in_a_process(name)
-            if GPU:
-                lean = [x.bfloat16() for x in inputs]
-                for name, form in (("leanest bf16", leanest), ("leanest compiled", compiled(leanest))):
-                    row[name] = attempt(name, lambda form=form: [lambda: with_gradients(form, *lean)], least=20)  # noqa: B023
-            yield row | {"error": loss_error(*size[2:], features)}
+            yield row
+
+
+def loss_row(size, features):
+    inputs = loss_inputs(*size, features)
+    row = {"op": "loss", "size": size, "features": features}
+    for name, form in FORMS.items():
+        row[name] = attempt(name, lambda form=form: [lambda: with_gradients(form, *inputs)], least=20)
+    if GPU:
+        lean = [x.bfloat16() for x in inputs]
+        for name, form in (("leanest bf16", leanest), ("leanest compiled", compiled(leanest))):
+            row[name] = attempt(name, lambda form=form: [lambda: with_gradients(form, *lean)], least=20)
+    return row | {"error": loss_error(*size[2:], features)}
 
 
 def loss_error(heads, group, dim, features):

@@ -15,22 +15,27 @@ WINDOW, SLOTS, BLOCK = 64, 64, 16
 @torch.no_grad()
 def slots(quick):
     """Ours, ours in PyTorch alone, and softmax over all that was read."""
-    heads, group, dim = (8, 4, 128) if GPU else (8, 1, 64)
     for tokens in ([2048, 8192, 32768][: 1 if quick else None]) if GPU else [2048]:
-        q, k, v = (draw(1, heads, *shape, tokens, dim, seed=n) for n, shape in enumerate(((group,), (), ())))
-        metric, gain = torch.eye(dim, device=q.device).expand(heads, -1, -1), torch.full((heads,), GAIN).to(q.device)
-        merging, scale = Merging(metric * dim**-0.25, gain, WINDOW, BLOCK), dim**-0.5
+        yield slots_row(*((8, 4, 128) if GPU else (8, 1, 64)), tokens)
 
-        def read(way, q=q, k=k, v=v, merging=merging):
-            state = SlotState.empty(k, v, WINDOW, 4, SLOTS)
-            way(q * dim**-0.5, k, v, merging, None, state)
-            return state
 
-        calls, softmax = [lambda: read(slot_attention)], lambda: sdpa(q.flatten(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=True)  # fmt: skip  # noqa: E501, B023
-        row = {"op": "slots", "tokens": tokens, "heads": heads * group, "kv_heads": heads, "dim": dim, "slots": SLOTS}
-        row |= own(calls)
-        row["rivals"] = {
-            "slots in pytorch": attempt("pytorch", lambda: [lambda: read(attend_text_with_slots)], least=3),  # noqa: B023
-            "sdpa": attempt("sdpa", lambda: [softmax]),  # noqa: B023
-        }
-        yield row
+@torch.no_grad()
+def slots_row(heads, group, dim, tokens):
+    q, k, v = (draw(1, heads, *shape, tokens, dim, seed=n) for n, shape in enumerate(((group,), (), ())))
+    metric, gain = torch.eye(dim, device=q.device).expand(heads, -1, -1), torch.full((heads,), GAIN).to(q.device)
+    merging, scale = Merging(metric * dim**-0.25, gain, WINDOW, BLOCK), dim**-0.5
+
+    def read(way):
+        state = SlotState.empty(k, v, WINDOW, 4, SLOTS)
+        way(q * scale, k, v, merging, None, state)
+
+    def softmax():
+        sdpa(q.flatten(1, 2), k, v, is_causal=True, scale=scale, enable_gqa=True)
+
+    row = {"op": "slots", "tokens": tokens, "heads": heads * group, "kv_heads": heads, "dim": dim, "slots": SLOTS}
+    row |= own([lambda: read(slot_attention)])
+    row["rivals"] = {
+        "slots in pytorch": attempt("pytorch", lambda: [lambda: read(attend_text_with_slots)], least=3),
+        "sdpa": attempt("sdpa", lambda: [softmax]),
+    }
+    return row

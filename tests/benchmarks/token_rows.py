@@ -20,29 +20,33 @@ KINDS = {  # what KV heads hold, one after the other
 @torch.no_grad()
 def decode(limits, quick):
     """One token of one layer: ours, and softmax over the keys of a context."""
-    heads, group, dim = (8, 4, 128) if GPU else (8, 1, 64)
     for batch in (1, 8, 64) if GPU and not quick else (1,):
-        text = [draw(batch, heads * many, READ + 1, dim, seed=n) for n, many in enumerate((group, 1, 1))]
-        for kind, kinds in KINDS.items():
-            student = LayerStudent([kinds[head % len(kinds)] for head in range(heads)], SINKS, dim, "prf")
-            student.to(DEVICE).eval().reset(torch.Generator().manual_seed(0))
-            memory: list = []
-            student(*(x[:, :, :READ] for x in text), dim**-0.5, None, memory)
-            token = [x[:, :, READ:].contiguous() for x in text]
+        yield from decode_rows(limits, batch, *((8, 4, 128) if GPU else (8, 1, 64)))
 
-            def call(student=student, token=token, memory=memory):
-                for _ in range(TOKENS):
-                    student(*token, dim**-0.5, None, memory)
 
-            row = {"op": "decode", "batch": batch, "kind": kind, **own([call], TOKENS)}
-            held = [(name, x.nbytes) for state in memory for name, x in tensors(state).items()]
-            row["state_bytes"] = sum(size for _, size in held)
-            written = sum(size for name, size in held if name in ("level", "mean"))  # of the others a token alone
-            row["floor"] = (row["state_bytes"] + written) / limits["copy"]
-            if GPU:
-                graph = attempt("graph", lambda call=call: [call], graph=True)
-                row["ours in a graph"] = graph | ({"seconds": graph["seconds"] / TOKENS} if "seconds" in graph else {})
-            yield row | contexts(batch, heads, group, dim)
+@torch.no_grad()
+def decode_rows(limits, batch, heads, group, dim):
+    text = [draw(batch, heads * many, READ + 1, dim, seed=n) for n, many in enumerate((group, 1, 1))]
+    for kind, kinds in KINDS.items():
+        student = LayerStudent([kinds[head % len(kinds)] for head in range(heads)], SINKS, dim, "prf")
+        student.to(DEVICE).eval().reset(torch.Generator().manual_seed(0))
+        memory: list = []
+        student(*(x[:, :, :READ] for x in text), dim**-0.5, None, memory)
+        token = [x[:, :, READ:].contiguous() for x in text]
+
+        def call(student=student, token=token, memory=memory):
+            for _ in range(TOKENS):
+                student(*token, dim**-0.5, None, memory)
+
+        row = {"op": "decode", "batch": batch, "kind": kind, **own([call], TOKENS)}
+        held = [(name, x.nbytes) for state in memory for name, x in tensors(state).items()]
+        row["state_bytes"] = sum(size for _, size in held)
+        written = sum(size for name, size in held if name in ("level", "mean"))  # of the others a token alone
+        row["floor"] = (row["state_bytes"] + written) / limits["copy"]
+        if GPU:
+            graph = attempt("graph", lambda call=call: [call], graph=True)
+            row["ours in a graph"] = graph | ({"seconds": graph["seconds"] / TOKENS} if "seconds" in graph else {})
+        yield row | contexts(batch, heads, group, dim)
 
 
 def contexts(batch, heads, group, dim):
