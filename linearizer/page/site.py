@@ -15,10 +15,10 @@ from starlette.middleware import Middleware
 from linearizer.page import evaluation_handlers, handlers, layout, limits, polling
 from linearizer.page.api import add_endpoints
 from linearizer.page.browser_script import ADDRESS, HEAD, REMEMBER, STEPS
-from linearizer.page.local_requests import LocalRequests
 from linearizer.page.theme import CSS, OUTSIDE, theme
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.run.find import runs_root
+from linearizer.serve.local_requests import LOCAL_HOSTS, LocalRequests
 
 # Gradio tells every part that ever showed progress of the progress of every event, which copies the figures in it
 # again and again: so what shows none names no part for it, and what shows some names one.
@@ -26,7 +26,6 @@ HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "ap
 QUICK: dict[str, Any] = {**HIDDEN, "queue": False}
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
 MAX_SESSIONS = 200  # whose state is kept, of about 0.4 MB each; an open page asks every second and stays among them
-LOCAL_HOSTS = (None, "127.0.0.1", "localhost", "::1")
 ONCE: dict[str, Any] = {**SLOW, "show_progress_on": [], "trigger_mode": "once"}
 
 

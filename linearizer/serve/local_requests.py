@@ -1,7 +1,7 @@
-"""Refuses requests that another site sends to a page on this machine through its visitor's browser.
+"""Refuses requests that another site sends to a server on this machine through a browser on this machine.
 
 The other site's name may stand for this machine (DNS rebinding), which the Host shows; or its page may post to this
-one, which the Origin shows.
+server, which the Origin shows.
 """
 
 from __future__ import annotations
@@ -12,10 +12,11 @@ from starlette.datastructures import Headers
 from starlette.responses import PlainTextResponse
 from starlette.types import ASGIApp, Receive, Scope, Send
 
+LOCAL_HOSTS = (None, "127.0.0.1", "localhost", "::1")  # to listen at, for this machine alone
 LOCAL_NAMES = ("127.0.0.1", "localhost", "::1")
 REFUSAL = (
-    "This page serves this machine only, and the request names another host. Open it as http://localhost, or start it "
-    "with `linearizer app --host ADDRESS` to serve others.\n"
+    "This server serves this machine only, and the request names another host. Use http://localhost, or start the "
+    "server with --host ADDRESS to serve others.\n"
 )
 
 
