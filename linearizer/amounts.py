@@ -51,11 +51,6 @@ def from_length(begin: int | None) -> str:
     return f"from {begin:,} tokens on" if begin else "at any length"
 
 
-def smaller_from(begin: int | None, saved: int) -> str:
-    """Say from which length on a state is smaller than the cache: never where no token saves bytes."""
-    return from_length(begin if saved > 0 else None)
-
-
 def columns(rows: Sequence[Sequence[object]]) -> str:
     """Lay out rows of cells, the first column to the left and the others to the right."""
     texts = [[str(cell) for cell in row] for row in rows]

@@ -42,6 +42,7 @@ from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan, with_absolute_paths
 from linearizer.run.profile import Profile
 from linearizer.run.results import Part
+from linearizer.run.state_size import StateSize
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import write_digests
 from linearizer.train.lora import check_peft
@@ -214,12 +215,13 @@ def compare_run(
     run: Run, prompt: str, new_tokens: int, seed: int, sample: bool, token: str | None = None
 ) -> Steps[Comparison]:
     """Continue a prompt with the teacher and with the student of a run."""
-    if not run.checkpoint.is_dir():
+    if not run.checkpoint.is_dir() or (allocation := run.allocation) is None:
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     with quiet():
         teacher = load(run.plan, token, run.inspection)
         student = checkpoint.load_student(run, dtype=teacher.model.dtype).to(teacher.model.device)
-        return (yield from compare(teacher.model, student, teacher.tokenizer, prompt, new_tokens, seed, sample))
+        state = StateSize.of(allocation, run.layers)
+        return (yield from compare(teacher.model, student, teacher.tokenizer, state, prompt, new_tokens, seed, sample))
 
 
 def read(run: Run, text: str, path: Path, more: bool = False) -> Steps[Reading]:

@@ -34,7 +34,7 @@ SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_le
 @pytest.mark.parametrize("recipe", ["windows", "swa", "duo", "lolcats", "performer"])
 def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
     steps = {"steps": 2} if RECIPES[recipe].choices.get("steps") else {}
-    run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **SMALL, **steps))
+    run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **SMALL, **steps, may_grow=recipe == "duo"))
     allocation = finish(pipeline.linearize(run))
     assert allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 40)
     assert math.isfinite(run.evaluation_parts["language"]["subjects"][1]["loss"]["mean"])
@@ -70,7 +70,7 @@ def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_pa
 
 @pytest.mark.parametrize("recipe", ["best", "duo"])
 def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(recipe, tmp_path):
-    run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1}))
+    run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1}, may_grow=True))
     teacher = teacher_module.load(run.plan)
     judged = pipeline.training_and_judging_texts(run.plan, teacher, None)[1]
     seen = teacher_module.texts_of(run.plan, teacher, len(step.texts_to_price_on(run, teacher, None)), None)
@@ -78,7 +78,7 @@ def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(re
 
 
 def test_features_are_bought_where_they_are_the_better_price(tmp_path):
-    run = pipeline.begin(tmp_path / "run", Plan.of("best", **SMALL, strategy="gain-features", constant=True, steps=2))
+    run = pipeline.begin(tmp_path / "run", Plan.of("best", **SMALL, strategy="gain-features", steps=2))
     teacher = teacher_module.load(run.plan)
     finish(measure_teacher(run, teacher))
     finish(step.price_heads(run, teacher, step.texts_to_price_on(run, teacher, None)))
@@ -141,7 +141,7 @@ def test_another_recipe_for_a_plan_brings_its_own_choices_and_leaves_all_else(tm
 
 
 def test_a_state_has_8_bits_a_number_where_heads_are_priced_and_may_be_merged():
-    kept = {name: Plan.of(name, model="demo", budget=64).kept_bits for name in RECIPES}
+    kept = {name: Plan.of(name, model="demo", budget=64, may_grow=name == "duo").kept_bits for name in RECIPES}
     assert [name for name, bits in kept.items() if bits == 8] == ["best"]
     assert Plan.of("windows", model="demo", budget=64, bits=8).kept_bits == 8
     assert Plan.of(model="demo", budget=64, bits=16).kept_bits == 16
@@ -198,6 +198,14 @@ def test_what_cannot_be_is_said():
         Plan.of("magic", model="demo", budget=64)
     with pytest.raises(BudgetError, match="the strategy duo spends a budget in tokens"):
         Plan.of("duo", model="demo", features=64)
+
+
+def test_no_recipe_grows_unless_asked_and_duo_says_that_it_must():
+    for name in RECIPES.keys() - {"duo"}:
+        assert not Plan.of(name, model="demo", budget=64).may_grow
+    with pytest.raises(RequestError, match="duo lets heads keep their whole cache .*: add --may-grow .*or ask for"):
+        Plan.of("duo", model="demo", budget=64)
+    assert Plan.of("duo", model="demo", budget=64, may_grow=True).may_grow
 
 
 @pytest.mark.parametrize("rule", ["h2o", "tova"])

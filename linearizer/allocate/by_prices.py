@@ -36,10 +36,10 @@ class OffersOfHeads:
     budget_bytes: int
 
     @staticmethod
-    def of(prices: Prices, layers: Sequence[Layer], budget: int, length: int, constant: bool = False) -> OffersOfHeads:
-        """List the offers; a softmax head takes the bytes of `length` tokens, and `constant` offers none."""
+    def of(prices: Prices, layers: Sequence[Layer], budget: int, length: int, may_grow: bool = False) -> OffersOfHeads:
+        """List the offers; softmax, which takes the bytes of `length` tokens, only where heads `may_grow`."""
         rows = [
-            [tuple(efficient_offers(offers_for_head(prices, layer, kl, length, constant))) for kl in kl_of_layer]
+            [tuple(efficient_offers(offers_for_head(prices, layer, kl, length, may_grow))) for kl in kl_of_layer]
             for layer, kl_of_layer in zip(layers, prices.kl, strict=True)
         ]
         offers = tuple(offers_of_head for row in rows for offers_of_head in row)
@@ -177,9 +177,9 @@ def downgrade_others(offers: OffersOfHeads, levels: list[int], keep: int) -> boo
 
 
 def offers_for_head(
-    prices: Prices, layer: Layer, kl_of_options: Sequence[float], length: int, constant: bool
+    prices: Prices, layer: Layer, kl_of_options: Sequence[float], length: int, may_grow: bool
 ) -> Iterator[Offer]:
-    """List all that one head may hold: the options, sizes between them, and softmax unless `constant`."""
+    """List all that one head may hold: the options, sizes between them, and softmax if it `may_grow`."""
 
     def offer(head: Head, kl: float) -> Offer:
         return Offer(head, head_bytes(head, layer, prices.sinks, length), max(kl, 0.0))
@@ -191,7 +191,7 @@ def offers_for_head(
     for priced in series.values():
         for low, high in pairwise(sorted(priced, key=lambda pair: pair[0].window + pair[0].slots + pair[0].features)):
             yield from (offer(head, kl) for head, kl in interpolate(low, high))
-    if not constant:
+    if may_grow:
         yield offer(Head(softmax=True, bits=prices.options[0].bits), 0.0)
 
 

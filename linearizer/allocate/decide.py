@@ -93,7 +93,7 @@ def offers_by_prices(run: Run, plan: Plan, prices: Prices, layers: Sequence[Laye
         return (not option.slots or far_field == "slots") and (not option.features or far_field == "features")
 
     length = plan.target_tokens(run.positions)
-    return OffersOfHeads.of(prices.of_options(is_allowed), layers, plan.budget or 0, length, plan.constant)
+    return OffersOfHeads.of(prices.of_options(is_allowed), layers, plan.budget or 0, length, plan.may_grow)
 
 
 def check_prices(prices: Prices, plan: Plan) -> None:

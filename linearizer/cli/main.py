@@ -231,9 +231,7 @@ def serve_allocate(arguments: argparse.Namespace) -> None:
     run = find_run(arguments.run)
     plan = replace(run.plan, **plan_changes(arguments))
     allocation, length = pipeline.reallocate(run, plan), plan.target_tokens(run.positions)
-    print_product(
-        arguments, allocation.summary(run.layers, length), describe_allocation(allocation, run.layers, length)
-    )
+    print_product(arguments, allocation.summary(run.layers, length), describe_allocation(allocation, run.layers))
 
 
 def start_in_background(arguments: argparse.Namespace, run: Run, start: Callable[[], None]) -> None:

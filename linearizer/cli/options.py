@@ -59,7 +59,7 @@ def add_option(add_argument: Add, option: Option) -> None:
     """Add one option as its field describes it."""
     text = option.help.replace("%", "%%")
     if option.value_kind is bool:
-        add_argument(option.flag, action="store_true", default=None, help=text)
+        add_argument(option.flag, action=argparse.BooleanOptionalAction, default=None, help=text)
     else:
         add_argument(option.flag, type=option.parse, help=text)
 

@@ -11,10 +11,11 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from linearizer.amounts import columns, duration, growing, size, smaller_from
+from linearizer.amounts import columns, duration, from_length, size
 from linearizer.progress import Progress, Steps
 from linearizer.run import events
 from linearizer.run.events import EventName
+from linearizer.run.state_size import ROW_TITLES, StateSize
 
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Comparison
@@ -129,23 +130,21 @@ def describe_profile(profile: Profile) -> str:
     return text
 
 
-def describe_allocation(allocation: Allocation, layers: Sequence[Layer], length: int) -> str:
-    """Describe what every head holds, and the bytes of all."""
+def describe_allocation(allocation: Allocation, layers: Sequence[Layer]) -> str:
+    """Describe what every head holds, and the bytes of all after some lengths of text."""
     rows: list[Sequence[object]] = [("layer", "by KV head: window, + features or slots (s)")]
     for index, heads in enumerate(allocation.heads):
         rows.append((index, "  ".join(map(describe_head, heads)) or "stays as it is"))
-    return columns(rows) + "\n" + describe_state(allocation, layers, length)
+    sizes = columns([ROW_TITLES, *StateSize.of(allocation, layers).rows()])
+    return f"{columns(rows)}\n{describe_state(allocation, layers)}\n{sizes}"
 
 
-def describe_state(allocation: Allocation, layers: Sequence[Layer], length: int) -> str:
-    """Describe a student's state in one line; where it grows, once `length` tokens have been read."""
-    growth = allocation.growth(layers)
-    begin = smaller_from(allocation.breakeven_tokens(layers), allocation.saved(layers))
-    state = f"{growing(allocation.state_bytes(layers, 0), growth)} of state"
-    if growth:
-        state += f" ({size(allocation.state_bytes(layers, length))} after {length:,} tokens)"
+def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
+    """Describe a student's state in one line."""
+    state = StateSize.of(allocation, layers)
+    begin = from_length(state.breakeven)
     smaller = "never smaller than the cache" if begin == "never" else f"smaller than the cache {begin}"
-    return f"{allocation.strategy}: {describe_heads(allocation)}, {state}, {smaller}"
+    return f"{allocation.strategy}: {describe_heads(allocation)}; state {state.in_words}; {smaller}"
 
 
 def describe_head(head: Head) -> str:
@@ -185,7 +184,7 @@ def describe_run(run: Run) -> str:
         if exchanged
         else ""
     )
-    state = describe_state(run.allocation, run.layers, run.plan.target_tokens(run.positions))
+    state = describe_state(run.allocation, run.layers)
     text = f"{state}\n{kl}{evaluation}\nthe student is in {run.checkpoint}"
     text += f"\nsee it write: linearizer compare {run.folder}"
     if (published := run.published) is None:

@@ -95,7 +95,7 @@ def joined(parts: Sequence[Scores], dim: int) -> Scores:
 
 
 def described(
-    subject: Subject, own: Scores, teacher: Tensor | None, edges: Sequence[int], over: Resampled, state: int | None
+    subject: Subject, own: Scores, teacher: Tensor | None, edges: Sequence[int], over: Resampled, state: int
 ) -> Predictions:
     """Reduce the scores of one subject."""
     loss = over.estimate(own.loss)

@@ -3,16 +3,17 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
-from linearizer.model.logits import bytes_held, fresh_cache
+from linearizer.model.logits import fresh_cache
 from linearizer.model.token_loop import generate_tokens
 from linearizer.progress import Progress, Steps
+from linearizer.run.state_size import StateSize
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 UPDATE_SECONDS = 0.25  # between two updates of what both have written: each update takes time from writing
@@ -21,13 +22,14 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Side:
-    """What one model has written, its speed, and what its cache holds."""
+    """What one model has written, its speed, and what it remembers, in the units of every other size."""
 
     text: str
     tokens: int
     first_token_seconds: float
     tokens_per_second: float  # after the first token
-    state_bytes: int  # what is remembered at the end
+    tokens_read: int
+    state_bytes: int  # of cache or state once these are read; in the layers that the student replaces
 
 
 @dataclass(frozen=True)
@@ -52,6 +54,7 @@ def compare(
     teacher: PreTrainedModel,
     student: LinearizedForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
+    state: StateSize,
     prompt: str,
     new_tokens: int = 64,
     seed: int = 0,
@@ -60,9 +63,9 @@ def compare(
     """Let both models continue a prompt, one after the other."""
     ids = prompt_ids(tokenizer, prompt, new_tokens)
     sides = []
-    for done, model in enumerate((teacher, student)):
+    for done, (model, size) in enumerate(((teacher, state.teacher_bytes), (student, state.student_bytes))):
         yield Progress("compare", done, 2, "models")
-        writer = Writer(model, tokenizer, ids, new_tokens, seed, sample)
+        writer = Writer(model, tokenizer, size, ids, new_tokens, seed, sample)
         while writer.write_token():
             pass
         sides.append(writer.side())
@@ -83,6 +86,7 @@ def write_in_turns(
     teacher: PreTrainedModel,
     student: LinearizedForCausalLM,
     tokenizer: PreTrainedTokenizerBase,
+    state: StateSize,
     prompt: str,
     new_tokens: int = 64,
     seed: int = 0,
@@ -91,7 +95,10 @@ def write_in_turns(
     """Let both models continue a prompt, a token each in turn; yield a few times a second what they have written."""
     ids = prompt_ids(tokenizer, prompt, new_tokens)
     try:
-        writers = [Writer(model, tokenizer, ids, new_tokens, seed, sample) for model in (teacher, student)]
+        writers = [
+            Writer(model, tokenizer, size, ids, new_tokens, seed, sample)
+            for model, size in ((teacher, state.teacher_bytes), (student, state.student_bytes))
+        ]
         updated = time.monotonic()
         while any([writer.write_token() for writer in writers]):
             if time.monotonic() - updated >= UPDATE_SECONDS:
@@ -111,15 +118,16 @@ class Writer:
         self,
         model: PreTrainedModel,
         tokenizer: PreTrainedTokenizerBase,
+        state_size: Callable[[int], int],  # tokens read -> bytes remembered
         ids: Tensor,  # (1, tokens)
         new_tokens: int,
         seed: int,
         sample: bool,
     ) -> None:
-        self.tokenizer, self.cache = tokenizer, fresh_cache(model)
+        self.tokenizer, self.state_size, self.prompt_tokens = tokenizer, state_size, ids.shape[1]
         self.written: list[int] = []
         self.first_seconds = self.seconds = 0.0
-        self.tokens = generate_tokens(model, ids.to(model.device), self.cache, new_tokens, seed, sample)
+        self.tokens = generate_tokens(model, ids.to(model.device), fresh_cache(model), new_tokens, seed, sample)
 
     def write_token(self) -> bool:
         """Write one more token; tell whether there was one left to write."""
@@ -137,4 +145,5 @@ class Writer:
         later, count = self.seconds - self.first_seconds, len(self.written)
         rate = (count - 1) / later if count > 1 and later > 0 else 0.0
         text = self.tokenizer.decode(self.written, skip_special_tokens=True)
-        return Side(text, count, self.first_seconds, rate, bytes_held(self.cache))
+        read = self.prompt_tokens + max(count - 1, 0)  # the last token is written, but not read
+        return Side(text, count, self.first_seconds, rate, read, self.state_size(read))

@@ -10,7 +10,7 @@ from transformers import PreTrainedModel
 
 from linearizer.model.swap import exchange_students
 from linearizer.run.allocation import Allocation
-from linearizer.run.head_bytes import SINKS, Head, Layer, token_bytes
+from linearizer.run.head_bytes import SINKS, Head, Layer, cache_bytes, token_bytes
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.layer_student import LayerStudent
 
@@ -37,9 +37,9 @@ class Subject:
             with exchange_students(self.model, self.heads):
                 yield self.model
 
-    def state_bytes(self, layers: Sequence[Layer], length: int) -> int | None:
-        """Give the bytes that are held once `length` tokens have been read; None: they grow with every token."""
-        return None if self.allocation is None else self.allocation.state_bytes(layers, length)
+    def state_bytes(self, layers: Sequence[Layer], length: int) -> int:
+        """Give the bytes of cache or state once `length` tokens have been read."""
+        return cache_bytes(layers, length) if self.allocation is None else self.allocation.state_bytes(layers, length)
 
 
 def window_control(allocation: Allocation, layers: Sequence[Layer], length: int) -> Allocation:

@@ -23,6 +23,7 @@ from linearizer.run.head_bytes import Layer
 from linearizer.run.options import options_of
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
+from linearizer.run.state_size import StateSize
 
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Both
@@ -254,7 +255,7 @@ def compare_models(visitor: Visitor, name: str, prompt: str, tokens: int, seed: 
     from linearizer.evaluate.side_by_side import write_in_turns
 
     run = visitor.find_run(name)
-    if not run.checkpoint.is_dir():
+    if not run.checkpoint.is_dir() or (allocation := run.allocation) is None:
         raise RequestError("this run has no student yet: wait until it is done, or use what it has")
     if len(prompt) > limits.MAX_PROMPT_CHARACTERS or not 1 <= tokens <= limits.MAX_COMPARED_TOKENS:
         raise RequestError(
@@ -263,7 +264,8 @@ def compare_models(visitor: Visitor, name: str, prompt: str, tokens: int, seed: 
         )
     with hold_comparison_lock():
         pair = load_pair(run, visitor)
-        yield from write_in_turns(pair.teacher, pair.student, pair.tokenizer, prompt, tokens, seed, sample)
+        state = StateSize.of(allocation, run.layers)
+        yield from write_in_turns(pair.teacher, pair.student, pair.tokenizer, state, prompt, tokens, seed, sample)
 
 
 @contextmanager

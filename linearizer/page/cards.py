@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from linearizer.amounts import ago, duration, growing, number, size, smaller_from
+from linearizer.amounts import ago, duration, from_length, number, size
 from linearizer.jobs.control import LIVE, Status
 from linearizer.progress import Progress
 from linearizer.publish.html import announcement, message_box, table, values_list, without_folders
@@ -19,13 +19,13 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
 from linearizer.run.results import Language, Recall
+from linearizer.run.state_size import ROW_TITLES, STATED_LENGTHS, StateSize, size_row
 
 if TYPE_CHECKING:
     from linearizer.evaluate.side_by_side import Side
     from linearizer.jobs.forecast import RunForecast
     from linearizer.run.inspection import Inspection
 
-MEMORY_LENGTHS = (4096, 32768, 131072)  # tokens of text, for which memory is compared
 STATE_SIGNS = {
     "queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?",
     "damaged": "▲",
@@ -81,41 +81,44 @@ def feature_unit(layers: Sequence[Layer]) -> int:
     return sum(layer.kv_heads * head_bytes.feature_bytes(layer) for layer in layers if layer.native_window is None)
 
 
-def cost_card(features: float, state: int, growth: int, layers: Sequence[Layer], open_end: bool = False) -> str:
-    """Say what a state is, and what teacher and student remember of long texts; `open_end`: heads may stay softmax."""
-    saved = head_bytes.cache_bytes(layers, 1) - growth
-    fixed = ", more where heads stay softmax" if open_end else ", whatever the length"
-    worth = ("mean features per KV head", features) if features else ("worth in features per KV head", 0.0)
-    pairs = [
-        (worth[0], f"{worth[1] or state / feature_unit(layers):.1f}"),
-        ("state", growing(state, growth) + ("" if growth else fixed)),
-        ("smaller than the cache", smaller_from(head_bytes.meeting(state, saved), saved)),
-    ]
-    rows = []
-    for length in MEMORY_LENGTHS:
-        cache, held = head_bytes.cache_bytes(layers, length), state + growth * length
-        rows.append([f"{length // 1024}k tokens", size(cache), size(held), f"{cache / held:.0f}×" if held else "∞"])
-    head = ("after", "teacher", "student", "smaller by")
-    title = "Memory of teacher and student" + (", if no head stays softmax" if open_end else "")
-    loud = announcement(f"state {pairs[1][1]}, smaller than the cache {pairs[2][1]}")
-    return f"<div{loud}>{values_list(pairs, 'lz-wide')}{table(title, head, rows)}</div>"
+def cost_card(features: float, worth: float, state: str, smaller: str, rows: Sequence[Sequence[str]]) -> str:
+    """Say what a state is, and what teacher and student remember of long texts."""
+    held = ("mean features per KV head", features) if features else ("worth in features per KV head", worth)
+    pairs = [(held[0], f"{held[1]:.1f}"), ("state", state), ("smaller than the cache", smaller)]
+    loud = announcement(f"state {state}, smaller than the cache {smaller}")
+    return f"<div{loud}>{values_list(pairs, 'lz-wide')}{table('Memory of teacher and student', ROW_TITLES, rows)}</div>"
 
 
-def budget_card(plan: Plan, layers: Sequence[Layer]) -> str:
-    """Say what a budget means before anything is measured: features if every head got the same."""
+def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
+    """Say what a budget means before anything is measured: the most that its state can take.
+
+    Where heads may grow, the state takes no more than the budget at the plan's target length. It is a fixed part and a
+    part in proportion to the length, so at a greater length it takes at most as many times more.
+    """
     one = feature_unit(layers)
     kept = head_bytes.cache_bytes(layers, plan.kept_sinks + plan.kept_window)
     if plan.budget is None:
-        features, state = float(plan.features or 0), kept + (plan.features or 0) * one
+        features, most = float(plan.features or 0), kept + (plan.features or 0) * one
     else:
-        state = head_bytes.cache_bytes(layers, plan.budget)
-        features = 0.0 if plan.rules.spends_tokens else max(0, state - kept) / one
-    return cost_card(features, state, 0, layers, open_end=plan.rules.decided_by == "prices" and not plan.constant)
+        most = head_bytes.cache_bytes(layers, plan.budget)
+        features = 0.0 if plan.rules.spends_tokens else max(0, most - kept) / one
+    grows = plan.may_grow and plan.rules.decided_by in ("prices", "gates")
+    target = plan.target_tokens(positions)
+    rows = []
+    for tokens in STATED_LENGTHS:
+        state = most * max(target, tokens) // target if grows else most
+        rows.append(size_row(tokens, head_bytes.cache_bytes(layers, tokens), state, "≤"))
+    begin = head_bytes.meeting(most, head_bytes.cache_bytes(layers, 1))
+    length = f" up to {target:,} tokens, more beyond" if grows else ", whatever the length"
+    smaller = from_length(begin if not grows or (plan.budget or 0) < target else None)
+    return cost_card(features, most / one, f"at most {size(most)}{length}", smaller, rows)
 
 
 def allocation_card(found: Allocation, layers: Sequence[Layer]) -> str:
     """Say what an allocation is and costs."""
-    return cost_card(found.features_mean, found.state_bytes(layers, 0), found.growth(layers), layers)
+    state = StateSize.of(found, layers)
+    worth, smaller = state.fixed / feature_unit(layers), from_length(state.breakeven)
+    return cost_card(found.features_mean, worth, state.in_words, smaller, state.rows())
 
 
 def efforts_table(found: Mapping[str, RunForecast], chosen: str, lent: bool = False) -> str:

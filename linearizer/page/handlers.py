@@ -15,6 +15,7 @@ from linearizer.page.calls import Profile, Token, identify_visitor, refusals_on_
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.visitors import MIN_SECRET_CHARACTERS, Visitor, new_secret, on_space
 from linearizer.publish import html
+from linearizer.run.folder import UNBOUNDED
 from linearizer.run.inspection import Inspection
 from linearizer.run.options import options_of
 from linearizer.run.plan import Plan
@@ -97,9 +98,10 @@ class ChosenModel:
     def __init__(self, inspection: Inspection, download: int) -> None:
         self.name, self.layers = inspection.name, inspection.layers
         self.inspection, self.download = inspection, download
+        self.positions = inspection.max_positions or UNBOUNDED
 
 
-ADVANCED = ("recipe", "text", "steps", "window", "seed", "constant")
+ADVANCED = ("may_grow", "recipe", "text", "steps", "window", "seed")
 
 
 def read_plan(chosen: ChosenModel | None, budget: float, effort: str, advanced: tuple[Any, ...]) -> Plan:
@@ -116,7 +118,7 @@ def show_budget(chosen: ChosenModel | None, budget: float, effort: str, *advance
     if chosen is None:
         return html.message_box("Choose a model first."), ""
     try:
-        card = cards.budget_card(read_plan(chosen, budget, effort, advanced), chosen.layers)
+        card = cards.budget_card(read_plan(chosen, budget, effort, advanced), chosen.layers, chosen.positions)
         plans = {name: read_plan(chosen, budget, name, advanced) for name in actions.EFFORTS}
         guesses = {name: actions.forecast_run(plan, chosen.inspection, chosen.download) for name, plan in plans.items()}
     except LinearizerError as error:
@@ -135,11 +137,11 @@ def show_command(chosen: ChosenModel | None, budget: float, effort: str, *advanc
 
 @refusals_on_page()
 def start_run(
-    chosen: ChosenModel | None, budget: float, effort: str, recipe: str, text: str, steps: str, window: str,
-    seed: float, constant: bool, memory: Memory, profile: Profile, token: Token,
+    chosen: ChosenModel | None, budget: float, effort: str, may_grow: bool, recipe: str, text: str, steps: str,
+    window: str, seed: float, memory: Memory, profile: Profile, token: Token,
 ) -> tuple[Any, ...]:  # fmt: skip
     """Start a run; from here on the page only watches."""
-    plan = read_plan(chosen, budget, effort, (recipe, text, steps, window, seed, constant))
+    plan = read_plan(chosen, budget, effort, (may_grow, recipe, text, steps, window, seed))
     name = actions.start_run(read_visitor(memory, profile, token), plan)
     return watch_run(memory, name)
 

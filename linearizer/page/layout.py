@@ -69,6 +69,13 @@ def budget_step(ui: SimpleNamespace) -> None:
             ui.budget = gr.Slider(
                 MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Tokens of cache", elem_id="budget"
             )
+            ui.may_grow = gr.Radio(
+                [("Never grows", False), ("May grow", True)],
+                value=False,
+                label="State",
+                info="May grow: heads that are worth it keep their whole cache, so long texts take more",
+                elem_id="may-grow",
+            )
             ui.effort = gr.Radio(list(EFFORTS), value="Quick", label="How thorough", info=EFFORT_INFO, elem_id="effort")
             ui.efforts = gr.HTML(elem_id="efforts")
         with gr.Column(scale=4, min_width=300):
@@ -87,7 +94,6 @@ def budget_step(ui: SimpleNamespace) -> None:
             ui.steps = gr.Textbox("", label="Steps", info="of training; empty: the usual", max_lines=1)
             ui.window = gr.Textbox("", label="Window", info="empty: half of the budget", max_lines=1)
             ui.seed = gr.Number(0, label="Seed", precision=0, minimum=0)
-            ui.constant = gr.Checkbox(False, label="Leave no head softmax", info="then the state never grows")
     with gr.Accordion("Do this elsewhere", open=False):
         ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1, wrap_lines=True)
         ui.plan = gr.Code(

@@ -155,7 +155,7 @@ def choice_kl(prices: Prices | None, layers: Sequence[Layer], layer: int, head: 
     """Return the kl of what a head holds, if it alone holds that; None where no head prices were measured."""
     if prices is None:
         return None
-    offers = offers_for_head(prices, layers[layer], prices.kl[layer][head], 1, constant=False)
+    offers = offers_for_head(prices, layers[layer], prices.kl[layer][head], 1, may_grow=True)
     return next((offer.kl for offer in offers if offer.head == held), None)
 
 

@@ -15,7 +15,7 @@ from string import Template
 from typing import Any
 
 import linearizer
-from linearizer.amounts import smaller_from
+from linearizer.amounts import from_length
 from linearizer.model.hub import DEMO
 from linearizer.publish.allocation_picture import draw_picture
 from linearizer.publish.card_metadata import LINK, Teacher, build_metadata, one_line, public_terms
@@ -27,6 +27,7 @@ from linearizer.run.folder import Run, Trained, trained
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import Plan
 from linearizer.run.results import Part
+from linearizer.run.state_size import ROW_TITLES, StateSize
 
 PICTURE = "allocation.png"
 MEASURED_AT_ONCE = {"language", "recall"}  # parts that every run measures; their tables are not folded
@@ -67,8 +68,9 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
     head = build_metadata(plan, teacher, title, parts).to_yaml(line_break="\n")
     body = Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(
         title=escape_markdown(title),
-        summary=describe_student(allocation, layers, teacher, run.positions),
-        alternative=f"Layers down, KV heads across. {describe_state(allocation, layers, run.positions)}",
+        summary=describe_student(allocation, layers, teacher),
+        alternative=f"Layers down, KV heads across. {describe_state(allocation, layers)}",
+        memory=table_markdown(Table([ROW_TITLES, *StateSize.of(allocation, layers).rows()])),
         allocation=list_heads(allocation),
         snippet=write_snippet(repo_id or "PATH/OF/THIS/FOLDER"),
         evaluation=write_evaluation(parts),
@@ -110,7 +112,7 @@ def public_text(source: str) -> str:
     return one_line(f"file:{Path(path).name}" if kind == "file" else source)
 
 
-def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: Teacher, positions: int) -> str:
+def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: Teacher) -> str:
     """Describe in one paragraph what the student is."""
     if teacher.repo_id:
         page = f"https://huggingface.co/{teacher.repo_id}"
@@ -128,21 +130,18 @@ def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: T
     bits = ", with 8 bits per number and one exponent per vector" if allocation.bits == 8 else ""
     return (
         f"This is {origin}, with its attention replaced: instead of caching the keys and values of every token, its KV "
-        f"heads keep {join_words(kept)}{bits}. {describe_state(allocation, layers, positions)}"
+        f"heads keep {join_words(kept)}{bits}. {describe_state(allocation, layers)}"
     )
 
 
-def describe_state(allocation: Allocation, layers: Sequence[Layer], positions: int) -> str:
+def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
     """Describe the size of the student's state."""
     heads = [head for row in allocation.heads for head in row]
     whole = sum(head.softmax for head in heads)
-    taken = f"{allocation.state_bytes(layers, positions):,} bytes"
-    begin = smaller_from(allocation.breakeven_tokens(layers), allocation.saved(layers))
-    if whole:
-        growing = f"{whole} of {len(heads)} KV heads keep their whole cache and grow with the text"
-        state = f"{growing}: the state takes {taken} after {positions:,} tokens"
-    else:
-        state = f"The state takes {taken} at any length of the text"
+    size = StateSize.of(allocation, layers)
+    begin = from_length(size.breakeven)
+    growing = f"{whole} of {len(heads)} KV heads keep their whole cache and grow with the text. " if whole else ""
+    state = f"{growing}The state takes {size.in_words}"
     smaller = (
         "never smaller than the teacher's cache" if begin == "never" else f"smaller than the teacher's cache {begin}"
     )

@@ -52,7 +52,8 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
     ranges: Rows = [("loss from token", *language.edges)]
     ranges += [(subject.name, *(f"{loss:.3f}" for loss in subject.by_position)) for subject in language.subjects]
     over = f"95 % intervals from {language.count} {language.drawn}, drawn again"
-    return [Table(rows), Table(ranges, (f"{describe_texts(part)}; {over}",))]
+    state = "state: what is remembered at the end of a text; the teacher's grows with every token"
+    return [Table(rows, (state,)), Table(ranges, (f"{describe_texts(part)}; {over}",))]
 
 
 def recall_tables(part: Part[results.Recall]) -> list[Table]:

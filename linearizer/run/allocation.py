@@ -58,10 +58,6 @@ class Allocation(JsonProduct):
         """Count the bytes that every token adds to the student's state: none unless heads are left softmax."""
         return self.state_bytes(layers, 1) - self.state_bytes(layers, 0)
 
-    def saved(self, layers: Sequence[Layer]) -> int:
-        """Count the bytes that every token adds to the teacher's cache and not to the student's state."""
-        return head_bytes.cache_bytes(layers, 1) - self.growth(layers)
-
     def summary(self, layers: Sequence[Layer], length: int) -> dict[str, Any]:
         """List the allocation and its sizes after `length` tokens, as plain values."""
         return {

@@ -129,13 +129,15 @@ class Plan(JsonProduct):
     batch: int = option(2, "texts of a step", least=1, group=TRAINING)
     target_length: int | None = option(
         None,
-        "tokens at which the bytes of softmax heads count",
+        "tokens at which the bytes of heads that may grow count",
         least=1,
         most=MAX_TOKENS,
         default_text="the model's positions",
         group=ALLOCATION,
     )
-    constant: bool = option(False, "leave no head softmax: the state never grows", group=ALLOCATION)
+    may_grow: bool = option(
+        False, "let heads keep their whole cache, softmax: the state then grows with the text", group=ALLOCATION
+    )
     prices: str = option(
         "estimated",
         "how the prices of heads are found: from gradients, the dear ones among them measured; or all measured",
@@ -180,8 +182,11 @@ class Plan(JsonProduct):
             )
         if self.bits is not None and self.bits not in self.rules.bits:
             raise RequestError(f"the strategy {self.strategy} keeps 16 bits a number: leave out bits")
-        if self.constant and self.rules.decided_by == "gates":
-            raise RequestError("duo leaves heads softmax by its nature: leave out constant, or ask for another recipe")
+        if self.rules.decided_by == "gates" and not self.may_grow:
+            raise RequestError(
+                "duo lets heads keep their whole cache by its nature, so its state grows with the text: add --may-grow "
+                "(on the page: May grow), or ask for another recipe"
+            )
 
     @property
     def kept_sinks(self) -> int:

@@ -26,7 +26,7 @@ class Recipe:
 RECIPES: Mapping[str, Recipe] = {
     "best": Recipe(
         "what each head costs the model",
-        "ours: every KV head a window, a window with slots, or softmax, by its measured price; no training",
+        "ours: every KV head a window, or a window with slots, by its measured price; no training",
     ),
     "windows": Recipe("the same, windows alone", "as best, without slots", {"strategy": "windows"}),
     "features": Recipe(
@@ -41,7 +41,7 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "duo": Recipe(
         "learned gates (DuoAttention)",
-        "each KV head softmax or a window, by learned gates (DuoAttention, Xiao et al. 2025)",
+        "each KV head softmax or a window, by learned gates; needs --may-grow (DuoAttention, Xiao et al. 2025)",
         {"strategy": "duo"},
     ),
     "paper": Recipe(

@@ -35,7 +35,7 @@ class Predictions:
     """One subject, in nats; what is held against the teacher is None for whom there is none."""
 
     name: str
-    state_bytes: int | None  # at the end of a text; None: grows with it
+    state_bytes: int | None  # of cache or state at the end of a text; None: a teacher's, which was not stored
     loss: Estimate
     perplexity: float
     by_position: tuple[float, ...]  # loss in the ranges that begin at `edges`

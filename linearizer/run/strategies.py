@@ -28,11 +28,13 @@ class Strategy:
 
 
 STRATEGIES: Mapping[str, Strategy] = {
-    "gain": Strategy("a window, slots or softmax by the price of each head", "prices", "slots", (8, 16)),
+    "gain": Strategy(
+        "a window or slots by each head's price; with --may-grow softmax, too", "prices", "slots", (8, 16)
+    ),
     "gain-features": Strategy("as gain, with features in place of slots", "prices", "features", (8, 16)),
     "windows": Strategy("as gain, without slots", "prices", "", (16, 8)),
     "window": Strategy("the same window for every head", "budget", "", (16, 8)),
-    "duo": Strategy("softmax or a window by learned gates", "gates"),
+    "duo": Strategy("softmax or a window by learned gates; needs --may-grow", "gates"),
     "fix": Strategy("the same number of features for every head", "freedoms", "features"),
     "dof": Strategy("features by the most degrees of freedom in a layer (the paper)", "freedoms", "features"),
     "dof-clip": Strategy("as dof, but at most the head size", "freedoms", "features"),

@@ -37,8 +37,8 @@ falling = st.lists(st.floats(1e-6, 1.0), min_size=4, max_size=4).map(
 four_heads = st.lists(falling, min_size=4, max_size=4).map(prices_of)
 
 
-def allocate(prices, budget, length, constant=False):
-    offers = OffersOfHeads.of(prices, LAYERS, budget, length, constant)
+def allocate(prices, budget, length, may_grow=True):
+    offers = OffersOfHeads.of(prices, LAYERS, budget, length, may_grow)
     allocation = allocate_by_prices(offers)
     return allocation, offers.kl(offers.levels(allocation))
 
@@ -48,13 +48,13 @@ def spent(allocation, length):
 
 
 @settings(deadline=None)
-@given(prices=four_heads, budget=st.integers(6, 300), constant=st.booleans(), length=st.integers(64, 4096))
-def test_the_budget_is_kept_and_every_head_served(prices, budget, constant, length):
-    allocation, kl = allocate(prices, budget, length, constant)
+@given(prices=four_heads, budget=st.integers(6, 300), may_grow=st.booleans(), length=st.integers(64, 4096))
+def test_the_budget_is_kept_and_every_head_served(prices, budget, may_grow, length):
+    allocation, kl = allocate(prices, budget, length, may_grow)
     assert spent(allocation, length) <= cache_bytes(LAYERS, budget)
     assert [len(row) for row in allocation.heads] == [2, 0, 2]
     assert math.isfinite(kl)
-    assert not constant or not any(head.softmax for row in allocation.heads for head in row)
+    assert may_grow or not any(head.softmax for row in allocation.heads for head in row)
 
 
 @given(
@@ -84,7 +84,7 @@ def test_sinks_that_are_asked_for_are_not_tried_against_others():
 @given(prices=four_heads, budget=st.integers(6, 120))
 def test_it_is_the_best_choice_but_for_one_step(prices, budget):
     """Against all choices: no budget of one head's dearest option less does better."""
-    _, kl = allocate(prices, budget, 10_000, constant=True)
+    _, kl = allocate(prices, budget, 10_000, may_grow=False)
     dearest = max(head_bytes(option, LAYERS[0], 2, 10_000) for option in OPTIONS)
     budget_bytes = cache_bytes(LAYERS, budget) - dearest
     rows = [row for layer in prices.kl for row in layer]
@@ -102,15 +102,15 @@ def test_it_is_the_best_choice_but_for_one_step(prices, budget):
 @settings(deadline=None)
 @given(prices=four_heads, budget=st.integers(6, 200), more=st.integers(0, 200))
 def test_a_larger_budget_is_spent_to_lose_no_more(prices, budget, more):
-    small, large = (allocate(prices, spend, 4096, constant=True)[1] for spend in (budget, budget + more))
+    small, large = (allocate(prices, spend, 4096, may_grow=False)[1] for spend in (budget, budget + more))
     assert large <= small + 1e-12
 
 
 @settings(deadline=None)
 @given(prices=four_heads, budget=st.integers(6, 200))
 def test_exchanges_keep_the_budget_and_end(prices, budget):
-    offers, tried = OffersOfHeads.of(prices, LAYERS, budget, 4096, constant=True), set()
-    first = best = allocate(prices, budget, 4096, constant=True)[0]
+    offers, tried = OffersOfHeads.of(prices, LAYERS, budget, 4096, may_grow=False), set()
+    first = best = allocate(prices, budget, 4096, may_grow=False)[0]
     assert offers.allocation(offers.levels(first)) == first
     for _ in range(4):
         best = exchange_once(offers, best, tried) or best
@@ -140,7 +140,7 @@ def test_prices_survive_a_round_trip_and_damage_is_said():
 
 @given(prices=four_heads, budget=st.integers(6, 120))
 def test_the_dear_offers_beside_an_allocation_are_few_and_dear(prices, budget):
-    allocation, _ = allocate(prices, budget, 512, constant=True)
+    allocation, _ = allocate(prices, budget, 512, may_grow=False)
     dear = dear_offers(prices, LAYERS, allocation, 512)
     assert len(set(dear)) == len(dear) <= 2 * 4
     found = [prices.kl[layer][head][option] for layer, head, option in dear]

@@ -60,7 +60,7 @@ def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):
 
 @pytest.mark.parametrize("strategy", ["window", "duo", "gain", "windows", "gain-features", "fix"])
 def test_a_budget_that_nobody_can_mean_is_refused_as_such(strategy, priced, tmp_path, capsys):
-    asked = ["--budget", "99999999999999999", "--strategy", strategy]
+    asked = ["--budget", "99999999999999999", "--strategy", strategy, "--may-grow"]
     said = refusal(capsys, priced(), *asked)
     assert said.startswith(
         "linearizer: budget 99999999999999999 cannot be: give a whole number, at least 1 and at most"
@@ -73,7 +73,10 @@ def test_a_budget_that_nobody_can_mean_is_refused_as_such(strategy, priced, tmp_
 def test_room_for_features_is_asked_for_where_there_will_be_some(inspection):
     plain = inspection.weight_bytes
     for recipe, none in {"swa": True, "duo": True, "windows": True, "best": True, "features": False}.items():
-        sizes = {checkpoint_bytes(Plan.of(recipe, model="demo", budget=budget), inspection) for budget in (64, 2**30)}
+        sizes = {
+            checkpoint_bytes(Plan.of(recipe, model="demo", budget=budget, may_grow=True), inspection)
+            for budget in (64, 2**30)
+        }
         assert (sizes == {plain}) == none
     assert checkpoint_bytes(Plan("demo", budget=64, strategy="gain-features"), inspection) > plain
 
@@ -82,8 +85,8 @@ def test_room_for_features_is_asked_for_where_there_will_be_some(inspection):
     "asked",
     [
         ["--strategy", "window", "--budget", "2", "--sinks", "4"],
-        ["--strategy", "duo", "--budget", "1"],
-        ["--strategy", "duo", "--budget", "2"],
+        ["--strategy", "duo", "--budget", "1", "--may-grow"],
+        ["--strategy", "duo", "--budget", "2", "--may-grow"],
         ["--budget", "1"],
         ["--strategy", "windows", "--budget", "2"],
     ],
@@ -99,7 +102,7 @@ def test_a_budget_that_a_run_would_refuse_is_refused(asked, priced, tmp_path, ca
 def test_what_only_a_new_run_measures_is_said(priced, capsys):
     run, alike = priced(), priced(recipe="swa")
     for one, strategy in ((run, "duo"), (alike, "duo"), (alike, "gain")):
-        said = refusal(capsys, one, "--strategy", strategy)
+        said = refusal(capsys, one, "--strategy", strategy, "--may-grow")
         assert f"resuming it measures none: start a new run with --strategy {strategy}" in said
     (run.folder / "prices.json").unlink()
     assert "has no prices yet: `linearizer run --resume` measures them" in refusal(capsys, run)

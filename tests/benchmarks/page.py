@@ -127,10 +127,12 @@ def answering(folder, times):
     from linearizer.page.handlers import draw_shares
     from linearizer.run.folder import Run
 
-    run, layers = Run.open(folder), pipeline.inspect("demo").layers
+    run, inspection = Run.open(folder), pipeline.inspect("demo")
+    layers, positions = inspection.layers, inspection.max_positions
     budgets = [64 + 8 * n for n in range(times)]
     of_budget = [
-        clocked(lambda b=b: cards.budget_card(actions.make_plan("demo", b, "Quick", {}), layers)) for b in budgets
+        clocked(lambda b=b: cards.budget_card(actions.make_plan("demo", b, "Quick", {}), layers, positions))
+        for b in budgets
     ]
     both = [clocked(lambda b=b: draw_shares(run, b)) for b in budgets]
     return {"server_budget_ms": statistics.median(of_budget), "server_share_ms": statistics.median(both)}

@@ -40,6 +40,7 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
 from linearizer.run.head_bytes import cache_bytes
 from linearizer.run.plan import Plan
+from linearizer.run.recipes import RECIPES
 from linearizer.train import step as train_step
 from tests.benchmarks.ablation import without_far, without_window
 from tests.benchmarks.eviction import Evicting
@@ -53,22 +54,25 @@ AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
 SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the number is measured
 ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in which they are measured
     "best": ("best", {}),
-    "best --constant": ("best", {"constant": True}),
-    "best, measured prices --constant": ("best", {"prices": "measured", "constant": True}),
+    "best --may-grow": ("best", {"may_grow": True}),
+    "best, measured prices": ("best", {"prices": "measured"}),
     "windows, 8 bits": ("windows", {"bits": 8}),
-    "windows, 8 bits --constant": ("windows", {"bits": 8, "constant": True}),
+    "windows, 8 bits --may-grow": ("windows", {"bits": 8, "may_grow": True}),
     "windows": ("windows", {}),
-    "windows --constant": ("windows", {"constant": True}),
-    "best, 16 bits --constant": ("best", {"bits": 16, "constant": True}),
+    "windows --may-grow": ("windows", {"may_grow": True}),
+    "best, 16 bits": ("best", {"bits": 16}),
     "swa": ("swa", SINKS),
     "swa, 8 bits": ("swa", {"bits": 8, **SINKS}),
     "evict (h2o)": ("swa", SINKS),
     "evict (tova)": ("swa", SINKS),
-    "duo": ("duo", SINKS),
-    "best at 8192": ("best", {"target_length": 8192, "length": 1024}),
-    "windows at 8192": ("windows", {"target_length": 8192, "length": 1024, "bits": 8}),
+    "duo --may-grow": ("duo", {"may_grow": True, **SINKS}),
+    "best --may-grow at 8192": ("best", {"may_grow": True, "target_length": 8192, "length": 1024}),
+    "windows --may-grow at 8192": (
+        "windows",
+        {"may_grow": True, "target_length": 8192, "length": 1024, "bits": 8},
+    ),
     "gain-features": ("best", {"strategy": "gain-features", "steps": STEPS}),
-    "gain-features --constant": ("best", {"strategy": "gain-features", "steps": STEPS, "constant": True}),
+    "gain-features --may-grow": ("best", {"strategy": "gain-features", "steps": STEPS, "may_grow": True}),
     "features": ("features", SINKS),
     "lolcats": ("lolcats", {}),
     "hedgehog": ("hedgehog", {}),
@@ -116,7 +120,7 @@ def main(arguments=None):
 def measure(asked, row, budget, seed):
     """Make one student, and put it and its teacher through the same text."""
     recipe, changes = ROWS[row]
-    trains = {"steps": STEPS} if Plan.of(recipe, model=asked.model, budget=64).steps else {}
+    trains = {"steps": STEPS} if RECIPES[recipe].choices.get("steps") else {}
     given = {"length": LENGTH, "target_length": TARGET, "samples": 1024, "text": asked.text, **trains, **changes}
     record = {"row": row, "budget": budget, "seed": seed}
     try:

@@ -110,8 +110,10 @@ def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, said):
     assert min(tried["sinks"], key=tried["sinks"].get) == str(tried["kept"]) == str(run.allocation.sinks)
     (priced,) = (event for event in run.events() if event["event"] == "priced")
     assert priced["estimated"] and priced["measured"] <= 32
-    code, out, _ = said("allocate", folder, "--budget", "200", "--constant")
-    assert code == 0 and "softmax" not in out and "8 bits a number" in out
+    code, out, _ = said("allocate", folder, "--budget", "200")
+    assert code == 0 and "softmax" not in out and "8 bits a number" in out and "whatever the length" in out
+    code, out, _ = said("allocate", folder, "--budget", "200", "--may-grow")
+    assert code == 0 and "softmax" in out and "after 128k tokens" in out
     code, _, err = said("allocate", folder, "--budget", "200", "--bits", "16")
     assert code == 2 and "measured with 8 bits" in err
     code, _, err = said("run", "demo", "--budget", "3", "--sinks", "2", *SMALL)

@@ -9,7 +9,9 @@ import torch
 from linearizer.errors import FaultError, RequestError
 from linearizer.evaluate.side_by_side import compare, write_in_turns
 from linearizer.progress import finish
-from tests.support.models import student_of, teacher_of
+from linearizer.run.head_bytes import cache_bytes
+from linearizer.run.state_size import StateSize
+from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of
 
 
 class Tokens:
@@ -27,10 +29,16 @@ def pair():
     return teacher_of("llama"), student_of("llama")
 
 
+@pytest.fixture(scope="module")
+def state(pair):
+    layers = layers_of(pair[0])
+    return StateSize.of(allocation_of(layers, MIXED, 2), layers)
+
+
 @pytest.mark.parametrize("sample", [False, True])
-def test_both_write_what_they_write_one_after_the_other(pair, sample):
-    expected = finish(compare(*pair, Tokens(), "5 6 7 8", 12, seed=3, sample=sample))
-    for both in write_in_turns(*pair, Tokens(), "5 6 7 8", 12, seed=3, sample=sample):
+def test_both_write_what_they_write_one_after_the_other(pair, state, sample):
+    expected = finish(compare(*pair, Tokens(), state, "5 6 7 8", 12, seed=3, sample=sample))
+    for both in write_in_turns(*pair, Tokens(), state, "5 6 7 8", 12, seed=3, sample=sample):
         last = both
     assert last.done
     assert last.teacher.text == expected.teacher.text
@@ -40,33 +48,42 @@ def test_both_write_what_they_write_one_after_the_other(pair, sample):
     assert last.teacher.tokens == last.student.tokens == 12
 
 
-def test_what_was_told_grows_to_what_was_written(pair):
-    told = [both.student.text for both in write_in_turns(*pair, Tokens(), "5 6", 60)]
+def test_both_are_counted_in_the_units_of_every_other_size(pair, state):
+    """Not in those of float32, which the weights have here."""
+    *_, last = write_in_turns(*pair, Tokens(), state, "5 6 7 8", 12)
+    assert last.teacher.tokens_read == last.student.tokens_read == 15  # the last token is not read
+    layers = layers_of(pair[0])
+    assert last.teacher.state_bytes == cache_bytes(layers, 15)
+    assert last.student.state_bytes == allocation_of(layers, MIXED, 2).state_bytes(layers, 15)
+
+
+def test_what_was_told_grows_to_what_was_written(pair, state):
+    told = [both.student.text for both in write_in_turns(*pair, Tokens(), state, "5 6", 60)]
     assert all(later.startswith(earlier) for earlier, later in zip(told, told[1:], strict=False))
 
 
-def test_it_tells_at_most_ten_times_a_second(pair):
+def test_it_tells_at_most_ten_times_a_second(pair, state):
     begun, told = time.monotonic(), 0
-    for both in write_in_turns(*pair, Tokens(), "5 6", 150):
+    for both in write_in_turns(*pair, Tokens(), state, "5 6", 150):
         told += not both.done
     assert 1 <= told <= 10 * (time.monotonic() - begun)
 
 
-def test_a_listener_that_leaves_ends_both(pair):
+def test_a_listener_that_leaves_ends_both(pair, state):
     before = threading.active_count()
-    telling = write_in_turns(*pair, Tokens(), "5 6", 5000)
+    telling = write_in_turns(*pair, Tokens(), state, "5 6", 5000)
     next(telling)
     telling.close()
     assert threading.active_count() == before
 
 
-def test_a_writer_that_breaks_is_told_of_and_does_not_hold_up_the_other(pair, monkeypatch):
+def test_a_writer_that_breaks_is_told_of_and_does_not_hold_up_the_other(pair, state, monkeypatch):
     monkeypatch.setattr(pair[1], "empty_cache", lambda: 1 / 0)
     with pytest.raises(FaultError, match="ZeroDivisionError"):
-        list(write_in_turns(*pair, Tokens(), "5 6", 4))
+        list(write_in_turns(*pair, Tokens(), state, "5 6", 4))
 
 
 @pytest.mark.parametrize(("prompt", "tokens"), [("", 4), ("5", 0)])
-def test_nothing_to_write_is_said(pair, prompt, tokens):
+def test_nothing_to_write_is_said(pair, state, prompt, tokens):
     with pytest.raises(RequestError, match="nothing to compare"):
-        list(write_in_turns(*pair, Tokens(), prompt, tokens))
+        list(write_in_turns(*pair, Tokens(), state, prompt, tokens))

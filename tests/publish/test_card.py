@@ -39,7 +39,7 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
 
 
 def test_the_plan_on_the_card_is_the_plan(tmp_path):
-    asked = dict(features=32, text="dataset:org/text:en:train:body", steps=0, window=3, constant=True)
+    asked = dict(features=32, text="dataset:org/text:en:train:body", steps=0, window=3, may_grow=True)
     plan = Plan.of(model="org/base@main", **asked)
     text = write_card(made(tmp_path / "run", plan=plan))
     shown = Plan.from_json(text.partition("```json\n")[2].partition("\n```")[0])
@@ -141,7 +141,7 @@ def test_a_gated_teacher_is_said_to_be_gated(tmp_path):
         Plan.of(model="demo", features=32, steps=9),
         Plan.of("features", model="demo", budget=64),
         Plan.of("paper", model="a b's; rm -rf", features=32, window=1, text="file:a b", seed=7, feature_map="prf"),
-        Plan("org/x", budget=9, strategy="gain", constant=True, target_length=99, device="cpu", dtype="float32"),
+        Plan("org/x", budget=9, strategy="gain", may_grow=True, target_length=99, device="cpu", dtype="float32"),
     ],
 )
 def test_the_command_asks_for_the_plan(plan):

@@ -64,27 +64,36 @@ def test_heads_of_another_model_are_refused():
 
 
 @pytest.mark.parametrize(
-    ("heads", "state", "after", "smaller"),
+    ("heads", "state", "after", "long", "smaller"),
     [
-        ([Head(softmax=True, bits=8)] * 2, "0 B + 52 B a token", 5200, "at any length"),
-        ([Head(softmax=True)] * 2, "0 B + 96 B a token", 9600, "never"),
-        ([Head(window=10), Head(softmax=True)], "480 B + 48 B a token", 5280, "from 10 tokens on"),
-        ([Head(window=3000), Head(softmax=True)], "144 kB + 48 B a token", 148_800, "from 3,000 tokens on"),
-        ([Head(window=10)] * 2, "960 B", 960, "from 10 tokens on"),
+        ([Head(softmax=True, bits=8)] * 2, "0 B + 52 B a token", 5200, 52 * 131072, "at any length"),
+        ([Head(softmax=True)] * 2, "0 B + 96 B a token", 9600, 96 * 131072, "never"),
+        ([Head(window=10), Head(softmax=True)], "480 B + 48 B a token", 5280, 480 + 48 * 131072, "from 10 tokens on"),
+        (
+            [Head(window=3000), Head(softmax=True)],
+            "144 kB + 48 B a token",
+            148_800,
+            144_000 + 48 * 131072,
+            "from 3,000 tokens on",
+        ),
+        ([Head(window=10)] * 2, "960 B, whatever the length", 960, 960, "from 10 tokens on"),
     ],
 )
 def test_the_terminal_the_page_and_the_card_say_alike_what_grows_and_from_where_on_it_is_smaller(
-    heads, state, after, smaller
+    heads, state, after, long, smaller
 ):
     allocation = Allocation("gain", 0, (tuple(heads), ()))
     found = allocation.summary(LAYERS, 100)
     assert (found["state_bytes"], found["state_tokens"]) == (after, 100)
     assert found["bytes_a_token"] == allocation.state_bytes(LAYERS, 8) - allocation.state_bytes(LAYERS, 7)
-    told, page = describe_state(allocation, LAYERS, 100), allocation_card(allocation, LAYERS)
-    assert f", {state} of state" in told and state in page and f">{smaller}<" in page
-    assert (f"({size(after)} after 100 tokens)" in told) == (" after " in told) == (found["bytes_a_token"] > 0)
+    on_card = card.describe_state(allocation, LAYERS)
+    told, page = describe_state(allocation, LAYERS), allocation_card(allocation, LAYERS)
+    assert f"; state {state}" in told and state in page and f"The state takes {state}" in on_card
+    assert f">{smaller}<" in page and f"<td>{size(long)}</td>" in page
+    for said in (told, on_card):  # what grows is stated at three lengths
+        assert (f"{size(long)} after 128k" in said) == (" after 4k, " in said) == (found["bytes_a_token"] > 0)
     assert told.endswith("never smaller than the cache" if smaller == "never" else f"smaller than the cache {smaller}")
     sentence = (
         "it is never smaller than" if smaller == "never" else f"it is smaller than the teacher's cache {smaller}."
     )
-    assert sentence in card.describe_state(allocation, LAYERS, 100)
+    assert sentence in on_card

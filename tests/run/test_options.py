@@ -79,8 +79,8 @@ def test_every_option_of_a_plan_is_an_option_of_the_command_line():
 
 def test_the_command_of_a_plan_makes_the_plan():
     for plan in (
-        Plan.of("lolcats", model="demo", budget=64, steps=7, constant=False, minutes=None),
-        Plan.of(model="a/b", budget=64, constant=True, window=8, device="cuda:1"),
+        Plan.of("lolcats", model="demo", budget=64, steps=7, may_grow=False, minutes=None),
+        Plan.of(model="a/b", budget=64, may_grow=True, window=8, device="cuda:1"),
         Plan.of(model="a b", features=32, minutes=2.5),
     ):
         asked = parser().parse_args(shlex.split(plan.command())[1:])
