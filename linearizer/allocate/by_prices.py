@@ -126,11 +126,9 @@ def check_least_budget(layers: Sequence[Layer], budget: int, sinks: int, bits: i
         )
 
 
-def allocate_by_prices(offers: OffersOfHeads) -> Allocation:
-    """Take the upgrade that saves most kl per byte, again and again, while the budget has room for any."""
-    levels = [0] * len(offers.offers)
-    left = offers.bytes_left(levels)
-    upgrades = sorted(
+def upgrades_by_worth(offers: OffersOfHeads) -> list[tuple[float, int, int]]:
+    """List kl saved per byte, head and level of every upgrade, from the one that saves most per byte on."""
+    return sorted(
         (
             (kl_saved_per_byte(*pair), head, level)
             for head, of_head in enumerate(offers.offers)
@@ -138,7 +136,25 @@ def allocate_by_prices(offers: OffersOfHeads) -> Allocation:
         ),
         key=lambda upgrade: (-upgrade[0], upgrade[2], upgrade[1]),
     )
-    for _, head, level in upgrades:
+
+
+def kl_by_bytes(offers: OffersOfHeads) -> list[tuple[int, float]]:
+    """List the bytes of all heads and their predicted kl, from the least budget to the largest that buys anything."""
+    first = [offers_of_head[0] for offers_of_head in offers.offers]
+    bytes, kl = sum(offer.bytes for offer in first), math.fsum(offer.kl for offer in first)
+    points = [(bytes, kl)]
+    for _, head, level in upgrades_by_worth(offers):
+        before, after = offers.offers[head][level - 1 : level + 1]
+        bytes, kl = bytes + after.bytes - before.bytes, max(kl + after.kl - before.kl, 0.0)
+        points.append((bytes, kl))
+    return points
+
+
+def allocate_by_prices(offers: OffersOfHeads) -> Allocation:
+    """Take the upgrade that saves most kl per byte, again and again, while the budget has room for any."""
+    levels = [0] * len(offers.offers)
+    left = offers.bytes_left(levels)
+    for _, head, level in upgrades_by_worth(offers):
         more = offers.offers[head][level].bytes - offers.offers[head][levels[head]].bytes
         if more <= left:
             levels[head], left = level, left - more

@@ -28,6 +28,7 @@ from linearizer.cli.text import (
     print_product,
     print_stream,
     show_progress,
+    verdict_lines,
 )
 from linearizer.errors import LinearizerError, RequestError, Stopped
 from linearizer.jobs import control
@@ -248,6 +249,7 @@ def serve_run(arguments: argparse.Namespace) -> None:
         return
     from linearizer import pipeline
     from linearizer.progress import finish
+    from linearizer.publish.verdict import judge_run
 
     run = begin_run(arguments)
     steps = pipeline.linearize(run, held=not run.done)
@@ -255,6 +257,7 @@ def serve_run(arguments: argparse.Namespace) -> None:
     product = {
         "run": str(run.folder),
         "checkpoint": str(run.checkpoint),
+        "verdict": None if (verdict := judge_run(run)) is None else asdict(verdict),
         **allocation.summary(run.layers, run.plan.target_tokens(run.positions)),
         "evaluation": run.evaluation_parts,
     }
@@ -283,7 +286,8 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
         from linearizer.publish.evaluation_page import write_page
 
         write_whole(arguments.charts, write_page(run, parts))
-    print_product(arguments, {name: part.to_plain() for name, part in parts.items()}, evaluation_report(parts))
+    report = "\n\n".join([*verdict_lines(run), evaluation_report(parts)])
+    print_product(arguments, {name: part.to_plain() for name, part in parts.items()}, report)
 
 
 def serve_app(arguments: argparse.Namespace) -> None:
@@ -361,6 +365,8 @@ def serve_push(arguments: argparse.Namespace) -> None:
         preview = push.preview(run, arguments.name, private) if run else push.preview_space(arguments.space, private)
         print_product(arguments, asdict(preview), describe_preview(preview))
         return
+    for warning in push.list_warnings(run) if run else ():
+        print(f"linearizer: warning: {warning}", file=sys.stderr)  # noqa: T201
     try:
         if run:
             published = show_progress(push.publish(run, arguments.name, private=private))

@@ -184,12 +184,20 @@ def describe_run(run: Run) -> str:
         if exchanged
         else ""
     )
-    state = describe_state(run.allocation, run.layers)
+    state = "\n".join([*verdict_lines(run), describe_state(run.allocation, run.layers)])
     text = f"{state}\n{kl}{evaluation}\nthe student is in {run.checkpoint}"
     text += f"\nsee it write: linearizer compare {run.folder}"
     if (published := run.published) is None:
         return text
     return f"{text}\n{describe_publication(published)}\n\n{published.get('snippet', '')}".rstrip()
+
+
+def verdict_lines(run: Run) -> list[str]:
+    """Give the verdict on a run's student as a line, if it was judged."""
+    from linearizer.publish.verdict import judge_run
+
+    verdict = judge_run(run)
+    return [] if verdict is None else [verdict.sentence]
 
 
 def describe_publication(event: Mapping[str, Any]) -> str:

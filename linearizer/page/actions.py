@@ -207,23 +207,36 @@ class Shares:
     fix: Allocation | None
     layers: tuple[Layer, ...]
     prices: Prices | None
-    length: int  # tokens of text at which the bytes of softmax heads count
+    length: int  # tokens of text at which the bytes of heads that may grow count
+    decided: bool  # by the run itself, after measuring whole students; else predicted
 
 
-def share_budget(run: Run, budget: int) -> Shares:
-    """Share a budget out among the heads as the run's plan does, and as Fix does; no model is loaded."""
+def share_budget(run: Run, budget: int | None = None) -> Shares:
+    """Share a budget out among the heads as the run's plan does, and as Fix does; no model is loaded.
+
+    For the run's own budget, or none, it is what the run itself decided, once it has.
+    """
     from linearizer.allocate.by_freedoms import allocate_by_freedoms
     from linearizer.allocate.decide import decide
 
     profile = require_profile(run)
-    plan, layers = replace(run.plan, budget=budget, features=None), run.layers
-    allocation = decide(run, plan, layers)
+    own = budget in (None, run.plan.budget)
+    plan, layers = run.plan if own else replace(run.plan, budget=budget, features=None), run.layers
+    decided = run.allocation if own else None
+    allocation = decided or decide(run, plan, layers)
     try:
-        window, sinks = plan.kept_window, plan.kept_sinks
-        fix = allocate_by_freedoms(profile, layers, budget=budget, strategy="fix", window=window, sinks=sinks)
+        fix = allocate_by_freedoms(
+            profile,
+            layers,
+            budget=plan.budget,
+            features=plan.features,
+            strategy="fix",
+            window=plan.kept_window,
+            sinks=plan.kept_sinks,
+        )
     except BudgetError:  # windows come in smaller pieces than features
         fix = None
-    return Shares(allocation, fix, layers, run.prices, plan.target_tokens(run.positions))
+    return Shares(allocation, fix, layers, run.prices, plan.target_tokens(run.positions), decided is not None)
 
 
 def require_profile(run: Run) -> Profile:

@@ -69,12 +69,16 @@ def start_run(
 
 
 def run_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
-    """Say what a run is doing: state, place in the queue, newest progress, error, disk, where it was published, and how
-    it was judged.
+    """Say what a run is doing: state, place in the queue, newest progress, error, disk, where it was published, how it
+    was judged, and the verdict on its student.
     """
+    from linearizer.publish.verdict import judge_run
+
     opened = identify_visitor(secret, profile, token).find_run(run)
     evaluation = opened.evaluation_parts if opened.has_file("evaluation.json") else None
-    return {**status_to_json(control.status(opened)), "evaluation": evaluation}
+    verdict = judge_run(opened) if evaluation else None
+    verdict_json = None if verdict is None else asdict(verdict)
+    return {**status_to_json(control.status(opened)), "verdict": verdict_json, "evaluation": evaluation}
 
 
 def list_runs(secret: str = "", profile: Profile = None, token: Token = None) -> list[dict]:

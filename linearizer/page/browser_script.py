@@ -8,9 +8,19 @@ from __future__ import annotations
 
 import json
 
-STEPS = ("Model", "Budget", "Profile", "Distil", "Compare & publish")
+STEPS = ("Model", "Budget", "Profile", "Distil", "Result")
 # ids of the elements that speak
-SPOKEN_PARTS = ("note", "model-card", "budget-card", "other-card", "run-card", "evaluating", "preview-note", "sent")
+SPOKEN_PARTS = (
+    "note",
+    "model-card",
+    "budget-card",
+    "other-card",
+    "run-card",
+    "verdict",
+    "evaluating",
+    "preview-note",
+    "sent",
+)
 REMEMBER = """(memory) => {
   const here = new URL(window.location);
   memory && memory.run ? here.searchParams.set('run', memory.run) : here.searchParams.delete('run');

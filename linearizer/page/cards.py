@@ -11,9 +11,10 @@ from typing import TYPE_CHECKING, Any
 from linearizer.amounts import ago, duration, from_length, number, size
 from linearizer.jobs.control import LIVE, Status
 from linearizer.progress import Progress
-from linearizer.publish.html import announcement, message_box, table, values_list, without_folders
+from linearizer.publish.html import announcement, folded, message_box, table, values_list, without_folders
 from linearizer.publish.tables import state_size
 from linearizer.publish.training_charts import ERRORS
+from linearizer.publish.verdict import Verdict
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Layer
@@ -121,6 +122,30 @@ def allocation_card(found: Allocation, layers: Sequence[Layer]) -> str:
     return cost_card(found.features_mean, worth, state.in_words, smaller, state.rows())
 
 
+def shares_note(decided: bool) -> str:
+    """Say whose allocation is shown: the run's own, or what is predicted for a budget."""
+    own, other = "What this run holds.", "What this budget would buy, as predicted from what was measured."
+    return f'<p class="lz-faint">{own if decided else other}</p>'
+
+
+DECIDING = {
+    "prices": "This run decides by kl: a head's price is the kl at the model's output if it alone holds an option, and "
+    "the budget goes where a byte saves most of it. Degrees of freedom decide nothing here; they decide the features "
+    "of the recipes features and paper.",
+    "freedoms": "This run decides by degrees of freedom: they say how many features a head's attention needs for a "
+    "given error, and a head with more of them gets more features.",
+    "gates": "This run decides by learned gates: the heads with the largest gates keep their whole cache. Degrees of "
+    "freedom decide nothing here; they decide the features of the recipes features and paper.",
+    "budget": "This recipe gives every head the same, so no measurement decides. Degrees of freedom decide the "
+    "features of the recipes features and paper.",
+}
+
+
+def deciding_note(plan: Plan) -> str:
+    """Say what decides in a run what its heads hold."""
+    return message_box(DECIDING[plan.rules.decided_by])
+
+
 def efforts_table(found: Mapping[str, RunForecast], chosen: str, lent: bool = False) -> str:
     """Say what every effort takes, before one is begun; the one that is chosen has a mark.
 
@@ -217,6 +242,11 @@ def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: floa
     return values_list(pairs, "lz-wide") + early + "".join(warnings)
 
 
+def verdict_card(verdict: Verdict | None) -> str:
+    """Lead a result with its verdict."""
+    return "" if verdict is None else f'<div class="lz-verdict">{message_box(verdict.sentence, verdict.kind)}</div>'
+
+
 def evaluation_table(language: Language, recall: Recall | None) -> str:
     """Compare the student with its teacher and a plain window of the same bytes."""
     gaps = [f"recall after {gap}" for gap in recall.gaps] if recall else []
@@ -234,7 +264,7 @@ def evaluation_table(language: Language, recall: Recall | None) -> str:
     ]
     head = ("model", "state", "loss", "KL to the teacher", "agreement", *gaps)
     note = "On text that was kept from training, in nats per token; window: a plain one that takes the student's bytes"
-    return table(note, head, cells)
+    return folded("In numbers", table(note, head, cells), is_open=True)
 
 
 def side_card(side: Side | None) -> str:

@@ -194,13 +194,13 @@ def share_budget(memory: Memory, budget: float, profile: Profile, token: Token) 
     return card + html.hidden_data("figure", figure), True
 
 
-def draw_shares(run: Any, budget: int) -> tuple[str, str]:
-    """Draw how a budget is shared out, and say which bytes it takes."""
+def draw_shares(run: Any, budget: int | None = None) -> tuple[str, str]:
+    """Draw how a budget, or that of the run, is shared out, and say which bytes it takes."""
     from linearizer.publish import allocation_charts
 
     shares = actions.share_budget(run, budget)
     figure = allocation_charts.draw_allocation(shares.allocation, shares.layers, shares.fix, shares.prices)
-    return figure.to_json(), cards.allocation_card(shares.allocation, shares.layers)
+    return figure.to_json(), cards.shares_note(shares.decided) + cards.allocation_card(shares.allocation, shares.layers)
 
 
 def compare_models(

@@ -9,7 +9,7 @@ import gradio as gr
 from linearizer.page.actions import EFFORTS
 from linearizer.page.limits import LIMITS
 from linearizer.page.visitors import on_space, signs_in
-from linearizer.publish.html import message_box
+from linearizer.publish.html import message_box, part_lead
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.run.plan import DEFAULT_BUDGET
 from linearizer.run.recipes import RECIPES
@@ -103,28 +103,35 @@ def budget_step(ui: SimpleNamespace) -> None:
 
 
 def profile_step(ui: SimpleNamespace) -> None:
-    lead(
-        "What does each head need?",
-        "Degrees of freedom say how many features a head's attention is worth. A head with few takes few bytes.",
-    )
+    lead("What does each head need?", "The teacher reads text, and every head is measured by itself.")
+    ui.deciding = gr.HTML(elem_id="deciding")
     with gr.Row():
+        with gr.Column(min_width=320) as ui.prices_place:
+            ui.prices = chart(
+                "Kl of every head",
+                "Nats per token that the model's output loses if this head alone holds an equal share of the budget: "
+                "the more, the more bytes are worth here. Drawn once all heads are priced.",
+            )
         with gr.Column(min_width=320):
-            ui.map = chart("Degrees of freedom", "A cell for each layer and KV head, filled as layers are measured.")
-        with gr.Column(min_width=320):
-            ui.curves = chart(
-                "How many features it takes", "N(λ): a finer λ, to the right, takes more features in each layer."
+            ui.map = chart(
+                "Degrees of freedom",
+                "How many features a head's attention needs for a given error, filled as layers are measured.",
             )
     ui.other = gr.Slider(
         MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Another budget, in tokens of cache", elem_id="other"
     )
     ui.other_card = gr.HTML(elem_id="other-card")
-    ui.bars = chart("What each KV head gets", "The dotted line is an equal share for every head.", "bars")
+    ui.bars = chart("What each KV head holds", "The dotted line is an equal share for every head.", "bars")
     with gr.Row(elem_classes="lz-acts"):
         ui.to_distil = gr.Button("Continue", variant="primary", elem_id="to-distil")
         ui.branch = gr.Button("Begin another run with this budget", elem_id="branch", interactive=False)
     gr.HTML(
         '<p class="lz-faint">The other run uses what was measured here, so it begins with training. This run goes '
         "on.</p>"
+    )
+    ui.curves = chart(
+        "How many features it takes",
+        "N(λ): a finer λ, to the right, takes more features in each layer. The map has one λ.",
     )
 
 
@@ -140,7 +147,8 @@ def distil_step(ui: SimpleNamespace) -> None:
 
 
 def compare_step(ui: SimpleNamespace) -> None:
-    lead("The same prompt, both models", "The models write one token each in turn, so neither slows the other down.")
+    ui.verdict = gr.HTML(elem_id="verdict")
+    lead("Compare", "The same prompt, both models. They write one token each in turn, so neither slows the other down.")
     ui.prompt = gr.Textbox("Once upon a time", label="Prompt", lines=2, elem_id="prompt")
     with gr.Row():
         ui.tokens = gr.Slider(8, 256, 64, step=8, label="Tokens", scale=3, min_width=220)
@@ -164,23 +172,35 @@ def compare_step(ui: SimpleNamespace) -> None:
                 )
                 setattr(ui, side, words)
                 setattr(ui, f"{side}_card", gr.HTML(elem_id=f"{side}-card"))
-    ui.evaluation = gr.HTML(elem_id="evaluation")
-    with gr.Row():
-        with gr.Column(min_width=320):
-            ui.positions = chart("Loss by position", "Next-token loss; the control is a window of the student's bytes.")
-        with gr.Column(min_width=320):
-            ui.recall = chart("Recall", "Loss on a passage that occurs a second time. Lower is better.")
-    ui.memory_plot = chart("Memory", "Bytes of cache and state, by length of text.")
     evaluate_part(ui)
     publish_part(ui)
 
 
 def evaluate_part(ui: SimpleNamespace) -> None:
-    """Place the choices of an evaluation, and its parts, each hidden until it is finished."""
+    """Place what judging measured, the choices of an evaluation, and its parts, each hidden until it is finished."""
     lead(
-        "What did the student keep?",
-        "The same code measures teacher, student, a window of equal bytes and the untrained student. The evaluation "
-        "goes on when you close the page. After a stop it resumes at the part that was not finished.",
+        "Evaluate",
+        "What the student kept. The same code measures teacher, student, a plain window of equal bytes and the "
+        "untrained student, on text that was kept from training.",
+    )
+    with gr.Row():
+        with gr.Column(min_width=320):
+            ui.positions = chart("Loss by position", "Next-token loss; the control is a window of the student's bytes.")
+        with gr.Column(min_width=320):
+            ui.recall = chart("Recall", "Loss on a passage that occurs a second time. Lower is better.")
+    with gr.Row():
+        with gr.Column(min_width=320, visible=False) as ui.frontier_place:
+            ui.frontier = chart(
+                "What a budget buys",
+                "The kl that the prices predict for every budget; the markers were measured, at this run's bytes.",
+            )
+        with gr.Column(min_width=320):
+            ui.memory_plot = chart("Memory", "Bytes of the teacher's cache and the student's state, by length of text.")
+    ui.evaluation = gr.HTML(elem_id="evaluation")
+    lead(
+        "Measure more",
+        "The evaluation goes on when you close the page. After a stop it resumes at the part that was not finished.",
+        "h3",
     )
     usual = [part for part in PART_VIEWS if part != "tasks"]
     names = [(view.title, part) for part, view in PART_VIEWS.items()]
@@ -197,14 +217,16 @@ def evaluate_part(ui: SimpleNamespace) -> None:
     ui.part_places, ui.part_tables, ui.part_charts = {}, {}, {}
     for part, view in PART_VIEWS.items():
         with gr.Column(visible=False, elem_id=f"part-{part}") as ui.part_places[part]:
-            ui.part_tables[part] = gr.HTML()
+            gr.HTML(part_lead(part))
             ui.part_charts[part] = []
             for figure in view.charts:
                 with gr.Column() as place:
                     ui.part_charts[part] += [place, chart(figure.title, figure.text)]
+            ui.part_tables[part] = gr.HTML()
 
 
 def publish_part(ui: SimpleNamespace) -> None:
+    lead("Publish", "The student, as a model of the Hub, with a card that says all of this.")
     with gr.Accordion("Publish to the Hub", open=False, elem_id="publish-part") as ui.publish_part:
         with gr.Row():
             ui.owner = gr.Dropdown([], label="Owner", allow_custom_value=True, elem_id="owner")

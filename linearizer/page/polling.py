@@ -21,9 +21,10 @@ from linearizer.page.handlers import IDLE_POLL_SECONDS, Memory, draw_shares, plo
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.publish import html
 from linearizer.run.folder import Run
+from linearizer.run.plan import DEFAULT_BUDGET
 
 POLL_SECONDS = 3.0  # between two polls of a run at work
-PLOTS = ("map", "curves", "positions", "recall", "memory")
+PLOTS = ("map", "prices", "curves", "positions", "recall", "memory", "frontier")
 BUTTONS = ("stop", "resume", "use")
 POLLED_PIECES = (
     "card",
@@ -84,18 +85,22 @@ def draw_changes(
     new = {key: part.value for key, part in parts.items() if seen.get(key) != part.mark}
     sent, can = publication_piece(run, parts), new.get("can")
     live = {parts["state"].value, parts["evaluating"].value} & set(control.LIVE) or sending.is_publishing(run)
-    measured = "measured" in new and not touched
-    bars, other_card = draw_own_shares(run) if measured else (gr.skip(), gr.skip())
+    decided = "shares" in new and not touched
+    bars, other_card = draw_own_shares(run) if decided else (gr.skip(), gr.skip())
     stage = choose_step(parts["stage"].value, seen, at, touched) if "stage" in new else None
     return [
         {**seen, **{key: part.mark for key, part in parts.items()}},
         gr.Timer(POLL_SECONDS if live else IDLE_POLL_SECONDS),
         new.get("evaluation", gr.skip()),
         *(plot_json(new[key]) if key in new else gr.skip() for key in PLOTS),
+        gr.Column(visible=run.plan.rules.decided_by == "prices") if "id" in new else gr.skip(),
+        new.get("verdict", gr.skip()),
         *(gr.Button(visible=can[key]) if can else gr.skip() for key in BUTTONS),
         gr.Button(interactive=can["student"]) if can else gr.skip(),
         gr.Button(interactive=True) if "measured" in new else gr.skip(),
-        gr.Slider(value=slider_budget(run), maximum=max_slider_budget(run)) if measured else gr.skip(),
+        slider_of(run) if "id" in new else gr.skip(),
+        new.get("deciding", gr.skip()),
+        gr.Column(visible=run.plan.rules.decided_by == "prices") if "id" in new else gr.skip(),
         bars,
         other_card,
         gr.Walkthrough(selected=stage) if stage else gr.skip(),
@@ -111,7 +116,11 @@ def show_no_run() -> list[Any]:
         gr.Timer(IDLE_POLL_SECONDS),
         "",
         *[None] * len(PLOTS),
+        gr.skip(),
+        "",
         *closed,
+        gr.skip(),
+        "",
         gr.skip(),
         None,
         "",
@@ -128,18 +137,17 @@ def choose_step(stage: int, seen: dict[str, str], at: float, touched: bool) -> i
     return None
 
 
-def slider_budget(run: Run) -> int:
-    return run.plan.budget or MIN_BUDGET * 8
-
-
-def max_slider_budget(run: Run) -> int:
-    return max(2 * MIN_BUDGET, min(MAX_BUDGET, run.positions))
+def slider_of(run: Run) -> gr.Slider:
+    """Put the slider at the run's own budget, within its reach."""
+    own = run.plan.budget or DEFAULT_BUDGET
+    most = max(2 * MIN_BUDGET, min(MAX_BUDGET, run.positions), own)
+    return gr.Slider(value=own, minimum=min(MIN_BUDGET, own), maximum=most)
 
 
 def draw_own_shares(run: Run) -> tuple[Any, Any]:
-    """Share out the budget of the run itself."""
+    """Draw what the run itself decided; until it has, what is predicted for its budget."""
     try:
-        figure, card = draw_shares(run, slider_budget(run))
+        figure, card = draw_shares(run)
         return plot_json(figure), card
     except LinearizerError as error:
         return gr.skip(), html.message_box(str(error), "bad")

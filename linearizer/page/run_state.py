@@ -15,16 +15,19 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-from linearizer.allocate.decide import decidable
+from linearizer.allocate.by_prices import kl_by_bytes
+from linearizer.allocate.decide import decidable, offers_of
 from linearizer.jobs import control
 from linearizer.jobs.control import LIVE, Status
 from linearizer.page import cards, evaluation_cards
 from linearizer.publish import html
 from linearizer.publish.parts import PART_VIEWS
+from linearizer.publish.verdict import judge_run
 from linearizer.run import events
+from linearizer.run.allocation import Allocation
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
-from linearizer.run.results import Part
+from linearizer.run.results import Language, Part
 
 MAX_AGE_SECONDS = 2.0  # of pieces that are sent again without reading the run
 CURVE_SECONDS = 9.0  # between two drawings of a curve that grows
@@ -111,8 +114,23 @@ class RunState:
             self.found = allocation_charts.read_freedoms(profile)
             self.put("curves", "measured", lambda: allocation_charts.draw_freedom_curves(profile).to_json())
         self.put("map", (len(self.found), self.run.has_file("inspection.json")), self.map)
-        if "measured" not in self.pieces and decidable(run):
+        self.put("deciding", "by the plan", lambda: cards.deciding_note(run.plan))
+        if "prices" not in self.pieces and run.has_file("prices.json"):
+            self.put("prices", "measured", self.price_map)
+        if "measured" in self.pieces or decidable(run):
             self.put("measured", "yes", lambda: True)
+            path = run.folder / "allocation.json"
+            self.put("shares", path.stat().st_mtime_ns if path.is_file() else "predicted", lambda: True)
+
+    def price_map(self) -> str | None:
+        """Draw the kl of every head, all by the option that an equal share of the budget buys."""
+        from linearizer.publish import allocation_charts
+
+        prices, layers = self.run.prices, self.run.layers
+        if prices is None:
+            return None
+        option = allocation_charts.priced_alike(prices, layers, self.run.plan.budget or 0)
+        return allocation_charts.draw_price_map(prices, layers, option).to_json()
 
     def map(self) -> str | None:
         """Draw the degrees of freedom that are measured so far."""
@@ -146,6 +164,7 @@ class RunState:
             table = cards.evaluation_table(language.result, None if recall is None else recall.result)
             self.put("evaluation", mark, lambda: table)
             self.put("positions", mark, lambda: language_charts.draw_loss_by_position(language).to_json())
+            self.put("verdict", mark, lambda: cards.verdict_card(judge_run(self.run)))
         if recall is not None:
             self.put("recall", mark, lambda: language_charts.draw_recall(recall).to_json())
         for name, part in parts.items():
@@ -156,10 +175,22 @@ class RunState:
             layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)
             growth = allocation.growth(layers)
             self.put("memory", mark, lambda: training_charts.draw_memory(layers, fixed, growth).to_json())
+            if self.run.has_file("prices.json") and language is not None:
+                self.put("frontier", mark, lambda: self.frontier(allocation, language.result))
+
+    def frontier(self, allocation: Allocation, language: Language) -> str:
+        """Draw the kl that the prices predict for every budget, and what judging measured at this run's."""
+        from linearizer.publish import allocation_charts
+
+        plan, layers = self.run.plan, self.run.layers
+        points = kl_by_bytes(offers_of(self.run, plan, layers))
+        held = allocation.state_bytes(layers, plan.target_tokens(self.run.positions) if plan.may_grow else 0)
+        kl = {one.name: one.kl.mean for one in language.subjects if one.kl is not None and one.name != "teacher"}
+        return allocation_charts.draw_frontier(points, held, kl, layers).to_json()
 
 
 def draw_part(name: str, part: Part) -> tuple[str, list[str | None]]:
-    """Show the result of a part: its tables, and its charts in the order of their captions."""
+    """Show the result of a part: its tables, folded, and its charts in the order of their captions."""
     figures = [chart.draw(part) for chart in PART_VIEWS[name].charts]
     return html.part_html(name, part), [None if figure is None else figure.to_json() for figure in figures]
 

@@ -123,8 +123,10 @@ def watch_outputs(ui: SimpleNamespace) -> list[Any]:
 
 def wire_run(ui: SimpleNamespace) -> None:
     shown = [
-        ui.seen, ui.timer, ui.evaluation, ui.map, ui.curves, ui.positions, ui.recall, ui.memory_plot,
-        ui.stop, ui.resume, ui.use, ui.compare, ui.branch, ui.other, ui.bars, ui.other_card, ui.walk, ui.sent,
+        ui.seen, ui.timer, ui.evaluation, ui.map, ui.prices, ui.curves, ui.positions, ui.recall, ui.memory_plot,
+        ui.frontier, ui.frontier_place, ui.verdict,
+        ui.stop, ui.resume, ui.use, ui.compare, ui.branch, ui.other, ui.deciding, ui.prices_place, ui.bars,
+        ui.other_card, ui.walk, ui.sent,
         ui.snippet,
     ]  # fmt: skip
     told = [ui.run_card, ui.training, ui.evaluating, ui.mark, ui.trained, ui.examined]

@@ -123,6 +123,12 @@ CSS = """
   background: var(--background-fill-primary); overflow-wrap: anywhere; }
 .lz-good { border-color: #12906f; } .lz-bad { border-color: #c2571a; }
 .lz-said code { font-family: var(--font-mono); font-size: .9em; }
+.lz-verdict .lz-said { font-size: 1.15rem; font-weight: 600; padding: .9rem 1.1rem; border-left-width: 5px;
+  border-radius: 10px; }
+.lz-verdict .lz-note { border-color: #b8860b; }
+.lz-fold { margin: .75rem 0; } .lz-fold > summary { cursor: pointer; color: var(--body-text-color-subdued);
+  font-size: .95rem; font-weight: 500; padding: .25rem 0; }
+.lz-lead h3 { font-size: 1.2rem; font-weight: 600; margin: 1rem 0 .25rem; }
 .lz-state { font-size: 1.05rem; font-weight: 600; margin: .25rem 0 .5rem; }
 .lz-running, .lz-done { color: var(--link-text-color); }
 .lz-step { margin: .5rem 0 .25rem; font-weight: 500; } .lz-faint { font-size: .85rem; margin: .25rem 0; }
@@ -148,7 +154,9 @@ progress::-moz-progress-bar { background: var(--slider-color); }
 .lz-table.lz-words th, .lz-table.lz-words td { text-align: left; } .lz-table tbody th { font-weight: 600; }
 .lz-chart h3 { font-size: 1rem; font-weight: 600; margin: 1rem 0 0; }
 .lz-chart p { color: var(--body-text-color-subdued); font-size: .9rem; margin: 0; max-width: 44rem; }
-.js-plotly-plot g:not(.heatmap-label):not(.textpoint) > text { fill: var(--body-text-color-subdued) !important; }
+.js-plotly-plot g:not(.heatmap-label):not(.textpoint):not(.hovertext) > text {
+  fill: var(--body-text-color-subdued) !important; }
+.js-plotly-plot .hovertext > text.name { fill: var(--body-text-color) !important; }
 .js-plotly-plot .annotation-text, .js-plotly-plot .legendtext { fill: var(--body-text-color) !important; }
 .js-plotly-plot .modebar-container { display: none; }
 #step-4:has(.lz-untrained) .lz-chart { display: none; }

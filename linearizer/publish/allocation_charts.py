@@ -9,12 +9,13 @@ from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
 from linearizer.allocate.by_prices import offers_for_head
+from linearizer.amounts import size
 from linearizer.publish.chart_style import (
     BLUE,
-    FAINT,
     GREEN,
     GREY,
     MAP_COLOURS,
+    MARGIN,
     MAX_LABELLED,
     ORANGE,
     XAXIS,
@@ -22,10 +23,14 @@ from linearizer.publish.chart_style import (
     bar_marker,
     base_layout,
     blend_colours,
+    bytes_axis,
     choose_ink,
     layer_colour,
     layer_dash,
+    log_axis,
     new_figure,
+    round_ticks,
+    subject_line,
 )
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
@@ -36,6 +41,7 @@ from linearizer.run.profile import Profile
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+MAX_POINTS = 300  # of a line: more cannot be told apart
 MIN_DRAWN_KL = 1e-6  # nats per token: a smaller kl is drawn there
 
 
@@ -47,15 +53,37 @@ def read_freedoms(profile: Profile) -> dict[int, list[float]]:
 
 def draw_freedom_map(freedoms: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -> Figure:
     """Draw the degrees of freedom of every KV head; layers that are not measured yet are left empty."""
+    return draw_head_map(freedoms, layers, "degrees of freedom", 0.1)
+
+
+def priced_alike(prices: Prices, layers: Sequence[Layer], budget: int) -> Head:
+    """Choose the option that all heads are compared by: the largest that an equal share of a budget buys."""
+    layer = next(layer for layer, row in zip(layers, prices.kl, strict=True) if row)
+    share = budget * head_bytes.token_bytes(layer)
+    sizes = [head_bytes.head_bytes(option, layer, prices.sinks, 0) for option in prices.options]
+    fitting = [place for place, bytes in enumerate(sizes) if bytes <= share] or [sizes.index(min(sizes))]
+    return prices.options[max(fitting, key=lambda place: sizes[place])]
+
+
+def draw_price_map(prices: Prices, layers: Sequence[Layer], option: Head) -> Figure:
+    """Draw what it costs the model's output if one KV head alone holds an option, head by head."""
+    place = prices.options.index(option)
+    kl = {index: [max(row[place], MIN_DRAWN_KL) for row in rows] for index, rows in enumerate(prices.kl)}
+    figure = draw_head_map(kl, layers, "kl, nats per token", MIN_DRAWN_KL)
+    return figure.update_xaxes(title=f"KV head, if it alone held {describe_head(option)}")
+
+
+def draw_head_map(values: Mapping[int, Sequence[float]], layers: Sequence[Layer], unit: str, least: float) -> Figure:
+    """Draw a number of every KV head as a map, layers down, with colours by its logarithm, from `least` on."""
     heads = max((layer.kv_heads for layer in layers), default=1)
-    rows = [
-        [*freedoms.get(index, ()), *[None] * (heads - len(freedoms.get(index, ())))] for index in range(len(layers))
-    ]
+    rows = [[*values.get(index, ()), *[None] * (heads - len(values.get(index, ())))] for index in range(len(layers))]
     known = [count for row in rows for count in row if count is not None]
-    logs = [[None if count is None else math.log10(max(count, 0.1)) for count in row] for row in rows]
-    texts = [["" if count is None else f"{count:.3g}" for count in row] for row in rows]
-    low, high = (math.log10(max(min(known), 0.1)), math.log10(max(known))) if known else (0.0, 2.0)
-    ticks = [tick for tick in (1, 2, 5, 10, 20, 50, 100, 200, 500, 1000, 2000) if low <= math.log10(tick) <= high]
+    logs = [[None if count is None else math.log10(max(count, least)) for count in row] for row in rows]
+    texts = [
+        ["" if count is None else f"{count:.2g}" if count < 1 else f"{count:.3g}" for count in row] for row in rows
+    ]
+    low, high = (math.log10(max(min(known), least)), math.log10(max(*known, least))) if known else (0.0, 2.0)
+    ticks = round_ticks(10**low, 10**high)
     figure = new_figure(max(340, min(22 * len(layers) + 90, 720)))
     figure.add_heatmap(
         z=logs,
@@ -66,11 +94,11 @@ def draw_freedom_map(freedoms: Mapping[int, Sequence[float]], layers: Sequence[L
         xgap=2,
         ygap=2,
         hoverongaps=False,
-        hovertemplate="layer %{y}, KV head %{x}<br>%{text} degrees of freedom<extra></extra>",
+        hovertemplate=f"layer %{{y}}, KV head %{{x}}<br>%{{text}} {unit}<extra></extra>",
         colorbar={
-            "title": {"text": "degrees of freedom", "side": "right"},
+            "title": {"text": unit, "side": "right"},
             "tickvals": [math.log10(tick) for tick in ticks],
-            "ticktext": [str(tick) for tick in ticks],
+            "ticktext": [f"{tick:g}" for tick in ticks],
             "thickness": 10,
             "outlinewidth": 0,
         },
@@ -102,8 +130,10 @@ def write_numbers(
 
 def draw_freedom_curves(profile: Profile) -> Figure:
     """Draw N(λ): the mean of each layer as a line, from the first layer (violet) to the last (green)."""
-    figure = new_figure(340, showlegend=False)
     ridges, measured = list(profile.settings.ridges), [i for i, layer in enumerate(profile.layers) if layer.heads]
+    few = len(measured) <= MAX_LABELLED
+    figure = new_figure(340 + 20 * (len(measured) // 5 if few else 0), showlegend=True, margin={**MARGIN, "r": 64})
+    ends: dict[int, float] = {}
     for place, index in enumerate(measured):
         heads = profile.layers[index].heads
         means = [math.fsum(counts) / len(heads) for counts in zip(*(head.freedoms for head in heads), strict=True)]
@@ -113,26 +143,55 @@ def draw_freedom_curves(profile: Profile) -> Figure:
             mode="lines",
             line={"color": layer_colour(place, len(measured)), "width": 2, "dash": layer_dash(place)},
             name=f"layer {index}",
+            showlegend=few or place in (0, len(measured) - 1),
             hovertemplate="%{y:.3g} at λ = %{x:.2g}<extra>layer " + str(index) + "</extra>",
         )
         if place in (0, len(measured) - 1):
-            figure.add_annotation(
-                x=math.log10(ridges[-1]),
-                y=math.log10(means[-1]),
-                text=f"layer {index}",
-                showarrow=False,
-                xanchor="left",
-            )
-    figure.add_vline(x=profile.settings.reference, line={"color": FAINT, "width": 1, "dash": "dash"})
+            ends[index] = means[-1]
+    for index, end in ends.items():  # beside the axes: on them, rounding would leave the label out
+        above = end == max(ends.values())
+        figure.add_annotation(
+            xref="paper", x=1, y=math.log10(end), text=f"layer {index}", showarrow=False, xanchor="left", xshift=4,
+            yanchor="middle" if len(ends) < 2 else "bottom" if above else "top",
+        )  # fmt: skip
+    reference = profile.settings.reference
+    dashes = {"color": GREY, "width": 1, "dash": "dash"}
+    figure.add_vline(x=reference, line=dashes, showlegend=True, name=f"λ of the map, {reference:.2g}")
     ticks = [tick for tick in range(-9, 10, 2) if ridges[-1] <= 10.0**tick <= ridges[0]]
     shown = {"tickvals": [10.0**tick for tick in ticks], "ticktext": [format_power(tick) for tick in ticks]}
-    figure.update_xaxes(title="ridge λ", type="log", autorange="reversed", **shown)
+    span = [math.log10(ridges[0]), math.log10(ridges[-1])]
+    figure.update_xaxes(title="ridge λ, a share of the kernel's trace", type="log", range=span, **shown)
     counts = {
         "tickvals": [10.0**tick for tick in range(-3, 6)],
         "ticktext": [f"{10.0**tick:g}" for tick in range(-3, 6)],
     }
-    figure.update_yaxes(title="degrees of freedom, mean over heads", type="log", **counts)
-    figure.update_layout(margin_r=64)
+    figure.update_yaxes(title="degrees of freedom, in features", type="log", **counts)
+    return figure
+
+
+def draw_frontier(
+    points: Sequence[tuple[int, float]], bytes: int, measured: Mapping[str, float], layers: Sequence[Layer]
+) -> Figure:
+    """Draw the kl that is predicted for every number of bytes, and what was measured at those of one run."""
+    figure = new_figure(320)
+    every = -(-len(points) // MAX_POINTS)
+    shown = [*points[:-1:every], points[-1]]
+    token = head_bytes.cache_bytes(layers, 1)
+    figure.add_scatter(
+        x=[held for held, _ in shown],
+        y=[max(kl, MIN_DRAWN_KL) for _, kl in shown],
+        customdata=[f"{size(held)}, {held / token:.0f} tokens of cache" for held, _ in shown],
+        mode="lines",
+        line={"color": GREEN, "width": 2},
+        name="predicted from the prices",
+        hovertemplate="kl %{y:.2g} with %{customdata}<extra>predicted</extra>",
+    )
+    for name, kl in measured.items():
+        line = subject_line(name, f"kl %{{y:.2g}} with {size(bytes)}")
+        figure.add_scatter(x=[bytes], y=[max(kl, MIN_DRAWN_KL)], **line | {"mode": "markers"})
+    drawn = [max(value, MIN_DRAWN_KL) for value in (*(kl for _, kl in shown), *measured.values())]
+    figure.update_xaxes(title="state, bytes", **bytes_axis([held for held, _ in shown]))
+    figure.update_yaxes(title="kl at the model's output, nats per token", **log_axis(drawn))
     return figure
 
 
@@ -187,7 +246,7 @@ def lay_out_bars(allocation: Allocation, top: float, has_kl: bool) -> dict[str, 
         **still,
         "tickvals": [at for at, _ in shown],
         "ticktext": [str(i) for _, i in shown],
-        "title": "KV heads, layer by layer",
+        "title": "KV heads, by the number of their layer",
         "anchor": "y2" if has_kl else "y",
     }
     tokens = {**YAXIS, **still, "title": "tokens of cache", "range": [0, top], "domain": [0.36 if has_kl else 0, 1]}

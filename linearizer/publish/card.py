@@ -21,6 +21,7 @@ from linearizer.publish.allocation_picture import draw_picture
 from linearizer.publish.card_metadata import LINK, Teacher, build_metadata, one_line, public_terms
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.publish.tables import Table, describe_environment
+from linearizer.publish.verdict import judge_run
 from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, Trained, trained
@@ -68,6 +69,7 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
     head = build_metadata(plan, teacher, title, parts).to_yaml(line_break="\n")
     body = Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(
         title=escape_markdown(title),
+        verdict="" if (verdict := judge_run(run)) is None else f"**{verdict.sentence}**\n\n",
         summary=describe_student(allocation, layers, teacher),
         alternative=f"Layers down, KV heads across. {describe_state(allocation, layers)}",
         memory=table_markdown(Table([ROW_TITLES, *StateSize.of(allocation, layers).rows()])),

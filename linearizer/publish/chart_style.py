@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import math
+from collections.abc import Iterable, Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +19,8 @@ LAYER_COLOURS = ((0.0, "#6a5fb5"), (0.5, "#2a83c4"), (1.0, "#17937f"))  # the sa
 LAYER_DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_LABELLED = 16  # lines, or heads of a layer, beside which numbers can be read
 FAINT = "rgba(128,138,150,0.22)"
+MARGIN = {"l": 56, "r": 16, "t": 20, "b": 44}  # pixels
+INK, PAPER = "#1f2430", "#ffffff"  # of hover labels, on white pages and on black pages
 XAXIS = {"showgrid": False, "zeroline": False, "linecolor": FAINT, "ticks": "", "automargin": True}
 YAXIS = {"gridcolor": FAINT, "zeroline": False, "ticks": "", "automargin": True}
 SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
@@ -58,8 +61,12 @@ def base_layout(height: int, **layout: Any) -> dict[str, Any]:
         "paper_bgcolor": "rgba(0,0,0,0)",
         "plot_bgcolor": "rgba(0,0,0,0)",
         "font": {"family": "system-ui, sans-serif", "size": 12, "color": GREY},
-        "margin": {"l": 56, "r": 16, "t": 20, "b": 44},
-        "hoverlabel": {"font": {"family": "system-ui, sans-serif", "size": 12}},
+        "margin": MARGIN,
+        "hoverlabel": {
+            "bgcolor": INK,
+            "bordercolor": PAPER,
+            "font": {"family": "system-ui, sans-serif", "size": 12, "color": PAPER},
+        },
         "legend": {"orientation": "h", "x": 0, "xanchor": "left", "y": 1.02, "yanchor": "bottom"},
         "modebar": {
             "remove": ["zoom", "pan", "select", "lasso", "zoomIn", "zoomOut", "autoScale", "resetScale", "toImage"]
@@ -159,7 +166,31 @@ def round_ticks(low: float, high: float) -> list[float]:
     """Choose round numbers for a logarithmic axis: 1, 2, 5, 10, … on a short one, else powers of ten."""
     wide = high > 200 * low
     ticks = [factor * 10.0**power for power in range(-9, 13) for factor in ((1,) if wide else (1, 2, 5))]
-    return [tick for tick in ticks if low / 1.5 <= tick <= high * 1.5]
+    near = [tick for tick in ticks if low / 1.5 <= tick <= high * 1.5]
+    within = [tick for tick in near if low <= tick <= high]
+    return near if len(within) > 1 else even_ticks(low, high)
+
+
+def even_ticks(low: float, high: float) -> list[float]:
+    """Choose ticks at even round steps, for an axis so short that it has no two of 1, 2, 5, 10, …"""
+    if not 0 < low < high:
+        return [low]
+    step = 10.0 ** math.floor(math.log10(high - low))
+    step *= next(factor for factor in (0.2, 0.5, 1, 2) if (high - low) / (factor * step) <= 6)
+    return [round(step * n, 12) for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
+
+
+def log_axis(values: Iterable[float]) -> dict[str, Any]:
+    """Lay out a logarithmic axis for values above 0, with round ticks."""
+    known = list(values) or [1.0]
+    ticks = round_ticks(min(known), max(known))
+    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,g}" for tick in ticks]}
+
+
+def steps_axis(last: int) -> dict[str, Any]:
+    """Lay out an axis of steps of training, with ticks at whole steps."""
+    step = next(f * 10**n for n in range(12) for f in (1, 2, 5) if last <= 8 * f * 10**n)
+    return {"title": "steps of training", "rangemode": "tozero", "dtick": step, "tickformat": ",d"}
 
 
 def open_markers(line: dict[str, Any], is_open: Sequence[bool]) -> dict[str, Any]:

@@ -14,10 +14,10 @@ from linearizer.publish.chart_style import (
     bar_numbers,
     bytes_axis,
     lengths_axis,
+    log_axis,
     new_figure,
     new_grid,
     open_markers,
-    round_ticks,
     subject_bars,
     subject_line,
 )
@@ -102,7 +102,8 @@ def draw_error_curve(part: Part[Approximation]) -> Figure | None:
     predicted = subject_line("teacher", "λ = %{y:.2g} at %{x} features") | {"name": "λ where N(λ) is that many"}
     figure.add_scatter(x=curve.features, y=curve.predicted, **predicted)
     figure.update_xaxes(title="features per KV head", **lengths_axis(curve.features))
-    figure.update_yaxes(title="share of attention misplaced", type="log", exponentformat="power", dtick=1)
+    drawn = [value for line in figure.data for value in line.y if value > 0]
+    figure.update_yaxes(title="share of attention misplaced", **log_axis(drawn))
     return figure
 
 
@@ -119,10 +120,7 @@ def draw_rates(part: Part[Speed], of: str) -> Figure:
         own = [getattr(pace, of) for pace in known]
         figure.add_scatter(x=[pace.length for pace in known], y=own, customdata=reasons, **line)
         rates += own
-    ticks = round_ticks(min(rates, default=1), max(rates, default=1))
-    figure.update_yaxes(
-        title="tokens per second", type="log", tickvals=ticks, ticktext=[f"{tick:,g}" for tick in ticks]
-    )
+    figure.update_yaxes(title="tokens per second", **log_axis(rates))
     return figure
 
 
@@ -172,5 +170,5 @@ def draw_scores(part: Part[Tasks]) -> Figure:
         heights = [value + error for value, error in zip(values, errors, strict=True)]
         if len(names) * len(tasks.subjects) <= MAX_NUMBERED_CELLS:
             figure.add_scatter(**bar_numbers(subject.name, names, values, heights))
-    figure.update_yaxes(title="score", rangemode="tozero")
+    figure.update_yaxes(title="score, as the task defines it", rangemode="tozero")
     return figure

@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from html import escape
 from string import Template
 
-from linearizer.publish.html import part_html
+from linearizer.publish.html import part_html, part_lead
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.run.folder import Run
 from linearizer.run.results import Part
@@ -25,7 +25,8 @@ th, td { text-align: right; font-weight: 400; white-space: nowrap; padding: .4re
   border-bottom: 1px solid var(--line); }
 th:first-child { text-align: left; } tbody th { font-weight: 600; } thead th, .lz-faint { color: var(--faint);
   font-size: .82rem; }
-.js-plotly-plot g:not(.heatmap-label) > text { fill: var(--faint) !important; }
+.js-plotly-plot g:not(.heatmap-label):not(.hovertext) > text { fill: var(--faint) !important; }
+.js-plotly-plot .hovertext > text.name { fill: var(--ink) !important; }
 .js-plotly-plot .annotation-text, .js-plotly-plot .legendtext { fill: var(--ink) !important; }
 </style><script>$plotly</script></head><body><h1>$title</h1>$parts</body></html>
 """)
@@ -53,5 +54,5 @@ def write_section(name: str, part: Part) -> str:
             config={"displayModeBar": False, "responsive": True},
         )
         charts.append(f"<h3>{escape(chart.title)}</h3><p>{escape(chart.text)}</p>{drawn}")
-    tables = part_html(name, part).replace("<h3", "<h2").replace("</h3>", "</h2>")
-    return f"<section>{tables}{''.join(charts)}</section>"
+    lead = part_lead(name).replace("<h3", "<h2").replace("</h3>", "</h2>")
+    return f"<section>{lead}{''.join(charts)}{part_html(name, part)}</section>"

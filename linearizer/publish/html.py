@@ -72,13 +72,23 @@ def table(
     )
 
 
+def folded(title: str, content: str, is_open: bool = False) -> str:
+    """Fold HTML under a title."""
+    return f'<details class="lz-fold"{" open" * is_open}><summary>{escape(title)}</summary>{content}</details>'
+
+
+def part_lead(name: str) -> str:
+    """Name a part, and say what it asks."""
+    view = PART_VIEWS[name]
+    return f'<div class="lz-chart"><h3 class="lz-part">{escape(view.title)}</h3><p>{escape(view.question)}</p></div>'
+
+
 def part_html(name: str, part: Part) -> str:
-    """Show the result of a part as tables."""
+    """Show the result of a part as tables, which are folded."""
     view = PART_VIEWS[name]
     tables = "".join(table_html(f"{view.title}, {n}", table) for n, table in enumerate(view.tables(part), 1))
     notes = "".join(f"<li>{escape(without_folders(note))}</li>" for note in describe_environment(part))
-    lead = f'<div class="lz-chart"><h3 class="lz-part">{escape(view.title)}</h3><p>{escape(view.question)}</p></div>'
-    return f'{lead}{tables}<details class="lz-faint"><summary>Measured with</summary><ul>{notes}</ul></details>'
+    return folded("In numbers", f'{tables}<p class="lz-faint">Measured with</p><ul class="lz-faint">{notes}</ul>')
 
 
 def table_html(caption: str, content: Table) -> str:

@@ -145,5 +145,5 @@ def draw_needle_maps(part: Part[Needle]) -> Figure:
     figure.update_xaxes(type="category")
     figure.update_xaxes(title="length, tokens", row=down)
     figure.update_yaxes(type="category", autorange="reversed", showgrid=False)
-    figure.update_yaxes(title="depth", col=1)
+    figure.update_yaxes(title="depth, share of the text", col=1)
     return figure

@@ -12,6 +12,7 @@ from linearizer.publish import space, upload
 from linearizer.publish.card import card_files, write_snippet
 from linearizer.publish.card_metadata import Teacher
 from linearizer.publish.upload import Content, Place
+from linearizer.publish.verdict import judge_run
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.weight_digests import check_weights
@@ -135,10 +136,16 @@ def build_preview(place: Place, files: Mapping[str, Content], notes: tuple[str, 
     return Preview(place.repo_id, place.private, card.decode(), sizes, sum(size for _, size in sizes), notes)
 
 
+def list_warnings(run: Run) -> tuple[str, ...]:
+    """List what speaks against publishing a student: the verdict on it, where that is bad."""
+    verdict = judge_run(run)
+    return () if verdict is None or verdict.kind != "bad" else (verdict.sentence,)
+
+
 def list_notes(run: Run, place: Place) -> tuple[str, ...]:
-    """List what a user should know before a student is published."""
+    """List what a user should know before a student is published, what speaks against it first."""
     teacher = Teacher.of(run)
-    notes = []
+    notes = [*list_warnings(run)]
     if place.head is not None and not place.fresh:
         notes.append(f"{place.repo_id} holds an earlier student: it stays in the history, at revision {place.head}")
     if not place.private:

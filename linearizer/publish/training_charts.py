@@ -14,7 +14,9 @@ from linearizer.publish.chart_style import (
     layer_colour,
     layer_dash,
     lengths_axis,
+    log_axis,
     new_figure,
+    steps_axis,
     subject_line,
 )
 from linearizer.run import head_bytes
@@ -52,8 +54,10 @@ def draw_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
             figure.add_annotation(
                 x=shown[-1]["done"], y=math.log10(values[-1]), text=name, showarrow=False, xanchor="left", xshift=4
             )
-    figure.update_xaxes(title="step", rangemode="tozero")
-    figure.update_yaxes(title="loss of each layer", type="log", exponentformat="power")
+    figure.update_xaxes(**steps_axis(shown[-1]["done"] if shown else 1))
+    drawn = [value for line in figure.data for value in line.y if value is not None]
+    unit = "nats" if any(event.get("attention_error") is not None for event in shown) else "in the loss's own unit"
+    figure.update_yaxes(title=f"loss above the least, {unit}", **log_axis(drawn))
     return figure
 
 
@@ -69,7 +73,7 @@ def draw_errors(events: Sequence[Mapping[str, Any]]) -> Figure:
         line={"color": BLUE, "width": 2},
         hovertemplate="%{y:.4f} nats at step %{x}<extra></extra>",
     )
-    figure.update_xaxes(title="step", rangemode="tozero")
+    figure.update_xaxes(**steps_axis(shown[-1]["done"] if shown else 1))
     figure.update_yaxes(title=f"{ERRORS[name]}, nats per token", rangemode="tozero")
     return figure
 
