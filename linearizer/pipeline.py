@@ -29,6 +29,7 @@ from linearizer.model.inspect import inspect_model
 from linearizer.model.kept_state import Answer, Reading
 from linearizer.model.quiet import quiet
 from linearizer.model.teacher import Teacher, load, load_config, stored_dtype, texts_of
+from linearizer.model.text import check_source
 from linearizer.progress import Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
@@ -65,7 +66,8 @@ def begin(
 ) -> Run:
     """Begin a run, or open the run to resume. All that can be refused before the work is refused here, and only here.
 
-    plan.json holds what is decided here: the revision of the model, and the type to compute in.
+    plan.json holds what is decided here: the revision of the model, the type to compute in, and
+    the number of samples.
     """
     plan = with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
@@ -79,7 +81,8 @@ def begin(
     check_limits(plan, inspection)
     model = f"{source.repo_id}@{source.revision}" if source.repo_id else plan.model
     dtype = choose_dtype(plan.dtype, stored_dtype(config), plan.device)
-    decided = replace(plan, model=model, dtype=dtype)
+    samples = plan.samples or min(plan.kept_samples, plan.most_samples(inspection.max_positions))
+    decided = replace(plan, model=model, dtype=dtype, samples=samples)
     run = Run.create(folder, decided, inspection, asked=plan)
     try:
         check_disks(folder, plan, source, inspection)
@@ -92,6 +95,7 @@ def begin(
 def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
     """Refuse a plan that no work can serve."""
     check_dials(plan, layers)
+    check_source(plan.text)
     profile_settings(plan)
     settings = training_settings(plan)
     if plan.trains:

@@ -134,7 +134,7 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
     attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
     token = 2 * inspection.parameters + attention  # operations
     heads = sum(layer.kv_heads for layer in layers)
-    spectra = heads * plan.samples**3 / speeds.spectra
+    spectra = heads * plan.kept_samples**3 / speeds.spectra
     products = product_speed(plan, inspection, speeds)
     teacher = length * token / products  # seconds for a text
     own = length * heads / speeds.students  # that a student takes besides
@@ -174,7 +174,7 @@ def training_seconds(plan: Plan, layers: list[Layer], length: int, token: float,
 
 def run_memory(plan: Plan, inspection: Inspection, layers: list[Layer], length: int) -> float:
     """Say how many bytes a run has in memory at once."""
-    sample = 6 * 8 * plan.samples**2
+    sample = 6 * 8 * plan.kept_samples**2
     rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * 4 * 3
     return PROCESS_BYTES + 2 * inspection.weight_bytes + max(sample, rows) + resume_bytes(plan, inspection)
 

@@ -182,7 +182,7 @@ def profile_settings(plan: Plan) -> ProfileSettings:
     """Take the settings of a plan."""
     return ProfileSettings(
         text=plan.text,
-        samples=plan.samples,
+        samples=plan.kept_samples,
         sinks=plan.kept_sinks,
         per=plan.per,
         normalise=plan.normalise,

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import Generator, Iterable, Iterator
+from contextlib import contextmanager
 from itertools import islice
 from pathlib import Path
 from typing import IO, TYPE_CHECKING, Any
@@ -23,6 +24,22 @@ ROWS = 16  # texts sampled at a time
 SAMPLED = 32  # texts that a model writes where fewer will do, since they take long
 
 
+def check_source(source: str) -> None:
+    """Refuse what is no source of text, or a file that is not there, before anything reads it."""
+    kind, _, rest = source.partition(":")
+    if kind == "file" and rest:
+        with _explain_file_errors(path := Path(rest).expanduser()), path.open("rb"):
+            return
+    if kind == "dataset" and rest:
+        _dataset_parts(rest)
+    elif source not in ("builtin", "self"):
+        raise unknown_source(source)
+
+
+def unknown_source(source: str) -> TextError:
+    return TextError(f"{source!r} is no source of text: write {SOURCES}")
+
+
 def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
     """Read the documents of `builtin`, `file:PATH` or `dataset:ID[:config][:split][:column]`."""
     kind, _, rest = source.partition(":")
@@ -34,7 +51,7 @@ def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
         return _not_empty(source, _dataset(rest, token))
     if source == "self":
         raise TextError("'self' is text that the model itself writes, and there is no model here: name another source")
-    raise TextError(f"{source!r} is no source of text: write {SOURCES}")
+    raise unknown_source(source)
 
 
 def pack_texts(
@@ -175,9 +192,15 @@ def _builtin() -> Iterator[str]:
 
 
 def _file(path: Path) -> Iterator[str]:
+    with _explain_file_errors(path), path.open(encoding="utf-8-sig") as file:
+        yield from _rows(path, file) if path.suffix == ".jsonl" else _pieces(path, file)
+
+
+@contextmanager
+def _explain_file_errors(path: Path) -> Iterator[None]:
+    """Turn errors of a file of text into one sentence."""
     try:
-        with path.open(encoding="utf-8-sig") as file:
-            yield from _rows(path, file) if path.suffix == ".jsonl" else _pieces(path, file)
+        yield
     except UnicodeDecodeError as error:
         raise _no_text(str(path), error) from error
     except IsADirectoryError as error:
@@ -210,15 +233,20 @@ def _rows(path: Path, file: IO[str]) -> Iterator[str]:
         yield row["text"]
 
 
-def _dataset(spec: str, token: str | None) -> Iterator[str]:
-    """Stream a column of a data set; config, split and column of the specification may be left empty."""
+def _dataset_parts(spec: str) -> list[str]:
+    """Split ID[:config][:split][:column]; what is left out is empty."""
     parts = spec.split(":")
     if len(parts) > 4:
         raise TextError(f"'dataset:{spec}' has {len(parts)} parts and may have 4: write {SOURCES}")
-    identifier, config, split, column = parts + [""] * (4 - len(parts))
+    if "/" not in parts[0]:
+        raise TextError(f"{parts[0]!r} is no id of a data set: write `org/name`")
+    return parts + [""] * (4 - len(parts))
+
+
+def _dataset(spec: str, token: str | None) -> Iterator[str]:
+    """Stream a column of a data set; config, split and column of the specification may be left empty."""
+    identifier, config, split, column = _dataset_parts(spec)
     split, column = split or "train", column or "text"
-    if "/" not in identifier:
-        raise TextError(f"{identifier!r} is no id of a data set: write `org/name`")
     with explain_dataset_errors(identifier, token):
         splits = stream_dataset(identifier, config or None, token)
         if split not in splits:

@@ -93,10 +93,19 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
     given.setdefault("budget", None if "features" in given else budget)
     sizes, share = EFFORTS[effort]
     plan = Plan.of(**{"model": model.strip(), **sizes, **given})
+    if "samples" not in given:  # the effort's number is a default, too: it yields to texts that are few or short
+        plan = replace(plan, samples=min(sizes["samples"], plan.most_samples()))
     if plan.steps and "steps" not in given:
         plan = replace(plan, steps=max(1, round(plan.steps * share)))
     limits.check_model(plan.model, plan.text)
     return plan
+
+
+def check_plan(plan: Plan, inspection: Inspection) -> None:
+    """Refuse what the door would refuse of a plan, while its visitor still chooses."""
+    from linearizer import pipeline
+
+    pipeline.check_plan(plan, inspection.layers)
 
 
 def download_bytes(visitor: Visitor, model: str) -> int:

@@ -118,7 +118,9 @@ def show_budget(chosen: ChosenModel | None, budget: float, effort: str, *advance
     if chosen is None:
         return html.message_box("Choose a model first."), ""
     try:
-        card = cards.budget_card(read_plan(chosen, budget, effort, advanced), chosen.layers, chosen.positions)
+        plan = read_plan(chosen, budget, effort, advanced)
+        actions.check_plan(plan, chosen.inspection)
+        card = cards.budget_card(plan, chosen.layers, chosen.positions)
         plans = {name: read_plan(chosen, budget, name, advanced) for name in actions.EFFORTS}
         guesses = {name: actions.forecast_run(plan, chosen.inspection, chosen.download) for name, plan in plans.items()}
     except LinearizerError as error:

@@ -27,8 +27,9 @@ def map_bytes(plan: Plan, inspection: Inspection) -> int:
 
 def resume_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate what resuming needs: samples of queries and keys, and the state of training."""
+    kept = plan.kept_samples
     samples = sum(
-        (layer.query_heads + layer.kv_heads) * plan.samples // 2 * layer.key_dim + layer.kv_heads * plan.samples
+        (layer.query_heads + layer.kv_heads) * kept // 2 * layer.key_dim + layer.kv_heads * kept
         for layer in inspection.layers
     )
     return samples * NUMBER + (KEPT * FILES * map_bytes(plan, inspection) if plan.trains else 0)

@@ -20,6 +20,7 @@ DEFAULT_BUDGET = 256  # tokens of cache, where a command or the page is given no
 MIN_FEATURES_IN_TOKENS = 18  # tokens of cache that take the bytes of the fewest features of a head
 MAX_TOKENS = 2**40  # a larger budget, window or number of features is a mistake
 MAX_STEPS = 10**9
+MIN_SAMPLES, USUAL_SAMPLES = 32, 1024
 MAX_MINUTES = 365 * 24 * 60  # a year
 ALLOCATION = "what heads hold"  # options by which an allocation is decided anew, from what a run has measured
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
@@ -96,8 +97,12 @@ class Plan(JsonProduct):
     )
     texts: int = option(8, "how many texts to measure", least=1, group=MEASURING)
     length: int = option(512, "tokens of a text, at most what the model's positions allow", least=1, group=MEASURING)
-    samples: int = option(
-        1024, "queries and keys of a head that its degrees of freedom are computed from", least=1, group=MEASURING
+    samples: int | None = option(
+        None,
+        "queries and keys of a head that its degrees of freedom are computed from",
+        least=1,
+        default_text=f"{USUAL_SAMPLES}, fewer where the texts hold fewer tokens",
+        group=MEASURING,
     )
     per: Per = option(
         "kv",
@@ -175,6 +180,11 @@ class Plan(JsonProduct):
             raise BudgetError("a plan needs either a budget in tokens of cache or a mean number of features, not both")
         if self.rules.spends_tokens and self.budget is None:
             raise BudgetError(f"the strategy {self.strategy} spends a budget in tokens: give one instead of features")
+        if self.window is not None and self.budget is not None and self.window + self.kept_sinks > self.budget:
+            raise BudgetError(
+                f"window {self.window} cannot be: with {self.kept_sinks} sinks it is more than the budget of "
+                f"{self.budget} tokens; ask for at most {max(self.budget - self.kept_sinks, 0)}, or leave it out"
+            )
         if self.minutes is not None and not self.may_learn:
             raise RequestError(
                 f"recipe {self.recipe!r} with the strategy {self.strategy} has nothing that learns: leave out minutes, "
@@ -205,6 +215,17 @@ class Plan(JsonProduct):
             if self.budget is None
             else max(min(self.budget // 2, self.budget - MIN_FEATURES_IN_TOKENS) - self.kept_sinks, 0)
         )
+
+    def most_samples(self, positions: int | None = None) -> int:
+        """Count the samples that the plan's texts have tokens for; `positions` are the model's."""
+        length = min(self.length, positions or self.length)
+        tokens = self.texts * max(length - self.kept_sinks, 0)  # queries are drawn from them, and as many keys
+        return max(MIN_SAMPLES, 2 * tokens // 8 * 8)
+
+    @property
+    def kept_samples(self) -> int:
+        """The samples asked for, or as many of the usual number as the texts have tokens for."""
+        return self.samples or min(USUAL_SAMPLES, self.most_samples())
 
     @property
     def kept_bits(self) -> int:

@@ -15,6 +15,7 @@ from linearizer.allocate.by_prices import (
     correct_prices,
     dear_offers,
     exchange_once,
+    kl_by_bytes,
 )
 from linearizer.allocate.decide import allocate_alike, sinks_to_try
 from linearizer.errors import BudgetError, RequestError
@@ -45,6 +46,18 @@ def allocate(prices, budget, length, may_grow=True):
 
 def spent(allocation, length):
     return allocation.state_bytes(LAYERS, length)
+
+
+@settings(deadline=None)
+@given(prices=four_heads, budget=st.integers(6, 300))
+def test_the_frontier_has_every_allocation_on_or_above_it(prices, budget):
+    offers = OffersOfHeads.of(prices, LAYERS, budget, 4096)
+    points = kl_by_bytes(offers)
+    assert all(low[0] < high[0] and low[1] >= high[1] - 1e-12 for low, high in itertools.pairwise(points))
+    allocation, kl = allocate(prices, budget, 4096, may_grow=False)
+    assert min(left for bytes, left in points if bytes <= spent(allocation, 0)) >= kl - 1e-12
+    whole, least = allocate(prices, 10**6, 4096, may_grow=False)
+    assert points[-1] == (spent(whole, 0), pytest.approx(least))
 
 
 @settings(deadline=None)

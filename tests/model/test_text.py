@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM
 from linearizer.errors import TextError
 from linearizer.model.hub import find_model
 from linearizer.model.teacher import load_tokenizer
-from linearizer.model.text import pack_texts, read_documents, read_texts, sample_from
+from linearizer.model.text import check_source, pack_texts, read_documents, read_texts, sample_from
 from tests.support.families import tiny_config
 
 
@@ -33,6 +33,24 @@ def starting_tokenizer():
 
 def ids(tokenizer, text):
     return tokenizer(text, add_special_tokens=False)["input_ids"]
+
+
+@pytest.mark.parametrize(
+    ("source", "said"),
+    [
+        ("nonsense", "no source of text: write"),
+        ("file:", "no source of text"),
+        ("file:/no/such/text", "does not exist"),
+        ("file:/", "is a folder"),
+        ("dataset:name", "no id of a data set"),
+        ("dataset:a/b:c:d:e:f", "6 parts"),
+    ],
+)
+def test_what_is_no_source_is_refused_before_anything_is_read(source, said):
+    with pytest.raises(TextError, match=said):
+        check_source(source)
+    for known in ("builtin", "self", "dataset:org/name::train", f"file:{__file__}"):
+        check_source(known)
 
 
 def test_builtin_is_the_language_reference():

@@ -30,6 +30,7 @@ def profile_of(scales):
 
 
 PROFILE = profile_of([(1.0, 2.0), (), (3.0, 4.0)])
+PRICES = Prices(4, (Head(window=8), Head(window=32)), (((0.5, 0.1), (0.6, 0.2)), (), ((0.3, 0.0), (0.4, 0.2))))
 STEPS = [{"event": "distill", "done": n, "kl": 1 / n, "layers": {"0": 1 / n, "2": 2 / n}} for n in range(1, 1001)]
 
 
@@ -37,6 +38,8 @@ def everything():
     return {
         "map": allocation_charts.draw_freedom_map(allocation_charts.read_freedoms(PROFILE), LAYERS),
         "curves": allocation_charts.draw_freedom_curves(PROFILE),
+        "prices": allocation_charts.draw_price_map(PRICES, LAYERS, PRICES.options[0]),
+        "frontier": allocation_charts.draw_frontier([(100, 1.0), (900, 0.1)], 500, {"student": 0.2}, LAYERS),
         "bars": allocation_charts.draw_allocation(MIXED, LAYERS, FIX),
         "losses": training_charts.draw_losses(STEPS),
         "error": training_charts.draw_errors(STEPS),
@@ -127,6 +130,44 @@ def test_prices_are_shown_where_they_were_measured():
     held = Allocation("gain", 4, ((Head(8), Head(32)), (), (Head(softmax=True), Head(8))))
     traces = {trace.name: trace for trace in allocation_charts.draw_allocation(held, LAYERS, None, prices).data}
     assert traces["kl of the head alone"].y == (0.5, 0.2, allocation_charts.MIN_DRAWN_KL, 0.4)
+
+
+def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
+    for budget, window in ((40, 32), (20, 8), (1, 8)):  # beside 4 sinks
+        option = allocation_charts.priced_alike(PRICES, LAYERS, budget)
+        assert option == Head(window=window)
+    drawn = allocation_charts.draw_price_map(PRICES, LAYERS, Head(window=32))
+    assert [tuple(row) for row in drawn.data[0].text] == [("0.1", "0.2"), ("", ""), ("1e-06", "0.2")]
+    assert "if it alone held a window of 32" in drawn.layout.xaxis.title.text
+
+
+def test_the_curves_name_their_ends_beside_the_axes_and_the_dashed_line():
+    figure = allocation_charts.draw_freedom_curves(PROFILE)
+    notes, (line,) = figure.layout.annotations, figure.layout.shapes
+    assert [note.text for note in notes] == ["layer 0", "layer 2"]
+    assert all(note.xref == "paper" and note.x == 1 for note in notes)  # where no rounding leaves them out
+    assert line.showlegend and line.name.startswith("λ of the map") and all(each.showlegend for each in figure.data)
+
+
+@pytest.mark.parametrize("values", [(0.6, 0.95), (5.0, 9.9), (0.02, 3.0), (1e-4, 2.0), (0.5, 0.5)])
+def test_loss_charts_have_round_ticks_and_whole_steps(values):
+    ticks = chart_style.log_axis(values)["ticktext"]
+    assert 1 <= len(ticks) <= 9 and all(len(tick.replace(",", "")) <= 6 for tick in ticks), ticks
+    assert len(ticks) > 1 or values[0] == values[1]
+    for last in (1, 3, 60, 4000):
+        step = chart_style.steps_axis(last)["dtick"]
+        assert step == int(step) >= 1 and last / step <= 8
+
+
+def test_every_axis_says_its_unit():
+    for name, figure in everything().items():
+        for axis in (*figure.select_xaxes(), *figure.select_yaxes()):
+            assert axis.title.text, name
+
+
+def test_hover_labels_can_be_read():
+    label = everything()["recall"].layout.hoverlabel
+    assert chart_style.contrast(label.bgcolor, label.font.color) >= 4.5
 
 
 def test_a_long_training_is_thinned_to_what_can_be_seen_and_keeps_its_end():

@@ -10,7 +10,7 @@ from linearizer.cli.options import plan_changes
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.evaluation_request import Request
 from linearizer.run.options import check_options, option, options_of
-from linearizer.run.plan import ALLOCATION, BY_RECIPE, Plan
+from linearizer.run.plan import ALLOCATION, BY_RECIPE, USUAL_SAMPLES, Plan
 from linearizer.run.recipes import CHOSEN, RECIPES
 from linearizer.run.strategies import STRATEGIES
 from linearizer.runtime.feature_maps import FEATURE_MAPS
@@ -85,6 +85,16 @@ def test_the_command_of_a_plan_makes_the_plan():
     ):
         asked = parser().parse_args(shlex.split(plan.command())[1:])
         assert Plan.of(**{"model": asked.model, **plan_changes(asked)}) == plan
+
+
+def test_a_default_shrinks_to_what_the_texts_hold_and_only_a_number_that_was_given_is_refused():
+    usual, few = Plan.of(model="demo", budget=64), Plan.of(model="demo", budget=64, texts=2, length=256)
+    assert usual.kept_samples == USUAL_SAMPLES == 1024
+    assert few.kept_samples == 2 * 2 * (256 - few.kept_sinks) // 8 * 8 < 1024
+    assert Plan.of(model="demo", budget=64, texts=2, length=256, samples=2048).kept_samples == 2048  # refused later
+    assert usual.most_samples(positions=64) == 2 * 8 * (64 - usual.kept_sinks) // 8 * 8
+    with pytest.raises(BudgetError, match="window 999999 cannot be: with 4 sinks .* at most 60, or leave it out"):
+        Plan.of("features", model="demo", budget=64, window=999999)
 
 
 def test_what_recipes_decide_is_said_to_be_theirs():
