@@ -29,7 +29,7 @@ REMEMBER = """(memory) => {
   if (memory && memory.run && side && innerWidth > 1100 && !side.classList.contains('open'))
     side.querySelector('.toggle-button').click();
 }"""
-ADDRESS = "(memory) => { startListening(); return [memory, window.askedRun] }"
+ADDRESS = "(memory) => { announce(); return [memory, window.askedRun] }"
 SCRIPT = """
 window.askedRun = new URL(window.location).searchParams.get('run');  // before anything changes it
 function observe(part, act, mark = 'watched') {
@@ -73,14 +73,6 @@ function redrawBars() {  // Gradio would build new bars for every place of the s
   const {data, layout} = figure ? JSON.parse(figure) : at.own;
   Plotly.react(at, data, layout, {responsive: true});
 }
-function startListening() {
-  const stepper = document.querySelector('#steps .stepper-wrapper');
-  announce();
-  observe(stepper, () => stepper.querySelectorAll('[role=tab]').forEach((tab, n) => {
-    const name = `${n + 1} ${steps[n]}`;
-    if (tab.ariaLabel !== name) tab.ariaLabel = name;
-  }));
-}
 function clampSlider(dial, place, sent) {  // who types 64 types 6 first, which Gradio would refuse
   const range = document.querySelector(`#${dial} input[type=range]`);
   if (range) sent[place] = Math.min(Math.max(sent[place], range.min), range.max);
@@ -98,4 +90,4 @@ function focusStep(step, tries = 100) {
   return step;
 }
 """
-HEAD = f"<script>const steps = {json.dumps(STEPS)}, spoken = {json.dumps(SPOKEN_PARTS)};{SCRIPT}</script>"
+HEAD = f"<script>const spoken = {json.dumps(SPOKEN_PARTS)};{SCRIPT}</script>"

@@ -9,6 +9,7 @@ from html import escape
 from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import ago, duration, from_length, number, size
+from linearizer.errors import LinearizerError
 from linearizer.jobs.control import LIVE, Status
 from linearizer.progress import Progress
 from linearizer.publish.html import announcement, folded, message_box, table, values_list, without_folders
@@ -17,8 +18,10 @@ from linearizer.publish.training_charts import ERRORS
 from linearizer.publish.verdict import Verdict
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
+from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
+from linearizer.run.recipes import RECIPES
 from linearizer.run.results import Language, Recall
 from linearizer.run.state_size import ROW_TITLES, STATED_LENGTHS, StateSize, size_row
 
@@ -279,31 +282,84 @@ def side_card(side: Side | None) -> str:
     return values_list(pairs, "lz-thirds")
 
 
+def plan_card(plan: Plan) -> str:
+    """Show the plan of a run: what it asks for beside the recipe's choices, and how to do the same elsewhere."""
+    dial = f"{plan.budget} tokens of cache" if plan.features is None else f"{plan.features} features per KV head"
+    pairs = [
+        ("model", plan.model),
+        ("budget", dial),
+        ("state", "may grow" if plan.may_grow else "never grows"),
+        ("recipe", f"{plan.recipe}: {RECIPES[plan.recipe].label}"),
+        ("text", f"{plan.texts} texts of {plan.length} tokens, {plan.text}"),
+        ("training", f"{plan.minutes} minutes" if plan.minutes is not None else f"{plan.steps} steps"),
+        ("seed", str(plan.seed)),
+    ]
+    command = f"<code>{escape(plan.command())}</code>"
+    whole = folded("The whole plan", f"<pre>{escape(plan.to_json())}</pre>")
+    lines = values_list(pairs)
+    return f'<article class="lz-card">{lines}<p class="lz-faint">From a command line: {command}</p>{whole}</article>'
+
+
 def runs_table(found: Sequence[Status], now: float | None = None) -> str:
-    """List runs, the newest first, each with a link to it."""
+    """List runs, the newest first, each with a link to it, how far it is, and what judging measured."""
     if not found:
         return message_box("No runs yet: the first page begins one.")
     now = time.time() if now is None else now
     rows = []
     for status in found:
         name, plan = status.run.folder.name, status.plan
-        if plan is None:
-            dial, model = "", escape(without_folders(status.error or ""))
+        if plan is None:  # it is damaged
+            what = [escape(without_folders(status.error or "")), "", ""]
         else:
             dial = f"{plan.budget} tokens" if plan.features is None else f"{plan.features} features"
-            model = f'<a href="../?run={escape(name, quote=True)}">{escape(plan.model)}</a>'
+            link = f'<a href="../?run={escape(name, quote=True)}">{escape(plan.model)}</a>'
+            what = [link, escape(plan.recipe), escape(dial + ", may grow" * plan.may_grow)]
         rows.append(
             [
-                model,
-                escape(dial),
-                f"{state_sign(status.state)} {escape(status.state)}"
-                + ", evaluating" * (status.live and status.state == "done"),
+                *what,
+                f"{state_sign(status.state)} {escape(state_words(status))}",
+                *judged_of(status.run),
                 escape(ago(status.begun, now)),
                 escape(size(status.disk_bytes)),
                 f"<code>{escape(name)}</code>",
             ]
         )
-    return table("Your runs", ("model", "budget", "state", "begun", "disk", "name"), rows, safe=True, kind="lz-words")
+    head = ("model", "recipe", "budget", "state", "kl, nats", "agreement", "begun", "disk", "name")
+    return table("Your runs", head, rows, safe=True, kind="lz-words")
+
+
+def state_words(status: Status) -> str:
+    """Say what a run is doing, and how far that is."""
+    if status.state == "done":
+        return "done" + ", evaluating" * status.live
+    if status.step is None or status.state not in LIVE:
+        return status.state
+    done, total = int(status.step["done"]), max(1, int(status.step["total"]))
+    return f"{STEP_SENTENCES.get(status.step['event'], status.state)}, {100 * done // total} %"
+
+
+def judged_of(run: Run) -> tuple[str, str]:
+    """Say the kl and the agreement of a run's student; a dash where it is not judged."""
+    try:
+        part = run.results.get("language")
+    except LinearizerError:  # a damaged file of one run must not hide the others
+        return "–", "–"
+    student = next((one for one in part.result.subjects if one.name == "student"), None) if part else None
+    if student is None or student.kl is None or student.agreement is None:
+        return "–", "–"
+    return f"{student.kl.mean:.4f}", f"{student.agreement.mean:.1%}"
+
+
+def deleting_card(status: Status) -> str:
+    """Ask whether a run shall go for good."""
+    published = status.published["repo_id"] if status.published else None
+    hub = f" What was published as {published} stays." if published else ""
+    held = "student, measurements and log" if status.run.checkpoint.is_dir() else "measurements and log"
+    name, model = status.run.folder.name, status.plan.model if status.plan else "damaged"
+    return message_box(
+        f"Delete {name} ({model}, {size(status.disk_bytes)}) for good? Its {held} will be gone.{hub}",
+        "bad",
+    )
 
 
 def files_table(files: Sequence[tuple[str, int]], total: int) -> str:

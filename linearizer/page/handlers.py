@@ -8,7 +8,7 @@ from typing import Any
 import gradio as gr
 from gradio.components.plot import PlotData
 
-from linearizer.errors import LinearizerError, RequestError
+from linearizer.errors import LinearizerError, PublishError, RequestError
 from linearizer.jobs import control
 from linearizer.page import actions, cards, sending, warmup, zerogpu
 from linearizer.page.calls import Profile, Token, identify_visitor, refusals_on_page
@@ -18,7 +18,7 @@ from linearizer.publish import html
 from linearizer.run.folder import UNBOUNDED
 from linearizer.run.inspection import Inspection
 from linearizer.run.options import options_of
-from linearizer.run.plan import Plan
+from linearizer.run.plan import DEFAULT_BUDGET, Plan
 
 SOON_SECONDS = 0.2  # until the page polls, once something was asked
 IDLE_POLL_SECONDS = 5.0  # between two polls where nothing is at work
@@ -76,20 +76,26 @@ def search_models(memory: Memory, key: gr.KeyUpData, profile: Profile, token: To
 def show_model(model: str | None, memory: Memory, profile: Profile, token: Token) -> tuple[Any, ...]:
     """Say what a model is."""
     if not model:
-        return "", None, gr.Button(interactive=False), gr.skip()
+        return "", None, *close_budget()
     try:
         visitor = read_visitor(memory, profile, token)
         inspection = actions.inspect_model(visitor, model)
         held = ChosenModel(inspection, actions.download_bytes(visitor, model)) if inspection.supported else None
     except RequestError as error:
-        return html.message_box(str(error), "bad"), None, gr.Button(interactive=False), gr.skip()
+        return html.message_box(str(error), "bad"), None, *close_budget()
     most = max(2 * MIN_BUDGET, min(MAX_BUDGET, inspection.max_positions or MAX_BUDGET))
     return (
         cards.model_card(inspection),
         held,
         gr.Button(interactive=inspection.supported),
+        gr.Tab(interactive=inspection.supported),
         gr.Slider(maximum=most),
     )
+
+
+def close_budget() -> tuple[Any, Any, Any]:
+    """Keep the second step closed while no model is chosen."""
+    return gr.Button(interactive=False), gr.Tab(interactive=False), gr.skip()
 
 
 class ChosenModel:
@@ -153,7 +159,7 @@ def watch_run(memory: Memory, name: str | None) -> tuple[Any, ...]:
     return (
         {**memory, "run": name},
         {},
-        gr.Walkthrough(selected=3 if name else 1),
+        gr.Tabs(selected=3 if name else 1),
         gr.Timer(SOON_SECONDS, active=True),
         False,
     )
@@ -170,6 +176,15 @@ def branch_run(memory: Memory, budget: float, profile: Profile, token: Token) ->
 def leave_run(memory: Memory) -> tuple[Any, ...]:
     """Stop watching a run, which goes on."""
     return watch_run(memory, None)
+
+
+@refusals_on_page()
+def change_run(memory: Memory, profile: Profile, token: Token) -> tuple[Any, ...]:
+    """Take the choices of the run that is watched, for another run."""
+    plan = read_visitor(memory, profile, token).find_run(run_name(memory) or "").plan
+    choices = {name: getattr(plan, name) for name in ADVANCED}
+    choices |= {name: "" if choices[name] is None else str(choices[name]) for name in ("steps", "window")}
+    return plan.model, plan.budget or DEFAULT_BUDGET, *(choices[name] for name in ADVANCED)
 
 
 def ask_run(wish: str) -> Callable:
@@ -226,10 +241,14 @@ def list_owners(memory: Memory, profile: Profile, token: Token) -> tuple[Any, An
     visitor = read_visitor(memory, profile, token)
     name = run_name(memory)
     run = visitor.find_run(name or "")
-    if on_space() and visitor.token is None:
-        return gr.Dropdown(choices=[]), gr.skip(), html.message_box("Sign in, at the top right, to publish.")
-    owners = list(push.owners(visitor.token))
     suggested = f"{run.plan.model.partition('@')[0].rstrip('/').split('/')[-1]}-linearized"
+    if on_space() and visitor.token is None:
+        note = "To publish, sign in at the top right. What would be sent can be shown without."
+        return gr.Dropdown(choices=[]), suggested, html.message_box(note)
+    try:
+        owners = list(push.owners(visitor.token))
+    except PublishError as error:
+        return gr.Dropdown(choices=[]), suggested, html.message_box(str(error))
     return gr.Dropdown(choices=owners, value=owners[0] if owners else None), suggested, ""
 
 
@@ -242,9 +261,15 @@ def preview_publication(
 
     visitor = read_visitor(memory, profile, token)
     run = visitor.find_run(run_name(memory) or "")
-    preview = push.preview(run, f"{owner or ''}/{(repo or '').strip()}", private, visitor.token)
-    notes = "".join(html.message_box(note) for note in preview.notes)
-    return notes, cards.files_table(preview.files, preview.bytes), preview.card, gr.Button(interactive=True)
+    preview = push.preview(run, repo_id_of(owner, repo), private, visitor.token)
+    warnings = push.list_warnings(run)
+    notes = "".join(html.message_box(note, "bad" if note in warnings else "note") for note in preview.notes)
+    return notes, cards.files_table(preview.files, preview.bytes), preview.card, gr.Button(interactive=preview.checked)
+
+
+def repo_id_of(owner: str | None, repo: str | None) -> str:
+    """Name a repository by its owner and its name, or by its name alone."""
+    return "/".join(part for part in ((owner or "").strip(), (repo or "").strip()) if part)
 
 
 @refusals_on_page()
@@ -252,22 +277,36 @@ def publish_run(memory: Memory, owner: str, repo: str, private: bool, profile: P
     """Publish; the page may be closed meanwhile."""
     visitor = read_visitor(memory, profile, token)
     run = visitor.find_run(run_name(memory) or "")
-    sending.begin_publication(run, f"{owner or ''}/{(repo or '').strip()}", private, visitor.token)
+    sending.begin_publication(run, repo_id_of(owner, repo), private, visitor.token)
     return gr.Timer(SOON_SECONDS)
 
 
 @refusals_on_page()
 def list_runs(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any]:
-    """List the visitor's runs."""
-    statuses = control.runs_in(read_visitor(memory, profile, token).home)
-    names = [status.run.folder.name for status in statuses if not status.live]
-    return cards.runs_table(statuses), gr.Dropdown(choices=names, value=None)
+    """List the visitor's runs; what was chosen to be deleted stays."""
+    table, idle = describe_runs(read_visitor(memory, profile, token))
+    return table, gr.Dropdown(choices=idle)
+
+
+def describe_runs(visitor: Visitor) -> tuple[str, list[str]]:
+    """Lay out a visitor's runs, and name those that nothing works on."""
+    statuses = control.runs_in(visitor.home)
+    return cards.runs_table(statuses), [status.run.folder.name for status in statuses if not status.live]
 
 
 @refusals_on_page()
-def delete_run(memory: Memory, name: str | None, profile: Profile, token: Token) -> tuple[str, Any]:
-    """Delete a run for good."""
+def ask_to_delete(memory: Memory, name: str | None, profile: Profile, token: Token) -> tuple[Any, str]:
+    """Ask once more before a run is deleted."""
     if not name:
         raise RequestError("no run was chosen: choose the one to delete")
-    actions.delete_run(read_visitor(memory, profile, token), name)
-    return list_runs(memory, profile, token)
+    run = read_visitor(memory, profile, token).find_run(name)
+    return gr.Column(visible=True), cards.deleting_card(control.status(run))
+
+
+@refusals_on_page()
+def delete_run(memory: Memory, name: str | None, profile: Profile, token: Token) -> tuple[str, Any, Any]:
+    """Delete a run for good."""
+    visitor = read_visitor(memory, profile, token)
+    actions.delete_run(visitor, name or "")
+    table, idle = describe_runs(visitor)
+    return table, gr.Dropdown(choices=idle, value=None), gr.Column(visible=False)

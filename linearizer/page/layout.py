@@ -9,6 +9,7 @@ import gradio as gr
 from linearizer.page.actions import EFFORTS
 from linearizer.page.limits import LIMITS
 from linearizer.page.visitors import on_space, signs_in
+from linearizer.publish.glossary import glossary_html
 from linearizer.publish.html import message_box, part_lead
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.run.plan import DEFAULT_BUDGET
@@ -35,12 +36,21 @@ def header(level: str = "h1") -> None:
         gr.LoginButton("Sign in with Hugging Face", size="sm", elem_id="sign-in")
     gr.HTML(
         f'<header class="lz-head"><{level} class="lz-name">Linearizer</{level}>'
-        '<p>Any language model, with a memory that does not grow.</p></header><p id="now"></p>'
+        f'<p>Any language model, with a memory that does not grow.</p>{glossary_html()}</header><p id="now"></p>'
     )
     gr.HTML(f'<p class="lz-said">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
 
 
 def model_step(ui: SimpleNamespace) -> None:
+    with gr.Column(visible=False) as ui.model_of_run:
+        lead("The model", "This is the model of the run that you see.")
+        ui.run_model = gr.HTML(elem_id="run-model")
+        ui.change_model = gr.Button("Change and start again", elem_id="change-model")
+    with gr.Column() as ui.model_choice:
+        choose_model(ui)
+
+
+def choose_model(ui: SimpleNamespace) -> None:
     lead("Which model?", "Search the Hub, name a local folder, or take the demo. Nothing is downloaded yet.")
     with gr.Row(equal_height=False, elem_classes="lz-pick"):
         ui.model = gr.Dropdown(
@@ -59,6 +69,15 @@ def model_step(ui: SimpleNamespace) -> None:
 
 
 def budget_step(ui: SimpleNamespace) -> None:
+    with gr.Column(visible=False) as ui.plan_of_run:
+        lead("The plan", "This is the plan of the run that you see. Another run can begin with its choices.")
+        ui.run_plan = gr.HTML(elem_id="run-plan")
+        ui.change_plan = gr.Button("Change and start again", elem_id="change-plan")
+    with gr.Column() as ui.plan_choice:
+        choose_budget(ui)
+
+
+def choose_budget(ui: SimpleNamespace) -> None:
     lead(
         "How much may it remember?",
         "One number: the student's whole state takes the bytes of the teacher's cache at so many tokens. On longer "
@@ -97,7 +116,11 @@ def budget_step(ui: SimpleNamespace) -> None:
     with gr.Accordion("Do this elsewhere", open=False):
         ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1, wrap_lines=True)
         ui.plan = gr.Code(
-            "", language="json", label="plan.json, for: linearizer run MODEL --plan plan.json", lines=3, wrap_lines=True
+            "",
+            language="json",
+            label="plan.json, for: linearizer run MODEL --plan plan.json",
+            lines=3,
+            wrap_lines=True,
         )
     ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")
 

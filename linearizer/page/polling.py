@@ -23,6 +23,7 @@ from linearizer.publish import html
 from linearizer.run.folder import Run
 from linearizer.run.plan import DEFAULT_BUDGET
 
+ATTACHED_OUTPUTS = 10  # of show_attached
 POLL_SECONDS = 3.0  # between two polls of a run at work
 PLOTS = ("map", "prices", "curves", "positions", "recall", "memory", "frontier")
 BUTTONS = ("stop", "resume", "use")
@@ -103,9 +104,21 @@ def draw_changes(
         gr.Column(visible=run.plan.rules.decided_by == "prices") if "id" in new else gr.skip(),
         bars,
         other_card,
-        gr.Walkthrough(selected=stage) if stage else gr.skip(),
+        gr.Tabs(selected=stage) if stage else gr.skip(),
         *sent.value,
+        *(show_attached(run) if "id" in new else [gr.skip()] * ATTACHED_OUTPUTS),
     ]
+
+
+def show_attached(run: Run | None) -> list[Any]:
+    """Open every step of a run, the first two to read; without a run, let these choose, and close the others."""
+    watching = run is not None
+    tabs = [gr.skip() if not watching else gr.Tab(interactive=True)] + [gr.Tab(interactive=watching)] * 3
+    choice, own = gr.Column(visible=not watching), gr.Column(visible=watching)
+    if run is None:
+        return [*tabs, choice, own, "", choice, own, ""]
+    model = cards.model_card(run.inspection) if run.has_file("inspection.json") else ""
+    return [*tabs, choice, own, model, choice, own, cards.plan_card(run.plan)]
 
 
 def show_no_run() -> list[Any]:
@@ -127,6 +140,7 @@ def show_no_run() -> list[Any]:
         gr.skip(),
         "",
         gr.Code(visible=False),
+        *show_attached(None),
     ]
 
 

@@ -47,7 +47,7 @@ def build() -> gr.Blocks:
         ui.timer = gr.Timer(1.0, active=False)
         layout.header()
         ui.note = gr.HTML(visible="hidden", elem_id="note")
-        with gr.Walkthrough(selected=1, elem_id="steps") as ui.walk:
+        with gr.Tabs(selected=1, elem_id="steps") as ui.walk:
             places = (
                 layout.model_step,
                 layout.budget_step,
@@ -57,7 +57,8 @@ def build() -> gr.Blocks:
             )
             ui.pages = []
             for number, (name, place) in enumerate(zip(STEPS, places, strict=True), 1):
-                with gr.Step(name, id=number, elem_id=f"step-{number}") as page:
+                label, open_now = f"{number} {name}", number == 1
+                with gr.Tab(label, interactive=open_now, id=number, elem_id=f"step-{number}") as page:
                     place(ui)
                 ui.pages.append(page)
         layout.sidebar(ui)
@@ -78,11 +79,18 @@ def runs_page(page: gr.Blocks) -> None:
     found = gr.HTML(elem_id="runs")
     with gr.Row(elem_classes="lz-pick"):
         doomed = gr.Dropdown(
-            [], label="Delete a run that is not at work", allow_custom_value=True, elem_id="doomed", scale=5
+            [], value=None, label="Delete a run that is not at work", allow_custom_value=True, elem_id="doomed", scale=5
         )
-        delete = gr.Button("Delete it for good", variant="stop", elem_id="delete", scale=1, min_width=180)
+        delete = gr.Button("Delete …", elem_id="delete", scale=1, min_width=180)
+    with gr.Column(visible=False, elem_id="sure") as sure:
+        question = gr.HTML()
+        with gr.Row(elem_classes="lz-acts"):
+            keep = gr.Button("Keep it", elem_id="keep")
+            confirm = gr.Button("Delete it for good", variant="stop", elem_id="confirm")
     gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, memory, [found, doomed], **QUICK)
-    delete.click(handlers.delete_run, [memory, doomed], [found, doomed], **ONCE)
+    delete.click(handlers.ask_to_delete, [memory, doomed], [sure, question], **ONCE)
+    gr.on([keep.click, doomed.change], lambda: gr.Column(visible=False), None, sure, **QUICK)
+    confirm.click(handlers.delete_run, [memory, doomed], [found, doomed, sure], **ONCE)
 
 
 def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
@@ -99,12 +107,12 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
 
 
 def wire_model(ui: SimpleNamespace) -> None:
-    told = [ui.model_card, ui.found, ui.to_budget, ui.budget]
+    told = [ui.model_card, ui.found, ui.to_budget, ui.pages[1], ui.budget]
     ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
     ui.model.change(handlers.show_model, [ui.model, ui.memory], told, show_progress_on=ui.model_card, **SLOW)
     ui.demo.click(lambda: "demo", None, ui.model, **QUICK)
     for number, button in ((2, ui.to_budget), (4, ui.to_distil), (5, ui.to_compare)):
-        button.click(partial(gr.Walkthrough, selected=number), None, ui.walk, **QUICK)
+        button.click(partial(gr.Tabs, selected=number), None, ui.walk, **QUICK)
 
 
 def wire_budget(ui: SimpleNamespace) -> None:
@@ -121,13 +129,18 @@ def watch_outputs(ui: SimpleNamespace) -> list[Any]:
     return [ui.memory, ui.seen, ui.walk, ui.timer, ui.touched]
 
 
+def attached_outputs(ui: SimpleNamespace) -> list[Any]:
+    """List what differs between a page that watches a run and a page that begins a run."""
+    return [*ui.pages[1:], ui.model_choice, ui.model_of_run, ui.run_model, ui.plan_choice, ui.plan_of_run, ui.run_plan]
+
+
 def wire_run(ui: SimpleNamespace) -> None:
     shown = [
         ui.seen, ui.timer, ui.evaluation, ui.map, ui.prices, ui.curves, ui.positions, ui.recall, ui.memory_plot,
         ui.frontier, ui.frontier_place, ui.verdict,
         ui.stop, ui.resume, ui.use, ui.compare, ui.branch, ui.other, ui.deciding, ui.prices_place, ui.bars,
         ui.other_card, ui.walk, ui.sent,
-        ui.snippet,
+        ui.snippet, *attached_outputs(ui),
     ]  # fmt: skip
     told = [ui.run_card, ui.training, ui.evaluating, ui.mark, ui.trained, ui.examined]
     ui.timer.tick(polling.poll_run, ui.memory, told, **{**QUICK, "trigger_mode": "once"})
@@ -139,6 +152,9 @@ def wire_run(ui: SimpleNamespace) -> None:
     for name in polling.BUTTONS:
         getattr(ui, name).click(handlers.ask_run(name), ui.memory, ui.timer, **ONCE)
     ui.leave.click(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
+    chosen = [ui.model, ui.budget, *(getattr(ui, name) for name in handlers.ADVANCED)]
+    again = gr.on([ui.change_model.click, ui.change_plan.click], handlers.change_run, ui.memory, chosen, **ONCE)
+    again.success(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
 
 
 def wire_evaluate(ui: SimpleNamespace) -> None:

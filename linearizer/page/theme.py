@@ -88,18 +88,14 @@ CSS = """
   font-weight: 650; letter-spacing: -.02em; margin: 0; }
 .lz-head p { color: var(--body-text-color-subdued); margin: 0; }
 #sign-in { position: absolute; right: 3rem; top: .75rem; width: auto; }
-#steps .stepper-wrapper { padding: 0 3.25rem 2rem 2.5rem; }
-#steps.compact .stepper-wrapper { padding: 0; }
 #now { display: none; margin: .5rem 0 0; font-size: .95rem; font-weight: 500; font-variant-numeric: tabular-nums; }
 @media (max-width: 1100px) { #now:not(:empty) { display: block; } }
 #sidebar:not(.open) .sidebar-content { visibility: hidden; }
 .lz-pick { align-items: flex-end !important; }
 #to-budget, #start, #to-distil, #to-compare { max-width: 22rem; }
-.step-button .step-label { color: var(--body-text-color-subdued) !important; }
-.step-button.active .step-label { color: var(--body-text-color) !important; font-weight: 600; }
-.step-button.pending { opacity: 1 !important; }
-.stepper:not(.compact) .step-button.pending .step-number { color: var(--body-text-color-subdued) !important;
-  opacity: 1; border: 1px solid var(--border-color-primary); }
+#steps > .tab-wrapper { margin-bottom: .75rem; }
+#steps > .tab-wrapper button[role=tab] { font-size: 1rem; padding: .6rem 1rem; color: var(--body-text-color-subdued); }
+#steps > .tab-wrapper button.selected { color: var(--body-text-color) !important; font-weight: 600; }
 #steps { gap: 1rem; }
 .cm-line, .cm-line span { color: var(--body-text-color) !important; }
 .lz-lead h1, .lz-lead h2 { font-size: 1.75rem; font-weight: 600; letter-spacing: -.02em; margin: .75rem 0 .25rem; }
@@ -123,6 +119,14 @@ CSS = """
   background: var(--background-fill-primary); overflow-wrap: anywhere; }
 .lz-good { border-color: #12906f; } .lz-bad { border-color: #c2571a; }
 .lz-said code { font-family: var(--font-mono); font-size: .9em; }
+.lz-ask { width: 1.6rem; height: 1.6rem; border-radius: 50%; border: 1px solid var(--border-color-primary);
+  background: var(--background-fill-primary); color: var(--body-text-color); font-weight: 600; cursor: pointer; }
+.lz-glossary { max-width: 40rem; width: calc(100vw - 2rem); max-height: 80vh; overflow-y: auto; margin: auto;
+  border: 1px solid var(--border-color-primary); border-radius: 14px; padding: 1rem 1.5rem 1.5rem;
+  background: var(--background-fill-primary); color: var(--body-text-color); }
+.lz-glossary h2 { font-size: 1.2rem; font-weight: 600; margin: .25rem 0 .75rem; }
+.lz-glossary dt { font-weight: 600; margin-top: .6rem; } .lz-glossary dd { margin: 0; }
+.lz-card pre { overflow-x: auto; font-size: .85rem; } .lz-card code { overflow-wrap: anywhere; }
 .lz-verdict .lz-said { font-size: 1.15rem; font-weight: 600; padding: .9rem 1.1rem; border-left-width: 5px;
   border-radius: 10px; }
 .lz-verdict .lz-note { border-color: #b8860b; }
@@ -170,6 +174,7 @@ a:focus-visible, .lz-scroll:focus-visible, [role=tab]:focus-visible, .wrap:has(>
   outline: 2px solid var(--link-text-color) !important; outline-offset: 2px; }
 @media (max-width: 640px) {
   #to-budget, #start, #to-distil, #to-compare { max-width: none; }
+  #steps > .tab-wrapper button[role=tab] { font-size: .85rem; padding: .5rem .45rem; }
   .lz-card { padding: 1rem; } #sign-in { position: absolute; right: 3rem; top: .75rem; width: auto; }
   .lz-lead h1, .lz-lead h2 { font-size: 1.4rem; }
   .lz-facts, .lz-facts.lz-wide { grid-template-columns: 1fr 1fr; gap: .75rem 1rem; }

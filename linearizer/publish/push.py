@@ -32,6 +32,7 @@ class Preview:
     files: tuple[tuple[str, int], ...]  # name, bytes
     bytes: int
     notes: tuple[str, ...] = ()  # what the user should know before publishing
+    checked: bool = True  # whether the Hub was asked if it may be published there, which needs an account
 
 
 @dataclass(frozen=True)
@@ -50,10 +51,19 @@ def owners(token: str | None = None) -> tuple[str, ...]:
 
 
 def preview(run: Run, repo_id: str, private: bool = True, token: str | None = None) -> Preview:
-    """Check that a run can be published, and list what would be sent; send nothing."""
-    place = find_model_place(run, repo_id, private, token)
+    """Check that a run can be published, and list what would be sent; send nothing.
+
+    Where nobody is signed in, what would be sent is listed all the same.
+    """
+    signed_in = upload.is_signed_in(token)
+    if signed_in:
+        place = find_model_place(run, repo_id, private, token)
+    else:
+        check_student(run)
+        place = upload.name_place(repo_id, private)
     files = model_files(run, place.repo_id)
-    return build_preview(place, files, list_notes(run, place))
+    notes = list_notes(run, place)
+    return build_preview(place, files, notes if signed_in else (*notes, upload.unchecked_note()), signed_in)
 
 
 def publish(run: Run, repo_id: str, *, private: bool = True, token: str | None = None) -> Steps[Published]:
@@ -71,8 +81,10 @@ def publish(run: Run, repo_id: str, *, private: bool = True, token: str | None =
 
 def preview_space(repo_id: str, private: bool = True, token: str | None = None) -> Preview:
     """Check that this app can be published, and list what would be sent; send nothing."""
-    place = find_space_place(repo_id, private, token)
-    return build_preview(place, space.list_files(place.repo_id), ())
+    signed_in = upload.is_signed_in(token)
+    place = find_space_place(repo_id, private, token) if signed_in else upload.name_place(repo_id, private, "space")
+    notes = () if signed_in else (upload.unchecked_note(),)
+    return build_preview(place, space.list_files(place.repo_id), notes, signed_in)
 
 
 def publish_space(repo_id: str, *, private: bool = True, token: str | None = None) -> Steps[Published]:
@@ -85,11 +97,16 @@ def publish_space(repo_id: str, *, private: bool = True, token: str | None = Non
     return Published(place.repo_id, revision, place.url, place.url)
 
 
-def find_model_place(run: Run, repo_id: str, private: bool, token: str | None) -> Place:
-    """Find the repository for a student: a new one, or one that holds an earlier student."""
+def check_student(run: Run) -> None:
+    """Refuse a run that has no student to publish."""
     if not (run.checkpoint / CONFIG).is_file() or run.allocation is None:
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     check_weights(run)
+
+
+def find_model_place(run: Run, repo_id: str, private: bool, token: str | None) -> Place:
+    """Find the repository for a student: a new one, or one that holds an earlier student."""
+    check_student(run)
     place = upload.find_place(repo_id, private, token)
     if not place.fresh and not holds_student(place, token):
         upload.refuse_other_content(place)
@@ -125,7 +142,7 @@ def model_files(run: Run, repo_id: str) -> dict[str, Content]:
     return {**files, **card_files(run, repo_id)}
 
 
-def build_preview(place: Place, files: Mapping[str, Content], notes: tuple[str, ...]) -> Preview:
+def build_preview(place: Place, files: Mapping[str, Content], notes: tuple[str, ...], checked: bool = True) -> Preview:
     """Describe the files that would be sent."""
     sizes = tuple(
         (name, len(content) if isinstance(content, bytes) else content.stat().st_size)
@@ -133,7 +150,7 @@ def build_preview(place: Place, files: Mapping[str, Content], notes: tuple[str, 
     )
     card = files["README.md"]
     assert isinstance(card, bytes)
-    return Preview(place.repo_id, place.private, card.decode(), sizes, sum(size for _, size in sizes), notes)
+    return Preview(place.repo_id, place.private, card.decode(), sizes, sum(size for _, size in sizes), notes, checked)
 
 
 def list_warnings(run: Run) -> tuple[str, ...]:

@@ -45,6 +45,7 @@ Info = Any  # ModelInfo or SpaceInfo
 Product = TypeVar("Product")
 
 LARGE_BYTES = 10**7  # a file of at least this size is uploaded alone, so that progress is shown after it
+NOBODY = "YOUR-ACCOUNT"  # owns what is named while nobody is signed in
 INITIAL_FILES = {".gitattributes", "README.md"}  # of a repository that was just created
 RETRY_SECONDS = (1, 2, 4, 8, 16)  # pauses before a commit that the Hub could not serve is tried again
 MAX_WAIT_SECONDS = 120  # a longer wait that the Hub asks for is an error
@@ -89,6 +90,24 @@ def list_owners(token: str | None = None) -> tuple[str, ...]:
             f"{constants.ENDPOINT}/settings/tokens, then {sign_in_advice()} with it; {NOTHING_SENT}"
         )
     return me["name"], *(org["name"] for org in me.get("orgs", ()) if org.get("roleInOrg") != "read")
+
+
+def is_signed_in(token: str | None = None) -> bool:
+    """Tell whether there is a token to publish with."""
+    return bool(access_token(token))
+
+
+def name_place(name: str, private: bool, kind: str = "model") -> Place:
+    """Name a repository that the Hub is not asked about, since nobody is signed in."""
+    repo_id = name if "/" in name else f"{NOBODY}/{name}"
+    with explain_errors(repr(repo_id)):
+        validate_repo_id(repo_id)
+    return Place(repo_id, private, kind, None, frozenset())
+
+
+def unchecked_note() -> str:
+    """Say what was not checked without an account, and how to sign in."""
+    return f"nobody is signed in, so the Hub was not asked whether this may be published there: {sign_in_advice()}"
 
 
 def find_place(name: str, private: bool, token: str | None = None, kind: str = "model") -> Place:
