@@ -48,7 +48,7 @@ def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(local, 
         page.click("#evaluate")
         page.wait_for_selector("#evaluating .lz-state")
         page.reload()
-        page.wait_for_selector("#part-language .lz-table", timeout=LONG)
+        page.wait_for_selector("#part-language .lz-table", state="attached", timeout=LONG)  # folded
         page.wait_for_selector("#part-language .js-plotly-plot .legendtext >> text=untrained student")
         shown(page, "#evaluating", "Evaluated", LONG)
         page.wait_for_function("document.querySelector('#heard').textContent.startsWith('Evaluated')")

@@ -2,10 +2,13 @@
 
 import json
 import re
+import shutil
 
 import pytest
 
 from linearizer.jobs import control
+from linearizer.publish.allocation_charts import describe_head
+from linearizer.publish.verdict import judge_run
 from linearizer.run.folder import Run
 from tests.support.bare_environment import make_bare_environment, run_bare
 from tests.support.page_server import FITS, LONG, client_of, looking, serving, shown
@@ -201,6 +204,102 @@ def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(local, browse
         assert page.locator("#model-card img").count() == 0
 
 
+def test_the_profile_step_shows_what_the_run_holds_until_the_slider_moves(local, browser, done):
+    run = Run(local.runs / done)
+    with looking(browser, f"{local.url}?run={done}") as page:
+        shown(page, "#run-card", "done")
+        page.click("#step-3-button")
+        shown(page, "#other-card", "What this run holds.")
+        assert page.locator("#other input[type=number]").input_value() == str(run.plan.budget)
+        names = "[].concat(...document.querySelector('#bars .js-plotly-plot').data.map(bar => bar.customdata || []))"
+        page.wait_for_selector("#bars .barlayer")
+        drawn = page.evaluate(names)
+        for index, row in enumerate(run.allocation.heads):
+            for place, head in enumerate(row):
+                assert f"layer {index}, KV head {place}: {describe_head(head)}" in drawn
+        page.get_by_role("spinbutton", name=re.compile("Another budget")).fill("100")
+        shown(page, "#other-card", "What this budget would buy")
+        page.get_by_role("spinbutton", name=re.compile("Another budget")).fill(str(run.plan.budget))
+        shown(page, "#other-card", "What this run holds.")
+        shown(page, "#deciding", "This run decides by degrees of freedom")
+
+
+def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(local, browser, done):
+    run = Run(local.runs / done)
+    verdict = judge_run(run)
+    with looking(browser, f"{local.url}?run={done}") as page:
+        shown(page, "#verdict", verdict.sentence)
+        assert page.locator(f"#verdict .lz-{verdict.kind}").count() == 1
+        titles = page.locator("#step-5 h2").all_inner_texts()
+        assert titles == ["Compare", "Evaluate", "Publish"]
+        page.wait_for_selector("#evaluation table")
+        chart, table = (
+            page.locator(part).first.bounding_box()["y"] for part in ("#step-5 .js-plotly-plot", "#evaluation")
+        )
+        assert chart < table
+
+
+def test_every_step_of_a_run_opens_in_any_order_and_another_run_begins_with_its_choices(local, browser, done):
+    with looking(browser, local.url) as page:
+        assert [page.locator(f"#step-{step}-button").is_disabled() for step in range(1, 6)] == [False] + [True] * 4
+    with looking(browser, f"{local.url}?run={done}") as page:
+        shown(page, "#run-card", "done")
+        for step in (1, 5, 2, 4, 3, 1):
+            page.click(f"#step-{step}-button")
+            page.wait_for_selector(f"#step-{step} h2", state="visible")
+        shown(page, "#run-model", "demo")
+        assert page.locator("#model").count() == 0  # nothing to choose beside what was chosen
+        page.click("#step-2-button")
+        shown(page, "#run-plan", "features: degrees of freedom, trained features")
+        page.get_by_role("button", name="Change and start again").click()
+        page.wait_for_selector("#model-card .lz-good", timeout=LONG)
+        page.wait_for_function("!location.search.includes('run=')")
+        page.click("#to-budget")
+        shown(page, "#budget-card", "from 64 tokens on")
+        page.get_by_role("button", name="Do this elsewhere").click()
+        shown(page, "#step-2", "linearizer run demo --recipe features --budget 64")
+        assert page.locator("#step-5-button").is_disabled()
+
+
+def test_the_glossary_opens_and_closes_with_the_keyboard(local, browser):
+    with looking(browser, local.url) as page:
+        page.get_by_role("button", name="Glossary").press("Enter")
+        page.wait_for_selector("#glossary", state="visible")
+        assert page.locator("#glossary dt").count() == 10
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#glossary", state="hidden")
+
+
+def test_text_and_window_that_cannot_be_are_refused_beside_the_field(local, browser):
+    with looking(browser, local.url) as page:
+        choose_demo(page)
+        page.click("#to-budget")
+        page.get_by_role("button", name="Advanced").click()
+        page.get_by_label("Text", exact=True).fill("nonsense")
+        page.keyboard.press("Tab")
+        shown(page, "#budget-card", "'nonsense' is no source of text")
+        page.get_by_label("Text", exact=True).fill("builtin")
+        page.get_by_role("textbox", name="Window").fill("999999")
+        page.keyboard.press("Tab")
+        shown(page, "#budget-card", "window 999999 cannot be")
+
+
+def test_what_grows_is_a_visible_choice_and_its_sizes_say_so(local, browser):
+    with looking(browser, local.url) as page:
+        choose_demo(page)
+        page.click("#to-budget")
+        shown(page, "#budget-card", "at most 1.05 MB, whatever the length")
+        page.get_by_label("May grow").check()
+        shown(page, "#budget-card", "more beyond")
+        row = page.locator("#budget-card tbody tr", has_text="128k").inner_text()
+        assert "≤ 1.05 MB" not in row and "≤" in row
+        page.get_by_label("Never grows").check()
+        page.get_by_role("button", name="Advanced").click()
+        page.get_by_label("Recipe").click()
+        page.get_by_role("option", name="learned gates (DuoAttention)").click()
+        shown(page, "#budget-card", "on the page: May grow")
+
+
 def test_two_visitors_of_a_space_do_not_see_each_other(space, browser):
     url = space.url
     with looking(browser, url) as ann, looking(browser, url) as bob:
@@ -219,8 +318,31 @@ def test_runs_are_listed_opened_and_deleted(local, browser, done):
     with looking(browser, url) as page:
         page.goto(f"{url}runs")
         shown(page, "#runs", done)
+        row = page.locator("#runs tbody tr", has_text=done).first.inner_text()
+        student = Run(runs / done).results["language"].result.subjects[1]
+        assert "features" in row and f"{student.kl.mean:.4f}" in row and f"{student.agreement.mean:.1%}" in row
         page.locator(f"#runs a[href$='run={done}']").click()
         shown(page, "#run-card", "done")
+
+
+def test_a_run_is_deleted_once_that_was_asked_again(local, browser, done):
+    url, runs, _ = local
+    shutil.copytree(runs / done, runs / "unwanted")
+    with looking(browser, f"{url}runs") as page:
+        shown(page, "#runs", "unwanted")
+        page.locator("#doomed input").fill("unwanted")
+        page.locator("#doomed input").press("Enter")
+        page.click("#delete")
+        shown(page, "#sure", "Delete unwanted (demo")
+        page.wait_for_timeout(6000)  # the list was drawn anew meanwhile
+        assert page.locator("#doomed input").input_value() == "unwanted"
+        page.click("#keep")
+        page.wait_for_selector("#sure", state="hidden")
+        assert (runs / "unwanted").is_dir()
+        page.click("#delete")
+        page.click("#confirm")
+        page.wait_for_function("!document.querySelector('#runs').innerText.includes('unwanted')")
+    assert not (runs / "unwanted").exists() and (runs / done).is_dir()
 
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])

@@ -124,6 +124,18 @@ def test_a_model_of_the_hub_is_named_as_the_base_with_its_licence(hub, tmp_path)
     assert f"linearizer run org/small@{commit} --budget 64" in found.card
 
 
+def test_a_preview_needs_no_account_and_says_what_was_not_checked(hub, run, monkeypatch):
+    monkeypatch.delenv("HF_TOKEN", raising=False)
+    signed = push.preview(run, "me/student", token=ME)
+    before = len(hub.requests)
+    found = push.preview(run, "student", token=None)
+    assert len(hub.requests) == before and found.repo_id == "YOUR-ACCOUNT/student"
+    assert [name for name, _ in found.files] == [name for name, _ in signed.files] and signed.checked
+    assert not found.checked and found.notes[-1].startswith("nobody is signed in, so the Hub was not asked")
+    with pytest.raises(RequestError, match="is no name for a repository"):
+        push.preview(run, "me/no such", token=None)
+
+
 def test_a_preview_sends_nothing_and_lists_what_would_be_sent(hub, run):
     found = push.preview(run, "student", token=ME)
     assert (found.repo_id, found.private) == ("me/student", True) and not written(hub)
