@@ -69,7 +69,7 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
     head = build_metadata(plan, teacher, title, parts).to_yaml(line_break="\n")
     body = Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(
         title=escape_markdown(title),
-        verdict="" if (verdict := judge_run(run)) is None else f"**{verdict.sentence}**\n\n",
+        verdict="" if (verdict := judge_run(run)) is None else f"> {verdict.sentence}\n\n",
         summary=describe_student(allocation, layers, teacher),
         alternative=f"Layers down, KV heads across. {describe_state(allocation, layers)}",
         memory=table_markdown(Table([ROW_TITLES, *StateSize.of(allocation, layers).rows()])),

@@ -43,7 +43,7 @@ def ids(tokenizer, text):
         ("file:/no/such/text", "does not exist"),
         ("file:/", "is a folder"),
         ("dataset:name", "no id of a data set"),
-        ("dataset:a/b:c:d:e:f", "6 parts"),
+        ("dataset:a/b:c:d:e:f", "5 parts"),
     ],
 )
 def test_what_is_no_source_is_refused_before_anything_is_read(source, said):

@@ -74,6 +74,6 @@ def test_terminal_card_and_publishing_begin_with_it(tmp_path):
     found = judge_run(run)
     assert describe_run(run).startswith(found.sentence)
     body = write_card(run).split("\n---\n", 1)[1]
-    assert body.split("\n\n")[1] == f"**{found.sentence}**"
+    assert body.split("\n\n")[1] == f"> {found.sentence}"
     assert list_warnings(run) == ((found.sentence,) if found.kind == "bad" else ())
     assert judge_run(made(tmp_path / "unjudged", losses={})) is None
