@@ -92,7 +92,7 @@ CSS = """
 @media (max-width: 1100px) { #now:not(:empty) { display: block; } }
 #sidebar:not(.open) .sidebar-content { visibility: hidden; }
 .lz-pick { align-items: flex-end !important; }
-#to-budget, #start, #to-distil, #to-compare { max-width: 22rem; }
+#to-budget, #start, #to-distil, #to-compare, #change-model, #change-plan { max-width: 22rem; }
 #steps > .tab-wrapper { margin-bottom: .75rem; }
 #steps > .tab-wrapper button[role=tab] { font-size: 1rem; padding: .6rem 1rem; color: var(--body-text-color-subdued); }
 #steps > .tab-wrapper button.selected { color: var(--body-text-color) !important; font-weight: 600; }
@@ -119,7 +119,9 @@ CSS = """
   background: var(--background-fill-primary); overflow-wrap: anywhere; }
 .lz-good { border-color: #12906f; } .lz-bad { border-color: #c2571a; }
 .lz-said code { font-family: var(--font-mono); font-size: .9em; }
-.lz-ask { width: 1.6rem; height: 1.6rem; border-radius: 50%; border: 1px solid var(--border-color-primary);
+.lz-ask { width: 1.75rem; height: 1.75rem; min-width: 1.75rem; padding: 0 !important; display: inline-flex;
+  align-items: center; justify-content: center; align-self: center; line-height: 1; border-radius: 50%;
+  border: 1px solid var(--border-color-primary);
   background: var(--background-fill-primary); color: var(--body-text-color); font-weight: 600; cursor: pointer; }
 .lz-glossary { max-width: 40rem; width: calc(100vw - 2rem); max-height: 80vh; overflow-y: auto; margin: auto;
   border: 1px solid var(--border-color-primary); border-radius: 14px; padding: 1rem 1.5rem 1.5rem;
@@ -173,7 +175,7 @@ button:focus-visible, input:not([role=listbox], [role=combobox]):focus-visible, 
 a:focus-visible, .lz-scroll:focus-visible, [role=tab]:focus-visible, .wrap:has(> .wrap-inner):focus-within {
   outline: 2px solid var(--link-text-color) !important; outline-offset: 2px; }
 @media (max-width: 640px) {
-  #to-budget, #start, #to-distil, #to-compare { max-width: none; }
+  #to-budget, #start, #to-distil, #to-compare, #change-model, #change-plan { max-width: none; }
   #steps > .tab-wrapper button[role=tab] { font-size: .85rem; padding: .5rem .45rem; }
   .lz-card { padding: 1rem; } #sign-in { position: absolute; right: 3rem; top: .75rem; width: auto; }
   .lz-lead h1, .lz-lead h2 { font-size: 1.4rem; }

@@ -25,12 +25,14 @@ from linearizer.publish.chart_style import (
     blend_colours,
     bytes_axis,
     choose_ink,
+    format_power,
     layer_colour,
     layer_dash,
     log_axis,
     new_figure,
     round_ticks,
     subject_line,
+    tick_label,
 )
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
@@ -98,7 +100,7 @@ def draw_head_map(values: Mapping[int, Sequence[float]], layers: Sequence[Layer]
         colorbar={
             "title": {"text": unit, "side": "right"},
             "tickvals": [math.log10(tick) for tick in ticks],
-            "ticktext": [f"{tick:g}" for tick in ticks],
+            "ticktext": [*map(tick_label, ticks)],
             "thickness": 10,
             "outlinewidth": 0,
         },
@@ -191,7 +193,7 @@ def draw_frontier(
         figure.add_scatter(x=[bytes], y=[max(kl, MIN_DRAWN_KL)], **line | {"mode": "markers"})
     drawn = [max(value, MIN_DRAWN_KL) for value in (*(kl for _, kl in shown), *measured.values())]
     figure.update_xaxes(title="state, bytes", **bytes_axis([held for held, _ in shown]))
-    figure.update_yaxes(title="kl at the model's output, nats per token", **log_axis(drawn))
+    figure.update_yaxes(title="kl, nats per token", **log_axis(drawn))
     return figure
 
 
@@ -228,15 +230,16 @@ def draw_allocation(
     level = fix_tokens(fix, layers) if fix is not None else []
     bars, top = stack_bars(allocation, layers, names, level)
     lines = [draw_fix_line(level)] if level else []
-    if has_kl := any(value is not None for value in kl):
+    if drawn_kl := [max(value, MIN_DRAWN_KL) for value in kl if value is not None]:
         lines.append(draw_kl_marks(kl, names))
     from plotly.graph_objects import Figure
 
-    return Figure([*bars, *lines], lay_out_bars(allocation, top, has_kl))
+    return Figure([*bars, *lines], lay_out_bars(allocation, top, drawn_kl))
 
 
-def lay_out_bars(allocation: Allocation, top: float, has_kl: bool) -> dict[str, Any]:
+def lay_out_bars(allocation: Allocation, top: float, drawn_kl: Sequence[float]) -> dict[str, Any]:
     """Lay out the bars of all heads above their kl; axes have room for any budget, so that nothing jumps."""
+    has_kl = bool(drawn_kl)
     firsts = accumulate((len(row) for row in allocation.heads), initial=0)
     marks = [(at, i) for (i, row), at in zip(enumerate(allocation.heads), firsts, strict=False) if row]
     shown = marks[:: max(1, len(marks) // 24)]
@@ -252,8 +255,7 @@ def lay_out_bars(allocation: Allocation, top: float, has_kl: bool) -> dict[str, 
     tokens = {**YAXIS, **still, "title": "tokens of cache", "range": [0, top], "domain": [0.36 if has_kl else 0, 1]}
     axes = {"xaxis": heads, "yaxis": tokens}
     if has_kl:
-        powers = {"type": "log", "exponentformat": "power", "dtick": 1, "domain": [0, 0.3]}
-        axes["yaxis2"] = {**YAXIS, **still, **powers, "title": "kl, nats per token"}
+        axes["yaxis2"] = {**YAXIS, **still, **log_axis(drawn_kl), "domain": [0, 0.3], "title": "kl, nats"}
     margin = {"l": 64, "r": 16, "t": 36, "b": 48}
     return base_layout(470 if has_kl else 340, barmode="stack", bargap=0.15, margin=margin, **axes)
 
@@ -323,8 +325,3 @@ def fix_tokens(fix: Allocation, layers: Sequence[Layer]) -> list[float]:
         for row, layer in zip(fix.heads, layers, strict=True)
         for head in row
     ]
-
-
-def format_power(exponent: int) -> str:
-    """Write a power of ten."""
-    return "1" if exponent == 0 else "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))

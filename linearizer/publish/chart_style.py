@@ -180,11 +180,25 @@ def even_ticks(low: float, high: float) -> list[float]:
     return [round(step * n, 12) for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
 
 
+def format_power(exponent: int) -> str:
+    """Write a power of ten."""
+    return "1" if exponent == 0 else "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
+
+
+def tick_label(tick: float) -> str:
+    """Write the number at a tick: 2,000, 0.05, 5·10⁻⁵."""
+    if tick >= 1e-3:
+        return f"{tick:,g}"
+    exponent = math.floor(math.log10(tick) + 1e-9)
+    digits = f"{tick / 10.0**exponent:g}"
+    return format_power(exponent) if digits == "1" else f"{digits}·{format_power(exponent)}"
+
+
 def log_axis(values: Iterable[float]) -> dict[str, Any]:
     """Lay out a logarithmic axis for values above 0, with round ticks."""
     known = list(values) or [1.0]
     ticks = round_ticks(min(known), max(known))
-    return {"type": "log", "tickvals": ticks, "ticktext": [f"{tick:,g}" for tick in ticks]}
+    return {"type": "log", "tickvals": ticks, "ticktext": [*map(tick_label, ticks)]}
 
 
 def steps_axis(last: int) -> dict[str, Any]:
@@ -212,6 +226,8 @@ def lengths_axis(lengths: Sequence[int], spacing: float = 1.45) -> dict[str, Any
 
 
 def bytes_axis(values: Sequence[int]) -> dict[str, Any]:
-    """Lay out a logarithmic axis of bytes, with ticks at 1, 10, 100 kB, MB, …"""
-    ticks = [1000**n * m for n in range(1, 5) for m in (1, 10, 100) if min(values) <= 1000**n * m <= max(values)]
+    """Lay out a logarithmic axis of bytes, with ticks at 1, 10, 100 kB, MB, …, or nearer ones on a short axis."""
+    low, high = min(values), max(values)
+    ticks: list[float] = [1000**n * m for n in range(1, 5) for m in (1, 10, 100) if low <= 1000**n * m <= high]
+    ticks = ticks if len(ticks) > 2 else [tick for tick in round_ticks(low, high) if low <= tick <= high] or ticks
     return {"type": "log", "tickvals": ticks, "ticktext": [size(tick) for tick in ticks]}

@@ -101,7 +101,7 @@ def draw_recall(part: Part[Recall]) -> Figure:
         hovertemplate=f"{level:.3f} nats<extra>the first time</extra>",
     )
     figure.update_xaxes(title="tokens since the passage came first", **lengths_axis(recall.gaps))
-    figure.update_yaxes(title="loss on the repeated passage, nats per token")
+    figure.update_yaxes(title="loss, nats per token")
     return figure
 
 

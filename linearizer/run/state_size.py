@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -56,8 +57,10 @@ ROW_TITLES = ("after", "teacher", "student", "smaller by")
 
 def size_row(tokens: int, cache: int, state: int, sign: str = "") -> tuple[str, str, str, str]:
     """State the sizes after so many tokens; the `sign` ≤ marks a state that is only known to be no larger."""
-    times = ("≥ " if sign else "") + (f"{cache / state:.3g}×" if state else "∞")
-    return f"{thousands(tokens)} tokens", size(cache), f"{sign} {size(state)}".strip(), times
+    times = cache / state if state else math.inf
+    factor = "∞" if times == math.inf else f"{times:,.0f}×" if times >= 100 else f"{times:.3g}×"
+    bound = "≥ " if sign else ""
+    return f"{thousands(tokens)} tokens", size(cache), f"{sign} {size(state)}".strip(), bound + factor
 
 
 def thousands(tokens: int) -> str:
