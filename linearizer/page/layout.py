@@ -35,8 +35,8 @@ def header(level: str = "h1") -> None:
     if signs_in():
         gr.LoginButton("Sign in with Hugging Face", size="sm", elem_id="sign-in")
     gr.HTML(
-        f'<header class="lz-head"><{level} class="lz-name">Linearizer</{level}>'
-        f'<p>Any language model, with a memory that does not grow.</p>{glossary_html()}</header><p id="now"></p>'
+        f'<header class="lz-head"><{level} class="lz-name">Linearizer</{level}>{glossary_html()}'
+        '<p>Any language model, with a memory that does not grow.</p></header><p id="now"></p>'
     )
     gr.HTML(f'<p class="lz-said">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
 

@@ -47,7 +47,9 @@ def build() -> gr.Blocks:
         ui.timer = gr.Timer(1.0, active=False)
         layout.header()
         ui.note = gr.HTML(visible="hidden", elem_id="note")
-        with gr.Tabs(selected=1, elem_id="steps") as ui.walk:
+        known = inspect.signature(gr.Tabs).parameters  # without wrapping, a menu hides the steps that do not fit
+        wrap: dict[str, Any] = {"overflow_behavior": "wrap"} if "overflow_behavior" in known else {}
+        with gr.Tabs(selected=1, elem_id="steps", **wrap) as ui.walk:
             places = (
                 layout.model_step,
                 layout.budget_step,
