@@ -277,7 +277,7 @@ def side_card(side: Side | None) -> str:
     pairs = [
         ("tokens/s", f"{side.tokens_per_second:.1f}"),
         ("first token", f"{side.first_token_seconds * 1000:.0f} ms"),
-        ("remembers", size(side.state_bytes)),
+        (f"remembers after {side.tokens_read} tokens", size(side.state_bytes)),
     ]
     return values_list(pairs, "lz-thirds")
 

@@ -132,8 +132,8 @@ def profile_step(ui: SimpleNamespace) -> None:
         with gr.Column(min_width=320) as ui.prices_place:
             ui.prices = chart(
                 "Kl of every head",
-                "Nats per token that the model's output loses if this head alone holds an equal share of the budget: "
-                "the more, the more bytes are worth here. Drawn once all heads are priced.",
+                "Thousandths of a nat per token that the model's output loses if this head alone holds an equal "
+                "share of the budget: the more, the more bytes are worth here. Drawn once all heads are priced.",
             )
         with gr.Column(min_width=320):
             ui.map = chart(

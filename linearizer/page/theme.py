@@ -176,7 +176,7 @@ a:focus-visible, .lz-scroll:focus-visible, [role=tab]:focus-visible, .wrap:has(>
   outline: 2px solid var(--link-text-color) !important; outline-offset: 2px; }
 @media (max-width: 640px) {
   #to-budget, #start, #to-distil, #to-compare, #change-model, #change-plan { max-width: none; }
-  #steps > .tab-wrapper button { font-size: .82rem !important; padding: .5rem .35rem !important; }
+  #steps > .tab-wrapper button { font-size: .8rem !important; padding: .5rem .25rem !important; font-weight: 500; }
   .lz-card { padding: 1rem; } #sign-in { position: absolute; right: 3rem; top: .75rem; width: auto; }
   .lz-lead h1, .lz-lead h2 { font-size: 1.4rem; }
   .lz-facts, .lz-facts.lz-wide { grid-template-columns: 1fr 1fr; gap: .75rem 1rem; }

@@ -70,9 +70,9 @@ def priced_alike(prices: Prices, layers: Sequence[Layer], budget: int) -> Head:
 def draw_price_map(prices: Prices, layers: Sequence[Layer], option: Head) -> Figure:
     """Draw what it costs the model's output if one KV head alone holds an option, head by head."""
     place = prices.options.index(option)
-    kl = {index: [max(row[place], MIN_DRAWN_KL) for row in rows] for index, rows in enumerate(prices.kl)}
-    figure = draw_head_map(kl, layers, "kl, nats per token", MIN_DRAWN_KL)
-    return figure.update_xaxes(title=f"KV head, if it alone held {describe_head(option)}")
+    kl = {index: [1000 * max(row[place], MIN_DRAWN_KL) for row in rows] for index, rows in enumerate(prices.kl)}
+    figure = draw_head_map(kl, layers, "kl, 10⁻³ nats per token", 1000 * MIN_DRAWN_KL)  # short numbers for the cells
+    return figure.update_xaxes(title=f"KV head; each alone holds<br>{describe_head(option)}")
 
 
 def draw_head_map(values: Mapping[int, Sequence[float]], layers: Sequence[Layer], unit: str, least: float) -> Figure:

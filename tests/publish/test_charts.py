@@ -137,8 +137,8 @@ def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
         option = allocation_charts.priced_alike(PRICES, LAYERS, budget)
         assert option == Head(window=window)
     drawn = allocation_charts.draw_price_map(PRICES, LAYERS, Head(window=32))
-    assert [tuple(row) for row in drawn.data[0].text] == [("0.1", "0.2"), ("", ""), ("1e-06", "0.2")]
-    assert "if it alone held a window of 32" in drawn.layout.xaxis.title.text
+    assert [tuple(row) for row in drawn.data[0].text] == [("100", "200"), ("", ""), ("0.001", "200")]
+    assert "each alone holds<br>a window of 32" in drawn.layout.xaxis.title.text
 
 
 def test_the_curves_name_their_ends_beside_the_axes_and_the_dashed_line():
