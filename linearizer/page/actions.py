@@ -94,7 +94,9 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
     sizes, share = EFFORTS[effort]
     plan = Plan.of(**{"model": model.strip(), **sizes, **given})
     if "samples" not in given:  # the effort's number is a default, too: it yields to texts that are few or short
-        plan = replace(plan, samples=min(sizes["samples"], plan.most_samples()))
+        samples = min(sizes["samples"], plan.most_samples())
+        plan = replace(plan, samples=None)
+        plan = plan if plan.kept_samples == samples else replace(plan, samples=samples)
     if plan.steps and "steps" not in given:
         plan = replace(plan, steps=max(1, round(plan.steps * share)))
     limits.check_model(plan.model, plan.text)

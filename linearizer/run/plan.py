@@ -182,8 +182,8 @@ class Plan(JsonProduct):
             raise BudgetError(f"the strategy {self.strategy} spends a budget in tokens: give one instead of features")
         if self.window is not None and self.budget is not None and self.window + self.kept_sinks > self.budget:
             raise BudgetError(
-                f"window {self.window} cannot be: with {self.kept_sinks} sinks it is more than the budget of "
-                f"{self.budget} tokens; ask for at most {max(self.budget - self.kept_sinks, 0)}, or leave it out"
+                f"a budget of {self.budget} tokens is too small for a window of {self.window} and {self.kept_sinks} "
+                f"sinks: ask for a window of at most {max(self.budget - self.kept_sinks, 0)}, or leave it out"
             )
         if self.minutes is not None and not self.may_learn:
             raise RequestError(

@@ -133,7 +133,7 @@ def test_the_slider_says_at_once_what_a_budget_means(local, browser):
         page.get_by_role("spinbutton", name=re.compile("Tokens of cache")).fill("64")
         page.keyboard.press("Tab")
         shown(page, "#budget-card", "from 64 tokens on")
-        assert number_at(page, "#budget-card", "state").startswith("262 kB")
+        assert number_at(page, "#budget-card", "state").startswith("at most 262 kB")
         shown(page, "#efforts", "Quick ✓")
         for effort in ("Try it", "Quick", "Thorough"):
             row = page.locator("#efforts tbody tr", has_text=effort).inner_text()
@@ -275,13 +275,13 @@ def test_text_and_window_that_cannot_be_are_refused_beside_the_field(local, brow
         choose_demo(page)
         page.click("#to-budget")
         page.get_by_role("button", name="Advanced").click()
-        page.get_by_label("Text", exact=True).fill("nonsense")
+        page.get_by_role("textbox", name=re.compile("^Text")).fill("nonsense")
         page.keyboard.press("Tab")
         shown(page, "#budget-card", "'nonsense' is no source of text")
-        page.get_by_label("Text", exact=True).fill("builtin")
+        page.get_by_role("textbox", name=re.compile("^Text")).fill("builtin")
         page.get_by_role("textbox", name="Window").fill("999999")
         page.keyboard.press("Tab")
-        shown(page, "#budget-card", "window 999999 cannot be")
+        shown(page, "#budget-card", "too small for a window of 999999")
 
 
 def test_what_grows_is_a_visible_choice_and_its_sizes_say_so(local, browser):
@@ -328,7 +328,8 @@ def test_runs_are_listed_opened_and_deleted(local, browser, done):
 def test_a_run_is_deleted_once_that_was_asked_again(local, browser, done):
     url, runs, _ = local
     shutil.copytree(runs / done, runs / "unwanted")
-    with looking(browser, f"{url}runs") as page:
+    with looking(browser, url) as page:
+        page.goto(f"{url}runs")
         shown(page, "#runs", "unwanted")
         page.locator("#doomed input").fill("unwanted")
         page.locator("#doomed input").press("Enter")

@@ -93,7 +93,7 @@ def test_a_default_shrinks_to_what_the_texts_hold_and_only_a_number_that_was_giv
     assert few.kept_samples == 2 * 2 * (256 - few.kept_sinks) // 8 * 8 < 1024
     assert Plan.of(model="demo", budget=64, texts=2, length=256, samples=2048).kept_samples == 2048  # refused later
     assert usual.most_samples(positions=64) == 2 * 8 * (64 - usual.kept_sinks) // 8 * 8
-    with pytest.raises(BudgetError, match="window 999999 cannot be: with 4 sinks .* at most 60, or leave it out"):
+    with pytest.raises(BudgetError, match="too small for a window of 999999 and 4 sinks: .* at most 60"):
         Plan.of("features", model="demo", budget=64, window=999999)
 
 
