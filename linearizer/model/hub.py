@@ -35,11 +35,13 @@ from huggingface_hub.errors import (
     SafetensorsParsingError,
 )
 from huggingface_hub.file_download import repo_folder_name
+from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 from yaml import YAMLError
 
 from linearizer.errors import ModelNotAvailable, TextError, first_line
 from linearizer.model.safetensors import INDEX, SINGLE, Weights, check_format, damaged_weights, weigh_folder
 from linearizer.run.json_products import shown
+from linearizer.run.plan import id_of_address
 
 if TYPE_CHECKING:
     from datasets import IterableDatasetDict
@@ -47,6 +49,7 @@ if TYPE_CHECKING:
 DEMO = "demo"
 CONFIG = "config.json"
 TERMS = ("license", "license_name", "license_link", "language")  # of a model's card
+SEARCH_SECONDS = 4  # that the Hub may take to answer a search
 HUB_SECONDS = 10  # that the Hub may take to answer a request
 MAX_NAME_CHARACTERS = 250  # of an id with its revision
 NAMES = "name a folder, `org/name`, `org/name@revision` or `demo`"
@@ -90,6 +93,7 @@ def find_model(name: str, token: str | None = None) -> Source:
     """Find `demo`, a local folder, `org/name` or `org/name@revision`, without downloading any weight."""
     if name == DEMO:
         return _local(name, _demo_folder())
+    name = id_of_address(name)
     path = os.path.expanduser(name)
     if os.path.isdir(path):
         return _local(name, Path(path))
@@ -103,11 +107,24 @@ def find_model(name: str, token: str | None = None) -> Source:
 
 
 def search_models(query: str, count: int, token: str | None = None) -> list[str]:
-    """List the text-generating models of the Hub whose name contains a query, the most downloaded first."""
-    with explain_hub_errors(query or "the Hub", token):
-        hub = HfApi(token=access_token(token))
-        models = hub.list_models(search=query or None, filter="text-generation", sort="downloads", limit=count)
-        return [model.id for model in models]
+    """List the text-generating models of the Hub whose name contains a query, the most downloaded first.
+
+    A single request: the Hub's client would repeat it for half a minute where there is no network.
+    """
+    shape = {"search": query, "filter": "text-generation", "sort": "downloads", "limit": str(count)}
+    try:
+        answer = get_session().get(
+            f"{constants.ENDPOINT}/api/models",
+            params={name: value for name, value in shape.items() if value},
+            headers=build_hf_headers(token=access_token(token)),
+            timeout=SEARCH_SECONDS,
+        )
+        hf_raise_for_status(answer)
+        return [model["id"] for model in answer.json()]
+    except (HTTPError, OfflineModeIsEnabled, ConnectionError) as error:
+        raise ModelNotAvailable(
+            f"the Hub cannot be searched ({first_line(error)}): connect, or name a local folder or `demo`"
+        ) from error
 
 
 def fetch(source: Source, patterns: tuple[str, ...], token: str | None = None) -> Path:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from linearizer.errors import BudgetError, LinearizerError, RequestError
+from linearizer.errors import BudgetError, LinearizerError, ModelNotAvailable, RequestError
 from linearizer.jobs import control
 from linearizer.page import limits, zerogpu, zerogpu_runs
 from linearizer.page.visitors import Visitor, on_space
@@ -52,7 +52,12 @@ def search_models(visitor: Visitor, query: str) -> list[str]:
 
     local = [] if on_space() else list_local_models(query)
     demo = ["demo"] if "demo".startswith(query.strip().lower()) else []
-    online = hub.search_models(query.strip(), MAX_MODELS_FOUND, visitor.token)
+    try:
+        online = hub.search_models(query.strip(), MAX_MODELS_FOUND, visitor.token)
+    except ModelNotAvailable:
+        if not local and not demo:
+            raise
+        online = []
     return [*local, *demo, *online][: MAX_MODELS_FOUND + len(local)]
 
 

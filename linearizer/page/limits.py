@@ -20,7 +20,7 @@ from linearizer.page.visitors import Visitor, on_space
 from linearizer.run import events
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
-from linearizer.run.plan import Plan
+from linearizer.run.plan import Plan, id_of_address
 
 if TYPE_CHECKING:
     from linearizer.run.inspection import Inspection
@@ -72,6 +72,7 @@ def check_model(name: str, text: str = "builtin") -> None:
     """Refuse, before anything is read, what only the owner of a machine may name: its files."""
     if not on_space():
         return
+    name = id_of_address(name)
     outside = name != "demo" and (name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists())
     if outside or "\0" in name:
         raise RequestError("on a Space a model is named by its id on the Hub, `org/name`, or is the demo")

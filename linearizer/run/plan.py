@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -24,6 +25,7 @@ MIN_SAMPLES, USUAL_SAMPLES = 32, 1024
 MAX_MINUTES = 365 * 24 * 60  # a year
 ALLOCATION = "what heads hold"  # options by which an allocation is decided anew, from what a run has measured
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
+ADDRESS = re.compile(r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob)/([\w.-]+)(?:/.*)?)?/?")
 BY_RECIPE = "the recipe's"
 
 
@@ -301,3 +303,9 @@ def absolute_path(name: str) -> str:
     """Write out where a file or folder lies; a name that is none stays."""
     path = os.path.expanduser(name)
     return os.path.abspath(path) if name and os.path.exists(path) else name
+
+
+def id_of_address(name: str) -> str:
+    """Turn the address of a model's page on the Hub into its id, with the revision that it names."""
+    page = ADDRESS.fullmatch(name)
+    return f"{page[1]}@{page[2]}" if page and page[2] else page[1] if page else name

@@ -163,3 +163,15 @@ def test_token_of_the_user_is_used_at_home_but_never_on_a_space(monkeypatch):
     monkeypatch.setenv("SPACE_ID", "org/space")
     assert access_token() is False
     assert access_token("hf_fake_visitor") == "hf_fake_visitor"
+
+
+@pytest.mark.parametrize("address", ["https://huggingface.co/org/name", "https://hf.co/org/name/tree/main/folder"])
+def test_the_address_of_a_page_is_understood(hub, address):
+    hub.add("org/name", {"config.json": b"{}"})
+    with pytest.raises(ModelNotAvailable, match="^'org/name.* holds no weights at all"):
+        find_model(address)
+
+
+def test_the_address_of_another_site_is_no_model():
+    with pytest.raises(ModelNotAvailable, match="is no folder here"):
+        find_model("https://example.com/org/name")

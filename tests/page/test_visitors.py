@@ -1,13 +1,16 @@
 """Visitors, and what the page says to them."""
 
+import time
+
 import pytest
 
-from linearizer.errors import RequestError
+from linearizer.errors import ModelNotAvailable, RequestError
 from linearizer.page import actions, cards
 from linearizer.page.visitors import find_visitor, new_secret
 from linearizer.publish import html
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
+from tests.support.page_server import free_port
 from tests.support.runs import begin_for
 
 ANN, BOB = "a" * 16, "b" * 16
@@ -143,6 +146,18 @@ def test_local_folders_are_found_as_they_are_typed_and_never_on_a_space(root, tm
     assert actions.search_models(find_visitor(), str(tmp_path / "models" / "mi")) == [str(model)]
     monkeypatch.setenv("SPACE_ID", "owner/name")
     assert actions.search_models(find_visitor(), str(tmp_path / "models") + "/") == []
+
+
+def test_without_a_network_a_search_finds_local_folders_and_the_demo_at_once(root, tmp_path, monkeypatch):
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "config.json").write_text("{}")
+    monkeypatch.setattr("huggingface_hub.constants.ENDPOINT", f"http://127.0.0.1:{free_port()}")
+    begun = time.monotonic()
+    assert actions.search_models(find_visitor(), str(tmp_path / "mi")) == [str(tmp_path / "mine")]
+    assert actions.search_models(find_visitor(), "dem") == ["demo"]
+    with pytest.raises(ModelNotAvailable, match="the Hub cannot be searched"):
+        actions.search_models(find_visitor(), "org")
+    assert time.monotonic() - begun < 10  # a client that repeats its requests waits 20 seconds for each
 
 
 def test_a_search_finds_the_demo_and_models_of_the_hub(root, hub):
