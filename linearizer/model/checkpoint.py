@@ -42,9 +42,8 @@ def linearize(
 ) -> LinearizedForCausalLM:
     """Put an untrained student into every layer of a teacher, which changes in place and keeps all its weights."""
     check_allocation(allocation, layers)
-    base = {name: value for name, value in teacher.config.to_dict().items() if not name.startswith("_")}
     config = LinearizedConfig(
-        base=base,
+        base=teacher.config,
         layers=[layer_config(heads, layer) for heads, layer in zip(allocation.heads, layers, strict=True)],
         sinks=allocation.sinks,
         feature_map=feature_map,

@@ -6,9 +6,12 @@ as it always did. A layer without a student (a native sliding window) always att
 """
 
 import hashlib
+import inspect
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
+from functools import partial
+from typing import Any
 
 import torch
 from torch import nn
@@ -16,12 +19,17 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
+from .cache import LinearizedLayer, empty_cache
+
 # Checkpoints bring a copy of this file each; the names keep them apart in one process.
 _COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
 IMPLEMENTATION, OBSERVED = f"linearized_{_COPY}", f"observed_{_COPY}"
 NOT_SERVED = (
     "a linearized model attends causally to one text per row; packed rows and custom masks are not served: "
     "give each text a row of its own, and an attention_mask (texts, tokens) for its padding"
+)
+NO_WEIGHTS = (
+    "a linearized model computes no weights between tokens: leave output_attentions out, or ask its teacher for them"
 )
 CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # GPT-NeoX and GPT-BigCode use the second name
 
@@ -88,7 +96,50 @@ def padding_only(
     if mask_function is not causal_mask_function:
         raise ValueError(NOT_SERVED)
     new = None if attention_mask is None else attention_mask[:, -q_length:]
-    return None if new is None or new.all() else new[:, None, None].bool()
+    if new is None or (not torch.compiler.is_exporting() and new.all()):
+        return None
+    return new[:, None, None].bool()
+
+
+def serve_decoder(decoder: nn.Module, linearized: Sequence[bool]) -> None:
+    """Let a decoder give its layers the cache of students, whoever calls it."""
+    decoder.linearized = tuple(linearized)  # type: ignore[assignment]
+    names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
+    decoder.register_forward_pre_hook(partial(give_cache, names), with_kwargs=True)
+
+
+def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[tuple, dict] | None:
+    """Give a decoder that keeps a cache an empty one of ours; refuse what it does not serve (a forward pre-hook)."""
+    if decoder.config._attn_implementation != IMPLEMENTATION:
+        return None  # it attends as the teacher that it was
+    kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
+    mask, positions, cache = (kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values"))
+    if mask is not None and getattr(mask, "ndim", None) != 2:
+        raise ValueError(NOT_SERVED)
+    if kwargs.get("output_attentions"):
+        raise ValueError(NO_WEIGHTS)
+    if torch.compiler.is_exporting() and mask is positions is None:  # or transformers masks as if texts were packed
+        given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
+        kwargs["attention_mask"] = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
+    if cache is None:
+        use_cache = kwargs.get("use_cache")
+        recomputes = decoder.training and getattr(decoder, "gradient_checkpointing", False)
+        if (decoder.config.use_cache if use_cache is None else use_cache) and not recomputes:
+            cache = kwargs["past_key_values"] = empty_cache(decoder.config, decoder.linearized)
+    elif [isinstance(layer, LinearizedLayer) for layer in getattr(cache, "layers", [])] != [*decoder.linearized]:
+        raise ValueError(
+            f"a linearized model keeps a state, not keys, and cannot use a {type(cache).__name__}: "
+            "leave past_key_values out, or pass model.empty_cache()"
+        )
+    if cache is not None and not cache.get_seq_length() and mask is None and positions is not None:
+        if restarts(positions):
+            raise ValueError(NOT_SERVED)  # without a cache transformers sees it
+    return (), kwargs
+
+
+def restarts(positions: torch.Tensor) -> bool:
+    """Tell whether positions (texts, tokens) do not count on: several texts are packed into a row."""
+    return not torch.compiler.is_exporting() and bool((positions.diff(dim=-1) != 1).any())
 
 
 def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -6,7 +6,7 @@ text, moved, and taken back to where a turn of a conversation began.
 
 import copy
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 
 import torch
@@ -102,7 +102,7 @@ class LinearizedLayer(CacheLayerMixin):
 class LinearizedCache(Cache):
     """The states of a linearized model, and the teacher's own kind of layer where the model has no student."""
 
-    def __init__(self, layers: list[CacheLayerMixin], model: "weakref.ref[PreTrainedModel]") -> None:
+    def __init__(self, layers: list[CacheLayerMixin], model: Callable[[], PreTrainedModel | None]) -> None:
         super().__init__(layers=layers)
         self.layers = layers
         self.model = model  # a copy of a cache is no copy of its model
@@ -111,7 +111,10 @@ class LinearizedCache(Cache):
     def save(self, path: str) -> None:
         """Write the state to a file; `model.load_cache(path)` reads it. Turns that can be taken back stay behind."""
         if (model := self.model()) is None:
-            raise ValueError("the model that made this state is gone: keep the model until its state is saved")
+            raise ValueError(
+                "the model that made this state is gone, or its decoder made it alone: read with the model's own cache "
+                "(model.empty_cache()), and keep the model until its state is saved"
+            )
         write_state(self, model, path)
 
     def fork(self, texts: int = 1) -> "LinearizedCache":
@@ -157,9 +160,14 @@ def copy_layer(layer: CacheLayerMixin, change: Change) -> CacheLayerMixin:
     return other
 
 
-def empty_cache(model: PreTrainedModel) -> LinearizedCache:
+def empty_cache(
+    base_config: object, linearized: Sequence[bool], model: PreTrainedModel | None = None
+) -> LinearizedCache:
     """Make a cache with a fixed-size layer where a layer has a student, and the teacher's own kind elsewhere."""
-    linearized = [held is not None for held in model.config.layers]
-    own = DynamicCache(config=model.base.config).layers if not all(linearized) else []
+    own = DynamicCache(config=base_config).layers if not all(linearized) else []
     layers = [LinearizedLayer() if mine else own[index] for index, mine in enumerate(linearized)]
-    return LinearizedCache(layers, weakref.ref(model))
+    return LinearizedCache(layers, weakref.ref(model) if model is not None else no_model)
+
+
+def no_model() -> None:
+    """What made a cache is a decoder, which was called alone."""

@@ -31,56 +31,84 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from .attention_interface import IMPLEMENTATION, NOT_SERVED, attention_modules, hand_over_state
-from .cache import LinearizedCache, LinearizedLayer, empty_cache
-from .feature_maps import FEATURE_MAPS
+from .attention_interface import IMPLEMENTATION, attention_modules, hand_over_state, serve_decoder
+from .cache import LinearizedCache, empty_cache
+from .feature_maps import FEATURE_MAPS, FeatureMap
 from .layer_student import LayerStudent
+from .slots import Merger
 from .state_file import read_state
 
-COPIED_FROM_TEACHER = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "max_position_embeddings",
-    "bos_token_id",
-    "eos_token_id",
-    "pad_token_id",
-    "tie_word_embeddings",
-    "dtype",
+NOT_BATCHED = (
+    "continuous batching keeps keys in pages, and a linearized model keeps a state: "
+    "call generate with a padded batch, whose texts take the same state at any length"
+)
+OWN = {"base", "layers", "sinks", "feature_map", "teacher", "auto_map"}  # of a config; all else is its teacher's
+CONTENT = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")  # of a module
+TRAITS = (  # of the base that transformers asks a model for
+    "base_model_prefix",
+    "_tied_weights_keys",
+    "_keys_to_ignore_on_load_missing",
+    "_keys_to_ignore_on_load_unexpected",
+    "_keys_to_ignore_on_save",
 )
 
 
 class LinearizedConfig(PreTrainedConfig):
-    """base: the teacher's config; layers: for each layer what its KV heads hold, or null where it stays as it was."""
+    """base: the teacher's config; layers: for each layer what its KV heads hold, or null where it stays as it was.
+
+    What the teacher's config knows is read from it and written to it: vocab_size, logit_scale, use_cache, …
+    """
 
     model_type = "linearized"
 
     def __init__(
         self,
-        base: dict | None = None,
+        base: dict | PreTrainedConfig | None = None,
         layers: list | None = None,
         sinks: int = 0,
         feature_map: str = "prf",
         teacher: dict | None = None,
-        use_cache: bool = True,
         **kwargs: object,
     ) -> None:
-        self.base, self.layers = base or {}, layers or []
-        self.sinks, self.feature_map = sinks, feature_map
+        if isinstance(base, dict):
+            base = AutoConfig.for_model(**base) if base else None
+        of_base = {name: kwargs.pop(name) for name in [*kwargs] if belongs_to(base, name)}
+        super().__init__(**{"dtype": getattr(base, "dtype", None), **kwargs})
+        self.layers, self.sinks, self.feature_map = layers or [], sinks, feature_map
         self.teacher = teacher or {}  # name and revision
-        own = self.base_config() if self.base else None
-        copied = {name: getattr(own, name) for name in COPIED_FROM_TEACHER if hasattr(own, name)}
-        super().__init__(**{**copied, **kwargs})
-        self.use_cache = use_cache
+        self.base = base
+        for name, value in of_base.items():
+            setattr(base, name, value)
 
-    def base_config(self) -> PreTrainedConfig:
-        settings = {name: value for name, value in self.base.items() if name != "model_type"}
-        return AutoConfig.for_model(self.base["model_type"], **settings)
+    def __getattr__(self, name: str) -> object:
+        if belongs_to(base := self.__dict__.get("base"), name):
+            return getattr(base, name)
+        raise AttributeError(f"{type(self).__name__!r} object has no attribute {name!r}")
+
+    def __setattr__(self, name: str, value: object) -> None:
+        own = self if name in self.__dict__ or not belongs_to(self.__dict__.get("base"), name) else self.base
+        super().__setattr__(name, value) if own is self else setattr(own, name, value)
+
+    def get_text_config(self, *args: object, **kwargs: object) -> PreTrainedConfig:
+        return self.__dict__.get("base") or self
+
+    def to_dict(self) -> dict:
+        """Leave out where the teacher lay."""
+        content = super().to_dict()
+        content["base"] = {name: x for name, x in (content["base"] or {}).items() if not name.startswith("_")}
+        return content
+
+
+def belongs_to(base: PreTrainedConfig | None, name: str) -> bool:
+    """Tell whether an attribute of a LinearizedConfig is one of its teacher's config."""
+    ours = name.startswith("_") or name in OWN or hasattr(PreTrainedConfig, name)
+    return base is not None and not ours and hasattr(base, name)
 
 
 class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
+    """`base` is the teacher's model. It is no child: its children are this model's own, so that every weight has the
+    name that it has in the teacher, and what looks for `model` or `lm_head` finds it."""
+
     config_class = LinearizedConfig
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
@@ -96,8 +124,9 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"feature_map={config.feature_map!r} is none of {', '.join(FEATURE_MAPS)}")
         if base is None:
             how = {"attn_implementation": IMPLEMENTATION, "dtype": torch.get_default_dtype()}  # that asked for
-            base = AutoModelForCausalLM.from_config(config.base_config(), **how)
-        self.base = base
+            base = AutoModelForCausalLM.from_config(config.base, **how)
+        config.base = base.config
+        self.hold(base)
         modules = attention_modules(base)
         if len(modules) != len(config.layers):
             raise ValueError(f"the config describes {len(config.layers)} layers, the model has {len(modules)}")
@@ -105,11 +134,21 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             if held is not None:
                 module.student = LayerStudent(held["heads"], config.sinks, held["key_dim"], config.feature_map)
                 module.register_forward_pre_hook(hand_over_state, with_kwargs=True)
+        serve_decoder(base.get_decoder(), [held is not None for held in config.layers])
         self.post_init()
+
+    def hold(self, base: PreTrainedModel) -> None:
+        """Take the content of the base for this model's own."""
+        self.__dict__["base"] = base
+        self.__dict__.update({name: base.__dict__[name] for name in CONTENT})
+        for name in TRAITS:
+            setattr(self, name, getattr(base, name))
 
     @classmethod
     def from_teacher(cls, teacher: PreTrainedModel, config: LinearizedConfig, seed: int) -> "LinearizedForCausalLM":
         """Put untrained students into a teacher, which is changed in place and shares all its weights."""
+        for module in teacher.modules():
+            module._is_hf_initialized = True  # or its weights might be drawn again
         student = cls(config, base=teacher)
         teacher.set_attn_implementation(IMPLEMENTATION)
         generator = torch.Generator().manual_seed(seed)
@@ -122,7 +161,28 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         return [module for module in self.base.modules() if isinstance(module, LayerStudent)]
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Nothing to draw: the base draws its own, and features come from a teacher or a checkpoint."""
+        """Draw what no checkpoint gave: here the base's weights outside of its decoder, and features."""
+        if not isinstance(module, (FeatureMap, Merger)):
+            self.base._init_weights(module)
+        elif not any(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
+            module.reset(torch.Generator().manual_seed(int(torch.randint(2**31, ()))))
+
+    def train(self, mode: bool = True) -> "LinearizedForCausalLM":
+        self.base.training = mode
+        return super().train(mode)
+
+    def _replicate_for_data_parallel(self) -> "LinearizedForCausalLM":
+        replica = super()._replicate_for_data_parallel()
+        base = self.base._replicate_for_data_parallel()
+        base.__dict__.update({name: replica.__dict__[name] for name in CONTENT})
+        replica.__dict__["base"] = base
+        return replica
+
+    def get_decoder(self) -> nn.Module:
+        return self.base.get_decoder()
+
+    def set_decoder(self, decoder: nn.Module) -> None:
+        self.base.set_decoder(decoder)
 
     def get_input_embeddings(self) -> nn.Module:
         return self.base.get_input_embeddings()
@@ -138,7 +198,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def resize_token_embeddings(self, *args: object, **kwargs: object) -> nn.Module:
         embeddings = super().resize_token_embeddings(*args, **kwargs)
-        self.config.base["vocab_size"] = embeddings.num_embeddings
+        self.base.vocab_size = embeddings.num_embeddings
         return embeddings
 
     def forward(
@@ -153,16 +213,17 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         logits_to_keep: int | torch.Tensor = 0,
         **kwargs: object,
     ) -> object:
-        if attention_mask is not None and getattr(attention_mask, "ndim", None) != 2:
-            raise ValueError(NOT_SERVED)
         use_cache = self.config.use_cache if use_cache is None else use_cache
         if past_key_values is None and use_cache:
             past_key_values = self.empty_cache()
+        for name in ("output_hidden_states", "return_dict"):
+            if kwargs.get(name) is None and getattr(self.config, name) != getattr(self.base.config, name):
+                kwargs[name] = getattr(self.config, name)
         return self.base(
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=self.refuse_other_cache(past_key_values),
+            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             labels=labels,
             use_cache=use_cache,
@@ -171,22 +232,11 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         )
 
     def empty_cache(self) -> LinearizedCache:
-        return empty_cache(self)
+        return empty_cache(self.base.config, [held is not None for held in self.config.layers], self)
 
     def load_cache(self, path: str) -> LinearizedCache:
         """Read a state that `cache.save(path)` wrote; one of another model, or a damaged one, is refused."""
         return read_state(self, path)
-
-    def refuse_other_cache(self, cache: Cache | None) -> Cache | None:
-        """Return the cache, unless it keeps keys, which students would not see."""
-        layers = getattr(cache, "layers", [])
-        mine = [isinstance(layer, LinearizedLayer) for layer in layers]
-        if cache is not None and mine != [held is not None for held in self.config.layers]:
-            raise ValueError(
-                f"a linearized model keeps a state, not keys, and cannot use a {type(cache).__name__}: "
-                "leave past_key_values out, or pass model.empty_cache()"
-            )
-        return cache
 
     def _prepare_cache_for_generation(
         self, generation_config: GenerationConfig, model_kwargs: dict, *args: object, **kwargs: object
@@ -204,6 +254,11 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             f"attn_implementation={attn_implementation!r}: the attention of a linearized model is its own and cannot "
             "be exchanged; load the teacher to attend with softmax"
         )
+
+    def init_continuous_batching(self, *args: object, **kwargs: object) -> None:
+        raise ValueError(NOT_BATCHED)
+
+    generate_batch = init_continuous_batching
 
 
 LinearizedConfig.register_for_auto_class()

@@ -108,7 +108,7 @@ def shape_of(own: Tensor, holder: Any, attribute: str, texts: int, tokens: int) 
 def identify(model: Any) -> dict[str, str]:
     """Tell a model from others: its teacher, its revision, and hashes of its config and weights."""
     config = model.config
-    base = {name: value for name, value in config.base.items() if name not in VOLATILE}
+    base = {name: value for name, value in config.to_dict()["base"].items() if name not in VOLATILE}
     described = [base, config.layers, config.sinks, config.feature_map]
     teacher = "@".join(filter(None, (config.teacher.get("name"), config.teacher.get("revision"))))
     return {
