@@ -14,6 +14,7 @@ Inputs are scaled so that the kernel is exp(q·k). Parameters are one set per KV
 import math
 from abc import ABC, abstractmethod
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import nn
@@ -33,6 +34,10 @@ class FeatureMap(nn.Module, ABC):
     @abstractmethod
     def reset(self, generator: torch.Generator) -> None:
         """Draw new parameters."""
+
+    def forward(self, compute: Callable, x: Any) -> Any:
+        """Compute one of this map's methods of x: what offloads parameters brings them for a forward."""
+        return compute(x)
 
     @abstractmethod
     def queries(self, q: Tensor) -> Tensor:
@@ -182,6 +187,9 @@ class MLP(FeatureMap):
 
     def keys(self, k: Tensor) -> Tensor:
         return self.key_side(k)
+
+    def folded(self, root: float = 1.0) -> None:
+        return None
 
 
 class Codebook(FeatureMap):

@@ -10,6 +10,7 @@ from .softmax_parts import (
     FarField,
     Features,
     combine_parts,
+    compute_either,
     exact_part,
     far_logits_exactly,
     fold_unless_training,
@@ -94,15 +95,17 @@ def attend_chunk(q: Tensor, columns: Columns, feature_map: Features | None, stat
     k, v = (x[:, :, start : start + size].to(q.dtype) for x in (columns.k, columns.v))
     leaving = columns.filled(start, start + size) & (columns.place(start, start + size) >= state.sink_k.shape[-2])
     u, w = feature_map.queries(q), feature_map.keys(k)
-    if not leaving.all():
+    if torch.compiler.is_exporting() or not leaving.all():
         w = w.masked_fill(~leaving[:, None, :, None], ABSENT)
     far = FarField.of(u, w, v, state)
     filled = columns.filled(start + columns.window, start + columns.window + size)[:, None, None, :, None]
-    if (((torch.maximum(largest_logit(near), far.lse) if near else far.lse) < far.bound) & filled).any():
+
+    def attend_exactly() -> Tensor:
         far_away = far_logits_exactly(u, w).masked_fill(~columns_behind(size, size, 0, q), EMPTY)
-        out = combine_parts([*near, (far_away, v), (u + state.level[:, :, None, None], state.mean)])
-    else:
-        out = combine_parts(near, far)
+        return combine_parts([*near, (far_away, v), (u + state.level[:, :, None, None], state.mean)])
+
+    lost = (((torch.maximum(largest_logit(near), far.lse) if near else far.lse) < far.bound) & filled).any()
+    out = compute_either(lost, attend_exactly, lambda: combine_parts(near, far))
     total = far.key.sum(-2).clamp_min(torch.finfo(q.dtype).tiny)
     merge_into_state(state, total.log() + far.ceiling[:, :, 0] - HEADROOM, far.key.mT @ v / total[..., None])
     return out

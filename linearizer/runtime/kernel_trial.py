@@ -31,7 +31,9 @@ _lock = threading.RLock()
 
 def kernels_accept(x: Tensor, *others: Tensor) -> bool:
     """Tell whether kernels accept such inputs: on a GPU, bf16 or fp32, all alike."""
-    if x.device.type not in DEVICES or x.dtype not in DTYPES or os.environ.get("LINEARIZER_KERNELS") == "0":
+    if x.device.type not in DEVICES or x.dtype not in DTYPES or torch.compiler.is_exporting():
+        return False
+    if os.environ.get("LINEARIZER_KERNELS") == "0":
         return False
     return all(other.dtype == x.dtype and other.device == x.device for other in others)
 

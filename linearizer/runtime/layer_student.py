@@ -22,6 +22,10 @@ from .state_8bit import Rounded, attend_in_8_bits
 
 Tensor = torch.Tensor
 SOFTMAX, SOFTMAX_8 = "softmax", "softmax 8"
+NOT_EXPORTED = (
+    "slots merge at places that depend on the tokens read, which no exported graph can follow: "
+    "export a student without slots (--recipe features)"
+)
 
 
 @dataclass
@@ -77,12 +81,15 @@ class SlotGroup(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SlotState | None
     ) -> tuple[Tensor, SlotState]:
+        if torch.compiler.is_exporting():
+            raise ValueError(NOT_EXPORTED)
         if state is None:
             state = SlotState.empty(k, v, self.window, self.sinks, self.slots)
         return slot_attention(q * scale, k, v, self.merging(scale), real, state), state
 
     def merging(self, scale: float) -> Merging:
-        return Merging(self.merger.metric, self.merger.gain, self.window, self.block, scale**0.5, self.bits)
+        metric, gain = self.merger()
+        return Merging(metric, gain, self.window, self.block, scale**0.5, self.bits)
 
     def token_group(self, scale: float, state: SlotState) -> TokenGroup:
         return TokenGroup(self.heads, state, self.window, merging=self.merging(scale))
@@ -98,7 +105,8 @@ class SoftmaxGroup(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SoftmaxState | None
     ) -> tuple[Tensor, SoftmaxState]:
-        tokens, padded = q.shape[-2], real is not None or (state is not None and not state.real.all())
+        unsure = torch.compiler.is_exporting()
+        tokens, padded = q.shape[-2], real is not None or (state is not None and (unsure or not state.real.all()))
         real = torch.ones(k.shape[0], tokens, dtype=torch.bool, device=k.device) if real is None else real
         if state is not None:
             k, v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
@@ -124,14 +132,14 @@ class ScaledMap:
         self.feature_map, self.features, self.root = feature_map, feature_map.features, scale**0.5
 
     def queries(self, q: Tensor) -> Tensor:
-        return self.feature_map.queries(q / self.root)
+        return self.feature_map(self.feature_map.queries, q / self.root)
 
     def keys(self, k: Tensor) -> Tensor:
-        return self.feature_map.keys(k * self.root)
+        return self.feature_map(self.feature_map.keys, k * self.root)
 
     def folded(self) -> Folded | None:
         """Return this map as one product per token, or None where it is more than that."""
-        return self.feature_map.folded(self.root)
+        return self.feature_map(self.feature_map.folded, self.root)
 
     def forget_folded(self) -> None:
         self.feature_map.forget_folded()
@@ -167,12 +175,21 @@ class LayerStudent(nn.Module):
     def reset(self, generator: torch.Generator) -> None:
         """Draw new features."""
         for module in self.modules():
-            if isinstance(module, FeatureMap):
+            if isinstance(module, (FeatureMap, Merger)):
                 module.reset(generator)
-            elif isinstance(module, Merger):
-                module.reset()
 
     def forward(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, memory: list | None
+    ) -> Tensor:
+        """Attend and update `memory`; under autocast with inputs of its type, and everything else as without it."""
+        device = query.device.type
+        if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
+            return self.attend(query, key, value, scale, real, memory)
+        dtype = torch.get_autocast_dtype(device)
+        with torch.autocast(device, enabled=False):
+            return self.attend(query.to(dtype), key.to(dtype), value.to(dtype), scale, real, memory)
+
+    def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, memory: list | None
     ) -> Tensor:
         """Attend and update `memory`, a list with the state of every group.

@@ -43,7 +43,11 @@ class Merger(nn.Module):
         self.metric = nn.Parameter(torch.zeros(heads, dim, dim), requires_grad=False)
         self.gain = nn.Parameter(torch.zeros(heads), requires_grad=False)
 
-    def reset(self) -> None:
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return metric and gain: what offloads parameters brings them for a forward."""
+        return self.metric, self.gain
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
         """Start where all directions count alike."""
         self.metric.data.copy_(torch.eye(self.metric.shape[-1]).expand_as(self.metric))
         self.gain.data.fill_(GAIN)

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -35,8 +36,11 @@ def get_folded(feature_map: Features | None) -> Folded | None:
 
 
 def fold_unless_training(feature_map: Features | None) -> Features | None:
-    """Return the folded map, or the map itself where gradients are taken: its parameters need them, and will change."""
-    if not torch.is_grad_enabled():
+    """Return the folded map, or the map itself where gradients are taken: its parameters need them, and will change.
+
+    An exported graph folds by itself: its parameters have no addresses by which changes are seen.
+    """
+    if not torch.is_grad_enabled() and not torch.compiler.is_exporting():
         return get_folded(feature_map) or feature_map
     getattr(feature_map, "forget_folded", lambda: None)()
     return feature_map
@@ -80,6 +84,13 @@ class FarField:
     @property
     def lse(self) -> Tensor:
         return self.total.detach().log() + self.bound
+
+
+def compute_either(condition: Tensor, first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:
+    """Compute the first where a condition is true, and else the second; an exported graph holds both."""
+    if torch.compiler.is_exporting():
+        return torch.cond(condition, first, second)
+    return first() if condition else second()
 
 
 def far_logits_exactly(u: Tensor, w: Tensor) -> Tensor:

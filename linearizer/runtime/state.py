@@ -173,7 +173,7 @@ def first_places(size: int, last: Tensor) -> Tensor:
 
 def least_count(count: Tensor) -> int:
     """Return the least count on a CPU, and 0 elsewhere: waiting for a device would take longer."""
-    return min(count.tolist()) if count.device.type == "cpu" else 0
+    return min(count.tolist()) if count.device.type == "cpu" and not torch.compiler.is_exporting() else 0
 
 
 def remember_sinks(state: ExactState, columns: Columns) -> None:
