@@ -203,7 +203,7 @@ def table_markdown(table: Table) -> str:
 def describe_production(allocation: Allocation, plan: Plan, training: Trained) -> str:
     """List the steps that made the student."""
     done = ["measured the degrees of freedom of each KV head"]
-    done += ["measured the kl that each option of each head costs"] * (plan.rules.decided_by == "prices")
+    done += [f"{plan.prices} the kl that each option of each head costs"] * (plan.rules.decided_by == "prices")
     done += ["learned gates that say which heads need their whole cache"] * (plan.rules.decided_by == "gates")
     done += ["divided the budget"]
     featured = any(head.features for row in allocation.heads for head in row)
