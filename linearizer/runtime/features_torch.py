@@ -9,15 +9,18 @@ import torch
 from .softmax_parts import (
     FarField,
     Features,
+    attend_seen,
     combine_parts,
     compute_either,
     exact_part,
     far_logits_exactly,
     fold_unless_training,
+    join_rows,
     largest_logit,
     mask_logits,
     multiply_by_head,
     softmax_over,
+    split_rows,
 )
 from .state import (
     ABSENT,
@@ -36,6 +39,7 @@ from .state import (
 )
 
 CHUNK = 128
+BLOCKS_AT_ONCE = 32  # of rows with windows alone: more take memory
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Columns, Features | None, FeatureState, int], Tensor]
@@ -71,7 +75,9 @@ def attend_text_with_features(
 def attend_chunks(
     q: Tensor, columns: Columns, feature_map: Features | None, state: FeatureState, chunk: int = CHUNK
 ) -> Tensor:
-    """Attend in PyTorch, one chunk after the other."""
+    """Attend in PyTorch, one chunk after the other, or all at once where there is nothing but a window."""
+    if feature_map is None and columns.window:
+        return attend_windows(q, columns, state, max(1, chunk // 2))
     starts = range(0, q.shape[-2], chunk)
     parts = (attend_chunk(q[..., i : i + chunk, :], columns, feature_map, state, i) for i in starts)
     if torch.is_grad_enabled():
@@ -80,6 +86,31 @@ def attend_chunks(
     for start, part in zip(starts, parts, strict=True):
         out[..., start : start + chunk, :] = part
     return out
+
+
+def attend_windows(q: Tensor, columns: Columns, state: FeatureState, size: int) -> Tensor:
+    """Attend to windows and sinks, in blocks of `size` rows, many blocks at once.
+
+    The row of token t has its own column `window` to the right of it.
+    """
+    tokens, window, device = q.shape[-2], columns.window, q.device
+    row, near = torch.arange(size, device=device), torch.arange(size + window - 1, device=device)
+    inside = (near >= row[:, None]) & (near < row[:, None] + window)
+    out = []
+    for begins in torch.arange(0, tokens, size, device=device).split(BLOCKS_AT_ONCE):
+        count, rows = len(begins), begins[:, None] + row
+        index = (begins[:, None] + 1 + near).clamp(max=columns.k.shape[-2] - 1)
+        seen = inside & (index >= columns.empty[:, None, None])[:, :, None]
+        gone = columns.first[:, None, None, None] + rows[..., None] >= torch.arange(
+            state.sink_k.shape[-2], device=device
+        )
+        k, v = (
+            torch.cat([split_rows(x.index_select(-2, index.flatten()), count), sinks.repeat_interleave(count, 0)], -2)
+            for x, sinks in ((columns.k, state.sink_k), (columns.v, state.sink_v))
+        )
+        asks = split_rows(q.index_select(-2, rows.flatten().clamp(max=tokens - 1)).to(working_dtype(q)), count)
+        out.append(join_rows(attend_seen(asks, k, v, torch.cat([seen, gone], -1).flatten(0, 1)), count))
+    return torch.cat(out, -2)[..., :tokens, :]
 
 
 def attend_chunk(q: Tensor, columns: Columns, feature_map: Features | None, state: FeatureState, start: int) -> Tensor:

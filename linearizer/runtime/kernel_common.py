@@ -50,12 +50,10 @@ class Constants:
     SEG: Any = None  # tokens of a segment
     B: Any = None  # slots at a time
     K: Any = None  # numbers that products of slots sum at a time
-    JUMPS: Any = None  # how often a slot follows its partner's partner
-    WAITS: Any = None  # rounds before it does
     ROWS: Any = None  # whether log-features are those of queries
     REVERSE: Any = None  # whether segments are summed from the last one on
     SQUARED: Any = None  # whether a loss is the squared error
-    SHARES: Any = None  # how features are shared out (feature_maps_folded.py); -1 if they are given
+    SHARES: Any = None  # how features are shared out (feature_maps.py); -1 if they are given
     SCALE: Any = None  # of the scores
     ROOT: Any = None  # what keys are multiplied by before their distances are measured
     BITS: Any = None  # of a number in keys and values that are kept

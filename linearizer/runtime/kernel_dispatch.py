@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 
-from .feature_maps_folded import NONE, Folded
+from .feature_maps import NONE, Folded
 from .features_torch import CHUNK, attend_chunks, attend_text_with_features, attend_token_with_features
 from .kernel_token_table import TokenGroup, get_table
 from .kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
-from .slots_merging import DEFERRING_ROUNDS, MAX_MERGED_ROWS, Merging, count_rounds
-from .slots_torch import LeavingBlocks, attend_periods, attend_text_with_slots, attend_token_with_slots
+from .slots_merging import MAX_MERGED_ROWS, Merging
+from .slots_torch import Piece, attend_periods, attend_text_with_slots, attend_token_with_slots
 from .softmax_parts import Features, get_folded
 from .state import ABSENT, Columns, ExactState, FeatureState, SlotState, working_dtype
 from .state_8bit import pack_state, round_vectors, unpack_vectors
@@ -107,27 +107,19 @@ def kernel_serves_text_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, 
         return passes_trial("slots", q, (*sizes, slots, block, merging.bits), compute)
 
 
-def attend_periods_by_kernel(
-    q: Tensor,
-    place: Tensor,
-    merged: Tensor,
-    leaving: LeavingBlocks,
-    columns: Columns,
-    merging: Merging,
-    state: SlotState,
-) -> Tensor:
+def attend_periods_by_kernel(piece: Piece) -> Tensor:
     """Merge the blocks of some periods, then attend with the rows of all of them."""
-    k, v, slots = columns.k.contiguous(), columns.v.contiguous(), state.slot_k.shape[2]
+    columns, state, merging = piece.columns, piece.state, piece.merging
+    k, v = columns.k.contiguous(), columns.v.contiguous()
     before = [state.slot_k, state.slot_v, state.weight, state.spread]
-    blocks = leaving.index, leaving.present, leaving.merges
-    count = count_rounds(slots + merging.block, slots)
-    after = run_slot_merging(k, v, merging.scaled.contiguous(), *blocks, before, count, DEFERRING_ROUNDS, merging.bits)
+    blocks = piece.leaving.index, piece.leaving.present
+    after = run_slot_merging(k, v, merging.scaled.contiguous(), *blocks, before, merging.bits)
     state.slot_k, state.slot_v, state.weight, state.spread = (
         x[:, -1].clone() for x in after
     )  # not all periods with it
     sinks = state.sink_k.contiguous(), state.sink_v.contiguous()
-    near = place.contiguous(), merged.clamp_min(0), columns.first, columns.empty
-    return run_text_slots(q.contiguous(), k, v, *sinks, after, merging.gain, *near, columns.window)
+    near = piece.place.contiguous(), piece.merged.clamp_min(0), columns.first, columns.empty
+    return run_text_slots(piece.q.contiguous(), k, v, *sinks, after, merging.gain, *near, columns.window)
 
 
 def kernel_serves_token_features(
@@ -195,7 +187,7 @@ def kernel_serves_token_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging,
 
 def can_merge(held: TokenGroup) -> bool:
     """Tell whether a block fits into the window, and slots and block into one program."""
-    window, slots, block, _ = held.sizes()
+    window, slots, block = held.sizes()
     merging = held.merging
     if merging is None or merging.bits != held.bits:  # numbers that are rounded and not kept as bytes
         return False
@@ -297,7 +289,7 @@ def launch_token_slots(q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: lis
     """Attend with heads of a layer in one launch; q (batch, heads, group, 1, dim) is that of the whole layer."""
     state, merging = groups[0].state, groups[0].merging
     assert merging is not None
-    room = max(slots + block for _, slots, block, _ in (held.sizes() for held in groups))
+    room = max(slots + block for _, slots, block in (held.sizes() for held in groups))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     table = get_table(groups)
     run_token_slots(q, k, v, out, table, state.sink_k, state.weight, room, merging.metric.dtype, merging.root, scale)

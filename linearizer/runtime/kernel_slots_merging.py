@@ -12,34 +12,34 @@ except ImportError:
     raise
 
 from .kernel_common import load_part, load_rows, load_tile, load_vectors, store_vectors
+from .slots_merging import TINY
 
 INFINITE = tl.constexpr(float("inf"))
+LEAST = tl.constexpr(TINY)
 SIZE = 32  # rows at a time; sums of products go over 16 numbers at a time, or they would fill the registers
 
 
 @triton.jit
-def squared_distances(x_ptr, i, j, N, W, D, C: tl.constexpr):
-    """|x_i - x_j|² of rows of D among W numbers, the same both ways."""
+def squared_distances(x_ptr, i, j, N, W, D, least: tl.constexpr, C: tl.constexpr):
+    """|x_i - x_j|² of rows of D among W numbers, and no less than `least`."""
     square = tl.zeros([i.shape[0], j.shape[0]], C.ACC)
-    one = tl.zeros([i.shape[0], j.shape[0]], C.ACC)
-    back = tl.zeros([j.shape[0], i.shape[0]], C.ACC)
+    product = tl.zeros([i.shape[0], j.shape[0]], C.ACC)
     for d0 in range(0, D, C.K):
         od = d0 + tl.arange(0, C.K)
         own, other = load_part(x_ptr, i, od, N, W, D), load_part(x_ptr, j, od, N, W, D)
         square += tl.sum(own * own, 1)[:, None] + tl.sum(other * other, 1)[None, :]
-        one = tl.dot(own, tl.trans(other), acc=one, out_dtype=C.ACC, input_precision="ieee")
-        back = tl.dot(other, tl.trans(own), acc=back, out_dtype=C.ACC, input_precision="ieee")
-    return tl.maximum(square - 2 * tl.minimum(one, tl.trans(back)), 0.0)
+        product = tl.dot(own, tl.trans(other), acc=product, out_dtype=C.ACC, input_precision="ieee")
+    return tl.maximum(square - 2 * product, least)
 
 
 @triton.jit
 def pair_costs(x_ptr, weight_ptr, i, j, N, W, C: tl.constexpr):
     """Compute what merging pairs costs (slots_merging.py); infinite for empty slots and a slot with itself."""
     own, other = load_rows(weight_ptr, i, N), load_rows(weight_ptr, j, N)
-    apart = squared_distances(x_ptr, i, j, N, W, C.D, C)
-    values = squared_distances(x_ptr + C.D, i, j, N, W, C.DV, C)
-    one, another = 1 / tl.maximum(own, 1.0), 1 / tl.maximum(other, 1.0)
-    cost = apart * apart * tl.sqrt(values) / (one[:, None] + another[None, :])
+    apart = squared_distances(x_ptr, i, j, N, W, C.D, 0.0, C)
+    values = squared_distances(x_ptr + C.D, i, j, N, W, C.DV, LEAST, C)
+    light = 1 / tl.maximum(own, 1.0)[:, None] + 1 / tl.maximum(other, 1.0)[None, :]
+    cost = apart * apart * (apart * apart) * values / light / light
     never = (own == 0)[:, None] | (other == 0)[None, :] | (i[:, None] == j[None, :])
     return tl.where(never, INFINITE, cost)
 
@@ -69,50 +69,34 @@ def sum_by_target(value_ptr, target_ptr, i, N, C: tl.constexpr):
 
 
 @triton.jit
-def choose_targets(x_ptr, weight_ptr, value_ptr, partner_ptr, target_ptr, surplus, defers, N, W, C: tl.constexpr):
-    """Choose the slot that each goes into: the `surplus` cheapest their partners, the others themselves."""
+def choose_targets(x_ptr, weight_ptr, value_ptr, gone_ptr, target_ptr, surplus, N, W, C: tl.constexpr):
+    """Choose the slot that each goes into: the `surplus` cheapest into one that stays, the others into themselves."""
+    for i0 in range(0, N, C.B):
+        i = i0 + tl.arange(0, C.B)
+        best = tl.full([C.B], INFINITE, C.ACC)
+        for j0 in range(0, i0 + 1, C.B):
+            j = j0 + tl.arange(0, C.B)
+            cost = tl.where(i[:, None] > j[None, :], pair_costs(x_ptr, weight_ptr, i, j, N, W, C), INFINITE)
+            best = tl.minimum(tl.min(cost, 1), best)
+        tl.store(value_ptr + i, best, mask=i < N)
+    tl.debug_barrier()
+    for i0 in range(0, N, C.B):
+        i = i0 + tl.arange(0, C.B)
+        tl.store(gone_ptr + i, (rank_values(value_ptr, i, N, C) < surplus).to(tl.int32), mask=i < N)
+    tl.debug_barrier()
     for i0 in range(0, N, C.B):
         i = i0 + tl.arange(0, C.B)
         best, partner = tl.full([C.B], INFINITE, C.ACC), tl.zeros([C.B], tl.int32)
         for j0 in range(0, N, C.B):
-            cost = pair_costs(x_ptr, weight_ptr, i, j0 + tl.arange(0, C.B), N, W, C)
+            j = j0 + tl.arange(0, C.B)
+            stays = tl.load(gone_ptr + j, mask=j < N, other=1) == 0
+            cost = tl.where(stays[None, :], pair_costs(x_ptr, weight_ptr, i, j, N, W, C), INFINITE)
             least = tl.min(cost, 1)
             partner = tl.where(least < best, tl.argmin(cost, 1).to(tl.int32) + j0, partner)
             best = tl.minimum(least, best)
-        tl.store(value_ptr + i, best, mask=i < N)
-        tl.store(partner_ptr + i, partner, mask=i < N)
+        goes = tl.load(gone_ptr + i, mask=i < N, other=0) > 0
+        tl.store(target_ptr + i, tl.where(goes, partner, i), mask=i < N)
     tl.debug_barrier()
-    for i0 in range(0, N, C.B):
-        i = i0 + tl.arange(0, C.B)
-        partner = tl.load(partner_ptr + i, mask=i < N, other=0)
-        stays = (tl.load(partner_ptr + partner) == i) & (i < partner)
-        value = tl.where(stays, INFINITE, tl.load(value_ptr + i, mask=i < N, other=INFINITE))
-        tl.store(value_ptr + i, value, mask=i < N)
-    tl.debug_barrier()
-    for i0 in range(0, N, C.B):
-        i = i0 + tl.arange(0, C.B)
-        value = tl.load(value_ptr + i, mask=i < N, other=INFINITE)
-        goes = (rank_values(value_ptr, i, N, C) < surplus) & (value < INFINITE)
-        tl.store(target_ptr + i, tl.where(goes, tl.load(partner_ptr + i, mask=i < N, other=0), i), mask=i < N)
-    tl.debug_barrier()
-    if defers:  # a slot whose partner goes stays for now, so that no chain is longer than one
-        for i0 in range(0, N, C.B):
-            i = i0 + tl.arange(0, C.B)
-            target = tl.load(target_ptr + i, mask=i < N, other=0)
-            partner = tl.where(tl.load(target_ptr + target) == target, target, i)
-            tl.store(partner_ptr + i, partner, mask=i < N)
-        tl.debug_barrier()
-        for i0 in range(0, N, C.B):
-            i = i0 + tl.arange(0, C.B)
-            tl.store(target_ptr + i, tl.load(partner_ptr + i, mask=i < N, other=0), mask=i < N)
-        tl.debug_barrier()
-    else:
-        for _ in range(0, C.JUMPS):
-            for i0 in range(0, N, C.B):
-                i = i0 + tl.arange(0, C.B)
-                target = tl.load(target_ptr + tl.load(target_ptr + i, mask=i < N, other=0))
-                tl.store(target_ptr + i, target, mask=i < N)
-            tl.debug_barrier()
 
 
 @triton.jit
@@ -209,20 +193,16 @@ def store_slots(
 
 
 @triton.jit
-def merge_rows(rows_ptr, numbers_ptr, places_ptr, MOST, N, W, SLOTS, ROUNDS, WAITING, C: tl.constexpr):
+def merge_rows(rows_ptr, numbers_ptr, places_ptr, MOST, N, W, SLOTS, C: tl.constexpr):
     """Merge N rows, which lie in memory for MOST, until SLOTS are left; return which of the two copies has them."""
     weight, spread, value, total = numbers_ptr, numbers_ptr + MOST, numbers_ptr + 2 * MOST, numbers_ptr + 3 * MOST
+    full = 0
+    for i0 in range(0, N, C.B):
+        full += tl.sum((load_rows(weight, i0 + tl.arange(0, C.B), N) > 0).to(tl.int32))
     side = 0
-    for step in range(0, ROUNDS):
-        defers = step < WAITING
-        halvings = tl.maximum(step - WAITING + 1, 0)
-        count = tl.maximum(SLOTS, tl.where(defers, SLOTS, (N + (1 << halvings) - 1) >> halvings))
-        full = 0
-        for i0 in range(0, N, C.B):
-            full += tl.sum((load_rows(weight, i0 + tl.arange(0, C.B), N) > 0).to(tl.int32))
-        if full > count:
-            x, out = rows_ptr + side * MOST * W, rows_ptr + (1 - side) * MOST * W
-            choose_targets(x, weight, value, places_ptr, places_ptr + MOST, full - count, defers, N, W, C)
-            join_slots(x, out, weight, spread, total, value, places_ptr + MOST, N, W, C)
-            side = 1 - side
+    if full > SLOTS:
+        x, out, target = rows_ptr, rows_ptr + MOST * W, places_ptr + MOST
+        choose_targets(x, weight, value, places_ptr, target, full - SLOTS, N, W, C)
+        join_slots(x, out, weight, spread, total, value, target, N, W, C)
+        side = 1
     return side

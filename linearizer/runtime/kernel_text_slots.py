@@ -33,8 +33,8 @@ Tensor = torch.Tensor
 
 @triton.jit
 def merge_periods_kernel(
-    k_ptr, v_ptr, metric_ptr, index_ptr, present_ptr, merges_ptr, held_k_ptr, held_v_ptr, weight_ptr, spread_ptr,
-    rows_ptr, numbers_ptr, places_ptr, COLUMNS, H, PERIODS, SLOTS, BLOCK, ROUNDS, WAITING, C: tl.constexpr,
+    k_ptr, v_ptr, metric_ptr, index_ptr, present_ptr, held_k_ptr, held_v_ptr, weight_ptr, spread_ptr,
+    rows_ptr, numbers_ptr, places_ptr, COLUMNS, H, PERIODS, SLOTS, BLOCK, C: tl.constexpr,
 ):  # fmt: skip
     """Merge a block per period; grid (heads, batch). held_…: (batch, PERIODS + 1, heads, SLOTS, …)."""
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
@@ -52,8 +52,7 @@ def merge_periods_kernel(
             weight_ptr + at * SLOTS, spread_ptr + at * SLOTS, index_ptr + block, present_ptr + block, N, W, SLOTS, 1.0,
             False, C,
         )  # fmt: skip
-        some = tl.where(tl.load(merges_ptr + batch * PERIODS + period) > 0, ROUNDS, 0)
-        side = merge_rows(rows_ptr, numbers_ptr, places_ptr, N, N, W, SLOTS, some, WAITING, C)
+        side = merge_rows(rows_ptr, numbers_ptr, places_ptr, N, N, W, SLOTS, C)
         after = at + H
         store_slots(
             rows_ptr + side * N * W, own_weight, own_spread, value, held_k_ptr + after * SLOTS * C.D,
@@ -69,12 +68,12 @@ def widths(k: Tensor, v: Tensor) -> dict:
 
 @on_device_of_first
 def run_slot_merging(
-    k: Tensor, v: Tensor, metric: Tensor, index: Tensor, present: Tensor, merges: Tensor, held: list[Tensor],
-    rounds: int, deferring: int, bits: int = 16,
+    k: Tensor, v: Tensor, metric: Tensor, index: Tensor, present: Tensor, held: list[Tensor],
+    bits: int = 16,
 ) -> list[Tensor]:  # fmt: skip
     """Merge blocks of columns k, v (batch, heads, columns, dim), as slots_torch.merge_blocks does.
 
-    index, present (batch, periods, block): columns of the blocks, and which are merged; merges (batch, periods).
+    index, present (batch, periods, block): columns of the blocks, and which are merged.
     held: k, v, weight and spread of the slots (batch, heads, slots, …). The result are those of every period:
     (batch, 1 + periods, heads, slots, …), at first as they were. `bits` of a number in keys and values.
     """
@@ -88,9 +87,9 @@ def run_slot_merging(
     numbers = torch.empty(batch, heads, 4, count, dtype=work, device=k.device)
     places = torch.empty(batch, heads, 2, count, dtype=torch.int32, device=k.device)
     merge_periods_kernel[heads, batch](
-        k, v, metric, index, present.int(), merges.int(), *every, rows, numbers, places, columns, heads, periods, slots,
-        block, rounds, deferring,
-        Constants(**widths(k, v), B=SIZE, K=16, JUMPS=count.bit_length(), BITS=bits, **precision(numbers)), num_warps=8,
+        k, v, metric, index, present.int(), *every, rows, numbers, places, columns, heads, periods, slots,
+        block,
+        Constants(**widths(k, v), B=SIZE, K=16, BITS=bits, **precision(numbers)), num_warps=8,
         num_stages=1,
     )  # fmt: skip
     return every

@@ -17,7 +17,7 @@ except ImportError:
 from .kernel_common import EMPTY, codes, exponents, load_part, load_vectors, power, update_softmax
 from .kernel_token_table import COLUMNS
 
-HEAD, OWN, HEADS, TICKET, WINDOW, FAR, BLOCK, ROUNDS = (tl.constexpr(n) for n in range(len(COLUMNS)))
+HEAD, OWN, HEADS, TICKET, WINDOW, FAR, BLOCK = (tl.constexpr(n) for n in range(len(COLUMNS)))
 COUNT, SINK_K, WINDOW_K, REST = (tl.constexpr(len(COLUMNS) + n) for n in (0, 1, 3, 5))  # values follow keys
 TYPES = {
     torch.int8: tl.int8,

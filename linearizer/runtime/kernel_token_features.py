@@ -1,7 +1,7 @@
 """One token for heads with windows and features: log-features, state and output in one launch, the state in place.
 
 Nothing is read back from the device, so that a token can be captured in a CUDA graph. One program does all of a KV
-head, because the old state must have been read before the new one is written. feature_maps_folded.py is the reference
+head, because the old state must have been read before the new one is written. feature_maps.py is the reference
 of the features, features_torch.py of the attention.
 """
 
@@ -15,9 +15,9 @@ try:  # as in kernel_common.py
 except ImportError:
     raise
 
-from .feature_maps_folded import HALVES as HALVES_FORM
-from .feature_maps_folded import NEAREST as NEAREST_FORM
-from .feature_maps_folded import NONE as NO_FORM
+from .feature_maps import HALVES as HALVES_FORM
+from .feature_maps import NEAREST as NEAREST_FORM
+from .feature_maps import NONE as NO_FORM
 from .kernel_common import (
     ABSENT,
     EMPTY,

@@ -24,7 +24,6 @@ from .kernel_token_common import (
     HEADS,
     OWN,
     REST,
-    ROUNDS,
     TYPES,
     WINDOW,
     WINDOW_K,
@@ -38,7 +37,6 @@ from .kernel_token_common import (
 )
 from .kernel_token_features import token_layout
 from .kernel_token_table import TokenTable
-from .slots_merging import DEFERRING_ROUNDS, MAX_MERGED_ROWS
 
 Tensor = torch.Tensor
 SLOT_K, WEIGHT, SPREAD, METRIC, GAIN = (tl.constexpr(REST.value + n) for n in (0, 2, 3, 4, 5))
@@ -53,11 +51,7 @@ def token_slots_kernel(
     row_ptr, batch = table_ptr + tl.program_id(0) * COLUMNS, tl.program_id(1).to(tl.int64)
     head, own, heads = tl.load(row_ptr + HEAD), tl.load(row_ptr + OWN), tl.load(row_ptr + HEADS)
     WIDTH, SLOTS = tl.load(row_ptr + WINDOW).to(tl.int32), tl.load(row_ptr + FAR).to(tl.int32)
-    block, rounds, at = (
-        tl.load(row_ptr + BLOCK).to(tl.int32),
-        tl.load(row_ptr + ROUNDS).to(tl.int32),
-        batch * heads + own,
-    )
+    block, at = tl.load(row_ptr + BLOCK).to(tl.int32), batch * heads + own
     place = tl.load(address(row_ptr, COUNT, tl.int64) + batch).to(tl.int32)
     og, ov = tl.arange(0, C.GP), tl.arange(0, C.VP)
     slot_k, slot_v = point_at_pair(row_ptr, SLOT_K, at * SLOTS, C)
@@ -78,7 +72,7 @@ def token_slots_kernel(
             rows, numbers, numbers + ROOM, window_k, window_v, address(row_ptr, METRIC, C.MADE) + own * C.D * C.D,
             slot_k, slot_v, weight_ptr, spread_ptr, places, places + ROOM, N, W, SLOTS, C.ROOT, C.BITS == 8, C,
         )  # fmt: skip
-        side = merge_rows(rows, numbers, places, ROOM, N, W, SLOTS, rounds, C.WAITS, C)
+        side = merge_rows(rows, numbers, places, ROOM, N, W, SLOTS, C)
         store_slots(
             rows + side * ROOM * W, numbers, numbers + ROOM, numbers + 2 * ROOM, slot_k, slot_v, weight_ptr, spread_ptr,
             N, W, SLOTS, C.BITS == 8, k_ptr.dtype.element_ty, C,
@@ -116,7 +110,7 @@ def run_token_slots(
     heads, width = table.rows.shape[0], 2 * k.shape[-1] + v.shape[-1]
     numbers = torch.empty(q.shape[0], heads, (2 * width + 4) * room, dtype=weight.dtype, device=q.device)
     places = torch.empty(q.shape[0], heads, 2 * room, dtype=torch.int32, device=q.device)
-    merging = {"B": SIZE, "K": 16, "JUMPS": MAX_MERGED_ROWS.bit_length(), "WAITS": DEFERRING_ROUNDS}
+    merging = {"B": SIZE, "K": 16}
     token_slots_kernel[heads, q.shape[0]](
         table.rows, table.tickets, q, k, v, numbers, places, out, table.rows.shape[1], room, *lies,
         Constants(**sizes, **merging, MADE=TYPES[made], SCALE=scale, ROOT=root, **precision(weight)), num_warps=8,

@@ -14,12 +14,12 @@ from typing import Any
 
 import torch
 
-from .feature_maps_folded import Folded
-from .slots_merging import Merging, count_rounds
+from .feature_maps import Folded
+from .slots_merging import Merging
 from .state import tensors
 
 Tensor = torch.Tensor
-COLUMNS = ("head", "own", "heads", "ticket", "window", "far", "block", "rounds")
+COLUMNS = ("head", "own", "heads", "ticket", "window", "far", "block")
 ALIGNED = 16  # bytes: what kernels take for granted of an address
 
 
@@ -37,12 +37,11 @@ class TokenGroup:
     def bits(self) -> int:
         return 8 if self.state.sink_k.dtype == torch.int8 else 16
 
-    def sizes(self) -> tuple[int, int, int, int]:
-        """Window; features or slots; what a block of tokens has, and the rounds that merge one."""
+    def sizes(self) -> tuple[int, int, int]:
+        """Window; features or slots; the tokens of a block."""
         if self.merging is None:
-            return self.window, self.state.level.shape[-1], 0, 0
-        slots, block = self.state.weight.shape[-1], self.merging.block
-        return self.window, slots, block, count_rounds(slots + block, slots)
+            return self.window, self.state.level.shape[-1], 0
+        return self.window, self.state.weight.shape[-1], self.merging.block
 
     def tensors(self) -> list[Tensor | None]:
         """Return the tensors that a kernel reads and writes, in the order of the table."""

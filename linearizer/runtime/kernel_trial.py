@@ -17,7 +17,7 @@ from typing import NamedTuple
 
 import torch
 
-from .feature_maps_folded import NONE, Folded
+from .feature_maps import NONE, Folded
 
 DEVICES = {"cuda"}  # what Triton compiles for; PyTorch says so of AMD's chips, too
 DTYPES = (torch.bfloat16, torch.float32)

@@ -10,15 +10,16 @@ import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
-from .feature_maps import FEATURE_MAPS, FeatureMap
-from .feature_maps_folded import Folded
+from .feature_maps import FEATURE_MAPS, FeatureMap, Folded
 from .features import linear_attention
-from .kernel_dispatch import attend_token_of_layer
+from .kernel_dispatch import attend_token_of_layer, kernel_serves_text_slots
 from .kernel_token_table import TokenGroup
 from .slots import Merger, slot_attention
 from .slots_merging import Merging
+from .slots_torch import read_text, read_together
 from .state import FeatureState, SlotState
-from .state_8bit import Rounded, attend_in_8_bits
+from .state_8bit import Rounded, attend_in_8_bits, pack_state, unpack_state
+from .token_buffer import WindowGroup, attend_token_in_buffer
 
 Tensor = torch.Tensor
 SOFTMAX, SOFTMAX_8 = "softmax", "softmax 8"
@@ -57,6 +58,10 @@ class FeatureGroup(nn.Module):
         scaled = None if self.feature_map is None else ScaledMap(self.feature_map, scale)
         return linear_attention(q * scale, k, v, scaled, self.window, real, state), state
 
+    def window_group(self, scale: float, state: FeatureState) -> WindowGroup | None:
+        """Return what one token needs in PyTorch, where a window is all there is."""
+        return WindowGroup(self.heads, state, None) if self.feature_map is None else None
+
     def token_group(self, scale: float, state: FeatureState) -> TokenGroup | None:
         """Return what a kernel for one token needs, unless features take more than a product."""
         folded = None if self.feature_map is None else ScaledMap(self.feature_map, scale).folded()
@@ -81,15 +86,20 @@ class SlotGroup(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SlotState | None
     ) -> tuple[Tensor, SlotState]:
-        if torch.compiler.is_exporting():
-            raise ValueError(NOT_EXPORTED)
-        if state is None:
-            state = SlotState.empty(k, v, self.window, self.sinks, self.slots)
+        state = self.empty(k, v) if state is None else state
         return slot_attention(q * scale, k, v, self.merging(scale), real, state), state
 
+    def empty(self, k: Tensor, v: Tensor) -> SlotState:
+        return SlotState.empty(k, v, self.window, self.sinks, self.slots)
+
     def merging(self, scale: float) -> Merging:
+        if torch.compiler.is_exporting():
+            raise ValueError(NOT_EXPORTED)
         metric, gain = self.merger()
         return Merging(metric, gain, self.window, self.block, scale**0.5, self.bits)
+
+    def window_group(self, scale: float, state: SlotState) -> WindowGroup:
+        return WindowGroup(self.heads, state, self.merging(scale))
 
     def token_group(self, scale: float, state: SlotState) -> TokenGroup:
         return TokenGroup(self.heads, state, self.window, merging=self.merging(scale))
@@ -119,6 +129,10 @@ class SoftmaxGroup(nn.Module):
             q.flatten(1, 2), k, v, attn_mask=mask, is_causal=mask is None and tokens > 1, scale=scale, enable_gqa=True
         )
         return out.unflatten(1, q.shape[1:3]), SoftmaxState(k, v, real)
+
+    def window_group(self, scale: float, state: SoftmaxState) -> WindowGroup | None:
+        """Return nothing: the whole cache is no window."""
+        return None
 
     def token_group(self, scale: float, state: SoftmaxState) -> TokenGroup | None:
         """Return nothing: kernels for one token serve states of fixed size."""
@@ -194,27 +208,58 @@ class LayerStudent(nn.Module):
     ) -> Tensor:
         """Attend and update `memory`, a list with the state of every group.
 
-        A kernel may attend with a token for several groups at once; the other groups attend one by one.
+        A token of several groups may be one launch of a kernel, or a few operations in a buffer; heads with slots read
+        a text together; the other groups attend one by one.
         """
         query = query.unflatten(1, (self.kv_heads, -1))
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
-        keep = memory is not None
-        done = attend_token_of_layer(self.groups, memory, query, key, value, scale, real, out)  # type: ignore[arg-type]
+        asked = query, key, value, scale, real, out
+        done = attend_token_of_layer(self.groups, memory, *asked)  # type: ignore[arg-type]
+        done += attend_token_in_buffer(self.groups, memory, *asked, done)  # type: ignore[arg-type]
+        if memory is not None:
+            memory += [None] * (len(self.groups) - len(memory))
         left = [(index, group) for index, group in enumerate(self.groups) if index not in done]
-        if any(group.bits == 8 for _, group in left):
-            small_k, small_v = Rounded.of(key), Rounded.of(value)
+        small = {8: (Rounded.of(key), Rounded.of(value))} if any(group.bits == 8 for _, group in left) else {}
+        parts = self.read_with_slots(left, memory, query, key, value, small, scale, real)
         for index, group in left:
-            state = memory[index] if memory is not None and index < len(memory) else None
             heads = as_slice(group.heads)  # type: ignore[arg-type]
+            if index in parts:
+                out[:, heads] = parts[index].to(out.dtype)
+                continue
+            state = None if memory is None else memory[index]
             if group.bits == 8:
-                given = query[:, heads], small_k[heads], small_v[heads], scale, real, state, keep
-                part, state = attend_in_8_bits(group, *given)
+                k, v = (x[heads] for x in small[8])
+                part, state = attend_in_8_bits(group, query[:, heads], k, v, scale, real, state, memory is not None)
             else:
                 part, state = group(query[:, heads], key[:, heads], value[:, heads], scale, real, state)
             out[:, heads] = part.to(out.dtype)
             if memory is not None:
-                memory[index : index + 1] = [state]
+                memory[index] = state
         return out.flatten(1, 2)
+
+    def read_with_slots(
+        self, left: list, memory: list | None, query: Tensor, key: Tensor, value: Tensor, small: dict, scale: float,
+        real: Tensor | None,
+    ) -> dict[int, Tensor]:  # fmt: skip
+        """Let all heads with slots that no kernels serve read a text together; return what each group gives."""
+        readings, states = {}, {}
+        for index, group in left:
+            if not isinstance(group, SlotGroup) or (query.shape[-2] == 1 and real is None):
+                continue
+            heads = as_slice(group.heads)
+            k, v = (x[heads].numbers for x in small[8]) if group.bits == 8 else (x[:, heads] for x in (key, value))
+            state = None if memory is None else memory[index]
+            if state is not None and group.bits == 8:
+                state = unpack_state(state, k.dtype, v.dtype)
+            state = group.empty(k, v) if state is None else state
+            asked = query[:, heads] * scale, k, v, group.merging(scale)
+            if not kernel_serves_text_slots(*asked, state):
+                readings[index], states[index] = read_text(*asked, real, state), state
+        parts = dict(zip(readings, read_together(list(readings.values())), strict=True))
+        if memory is not None:
+            for index, state in states.items():
+                memory[index] = pack_state(state) if self.groups[index].bits == 8 else state
+        return parts
 
 
 def as_slice(heads: list[int]) -> slice | list[int]:

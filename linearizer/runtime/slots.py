@@ -7,8 +7,8 @@ slot is more than e^(q·mean) as its keys spread.
 
 Tokens leave the window in blocks, at places that do not depend on how a text was cut into calls: to a row at place p,
 all tokens before the first multiple of the block that leaves at most `window` exact tokens, itself included, are in
-slots. A block adds as many slots as it has tokens; the cheapest pairs are merged until there are `slots` again. The
-places whose rows see the same slots are a period.
+slots. A block adds as many slots as it has tokens; then as many as are too many go, each into one that stays
+(slots_merging.py). The places whose rows see the same slots are a period.
 
 The same attention is written four times: `reference` below (token by token); for a text (many periods at once) and
 for a token in PyTorch (slots_torch.py); and both by kernels (kernel_text_slots.py, kernel_token_slots.py).
@@ -96,5 +96,4 @@ def merge_block(
     new_k, new_v = (x[text : text + 1, :, tokens[places]] for x in (k, v))
     weight = (places >= sinks).to(held.weight).expand(1, k.shape[1], -1)
     new = Slots(new_k, new_v, weight, torch.zeros_like(weight))
-    pairs = ((getattr(held, name), getattr(new, name)) for name in ("k", "v", "weight", "spread"))
-    return merge_slots(Slots(*(torch.cat(pair, 2) for pair in pairs)), held.weight.shape[-1], merging.scaled)
+    return merge_slots(held.beside(new), held.weight.shape[-1], merging.scaled)

@@ -5,13 +5,13 @@ The rows of a period see the same slots: those that hold until the next block le
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Generator, Sequence
 from dataclasses import dataclass
 
 import torch
 
 from .slots_merging import Merging, Slots, keep_slots, merge_slots
-from .softmax_parts import combine_parts, exact_part, mask_logits, multiply_by_head, softmax_over
+from .softmax_parts import attend_seen, exact_part, join_rows, softmax_over, split_rows
 from .state import (
     Columns,
     SlotState,
@@ -23,11 +23,12 @@ from .state import (
     take_tokens,
     working_dtype,
 )
-from .state_8bit import round_vectors
+from .state_8bit import round_together
 
 Tensor = torch.Tensor
-Attend = Callable[[Tensor, Tensor, Tensor, "LeavingBlocks", Columns, Merging, SlotState], Tensor]
-PERIODS_AT_ONCE = 64  # periods whose rows attend at once
+Attend = Callable[["Piece"], Tensor]
+Reading = Generator["Piece", Tensor, Tensor]
+PERIODS_AT_ONCE = 32  # periods whose rows attend at once: more take memory, fewer take more operations
 
 
 def attend_token_with_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> Tensor:
@@ -41,7 +42,8 @@ def attend_token_with_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, s
     if any(merges):
         columns = lay_columns(k, v, window, None, state)
         period, comes = (torch.tensor(x, device=q.device)[:, None] for x in (periods, merges))
-        merge_blocks(state, columns, merging, LeavingBlocks.of(columns, period, comes, block, sinks))
+        leaving = LeavingBlocks.of(columns, period, comes, block, sinks)
+        merge_blocks([Piece(q, state.count, period, leaving, columns, merging, state)])
     remember_token(state, k, v, min(places))
     merged, place = torch.tensor([max(period, 0) * block for period in periods], device=q.device), state.count
     state.count = place + 1
@@ -71,6 +73,32 @@ def attend_text_with_slots(
     attend: Attend | None = None,
 ) -> Tensor:
     """Attend to the state and to the new tokens, some periods at a time, as `attend` does it."""
+
+    def attend_all(pieces: list[Piece]) -> list[Tensor]:
+        return [(attend or attend_periods)(piece) for piece in pieces]
+
+    return read_together([read_text(q, k, v, merging, real, state)], attend_all)[0]
+
+
+def read_together(
+    readings: Sequence[Reading], attend: Callable[[list[Piece]], list[Tensor]] | None = None
+) -> list[Tensor]:
+    """Let heads of several kinds read one text, so that all of them merge a block at once; return what each gives."""
+    pieces = {index: next(reading) for index, reading in enumerate(readings)}
+    outputs: dict[int, Tensor] = {}
+    while pieces:
+        parts = (attend or attend_pieces)(list(pieces.values()))
+        for index, part in zip(list(pieces), parts, strict=True):
+            try:
+                pieces[index] = readings[index].send(part)
+            except StopIteration as end:
+                outputs[index] = end.value
+                del pieces[index]
+    return [outputs[index] for index in range(len(readings))]
+
+
+def read_text(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> Reading:
+    """Read a text: yield some periods at a time, be sent what their rows see, return what all tokens see."""
     tokens, window, block, order = q.shape[-2], merging.window, merging.block, None
     if real is not None:
         order = real.to(torch.int8).argsort(dim=-1, stable=True)
@@ -89,9 +117,7 @@ def attend_text_with_slots(
     for some in torch.arange(periods, device=q.device).split(PERIODS_AT_ONCE):
         leaving = LeavingBlocks.of(columns, period[:, some], merges[:, some], block, state.sink_k.shape[-2])
         asks = take_tokens(q, (place[:, some].flatten(1) - end[:, None] + tokens).clamp(0, tokens - 1))
-        parts.append(
-            (attend or attend_periods)(asks, place[:, some], period[:, some] * block, leaving, columns, merging, state)
-        )
+        parts.append((yield Piece(asks, place[:, some], period[:, some] * block, leaving, columns, merging, state)))
     state.count = end
     remember_window(state, columns, tokens)
     if tokens == 1:
@@ -103,84 +129,141 @@ def attend_text_with_slots(
 
 @dataclass
 class LeavingBlocks:
-    """The blocks that leave the window as some periods begin."""
+    """The blocks that leave the window as some periods begin, in this call."""
 
     index: Tensor  # (batch, periods, block) the columns of their tokens
     present: Tensor  # (batch, periods, block) whether a token is merged: sinks and other calls' blocks are not
-    merges: Tensor  # (batch, periods) whether the block leaves in this call
 
     @classmethod
     def of(cls, columns: Columns, period: Tensor, merges: Tensor, block: int, sinks: int) -> LeavingBlocks:
         place = (period - 1)[..., None] * block + torch.arange(block, device=period.device)
         index = (place - columns.first[:, None, None]).clamp(0, columns.k.shape[-2] - 1)
-        return cls(index, merges[..., None] & (place >= sinks), merges)
+        return cls(index, merges[..., None] & (place >= sinks))
+
+    def tokens(self, columns: Columns, dtype: torch.dtype) -> Slots:
+        """Give the tokens of each block: (batch, heads, periods, block, …)."""
+        index, shape = self.index.flatten(1), self.index.shape[1:]
+        k, v = (take_tokens(x, index).to(dtype).unflatten(2, shape) for x in (columns.k, columns.v))
+        weight = self.present.to(dtype)[:, None].expand(-1, k.shape[1], -1, -1)
+        return Slots(k, v, weight, torch.zeros_like(weight))
 
 
-def attend_periods(
-    q: Tensor,
-    place: Tensor,
-    merged: Tensor,
-    leaving: LeavingBlocks,
-    columns: Columns,
-    merging: Merging,
-    state: SlotState,
-) -> Tensor:
+@dataclass
+class Piece:
+    """Some periods of a text, and the rows that attend in them."""
+
+    q: Tensor  # (batch, heads, group, periods · rows, dim)
+    place: Tensor  # (batch, periods, rows)
+    merged: Tensor  # (batch, periods) tokens before this place are in slots
+    leaving: LeavingBlocks
+    columns: Columns
+    merging: Merging
+    state: SlotState
+
+
+def attend_periods(piece: Piece) -> Tensor:
     """Merge the blocks of some periods, one after the other, then attend with the rows of all of them."""
-    return attend_rows(q, place, merged, merge_blocks(state, columns, merging, leaving), columns, merging, state)
+    return attend_pieces([piece])[0]
 
 
-def merge_blocks(state: SlotState, columns: Columns, merging: Merging, leaving: LeavingBlocks) -> Slots:
-    """Merge the blocks that leave the window as some periods begin; update the state.
+def attend_pieces(pieces: list[Piece]) -> list[Tensor]:
+    """Merge the blocks of all pieces, then attend with each."""
+    return [attend_rows(piece, slots) for piece, slots in zip(pieces, merge_pieces(pieces), strict=True)]
 
-    Return the slots of each period: a batch in which every text's periods follow one another.
+
+def merge_pieces(pieces: list[Piece]) -> list[Slots]:
+    """Merge the blocks of all pieces, those that merge alike together; update the states."""
+    alike: dict[tuple, list[int]] = {}
+    for index, piece in enumerate(pieces):
+        alike.setdefault((piece.merging.block, piece.merging.bits, piece.state.slot_k.dtype), []).append(index)
+    slots: dict[int, Slots] = {}
+    for indices in alike.values():
+        slots.update(zip(indices, merge_blocks([pieces[index] for index in indices]), strict=True))
+    return [slots[index] for index in range(len(pieces))]
+
+
+def merge_blocks(pieces: list[Piece]) -> list[Slots]:
+    """Merge the blocks that leave the windows as some periods begin; update the states.
+
+    Return the slots of each period and piece: a batch in which every text's periods follow one another. The heads of
+    all pieces lie side by side, with empty slots where a head has fewer than another.
     """
-    work, index = state.weight.dtype, leaving.index.flatten(1)
-    weight = leaving.present.to(work)[:, None].expand(-1, columns.k.shape[1], -1, -1)
-    k, v = (take_tokens(x, index).to(work).unflatten(2, leaving.index.shape[1:]) for x in (columns.k, columns.v))
-    now, after, count = Slots(state.slot_k, state.slot_v, state.weight, state.spread), [], state.weight.shape[-1]
-    held = (state.weight > 0).sum(-1).amax(-1, keepdim=True) + leaving.present.sum(-1).cumsum(
-        -1
-    )  # if nothing is merged
-    periods = zip(leaving.merges.any(0).tolist(), (held > count).any(0).tolist(), strict=True)
-    for number, (any_leaves, too_many) in enumerate(periods):
-        if any_leaves:
-            new = (k[:, :, number], v[:, :, number], weight[:, :, number], torch.zeros_like(weight[:, :, number]))
-            all_of = [torch.cat(pair, 2) for pair in zip((now.k, now.v, now.weight, now.spread), new, strict=True)]
-            now = merge_slots(Slots(*all_of), count, merging.scaled) if too_many else keep_slots(Slots(*all_of), count)
-            now.k, now.v = now.k.to(state.slot_k.dtype), now.v.to(state.slot_v.dtype)
-            if merging.bits == 8:
-                now.k, now.v = round_vectors(now.k), round_vectors(now.v)
+    sizes = [piece.state.weight.shape[1:] for piece in pieces]
+    room, periods = max(count for _, count in sizes), max(piece.merged.shape[1] for piece in pieces)
+    work, kept, bits = pieces[0].state.weight.dtype, pieces[0].state.slot_k.dtype, pieces[0].merging.bits
+    now = side_by_side([slots_of(piece.state, room) for piece in pieces])
+    new = side_by_side([pad(piece.leaving.tokens(piece.columns, work), 2, periods) for piece in pieces])
+    counts = torch.tensor([count for heads, count in sizes for _ in range(heads)], device=now.weight.device)
+    metric = torch.cat([piece.merging.scaled for piece in pieces])
+    blocks = [Slots(*(x[:, :, number] for x in new.all())) for number in range(periods)]
+    leaves = new.weight.sum((0, 1, 3)).tolist()
+    held = (now.weight > 0).sum(-1, keepdim=True) + new.weight.sum(-1).cumsum(-1)  # if nothing is merged
+    too_many = (held > counts[:, None]).flatten(0, 1).any(0).tolist()
+    after = []
+    for number, block in enumerate(blocks):
+        if leaves[number]:
+            both = now.beside(block)
+            now = merge_slots(both, counts, metric, room) if too_many[number] else keep_slots(both, room)
+            now.k, now.v = now.k.to(kept), now.v.to(kept)
+            if bits == 8:
+                now.k, now.v = round_together(now.k, now.v)
         after.append(now)
-    state.slot_k, state.slot_v, state.weight, state.spread = now.k, now.v, now.weight, now.spread
-    each = ([getattr(slots, name) for slots in after] for name in ("k", "v", "weight", "spread"))
-    return Slots(*(torch.stack(xs, 1).flatten(0, 1) for xs in each))
+    each = Slots(*(torch.stack(x, 1) for x in zip(*(slots.all() for slots in after), strict=True)))
+    found, first = [], 0
+    for piece, (heads, count) in zip(pieces, sizes, strict=True):
+        own = [x[:, : piece.merged.shape[1], first : first + heads, :count] for x in each.all()]
+        state, first = piece.state, first + heads
+        state.slot_k, state.slot_v, state.weight, state.spread = (x[:, -1].clone() for x in own)
+        found.append(Slots(*(x.flatten(0, 1) for x in own)))
+    return found
 
 
-def attend_rows(
-    q: Tensor, place: Tensor, merged: Tensor, held: Slots, columns: Columns, merging: Merging, state: SlotState
-) -> Tensor:
-    """Attend with rows at places (batch, periods, rows); tokens before `merged` (batch, periods) are in slots."""
-    periods, work = place.shape[1], working_dtype(q)
+def slots_of(state: SlotState, room: int) -> Slots:
+    """Give the slots of a state, and empty ones until there are as many as there is room for."""
+    return pad(Slots(state.slot_k, state.slot_v, state.weight, state.spread), 2, room)
 
-    def by_period(x: Tensor) -> Tensor:
-        """(batch, …, periods * tokens, dim) -> (batch * periods, …, tokens, dim)"""
-        return x.unflatten(-2, (periods, -1)).movedim(-3, 1).flatten(0, 1)
 
-    q, merged = by_period(q.to(work)), merged.clamp_min(0)[..., None]
-    near = merged + torch.arange(columns.window, device=q.device)
+def pad(slots: Slots, dim: int, size: int) -> Slots:
+    """Add empty slots at the end of a dimension until it has a size."""
+    missing = size - slots.weight.shape[dim]
+    if not missing:
+        return slots
+
+    def longer(x: Tensor) -> Tensor:
+        return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
+
+    return Slots(*map(longer, slots.all()))
+
+
+def side_by_side(some: Sequence[Slots]) -> Slots:
+    """Lay the heads of several beside each other."""
+    return (
+        some[0]
+        if len(some) == 1
+        else Slots(*(torch.cat(x, 1) for x in zip(*(slots.all() for slots in some), strict=True)))
+    )
+
+
+def attend_rows(piece: Piece, held: Slots) -> Tensor:
+    """Attend with the rows of some periods, each to the slots of its own."""
+    place, columns, state = piece.place, piece.columns, piece.state
+    periods, merged = place.shape[1], piece.merged.clamp_min(0)[..., None]
+    near = merged + torch.arange(columns.window, device=place.device)
     index = near - columns.first[:, None, None]
     here = (index >= columns.empty[:, None, None]) & (index < columns.k.shape[-2])
-    seen = (here[:, :, None] & (near[:, :, None] <= place[..., None])).flatten(0, 1)
+    seen = here[:, :, None] & (near[:, :, None] <= place[..., None])
+    gone = (torch.arange(state.sink_k.shape[-2], device=place.device) < merged)[:, :, None]
     index = index.clamp(0, columns.k.shape[-2] - 1).flatten(1)
-    parts = [
-        (
-            mask_logits(multiply_by_head(q, by_period(take_tokens(columns.k, index)).to(work).mT), seen),
-            by_period(take_tokens(columns.v, index)),
-        )
-    ]
-    if sinks := state.sink_k.shape[-2]:
-        gone = (torch.arange(sinks, device=q.device) < merged).flatten(0, 1)[:, None].expand(-1, q.shape[-2], -1)
-        sink_k, sink_v = (x.repeat_interleave(periods, 0) for x in (state.sink_k, state.sink_v))
-        parts.append((mask_logits(multiply_by_head(q, sink_k.to(work).mT), gone), sink_v))
-    parts.append((multiply_by_head(q, held.k.to(work).mT) + slot_levels(held, merging)[:, :, None, None], held.v))
-    return combine_parts(parts).unflatten(0, place.shape[:2]).movedim(1, -3).flatten(-3, -2)
+
+    def lay(tokens: Tensor, sinks: Tensor, slots: Tensor) -> Tensor:
+        parts = split_rows(take_tokens(tokens, index), periods), sinks.repeat_interleave(periods, 0), slots
+        return torch.cat(parts, -2)
+
+    out = attend_seen(
+        split_rows(piece.q.to(working_dtype(piece.q)), periods),
+        lay(columns.k, state.sink_k, held.k),
+        lay(columns.v, state.sink_v, held.v),
+        torch.cat([seen, gone.expand(-1, -1, place.shape[-1], -1)], -1).flatten(0, 1),
+        slot_levels(held, piece.merging),
+    )
+    return join_rows(out, periods)

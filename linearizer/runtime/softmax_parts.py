@@ -13,7 +13,7 @@ from typing import Protocol
 
 import torch
 
-from .feature_maps_folded import Folded
+from .feature_maps import Folded
 from .state import EMPTY, HEADROOM, FeatureState
 
 Tensor = torch.Tensor
@@ -31,7 +31,7 @@ class Features(Protocol):
 
 
 def get_folded(feature_map: Features | None) -> Folded | None:
-    """Return the map as one product per token (feature_maps_folded.py), or None where it is more than that."""
+    """Return the map as one product per token (feature_maps.py), or None where it is more than that."""
     return getattr(feature_map, "folded", lambda: None)()
 
 
@@ -129,6 +129,30 @@ def softmax_over(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     """One softmax over parts, given as logits and values, for rows that see something: (batch, heads, rows, dim)."""
     weights = torch.cat([logits for logits, _ in parts], -1).softmax(-1).split([x.shape[-1] for x, _ in parts], -1)
     return functools.reduce(torch.add, (weight @ values for weight, (_, values) in zip(weights, parts, strict=True)))
+
+
+def split_rows(x: Tensor, parts: int) -> Tensor:
+    """(batch, …, parts · rows, dim) -> (batch · parts, …, rows, dim)"""
+    return x.unflatten(-2, (parts, -1)).movedim(-3, 1).flatten(0, 1)
+
+
+def join_rows(x: Tensor, parts: int) -> Tensor:
+    """(batch · parts, …, rows, dim) -> (batch, …, parts · rows, dim)"""
+    return x.unflatten(0, (-1, parts)).movedim(1, -3).flatten(-3, -2)
+
+
+def attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, level: Tensor | None = None) -> Tensor:
+    """One softmax over tokens, of which rows see some, and slots behind them, whose logits have a level added.
+
+    q (batch, heads, group, rows, dim); k, v (batch, heads, columns, dim); seen (batch, rows, tokens); level (batch,
+    heads, slots). A row that sees nothing gets a mean of something.
+    """
+    logits = multiply_by_head(q, k.to(q.dtype).mT)
+    tokens = seen.shape[-1]
+    logits[..., :tokens] += torch.where(seen, 0.0, EMPTY).to(logits.dtype)[:, None, None]
+    if level is not None:
+        logits[..., tokens:] += level[:, :, None, None]
+    return multiply_by_head(logits.softmax(-1), v.to(q.dtype))
 
 
 def largest_logit(parts: list[tuple[Tensor, Tensor]]) -> Tensor:

@@ -29,6 +29,7 @@ class ExactState:
     window_v: Tensor
 
     token_table = None  # type: object  # what kernels know of it (kernel_token_table.py): beside it, and no part of it
+    token_buffer = None  # type: object  # where its tensors may lie (token_buffer.py)
 
     @staticmethod
     def nothing(k: Tensor, v: Tensor, window: int, sinks: int) -> dict[str, Tensor]:

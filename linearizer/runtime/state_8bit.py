@@ -8,6 +8,7 @@ token is the same whether it is attended to in the call that read it or out of t
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -27,16 +28,24 @@ Tensor = torch.Tensor
 class Rounded:
     """Vectors of 8 bits a number, to compute with and to keep."""
 
-    numbers: Tensor  # (…, dim)
-    bytes: Tensor  # (…, dim + 1)
+    exact: Tensor  # (…, dim) what was rounded
+    codes: Tensor  # (…, dim)
+    exponent: Tensor  # (…, 1)
 
     @staticmethod
     def of(x: Tensor) -> Rounded:
-        codes, exponent = codes_of(x.detach())
-        return Rounded(numbers_of(x, codes, exponent), torch.cat([codes, exponent.to(codes.dtype)], -1).to(torch.int8))
+        return Rounded(x, *codes_of(x.detach()))
+
+    @cached_property
+    def numbers(self) -> Tensor:  # (…, dim)
+        return numbers_of(self.exact, self.codes, self.exponent)
+
+    @cached_property
+    def bytes(self) -> Tensor:  # (…, dim + 1)
+        return torch.cat([self.codes, self.exponent.to(self.codes.dtype)], -1).to(torch.int8)
 
     def __getitem__(self, heads: Any) -> Rounded:
-        return Rounded(self.numbers[:, heads], self.bytes[:, heads])
+        return Rounded(self.exact[:, heads], self.codes[:, heads], self.exponent[:, heads])
 
 
 def attend_in_8_bits(
@@ -56,6 +65,14 @@ def attend_in_8_bits(
 def round_vectors(x: Tensor) -> Tensor:
     """Round vectors (…, dim) to what 8 bits can hold."""
     return numbers_of(x, *codes_of(x.detach()))
+
+
+def round_together(k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    """Round keys and values, in one go where they are alike: a call of an operation takes longer than its work."""
+    if k.shape != v.shape or k.dtype != v.dtype:
+        return round_vectors(k), round_vectors(v)
+    k, v = round_vectors(torch.stack([k, v]))
+    return k, v
 
 
 def numbers_of(x: Tensor, codes: Tensor, exponent: Tensor) -> Tensor:
@@ -103,12 +120,12 @@ def codes_of(x: Tensor) -> tuple[Tensor, Tensor]:
     work = x.to(working_dtype(x))
     if not work.numel():
         return work, work.new_zeros(*work.shape[:-1], 1, dtype=torch.int32)
-    part, exponent = torch.frexp(work.abs().amax(-1, keepdim=True))
-    exponent = (exponent - 7 + (part > MAX_CODE / 128)).clamp(LOWEST, HIGHEST)
-    return (work * power(-exponent)).round(), exponent
+    largest = work.abs().amax(-1, keepdim=True).float().view(torch.int32)
+    # an fp32 number has its exponent in the bits from 23 on; what is above 127/128 of a power of two takes the next
+    exponent = (largest + (0x1FFFF - (133 << 23))).bitwise_right_shift_(23).clamp_(LOWEST, HIGHEST)
+    return (work * power(-exponent)).round_(), exponent
 
 
 def power(exponent: Tensor) -> Tensor:
     """2 to a whole number, exactly: its exponent is written into an fp32 number."""
-    exponent = exponent.to(torch.int32)
-    return torch.add(exponent.new_full((), 127 << 23), exponent, alpha=1 << 23).view(torch.float32)
+    return (exponent.to(torch.int32) + 127).bitwise_left_shift_(23).view(torch.float32)

@@ -7,7 +7,7 @@ pytest.importorskip("triton")
 
 from linearizer.runtime import kernel_common, kernel_slots_merging, kernel_text_slots
 from linearizer.runtime.kernel_dispatch import attend_periods_by_kernel
-from linearizer.runtime.slots_merging import Merging, count_rounds
+from linearizer.runtime.slots_merging import Merging
 from linearizer.runtime.slots_torch import attend_periods, attend_text_with_slots
 from linearizer.runtime.state import SlotState, tensors
 from tests.support.kernels import DEVICE, mutate
@@ -83,18 +83,14 @@ def test_of_pairs_that_cost_the_same_the_same_ones_are_merged():
     assert_alike(both(*text(36, heads=1, whole=True), 6, 8), 1e-9)
 
 
-def test_the_number_of_rounds_is_what_halving_takes():
-    assert [count_rounds(slots, 16) for slots in (16, 17, 32, 33, 64, 65)] == [2, 3, 3, 4, 4, 5]
-
-
 @pytest.mark.skipif(DEVICE == "cuda", reason="the interpreter shows it as well")
 @pytest.mark.parametrize(
     "module, line, mutation",
     [
         (kernel_slots_merging, "j[None, :] < i[:, None]", "j[None, :] > i[:, None]"),  # ties
-        (kernel_slots_merging, "& (i < partner)", "& (i > partner)"),
+        (kernel_slots_merging, "tl.where(i[:, None] > j[None, :]", "tl.where(i[:, None] < j[None, :]"),
         (kernel_slots_merging, "apart * apart", "apart"),
-        (kernel_slots_merging, "step < WAITING", "step < 0"),
+        (kernel_slots_merging, "tl.where(stays[None, :]", "tl.where((stays | True)[None, :]"),
         (kernel_common, "- 133", "- 132"),
         (kernel_common, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
         (kernel_text_slots, "gain * load_rows", "0 * load_rows"),

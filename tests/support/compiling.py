@@ -24,7 +24,7 @@ from triton.compiler import ASTSource
 from triton.runtime.jit import JITFunction
 
 from linearizer.runtime import (
-    feature_maps_folded,
+    feature_maps,
     kernel_common,
     kernel_text_features,
     kernel_text_gradients,
@@ -40,7 +40,7 @@ from linearizer.train import attention_loss_kernels
 TYPES = {torch.bfloat16: "*bf16", torch.float32: "*fp32", torch.int32: "*i32", torch.int64: "*i64"}
 CASES = [(80, "128x128"), (89, "128x128"), (90, "128x128"), (120, "128x128"), (90, "256x128"), (89, "128x128xfp32")]
 RECORD = Path(__file__).with_name("compiled.json")
-MAPS = (feature_maps_folded.NONE, feature_maps_folded.KEYS, feature_maps_folded.NEAREST, feature_maps_folded.HALVES)
+MAPS = (feature_maps.NONE, feature_maps.KEYS, feature_maps.NEAREST, feature_maps.HALVES)
 
 
 def launches(chip, call):
@@ -118,7 +118,7 @@ def slots(q, k, sink, count, window, metric, periods=64, size=64, block=16):
     (batch, heads, _, _, dim), work = q.shape, torch.float32
     index, merges = draw(batch, periods, block, dtype=torch.int64), draw(batch, periods, dtype=torch.int64)
     own, number = draw(batch, heads, size, dim, dtype=q.dtype), draw(batch, heads, size, dtype=work)
-    found = kernel_text_slots.run_slot_merging(k, k, metric, index, index, merges, [own, own, number, number], 3, 2, 8)
+    found = kernel_text_slots.run_slot_merging(k, k, metric, index, index, [own, own, number, number], 8)
     asks = q[..., : periods * block, :]
     kernel_text_slots.run_text_slots(
         asks, k, k, sink, sink, found, metric[:, 0, 0], index, merges, count, count, window

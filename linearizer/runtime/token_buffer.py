@@ -1,0 +1,234 @@
+"""One token for all heads of a layer with windows, alone or with slots, in a few operations of PyTorch.
+
+A token costs mostly the calls of operations. So what these heads hold lies in one buffer, and the tensors of their
+states are views of it: a product gives all logits, one softmax all weights. A row of the buffer is a sink, a place of
+the ring or a slot; `level` is added to its logit: EMPTY where a query does not see it. All but the row of the new token
+change only when a block is merged or a sink leaves a window, which the number of tokens read tells.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .slots_merging import Merging
+from .slots_torch import LeavingBlocks, Piece, merge_pieces, slot_levels
+from .state import EMPTY, Columns, ExactState, first_places, must_be_copied, tensors, working_dtype
+from .state_8bit import Rounded, pack_vectors, power, unpack_vectors
+
+Tensor = torch.Tensor
+
+
+@dataclass(frozen=True)
+class WindowGroup:
+    """KV heads that hold the same: their indices in the layer, their state, and how they merge, if they do."""
+
+    heads: list[int]
+    state: Any
+    merging: Merging | None
+
+    @property
+    def window(self) -> int:
+        return self.state.window_k.shape[-2]
+
+    @property
+    def rows(self) -> int:
+        return sum(x.shape[-2] for name, x in tensors(self.state).items() if name in ("sink_k", "window_k", "slot_k"))
+
+
+@dataclass
+class TokenBuffer:
+    groups: list[WindowGroup]
+    order: list[int]  # the heads of the layer that lie here, in order
+    buffers: list[Tensor]  # (keys and values, batch, heads, rows, numbers), or one for each where they differ in size
+    level: Tensor  # (batch, heads, rows)
+    views: list[dict[str, Tensor]]  # of every state
+    count: Tensor  # (batch,) tokens read, as all states have it
+    places: list[int]  # the same, known without asking a device
+    ring: Tensor  # (batch, heads) the row of `level` where each ring begins
+    windows: Tensor  # (heads,)
+
+    @classmethod
+    def of(cls, groups: list[WindowGroup], dtype: torch.dtype) -> TokenBuffer:
+        """Lay the states of some groups into a buffer; `dtype` is that of their levels."""
+        first = groups[0].state
+        kinds = [[name for name in ("sink", "window", "slot") if hasattr(group.state, f"{name}_k")] for group in groups]
+        order, rows = [head for group in groups for head in group.heads], max(group.rows for group in groups)
+        shape, widths = (len(first.count), len(order), rows), [first.sink_k.shape[-1], first.sink_v.shape[-1]]
+        pairs = [(2, widths[0])] if widths[0] == widths[1] else [(1, width) for width in widths]
+        buffers = [first.sink_k.new_zeros(parts, *shape, width) for parts, width in pairs]
+        level = torch.full(shape, EMPTY, dtype=dtype, device=first.sink_k.device)
+        views: list[dict[str, Tensor]] = []
+        begin = 0
+        for group, names in zip(groups, kinds, strict=True):
+            heads, row = slice(begin, begin + len(group.heads)), 0
+            begin, own = heads.stop, {}
+            for name in names:
+                size = getattr(group.state, f"{name}_k").shape[-2]
+                for kind, buffer in (("k", buffers[0][0]), ("v", buffers[-1][-1])):
+                    own[f"{name}_{kind}"] = view = buffer[:, heads, row : row + size]
+                    view.copy_(getattr(group.state, f"{name}_{kind}"))
+                    setattr(group.state, f"{name}_{kind}", view)
+                row += size
+            group.state.count = first.count
+            views.append(own)
+        sinks, number = first.sink_k.shape[-2], torch.arange(shape[0] * shape[1], device=level.device)
+        windows = torch.tensor([group.window for group in groups for _ in group.heads], device=level.device)
+        ring = (number * rows + sinks).view(shape[:2])
+        made = cls(groups, order, buffers, level, views, first.count, first.count.tolist(), ring, windows)
+        for index in range(len(groups)):
+            made.see(index, [place - 1 for place in made.places])
+        return made
+
+    def holds(self, groups: Sequence[WindowGroup]) -> bool:
+        """Tell whether the states of these groups are still views of this buffer, which may be written."""
+        if must_be_copied(self.level) or len(groups) != len(self.groups):
+            return False
+        return all(
+            mine.state is other.state and other.state.count is self.count and same(other.state, views)
+            for mine, other, views in zip(self.groups, groups, self.views, strict=True)
+        )
+
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
+        """Attend with a token: q (batch, heads, group, dim), multiplied by the scale; k, v as they are kept.
+
+        Slots are merged in `dtype` where they are kept as bytes.
+        """
+        before, after = self.places, [place + 1 for place in self.places]
+        leaving = [i for i, group in enumerate(self.groups) if any(block_leaves(group, p) for p in before)]
+        if leaving:
+            self.merge(leaving, dtype)
+        own = self.ring + self.count[:, None] % self.windows
+        self.remember(own, k, v)
+        self.level.view(-1).index_fill_(0, own.flatten(), 0.0)
+        for index, group in enumerate(self.groups):
+            if index in leaving or any(sink_leaves(group, place) for place in before):
+                self.see(index, before)
+        self.count, self.places = self.count + 1, after
+        for group in self.groups:
+            group.state.count = self.count
+        return self.look(q)
+
+    def remember(self, own: Tensor, k: Tensor, v: Tensor) -> None:
+        """Write a token into the rings, at these rows."""
+        if len(self.buffers) == 1:
+            both, rows = self.buffers[0], torch.stack([k, v])
+            at = torch.stack([own, own + self.level.numel()])
+            both.view(-1, both.shape[-1]).index_copy_(0, at.flatten(), rows.flatten(0, -2))
+        else:
+            for buffer, x in zip(self.buffers, (k, v), strict=True):
+                buffer.view(-1, buffer.shape[-1]).index_copy_(0, own.flatten(), x.flatten(0, -2))
+
+    def look(self, q: Tensor) -> Tensor:
+        """One softmax over all rows: (batch, heads, group, dim)."""
+        work = working_dtype(q)
+        parts, shape = [x.to(work) for x in self.buffers], q.shape[:2]
+        keys, values = (x.flatten(0, 1) for x in (parts[0][0], parts[-1][-1]))
+        level, q = self.level.flatten(0, 1)[:, None], q.to(work).flatten(0, 1)
+        if self.buffers[0].dtype != torch.int8:
+            weights = torch.baddbmm(level.to(work), q, keys.mT).softmax(-1)
+            return torch.bmm(weights, values).unflatten(0, shape)
+        scales = [power(x[..., -1]).flatten(1, 2)[:, :, None].to(work) for x in self.buffers]
+        logits = torch.addcmul(level.to(work), torch.bmm(q, keys[..., :-1].mT), scales[0][0])
+        return torch.bmm(logits.softmax(-1).mul_(scales[-1][-1]), values[..., :-1]).unflatten(0, shape)
+
+    def see(self, index: int, places: list[int]) -> None:
+        """Set the levels of a group after a token at these places: what is seen of sinks, ring and slots."""
+        group = self.groups[index]
+        state, window, begin = group.state, group.window, sum(len(other.heads) for other in self.groups[:index])
+        place, device = torch.tensor(places, device=self.level.device), self.level.device
+        if group.merging is None:
+            merged = (place - window + 1).clamp_min(0)
+        else:
+            merged = torch.tensor([merged_before(group, place) for place in places], device=device)
+        age = (place[:, None] - torch.arange(window, device=device)) % window
+        seen = [first_places(state.sink_k.shape[-2], merged - 1), age <= (place - merged)[:, None]]
+        levels = torch.where(torch.cat(seen, -1), 0.0, EMPTY).to(self.level.dtype)[:, None]
+        own = self.level[:, begin : begin + len(group.heads)]
+        own[..., : levels.shape[-1]] = levels
+        if group.merging is not None:
+            levels = slot_levels(state, group.merging)
+            own[..., group.rows - levels.shape[-1] : group.rows] = levels.clamp_min(EMPTY)
+
+    def merge(self, leaving: list[int], dtype: torch.dtype) -> None:
+        """Merge the blocks that leave the windows of some groups before the next token."""
+        pieces, device = [], self.level.device
+        for group in (self.groups[index] for index in leaving):
+            state, merging = group.state, group.merging
+            assert merging is not None
+            first = torch.tensor([place - group.window for place in self.places], device=device)
+            comes = torch.tensor([block_leaves(group, place) for place in self.places], device=device)
+            place = (first[:, None] + torch.arange(merging.block, device=device))[:, None]
+            block = LeavingBlocks(place % group.window, comes[:, None, None] & (place >= state.sink_k.shape[-2]))
+            window_k, window_v, slot_k, slot_v = (
+                unpack_vectors(x, dtype) if x.dtype == torch.int8 else x
+                for x in (state.window_k, state.window_v, state.slot_k, state.slot_v)
+            )
+            columns = Columns(window_k, window_v, first, first, group.window)
+            free = replace(state, slot_k=slot_k, slot_v=slot_v)
+            pieces.append(Piece(window_k, first, place[..., 0], block, columns, merging, free))
+        merge_pieces(pieces)
+        for index, piece in zip(leaving, pieces, strict=True):
+            state = self.groups[index].state
+            state.weight, state.spread = piece.state.weight, piece.state.spread
+            for kept, new in ((state.slot_k, piece.state.slot_k), (state.slot_v, piece.state.slot_v)):
+                kept.copy_(pack_vectors(new) if kept.dtype == torch.int8 else new)
+
+
+def same(state: ExactState, views: dict[str, Tensor]) -> bool:
+    return all(getattr(state, name) is view for name, view in views.items())
+
+
+def block_leaves(group: WindowGroup, place: int) -> bool:
+    """Tell whether a block is merged before the token at a place attends."""
+    gone = place - group.window
+    return group.merging is not None and gone >= 0 and gone % group.merging.block == 0
+
+
+def merged_before(group: WindowGroup, place: int) -> int:
+    """Count the tokens that are in slots, or are sinks before them, as the token at a place attends."""
+    assert group.merging is not None
+    return max(0, (place - group.window) // group.merging.block + 1) * group.merging.block
+
+
+def sink_leaves(group: WindowGroup, place: int) -> bool:
+    return group.merging is None and 0 <= place - group.window < group.state.sink_k.shape[-2]
+
+
+def attend_token_in_buffer(
+    groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
+    out: Tensor, done: Sequence[int],
+) -> list[int]:  # fmt: skip
+    """Attend with a token, all windows and slots at once, into `out`; return the indices of the groups served.
+
+    q (batch, heads, group, 1, dim), k, v and out are those of the whole layer, and their heads' states in `memory`.
+    """
+    if real is not None or q.shape[-2] > 1 or memory is None or len(memory) < len(groups):
+        return []
+    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return []
+    kinds: dict[int, dict[int, WindowGroup]] = {}
+    for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
+        held = None if index in done else group.window_group(scale, state)
+        if held is not None and held.window and state.sink_k.device == k.device:
+            kinds.setdefault(group.bits, {})[index] = held
+    served: list[int] = []
+    for bits, some in kinds.items():
+        own = list(some.values())
+        first = own[0].state
+        if first.token_buffer is None or not first.token_buffer.holds(own):
+            first.token_buffer = None
+            if min(first.count.tolist()) < first.sink_k.shape[-2]:
+                continue  # sinks are yet to be remembered
+            first.token_buffer = TokenBuffer.of(own, working_dtype(k))
+        order = first.token_buffer.order
+        heads = slice(None) if order == list(range(k.shape[1])) else order
+        new = [x[:, heads, 0] for x in (k, v)]
+        if bits == 8:
+            new = [Rounded.of(x).bytes for x in new]
+        out[:, heads, :, 0] = first.token_buffer.attend((q * scale)[:, heads, :, 0], *new, k.dtype).to(out.dtype)
+        served += some
+    return served
