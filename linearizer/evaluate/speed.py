@@ -57,6 +57,13 @@ def measure_speed(
     return Speed(tuple(lengths), beyond, seconds, tuple(courses), breakeven_of(subjects, layers, courses))
 
 
+def now(device: torch.device) -> float:
+    """Give the time at which the device has finished its work."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    return time.perf_counter()
+
+
 @dataclass(frozen=True)
 class Meter:
     """Measures one subject."""
@@ -65,6 +72,7 @@ class Meter:
     layers: Sequence[Layer]
     seconds: float
     seed: int
+    clock: Callable[[torch.device], float] = now
 
     def measure_pace(self, length: int, before: Sequence[Pace]) -> Pace:
         """Measure a length, or extrapolate from shorter ones where memory or time does not suffice."""
@@ -99,20 +107,21 @@ class Meter:
     @torch.inference_mode()
     def time_texts(self, length: int, batch: int) -> Pace:
         """Read a batch of texts up to their last tokens, then token by token."""
-        device, cache = self.subject.model.device, fresh_cache(self.subject.model)
+        device = self.subject.model.device
         ids = torch.randint(
             vocabulary(self.subject.model), (batch, length), generator=torch.Generator().manual_seed(self.seed)
         ).to(device)
-        peak = PeakMemory(device)
-        begin = now(device)
-        for piece in ids[:, : length - WRITTEN].split(PIECE, dim=1):
-            read(self.subject, piece, cache, keep=1)
-        read_all = now(device)
-        read(self.subject, ids[:, length - WRITTEN : length - WRITTEN + 1], cache, keep=1)
-        first = now(device)
-        for token in ids[:, length - WRITTEN + 1 :].split(1, dim=1):
-            read(self.subject, token, cache, keep=1)
-        end = now(device)
+        with self.subject.at_work() as model:  # once: to make the model ready is no part of a token's time
+            subject, cache, peak = Subject(self.subject.name, model), fresh_cache(model), PeakMemory(device)
+            begin = self.clock(device)
+            for piece in ids[:, : length - WRITTEN].split(PIECE, dim=1):
+                read(subject, piece, cache, keep=1)
+            read_all = self.clock(device)
+            read(subject, ids[:, length - WRITTEN : length - WRITTEN + 1], cache, keep=1)
+            first = self.clock(device)
+            for token in ids[:, length - WRITTEN + 1 :].split(1, dim=1):
+                read(subject, token, cache, keep=1)
+            end = self.clock(device)
         return Pace(
             length,
             batch,
@@ -130,13 +139,6 @@ class Meter:
             return batch * head_bytes.cache_bytes(self.layers, length), head_bytes.cache_operations(self.layers, length)
         operations = head_bytes.state_operations(held.heads, self.layers, held.sinks, length)
         return batch * held.state_bytes(self.layers, length), operations
-
-
-def now(device: torch.device) -> float:
-    """Give the time at which the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    return time.perf_counter()
 
 
 def extrapolate(
