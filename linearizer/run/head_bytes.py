@@ -107,10 +107,10 @@ def head_operations(head: Head, layer: Layer, sinks: int, length: int) -> int:
 
 
 def merging_operations(head: Head, layer: Layer) -> int:
-    """Price what one token's share of merging a block costs: the distances of all pairs, about twice."""
+    """Price what one token's share of merging a block costs: the distances of all pairs."""
     if not head.slots:
         return 0
-    return 2 * pair_operations(layer) * (head.slots + head.block) ** 2 // head.block
+    return pair_operations(layer) * (head.slots + head.block) ** 2 // head.block
 
 
 def pair_operations(layer: Layer) -> int:

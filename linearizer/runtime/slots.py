@@ -10,9 +10,10 @@ all tokens before the first multiple of the block that leaves at most `window` e
 slots. A block adds as many slots as it has tokens; then as many as are too many go, each into one that stays
 (slots_merging.py). The places whose rows see the same slots are a period.
 
-The same attention is written four times: `reference` below (token by token); for a text (many periods at once) and
-for a token in PyTorch (slots_torch.py); and both by kernels (kernel_text_slots.py, kernel_token_slots.py).
-`slot_attention` is what callers use; kernel_dispatch.py chooses. Shapes as in features.py.
+The same attention is written several times: `reference` below (token by token); for a text (many periods at once) and
+for a token in PyTorch (slots_torch.py; token_buffer.py for all heads of a layer); and both by kernels
+(kernel_text_slots.py, kernel_token_slots.py). Callers use `slot_attention` for heads that hold the same, and
+layer_student.py for those of a layer; kernel_dispatch.py chooses. Shapes as in features.py.
 """
 
 from __future__ import annotations

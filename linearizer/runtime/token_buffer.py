@@ -92,15 +92,12 @@ class TokenBuffer:
             for mine, other, views in zip(self.groups, groups, self.views, strict=True)
         )
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor, dtype: torch.dtype) -> Tensor:
-        """Attend with a token: q (batch, heads, group, dim), multiplied by the scale; k, v as they are kept.
-
-        Slots are merged in `dtype` where they are kept as bytes.
-        """
+    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Attend with a token: q (batch, heads, group, dim), multiplied by the scale; k, v (batch, heads, dim)."""
         before, after = self.places, [place + 1 for place in self.places]
         leaving = [i for i, group in enumerate(self.groups) if any(block_leaves(group, p) for p in before)]
         if leaving:
-            self.merge(leaving, dtype)
+            self.merge(leaving, k.dtype)
         own = self.ring + self.count[:, None] % self.windows
         self.remember(own, k, v)
         self.level.view(-1).index_fill_(0, own.flatten(), 0.0)
@@ -115,12 +112,15 @@ class TokenBuffer:
     def remember(self, own: Tensor, k: Tensor, v: Tensor) -> None:
         """Write a token into the rings, at these rows."""
         if len(self.buffers) == 1:
-            both, rows = self.buffers[0], torch.stack([k, v])
+            both, rows = self.buffers[0], self.as_kept(torch.stack([k, v]))
             at = torch.stack([own, own + self.level.numel()])
             both.view(-1, both.shape[-1]).index_copy_(0, at.flatten(), rows.flatten(0, -2))
         else:
             for buffer, x in zip(self.buffers, (k, v), strict=True):
-                buffer.view(-1, buffer.shape[-1]).index_copy_(0, own.flatten(), x.flatten(0, -2))
+                buffer.view(-1, buffer.shape[-1]).index_copy_(0, own.flatten(), self.as_kept(x).flatten(0, -2))
+
+    def as_kept(self, x: Tensor) -> Tensor:
+        return Rounded.of(x).bytes if self.buffers[0].dtype == torch.int8 else x
 
     def look(self, q: Tensor) -> Tensor:
         """One softmax over all rows: (batch, heads, group, dim)."""
@@ -154,7 +154,7 @@ class TokenBuffer:
             own[..., group.rows - levels.shape[-1] : group.rows] = levels.clamp_min(EMPTY)
 
     def merge(self, leaving: list[int], dtype: torch.dtype) -> None:
-        """Merge the blocks that leave the windows of some groups before the next token."""
+        """Merge the blocks that leave the windows of some groups, in `dtype`, before the next token."""
         pieces, device = [], self.level.device
         for group in (self.groups[index] for index in leaving):
             state, merging = group.state, group.merging
@@ -216,7 +216,7 @@ def attend_token_in_buffer(
         if held is not None and held.window and state.sink_k.device == k.device:
             kinds.setdefault(group.bits, {})[index] = held
     served: list[int] = []
-    for bits, some in kinds.items():
+    for some in kinds.values():
         own = list(some.values())
         first = own[0].state
         if first.token_buffer is None or not first.token_buffer.holds(own):
@@ -226,9 +226,7 @@ def attend_token_in_buffer(
             first.token_buffer = TokenBuffer.of(own, working_dtype(k))
         order = first.token_buffer.order
         heads = slice(None) if order == list(range(k.shape[1])) else order
-        new = [x[:, heads, 0] for x in (k, v)]
-        if bits == 8:
-            new = [Rounded.of(x).bytes for x in new]
-        out[:, heads, :, 0] = first.token_buffer.attend((q * scale)[:, heads, :, 0], *new, k.dtype).to(out.dtype)
+        asks, new_k, new_v = q[:, heads, :, 0] * scale, k[:, heads, 0], v[:, heads, 0]
+        out[:, heads, :, 0] = first.token_buffer.attend(asks, new_k, new_v).to(out.dtype)
         served += some
     return served
