@@ -25,6 +25,7 @@ from linearizer.errors import RequestError
 from linearizer.model.logits import vocabulary
 from linearizer.serve.bodies import Body, ChatBody, CompletionBody
 from linearizer.serve.engine import Engine
+from linearizer.serve.local_requests import REFUSAL, LocalRequests
 from linearizer.serve.row import Piece, Row
 from linearizer.serve.sampling import Drawing
 
@@ -96,9 +97,12 @@ class Work:
         }
 
 
-def make_endpoint(served: Served) -> FastAPI:
-    """Make the application that serves a model; its engine must be at work."""
+def make_endpoint(served: Served, local: bool = True) -> FastAPI:
+    """Make the application that serves a model, to this machine or to others; its engine must be at work."""
     app = FastAPI(title="Linearizer", docs_url=None, redoc_url=None, openapi_url=None)
+    if local:
+        refusal = Refusal(403, REFUSAL.strip())
+        app.add_middleware(LocalRequests, refuse=JSONResponse(refusal.content, refusal.status))
 
     @app.exception_handler(Refusal)
     async def tell_refusal(request: Request, error: Refusal) -> JSONResponse:

@@ -23,15 +23,15 @@ REFUSAL = (
 class LocalRequests:
     """Serves requests whose Host, and Origin if there is one, name this machine."""
 
-    def __init__(self, app: ASGIApp) -> None:
-        self.app = app
+    def __init__(self, app: ASGIApp, refuse: ASGIApp | None = None) -> None:
+        self.app, self.refuse = app, refuse or PlainTextResponse(REFUSAL, 403)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] in ("http", "websocket"):
             headers = Headers(scope=scope)
             origin = headers.get("origin")
             if not is_local(f"//{headers.get('host', '')}") or (origin is not None and not is_local(origin)):
-                await PlainTextResponse(REFUSAL, 403)(scope, receive, send)
+                await self.refuse(scope, receive, send)
                 return
         await self.app(scope, receive, send)
 

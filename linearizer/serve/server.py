@@ -14,7 +14,7 @@ from linearizer.model.teacher import load
 from linearizer.run.folder import Run
 from linearizer.serve.endpoint import Served, make_endpoint
 from linearizer.serve.engine import Engine
-from linearizer.serve.local_requests import LOCAL_HOSTS, LocalRequests
+from linearizer.serve.local_requests import LOCAL_HOSTS
 
 HOST, PORT = "127.0.0.1", 8000
 MAX_STATE_BYTES = 2**30
@@ -40,9 +40,7 @@ def serve(
             model, tokenizer = checkpoint.load_of_run(run)
         name = run.folder.resolve().name + ("-teacher" if teacher else "")
         with Engine(model, max_state_bytes) as engine:
-            app = make_endpoint(Served(name, model, tokenizer, run.positions, engine))
-            if host in LOCAL_HOSTS:
-                app.add_middleware(LocalRequests)
+            app = make_endpoint(Served(name, model, tokenizer, run.positions, engine), host in LOCAL_HOSTS)
             config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=CLOSING_SECONDS)
             ready(f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1", name)
             uvicorn.Server(config).run([listening])

@@ -64,7 +64,7 @@ def measured(run, asked):
                 )
     made = environment(student)
     about = f"{asked.written} tokens written; {run.plan.model}, {run.allocation.strategy}, budget {run.plan.budget}"
-    return columns(rows) + f"\n{about}; " + ", ".join(f"{name} {value}" for name, value in made.items())
+    return columns(rows) + f"\n{about}; {made['dtype']} on {made['device']}"
 
 
 def measure(name, model, tokenizer, prompts, written):

@@ -147,7 +147,7 @@ def test_a_client_that_goes_away_frees_its_place(served, stream):
     try:
         address = served.base_url.host, served.base_url.port
         with socket.create_connection(address) as connection:
-            head = ["POST /v1/completions HTTP/1.1", "Host: a", "Content-Type: application/json"]
+            head = ["POST /v1/completions HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
             head += [f"Content-Length: {len(content)}", "", ""]
             connection.sendall("\r\n".join(head).encode() + content)
             assert begun.wait(60)
@@ -221,3 +221,14 @@ def test_a_template_that_refuses_says_so(served, monkeypatch):
     monkeypatch.setattr(served.served.tokenizer, "chat_template", "{{ raise_exception('roles must alternate') }}")
     answer = chat(served, "Hello")
     assert answer.status_code == 400 and "roles must alternate" in answer.json()["error"]["message"]
+
+
+def test_requests_of_other_sites_are_refused(served):
+    for headers in ({"Host": "evil.example"}, {"Origin": "https://evil.example"}):
+        answer = served.get("models", headers=headers)
+        assert answer.status_code == 403 and "--host" in answer.json()["error"]["message"]
+    assert served.get("models", headers={"Origin": "http://localhost:3000"}).status_code == 200
+    answer = served.post(
+        "completions", content=b'{"model": "tiny", "prompt": "a"}', headers={"Content-Type": "text/plain"}
+    )
+    assert answer.status_code == 400
