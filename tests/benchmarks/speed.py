@@ -30,6 +30,7 @@ RESULTS = Path(__file__).parent / "results" / "speed-cpu.json"
 LENGTHS = (256, 512, 1024, 4096, 8192)
 BATCHES = (1, 8)
 SUBJECTS = ("teacher", "student")
+ENOUGH = 8  # seconds, after which no further turn begins
 QUICK = dict(prices="estimated", exchanges=0, dtype="float32", device="cpu")  # of what heads hold, speed needs no more
 
 
@@ -47,9 +48,15 @@ def main(arguments=None):
         run = made(Path(folder) / "run", asked.budget) if asked.run is None else Run(asked.run)
         with assembled(run) as setup:
             made_with = environment(setup.student) | {"instructions": torch.backends.cpu.get_cpu_capability()}
-            rows = list(measured(setup, asked))
-    found = {"date": date.today().isoformat(), "command": command(arguments), "made_with": made_with, "rows": rows}
-    asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            found = {
+                "date": date.today().isoformat(),
+                "command": command(arguments),
+                "made_with": made_with,
+                "rows": [],
+            }
+            for row in measured(setup, asked):
+                found["rows"].append(row)
+                asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
 
 
 def made(folder, budget):
@@ -72,8 +79,10 @@ def measured(setup, asked):
     )
     for batch in asked.batches:
         for length in asked.lengths:
-            paces = {name: [] for name in SUBJECTS}
-            for _ in range(asked.turns):
+            paces, begin = {name: [] for name in SUBJECTS}, time.process_time()
+            for turn in range(asked.turns):
+                if turn and time.process_time() - begin > ENOUGH:
+                    break
                 for name, meter in meters.items():
                     paces[name].append(meter.time_texts(length, batch))
             row = {"length": length, "batch": batch} | {name: best(found) for name, found in paces.items()}

@@ -158,6 +158,29 @@ def test_the_pair_that_is_merged_is_the_cheapest():
         torch.testing.assert_close(found.k[0, head][merged][0], mean)
 
 
+def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
+    given, count = slots_of(12), 5
+    given.weight[:] = torch.arange(1, 13)
+    given.weight[..., 3] = 0  # empty
+    found = merge_slots(given, count, torch.eye(DIM, dtype=torch.float64).expand(2, -1, -1))
+    for head in range(2):
+        k, v, weight = given.k[0, head], given.v[0, head], given.weight[0, head]
+        full = [i for i in range(12) if weight[i]]
+
+        def cost(i, j, k=k, v=v, weight=weight):
+            apart, values = (k[i] - k[j]).square().sum(), (v[i] - v[j]).norm()
+            return float(apart**2 * values * weight[i] * weight[j] / (weight[i] + weight[j]))
+
+        least = {i: min(cost(i, j) for j in full if j < i) for i in full[1:]}
+        gone = sorted(least, key=least.get)[: len(full) - count]
+        groups = {i: [i] for i in full if i not in gone}
+        for i in gone:
+            groups[min(groups, key=lambda j, i=i: cost(i, j))].append(i)
+        assert found.weight[0, head].tolist() == [sum(weight[group]) for group in groups.values()]
+        for mine, group in zip(found.v[0, head], groups.values(), strict=True):
+            torch.testing.assert_close(mine, (weight[group, None] * v[group]).sum(0) / weight[group].sum())
+
+
 def test_while_there_is_room_merging_only_keeps():
     given = slots_of(7)
     given.weight[..., [1, 4]] = 0
