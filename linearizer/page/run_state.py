@@ -175,7 +175,8 @@ class RunState:
             layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)
             growth = allocation.growth(layers)
             self.put("memory", mark, lambda: training_charts.draw_memory(layers, fixed, growth).to_json())
-            if self.run.has_file("prices.json") and language is not None:
+            priced = self.run.plan.rules.decided_by == "prices" and self.run.has_file("prices.json")
+            if priced and language is not None:
                 self.put("frontier", mark, lambda: self.frontier(allocation, language.result))
 
     def frontier(self, allocation: Allocation, language: Language) -> str:
