@@ -81,9 +81,7 @@ def draw_head_map(values: Mapping[int, Sequence[float]], layers: Sequence[Layer]
     rows = [[*values.get(index, ()), *[None] * (heads - len(values.get(index, ())))] for index in range(len(layers))]
     known = [count for row in rows for count in row if count is not None]
     logs = [[None if count is None else math.log10(max(count, least)) for count in row] for row in rows]
-    texts = [
-        ["" if count is None else f"{count:.2g}" if count < 1 else f"{count:.3g}" for count in row] for row in rows
-    ]
+    texts = [["" if count is None else cell_text(count, least) for count in row] for row in rows]
     low, high = (math.log10(max(min(known), least)), math.log10(max(*known, least))) if known else (0.0, 2.0)
     ticks = round_ticks(10**low, 10**high)
     figure = new_figure(max(340, min(22 * len(layers) + 90, 720)))
@@ -111,6 +109,11 @@ def draw_head_map(values: Mapping[int, Sequence[float]], layers: Sequence[Layer]
     figure.update_xaxes(title="KV head", dtick=max(1, heads // 16), range=[-0.5, heads - 0.5])
     figure.update_yaxes(title="layer", dtick=max(1, len(layers) // 24), range=[len(layers) - 0.5, -0.5], showgrid=False)
     return figure
+
+
+def cell_text(count: float, least: float) -> str:
+    """Write a number as briefly as its cell needs; nothing is drawn below the least."""
+    return f"≤{least:g}" if count <= least else f"{count:.{2 if count < 1 else 3}g}"
 
 
 def write_numbers(

@@ -137,7 +137,7 @@ def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
         option = allocation_charts.priced_alike(PRICES, LAYERS, budget)
         assert option == Head(window=window)
     drawn = allocation_charts.draw_price_map(PRICES, LAYERS, Head(window=32))
-    assert [tuple(row) for row in drawn.data[0].text] == [("100", "200"), ("", ""), ("0.001", "200")]
+    assert [tuple(row) for row in drawn.data[0].text] == [("100", "200"), ("", ""), ("≤0.001", "200")]
     assert "each alone holds<br>a window of 32" in drawn.layout.xaxis.title.text
 
 
