@@ -99,7 +99,7 @@ def draw_changes(
         *(gr.Button(visible=can[key]) if can else gr.skip() for key in BUTTONS),
         gr.Button(interactive=can["student"]) if can else gr.skip(),
         gr.Button(interactive=True) if "measured" in new else gr.skip(),
-        slider_of(run) if "id" in new else gr.skip(),
+        slider_of(run) if "id" in new and run.has_file("inspection.json") else gr.skip(),
         new.get("deciding", gr.skip()),
         gr.Column(visible=run.plan.rules.decided_by == "prices") if "id" in new else gr.skip(),
         bars,
