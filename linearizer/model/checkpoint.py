@@ -130,4 +130,7 @@ def load(folder: str | Path, **options: object) -> LinearizedForCausalLM:
     """Load a student with the code of this package; `options` go to from_pretrained (dtype, device_map, …)."""
     if not (Path(folder) / "config.json").is_file():
         raise RequestError(f"{folder} holds no checkpoint: there is no config.json in it")
-    return LinearizedForCausalLM.from_pretrained(folder, **options).eval()
+    student, report = LinearizedForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
+    if missing := sorted(report["missing_keys"]):  # transformers would draw them at random
+        raise RequestError(f"{folder} lacks {len(missing)} weights, such as {missing[0]}: write the checkpoint again")
+    return student.eval()
