@@ -118,7 +118,7 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
         raise ValueError(NOT_SERVED)
     if kwargs.get("output_attentions"):
         raise ValueError(NO_WEIGHTS)
-    if torch.compiler.is_exporting() and mask is positions is None:  # or transformers masks as if texts were packed
+    if torch.compiler.is_compiling() and mask is positions is None:  # or transformers masks as if texts were packed
         given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         kwargs["attention_mask"] = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
     if cache is None:
