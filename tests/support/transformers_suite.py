@@ -1,0 +1,63 @@
+"""transformers' own tests of models, from the source distribution of the installed version."""
+
+import importlib
+import os
+import re
+import subprocess
+import sys
+import tarfile
+import types
+from pathlib import Path
+
+import pytest
+import transformers
+from filelock import FileLock
+from transformers import testing_utils
+
+PACKAGE = "transformers_tests"  # the name that their folder of tests gets here
+CHECKOUT = "TRANSFORMERS_TESTS"  # names the tests of a checkout, which has more of them than a source distribution
+NOT_DISTRIBUTED = {f"{PACKAGE}.exporters.test_export": "ExportTesterMixin",
+                   f"{PACKAGE}.generation.test_utils": "GenerationTesterMixin"}  # fmt: skip
+
+
+def fetch_tests(folder):
+    """Return a folder with the tests; fetch it once for all processes, and skip where no registry can be reached."""
+    if CHECKOUT in os.environ:
+        return Path(os.environ[CHECKOUT])
+    name = f"transformers-{transformers.__version__}"
+    with FileLock(folder / f"{name}.lock"):
+        if not (folder / name).is_dir():
+            how = ["download", "--no-deps", "--no-build-isolation", "--no-binary=:all:", "--dest", str(folder)]
+            wanted = f"transformers=={transformers.__version__}"
+            done = subprocess.run([sys.executable, "-m", "pip", *how, wanted], capture_output=True, text=True)
+            if "(from versions: none)" in done.stderr:
+                pytest.skip(f"no package registry can be reached, and transformers' tests come from its {name}.tar.gz")
+            assert done.returncode == 0, done.stderr
+            with tarfile.open(folder / f"{name}.tar.gz") as archive:
+                members = [member for member in archive.getmembers() if member.name.startswith(f"{name}/tests/")]
+                archive.extractall(folder / f"{name}.unfinished", members, filter="data")
+            (folder / f"{name}.unfinished" / name).rename(folder / name)
+    return folder / name / "tests"
+
+
+def import_mixins(folder, config):
+    """Import the classes whose tests a model inherits; an empty class stands for one that is not distributed."""
+    pytest.importorskip("parameterized")
+    for path in (Path(testing_utils.__file__), *folder.glob("*.py")):
+        for mark in re.findall(r"\bmark\.(\w+)", path.read_text()):
+            config.addinivalue_line("markers", mark)  # or pytest refuses it
+    add_package(PACKAGE, folder)
+    for name, mixin in NOT_DISTRIBUTED.items():
+        parent, _, module = name.rpartition(".")
+        here = folder / parent.rpartition(".")[2]
+        add_package(parent, here)
+        if not (here / f"{module}.py").exists():
+            sys.modules[name] = types.ModuleType(name)
+            setattr(sys.modules[name], mixin, type(mixin, (), {}))
+    common = importlib.import_module(f"{PACKAGE}.test_modeling_common")
+    return common.ModelTesterMixin, common.GenerationTesterMixin
+
+
+def add_package(name, folder):
+    sys.modules[name] = types.ModuleType(name)
+    sys.modules[name].__path__ = [str(folder)]
