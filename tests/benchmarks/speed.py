@@ -7,7 +7,6 @@ results/speed-cpu.json.
 
 import argparse
 import json
-import sys
 import tempfile
 import time
 from dataclasses import asdict
@@ -50,7 +49,7 @@ def main(arguments=None):
             made_with = environment(setup.student) | {"instructions": torch.backends.cpu.get_cpu_capability()}
             found = {
                 "date": date.today().isoformat(),
-                "command": command(arguments),
+                "command": command(asked),
                 "made_with": made_with,
                 "rows": [],
             }
@@ -117,8 +116,11 @@ def line(row):
     )
 
 
-def command(arguments):
-    return " ".join(["python -m tests.benchmarks.speed", *(sys.argv[1:] if arguments is None else arguments)])
+def command(asked):
+    """The command by which this was measured, without the names of folders."""
+    sizes = f"--lengths {' '.join(map(str, asked.lengths))} --batches {' '.join(map(str, asked.batches))}"
+    student = f"--budget {asked.budget}" if asked.run is None else "--run RUN"
+    return f"python -m tests.benchmarks.speed {student} {sizes} --turns {asked.turns}"
 
 
 if __name__ == "__main__":
