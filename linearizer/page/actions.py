@@ -284,7 +284,7 @@ def compare_models(visitor: Visitor, name: str, prompt: str, tokens: int, seed: 
     from linearizer.evaluate.side_by_side import write_in_turns
 
     run = visitor.find_run(name)
-    if not run.checkpoint.is_dir() or (allocation := run.allocation) is None:
+    if not run.checkpoint.is_dir():
         raise RequestError("this run has no student yet: wait until it is done, or use what it has")
     if len(prompt) > limits.MAX_PROMPT_CHARACTERS or not 1 <= tokens <= limits.MAX_COMPARED_TOKENS:
         raise RequestError(
@@ -293,6 +293,8 @@ def compare_models(visitor: Visitor, name: str, prompt: str, tokens: int, seed: 
         )
     with hold_comparison_lock():
         pair = load_pair(run, visitor)
+        if (allocation := run.allocation) is None:
+            raise RequestError("this run has lost its allocation.json: start a new run")
         state = StateSize.of(allocation, run.layers)
         yield from write_in_turns(pair.teacher, pair.student, pair.tokenizer, state, prompt, tokens, seed, sample)
 
