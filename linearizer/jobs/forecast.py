@@ -49,6 +49,7 @@ HEAD_ERROR_PASSES = 60  # that the errors of every head take, the curve of error
 CHOICES = 4  # of a sample of a task, each read by itself
 CHOICE_TOKENS = 64
 TASK_SAMPLES = 1000  # of a task without a limit
+Clock = Callable[[], float]
 
 
 @dataclass(frozen=True)
@@ -81,25 +82,29 @@ class EvaluationForecast:
 
 
 @cache
-def measure_speeds(device: str) -> Speeds:
+def measure_speeds(device: str, clock: Clock = time.perf_counter) -> Speeds:
     """Measure this machine, in well under a second; only once."""
     size = matrix_size(device)
     matrices = [torch.ones(size, size, device=device, dtype=dtype) for dtype in (torch.float32, torch.bfloat16)]
     points = torch.randn(SPECTRUM_POINTS, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
-    products, small = (2 * size**3 / seconds_of(lambda x=x: float((x @ x)[0, 0]), 5) for x in matrices)  # type: ignore[misc]
-    spectra = seconds_of(lambda: degrees_of_freedom(points.to(device), [2.0**-8]), 2)
-    return Speeds(products, small, students_speed(device), SPECTRUM_POINTS**3 / spectra, READ_RATE)
+    products, small = (2 * size**3 / seconds_of(lambda x=x: float((x @ x)[0, 0]), 5, clock) for x in matrices)  # type: ignore[misc]
+    spectra = seconds_of(lambda: degrees_of_freedom(points.to(device), [2.0**-8]), 2, clock)
+    return Speeds(products, small, students_speed(device, clock), SPECTRUM_POINTS**3 / spectra, READ_RATE)
 
 
 @torch.inference_mode()
-def students_speed(device: str) -> float:
+def students_speed(device: str, clock: Clock) -> float:
     """Measure how many tokens of KV heads with a window and slots are read in a second."""
     heads, tokens, dim = STUDENT_SHAPE
     student = LayerStudent([Head(window=16, slots=48).held] * heads, 0, dim, "prf").to(device)
     student.reset(torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
     text = torch.randn(1, heads, tokens, dim, generator=generator).to(device)
-    return heads * tokens / seconds_of(lambda: float(student(text, text, text, dim**-0.5, None, None)[0, 0, 0, 0]), 2)
+
+    def read() -> float:
+        return float(student(text, text, text, dim**-0.5, None, None)[0, 0, 0, 0])
+
+    return heads * tokens / seconds_of(read, 2, clock)
 
 
 def matrix_size(device: str) -> int:
@@ -107,13 +112,13 @@ def matrix_size(device: str) -> int:
     return 2048 if device_kind(device) == "cuda" else 512
 
 
-def seconds_of(work: Callable[[], object], times: int) -> float:
+def seconds_of(work: Callable[[], object], times: int, clock: Clock) -> float:
     """Time a piece of work, the fastest of a few times."""
     seconds = []
     for _ in range(times + 1):  # the first warms up
-        begin = time.perf_counter()
+        begin = clock()
         work()
-        seconds.append(time.perf_counter() - begin)
+        seconds.append(clock() - begin)
     return min(seconds[1:])
 
 

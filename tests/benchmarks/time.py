@@ -10,6 +10,7 @@ import argparse
 import json
 import tempfile
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -48,6 +49,7 @@ SHAPES = {  # name -> config, layers of the real model, layers here
 }  # fmt: skip
 FEW = {"texts": 2, "length": 256}  # of the shapes of real models
 PASSES = 3  # of which the fastest counts
+STARTED = time.process_time()  # what a process takes until everything is imported
 HEADINGS = ("", "processor s", "passes")
 
 
@@ -92,7 +94,7 @@ def measured(asked, name, folder):
     model, note = ("demo", "") if name == "demo" else shape(name, asked.layers, folder / "model")
     plan = Plan.of(model=model, budget=asked.budget, dtype=asked.dtype, device=asked.device, **how)
     run = pipeline.begin(folder / "run", plan)
-    forecast = forecast_run(run.plan, run.inspection, measure_speeds(run.plan.device), 0)
+    forecast = forecast_run(run.plan, run.inspection, measure_speeds(run.plan.device, partial(clock, asked.device)), 0)
     begun = clock(asked.device)
     teacher = teacher_module.load(run.plan)
     loading = clock(asked.device) - begun
@@ -100,7 +102,7 @@ def measured(asked, name, folder):
     dtype = str(teacher.model.dtype).removeprefix("torch.")
     del teacher
     seconds = step_seconds(asked, run)
-    seconds = {"load": loading, **seconds, "profile": seconds["profile"] - loading}
+    seconds = {"start": STARTED, "load": loading, **seconds, "profile": seconds["profile"] - loading}
     return {
         "note": f"{note}{run.plan.texts} texts of {run.plan.length} tokens, {dtype}, {asked.threads} threads",
         "pass": one,
