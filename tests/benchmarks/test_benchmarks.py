@@ -8,6 +8,7 @@ import pytest
 from linearizer.model import teacher as teacher_module
 from linearizer.run.plan import Plan
 from tests.benchmarks import quality
+from tests.benchmarks import time as time_of_runs
 from tests.benchmarks.paper import PUBLISHED, main
 from tests.benchmarks.paper_fit import agreement
 
@@ -56,3 +57,13 @@ def test_quality_judges_by_texts_that_the_positions_of_a_model_hold():
     few = replace(teacher, inspection=replace(teacher.inspection, max_positions=256))
     assert quality.held_out(plan, teacher).shape == (quality.HELD, 512)
     assert quality.held_out(plan, few).shape == (quality.HELD, 256)
+
+
+def test_the_time_of_a_run_is_laid_out_by_steps_beside_its_forecast(capsys):
+    given = ["--budget", "24", "--texts", "2", "--length", "64", "--dtype", "float32", "--threads", "1"]
+    time_of_runs.main(["demo", *given])
+    lines = capsys.readouterr().out.splitlines()
+    steps = [line.split()[0] for line in lines[2:-2]]
+    assert steps == ["start", "load", "profile", "try", "price", "exchange", "evaluate", "save", "all", "forecast"]
+    seconds = [float(line.split()[1]) for line in lines[2:-3]]
+    assert sum(seconds[:-1]) == pytest.approx(seconds[-1], abs=0.5) and "forecast ÷ measured" in lines[-2]
