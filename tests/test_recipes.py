@@ -12,6 +12,7 @@ from linearizer.allocate import step
 from linearizer.allocate.by_gates import allocate_by_gates
 from linearizer.cli.main import begin_run, parser
 from linearizer.errors import BudgetError, RequestError, TextError
+from linearizer.measure import head_prices_by_gradient
 from linearizer.measure.gates import learn_gates
 from linearizer.measure.step import measure_teacher
 from linearizer.model import teacher as teacher_module
@@ -96,10 +97,11 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
     assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [2]
 
 
-def test_pricing_that_is_stopped_goes_on_to_the_same_prices(tmp_path):
-    run = pipeline.begin(
-        tmp_path / "run", Plan.of("best", **{**SMALL, "length": 32}, strategy="gain-features", sinks=0)
-    )
+@pytest.mark.parametrize("prices", ["estimated", "measured"])
+def test_pricing_that_is_stopped_goes_on_to_the_same_prices(prices, tmp_path, monkeypatch):
+    monkeypatch.setattr(head_prices_by_gradient, "MAX_GRADIENTS", 1)  # text by text
+    asked = {**SMALL, "length": 32, "texts": 4, "prices": prices}
+    run = pipeline.begin(tmp_path / "run", Plan.of("best", **asked, strategy="gain-features", sinks=0))
     teacher = teacher_module.load(run.plan)
     finish(measure_teacher(run, teacher))
     texts = step.texts_to_price_on(run, teacher, None)
@@ -110,7 +112,9 @@ def test_pricing_that_is_stopped_goes_on_to_the_same_prices(tmp_path):
         next(steps)
     steps.close()
     assert finish(step.price_heads(run, teacher, texts)) == whole
-    assert [event["done"] for event in run.events() if event["event"] == "price"].count(1) == 2  # not a third time
+    unit = "texts" if prices == "estimated" else "prices"
+    done = [event["done"] for event in run.events() if event["event"] == "price" and event["unit"] == unit]
+    assert done.count(1) == 2  # not a third time
 
 
 def test_what_is_given_takes_precedence_over_the_recipe():
@@ -126,12 +130,14 @@ def test_another_recipe_for_a_plan_brings_its_own_choices_and_leaves_all_else(tm
     def planned(*options):
         asked = parser().parse_args(["run", "demo", "--plan", str(tmp_path / "plan.json"), *options])
         asked.out, asked.resume = tmp_path / "-".join(("run", *options)), False
-        return replace(begin_run(asked).plan, prices="auto")  # which beginning decides
+        return replace(begin_run(asked).plan, dtype="auto", samples=None)  # which beginning decides
 
     kept = dict(model="demo", budget=64, seed=3, length=64)
     assert planned() == planned("--recipe", "lolcats") == written
     for recipe in sorted(set(RECIPES) - {"lolcats"}):
-        assert planned("--recipe", recipe) == Plan.of(recipe, **kept)
+        growing = {"may_grow": True} if recipe == "duo" else {}
+        asked = planned("--recipe", recipe, *["--may-grow"] * len(growing))
+        assert asked == Plan.of(recipe, **kept, **growing)
     assert planned("--recipe", "paper", "--steps", "5", "--seed", "4") == Plan.of(
         "paper", **{**kept, "seed": 4}, steps=5
     )

@@ -21,12 +21,14 @@ from linearizer.run import locks
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.support.page_server import SPACE, client_of, serving
-from tests.support.runs import QUICK, process_of, wait_for, wait_until
+from tests.support.runs import FP32, QUICK, process_of, wait_for, wait_until
 
 HERE = Path(__file__).parents[2]
 ANN = "ann's secret, long enough"
 TRAINED = Plan("demo", steps=6, **QUICK)
-PRICED = Plan("demo", budget=64, strategy="windows", texts=2, length=64, samples=128, exchanges=2, dtype="float32")
+PRICED = Plan(
+    "demo", budget=64, strategy="windows", prices="measured", texts=2, length=64, samples=128, exchanges=2, **FP32
+)
 OPTIONS = {**{name: value for name, value in QUICK.items() if name != "budget"}, "steps": 6}
 
 
