@@ -11,7 +11,7 @@ from linearizer.errors import RequestError, first_line
 
 MAX_PROMPTS, MAX_STOPS = 64, 16  # of one request
 DEFAULT_COMPLETION = 16  # new tokens, as OpenAI has it; a chat goes on to its end
-# What other servers do and this one does not, with the values that ask for nothing.
+# Options of other servers that are not served here, with the values that change nothing.
 NEUTRAL: dict[str, tuple[Any, ...]] = {
     "n": (1,), "best_of": (1,), "echo": (False,), "suffix": ("",), "logprobs": (False,), "top_logprobs": (0,),
     "frequency_penalty": (0,), "presence_penalty": (0,), "logit_bias": ({},), "tools": ([],), "functions": ([],),
@@ -59,10 +59,10 @@ class Body(BaseModel):
 
     @property
     def stops(self) -> tuple[str, ...]:
-        found = [self.stop] if isinstance(self.stop, str) else self.stop or []
-        if len(found) > MAX_STOPS or not all(found):
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > MAX_STOPS or not all(stops):
             raise RequestError(f"stop may name at most {MAX_STOPS} strings, none of them empty: name fewer")
-        return tuple(found)
+        return tuple(stops)
 
     @property
     def new_tokens(self) -> int | None:
@@ -82,10 +82,10 @@ class CompletionBody(Body):
 
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
         """Give the tokens of every prompt."""
-        asked: list[Any] = [self.prompt] if is_one(self.prompt) else list(self.prompt)
-        if len(asked) > MAX_PROMPTS:
-            raise RequestError(f"{len(asked)} prompts are more than the {MAX_PROMPTS} of one request: send several")
-        return [tokenizer(each, verbose=False)["input_ids"] if isinstance(each, str) else each for each in asked]
+        prompts: list[Any] = [self.prompt] if is_one(self.prompt) else list(self.prompt)
+        if len(prompts) > MAX_PROMPTS:
+            raise RequestError(f"{len(prompts)} prompts are more than the {MAX_PROMPTS} of one request: send several")
+        return [tokenizer(each, verbose=False)["input_ids"] if isinstance(each, str) else each for each in prompts]
 
 
 class Part(BaseModel):

@@ -31,7 +31,7 @@ from linearizer.serve.sampling import Drawing
 
 
 class Refusal(Exception):
-    """An error as the endpoint tells it."""
+    """An error in the shape of OpenAI's API."""
 
     def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
         super().__init__(message)
@@ -54,8 +54,8 @@ class Served:
     @property
     def ends(self) -> frozenset[int]:
         """The tokens that end a text."""
-        found = self.model.generation_config.eos_token_id
-        return frozenset([] if found is None else found if isinstance(found, list) else [found])
+        ends = self.model.generation_config.eos_token_id
+        return frozenset([] if ends is None else ends if isinstance(ends, list) else [ends])
 
     @property
     def card(self) -> dict[str, Any]:
@@ -69,7 +69,7 @@ class Work:
 
     body: Body
     rows: list[Row]
-    heard: asyncio.Queue[tuple[int, Piece]]
+    received: asyncio.Queue[tuple[int, Piece]]
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -81,7 +81,7 @@ class Work:
         """Yield what is written until all texts have ended."""
         left = len(self.rows)
         while left:
-            index, piece = await self.heard.get()
+            index, piece = await self.received.get()
             left -= piece.last
             yield index, piece
 
@@ -105,21 +105,21 @@ def make_endpoint(served: Served, local: bool = True) -> FastAPI:
         app.add_middleware(LocalRequests, refuse=JSONResponse(refusal.content, refusal.status))
 
     @app.exception_handler(Refusal)
-    async def tell_refusal(request: Request, error: Refusal) -> JSONResponse:
+    async def answer_refusal(request: Request, error: Refusal) -> JSONResponse:
         return JSONResponse(error.content, error.status)
 
     @app.exception_handler(RequestValidationError)
-    async def tell_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        found = error.errors()[0]
-        place = [str(part) for part in found["loc"] if part != "body"]
-        said = found["msg"].removeprefix("Value error, ")
-        message = f"{'.'.join(place)}: {said}" if place else said
-        return await tell_refusal(request, Refusal(400, message, place[0] if place else None))
+    async def answer_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
+        first = error.errors()[0]
+        place = [str(part) for part in first["loc"] if part != "body"]
+        reason = first["msg"].removeprefix("Value error, ")
+        message = f"{'.'.join(place)}: {reason}" if place else reason
+        return await answer_refusal(request, Refusal(400, message, place[0] if place else None))
 
     @app.exception_handler(HTTPException)
-    async def tell_http(request: Request, error: HTTPException) -> JSONResponse:
+    async def answer_http(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path} is not served ({error.detail}): see GET /v1/models"
-        return await tell_refusal(request, Refusal(error.status_code, message))
+        return await answer_refusal(request, Refusal(error.status_code, message))
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
@@ -153,7 +153,7 @@ async def answer(served: Served, body: Body, request: Request) -> Any:
     if body.stream:
         return Stream(served, work)
     try:
-        return await whole(served, work, request)
+        return await answer_whole(served, work, request)
     finally:
         cancel(served, work)
 
@@ -165,27 +165,27 @@ def refuse_other_model(served: Served, name: str) -> None:
 
 async def begin(served: Served, body: Body) -> Work:
     """Check a request, and let its texts wait for their turn."""
-    loop, heard = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
+    loop, received = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
 
-    def listener(index: int) -> Callable[[Piece], None]:
-        def hear(piece: Piece) -> None:
-            loop.call_soon_threadsafe(heard.put_nowait, (index, piece))
+    def sender(index: int) -> Callable[[Piece], None]:
+        def send(piece: Piece) -> None:
+            loop.call_soon_threadsafe(received.put_nowait, (index, piece))
 
-        return hear
+        return send
 
     try:
         prompts = await run_in_threadpool(body.prompts, served.tokenizer)
-        rows = [make_row(served, body, tokens, index, listener(index)) for index, tokens in enumerate(prompts)]
+        rows = [make_row(served, body, tokens, index, sender(index)) for index, tokens in enumerate(prompts)]
     except RequestError as error:
         raise Refusal(400, str(error)) from error
-    work = Work(body, rows, heard)
+    work = Work(body, rows, received)
     if not all(served.engine.submit(row) for row in rows):
         cancel(served, work)
         raise Refusal(503, "too many requests wait already: try again later")
     return work
 
 
-def make_row(served: Served, body: Body, tokens: list[int], index: int, hear: Callable[[Piece], None]) -> Row:
+def make_row(served: Served, body: Body, tokens: list[int], index: int, send: Callable[[Piece], None]) -> Row:
     """Make the text of a prompt; refuse a prompt that cannot be served."""
     if not tokens:
         raise Refusal(400, "the prompt is empty: send at least one token", "prompt")
@@ -203,7 +203,7 @@ def make_row(served: Served, body: Body, tokens: list[int], index: int, hear: Ca
     temperature, top_p = (1.0 if x is None else x for x in (body.temperature, body.top_p))
     drawing = Drawing(temperature, top_p, random.Random(None if body.seed is None else f"{body.seed} {index}"))
     ends = frozenset[int]() if body.ignore_eos else served.ends
-    return Row(tokens, hear, served.tokenizer, body.new_tokens or room, drawing, body.stops, ends)
+    return Row(tokens, send, served.tokenizer, body.new_tokens or room, drawing, body.stops, ends)
 
 
 def cancel(served: Served, work: Work) -> None:
@@ -212,9 +212,9 @@ def cancel(served: Served, work: Work) -> None:
             served.engine.cancel(row)
 
 
-async def whole(served: Served, work: Work, request: Request) -> Any:
+async def answer_whole(served: Served, work: Work, request: Request) -> Any:
     """Give the answer when all texts have ended, unless the client goes away before."""
-    reading, leaving = asyncio.create_task(collect(work)), asyncio.create_task(gone(request))
+    reading, leaving = asyncio.create_task(collect(work)), asyncio.create_task(wait_for_disconnect(request))
     try:
         await asyncio.wait((reading, leaving), return_when=asyncio.FIRST_COMPLETED)
         if not reading.done():
@@ -228,8 +228,8 @@ async def whole(served: Served, work: Work, request: Request) -> Any:
     kind = "chat.completion" if work.is_chat else "text_completion"
     choices = []
     for index, (text, end) in enumerate(zip(texts, ends, strict=True)):
-        said = {"message": {"role": "assistant", "content": text}} if work.is_chat else {"text": text}
-        choices.append({"index": index, **said, "logprobs": None, "finish_reason": end})
+        content = {"message": {"role": "assistant", "content": text}} if work.is_chat else {"text": text}
+        choices.append({"index": index, **content, "logprobs": None, "finish_reason": end})
     return {**head(served, work, kind), "choices": choices, "usage": work.usage}
 
 
@@ -245,7 +245,7 @@ async def collect(work: Work) -> tuple[list[str], list[str | None]]:
     return ["".join(text) for text in texts], ends
 
 
-async def gone(request: Request) -> None:
+async def wait_for_disconnect(request: Request) -> None:
     """Wait until the client has gone away."""
     while (await request.receive())["type"] != "http.disconnect":
         pass
@@ -271,9 +271,9 @@ async def events_of(served: Served, work: Work) -> AsyncIterator[str]:
     with_usage = work.body.stream_options is not None and work.body.stream_options.include_usage
     first = {**head(served, work, kind), **({"usage": None} if with_usage else {})}
 
-    def chunk(index: int, text: str, finish: str | None, **said: str) -> str:
-        told = {**said, **({"content": text} if text else {})}
-        content = {"delta": told} if work.is_chat else {"text": text}
+    def chunk(index: int, text: str, finish: str | None, **more: str) -> str:
+        delta = {**more, **({"content": text} if text else {})}
+        content = {"delta": delta} if work.is_chat else {"text": text}
         return event({**first, "choices": [{"index": index, **content, "logprobs": None, "finish_reason": finish}]})
 
     if work.is_chat:

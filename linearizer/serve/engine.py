@@ -51,7 +51,7 @@ class Engine:
         self.thread.join()
 
     def submit(self, row: Row) -> bool:
-        """Let a text wait for its turn; tell whether there is room for it."""
+        """Queue a row; tell whether there is room for it."""
         with self.wake:
             if self.closed or len(self.waiting) >= MAX_WAITING:
                 return False
@@ -60,9 +60,9 @@ class Engine:
             return True
 
     def cancel(self, row: Row) -> None:
-        """Let a text go that nobody waits for; its place is free after the token at work."""
+        """Abandon a row; its place is free after the token that is being written."""
         with self.wake:
-            row.gone = True
+            row.abandoned = True
             self.wake.notify()
 
     def work(self) -> None:
@@ -82,8 +82,8 @@ class Engine:
             try:
                 self.write_token(self.rows, self.cache)
             except Exception as error:  # a device may fail in many ways, and other requests are served after it
-                self.break_off(error)
-        self.let_go()
+                self.fail_rows(error)
+        self.remove_rows()
 
     def read_prompts(self) -> None:
         """Read about a piece of the prompts that wait, in their order; those that are read join the batch."""
@@ -91,7 +91,7 @@ class Engine:
         left = PIECE
         while left > 0 and len(self.rows) + len(read) < MAX_ROWS:
             with self.wake:
-                while self.waiting and self.waiting[0].gone:
+                while self.waiting and self.waiting[0].abandoned:
                     self.waiting.popleft()
                 if not self.waiting:
                     break
@@ -145,9 +145,9 @@ class Engine:
         logits = out.logits[:, -1].float()
         broken = logits.isnan().any(-1).tolist()
         tokens = choose_tokens(logits, [row.drawing for row in rows])
-        for row, token, bad in zip(rows, tokens, broken, strict=True):
+        for row, token, is_broken in zip(rows, tokens, broken, strict=True):
             row.read += 1
-            if bad:
+            if is_broken:
                 row.fail("the model's logits are not finite: its weights are damaged, or its dtype is too narrow")
             else:
                 row.add(token)
@@ -159,9 +159,9 @@ class Engine:
         longest = place.max()
         return (torch.arange(int(longest) + 1, device=place.device) >= longest - place).long()
 
-    def let_go(self) -> None:
-        """Take out the rows that have ended or whose listener is gone; keep the states of what they have read."""
-        staying = [index for index, row in enumerate(self.rows) if not (row.done or row.gone)]
+    def remove_rows(self) -> None:
+        """Remove the rows that have ended or are abandoned; keep the states of what they have read."""
+        staying = [index for index, row in enumerate(self.rows) if not (row.done or row.abandoned)]
         if len(staying) == len(self.rows):
             return
         try:
@@ -174,9 +174,9 @@ class Engine:
             else:
                 self.cache = None
         except Exception as error:  # as in `step`
-            self.break_off(error)
+            self.fail_rows(error)
 
-    def break_off(self, error: Exception) -> None:
+    def fail_rows(self, error: Exception) -> None:
         """End all rows of the batch with an error."""
         for row in self.rows:
             if not row.done:
@@ -185,4 +185,4 @@ class Engine:
 
 
 def describe(error: Exception) -> str:
-    return f"writing broke off ({first_line(error)}): try again, with fewer tokens or fewer requests at once"
+    return f"writing failed ({first_line(error)}): try again, with fewer tokens or fewer requests at once"

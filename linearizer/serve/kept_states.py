@@ -22,7 +22,7 @@ class Kept:
 
 
 class KeptStates:
-    """States by the tokens that they have read; what was used longest ago goes first."""
+    """States by the tokens that they have read; the least recently used is forgotten first."""
 
     def __init__(self, max_bytes: int) -> None:
         self.max_bytes, self.bytes = max_bytes, 0
@@ -48,13 +48,13 @@ class KeptStates:
 
     def take_longest(self, tokens: Sequence[int]) -> tuple[int, Cache | None]:
         """Copy the state that has read the most of these tokens, from the first one on; tell how many."""
-        found: bytes | None = None
+        longest: bytes | None = None
         for _, key in hashes(tokens, sorted(length for length in self.lengths if length <= len(tokens))):
-            found = key if key in self.states else found
-        if found is None:
+            longest = key if key in self.states else longest
+        if longest is None:
             return 0, None
-        self.states.move_to_end(found)
-        kept = self.states[found]
+        self.states.move_to_end(longest)
+        kept = self.states[longest]
         return kept.tokens, fork_cache(kept.cache)
 
     def forget(self, key: bytes) -> None:
@@ -67,8 +67,8 @@ class KeptStates:
 
 def hashes(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:
     """Yield each length with the hash of so many first tokens; lengths grow."""
-    found, done = hashlib.sha256(), 0
+    hashed, done = hashlib.sha256(), 0
     for length in lengths:
-        found.update(array("q", tokens[done:length]).tobytes())
+        hashed.update(array("q", tokens[done:length]).tobytes())
         done = length
-        yield length, found.digest()
+        yield length, hashed.digest()

@@ -1,4 +1,4 @@
-"""One text of the running batch: its prompt, what it writes, where its text stops, and its listener."""
+"""A text of the running batch: its prompt, what it writes, where it stops, and the receiver of its pieces."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from linearizer.serve.sampling import Drawing
 
 @dataclass(frozen=True)
 class Piece:
-    """What a listener hears: new text, and at the end why it ended, or what went wrong."""
+    """New text of a row; the last piece has the reason why the row ended, or an error."""
 
     text: str = ""
     finish: str | None = None  # "stop", or "length"
@@ -27,10 +27,10 @@ class Piece:
 
 @dataclass
 class Row:
-    """A text that is read, then written on; `hear` is called in the engine's thread."""
+    """A text that is read, then written on; `send` is called in the engine's thread."""
 
     prompt: list[int]
-    hear: Callable[[Piece], None]
+    send: Callable[[Piece], None]
     tokenizer: PreTrainedTokenizerBase
     new_tokens: int
     drawing: Drawing = field(default_factory=Drawing)
@@ -38,9 +38,9 @@ class Row:
     ends: frozenset[int] = frozenset()  # tokens that end a text
 
     cache: Cache | None = None  # until it joins the batch
-    looked_up: bool = False  # among the states that are kept
+    looked_up: bool = False  # among the kept states
     reused: int = 0  # tokens whose state was kept
-    gone: bool = False  # nobody listens any more
+    abandoned: bool = False  # its client has gone
     done: bool = False
     failed: bool = False
 
@@ -58,7 +58,7 @@ class Row:
         return max(0, len(self.prompt) - 1 - self.read)
 
     def add(self, token: int) -> None:
-        """Take the next token, and tell the listener what it can be sure of."""
+        """Take the next token, and send the text that later tokens cannot change."""
         self.tokens.append(token)
         ended = token in self.ends
         text = self.held + ("" if ended else self.stream.add(token))
@@ -71,10 +71,10 @@ class Row:
         elif ended or full:
             self.end(Piece(text, "stop" if ended else "length"))
         else:
-            sure = len(text) - begun_stop(text, self.stop)
-            self.held = text[sure:]
-            if sure:
-                self.say(Piece(text[:sure]))
+            final = len(text) - begun_stop(text, self.stop)
+            self.held = text[final:]
+            if final:
+                self.send_piece(Piece(text[:final]))
 
     def fail(self, why: str) -> None:
         self.failed = True
@@ -82,14 +82,14 @@ class Row:
 
     def end(self, piece: Piece) -> None:
         self.done = True
-        self.say(piece)
+        self.send_piece(piece)
 
-    def say(self, piece: Piece) -> None:
-        """Tell the listener; where it is gone, so is the row."""
+    def send_piece(self, piece: Piece) -> None:
+        """Send a piece; a row whose receiver has gone is abandoned."""
         try:
-            self.hear(piece)
+            self.send(piece)
         except RuntimeError:  # its event loop is closed
-            self.gone = True
+            self.abandoned = True
 
 
 def find_stop(text: str, stop: Sequence[str]) -> int | None:

@@ -27,8 +27,8 @@ def choose_tokens(logits: Tensor, drawings: Sequence[Drawing]) -> list[int]:
     if drawn:
         some = [drawings[row] for row in drawn]
         chosen[drawn] = draw_tokens(logits[drawn], some)
-    found: list[int] = chosen.tolist()
-    return found
+    tokens: list[int] = chosen.tolist()
+    return tokens
 
 
 def draw_tokens(logits: Tensor, drawings: Sequence[Drawing]) -> Tensor:

@@ -107,7 +107,9 @@ def test_a_sentence_does_not_tell_where_runs_are_kept(space):
 
 
 def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
-    plan = actions.make_plan("demo", 64, "Try it", {"recipe": "features", "window": 8, "text": "self"})
+    plan = actions.make_plan(
+        "demo", 64, "Try it", {"recipe": "features", "window": 8, "text": "self", "dtype": "float32"}
+    )
     from linearizer.cli.main import begin_run, parser
 
     words = plan.command().split()[1:]
