@@ -54,28 +54,28 @@ STEP_SENTENCES = {
 }
 
 
-def model_card(found: Inspection) -> str:
+def model_card(inspection: Inspection) -> str:
     """Say what a model is, and whether it can be linearized."""
-    shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in found.layers})
+    shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in inspection.layers})
     heads = "; ".join(f"{query} on {kv} KV, {dim} wide" for query, kv, dim in shapes) or "unknown"
-    windowed = sum(layer.native_window is not None for layer in found.layers)
+    windowed = sum(layer.native_window is not None for layer in inspection.layers)
     pairs = [
-        ("parameters", number(found.parameters)),
-        ("layers", str(len(found.layers)) + (f", {windowed} with windows of their own" if windowed else "")),
+        ("parameters", number(inspection.parameters)),
+        ("layers", str(len(inspection.layers)) + (f", {windowed} with windows of their own" if windowed else "")),
         ("heads", heads),
-        ("positions", f"{found.positions or 'unknown'}, up to {found.max_positions or 'any length'}"),
-        ("cache", f"{size(found.cache_bytes_per_token)} a token"),
-        ("weights", size(found.weight_bytes)),
-        ("licence", (found.licence or "not stated") + (" · gated" if found.gated else "")),
+        ("positions", f"{inspection.positions or 'unknown'}, up to {inspection.max_positions or 'any length'}"),
+        ("cache", f"{size(inspection.cache_bytes_per_token)} a token"),
+        ("weights", size(inspection.weight_bytes)),
+        ("licence", (inspection.licence or "not stated") + (" · gated" if inspection.gated else "")),
     ]
-    if not found.supported:
-        verdict = message_box(f"Not supported, because {found.reason}: {found.remedy}.", "bad")
+    if not inspection.supported:
+        verdict = message_box(f"Not supported, because {inspection.reason}: {inspection.remedy}.", "bad")
     else:
-        tested = "" if found.tested else " by its interface; its family is not among those we test"
+        tested = "" if inspection.tested else " by its interface; its family is not among those we test"
         verdict = message_box(f"Supported{tested}.", "good")
-    kind = f"{found.architecture} · {found.revision[:8]}" if found.revision else found.architecture
+    kind = f"{inspection.architecture} · {inspection.revision[:8]}" if inspection.revision else inspection.architecture
     return (
-        f'<article class="lz-card"><header><h3>{escape(found.name)}</h3><small>{escape(kind)}</small></header>'
+        f'<article class="lz-card"><header><h3>{escape(inspection.name)}</h3><small>{escape(kind)}</small></header>'
         f"{verdict}{values_list(pairs)}</article>"
     )
 
@@ -99,13 +99,13 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
     Where heads may grow, the state takes no more than the budget at the plan's target length. It is a fixed part and a
     part in proportion to the length, so at a greater length it takes at most as many times more.
     """
-    one = feature_unit(layers)
+    unit = feature_unit(layers)
     kept = head_bytes.cache_bytes(layers, plan.kept_sinks + plan.kept_window)
     if plan.budget is None:
-        features, most = float(plan.features or 0), kept + (plan.features or 0) * one
+        features, most = float(plan.features or 0), kept + (plan.features or 0) * unit
     else:
         most = head_bytes.cache_bytes(layers, plan.budget)
-        features = 0.0 if plan.rules.spends_tokens else max(0, most - kept) / one
+        features = 0.0 if plan.rules.spends_tokens else max(0, most - kept) / unit
     grows = plan.may_grow and plan.rules.decided_by in ("prices", "gates")
     target = plan.target_tokens(positions)
     rows = []
@@ -115,14 +115,14 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
     begin = head_bytes.meeting(most, head_bytes.cache_bytes(layers, 1))
     length = f" up to {target:,} tokens, more beyond" if grows else ", whatever the length"
     smaller = from_length(begin if not grows or (plan.budget or 0) < target else None)
-    return cost_card(features, most / one, f"at most {size(most)}{length}", smaller, rows)
+    return cost_card(features, most / unit, f"at most {size(most)}{length}", smaller, rows)
 
 
-def allocation_card(found: Allocation, layers: Sequence[Layer]) -> str:
+def allocation_card(allocation: Allocation, layers: Sequence[Layer]) -> str:
     """Say what an allocation is and costs."""
-    state = StateSize.of(found, layers)
+    state = StateSize.of(allocation, layers)
     worth, smaller = state.fixed / feature_unit(layers), from_length(state.breakeven)
-    return cost_card(found.features_mean, worth, state.in_words, smaller, state.rows())
+    return cost_card(allocation.features_mean, worth, state.in_words, smaller, state.rows())
 
 
 def shares_note(decided: bool) -> str:
@@ -149,16 +149,21 @@ def deciding_note(plan: Plan) -> str:
     return message_box(DECIDING[plan.rules.decided_by])
 
 
-def efforts_table(found: Mapping[str, RunForecast], chosen: str, lent: bool = False) -> str:
-    """Say what every effort takes, before one is begun; the one that is chosen has a mark.
+def efforts_table(forecasts: Mapping[str, RunForecast], chosen: str, lent: bool = False) -> str:
+    """Say what every effort takes, before a run begins; the chosen effort has a mark.
 
     A GPU that is `lent` is not there to be measured.
     """
     rows = [
-        [f"{name} ✓" if name == chosen else name, duration(one.seconds), size(one.memory_bytes), size(one.disk_bytes)]
-        for name, one in found.items()
+        [
+            f"{name} ✓" if name == chosen else name,
+            duration(forecast.seconds),
+            size(forecast.memory_bytes),
+            size(forecast.disk_bytes),
+        ]
+        for name, forecast in forecasts.items()
     ]
-    load = next((one.download_bytes for one in found.values()), 0)
+    load = next((forecast.download_bytes for forecast in forecasts.values()), 0)
     note = f"{size(load)} of it to download" if load else "nothing to download"
     here = "What it takes on the CPU; the GPU that is lent is faster" if lent else "What it takes here, about"
     return table(f"{here}; {note}", ("effort", "time", "memory", "disk"), rows)
@@ -300,13 +305,13 @@ def plan_card(plan: Plan) -> str:
     return f'<article class="lz-card">{lines}<p class="lz-faint">From a command line: {command}</p>{whole}</article>'
 
 
-def runs_table(found: Sequence[Status], now: float | None = None) -> str:
+def runs_table(statuses: Sequence[Status], now: float | None = None) -> str:
     """List runs, the newest first, each with a link to it, how far it is, and what judging measured."""
-    if not found:
+    if not statuses:
         return message_box("No runs yet: the first page begins one.")
     now = time.time() if now is None else now
     rows = []
-    for status in found:
+    for status in statuses:
         name, plan = status.run.folder.name, status.plan
         if plan is None:  # it is damaged
             what = [escape(without_folders(status.error or "")), "", ""]
@@ -344,7 +349,7 @@ def judged_of(run: Run) -> tuple[str, str]:
         part = run.results.get("language")
     except LinearizerError:  # a damaged file of one run must not hide the others
         return "–", "–"
-    student = next((one for one in part.result.subjects if one.name == "student"), None) if part else None
+    student = next((each for each in part.result.subjects if each.name == "student"), None) if part else None
     if student is None or student.kl is None or student.agreement is None:
         return "–", "–"
     return f"{student.kl.mean:.4f}", f"{student.agreement.mean:.1%}"

@@ -21,23 +21,23 @@ STATE_SENTENCES = {
 }
 
 
-def evaluation_card(found: Status | None, now: float) -> str:
+def evaluation_card(status: Status | None, now: float) -> str:
     """Say how far an evaluation is, or how it ended."""
-    if found is None:
+    if status is None:
         return ""
-    if found.state in LIVE:
-        state = cards.STATE_SENTENCES[found.state]
-        if found.state == "queued" and found.place:
-            state += f": place {found.place}" if found.place > 1 else ": it is next"
+    if status.state in LIVE:
+        state = cards.STATE_SENTENCES[status.state]
+        if status.state == "queued" and status.place:
+            state += f": place {status.place}" if status.place > 1 else ": it is next"
         loud = html.announcement(f"Evaluation: {state}")
-        line = f'<p class="lz-state lz-{found.state}"{loud}>{cards.state_sign(found.state)} {escape(state)}</p>'
-        return line + ("" if found.step is None or found.state == "queued" else progress_bar(found.step))
-    if found.state == "failed":
-        return html.message_box(found.error or "it failed", "bad")
-    if found.state == "done":
+        line = f'<p class="lz-state lz-{status.state}"{loud}>{cards.state_sign(status.state)} {escape(state)}</p>'
+        return line + ("" if status.step is None or status.state == "queued" else progress_bar(status.step))
+    if status.state == "failed":
+        return html.message_box(status.error or "it failed", "bad")
+    if status.state == "done":
         return html.message_box("Evaluated. The card of the student holds it, too, once it is published.", "good")
-    why = f"{found.error}. " if found.state == "stopped" and found.error else ""
-    return html.message_box(why + STATE_SENTENCES[found.state])
+    why = f"{status.error}. " if status.state == "stopped" and status.error else ""
+    return html.message_box(why + STATE_SENTENCES[status.state])
 
 
 def progress_bar(step: Mapping[str, Any]) -> str:
@@ -54,11 +54,11 @@ def progress_bar(step: Mapping[str, Any]) -> str:
     )
 
 
-def times_line(found: EvaluationForecast) -> str:
+def times_line(forecast: EvaluationForecast) -> str:
     """Say how long the chosen parts will take, and from what that is estimated; nothing where it is unknown."""
-    if not found.seconds:
+    if not forecast.seconds:
         return ""
-    pairs = [(PART_VIEWS[part].title, f"about {duration(took)}") for part, took in found.seconds.items()]
-    facts = html.values_list([*pairs, ("in all", f"about {duration(sum(found.seconds.values()))}")], "lz-wide")
-    device = f", on {html.without_folders(found.device)}" if found.device else ""
+    pairs = [(PART_VIEWS[part].title, f"about {duration(took)}") for part, took in forecast.seconds.items()]
+    facts = html.values_list([*pairs, ("in all", f"about {duration(sum(forecast.seconds.values()))}")], "lz-wide")
+    device = f", on {html.without_folders(forecast.device)}" if forecast.device else ""
     return f'{facts}<p class="lz-faint">Estimated from the time that judging this student took{escape(device)}.</p>'

@@ -73,15 +73,15 @@ def part_marks(parts: Mapping[str, run_state.Piece]) -> dict[str, str]:
 def draw_parts(memory: Memory, seen: dict[str, Any], profile: Profile, token: Token) -> list[Any]:
     """Show the parts that are new since this page was last drawn."""
     name = run_name(memory)
-    found: Mapping[str, run_state.Piece] = {}
+    pieces: Mapping[str, run_state.Piece] = {}
     if name is not None:
         try:
-            found = run_state.read_pieces(read_visitor(memory, profile, token).find_run(name), time.time())
+            pieces = run_state.read_pieces(read_visitor(memory, profile, token).find_run(name), time.time())
         except LinearizerError:  # it was deleted; poll_run says so
             name = None
-    live = name is not None and found["evaluating"].value in control.LIVE
-    student = name is not None and found["can"].value["student"]
-    new, before = part_marks(found), seen.get("marks", {}) if seen.get("run") == name else None
+    live = name is not None and pieces["evaluating"].value in control.LIVE
+    student = name is not None and pieces["can"].value["student"]
+    new, before = part_marks(pieces), seen.get("marks", {}) if seen.get("run") == name else None
     outputs = [{"run": name, "marks": new}, gr.Button(interactive=student and not live), gr.Button(visible=live)]
     for part, view in PART_VIEWS.items():
         count = 2 * len(view.charts)  # a place and a chart for each
@@ -91,7 +91,7 @@ def draw_parts(memory: Memory, seen: dict[str, Any], profile: Profile, token: To
         elif before is not None and before.get(part) == new[part]:
             outputs += [gr.skip()] * (2 + count)
         else:
-            tables, figures = found[PART_PREFIX + part].value()  # drawn when it is first shown
+            tables, figures = pieces[PART_PREFIX + part].value()  # drawn when it is first shown
             outputs += [gr.Column(visible=True), tables]
             for figure in figures:
                 outputs += [gr.Column(visible=figure is not None), plot_json(figure)]

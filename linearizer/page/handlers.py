@@ -41,20 +41,20 @@ def plot_json(figure: str | None) -> Any:
     return None if figure is None else PlotData(type="plotly", plot=figure)
 
 
-def open_page(memory: Memory, asked: str | None, profile: Profile, token: Token) -> tuple[Memory, Any, Any]:
+def open_page(memory: Memory, address: str | None, profile: Profile, token: Token) -> tuple[Memory, Any, Any]:
     """Show the run that the address names, or that this browser watched last."""
     warmup.begin_import()
     kept = {"secret": "", "run": None} | (memory if isinstance(memory, dict) else {})
     if on_space() and len(str(kept["secret"])) < MIN_SECRET_CHARACTERS:
         kept["secret"] = new_secret()
-    named = asked or run_name(kept)
+    named = address or run_name(kept)
     note = ""
     kept["run"] = None
     if named:
         try:
             kept["run"] = read_visitor(kept, profile, token).find_run(named).folder.name
         except LinearizerError as error:
-            note = html.message_box(str(error), "bad") if asked else ""
+            note = html.message_box(str(error), "bad") if address else ""
     return (
         kept,
         gr.HTML(note, visible=True if note else "hidden"),

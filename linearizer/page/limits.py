@@ -108,9 +108,9 @@ def check_request(visitor: Visitor, request: Request, root: Path, limits: Limits
             f"tasks with all their samples take too long here: give a limit up to {MAX_OF_REQUEST['limit']}"
         )
     longest = max(request.lengths, default=0)
-    asked = {"texts": request.texts, "length": max(request.length or 0, longest), "seconds": request.seconds}
-    asked |= {"limit": request.limit or 0, "tasks": len(request.tasks), "lengths": len(request.lengths)}
-    for name, amount in {**asked, "curve_steps": request.curve_steps}.items():
+    amounts = {"texts": request.texts, "length": max(request.length or 0, longest), "seconds": request.seconds}
+    amounts |= {"limit": request.limit or 0, "tasks": len(request.tasks), "lengths": len(request.lengths)}
+    for name, amount in {**amounts, "curve_steps": request.curve_steps}.items():
         if amount > MAX_OF_REQUEST[name]:
             raise RequestError(f"{name} {amount} is more than this Space serves ({MAX_OF_REQUEST[name]}): {ELSEWHERE}")
     check_turn(visitor, root, limits)

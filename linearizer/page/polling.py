@@ -52,9 +52,9 @@ def poll_run(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, 
         if key not in POLLED_PIECES and not key.startswith(run_state.PART_PREFIX)
     }
     mark = json.dumps([name, rest, publication_piece(run, parts).mark])
-    found = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, evaluation_handlers.part_marks(parts)])
-    told = (parts[key].value for key in ("card", "training", "evaluating card"))
-    return *told, mark, f"{name} {parts['losses'].mark}", found
+    examined = json.dumps([name, parts["evaluating"].mark, parts["can"].mark, evaluation_handlers.part_marks(parts)])
+    shown = (parts[key].value for key in ("card", "training", "evaluating card"))
+    return *shown, mark, f"{name} {parts['losses'].mark}", examined
 
 
 def draw_curves(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any]:

@@ -49,18 +49,18 @@ class RunState:
     def __init__(self, run: Run) -> None:
         self.run, self.lock = run, threading.Lock()
         self.place, self.begun = 0, 0.0
-        self.found: dict[int, list[float]] = {}
+        self.freedoms: dict[int, list[float]] = {}
         self.training: list[dict[str, Any]] = []
         self.pieces: dict[str, Piece] = {}
-        self.asked = self.drawn = 0.0
+        self.read_at = self.drawn = 0.0
 
     def read_pieces(self, now: float) -> dict[str, Piece]:
         """Return all pieces, read anew where they are older than MAX_AGE_SECONDS."""
         with self.lock:
-            if not 0 <= now - self.asked < MAX_AGE_SECONDS:
+            if not 0 <= now - self.read_at < MAX_AGE_SECONDS:
                 self.read()
                 self.draw(control.status(self.run), now)
-                self.asked = now
+                self.read_at = now
             return dict(self.pieces)
 
     def read(self) -> None:
@@ -68,9 +68,9 @@ class RunState:
         new, self.place = events.read_events(self.run.log_file, self.place)
         for event in new:
             if event["event"] == EventName.PROFILE and "layer" in event:
-                self.found[event["layer"]] = event["freedoms"]
+                self.freedoms[event["layer"]] = event["freedoms"]
             elif event["event"] == EventName.DISTILL and self.run.owns_event(event):
-                self.training = [one for one in self.training if one["done"] < event["done"]] + [event]
+                self.training = [before for before in self.training if before["done"] < event["done"]] + [event]
             elif event["event"] == EventName.PUBLISHED:
                 self.put("published", f"{event['time']} {event['revision']}", lambda event=event: event)
 
@@ -99,8 +99,8 @@ class RunState:
             self.put("losses", mark, lambda: self.figure("draw_losses"))
             self.put("error", mark, lambda: self.figure("draw_errors"))
         self.draw_evaluation()
-        told = "" if status.evaluation is None else status.evaluation.state
-        self.put("evaluating", told, lambda: told)
+        state = "" if status.evaluation is None else status.evaluation.state
+        self.put("evaluating", state, lambda: state)
         told_card = evaluation_cards.evaluation_card(status.evaluation, now)
         self.put("evaluating card", told_card, lambda: told_card)
 
@@ -111,9 +111,9 @@ class RunState:
         if profile is not None:
             from linearizer.publish import allocation_charts
 
-            self.found = allocation_charts.read_freedoms(profile)
+            self.freedoms = allocation_charts.read_freedoms(profile)
             self.put("curves", "measured", lambda: allocation_charts.draw_freedom_curves(profile).to_json())
-        self.put("map", (len(self.found), self.run.has_file("inspection.json")), self.map)
+        self.put("map", (len(self.freedoms), self.run.has_file("inspection.json")), self.map)
         self.put("deciding", "by the plan", lambda: cards.deciding_note(run.plan))
         if "prices" not in self.pieces and run.has_file("prices.json"):
             self.put("prices", "measured", self.price_map)
@@ -137,7 +137,7 @@ class RunState:
         from linearizer.publish import allocation_charts
 
         return (
-            allocation_charts.draw_freedom_map(self.found, self.run.layers).to_json()
+            allocation_charts.draw_freedom_map(self.freedoms, self.run.layers).to_json()
             if self.run.has_file("inspection.json")
             else None
         )
@@ -186,7 +186,7 @@ class RunState:
         plan, layers = self.run.plan, self.run.layers
         points = kl_by_bytes(offers_of(self.run, plan, layers))
         held = allocation.state_bytes(layers, plan.target_tokens(self.run.positions) if plan.may_grow else 0)
-        kl = {one.name: one.kl.mean for one in language.subjects if one.kl is not None and one.name != "teacher"}
+        kl = {each.name: each.kl.mean for each in language.subjects if each.kl is not None and each.name != "teacher"}
         return allocation_charts.draw_frontier(points, held, kl, layers).to_json()
 
 

@@ -68,5 +68,5 @@ def latest_publication(run: Run) -> Publication | None:
 
 def is_publishing(run: Run) -> bool:
     """Tell whether a run is being published."""
-    found = PUBLICATIONS.get(run.key)
-    return found is not None and not found.over
+    publication = PUBLICATIONS.get(run.key)
+    return publication is not None and not publication.over

@@ -21,7 +21,7 @@ from linearizer.run.find import runs_root
 from linearizer.serve.local_requests import LOCAL_HOSTS, LocalRequests
 
 # Gradio tells every part that ever showed progress of the progress of every event, which copies the figures in it
-# again and again: so what shows none names no part for it, and what shows some names one.
+# again and again: so an event without progress names no part for it, and an event with progress names one.
 HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "api_visibility": "private"}
 QUICK: dict[str, Any] = {**HIDDEN, "queue": False}
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
@@ -38,7 +38,7 @@ def build() -> gr.Blocks:
     """Put the page together."""
     ui = SimpleNamespace()
     with gr.Blocks(title="Linearizer", analytics_enabled=False, delete_cache=(3600, 86400)) as site:
-        ui.memory, ui.seen, ui.found, ui.touched = browser_memory(), gr.State({}), gr.State(None), gr.State(False)
+        ui.memory, ui.seen, ui.inspection, ui.touched = browser_memory(), gr.State({}), gr.State(None), gr.State(False)
         ui.at = gr.Number(1, visible="hidden", label="step", precision=0)
         ui.mark = gr.Textbox(visible="hidden", label="what the page shows")
         ui.trained = gr.Textbox(visible="hidden", label="how far training is drawn")
@@ -78,9 +78,9 @@ def runs_page(page: gr.Blocks) -> None:
     layout.lead("Runs", "All that was begun. Each goes on by itself; open one to watch it.", "h1")
     if signs_in():
         gr.LoginButton("Sign in with Hugging Face", size="sm")
-    found = gr.HTML(elem_id="runs")
+    listed = gr.HTML(elem_id="runs")
     with gr.Row(elem_classes="lz-pick"):
-        doomed = gr.Dropdown(
+        chosen = gr.Dropdown(
             [], value=None, label="Delete a run that is not at work", allow_custom_value=True, elem_id="doomed", scale=5
         )
         delete = gr.Button("Delete …", elem_id="delete", scale=1, min_width=180)
@@ -89,10 +89,10 @@ def runs_page(page: gr.Blocks) -> None:
         with gr.Row(elem_classes="lz-acts"):
             keep = gr.Button("Keep it", elem_id="keep")
             confirm = gr.Button("Delete it for good", variant="stop", elem_id="confirm")
-    gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, memory, [found, doomed], **QUICK)
-    delete.click(handlers.ask_to_delete, [memory, doomed], [sure, question], **ONCE)
-    gr.on([keep.click, doomed.change], lambda: gr.Column(visible=False), None, sure, **QUICK)
-    confirm.click(handlers.delete_run, [memory, doomed], [found, doomed, sure], **ONCE)
+    gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, memory, [listed, chosen], **QUICK)
+    delete.click(handlers.ask_to_delete, [memory, chosen], [sure, question], **ONCE)
+    gr.on([keep.click, chosen.change], lambda: gr.Column(visible=False), None, sure, **QUICK)
+    confirm.click(handlers.delete_run, [memory, chosen], [listed, chosen, sure], **ONCE)
 
 
 def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
@@ -109,9 +109,9 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
 
 
 def wire_model(ui: SimpleNamespace) -> None:
-    told = [ui.model_card, ui.found, ui.to_budget, ui.pages[1], ui.budget]
+    outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.pages[1], ui.budget]
     ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
-    ui.model.change(handlers.show_model, [ui.model, ui.memory], told, show_progress_on=ui.model_card, **SLOW)
+    ui.model.change(handlers.show_model, [ui.model, ui.memory], outputs, show_progress_on=ui.model_card, **SLOW)
     ui.demo.click(lambda: "demo", None, ui.model, **QUICK)
     for number, button in ((2, ui.to_budget), (4, ui.to_distil), (5, ui.to_compare)):
         button.click(partial(gr.Tabs, selected=number), None, ui.walk, **QUICK)
@@ -119,8 +119,8 @@ def wire_model(ui: SimpleNamespace) -> None:
 
 def wire_budget(ui: SimpleNamespace) -> None:
     advanced = [getattr(ui, name) for name in handlers.ADVANCED]
-    dials = [ui.found, ui.budget, ui.effort, *advanced]
-    changes = [ui.found.change, ui.effort.change, *(part.change for part in advanced)]
+    dials = [ui.inspection, ui.budget, ui.effort, *advanced]
+    changes = [ui.inspection.change, ui.effort.change, *(part.change for part in advanced)]
     again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('budget', 1, sent)"}
     gr.on([*changes, ui.budget.input], handlers.show_budget, dials, [ui.budget_card, ui.efforts], **again)
     gr.on([*changes, ui.budget.release], handlers.show_command, dials, [ui.command, ui.plan], **again)
@@ -144,8 +144,8 @@ def wire_run(ui: SimpleNamespace) -> None:
         ui.other_card, ui.walk, ui.sent,
         ui.snippet, *attached_outputs(ui),
     ]  # fmt: skip
-    told = [ui.run_card, ui.training, ui.evaluating, ui.mark, ui.trained, ui.examined]
-    ui.timer.tick(polling.poll_run, ui.memory, told, **{**QUICK, "trigger_mode": "once"})
+    outputs = [ui.run_card, ui.training, ui.evaluating, ui.mark, ui.trained, ui.examined]
+    ui.timer.tick(polling.poll_run, ui.memory, outputs, **{**QUICK, "trigger_mode": "once"})
     ui.mark.change(polling.draw_changes, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
     ui.trained.change(polling.draw_curves, ui.memory, [ui.losses, ui.error], **QUICK)
     again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('other', 1, sent)"}
@@ -173,10 +173,10 @@ def wire_evaluate(ui: SimpleNamespace) -> None:
 
 
 def wire_compare(ui: SimpleNamespace) -> None:
-    asked = [ui.memory, ui.prompt, ui.tokens, ui.prompt_seed, ui.sample]
-    told = [ui.teacher, ui.teacher_card, ui.student, ui.student_card]
+    inputs = [ui.memory, ui.prompt, ui.tokens, ui.prompt_seed, ui.sample]
+    outputs = [ui.teacher, ui.teacher_card, ui.student, ui.student_card]
     busy = {**HIDDEN, "concurrency_limit": 1, "trigger_mode": "once"}
-    writing = gr.on([ui.compare.click, ui.prompt.submit], handlers.compare_models, asked, told, **busy)
+    writing = gr.on([ui.compare.click, ui.prompt.submit], handlers.compare_models, inputs, outputs, **busy)
     ui.hush.click(None, None, None, cancels=[writing], **QUICK)
     owned, noted = [ui.owner, ui.repo, ui.preview_note], {"show_progress_on": ui.preview_note}
     ui.publish_part.expand(handlers.list_owners, ui.memory, owned, **SLOW, **noted)

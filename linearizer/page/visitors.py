@@ -91,5 +91,5 @@ def hash_identity(identity: str) -> str:
 
 def shorten(text: object) -> str:
     """Repeat what was received, but no more than a line of it."""
-    said = str(text)
-    return said if len(said) <= 60 else said[:57] + "…"
+    line = str(text)
+    return line if len(line) <= 60 else line[:57] + "…"

@@ -124,7 +124,9 @@ def explain_refusal(call: Callable[[], Any]) -> Any:
     try:
         return call()
     except gr.Error as error:
-        said = str(error.message).rstrip(". ")
+        reason = str(error.message).rstrip(". ")
         if error.title == BROKEN_TITLE:
-            raise DeviceTaken(f"ZeroGPU took its device back ({said}): try again, with less to do at a time") from error
-        raise DeviceRefused(f"ZeroGPU lends no device ({error.title}: {said})") from error
+            raise DeviceTaken(
+                f"ZeroGPU took its device back ({reason}): try again, with less to do at a time"
+            ) from error
+        raise DeviceRefused(f"ZeroGPU lends no device ({error.title}: {reason})") from error

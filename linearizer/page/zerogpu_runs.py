@@ -136,5 +136,5 @@ def logged_steps(run: Run) -> int:
 
 def current_step(run: Run) -> str:
     """Name the step at which a run was last."""
-    found = control.status(run).step
-    return str(found["event"]) if found else "load"
+    step = control.status(run).step
+    return str(step["event"]) if step else "load"
