@@ -89,8 +89,7 @@ def run_slot_merging(
     merge_periods_kernel[heads, batch](
         k, v, metric, index, present.int(), *every, rows, numbers, places, columns, heads, periods, slots,
         block,
-        Constants(**widths(k, v), B=SIZE, K=16, BITS=bits, **precision(numbers)), num_warps=8,
-        num_stages=1,
+        Constants(**widths(k, v), B=SIZE, K=16, BITS=bits, **precision(numbers)), num_warps=4, num_stages=1,
     )  # fmt: skip
     return every
 
