@@ -28,7 +28,7 @@ def check_source(source: str) -> None:
     """Refuse what is no source of text, or a file that is not there, before anything reads it."""
     kind, _, rest = source.partition(":")
     if kind == "file" and rest:
-        with _explain_file_errors(path := Path(rest).expanduser()), path.open("rb"):
+        with _explain_file_errors(path := Path(os.path.expanduser(rest))), path.open("rb"):
             return
     if kind == "dataset" and rest:
         _dataset_parts(rest)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import threading
 from collections.abc import Callable, Iterator, Mapping
@@ -65,7 +66,7 @@ def list_local_models(query: str) -> list[str]:
     """List the folders that hold a model and whose path begins with the query."""
     if not query or "\0" in query:
         return []
-    start = Path(query).expanduser()
+    start = Path(os.path.expanduser(query))
     parent, prefix = (start, "") if query.endswith("/") else (start.parent, start.name)
     if not parent.is_dir():
         return []

@@ -24,7 +24,7 @@ def check_weights(run: Run) -> None:
     if not run.has_file(DIGESTS):
         return
     written, present = run.parse_file(DIGESTS, parse_json, again=False), weight_digests(run.checkpoint)
-    if changed := sorted(name for name in {**written, **present} if written.get(name) != present.get(name)):
+    if changed := [name for name, digest in written.items() if present.get(name) != digest]:
         raise FolderError(
             f"{str(run.checkpoint / changed[0])!r} is not as the run wrote it: remove the folder checkpoint, and "
             f"`linearizer runs resume {run.folder}` makes it anew"

@@ -126,8 +126,8 @@ class Paper:
     def seconds_to_write(self, subject):
         """Write a few tokens after a text, and reckon 1,000."""
         meter = Meter(subject, self.layers, 60.0, self.asked.seed)
-        meter.timed(32, 1)
-        return 1000 / meter.timed(self.judged.shape[1], 1).write_rate
+        meter.time_texts(32, 1)
+        return 1000 / meter.time_texts(self.judged.shape[1], 1).write_rate
 
     def loss_of(self, subject):
         return read_losses([subject], self.judged)[0].mean().item()

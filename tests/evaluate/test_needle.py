@@ -70,7 +70,7 @@ def test_one_that_looks_up_finds_everything():
 
 def test_one_that_looks_back_a_little_finds_what_is_near():
     (grid,) = finish(measure_needle([looking_up(reach=150)], text(1, 600), [600], 512)).subjects
-    assert grid.correct[0][-1] == 1 and grid.found[0][0] == 0
+    assert grid.correct[0][-1] == 1 and grid.correct[0][0] == 0
 
 
 def test_a_row_ends_where_memory_does_and_the_others_go_on():

@@ -135,7 +135,7 @@ def test_a_listener_that_leaves_frees_its_row_and_the_others_go_on():
     def closed(piece):
         raise RuntimeError("Event loop is closed")
 
-    rows[3].hear = closed
+    rows[3].send = closed
     with torch.inference_mode():
         for row in rows:
             engine.submit(row)
