@@ -79,7 +79,7 @@ def test_it_is_stopped_and_goes_on_from_the_page(local, browser, done):
 
 def test_what_cannot_be_asked_is_said(local, browser, done):
     with looking(browser, f"{local.url}?run={done}") as page:
-        page.wait_for_selector("#evaluate:not([disabled])")
+        page.wait_for_selector("#evaluate:not([disabled])", timeout=LONG)
         choose(page, "Tasks")
         shown(page, "#part-times", "no task was named")
         page.click("#evaluate")
