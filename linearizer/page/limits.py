@@ -8,8 +8,8 @@ from __future__ import annotations
 import os
 import time
 import traceback
-from collections.abc import Mapping
-from contextlib import suppress
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -134,17 +134,25 @@ def visitor_folders(root: Path) -> list[Path]:
 
 
 def enforce_limits(root: Path, now: float, limits: Limits = LIMITS) -> None:
-    """Stop runs that have worked too long, and delete runs that have not changed for days.
-
-    An unexpected exception about a visitor's runs must not end the limits of all others: it goes to the server's log.
-    """
+    """Stop runs that have worked too long, and delete runs that have not changed for days."""
     for folder in visitor_folders(root):
-        try:
-            for status in control.runs_in(folder):
-                with suppress(LinearizerError):  # the run ended meanwhile, or its owner was faster
-                    enforce_limit(status, now, limits)
-        except Exception:
-            traceback.print_exc()
+        statuses: list[control.Status] = []
+        with keep_guarding():
+            statuses = control.runs_in(folder)
+        for status in statuses:
+            with keep_guarding():
+                enforce_limit(status, now, limits)
+
+
+@contextmanager
+def keep_guarding() -> Iterator[None]:
+    """Let no run end the limits of the other runs; an unexpected exception goes to the server's log."""
+    try:
+        yield
+    except LinearizerError:
+        pass  # the run ended meanwhile, or its owner was faster
+    except Exception:  # a run's files may be damaged in many ways, and other runs are checked after it
+        traceback.print_exc()
 
 
 def enforce_limit(status: control.Status, now: float, limits: Limits) -> None:
