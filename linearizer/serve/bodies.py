@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
@@ -32,7 +33,7 @@ class StreamOptions(BaseModel):
     include_usage: bool = False
 
 
-class Body(BaseModel):
+class Body(BaseModel, ABC):
     """What both kinds of request say."""
 
     model_config = ConfigDict(extra="forbid")
@@ -69,8 +70,9 @@ class Body(BaseModel):
         """The tokens to write; None: to the end of the text, or as far as positions reach."""
         return self.max_tokens
 
+    @abstractmethod
     def prompts(self, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
-        raise NotImplementedError
+        """Give the tokens of every prompt."""
 
 
 class CompletionBody(Body):
