@@ -73,6 +73,13 @@ def port(text: str) -> int:
     return number
 
 
+def add_writing_options(command: argparse.ArgumentParser, about: str, tokens: int) -> None:
+    """Add how many tokens are written, and how they are chosen."""
+    command.add_argument("--tokens", type=int, default=tokens, help=f"{about} (default: %(default)s)")
+    command.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
+    command.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
+
+
 def parser() -> Parser:
     root = Parser(prog="linearizer", description="Turn a causal language model into one with a state of fixed size.")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
@@ -115,9 +122,7 @@ def parser() -> Parser:
     command = commands.add_parser("compare", help="teacher and student continue the same prompt")
     command.add_argument("run", metavar="RUN", help=run_help)
     command.add_argument("--prompt", default="The", help="what both continue (default: %(default)s)")
-    command.add_argument("--tokens", type=int, default=64, help="how many tokens they write (default: %(default)s)")
-    command.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    command.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
+    add_writing_options(command, "how many tokens they write", 64)
     command.set_defaults(serve=serve_compare)
 
     command = commands.add_parser(
@@ -140,9 +145,7 @@ def parser() -> Parser:
     command.add_argument("--prompt", required=True, help="what it continues")
     command.add_argument("--state", type=Path, help="a file that `linearizer read` wrote")
     command.add_argument("--keep", action="store_true", help="let the state have read prompt and answer, too")
-    command.add_argument("--tokens", type=int, default=256, help="how many tokens it writes (default: %(default)s)")
-    command.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    command.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
+    add_writing_options(command, "how many tokens it writes", 256)
     command.set_defaults(serve=serve_ask)
 
     command = commands.add_parser(
