@@ -73,6 +73,17 @@ def tiny_llama(tmp_path_factory):
     return folder
 
 
+@pytest.fixture(scope="session")
+def quick_run(tmp_path_factory):
+    """Give the folder of a finished run of the demo model, which no test may change."""
+    from linearizer.cli.main import main
+
+    folder = tmp_path_factory.mktemp("run") / "demo"
+    words = "--recipe features --texts 2 --length 64 --samples 128 --dtype float32 --steps 0".split()
+    assert main(["run", "demo", "--budget", "64", "--out", str(folder), *words]) == 0
+    return folder
+
+
 def pytest_xdist_auto_num_workers():
     """Run more workers than cores: many tests wait for processes, pages and clocks."""
     return (os.cpu_count() or 1) * 3 // 2 + 1

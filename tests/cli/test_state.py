@@ -6,20 +6,9 @@ import json
 import pytest
 
 from linearizer import finish, pipeline
-from linearizer.cli.main import main
 from linearizer.model.kept_state import load_state
 from linearizer.model.text import read_whole
 from linearizer.run.folder import Run
-
-QUICK = ["--recipe", "features", "--texts", "2", "--length", "64", "--samples", "128", "--dtype", "float32"]
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A finished run of the demo model, which no test may change."""
-    folder = tmp_path_factory.mktemp("run") / "demo"
-    assert main(["run", "demo", "--budget", "64", "--out", str(folder), *QUICK, "--steps", "0"]) == 0
-    return folder
 
 
 @pytest.fixture
@@ -28,35 +17,35 @@ def text(tmp_path):
     return tmp_path / "text.txt"
 
 
-def test_what_was_read_is_answered_from(done, text, tmp_path, said):
+def test_what_was_read_is_answered_from(quick_run, text, tmp_path, said):
     state = tmp_path / "state"
-    code, out, _ = said("read", done, text, "--state", state, "--json")
+    code, out, _ = said("read", quick_run, text, "--state", state, "--json")
     reading = json.loads(out)
     assert code == 0 and reading["cache_bytes"] == reading["tokens"] * 2 * 4096  # fp32: twice as much as bf16
     assert reading["state_bytes"] < reading["cache_bytes"]
     before = state.read_bytes()
     prompt = " The import statement"
-    code, whole, _ = said("ask", done, "--prompt", read_whole(text) + prompt, "--tokens", 12, "--json")
-    code, out, _ = said("ask", done, "--state", state, "--prompt", prompt, "--tokens", 12, "--json")
+    code, whole, _ = said("ask", quick_run, "--prompt", read_whole(text) + prompt, "--tokens", 12, "--json")
+    code, out, _ = said("ask", quick_run, "--state", state, "--prompt", prompt, "--tokens", 12, "--json")
     assert code == 0 and state.read_bytes() == before
     answer = json.loads(out)
     assert answer["tokens"] == 12 and answer["text"] == json.loads(whole)["text"]
-    assert said("ask", done, "--state", state, "--prompt", prompt, "--tokens", 12)[1] == answer["text"] + "\n"
+    assert said("ask", quick_run, "--state", state, "--prompt", prompt, "--tokens", 12)[1] == answer["text"] + "\n"
 
 
-def test_a_state_reads_on(done, text, tmp_path, said, monkeypatch):
+def test_a_state_reads_on(quick_run, text, tmp_path, said, monkeypatch):
     state = tmp_path / "state"
-    assert "the teacher's cache would be" in said("read", done, text, "--state", state)[1]
-    code, _, err = said("read", done, text, "--state", state)
+    assert "the teacher's cache would be" in said("read", quick_run, text, "--state", state)[1]
+    code, _, err = said("read", quick_run, text, "--state", state)
     assert code == 2 and "--more" in err
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"And so on. ")))
     before = state.read_bytes()
-    code, out, _ = said("read", done, "-", "--state", state, "--more", "--json")
+    code, out, _ = said("read", quick_run, "-", "--state", state, "--more", "--json")
     first = json.loads(out)["tokens"]
     assert code == 0 and state.read_bytes() != before
-    code, out, _ = said("ask", done, "--state", state, "--prompt", "It", "--tokens", 5, "--keep", "--json")
+    code, out, _ = said("ask", quick_run, "--state", state, "--prompt", "It", "--tokens", 5, "--keep", "--json")
     answer = json.loads(out)
-    run = Run.open(done)
+    run = Run.open(quick_run)
     from linearizer.model.checkpoint import load_of_run
 
     student, tokenizer = load_of_run(run)
@@ -64,24 +53,24 @@ def test_a_state_reads_on(done, text, tmp_path, said, monkeypatch):
     assert answer["reading"]["tokens"] == first + len(tokenizer("It", add_special_tokens=False)["input_ids"]) + 5
 
 
-def test_python_asks_too(done, tmp_path):
-    run = Run.open(done)
+def test_python_asks_too(quick_run, tmp_path):
+    run = Run.open(quick_run)
     reading = finish(pipeline.read(run, "The import statement finds a module.", tmp_path / "state"))
     assert reading.tokens > 4
     written = "".join(pipeline.ask(run, " It", tmp_path / "state", new_tokens=6, sample=True, seed=3))
     assert written == "".join(pipeline.ask(run, " It", tmp_path / "state", new_tokens=6, sample=True, seed=3))
 
 
-def test_what_cannot_be_is_said(done, text, tmp_path, said):
+def test_what_cannot_be_is_said(quick_run, text, tmp_path, said):
     state = tmp_path / "state"
     for words, match in [
-        (("ask", done, "--prompt", "a", "--state", state), "there is no state"),
-        (("ask", done, "--prompt", "a", "--keep"), "--state"),
-        (("ask", done, "--prompt", "a", "--tokens", 0), "at least one"),
-        (("ask", done, "--prompt", "", "--state", text), "is damaged"),
-        (("read", done, text, "--state", tmp_path / "none" / "state"), "cannot be written"),
-        (("read", done, text, "--state", tmp_path), "is a folder"),
-        (("read", done, tmp_path / "none", "--state", state), "does not exist"),
+        (("ask", quick_run, "--prompt", "a", "--state", state), "there is no state"),
+        (("ask", quick_run, "--prompt", "a", "--keep"), "--state"),
+        (("ask", quick_run, "--prompt", "a", "--tokens", 0), "at least one"),
+        (("ask", quick_run, "--prompt", "", "--state", text), "is damaged"),
+        (("read", quick_run, text, "--state", tmp_path / "none" / "state"), "cannot be written"),
+        (("read", quick_run, text, "--state", tmp_path), "is a folder"),
+        (("read", quick_run, tmp_path / "none", "--state", state), "does not exist"),
         (("read", tmp_path / "none", text, "--state", state), "there is no run"),
     ]:
         code, out, err = said(*words)

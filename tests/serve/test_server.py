@@ -9,22 +9,10 @@ import sys
 import httpx
 import pytest
 
-from linearizer.cli.main import main
-
-QUICK = ["--recipe", "features", "--texts", "2", "--length", "64", "--samples", "128", "--dtype", "float32"]
-
-
-@pytest.fixture(scope="module")
-def done(tmp_path_factory):
-    """A finished run of the demo model, which no test may change."""
-    folder = tmp_path_factory.mktemp("run") / "demo"
-    assert main(["run", "demo", "--budget", "64", "--out", str(folder), *QUICK, "--steps", "0"]) == 0
-    return folder
-
 
 @pytest.mark.parametrize("subject", ["student", "teacher"])
-def test_a_run_is_served_until_it_is_stopped(done, subject):
-    words = [sys.executable, "-m", "linearizer", "serve", str(done), "--port", "0", "--json"]
+def test_a_run_is_served_until_it_is_stopped(quick_run, subject):
+    words = [sys.executable, "-m", "linearizer", "serve", str(quick_run), "--port", "0", "--json"]
     words += ["--teacher"] * (subject == "teacher")
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         told = ""
@@ -41,14 +29,14 @@ def test_a_run_is_served_until_it_is_stopped(done, subject):
         assert "Traceback" not in process.stderr.read()
 
 
-def test_what_cannot_be_served_is_said_at_once(done, tmp_path, said):
+def test_what_cannot_be_served_is_said_at_once(quick_run, tmp_path, said):
     with socket.create_server(("127.0.0.1", 0)) as taken:
-        code, _, err = said("serve", done, "--port", taken.getsockname()[1])
+        code, _, err = said("serve", quick_run, "--port", taken.getsockname()[1])
         assert code == 2 and "--port" in err
     for words, match in [
-        (("serve", done, "--port", 99999), "--port"),
-        (("serve", done, "--host", "no.such.host.invalid", "--port", 0), "--host"),
-        (("serve", done, "--port", 0, "--max-state-bytes", -1), "max-state-bytes"),
+        (("serve", quick_run, "--port", 99999), "--port"),
+        (("serve", quick_run, "--host", "no.such.host.invalid", "--port", 0), "--host"),
+        (("serve", quick_run, "--port", 0, "--max-state-bytes", -1), "max-state-bytes"),
         (("serve", tmp_path / "none"), "there is no run"),
     ]:
         code, out, err = said(*words)
