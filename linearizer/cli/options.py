@@ -37,7 +37,7 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
     )
     command.add_argument("--out", type=Path, help="the run's folder (default: a new one under runs/)")
     command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
-    add_lines(command, "recipes", {name: recipe.about for name, recipe in RECIPES.items()})
+    add_lines(command, "recipes", {name: recipe.origin for name, recipe in RECIPES.items()})
     add_allocation_options(command)
     for title in (MEASURING, TRAINING, MACHINE):
         group = command.add_argument_group(title)

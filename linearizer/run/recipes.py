@@ -19,8 +19,14 @@ class Recipe:
     """The choices that a name stands for."""
 
     label: str  # on the page
-    about: str  # in `--help`: what it is and from whom
+    about: str  # what it is
     choices: Mapping[str, Any] = field(default_factory=dict)
+    reference: str = ""  # from whom it is: authors, title, where it was published; none: ours
+
+    @property
+    def origin(self) -> str:
+        """Say what it is, and from whom."""
+        return f"{self.about} ({self.reference})" if self.reference else self.about
 
 
 RECIPES: Mapping[str, Recipe] = {
@@ -36,38 +42,50 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "swa": Recipe(
         "a plain window",
-        "the same window and sinks everywhere, untrained (StreamingLLM, Xiao et al. 2024)",
+        "the same window and sinks everywhere, untrained",
         {"strategy": "window"},
+        "StreamingLLM: Xiao et al., Efficient Streaming Language Models with Attention Sinks, ICLR 2024, "
+        "arXiv:2309.17453",
     ),
     "duo": Recipe(
         "learned gates (DuoAttention)",
-        "each KV head softmax or a window, by learned gates; needs --may-grow (DuoAttention, Xiao et al. 2025)",
+        "each KV head softmax or a window, by learned gates; needs --may-grow",
         {"strategy": "duo"},
+        "Xiao et al., DuoAttention: Efficient Long-Context LLM Inference with Retrieval and Streaming Heads, ICLR "
+        "2025, arXiv:2410.10819",
     ),
     "paper": Recipe(
         "the published method, to the letter",
-        "positive random features by the degrees of freedom of a layer, trained by layer (NeurIPS 2025)",
+        "positive random features by the degrees of freedom of a layer, trained by layer",
         {"strategy": "dof", "feature_map": "prf", "per": "query", "gauge": "raw", "steps": 60, **WITHOUT_WINDOW},
+        "Nishikawa, Higuchi and Suzuki, Degrees of Freedom for Linear Attention: Distilling Softmax Attention with "
+        "Optimal Feature Efficiency, NeurIPS 2025, arXiv:2507.03340",
     ),
     "performer": Recipe(
         "Performer",
-        "fixed orthogonal random features, then adapters (Choromanski et al. 2021)",
+        "fixed orthogonal random features, then adapters",
         {"strategy": "fix", "feature_map": "performer", "loss": "direct", **WITHOUT_WINDOW, **WITH_ADAPTERS},
+        "Choromanski et al., Rethinking Attention with Performers, ICLR 2021, arXiv:2009.14794",
     ),
     "dijiang": Recipe(
         "DiJiang",
-        "fixed cosine features with learned weights, then adapters (Chen et al. 2024)",
+        "fixed cosine features with learned weights, then adapters",
         {"strategy": "fix", "feature_map": "dijiang", "loss": "direct", **WITHOUT_WINDOW, **WITH_ADAPTERS},
+        "Chen et al., DiJiang: Efficient Large Language Models through Compact Kernelization, ICML 2024, "
+        "arXiv:2403.19928",
     ),
     "hedgehog": Recipe(
         "Hedgehog",
-        "learned maps fitted to the attention rows, then adapters (Zhang et al. 2024)",
+        "learned maps fitted to the attention rows, then adapters",
         {"strategy": "fix", "feature_map": "hedgehog", "loss": "softmax+direct", **WITHOUT_WINDOW, **WITH_ADAPTERS},
+        "Zhang et al., The Hedgehog & the Porcupine: Expressive Linear Attentions with Softmax Mimicry, ICLR 2024, "
+        "arXiv:2402.04347",
     ),
     "lolcats": Recipe(
         "LoLCATs",
-        "hedgehog beside a window, fitted to the attention outputs, then adapters (Zhang et al. 2025)",
+        "hedgehog beside a window, fitted to the attention outputs, then adapters",
         {"strategy": "fix", "feature_map": "hedgehog", "loss": "output+direct", "sinks": 0, **WITH_ADAPTERS},
+        "Zhang et al., LoLCATs: On Low-Rank Linearizing of Large Language Models, ICLR 2025, arXiv:2410.10254",
     ),
 }
 CHOSEN = frozenset(name for recipe in RECIPES.values() for name in recipe.choices)  # the options that recipes decide

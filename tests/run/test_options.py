@@ -74,7 +74,7 @@ def test_every_option_of_a_plan_is_an_option_of_the_command_line():
     text = next(action for action in parser()._actions if action.choices).choices["run"].format_help()
     for name in (*RECIPES, *STRATEGIES, ALLOCATION):
         assert name in text
-    assert all(recipe.about in text for recipe in RECIPES.values())
+    assert all(recipe.origin in text for recipe in RECIPES.values())
 
 
 def test_the_command_of_a_plan_makes_the_plan():
