@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 
 from .softmax_parts import (
     FarField,
     Features,
+    Memory,
+    Reading,
     attend_seen,
     combine_parts,
     compute_either,
@@ -17,6 +21,7 @@ from .softmax_parts import (
     fold_unless_training,
     join_rows,
     largest_logit,
+    log_mass,
     mask_logits,
     multiply_by_head,
     softmax_over,
@@ -27,6 +32,7 @@ from .state import (
     EMPTY,
     HEADROOM,
     Columns,
+    ExactState,
     FeatureState,
     first_places,
     lay_columns,
@@ -42,17 +48,17 @@ CHUNK = 128
 BLOCKS_AT_ONCE = 32  # of rows with windows alone: more take memory
 
 Tensor = torch.Tensor
-Attend = Callable[[Tensor, Columns, Features | None, FeatureState, int], Tensor]
+Attend = Callable[[Tensor, Columns, Any, Any, int], Tensor]
 
 
 def attend_text_with_features(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    feature_map: Features | None,
+    memory: Features | Memory | None,
     window: int,
     real: Tensor | None,
-    state: FeatureState,
+    state: Any,
     chunk: int = CHUNK,
     attend: Attend | None = None,
 ) -> Tensor:
@@ -60,26 +66,26 @@ def attend_text_with_features(
 
     A chunk of rows sees as columns the window before it and itself; what lies further left is in the state.
     """
-    tokens, order, feature_map = q.shape[-2], None, fold_unless_training(feature_map)
+    tokens, order, memory = q.shape[-2], None, fold_unless_training(memory)
     if real is not None:
         order = real.to(torch.int8).argsort(dim=-1, stable=True)
         q = take_tokens(q, order)
     columns = lay_columns(k, v, window, real, state)
     remember_sinks(state, columns)
-    out = (attend or attend_chunks)(q, columns, feature_map, state, chunk)
+    out = (attend or attend_chunks)(q, columns, memory, state, chunk)
     state.count = columns.first + window + tokens
     remember_window(state, columns, tokens)
     return out if order is None else take_tokens(out, order.argsort(-1))
 
 
 def attend_chunks(
-    q: Tensor, columns: Columns, feature_map: Features | None, state: FeatureState, chunk: int = CHUNK
+    q: Tensor, columns: Columns, memory: Features | Memory | None, state: Any, chunk: int = CHUNK
 ) -> Tensor:
     """Attend in PyTorch, one chunk after the other, or all at once where there is nothing but a window."""
-    if feature_map is None and columns.window:
+    if memory is None and columns.window:
         return attend_windows(q, columns, state, max(1, chunk // 2))
     starts = range(0, q.shape[-2], chunk)
-    parts = (attend_chunk(q[..., i : i + chunk, :], columns, feature_map, state, i) for i in starts)
+    parts = (attend_chunk(q[..., i : i + chunk, :], columns, memory, state, i) for i in starts)
     if torch.is_grad_enabled():
         return torch.cat(list(parts), -2)
     out = q.new_empty(*q.shape[:-1], columns.v.shape[-1], dtype=working_dtype(q))
@@ -113,7 +119,7 @@ def attend_windows(q: Tensor, columns: Columns, state: FeatureState, size: int) 
     return torch.cat(out, -2)[..., :tokens, :]
 
 
-def attend_chunk(q: Tensor, columns: Columns, feature_map: Features | None, state: FeatureState, start: int) -> Tensor:
+def attend_chunk(q: Tensor, columns: Columns, memory: Features | Memory | None, state: Any, start: int) -> Tensor:
     """Attend with the rows from `start`; move the columns that are then behind every window into the state.
 
     The row of token t has its own column `window` to the right of it; columns up to t are behind its window.
@@ -121,25 +127,60 @@ def attend_chunk(q: Tensor, columns: Columns, feature_map: Features | None, stat
     q, size = q.to(working_dtype(q)), q.shape[-2]
     near = [sink_part(q, columns, state, start)] if state.sink_k.shape[-2] else []
     near += [window_part(q, columns, start)] if columns.window else []
-    if feature_map is None:
+    if memory is None:
         return combine_parts(near) if near else columns.v.new_zeros(*q.shape[:-1], columns.v.shape[-1])
     k, v = (x[:, :, start : start + size].to(q.dtype) for x in (columns.k, columns.v))
-    leaving = columns.filled(start, start + size) & (columns.place(start, start + size) >= state.sink_k.shape[-2])
-    u, w = feature_map.queries(q), feature_map.keys(k)
-    if torch.compiler.is_exporting() or not leaving.all():
-        w = w.masked_fill(~leaving[:, None, :, None], ABSENT)
-    far = FarField.of(u, w, v, state)
-    filled = columns.filled(start + columns.window, start + columns.window + size)[:, None, None, :, None]
+    comes = columns.filled(start, start + size) & (columns.place(start, start + size) >= state.sink_k.shape[-2])
+    place = columns.place(start + columns.window, start + columns.window + size)
+    far = as_memory(memory).chunk(state, q, k, v, comes, place)
+    if far.is_share:
+        far.bound = far.bound + (log_mass(near) if near else 0.0)
+    if far.exactly is None:
+        return combine_parts(near, far)
+    exactly, filled = far.exactly, columns.filled(start + columns.window, start + columns.window + size)
+    low = (torch.maximum(largest_logit(near), far.lse) if near else far.lse) < far.bound
+    lost = (low & filled[:, None, None, :, None]).any()
+    return compute_either(lost, lambda: combine_parts([*near, *exactly()]), lambda: combine_parts(near, far))
 
-    def attend_exactly() -> Tensor:
-        far_away = far_logits_exactly(u, w).masked_fill(~columns_behind(size, size, 0, q), EMPTY)
-        return combine_parts([*near, (far_away, v), (u + state.level[:, :, None, None], state.mean)])
 
-    lost = (((torch.maximum(largest_logit(near), far.lse) if near else far.lse) < far.bound) & filled).any()
-    out = compute_either(lost, attend_exactly, lambda: combine_parts(near, far))
-    total = far.key.sum(-2).clamp_min(torch.finfo(q.dtype).tiny)
-    merge_into_state(state, total.log() + far.ceiling[:, :, 0] - HEADROOM, far.key.mT @ v / total[..., None])
-    return out
+@dataclass(frozen=True)
+class LogSums:
+    """The memory of features: for each the logarithm of its weight, and the mean of its values."""
+
+    feature_map: Features
+
+    def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> FeatureState:
+        return FeatureState.empty(k, v, window, sinks, self.feature_map.features)
+
+    def chunk(self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor, place: Tensor) -> Reading:
+        u, w = self.feature_map.queries(q), self.feature_map.keys(k)
+        if torch.compiler.is_exporting() or not comes.all():
+            w = w.masked_fill(~comes[:, None, :, None], ABSENT)
+        far, level, mean = FarField.of(u, w, v, state), state.level, state.mean
+
+        def exactly() -> list[tuple[Tensor, Tensor]]:
+            size = w.shape[-2]
+            away = far_logits_exactly(u, w).masked_fill(~columns_behind(size, size, 0, q), EMPTY)
+            return [(away, v), (u + level[:, :, None, None], mean)]
+
+        far.reading.exactly = exactly
+        total = far.key.sum(-2).clamp_min(torch.finfo(q.dtype).tiny)
+        merge_into_state(state, total.log() + far.ceiling[:, :, 0] - HEADROOM, far.key.mT @ v / total[..., None])
+        return far.reading
+
+    def token(
+        self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor | None, place: Tensor
+    ) -> tuple[Tensor, Tensor, bool]:
+        w = self.feature_map.keys(k)
+        if comes is not None:
+            w = w.masked_fill(~comes[:, None, :, None], ABSENT)
+        merge_into_state(state, w[:, :, 0], v[:, :, 0])
+        return self.feature_map.queries(q)[..., 0, :] + state.level[:, :, None], state.mean, False
+
+
+def as_memory(far: Features | Memory) -> Memory:
+    """Give the memory of a far field: a feature map alone stands for that of its features."""
+    return far if hasattr(far, "chunk") else LogSums(far)  # type: ignore[return-value]
 
 
 def sink_part(q: Tensor, columns: Columns, state: FeatureState, start: int) -> tuple[Tensor, Tensor]:
@@ -172,20 +213,18 @@ def merge_into_state(state: FeatureState, level: Tensor, mean: Tensor) -> None:
 
 
 def attend_token_with_features(
-    q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, state: FeatureState
+    q: Tensor, k: Tensor, v: Tensor, memory: Features | Memory | None, window: int, state: ExactState
 ) -> Tensor:
     """Attend with one token; the state is changed in place."""
     q, place, sinks = q.to(working_dtype(q)), state.count, state.sink_k.shape[-2]
-    least, old_k, old_v = least_count(place), k, v
-    feature_map = fold_unless_training(feature_map)
-    if feature_map is not None:
+    least, old_k, old_v, far = least_count(place), k, v, None
+    memory = fold_unless_training(memory)
+    if memory is not None:
         if window:
             slot = (place % window)[:, None]
             old_k, old_v = take_tokens(state.window_k, slot), take_tokens(state.window_v, slot)
-        w = feature_map.keys(old_k.to(q.dtype))
-        if least - window < sinks:
-            w = w.masked_fill((place - window < sinks)[:, None, None, None], ABSENT)
-        merge_into_state(state, w[:, :, 0], old_v.to(q.dtype))
+        comes = (place - window >= sinks)[:, None] if least - window < sinks else None
+        far = as_memory(memory).token(state, q, old_k.to(q.dtype), old_v.to(q.dtype), comes, place[:, None])
     remember_token(state, k, v, least)
     state.count = place + 1
 
@@ -196,7 +235,8 @@ def attend_token_with_features(
     if window:
         held = None if least >= window - 1 else first_places(window, place)
         parts.append(exact_part(rows, state.window_k, state.window_v, held))
-    if feature_map is not None:
-        parts.append((feature_map.queries(q)[..., 0, :] + state.level[:, :, None], state.mean))
+    if far is not None:
+        logits, values, is_share = far
+        parts.append((logits + log_mass(parts) if is_share and parts else logits, values))
     out = softmax_over(parts) if parts else rows.new_zeros(*rows.shape[:-1], v.shape[-1])
     return out[..., None, :]

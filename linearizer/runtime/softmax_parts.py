@@ -9,14 +9,49 @@ import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
 from .feature_maps import Folded
-from .state import EMPTY, HEADROOM, FeatureState
+from .state import EMPTY, HEADROOM, ExactState, FeatureState
 
 Tensor = torch.Tensor
+
+
+@dataclass
+class Reading:
+    """What rows see of a far field, to meet exact tokens in one softmax: e^bound · total is its mass.
+
+    Where `exactly` is given, a row none of whose logits reaches `bound` may have lost terms, and takes those parts in
+    place of the reading. `is_share`: the mass is a share of what the row sees exactly.
+    """
+
+    bound: Tensor  # (batch, heads, group, rows, 1)
+    total: Tensor  # Σ e^(logit - bound)
+    sum: Tensor  # Σ e^(logit - bound) v
+    exactly: Callable[[], list[tuple[Tensor, Tensor]]] | None = None
+    is_share: bool = False
+
+    @property
+    def lse(self) -> Tensor:
+        return self.total.detach().log() + self.bound
+
+
+class Memory(Protocol):
+    """A far field of heads that hold alike: what it makes of the tokens that leave their windows.
+
+    `comes` (batch, rows) is false where a column is no token, or a sink: it leaves the state bit for bit. `place`
+    (batch, rows) is that of the row's query. A chunk is the same as its tokens, one after the other.
+    """
+
+    def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> ExactState: ...
+
+    def chunk(self, state: Any, q: Tensor, k: Tensor, v: Tensor, comes: Tensor, place: Tensor) -> Reading: ...
+
+    def token(
+        self, state: Any, q: Tensor, k: Tensor, v: Tensor, comes: Tensor | None, place: Tensor
+    ) -> tuple[Tensor, Tensor, bool]: ...  # logits (batch, heads, group, n), values ([…, group], n, dim), is_share
 
 
 class Features(Protocol):
@@ -30,12 +65,12 @@ class Features(Protocol):
     def keys(self, k: Tensor) -> Tensor: ...  # (batch, heads, tokens, dim) -> (…, features), log-features w
 
 
-def get_folded(feature_map: Features | None) -> Folded | None:
+def get_folded(feature_map: Any) -> Folded | None:
     """Return the map as one product per token (feature_maps.py), or None where it is more than that."""
     return getattr(feature_map, "folded", lambda: None)()
 
 
-def fold_unless_training(feature_map: Features | None) -> Features | None:
+def fold_unless_training(feature_map: Any) -> Any:
     """Return the folded map, or the map itself where gradients are taken: its parameters need them, and will change.
 
     An exported graph folds by itself: its parameters have no addresses by which changes are seen.
@@ -50,15 +85,13 @@ def fold_unless_training(feature_map: Features | None) -> Features | None:
 class FarField:
     """What the rows of one chunk see of the state and, through features, of the chunk's earlier keys.
 
-    A row none of whose logits reaches `bound`, HEADROOM below what its features could give with the largest keys, has
-    lost terms to underflow: the stabilisers look at all keys of the chunk, also at those that come after the row.
+    The reading's bound is HEADROOM below what a row's features could give with the largest keys: the stabilisers look
+    at all keys of the chunk, also at those that come after the row.
     """
 
     key: Tensor  # e^(w - ceiling + HEADROOM): (batch, heads, tokens, features)
     ceiling: Tensor  # (batch, heads, 1, features)
-    bound: Tensor  # (batch, heads, group, tokens, 1)
-    total: Tensor  # Σ e^(logit - bound)
-    sum: Tensor  # Σ e^(logit - bound) v
+    reading: Reading
 
     @classmethod
     def of(cls, u: Tensor, w: Tensor, v: Tensor, state: FeatureState) -> FarField:
@@ -73,17 +106,8 @@ class FarField:
         seen = torch.ones(w.shape[-2], w.shape[-2], dtype=w.dtype, device=w.device).tril()
         product = multiply_by_head(query, key.mT).mul_(seen)  # several times faster than two calls of tril
         total = product.sum(-1, keepdim=True) + multiply_by_head(query, held)
-        return cls(
-            key,
-            ceiling,
-            bound - HEADROOM,
-            total,
-            multiply_by_head(product, v).add_(multiply_by_head(query, held * state.mean)),
-        )
-
-    @property
-    def lse(self) -> Tensor:
-        return self.total.detach().log() + self.bound
+        sums = multiply_by_head(product, v).add_(multiply_by_head(query, held * state.mean))
+        return cls(key, ceiling, Reading(bound - HEADROOM, total, sums))
 
 
 def compute_either(condition: Tensor, first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:
@@ -126,9 +150,16 @@ def exact_part(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None) -> tuple[Te
 
 
 def softmax_over(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """One softmax over parts, given as logits and values, for rows that see something: (batch, heads, rows, dim)."""
+    """One softmax over parts, given as logits and values, for rows that see something: (batch, heads, rows, dim).
+
+    Values have one more dimension where each row has its own.
+    """
     weights = torch.cat([logits for logits, _ in parts], -1).softmax(-1).split([x.shape[-1] for x, _ in parts], -1)
-    return functools.reduce(torch.add, (weight @ values for weight, (_, values) in zip(weights, parts, strict=True)))
+    read = (
+        x @ values if values.dim() == 4 else (x[..., None, :] @ values)[..., 0, :]
+        for x, (_, values) in zip(weights, parts, strict=True)
+    )
+    return functools.reduce(torch.add, read)
 
 
 def split_rows(x: Tensor, parts: int) -> Tensor:
@@ -161,7 +192,12 @@ def largest_logit(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.stack([empty, *(x.detach().amax(-1, keepdim=True) for x, _ in parts if x.shape[-1])]).amax(0)
 
 
-def combine_parts(parts: list[tuple[Tensor, Tensor]], far: FarField | None = None) -> Tensor:
+def log_mass(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
+    """The logarithm of what the softmax over parts sums up, for each row: (…, 1)."""
+    return torch.cat([logits for logits, _ in parts], -1).logsumexp(-1, keepdim=True)
+
+
+def combine_parts(parts: list[tuple[Tensor, Tensor]], far: Reading | None = None) -> Tensor:
     """One softmax over all parts, given as logits and values, and what is far: (…, rows, value_dim)."""
     tops = ([largest_logit(parts)] if parts else []) + ([far.lse] if far is not None else [])
     top = torch.maximum(tops[0], tops[-1])
