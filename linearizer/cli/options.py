@@ -12,7 +12,8 @@ from linearizer.run.evaluation_request import Request
 from linearizer.run.files import unseal
 from linearizer.run.options import Option, options_of
 from linearizer.run.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
-from linearizer.run.recipes import RECIPES
+from linearizer.run.quality import measured_quality
+from linearizer.run.recipes import NOT_EXPRESSED, RECIPES
 from linearizer.run.strategies import STRATEGIES
 
 Add = Callable[..., Any]  # argparse's add_argument, of a command or of a group
@@ -29,7 +30,13 @@ def add_allocation_options(command: argparse.ArgumentParser) -> None:
 
 
 def add_run_options(command: argparse.ArgumentParser) -> None:
-    add_option(command.add_argument, options_of(Plan)["recipe"])
+    recipe = options_of(Plan)["recipe"]
+    command.add_argument(
+        recipe.flag,
+        action=ListRecipes,
+        type=lambda text: text if text == ListRecipes.WORD else recipe.parse(text),
+        help=f"{recipe.help}; {ListRecipes.WORD}: say what each is, and how it did here",
+    )
     command.add_argument(
         "--plan",
         type=Path,
@@ -44,6 +51,35 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
         for option in options_of(Plan).values():
             if option.limits.group == title:
                 add_option(group.add_argument, option)
+
+
+class ListRecipes(argparse.Action):
+    """Keeps the name of a recipe, or lists all recipes and ends."""
+
+    WORD = "list"
+
+    def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
+        if value == self.WORD:
+            parser.exit(message=describe_recipes() + "\n")
+        setattr(namespace, self.dest, value)
+
+
+def describe_recipes() -> str:
+    """List the recipes, from whom they are and how they did here, and what no recipe can be."""
+    lines = ["recipe, what it is, from whom, and how it did here:", ""]
+    for name, recipe in RECIPES.items():
+        lines += [f"  {name:12}{recipe.origin}", *(f"{'':14}{line}" for line in measured_lines(name))]
+    lines += ["", "what no option of a head can be, and why:", ""]
+    return "\n".join(lines + [f"  {name}: {why}" for name, why in NOT_EXPRESSED.items()])
+
+
+def measured_lines(recipe: str) -> list[str]:
+    """Say how a recipe did in the quality table."""
+    rows = measured_quality().get(recipe)
+    if not rows:
+        return ["not measured here yet"]
+    cells = ", ".join(f"{row.budget} tokens {row.kl:.3g} (recall {row.recall:.0%})" for row in rows)
+    return [f"KL at the bytes of {cells}"]
 
 
 def add_evaluate_options(command: argparse.ArgumentParser) -> None:

@@ -89,3 +89,16 @@ RECIPES: Mapping[str, Recipe] = {
     ),
 }
 CHOSEN = frozenset(name for recipe in RECIPES.values() for name in recipe.choices)  # the options that recipes decide
+
+NOT_EXPRESSED: Mapping[str, str] = {  # method -> why no option of a head can be it
+    "local linear attention": "its correction needs every key of the text again, so the state would grow",
+    "SAS's simulated heads, PEAA": "they mix KV heads, and a group of queries reads its own KV head alone",
+    "sigmoid and softplus attention, far": "their kernels are no sum of products, so no state of fixed size is exact",
+    "Sinkformer, doubly stochastic rows": "columns sum to one over the whole text, and a row knows no later token",
+    "SOFT, Flowformer": "their normalisers run over the whole text, and a row knows no later token",
+    "CLEAR, LinFusion, LiT, LION": "they read in both directions; students are causal",
+    "Kronecker attention": "scores of three tokens have no state that is a sum over single tokens",
+    "ALiBi with a slope per query head": "a group of queries shares one state, which would need one for every slope",
+    "TTT-MLP, ParaRNN": "their memories are not linear in what is written, so a text cannot be read in chunks",
+    "log-linear attention": "its state grows with the logarithm of the length",
+}

@@ -40,6 +40,7 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
 from linearizer.run.head_bytes import cache_bytes
 from linearizer.run.plan import Plan
+from linearizer.run.quality import SUMMARY
 from linearizer.run.recipes import RECIPES
 from linearizer.train import step as train_step
 from tests.benchmarks.ablation import without_far, without_window
@@ -265,8 +266,17 @@ class Table:
         write_whole(self.file("json"), json.dumps(self.records, indent=0))
         text = self.markdown()
         write_whole(self.file("md"), text)
+        if self.path == RESULTS / "quality-demo":
+            write_whole(SUMMARY, json.dumps(self.summary(), indent=1) + "\n")
         write_whole(self.file("html"), self.picture().to_html(include_plotlyjs="cdn"))
         return text
+
+    def summary(self):
+        """Give what `linearizer run --recipe list` and the page say of each recipe."""
+        budgets = sorted({record["budget"] for record in self.records})
+        found = {name: [(budget, self.of(name, budget)) for budget in budgets] for name in RECIPES}
+        found["duo"] = [(budget, self.of("duo --may-grow", budget)) for budget in budgets]
+        return {name: [mean_quality(*each) for each in of_row if each[1]] for name, of_row in found.items()}
 
     def of(self, row, budget):
         return [r for r in self.records if (r["row"], r["budget"]) == (row, budget) and "loss" in r]
@@ -325,6 +335,13 @@ class Table:
                 figure.add_trace(Scatter(x=[b for b, _ in points], y=means, name=row, mode="lines+markers"))
         figure.update_xaxes(title="tokens of cache", type="log").update_yaxes(title="KL to the teacher", type="log")
         return figure
+
+
+def mean_quality(budget, records):
+    """Give the means of some records as the fields of a Quality."""
+    shares = [share(record, index) for record in records for index in range(len(record["recall"]))]
+    kl = sum(record["kl"] for record in records) / len(records)
+    return dict(budget=budget, kl=round(kl, 5), recall=round(sum(shares) / len(shares), 3), seeds=len(records))
 
 
 def share(record, index):

@@ -1,7 +1,9 @@
 """Options say what they may be once: checks, help, commands and text derive from the fields of the plan."""
 
+import json
 import shlex
 from dataclasses import dataclass
+from pathlib import Path
 
 import pytest
 
@@ -11,7 +13,8 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.run.evaluation_request import Request
 from linearizer.run.options import check_options, option, options_of
 from linearizer.run.plan import ALLOCATION, BY_RECIPE, USUAL_SAMPLES, Plan
-from linearizer.run.recipes import CHOSEN, RECIPES
+from linearizer.run.quality import measured_quality
+from linearizer.run.recipes import CHOSEN, NOT_EXPRESSED, RECIPES
 from linearizer.run.strategies import STRATEGIES
 from linearizer.runtime.feature_maps import FEATURE_MAPS
 
@@ -104,3 +107,17 @@ def test_what_recipes_decide_is_said_to_be_theirs():
 
 def test_the_plan_knows_every_feature_map():
     assert set(options_of(Plan)["feature_map"].limits.choices) == set(FEATURE_MAPS)
+
+
+def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_the_table(capsys):
+    with pytest.raises(SystemExit) as ended:
+        parser().parse_args(["run", "--recipe", "list"])
+    text, measured = capsys.readouterr().out, measured_quality()
+    assert ended.value.code == 0 and all(recipe.origin in text for recipe in RECIPES.values())
+    assert all(f"{name}: {why}" in text for name, why in NOT_EXPRESSED.items())
+    records = json.loads(Path("tests/benchmarks/results/quality-demo.json").read_text())
+    for row in measured["best"]:
+        found = [r["kl"] for r in records if (r["row"], r["budget"]) == ("best", row.budget) and "kl" in r]
+        assert row.kl == round(sum(found) / len(found), 5) and row.seeds == len(found)
+        assert f"{row.budget} tokens {row.kl:.3g}" in text
+    assert measured.keys() == RECIPES.keys()
