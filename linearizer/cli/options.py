@@ -60,7 +60,8 @@ class ListRecipes(argparse.Action):
 
     def __call__(self, parser: argparse.ArgumentParser, namespace: argparse.Namespace, value: Any, *_: Any) -> None:
         if value == self.WORD:
-            parser.exit(message=describe_recipes() + "\n")
+            print(describe_recipes())  # noqa: T201
+            parser.exit()
         setattr(namespace, self.dest, value)
 
 

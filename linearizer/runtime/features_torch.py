@@ -174,7 +174,7 @@ class LogSums:
         w = self.feature_map.keys(k)
         if comes is not None:
             w = w.masked_fill(~comes[:, None, :, None], ABSENT)
-        merge_into_state(state, w[:, :, 0], v[:, :, 0])
+        merge_into_state(state, w[:, :, 0], v)
         return self.feature_map.queries(q)[..., 0, :] + state.level[:, :, None], state.mean, False
 
 
