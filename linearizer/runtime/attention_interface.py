@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from .cache import LinearizedLayer, empty_cache
+from .cache import empty_cache, keeps_state
 
 # Checkpoints bring a copy of this file each; the names keep them apart in one process.
 _COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
@@ -126,7 +126,7 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
         recomputes = decoder.training and getattr(decoder, "gradient_checkpointing", False)
         if (decoder.config.use_cache if use_cache is None else use_cache) and not recomputes:
             cache = kwargs["past_key_values"] = empty_cache(decoder.config, decoder.linearized)
-    elif [isinstance(layer, LinearizedLayer) for layer in getattr(cache, "layers", [])] != [*decoder.linearized]:
+    elif [keeps_state(layer) for layer in getattr(cache, "layers", [])] != [*decoder.linearized]:
         raise ValueError(
             f"a linearized model keeps a state, not keys, and cannot use a {type(cache).__name__}: "
             "leave past_key_values out, or pass model.empty_cache()"

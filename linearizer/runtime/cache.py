@@ -15,7 +15,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .state import change_tensors, tensors, working_dtype
 from .state_8bit import KEYS_AND_VALUES
-from .state_file import write_state
+from .state_file import FORMAT, write_state
 
 MAX_TURNS = 8  # that can be taken back
 
@@ -26,6 +26,7 @@ class LinearizedLayer(CacheLayerMixin):
     """Holds the states of one layer's head groups. `update` keeps nothing: attention itself writes the states."""
 
     is_sliding = False
+    state_format = FORMAT
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,9 +150,14 @@ class LinearizedCache(Cache):
         return LinearizedCache([copy_layer(layer, change) for layer in self.layers], self.model)
 
 
+def keeps_state(layer: object) -> bool:
+    """Tell whether a cache layer is a LinearizedLayer, of this copy of the code or of another checkpoint's."""
+    return getattr(layer, "state_format", None) == FORMAT
+
+
 def copy_layer(layer: CacheLayerMixin, change: Change) -> CacheLayerMixin:
     """Give another layer, whose tensors are what `change` makes of those of this layer."""
-    if isinstance(layer, LinearizedLayer):
+    if keeps_state(layer):
         return layer.copied(change)
     other = copy.copy(layer)
     if layer.is_initialized:

@@ -301,5 +301,5 @@ def shares_of(folded: Sequence[Folded]) -> int:
 
 
 def sizes_of(q: Tensor, v: Tensor, state: ExactState) -> TrialSizes:
-    features = state.level.shape[-1] if isinstance(state, FeatureState) else 0
+    features = state.level.shape[-1] if hasattr(state, "level") else 0
     return TrialSizes(q.shape[2], q.shape[-1], v.shape[-1], state.sink_k.shape[-2], features)

@@ -82,6 +82,11 @@ class SlotState(ExactState):
         )
 
 
+def is_exact(state: object) -> bool:
+    """Tell whether a state is an ExactState, of this copy of the code or of another checkpoint's."""
+    return hasattr(state, "window_k")
+
+
 def tensors(state: object) -> dict[str, Tensor]:
     """The tensors of a state by name; each has the batch first."""
     return {field.name: getattr(state, field.name) for field in fields(state)}  # type: ignore[arg-type]

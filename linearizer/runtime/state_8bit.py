@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .state import ExactState, least_count, remember_token, tensors, working_dtype
+from .state import is_exact, least_count, remember_token, tensors, working_dtype
 
 MAX_CODE = 127
 LOWEST, HIGHEST = -24, 121  # exponents: below the first fp16 has no numbers, above the second fp32 has none
@@ -54,7 +54,7 @@ def attend_in_8_bits(
     """Let heads attend whose state is kept as bytes; give the state, too, where it is to be kept."""
     before = None if held is None else unpack_state(held, k.numbers.dtype, v.numbers.dtype)
     alone = keep and before is not None and real is None and q.shape[-2] == 1
-    if alone and isinstance(held, ExactState):
+    if alone and is_exact(held):
         remember_token(held, k.bytes, v.bytes, least_count(held.count))  # before the group counts the token, in place
     out, after = group(q, k.numbers, v.numbers, scale, real, None if before is None else replace(before))
     if not keep:
@@ -105,7 +105,7 @@ def unpack_state(state: Any, key_dtype: torch.dtype, value_dtype: torch.dtype) -
 def pack_token(held: Any, before: Any, after: Any, k: Tensor, v: Tensor) -> Any:
     """Pack what a token has changed beside window and sinks: `held` is `before`, packed, which became `after`."""
     changed = {name: x for name, x in tensors(after).items() if name not in KEYS_AND_VALUES}
-    if not isinstance(held, ExactState):
+    if not is_exact(held):
         return replace(held, k=torch.cat([held.k, k], -2), v=torch.cat([held.v, v], -2), **changed)
     merged = [name for name in ("slot_k", "slot_v") if getattr(after, name, None) is not getattr(before, name, None)]
     return replace(held, **changed, **{name: pack_vectors(getattr(after, name)) for name in merged})

@@ -1,7 +1,7 @@
 """Writes the state of a linearized model to a file of safetensors, and reads it for the model that it is of.
 
-The file names the model by hashes of its config and of its weights, and holds a checksum of its own. What a state looks
-like is not written down: it is compared with a state that the model makes of one token.
+The file names the model by a hash of its config and some numbers of every weight, and holds a checksum of its own. What
+a state looks like is not written down: it is compared with a state that the model makes of one token.
 """
 
 import hashlib
@@ -16,8 +16,10 @@ from transformers import PreTrainedModel
 
 from .state import tensors
 
-FORMAT = "linearized state 1"
-SAMPLED = 64  # numbers of each weight of the teacher that tell it from others
+FORMAT = "linearized state 2"
+WEIGHTS = "weights"  # the tensor of a file that is no part of the state
+SAMPLED = 16  # numbers of each weight that tell a model from others
+ROUNDING, LEAST = 2**-8, 2**-24  # by which a number may differ in two dtypes, bf16 and fp16 among them
 VOLATILE = {"dtype", "torch_dtype", "transformers_version", "use_cache", "architectures", "id2label", "label2id"}
 
 Tensor = torch.Tensor
@@ -37,8 +39,8 @@ def write_state(cache: Any, model: PreTrainedModel, path: str | os.PathLike) -> 
         "format": FORMAT,
         "tokens": str(tokens),
         "texts": str(len(next(iter(held.values())))),
-        "dtype": str(model.dtype).removeprefix("torch."),
     }
+    held[WEIGHTS] = sample_weights(model)
     facts["checksum"] = checksum(held, facts)
     unfinished = f"{os.fspath(path)}.unfinished"
     try:
@@ -60,9 +62,9 @@ def read_state(model: PreTrainedModel, path: str | os.PathLike) -> Any:
     if facts.get("format") != FORMAT:
         wrote = f"{facts['format']!r}" if "format" in facts else "no state of a linearized model"
         raise ValueError(f"{os.fspath(path)!r} holds {wrote}, and {FORMAT!r} is read here: read the text again")
-    refuse_other_model(path, facts, identify(model))
     if facts.pop("checksum", None) != checksum(held, facts):
         raise damaged(path, "its checksum does not fit")
+    refuse_other_model(path, facts, held.pop(WEIGHTS, torch.empty(0)), model)
     tokens, texts = int(facts["tokens"]), int(facts["texts"])
     start = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
     with torch.no_grad():
@@ -106,7 +108,7 @@ def shape_of(own: Tensor, holder: Any, attribute: str, texts: int, tokens: int) 
 
 
 def identify(model: Any) -> dict[str, str]:
-    """Tell a model from others: its teacher, its revision, and hashes of its config and weights."""
+    """Tell a model from others: its teacher, its revision, its dtype, and a hash of its config."""
     config = model.config
     base = {name: value for name, value in config.to_dict()["base"].items() if name not in VOLATILE}
     described = [base, config.layers, config.sinks, config.feature_map]
@@ -115,31 +117,27 @@ def identify(model: Any) -> dict[str, str]:
         "teacher": teacher or "unnamed",
         "revision": getattr(config, "_commit_hash", None) or "",
         "config": hashlib.sha256(json.dumps(described, sort_keys=True, default=str).encode()).hexdigest(),
-        "weights": hash_weights(model),
+        "dtype": str(model.dtype).removeprefix("torch."),
     }
 
 
-def hash_weights(model: Any) -> str:
-    """Hash what was trained in students, and some numbers of every other weight; "" where weights are elsewhere.
-
-    Numbers are rounded to bf16, so that a model is the same in fp32 and bf16.
-    """
-    own = {id(weight) for student in model.students() for weight in student.parameters()}
-    found = hashlib.sha256()
+def sample_weights(model: Any) -> Tensor:
+    """Take some numbers of every weight; none at all where weights are elsewhere."""
+    samples = []
     for weight in model.parameters():
         if weight.is_meta:
-            return ""
+            return torch.empty(0)
         numbers = weight.detach().flatten()
-        if id(weight) not in own:
-            numbers = numbers[:: max(1, len(numbers) // SAMPLED)][:SAMPLED]
-        found.update(str(tuple(weight.shape)).encode())
-        found.update(as_bytes(numbers.to(torch.bfloat16)))
-    return found.hexdigest()
+        samples.append(numbers[:: max(1, len(numbers) // SAMPLED)][:SAMPLED].float().cpu())
+    return torch.cat(samples)
 
 
-def refuse_other_model(path: str | os.PathLike, facts: dict[str, str], own: dict[str, str]) -> None:
+def refuse_other_model(path: str | os.PathLike, facts: dict[str, str], weights: Tensor, model: Any) -> None:
     """Refuse a state that another model, or another revision of this one, has made."""
-    unlike = [name for name in ("config", "weights") if facts.get(name) != own[name] and facts.get(name) and own[name]]
+    own = identify(model)
+    unlike = [] if facts.get("config") == own["config"] else ["config"]
+    if not unlike and not alike(weights, sample_weights(model), facts.get("dtype") == own["dtype"]):
+        unlike = ["weights"]
     if unlike:
         wrote, reads = (
             f"a student of {known.get('teacher')}" + (f" at {known['revision']}" if known.get("revision") else "")
@@ -149,6 +147,17 @@ def refuse_other_model(path: str | os.PathLike, facts: dict[str, str], own: dict
             f"{os.fspath(path)!r} is the state of another model ({wrote}; this is {reads}, and their {unlike[0]} "
             "differs): load it with the model that read the text, or read the text again"
         )
+
+
+def alike(weights: Tensor, own: Tensor, same_dtype: bool) -> bool:
+    """Tell whether two samples are of the same weights: as bf16 tells, or as two dtypes round."""
+    if not len(weights) or not len(own):
+        return True
+    if weights.shape != own.shape:
+        return False
+    if torch.equal(weights.bfloat16(), own.bfloat16()):
+        return True
+    return not same_dtype and torch.allclose(weights, own, rtol=ROUNDING, atol=LEAST)
 
 
 def damaged(path: str | os.PathLike, why: str) -> ValueError:

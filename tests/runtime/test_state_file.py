@@ -6,6 +6,7 @@ import pytest
 import torch
 from safetensors import safe_open
 from safetensors.torch import load_file, save_file
+from transformers.dynamic_module_utils import get_class_from_dynamic_module
 
 from linearizer.model.checkpoint import load
 from linearizer.run.head_bytes import Head
@@ -126,13 +127,28 @@ def test_a_state_fits_the_checkpoint_of_its_model_in_every_dtype(tmp_path):
     loaded = load(tmp_path / "checkpoint", dtype=torch.float32)
     both = (go_on(model, ids, model.load_cache(tmp_path / "state")) for model in (loaded, student))
     torch.testing.assert_close(*both, atol=2e-4, rtol=0)
-    short = load(tmp_path / "checkpoint", dtype=torch.bfloat16)
-    assert short.load_cache(tmp_path / "state").get_seq_length() == READ
-    half = go_on(short, ids, short.load_cache(tmp_path / "state"))
-    assert half.isfinite().all()
+    for dtype in (torch.bfloat16, torch.float16):
+        short = load(tmp_path / "checkpoint", dtype=dtype)
+        assert short.load_cache(tmp_path / "state").get_seq_length() == READ
+        half = go_on(short, ids, short.load_cache(tmp_path / "state"))
+        assert half.isfinite().all()
     with safe_open(tmp_path / "state", "pt") as file:
         facts = file.metadata()
     assert facts["tokens"] == str(READ) and facts["dtype"] == "float32" and str(tmp_path) not in str(facts)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_state_goes_on_in_another_copy_of_its_checkpoints_code(kind, tmp_path):
+    student = student_of("llama", KINDS[kind])
+    student.save_pretrained(tmp_path / "checkpoint")
+    copied = get_class_from_dynamic_module("modeling_linearized.LinearizedForCausalLM", str(tmp_path / "checkpoint"))
+    other = copied.from_pretrained(tmp_path / "checkpoint")
+    assert not isinstance(other, type(student))
+    ids, cache = read(student)
+    expected, close = go_on(student, ids, cache.fork()), dict(atol=2e-4 if kind == "16 bits" else 0.5, rtol=0)
+    torch.testing.assert_close(go_on(other, ids, cache.fork()), expected, **close)
+    torch.testing.assert_close(go_on(student, ids, read(other)[1]), expected, **close)
 
 
 @torch.no_grad()
