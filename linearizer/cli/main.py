@@ -36,6 +36,7 @@ from linearizer.run.evaluation_request import Request
 from linearizer.run.files import write_whole
 from linearizer.run.options import options_of
 from linearizer.run.plan import DEFAULT_BUDGET, Plan
+from linearizer.serve.defaults import HOST, MAX_STATE_BYTES, PORT
 
 if TYPE_CHECKING:
     from linearizer.progress import Steps
@@ -156,10 +157,13 @@ def parser() -> Parser:
         "student: `transformers serve` loads no code of a checkpoint, and there is no plugin for vLLM.",
     )
     command.add_argument("run", metavar="RUN", help=run_help)
-    command.add_argument("--port", type=int, default=8000, help="the port; 0: any free one (default: %(default)s)")
-    command.add_argument("--host", default="127.0.0.1", help="the address to listen at (default: this machine alone)")
+    command.add_argument("--port", type=int, default=PORT, help="the port; 0: any free one (default: %(default)s)")
+    command.add_argument("--host", default=HOST, help="the address to listen at (default: this machine alone)")
     command.add_argument(
-        "--max-state-bytes", type=int, default=2**30, help="for states kept between requests (default: %(default)s)"
+        "--max-state-bytes",
+        type=int,
+        default=MAX_STATE_BYTES,
+        help="for states kept between requests (default: %(default)s)",
     )
     command.add_argument("--teacher", action="store_true", help="serve the teacher instead, to compare with")
     command.set_defaults(serve=serve_serve)

@@ -12,12 +12,11 @@ from linearizer.model import checkpoint
 from linearizer.model.quiet import quiet
 from linearizer.model.teacher import load
 from linearizer.run.folder import Run
+from linearizer.serve.defaults import HOST, MAX_STATE_BYTES, PORT
 from linearizer.serve.endpoint import Served, make_endpoint
 from linearizer.serve.engine import Engine
 from linearizer.serve.local_requests import LOCAL_HOSTS
 
-HOST, PORT = "127.0.0.1", 8000
-MAX_STATE_BYTES = 2**30
 CLOSING_SECONDS = 2  # that requests at work are given when the server is stopped
 
 
