@@ -8,7 +8,7 @@ import random
 import time
 from collections.abc import AsyncIterator, Callable
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from typing import Any
 from uuid import uuid4
@@ -124,7 +124,7 @@ def make_endpoint(served: Served, local: bool = True) -> FastAPI:
     @app.get("/health")
     async def health() -> dict[str, Any]:
         engine = served.engine
-        return {"rows": len(engine.rows), "waiting": len(engine.waiting), "kept_state_bytes": engine.kept.bytes}
+        return {"rows": len(engine.rows), "waiting": engine.unread, "kept_state_bytes": engine.kept.bytes}
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -168,10 +168,17 @@ async def begin(served: Served, body: Body) -> Work:
     loop, received = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
 
     def sender(index: int) -> Callable[[Piece], None]:
+        texts: list[str] = []
+
         def send(piece: Piece) -> None:
             loop.call_soon_threadsafe(received.put_nowait, (index, piece))
 
-        return send
+        def send_last(piece: Piece) -> None:
+            texts.append(piece.text)
+            if piece.last:  # to wake the loop for every token would take time from the batch
+                send(replace(piece, text="".join(texts)))
+
+        return send if body.stream else send_last
 
     try:
         prompts = await run_in_threadpool(body.prompts, served.tokenizer)

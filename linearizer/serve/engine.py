@@ -1,8 +1,8 @@
 """The running batch: texts join it when their prompt is read and leave it when they end, each at its own length.
 
-In turns, some tokens of the prompts that wait are read, and every row of the batch writes a token. A prompt is read
-apart, but for its last token: this is the first that it reads in the batch. The states of prompts and of ended texts
-are kept, so that the next turn of a conversation reads only what is new.
+In turns, some tokens of the prompts that wait are read (prompts.py), and every row of the batch writes a token. The
+last token of a prompt is the first that its row reads in the batch. The states of prompts and of ended texts are kept,
+so that the next turn of a conversation reads only what is new.
 """
 
 from __future__ import annotations
@@ -14,17 +14,17 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from linearizer.errors import first_line
 from linearizer.model.logits import fresh_cache
-from linearizer.runtime.cache import LinearizedLayer
 from linearizer.serve.kept_states import KeptStates
+from linearizer.serve.prompts import Prompts
 from linearizer.serve.row import Row
-from linearizer.serve.rows import fork_cache, join_caches, keep_rows, take_row
+from linearizer.serve.rows import join_caches, keep_rows, real_tokens, take_row
 from linearizer.serve.sampling import choose_tokens
 
 MAX_ROWS = 32  # texts in the batch
 MAX_WAITING = 1024  # texts beside it
-PIECE = 512  # tokens of prompts that are read between two tokens of the batch; states are kept at its multiples
+READ_BETWEEN = 512  # tokens of prompts that are read between two tokens of the batch
+READ_IDLE = 4096  # the same, where nothing is written
 
 Tensor = torch.Tensor
 
@@ -34,9 +34,10 @@ class Engine:
 
     def __init__(self, model: PreTrainedModel, max_state_bytes: int) -> None:
         self.model, self.kept = model, KeptStates(max_state_bytes)
-        self.rows: list[Row] = []
-        self.cache: Cache | None = None  # of the rows
         self.waiting: deque[Row] = deque()
+        self.prompts = Prompts(model, self.kept)
+        self.rows: list[Row] = []  # of the batch
+        self.cache: Cache | None = None  # of the batch
         self.wake, self.closed = threading.Condition(), False
         self.thread = threading.Thread(target=self.work, name="batch", daemon=True)
 
@@ -49,6 +50,11 @@ class Engine:
             self.closed = True
             self.wake.notify()
         self.thread.join()
+
+    @property
+    def unread(self) -> int:
+        """Count the texts whose prompts are not read."""
+        return len(self.waiting) + len(self.prompts.rows)
 
     def submit(self, row: Row) -> bool:
         """Queue a row; tell whether there is room for it."""
@@ -69,15 +75,16 @@ class Engine:
         """Serve until closed."""
         while True:
             with self.wake:
-                self.wake.wait_for(lambda: self.closed or self.waiting or self.rows)
+                self.wake.wait_for(lambda: self.closed or self.unread or self.rows)
                 if self.closed:
                     return
             with torch.inference_mode():
                 self.step()
 
     def step(self) -> None:
-        """Read a piece of what waits, and write a token of every row."""
-        self.read_prompts()
+        """Read some tokens of what waits, and write a token of every row."""
+        self.admit()
+        self.join(self.prompts.read(READ_BETWEEN if self.rows else READ_IDLE))
         if self.rows:
             try:
                 self.write_token(self.rows, self.cache)
@@ -85,63 +92,45 @@ class Engine:
                 self.fail_rows(error)
         self.remove_rows()
 
-    def read_prompts(self) -> None:
-        """Read about a piece of the prompts that wait, in their order; those that are read join the batch."""
-        read: list[Row] = []
-        left = PIECE
-        while left > 0 and len(self.rows) + len(read) < MAX_ROWS:
-            with self.wake:
-                while self.waiting and self.waiting[0].abandoned:
-                    self.waiting.popleft()
-                if not self.waiting:
-                    break
-                row = self.waiting[0]
-            try:
-                left -= self.read_piece(row)
-                if not row.left:
-                    if not row.read:  # a prompt of one token: no state yet that could be laid beside others
-                        self.write_token([row], row.cache)
-                    read.append(row)
-            except Exception as error:  # as in `step`
-                row.fail(describe(error))
-            if row.done or not row.left:
-                with self.wake:
-                    self.waiting.popleft()
-        self.join([row for row in read if not row.done])
-
-    def read_piece(self, row: Row) -> int:
-        """Read a prompt to the next multiple of PIECE; tell how many tokens these were."""
-        if not row.looked_up:
-            row.looked_up = True
-            row.read, row.cache = self.kept.take_longest(row.prompt[:-1])
-            row.reused = row.read
-        cache = row.cache = row.cache or fresh_cache(self.model)
-        if not row.left:
-            return 0
-        stop = min(row.read - row.read % PIECE + PIECE, len(row.prompt) - 1)
-        ids = torch.tensor([row.prompt[row.read : stop]], device=self.model.device)
-        count, row.read = stop - row.read, stop
-        self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        if not self.kept.has(row.prompt[:stop]):
-            self.kept.keep(row.prompt[:stop], fork_cache(cache))
-        return count
+    def admit(self) -> None:
+        """Let as many rows begin as the batch will have room for."""
+        begun: list[Row] = []
+        with self.wake:
+            while self.waiting and len(self.rows) + len(self.prompts.rows) + len(begun) < MAX_ROWS:
+                if not (row := self.waiting.popleft()).abandoned:
+                    begun.append(row)
+        for row in begun:
+            self.prompts.add(row)
 
     def join(self, rows: list[Row]) -> None:
         """Let rows whose prompts are read join the batch."""
-        if rows:
-            caches = [self.cache] * bool(self.rows) + [row.cache for row in rows]
-            self.rows, self.cache = self.rows + rows, join_caches(caches)
+        try:
+            for row in rows:
+                if row.cache is None:  # a prompt of one token: no state yet that could be laid beside others
+                    row.cache = fresh_cache(self.model)
+                    self.write_token([row], row.cache)
+            if rows := [row for row in rows if not row.done]:
+                caches = [self.cache] * bool(self.rows) + [row.cache for row in rows]
+                self.cache = join_caches(caches)
+                self.rows = self.rows + rows
+        except Exception as error:  # as in `step`
+            for row in rows:
+                row.fail_with(error)
         for row in rows:
             row.cache = None
 
     def write_token(self, rows: list[Row], cache: Cache | None) -> None:
         """Let every row read its last token, and write the next."""
         assert cache is not None
-        device = self.model.device
-        ids = torch.tensor([[row.tokens[row.read]] for row in rows], device=device)
-        place = torch.tensor([[row.read] for row in rows], device=device)
-        given = {"position_ids": place, "attention_mask": self.mask(place, cache)}
-        out = self.model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1, **given)
+        ids, read = torch.tensor([[row.tokens[row.read], row.read] for row in rows], device=self.model.device).T
+        out = self.model(
+            input_ids=ids[:, None],
+            position_ids=read[:, None],
+            attention_mask=real_tokens(cache, read, 1),
+            past_key_values=cache,
+            use_cache=True,
+            logits_to_keep=1,
+        )
         logits = out.logits[:, -1].float()
         broken = logits.isnan().any(-1).tolist()
         tokens = choose_tokens(logits, [row.drawing for row in rows])
@@ -152,13 +141,6 @@ class Engine:
             else:
                 row.add(token)
 
-    def mask(self, place: Tensor, cache: Cache) -> Tensor | None:
-        """Tell which tokens are padding at the left, where layers keep keys of tokens; states have none."""
-        if all(isinstance(layer, LinearizedLayer) for layer in cache.layers) or (place == place[0]).all():
-            return None
-        longest = place.max()
-        return (torch.arange(int(longest) + 1, device=place.device) >= longest - place).long()
-
     def remove_rows(self) -> None:
         """Remove the rows that have ended or are abandoned; keep the states of what they have read."""
         staying = [index for index, row in enumerate(self.rows) if not (row.done or row.abandoned)]
@@ -166,7 +148,7 @@ class Engine:
             return
         try:
             for index, row in enumerate(self.rows):
-                if index not in staying and not row.failed:
+                if index not in staying and not row.failed and self.kept.max_bytes:
                     self.kept.keep(row.tokens[: row.read], take_row(self.cache, index, row.read))
             self.rows = [self.rows[index] for index in staying]
             if staying:
@@ -180,9 +162,5 @@ class Engine:
         """End all rows of the batch with an error."""
         for row in self.rows:
             if not row.done:
-                row.fail(describe(error))
+                row.fail_with(error)
         self.rows, self.cache = [], None
-
-
-def describe(error: Exception) -> str:
-    return f"writing failed ({first_line(error)}): try again, with fewer tokens or fewer requests at once"

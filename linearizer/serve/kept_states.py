@@ -11,7 +11,6 @@ from dataclasses import dataclass
 from transformers.cache_utils import Cache
 
 from linearizer.model.logits import bytes_held
-from linearizer.serve.rows import fork_cache
 
 
 @dataclass(frozen=True)
@@ -29,11 +28,11 @@ class KeptStates:
         self.states: OrderedDict[bytes, Kept] = OrderedDict()
         self.lengths: Counter[int] = Counter()
 
-    def keep(self, tokens: Sequence[int], cache: Cache) -> None:
-        """Keep a cache that has read these tokens; it must not read on."""
+    def keep(self, tokens: Sequence[int], cache: Cache) -> bool:
+        """Keep a cache that has read these tokens, and must not read on; tell whether there is room for it."""
         key, held = next(hashes(tokens, [len(tokens)]))[1], bytes_held(cache)
         if held > self.max_bytes:
-            return
+            return False
         if key in self.states:
             self.forget(key)
         self.states[key] = Kept(len(tokens), held, cache)
@@ -41,13 +40,10 @@ class KeptStates:
         self.bytes += held
         while self.bytes > self.max_bytes:
             self.forget(next(iter(self.states)))
+        return True
 
-    def has(self, tokens: Sequence[int]) -> bool:
-        """Tell whether the state of exactly these tokens is kept."""
-        return len(tokens) in self.lengths and next(hashes(tokens, [len(tokens)]))[1] in self.states
-
-    def take_longest(self, tokens: Sequence[int]) -> tuple[int, Cache | None]:
-        """Copy the state that has read the most of these tokens, from the first one on; tell how many."""
+    def find_longest(self, tokens: Sequence[int]) -> tuple[int, Cache | None]:
+        """Find the state that has read the most of these tokens, from the first one on, and tell how many."""
         longest: bytes | None = None
         for _, key in hashes(tokens, sorted(length for length in self.lengths if length <= len(tokens))):
             longest = key if key in self.states else longest
@@ -55,7 +51,7 @@ class KeptStates:
             return 0, None
         self.states.move_to_end(longest)
         kept = self.states[longest]
-        return kept.tokens, fork_cache(kept.cache)
+        return kept.tokens, kept.cache
 
     def forget(self, key: bytes) -> None:
         kept = self.states.pop(key)

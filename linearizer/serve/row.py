@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from linearizer.errors import first_line
 from linearizer.model.text_stream import TextStream
 from linearizer.serve.sampling import Drawing
 
@@ -38,7 +39,8 @@ class Row:
     ends: frozenset[int] = frozenset()  # tokens that end a text
 
     cache: Cache | None = None  # until it joins the batch
-    looked_up: bool = False  # among the kept states
+    cache_is_kept: bool = False  # for later requests
+    behind: bool = False  # another row that begins like this one is read before it
     reused: int = 0  # tokens whose state was kept
     abandoned: bool = False  # its client has gone
     done: bool = False
@@ -79,6 +81,9 @@ class Row:
     def fail(self, why: str) -> None:
         self.failed = True
         self.end(Piece(error=why))
+
+    def fail_with(self, error: Exception) -> None:
+        self.fail(f"writing failed ({first_line(error)}): try again, with fewer tokens or fewer requests at once")
 
     def end(self, piece: Piece) -> None:
         self.done = True

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 from typing import Any
 
 import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from linearizer.runtime.cache import Change, LinearizedCache, LinearizedLayer, copy_layer
+from linearizer.runtime.cache import Change, LinearizedCache, copy_layer, keeps_state
 from linearizer.runtime.state import tensors
 
 Tensor = torch.Tensor
@@ -30,21 +31,41 @@ def fork_cache(cache: Cache, change: Change = lambda name, x: x.clone()) -> Cach
 
 
 def join_caches(caches: Sequence[Cache]) -> Cache:
-    """Make one batch of several, each of which has read something; the first becomes the whole."""
-    first = caches[0]
-    for layers in zip(*(cache.layers for cache in caches), strict=True):
-        whole = layers[0]
-        if isinstance(whole, LinearizedLayer):
-            for states in zip(*(layer.memory for layer in layers), strict=True):
-                for name in tensors(states[0]):
-                    setattr(states[0], name, join_rows([getattr(state, name) for state in states], states[0], name))
-            whole.tokens_read = max(layer.tokens_read for layer in layers)
-        else:
-            for name in ("keys", "values"):
-                setattr(whole, name, join_rows([getattr(layer, name) for layer in layers], whole, name))
-            if hasattr(whole, "cumulative_length"):
-                whole.cumulative_length = max(layer.cumulative_length for layer in layers)
-    return first
+    """Copy several caches, each of which has read something, into one batch."""
+    whole = copy.copy(caches[0])
+    whole.layers = [join_layers(layers) for layers in zip(*(cache.layers for cache in caches), strict=True)]
+    return whole
+
+
+def join_layers(layers: Sequence[Any]) -> Any:
+    """Lay the rows of a layer of several caches beside each other."""
+    whole = copy.copy(layers[0])
+    if keeps_state(whole):
+        whole.memory = [
+            replace(
+                states[0],
+                **{name: join_rows([getattr(x, name) for x in states], states[0], name) for name in tensors(states[0])},
+            )
+            for states in zip(*(layer.memory for layer in layers), strict=True)
+        ]
+        whole.tokens_read = max(layer.tokens_read for layer in layers)
+    else:
+        for name in ("keys", "values"):
+            setattr(whole, name, join_rows([getattr(layer, name) for layer in layers], whole, name))
+        if hasattr(whole, "cumulative_length"):
+            whole.cumulative_length = max(layer.cumulative_length for layer in layers)
+    return whole
+
+
+def real_tokens(cache: Cache, read: Tensor, new: int) -> Tensor | None:  # (rows, tokens)
+    """Tell which tokens are no padding, once rows that have read so many (rows,) read some new ones.
+
+    None where no layer keeps keys of tokens, as states have no padding, and where none is needed.
+    """
+    if all(keeps_state(layer) for layer in cache.layers) or (read == read[0]).all():
+        return None
+    longest = read.max()
+    return (torch.arange(int(longest) + new, device=read.device) >= (longest - read)[:, None]).long()
 
 
 def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
@@ -63,7 +84,7 @@ def take_row(cache: Cache, row: int, tokens: int) -> Cache:
 def cut_padding(cache: Cache, longest: int) -> None:
     """Remove the padding that no row needs where the longest has read so many tokens."""
     for layer in cache.layers:
-        if isinstance(layer, LinearizedLayer):
+        if keeps_state(layer):
             layer.tokens_read = longest
             for state in layer.memory:
                 cut_rows(state, tensors(state), longest)

@@ -9,6 +9,7 @@ import torch
 from linearizer.model.logits import bytes_held, fresh_cache
 from linearizer.run.head_bytes import Head
 from linearizer.serve import engine as engines
+from linearizer.serve import prompts
 from linearizer.serve.engine import Engine
 from linearizer.serve.kept_states import KeptStates
 from linearizer.serve.row import Row, begun_stop, find_stop
@@ -56,14 +57,16 @@ def work(engine, arrivals, most=400):
     for step in range(most):
         for row in arrivals.pop(step, []):
             assert engine.submit(row)
-        if not (engine.rows or engine.waiting or arrivals):
+        if not (engine.rows or engine.unread or arrivals):
             return
         engine.step()
     raise AssertionError("it does not end")
 
 
 def test_rows_of_any_length_that_come_at_any_time_are_written_as_alone(model, monkeypatch):
-    monkeypatch.setattr(engines, "PIECE", 16)
+    monkeypatch.setattr(prompts, "PIECE", 16)
+    monkeypatch.setattr(prompts, "FEWEST", 4)
+    monkeypatch.setattr(engines, "READ_BETWEEN", 12)
     sizes = [(1, 9), (30, 12), (3, 20), (70, 5), (17, 30), (2, 1), (45, 16)]
     rows = [row_of(tokens(1, size, seed)[0].tolist(), count) for seed, (size, count) in enumerate(sizes)]
     engine = Engine(model, ROOM)
@@ -88,13 +91,46 @@ def test_a_next_turn_reads_only_what_is_new(model):
 
 
 def test_a_long_text_is_read_once_for_many_questions(model, monkeypatch):
-    monkeypatch.setattr(engines, "PIECE", 16)
+    monkeypatch.setattr(prompts, "PIECE", 16)
     engine, text = Engine(model, ROOM), tokens(1, 50)[0].tolist()
     rows = [row_of([*text, *tokens(1, 5, seed)[0].tolist()], 4) for seed in range(3)]
     work(engine, {0: rows[:1], 20: rows[1:]})
     assert [row.reused for row in rows] == [0, 48, 48]
     for row in rows:
         assert row.tokens == alone(model, row.prompt, 4)
+
+
+def test_rows_that_begin_alike_and_come_together_read_their_beginning_once(model, monkeypatch):
+    monkeypatch.setattr(prompts, "PIECE", 16)
+    monkeypatch.setattr(engines, "READ_IDLE", 20)
+    engine, text = Engine(model, ROOM), tokens(1, 50)[0].tolist()
+    rows = [row_of([*text, *tokens(1, 5, seed)[0].tolist()], 4) for seed in (1, 2)]
+    other, same = row_of(tokens(1, 41, 3)[0].tolist(), 4), row_of(rows[0].prompt, 4)
+    work(engine, {0: [*rows, other, same]})
+    assert [row.reused for row in (*rows, other, same)] == [0, 48, 0, 54]
+    for row in (*rows, other, same):
+        assert row.tokens == alone(model, row.prompt, 4)
+
+
+def test_prompts_are_read_together_and_answers_go_on_meanwhile(model, monkeypatch):
+    monkeypatch.setattr(prompts, "FEWEST", 4)
+    monkeypatch.setattr(engines, "READ_BETWEEN", 16)
+    read, before = [], model.forward
+
+    def forward(input_ids, **given):
+        read.append(tuple(input_ids.shape))
+        return before(input_ids=input_ids, **given)
+
+    monkeypatch.setattr(model, "forward", forward)
+    engine, first = Engine(model, ROOM), row_of(tokens(1, 9)[0].tolist(), 40)
+    rows = [row_of(tokens(1, size, seed)[0].tolist(), 3) for seed, size in enumerate((33, 33, 33, 49), 1)]
+    work(engine, {0: [first], 2: rows})
+    assert read[:3] == [(1, 8), (1, 1), (1, 1)]  # the first alone, at once
+    assert [shape for shape in read if shape[1] > 1][1:] == [(4, 4)] * 8 + [(1, 16)]
+    assert all(a[1] == 1 or b[1] == 1 for a, b in zip(read[3:], read[4:], strict=False))  # a token after each piece
+    monkeypatch.undo()
+    for row, count in ((first, 40), *((row, 3) for row in rows)):
+        assert row.tokens == alone(model, row.prompt, count)
 
 
 @torch.no_grad()
@@ -111,10 +147,10 @@ def test_states_are_kept_within_a_bound_and_the_oldest_goes_first():
     kept = KeptStates(3 * one)
     for text in texts[:3]:
         kept.keep(text, cache_of(text))
-    assert kept.take_longest([*texts[0], 5])[0] == 12  # used: now the second is the oldest
+    assert kept.find_longest([*texts[0], 5])[0] == 12  # used: now the second is the oldest
     kept.keep(texts[3], cache_of(texts[3]))
-    assert [kept.has(text) for text in texts] == [True, False, True, True]
-    assert kept.bytes == 3 * one and kept.take_longest(texts[1])[0] == 0
+    assert [kept.find_longest(text)[0] for text in texts] == [12, 0, 12, 12]
+    assert kept.bytes == 3 * one and kept.find_longest(texts[1])[0] == 0
     kept.keep(texts[3], cache_of(texts[3]))
     assert kept.bytes == 3 * one
     small = KeptStates(one - 1)
