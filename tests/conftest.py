@@ -30,6 +30,9 @@ if not torch.cuda.is_available():
 
 import pytest  # noqa: E402  (huggingface_hub reads the environment when it is imported, and pytest's plugins may)
 
+ONE_WORKER = ("tests/page/",)  # tests that share servers
+LONGEST = ("tests/page/", "tests/cli/", "tests/jobs/", "tests/runtime/test_kernel", "tests/publish/", "tests/model/")
+
 
 @pytest.fixture
 def hub():
@@ -85,8 +88,30 @@ def quick_run(tmp_path_factory):
 
 
 def pytest_xdist_auto_num_workers():
-    """Run more workers than cores: many tests wait for processes, pages and clocks."""
-    return (os.cpu_count() or 1) * 3 // 2 + 1
+    """Run a worker more than there are cores: many tests wait for processes, pages and clocks."""
+    return (os.cpu_count() or 1) + 1
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config, log):
+    """Give whole files to workers, those first that start many processes, and all of the page to one: it has servers.
+
+    Every worker imports torch, and a server and a browser take as long to start as many tests to run.
+    """
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Scheduling(LoadScopeScheduling):
+        def _split_scope(self, nodeid):
+            file = nodeid.partition("::")[0]
+            return next((scope for scope in ONE_WORKER if file.startswith(scope)), file)
+
+    config.option.loadscopereorder = False
+    return Scheduling(config, log)
+
+
+def pytest_collection_modifyitems(items):
+    """Begin with what takes longest, so that all workers end together."""
+    items.sort(key=lambda item: next((n for n, scope in enumerate(LONGEST) if item.nodeid.startswith(scope)), 99))
 
 
 def pytest_unconfigure():
