@@ -83,7 +83,7 @@ def begin(
     dtype = choose_dtype(plan.dtype, stored_dtype(config), plan.device)
     samples = plan.samples or min(plan.kept_samples, plan.most_samples(inspection.max_positions))
     decided = replace(plan, model=model, dtype=dtype, samples=samples)
-    run = Run.create(folder, decided, inspection, asked=plan)
+    run = Run.create(folder, decided, inspection, given=plan)
     try:
         check_disks(folder, plan, source, inspection)
     except LinearizerError:

@@ -101,13 +101,13 @@ def correct_prices(prices: Prices, measured: Mapping[tuple[int, int, int], float
     """Put measured kl in the place of estimates, and scale the head's other dear estimates as the nearest of these."""
 
     def corrected(layer: int, head: int, row: tuple[float, ...]) -> tuple[float, ...]:
-        found = {option: kl for (*place, option), kl in measured.items() if place == [layer, head]}
+        known = {option: kl for (*place, option), kl in measured.items() if place == [layer, head]}
 
         def scaled(option: int, kl: float) -> float:
-            if option in found or not found or kl <= DEAR_KL:
-                return found.get(option, kl)
-            nearest = min(found, key=lambda other: abs(math.log(row[other] / kl)))
-            return kl * found[nearest] / row[nearest]
+            if option in known or not known or kl <= DEAR_KL:
+                return known.get(option, kl)
+            nearest = min(known, key=lambda other: abs(math.log(row[other] / kl)))
+            return kl * known[nearest] / row[nearest]
 
         return tuple(scaled(option, kl) for option, kl in enumerate(row))
 

@@ -61,10 +61,10 @@ def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocatio
     def row(layer: Layer) -> tuple[Head, ...]:
         token = token_bytes(layer, plan.kept_bits)
         room = (plan.budget or 0) * token_bytes(layer) - sinks * token
-        one = {"": 0, "slots": slot_bytes(layer, plan.kept_bits), "features": feature_bytes(layer)}[far_field]
-        count = room // (token + one) if one else 0
+        unit = {"": 0, "slots": slot_bytes(layer, plan.kept_bits), "features": feature_bytes(layer)}[far_field]
+        count = room // (token + unit) if unit else 0
         slots, features = (count if far_field == far else 0 for far in ("slots", "features"))
-        head = Head((room - count * one) // token, features, slots=slots, bits=plan.kept_bits)
+        head = Head((room - count * unit) // token, features, slots=slots, bits=plan.kept_bits)
         return (head,) * heads_replaced(layer)
 
     return Allocation("window", sinks, tuple(map(row, layers)))

@@ -108,9 +108,9 @@ def add_lines(command: argparse.ArgumentParser, title: str, lines: dict[str, str
     command.epilog = "\n\n".join(filter(None, (command.epilog, f"{title}:\n{table}")))
 
 
-def plan_changes(asked: argparse.Namespace) -> dict[str, Any]:
+def plan_changes(arguments: argparse.Namespace) -> dict[str, Any]:
     """Give the options of a plan that were given; a budget takes the place of features, and the other way round."""
-    given = {name: value for name, value in vars(asked).items() if name in options_of(Plan) and value is not None}
+    given = {name: value for name, value in vars(arguments).items() if name in options_of(Plan) and value is not None}
     if "features" in given:
         given["budget"] = None
     elif "budget" in given:

@@ -119,8 +119,8 @@ def describe_evaluation(run: Run) -> str:
 
 def show_place_in_queue(run: Run, bar: ProgressBar) -> None:
     """Show the place of a run that waits for its device."""
-    while (found := control.status(run)).state == "queued":
-        bar.print(f"{'queue':>10}  place {found.place}")
+    while (current := control.status(run)).state == "queued":
+        bar.print(f"{'queue':>10}  place {current.place}")
         time.sleep(control.LOG_POLL_SECONDS)
 
 

@@ -18,7 +18,7 @@ def environment(model: torch.nn.Module) -> dict[str, Any]:
     weight = next(model.parameters())
     versions = {"python": platform.python_version(), "linearizer": linearizer.__version__}
     return {
-        "versions": {**versions, **{name: found for name in PACKAGES if (found := has(name))}},
+        "versions": {**versions, **{name: version for name in PACKAGES if (version := has(name))}},
         "device": device_name(weight.device),
         "dtype": str(weight.dtype).removeprefix("torch."),
     }

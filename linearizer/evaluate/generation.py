@@ -29,16 +29,16 @@ def measure_generation(
 ) -> Steps[Generation]:
     """Let all continue prompts (texts, tokens): with their likeliest tokens, and with drawn ones."""
     teacher = subjects[0] if subjects[0].allocation is None else None
-    found, done = [], 0
+    judgements, done = [], 0
     for sampled in (False, True):
         first: Tensor | None = None
         for subject in subjects:
             texts = write(subject, prompts, new_tokens, seed if sampled else None)
             first = texts if subject is teacher else first
-            found.append(judged(subject.name, sampled, prompts, texts, teacher, first))
+            judgements.append(judged(subject.name, sampled, prompts, texts, teacher, first))
             done += 1
             yield Progress("generation", done, 2 * len(subjects), "texts")
-    return Generation(len(prompts), prompts.shape[1], new_tokens, tuple(found))
+    return Generation(len(prompts), prompts.shape[1], new_tokens, tuple(judgements))
 
 
 def write(subject: Subject, prompts: Tensor, count: int, seed: int | None) -> Tensor:  # (texts, count)

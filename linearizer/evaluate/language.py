@@ -45,14 +45,14 @@ def measure_language(
     read: Read = read_together,
 ) -> Steps[Language]:
     """Let all predict the same texts (texts, tokens); `documents` numbers the document of every token."""
-    found: list[list[Scores]] = [[] for _ in subjects]
+    batches_by_subject: list[list[Scores]] = [[] for _ in subjects]
     split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
     yield Progress("language", 0, len(split), "batches")
     for done, ids in enumerate(split):
-        for texts, own in zip(found, read_scores(subjects, ids, read), strict=True):
+        for texts, own in zip(batches_by_subject, read_scores(subjects, ids, read), strict=True):
             texts.append(own)
         yield Progress("language", done + 1, len(split), "batches")
-    scores = [joined(batches, 0) for batches in found]
+    scores = [joined(batches, 0) for batches in batches_by_subject]
     unit, owners = owners_of(documents)
     resampled = Resampled(owners, seed)
     teacher = scores[0].loss if subjects[0].allocation is None else None
@@ -75,7 +75,7 @@ def read_scores(subjects: Sequence[Subject], ids: Tensor, read: Read = read_toge
         expected = logits[0] if subjects[0].allocation is None else None
         for place, given in enumerate(logits):
             parts[place].append(scores_of(given, expected, following))
-    return [joined(found, 1) for found in parts]
+    return [joined(pieces, 1) for pieces in parts]
 
 
 def scores_of(given: Tensor, expected: Tensor | None, following: Tensor) -> Scores:
@@ -128,8 +128,8 @@ def calibration(probability: Tensor, correct: Tensor) -> tuple[Bin, ...]:
     bins = []
     for chosen in (place == index for index in range(BINS)):
         if chosen.any():
-            share, given, came = (x.mean().item() for x in (chosen.double(), probability[chosen], correct[chosen]))
-            bins.append(Bin(share, given, came))
+            share, given, frequency = (x.mean().item() for x in (chosen.double(), probability[chosen], correct[chosen]))
+            bins.append(Bin(share, given, frequency))
     return tuple(bins)
 
 

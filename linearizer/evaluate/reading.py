@@ -59,13 +59,13 @@ def read(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> T
 
 def read_losses(subjects: Sequence[Subject], ids: Tensor) -> list[Tensor]:
     """Give every subject's loss on every predicted token: (texts, tokens - 1), fp64."""
-    found: list[list[Tensor]] = [[] for _ in subjects]
+    losses_by_subject: list[list[Tensor]] = [[] for _ in subjects]
     for some in ids.split(texts_at_once(subjects[0].model, ids.shape[1])):
         parts: list[list[Tensor]] = [[] for _ in subjects]
         for begin, logits in read_together(subjects, some):
             following = some[:, begin + 1 : begin + 1 + logits[0].shape[1]]
             for pieces, own in zip(parts, logits, strict=True):
                 pieces.append(losses_of(own[:, : following.shape[1]], following).double().cpu())
-        for texts, pieces in zip(found, parts, strict=True):
+        for texts, pieces in zip(losses_by_subject, parts, strict=True):
             texts.append(torch.cat(pieces, 1))
-    return [torch.cat(texts) for texts in found]
+    return [torch.cat(texts) for texts in losses_by_subject]

@@ -50,10 +50,10 @@ class Setup:
 
     @cached_property
     def allocation(self) -> Allocation:
-        found = self.run.allocation
-        if found is None:
+        allocation = self.run.allocation
+        if allocation is None:
             raise FolderError(f"{str(self.run.folder)!r} has lost its allocation.json: start a new run")
-        return found
+        return allocation
 
     @cached_property
     def untrained(self) -> tuple[LayerStudent, ...] | None:
@@ -84,12 +84,12 @@ class Setup:
         control = window_control(self.allocation, self.layers, length)
         heads = checkpoint.make_layer_students(self.control, self.layers, control)
         softmax = self.teacher is self.control.base
-        found = [] if self.teacher is None else [Subject("teacher", self.teacher, softmax=softmax)]
-        found.append(Subject("student", self.student, self.allocation))
-        found.append(Subject(control.strategy, self.control, control, heads))
+        subjects = [] if self.teacher is None else [Subject("teacher", self.teacher, softmax=softmax)]
+        subjects.append(Subject("student", self.student, self.allocation))
+        subjects.append(Subject(control.strategy, self.control, control, heads))
         if self.untrained is not None:
-            found.append(Subject("untrained", self.control, self.allocation, self.untrained))
-        return found
+            subjects.append(Subject("untrained", self.control, self.allocation, self.untrained))
+        return subjects
 
     @property
     def usual_length(self) -> int:
@@ -98,13 +98,13 @@ class Setup:
 
     def beyond(self, length: int) -> bool:
         """Tell whether a text is longer than the teacher's positions; refuse it where these are learned."""
-        found = self.run.inspection
-        most = found.max_positions
+        inspection = self.run.inspection
+        most = inspection.max_positions
         if most is None or length <= most:
             return False
-        if found.positions == "learned":
+        if inspection.positions == "learned":
             raise RequestError(
-                f"length {length} cannot be: {found.name!r} has learned {most} positions; ask for at most {most}"
+                f"length {length} cannot be: {inspection.name!r} has learned {most} positions; ask for at most {most}"
             )
         return True
 
@@ -123,13 +123,13 @@ class Setup:
         learnt = max(self.run.evaluation_file["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
         skipped = -(-learnt * (self.usual_length - first) // (length - first))
         stream = pack_texts(read_documents(source), self.tokenizer, length)
-        found = list(islice(stream, skipped, skipped + count))
-        if not found:
+        windows = list(islice(stream, skipped, skipped + count))
+        if not windows:
             raise TextError(
                 f"{source!r} holds no text beyond what the student was trained on, or less than one window of {length} "
                 "tokens: ask for shorter ones, or name another source with --text"
             )
-        return torch.stack(found)
+        return torch.stack(windows)
 
     def learnt(self, count: int) -> torch.Tensor:  # (≤ count, tokens)
         """Take the text that the student was trained on."""

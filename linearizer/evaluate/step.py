@@ -50,16 +50,16 @@ def measure_parts(
         if name == "needle" and not request.parts and setup.run.positions < MIN_NEEDLE_TOKENS:
             continue  # nobody named the part, and the teacher reads no text that is long enough
         part = PARTS[name]
-        asked = {**{field: getattr(request, field) for field in part.uses}, "subjects": setup.names}
-        asked = json.loads(json.dumps(asked))  # as it is stored: a tuple becomes a list
+        fields = {**{field: getattr(request, field) for field in part.uses}, "subjects": setup.names}
+        fields = json.loads(json.dumps(fields))  # as it is stored: a tuple becomes a list
         made_with, stored = setup.made_with(), run.results.get(name)
-        if stored is not None and (stored.asked, stored.made_with) == (asked, made_with) and name not in anew:
+        if stored is not None and (stored.asked, stored.made_with) == (fields, made_with) and name not in anew:
             continue
         details = {"part": name, "place": place, "parts": len(request.chosen)}
         result, read = yield from log_progress(
             run, measure_whole_part(run, part.measure(setup, request), details, step)
         )
-        measured = Part(asked, made_with, result, read)
+        measured = Part(fields, made_with, result, read)
         run.write_evaluation(parts={**run.evaluation_parts, name: measured.to_plain()})
         if step is None:
             run.log(EventName.EXAMINED, part=name)
@@ -204,8 +204,8 @@ def measure_speed_part(setup: Setup, request: Request) -> Steps[Measured]:
 
 def measure_tasks_part(setup: Setup, request: Request) -> Steps[Measured]:
     folder = None if request.task_folder is None else Path(request.task_folder)
-    asked = (request.tasks, request.limit, request.few_shot, folder, request.seed)
-    return (yield from measure_tasks(setup.subjects(setup.usual_length), setup.tokenizer, *asked)), None
+    options = (request.tasks, request.limit, request.few_shot, folder, request.seed)
+    return (yield from measure_tasks(setup.subjects(setup.usual_length), setup.tokenizer, *options)), None
 
 
 def request_texts(setup: Setup, request: Request, most: int | None = None) -> tuple[int, torch.Tensor, TextRead]:

@@ -45,8 +45,10 @@ class Subject:
 def window_control(allocation: Allocation, layers: Sequence[Layer], length: int) -> Allocation:
     """Give every head a plain window and sinks, in the student's bits, that together take its bytes at a length."""
     bits = allocation.bits
-    one = sum(len(row) * token_bytes(layer, bits) for row, layer in zip(allocation.heads, layers, strict=True))
-    tokens = allocation.state_bytes(layers, length) // max(one, 1)
+    bytes_per_token = sum(
+        len(row) * token_bytes(layer, bits) for row, layer in zip(allocation.heads, layers, strict=True)
+    )
+    tokens = allocation.state_bytes(layers, length) // max(bytes_per_token, 1)
     sinks = min(SINKS, tokens // 8)  # its own: a student with slots may need none
     rows = tuple((Head(window=max(tokens - sinks, 1), bits=bits),) * len(row) for row in allocation.heads)
     return Allocation("window", sinks, rows)

@@ -38,7 +38,7 @@ def measure_tasks(
     import lm_eval
     from lm_eval.models.huggingface import HFLM
 
-    found = []
+    scores = []
     for done, subject in enumerate(subjects):
         yield Progress("tasks", done, len(subjects), "models")
         with subject.at_work() as model, silent():
@@ -55,9 +55,9 @@ def measure_tasks(
                 torch_random_seed=seed,
                 fewshot_random_seed=seed,
             )
-        found.append(scored(subject.name, results, names))
+        scores.append(scored(subject.name, results, names))
     yield Progress("tasks", len(subjects), len(subjects), "models")
-    return Tasks(tuple(names), limit, few_shot, tuple(found))
+    return Tasks(tuple(names), limit, few_shot, tuple(scores))
 
 
 def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
@@ -91,10 +91,10 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
     return manager
 
 
-def scored(name: str, results: Mapping[str, Any], asked: Sequence[str]) -> Scored:
+def scored(name: str, results: Mapping[str, Any], names: Sequence[str]) -> Scored:
     """Read the scores of what was asked for: of a tag, those of its tasks."""
     members = results.get("group_subtasks", {})
-    tasks = [own for task in asked for own in ([task] if task in results["results"] else members.get(task, []))]
+    tasks = [own for task in names for own in ([task] if task in results["results"] else members.get(task, []))]
     scores = []
     for task in tasks:
         row = results["results"][task]

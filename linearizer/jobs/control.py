@@ -65,13 +65,13 @@ class Status:
         return self.state in LIVE or (self.evaluation is not None and self.evaluation.live)
 
 
-def start(run: Run, token: str | None = None, **asked: Any) -> None:
+def start(run: Run, token: str | None = None, **details: Any) -> None:
     """Queue a run and start its process, which goes on from where the run stands and outlives this one.
 
-    The process reads `asked` in the log.
+    The process reads the details in the log.
     """
     check_start(run, token)
-    lock, ticket = lock_and_queue(run, **asked)
+    lock, ticket = lock_and_queue(run, **details)
     with lock, ticket.lock:  # the process that is started holds them, too
         try:
             start_process(run, lock, ticket, token)
@@ -106,14 +106,14 @@ def check_start(run: Run, token: str | None) -> None:
         raise RequestError("the token holds characters that no token has: copy it again")
 
 
-def lock_and_queue(run: Run, **asked: Any) -> tuple[Lock, Ticket]:
+def lock_and_queue(run: Run, **details: Any) -> tuple[Lock, Ticket]:
     """Lock a run, and queue it."""
     with ExitStack() as undo:
         lock = undo.enter_context(run.take_lock())
         remove(run.folder / "worker.log")
         ticket = queue.take_ticket(run.folder)
         undo.callback(ticket.remove)
-        run.log(EventName.QUEUED, **asked)
+        run.log(EventName.QUEUED, **details)
         undo.pop_all()
     return lock, ticket
 

@@ -191,7 +191,7 @@ def forecast_evaluation(run: Run, request: Request) -> EvaluationForecast:
 
 def part_seconds(run: Run, request: Request) -> dict[str, float]:
     """Estimate the seconds of every part that was asked for; the first part waits for a process to start."""
-    if (one := pass_seconds(run)) is None:
+    if (pass_time := pass_seconds(run)) is None:
         return {}
     usual = min(run.plan.length, run.positions)
     length = request.length or usual
@@ -205,10 +205,10 @@ def part_seconds(run: Run, request: Request) -> dict[str, float]:
         "generation": 2 * MAX_WRITTEN_TOKENS * TOKEN_PASSES,
         "approximation": HEAD_ERROR_PASSES * min(request.texts, 2) / 2 / SUBJECTS * share**2,
     }
-    seconds = {part: 1 + SUBJECTS * count * one for part, count in passes.items()}
+    seconds = {part: 1 + SUBJECTS * count * pass_time for part, count in passes.items()}
     seconds["speed"] = 3 * len(LENGTHS) / 2 * min(request.seconds, 60.0)
     samples = len(request.tasks) * (request.limit or TASK_SAMPLES)
-    seconds["tasks"] = START_SECONDS + SUBJECTS * samples * CHOICES * one * CHOICE_TOKENS / usual
+    seconds["tasks"] = START_SECONDS + SUBJECTS * samples * CHOICES * pass_time * CHOICE_TOKENS / usual
     first = next(iter(request.chosen))
     return {part: took + START_SECONDS * (part == first) for part, took in seconds.items() if part in request.chosen}
 

@@ -62,9 +62,9 @@ def work_on(run: Run, token: str | None) -> Steps[Any]:
     return linearize(run, token, held=True)
 
 
-def work_in_foreground(run: Run, steps: Steps[Product], **asked: Any) -> Steps[Product]:
-    """Work on a run in this process; a request that cannot be served leaves no run. The log holds `asked`."""
-    lock, ticket = lock_and_queue(run, **asked)
+def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps[Product]:
+    """Work on a run in this process; a request that cannot be served leaves no run. The log holds the details."""
+    lock, ticket = lock_and_queue(run, **details)
     with lock, stop_on_sigterm(run):
         try:
             with log_faults(run):

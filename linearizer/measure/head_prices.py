@@ -74,8 +74,8 @@ def measure_prices(
     total, done = sum(heads) * len(options), sum(heads[: len(kl)]) * len(options)
     for index, count in list(enumerate(heads))[len(kl) :]:
         rows: list[list[float]] = [[] for _ in range(count)]  # [head][option]
-        for head, _, found in pricer.measure(index, options) if count else ():
-            rows[head].append(found)
+        for head, _, price in pricer.measure(index, options) if count else ():
+            rows[head].append(price)
             done += 1
             yield Progress(EventName.PRICE, done, total, "prices")
         kl.append(tuple(map(tuple, rows)))
@@ -98,8 +98,8 @@ def measure_some_prices(
     pricer = HeadPricer(teacher, texts, layers, prices.sinks, begin)
     for index in sorted({layer for layer, _, _ in places}):
         wanted = {(head, option) for layer, head, option in places if layer == index}
-        for head, option, found in pricer.measure(index, prices.options, wanted):
-            kl[index, head, option] = found
+        for head, option, price in pricer.measure(index, prices.options, wanted):
+            kl[index, head, option] = price
             yield Progress(EventName.PRICE, len(kl), len(places), "prices")
     return kl
 
@@ -131,8 +131,8 @@ class HeadPricer:
                 for head in heads:
                     changed = FixedOutput(with_head(softmax, output, head, layer.kv_heads))
                     with replace_student(module, changed):
-                        found = kl_of(self.expected, logits_of(self.teacher, self.texts)).mean().item()
-                    yield head, number, found
+                        kl = kl_of(self.expected, logits_of(self.teacher, self.texts)).mean().item()
+                    yield head, number, kl
 
 
 def attention_output(

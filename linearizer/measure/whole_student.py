@@ -64,9 +64,9 @@ def improve_by_exchanges(
     return best, best_kl
 
 
-def first_difference(one: Allocation, other: Allocation) -> int:
+def first_difference(allocation: Allocation, other: Allocation) -> int:
     """Find the first layer whose heads hold something else."""
-    pairs = enumerate(zip(one.heads, other.heads, strict=True))
+    pairs = enumerate(zip(allocation.heads, other.heads, strict=True))
     return next((index for index, (mine, theirs) in pairs if mine != theirs), 0)
 
 

@@ -31,11 +31,11 @@ def choose_device(device: str) -> str:
     return device
 
 
-def choose_dtype(asked: str, stored: torch.dtype | None, device: str) -> str:
+def choose_dtype(dtype: str, stored: torch.dtype | None, device: str) -> str:
     """Compute in float32 what is stored in a smaller type, where a CPU is slower in that; decide nothing else."""
-    if asked != "auto" or stored is None or choose_device(device) != "cpu":
-        return asked
-    return "float32" if stored.itemsize < 4 and slowness(stored) > SLOWER else asked
+    if dtype != "auto" or stored is None or choose_device(device) != "cpu":
+        return dtype
+    return "float32" if stored.itemsize < 4 and slowness(stored) > SLOWER else dtype
 
 
 @cache
@@ -56,11 +56,11 @@ def slowness(dtype: torch.dtype) -> float:
     return min(seconds[dtype]) / min(seconds[torch.float32])
 
 
-def device_kind(asked: str) -> str:
+def device_kind(device: str) -> str:
     """Tell whether a device is a GPU ("cuda") or anything slower ("cpu"), without asking for it."""
-    if asked == "auto":
-        asked = choose_device(asked)
-    return "cuda" if asked.partition(":")[0] == "cuda" else "cpu"
+    if device == "auto":
+        device = choose_device(device)
+    return "cuda" if device.partition(":")[0] == "cuda" else "cpu"
 
 
 def device_name(device: str) -> str:

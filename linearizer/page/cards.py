@@ -378,7 +378,7 @@ def published_card(published: Mapping[str, Any]) -> str:
     link = f'<a href="{escape(published["url"], quote=True)}" target="_blank" rel="noopener">'
     loud = announcement(f"Published as {published['repo_id']}.")
     return (
-        f'<p class="lz-said lz-good"{loud}><span aria-hidden="true">✓</span> Published as {link}'
+        f'<p class="lz-message lz-good"{loud}><span aria-hidden="true">✓</span> Published as {link}'
         f"{escape(published['repo_id'])}</a>, revision <code>{escape(published['revision'][:12])}</code>, and checked: "
         "what is there is what was sent.</p>"
     )

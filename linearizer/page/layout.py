@@ -38,7 +38,7 @@ def header(level: str = "h1") -> None:
         f'<header class="lz-head"><{level} class="lz-name">Linearizer</{level}>{glossary_html()}'
         '<p>Any language model, with a memory that does not grow.</p></header><p id="now"></p>'
     )
-    gr.HTML(f'<p class="lz-said">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
+    gr.HTML(f'<p class="lz-message">{LIMITS.in_words()}</p>' if on_space() else "", visible=on_space())
 
 
 def model_step(ui: SimpleNamespace) -> None:
@@ -181,7 +181,7 @@ def compare_step(ui: SimpleNamespace) -> None:
         )
     with gr.Row(elem_classes="lz-acts"):
         ui.compare = gr.Button("Write", variant="primary", elem_id="compare", interactive=False)
-        ui.hush = gr.Button("Stop writing", elem_id="hush")
+        ui.stop_writing = gr.Button("Stop writing", elem_id="stop-writing")
     with gr.Row():
         for side in ("teacher", "student"):
             with gr.Column(min_width=300):

@@ -81,7 +81,12 @@ def runs_page(page: gr.Blocks) -> None:
     listed = gr.HTML(elem_id="runs")
     with gr.Row(elem_classes="lz-pick"):
         chosen = gr.Dropdown(
-            [], value=None, label="Delete a run that is not at work", allow_custom_value=True, elem_id="doomed", scale=5
+            [],
+            value=None,
+            label="Delete a run that is not at work",
+            allow_custom_value=True,
+            elem_id="run-to-delete",
+            scale=5,
         )
         delete = gr.Button("Delete …", elem_id="delete", scale=1, min_width=180)
     with gr.Column(visible=False, elem_id="sure") as sure:
@@ -177,7 +182,7 @@ def wire_compare(ui: SimpleNamespace) -> None:
     outputs = [ui.teacher, ui.teacher_card, ui.student, ui.student_card]
     busy = {**HIDDEN, "concurrency_limit": 1, "trigger_mode": "once"}
     writing = gr.on([ui.compare.click, ui.prompt.submit], handlers.compare_models, inputs, outputs, **busy)
-    ui.hush.click(None, None, None, cancels=[writing], **QUICK)
+    ui.stop_writing.click(None, None, None, cancels=[writing], **QUICK)
     owned, noted = [ui.owner, ui.repo, ui.preview_note], {"show_progress_on": ui.preview_note}
     ui.publish_part.expand(handlers.list_owners, ui.memory, owned, **SLOW, **noted)
     target = [ui.memory, ui.owner, ui.repo, ui.private]

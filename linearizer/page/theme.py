@@ -114,11 +114,11 @@ CSS = """
 .lz-card header { display: flex; align-items: baseline; gap: .75rem; flex-wrap: wrap; }
 .lz-card h3 { margin: 0; font-size: 1.2rem; font-weight: 600; overflow-wrap: anywhere; }
 .lz-card small, .lz-faint, .lz-empty { color: var(--body-text-color-subdued); }
-.lz-said { border-left: 3px solid var(--border-color-primary); padding: .5rem .9rem; margin: .6rem 0;
+.lz-message { border-left: 3px solid var(--border-color-primary); padding: .5rem .9rem; margin: .6rem 0;
   border-radius: 4px;
   background: var(--background-fill-primary); overflow-wrap: anywhere; }
 .lz-good { border-color: #12906f; } .lz-bad { border-color: #c2571a; }
-.lz-said code { font-family: var(--font-mono); font-size: .9em; }
+.lz-message code { font-family: var(--font-mono); font-size: .9em; }
 .lz-ask { width: 1.75rem; height: 1.75rem; min-width: 1.75rem; padding: 0 !important; display: inline-flex;
   align-items: center; justify-content: center; align-self: center; line-height: 1; border-radius: 50%;
   border: 1px solid var(--border-color-primary);
@@ -129,7 +129,7 @@ CSS = """
 .lz-glossary h2 { font-size: 1.2rem; font-weight: 600; margin: .25rem 0 .75rem; }
 .lz-glossary dt { font-weight: 600; margin-top: .6rem; } .lz-glossary dd { margin: 0; }
 .lz-card pre { overflow-x: auto; font-size: .85rem; } .lz-card code { overflow-wrap: anywhere; }
-.lz-verdict .lz-said { font-size: 1.15rem; font-weight: 600; padding: .9rem 1.1rem; border-left-width: 5px;
+.lz-verdict .lz-message { font-size: 1.15rem; font-weight: 600; padding: .9rem 1.1rem; border-left-width: 5px;
   border-radius: 10px; }
 .lz-verdict .lz-note { border-color: #b8860b; }
 .lz-fold { margin: .75rem 0; } .lz-fold > summary { cursor: pointer; color: var(--body-text-color-subdued);

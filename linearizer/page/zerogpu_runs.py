@@ -38,13 +38,13 @@ DEVICE = "zerogpu"
 FILES_WITHOUT_PROGRESS = ("stop", "use", "worker.log")  # that change although nothing is finished
 
 
-def start(run: Run, token: str | None = None, **asked: Any) -> None:
+def start(run: Run, token: str | None = None, **details: Any) -> None:
     """Queue a run, and work on it from where it stands; the time counts against the visitor of this request.
 
     Other arguments go into the log, where the slices read them.
     """
     control.check_start(run, token)
-    lock, ticket = control.lock_and_queue(run, **asked)
+    lock, ticket = control.lock_and_queue(run, **details)
     context = copy_context()  # tells ZeroGPU the visitor
     threading.Thread(target=context.run, args=(work_in_slices, run, token, lock, ticket), daemon=True).start()
 

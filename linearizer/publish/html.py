@@ -16,7 +16,7 @@ def message_box(text: str, kind: str = "note") -> str:
     """Put a sentence in a box; `kind` is note, good or bad, and a sign shows it too."""
     sign = {"note": "ℹ\ufe0e", "good": "✓", "bad": "▲"}[kind]
     loud = announcement(text) if kind != "note" else ""
-    return f'<p class="lz-said lz-{kind}"{loud}><span aria-hidden="true">{sign}</span> {sentence_html(text)}</p>'
+    return f'<p class="lz-message lz-{kind}"{loud}><span aria-hidden="true">{sign}</span> {sentence_html(text)}</p>'
 
 
 def announcement(text: str) -> str:

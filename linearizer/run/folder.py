@@ -78,13 +78,13 @@ class Run:
         return begun
 
     @staticmethod
-    def create(folder: Path, plan: Plan, inspection: Inspection | None = None, asked: Plan | None = None) -> Run:
-        """Make the folder of a run; `asked` is its plan before anything was decided for it."""
+    def create(folder: Path, plan: Plan, inspection: Inspection | None = None, given: Plan | None = None) -> Run:
+        """Make the folder of a run; `given` is its plan before anything was decided for it."""
         Run.is_begun(folder)
         with writing(folder):
             (folder / "state").mkdir(parents=True, exist_ok=True)
-        run, asked = Run(folder), asked or plan
-        decided = {name: getattr(asked, name) for name in DECIDED}
+        run, given = Run(folder), given or plan
+        decided = {name: getattr(given, name) for name in DECIDED}
         run.write_product("begun.json", json.dumps({"id": uuid4().hex, **decided}))
         if inspection is not None:
             run.write_product("inspection.json", inspection.to_json())
@@ -101,11 +101,11 @@ class Run:
         """Identify this run, also among copies of its folder."""
         return self.folder, self.id
 
-    def check_same(self, asked: Plan) -> None:
+    def check_same(self, plan: Plan) -> None:
         """Refuse to resume with another plan than the run was begun with."""
         begun = self.parse_file("begun.json", parse_json, again=False)
-        undecided = {name: begun[name] for name in DECIDED if getattr(asked, name) == begun[name]}
-        if differences := asked.differences(replace(self.plan, **undecided)):
+        undecided = {name: begun[name] for name in DECIDED if getattr(plan, name) == begun[name]}
+        if differences := plan.differences(replace(self.plan, **undecided)):
             raise RequestError(
                 f"{str(self.folder)!r} was begun with another plan ({'; '.join(differences)}): ask for the same, or "
                 "name another folder"

@@ -281,17 +281,17 @@ class Part(Generic[R]):
 
     def to_plain(self) -> dict[str, Any]:
         """Lay the part out as evaluation.json holds it."""
-        asked = {**self.asked, "made_with": asdict(self.made_with)}
-        return {"asked": asked, **({} if self.read is None else asdict(self.read)), **asdict(self.result)}
+        fields = {**self.asked, "made_with": asdict(self.made_with)}
+        return {"asked": fields, **({} if self.read is None else asdict(self.read)), **asdict(self.result)}
 
 
 def read_part(name: str, plain: Mapping[str, Any]) -> Part:
     """Read what `Part.to_plain` laid out."""
-    asked = dict(plain["asked"])
-    made_with = read_fields(MadeWith, asked.pop("made_with"), "made_with.")
+    fields = dict(plain["asked"])
+    made_with = read_fields(MadeWith, fields.pop("made_with"), "made_with.")
     read = select(plain, TextRead)
     source = read_fields(TextRead, read) if "text" in read else None
-    return Part(asked, made_with, read_fields(RESULTS[name], select(plain, RESULTS[name])), source)
+    return Part(fields, made_with, read_fields(RESULTS[name], select(plain, RESULTS[name])), source)
 
 
 def select(plain: Mapping[str, Any], kind: type) -> dict[str, Any]:

@@ -145,12 +145,14 @@ def token_features_are_right(q: Tensor, sizes: TrialSizes, shares: int, scale: f
         if by_kernels and bits == 8:
             state = pack_state(state)
         for t in range(tokens):
-            one, k, v = text.piece(t, t + 1)
+            token_q, k, v = text.piece(t, t + 1)
             if by_kernels:
-                out.append(attend_token_with_features_by_kernel(one, k, v, text.features, TRIAL_WINDOW, state, scale))
+                out.append(
+                    attend_token_with_features_by_kernel(token_q, k, v, text.features, TRIAL_WINDOW, state, scale)
+                )
             else:
                 k, v = (round_vectors(x) if bits == 8 else x for x in (k, v))
-                out.append(attend_token_with_features(one * scale, k, v, text.features, TRIAL_WINDOW, state))
+                out.append(attend_token_with_features(token_q * scale, k, v, text.features, TRIAL_WINDOW, state))
         return [torch.cat(out, -2).to(dtype), state.level, state.mean]
 
     return passes_trial("single tokens", q, (*sizes, shares, scale, bits), compute)
@@ -211,12 +213,12 @@ def token_slots_are_right(q: Tensor, v: Tensor, held: TokenGroup, scale: float =
         if by_kernels and bits == 8:
             state = pack_state(state)
         for t in range(tokens):
-            one, k, v = text.piece(t, t + 1)
+            token_q, k, v = text.piece(t, t + 1)
             if by_kernels:
-                out.append(attend_token_with_slots_by_kernel(one, k, v, own, state, scale))
+                out.append(attend_token_with_slots_by_kernel(token_q, k, v, own, state, scale))
             else:
                 k, v = (round_vectors(x) if bits == 8 else x for x in (k, v))
-                out.append(attend_token_with_slots(one * scale, k, v, own, state))
+                out.append(attend_token_with_slots(token_q * scale, k, v, own, state))
         slots = (unpack_vectors(x, dtype) if x.dtype == torch.int8 else x for x in (state.slot_k, state.slot_v))
         return [torch.cat(out, -2).to(dtype), *slots, state.weight]
 

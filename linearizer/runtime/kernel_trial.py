@@ -148,5 +148,5 @@ class RandomFeatures:
 
 def folded_features(z: Tensor, shares: int) -> Folded:
     """The same, which a kernel may compute itself, shared out in some way."""
-    one, none = torch.ones_like(z[:, 0, 0]), torch.zeros_like(z[..., 0])
-    return Folded(z, none, z, none, shares, *([one, one] if shares == NONE else []))
+    ones, zeros = torch.ones_like(z[:, 0, 0]), torch.zeros_like(z[..., 0])
+    return Folded(z, zeros, z, zeros, shares, *([ones, ones] if shares == NONE else []))

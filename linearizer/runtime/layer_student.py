@@ -213,9 +213,9 @@ class LayerStudent(nn.Module):
         """
         query = query.unflatten(1, (self.kv_heads, -1))
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
-        asked = query, key, value, scale, real, out
-        done = attend_token_of_layer(self.groups, memory, *asked)  # type: ignore[arg-type]
-        done += attend_token_in_buffer(self.groups, memory, *asked, done)  # type: ignore[arg-type]
+        inputs = query, key, value, scale, real, out
+        done = attend_token_of_layer(self.groups, memory, *inputs)  # type: ignore[arg-type]
+        done += attend_token_in_buffer(self.groups, memory, *inputs, done)  # type: ignore[arg-type]
         if memory is not None:
             memory += [None] * (len(self.groups) - len(memory))
         left = [(index, group) for index, group in enumerate(self.groups) if index not in done]
@@ -252,9 +252,9 @@ class LayerStudent(nn.Module):
             if state is not None and group.bits == 8:
                 state = unpack_state(state, k.dtype, v.dtype)
             state = group.empty(k, v) if state is None else state
-            asked = query[:, heads] * scale, k, v, group.merging(scale)
-            if not kernel_serves_text_slots(*asked, state):
-                readings[index], states[index] = read_text(*asked, real, state), state
+            inputs = query[:, heads] * scale, k, v, group.merging(scale)
+            if not kernel_serves_text_slots(*inputs, state):
+                readings[index], states[index] = read_text(*inputs, real, state), state
         parts = dict(zip(readings, read_together(list(readings.values())), strict=True))
         if memory is not None:
             for index, state in states.items():

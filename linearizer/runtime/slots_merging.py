@@ -103,9 +103,9 @@ def merging_costs(seen: Tensor, v: Tensor, weight: Tensor) -> Tensor:
     The error that a query sees grows with the weight of a pair, and with the distances of its keys (to queries) and
     of its values; this is its fourth power, which takes no roots.
     """
-    one = weight.clamp_min(1).reciprocal()
+    inverse = weight.clamp_min(1).reciprocal()
     never = torch.zeros_like(weight).masked_fill_(weight == 0, float("inf"))  # empty: as far away as can be
-    cost, light = squared_distances(seen, never).square_().square_(), one[..., None] + one[..., None, :]
+    cost, light = squared_distances(seen, never).square_().square_(), inverse[..., None] + inverse[..., None, :]
     return cost.mul_(squared_distances(v, None).clamp_min_(TINY)).div_(light).div_(light)
 
 

@@ -209,13 +209,13 @@ def merge_blocks(pieces: list[Piece]) -> list[Slots]:
                 now.k, now.v = round_together(now.k, now.v)
         after.append(now)
     each = Slots(*(torch.stack(x, 1) for x in zip(*(slots.all() for slots in after), strict=True)))
-    found, first = [], 0
+    slots, first = [], 0
     for piece, (heads, count) in zip(pieces, sizes, strict=True):
         own = [x[:, : piece.merged.shape[1], first : first + heads, :count] for x in each.all()]
         state, first = piece.state, first + heads
         state.slot_k, state.slot_v, state.weight, state.spread = (x[:, -1].clone() for x in own)
-        found.append(Slots(*(x.flatten(0, 1) for x in own)))
-    return found
+        slots.append(Slots(*(x.flatten(0, 1) for x in own)))
+    return slots
 
 
 def slots_of(state: SlotState, room: int) -> Slots:

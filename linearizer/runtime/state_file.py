@@ -72,13 +72,13 @@ def read_state(model: PreTrainedModel, path: str | os.PathLike) -> Any:
     if places(cache).keys() != held.keys():
         raise damaged(path, "it names other tensors than a state of this model has")
     for name, (holder, attribute) in places(cache).items():
-        own, found = getattr(holder, attribute), held[name]
-        same_kind = own.dtype == found.dtype or (own.is_floating_point() and found.is_floating_point())
-        if not same_kind or list(found.shape) != shape_of(own, holder, attribute, texts, tokens):
-            raise damaged(path, f"{name} is {tuple(found.shape)} of {found.dtype}")
-        if attribute == "count" and not ((found >= 0) & (found <= tokens)).all():
+        own, stored = getattr(holder, attribute), held[name]
+        same_kind = own.dtype == stored.dtype or (own.is_floating_point() and stored.is_floating_point())
+        if not same_kind or list(stored.shape) != shape_of(own, holder, attribute, texts, tokens):
+            raise damaged(path, f"{name} is {tuple(stored.shape)} of {stored.dtype}")
+        if attribute == "count" and not ((stored >= 0) & (stored <= tokens)).all():
             raise damaged(path, f"{name} counts other tokens than were read")
-        setattr(holder, attribute, found.to(own.device, own.dtype))
+        setattr(holder, attribute, stored.to(own.device, own.dtype))
     for layer in cache.layers:
         for counter in ("tokens_read", "cumulative_length"):
             if hasattr(layer, counter):
@@ -88,14 +88,14 @@ def read_state(model: PreTrainedModel, path: str | os.PathLike) -> Any:
 
 def places(cache: Any) -> dict[str, tuple[Any, str]]:
     """Say of every tensor of a cache which object holds it, and under which name."""
-    found: dict[str, tuple[Any, str]] = {}
+    places_by_name: dict[str, tuple[Any, str]] = {}
     for index, layer in enumerate(cache.layers):
         if not hasattr(layer, "memory"):  # the teacher's own kind
-            found |= {f"{index}.{name}": (layer, name) for name in ("keys", "values")}
+            places_by_name |= {f"{index}.{name}": (layer, name) for name in ("keys", "values")}
         else:
             for group, state in enumerate(layer.memory):
-                found |= {f"{index}.{group}.{name}": (state, name) for name in tensors(state)}
-    return found
+                places_by_name |= {f"{index}.{group}.{name}": (state, name) for name in tensors(state)}
+    return places_by_name
 
 
 def shape_of(own: Tensor, holder: Any, attribute: str, texts: int, tokens: int) -> list[int]:
@@ -165,11 +165,11 @@ def damaged(path: str | os.PathLike, why: str) -> ValueError:
 
 
 def checksum(held: dict[str, Tensor], facts: dict[str, str]) -> str:
-    found = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
+    digest = hashlib.sha256(json.dumps(facts, sort_keys=True).encode())
     for name in sorted(held):
-        found.update(name.encode())
-        found.update(as_bytes(held[name]))
-    return found.hexdigest()
+        digest.update(name.encode())
+        digest.update(as_bytes(held[name]))
+    return digest.hexdigest()
 
 
 def as_bytes(x: Tensor) -> bytes:

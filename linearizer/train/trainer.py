@@ -74,7 +74,7 @@ class Trainer:
 
     def active(self) -> dict[int, LayerOptimizer]:
         """List the layers that still train."""
-        return {index: one for index, one in self.optimizers.items() if one.status.given_up is None}
+        return {index: optimizer for index, optimizer in self.optimizers.items() if optimizer.status.given_up is None}
 
     def gradients_that_fit(self, ids: torch.Tensor, keep: float) -> tuple[Losses, list[str]]:
         """Compute the gradients of a batch, split into as many parts as memory requires."""

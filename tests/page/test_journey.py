@@ -331,12 +331,12 @@ def test_a_run_is_deleted_once_that_was_asked_again(local, browser, done):
     with looking(browser, url) as page:
         page.goto(f"{url}runs")
         shown(page, "#runs", "unwanted")
-        page.locator("#doomed input").fill("unwanted")
-        page.locator("#doomed input").press("Enter")
+        page.locator("#run-to-delete input").fill("unwanted")
+        page.locator("#run-to-delete input").press("Enter")
         page.click("#delete")
         shown(page, "#sure", "Delete unwanted (demo")
         page.wait_for_timeout(6000)  # the list was drawn anew meanwhile
-        assert page.locator("#doomed input").input_value() == "unwanted"
+        assert page.locator("#run-to-delete input").input_value() == "unwanted"
         page.click("#keep")
         page.wait_for_selector("#sure", state="hidden")
         assert (runs / "unwanted").is_dir()

@@ -35,7 +35,7 @@ SPACE = {  # what the Hub sets in a Space
     "SYSTEM": "spaces",
     "SPACE_ID": "owner/linearizer",
     "OAUTH_CLIENT_ID": "client",
-    "OAUTH_CLIENT_SECRET": "hush",
+    "OAUTH_CLIENT_SECRET": "client-secret",
     "OAUTH_SCOPES": "openid profile",
     "OPENID_PROVIDER_URL": "http://127.0.0.1:9",
 }
@@ -202,7 +202,7 @@ def nothing(route):
     route.fulfill(body="")
 
 
-def session_of(account, secret="hush"):
+def session_of(account, secret="client-secret"):
     """Forge the cookie that signing in leaves, as the Space that knows the secret would."""
     import itsdangerous
 
