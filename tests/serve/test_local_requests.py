@@ -1,10 +1,12 @@
 """A server on this machine refuses requests by another site's name or from its pages."""
 
+import asyncio
+
+import httpx
 import pytest
 from starlette.applications import Starlette
 from starlette.responses import PlainTextResponse
 from starlette.routing import Route
-from starlette.testclient import TestClient
 
 from linearizer.serve.local_requests import LocalRequests
 
@@ -25,4 +27,9 @@ from linearizer.serve.local_requests import LocalRequests
 def test_host_and_origin_must_name_this_machine(method, headers, status):
     app = Starlette(routes=[Route("/", lambda request: PlainTextResponse("served"), methods=["GET", "POST"])])
     app.add_middleware(LocalRequests)
-    assert TestClient(app).request(method, "/", headers=headers).status_code == status
+
+    async def ask():
+        async with httpx.AsyncClient(transport=httpx.ASGITransport(app), base_url="http://localhost") as client:
+            return await client.request(method, "/", headers=headers)
+
+    assert asyncio.run(ask()).status_code == status
