@@ -73,6 +73,7 @@ def test_it_is_stopped_and_goes_on_from_the_page(local, browser, done):
         choose(page, "Recall")
         page.locator("#part-texts input[type=number]").fill("2")
         page.click("#evaluate")
+        shown(page, "#evaluating", "Evaluated", LONG)  # no later test meets it at work
         page.wait_for_selector("#part-recall .js-plotly-plot", timeout=LONG)
     assert "recall" in Run(runs / done).evaluation_parts
 
