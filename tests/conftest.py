@@ -57,9 +57,9 @@ def said(capsys):
 @pytest.fixture
 def slept(monkeypatch):
     """Wait for nothing, and list how long it would have been."""
-    found = []
-    monkeypatch.setattr(time, "sleep", found.append)
-    return found
+    result = []
+    monkeypatch.setattr(time, "sleep", result.append)
+    return result
 
 
 @pytest.fixture(scope="session")

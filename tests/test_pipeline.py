@@ -50,8 +50,8 @@ def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, be
                     control.stop(run)
                     assert control.status(run).state == "stopping"
                     reached = progress.done
-        found = control.status(run)
-        assert (found.state, found.step["event"], found.step["done"]) == ("stopped", step, reached)
+        result = control.status(run)
+        assert (result.state, result.step["event"], result.step["done"]) == ("stopped", step, reached)
         assert not run.has_request("stop") and not run.is_locked
     finish(linearize(run))
     assert student(run) == student(whole)
@@ -238,9 +238,9 @@ def test_what_a_caller_limits_is_refused_before_there_is_a_folder(tmp_path):
 
 def test_the_revision_is_pinned_when_a_run_begins_and_the_same_words_resume_it(tmp_path, hub):
     commit = hub.add("org/moving", find_model("demo").folder)
-    for asked in ("org/moving", "org/moving@main"):
-        plan = Plan(asked, budget=64, **{"texts": 2})
-        run = pipeline.begin(tmp_path / asked, plan)
+    for options in ("org/moving", "org/moving@main"):
+        plan = Plan(options, budget=64, **{"texts": 2})
+        run = pipeline.begin(tmp_path / options, plan)
         assert run.plan.model == f"org/moving@{commit}" and run.inspection.revision == commit
         hub.requests.clear()
         assert pipeline.begin(run.folder, plan, resume=True).plan == run.plan

@@ -83,14 +83,14 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
     teacher = teacher_module.load(run.plan)
     finish(measure_teacher(run, teacher))
     finish(step.price_heads(run, teacher, step.texts_to_price_on(run, teacher, None)))
-    found = run.prices
-    assert {bool(option.slots) for option in found.options} == {False}
-    half = [0.5 if option.features else 1.0 for option in found.options]  # what features are not by nature, here
+    result = run.prices
+    assert {bool(option.slots) for option in result.options} == {False}
+    half = [0.5 if option.features else 1.0 for option in result.options]  # what features are not by nature, here
     cheaper = tuple(
         tuple(tuple(price * factor for price, factor in zip(row, half, strict=True)) for row in layer)
-        for layer in found.kl
+        for layer in result.kl
     )
-    run.write("prices.json", Prices(found.sinks, found.options, cheaper).to_json())
+    run.write("prices.json", Prices(result.sinks, result.options, cheaper).to_json())
     allocation = finish(pipeline.linearize(run))
     assert any(head.features for row in allocation.heads for head in row)
     assert allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 40)
@@ -100,8 +100,8 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
 @pytest.mark.parametrize("prices", ["estimated", "measured"])
 def test_pricing_that_is_stopped_goes_on_to_the_same_prices(prices, tmp_path, monkeypatch):
     monkeypatch.setattr(head_prices_by_gradient, "MAX_GRADIENTS", 1)  # text by text
-    asked = {**SMALL, "length": 32, "texts": 4, "prices": prices}
-    run = pipeline.begin(tmp_path / "run", Plan.of("best", **asked, strategy="gain-features", sinks=0))
+    options = {**SMALL, "length": 32, "texts": 4, "prices": prices}
+    run = pipeline.begin(tmp_path / "run", Plan.of("best", **options, strategy="gain-features", sinks=0))
     teacher = teacher_module.load(run.plan)
     finish(measure_teacher(run, teacher))
     texts = step.texts_to_price_on(run, teacher, None)
@@ -185,7 +185,7 @@ def test_minutes_are_no_steps_where_no_head_learns_and_refused_where_none_could(
 
 def test_losses_share_all_steps_and_each_has_one():
     plan = Plan.of("hedgehog", model="demo", budget=64)
-    assert [[one.steps for one in training_settings(replace(plan, steps=steps))] for steps in (0, 2, 7)] == [
+    assert [[settings.steps for settings in training_settings(replace(plan, steps=steps))] for steps in (0, 2, 7)] == [
         [0, 0],
         [1, 1],
         [4, 3],
@@ -194,7 +194,7 @@ def test_losses_share_all_steps_and_each_has_one():
         with pytest.raises(RequestError, match="let nothing but direct follow the first end to end, or leave out lora"):
             training_settings(replace(plan, loss=loss))
         assert len(training_settings(replace(plan, loss=loss, lora=0))) == 2
-    assert [one.lora for one in training_settings(replace(plan, loss="logits+direct"))] == [8, 8]
+    assert [settings.lora for settings in training_settings(replace(plan, loss="logits+direct"))] == [8, 8]
     with pytest.raises(RequestError, match="steps 1 are too few for the losses softmax.direct, .* at least 2, or 0"):
         training_settings(replace(plan, steps=1))
 

@@ -143,8 +143,8 @@ def test_dof_reproduces_the_dimensions_that_the_paper_gave_gpt2():
     table = (130, 182, 35, 44, 42, 65, 92, 33, 28, 34, 46, 39)
     profile = profile_of([[(need, 0.0)] for need in table])
     layers = (Layer(1, 1, 64, 64),) * 12
-    found = allocate_by_freedoms(profile, layers, features=64, strategy="dof", paper_rounding=True)
-    assert all(abs(got - want) <= 1 for got, want in zip(features_of(found), table, strict=True))
+    result = allocate_by_freedoms(profile, layers, features=64, strategy="dof", paper_rounding=True)
+    assert all(abs(got - want) <= 1 for got, want in zip(features_of(result), table, strict=True))
 
 
 def test_dof_looks_at_query_heads_where_they_were_measured():
@@ -169,8 +169,8 @@ def test_common_lambda_gives_each_head_its_own_freedoms():
     curves = [[need * math.exp(steepness * level) for need, steepness in row] for row in [[(9, 0.2), (12, 0.3)]]]
     layers = (Layer(2, 2, 64, 64),)
     profile = profile_of([[(9, 0.2), (12, 0.3)]])
-    found = features_of(allocate_by_freedoms(profile, layers, features=int(sum(curves[0]) / 2)))
-    assert all(abs(features - freedoms) <= 16 for features, freedoms in zip(found, curves[0], strict=True))
+    result = features_of(allocate_by_freedoms(profile, layers, features=int(sum(curves[0]) / 2)))
+    assert all(abs(features - freedoms) <= 16 for features, freedoms in zip(result, curves[0], strict=True))
 
 
 @pytest.mark.parametrize(

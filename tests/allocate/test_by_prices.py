@@ -78,12 +78,12 @@ def test_the_budget_is_kept_and_every_head_served(prices, budget, may_grow, leng
 def test_students_whose_heads_hold_the_same_spend_the_budget_whatever_sinks_they_keep(budget, bits, strategy):
     plan = Plan("demo", budget=budget, bits=bits, strategy=strategy)
     for sinks in sinks_to_try(plan):
-        found = allocate_alike(LAYERS, plan, sinks)
-        (held,) = {head for row in found.heads for head in row}
-        assert found.sinks == sinks and held.window and held.bits == bits
-        assert spent(found, 999) <= cache_bytes(LAYERS, budget)
+        result = allocate_alike(LAYERS, plan, sinks)
+        (held,) = {head for row in result.heads for head in row}
+        assert result.sinks == sinks and held.window and held.bits == bits
+        assert spent(result, 999) <= cache_bytes(LAYERS, budget)
         longer = replace(held, window=held.window + 1)
-        dearer = replace(found, heads=tuple((longer,) * len(row) for row in found.heads))
+        dearer = replace(result, heads=tuple((longer,) * len(row) for row in result.heads))
         assert spent(dearer, 999) > cache_bytes(LAYERS, budget)
 
 
@@ -156,8 +156,8 @@ def test_the_dear_offers_beside_an_allocation_are_few_and_dear(prices, budget):
     allocation, _ = allocate(prices, budget, 512, may_grow=False)
     dear = dear_offers(prices, LAYERS, allocation, 512)
     assert len(set(dear)) == len(dear) <= 2 * 4
-    found = [prices.kl[layer][head][option] for layer, head, option in dear]
-    assert all(kl > DEAR_KL for kl in found) and found == sorted(found, reverse=True)
+    result = [prices.kl[layer][head][option] for layer, head, option in dear]
+    assert all(kl > DEAR_KL for kl in result) and result == sorted(result, reverse=True)
     sides = set()
     for layer, head, option in dear:
         mine, held = (head_bytes(x, LAYERS[layer], 2, 512) for x in (OPTIONS[option], allocation.heads[layer][head]))
@@ -167,6 +167,6 @@ def test_the_dear_offers_beside_an_allocation_are_few_and_dear(prices, budget):
 
 def test_what_was_measured_takes_the_place_of_estimates_and_scales_the_dear_ones_beside():
     estimated = prices_of([[0.8, 0.2, 0.004, 0.4], [0.1, 0.05, 0.02, 0.03], [0.8, 0.2, 0.004, 0.4], [1, 1, 1, 1]])
-    found = correct_prices(estimated, {(0, 0, 1): 0.1, (0, 0, 0): 0.2})
-    assert found.kl[0][0] == pytest.approx((0.2, 0.1, 0.004, 0.2))  # the last is nearer to .2 than to .8, in ratio
-    assert found.kl[0][1:] == estimated.kl[0][1:] and found.kl[1:] == estimated.kl[1:]
+    result = correct_prices(estimated, {(0, 0, 1): 0.1, (0, 0, 0): 0.2})
+    assert result.kl[0][0] == pytest.approx((0.2, 0.1, 0.004, 0.2))  # the last is nearer to .2 than to .8, in ratio
+    assert result.kl[0][1:] == estimated.kl[0][1:] and result.kl[1:] == estimated.kl[1:]

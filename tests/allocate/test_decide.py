@@ -34,18 +34,18 @@ def priced(tmp_path, inspection):
     return begin
 
 
-def refusal(capsys, run, *asked):
+def refusal(capsys, run, *options):
     """What is said of a request that is refused; the run stays as it was."""
     before = run.plan
-    assert main(["allocate", str(run.folder), *asked]) == 2
+    assert main(["allocate", str(run.folder), *options]) == 2
     assert run.plan == before and not run.has_file("allocation.json")
     return capsys.readouterr().err
 
 
 def test_prices_are_shared_out_as_they_were_measured(priced):
     run = priced()
-    for asked in (["--budget", "64"], ["--sinks", "1"], ["--bits", "8"], ["--strategy", "windows"]):
-        assert main(["allocate", str(run.folder), *asked]) == 0
+    for options in (["--budget", "64"], ["--sinks", "1"], ["--bits", "8"], ["--strategy", "windows"]):
+        assert main(["allocate", str(run.folder), *options]) == 0
     assert run.allocation.sinks == 1 and {head.slots for row in run.allocation.heads for head in row} == {0}
 
 
@@ -60,13 +60,13 @@ def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):
 
 @pytest.mark.parametrize("strategy", ["window", "duo", "gain", "windows", "gain-features", "fix"])
 def test_a_budget_that_nobody_can_mean_is_refused_as_such(strategy, priced, tmp_path, capsys):
-    asked = ["--budget", "99999999999999999", "--strategy", strategy, "--may-grow"]
-    said = refusal(capsys, priced(), *asked)
+    options = ["--budget", "99999999999999999", "--strategy", strategy, "--may-grow"]
+    said = refusal(capsys, priced(), *options)
     assert said.startswith(
         "linearizer: budget 99999999999999999 cannot be: give a whole number, at least 1 and at most"
     )
     assert f"at most {2**40}" in said and said.count("\n") == 1
-    assert main(["run", "demo", "--out", str(tmp_path / "new"), *asked]) == 2
+    assert main(["run", "demo", "--out", str(tmp_path / "new"), *options]) == 2
     assert capsys.readouterr().err == said
 
 
@@ -101,8 +101,8 @@ def test_a_budget_that_a_run_would_refuse_is_refused(asked, priced, tmp_path, ca
 
 def test_what_only_a_new_run_measures_is_said(priced, capsys):
     run, alike = priced(), priced(recipe="swa")
-    for one, strategy in ((run, "duo"), (alike, "duo"), (alike, "gain")):
-        said = refusal(capsys, one, "--strategy", strategy, "--may-grow")
+    for folder, strategy in ((run, "duo"), (alike, "duo"), (alike, "gain")):
+        said = refusal(capsys, folder, "--strategy", strategy, "--may-grow")
         assert f"resuming it measures none: start a new run with --strategy {strategy}" in said
     (run.folder / "prices.json").unlink()
     assert "has no prices yet: `linearizer run --resume` measures them" in refusal(capsys, run)

@@ -60,27 +60,27 @@ def main(arguments=None):
     parser.add_argument("--tiny", action="store_true", help="sizes that only show that every part runs")
     parser.add_argument("--out", type=Path, help="where results go (default: results/gpu-DEVICE.json)")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)  # the process of a part
-    asked = parser.parse_args(arguments)
+    arguments = parser.parse_args(arguments)
     name = torch.cuda.get_device_name() if GPU else "cpu"
-    out = asked.out or RESULTS / f"gpu-{name.lower().replace(' ', '-')}.json"
-    if asked.part:
-        for row in PARTS[asked.part](asked.tiny):
+    out = arguments.out or RESULTS / f"gpu-{name.lower().replace(' ', '-')}.json"
+    if arguments.part:
+        for row in PARTS[arguments.part](arguments.tiny):
             print(json.dumps(row), flush=True)
-            add_row(out, asked.part, row)
+            add_row(out, arguments.part, row)
         return
-    if unknown := set(asked.parts) - set(PARTS):
+    if unknown := set(arguments.parts) - set(PARTS):
         parser.error(f"there is no part {', '.join(sorted(unknown))}: there are {', '.join(PARTS)}")
-    if not GPU and not asked.tiny:
+    if not GPU and not arguments.tiny:
         parser.error("there is no GPU here: --tiny tries the parts at sizes that mean nothing")
     end = time.monotonic() + ALL_SECONDS
-    found = read(out)
-    change(out, {"machine": {"device": name, "torch": torch.__version__, "tiny": asked.tiny}})
-    for part in asked.parts or PARTS:
+    result = read(out)
+    change(out, {"machine": {"device": name, "torch": torch.__version__, "tiny": arguments.tiny}})
+    for part in arguments.parts or PARTS:
         change(out, {"parts": {**read(out).get("parts", {}), part: {"rows": []}}})
-        run_part(part, asked.tiny, out, min(LIMITS[part], end - time.monotonic()))
-    found = read(out)
-    change(out, {"summary": summary(found["parts"])})
-    print("\n".join(summary(found["parts"])), out, sep="\n")
+        run_part(part, arguments.tiny, out, min(LIMITS[part], end - time.monotonic()))
+    result = read(out)
+    change(out, {"summary": summary(result["parts"])})
+    print("\n".join(summary(result["parts"])), out, sep="\n")
 
 
 def run_part(part, tiny, out, seconds):
@@ -167,9 +167,9 @@ def runs(tiny):
     """Make students from beginning to end."""
     for name in ("demo",) if tiny else ("demo", "Llama-3.2-1B"):
         how = ["--texts", "2", "--length", "64"] if tiny else ["--layers", "16", "--texts", "8", "--length", "512"]
-        asked = time_of_runs.parse([name, "--device", DEVICE, *how])
+        arguments = time_of_runs.parse([name, "--device", DEVICE, *how])
         with tempfile.TemporaryDirectory() as folder, quiet():
-            yield {"op": "run", "model": name, **time_of_runs.measured(asked, name, Path(folder))}
+            yield {"op": "run", "model": name, **time_of_runs.measured(arguments, name, Path(folder))}
 
 
 def steps(tiny):

@@ -54,19 +54,19 @@ def ratio(row, name, x, own):
 
 def crossover(rows):
     """The shortest text from which on ours is faster than every softmax rival, by batch and features."""
-    found: dict[str, int | None] = {}
+    result: dict[str, int | None] = {}
     slower = set()
     for row in sorted((r for r in rows if r["op"] == "prefill" and "rivals" in r), key=lambda r: -r["tokens"]):
         rivals = [x["seconds"] for name, x in row["rivals"].items() if name.startswith("sdpa") and "seconds" in x]
         key = f"batch {row['batch']}, {row['features']} features"
         if isinstance(row["ours"], dict) or not rivals:  # not to be compared
             continue
-        found.setdefault(key, None)
+        result.setdefault(key, None)
         if row["ours"] >= min(rivals):
             slower.add(key)
         elif key not in slower:
-            found[key] = row["tokens"]
-    return found
+            result[key] = row["tokens"]
+    return result
 
 
 def collected(tables):
@@ -99,8 +99,8 @@ def main():
     for row in collected(tables | {"loss": losses(quick), "layerwise step": layerwise_steps(quick)}):
         rows.append(row)
         print("\n".join(describe(row)), flush=True)
-        found = {"machine": machine, "rows": rows, "crossover": crossover(rows)}
-        path.write_text(json.dumps(found, indent=1) + "\n")  # at every row: a machine may be lent for minutes
+        result = {"machine": machine, "rows": rows, "crossover": crossover(rows)}
+        path.write_text(json.dumps(result, indent=1) + "\n")  # at every row: a machine may be lent for minutes
     print("faster than softmax from", crossover(rows))
     print(path)
 

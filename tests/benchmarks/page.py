@@ -41,7 +41,7 @@ PROMPT, TOKENS = "The for statement is used to iterate over", 192
 
 def opening(browser, times):
     """Start the page anew so many times, and look at it at once."""
-    found, worked = [], []
+    result, worked = [], []
     for _ in range(times):
         with tempfile.TemporaryDirectory() as folder, closing(browser.new_page()) as page:
             begin = time.perf_counter()
@@ -51,12 +51,12 @@ def opening(browser, times):
                 page.goto(url, wait_until="commit")
                 page.wait_for_selector("#heard", state="attached")  # the page's own script has begun
                 page.click("#demo", trial=True)
-                found.append(time.perf_counter() - begin)
+                result.append(time.perf_counter() - begin)
                 worked.append(processor_seconds(process.pid))
                 page.goto("about:blank")
     return {
-        "opens_seconds": statistics.median(found),
-        "opens_each": found,
+        "opens_seconds": statistics.median(result),
+        "opens_each": result,
         "opens_processor_seconds": statistics.median(worked),
     }
 
@@ -84,7 +84,7 @@ def slider(page, dial, answers, times):
     page.evaluate(WATCH, answers)
     track = page.locator(f"{dial} input[type=range]")
     track.scroll_into_view_if_needed()
-    box, found = track.bounding_box(), {one: [] for one in answers}
+    box, result = track.bounding_box(), {answer: [] for answer in answers}
     for turn in range(times):
         at = 0.2 + 0.6 * ((turn * 7) % 10) / 10
         page.mouse.move(box["x"] + box["width"] * 0.1, box["y"] + box["height"] / 2)
@@ -92,9 +92,9 @@ def slider(page, dial, answers, times):
         page.mouse.move(box["x"] + box["width"] * at, box["y"] + box["height"] / 2, steps=5)
         page.mouse.up()
         page.wait_for_timeout(2000)
-        for one in answers:
-            found[one].append(page.evaluate("(one) => window.seen[one] - window.released", one))
-    return found
+        for answer in answers:
+            result[answer].append(page.evaluate("(one) => window.seen[one] - window.released", answer))
+    return result
 
 
 def sliding(browser, url, run, times):
@@ -211,12 +211,12 @@ def streaming(browser, client, url, run, times):
         page.keyboard.press("Tab")
         client.predict(run, PROMPT, 8, api_name="/compare_models")  # loads both
         for _ in range(times):
-            found = client.predict(run, PROMPT, TOKENS, api_name="/compare_models")
-            alone.append(sum((TOKENS - 1) / found[one]["tokens_per_second"] for one in ("teacher", "student")))
+            result = client.predict(run, PROMPT, TOKENS, api_name="/compare_models")
+            alone.append(sum((TOKENS - 1) / result[side]["tokens_per_second"] for side in ("teacher", "student")))
             page.evaluate(COUNT, ["#teacher", "#student"])
             page.click("#compare")
             page.wait_for_function(STILL, timeout=120_000)
-            rates = [float(page.locator(f"#{one}-card dd").first.inner_text()) for one in ("teacher", "student")]
+            rates = [float(page.locator(f"#{side}-card dd").first.inner_text()) for side in ("teacher", "student")]
             shown.append(sum((TOKENS - 1) / rate for rate in rates))
             changes = list(page.evaluate("changes").values())
             most = max(most, *map(rate_of, changes))
@@ -242,17 +242,17 @@ def rate_of(moments):
 
 def busiest(moments):
     """Count the changes in the second that had most."""
-    return max((sum(begin <= one < begin + 1000 for one in moments) for begin in moments), default=0)
+    return max((sum(begin <= moment < begin + 1000 for moment in moments) for begin in moments), default=0)
 
 
-def measured(asked):
+def measured(arguments):
     """Take all figures."""
     from gradio_client import Client
 
-    found = {"load": os.getloadavg(), "cores": os.cpu_count()}
+    result = {"load": os.getloadavg(), "cores": os.cpu_count()}
     with tempfile.TemporaryDirectory() as folder, browsing() as browser:
-        if "opening" in asked.parts:
-            found |= opening(browser, asked.times)
+        if "opening" in arguments.parts:
+            result |= opening(browser, arguments.times)
         root = Path(folder) / "runs"
         with server(root) as (url, log, process):
             wait_for(url, process, log)
@@ -260,13 +260,13 @@ def measured(asked):
             run = client.predict("demo", 128, "Try it", {**SMALL, "steps": 2}, api_name="/start_run")
             while client.predict(run, api_name="/run_status")["state"] != "done":
                 time.sleep(0.5)
-            if "sliding" in asked.parts:
-                found |= sliding(browser, url, run, asked.times) | answering(root / run, asked.times)
-            if "streaming" in asked.parts:
-                found |= streaming(browser, client, url, run, asked.times)
-            if "watching" in asked.parts:
-                found |= watching(browser, client, url, process.pid, asked.tabs, asked.seconds)
-    return found
+            if "sliding" in arguments.parts:
+                result |= sliding(browser, url, run, arguments.times) | answering(root / run, arguments.times)
+            if "streaming" in arguments.parts:
+                result |= streaming(browser, client, url, run, arguments.times)
+            if "watching" in arguments.parts:
+                result |= watching(browser, client, url, process.pid, arguments.tabs, arguments.seconds)
+    return result
 
 
 def main(arguments=None):
@@ -276,13 +276,13 @@ def main(arguments=None):
     parser.add_argument("--seconds", type=float, default=30.0, help="for which tabs watch")
     parser.add_argument("--parts", nargs="*", choices=PARTS, default=PARTS, help="others keep their figures")
     parser.add_argument("--out", type=Path, default=OUT)
-    asked = parser.parse_args(arguments)
-    kept = json.loads(asked.out.read_text())["figures"] if asked.out.exists() else {}
-    found = kept | measured(asked)
-    asked.out.write_text(json.dumps({"figures": found, "targets": TARGETS, "means": SAYS}, indent=1) + "\n")
-    for name, target in ((name, target) for name, target in TARGETS.items() if name in found):
-        verdict = "ok" if found[name] <= target else "MISSED"
-        print(f"{found[name]:10.3f}  at most {target:<7g} {verdict:7} {SAYS[name]}")
+    arguments = parser.parse_args(arguments)
+    kept = json.loads(arguments.out.read_text())["figures"] if arguments.out.exists() else {}
+    result = kept | measured(arguments)
+    arguments.out.write_text(json.dumps({"figures": result, "targets": TARGETS, "means": SAYS}, indent=1) + "\n")
+    for name, target in ((name, target) for name, target in TARGETS.items() if name in result):
+        verdict = "ok" if result[name] <= target else "MISSED"
+        print(f"{result[name]:10.3f}  at most {target:<7g} {verdict:7} {SAYS[name]}")
 
 
 if __name__ == "__main__":

@@ -47,38 +47,50 @@ LOSSES = ("direct", "softmax", "l2")
 class Paper:
     """A model, and what the tables share: its profile, its students, what their training took and gave."""
 
-    def __init__(self, asked):
-        self.asked = asked
+    def __init__(self, arguments):
+        self.arguments = arguments
         with tempfile.TemporaryDirectory() as folder:
-            name = tiny_gpt2(folder) if asked.model == "tiny" else asked.model
+            name = tiny_gpt2(folder) if arguments.model == "tiny" else arguments.model
             self.teacher = pipeline.load(
-                Plan.of("paper", model=name, features=64, device=asked.device, dtype=asked.dtype)
+                Plan.of("paper", model=name, features=64, device=arguments.device, dtype=arguments.dtype)
             )
         self.layers = self.teacher.inspection.layers
         shape = (len(self.layers), self.layers[0].query_heads)
-        fitting = (one for one in ("gpt2", "pythia-1b") if shape == (PUBLISHED[one]["layers"], PUBLISHED[one]["heads"]))
+        fitting = (
+            name for name in ("gpt2", "pythia-1b") if shape == (PUBLISHED[name]["layers"], PUBLISHED[name]["heads"])
+        )
         self.published = PUBLISHED.get(next(fitting, None), {})
-        self.features = asked.features or self.published.get("features") or max(16, self.layers[0].key_dim)
-        self.ridge = 2.0 ** -(asked.ridge_exponent or self.published.get("ridge_exponent", 8))
-        length = min(asked.length, self.teacher.inspection.max_positions or asked.length)
-        count = asked.steps * asked.batch + asked.judged
+        self.features = arguments.features or self.published.get("features") or max(16, self.layers[0].key_dim)
+        self.ridge = 2.0 ** -(arguments.ridge_exponent or self.published.get("ridge_exponent", 8))
+        length = min(arguments.length, self.teacher.inspection.max_positions or arguments.length)
+        count = arguments.steps * arguments.batch + arguments.judged
         texts = read_texts(
-            asked.text, self.teacher.tokenizer, length, max(count, asked.texts), least=asked.batch + 1, seed=asked.seed,
+            arguments.text,
+            self.teacher.tokenizer,
+            length,
+            max(count, arguments.texts),
+            least=arguments.batch + 1,
+            seed=arguments.seed,
             model=self.teacher.model,
-        )  # fmt: skip
-        self.measured, self.judged = texts[: asked.texts], texts[-min(asked.judged, len(texts) - asked.batch) :]
+        )
+        self.measured, self.judged = (
+            texts[: arguments.texts],
+            texts[-min(arguments.judged, len(texts) - arguments.batch) :],
+        )
         self.learnt = texts[: len(texts) - len(self.judged)]
         self.trained = {}
 
     def begin(self):
         """Measure the teacher, and make it a student."""
-        asked, begin = self.asked, time.perf_counter()
-        self.profile = self.measure(asked.normalise, asked.gauge, asked.sinks, asked.samples, asked.seed)
+        arguments, begin = self.arguments, time.perf_counter()
+        self.profile = self.measure(
+            arguments.normalise, arguments.gauge, arguments.sinks, arguments.samples, arguments.seed
+        )
         self.seconds = time.perf_counter() - begin
         teacher = Subject("teacher", self.teacher.model)
         self.teacher_loss, self.teacher_seconds = self.loss_of(teacher), self.seconds_to_write(teacher)
         fix = self.allocation("Fix")
-        self.student = linearize(self.teacher.model, self.layers, fix, "prf", asked.seed)
+        self.student = linearize(self.teacher.model, self.layers, fix, "prf", arguments.seed)
 
     def measure(self, normalise, gauge, sinks, samples, seed):
         """Run algorithm 1 as far as the degrees of freedom."""
@@ -96,10 +108,10 @@ class Paper:
 
     def allocation(self, name, profile=None, over=None):
         """Share features out as a row of the paper's tables does."""
-        dof = {"max": "dof", "mean": "dof-mean"}[over or self.asked.over]
+        dof = {"max": "dof", "mean": "dof-mean"}[over or self.arguments.over]
         strategy = {"Fix": "fix", "DoF": dof, "DoF+clip": "dof-clip"}[name]
         how = {"features": self.features, "strategy": strategy, "ridge": self.ridge}
-        exact = self.asked.rounding == "paper"
+        exact = self.arguments.rounding == "paper"
         return allocate_by_freedoms(profile or self.profile, self.layers, **how, paper_rounding=exact)
 
     def subject(self, name, loss, feature_map="prf"):
@@ -107,12 +119,12 @@ class Paper:
         if (name, loss) not in self.trained:
             allocation = self.allocation(name if name in ("Fix", "DoF", "DoF+clip") else "Fix")
             self.student.config.feature_map = feature_map
-            heads = make_layer_students(self.student, self.layers, allocation, self.asked.seed)
+            heads = make_layer_students(self.student, self.layers, allocation, self.arguments.seed)
             subject, begin = Subject(name, self.student, allocation, heads), time.perf_counter()
             if loss is not None:
                 settings = TrainingSettings(
-                    loss=loss, steps=self.asked.steps, batch=self.asked.batch, seed=self.asked.seed,
-                    decay=self.asked.decay, warmup=self.asked.warmup, window_dropout=0.0, repeats=0.0,
+                    loss=loss, steps=self.arguments.steps, batch=self.arguments.batch, seed=self.arguments.seed,
+                    decay=self.arguments.decay, warmup=self.arguments.warmup, window_dropout=0.0, repeats=0.0,
                 )  # fmt: skip
                 with subject.at_work():
                     finish(distill(self.student, self.learnt, settings))
@@ -125,7 +137,7 @@ class Paper:
 
     def seconds_to_write(self, subject):
         """Write a few tokens after a text, and reckon 1,000."""
-        meter = Meter(subject, self.layers, 60.0, self.asked.seed)
+        meter = Meter(subject, self.layers, 60.0, self.arguments.seed)
         meter.time_texts(32, 1)
         return 1000 / meter.time_texts(self.judged.shape[1], 1).write_rate
 
@@ -173,7 +185,7 @@ def table_4(paper):
 
 def table_5(paper):
     """Milliseconds of training for one text, by loss."""
-    texts = paper.asked.steps * paper.asked.batch
+    texts = paper.arguments.steps * paper.arguments.batch
     return {loss: 1000 * paper.subject("Fix", loss)[1] / texts for loss in LOSSES}, paper.published.get("table 5", {})
 
 
@@ -189,15 +201,15 @@ def table_7(paper):
 
 def table_11(paper):
     """Squared error of the kernel by layer, trained for it; ours is a share of the largest value, so ranks count."""
-    ours, told = {}, {}
+    ours, published = {}, {}
     for name in ("Fix", "DoF"):
         ours |= {
             f"{name}.{layer}": error for layer, error in kernel_errors(paper, paper.subject(name, "l2")[0]).items()
         }
-        told |= {
+        published |= {
             f"{name}.{n}": value for n, value in numbered(paper.published.get("table 11", {}).get(name, [])).items()
         }
-    return ours, told
+    return ours, published
 
 
 def table_12(paper):
@@ -208,22 +220,22 @@ def table_12(paper):
 def kernel_errors(paper, subject):
     """Mean squared error of the kernel in every layer, on text that was kept from training."""
     students = dict(zip((number(m) for m in attention_modules(paper.student.base)), subject.heads, strict=True))
-    found = {}
+    result = {}
 
     def observe(module, q, k, v, scale, _):
         group = students[number(module)].groups[0]
         loss, _ = rows_loss("l2", group, AttentionInputs(q, k, v, scale), 1.0)
-        found[str(number(module) + 1)] = loss.item()
+        result[str(number(module) + 1)] = loss.item()
 
     with observing(paper.student.base, observe):
         logits_of(paper.student.base, paper.judged[:2])
-    return found
+    return result
 
 
-def compared(ours, told):
+def compared(ours, published):
     """Lay both out, with their rank correlation; where keys have two parts, as a grid."""
-    same = [key for key in ours if key in told]
-    ranks = spearman([ours[key] for key in same], [told[key] for key in same])
+    same = [key for key in ours if key in published]
+    ranks = spearman([ours[key] for key in same], [published[key] for key in same])
     note = (
         "nothing published for this shape"
         if not same
@@ -236,10 +248,10 @@ def compared(ours, told):
         for line in lines:
             rows.append((line, *(shown(ours.get(f"{line}.{top}")) for top in tops)))
             if same:
-                rows.append(("  published", *(shown(told.get(f"{line}.{top}")) for top in tops)))
+                rows.append(("  published", *(shown(published.get(f"{line}.{top}")) for top in tops)))
         return f"{columns(rows)}\n{note}"
     return (
-        columns([("", "ours", "published"), *((key, shown(ours[key]), shown(told.get(key))) for key in ours)])
+        columns([("", "ours", "published"), *((key, shown(ours[key]), shown(published.get(key))) for key in ours)])
         + "\n"
         + note
     )
@@ -279,12 +291,12 @@ def main(arguments=None):
     parser.add_argument("--device", default="auto")
     parser.add_argument("--dtype", default="float32")
     parser.add_argument("--out", type=Path, help="write all figures there as JSON")
-    asked = parser.parse_args(arguments)
-    *command, asked.model = asked.words
+    arguments = parser.parse_args(arguments)
+    *command, arguments.model = arguments.words
     if command not in ([], ["fit"]):
         parser.error(f"{' '.join(command)!r} is no command: write fit MODEL, or MODEL alone")
     with quiet():
-        paper = Paper(asked)
+        paper = Paper(arguments)
         if command:
             print(fit(paper))
             return
@@ -292,19 +304,19 @@ def main(arguments=None):
 
 
 def show_tables(paper):
-    asked, found = paper.asked, {}
+    arguments, result = paper.arguments, {}
     paper.begin()
-    told = paper.published.get("algorithm 1", "–")
-    print(f"{asked.model}: C = {paper.features}, λ = {paper.ridge:g}")
-    print(f"algorithm 1: {paper.seconds:.1f} s, published {told}")
-    for name in asked.tables.split(","):
+    published = paper.published.get("algorithm 1", "–")
+    print(f"{arguments.model}: C = {paper.features}, λ = {paper.ridge:g}")
+    print(f"algorithm 1: {paper.seconds:.1f} s, published {published}")
+    for name in arguments.tables.split(","):
         table = globals()[f"table_{name}"]
-        ours, told = table(paper)
-        found[name] = {"ours": ours, "published": told}
-        print(f"\ntable {name}: {table.__doc__}\n{compared(ours, told)}")
-    if asked.out:
-        choices = {name: str(value) for name, value in vars(asked).items()}
-        asked.out.write_text(json.dumps({"asked": choices, "tables": found}, indent=1))
+        ours, published = table(paper)
+        result[name] = {"ours": ours, "published": published}
+        print(f"\ntable {name}: {table.__doc__}\n{compared(ours, published)}")
+    if arguments.out:
+        choices = {name: str(value) for name, value in vars(arguments).items()}
+        arguments.out.write_text(json.dumps({"asked": choices, "tables": result}, indent=1))
 
 
 if __name__ == "__main__":

@@ -18,29 +18,29 @@ def head_freedoms(profile):
 
 def fit(paper):
     """Hold every reading against tables 2 and 1, the best first; without published figures, only show what it gives."""
-    asked, rows = paper.asked, []
-    told = [value for row in paper.published.get("table 2", []) for value in row]
+    arguments, rows = paper.arguments, []
+    figures = [value for row in paper.published.get("table 2", []) for value in row]
     published = paper.published.get("table 1", [])
-    samples = sorted({max(32, asked.samples // 2), asked.samples})
+    samples = sorted({max(32, arguments.samples // 2), arguments.samples})
     for normalise, gauge, sinks, count in itertools.product(NORMALISE, GAUGE, SINKS, samples):
-        for seed in range(asked.seed, asked.seed + asked.seeds):
+        for seed in range(arguments.seed, arguments.seed + arguments.seeds):
             profile = paper.measure(normalise, gauge, sinks, count, seed)
             heads = [value for row in head_freedoms(profile) for value in row]
             for over in OVER:
                 layers = paper.dimensions(profile, over)
                 way = f"{normalise}, {gauge}, {sinks} sinks, {count} samples, seed {seed}, {over} over heads"
-                rows.append((way, *agreement(heads, told), *agreement(layers, published), *layers))
+                rows.append((way, *agreement(heads, figures), *agreement(layers, published), *layers))
     rows.sort(key=lambda row: (-(row[1] or 0.0), row[2] or 0.0))
     heading = ("read as", "ranks of table 2", "log error", "ranks of table 1", "log error", *range(1, len(layers) + 1))
     return columns([heading, *((row[0], *map(shown, row[1:])) for row in rows)])
 
 
-def agreement(ours, told):
+def agreement(ours, published):
     """Give the correlation of ranks, and the root mean square of the logarithms of the ratios."""
-    if len(ours) != len(told):
+    if len(ours) != len(published):
         return None, None
-    logs = [math.log(max(one, 1e-9) / other) for one, other in zip(ours, told, strict=True)]
-    return spearman(ours, told), math.sqrt(math.fsum(log * log for log in logs) / len(logs))
+    logs = [math.log(max(own, 1e-9) / other) for own, other in zip(ours, published, strict=True)]
+    return spearman(ours, published), math.sqrt(math.fsum(log * log for log in logs) / len(logs))
 
 
 def shown(value):

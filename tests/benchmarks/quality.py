@@ -103,32 +103,34 @@ def main(arguments=None):
     )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table", action="store_true")
-    asked = parser.parse_args(arguments)
-    if asked.quick:
-        asked.rows, asked.budgets, asked.seeds = ["best", "windows", "swa", "features"], [64], [0]
-    text = "" if asked.text == "builtin" else "-" + re.sub(r"\W+", "-", asked.text)
-    name = Path(asked.model).name + text + ("-quick" if asked.quick else "")
-    table = Table(asked.out or RESULTS / f"quality-{name}")
-    if not asked.table:
-        cells = [(row, budget, seed) for seed in asked.seeds for row in asked.rows for budget in asked.budgets]
+    arguments = parser.parse_args(arguments)
+    if arguments.quick:
+        arguments.rows, arguments.budgets, arguments.seeds = ["best", "windows", "swa", "features"], [64], [0]
+    text = "" if arguments.text == "builtin" else "-" + re.sub(r"\W+", "-", arguments.text)
+    name = Path(arguments.model).name + text + ("-quick" if arguments.quick else "")
+    table = Table(arguments.out or RESULTS / f"quality-{name}")
+    if not arguments.table:
+        cells = [
+            (row, budget, seed) for seed in arguments.seeds for row in arguments.rows for budget in arguments.budgets
+        ]
         for cell in sorted(cells, key=lambda cell: (cell[0].split()[0].rstrip(",") not in UNTRAINED, cell[2])):
             if not table.has(*cell):
-                table.add(measure(asked, *cell))
+                table.add(measure(arguments, *cell))
                 table.write()
     print(table.write())
 
 
-def measure(asked, row, budget, seed):
+def measure(arguments, row, budget, seed):
     """Make one student, and put it and its teacher through the same text."""
     recipe, changes = ROWS[row]
     trains = {"steps": STEPS} if RECIPES[recipe].choices.get("steps") else {}
-    given = {"length": LENGTH, "target_length": TARGET, "samples": 1024, "text": asked.text, **trains, **changes}
+    given = {"length": LENGTH, "target_length": TARGET, "samples": 1024, "text": arguments.text, **trains, **changes}
     record = {"row": row, "budget": budget, "seed": seed}
     try:
-        plan = Plan.of(recipe, model=asked.model, budget=budget, seed=seed, **given)
+        plan = Plan.of(recipe, model=arguments.model, budget=budget, seed=seed, **given)
         with quiet():
             begun = time.perf_counter()
-            run, teacher = prepared(asked.work, plan)
+            run, teacher = prepared(arguments.work, plan)
             measuring = time.perf_counter() - begun
             held = held_out(plan, teacher)
             begun = time.perf_counter()
@@ -137,7 +139,7 @@ def measure(asked, row, budget, seed):
             original = own_teacher(plan, teacher, student, allocation)
             with controlled(student, row, budget):
                 record |= judged(student, held, original)
-            record["teacher"] = judged_teacher(asked.work, plan, original, held)
+            record["teacher"] = judged_teacher(arguments.work, plan, original, held)
             record["state"] = allocation.state_bytes(teacher.inspection.layers, plan.length)
             record["paid"] = cache_bytes(teacher.inspection.layers, budget)
             for name, ablation in (("no far", without_far), ("no window", without_window)):
@@ -172,8 +174,8 @@ def prepared(work, plan):
     if plan.rules.decided_by == "prices":
         texts = step.texts_to_price_on(run, teacher, None)
         sinks = finish(step.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
-        found = "measured" if plan.prices == "measured" else plan.budget  # near a budget the dear ones are measured
-        prices = base / f"prices-{plan.rules.far_field}-{plan.kept_bits}-{sinks}-{found}.json"
+        result = "measured" if plan.prices == "measured" else plan.budget  # near a budget the dear ones are measured
+        prices = base / f"prices-{plan.rules.far_field}-{plan.kept_bits}-{sinks}-{result}.json"
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
         else:
@@ -274,9 +276,9 @@ class Table:
     def summary(self):
         """Give what `linearizer run --recipe list` and the page say of each recipe."""
         budgets = sorted({record["budget"] for record in self.records})
-        found = {name: [(budget, self.of(name, budget)) for budget in budgets] for name in RECIPES}
-        found["duo"] = [(budget, self.of("duo --may-grow", budget)) for budget in budgets]
-        return {name: [mean_quality(*each) for each in of_row if each[1]] for name, of_row in found.items()}
+        result = {name: [(budget, self.of(name, budget)) for budget in budgets] for name in RECIPES}
+        result["duo"] = [(budget, self.of("duo --may-grow", budget)) for budget in budgets]
+        return {name: [mean_quality(*each) for each in of_row if each[1]] for name, of_row in result.items()}
 
     def of(self, row, budget):
         return [r for r in self.records if (r["row"], r["budget"]) == (row, budget) and "loss" in r]
@@ -305,22 +307,22 @@ class Table:
         return "\n".join(lines)
 
     @staticmethod
-    def line(name, found):
+    def line(name, result):
         """One row: means over seeds, ± half of their range where there are several."""
 
         def cell(values, digits):
             mean, spread = sum(values) / len(values), (max(values) - min(values)) / 2
             return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread >= 0.5 * 10**-digits else "")
 
-        cells = [cell([r["loss"] for r in found], 3)]
-        cells += [cell([r["by_position"][i] for r in found], 3) for i in range(len(found[0]["by_position"]))]
-        cells += [cell([r["kl"] for r in found], 4), cell([100 * r["agreement"] for r in found], 1) + " %"]
-        cells += [cell([100 * share(r, i) for r in found], 0) + " %" for i in range(len(found[0]["recall"]))]
+        cells = [cell([r["loss"] for r in result], 3)]
+        cells += [cell([r["by_position"][i] for r in result], 3) for i in range(len(result[0]["by_position"]))]
+        cells += [cell([r["kl"] for r in result], 4), cell([100 * r["agreement"] for r in result], 1) + " %"]
+        cells += [cell([100 * share(r, i) for r in result], 0) + " %" for i in range(len(result[0]["recall"]))]
         for ablation in ("no far", "no window"):
-            kept = [r[ablation]["loss"] for r in found if ablation in r]
+            kept = [r[ablation]["loss"] for r in result if ablation in r]
             cells.append(cell(kept, 3) if kept else "")
-        seconds = [r["seconds"] for r in found if "seconds" in r]
-        cells += [cell(seconds, 0) if seconds else "", str(len(found))]
+        seconds = [r["seconds"] for r in result if "seconds" in r]
+        cells += [cell(seconds, 0) if seconds else "", str(len(result))]
         return f"| {name} | " + " | ".join(cells) + " |"
 
     def picture(self):
@@ -331,7 +333,7 @@ class Table:
         for row in ROWS:
             points = [(b, self.of(row, b)) for b in sorted({r["budget"] for r in self.records}) if self.of(row, b)]
             if points:
-                means = [sum(r["kl"] for r in found) / len(found) for _, found in points]
+                means = [sum(r["kl"] for r in result) / len(result) for _, result in points]
                 figure.add_trace(Scatter(x=[b for b, _ in points], y=means, name=row, mode="lines+markers"))
         figure.update_xaxes(title="tokens of cache", type="log").update_yaxes(title="KL to the teacher", type="log")
         return figure

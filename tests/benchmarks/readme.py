@@ -40,16 +40,16 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--readme", type=Path, default=README)
     parser.add_argument("--texts", type=int, default=TEXTS)
-    asked = parser.parse_args(arguments)
-    content = asked.readme.read_text(encoding="utf-8")
+    arguments = parser.parse_args(arguments)
+    content = arguments.readme.read_text(encoding="utf-8")
     before, _, rest = content.partition(BEGIN)
     _, end, after = rest.partition(END)
     if not end:
-        parser.error(f"{asked.readme} lacks the markers {BEGIN} and {END}")
-    asked.readme.write_text(f"{before}{BEGIN}\n{measured(asked)}\n{end}{after}", encoding="utf-8")
+        parser.error(f"{arguments.readme} lacks the markers {BEGIN} and {END}")
+    arguments.readme.write_text(f"{before}{BEGIN}\n{measured(arguments)}\n{end}{after}", encoding="utf-8")
 
 
-def measured(asked):
+def measured(arguments):
     """Run every recipe, and lay the table out."""
     rows, made = {}, None
     with tempfile.TemporaryDirectory() as folder:
@@ -60,7 +60,9 @@ def measured(asked):
             run = pipeline.begin(Path(folder) / name, Plan.of(name, model="demo", budget=BUDGET))
             finish(linearize(run))
             parts = ("language", "recall", "speed")
-            results = finish(evaluate(run, Request(parts, text=f"file:{text}", texts=asked.texts, lengths=(LENGTH,))))
+            results = finish(
+                evaluate(run, Request(parts, text=f"file:{text}", texts=arguments.texts, lengths=(LENGTH,)))
+            )
             rows |= {each: row_of(results, each) for each in ("teacher", "window")}  # of the last, whose bits it has
             rows[name], made = row_of(results, "student"), results["language"]
     lines = [COLUMNS, ("---",) * len(COLUMNS), *((name, *rows[name]) for name in ROWS)]

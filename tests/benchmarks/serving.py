@@ -37,11 +37,11 @@ def main(arguments=None):
     parser.add_argument("--context", type=int, nargs="+", default=[CONTEXT], help="tokens of a prompt: 512 8192")
     parser.add_argument("--at-once", type=int, nargs="+", default=AT_ONCE, help="requests (default: 1 8 32)")
     parser.add_argument("--written", type=int, default=WRITTEN, help="tokens of an answer (default: %(default)s)")
-    asked = parser.parse_args(arguments)
+    arguments = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        run = find_run(asked.run) if asked.run else demo_run(Path(folder) / "demo", asked.budget)
-        print(measured(run, asked))
+        run = find_run(arguments.run) if arguments.run else demo_run(Path(folder) / "demo", arguments.budget)
+        print(measured(run, arguments))
 
 
 def demo_run(folder, budget):
@@ -50,20 +50,20 @@ def demo_run(folder, budget):
     return run
 
 
-def measured(run, asked):
+def measured(run, arguments):
     """Measure all, and lay the table out."""
     student, tokenizer = load_of_run(run)
     subjects = {"teacher": load(run.plan, None, run.inspection).model, "student": student}
     rows = [("", "context", "at once", "requests/s", "next turns/s", "bytes kept a text")]
-    for context in asked.context:
-        texts = read_texts("builtin", tokenizer, context, max(asked.at_once))
-        for count in asked.at_once:
+    for context in arguments.context:
+        texts = read_texts("builtin", tokenizer, context, max(arguments.at_once))
+        for count in arguments.at_once:
             for name, model in subjects.items():
                 rows.append(
-                    (name, context, count, *measure(name, model, tokenizer, texts[:count].tolist(), asked.written))
+                    (name, context, count, *measure(name, model, tokenizer, texts[:count].tolist(), arguments.written))
                 )
     made = environment(student)
-    about = f"{asked.written} tokens written; {run.plan.model}, {run.allocation.strategy}, budget {run.plan.budget}"
+    about = f"{arguments.written} tokens written; {run.plan.model}, {run.allocation.strategy}, budget {run.plan.budget}"
     return columns(rows) + f"\n{about}; {made['dtype']} on {made['device']}"
 
 
@@ -86,8 +86,8 @@ async def send(url, name, prompts, written):
     """Send all requests at once; give the seconds until the last answer, and all answers."""
 
     async def ask(client, prompt):
-        asked = {"model": name, "prompt": prompt, "max_tokens": written, "temperature": 0, "ignore_eos": True}
-        answer = await client.post(f"{url}/completions", json=asked)
+        arguments = {"model": name, "prompt": prompt, "max_tokens": written, "temperature": 0, "ignore_eos": True}
+        answer = await client.post(f"{url}/completions", json=arguments)
         return answer.raise_for_status().json()["choices"][0]["text"]
 
     async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=len(prompts))) as client:

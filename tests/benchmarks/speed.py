@@ -41,21 +41,21 @@ def main(arguments=None):
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--turns", type=int, default=3, help="of each subject, the fastest of which counts")
     parser.add_argument("--out", type=Path, default=RESULTS)
-    asked = parser.parse_args(arguments)
+    arguments = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
-        run = made(Path(folder) / "run", asked.budget) if asked.run is None else Run(asked.run)
+        run = made(Path(folder) / "run", arguments.budget) if arguments.run is None else Run(arguments.run)
         with assembled(run) as setup:
             made_with = environment(setup.student) | {"instructions": torch.backends.cpu.get_cpu_capability()}
-            found = {
+            result = {
                 "date": date.today().isoformat(),
-                "command": command(asked),
+                "command": command(arguments),
                 "made_with": made_with,
                 "rows": [],
             }
-            for row in measured(setup, asked):
-                found["rows"].append(row)
-                asked.out.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")
+            for row in measured(setup, arguments):
+                result["rows"].append(row)
+                arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
 
 
 def made(folder, budget):
@@ -65,36 +65,36 @@ def made(folder, budget):
     return run
 
 
-def measured(setup, asked):
+def measured(setup, arguments):
     """Measure both subjects, and print a line for every length and batch."""
-    subjects = {subject.name: subject for subject in setup.subjects(max(asked.lengths)) if subject.name in SUBJECTS}
+    subjects = {subject.name: subject for subject in setup.subjects(max(arguments.lengths)) if subject.name in SUBJECTS}
     meters = {
         name: Meter(subjects[name], setup.layers, 0.0, 0, lambda device: time.process_time()) for name in SUBJECTS
     }
     for meter in meters.values():
-        meter.time_texts(min(asked.lengths), 1)  # what is done once is not timed
+        meter.time_texts(min(arguments.lengths), 1)  # what is done once is not timed
     print(
         "batch  tokens   reads, teacher  student  time ÷   writes, teacher  student  speed ÷   peak, teacher  student"
     )
-    for batch in asked.batches:
-        for length in asked.lengths:
+    for batch in arguments.batches:
+        for length in arguments.lengths:
             paces, begin = {name: [] for name in SUBJECTS}, time.process_time()
-            for turn in range(asked.turns):
+            for turn in range(arguments.turns):
                 if turn and time.process_time() - begin > ENOUGH:
                     break
                 for name, meter in meters.items():
                     paces[name].append(meter.time_texts(length, batch))
-            row = {"length": length, "batch": batch} | {name: best(found) for name, found in paces.items()}
+            row = {"length": length, "batch": batch} | {name: best(result) for name, result in paces.items()}
             yield row | ratios(row)
             print(line(row), flush=True)
 
 
 def best(paces):
     """The fastest reading and writing, and the smallest peak: what else the machine does only adds to them."""
-    one = asdict(paces[0])
-    one["read_rate"], one["write_rate"] = max(p.read_rate for p in paces), max(p.write_rate for p in paces)
-    one["peak_bytes"] = None if one["peak_bytes"] is None else min(p.peak_bytes for p in paces)
-    return {name: one[name] for name in ("read_rate", "write_rate", "peak_bytes", "state_bytes")}
+    pace = asdict(paces[0])
+    pace["read_rate"], pace["write_rate"] = max(p.read_rate for p in paces), max(p.write_rate for p in paces)
+    pace["peak_bytes"] = None if pace["peak_bytes"] is None else min(p.peak_bytes for p in paces)
+    return {name: pace[name] for name in ("read_rate", "write_rate", "peak_bytes", "state_bytes")}
 
 
 def ratios(row):
@@ -108,7 +108,7 @@ def ratios(row):
 
 def line(row):
     teacher, student, ratio = *(row[name] for name in SUBJECTS), ratios(row)
-    peaks = ["–" if one["peak_bytes"] is None else size(one["peak_bytes"]) for one in (teacher, student)]
+    peaks = ["–" if subject["peak_bytes"] is None else size(subject["peak_bytes"]) for subject in (teacher, student)]
     return (
         f"{row['batch']:5}  {row['length']:6}  {teacher['read_rate']:15,.0f} {student['read_rate']:8,.0f} "
         f"{ratio['reading_time_ratio']:7.2f}  {teacher['write_rate']:16,.0f} {student['write_rate']:8,.0f} "
@@ -116,11 +116,11 @@ def line(row):
     )
 
 
-def command(asked):
+def command(arguments):
     """The command by which this was measured, without the names of folders."""
-    sizes = f"--lengths {' '.join(map(str, asked.lengths))} --batches {' '.join(map(str, asked.batches))}"
-    student = f"--budget {asked.budget}" if asked.run is None else "--run RUN"
-    return f"python -m tests.benchmarks.speed {student} {sizes} --turns {asked.turns}"
+    sizes = f"--lengths {' '.join(map(str, arguments.lengths))} --batches {' '.join(map(str, arguments.batches))}"
+    student = f"--budget {arguments.budget}" if arguments.run is None else "--run RUN"
+    return f"python -m tests.benchmarks.speed {student} {sizes} --turns {arguments.turns}"
 
 
 if __name__ == "__main__":

@@ -54,15 +54,15 @@ HEADINGS = ("", "processor s", "passes")
 
 
 def main(arguments=None):
-    asked = parse(arguments)
-    torch.set_num_threads(asked.threads)
-    found = {}
-    for name in asked.models or ["demo"]:
+    arguments = parse(arguments)
+    torch.set_num_threads(arguments.threads)
+    result = {}
+    for name in arguments.models or ["demo"]:
         with tempfile.TemporaryDirectory() as folder, quiet():
-            found[name] = measured(asked, name, Path(folder))
-        print(table(name, found[name]), flush=True)
-    if asked.out:
-        write_whole(asked.out, json.dumps(found, indent=1))
+            result[name] = measured(arguments, name, Path(folder))
+        print(table(name, result[name]), flush=True)
+    if arguments.out:
+        write_whole(arguments.out, json.dumps(result, indent=1))
 
 
 def parse(arguments=None):
@@ -87,25 +87,27 @@ def clock(device):
     return time.perf_counter()
 
 
-def measured(asked, name, folder):
+def measured(arguments, name, folder):
     """Make a student, and count what every step takes."""
     how = dict(FEW) if name in SHAPES else {}
-    how |= {key: value for key in ("texts", "length") if (value := getattr(asked, key))}
-    model, note = ("demo", "") if name == "demo" else shape(name, asked.layers, folder / "model")
-    plan = Plan.of(model=model, budget=asked.budget, dtype=asked.dtype, device=asked.device, **how)
+    how |= {key: value for key in ("texts", "length") if (value := getattr(arguments, key))}
+    model, note = ("demo", "") if name == "demo" else shape(name, arguments.layers, folder / "model")
+    plan = Plan.of(model=model, budget=arguments.budget, dtype=arguments.dtype, device=arguments.device, **how)
     run = pipeline.begin(folder / "run", plan)
-    forecast = forecast_run(run.plan, run.inspection, measure_speeds(run.plan.device, partial(clock, asked.device)), 0)
-    begun = clock(asked.device)
+    forecast = forecast_run(
+        run.plan, run.inspection, measure_speeds(run.plan.device, partial(clock, arguments.device)), 0
+    )
+    begun = clock(arguments.device)
     teacher = teacher_module.load(run.plan)
-    loading = clock(asked.device) - begun
-    one = pass_seconds(asked, run.plan, teacher)
+    loading = clock(arguments.device) - begun
+    pass_time = pass_seconds(arguments, run.plan, teacher)
     dtype = str(teacher.model.dtype).removeprefix("torch.")
     del teacher
-    seconds = step_seconds(asked, run)
+    seconds = step_seconds(arguments, run)
     seconds = {"start": STARTED, "load": loading, **seconds, "profile": seconds["profile"] - loading}
     return {
-        "note": f"{note}{run.plan.texts} texts of {run.plan.length} tokens, {dtype}, {asked.threads} threads",
-        "pass": one,
+        "note": f"{note}{run.plan.texts} texts of {run.plan.length} tokens, {dtype}, {arguments.threads} threads",
+        "pass": pass_time,
         "steps": seconds,
         "forecast": forecast.seconds,
     }
@@ -126,35 +128,35 @@ def random_model(config, **changes):
     return AutoModelForCausalLM.from_config(changed, dtype=torch.bfloat16)
 
 
-def pass_seconds(asked, plan, teacher):
+def pass_seconds(arguments, plan, teacher):
     """Processor time of a teacher pass."""
     texts = teacher_module.texts_of(plan, teacher, plan.texts, None)
     times = []
     for _ in range(PASSES):
-        begun = clock(asked.device)
+        begun = clock(arguments.device)
         for ids in texts.split(texts_at_once(teacher.model, texts.shape[1])):
             logits_of(teacher.model, ids)
-        times.append(clock(asked.device) - begun)
+        times.append(clock(arguments.device) - begun)
     return min(times)
 
 
-def step_seconds(asked, run):
+def step_seconds(arguments, run):
     """Processor time of every step of a run: what passes until its last progress belongs to it."""
-    seconds, last = {}, clock(asked.device)
+    seconds, last = {}, clock(arguments.device)
     for progress in pipeline.linearize(run):
-        now = clock(asked.device)
+        now = clock(arguments.device)
         seconds[progress.step] = seconds.get(progress.step, 0.0) + now - last
         last = now
-    return {**seconds, "save": clock(asked.device) - last}
+    return {**seconds, "save": clock(arguments.device) - last}
 
 
-def table(name, found):
+def table(name, result):
     """Lay one run out."""
-    total = sum(found["steps"].values())
-    rows = [*found["steps"].items(), ("all", total), ("forecast", found["forecast"])]
-    lines = [f"{name}: {found['note']}; a pass takes {found['pass']:.2f} s", "{:10}{:>12}{:>10}".format(*HEADINGS)]
-    lines += [f"{step:10}{seconds:12.1f}{seconds / found['pass']:10.1f}" for step, seconds in rows]
-    return "\n".join([*lines, f"forecast ÷ measured: {found['forecast'] / total:.2f}", ""])
+    total = sum(result["steps"].values())
+    rows = [*result["steps"].items(), ("all", total), ("forecast", result["forecast"])]
+    lines = [f"{name}: {result['note']}; a pass takes {result['pass']:.2f} s", "{:10}{:>12}{:>10}".format(*HEADINGS)]
+    lines += [f"{step:10}{seconds:12.1f}{seconds / result['pass']:10.1f}" for step, seconds in rows]
+    return "\n".join([*lines, f"forecast ÷ measured: {result['forecast'] / total:.2f}", ""])
 
 
 if __name__ == "__main__":

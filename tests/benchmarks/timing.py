@@ -71,8 +71,8 @@ def attempt(name, make, **kwargs):
 
 def own(calls, parts=1, **kwargs):
     """What a row says of ours: the time of one of the parts of a call, and memory; or why there is none."""
-    found = attempt("ours", lambda: calls, **kwargs)
-    return {"ours": found["seconds"] / parts, "bytes": found["bytes"]} if "seconds" in found else {"ours": found}
+    result = attempt("ours", lambda: calls, **kwargs)
+    return {"ours": result["seconds"] / parts, "bytes": result["bytes"]} if "seconds" in result else {"ours": result}
 
 
 def compiled(function, **how):

@@ -51,12 +51,12 @@ def decode_rows(limits, batch, heads, group, dim):
 
 def contexts(batch, heads, group, dim):
     """Softmax over the keys and values that a cache holds."""
-    found, q = {}, draw(batch, heads * group, 1, dim)
+    result, q = {}, draw(batch, heads * group, 1, dim)
     for context in (2048, 8192, 32768, 131072) if GPU else (2048, 8192):
         if batch * context * heads * dim * 4 < 2**35:
             k, v = draw(batch, heads, context, dim), draw(batch, heads, context, dim, seed=1)
             softmax = lambda k=k, v=v: sdpa(q, k, v, enable_gqa=True)  # noqa: E731
-            found[f"sdpa over {context}"] = attempt("sdpa", lambda call=softmax: [call])
+            result[f"sdpa over {context}"] = attempt("sdpa", lambda call=softmax: [call])
             if GPU:
-                found[f"sdpa over {context} in a graph"] = attempt("sdpa", lambda call=softmax: [call], graph=True)
-    return found
+                result[f"sdpa over {context} in a graph"] = attempt("sdpa", lambda call=softmax: [call], graph=True)
+    return result

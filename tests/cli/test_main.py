@@ -69,7 +69,7 @@ def test_json_is_all_there_is_on_standard_output(done, in_bf16, said):
 
 def test_the_tables_say_what_was_found(done, said):
     evaluation = Run.open(done).evaluation_parts["language"]["subjects"]
-    assert [one["name"] for one in evaluation] == ["teacher", "student", "window"]
+    assert [subject["name"] for subject in evaluation] == ["teacher", "student", "window"]
     assert evaluation[2]["state_bytes"] <= evaluation[1]["state_bytes"] <= 64 * 4096
     assert "8 query heads on 4 KV heads of size 32" in said("inspect", "demo")[1]
     assert "smaller than the cache from" in said("allocate", done)[1]
@@ -95,8 +95,8 @@ def test_a_profile_is_taken_up_by_the_run_that_follows(tmp_path, said):
 
 def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, said):
     folder = tmp_path / "run"
-    asked = ["--budget", "24", "--target-length", "512", "--exchanges", "2"]
-    code, out, err = said("run", "demo", *asked, "--out", folder, *SMALL)
+    options = ["--budget", "24", "--target-length", "512", "--exchanges", "2"]
+    code, out, err = said("run", "demo", *options, "--out", folder, *SMALL)
     assert code == 0, err
     assert "gain: " in out and " KV heads with slots" in out
     run = Run.open(folder)

@@ -26,10 +26,10 @@ def root(tmp_path, monkeypatch):
     """A folder of runs, none of which is at work when the test is over."""
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     yield tmp_path
-    for one in control.runs_in(tmp_path):
-        if one.state in control.LIVE:
-            control.stop(one.run)
-            wait_for(one.run, "stopped", "done")
+    for status in control.runs_in(tmp_path):
+        if status.state in control.LIVE:
+            control.stop(status.run)
+            wait_for(status.run, "stopped", "done")
 
 
 def terminal(*arguments):
@@ -71,8 +71,8 @@ def test_whoever_leaves_leaves_the_run_at_work(root, said):
     reached = len(run.events())
     wait_until(lambda: len(run.events()) > reached)
     code, out, _ = said("runs", "--json")
-    (one,) = json.loads(out)
-    assert (one["name"], one["state"], one["model"], one["budget"], one["step"]["event"]) == (
+    (status,) = json.loads(out)
+    assert (status["name"], status["state"], status["model"], status["budget"], status["step"]["event"]) == (
         "demo-64", "running", "demo", 64, "distill",
     )  # fmt: skip
     code, out, _ = said("runs", "use", "demo-64")
@@ -99,9 +99,9 @@ def test_a_run_in_a_terminal_is_stopped_from_another(root, said):
 
 def test_a_run_in_a_terminal_waits_for_its_turn_and_says_so(root):
     first = terminal("run", "demo", *LONG, "--out", str(root / "first"))
-    wait_until(lambda: any(one.state == "running" for one in control.runs_in(root)))
+    wait_until(lambda: any(status.state == "running" for status in control.runs_in(root)))
     second = terminal("run", "demo", *LONG, "--out", str(root / "second"))
-    wait_until(lambda: any(one.state == "queued" and one.place == 1 for one in control.runs_in(root)))
+    wait_until(lambda: any(status.state == "queued" and status.place == 1 for status in control.runs_in(root)))
     time.sleep(1)
     second.send_signal(signal.SIGTERM)
     _, err = second.communicate(timeout=180)

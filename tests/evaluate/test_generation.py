@@ -41,8 +41,8 @@ def test_drawn_text_follows_the_chances(subjects):
 
 
 def test_the_teacher_never_leaves_its_own_path(subjects):
-    found = finish(measure_generation(subjects, tokens(3, 12), 8))
-    greedy, drawn = found.subjects[0], found.subjects[2]
+    result = finish(measure_generation(subjects, tokens(3, 12), 8))
+    greedy, drawn = result.subjects[0], result.subjects[2]
     assert (greedy.name, greedy.sampled, drawn.sampled) == ("teacher", False, True)
     assert greedy.diverged == drawn.diverged == (8, 8, 8)
     assert greedy.likeliest == 1 and drawn.likeliest < 1 and greedy.loss < drawn.loss
@@ -50,17 +50,17 @@ def test_the_teacher_never_leaves_its_own_path(subjects):
 
 def test_what_the_student_writes_is_scored_by_the_teacher(subjects):
     prompts = tokens(3, 12)
-    found = finish(measure_generation(subjects, prompts, 8)).subjects[1]
+    result = finish(measure_generation(subjects, prompts, 8)).subjects[1]
     texts = write(subjects[1], prompts, 8, None)
     logits = logits_of(subjects[0].model, torch.cat([prompts, texts], 1))[:, 11:-1]
-    assert found.loss == pytest.approx(losses_of(logits, texts).mean().item(), abs=1e-4)
+    assert result.loss == pytest.approx(losses_of(logits, texts).mean().item(), abs=1e-4)
     own = write(subjects[0], prompts, 8, None)
-    assert found.diverged == tuple(agreeing(a, b) for a, b in zip(texts, own, strict=True))
+    assert result.diverged == tuple(agreeing(a, b) for a, b in zip(texts, own, strict=True))
 
 
 def test_without_a_teacher_only_the_text_itself_is_judged(subjects):
-    found = finish(measure_generation(subjects[1:], tokens(2, 12), 8)).subjects[0]
-    assert found.loss is None and found.likeliest is None and found.diverged is None and 0 <= found.repeated <= 1
+    result = finish(measure_generation(subjects[1:], tokens(2, 12), 8)).subjects[0]
+    assert result.loss is None and result.likeliest is None and result.diverged is None and 0 <= result.repeated <= 1
 
 
 def test_variety_and_agreement_count_tokens():

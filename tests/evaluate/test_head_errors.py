@@ -60,29 +60,29 @@ def profile_of(masses=(0.2, 0.5, 0.8), sinks=0.1):
 
 
 def test_mass_outside_of_a_window_is_read_off_between_what_was_measured():
-    found = profile_of()
-    own = found.layers[0].heads[0]
-    assert [mass_outside(window, own, found.windows) for window in (0, 8, 16, 48, 64, 900)] == pytest.approx(
+    result = profile_of()
+    own = result.layers[0].heads[0]
+    assert [mass_outside(window, own, result.windows) for window in (0, 8, 16, 48, 64, 900)] == pytest.approx(
         [0.9, 0.8, 0.7, 0.25, 0.1, 0.1]
     )
 
 
 def test_theory_promises_less_error_to_more_features():
-    found = profile_of()
-    own = found.layers[0].heads[0]
-    assert [ridge_for(count, own, found) for count in (2, 16, 64)] == pytest.approx(
+    result = profile_of()
+    own = result.layers[0].heads[0]
+    assert [ridge_for(count, own, result) for count in (2, 16, 64)] == pytest.approx(
         [1 / 4, 1 / 256, 1 / 4096], rel=1e-6
     )
-    assert predicted_error(Head(window=16, features=16), own, found) == pytest.approx(0.7 / 256)
-    assert predicted_error(Head(window=16), own, found) == pytest.approx(0.7)
-    assert predicted_error(WHOLE, own, found) == 0
+    assert predicted_error(Head(window=16, features=16), own, result) == pytest.approx(0.7 / 256)
+    assert predicted_error(Head(window=16), own, result) == pytest.approx(0.7)
+    assert predicted_error(WHOLE, own, result) == 0
 
 
 def test_of_slots_nothing_is_predicted_and_they_do_not_count_in_the_correlation():
-    found = profile_of()
-    assert predicted_error(Head(window=16, slots=16), found.layers[0].heads[0], found) is None
-    told = ((0.1, None, 0.2), (), (None, 0.3))
-    assert rank_correlation(((0.1, 9.0, 0.2), (), (0.0, 0.3)), told) == pytest.approx(1)
+    result = profile_of()
+    assert predicted_error(Head(window=16, slots=16), result.layers[0].heads[0], result) is None
+    predicted = ((0.1, None, 0.2), (), (None, 0.3))
+    assert rank_correlation(((0.1, 9.0, 0.2), (), (0.0, 0.3)), predicted) == pytest.approx(1)
     assert rank_correlation(((0.5,),), ((None,),)) is None
 
 
@@ -90,8 +90,8 @@ def test_of_slots_nothing_is_predicted_and_they_do_not_count_in_the_correlation(
 def measured():
     teacher, student = teacher_of("gemma3_text"), student_of("gemma3_text")
     layers = layers_of(teacher)
-    found = finish(measure_profile(teacher, tokens(4, 64), layers, ProfileSettings(samples=128, rows=64)))
-    return teacher, student, layers, found.profile
+    result = finish(measure_profile(teacher, tokens(4, 64), layers, ProfileSettings(samples=128, rows=64)))
+    return teacher, student, layers, result.profile
 
 
 def test_windows_err_as_their_profile_foretells(measured):
@@ -103,13 +103,13 @@ def test_windows_err_as_their_profile_foretells(measured):
         Subject("student", student, mixed),
         Subject("window", student, window, make_layer_students(student, layers, window)),
     ]
-    found = finish(measure_approximation(teacher, subjects, tokens(2, 64, seed=1), profile))
-    assert [len(row) for row in found.subjects[0].rows] == [0, 2, 2]  # the first layer is bounded by itself
-    seen = [[error < 1e-5 for error in row] for row in found.subjects[0].rows]
+    result = finish(measure_approximation(teacher, subjects, tokens(2, 64, seed=1), profile))
+    assert [len(row) for row in result.subjects[0].rows] == [0, 2, 2]  # the first layer is bounded by itself
+    seen = [[error < 1e-5 for error in row] for row in result.subjects[0].rows]
     assert seen == whole and any(map(any, whole))  # heads left softmax have no error, and only they
-    for row, told in zip(found.subjects[1].rows, found.predicted[1], strict=True):
-        assert row == pytest.approx(told, abs=0.15)
-    assert found.correlation[1] > 0.79  # of four heads: at most two neighbours change places
+    for row, predicted in zip(result.subjects[1].rows, result.predicted[1], strict=True):
+        assert row == pytest.approx(predicted, abs=0.15)
+    assert result.correlation[1] > 0.79  # of four heads: at most two neighbours change places
 
 
 def test_the_curve_is_a_list_that_plots_as_it_is(measured):
@@ -130,7 +130,7 @@ def test_ranks_agree_fully_or_not_at_all():
     assert spearman([1, 2, 3, 4], [4, 3, 2, 1]) == pytest.approx(-1)
     assert spearman([1, 1, 1], [1, 2, 3]) is None
     scipy = pytest.importorskip("scipy.stats")
-    one, other = [3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]
-    assert spearman(one, other) == pytest.approx(scipy.spearmanr(one, other).statistic)
+    numbers, other = [3, 1, 4, 1, 5, 9, 2, 6], [2, 7, 1, 8, 2, 8, 1, 8]
+    assert spearman(numbers, other) == pytest.approx(scipy.spearmanr(numbers, other).statistic)
     with pytest.raises(ValueError, match="lists of 1 and 2"):
         spearman([1], [1, 2])

@@ -41,22 +41,22 @@ def subjects():
 
 
 def measured(subjects, ids, documents=None):
-    found, layers = subjects
+    result, layers = subjects
     documents = torch.zeros_like(ids) if documents is None else documents
-    return finish(measure_language(found, ids, documents, layers))
+    return finish(measure_language(result, ids, documents, layers))
 
 
 def test_loss_divergence_and_agreement_are_those_of_the_logits(subjects):
     ids = tokens(4, 40)
-    found = measured(subjects, ids)
+    result = measured(subjects, ids)
     teacher, student = (logits_of(subject.model, ids) for subject in subjects[0][:2])
-    own = found.subjects[1]
+    own = result.subjects[1]
     assert own.loss.mean == pytest.approx(losses_of(student[:, :-1], ids[:, 1:]).mean().item(), abs=1e-5)
     assert own.kl.mean == pytest.approx(kl_of(teacher, student)[:, :-1].mean().item(), abs=1e-5)
     same = (teacher.argmax(-1) == student.argmax(-1))[:, :-1].float().mean().item()
     assert own.agreement.mean == pytest.approx(same, abs=1e-6)
     assert own.perplexity == pytest.approx(math.exp(own.loss.mean))
-    assert own.excess.mean == pytest.approx(own.loss.mean - found.subjects[0].loss.mean, abs=1e-6)
+    assert own.excess.mean == pytest.approx(own.loss.mean - result.subjects[0].loss.mean, abs=1e-6)
 
 
 def test_a_teacher_is_its_own_equal(subjects):
@@ -75,8 +75,8 @@ def test_texts_read_in_pieces_are_scored_as_in_one(subjects, monkeypatch):
     monkeypatch.setattr(logits, "MAX_LOGITS", 2 * 9 * 128)  # nine tokens at a time
     assert len(list(read_together(subjects[0], ids))) == 5
     for before, after in zip(whole, read_scores(subjects[0], ids), strict=True):
-        for one, other in zip(before, after, strict=True):
-            assert torch.allclose(one, other, atol=1e-4)
+        for earlier, later in zip(before, after, strict=True):
+            assert torch.allclose(earlier, later, atol=1e-4)
     for before, after in zip(losses, read_losses(subjects[0], ids), strict=True):
         assert before.shape == (2, 39) and torch.allclose(before, after, atol=1e-4)
 
@@ -106,28 +106,28 @@ def test_a_window_control_takes_no_more_bytes_than_the_student_in_as_many_bits(s
         allocation = allocation_of(layers, [replace(head, bits=bits) for head in MIXED], 2)
         control = window_control(allocation, layers, length)
         assert control.bits == bits
-        taken, most = (one.state_bytes(layers, length) for one in (control, allocation))
+        taken, most = (own.state_bytes(layers, length) for own in (control, allocation))
         assert most - sum(layer.kv_heads * 64 for layer in layers) < taken <= most
     tiny = window_control(allocation_of(layers, [Head(window=1)], 0), layers, 8)
     assert tiny.heads[0][0].window == 1 and tiny.sinks == 0
 
 
 def test_intervals_hold_the_mean_and_vanish_where_all_texts_are_alike(subjects):
-    for found in measured(subjects, tokens(8, 40)).subjects:
-        assert found.loss.interval[0] < found.loss.mean < found.loss.interval[1]
-        for mean, (low, high) in zip(found.by_position, found.position_intervals, strict=True):
+    for result in measured(subjects, tokens(8, 40)).subjects:
+        assert result.loss.interval[0] < result.loss.mean < result.loss.interval[1]
+        for mean, (low, high) in zip(result.by_position, result.position_intervals, strict=True):
             assert low < mean < high
-    for found in measured(subjects, tokens(1, 40).expand(8, 40)).subjects:
-        assert found.loss.interval == pytest.approx((found.loss.mean, found.loss.mean))
+    for result in measured(subjects, tokens(1, 40).expand(8, 40)).subjects:
+        assert result.loss.interval == pytest.approx((result.loss.mean, result.loss.mean))
 
 
 def test_intervals_of_ranges_are_over_the_documents_that_reach_there():
     owners = torch.tensor([[0] * 10 + [1] * 10, [2] * 20])
     scores = owners.double()
-    found = Resampled(owners, 0)
-    assert found.estimate(scores, slice(0, 10)).interval == (0, 2)  # drawn from the first and the third alone
-    assert found.estimate(scores, slice(10, 20)).interval == (1, 2)
-    assert found.estimate(scores).mean == scores.mean().item()
+    result = Resampled(owners, 0)
+    assert result.estimate(scores, slice(0, 10)).interval == (0, 2)  # drawn from the first and the third alone
+    assert result.estimate(scores, slice(10, 20)).interval == (1, 2)
+    assert result.estimate(scores).mean == scores.mean().item()
 
 
 def test_documents_are_drawn_again_where_there_are_enough():
@@ -155,28 +155,32 @@ def test_ranges_and_gaps_double_as_far_as_there_is_room():
 
 
 def test_passages_are_read_on_from_one_place_while_language_is_measured(subjects, monkeypatch):
-    found, layers = subjects
-    ids, reader = tokens(3, 40), RepeatReader.of(found, 40, 5)
+    result, layers = subjects
+    ids, reader = tokens(3, 40), RepeatReader.of(result, 40, 5)
     counted: list[int] = []
-    embedding = found[0].model.get_input_embeddings()
+    embedding = result[0].model.get_input_embeddings()
     hook = embedding.register_forward_pre_hook(lambda _, args: counted.append(args[0].numel()))
-    language = finish(measure_language(found, ids, torch.zeros_like(ids), layers, read=reader.read))
+    language = finish(measure_language(result, ids, torch.zeros_like(ids), layers, read=reader.read))
     hook.remove()
     assert sum(counted) == 3 * (35 + 5 * (1 + len(reader.gaps)))  # each text, and what each gap ends in
     alone = measured(subjects, ids)
-    for one, other in zip(language.subjects, alone.subjects, strict=True):
-        assert (one.loss.mean, one.kl.mean) == pytest.approx((other.loss.mean, other.kl.mean), abs=1e-5)
-    read_anew = finish(measure_recall(found, ids, 5))
+    for subject, other in zip(language.subjects, alone.subjects, strict=True):
+        assert (subject.loss.mean, subject.kl.mean) == pytest.approx((other.loss.mean, other.kl.mean), abs=1e-5)
+    read_anew = finish(measure_recall(result, ids, 5))
     monkeypatch.setattr(reading, "MAX_BRANCH_BYTES", 1)  # a gap at a time
-    for again in (read_anew, finish(measure_recall(found, ids, 5))):
-        for one, other in zip(reader.result().subjects, again.subjects, strict=True):
-            assert one.second == pytest.approx(other.second, abs=1e-4)
-            assert one.first == pytest.approx(other.first, abs=1e-4)
+    for again in (read_anew, finish(measure_recall(result, ids, 5))):
+        for subject, other in zip(reader.result().subjects, again.subjects, strict=True):
+            assert subject.second == pytest.approx(other.second, abs=1e-4)
+            assert subject.first == pytest.approx(other.first, abs=1e-4)
 
 
 def test_recall_and_longer_text_are_measured_for_all(subjects):
-    found = finish(measure_recall(subjects[0], tokens(2, 40), 5))
-    assert found.gaps == (5, 10, 20, 30) and [one.name for one in found.subjects] == ["teacher", "student", "window"]
+    result = finish(measure_recall(subjects[0], tokens(2, 40), 5))
+    assert result.gaps == (5, 10, 20, 30) and [subject.name for subject in result.subjects] == [
+        "teacher",
+        "student",
+        "window",
+    ]
     longer = finish(measure_longer(subjects[0], tokens(2, 60), 15, 40))
     assert longer.edges == (0, 15, 30) and longer.extrapolated == (False, False, True)
     mean = (15 * longer.losses[1][0] + 15 * longer.losses[1][1] + 29 * longer.losses[1][2]) / 59

@@ -75,10 +75,10 @@ def test_one_that_looks_back_a_little_finds_what_is_near():
 
 def test_a_row_ends_where_memory_does_and_the_others_go_on():
     subjects = [looking_up(most=300), looking_up()]
-    found = finish(measure_needle(subjects, text(1, 400), [400, 200], 4096))
-    assert found.lengths == (200, 400)
-    assert found.subjects[0].correct == ((1.0,) * len(DEPTHS), (None,) * len(DEPTHS))
-    assert found.subjects[1].correct == ((1.0,) * len(DEPTHS),) * 2
+    result = finish(measure_needle(subjects, text(1, 400), [400, 200], 4096))
+    assert result.lengths == (200, 400)
+    assert result.subjects[0].correct == ((1.0,) * len(DEPTHS), (None,) * len(DEPTHS))
+    assert result.subjects[1].correct == ((1.0,) * len(DEPTHS),) * 2
 
 
 def test_a_text_too_short_for_pairs_is_refused():

@@ -58,15 +58,15 @@ def test_both_are_counted_in_the_units_of_every_other_size(pair, state):
 
 
 def test_what_was_told_grows_to_what_was_written(pair, state):
-    told = [both.student.text for both in write_in_turns(*pair, Tokens(), state, "5 6", 60)]
-    assert all(later.startswith(earlier) for earlier, later in zip(told, told[1:], strict=False))
+    texts = [both.student.text for both in write_in_turns(*pair, Tokens(), state, "5 6", 60)]
+    assert all(later.startswith(earlier) for earlier, later in zip(texts, texts[1:], strict=False))
 
 
 def test_it_tells_at_most_ten_times_a_second(pair, state):
-    begun, told = time.monotonic(), 0
+    begun, updates = time.monotonic(), 0
     for both in write_in_turns(*pair, Tokens(), state, "5 6", 150):
-        told += not both.done
-    assert 1 <= told <= 10 * (time.monotonic() - begun)
+        updates += not both.done
+    assert 1 <= updates <= 10 * (time.monotonic() - begun)
 
 
 def test_a_listener_that_leaves_ends_both(pair, state):

@@ -32,27 +32,27 @@ def mixed():
 
 def test_what_is_remembered_is_what_was_told(mixed):
     subjects, layers = mixed
-    found = finish(measure_speed(subjects, layers, [128, 64], 100, seconds=0.05))
-    assert found.lengths == (64, 128) and found.beyond == (False, True)
-    for course in found.subjects:
+    result = finish(measure_speed(subjects, layers, [128, 64], 100, seconds=0.05))
+    assert result.lengths == (64, 128) and result.beyond == (False, True)
+    for course in result.subjects:
         first = course.paces[0]
         assert first.extrapolated is None and first.read_rate > 0 and first.write_rate > 0
         assert first.state_bytes == first.predicted_bytes
         assert all(pace.state_bytes == pace.predicted_bytes for pace in course.batched)
-    assert found.breakeven.predicted_bytes == subjects[1].allocation.breakeven_tokens(layers)
+    assert result.breakeven.predicted_bytes == subjects[1].allocation.breakeven_tokens(layers)
 
 
 def test_breakeven_as_measured_is_that_of_the_shapes():
     subjects, layers = subjects_of([Head(window=5, features=16)])
-    found = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=60))
-    assert [pace.extrapolated for course in found.subjects for pace in course.paces] == [None] * 6
-    assert found.breakeven.bytes == found.breakeven.predicted_bytes > 0
+    result = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=60))
+    assert [pace.extrapolated for course in result.subjects for pace in course.paces] == [None] * 6
+    assert result.breakeven.bytes == result.breakeven.predicted_bytes > 0
 
 
 def test_what_would_take_too_long_is_marked_and_not_run(mixed):
     subjects, layers = mixed
-    found = finish(measure_speed(subjects, layers, [64, 128, 10**9], 256, seconds=1e-9))
-    for course in found.subjects:
+    result = finish(measure_speed(subjects, layers, [64, 128, 10**9], 256, seconds=1e-9))
+    for course in result.subjects:
         assert [pace.extrapolated for pace in course.paces] == [None, "time", "time"]
         assert course.paces[1].read_rate is None and course.paces[1].predicted_bytes > 0
         assert [pace.batch for pace in course.batched] == [1]
@@ -69,10 +69,10 @@ def test_a_row_ends_where_memory_does_and_the_others_go_on(mixed):
 
     subjects[0].model.forward = forward
     try:
-        found = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=60))
+        result = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=60))
     finally:
         subjects[0].model.forward = honest
-    teacher, student = found.subjects
+    teacher, student = result.subjects
     assert [pace.extrapolated for pace in teacher.paces] == [None, None, "memory"]
     assert teacher.paces[2].state_bytes == 3 * teacher.paces[0].state_bytes and teacher.paces[2].write_rate > 0
     assert [pace.batch for pace in teacher.batched] == [4, 4]

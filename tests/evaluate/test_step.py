@@ -68,7 +68,7 @@ def refused(said, *arguments):
 
 def judged_losses(run):
     """Of teacher, student and window, when the student was made."""
-    return [one["loss"]["mean"] for one in run.evaluation_parts["language"]["subjects"]]
+    return [subject["loss"]["mean"] for subject in run.evaluation_parts["language"]["subjects"]]
 
 
 def examined(run):
@@ -76,7 +76,7 @@ def examined(run):
 
 
 def asked_texts(run):
-    return {part: found["asked"]["texts"] for part, found in run.evaluation_parts.items()}
+    return {part: result["asked"]["texts"] for part, result in run.evaluation_parts.items()}
 
 
 @pytest.fixture
@@ -103,7 +103,7 @@ def test_all_are_measured_and_it_is_said_with_what(run, said):
     assert code == 0, err
     assert json.loads(out) == run.evaluation_parts
     language = run.evaluation_parts["language"]
-    assert [one["name"] for one in language["subjects"]] == ["teacher", "student", "window", "untrained"]
+    assert [subject["name"] for subject in language["subjects"]] == ["teacher", "student", "window", "untrained"]
     assert (language["text"], language["texts"], language["length"], language["seed"]) == ("builtin", 3, 64, 0)
     made = language["asked"]["made_with"]
     assert made["versions"]["torch"] == torch.__version__ and made["device"].startswith("cpu") and made["teacher"]
@@ -270,7 +270,7 @@ def test_a_student_whose_teacher_is_gone_is_measured_alone(run, model, tmp_path,
     assert code == 0, err
     assert "the student was measured alone: " in out
     language = run.evaluation_parts["language"]
-    assert [one["name"] for one in language["subjects"]] == ["student", "window", "untrained"]
+    assert [subject["name"] for subject in language["subjects"]] == ["student", "window", "untrained"]
     assert language["subjects"][0]["kl"] is None and "–" in out
 
 
@@ -285,7 +285,7 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, said):
     assert parts["needle"]["lengths"] == [160, 192] and len(parts["needle"]["subjects"][0]["correct"][0]) == 5
     curve = parts["approximation"]["curve"]
     assert curve["names"] == ["untrained", "trained"] and len(curve["rows"][1]) == len(curve["features"])
-    assert [one["name"] for one in parts["speed"]["subjects"]] == ["teacher", "student", "window"]
+    assert [subject["name"] for subject in parts["speed"]["subjects"]] == ["teacher", "student", "window"]
     assert json.loads(json.dumps(parts)) == parts
 
 
@@ -309,7 +309,7 @@ def test_controls_have_the_teachers_weights_where_adapters_changed_the_students(
         losses = [loss.mean().item() for loss in read_losses(setup.subjects(64)[:3], texts)]
         assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
         own, control, teacher = (
-            dict(one.named_parameters()) for one in (setup.student.base, setup.control.base, setup.teacher)
+            dict(model.named_parameters()) for model in (setup.student.base, setup.control.base, setup.teacher)
         )
         changed = {name for name in teacher if not torch.equal(own[name], teacher[name])}
         assert changed and len(changed) < len(teacher)

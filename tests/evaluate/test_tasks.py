@@ -70,9 +70,9 @@ def accuracy(model, tokenizer, samples):
 def test_scores_are_those_of_the_logits_padding_and_batches_or_not(subjects, tokenizer):
     samples = [json.loads(line) for line in (FOLDER / "colours.jsonl").read_text().splitlines()]
     padding = tokenizer.padding_side
-    found = finish(measure_tasks(subjects, tokenizer, ["colours", "colour_words"], folder=FOLDER, batch=5))
-    assert [one.name for one in found.subjects] == ["teacher", "student"]
-    for subject, one in zip(subjects, found.subjects, strict=True):
+    result = finish(measure_tasks(subjects, tokenizer, ["colours", "colour_words"], folder=FOLDER, batch=5))
+    assert [one.name for one in result.subjects] == ["teacher", "student"]
+    for subject, one in zip(subjects, result.subjects, strict=True):
         assert [(score.task, score.metric, score.samples) for score in one.scores] == [
             ("colours", "acc", 12),
             ("colours", "acc_norm", 12),
@@ -84,8 +84,8 @@ def test_scores_are_those_of_the_logits_padding_and_batches_or_not(subjects, tok
 
 
 def test_the_same_call_gives_the_same_scores_and_a_limit_fewer_samples(subjects, tokenizer):
-    asked = {"names": ["colours"], "folder": FOLDER, "limit": 5, "few_shot": 2}
-    first, second = (finish(measure_tasks(subjects[1:], tokenizer, **asked)) for _ in range(2))
+    options = {"names": ["colours"], "folder": FOLDER, "limit": 5, "few_shot": 2}
+    first, second = (finish(measure_tasks(subjects[1:], tokenizer, **options)) for _ in range(2))
     assert first == second and first.subjects[0].scores[0].samples == 5 and (first.limit, first.few_shot) == (5, 2)
 
 
@@ -110,12 +110,12 @@ def test_data_that_cannot_be_had_is_told_before_anything_is_measured(tmp_path):
 def test_of_a_tag_its_tasks_are_read_and_names_are_kept():
     row = {"alias": "a", "acc,none": 0.5, "acc_stderr,none": "N/A", "f1,strict": 0.25, "sample_len": 4}
     results = {"results": {"a": row, "b": {**row, "acc,none": 1.0}}, "group_subtasks": {"both": ["a", "b"]}}
-    found = scored("student", results, ["both"])
-    assert [(s.task, s.metric, s.value, s.error) for s in found.scores][:2] == [
+    result = scored("student", results, ["both"])
+    assert [(s.task, s.metric, s.value, s.error) for s in result.scores][:2] == [
         ("a", "acc", 0.5, None),
         ("a", "f1 (strict)", 0.25, None),
     ]
-    assert found.accuracy == 0.75 and scored("x", {"results": {"a": {"f1,x": 1}}}, ["a"]).accuracy is None
+    assert result.accuracy == 0.75 and scored("x", {"results": {"a": {"f1,x": 1}}}, ["a"]).accuracy is None
 
 
 def test_without_the_harness_it_is_said_how_to_install_it(monkeypatch):

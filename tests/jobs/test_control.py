@@ -45,12 +45,12 @@ def test_a_finished_run_says_all_that_happened(done):
     assert [event for some in control.follow(done, 3) for event in some] == events[3:]
     assert (events[0]["event"], events[-1]["event"]) == ("queued", "done")
     assert {event["event"] for event in events if "total" in event} == {"profile", "distill", "evaluate"}
-    found = control.status(done)
-    assert (found.state, found.place, found.error) == ("done", None, None)
-    assert found.step == next(event for event in reversed(events) if "total" in event)
-    assert (found.begun, found.changed) == (events[0]["time"], events[-1]["time"])
-    assert found.begun < found.saved < found.changed
-    assert found.disk_bytes == sum(path.stat().st_size for path in done.folder.rglob("*") if path.is_file())
+    result = control.status(done)
+    assert (result.state, result.place, result.error) == ("done", None, None)
+    assert result.step == next(event for event in reversed(events) if "total" in event)
+    assert (result.begun, result.changed) == (events[0]["time"], events[-1]["time"])
+    assert result.begun < result.saved < result.changed
+    assert result.disk_bytes == sum(path.stat().st_size for path in done.folder.rglob("*") if path.is_file())
     assert log_of(done) == ""
     with pytest.raises(RequestError, match="is done: its student is in"):
         control.start(done)
@@ -81,7 +81,7 @@ def test_runs_take_turns_and_the_dead_hold_nobody_up(begin, tmp_path):
         control.start(run)
         time.sleep(0.01)
     assert [control.status(run).place for run in (first, second, third)] == [1, 2, 3]
-    assert [one.run.folder.name for one in control.runs_in(tmp_path / "runs")] == ["third", "second", "first"]
+    assert [status.run.folder.name for status in control.runs_in(tmp_path / "runs")] == ["third", "second", "first"]
     wait_for_event(first, "distill")
     assert [control.status(run).place for run in (first, second, third)] == [None, 1, 2]
     control.stop(third)
@@ -136,7 +136,7 @@ def test_a_folder_of_runs_is_listed_whatever_else_is_in_it(begin, tmp_path):
     (broken.folder / "events.jsonl").write_bytes(b"\xff\n{}\n")
     (tmp_path / "runs" / "empty").mkdir()
     (tmp_path / "runs" / "file").write_text("")
-    assert {one.run for one in control.runs_in(tmp_path / "runs")} == {run, broken}
+    assert {status.run for status in control.runs_in(tmp_path / "runs")} == {run, broken}
     assert control.runs_in(tmp_path / "absent") == []
 
 
@@ -154,9 +154,9 @@ def test_what_others_log_changes_no_state(begin):
         ("upload", {"done": 2, "total": 2}, "done"),
     ):
         run.log(event, **details)
-        found = control.status(run)
-        assert (found.state, found.changed) == (state, run.events()[-1]["time"]), event
-        assert (found.error == "because") == (state == "failed")
+        result = control.status(run)
+        assert (result.state, result.changed) == (state, run.events()[-1]["time"]), event
+        assert (result.error == "because") == (state == "failed")
     with run.take_lock():
         run.log("started")
         assert control.status(run).state == "running"

@@ -37,11 +37,11 @@ def run(made, tmp_path, monkeypatch):
     """A copy of it, at which nothing works when the test is over."""
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     shutil.copytree(made.folder, tmp_path / "run")
-    found = Run(tmp_path / "run")
-    yield found
-    if found.has_file("plan.json") and control.state_of(found.evaluating) in control.LIVE:
-        control.stop(found)
-        wait_for(found.evaluating, "stopped", "done")
+    result = Run(tmp_path / "run")
+    yield result
+    if result.has_file("plan.json") and control.state_of(result.evaluating) in control.LIVE:
+        control.stop(result)
+        wait_for(result.evaluating, "stopped", "done")
 
 
 def said(capsys, *arguments):
@@ -68,8 +68,8 @@ def test_it_works_in_the_background_and_the_run_stays_done(run, capsys):
     out = said(capsys, "evaluate", run.folder, "--parts", "language,recall", "--texts", "2", "--detach", "--json")
     assert json.loads(out) == {"run": str(run.folder), "state": "queued"}
     assert os.getsid(int(process_of(run).name)) != os.getsid(0)
-    found = control.status(run)
-    assert found.state == "done" and found.live and found.evaluation.state in ("queued", "running")
+    result = control.status(run)
+    assert result.state == "done" and result.live and result.evaluation.state in ("queued", "running")
     assert "evaluation" in said(capsys, "runs").splitlines()[1]
     with pytest.raises(FolderError, match="is being written by another process"):
         control.delete(run)
@@ -77,9 +77,9 @@ def test_it_works_in_the_background_and_the_run_stays_done(run, capsys):
         control.evaluate(run, SHORT)
     out = said(capsys, "runs", "attach", "run")
     assert "calibration" in out and "loss the second time, after" in out
-    found = control.status(run)
-    assert (found.state, found.evaluation.state, found.live) == ("done", "done", False)
-    step = found.evaluation.step
+    result = control.status(run)
+    assert (result.state, result.evaluation.state, result.live) == ("done", "done", False)
+    step = result.evaluation.step
     assert (step["part"], step["place"], step["parts"]) == ("recall", 2, 2)
     assert set(run.evaluation_parts) == {"language", "recall"} and run.done
     assert not [event for some in control.follow(run) for event in some if "job" in event]
@@ -104,8 +104,8 @@ def test_a_killed_one_is_lost_and_goes_on_at_the_finished_part_even_if_all_was_a
     control.evaluate(run, LONG, again=True)
     reached(run, "speed")
     os.kill(int(process_of(run).name), signal.SIGKILL)
-    found = wait_for(run.evaluating, "lost")
-    assert "its process is gone" in found.error and control.status(run).state == "done"
+    result = wait_for(run.evaluating, "lost")
+    assert "its process is gone" in result.error and control.status(run).state == "done"
     control.evaluate(run)
     wait_for(run.evaluating, "done")
     assert examined(run) == ["language", "language", "speed"]
@@ -119,8 +119,8 @@ def test_what_is_there_as_asked_is_not_measured_again_whatever_the_part(run):
 
 def test_one_that_cannot_be_served_says_why_and_harms_nothing(run, tmp_path):
     control.evaluate(run, {"parts": ["language"], "text": f"file:{tmp_path}/nothing.txt"})
-    found = wait_for(run.evaluating, "failed")
-    assert "nothing.txt" in found.error and control.status(run).state == "done" and run.done
+    result = wait_for(run.evaluating, "failed")
+    assert "nothing.txt" in result.error and control.status(run).state == "done" and run.done
     with pytest.raises(RequestError, match="has no student yet"):
         control.evaluate(pipeline.begin(tmp_path / "new", PLAN), SHORT)
     with pytest.raises(RequestError, match="is done: there is nothing to stop"):
@@ -152,5 +152,5 @@ def test_a_run_resumed_after_its_evaluation_keeps_it(run):
     assert (control.status(run).state, control.status(run).evaluation.state) == ("lost", "done")
     control.start(run)
     wait_for(run, "done")
-    found = control.status(run).evaluation
-    assert (found.state, found.step["part"], examined(run)) == ("done", "recall", ["language", "recall"])
+    result = control.status(run).evaluation
+    assert (result.state, result.step["part"], examined(run)) == ("done", "recall", ["language", "recall"])

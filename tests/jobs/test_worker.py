@@ -64,9 +64,9 @@ def test_a_fault_of_our_own_is_named_by_its_kind_and_its_traceback_is_kept(begin
     torch_that("raise ZeroDivisionError('in /home/somebody with hf_secret1')")
     run = begin()
     control.start(run, "hf_secret1")
-    found = wait_for(run, "failed")
-    assert found.error.startswith("ZeroDivisionError, a fault of Linearizer itself") and "worker.log" in found.error
-    assert "somebody" not in found.error
+    result = wait_for(run, "failed")
+    assert result.error.startswith("ZeroDivisionError, a fault of Linearizer itself") and "worker.log" in result.error
+    assert "somebody" not in result.error
     assert "Traceback" in log_of(run) and "hf_secret1" not in log_of(run)
 
 
@@ -76,8 +76,8 @@ def test_a_crash_is_told_by_its_last_words_without_folders_or_tokens(begin, torc
     )
     run = begin()
     control.start(run)
-    found = wait_for(run, "lost")
-    assert found.error.endswith("its last words: no driver in lib.so for …")
+    result = wait_for(run, "lost")
+    assert result.error.endswith("its last words: no driver in lib.so for …")
 
 
 def test_a_run_that_fails_keeps_its_reason_and_can_be_tried_again(begin):

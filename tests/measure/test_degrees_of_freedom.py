@@ -45,17 +45,17 @@ def exact(points, ridges, normalise):
 def test_freedoms_are_right_to_a_millionth_at_any_exponent(norm, spread, duplicates, normalise):
     points = vectors(12, norm, spread, duplicates)
     points *= min(1, 2000**0.5 / points.norm(dim=-1).max())
-    found = degrees_of_freedom(points, RIDGES, normalise)
-    assert found.tolist() == pytest.approx(exact(points, RIDGES, normalise), abs=1e-6, rel=0)
+    result = degrees_of_freedom(points, RIDGES, normalise)
+    assert result.tolist() == pytest.approx(exact(points, RIDGES, normalise), abs=1e-6, rel=0)
 
 
 @pytest.mark.parametrize("normalise", ["trace", "J", "none"])
 @pytest.mark.parametrize("norm", [2.0, 12.0, 40.0])
 def test_whole_curve_from_one_factor_equals_a_factor_for_every_ridge(norm, normalise):
     points = vectors(200, norm, 0.7, duplicates=10, size=16)
-    found = degrees_of_freedom(points, RIDGES, normalise)
+    result = degrees_of_freedom(points, RIDGES, normalise)
     each = [degrees_of_freedom(points, (ridge,), normalise, reference=ridge).item() for ridge in RIDGES]
-    assert found.tolist() == pytest.approx(each, abs=1e-7, rel=0)
+    assert result.tolist() == pytest.approx(each, abs=1e-7, rel=0)
 
 
 @settings(max_examples=40, deadline=None)
@@ -68,20 +68,20 @@ def test_whole_curve_from_one_factor_equals_a_factor_for_every_ridge(norm, norma
 )
 def test_freedoms_grow_as_ridges_fall_up_to_the_rank_in_any_order_of_points(count, norm, spread, normalise, seed):
     points = vectors(count, norm, spread, duplicates=count // 3, seed=seed)
-    found = degrees_of_freedom(points, RIDGES, normalise)
+    result = degrees_of_freedom(points, RIDGES, normalise)
     rank = count - count // 3
-    assert (found.diff() >= -1e-9).all()  # ridges fall
-    assert found.max() <= rank + 1e-9
+    assert (result.diff() >= -1e-9).all()  # ridges fall
+    assert result.max() <= rank + 1e-9
     order = torch.randperm(count, generator=torch.Generator().manual_seed(seed))
     permuted = degrees_of_freedom(points[order], RIDGES, normalise)
-    assert permuted.tolist() == pytest.approx(found.tolist(), abs=1e-6)
+    assert permuted.tolist() == pytest.approx(result.tolist(), abs=1e-6)
 
 
 def test_nearly_equal_points_count_as_equal_ones():
     points = vectors(20, 5, 1.0)
     near = torch.cat([points, points + 1e-12])
-    found = degrees_of_freedom(near, RIDGES)
-    assert found.tolist() == pytest.approx(degrees_of_freedom(torch.cat([points] * 2), RIDGES).tolist(), abs=1e-5)
+    result = degrees_of_freedom(near, RIDGES)
+    assert result.tolist() == pytest.approx(degrees_of_freedom(torch.cat([points] * 2), RIDGES).tolist(), abs=1e-5)
 
 
 def a_profile():

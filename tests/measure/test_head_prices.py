@@ -108,12 +108,12 @@ def test_a_student_that_is_its_teacher_loses_nothing():
 @torch.no_grad()
 def test_recall_reads_the_losses_of_the_two_passages():
     student, windows = student_of("llama", [Head(window=4)]), tokens(2, 40)
-    (found,) = finish(measure_recall([Subject("student", student)], windows, 8, [10])).subjects
+    (result,) = finish(measure_recall([Subject("student", student)], windows, 8, [10])).subjects
     ids = repeated_passages(windows, 8, 10)
     assert torch.equal(ids[:, 14:22], ids[:, 32:])
     logs = logits_of(student, ids).log_softmax(-1)[:, :-1].gather(-1, ids[:, 1:, None])[..., 0]
-    assert found.first[0] == pytest.approx(-logs[:, 14:21].mean().item(), rel=1e-5)
-    assert found.second[0] == pytest.approx(-logs[:, 32:].mean().item(), rel=1e-5)
+    assert result.first[0] == pytest.approx(-logs[:, 14:21].mean().item(), rel=1e-5)
+    assert result.second[0] == pytest.approx(-logs[:, 32:].mean().item(), rel=1e-5)
 
 
 def test_repeats_are_in_the_second_half_of_the_texts_and_the_same_for_a_seed():

@@ -101,6 +101,6 @@ def test_a_few_prices_are_measured_as_among_all(both):
     given, measured = both[2], both[0]
     places = [(0, 1, 2), (3, 0, 0), (3, 3, 0)]
     teacher, windows, layers, _, _, _ = given
-    found = finish(measure_some_prices(teacher, windows, layers, measured, places, begin))
-    assert list(found) == places
-    assert list(found.values()) == pytest.approx([measured.kl[i][j][k] for i, j, k in places])
+    result = finish(measure_some_prices(teacher, windows, layers, measured, places, begin))
+    assert list(result) == places
+    assert list(result.values()) == pytest.approx([measured.kl[i][j][k] for i, j, k in places])

@@ -39,8 +39,8 @@ def attended(model, **given):
     return seen
 
 
-def close(found, expected, tolerance=1e-4):
-    assert torch.as_tensor(found).double().tolist() == pytest.approx(
+def close(result, expected, tolerance=1e-4):
+    assert torch.as_tensor(result).double().tolist() == pytest.approx(
         torch.as_tensor(expected).double().tolist(), rel=tolerance, abs=1e-6
     )
 
@@ -49,15 +49,15 @@ def close(found, expected, tolerance=1e-4):
 def test_every_family_is_measured_in_all_layers_that_it_does_not_bound(family):
     teacher = teacher_of(family)
     layers = layers_of(teacher)
-    found = finish(measure_profile(teacher, texts(), layers, SMALL))
-    for layer, profile, samples in zip(layers, found.profile.layers, found.samples.layers, strict=True):
+    result = finish(measure_profile(teacher, texts(), layers, SMALL))
+    for layer, profile, samples in zip(layers, result.profile.layers, result.samples.layers, strict=True):
         bounded = layer.native_window is not None
         assert len(profile.heads) == (0 if bounded else layer.kv_heads)
         assert (samples is None) == bounded
         for head in profile.heads:
             assert 0 < head.freedoms[0] <= 1 and list(head.freedoms) == sorted(head.freedoms)
             assert head.entropy > 0
-    assert Profile.from_json(found.profile.to_json()) == found.profile
+    assert Profile.from_json(result.profile.to_json()) == result.profile
 
 
 @pytest.mark.parametrize("family", ["gpt2", "llama", "gpt_bigcode"])
@@ -71,11 +71,11 @@ def test_masses_and_entropy_equal_those_of_the_whole_attention(family):
         attention = scores.masked_fill(torch.ones(tokens, tokens).triu(1).bool(), -torch.inf).softmax(-1)
         rows = attention[:, :, SMALL.sinks :].unflatten(1, (heads, -1))  # (texts, kv heads, group, rows, tokens)
         distance = torch.arange(SMALL.sinks, tokens)[:, None] - torch.arange(tokens)
-        for head, found in enumerate(profile.layers[index].heads):
+        for head, result in enumerate(profile.layers[index].heads):
             mass = rows[:, head]
-            close(found.entropy, torch.special.entr(mass).sum(-1).mean())
-            close(found.sink_mass, mass[..., : SMALL.sinks].sum(-1).mean())
-            for window, inside in zip(profile.windows, found.window_mass, strict=True):
+            close(result.entropy, torch.special.entr(mass).sum(-1).mean())
+            close(result.sink_mass, mass[..., : SMALL.sinks].sum(-1).mean())
+            for window, inside in zip(profile.windows, result.window_mass, strict=True):
                 within = (distance < window) & (torch.arange(tokens) >= SMALL.sinks)
                 close(inside, (mass * within).sum(-1).mean())
 
@@ -95,13 +95,13 @@ def test_half_precision_measures_what_full_precision_does():
 def test_sample_that_holds_everything_is_everything():
     """64 texts' tokens, streamed two texts at a time, against all queries and keys at once."""
     teacher, windows = teacher_of("llama"), texts(4, 18)
-    found = measured(teacher, windows, ProfileSettings(samples=128, rows=8, sinks=2), batch_tokens=36)
+    result = measured(teacher, windows, ProfileSettings(samples=128, rows=8, sinks=2), batch_tokens=36)
     for index, (query, key, _) in attended(teacher, input_ids=windows).items():
-        samples, profile = found.samples.layers[index], found.profile.layers[index]
+        samples, profile = result.samples.layers[index], result.profile.layers[index]
         for kept, vectors in ((samples.queries, query), (samples.keys, key)):
             torch.testing.assert_close(kept, vectors[:, :, 2:].transpose(0, 1).flatten(1, 2))
         points = head_points(samples.queries, samples.keys, 1, "centred")
-        close(profile.heads[1].freedoms, degrees_of_freedom(points, found.profile.settings.ridges), 1e-5)
+        close(profile.heads[1].freedoms, degrees_of_freedom(points, result.profile.settings.ridges), 1e-5)
 
 
 def test_sample_of_a_kv_head_is_half_keys_and_half_queries_evenly_of_its_group():
@@ -124,14 +124,14 @@ def test_centred_gauge_is_blind_to_a_shift_of_the_keys_as_softmax_is():
 def test_batches_and_a_second_run_change_nothing():
     teacher, windows = teacher_of("qwen3"), texts(6)
     settings = ProfileSettings(samples=64, rows=32, seed=3)
-    one, other = (measured(teacher, windows, settings, batch_tokens=tokens) for tokens in (40, 240))
-    for a, b in zip(one.profile.layers, other.profile.layers, strict=True):
+    measurement, other = (measured(teacher, windows, settings, batch_tokens=tokens) for tokens in (40, 240))
+    for a, b in zip(measurement.profile.layers, other.profile.layers, strict=True):
         for head, same in zip(a.heads, b.heads, strict=True):
             close(head.freedoms, same.freedoms)
             close(head.window_mass, same.window_mass)
     again = measured(teacher, windows, settings, batch_tokens=40)
-    assert again.profile == one.profile
-    assert all(torch.equal(again.samples.tensors()[name], kept) for name, kept in one.samples.tensors().items())
+    assert again.profile == measurement.profile
+    assert all(torch.equal(again.samples.tensors()[name], kept) for name, kept in measurement.samples.tensors().items())
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
@@ -142,9 +142,9 @@ def test_padding_changes_nothing(family, side):
     real[:, slice(0, 10) if side == "left" else slice(40, 50)] = False
     padded = torch.zeros(4, 50, dtype=torch.long)
     padded[real] = windows.flatten()
-    plain, found = measured(teacher, windows).profile, measured(teacher, padded, real=real).profile
-    assert found.tokens == plain.tokens
-    for a, b in zip(plain.layers, found.layers, strict=True):
+    plain, result = measured(teacher, windows).profile, measured(teacher, padded, real=real).profile
+    assert result.tokens == plain.tokens
+    for a, b in zip(plain.layers, result.layers, strict=True):
         for head, same in zip(a.heads, b.heads, strict=True):
             close(same.freedoms, head.freedoms)
             close(same.sink_mass, head.sink_mass)
@@ -230,7 +230,7 @@ def test_layers_that_were_not_seen_are_an_error():
 def test_each_layer_is_told_of_once_as_soon_as_its_heads_are_known(per):
     model = teacher_of("llama")
     settings = ProfileSettings(samples=64, rows=8, sinks=2, per=per)
-    told, steps = {}, measure_profile(model, texts(), layers_of(model), settings)
+    freedoms, steps = {}, measure_profile(model, texts(), layers_of(model), settings)
     while True:
         try:
             details = next(steps).details
@@ -238,9 +238,9 @@ def test_each_layer_is_told_of_once_as_soon_as_its_heads_are_known(per):
             profile = end.value.profile
             break
         if "layer" in details:
-            assert details["layer"] not in told
-            told[details["layer"]] = details["freedoms"]
-    assert list(told) == list(range(len(profile.layers)))
+            assert details["layer"] not in freedoms
+            freedoms[details["layer"]] = details["freedoms"]
+    assert list(freedoms) == list(range(len(profile.layers)))
     for index, layer in enumerate(profile.layers):
-        close(told[index], [head.freedoms[8] for head in layer.heads])
+        close(freedoms[index], [head.freedoms[8] for head in layer.heads])
         assert settings.ridges[8] == settings.reference

@@ -34,9 +34,9 @@ def test_a_device_has_one_name(visible, device, name, monkeypatch):
 
 
 def test_a_device_that_is_not_here_is_refused():
-    for asked in ("magic", "cuda:99", "../cpu"):
+    for options in ("magic", "cuda:99", "../cpu"):
         with pytest.raises(RequestError, match="is not to be had here"):
-            choose_device(asked)
+            choose_device(options)
     assert choose_device("cpu") == "cpu" and choose_device("auto") in ("cpu", "cuda")
 
 
@@ -47,11 +47,11 @@ def test_a_cpu_that_computes_small_types_slowly_computes_in_float32():
         "print(*(choose_dtype('auto', kind, 'cpu') for kind in (torch.bfloat16, torch.float16, torch.float32)))"
     )
     weaker = {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2"}
-    asked = subprocess.run([sys.executable, "-c", code], env={**os.environ, **weaker}, capture_output=True, text=True)
-    assert asked.stdout.split() == ["float32", "float32", "auto"], asked.stderr
+    options = subprocess.run([sys.executable, "-c", code], env={**os.environ, **weaker}, capture_output=True, text=True)
+    assert options.stdout.split() == ["float32", "float32", "auto"], options.stderr
 
 
 def test_a_type_that_was_asked_for_is_computed_in():
-    for asked in ("float32", "bfloat16", "float16"):
-        assert choose_dtype(asked, torch.float16, "cpu") == asked
+    for options in ("float32", "bfloat16", "float16"):
+        assert choose_dtype(options, torch.float16, "cpu") == options
     assert choose_dtype("auto", torch.float32, "cpu") == choose_dtype("auto", None, "cpu") == "auto"

@@ -17,22 +17,22 @@ HELD = [Head(window=4, features=16), Head(features=16)]
 
 def samples_of(family="llama"):
     teacher = teacher_of(family)
-    asked = ProfileSettings(samples=256, rows=8, sinks=2)
-    return finish(measure_profile(teacher, tokens(8, 64), layers_of(teacher), asked)).samples
+    options = ProfileSettings(samples=256, rows=8, sinks=2)
+    return finish(measure_profile(teacher, tokens(8, 64), layers_of(teacher), options)).samples
 
 
 @torch.no_grad()
 def kl_of_rows(student):
     """KL of the student's attention rows, a mean over its layers."""
-    found = []
+    result = []
 
     def observe(module, query, key, value, scale, _):
         seen = AttentionInputs(query, key, value, scale)
-        found.append(layer_loss("softmax", module.student, seen, None, 1.0).excess)
+        result.append(layer_loss("softmax", module.student, seen, None, 1.0).excess)
 
     with observing(student.base, observe):
         student.base.base_model(tokens(4, 64, seed=1), use_cache=False)
-    return torch.stack(found).mean()
+    return torch.stack(result).mean()
 
 
 @pytest.mark.parametrize("feature_map,gain", [("codebook", 0.8), ("clusters", 0.95)])
@@ -72,29 +72,29 @@ def test_layers_that_the_teacher_bounds_itself_are_left_alone():
 def test_each_head_begins_from_its_own_keys():
     student, samples = student_of("llama", [Head(window=3), Head(features=16)], feature_map="codebook"), samples_of()
     initialise(student, samples)
-    for layer, found in zip(student.students(), samples.layers, strict=True):
+    for layer, result in zip(student.students(), samples.layers, strict=True):
         (group,) = featured(layer)
-        nearest = [torch.cdist(group.feature_map.centres[0], keys).amin(-1).mean() for keys in found.keys]
+        nearest = [torch.cdist(group.feature_map.centres[0], keys).amin(-1).mean() for keys in result.keys]
         assert nearest.index(min(nearest)) == group.heads[0]
 
 
 def test_slots_begin_with_the_metric_of_the_queries():
     student, samples = student_of("llama", [Head(window=4, slots=5)]), samples_of()
     initialise(student, samples)
-    for layer, found in zip(student.students(), samples.layers, strict=True):
+    for layer, result in zip(student.students(), samples.layers, strict=True):
         (group,) = layer.groups
-        queries = found.queries.unflatten(0, (2, -1)).flatten(1, 2)
+        queries = result.queries.unflatten(0, (2, -1)).flatten(1, 2)
         differences = torch.randn(2, 7, queries.shape[-1], generator=torch.Generator().manual_seed(0))
-        told = (differences @ group.merger.metric.mT).square().sum(-1)
-        torch.testing.assert_close(told, (queries @ differences.mT).square().mean(1), rtol=1e-2, atol=1e-3)
+        distances = (differences @ group.merger.metric.mT).square().sum(-1)
+        torch.testing.assert_close(distances, (queries @ differences.mT).square().mean(1), rtol=1e-2, atol=1e-3)
 
 
 def test_centres_find_the_clusters_that_are_there():
     generator = torch.Generator().manual_seed(0)
     truth = torch.randn(8, 4, generator=generator) * 10
     points = truth.repeat(20, 1) + torch.randn(160, 4, generator=generator) * 0.01
-    found = cluster(points, 8, generator)
-    assert torch.cdist(truth, found).amin(-1).max() < 0.1
+    result = cluster(points, 8, generator)
+    assert torch.cdist(truth, result).amin(-1).max() < 0.1
 
 
 def test_more_centres_than_keys_are_all_finite():

@@ -7,8 +7,8 @@ from tests.support.page_server import SMALL, SPACE, browsing, finished, serving
 
 @pytest.fixture(scope="package")
 def browser():
-    with browsing() as found:
-        yield found
+    with browsing() as result:
+        yield result
 
 
 @pytest.fixture(scope="package")

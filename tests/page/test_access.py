@@ -84,11 +84,11 @@ def test_the_focus_is_seen_wherever_the_keyboard_takes_it(local, browser, width)
         seen = []
         for _ in range(40):
             page.keyboard.press("Tab")
-            found = page.evaluate(FOCUSED)
-            if found[0] == "BODY":
+            result = page.evaluate(FOCUSED)
+            if result[0] == "BODY":
                 break
-            assert all(found[2:]), found
-            seen.append(found[1])
+            assert all(result[2:]), result
+            seen.append(result[1])
         assert "start" in seen and len(seen) > 8, seen
 
 

@@ -23,14 +23,14 @@ def test_the_whole_flow_runs_without_a_browser(local, hub):
     client = client_of(local.url)
     before = names_of_runs(client)
     assert "demo" in client.predict("de", api_name="/search_models")
-    found = client.predict("demo", api_name="/inspect_model")
-    assert found["supported"] and len(found["layers"]) == 8
+    result = client.predict("demo", api_name="/inspect_model")
+    assert result["supported"] and len(result["layers"]) == 8
     guess = client.predict("demo", 64, "Try it", api_name="/estimate_run")
     assert guess["seconds"] > 1 and guess["command"].startswith("linearizer run demo --budget 64")
     run = client.predict("demo", 64, "Try it", SMALL, api_name="/start_run")
     assert ended(client, run)["state"] == "done"
     parts = client.predict(run, api_name="/run_status")["evaluation"]
-    assert [one["name"] for one in parts["language"]["subjects"]] == ["teacher", "student", "window"]
+    assert [subject["name"] for subject in parts["language"]["subjects"]] == ["teacher", "student", "window"]
     shared = client.predict(run, 128, api_name="/share_budget")
     assert shared["breakeven_tokens"] <= 128 < 2 * shared["breakeven_tokens"]
     both = client.predict(run, "Once", 8, api_name="/compare_models")
@@ -63,8 +63,12 @@ def test_a_signed_in_visitor_publishes_with_their_own_token_and_loads_what_was_p
     assert ("models", "ann/small") not in hub.repos
     done = client.predict(run, "ann/small", True, api_name="/publish_run")
     assert hub.repos["models", "ann/small"].private
-    told = client.predict(run, api_name="/run_status")["published"]
-    assert {name: told[name] for name in done} == done and told["private"] and "from_pretrained" in done["snippet"]
+    published = client.predict(run, api_name="/run_status")["published"]
+    assert (
+        {name: published[name] for name in done} == done
+        and published["private"]
+        and "from_pretrained" in done["snippet"]
+    )
     load_back(done, tmp_path)
     assert "hf_fake_ann" not in everything_written(log.parent)
     with pytest.raises(AppError, match="none of your runs"):
@@ -102,7 +106,7 @@ def test_visitors_of_a_space_see_only_their_own(space):
     client = client_of(url)
     run = client.predict("demo", 64, "Try it", {**SMALL, "steps": 0}, ANN, api_name="/start_run")
     assert len(run) > 16
-    assert [one["run"] for one in client.predict(ANN, api_name="/list_runs")] == [run]
+    assert [listed["run"] for listed in client.predict(ANN, api_name="/list_runs")] == [run]
     assert client.predict(BOB, api_name="/list_runs") == []
     for name, *given in (("run_status",), ("stop_run",), ("resume_run",), ("delete_run",), ("share_budget", 64)):
         with pytest.raises(AppError, match="none of your runs"):
@@ -256,7 +260,7 @@ def asked(url, wire, data, odd):
 def test_no_input_breaks_what_the_page_itself_calls(space):
     url = space.url
     config = json.loads(urllib.request.urlopen(f"{url}config").read())
-    wires = [one for one in config["dependencies"] if one["backend_fn"] and one["targets"]]
+    wires = [dependency for dependency in config["dependencies"] if dependency["backend_fn"] and dependency["targets"]]
     assert len(wires) > 15
     for wire in wires:
         for odd in ODD:

@@ -26,10 +26,10 @@ def done(local, done):
 
 
 def evaluated(client, run, secret):
-    while (found := client.predict(run, secret, api_name="/evaluation_status"))["state"] != "done":
-        assert found["state"] in control.LIVE, found
+    while (result := client.predict(run, secret, api_name="/evaluation_status"))["state"] != "done":
+        assert result["state"] in control.LIVE, result
         time.sleep(0.1)
-    return found
+    return result
 
 
 def choose(page, *parts):
@@ -119,7 +119,7 @@ def test_one_visitor_never_sees_or_touches_anothers(local, space, done):
         with pytest.raises(AppError, match="none of your runs"):
             client.predict(run, BOB, api_name=f"/{name}")
     assert client.predict(run, ANN, api_name="/evaluation_status")["state"] in (None, "done")
-    for asked, why in (
+    for options, why in (
         ({"text": "file:/etc/passwd"}, "text comes from"),
         ({"task_folder": "/etc"}, "tasks are named as lm_eval knows them"),
         ({"texts": 500}, "texts 500 is more than this Space serves"),
@@ -128,8 +128,8 @@ def test_one_visitor_never_sees_or_touches_anothers(local, space, done):
         ({"pieces": 1}, "pieces is unknown: there are curve_steps, "),
     ):
         with pytest.raises(AppError, match=why):
-            client.predict(run, None, asked, ANN, api_name="/evaluate_run")
+            client.predict(run, None, options, ANN, api_name="/evaluate_run")
     assert client.predict(run, ["language"], QUICK, ANN, api_name="/evaluate_run") in control.LIVE
-    found = evaluated(client, run, ANN)
-    assert [one["name"] for one in found["found"]["language"]["subjects"]][:2] == ["teacher", "student"]
-    assert "/" + "runs" not in str(found)
+    result = evaluated(client, run, ANN)
+    assert [subject["name"] for subject in result["found"]["language"]["subjects"]][:2] == ["teacher", "student"]
+    assert "/" + "runs" not in str(result)

@@ -37,10 +37,10 @@ def test_a_run_that_works_too_long_is_stopped_saved_told_why_and_goes_on(space):
         limits.enforce_limits(space, time.time())
         assert control.state_of(run) == "running"  # the usual time is not over
         limits.enforce_limits(space, time.time(), few)
-        found = wait_for(run, "stopped")
-        assert "it has worked for 0.01 minutes, which is what this Space gives" in found.error
-        assert "resume it" in found.error
-        assert found.saved is not None
+        result = wait_for(run, "stopped")
+        assert "it has worked for 0.01 minutes, which is what this Space gives" in result.error
+        assert "resume it" in result.error
+        assert result.saved is not None
     steps = [event["done"] for event in run.events() if event["event"] == "distill"]
     assert steps.count(1) == 1  # it went on from what was saved
     assert read_state(run.folder / "state" / "training" / "0").facts["step"] == steps[-1]
@@ -73,17 +73,17 @@ def test_a_space_removes_what_nobody_has_looked_after(space):
 @pytest.mark.parametrize("field", MAX_OF_PLAN)
 def test_a_space_says_what_is_too_much(space, field):
     plan = Plan.of("features", model="demo", budget=64, **{"steps": 1, field: MAX_OF_PLAN[field] + 8})
-    found = actions.inspect_model(find_visitor(secret=ANN), "demo")
+    result = actions.inspect_model(find_visitor(secret=ANN), "demo")
     with pytest.raises(RequestError, match=f"{field} .* more than this Space serves"):
-        limits.check_plan(find_visitor(secret=ANN), plan, found, space)
+        limits.check_plan(find_visitor(secret=ANN), plan, result, space)
 
 
 def test_a_model_that_is_too_large_is_refused_before_it_is_read(space):
-    found = actions.inspect_model(find_visitor(secret=ANN), "demo")
+    result = actions.inspect_model(find_visitor(secret=ANN), "demo")
     ann, plan = find_visitor(secret=ANN), Plan("demo", budget=64)
-    limits.check_plan(ann, plan, found, space, Limits(gigabytes=found.weight_bytes / 1e9))
+    limits.check_plan(ann, plan, result, space, Limits(gigabytes=result.weight_bytes / 1e9))
     with pytest.raises(RequestError, match=r"GB of weights, and this Space serves up to 0.001 GB: choose a smaller"):
-        limits.check_plan(ann, plan, found, space, Limits(gigabytes=0.001))
+        limits.check_plan(ann, plan, result, space, Limits(gigabytes=0.001))
 
 
 def test_a_visitor_whose_runs_fill_their_share_of_the_disk_is_refused_and_nobody_else(space):
@@ -96,16 +96,16 @@ def test_a_visitor_whose_runs_fill_their_share_of_the_disk_is_refused_and_nobody
 
 
 def test_a_visitor_and_all_together_have_only_so_many_runs_at_work(space):
-    one, two = begun(), begun(BOB)
+    first, second = begun(), begun(BOB)
     few = Limits(runs=1, queue=2)
     limits.check_turn(find_visitor(secret=ANN), space, few)
-    with one.take_lock():
-        one.log("queued")
+    with first.take_lock():
+        first.log("queued")
         with pytest.raises(RequestError, match="1 runs of yours are at work or wait"):
             limits.check_turn(find_visitor(secret=ANN), space, few)
         limits.check_turn(find_visitor(secret=BOB), space, few)
-        with two.take_lock():
-            two.log("queued")
+        with second.take_lock():
+            second.log("queued")
             with pytest.raises(RequestError, match="2 runs wait here already: try again later"):
                 limits.check_turn(find_visitor(secret="c" * 16), space, few)
 
@@ -120,9 +120,9 @@ def test_a_comparison_that_is_too_long_is_refused(space, prompt, tokens):
 
 def test_the_owner_of_a_space_sets_its_limits_by_variables():
     assert Limits.of({}) == Limits()
-    found = Limits.of({"LINEARIZER_SPACE_MINUTES": "90", "LINEARIZER_SPACE_QUEUE": "3"})
-    assert (found.minutes, found.queue, found.runs) == (90, 3, Limits().runs)
-    assert "90 minutes of work each" in found.in_words()
+    result = Limits.of({"LINEARIZER_SPACE_MINUTES": "90", "LINEARIZER_SPACE_QUEUE": "3"})
+    assert (result.minutes, result.queue, result.runs) == (90, 3, Limits().runs)
+    assert "90 minutes of work each" in result.in_words()
     with pytest.raises(RequestError, match="LINEARIZER_SPACE_DAYS 'many' is no number: give one"):
         Limits.of({"LINEARIZER_SPACE_DAYS": "many"})
 

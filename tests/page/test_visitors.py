@@ -79,16 +79,16 @@ def test_secrets_differ():
 
 def test_what_comes_from_outside_is_escaped(root):
     odd = "<img src=x onerror=alert(1)>\"'&`<b>`"
-    found = actions.inspect_model(find_visitor(), "demo")
-    object.__setattr__(found, "name", odd)
-    object.__setattr__(found, "licence", odd)
+    result = actions.inspect_model(find_visitor(), "demo")
+    object.__setattr__(result, "name", odd)
+    object.__setattr__(result, "licence", odd)
     run = Run.create(find_visitor().fresh_folder(plan := Plan(odd, budget=64, text=odd)), plan)
     run.log("failed", error=odd)
     from linearizer.jobs import control
 
     status = control.status(run)
     for shown in (
-        cards.model_card(found),
+        cards.model_card(result),
         html.message_box(odd, "bad"),
         cards.run_card(status, odd, 0.0),
         cards.runs_table([status]),
@@ -122,21 +122,21 @@ def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
 def test_a_forecast_grows_with_the_work_and_covers_the_download(root):
     from linearizer.jobs.forecast import Speeds, forecast_run
 
-    found, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e10, 1e10, 1e6, 1e10, 1e9)
+    result, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e10, 1e10, 1e6, 1e10, 1e9)
     guesses = [
-        forecast_run(actions.make_plan("demo", 64, effort, {}), found, machine, 5e6) for effort in actions.EFFORTS
+        forecast_run(actions.make_plan("demo", 64, effort, {}), result, machine, 5e6) for effort in actions.EFFORTS
     ]
     assert guesses[0].seconds < guesses[1].seconds < guesses[2].seconds
     assert guesses[0].disk_bytes < guesses[2].disk_bytes
-    assert guesses[0].disk_bytes > 5e6 + found.weight_bytes
+    assert guesses[0].disk_bytes > 5e6 + result.weight_bytes
 
 
 def test_minutes_that_are_asked_for_are_in_the_forecast():
     from linearizer.jobs.forecast import Speeds, forecast_run
 
-    found, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e12, 1e12, 1e8, 1e12, 1e9)
+    result, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e12, 1e12, 1e8, 1e12, 1e9)
     plans = (Plan.of("features", model="demo", budget=64, **some) for some in ({"steps": 0}, {"minutes": 60}))
-    untrained, an_hour = (forecast_run(plan, found, machine, 0) for plan in plans)
+    untrained, an_hour = (forecast_run(plan, result, machine, 0) for plan in plans)
     assert an_hour.seconds - untrained.seconds == pytest.approx(3600)
 
 

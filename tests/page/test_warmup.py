@@ -27,5 +27,5 @@ print(len(wrong), len(visitors))
 
 
 def test_all_who_come_first_find_the_libraries_whole():
-    found = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)
-    assert found.stdout.split() == ["0", "12"], found.stderr
+    result = subprocess.run([sys.executable, "-c", FIRST], capture_output=True, text=True, check=True)
+    assert result.stdout.split() == ["0", "12"], result.stderr

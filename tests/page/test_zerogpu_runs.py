@@ -62,8 +62,8 @@ def test_slices_end_in_the_same_bits_as_one_piece(whole, name, tmp_path, monkeyp
         time.sleep(0.05)
     assert control.state_of(run) == "done", control.status(run)
     assert student(run) == student(whole[name]) and run.evaluation_parts == whole[name].evaluation_parts
-    told = [event["event"] for event in run.events()]
-    assert told.count("queued") == 1 and told.count("slice") == told.count("started") - 1 >= 5
+    events = [event["event"] for event in run.events()]
+    assert events.count("queued") == 1 and events.count("slice") == events.count("started") - 1 >= 5
     wait_until(lambda: not run.is_locked)
 
 
@@ -110,8 +110,8 @@ def lending(root, seconds):
 
 @pytest.fixture(scope="module")
 def space(tmp_path_factory):
-    with lending(tmp_path_factory.mktemp("space"), 30) as found:
-        yield found
+    with lending(tmp_path_factory.mktemp("space"), 30) as result:
+        yield result
 
 
 def run_of(root, name):
@@ -141,8 +141,8 @@ def test_a_space_works_in_slices_for_the_visitor_who_asked(space, whole):
     assert states <= {"queued", "running"}
     assert student(run) == student(whole["trained"])
     lent = [line.split() for line in (root / "lent").read_text().splitlines()]
-    told = [event["event"] for event in run.events()]
-    assert len(lent) == told.count("started") >= 6 and {seconds for _, seconds in lent} == {"30"}
+    events = [event["event"] for event in run.events()]
+    assert len(lent) == events.count("started") >= 6 and {seconds for _, seconds in lent} == {"30"}
     both = client.predict(run.folder.name, "Once", 8, 0, False, ANN, api_name="/compare_models")
     assert both["teacher"]["tokens"] == both["student"]["tokens"] == 8
     with pytest.raises(AppError, match="none of your runs"):  # a sentence, though it was raised in another process
@@ -154,9 +154,9 @@ def test_where_nothing_is_lent_any_more_the_run_stops_says_so_and_goes_on_later(
     client, root, log = space
     (root / "left").write_text("50")
     run = begin(client, root)
-    found = wait_for(run, "stopped")
-    assert "ZeroGPU lends no device (ZeroGPU quota exceeded: You have exceeded your free" in found.error
-    assert "(30s requested vs. 20s left)" in found.error and found.error.endswith("is kept: resume it later")
+    result = wait_for(run, "stopped")
+    assert "ZeroGPU lends no device (ZeroGPU quota exceeded: You have exceeded your free" in result.error
+    assert "(30s requested vs. 20s left)" in result.error and result.error.endswith("is kept: resume it later")
     wait_until(lambda: not run.is_locked)
     (root / "left").write_text("10000")
     client.predict(run.folder.name, ANN, api_name="/resume_run")
@@ -169,8 +169,8 @@ def test_where_nothing_is_lent_any_more_the_run_stops_says_so_and_goes_on_later(
 def test_a_step_that_fits_into_no_slice_is_a_sentence_and_no_endless_work(tmp_path):
     with lending(tmp_path, 1) as (client, root, _):
         run = begin(client, root, texts=32, length=1024, samples=4096)
-        found = wait_for(run, "failed")
-    assert "takes longer than the 1 seconds that ZeroGPU lends at a time: ask for fewer" in found.error
+        result = wait_for(run, "failed")
+    assert "takes longer than the 1 seconds that ZeroGPU lends at a time: ask for fewer" in result.error
     wait_until(lambda: not run.is_locked)
     assert run.profile is None
 
@@ -219,9 +219,9 @@ def test_an_evaluation_works_in_slices_too_and_goes_on_at_the_part_that_is_not_f
             process_of(run)
         time.sleep(0.05)
     assert state == "done", (control.status(run.evaluating), log.read_text())
-    told = [event for event in run.events() if run.evaluating.owns_event(event)]
-    assert [event["part"] for event in told if event["event"] == "examined"] == parts
+    events = [event for event in run.events() if run.evaluating.owns_event(event)]
+    assert [event["part"] for event in events if event["event"] == "examined"] == parts
     lent = len((root / "lent").read_text().splitlines()) - before
-    assert lent == [event["event"] for event in told].count("started") >= 3
+    assert lent == [event["event"] for event in events].count("started") >= 3
     assert set(run.evaluation_parts) == set(parts) and run.done
     assert not tracebacks(log)

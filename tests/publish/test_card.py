@@ -39,8 +39,8 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
 
 
 def test_the_plan_on_the_card_is_the_plan(tmp_path):
-    asked = dict(features=32, text="dataset:org/text:en:train:body", steps=0, window=3, may_grow=True)
-    plan = Plan.of(model="org/base@main", **asked)
+    options = dict(features=32, text="dataset:org/text:en:train:body", steps=0, window=3, may_grow=True)
+    plan = Plan.of(model="org/base@main", **options)
     text = write_card(made(tmp_path / "run", plan=plan))
     shown = Plan.from_json(text.partition("```json\n")[2].partition("\n```")[0])
     assert shown == Plan(**{**asdict(plan), "model": f"org/base@{'c0ffee' * 6}"})
@@ -92,10 +92,10 @@ def test_a_card_without_results_says_so(tmp_path):
 
 def test_what_was_examined_is_shown_without_the_folders_of_this_machine(tmp_path):
     run = made(tmp_path / "run")
-    asked = {"text": "file:/home/someone/poems.txt", "length": 64, "texts": 2, "seed": 0}
+    options = {"text": "file:/home/someone/poems.txt", "length": 64, "texts": 2, "seed": 0}
     subjects = [{"name": "student", "first": [4.0], "second": [2.5]}]
-    found = {**asked, "asked": {**asked, "made_with": MADE}, "subjects": subjects}
-    run.write_evaluation(parts={"recall": {**found, "gaps": [16], "passage": 8, "longer": None}, "unknown": {}})
+    result = {**options, "asked": {**options, "made_with": MADE}, "subjects": subjects}
+    run.write_evaluation(parts={"recall": {**result, "gaps": [16], "passage": 8, "longer": None}, "unknown": {}})
     text = write_card(run)
     assert "The evaluation is small" in text
     assert "student" in text and "2.500" in text and "file:poems.txt" in text and "/home/someone" not in text
@@ -125,8 +125,8 @@ def test_what_is_not_finite_is_no_result(tmp_path):
 )
 def test_the_licence_is_the_teachers(tmp_path, terms, link, said):
     text = write_card(made(tmp_path / "run", terms=terms))
-    found = ModelCard(text).data.license_link
-    assert (found is None) == (link is None) and (link is None or found.endswith(link)) and said in text
+    result = ModelCard(text).data.license_link
+    assert (result is None) == (link is None) and (link is None or result.endswith(link)) and said in text
 
 
 def test_a_gated_teacher_is_said_to_be_gated(tmp_path):
@@ -147,8 +147,8 @@ def test_a_gated_teacher_is_said_to_be_gated(tmp_path):
 def test_the_command_asks_for_the_plan(plan):
     import shlex
 
-    asked = parser().parse_args(shlex.split(plan.command())[1:])
-    assert Plan.of(**plan_changes(asked)) == plan
+    options = parser().parse_args(shlex.split(plan.command())[1:])
+    assert Plan.of(**plan_changes(options)) == plan
 
 
 def test_escaped_text_has_no_line_breaks_and_no_markup():

@@ -43,10 +43,11 @@ def test_what_others_wrote_in_an_evaluation_stays_text(tmp_path):
 def test_results_that_are_not_finite_are_on_the_card(tmp_path, loss):
     run = made(tmp_path / "run")
     lost = [
-        {**one, "second": [loss, loss]} if one["name"] == "student" else one for one in STORED["recall"]["subjects"]
+        {**subject, "second": [loss, loss]} if subject["name"] == "student" else subject
+        for subject in STORED["recall"]["subjects"]
     ]
-    none = [{**one, "paces": [{**pace, "write_rate": None, "read_rate": None} for pace in one["paces"]]}
-            for one in STORED["speed"]["subjects"]]  # fmt: skip
+    none = [{**subject, "paces": [{**pace, "write_rate": None, "read_rate": None} for pace in subject["paces"]]}
+            for subject in STORED["speed"]["subjects"]]  # fmt: skip
     run.write_evaluation(
         parts={"recall": {**STORED["recall"], "subjects": lost}, "speed": {**STORED["speed"], "subjects": none}}
     )

@@ -20,13 +20,13 @@ FIX = Allocation("fix", 4, ((Head(28, 32), Head(28, 32)), (), (Head(28, 32), Hea
 
 def profile_of(scales):
     """Make up a profile with N(λ) = scale · λ^-½."""
-    asked = ProfileSettings()
+    options = ProfileSettings()
 
     def head(scale):
-        counts = tuple(scale * ridge**-0.5 for ridge in asked.ridges)
+        counts = tuple(scale * ridge**-0.5 for ridge in options.ridges)
         return HeadProfile(counts, False, 1.0, (0.5,), 1.0)
 
-    return Profile(asked, 1000, (16,), tuple(LayerProfile(tuple(map(head, row))) for row in scales))
+    return Profile(options, 1000, (16,), tuple(LayerProfile(tuple(map(head, row))) for row in scales))
 
 
 PROFILE = profile_of([(1.0, 2.0), (), (3.0, 4.0)])
@@ -59,10 +59,10 @@ def test_every_figure_is_plain_json_on_a_transparent_ground(name):
 
 
 def test_the_map_shows_every_head_and_leaves_open_what_is_not_measured():
-    found = allocation_charts.read_freedoms(PROFILE)
-    whole = allocation_charts.draw_freedom_map(found, LAYERS).data[0]
+    result = allocation_charts.read_freedoms(PROFILE)
+    whole = allocation_charts.draw_freedom_map(result, LAYERS).data[0]
     assert [tuple(row) for row in whole.text] == [("16", "32"), ("", ""), ("48", "64")]
-    partly = allocation_charts.draw_freedom_map({0: found[0]}, LAYERS).data[0]
+    partly = allocation_charts.draw_freedom_map({0: result[0]}, LAYERS).data[0]
     assert tuple(partly.z[0]) == tuple(whole.z[0])
     assert tuple(partly.z[2]) == (None, None)
 

@@ -114,19 +114,21 @@ def test_writing_tells_greedy_from_drawn():
 
 @pytest.mark.parametrize("part", PARTS)
 def test_a_student_measured_alone_can_be_shown(part):
-    found = json.loads(json.dumps(STORED[part]))
-    found["subjects"] = [one for one in found["subjects"] if one["name"] == "student"]
+    result = json.loads(json.dumps(STORED[part]))
+    result["subjects"] = [subject for subject in result["subjects"] if subject["name"] == "student"]
     if part == "language":
-        found["subjects"][0].update(excess=None, kl=None, agreement=None)
+        result["subjects"][0].update(excess=None, kl=None, agreement=None)
     if part == "generation":
-        found["subjects"] = [{**one, "diverged": None, "loss": None, "likeliest": None} for one in found["subjects"]]
+        result["subjects"] = [
+            {**subject, "diverged": None, "loss": None, "likeliest": None} for subject in result["subjects"]
+        ]
     if part == "speed":
-        found["breakeven"] = None
+        result["breakeven"] = None
     if part == "approximation":
-        found.update(predicted=found["predicted"][:1], correlation=[None], curve=None)
+        result.update(predicted=result["predicted"][:1], correlation=[None], curve=None)
     if part == "recall":
-        found["longer"] = None
-    alone = read_part(part, found)
+        result["longer"] = None
+    alone = read_part(part, result)
     assert drawn(part, alone) and "student" in part_html(part, alone)
 
 

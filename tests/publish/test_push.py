@@ -49,12 +49,12 @@ def test_what_is_published_loads_from_its_snippet_and_writes_the_same(hub, run, 
     command = [sys.executable, "-c", program, str(tmp_path / "out")]
     ran = subprocess.run(command, env=environment, cwd=tmp_path, capture_output=True, text=True)
     assert ran.returncode == 0, ran.stderr
-    found = torch.load(tmp_path / "out")
+    result = torch.load(tmp_path / "out")
     student = load(run.checkpoint)
     ids = AutoTokenizer.from_pretrained(run.checkpoint)("Once", return_tensors="pt")
     with torch.no_grad():
-        assert torch.equal(found["logits"], student(torch.tensor([[5, 6, 7]])).logits)
-        assert torch.equal(found["text"], student.generate(**ids, max_new_tokens=40))
+        assert torch.equal(result["logits"], student(torch.tensor([[5, 6, 7]])).logits)
+        assert torch.equal(result["text"], student.generate(**ids, max_new_tokens=40))
 
 
 def test_weights_and_card_come_in_one_commit_of_a_private_repository(hub, run):
@@ -116,32 +116,32 @@ def test_a_model_of_the_hub_is_named_as_the_base_with_its_licence(hub, tmp_path)
         tmp_path / "run", Plan("org/small", budget=64, strategy="window", texts=2, length=64, samples=128)
     )
     finish(linearize(run))
-    found = push.preview(run, "student", token=ME)
-    card = ModelCard(found.card).data
+    result = push.preview(run, "student", token=ME)
+    card = ModelCard(result.card).data
     assert (card.base_model, card["base_model_relation"]) == ("org/small", "finetune")
     assert (card.license, card.license_name, card.language) == ("other", "tiny-licence", "en")
     assert card.license_link.endswith(f"org/small/blob/{commit}/LICENSE")
-    assert f"linearizer run org/small@{commit} --budget 64" in found.card
+    assert f"linearizer run org/small@{commit} --budget 64" in result.card
 
 
 def test_a_preview_needs_no_account_and_says_what_was_not_checked(hub, run, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     signed = push.preview(run, "me/student", token=ME)
     before = len(hub.requests)
-    found = push.preview(run, "student", token=None)
-    assert len(hub.requests) == before and found.repo_id == "YOUR-ACCOUNT/student"
-    assert [name for name, _ in found.files] == [name for name, _ in signed.files] and signed.checked
-    assert not found.checked and found.notes[-1].startswith("nobody is signed in, so the Hub was not asked")
+    result = push.preview(run, "student", token=None)
+    assert len(hub.requests) == before and result.repo_id == "YOUR-ACCOUNT/student"
+    assert [name for name, _ in result.files] == [name for name, _ in signed.files] and signed.checked
+    assert not result.checked and result.notes[-1].startswith("nobody is signed in, so the Hub was not asked")
     with pytest.raises(RequestError, match="is no name for a repository"):
         push.preview(run, "me/no such", token=None)
 
 
 def test_a_preview_sends_nothing_and_lists_what_would_be_sent(hub, run):
-    found = push.preview(run, "student", token=ME)
-    assert (found.repo_id, found.private) == ("me/student", True) and not written(hub)
+    result = push.preview(run, "student", token=ME)
+    assert (result.repo_id, result.private) == ("me/student", True) and not written(hub)
     publish(run)
-    assert dict(found.files) == {name: len(data) for name, data in files_of(hub).items() if name != ".gitattributes"}
-    assert found.bytes == sum(size for _, size in found.files) and found.card.encode() == files_of(hub)["README.md"]
+    assert dict(result.files) == {name: len(data) for name, data in files_of(hub).items() if name != ".gitattributes"}
+    assert result.bytes == sum(size for _, size in result.files) and result.card.encode() == files_of(hub)["README.md"]
     assert any("earlier student" in note for note in push.preview(run, "student", token=ME).notes)
     assert any("everyone" in note for note in push.preview(run, "other", False, ME).notes)
 
@@ -184,8 +184,14 @@ def test_where_a_run_was_published_is_told_by_whoever_reads_its_log(hub, run, si
     assert not [line for line in said("runs", "--root", run.folder.parent)[1] if "me/later" in line]
     done = publish(run, "me/later")
     event = run.events()[-1]
-    told = {"repo_id": "me/later", "revision": done.revision, "url": done.url, "snippet": done.snippet, "private": True}
-    assert event == {"time": event["time"], "event": "published", **told} and control.status(run).published == event
+    details = {
+        "repo_id": "me/later",
+        "revision": done.revision,
+        "url": done.url,
+        "snippet": done.snippet,
+        "private": True,
+    }
+    assert event == {"time": event["time"], "event": "published", **details} and control.status(run).published == event
     code, out, _ = said("runs", "--root", run.folder.parent)
     sentence = f"published as me/later (private), revision {done.revision}: {done.url}"
     assert code == 0 and out.endswith(f"demo: {sentence}\n")

@@ -131,8 +131,8 @@ def test_what_cannot_be_written_is_said_before_anything_is_sent(hub, run, name, 
     hub.add("me/config", {"config.json": b'{"model_type": "llama"}'}, private=True)
     hub.add("me/odd", {"config.json": b"\xff[]"}, private=True)
     hub.add("me/open", {"README.md": b""})
-    found = refused(run, name, token)
-    assert sentence in found and (token is None or "nothing was sent" in found or "choose from" in found)
+    result = refused(run, name, token)
+    assert sentence in result and (token is None or "nothing was sent" in result or "choose from" in result)
     assert not written(hub)
 
 

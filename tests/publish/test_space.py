@@ -131,9 +131,9 @@ def test_an_installed_package_publishes_the_same_space_and_what_was_sent_shows_t
         client = client_of(url)
         assert client.predict("demo", api_name="/inspect_model")["supported"]
         run = client.predict("demo", 64, "Try it", {**SMALL, "steps": 0}, "a secret of sixteen", api_name="/start_run")
-        while (found := client.predict(run, "a secret of sixteen", api_name="/run_status"))["state"] in control.LIVE:
+        while (result := client.predict(run, "a secret of sixteen", api_name="/run_status"))["state"] in control.LIVE:
             time.sleep(0.2)
-        assert found["state"] == "done", found
+        assert result["state"] == "done", result
 
 
 def test_another_space_is_left_alone(hub, checkout):

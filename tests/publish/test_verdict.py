@@ -53,10 +53,10 @@ def verdict(student, window, state=FIXED):
     ],
 )
 def test_the_verdict_says_what_was_measured_and_is_coloured_by_it(student, window, kind, sentence):
-    found = verdict(student, window)
-    assert found.kind == kind and sentence in found.sentence
-    assert (found.agreement, found.window_agreement) == (student[1], window[1])
-    assert found.worse_than_window == (student[0] > 1.02 * window[0])
+    result = verdict(student, window)
+    assert result.kind == kind and sentence in result.sentence
+    assert (result.agreement, result.window_agreement) == (student[1], window[1])
+    assert result.worse_than_window == (student[0] > 1.02 * window[0])
 
 
 def test_what_grows_is_said_to_grow():
@@ -65,15 +65,15 @@ def test_what_grows_is_said_to_grow():
 
 
 def test_without_a_teacher_losses_are_compared():
-    found = verdict((None, None), (None, None))
-    assert "The teacher was not there" in found.sentence and found.agreement is None
+    result = verdict((None, None), (None, None))
+    assert "The teacher was not there" in result.sentence and result.agreement is None
 
 
 def test_terminal_card_and_publishing_begin_with_it(tmp_path):
     run = made(tmp_path / "run")
-    found = judge_run(run)
-    assert describe_run(run).startswith(found.sentence)
+    result = judge_run(run)
+    assert describe_run(run).startswith(result.sentence)
     body = write_card(run).split("\n---\n", 1)[1]
-    assert body.split("\n\n")[1] == f"> {found.sentence}"
-    assert list_warnings(run) == ((found.sentence,) if found.kind == "bad" else ())
+    assert body.split("\n\n")[1] == f"> {result.sentence}"
+    assert list_warnings(run) == ((result.sentence,) if result.kind == "bad" else ())
     assert judge_run(made(tmp_path / "unjudged", losses={})) is None

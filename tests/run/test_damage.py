@@ -125,10 +125,10 @@ def test_what_is_made_anew_is_what_was_lost(run):
 def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged(run, stopped):
     teacher = stopped[1]
     texts = step.texts_to_price_on(run, teacher, None)
-    found = finish(step.price_heads(run, teacher, texts))
+    result = finish(step.price_heads(run, teacher, texts))
     (run.folder / "prices.json").unlink()
     run.write(step.PARTIAL_PRICES, '{"sinks"')
-    assert finish(step.price_heads(run, teacher, texts)) == found
+    assert finish(step.price_heads(run, teacher, texts)) == result
     (dropped,) = (event for event in run.events() if event["event"] == "dropped")
     assert (
         dropped["file"] == step.PARTIAL_PRICES
@@ -138,8 +138,8 @@ def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged
 
 
 def test_a_damaged_number_of_steps_is_named(run):
-    asked = dict(model="demo", features=16, minutes=1.0)
-    run.write("plan.json", Plan.of("features", **asked).to_json())
+    options = dict(model="demo", features=16, minutes=1.0)
+    run.write("plan.json", Plan.of("features", **options).to_json())
     run.write("state/steps.json", "1e")
     with pytest.raises(FolderError, match=r"state/steps.json' cannot be read \(.*\): remove it, and `linearizer runs"):
         train_step.plan_with_steps(run, None, None, None)

@@ -21,14 +21,14 @@ ANN = "ann's secret, long enough"
 @pytest.fixture
 def run(tmp_path):
     """A run that looks as if it were done: judging took 12 seconds."""
-    found = Run.create(tmp_path / "ann" / "run", Plan("demo", budget=64, length=256))
-    found.checkpoint.mkdir()
-    found.write("inspection.json", inspection_of([]).to_json())
+    result = Run.create(tmp_path / "ann" / "run", Plan("demo", budget=64, length=256))
+    result.checkpoint.mkdir()
+    result.write("inspection.json", inspection_of([]).to_json())
     lines = [("started", 0), ("evaluate", 100), ("evaluated", 112), ("done", 113)]
     details = {"done": 1, "total": 2, "unit": "batches"}
     events = ({"time": time, "event": name, **(details if name in control.STEPS else {})} for name, time in lines)
-    found.log_file.write_text("".join(json.dumps(event) + "\n" for event in events))
-    return found
+    result.log_file.write_text("".join(json.dumps(event) + "\n" for event in events))
+    return result
 
 
 @pytest.mark.parametrize(
@@ -60,10 +60,10 @@ def test_a_space_says_what_is_too_much_of_an_evaluation(tmp_path, monkeypatch, n
     monkeypatch.setenv("SPACE_ID", "owner/name")
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     most = limits.MAX_OF_REQUEST[name]
-    asked = {"tasks": ["piqa"] * (most + 1), "limit": 1} if name == "tasks" else {name: most + 1}
-    asked = {"lengths": [64] * (most + 1)} if name == "lengths" else asked
+    options = {"tasks": ["piqa"] * (most + 1), "limit": 1} if name == "tasks" else {name: most + 1}
+    options = {"lengths": [64] * (most + 1)} if name == "lengths" else options
     with pytest.raises(RequestError, match=f"{name} .* is more than this Space serves"):
-        limits.check_request(find_visitor(secret=ANN), Request.of(asked), tmp_path)
+        limits.check_request(find_visitor(secret=ANN), Request.of(options), tmp_path)
     with pytest.raises(RequestError, match="give a limit up to"):
         limits.check_request(find_visitor(secret=ANN), Request(("tasks",), tasks=("piqa",)), tmp_path)
 
@@ -86,9 +86,9 @@ def test_parts_are_forecast_from_what_judging_took(run):
 
 
 def test_of_a_gpu_that_is_lent_nothing_is_promised():
-    found = {"Quick": RunForecast(60.0, 1e9, 1e6, 0)}
-    assert "What it takes here, about; nothing to download" in cards.efforts_table(found, "Quick")
-    assert "on the CPU; the GPU that is lent is faster; nothing" in cards.efforts_table(found, "Quick", lent=True)
+    result = {"Quick": RunForecast(60.0, 1e9, 1e6, 0)}
+    assert "What it takes here, about; nothing to download" in cards.efforts_table(result, "Quick")
+    assert "on the CPU; the GPU that is lent is faster; nothing" in cards.efforts_table(result, "Quick", lent=True)
 
 
 def test_where_judging_is_not_in_the_log_nothing_is_promised(run):
@@ -101,8 +101,8 @@ def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, t
     with evaluation.take_lock():
         evaluation.log("queued", request={})
         evaluation.log("started")
-        found = control.status(run)
-        assert found.state == "done" and found.live and found.evaluation.state == "running"
+        result = control.status(run)
+        assert result.state == "done" and result.live and result.evaluation.state == "running"
         begun = run.events()[-1]["time"]
         limits.enforce_limits(tmp_path, begun + 1)
         assert not run.has_request("stop")

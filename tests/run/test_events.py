@@ -42,12 +42,12 @@ def test_what_is_no_event_is_passed_over(log, left):
 
 def test_a_line_that_is_being_written_is_read_when_it_is_whole(log):
     line = b'{"time": 2.0, "event": "fourth"}\n'
-    found, place = read_events(log)
+    result, place = read_events(log)
     for byte in line[:-1]:
         with log.open("ab") as file:
             file.write(bytes([byte]))
         assert read_events(log, place) == ([], place)
-        assert next(newest_events(log)) == found[-1]
+        assert next(newest_events(log)) == result[-1]
     with log.open("ab") as file:
         file.write(line[-1:])
     assert names(read_events(log, place)[0]) == ["fourth"] == names([next(newest_events(log))])

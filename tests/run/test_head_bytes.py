@@ -83,16 +83,16 @@ def test_the_terminal_the_page_and_the_card_say_alike_what_grows_and_from_where_
     heads, state, after, long, smaller
 ):
     allocation = Allocation("gain", 0, (tuple(heads), ()))
-    found = allocation.summary(LAYERS, 100)
-    assert (found["state_bytes"], found["state_tokens"]) == (after, 100)
-    assert found["bytes_a_token"] == allocation.state_bytes(LAYERS, 8) - allocation.state_bytes(LAYERS, 7)
+    result = allocation.summary(LAYERS, 100)
+    assert (result["state_bytes"], result["state_tokens"]) == (after, 100)
+    assert result["bytes_a_token"] == allocation.state_bytes(LAYERS, 8) - allocation.state_bytes(LAYERS, 7)
     on_card = card.describe_state(allocation, LAYERS)
-    told, page = describe_state(allocation, LAYERS), allocation_card(allocation, LAYERS)
-    assert f"; state {state}" in told and state in page and f"The state takes {state}" in on_card
+    text, page = describe_state(allocation, LAYERS), allocation_card(allocation, LAYERS)
+    assert f"; state {state}" in text and state in page and f"The state takes {state}" in on_card
     assert f">{smaller}<" in page and f"<td>{size(long)}</td>" in page
-    for said in (told, on_card):  # what grows is stated at three lengths
-        assert (f"{size(long)} after 128k" in said) == (" after 4k, " in said) == (found["bytes_a_token"] > 0)
-    assert told.endswith("never smaller than the cache" if smaller == "never" else f"smaller than the cache {smaller}")
+    for said in (text, on_card):  # what grows is stated at three lengths
+        assert (f"{size(long)} after 128k" in said) == (" after 4k, " in said) == (result["bytes_a_token"] > 0)
+    assert text.endswith("never smaller than the cache" if smaller == "never" else f"smaller than the cache {smaller}")
     sentence = (
         "it is never smaller than" if smaller == "never" else f"it is smaller than the teacher's cache {smaller}."
     )

@@ -86,8 +86,8 @@ def test_the_command_of_a_plan_makes_the_plan():
         Plan.of(model="a/b", budget=64, may_grow=True, window=8, device="cuda:1"),
         Plan.of(model="a b", features=32, minutes=2.5),
     ):
-        asked = parser().parse_args(shlex.split(plan.command())[1:])
-        assert Plan.of(**{"model": asked.model, **plan_changes(asked)}) == plan
+        options = parser().parse_args(shlex.split(plan.command())[1:])
+        assert Plan.of(**{"model": options.model, **plan_changes(options)}) == plan
 
 
 def test_a_default_shrinks_to_what_the_texts_hold_and_only_a_number_that_was_given_is_refused():
@@ -117,7 +117,7 @@ def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_th
     assert all(f"{name}: {why}" in text for name, why in NOT_EXPRESSED.items())
     records = json.loads(Path("tests/benchmarks/results/quality-demo.json").read_text())
     for row in measured["best"]:
-        found = [r["kl"] for r in records if (r["row"], r["budget"]) == ("best", row.budget) and "kl" in r]
-        assert row.kl == round(sum(found) / len(found), 5) and row.seeds == len(found)
+        result = [r["kl"] for r in records if (r["row"], r["budget"]) == ("best", row.budget) and "kl" in r]
+        assert row.kl == round(sum(result) / len(result), 5) and row.seeds == len(result)
         assert f"{row.budget} tokens {row.kl:.3g}" in text
     assert measured.keys() == RECIPES.keys()

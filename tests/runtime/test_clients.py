@@ -36,8 +36,8 @@ def test_its_parts_are_found_where_the_teachers_are(family):
     for part in (student.base_model, student.get_decoder()):
         first = part(ids[:, :12])  # its default keeps a cache
         second = part(ids[:, 12:], past_key_values=first.past_key_values)
-        found = torch.cat([first.last_hidden_state, second.last_hidden_state], 1)
-        torch.testing.assert_close(found, whole, **CLOSE)
+        result = torch.cat([first.last_hidden_state, second.last_hidden_state], 1)
+        torch.testing.assert_close(result, whole, **CLOSE)
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma3_text"])
@@ -141,11 +141,11 @@ def test_autocast_is_close_to_full_precision(heads, dtype):
         with torch.autocast("cpu", dtype):
             first = student(ids[:, :20], **{name: x[:, :20] for name, x in given.items()})
             kept = {"past_key_values": first.past_key_values, **{name: x[:, :21] for name, x in given.items()}}
-            found = torch.cat([first.logits, student(ids[:, 20:21], **kept).logits], 1)
+            result = torch.cat([first.logits, student(ids[:, 20:21], **kept).logits], 1)
             loss = student(ids, labels=ids, **given).loss
         loss.backward()
         real = mask[:, :21].bool() if given else torch.ones(2, 21, dtype=torch.bool)
-        error = (found.float() - exact[:, :21])[real].square().mean() / exact[:, :21][real].var()
+        error = (result.float() - exact[:, :21])[real].square().mean() / exact[:, :21][real].var()
         assert error.isfinite() and error < {torch.float16: 0.02, torch.bfloat16: 0.1}[dtype], error
     assert all(p.grad is None or p.grad.isfinite().all() for p in student.parameters())
 
@@ -194,7 +194,7 @@ def test_it_is_exported_unless_it_has_slots(family):
     for given in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask}):
         exported = torch.export.export(student, (), {**given, "use_cache": False}, strict=False)
         other = {**given, "input_ids": tokens(2, 20, seed=1)}
-        found, expected = (model(**other, use_cache=False).logits for model in (exported.module(), student))
-        torch.testing.assert_close(found[:, :15], expected[:, :15], **CLOSE)
+        result, expected = (model(**other, use_cache=False).logits for model in (exported.module(), student))
+        torch.testing.assert_close(result[:, :15], expected[:, :15], **CLOSE)
     with pytest.raises(ValueError, match="export a student without slots"):
         torch.export.export(student_of(family), (ids,), {"use_cache": False}, strict=False)

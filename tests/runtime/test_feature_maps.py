@@ -136,9 +136,9 @@ def test_a_map_is_folded_again_when_it_changes_and_only_then(change):
 def test_a_map_folded_under_autocast_is_no_rounder(kind):
     exact, feature_map = (make(kind, 12).float() for _ in range(2))
     with torch.autocast("cpu", torch.bfloat16):
-        found = feature_map.folded(0.6)
-    if found is not None:
-        assert torch.equal(found.key, exact.folded(0.6).key)
+        result = feature_map.folded(0.6)
+    if result is not None:
+        assert torch.equal(result.key, exact.folded(0.6).key)
 
 
 def test_a_map_whose_changes_cannot_be_seen_is_folded_every_time():

@@ -129,21 +129,21 @@ def test_the_root_multiplies_the_keys_that_are_measured():
 def test_merging_keeps_the_sums_and_counts_the_spread():
     given = slots_of()
     metric = torch.randn(2, DIM, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    found = merge_slots(given, 3, metric)
-    assert found.weight.shape[-1] == 3 and (found.weight > 0).all()
-    torch.testing.assert_close(found.weight.sum(-1), given.weight.sum(-1))
-    for mine, theirs in ((found.k, given.k), (found.v, given.v)):
-        torch.testing.assert_close((mine * found.weight[..., None]).sum(2), theirs.sum(2))
+    result = merge_slots(given, 3, metric)
+    assert result.weight.shape[-1] == 3 and (result.weight > 0).all()
+    torch.testing.assert_close(result.weight.sum(-1), given.weight.sum(-1))
+    for mine, theirs in ((result.k, given.k), (result.v, given.v)):
+        torch.testing.assert_close((mine * result.weight[..., None]).sum(2), theirs.sum(2))
 
     def second_moment(slots):
         return (slots.weight * (slots.spread + (slots.k @ metric.mT).square().sum(-1))).sum(-1)
 
-    torch.testing.assert_close(second_moment(found), second_moment(given))
+    torch.testing.assert_close(second_moment(result), second_moment(given))
 
 
 def test_the_pair_that_is_merged_is_the_cheapest():
     given = slots_of(5)
-    found = merge_slots(given, 4, torch.eye(DIM, dtype=torch.float64).expand(2, -1, -1))
+    result = merge_slots(given, 4, torch.eye(DIM, dtype=torch.float64).expand(2, -1, -1))
     for head in range(2):
         costs = {
             (i, j): (given.k[0, head, i] - given.k[0, head, j]).square().sum()
@@ -153,16 +153,16 @@ def test_the_pair_that_is_merged_is_the_cheapest():
         }
         i, j = min(costs, key=costs.get)
         mean = (given.k[0, head, i] + given.k[0, head, j]) / 2
-        merged = found.weight[0, head] == 2
+        merged = result.weight[0, head] == 2
         assert merged.sum() == 1
-        torch.testing.assert_close(found.k[0, head][merged][0], mean)
+        torch.testing.assert_close(result.k[0, head][merged][0], mean)
 
 
 def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
     given, count = slots_of(12), 5
     given.weight[:] = torch.arange(1, 13)
     given.weight[..., 3] = 0  # empty
-    found = merge_slots(given, count, torch.eye(DIM, dtype=torch.float64).expand(2, -1, -1))
+    result = merge_slots(given, count, torch.eye(DIM, dtype=torch.float64).expand(2, -1, -1))
     for head in range(2):
         k, v, weight = given.k[0, head], given.v[0, head], given.weight[0, head]
         full = [i for i in range(12) if weight[i]]
@@ -176,8 +176,8 @@ def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
         groups = {i: [i] for i in full if i not in gone}
         for i in gone:
             groups[min(groups, key=lambda j, i=i: cost(i, j))].append(i)
-        assert found.weight[0, head].tolist() == [sum(weight[group]) for group in groups.values()]
-        for mine, group in zip(found.v[0, head], groups.values(), strict=True):
+        assert result.weight[0, head].tolist() == [sum(weight[group]) for group in groups.values()]
+        for mine, group in zip(result.v[0, head], groups.values(), strict=True):
             torch.testing.assert_close(mine, (weight[group, None] * v[group]).sum(0) / weight[group].sum())
 
 

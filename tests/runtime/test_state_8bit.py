@@ -51,9 +51,9 @@ def test_multiplying_by_a_power_of_two_changes_nothing_else():
 
 def test_gradients_pass_as_if_nothing_were_rounded():
     x = drawn(torch.float32).requires_grad_()
-    found = round_vectors(x)
-    assert torch.equal(found, round_vectors(x.detach()))
-    (found * torch.arange(33.0)).sum().backward()
+    result = round_vectors(x)
+    assert torch.equal(result, round_vectors(x.detach()))
+    (result * torch.arange(33.0)).sum().backward()
     assert torch.equal(x.grad, torch.arange(33.0).expand_as(x))
 
 

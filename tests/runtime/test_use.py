@@ -59,9 +59,9 @@ def test_a_call_may_hold_nothing_but_padding(heads):
     for start in range(0, 20, 4):
         part = slice(start, start + 4)
         given = dict(attention_mask=real[:, : part.stop], position_ids=place[:, part])
-        found = student(ids[:, part], past_key_values=state, use_cache=True, **given)
-        state = found.past_key_values
-        out.append(found.logits)
+        result = student(ids[:, part], past_key_values=state, use_cache=True, **given)
+        state = result.past_key_values
+        out.append(result.logits)
     torch.testing.assert_close(torch.cat(out, 1)[:, 9:], student(ids[:, 9:]).logits, atol=1e-4, rtol=1e-4)
 
 
@@ -96,12 +96,12 @@ def test_a_text_read_in_inference_goes_on_outside_of_it(heads):
 
 def test_gradients_pass_through_single_tokens():
     student, ids = student_of("llama"), tokens(1, 12)
-    found = []
+    result = []
     for cuts in ((0, 12), (0, 8, 9, 10, 11, 12)):
         state, loss = None, 0.0
         for start, stop in zip(cuts, cuts[1:], strict=False):
             out = student(ids[:, start:stop], past_key_values=state, use_cache=True)
             state, loss = out.past_key_values, loss + out.logits.sin().sum()
-        found.append(torch.autograd.grad(loss, features_of(student)))
-    for whole, single in zip(*found, strict=True):
+        result.append(torch.autograd.grad(loss, features_of(student)))
+    for whole, single in zip(*result, strict=True):
         torch.testing.assert_close(single, whole, atol=1e-3, rtol=1e-3)

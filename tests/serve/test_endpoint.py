@@ -35,14 +35,14 @@ def served():
             yield client
 
 
-def complete(client, **asked):
-    return client.post("completions", json={"model": "tiny", "prompt": "Once upon", "temperature": 0, **asked})
+def complete(client, **options):
+    return client.post("completions", json={"model": "tiny", "prompt": "Once upon", "temperature": 0, **options})
 
 
-def chat(client, *words, **asked):
+def chat(client, *words, **options):
     roles = ("user", "assistant")
     messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(words)]
-    return client.post("chat/completions", json={"model": "tiny", "messages": messages, "temperature": 0, **asked})
+    return client.post("chat/completions", json={"model": "tiny", "messages": messages, "temperature": 0, **options})
 
 
 def expected(client, prompt, count):
@@ -53,9 +53,9 @@ def expected(client, prompt, count):
     return known.tokenizer.decode(known.model.generate(ids, **given)[0, ids.shape[1] :], skip_special_tokens=True)
 
 
-def streamed(client, path, **asked):
+def streamed(client, path, **options):
     """Give the events of a stream, but for the last."""
-    with client.stream("POST", path, json={"model": "tiny", "temperature": 0, "stream": True, **asked}) as answer:
+    with client.stream("POST", path, json={"model": "tiny", "temperature": 0, "stream": True, **options}) as answer:
         assert answer.status_code == 200 and answer.headers["content-type"].startswith("text/event-stream")
         lines = [line.removeprefix("data: ") for line in answer.iter_lines() if line]
     assert lines[-1] == "[DONE]"
@@ -90,14 +90,14 @@ def test_a_conversation_goes_on_from_its_kept_state(served):
     first = chat(served, "Tell me of modules.", max_tokens=10).json()
     text = first["choices"][0]["message"]["content"]
     second = chat(served, "Tell me of modules.", text, "More.", max_tokens=10).json()
-    asked = f"user: Tell me of modules.\nassistant: {text}\nuser: More.\nassistant: "
-    assert second["choices"][0]["message"]["content"] == expected(served, asked, 10)
+    options = f"user: Tell me of modules.\nassistant: {text}\nuser: More.\nassistant: "
+    assert second["choices"][0]["message"]["content"] == expected(served, options, 10)
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= first["usage"]["prompt_tokens"] - 1
 
 
 def test_requests_of_different_lengths_at_once_are_answered_as_alone(served):
     prompts = ["The", "Once upon a time there was " * 9, "import sys", "A module is " * 3, "x"]
-    counts, found = [30, 8, 20, 1, 14], {}
+    counts, result = [30, 8, 20, 1, 14], {}
 
     def ask(index):
         time.sleep(0.05 * index)
@@ -106,14 +106,14 @@ def test_requests_of_different_lengths_at_once_are_answered_as_alone(served):
             json={"model": "tiny", "prompt": prompts[index], "max_tokens": counts[index], "temperature": 0},
             timeout=60,
         )
-        found[index] = answer.json()["choices"][0]["text"]
+        result[index] = answer.json()["choices"][0]["text"]
 
     threads = [threading.Thread(target=ask, args=(index,)) for index in range(len(prompts))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    assert [found[i] for i in range(5)] == [expected(served, *pair) for pair in zip(prompts, counts, strict=True)]
+    assert [result[i] for i in range(5)] == [expected(served, *pair) for pair in zip(prompts, counts, strict=True)]
 
 
 def test_a_text_ends_before_what_it_stops_at(served):
@@ -183,8 +183,8 @@ REFUSED = {
 
 @pytest.mark.parametrize("name", REFUSED)
 def test_what_cannot_be_served_is_said_in_the_shape_of_openai(served, name):
-    asked, status, match = REFUSED[name]
-    answer = complete(served, **asked)
+    options, status, match = REFUSED[name]
+    answer = complete(served, **options)
     error = answer.json()["error"]
     assert answer.status_code == status and match in error["message"]
     assert error.keys() == {"message", "type", "param", "code"} and error["type"] == "invalid_request_error"

@@ -82,11 +82,11 @@ def test_a_next_turn_reads_only_what_is_new(model):
     engine = Engine(model, ROOM)
     first = row_of(tokens(1, 20)[0].tolist(), 8)
     work(engine, {0: [first]})
-    asked = [*first.tokens, *tokens(1, 6, seed=1)[0].tolist()]
-    second, again = row_of(asked, 8), row_of(first.prompt, 8)
+    options = [*first.tokens, *tokens(1, 6, seed=1)[0].tolist()]
+    second, again = row_of(options, 8), row_of(first.prompt, 8)
     work(engine, {0: [second, again]})
     assert second.reused == len(first.tokens) - 1 and again.reused == len(first.prompt) - 1
-    assert second.tokens == alone(model, asked, 8)
+    assert second.tokens == alone(model, options, 8)
     assert again.tokens == first.tokens
 
 
@@ -143,17 +143,17 @@ def test_states_are_kept_within_a_bound_and_the_oldest_goes_first():
         return cache
 
     texts = [tokens(1, 12, seed)[0].tolist() for seed in range(4)]
-    one = bytes_held(cache_of(texts[0]))
-    kept = KeptStates(3 * one)
+    size = bytes_held(cache_of(texts[0]))
+    kept = KeptStates(3 * size)
     for text in texts[:3]:
         kept.keep(text, cache_of(text))
     assert kept.find_longest([*texts[0], 5])[0] == 12  # used: now the second is the oldest
     kept.keep(texts[3], cache_of(texts[3]))
     assert [kept.find_longest(text)[0] for text in texts] == [12, 0, 12, 12]
-    assert kept.bytes == 3 * one and kept.find_longest(texts[1])[0] == 0
+    assert kept.bytes == 3 * size and kept.find_longest(texts[1])[0] == 0
     kept.keep(texts[3], cache_of(texts[3]))
-    assert kept.bytes == 3 * one
-    small = KeptStates(one - 1)
+    assert kept.bytes == 3 * size
+    small = KeptStates(size - 1)
     small.keep(texts[0], cache_of(texts[0]))
     assert not small.states and not small.bytes and not small.lengths
 
@@ -240,8 +240,8 @@ def test_tokens_are_drawn_as_asked():
     logits = torch.tensor([[0.0, 1.0, 2.0, -1.0]]).expand(2000, -1)
     generator = random.Random(0)
     drawn = choose_tokens(logits, [Drawing(1.0, 1.0, generator)] * 2000)
-    found = torch.tensor(drawn).bincount(minlength=4) / 2000
-    assert (found - logits[0].softmax(-1)).abs().max() < 0.04  # 3.5 standard deviations of 2000 draws
+    result = torch.tensor(drawn).bincount(minlength=4) / 2000
+    assert (result - logits[0].softmax(-1)).abs().max() < 0.04  # 3.5 standard deviations of 2000 draws
     assert set(choose_tokens(logits, [Drawing(1.0, 0.6, generator)] * 2000)) == {2}
     assert set(choose_tokens(logits, [Drawing(1.0, 0.8, generator)] * 2000)) == {1, 2}
     assert set(choose_tokens(logits, [Drawing()] * 2000)) == {2}

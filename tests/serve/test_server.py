@@ -15,14 +15,14 @@ def test_a_run_is_served_until_it_is_stopped(quick_run, subject):
     words = [sys.executable, "-m", "linearizer", "serve", str(quick_run), "--port", "0", "--json"]
     words += ["--teacher"] * (subject == "teacher")
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
-        told = ""
-        while not told.endswith("}\n"):
-            told += process.stdout.readline()
+        served = ""
+        while not served.endswith("}\n"):
+            served += process.stdout.readline()
             assert process.poll() is None, process.stderr.read()
-        told = json.loads(told)
-        assert told["model"] == {"student": "demo", "teacher": "demo-teacher"}[subject]
-        asked = {"model": told["model"], "prompt": "The import statement", "max_tokens": 5}
-        answer = httpx.post(f"{told['url']}/completions", json=asked, timeout=60).json()
+        served = json.loads(served)
+        assert served["model"] == {"student": "demo", "teacher": "demo-teacher"}[subject]
+        options = {"model": served["model"], "prompt": "The import statement", "max_tokens": 5}
+        answer = httpx.post(f"{served['url']}/completions", json=options, timeout=60).json()
         assert answer["usage"]["completion_tokens"] <= 5
         process.send_signal(signal.SIGINT)
         assert process.wait(60) in (0, 130)

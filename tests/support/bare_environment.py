@@ -11,18 +11,18 @@ from pathlib import Path
 
 def required(names):
     """The distributions of these names and all that they require here."""
-    found: dict[str, Distribution] = {}
+    result: dict[str, Distribution] = {}
     waiting = list(names)
     while waiting:
         name = waiting.pop()
-        if name in found:
+        if name in result:
             continue
         try:
-            found[name] = distribution(name)
+            result[name] = distribution(name)
         except PackageNotFoundError:
             continue  # required on other platforms only
-        waiting += [re.match(r"[\w.-]+", line)[0] for line in found[name].requires or () if "extra ==" not in line]
-    return found.values()
+        waiting += [re.match(r"[\w.-]+", line)[0] for line in result[name].requires or () if "extra ==" not in line]
+    return result.values()
 
 
 def make_bare_environment(folder):

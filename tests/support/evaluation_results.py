@@ -22,14 +22,14 @@ def predictions(name, loss):
 
 
 def paces(name, extrapolated):
-    told = {"predicted_bytes": 4000 if name == "teacher" else 500, "predicted_operations": 7}
+    predicted = {"predicted_bytes": 4000 if name == "teacher" else 500, "predicted_operations": 7}
     measured = {"batch": 1, "read_rate": 900.0, "write_rate": 90.0, "peak_bytes": 2000, "state_bytes": 1000}
     later = {key: None for key in measured} | {"batch": 1}
     if extrapolated:
         later |= {"read_rate": 300.0, "write_rate": 80.0, "state_bytes": 1000}
-    one = [{"length": 1024, **measured, **told, "extrapolated": None},
-           {"length": 4096, **later, **told, "extrapolated": "memory"}]  # fmt: skip
-    return {"name": name, "paces": one, "batched": [{**one[0], "batch": 4}]}
+    rows = [{"length": 1024, **measured, **predicted, "extrapolated": None},
+           {"length": 4096, **later, **predicted, "extrapolated": "memory"}]  # fmt: skip
+    return {"name": name, "paces": rows, "batched": [{**rows[0], "batch": 4}]}
 
 
 def written(name, sampled, after):

@@ -99,11 +99,11 @@ class Handler(Writing, BaseHTTPRequestHandler):
         url = urlsplit(self.path)
         self.query = {key: values[-1] for key, values in parse_qs(url.query).items()}
         self.posted = self.rfile.read(int(self.headers.get("Content-Length") or 0))
-        asked = f"{self.command} {self.path}"
-        self.hub.requests.append(asked)
+        options = f"{self.command} {self.path}"
+        self.hub.requests.append(options)
         self.muted = False
         try:
-            for fault in [fault for fault in self.hub.faults if fault[0] in asked][:1]:
+            for fault in [fault for fault in self.hub.faults if fault[0] in options][:1]:
                 self.hub.faults.remove(fault)
                 _, status, self.muted, headers = fault
                 if status == "hold":
@@ -139,33 +139,33 @@ class Handler(Writing, BaseHTTPRequestHandler):
     def route(self, path):
         if self.command in ("POST", "PUT", "DELETE") and self.write(path):
             return None
-        if found := re.fullmatch(r"/((?:datasets|spaces)(?=/))?/?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
-            kind, name, revision, file = found.groups()
+        if result := re.fullmatch(r"/((?:datasets|spaces)(?=/))?/?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):
+            kind, name, revision, file = result.groups()
             return self.file(self.repo(kind or "models", name), unquote(revision), unquote(file))
         if path == "/api/models":
             return self.reply([{"id": name} for name in self.found()])
         if path == "/api/whoami-v2":
             return self.whoami()
-        if found := re.fullmatch(r"/api/(models|spaces)/([^/]+/[^/]+)/auth-check/write", path):
-            self.check_write(self.repo(*found.groups()).owner)
+        if result := re.fullmatch(r"/api/(models|spaces)/([^/]+/[^/]+)/auth-check/write", path):
+            self.check_write(self.repo(*result.groups()).owner)
             return self.reply({})
-        if found := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/auth-check", path):
-            self.check_gate(self.repo(*found.groups()))
+        if result := re.fullmatch(r"/api/(models|datasets)/([^/]+/[^/]+)/auth-check", path):
+            self.check_gate(self.repo(*result.groups()))
             return self.reply({})
-        if found := re.fullmatch(r"/api/(models|datasets|spaces)/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
-            kind, name, revision = found.groups()
+        if result := re.fullmatch(r"/api/(models|datasets|spaces)/([^/]+/[^/]+)(?:/revision/([^/]+))?", path):
+            kind, name, revision = result.groups()
             return self.info(self.repo(kind, name), unquote(revision or "main"))
         pattern = r"/api/(models|datasets|spaces)/([^/]+/[^/]+)/(tree|paths-info)/([^/]+)(?:/(.*))?"
-        if found := re.fullmatch(pattern, path):
-            kind, name, what, revision, folder = found.groups()
+        if result := re.fullmatch(pattern, path):
+            kind, name, what, revision, folder = result.groups()
             return getattr(self, what.replace("-", "_"))(
                 self.repo(kind, name), unquote(revision), unquote(folder or "")
             )
         raise Refusal(404, f"no route for {self.command} {path}", "RepoNotFound")
 
     def user(self):
-        found = re.fullmatch(r"Bearer hf_(?:fake|read)_(\w+)", self.headers.get("Authorization", ""))
-        return found and found[1]
+        result = re.fullmatch(r"Bearer hf_(?:fake|read)_(\w+)", self.headers.get("Authorization", ""))
+        return result and result[1]
 
     def belongs(self, owner):
         return self.user() == owner or owner in self.hub.organisations.get(self.user(), {})
@@ -260,8 +260,8 @@ def git_oid(path, data):
 def lfs(path, data):
     """Describe the large file behind a pointer."""
     sha = hashlib.sha256(data).hexdigest()
-    found = {"oid": sha, "sha256": sha, "size": len(data), "pointerSize": 134}
-    return {"lfs": found} if path.endswith(LARGE) else {}
+    result = {"oid": sha, "sha256": sha, "size": len(data), "pointerSize": 134}
+    return {"lfs": result} if path.endswith(LARGE) else {}
 
 
 def entry(path, data):

@@ -26,12 +26,12 @@ class Writing:
             self.reply({"errors": self.hub.yaml_errors, "warnings": []}, 400 if self.hub.yaml_errors else 200)
         elif path == "/api/repos/create":
             self.create(json.loads(self.posted))
-        elif found := re.fullmatch(r"/lfs/([0-9a-f]{64})", path):
-            self.keep(found[1])
-        elif found := re.fullmatch(r"/(?:spaces/)?([^/]+)/[^/]+\.git/info/lfs/objects/batch", path):
-            self.batch(found[1], json.loads(self.posted)["objects"])
-        elif found := re.fullmatch(r"/api/(models|spaces)/([^/]+/[^/]+)/(preupload|commit)/([^/]+)", path):
-            kind, name, what, revision = found.groups()
+        elif result := re.fullmatch(r"/lfs/([0-9a-f]{64})", path):
+            self.keep(result[1])
+        elif result := re.fullmatch(r"/(?:spaces/)?([^/]+)/[^/]+\.git/info/lfs/objects/batch", path):
+            self.batch(result[1], json.loads(self.posted)["objects"])
+        elif result := re.fullmatch(r"/api/(models|spaces)/([^/]+/[^/]+)/(preupload|commit)/([^/]+)", path):
+            kind, name, what, revision = result.groups()
             repo = self.repo(kind, name)
             self.check_write(repo.owner)
             getattr(self, what)(repo, unquote(revision))
@@ -62,14 +62,14 @@ class Writing:
         if self.user() != owner and self.hub.organisations.get(self.user(), {}).get(owner, "read") == "read":
             raise Refusal(403, f"You don't have the rights to write in the namespace {owner}")
 
-    def create(self, asked):
-        owner = asked.get("organization") or self.user()
+    def create(self, options):
+        owner = options.get("organization") or self.user()
         self.check_write(owner)
-        kind, name = KINDS[asked.get("type")], f"{owner}/{asked['name']}"
+        kind, name = KINDS[options.get("type")], f"{owner}/{options['name']}"
         url = f"{self.hub.url}/{'' if kind == 'models' else kind + '/'}{name}"
         if (kind, name) in self.hub.repos:
             raise Refusal(409, "You already created this repo")
-        private = asked.get("visibility") == "private" or bool(asked.get("private"))
+        private = options.get("visibility") == "private" or bool(options.get("private"))
         self.hub.add(name, {".gitattributes": b""}, kind, private=private)
         self.reply({"url": url, "name": name, "id": "1"})
 
@@ -77,22 +77,22 @@ class Writing:
         from tests.support.hub import LARGE, etag
 
         files = self.commit_of(repo, revision)[1]
-        found = []
+        result = []
         for file in json.loads(self.posted)["files"]:
             path = file["path"]
             mode = "lfs" if path.endswith(LARGE) else "regular"
             oid = etag(path, files[path]) if path in files else None
-            found.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
-        self.reply({"files": found})
+            result.append({"path": path, "uploadMode": mode, "shouldIgnore": False, "oid": oid})
+        self.reply({"files": result})
 
     def batch(self, owner, objects):
         """Say where to send large files; those that are here already need not be sent."""
         self.check_write(owner)
         answers = []
-        for asked in objects:
-            answer = {"oid": asked["oid"], "size": asked["size"]}
-            if asked["oid"] not in self.hub.objects:
-                answer["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{asked['oid']}", "header": {}}}
+        for options in objects:
+            answer = {"oid": options["oid"], "size": options["size"]}
+            if options["oid"] not in self.hub.objects:
+                answer["actions"] = {"upload": {"href": f"{self.hub.url}/lfs/{options['oid']}", "header": {}}}
             answers.append(answer)
         self.reply({"transfer": "basic", "objects": answers})
 

@@ -122,23 +122,23 @@ def end_runs(root):
     """Stop what is still at work under a folder, and wait until it has stopped."""
     end = time.monotonic() + 180
     for folder in {plan.parent.parent for plan in root.rglob("plan.json")}:
-        for one in control.runs_in(folder):
+        for status in control.runs_in(folder):
             try:
-                control.stop(one.run)
+                control.stop(status.run)
             except LinearizerError:
                 pass  # it has ended
-            while control.status(one.run).live and time.monotonic() < end:
+            while control.status(status.run).live and time.monotonic() < end:
                 time.sleep(0.1)
 
 
 def chromium():
     """Find the browser; where pages must be tested and there is none, fail."""
-    found = shutil.which("chromium")
-    if found is None and os.environ.get("LINEARIZER_PAGE_TESTS") == "1":
+    result = shutil.which("chromium")
+    if result is None and os.environ.get("LINEARIZER_PAGE_TESTS") == "1":
         pytest.fail("LINEARIZER_PAGE_TESTS=1 and no chromium here: install it")
-    if found is None:
+    if result is None:
         pytest.skip("no chromium here")
-    return found
+    return result
 
 
 @contextmanager
@@ -183,8 +183,13 @@ def wrong(page):
     from axe_playwright_python.sync_playwright import Axe
 
     page.wait_for_timeout(300)  # colours fade
-    found = Axe().run(page).response["violations"]
-    return [(one["id"], node["html"][:200]) for one in found if one["id"] not in GRADIO for node in one["nodes"]]
+    result = Axe().run(page).response["violations"]
+    return [
+        (violation["id"], node["html"][:200])
+        for violation in result
+        if violation["id"] not in GRADIO
+        for node in violation["nodes"]
+    ]
 
 
 def bad(message):

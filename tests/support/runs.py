@@ -48,10 +48,10 @@ def inspection_of(layers, **facts):
 def wait_for(run, *states, seconds=180):
     """Wait until a run is in one of some states, and give its status."""
     last = time.monotonic() + seconds
-    while (found := control.status(run)).state not in states:
-        assert time.monotonic() < last and found.state not in ENDED, (found, log_of(run))
+    while (result := control.status(run)).state not in states:
+        assert time.monotonic() < last and result.state not in ENDED, (result, log_of(run))
         time.sleep(0.02)
-    return found
+    return result
 
 
 def wait_until(condition, seconds=180):

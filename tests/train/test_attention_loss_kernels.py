@@ -39,9 +39,9 @@ def test_parts_of_a_batch_are_held_against_the_measure_that_is_given():
     shift = largest_scores(*inputs[2:])  # of both texts
     parts = [attention_loss_kernels.losses(*(x[text, None] for x in inputs), 2, 1, True, 1.0, shift) for text in (0, 1)]
     total, (du, dw) = attention_loss.blocked(*inputs, 2, 1, True, True, 1.0, shift)
-    found = [torch.cat(part) for part in zip(*parts, strict=True)]
-    assert relative(found[0].sum(), total[0]) < CLOSE
-    assert max(relative(found[3], du), relative(found[4], dw)) < CLOSE
+    result = [torch.cat(part) for part in zip(*parts, strict=True)]
+    assert relative(result[0].sum(), total[0]) < CLOSE
+    assert max(relative(result[3], du), relative(result[4], dw)) < CLOSE
 
 
 def test_gradients_of_a_row_sum_to_nothing_and_both_sides_agree():

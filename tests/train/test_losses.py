@@ -54,10 +54,10 @@ def test_row_losses_and_their_gradients_are_the_naive_ones(kind, keep):
     parameters = [p for p in student.parameters() if p.requires_grad]
     groups = featured(student)
     expected = sum(naive(kind, group, seen, keep) * len(group.heads) for group in groups) / 3
-    found = layer_loss(kind, student, seen, None, keep)
-    torch.testing.assert_close(found.loss, expected, **CLOSE)
+    result = layer_loss(kind, student, seen, None, keep)
+    torch.testing.assert_close(result.loss, expected, **CLOSE)
     for a, b in zip(
-        torch.autograd.grad(found.loss, parameters, allow_unused=True),
+        torch.autograd.grad(result.loss, parameters, allow_unused=True),
         torch.autograd.grad(expected, parameters, allow_unused=True),
         strict=True,
     ):
@@ -90,10 +90,10 @@ def test_output_loss_and_its_gradients_are_the_naive_ones(keep):
         return heads.flatten(1, 2).transpose(1, 2).flatten(2) @ into.T
 
     expected = project(own - exact).square().sum() / project(exact).square().sum()
-    found = layer_loss("output", student, seen, projection, keep)
-    torch.testing.assert_close(found.loss, expected)
+    result = layer_loss("output", student, seen, projection, keep)
+    torch.testing.assert_close(result.loss, expected)
     for a, b in zip(
-        torch.autograd.grad(found.loss, parameters), torch.autograd.grad(expected, parameters), strict=True
+        torch.autograd.grad(result.loss, parameters), torch.autograd.grad(expected, parameters), strict=True
     ):
         torch.testing.assert_close(a, b, **CLOSE)
 
@@ -134,8 +134,8 @@ def test_pieces_of_logits_give_the_plain_divergence_and_gradient(pieces, monkeyp
         teacher = student.base(ids, use_cache=False).logits.log_softmax(-1)
     own = student(ids).logits.log_softmax(-1)
     plain = (teacher.exp() * (teacher - own)).sum(-1).mean()
-    found = logits_loss(head, hidden_states(student.base, ids), wanted)
-    check_equal_with_gradients(student, found, plain)
+    result = logits_loss(head, hidden_states(student.base, ids), wanted)
+    check_equal_with_gradients(student, result, plain)
 
 
 @pytest.mark.parametrize("pieces", [1, 7])
@@ -143,14 +143,14 @@ def test_pieces_of_logits_give_the_plain_next_token_loss_and_gradient(pieces, mo
     monkeypatch.setattr(losses, "MAX_LOGITS", 128 * -(-2 * 11 // pieces))
     student, ids = student_of("llama", [Head(window=3, features=16)]), tokens(2, 12)
     plain = student(ids, labels=ids).loss
-    found = direct_loss(LogitHead(student.base, ids), hidden_states(student.base, ids), ids)
-    check_equal_with_gradients(student, found, plain)
+    result = direct_loss(LogitHead(student.base, ids), hidden_states(student.base, ids), ids)
+    check_equal_with_gradients(student, result, plain)
 
 
-def check_equal_with_gradients(student, found, plain):
-    torch.testing.assert_close(found, plain)
+def check_equal_with_gradients(student, result, plain):
+    torch.testing.assert_close(result, plain)
     maps = [p for layer in student.students() for p in layer.parameters()]
-    for a, b in zip(torch.autograd.grad(found, maps), torch.autograd.grad(plain, maps), strict=True):
+    for a, b in zip(torch.autograd.grad(result, maps), torch.autograd.grad(plain, maps), strict=True):
         torch.testing.assert_close(a, b, **CLOSE)
 
 
@@ -170,9 +170,9 @@ def test_pieces_hold_no_logits_of_the_whole_batch(monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_the_output_projection_is_found_in_every_family(family):
     teacher = teacher_of(family)
-    found = output_projections(teacher, tokens(1, 4))
+    result = output_projections(teacher, tokens(1, 4))
     names = {module: name for name, module in teacher.named_modules()}
-    assert {names[part].rpartition(".")[2] for part in found.values()} <= {
+    assert {names[part].rpartition(".")[2] for part in result.values()} <= {
         "o_proj", "c_proj", "dense", "out_proj",
     }  # fmt: skip
-    assert sorted(found) == [0, 1, 2]
+    assert sorted(result) == [0, 1, 2]
