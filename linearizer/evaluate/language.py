@@ -17,7 +17,7 @@ from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import kl_of, texts_at_once
 from linearizer.progress import Progress, Steps
 from linearizer.run.head_bytes import Layer
-from linearizer.run.results import Bin, Estimate, Language, Predictions
+from linearizer.run.results import Bin, Estimate, Language, Predictions, Tail
 
 Tensor = torch.Tensor
 DRAWN = 1000  # times that the documents are drawn again
@@ -112,9 +112,18 @@ def described(
         excess=None if teacher is None else over.estimate(own.loss - teacher),
         kl=None if teacher is None else over.estimate(own.kl),
         agreement=None if teacher is None else over.estimate(own.agreement),
+        tail=None if teacher is None else tail_of(own, teacher),
         calibration_error=sum(bin.share * abs(bin.probability - bin.correct) for bin in bins),
         bins=bins,
     )
+
+
+def tail_of(own: Scores, teacher: Tensor) -> Tail:
+    """Say how far the worst tokens are from the teacher, whose loss is given token by token."""
+    apart = own.kl.flatten().sort().values
+    high, highest = (apart[int(share * (len(apart) - 1))].item() for share in (0.99, 0.999))
+    change = (-own.loss).exp() - (-teacher).exp()
+    return Tail(high, highest, change.square().mean().sqrt().item())
 
 
 def doubling_edges(length: int) -> tuple[int, ...]:

@@ -43,17 +43,34 @@ def describe_texts(part: Part) -> str:
 
 def language_tables(part: Part[results.Language]) -> list[Table]:
     language = part.result
-    rows: Rows = [("", "state", "loss", "95 %", "perplexity", "above teacher", "KL", "agreement", "calibration")]
+    rows: Rows = [("", "state", "loss", "95 %", "perplexity", "above teacher", "calibration")]
     for subject in language.subjects:
         low, high = subject.loss.interval
         row = [subject.name, state_size(subject.state_bytes), f"{subject.loss.mean:.3f}", f"{low:.3f}–{high:.3f}"]
-        row += [f"{subject.perplexity:.2f}", with_half_width(subject.excess), with_half_width(subject.kl)]
-        rows.append([*row, with_half_width(subject.agreement, ".1%"), f"{subject.calibration_error:.3f}"])
+        rows.append(
+            [*row, f"{subject.perplexity:.2f}", with_half_width(subject.excess), f"{subject.calibration_error:.3f}"]
+        )
     ranges: Rows = [("loss from token", *language.edges)]
     ranges += [(subject.name, *(f"{loss:.3f}" for loss in subject.by_position)) for subject in language.subjects]
     over = f"95 % intervals from {language.count} {language.drawn}, drawn again"
     state = "state: what is remembered at the end of a text; the teacher's grows with every token"
-    return [Table(rows, (state,)), Table(ranges, (f"{describe_texts(part)}; {over}",))]
+    near = [tail_table(language)] * any(subject.kl is not None for subject in language.subjects)
+    return [Table(rows, (state,)), *near, Table(ranges, (f"{describe_texts(part)}; {over}",))]
+
+
+def tail_table(language: results.Language) -> Table:
+    """Show how near each subject is to the teacher, token by token."""
+    rows: Rows = [("beside the teacher", "KL", "KL, 99 %", "KL, 99.9 %", "RMS Δp", "same top token")]
+    for subject in language.subjects:
+        tail = subject.tail
+        far = (
+            ("–",) * 3
+            if tail is None
+            else (f"{tail.kl_99:.4f}", f"{tail.kl_999:.4f}", f"{tail.probability_change:.2%}")
+        )
+        rows.append((subject.name, with_half_width(subject.kl, ".4f"), *far, with_half_width(subject.agreement, ".1%")))
+    note = "99 % and 99.9 % of the tokens have a smaller KL; Δp: change in the probability of the token that came"
+    return Table(rows, (note,))
 
 
 def recall_tables(part: Part[results.Recall]) -> list[Table]:

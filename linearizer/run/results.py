@@ -31,6 +31,15 @@ class Bin:
 
 
 @dataclass(frozen=True)
+class Tail:
+    """What a mean hides of how a subject differs from the teacher; quantised weights are judged by the same."""
+
+    kl_99: float  # nats that 99 % of the tokens stay below
+    kl_999: float  # 99.9 %
+    probability_change: float  # of the token that came: the root of the mean square
+
+
+@dataclass(frozen=True)
 class Predictions:
     """One subject, in nats; what is held against the teacher is None for whom there is none."""
 
@@ -45,6 +54,7 @@ class Predictions:
     agreement: Estimate | None  # how often the likeliest tokens are the same
     calibration_error: float  # |probability - correct|, averaged over the predictions
     bins: tuple[Bin, ...]
+    tail: Tail | None = None
 
 
 @dataclass(frozen=True)

@@ -55,6 +55,10 @@ def test_loss_divergence_and_agreement_are_those_of_the_logits(subjects):
     assert own.kl.mean == pytest.approx(kl_of(teacher, student)[:, :-1].mean().item(), abs=1e-5)
     same = (teacher.argmax(-1) == student.argmax(-1))[:, :-1].float().mean().item()
     assert own.agreement.mean == pytest.approx(same, abs=1e-6)
+    apart = kl_of(teacher, student)[:, :-1].double().flatten().sort().values
+    assert [own.tail.kl_99, own.tail.kl_999] == pytest.approx([apart[153].item(), apart[154].item()], abs=1e-5)
+    given, expected = ((-losses_of(x[:, :-1], ids[:, 1:])).exp() for x in (student, teacher))
+    assert own.tail.probability_change == pytest.approx((given - expected).square().mean().sqrt().item(), abs=1e-6)
     assert own.perplexity == pytest.approx(math.exp(own.loss.mean))
     assert own.excess.mean == pytest.approx(own.loss.mean - result.subjects[0].loss.mean, abs=1e-6)
 
@@ -62,6 +66,7 @@ def test_loss_divergence_and_agreement_are_those_of_the_logits(subjects):
 def test_a_teacher_is_its_own_equal(subjects):
     first = measured(subjects, tokens(2, 40)).subjects[0]
     assert first.kl.mean == pytest.approx(0, abs=1e-9) and first.excess.interval == (0, 0)
+    assert first.tail.kl_999 == pytest.approx(0, abs=1e-9) and first.tail.probability_change == 0
     assert first.agreement.mean == 1 and first.state_bytes == cache_bytes(subjects[1], 40)
 
 

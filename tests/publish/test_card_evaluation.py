@@ -24,7 +24,14 @@ def test_every_part_is_on_the_card_as_tables(tmp_path):
         assert f"<h3>{view.title}</h3>" in page
     assert 'src="allocation.png"' in page and Image.open(BytesIO(files["allocation.png"])).format == "PNG"
     shown = len(PART_VIEWS) - 2  # folded; language and recall are not
-    assert "<td" in page and "25%" in page and "4.6000" not in page and text.count("<details>") == 2 + shown
+    assert (
+        "<td" in page
+        and "25%" in page
+        and "1.2345" in page
+        and "3.21%" in page
+        and "4.6000" not in page
+        and text.count("<details>") == 2 + shown
+    )
 
 
 def test_what_others_wrote_in_an_evaluation_stays_text(tmp_path):

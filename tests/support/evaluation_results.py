@@ -18,6 +18,7 @@ def predictions(name, loss):
         "by_position": [loss + 0.1, loss - 0.1], "position_intervals": [[loss, loss + 0.3], [loss - 0.2, loss]],
         "excess": estimate(0.1), "kl": estimate(0.2),
         "agreement": estimate(0.8), "calibration_error": 0.04, "bins": bins,
+        "tail": {"kl_99": 1.2345, "kl_999": 2.3456, "probability_change": 0.0321},
     }  # fmt: skip
 
 
