@@ -151,7 +151,12 @@ def test_a_state_has_8_bits_a_number_where_heads_are_priced_and_may_be_merged():
     assert [name for name, bits in kept.items() if bits == 8] == ["best"]
     assert Plan.of("windows", model="demo", budget=64, bits=8).kept_bits == 8
     assert Plan.of(model="demo", budget=64, bits=16).kept_bits == 16
-    for recipe, bits in (("paper", 8), ("duo", 8), ("best", 4)):
+    assert (
+        Plan.of(model="demo", budget=64).fewer_bits == (6, 4)
+        and not Plan.of(model="demo", budget=64, bits=8).fewer_bits
+    )
+    assert Plan.of(model="demo", budget=64, bits=4).kept_bits == 4
+    for recipe, bits in (("paper", 8), ("duo", 8), ("best", 5), ("features", 4)):
         with pytest.raises(RequestError, match="bits"):
             Plan.of(recipe, model="demo", budget=64, bits=bits)
 

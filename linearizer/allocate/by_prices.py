@@ -88,8 +88,10 @@ def dear_offers(
             priced = [
                 Offer(option, head_bytes(option, layer, prices.sinks, length), own)
                 for option, own in zip(prices.options, kl, strict=True)
+                if not option.softmax
             ]
-            hull, most = efficient_offers(priced), head_bytes(held, layer, prices.sinks, length)
+            most = head_bytes(replace(held, bits=prices.options[0].bits), layer, prices.sinks, length)
+            hull = efficient_offers(priced)
             smaller, larger = ([o for o in hull if (o.bytes <= most) == is_smaller] for is_smaller in (True, False))
             for offer in (*smaller[-1:], *larger[:1]):
                 if offer.kl > DEAR_KL:
@@ -195,20 +197,25 @@ def downgrade_others(offers: OffersOfHeads, levels: list[int], keep: int) -> boo
 def offers_for_head(
     prices: Prices, layer: Layer, kl_of_options: Sequence[float], length: int, may_grow: bool
 ) -> Iterator[Offer]:
-    """List all that one head may hold: the options, sizes between them, and softmax if it `may_grow`."""
+    """List all that one head may hold: the options, sizes between them, and softmax if it `may_grow`.
 
-    def offer(head: Head, kl: float) -> Offer:
-        return Offer(head, head_bytes(head, layer, prices.sinks, length), max(kl, 0.0))
-
+    All in the bits that they were priced with, and in fewer, whose rounding costs the same whatever a head holds.
+    """
+    rounding = {prices.options[0].bits: 0.0}
     series: dict[str, list[tuple[Head, float]]] = {}
     for head, kl in zip(prices.options, kl_of_options, strict=True):
-        yield offer(head, kl)
-        series.setdefault(series_of(head), []).append((head, kl))
-    for priced in series.values():
-        for low, high in pairwise(sorted(priced, key=lambda pair: pair[0].window + pair[0].slots + pair[0].features)):
-            yield from (offer(head, kl) for head, kl in interpolate(low, high))
+        if head.softmax:
+            rounding[head.bits] = max(kl, 0.0)
+        else:
+            series.setdefault(series_of(head), []).append((head, kl))
+    held = [pair for priced in series.values() for pair in with_sizes_between(priced)]
     if may_grow:
-        yield offer(Head(softmax=True, bits=prices.options[0].bits), 0.0)
+        held.append((Head(softmax=True), 0.0))
+    for head, kl in held:
+        for bits, more in rounding.items():
+            if bits == prices.options[0].bits or not head.features:
+                one = replace(head, bits=bits)
+                yield Offer(one, head_bytes(one, layer, prices.sinks, length), max(kl, 0.0) + more)
 
 
 def series_of(head: Head) -> str:
@@ -217,6 +224,13 @@ def series_of(head: Head) -> str:
         return "windows"
     kind, size = ("slots", head.slots) if head.slots else ("features", head.features)
     return f"even {kind}" if head.window == size else f"{kind} beside {head.window}"
+
+
+def with_sizes_between(priced: Sequence[tuple[Head, float]]) -> Iterator[tuple[Head, float]]:
+    """List options that differ only in size, and heads between them."""
+    yield from priced
+    for low, high in pairwise(sorted(priced, key=lambda pair: pair[0].window + pair[0].slots + pair[0].features)):
+        yield from interpolate(low, high)
 
 
 def interpolate(low: tuple[Head, float], high: tuple[Head, float], parts: int = 4) -> Iterator[tuple[Head, float]]:

@@ -20,7 +20,7 @@ def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
     if plan.rules.spends_tokens:
         check_amount("budget", plan.budget, 1)
         least = min(sinks_to_try(plan)) if plan.rules.decided_by == "prices" else plan.kept_sinks
-        check_least_budget(layers, plan.budget or 0, least, plan.kept_bits)
+        check_least_budget(layers, plan.budget or 0, least, min(plan.kept_bits, *fewer_bits(plan, layers), 16))
     else:
         check_amounts(layers, plan.budget, plan.features, plan.strategy, plan.kept_window, plan.kept_sinks)
 
@@ -70,6 +70,12 @@ def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocatio
     return Allocation("window", sinks, tuple(map(row, layers)))
 
 
+def fewer_bits(plan: Plan, layers: Sequence[Layer]) -> tuple[int, ...]:
+    """List bits that heads may have beside those that options are priced with: none where vectors fill no bytes."""
+    sizes = {size for layer in layers if layer.native_window is None for size in (layer.key_dim, layer.value_dim)}
+    return tuple(bits for bits in plan.fewer_bits if all(size % 8 == 0 for size in sizes))
+
+
 def sinks_to_try(plan: Plan) -> tuple[int, ...]:
     """List the numbers of sinks to choose from, the largest first: it is the safest where the kl does not differ."""
     return (
@@ -90,6 +96,8 @@ def offers_by_prices(run: Run, plan: Plan, prices: Prices, layers: Sequence[Laye
     far_field = plan.rules.far_field
 
     def is_allowed(option: Head) -> bool:
+        if option.softmax:  # what fewer bits cost
+            return option.bits in plan.fewer_bits
         return (not option.slots or far_field == "slots") and (not option.features or far_field == "features")
 
     length = plan.target_tokens(run.positions)

@@ -8,7 +8,7 @@ from functools import partial
 import torch
 
 from linearizer.allocate.by_prices import MIN_KL, allocate_by_prices, correct_prices, dear_offers, exchange_once
-from linearizer.allocate.decide import allocate_alike, decide, offers_by_prices, offers_of, sinks_to_try
+from linearizer.allocate.decide import allocate_alike, decide, fewer_bits, offers_by_prices, offers_of, sinks_to_try
 from linearizer.errors import RequestError
 from linearizer.measure.gates import learn_gates
 from linearizer.measure.head_prices import (
@@ -81,8 +81,8 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Prices
     """Measure or estimate the prices of all KV heads, unless the run has them already."""
     if prices := run.prices:
         return prices
-    options = options_to_price(texts.shape[1], run.plan.rules.far_field, run.plan.kept_bits)
-    layers = teacher.inspection.layers
+    plan, layers = run.plan, teacher.inspection.layers
+    options = options_to_price(texts.shape[1], plan.rules.far_field, plan.kept_bits, fewer_bits(plan, layers))
     generator = torch.Generator().manual_seed(run.plan.seed)
     if stored := read_partial_prices(run, options, generator):
         sinks, texts_done, before = stored.prices.sinks, stored.texts, stored.prices.kl

@@ -160,7 +160,7 @@ def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
 
 def pricing_seconds(plan: Plan, heads: int, length: int, teacher: float, own: float) -> float:
     """Say how many seconds sinks, prices and exchanges take for a text."""
-    offered = len(options_to_price(length, plan.rules.far_field))
+    offered = len(options_to_price(length, plan.rules.far_field, fewer=plan.fewer_bits))
     students = len(sinks_to_try(plan)) + 1 + EXCHANGE_SHARE * plan.exchanges
     priced = ESTIMATING_PASSES + MOST_DEAR * DEAR_SHARE / 2
     if plan.prices == "measured":

@@ -31,22 +31,24 @@ from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, at
 Place = tuple[int, int, int]  # layer, KV head, option
 
 
-def options_to_price(length: int, far: str = "slots", bits: int = 16) -> tuple[Head, ...]:
+def options_to_price(length: int, far: str = "slots", bits: int = 16, fewer: Sequence[int] = ()) -> tuple[Head, ...]:
     """List windows that double in size, alone and with slots or features, as far as texts of `length` tell them apart.
 
     The largest are three quarters of a text: the few heads that recall need that much.
-    `far` names what holds older tokens: "slots", "features", or "" for nothing.
+    `far` names what holds older tokens: "slots", "features", or "" for nothing. What `fewer` bits cost is measured once
+    for a head, with its whole cache, and added to the price of what it holds.
     """
     most = 3 * length // 4
     windows = [Head(window=window, bits=bits) for window in [*doubling(SMALLEST, most), most]]
+    rounded = [Head(softmax=True, bits=count) for count in fewer]
     if not far:
-        return tuple(windows)
+        return tuple(windows + rounded)
     least = min(BLOCK, max(SMALLEST, length // 8))
     slim = [(least, count) for count in [*doubling(least, most), most]]
     even = [(count, count) for count in doubling(2 * least, length // 2)]
     if far == "slots" and least > SMALLEST:
         slim += [(least // 2, count) for count in doubling(least // 4, 2 * least)]
-    return tuple(windows + [Head(window=window, bits=bits, **{far: count}) for window, count in slim + even])  # type: ignore[arg-type]
+    return tuple(windows + [Head(window=window, bits=bits, **{far: count}) for window, count in slim + even] + rounded)  # type: ignore[arg-type]
 
 
 def doubling(first: int, end: int) -> list[int]:

@@ -63,7 +63,8 @@ def priced_alike(prices: Prices, layers: Sequence[Layer], budget: int) -> Head:
     layer = next(layer for layer, row in zip(layers, prices.kl, strict=True) if row)
     share = budget * head_bytes.token_bytes(layer)
     sizes = [head_bytes.head_bytes(option, layer, prices.sinks, 0) for option in prices.options]
-    fitting = [place for place, bytes in enumerate(sizes) if bytes <= share] or [sizes.index(min(sizes))]
+    sized = [place for place, option in enumerate(prices.options) if not option.softmax]
+    fitting = [place for place in sized if sizes[place] <= share] or [min(sized, key=lambda place: sizes[place])]
     return prices.options[max(fitting, key=lambda place: sizes[place])]
 
 

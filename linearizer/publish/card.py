@@ -35,7 +35,8 @@ MEASURED_AT_ONCE = {"language", "recall"}  # parts that every run measures; thei
 SUBJECTS_NOTE = (
     "The same code measured all subjects on the same text, which was not used for training, with one seed. The "
     "teacher has the same weights and softmax attention. `window` is the window control: a window with sinks that "
-    "takes as many bytes as the student's state, with as many bits per number. Losses are in nats per token."
+    "takes as many bytes as the student's state, with the bits a number that most of its heads have. Losses are in "
+    "nats per token."
 )
 SNIPPET = """\
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -129,7 +130,7 @@ def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: T
     kept += ["an exact window"] * any(head.window for head in heads)
     kept += ["features that stand for all older tokens"] * any(head.features for head in heads)
     kept += ["slots that older tokens are merged into"] * any(head.slots for head in heads)
-    bits = ", with 8 bits per number and one exponent per vector" if allocation.bits == 8 else ""
+    bits = "" if allocation.bits_in_words == "16" else f", with {allocation.bits_in_words} bits a number"
     return (
         f"This is {origin}, with its attention replaced: instead of caching the keys and values of every token, its KV "
         f"heads keep {join_words(kept)}{bits}. {describe_state(allocation, layers)}"
@@ -162,10 +163,11 @@ def list_heads(allocation: Allocation) -> str:
 
 def describe_head(head: Head) -> str:
     """Say what a head holds besides its sinks."""
+    few = f", {head.bits} bits" if head.bits < 8 else ""
     if head.softmax:
-        return "softmax"
+        return f"softmax{few}"
     far = (f"{count} {name}" for count, name in ((head.features, "features"), (head.slots, "slots")) if count)
-    return " + ".join([str(head.window)] * bool(head.window) + [*far]) or "nothing"
+    return (" + ".join([str(head.window)] * bool(head.window) + [*far]) or "nothing") + few
 
 
 def public_parts(parts: Mapping[str, Part]) -> dict[str, Part]:

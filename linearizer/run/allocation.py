@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any, ClassVar
@@ -28,8 +29,10 @@ class Allocation(JsonProduct):
         for head in (head for row in self.heads for head in row):
             if not all(map(is_count, (head.window, head.features, head.slots))):
                 raise RequestError(f"{head} is no head: window, features and slots are whole numbers, 0 or more")
-            if head.bits not in (8, 16):
-                raise RequestError(f"{head} is no head: its numbers have 8 or 16 bits")
+            if head.bits not in head_bytes.BITS:
+                raise RequestError(f"{head} is no head: its numbers have 4, 5, 6, 8 or 16 bits")
+            if head.features and head.bits < 8:
+                raise RequestError(f"{head} is no head: beside features its numbers have 8 or 16 bits")
             if head.slots and (head.features or not head.window):
                 raise RequestError(f"{head} is no head: slots take what leaves a window, and go without features")
             if head.softmax and (head.window or head.features or head.slots):
@@ -37,8 +40,14 @@ class Allocation(JsonProduct):
 
     @property
     def bits(self) -> int:
-        """The fewest bits of a number in the keys and values of any head."""
-        return min((head.bits for row in self.heads for head in row), default=16)
+        """The bits of a number in the keys and values of most heads."""
+        counts = Counter(head.bits for row in self.heads for head in row)
+        return max(counts, key=lambda bits: (counts[bits], bits), default=16)
+
+    @property
+    def bits_in_words(self) -> str:
+        """Name all bits of a number that heads have."""
+        return " or ".join(map(str, sorted({head.bits for row in self.heads for head in row} or {16})))
 
     @property
     def features_mean(self) -> float:

@@ -1,7 +1,7 @@
 """What attention costs: bytes of state, operations per token, and the length at which a student breaks even.
 
-Keys and values of a cache are priced at two bytes a number (bf16); of a state at two, or at one with another byte for
-the exponent of each vector. The running state is priced at four (fp32).
+Keys and values of a cache are priced at two bytes a number (bf16); of a state at two, or at 4 to 8 bits and a byte
+or two for the scale of each vector. The running state is priced at four (fp32).
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 CACHED = 2  # bytes of a cached number
+BITS = (4, 5, 6, 8, 16)  # that a number in keys and values may have
 SUMMED = 4  # bytes of a number in a running state
 SINKS = 4  # tokens at the start of a text that most models lean on
 BLOCK = 16  # tokens that leave a window at once where slots take them
@@ -53,8 +54,14 @@ class Head:
 
 def token_bytes(layer: Layer, bits: int = 16) -> int:
     """Bytes that one token of one KV head takes in a cache, or in a state with so many bits a number."""
-    numbers = layer.key_dim + layer.value_dim
-    return CACHED * numbers if bits == 16 else numbers + 2
+    return vector_bytes(layer.key_dim, bits) + vector_bytes(layer.value_dim, bits)
+
+
+def vector_bytes(numbers: int, bits: int) -> int:
+    """Bytes of a key or a value: with 8 bits a number also an exponent, with fewer a scale of two bytes."""
+    if bits == 16:
+        return CACHED * numbers
+    return numbers + 1 if bits == 8 else numbers * bits // 8 + 2
 
 
 def feature_bytes(layer: Layer) -> int:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any, ClassVar
 
 from linearizer.errors import BudgetError, RequestError
-from linearizer.run.head_bytes import SINKS
+from linearizer.run.head_bytes import BITS, SINKS
 from linearizer.run.json_products import JsonProduct, check_names
 from linearizer.run.options import check_options, differences, option, options_of
 from linearizer.run.profile import Gauge, Normalise, Per
@@ -81,8 +81,8 @@ class Plan(JsonProduct):
     bits: int | None = option(
         None,
         "bits of a number in the keys and values that are kept",
-        choices=(8, 16),
-        default_text="8 with gain and gain-features, else 16",
+        choices=BITS,
+        default_text="as pays for each head with gain, 8 with gain-features, else 16",
         group=ALLOCATION,
     )
     feature_map: str = option(
@@ -193,7 +193,10 @@ class Plan(JsonProduct):
                 "or ask for another recipe, or for gain-features"
             )
         if self.bits is not None and self.bits not in self.rules.bits:
-            raise RequestError(f"the strategy {self.strategy} keeps 16 bits a number: leave out bits")
+            kept = " or ".join(map(str, sorted(self.rules.bits)))
+            raise RequestError(
+                f"the strategy {self.strategy} keeps {kept} bits a number: ask for these, or leave it out"
+            )
         if self.rules.decided_by == "gates" and not self.may_grow:
             raise RequestError(
                 "duo lets heads keep their whole cache by its nature, so its state grows with the text: add --may-grow "
@@ -231,7 +234,13 @@ class Plan(JsonProduct):
 
     @property
     def kept_bits(self) -> int:
+        """The bits asked for, or those that options are priced with."""
         return self.bits or self.rules.bits[0]
+
+    @property
+    def fewer_bits(self) -> tuple[int, ...]:
+        """Bits that heads may have instead, where that pays."""
+        return () if self.bits else self.rules.fewer
 
     def target_tokens(self, positions: int) -> int:
         """The length at which the bytes of softmax heads count; `positions` are the model's."""

@@ -15,6 +15,7 @@ class Strategy:
     decided_by: Literal["prices", "gates", "freedoms", "budget"]  # "budget": nothing has to be measured
     far_field: Literal["slots", "features", ""] = ""  # what heads may hold beside a window
     bits: tuple[int, ...] = (16,)  # that a number in keys and values may have; the first is the default
+    fewer: tuple[int, ...] = ()  # that heads may have where that pays, unless bits are asked for
 
     @property
     def spends_tokens(self) -> bool:
@@ -29,11 +30,15 @@ class Strategy:
 
 STRATEGIES: Mapping[str, Strategy] = {
     "gain": Strategy(
-        "a window or slots by each head's price; with --may-grow softmax, too", "prices", "slots", (8, 16)
+        "a window or slots by each head's price; with --may-grow softmax, too",
+        "prices",
+        "slots",
+        (8, 16, 6, 5, 4),
+        (6, 5, 4),
     ),
     "gain-features": Strategy("as gain, with features in place of slots", "prices", "features", (8, 16)),
-    "windows": Strategy("as gain, without slots", "prices", "", (16, 8)),
-    "window": Strategy("the same window for every head", "budget", "", (16, 8)),
+    "windows": Strategy("as gain, without slots", "prices", "", (16, 8, 6, 5, 4)),
+    "window": Strategy("the same window for every head", "budget", "", (16, 8, 6, 5, 4)),
     "duo": Strategy("softmax or a window by learned gates; needs --may-grow", "gates"),
     "fix": Strategy("the same number of features for every head", "freedoms", "features"),
     "dof": Strategy("features by the most degrees of freedom in a layer (the paper)", "freedoms", "features"),

@@ -13,8 +13,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from .few_bits import KEPT_AS_BYTES, KEYS_AND_VALUES
 from .state import change_tensors, tensors, working_dtype
-from .state_8bit import KEYS_AND_VALUES
 from .state_file import FORMAT, write_state
 
 MAX_TURNS = 8  # that can be taken back
@@ -60,7 +60,7 @@ class LinearizedLayer(CacheLayerMixin):
     def bytes(self) -> int:
         """What is remembered, without counters."""
         held = [tensor for state in self.memory for tensor in tensors(state).values()]
-        return sum(x.numel() * x.element_size() for x in held if x.is_floating_point() or x.dtype == torch.int8)
+        return sum(x.numel() * x.element_size() for x in held if x.is_floating_point() or x.dtype in KEPT_AS_BYTES)
 
     def copied(self, change: Change) -> "LinearizedLayer":
         """Give another layer, whose tensors are what `change` makes of these."""

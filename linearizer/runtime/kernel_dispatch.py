@@ -15,13 +15,13 @@ import torch
 
 from .feature_maps import NONE, Folded
 from .features_torch import CHUNK, attend_chunks, attend_text_with_features, attend_token_with_features
+from .few_bits import ROTATED, pack_state, round_vectors, unpack_vectors
 from .kernel_token_table import TokenGroup, get_table
 from .kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
 from .slots_merging import MAX_MERGED_ROWS, Merging
 from .slots_torch import Piece, attend_periods, attend_text_with_slots, attend_token_with_slots
 from .softmax_parts import Features, get_folded
 from .state import ABSENT, Columns, ExactState, FeatureState, SlotState, working_dtype
-from .state_8bit import pack_state, round_vectors, unpack_vectors
 
 try:
     from .kernel_text_gradients import FeatureAttention
@@ -89,6 +89,7 @@ def kernel_serves_text_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, 
         run_slot_merging is None
         or torch.is_grad_enabled()
         or slots + block > MAX_MERGED_ROWS
+        or merging.bits in ROTATED
         or not kernels_accept(q, k, v, state.slot_k)
     ):
         return False

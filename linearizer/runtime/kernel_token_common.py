@@ -1,7 +1,7 @@
 """Parts of the kernels for one token: their table, keys and values that may be bytes, the window and the sinks.
 
 Each program serves a KV head and reads its row of the table (kernel_token_table.py). BITS is 8 where keys and values
-are kept as bytes (state_8bit.py); the new token is rounded as it is read.
+are kept as bytes (few_bits.py); the new token is rounded as it is read.
 """
 
 from __future__ import annotations

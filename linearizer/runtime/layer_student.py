@@ -12,17 +12,17 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from .feature_maps import FEATURE_MAPS, FeatureMap, Folded
 from .features import linear_attention
+from .few_bits import ROTATED, FewBits, attend_in_few_bits, pack_state, rotate, unpack_state
 from .kernel_dispatch import attend_token_of_layer, kernel_serves_text_slots
 from .kernel_token_table import TokenGroup
 from .slots import Merger, slot_attention
 from .slots_merging import Merging
 from .slots_torch import read_text, read_together
 from .state import FeatureState, SlotState
-from .state_8bit import Rounded, attend_in_8_bits, pack_state, unpack_state
 from .token_buffer import WindowGroup, attend_token_in_buffer
 
 Tensor = torch.Tensor
-SOFTMAX, SOFTMAX_8 = "softmax", "softmax 8"
+SOFTMAX = "softmax"
 NOT_EXPORTED = (
     "slots merge at places that depend on the tokens read, which no exported graph can follow: "
     "export a student without slots (--recipe features)"
@@ -162,7 +162,7 @@ class ScaledMap:
 class LayerStudent(nn.Module):
     """Attention of one layer; `held` says for every KV head what it holds.
 
-    It is [window, features], [window, 0, slots, block] or "softmax"; with 8 bits a number in place of 16,
+    It is [window, features], [window, 0, slots, block] or "softmax"; with fewer than 16 bits a number, 8 for example,
     [window, features, slots, block, 8] or "softmax 8".
     """
 
@@ -177,7 +177,7 @@ class LayerStudent(nn.Module):
 
         def group(kind: tuple[int, ...] | str, heads: list[int]) -> nn.Module:
             if isinstance(kind, str):
-                return SoftmaxGroup(heads, 8 if kind == SOFTMAX_8 else 16)
+                return SoftmaxGroup(heads, int(kind.removeprefix(SOFTMAX) or 16))
             window, features, slots, block, bits = (*kind, *(0, 0, 0, 0, 16)[len(kind) :])
             if slots:
                 return SlotGroup(heads, window, slots, block, sinks, key_dim, bits)
@@ -219,22 +219,23 @@ class LayerStudent(nn.Module):
         if memory is not None:
             memory += [None] * (len(self.groups) - len(memory))
         left = [(index, group) for index, group in enumerate(self.groups) if index not in done]
-        small = {8: (Rounded.of(key), Rounded.of(value))} if any(group.bits == 8 for _, group in left) else {}
+        few = {int(group.bits) for _, group in left} - {16}  # type: ignore[arg-type]
+        small = {bits: FewBits.of(query, key, value, bits) for bits in few}
         parts = self.read_with_slots(left, memory, query, key, value, small, scale, real)
         for index, group in left:
             heads = as_slice(group.heads)  # type: ignore[arg-type]
             if index in parts:
-                out[:, heads] = parts[index].to(out.dtype)
-                continue
-            state = None if memory is None else memory[index]
-            if group.bits == 8:
-                k, v = (x[heads] for x in small[8])
-                part, state = attend_in_8_bits(group, query[:, heads], k, v, scale, real, state, memory is not None)
+                part = parts[index]
             else:
-                part, state = group(query[:, heads], key[:, heads], value[:, heads], scale, real, state)
-            out[:, heads] = part.to(out.dtype)
-            if memory is not None:
-                memory[index] = state
+                state = None if memory is None else memory[index]
+                if asks := small.get(group.bits):  # type: ignore[call-overload]
+                    q, k, v = asks.query[:, heads], asks.key[heads], asks.value[heads]
+                    part, state = attend_in_few_bits(group, q, k, v, scale, real, state, memory is not None)
+                else:
+                    part, state = group(query[:, heads], key[:, heads], value[:, heads], scale, real, state)
+                if memory is not None:
+                    memory[index] = state
+            out[:, heads] = (rotate(part) if group.bits in ROTATED else part).to(out.dtype)
         return out.flatten(1, 2)
 
     def read_with_slots(
@@ -247,18 +248,22 @@ class LayerStudent(nn.Module):
             if not isinstance(group, SlotGroup) or (query.shape[-2] == 1 and real is None):
                 continue
             heads = as_slice(group.heads)
-            k, v = (x[heads].numbers for x in small[8]) if group.bits == 8 else (x[:, heads] for x in (key, value))
+            if few := small.get(group.bits):
+                q, k, v = few.query[:, heads], few.key[heads].numbers, few.value[heads].numbers
+            else:
+                q, k, v = query[:, heads], key[:, heads], value[:, heads]
             state = None if memory is None else memory[index]
-            if state is not None and group.bits == 8:
-                state = unpack_state(state, k.dtype, v.dtype)
+            if state is not None and few:
+                state = unpack_state(state, group.bits, k.dtype, v.dtype)
             state = group.empty(k, v) if state is None else state
-            inputs = query[:, heads] * scale, k, v, group.merging(scale)
+            inputs = q * scale, k, v, group.merging(scale)
             if not kernel_serves_text_slots(*inputs, state):
                 readings[index], states[index] = read_text(*inputs, real, state), state
         parts = dict(zip(readings, read_together(list(readings.values())), strict=True))
         if memory is not None:
             for index, state in states.items():
-                memory[index] = pack_state(state) if self.groups[index].bits == 8 else state
+                bits = self.groups[index].bits
+                memory[index] = pack_state(state, bits) if bits < 16 else state
         return parts
 
 

@@ -10,6 +10,8 @@ from dataclasses import dataclass
 
 import torch
 
+from .few_bits import ROTATED, rotate
+
 MAX_MERGED_ROWS = 512  # slots and tokens of a block that one program of a kernel merges at most
 TINY = 1e-30  # a squared distance of values that counts as none: infinity times it is infinite
 
@@ -29,8 +31,8 @@ class Merging:
 
     @property
     def scaled(self) -> Tensor:
-        """The metric for keys as they are."""
-        return self.metric * self.root
+        """The metric for keys as they are kept."""
+        return (rotate(self.metric) if self.bits in ROTATED else self.metric) * self.root
 
 
 @dataclass

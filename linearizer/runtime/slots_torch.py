@@ -10,6 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
+from .few_bits import round_together
 from .slots_merging import Merging, Slots, keep_slots, merge_slots
 from .softmax_parts import attend_seen, exact_part, join_rows, softmax_over, split_rows
 from .state import (
@@ -23,7 +24,6 @@ from .state import (
     take_tokens,
     working_dtype,
 )
-from .state_8bit import round_together
 
 Tensor = torch.Tensor
 Attend = Callable[["Piece"], Tensor]
@@ -205,8 +205,8 @@ def merge_blocks(pieces: list[Piece]) -> list[Slots]:
             both = now.beside(block)
             now = merge_slots(both, counts, metric, room) if too_many[number] else keep_slots(both, room)
             now.k, now.v = now.k.to(kept), now.v.to(kept)
-            if bits == 8:
-                now.k, now.v = round_together(now.k, now.v)
+            if bits < 16:
+                now.k, now.v = round_together(now.k, now.v, bits)
         after.append(now)
     each = Slots(*(torch.stack(x, 1) for x in zip(*(slots.all() for slots in after), strict=True)))
     slots, first = [], 0

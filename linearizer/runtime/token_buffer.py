@@ -14,10 +14,10 @@ from typing import Any
 
 import torch
 
+from .few_bits import ROTATED, Rounded, codes_in, pack_vectors, rotate, scales_in, unpack_vectors
 from .slots_merging import Merging
 from .slots_torch import LeavingBlocks, Piece, merge_pieces, slot_levels
 from .state import EMPTY, Columns, ExactState, first_places, must_be_copied, tensors, working_dtype
-from .state_8bit import Rounded, pack_vectors, power, unpack_vectors
 
 Tensor = torch.Tensor
 
@@ -50,9 +50,10 @@ class TokenBuffer:
     places: list[int]  # the same, known without asking a device
     ring: Tensor  # (batch, heads) the row of `level` where each ring begins
     windows: Tensor  # (heads,)
+    bits: int  # of a number in keys and values
 
     @classmethod
-    def of(cls, groups: list[WindowGroup], dtype: torch.dtype) -> TokenBuffer:
+    def of(cls, groups: list[WindowGroup], dtype: torch.dtype, bits: int) -> TokenBuffer:
         """Lay the states of some groups into a buffer; `dtype` is that of their levels."""
         first = groups[0].state
         kinds = [[name for name in ("sink", "window", "slot") if hasattr(group.state, f"{name}_k")] for group in groups]
@@ -78,7 +79,7 @@ class TokenBuffer:
         sinks, number = first.sink_k.shape[-2], torch.arange(shape[0] * shape[1], device=level.device)
         windows = torch.tensor([group.window for group in groups for _ in group.heads], device=level.device)
         ring = (number * rows + sinks).view(shape[:2])
-        made = cls(groups, order, buffers, level, views, first.count, first.count.tolist(), ring, windows)
+        made = cls(groups, order, buffers, level, views, first.count, first.count.tolist(), ring, windows, bits)
         for index in range(len(groups)):
             made.see(index, [place - 1 for place in made.places])
         return made
@@ -120,20 +121,21 @@ class TokenBuffer:
                 buffer.view(-1, buffer.shape[-1]).index_copy_(0, own.flatten(), self.as_kept(x).flatten(0, -2))
 
     def as_kept(self, x: Tensor) -> Tensor:
-        return Rounded.of(x).bytes if self.buffers[0].dtype == torch.int8 else x
+        return Rounded.of(x, self.bits).bytes if self.bits < 16 else x
 
     def look(self, q: Tensor) -> Tensor:
         """One softmax over all rows: (batch, heads, group, dim)."""
         work = working_dtype(q)
-        parts, shape = [x.to(work) for x in self.buffers], q.shape[:2]
+        few, shape = self.bits < 16, q.shape[:2]
+        parts = [(codes_in(x, self.bits) if few else x).to(work) for x in self.buffers]
         keys, values = (x.flatten(0, 1) for x in (parts[0][0], parts[-1][-1]))
         level, q = self.level.flatten(0, 1)[:, None], q.to(work).flatten(0, 1)
-        if self.buffers[0].dtype != torch.int8:
+        if not few:
             weights = torch.baddbmm(level.to(work), q, keys.mT).softmax(-1)
             return torch.bmm(weights, values).unflatten(0, shape)
-        scales = [power(x[..., -1]).flatten(1, 2)[:, :, None].to(work) for x in self.buffers]
-        logits = torch.addcmul(level.to(work), torch.bmm(q, keys[..., :-1].mT), scales[0][0])
-        return torch.bmm(logits.softmax(-1).mul_(scales[-1][-1]), values[..., :-1]).unflatten(0, shape)
+        scales = [scales_in(x, self.bits)[..., 0].flatten(1, 2)[:, :, None].to(work) for x in self.buffers]
+        logits = torch.addcmul(level.to(work), torch.bmm(q, keys.mT), scales[0][0])
+        return torch.bmm(logits.softmax(-1).mul_(scales[-1][-1]), values).unflatten(0, shape)
 
     def see(self, index: int, places: list[int]) -> None:
         """Set the levels of a group after a token at these places: what is seen of sinks, ring and slots."""
@@ -164,7 +166,7 @@ class TokenBuffer:
             place = (first[:, None] + torch.arange(merging.block, device=device))[:, None]
             block = LeavingBlocks(place % group.window, comes[:, None, None] & (place >= state.sink_k.shape[-2]))
             window_k, window_v, slot_k, slot_v = (
-                unpack_vectors(x, dtype) if x.dtype == torch.int8 else x
+                unpack_vectors(x, dtype, self.bits) if self.bits < 16 else x
                 for x in (state.window_k, state.window_v, state.slot_k, state.slot_v)
             )
             columns = Columns(window_k, window_v, first, first, group.window)
@@ -175,7 +177,7 @@ class TokenBuffer:
             state = self.groups[index].state
             state.weight, state.spread = piece.state.weight, piece.state.spread
             for kept, new in ((state.slot_k, piece.state.slot_k), (state.slot_v, piece.state.slot_v)):
-                kept.copy_(pack_vectors(new) if kept.dtype == torch.int8 else new)
+                kept.copy_(pack_vectors(new, self.bits) if self.bits < 16 else new)
 
 
 def same(state: ExactState, views: dict[str, Tensor]) -> bool:
@@ -210,23 +212,26 @@ def attend_token_in_buffer(
         return []
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return []
-    kinds: dict[int, dict[int, WindowGroup]] = {}
+    kinds: dict[int, dict[int, WindowGroup]] = {}  # by the bits of a number
     for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
         held = None if index in done else group.window_group(scale, state)
         if held is not None and held.window and state.sink_k.device == k.device:
             kinds.setdefault(group.bits, {})[index] = held
     served: list[int] = []
-    for some in kinds.values():
+    for bits, some in kinds.items():
         own = list(some.values())
         first = own[0].state
         if first.token_buffer is None or not first.token_buffer.holds(own):
             first.token_buffer = None
             if min(first.count.tolist()) < first.sink_k.shape[-2]:
                 continue  # sinks are yet to be remembered
-            first.token_buffer = TokenBuffer.of(own, working_dtype(k))
+            first.token_buffer = TokenBuffer.of(own, working_dtype(k), bits)
         order = first.token_buffer.order
         heads = slice(None) if order == list(range(k.shape[1])) else order
         asks, new_k, new_v = q[:, heads, :, 0] * scale, k[:, heads, 0], v[:, heads, 0]
-        out[:, heads, :, 0] = first.token_buffer.attend(asks, new_k, new_v).to(out.dtype)
+        if bits in ROTATED:
+            asks, new_k, new_v = rotate(asks), rotate(new_k), rotate(new_v)
+        part = first.token_buffer.attend(asks, new_k, new_v)
+        out[:, heads, :, 0] = (rotate(part) if bits in ROTATED else part).to(out.dtype)
         served += some
     return served

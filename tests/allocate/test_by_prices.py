@@ -131,6 +131,27 @@ def test_exchanges_keep_the_budget_and_end(prices, budget):
     assert exchange_once(offers, best, tried) is None
 
 
+@pytest.mark.parametrize("far", [{}, {"slots": 4}, {"features": 32}])
+def test_fewer_bits_are_bought_where_their_rounding_costs_less_than_the_tokens_they_spare(far):
+    sizes = [Head(window=window, bits=8, **far) for window in (4, 16, 64)]
+    rough, fine = [1.0, 0.3, 0.1, 0.5, 1e-3], [1.0, 0.3, 0.1, 0.01, 1e-3]  # what 4 and 6 bits cost stands last
+    options = (*sizes, Head(softmax=True, bits=4), Head(softmax=True, bits=6))
+    prices = Prices(2, options, ((tuple(rough), tuple(fine)), (), (tuple(rough), tuple(fine))))
+    budget = 40 if "features" in far else 14
+    offers = OffersOfHeads.of(prices, LAYERS, budget, 4096)
+    allocation = allocate_by_prices(offers)
+    assert spent(allocation, 0) <= cache_bytes(LAYERS, budget)
+    bits = [head.bits for row in allocation.heads for head in row]
+    if "features" in far:  # which see no rotated keys
+        assert bits == [8] * 4
+    else:
+        assert set(bits[::2]) <= {6, 8} and 4 in bits[1::2]
+        coarse = [offer for offer in offers.offers[1] if offer.head.bits == 4]
+        assert coarse and all(offer.kl > 0.01 for offer in coarse)
+    grown = OffersOfHeads.of(prices, LAYERS, 10**6, 64, may_grow=True).offers[0][-1].head
+    assert grown == Head(softmax=True, bits=8), "the whole cache costs nothing in the bits that all was priced with"
+
+
 def test_a_dear_head_is_left_softmax_where_its_length_can_be_budget_bytes():
     prices = prices_of([[0.5, 0.4, 0.3, 0.4]] + [[1e-4, 1e-5, 1e-6, 1e-4]] * 3)
     kinds = [allocate(prices, 64, length)[0].heads[0][0].softmax for length in (128, 4096)]

@@ -22,12 +22,13 @@ def inspection():
 def priced(tmp_path, inspection):
     """A run whose heads were priced with one sink, with slots or what is named."""
 
-    def begin(far="slots", recipe="best"):
+    def begin(far="slots", recipe="best", fewer=()):
         run = Run.create(tmp_path / f"{recipe}-{far}", Plan.of(recipe, model="demo", budget=32))
         run.write("inspection.json", inspection.to_json())
         if run.plan.rules.decided_by == "prices":
-            offered = options_to_price(64, far, 8)
-            rows = [[[1 / (option.window + option.slots + option.features) for option in offered]] * 4] * 8
+            offered = options_to_price(64, far, 8, fewer)
+            sizes = [option.window + option.slots + option.features or 1000 for option in offered]
+            rows = [[[1 / size for size in sizes]] * 4] * 8
             run.write("prices.json", Prices(1, offered, rows).to_json())
         return run
 
@@ -47,6 +48,15 @@ def test_prices_are_shared_out_as_they_were_measured(priced):
     for options in (["--budget", "64"], ["--sinks", "1"], ["--bits", "8"], ["--strategy", "windows"]):
         assert main(["allocate", str(run.folder), *options]) == 0
     assert run.allocation.sinks == 1 and {head.slots for row in run.allocation.heads for head in row} == {0}
+
+
+def test_bits_that_are_asked_for_leave_out_fewer(priced):
+    run = priced(fewer=(6, 4))
+    kept = []
+    for asked in ([], ["--bits", "8"]):
+        assert main(["allocate", str(run.folder), *asked]) == 0
+        kept.append({head.bits for row in run.allocation.heads for head in row})
+    assert min(kept[0]) < 8 and kept[1] == {8}
 
 
 def test_what_the_prices_do_not_tell_of_is_refused(priced, capsys):

@@ -24,6 +24,15 @@ def test_state_is_exact_tokens_and_features_and_whole_caches():
     assert head_bytes.state_bytes(HEADS, LAYERS, 4, 100) == (4 + 10) * 2 * 24 + 16 * 4 * 17 + 100 * 2 * 24
 
 
+@pytest.mark.parametrize(
+    ("bits", "token"), [(16, 48), (8, 26), (6, 6 + 2 + 12 + 2), (5, 5 + 2 + 10 + 2), (4, 4 + 2 + 8 + 2)]
+)
+def test_fewer_bits_take_fewer_bytes_and_a_scale_for_every_vector(bits, token):
+    assert head_bytes.token_bytes(LAYER, bits) == token
+    assert head_bytes.slot_bytes(LAYER, bits) == token + 8
+    assert head_bytes.head_bytes(Head(softmax=True, bits=bits), LAYER, 4, 100) == 100 * token
+
+
 def test_operations_of_the_teacher_grow_with_the_length():
     assert head_bytes.cache_operations(LAYERS, 100) == 4 * 100 * 2 * (8 + 16)
 

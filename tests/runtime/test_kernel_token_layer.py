@@ -15,10 +15,10 @@ from linearizer.runtime import (
     kernel_token_slots,
     kernel_trial,
 )
+from linearizer.runtime.few_bits import pack_vectors
 from linearizer.runtime.kernel_token_table import TokenGroup, get_table
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.state import change_tensors, tensors
-from linearizer.runtime.state_8bit import pack_vectors
 from tests.support.kernels import CLOSE, DEVICE, EXACT, mutate, relative, vary
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning")

@@ -1,0 +1,131 @@
+"""Keys and values in few bits: near what they were, the same however often they are rounded, in as few bytes."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from linearizer.run.head_bytes import Head, vector_bytes
+from linearizer.runtime.few_bits import MAX_CODE, pack_vectors, rotate, round_vectors, unpack_vectors
+from tests.support.families import FAMILIES
+from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
+
+DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+DOUBLE = [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe")]  # experts have no fp64 product
+SMALL = [replace(head, bits=8) for head in MIXED]
+FEWER = [replace(head, bits=bits) for bits in (4, 5, 6) for head in MIXED if not head.features]
+
+
+def drawn(dtype, size=33):
+    generator = torch.Generator().manual_seed(0)
+    x = torch.randn(500, size, generator=generator) * torch.randn(500, 1, generator=generator).mul(4).exp()
+    return torch.cat([x.clamp(-6e4, 6e4), torch.zeros(1, size), torch.full((1, size), MAX_CODE / 128)]).to(dtype)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_rounding_moves_no_number_by_more_than_a_127th_of_the_largest(dtype):
+    x = drawn(dtype)
+    largest = x.abs().amax(-1, keepdim=True).double()
+    assert ((round_vectors(x).double() - x.double()).abs() <= largest / MAX_CODE + 2.0**-25).all()
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_what_is_rounded_stays_what_it_is(dtype):
+    once = round_vectors(drawn(dtype))
+    assert torch.equal(round_vectors(once), once)
+    assert torch.equal(unpack_vectors(pack_vectors(once), dtype), once)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_bytes_hold_all_that_rounding_leaves(dtype):
+    x = drawn(dtype)
+    held = pack_vectors(x)
+    assert held.dtype == torch.int8 and held.shape[-1] == x.shape[-1] + 1
+    assert torch.equal(unpack_vectors(held, dtype), round_vectors(x))
+
+
+def test_multiplying_by_a_power_of_two_changes_nothing_else():
+    x = drawn(torch.float32)[:500].clamp(-100, 100)
+    x = x[x.abs().amax(-1) > 1e-3]
+    assert torch.equal(round_vectors(8 * x), 8 * round_vectors(x))
+
+
+def test_gradients_pass_as_if_nothing_were_rounded():
+    x = drawn(torch.float32).requires_grad_()
+    found = round_vectors(x)
+    assert torch.equal(found, round_vectors(x.detach()))
+    (found * torch.arange(33.0)).sum().backward()
+    assert torch.equal(x.grad, torch.arange(33.0).expand_as(x))
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+@pytest.mark.parametrize("dtype", DTYPES[:2])
+def test_what_is_rounded_to_fewer_bits_stays_what_it_is_in_as_few_bytes_as_are_priced(dtype, bits):
+    x = drawn(dtype, 40)
+    once = round_vectors(x, bits)
+    step = 2 * x.abs().amax(-1, keepdim=True) / 2**bits
+    assert ((once - x).abs() <= 1.03 * step + 0.08 * x.abs().amax(-1, keepdim=True)).all()
+    assert (once[-1] == x[-1, 0]).all() and (once[-2] == 0).all()
+    near = x.abs() < 0.8 * x.abs().amax(-1, keepdim=True)
+    assert ((once - x).abs() <= 0.58 * step)[near].all()
+    held = pack_vectors(once, bits)
+    assert held.dtype == torch.uint8 and held.shape[-1] == vector_bytes(40, bits)
+    assert torch.equal(round_vectors(once, bits), once) and torch.equal(unpack_vectors(held, dtype, bits), once)
+    assert torch.equal(unpack_vectors(pack_vectors(x, bits), dtype, bits), once)
+
+
+@pytest.mark.parametrize("dim", [8, 32, 80, 96])
+def test_rotating_spreads_what_is_large_and_keeps_products(dim):
+    x = torch.randn(2, 5, dim, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+    x[0] += 100 * torch.eye(dim)[3].double()
+    torch.testing.assert_close(rotate(rotate(x)), x)
+    torch.testing.assert_close(rotate(x[0]) @ rotate(x[1]).mT, x[0] @ x[1].mT)
+    assert rotate(x[0]).abs().amax() < 80 and rotate(x.bfloat16()).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("family", "held"), [*((family, SMALL) for family in DOUBLE), ("llama", FEWER), ("gpt2", FEWER)]
+)
+@torch.no_grad()
+def test_a_state_of_few_bits_goes_on_as_the_full_pass(family, held):
+    # in fp64: a number between two that are kept falls to one side or the other by the last digit
+    student, ids = student_of(family, held).double(), tokens(2, 30)
+    full = student(ids, use_cache=False).logits
+    cache = student.empty_cache()
+    edges = [0, 9, 16, *range(17, 31)]
+    pieces = [student(ids[:, a:b], past_key_values=cache).logits for a, b in zip(edges, edges[1:], strict=False)]
+    torch.testing.assert_close(torch.cat(pieces, 1), full, atol=1e-5, rtol=0)
+    exact = [replace(head, bits=16) for head in held]
+    off = (full - student_of(family, exact).double()(ids, use_cache=False).logits).abs()
+    assert 1e-4 < off.mean() < (0.1 if held is SMALL else 0.6)  # it is not the student of 16 bits, and near it
+
+
+@pytest.mark.parametrize("held", [SMALL, FEWER], ids=["8 bits", "4 to 6 bits"])
+@torch.no_grad()
+def test_beams_choose_among_states_of_few_bits_as_without_a_state(held):
+    student, ids = student_of("llama", held), tokens(2, 12)
+    settings = dict(attention_mask=torch.ones_like(ids), num_beams=3, max_new_tokens=8, eos_token_id=None)
+    with_state, without = (student.generate(ids, do_sample=False, use_cache=way, **settings) for way in (True, False))
+    assert torch.equal(with_state, without)
+
+
+@torch.no_grad()
+def test_a_window_over_the_whole_text_is_the_nearer_to_the_teacher_the_more_bits_it_has():
+    ids, off = tokens(2, 40), {}
+    for bits in (4, 5, 6, 8):
+        for held in (Head(window=40, bits=bits), Head(softmax=True, bits=bits)):
+            given = student_of("llama", [held])(ids).logits - teacher_of("llama")(ids).logits
+            off[bits, held.softmax] = given.abs().mean().item()
+        assert off[bits, False] == pytest.approx(off[bits, True], rel=1e-3)  # whatever holds them
+    assert 0.6 > off[4, True] > off[5, True] > off[6, True] > off[8, True] > 1e-5
+
+
+@pytest.mark.parametrize("held", [SMALL, FEWER], ids=["8 bits", "4 to 6 bits"])
+@pytest.mark.parametrize("length", [12, 60])
+@torch.no_grad()
+def test_the_state_of_few_bits_is_as_large_as_it_is_priced(length, held):
+    layers = layers_of(teacher_of("llama"))
+    allocation, student = allocation_of(layers, held, 2), student_of("llama", held)
+    cache = student.empty_cache()
+    student(tokens(1, length), past_key_values=cache)
+    assert sum(layer.bytes() for layer in cache.layers) == allocation.state_bytes(layers, length)
