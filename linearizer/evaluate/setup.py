@@ -12,6 +12,7 @@ import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import FolderError, ModelNotAvailable, RequestError, TextError
+from linearizer.evaluate.cache_in_few_bits import caches_in_few_bits
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.subjects import Subject, window_control
 from linearizer.model import checkpoint
@@ -29,6 +30,8 @@ from linearizer.run.results import MadeWith, Recall
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.step import initialise_student
+
+RIVAL_BITS = (2, 3, 4)
 
 
 @dataclass(frozen=True)
@@ -90,6 +93,10 @@ class Setup:
         if self.untrained is not None:
             subjects.append(Subject("untrained", self.control, self.allocation, self.untrained))
         return subjects
+
+    def rivals(self) -> list[Subject]:
+        """What else takes fewer bytes than the teacher's cache, and grows: the cache in few bits."""
+        return caches_in_few_bits(self.control, self.layers, RIVAL_BITS)
 
     @property
     def usual_length(self) -> int:

@@ -98,7 +98,7 @@ def measure_whole_part(
 def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
     length, windows, read = request_texts(setup, request)
     documents = document_numbers(windows, setup.tokenizer)
-    subjects = setup.subjects(length)
+    subjects = subjects_and_rivals(setup, request, length)
     given = (subjects, windows, documents, setup.layers, request.seed)
     if "recall" not in request.chosen:
         return (yield from measure_language(*given)), read
@@ -116,7 +116,8 @@ def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
     length, windows, read = request_texts(setup, request)
     recall = setup.recall_read.pop(texts_asked(request), None)
     if recall is None:
-        recall = yield from measure_recall(setup.subjects(length), windows, passage_tokens(length))
+        subjects = subjects_and_rivals(setup, request, length)
+        recall = yield from measure_recall(subjects, windows, passage_tokens(length))
     else:
         yield Progress("recall", 1, 1, "batches")
     trained, positions = setup.usual_length, setup.run.positions
@@ -127,8 +128,13 @@ def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
         windows = setup.windows(request.text, long, max(1, request.texts * length // long), request.seed)
     except TextError:  # the source holds no text of that length
         return recall, read
-    longer = yield from measure_longer(setup.subjects(long), windows, trained, positions)
+    longer = yield from measure_longer(subjects_and_rivals(setup, request, long), windows, trained, positions)
     return replace(recall, longer=longer), read
+
+
+def subjects_and_rivals(setup: Setup, request: Request, length: int) -> list[Subject]:
+    """List who is compared where texts are read: with rivals, unless a student has just been made."""
+    return [*setup.subjects(length), *([] if request.short else setup.rivals())]
 
 
 def passage_tokens(length: int) -> int:

@@ -6,13 +6,13 @@ from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.model.swap import exchange_students
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import SINKS, Head, Layer, cache_bytes, token_bytes
 from linearizer.runtime.attention_interface import attending
-from linearizer.runtime.layer_student import LayerStudent
 
 
 @dataclass(frozen=True)
@@ -22,7 +22,7 @@ class Subject:
     name: str
     model: PreTrainedModel
     allocation: Allocation | None = None  # None: a teacher, whose state grows with the text
-    heads: tuple[LayerStudent, ...] | None = None  # what takes the place of the model's own students
+    heads: Sequence[nn.Module] | None = None  # what takes the place of the model's own students
     softmax: bool = False  # a student's base, attending as the teacher that it was
 
     @contextmanager

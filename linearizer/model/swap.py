@@ -34,7 +34,7 @@ def replace_student(module: nn.Module, other: nn.Module) -> Iterator[None]:
 
 
 @contextmanager
-def exchange_students(model: PreTrainedModel, students: Sequence[LayerStudent]) -> Iterator[None]:
+def exchange_students(model: PreTrainedModel, students: Sequence[nn.Module]) -> Iterator[None]:
     """Let other students attend in a model's layers."""
     modules = [module for module in attention_modules(model) if hasattr(module, "student")]
     with ExitStack() as stack:

@@ -26,6 +26,7 @@ from linearizer.run.folder import Run
 from linearizer.run.plan import Plan, with_absolute_paths
 
 QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--dtype", "float32", "--steps", "2"]
+RIVALS = ["cache, 2 bits", "cache, 3 bits", "cache, 4 bits"]
 
 
 @pytest.fixture(scope="module")
@@ -103,7 +104,7 @@ def test_all_are_measured_and_it_is_said_with_what(run, said):
     assert code == 0, err
     assert json.loads(out) == run.evaluation_parts
     language = run.evaluation_parts["language"]
-    assert [subject["name"] for subject in language["subjects"]] == ["teacher", "student", "window", "untrained"]
+    assert [subject["name"] for subject in language["subjects"]] == ["teacher", "student", "window", "untrained", *RIVALS]
     assert (language["text"], language["texts"], language["length"], language["seed"]) == ("builtin", 3, 64, 0)
     made = language["asked"]["made_with"]
     assert made["versions"]["torch"] == torch.__version__ and made["device"].startswith("cpu") and made["teacher"]
@@ -270,7 +271,7 @@ def test_a_student_whose_teacher_is_gone_is_measured_alone(run, model, tmp_path,
     assert code == 0, err
     assert "the student was measured alone: " in out
     language = run.evaluation_parts["language"]
-    assert [subject["name"] for subject in language["subjects"]] == ["student", "window", "untrained"]
+    assert [subject["name"] for subject in language["subjects"]] == ["student", "window", "untrained", *RIVALS]
     assert language["subjects"][0]["kl"] is None and "–" in out
 
 

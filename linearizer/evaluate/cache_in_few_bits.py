@@ -1,0 +1,129 @@
+"""A control: the whole cache in few bits, what is tried first where a cache is too large. It grows with the text.
+
+Keys are rounded per channel, in groups of tokens; values per token; both after a rotation, with a scale and an offset
+of 16 bits each (after KIVI, 2402.02750, and QuaRot, 2404.00456). The newest tokens are exact: at least RECENT, and more
+until a group is whole.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from linearizer.evaluate.subjects import Subject
+from linearizer.run.allocation import Allocation, heads_replaced
+from linearizer.run.head_bytes import Head, Layer, token_bytes
+from linearizer.runtime.few_bits import rotate
+from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+
+RECENT = 16  # tokens
+GROUP = 128  # tokens whose keys share a scale and an offset in each channel
+ROWS = 256  # that attend at once
+OFFSET_BYTES = 4  # of a scale and an offset
+
+Tensor = torch.Tensor
+
+
+@dataclass
+class RoundedCache:
+    """What one layer remembers: the first tokens rounded, of the others what they were."""
+
+    old_k: Tensor  # (batch, KV heads, tokens in whole groups, dim)
+    old_v: Tensor
+    new_k: Tensor  # (batch, KV heads, other tokens, dim)
+    new_v: Tensor
+
+
+class CacheInFewBits(nn.Module):
+    """Takes the place of a layer's student."""
+
+    def __init__(self, bits: int, group: int = GROUP) -> None:
+        super().__init__()
+        self.bits, self.group = bits, group
+
+    def forward(
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, memory: list | None
+    ) -> Tensor:
+        """Attend, every row to what was rounded before it came."""
+        if real is not None:
+            raise ValueError("the control reads texts without padding")
+        dtype, (q, k, v) = v.dtype, (rotate(x) for x in (q, k, v))
+        held = memory[0] if memory else RoundedCache(k[:, :, :0], v[:, :, :0], k[:, :, :0], v[:, :, :0])
+        first = held.old_k.shape[2] + held.new_k.shape[2]
+        new_k, new_v = torch.cat([held.new_k, k], 2), torch.cat([held.new_v, v], 2)
+        begin, tokens = held.old_k.shape[2], first + k.shape[2]
+        more = int(rounded_before(torch.tensor(tokens - 1), self.group)) - begin
+        old_k = torch.cat([held.old_k, round_groups(new_k[:, :, :more], self.bits, self.group)], 2)
+        old_v = torch.cat([held.old_v, round_rows(new_v[:, :, :more], self.bits)], 2)
+        if memory is not None:
+            memory[:] = [RoundedCache(old_k, old_v, new_k[:, :, more:], new_v[:, :, more:])]
+        both = torch.cat([old_k, new_k], 2), torch.cat([old_v, new_v], 2)
+        of_both = torch.cat([torch.arange(x.shape[2], device=k.device) for x in (old_k, new_k)])
+        is_old = torch.arange(len(of_both), device=k.device) < old_k.shape[2]
+        parts = []
+        for rows, asks in zip(torch.arange(first, tokens, device=k.device).split(ROWS), q.split(ROWS, 2), strict=True):
+            rounded = rounded_before(rows, self.group)[:, None]  # of each row, how many tokens
+            exact = (of_both + begin >= rounded) & (of_both + begin <= rows[:, None])
+            asks = (asks * scale).unflatten(1, (k.shape[1], -1))  # (batch, KV heads, group, rows, dim)
+            logits = asks @ both[0][:, :, None].mT
+            logits.masked_fill_(~torch.where(is_old, of_both < rounded, exact), -torch.inf)
+            parts.append((logits.softmax(-1) @ both[1][:, :, None]).flatten(1, 2))
+        return rotate(torch.cat(parts, 2)).to(dtype)
+
+
+def rounded_before(place: Tensor, group: int) -> Tensor:
+    """Count the tokens that are rounded when the token at a place attends: whole groups of those not recent."""
+    return (place + 1 - RECENT).clamp_min(0) // group * group
+
+
+def round_groups(k: Tensor, bits: int, group: int) -> Tensor:
+    """Round keys (…, tokens, dim) per channel in groups of tokens."""
+    return round_rows(k.unflatten(-2, (-1, group)).mT, bits).mT.flatten(-3, -2)
+
+
+def round_rows(x: Tensor, bits: int) -> Tensor:
+    """Round rows (…, numbers) to whole numbers of so many bits, times a scale and more than an offset."""
+    if not x.numel():
+        return x
+    least, most = x.aminmax(dim=-1, keepdim=True)
+    offset, step = least.bfloat16().to(x.dtype), ((most - least) / (2**bits - 1)).bfloat16().to(x.dtype)
+    codes = ((x - offset) / torch.where(step > 0, step, 1.0)).round().clamp(0, 2**bits - 1)
+    return codes * step + offset
+
+
+def caches_in_few_bits(model: LinearizedForCausalLM, layers: Sequence[Layer], bits: Sequence[int]) -> list[Subject]:
+    """Make a subject for each number of bits, of a student that has its teacher's weights."""
+    rows = tuple((Head(softmax=True),) * heads_replaced(layer) for layer in layers)
+    return [
+        Subject(
+            f"cache, {count} bits",
+            model,
+            CacheAllocation(f"cache, {count} bits", 0, rows, count),
+            tuple(CacheInFewBits(count) for _ in model.students()),
+        )
+        for count in bits
+    ]
+
+
+@dataclass(frozen=True)
+class CacheAllocation(Allocation):
+    """What the control holds: every token, rounded to so many bits."""
+
+    rounded_to: int = 16
+
+    def state_bytes(self, layers: Sequence[Layer], length: int) -> int:
+        """Count the bytes of the rounded and of the exact tokens, scales and offsets included."""
+        rounded = max(length - RECENT, 0) // GROUP * GROUP
+        return sum(
+            len(row) * (rounded_bytes(layer, rounded, self.rounded_to) + (length - rounded) * token_bytes(layer))
+            for row, layer in zip(self.heads, layers, strict=True)
+        )
+
+
+def rounded_bytes(layer: Layer, tokens: int, bits: int) -> int:
+    """Count the bytes of one KV head's rounded tokens."""
+    numbers = tokens * (layer.key_dim + layer.value_dim) * bits // 8
+    return numbers + OFFSET_BYTES * (tokens // GROUP * layer.key_dim + tokens)
