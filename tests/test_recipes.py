@@ -16,7 +16,6 @@ from linearizer.measure import head_prices_by_gradient
 from linearizer.measure.gates import learn_gates
 from linearizer.measure.step import measure_teacher
 from linearizer.model import teacher as teacher_module
-from linearizer.model.swap import exchange_students
 from linearizer.page import actions
 from linearizer.page.run_state import RunState
 from linearizer.progress import finish
@@ -26,7 +25,6 @@ from linearizer.run.prices import Prices
 from linearizer.run.recipes import RECIPES
 from linearizer.train.settings import training_settings
 from tests.benchmarks.ablation import without_far, without_window
-from tests.benchmarks.eviction import Evicting, Kept, evicted
 from tests.support.models import layers_of, student_of, teacher_of, tokens
 
 SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64, exchanges=1, dtype="float32")
@@ -152,11 +150,11 @@ def test_a_state_has_8_bits_a_number_where_heads_are_priced_and_may_be_merged():
     assert Plan.of("windows", model="demo", budget=64, bits=8).kept_bits == 8
     assert Plan.of(model="demo", budget=64, bits=16).kept_bits == 16
     assert (
-        Plan.of(model="demo", budget=64).fewer_bits == (6, 4)
+        Plan.of(model="demo", budget=64).fewer_bits == (6, 5, 4)
         and not Plan.of(model="demo", budget=64, bits=8).fewer_bits
     )
     assert Plan.of(model="demo", budget=64, bits=4).kept_bits == 4
-    for recipe, bits in (("paper", 8), ("duo", 8), ("best", 5), ("features", 4)):
+    for recipe, bits in (("paper", 8), ("duo", 8), ("best", 3), ("features", 4)):
         with pytest.raises(RequestError, match="bits"):
             Plan.of(recipe, model="demo", budget=64, bits=bits)
 
@@ -217,46 +215,6 @@ def test_no_recipe_grows_unless_asked_and_duo_says_that_it_must():
     with pytest.raises(RequestError, match="duo lets heads keep their whole cache .*: add --may-grow .*or ask for"):
         Plan.of("duo", model="demo", budget=64)
     assert Plan.of("duo", model="demo", budget=64, may_grow=True).may_grow
-
-
-@pytest.mark.parametrize("rule", ["h2o", "tova"])
-def test_a_cache_that_is_never_full_evicts_nothing(rule):
-    q, k, v = (torch.randn(2, *shape, 20, 4, dtype=torch.float64) for shape in ((3,), (), ()))
-    expected = (q @ k[:, None].mT).masked_fill(~torch.ones(20, 20, dtype=torch.bool).tril(), -torch.inf)
-    expected = expected.softmax(-1) @ v[:, None]
-    torch.testing.assert_close(evicted(q, k, v, 20, rule, Kept.empty(k, v)), expected, atol=1e-6, rtol=1e-6)
-    short = evicted(q, k, v, 5, rule, Kept.empty(k, v))
-    torch.testing.assert_close(short[:, :, :5], expected[:, :, :5], atol=1e-6, rtol=1e-6)
-    assert not torch.allclose(short[:, :, -1], expected[:, :, -1], atol=1e-3)
-
-
-def test_tova_keeps_what_the_newest_token_attends_to():
-    k = torch.eye(4)[None]
-    q = 5 * torch.tensor([[0, 0, 0, 0], [1.0, 0, 0, 0], [1, 0, 2, 0], [1, 0, 0, 0]])[None, None]
-    values = torch.arange(4.0)[None, :, None]
-    rows = evicted(q, k, values, 2, "tova", Kept.empty(k, values))[0, 0, :, 0]
-    assert rows[3] == pytest.approx((0 * math.exp(5) + 2 + 3) / (math.exp(5) + 2), abs=1e-4)  # token 1 was dropped
-
-
-@torch.no_grad()
-def test_an_evicting_layer_takes_the_place_of_a_student():
-    student, ids = student_of("llama", [Head(window=40)]), tokens(2, 24)
-    expected = student(ids, use_cache=False).logits
-    for module, layer in zip(student.base.model.layers, student.students(), strict=True):
-        module.self_attn.student = Evicting([24] * layer.kv_heads, "h2o")
-    torch.testing.assert_close(student(ids, use_cache=False).logits, expected, atol=2e-4, rtol=0)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("rule", ["h2o", "tova"])
-def test_an_evicting_cache_goes_on_with_a_text(rule):
-    student, ids = student_of("llama", [Head(window=40)]), tokens(2, 24)
-    heads = [Evicting([6] * layer.kv_heads, rule) for layer in student.students()]
-    with exchange_students(student.base, heads):
-        whole, cache, parts = student(ids, use_cache=False).logits, student.empty_cache(), []
-        for piece in ids.split(7, 1):
-            parts.append(student(piece, past_key_values=cache, use_cache=True).logits)
-    torch.testing.assert_close(torch.cat(parts, 1), whole, atol=1e-5, rtol=0)
 
 
 @torch.no_grad()

@@ -23,9 +23,11 @@ import torch
 
 from linearizer import pipeline
 from linearizer.allocate import step
+from linearizer.amounts import size
 from linearizer.errors import BudgetError
+from linearizer.evaluate.cache_in_few_bits import caches_in_few_bits
 from linearizer.evaluate.environment import environment
-from linearizer.evaluate.language import joined, read_scores
+from linearizer.evaluate.language import joined, read_scores, tail_of
 from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.subjects import Subject
 from linearizer.measure.profile import profile_settings
@@ -38,13 +40,13 @@ from linearizer.model.swap import exchange_students
 from linearizer.progress import finish
 from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
-from linearizer.run.head_bytes import cache_bytes
+from linearizer.run.head_bytes import cache_bytes, head_bytes, token_bytes
 from linearizer.run.plan import Plan
 from linearizer.run.quality import SUMMARY
 from linearizer.run.recipes import RECIPES
 from linearizer.train import step as train_step
 from tests.benchmarks.ablation import without_far, without_window
-from tests.benchmarks.eviction import Evicting
+from tests.benchmarks.rivals import RULES, Rival, tokens_within
 
 RESULTS = Path(__file__).parent / "results"
 BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
@@ -56,7 +58,9 @@ SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the num
 ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in which they are measured
     "best": ("best", {}),
     "best --may-grow": ("best", {"may_grow": True}),
-    "best, measured prices": ("best", {"prices": "measured"}),
+    "best, 8 bits": ("best", {"bits": 8}),
+    "best, 8 bits --may-grow": ("best", {"bits": 8, "may_grow": True}),
+    "best, 8 bits, measured prices": ("best", {"bits": 8, "prices": "measured"}),
     "windows, 8 bits": ("windows", {"bits": 8}),
     "windows, 8 bits --may-grow": ("windows", {"bits": 8, "may_grow": True}),
     "windows": ("windows", {}),
@@ -66,8 +70,14 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
     "swa, 8 bits": ("swa", {"bits": 8, **SINKS}),
     "evict (h2o)": ("swa", SINKS),
     "evict (tova)": ("swa", SINKS),
+    **{f"{rule}, 8 bits": ("swa", SINKS) for rule in RULES},
+    **{f"{rule}, 8 bits, by our prices": ("best", {"bits": 8}) for rule in RULES},
+    **{f"cache, {bits} bits": ("swa", SINKS) for bits in (2, 3, 4)},
     "duo --may-grow": ("duo", {"may_grow": True, **SINKS}),
-    "best --may-grow at 8192": ("best", {"may_grow": True, "target_length": 8192, "length": 1024}),
+    "best, 8 bits --may-grow at 8192": (
+        "best",
+        {"may_grow": True, "target_length": 8192, "length": 1024, "bits": 8},
+    ),
     "windows --may-grow at 8192": (
         "windows",
         {"may_grow": True, "target_length": 8192, "length": 1024, "bits": 8},
@@ -87,7 +97,8 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
     "paper, direct": ("paper", {"loss": "direct"}),
 }
 LONG = " at 8192"  # how rows end that are priced for longer texts
-UNTRAINED = ("best", "windows", "swa", "evict", "duo")
+UNTRAINED = ("best", "windows", "swa", "evict", "duo", "cache", *RULES)
+LONGER = (2, 8)  # times the length, at which the bytes of a growing cache are stated, too
 
 
 def main(arguments=None):
@@ -137,13 +148,14 @@ def measure(arguments, row, budget, seed):
             student, allocation = made(run, teacher)
             record |= {"seconds": time.perf_counter() - begun, "measuring": measuring}
             original = own_teacher(plan, teacher, student, allocation)
-            with controlled(student, row, budget):
+            with controlled(student, teacher, allocation, row, budget) as remembered:
                 record |= judged(student, held, original)
             record["teacher"] = judged_teacher(arguments.work, plan, original, held)
-            record["state"] = allocation.state_bytes(teacher.inspection.layers, plan.length)
+            record["state"] = remembered[LENGTH]
+            record["later"] = {length: bytes for length, bytes in remembered.items() if length != LENGTH}
             record["paid"] = cache_bytes(teacher.inspection.layers, budget)
             for name, ablation in (("no far", without_far), ("no window", without_window)):
-                if "evict" not in row and has_both(allocation):
+                if not is_control(row) and has_both(allocation):
                     with ablation(student):
                         record[name] = judged(student, held, original)
             record["made_with"] = environment(student)
@@ -151,6 +163,26 @@ def measure(arguments, row, budget, seed):
         record["refused"] = str(error)
     print(row, budget, seed, record.get("refused") or f"loss {record['loss']:.3f} KL {record['kl']:.4f}", flush=True)
     return record
+
+
+def describe_row(row):
+    """Say in a line what a row is."""
+    kind, (recipe, changes) = row.split()[0].rstrip(","), ROWS[row]
+    rule = row.partition("(")[2].rstrip(")") or kind
+    if kind == "cache":
+        return f"the whole cache, {row.split()[1]} bits a number: keys per channel, values per token, rotated; it grows"
+    if rule in RULES:
+        bits = "16" if kind == "evict" else "8"
+        share = "the bytes of each head's share by our prices" if "prices" in row else "the same bytes in every head"
+        return f"{RULES[rule]}; {bits} bits, {share}"
+    about = RECIPES[recipe].about
+    changed = ", ".join(f"{name} {value}" for name, value in changes.items() if name != "sinks")
+    return f"{about}{'; with ' * bool(changed)}{changed}"
+
+
+def is_control(row):
+    """Tell whether no student of its own is judged in a row."""
+    return row.split()[0].rstrip(",") in ("evict", "cache", *RULES)
 
 
 def has_both(allocation):
@@ -175,7 +207,8 @@ def prepared(work, plan):
         texts = step.texts_to_price_on(run, teacher, None)
         sinks = finish(step.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
         result = "measured" if plan.prices == "measured" else plan.budget  # near a budget the dear ones are measured
-        prices = base / f"prices-{plan.rules.far_field}-{plan.kept_bits}-{sinks}-{result}.json"
+        bits = "-".join(map(str, (plan.kept_bits, *plan.fewer_bits)))
+        prices = base / f"prices-{plan.rules.far_field}-{bits}-{sinks}-{result}.json"
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
         else:
@@ -200,14 +233,33 @@ def held_out(plan, teacher):
 
 
 @contextmanager
-def controlled(student, row, budget) -> Iterator[None]:
-    """While this lasts, let a control that is no student of its own take the student's place."""
-    if "evict" not in row:
-        yield
+def controlled(student, teacher, allocation, row, budget) -> Iterator[dict[int, int]]:
+    """While this lasts, let a control that is no student of its own take the student's place; give its bytes."""
+    kind, rule = row.partition(",")[0], row.partition("(")[2].rstrip(")")
+    layers, lengths = [layer for layer in teacher.inspection.layers if layer.native_window is None], (LENGTH,)
+    if kind == "cache":
+        (subject,) = caches_in_few_bits(student, teacher.inspection.layers, [int(row.split()[1])])
+        heads, allocation = subject.heads, subject.allocation
+        lengths = (LENGTH, *(times * LENGTH for times in LONGER))
+    elif kind in RULES:
+        shares = [
+            [
+                head_bytes(head, layer, allocation.sinks, 0) if "prices" in row else budget * token_bytes(layer)
+                for head in own
+            ]
+            for own, layer in zip(filter(None, allocation.heads), layers, strict=True)
+        ]
+        heads = [
+            Rival([tokens_within(bytes, layer, kind, 8) for bytes in own], kind, 8)
+            for own, layer in zip(shares, layers, strict=True)
+        ]
+    elif rule:
+        heads = [Rival([budget] * layer.kv_heads, rule) for layer in layers]
+    else:
+        yield {length: allocation.state_bytes(teacher.inspection.layers, length) for length in lengths}
         return
-    rule = row.partition("(")[2].rstrip(")")
-    with exchange_students(student.base, [Evicting([budget] * layer.kv_heads, rule) for layer in student.students()]):
-        yield
+    with exchange_students(student.base, heads):
+        yield {length: allocation.state_bytes(teacher.inspection.layers, length) for length in lengths}
 
 
 @torch.inference_mode()
@@ -215,7 +267,8 @@ def judged(student, held, original, as_teacher=False):
     """Loss by position, divergence from the teacher in `original`, agreement, and loss on passages that come again."""
     teacher, allocation = Subject("teacher", original.base, softmax=True), Allocation("", 0, ())
     subjects = [teacher] if as_teacher else [teacher, Subject("student", student, allocation)]
-    scores = joined([read_scores(subjects, ids)[-1] for ids in held.split(4)], 0)
+    found = [read_scores(subjects, ids) for ids in held.split(4)]
+    expected, scores = (joined([some[place] for some in found], 0) for place in (0, -1))
     gaps = [gap for gap in GAPS if 2 * PASSAGE + gap <= held.shape[1]]
     (recall,) = finish(measure_recall(subjects[-1:], held, PASSAGE, gaps)).subjects
     edges = [edge for edge in EDGES if edge < scores.loss.shape[1]]
@@ -224,6 +277,7 @@ def judged(student, held, original, as_teacher=False):
         "by_position": [scores.loss[:, a:b].mean().item() for a, b in zip(edges, [*edges[1:], None], strict=True)],
         "kl": scores.kl.mean().item(),
         "agreement": scores.agreement.mean().item(),
+        "tail": asdict(tail_of(scores, expected.loss)),
         "recall": [
             dict(gap=gap, first=first, second=second)
             for gap, first, second in zip(gaps, recall.first, recall.second, strict=True)
@@ -287,12 +341,16 @@ class Table:
         budgets = sorted({record["budget"] for record in self.records})
         kinds = [[row for row in ROWS if row.endswith(LONG) == long] for long in (False, True)]
         blocks = [self.block(budget, rows) for rows in kinds for budget in budgets]
-        return "\n\n".join(filter(None, blocks)) + "\n"
+        rows = [row for row in ROWS if any(self.of(row, budget) for budget in budgets)]
+        lines = ["What the rows are", "", *(f"- `{row}`: {describe_row(row)}" for row in rows)]
+        return "\n\n".join([*filter(None, blocks), "\n".join(lines)]) + "\n"
 
     def block(self, budget, kind):
         """The rows of one budget that were judged on the same text, their teacher first."""
         gaps = [f"recall at {gap}" for gap in GAPS]
-        names = ("", "loss", "<64", "64–256", ">256", "KL", "agrees", *gaps, "no far field", "no window", "s", "seeds")
+        tails = ("KL, 99 %", "KL, 99.9 %", "RMS Δp")
+        names = ("", "loss", "<64", "64–256", ">256", "KL", *tails, "agrees", *gaps)
+        names = (*names, "no far field", "no window", "state", "s", "seeds")
         rows = [row for row in kind if self.of(row, budget)]
         if not rows:
             return ""
@@ -316,13 +374,17 @@ class Table:
 
         cells = [cell([r["loss"] for r in result], 3)]
         cells += [cell([r["by_position"][i] for r in result], 3) for i in range(len(result[0]["by_position"]))]
-        cells += [cell([r["kl"] for r in result], 4), cell([100 * r["agreement"] for r in result], 1) + " %"]
+        cells.append(cell([r["kl"] for r in result], 4))
+        tails = [r["tail"] for r in result if "tail" in r]  # of none that was measured before tails were
+        for measure, digits in (("kl_99", 3), ("kl_999", 3), ("probability_change", 4)):
+            cells.append(cell([tail[measure] for tail in tails], digits) if tails else "")
+        cells.append(cell([100 * r["agreement"] for r in result], 1) + " %")
         cells += [cell([100 * share(r, i) for r in result], 0) + " %" for i in range(len(result[0]["recall"]))]
         for ablation in ("no far", "no window"):
             kept = [r[ablation]["loss"] for r in result if ablation in r]
             cells.append(cell(kept, 3) if kept else "")
         seconds = [r["seconds"] for r in result if "seconds" in r]
-        cells += [cell(seconds, 0) if seconds else "", str(len(result))]
+        cells += [held_bytes(result[0]), cell(seconds, 0) if seconds else "", str(len(result))]
         return f"| {name} | " + " | ".join(cells) + " |"
 
     def picture(self):
@@ -344,6 +406,14 @@ def mean_quality(budget, records):
     shares = [share(record, index) for record in records for index in range(len(record["recall"]))]
     kl = sum(record["kl"] for record in records) / len(records)
     return dict(budget=budget, kl=round(kl, 5), recall=round(sum(shares) / len(shares), 3), seeds=len(records))
+
+
+def held_bytes(record):
+    """Say how many bytes are held at the end of a text, and of longer texts where they grow."""
+    if "state" not in record:
+        return ""
+    later = (f"{size(bytes)} at {length}" for length, bytes in record.get("later", {}).items())
+    return ", ".join([size(record["state"]), *later])
 
 
 def share(record, index):

@@ -59,6 +59,12 @@ def test_quality_judges_by_texts_that_the_positions_of_a_model_hold():
     assert quality.held_out(plan, few).shape == (quality.HELD, 256)
 
 
+def test_every_row_of_the_quality_table_is_described_in_a_line():
+    lines = {row: quality.describe_row(row) for row in quality.ROWS}
+    assert all(line and "\n" not in line and len(line) < 200 for line in lines.values())
+    assert len(set(lines.values())) == len(lines), "no two rows are the same"
+
+
 def test_the_time_of_a_run_is_laid_out_by_steps_beside_its_forecast(capsys):
     given = ["--budget", "24", "--texts", "2", "--length", "64", "--dtype", "float32", "--threads", "1"]
     time_of_runs.main(["demo", *given])

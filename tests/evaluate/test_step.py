@@ -104,7 +104,13 @@ def test_all_are_measured_and_it_is_said_with_what(run, said):
     assert code == 0, err
     assert json.loads(out) == run.evaluation_parts
     language = run.evaluation_parts["language"]
-    assert [subject["name"] for subject in language["subjects"]] == ["teacher", "student", "window", "untrained", *RIVALS]
+    assert [subject["name"] for subject in language["subjects"]] == [
+        "teacher",
+        "student",
+        "window",
+        "untrained",
+        *RIVALS,
+    ]
     assert (language["text"], language["texts"], language["length"], language["seed"]) == ("builtin", 3, 64, 0)
     made = language["asked"]["made_with"]
     assert made["versions"]["torch"] == torch.__version__ and made["device"].startswith("cpu") and made["teacher"]
