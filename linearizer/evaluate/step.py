@@ -16,6 +16,7 @@ from linearizer.evaluate.head_errors import measure_approximation, measure_curve
 from linearizer.evaluate.language import measure_language
 from linearizer.evaluate.needle import MIN_NEEDLE_TOKENS, measure_needle, needle_lengths
 from linearizer.evaluate.recall import RepeatReader, measure_longer, measure_recall
+from linearizer.evaluate.ruler import RULER, measure_ruler
 from linearizer.evaluate.setup import Setup
 from linearizer.evaluate.speed import LENGTHS, measure_speed
 from linearizer.evaluate.subjects import Subject
@@ -26,7 +27,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
-from linearizer.run.results import Part, Result, TextRead
+from linearizer.run.results import Part, Result, Tasks, TextRead
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.train.distill import distill
 from linearizer.train.settings import training_settings
@@ -77,8 +78,8 @@ def check_request(setup: Setup, request: Request) -> None:
     """Refuse a request that cannot be served, before anything is measured."""
     for length in (*request.lengths, request.length or 0):
         setup.beyond(length)
-    if request.tasks and request.chosen != ("tasks",):  # the part itself looks for them first
-        find_tasks(request.tasks, None if request.task_folder is None else Path(request.task_folder))
+    if (harness := tasks_of_harness(request)) and request.chosen != ("tasks",):  # the part itself looks for them first
+        find_tasks(harness, None if request.task_folder is None else Path(request.task_folder))
 
 
 def measure_whole_part(
@@ -209,9 +210,28 @@ def measure_speed_part(setup: Setup, request: Request) -> Steps[Measured]:
 
 
 def measure_tasks_part(setup: Setup, request: Request) -> Steps[Measured]:
+    """Let all do tasks of the harness, and those that are generated here of the run's text."""
     folder = None if request.task_folder is None else Path(request.task_folder)
-    options = (request.tasks, request.limit, request.few_shot, folder, request.seed)
-    return (yield from measure_tasks(setup.subjects(setup.usual_length), setup.tokenizer, *options)), None
+    subjects, scored = setup.subjects(setup.usual_length), []
+    if harness := tasks_of_harness(request):
+        options = (harness, request.limit, request.few_shot, folder, request.seed)
+        scored = list((yield from measure_tasks(subjects, setup.tokenizer, *options)).subjects)
+    if RULER in request.tasks:
+        lengths = request.lengths or (setup.usual_length,)
+        windows = setup.windows(request.text, max(lengths), request.texts, request.seed)
+        made = yield from measure_ruler(subjects, setup.tokenizer, windows, lengths, request.limit, request.seed)
+        of_harness = [own.scores for own in scored] or [()] * len(made)
+        accuracies = [own.accuracy for own in scored] or [None] * len(made)
+        scored = [
+            replace(own, scores=(*before, *own.scores), accuracy=accuracy)
+            for own, before, accuracy in zip(made, of_harness, accuracies, strict=True)
+        ]
+    return Tasks(request.tasks, request.limit, request.few_shot, tuple(scored)), None
+
+
+def tasks_of_harness(request: Request) -> tuple[str, ...]:
+    """List the tasks that are not generated here."""
+    return tuple(task for task in request.tasks if task != RULER)
 
 
 def request_texts(setup: Setup, request: Request, most: int | None = None) -> tuple[int, torch.Tensor, TextRead]:
@@ -244,5 +264,7 @@ PARTS = {
     "generation": PartMeasure(measure_generation_part, ON_TEXT),
     "approximation": PartMeasure(measure_approximation_part, (*ON_TEXT, "curve_steps")),
     "speed": PartMeasure(measure_speed_part, ("lengths", "seconds", "seed")),
-    "tasks": PartMeasure(measure_tasks_part, ("tasks", "limit", "few_shot", "task_folder", "seed")),
+    "tasks": PartMeasure(
+        measure_tasks_part, ("tasks", "limit", "few_shot", "task_folder", "seed", "text", "texts", "lengths")
+    ),
 }

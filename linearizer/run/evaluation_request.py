@@ -37,7 +37,9 @@ class Request:
     )
     seed: int = option(0, "the seed of everything that is drawn at random")
     tasks: tuple[str, ...] = option(
-        (), "tasks of lm_eval: piqa,arc_easy,… (needs pip install 'linearizer[tasks]')", default_text="none"
+        (),
+        "ruler (generated, at --lengths) or tasks of lm_eval: piqa,… (needs pip install 'linearizer[tasks]')",
+        default_text="none",
     )
     limit: int | None = option(None, "samples of a task", least=1, default_text="all")
     few_shot: int | None = option(None, "examples before each sample", least=0, default_text="as the task says")
