@@ -78,12 +78,18 @@ def tiny_llama(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def quick_run(tmp_path_factory):
-    """Give the folder of a finished run of the demo model, which no test may change."""
+    """Give the folder of a finished run of the demo model, which no test may change: made once for all workers."""
+    from filelock import FileLock
+
     from linearizer.cli.main import main
 
-    folder = tmp_path_factory.mktemp("run") / "demo"
-    words = "--recipe features --texts 2 --length 64 --samples 128 --dtype float32 --steps 0".split()
-    assert main(["run", "demo", "--budget", "64", "--out", str(folder), *words]) == 0
+    root = tmp_path_factory.getbasetemp()
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "quick-run" / "demo"
+    folder.parent.mkdir(exist_ok=True)
+    with FileLock(folder.parent / "lock"):
+        if not (folder / "checkpoint").is_dir():
+            words = "--recipe features --texts 2 --length 64 --samples 128 --dtype float32 --steps 0".split()
+            assert main(["run", "demo", "--budget", "64", "--out", str(folder), *words]) == 0
     return folder
 
 

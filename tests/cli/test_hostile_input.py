@@ -8,11 +8,7 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from linearizer import pipeline
-from linearizer.progress import finish
 from linearizer.run.events import is_event, parse_line
-from linearizer.run.plan import Plan
-from tests.support.runs import QUICK
 
 DEMO = Path(__file__).parents[2] / "assets" / "demo-model"
 DEEP = "[" * 100_000
@@ -174,14 +170,6 @@ def test_any_line_of_a_log_is_an_event_or_none(line):
     assert event is None or is_event(event)
 
 
-@pytest.fixture(scope="module")
-def finished(tmp_path_factory):
-    """A run that has a student."""
-    run = pipeline.begin(tmp_path_factory.mktemp("finished") / "run", Plan("demo", steps=0, **QUICK))
-    finish(pipeline.linearize(run))
-    return run.folder
-
-
 COMMANDS = {
     "compare": ["compare", "RUN", "--tokens", "2"],
     "evaluate": ["evaluate", "RUN", "--part", "recall"],
@@ -202,10 +190,10 @@ DAMAGE = {
     "name",
     ["plan.json", "inspection.json", "profile.json", "allocation.json", "evaluation.json", "checkpoint/config.json"],
 )
-def test_damaged_runs(name, damage, command, finished, tmp_path, said):
+def test_damaged_runs(name, damage, command, quick_run, tmp_path, said):
     """A command refuses a damaged file in a sentence, or does not need it."""
     folder = tmp_path / "run"
-    shutil.copytree(finished, folder)
+    shutil.copytree(quick_run, folder)
     DAMAGE[damage](folder / name)
     code, out, err = said(*(word.replace("RUN", str(folder)) for word in COMMANDS[command]))
     if code != 0:

@@ -21,16 +21,16 @@ from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.publish import push
 from linearizer.run.plan import Plan
-from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, files_of, finished, publish, refused, written
+from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, copy_run, files_of, publish, refused, written
 
 DEMO = find_model("demo").folder
 pytestmark = [pytest.mark.filterwarnings(HOW_THE_HUB_SENDS), pytest.mark.usefixtures("slept")]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(quick_run, tmp_path_factory):
     """A finished run of the demo model, which no test may change but for its log."""
-    return finished(tmp_path_factory.mktemp("run") / "demo")
+    return copy_run(quick_run, tmp_path_factory.mktemp("run") / "demo")
 
 
 @pytest.fixture

@@ -8,15 +8,15 @@ import pytest
 
 from linearizer.errors import FaultError
 from linearizer.publish import push, upload
-from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, files_of, finished, publish, refused, written
+from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, copy_run, files_of, publish, refused, written
 
 pytestmark = [pytest.mark.filterwarnings(HOW_THE_HUB_SENDS), pytest.mark.usefixtures("slept")]
 
 
 @pytest.fixture(scope="module")
-def run(tmp_path_factory):
+def run(quick_run, tmp_path_factory):
     """A finished run of the demo model, which no test may change but for its log."""
-    return finished(tmp_path_factory.mktemp("run") / "demo")
+    return copy_run(quick_run, tmp_path_factory.mktemp("run") / "demo")
 
 
 def test_an_upload_that_broke_goes_on_where_it_was(hub, run):

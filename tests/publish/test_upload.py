@@ -9,25 +9,22 @@ import time
 
 import pytest
 
-from linearizer import pipeline
 from linearizer.errors import FaultError, LinearizerError, PublishError
-from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.publish import push
 from linearizer.publish.upload import LARGE_BYTES
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
-from tests.support.runs import QUICK, wait_until
+from tests.support.publishing import copy_run
+from tests.support.runs import wait_until
 
 ME = "hf_fake_me"
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # how the Hub's client sends files
 
 
 @pytest.fixture(scope="module")
-def sharded(tmp_path_factory):
+def sharded(quick_run, tmp_path_factory):
     """A finished run whose checkpoint has several large files; no test may change it but for its log."""
-    run = pipeline.begin(tmp_path_factory.mktemp("run") / "demo", Plan("demo", steps=0, **QUICK))
-    finish(linearize(run))
+    run = copy_run(quick_run, tmp_path_factory.mktemp("run") / "demo")
     for number in range(3):
         (run.checkpoint / f"more-{number}.safetensors").write_bytes(bytes([number]) * LARGE_BYTES)
     return run
