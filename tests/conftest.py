@@ -30,8 +30,16 @@ if not torch.cuda.is_available():
 
 import pytest  # noqa: E402  (huggingface_hub reads the environment when it is imported, and pytest's plugins may)
 
-ONE_WORKER = ("tests/page/",)  # tests that share servers
-LONGEST = ("tests/page/", "tests/cli/", "tests/jobs/", "tests/runtime/test_kernel", "tests/publish/", "tests/model/")
+LONGEST = (
+    "tests/page/test_api",
+    "tests/page/test_journey",
+    "tests/page/",
+    "tests/cli/",
+    "tests/jobs/",
+    "tests/runtime/test_kernel",
+    "tests/publish/",
+    "tests/model/",
+)
 
 
 @pytest.fixture
@@ -98,25 +106,8 @@ def pytest_xdist_auto_num_workers():
     return (os.cpu_count() or 1) + 1
 
 
-@pytest.hookimpl(optionalhook=True)
-def pytest_xdist_make_scheduler(config, log):
-    """Give whole files to workers, those first that start many processes, and all of the page to one: it has servers.
-
-    Every worker imports torch, and a server and a browser take as long to start as many tests to run.
-    """
-    from xdist.scheduler import LoadScopeScheduling
-
-    class Scheduling(LoadScopeScheduling):
-        def _split_scope(self, nodeid):
-            file = nodeid.partition("::")[0]
-            return next((scope for scope in ONE_WORKER if file.startswith(scope)), file)
-
-    config.option.loadscopereorder = False
-    return Scheduling(config, log)
-
-
 def pytest_collection_modifyitems(items):
-    """Begin with what takes longest, so that all workers end together."""
+    """Begin with what takes longest, so that all workers end together; each is given whole files."""
     items.sort(key=lambda item: next((n for n, scope in enumerate(LONGEST) if item.nodeid.startswith(scope)), 99))
 
 
