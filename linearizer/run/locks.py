@@ -2,8 +2,8 @@
 
 A lock belongs to the open file, not to the process: it lasts until the last process that has the file open closes it.
 A process that is forked closes what it inherited at once: its parent's locks are its parent's.
-Handing over keeps a lock held without a gap. A process takes seconds to start; if it took its lock by itself, as packages
-for locks have it, the run would meanwhile look lost, and another start could take it.
+Handing over keeps a lock held without a gap. A process takes seconds to start. If it took its lock by itself, as with
+the packages for locks, the run would look lost meanwhile, and another start could take it.
 """
 
 from __future__ import annotations
