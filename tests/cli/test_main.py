@@ -7,7 +7,9 @@ import shutil
 import signal
 import subprocess
 import sys
+import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
@@ -170,13 +172,28 @@ def test_a_killed_run_resumes_to_the_same_student(done, tmp_path, said):
     assert (folder / weights).read_bytes() == (done / weights).read_bytes()
 
 
-def test_two_processes_never_write_one_run(done, tmp_path):
+HOLD_LOCK = """
+import sys
+from pathlib import Path
+from linearizer.run.folder import Run
+with Run.open(Path(sys.argv[1])).take_lock():
+    print(flush=True)
+    sys.stdin.read()
+"""
+
+
+def test_two_processes_never_write_one_run(done, tmp_path, said):
     shutil.copytree(done, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint")
-    with Run.open(tmp_path / "run").take_lock():
-        process = start("run", "demo", "--budget", "64", "--out", tmp_path / "run", "--resume", *QUICK)
-        _, err = process.communicate(timeout=180)
-    assert process.returncode == 2 and "being written by another process" in err
+    with subprocess.Popen(
+        [sys.executable, "-c", HOLD_LOCK, tmp_path / "run"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+    ) as other:
+        other.stdout.readline()
+        code, _, err = said("run", "demo", "--budget", "64", "--out", tmp_path / "run", "--resume", *QUICK)
+        other.communicate(timeout=180)
+    assert other.returncode == 0 and code == 2 and "being written by another process" in err
 
 
 def test_a_run_that_is_refused_because_another_process_has_it_is_left_alone(tmp_path, said):
@@ -187,43 +204,42 @@ def test_a_run_that_is_refused_because_another_process_has_it_is_left_alone(tmp_
     assert run.plan == Plan("demo", budget=64)
 
 
-def test_a_full_disk_is_a_sentence_and_keeps_what_was_finished(done, tmp_path):
+def test_a_full_disk_is_a_sentence_and_keeps_what_was_finished(done, tmp_path, said):
     folder = tmp_path / "run"
     shutil.copytree(done, folder)
     shutil.rmtree(folder / "checkpoint")
-
-    def files_of_a_megabyte_at_most():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, 2**20))
-
-    process = start(
-        "run", "demo", "--budget", "64", "--out", folder, "--resume", *QUICK, preexec_fn=files_of_a_megabyte_at_most
-    )
-    _, err = process.communicate(timeout=180)
-    assert process.returncode == 2 and "cannot be written" in err and "Traceback" not in err
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))  # files of a megabyte at most
+    try:
+        code, _, err = said("run", "demo", "--budget", "64", "--out", folder, "--resume", *QUICK)
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert code == 2 and "cannot be written" in err and "Traceback" not in err
     assert (folder / "profile.json").read_bytes() == (done / "profile.json").read_bytes()
     assert not (folder / "checkpoint").exists() and not (folder / "checkpoint.unfinished").exists()
 
 
-def test_progress_is_shown_on_a_terminal_and_only_there(tmp_path):
+def read_to_end(reader, shown):
+    """Gather what is written to a terminal or a pipe until its other end is closed."""
+    with suppress(OSError):  # a terminal whose writer is gone
+        while piece := os.read(reader, 4096):
+            shown += piece
+
+
+def test_progress_is_shown_on_a_terminal_and_only_there(tmp_path, monkeypatch):
     pty = pytest.importorskip("pty")
     for terminal in (True, False):
         reader, writer = pty.openpty() if terminal else os.pipe()
-        process = subprocess.Popen(
-            [sys.executable, "-m", "linearizer", "run", "demo", "--out", tmp_path / f"{terminal}", *QUICK],
-            stdout=subprocess.DEVNULL,
-            stderr=writer,
-        )
-        os.close(writer)
-        shown = b""
-        try:
-            while piece := os.read(reader, 4096):
-                shown += piece
-        except OSError:
-            pass  # a terminal whose writer is gone
+        shown = bytearray()
+        reading = threading.Thread(target=read_to_end, args=(reader, shown))
+        reading.start()
+        with open(writer, "w") as stream, monkeypatch.context() as patched:
+            patched.setattr(sys, "stderr", stream)
+            assert main(["run", "demo", "--out", str(tmp_path / f"{terminal}"), *QUICK]) == 0
+        reading.join()
         os.close(reader)
-        assert process.wait() == 0
         assert (b"/s" in shown and b" left" in shown) == terminal
-        assert terminal or shown == b""
+        assert terminal or not shown
 
 
 def test_the_library_does_what_the_command_does(done, tmp_path):

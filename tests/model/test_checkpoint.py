@@ -15,21 +15,25 @@ from tests.support.bare_environment import make_bare_environment, run_bare
 from tests.support.families import FAMILIES
 from tests.support.models import layers_of, student_of, tokens
 
+LOADED_BARE = ("llama", "gpt2", "mixtral", "gemma3_text", "opt")  # families
+
 
 @pytest.fixture(scope="session")
 def bare(tmp_path_factory):
     return make_bare_environment(tmp_path_factory.mktemp("bare"))
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma3_text", "opt"])
-@torch.no_grad()
-def test_torch_and_transformers_alone_give_equal_logits_and_equal_text(family, bare, tmp_path):
-    student, ids = student_of(family), tokens(2, 20)
-    save(student, None, tmp_path / "checkpoint")
-    save_file({"ids": ids}, tmp_path / "ids.safetensors")
+@pytest.fixture(scope="module")
+def answers(bare, tmp_path_factory):
+    """Students, and the folder of what they answer where only torch and transformers are: one process for all."""
+    root, students = tmp_path_factory.mktemp("answers"), {family: student_of(family) for family in LOADED_BARE}
+    for family, student in students.items():
+        save(student, None, root / family / "checkpoint")
+    save_file({"ids": tokens(2, 20)}, root / "ids.safetensors")
     run_bare(
         bare,
         """
+        import sys
         from safetensors.torch import load_file, save_file
         from transformers import AutoModelForCausalLM
         try:
@@ -37,14 +41,23 @@ def test_torch_and_transformers_alone_give_equal_logits_and_equal_text(family, b
             raise SystemExit("the environment is not bare")
         except ImportError:
             pass
-        model = AutoModelForCausalLM.from_pretrained("checkpoint", trust_remote_code=True)
         ids = load_file("ids.safetensors")["ids"]
-        text = model.generate(ids, attention_mask=ids > 0, max_new_tokens=12, do_sample=False)
-        save_file({"logits": model(ids).logits.contiguous(), "text": text}, "answer.safetensors")
+        for family in sys.argv[1:]:
+            model = AutoModelForCausalLM.from_pretrained(f"{family}/checkpoint", trust_remote_code=True)
+            text = model.generate(ids, attention_mask=ids > 0, max_new_tokens=12, do_sample=False)
+            save_file({"logits": model(ids).logits.contiguous(), "text": text}, f"{family}/answer.safetensors")
         """,
-        cwd=tmp_path,
+        *LOADED_BARE,
+        cwd=root,
     )
-    answer = load_file(tmp_path / "answer.safetensors")
+    return students, root
+
+
+@pytest.mark.parametrize("family", LOADED_BARE)
+@torch.no_grad()
+def test_torch_and_transformers_alone_give_equal_logits_and_equal_text(family, answers):
+    students, root = answers
+    student, ids, answer = students[family], tokens(2, 20), load_file(root / family / "answer.safetensors")
     assert torch.equal(answer["logits"], student(ids).logits)
     text = student.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=12, do_sample=False)
     assert torch.equal(answer["text"], text)
