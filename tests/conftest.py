@@ -30,16 +30,7 @@ if not torch.cuda.is_available():
 
 import pytest  # noqa: E402  (huggingface_hub reads the environment when it is imported, and pytest's plugins may)
 
-LONGEST = (
-    "tests/page/test_api",
-    "tests/page/test_journey",
-    "tests/page/",
-    "tests/cli/",
-    "tests/jobs/",
-    "tests/runtime/test_kernel",
-    "tests/publish/",
-    "tests/model/",
-)
+LONGEST = "page/test_api page/test_journey page cli jobs runtime test_ train publish model benchmarks".split()
 
 
 @pytest.fixture
@@ -108,7 +99,8 @@ def pytest_xdist_auto_num_workers():
 
 def pytest_collection_modifyitems(items):
     """Begin with what takes longest, so that all workers end together; each is given whole files."""
-    items.sort(key=lambda item: next((n for n, scope in enumerate(LONGEST) if item.nodeid.startswith(scope)), 99))
+    paths = [*(f"tests/{path}" for path in LONGEST), ""]
+    items.sort(key=lambda item: next(place for place, path in enumerate(paths) if item.nodeid.startswith(path)))
 
 
 def pytest_unconfigure():
