@@ -24,7 +24,7 @@ from linearizer.measure.profile import profile_settings
 from linearizer.measure.step import measure_teacher, min_texts
 from linearizer.model import checkpoint, kept_state
 from linearizer.model.devices import choose_dtype
-from linearizer.model.hub import Source, cache_folder, download_bytes, find_model
+from linearizer.model.hub import Source, cache_folder, download_bytes, find_model, weight_files
 from linearizer.model.inspect import inspect_model
 from linearizer.model.kept_state import Answer, Reading
 from linearizer.model.quiet import quiet
@@ -104,14 +104,15 @@ def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
 
 def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection) -> None:
     """Refuse a run that its own disk, or the disk of the models, has no room for."""
-    needed = resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection)
-    download, cache = download_bytes(source), cache_folder()
-    cache = next(path for path in (cache, *cache.absolute().parents) if path.is_dir())
-    if cache.stat().st_dev == folder.stat().st_dev:
+    download, weights = download_bytes(source), source.folder or cache_folder()
+    weights = next(path for path in (weights, *weights.absolute().parents) if path.is_dir())
+    together = weights.stat().st_dev == folder.stat().st_dev
+    needed = resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection, linked=together)
+    if together:
         check_room(folder, needed + download)
     else:
         check_room(folder, needed)
-        check_room(cache, download)
+        check_room(weights, download)
 
 
 def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[Allocation]:
@@ -155,8 +156,9 @@ def make_student(run: Run, token: str | None) -> Steps[None]:
     yield from judge(run, Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
     check_stop(run)
     checkpoint.restore_type(student, teacher.stored)
-    checkpoint.save(student, teacher.tokenizer, run.checkpoint)
-    write_digests(run)
+    files = () if plan.lora else weight_files(teacher.source)  # adapters changed the weights
+    checkpoint.save(student, teacher.tokenizer, run.checkpoint, files)
+    write_digests(run, files)
 
 
 def training_and_judging_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -23,7 +23,7 @@ from linearizer.run.plan import Plan
 from linearizer.run.stopping import Pace
 from linearizer.train.state_file import NEWEST
 from tests.support.hub import Handler
-from tests.support.runs import LONG, QUICK, inspection_of
+from tests.support.runs import LONG, QUICK, inspection_of, weights_of
 
 
 @pytest.fixture
@@ -33,7 +33,7 @@ def begin(tmp_path):
 
 
 def student(run):
-    return (run.checkpoint / "model.safetensors").read_bytes()
+    return weights_of(run.checkpoint)
 
 
 @pytest.mark.parametrize("strategy", ["common-lambda", "gain"])

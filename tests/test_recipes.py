@@ -26,6 +26,7 @@ from linearizer.run.recipes import RECIPES
 from linearizer.train.settings import training_settings
 from tests.benchmarks.ablation import without_far, without_window
 from tests.support.models import layers_of, student_of, teacher_of, tokens
+from tests.support.runs import weights_of
 
 SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64, exchanges=1, dtype="float32")
 
@@ -167,8 +168,7 @@ def test_minutes_become_as_many_steps_as_fit_and_stay_so(tmp_path):
     assert end["steps"] == timed["steps"] == max(1, int(3 / timed["seconds"][0]))
     other = pipeline.begin(tmp_path / "other", Plan.of("features", **SMALL, steps=timed["steps"]))
     finish(pipeline.linearize(other))
-    weights = "checkpoint/model.safetensors"
-    assert (run.folder / weights).read_bytes() == (other.folder / weights).read_bytes()
+    assert weights_of(run.checkpoint) == weights_of(other.checkpoint)
 
 
 def test_minutes_are_no_steps_where_no_head_learns_and_refused_where_none_could(tmp_path):

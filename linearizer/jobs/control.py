@@ -196,7 +196,7 @@ def status(run: Run) -> Status:
         error=LOST_ERROR + quote_last_line(run) if state == "lost" else log_state.error,
         begun=begun,
         changed=log_state.newest["time"] if log_state.newest else begun,
-        disk_bytes=sum(stat.st_size for stat in files.values()),
+        disk_bytes=sum(stat.st_size for stat in files.values() if stat.st_nlink == 1),  # others are the teacher's
         saved=max(saved, default=None),
         published=run.published if run.checkpoint.is_dir() else None,
         evaluation=evaluation,

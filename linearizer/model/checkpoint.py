@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.model.devices import choose_device
+from linearizer.model.linked_weights import save_around
 from linearizer.model.quiet import quiet
 from linearizer.run.allocation import Allocation, check_allocation
 from linearizer.run.files import replacing
@@ -92,15 +93,25 @@ def weights_larger_than(student: LinearizedForCausalLM, stored: torch.dtype | No
     return [x for name, x in named if ".student." not in name and x.dtype.itemsize > stored.itemsize]  # type: ignore[union-attr]
 
 
-def save(student: LinearizedForCausalLM, tokenizer: PreTrainedTokenizerBase | None, folder: Path) -> None:
-    """Write weights, config, runtime code and tokenizer; an older checkpoint stays until the new one is complete."""
+def save(
+    student: LinearizedForCausalLM,
+    tokenizer: PreTrainedTokenizerBase | None,
+    folder: Path,
+    files: Sequence[Path] = (),
+) -> None:
+    """Write weights, config, runtime code and tokenizer; an older checkpoint stays until the new one is complete.
+
+    `files` hold the teacher's weights, if these are the student's, too: they become part of the checkpoint as they are.
+    """
     with replacing(folder) as unfinished:
-        student.save_pretrained(unfinished, max_shard_size=MAX_SHARD)
+        if not files or not save_around(student, unfinished, files):
+            student.save_pretrained(unfinished, max_shard_size=MAX_SHARD)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
         readable = (unfinished / "config.json").stat().st_mode
         for shard in unfinished.glob("*.safetensors"):
-            shard.chmod(readable)  # safetensors writes through a temporary file, which its owner alone may read
+            if shard.stat().st_nlink == 1:
+                shard.chmod(readable)  # safetensors writes through a temporary file, which its owner alone may read
 
 
 def load_student(run: Run, **options: object) -> LinearizedForCausalLM:

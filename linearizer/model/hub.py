@@ -148,6 +148,15 @@ def download_bytes(source: Source) -> int:
     return source.weight_bytes * sum(not isinstance(path, str) for path in cached) // len(files)
 
 
+def weight_files(source: Source) -> tuple[Path, ...]:
+    """List the files of a model's weights where they lie on this machine; none if one of them is not here any more."""
+    if source.folder is not None:
+        return tuple(source.folder / file for file in source.weights.files)
+    assert source.repo_id is not None
+    found = [try_to_load_from_cache(source.repo_id, file, revision=source.revision) for file in source.weights.files]
+    return tuple(Path(path) for path in found if isinstance(path, str)) if None not in found else ()
+
+
 def cache_folder() -> Path:
     """Give the folder of downloaded models."""
     return Path(constants.HF_HUB_CACHE)

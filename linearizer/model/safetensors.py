@@ -92,6 +92,13 @@ def list_shards(name: str, index: dict[str, Any]) -> tuple[str, ...]:
     return tuple(sorted({str(file) for file in weight_map.values()}))
 
 
+def read_header(path: Path) -> dict[str, tuple[int, int]]:
+    """Read where each tensor of a file begins and ends, by name."""
+    with path.open("rb") as file:
+        header = json.loads(file.read(int.from_bytes(file.read(8), "little")))
+    return {name: tuple(entry["data_offsets"]) for name, entry in header.items() if name != "__metadata__"}
+
+
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], facts: str = "") -> None:
     """Replace a file of tensors and text at once; it contains a digest of both."""
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}

@@ -6,16 +6,17 @@ import json
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass
 
+from linearizer.amounts import size
 from linearizer.errors import FaultError, RequestError
 from linearizer.progress import Progress, Steps
 from linearizer.publish import space, upload
 from linearizer.publish.card import card_files, write_snippet
 from linearizer.publish.card_metadata import Teacher
-from linearizer.publish.upload import Content, Place
+from linearizer.publish.upload import Content, HubFile, Place
 from linearizer.publish.verdict import judge_run
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
-from linearizer.run.weight_digests import check_weights
+from linearizer.run.weight_digests import check_weights, read_digests, teacher_files
 
 CONFIG = "config.json"
 MODEL_TYPE = "linearized"  # of every student
@@ -101,7 +102,7 @@ def check_student(run: Run) -> None:
     """Refuse a run that has no student to publish."""
     if not (run.checkpoint / CONFIG).is_file() or run.allocation is None:
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
-    check_weights(run)
+    check_weights(run, but=files_on_hub(run))  # these are compared with the Hub's
 
 
 def find_model_place(run: Run, repo_id: str, private: bool, token: str | None) -> Place:
@@ -133,21 +134,30 @@ def find_space_place(repo_id: str, private: bool, token: str | None) -> Place:
 
 
 def model_files(run: Run, repo_id: str) -> dict[str, Content]:
-    """List the files to publish: the checkpoint with its card, without hidden files and links."""
+    """List the files to publish: the checkpoint with its card, without hidden files and symbolic links."""
     files: dict[str, Content] = {}
     for path in sorted(run.checkpoint.rglob("*")):
         name = path.relative_to(run.checkpoint)
         if path.is_file() and not path.is_symlink() and not any(part.startswith((".", "__")) for part in name.parts):
             files[name.as_posix()] = path
-    return {**files, **card_files(run, repo_id)}
+    return {**files, **files_on_hub(run), **card_files(run, repo_id)}
+
+
+def files_on_hub(run: Run) -> dict[str, HubFile]:
+    """List the weight files of a checkpoint that are those of a teacher on the Hub."""
+    teacher, digests = Teacher.of(run), read_digests(run)
+    if teacher.repo_id is None or teacher.revision is None:
+        return {}
+    return {
+        name: HubFile(run.checkpoint / name, digests[name], teacher.repo_id, teacher.revision, original)
+        for name, original in teacher_files(run.checkpoint).items()
+        if name in digests
+    }
 
 
 def build_preview(place: Place, files: Mapping[str, Content], notes: tuple[str, ...], checked: bool = True) -> Preview:
     """Describe the files that would be sent."""
-    sizes = tuple(
-        (name, len(content) if isinstance(content, bytes) else content.stat().st_size)
-        for name, content in sorted(files.items())
-    )
+    sizes = tuple((name, upload.size_of(content)) for name, content in sorted(files.items()))
     card = files["README.md"]
     assert isinstance(card, bytes)
     return Preview(place.repo_id, place.private, card.decode(), sizes, sum(size for _, size in sizes), notes, checked)
@@ -165,6 +175,8 @@ def list_notes(run: Run, place: Place) -> tuple[str, ...]:
     notes = [*list_warnings(run)]
     if place.head is not None and not place.fresh:
         notes.append(f"{place.repo_id} holds an earlier student: it stays in the history, at revision {place.head}")
+    if copied := sum(upload.size_of(file) for file in files_on_hub(run).values()):
+        notes.append(f"{size(copied)} of it are files of {teacher.name}, which the Hub copies if it can")
     if not place.private:
         notes.append("everyone will see it")
     if teacher.gated:

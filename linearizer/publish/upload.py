@@ -18,7 +18,14 @@ from json import JSONDecodeError
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import CommitOperationAdd, CommitOperationDelete, HfApi, constants, hf_hub_download
+from huggingface_hub import (
+    CommitOperationAdd,
+    CommitOperationCopy,
+    CommitOperationDelete,
+    HfApi,
+    constants,
+    hf_hub_download,
+)
 from huggingface_hub.errors import (
     HfHubHTTPError,
     HFValidationError,
@@ -40,7 +47,6 @@ from linearizer.errors import FaultError, LinearizerError, PublishError, first_l
 from linearizer.model.hub import HUB_SECONDS, SIGN_IN, access_token
 from linearizer.progress import Progress, Steps
 
-Content = Path | bytes
 Info = Any  # ModelInfo or SpaceInfo
 Product = TypeVar("Product")
 
@@ -52,7 +58,22 @@ MAX_WAIT_SECONDS = 120  # a longer wait that the Hub asks for is an error
 HEARTBEAT_SECONDS = 1.0  # between two reports of progress while a request is under way
 NOTHING_SENT = "nothing was sent"
 KEPT = "what is here is untouched, and what has arrived is not sent again"
+COPYING = "src_repo_id" in CommitOperationCopy.__annotations__  # not so in older clients
 HUB_ERRORS = (HfHubHTTPError, HTTPError, ConnectionError, JSONDecodeError, RuntimeError)
+
+
+@dataclass(frozen=True)
+class HubFile:
+    """A file that another model of the Hub holds, too, so that the Hub can copy it."""
+
+    path: Path  # here
+    sha256: str
+    repo_id: str
+    revision: str
+    name: str  # there
+
+
+Content = Path | bytes | HubFile
 
 
 @dataclass(frozen=True)
@@ -160,7 +181,10 @@ def fetch_file(place: Place, path: str, revision: str, token: str | None = None)
 def upload(
     place: Place, files: Mapping[str, Content], message: str, obsolete: Collection[str], token: str | None
 ) -> Steps[str]:
-    """Make a repository hold these files as of one commit, check them by their hashes, and return the revision."""
+    """Make a repository hold these files as of one commit, check them by their hashes, and return the revision.
+
+    What another model holds is copied by the Hub, and sent only where the Hub cannot copy it.
+    """
     hub = HfApi(token=access_token(token))
     with explain_errors(repr(place.repo_id)):
         check_card(place, files["README.md"])
@@ -168,18 +192,76 @@ def upload(
             sdk = "gradio" if place.kind == "space" else None
             hub.create_repo(place.repo_id, private=place.private, repo_type=place.kind, space_sdk=sdk)
     with explain_errors(repr(place.repo_id), KEPT), without_bars():
-        additions = yield from watch(
-            lambda: [CommitOperationAdd(path, content) for path, content in sorted(files.items())],  # computes hashes
-            Progress("publish", 0, len(files), "files"),
-        )
-        yield from upload_large_files(hub, place, additions)
-        revision = yield from commit(hub, place, additions, message, obsolete)
-        yield from check_files(hub, place, revision, additions)
+        start = Progress("publish", 0, len(files), "files")
+        copies = yield from watch(lambda: list_copies(hub, files), start)
+        if copies:
+            try:
+                return (yield from send(hub, place, files, copies, message, obsolete))
+            except Exception as error:
+                if not is_of_copying(error):
+                    raise
+                yield replace(start, details={"because": "the Hub cannot copy the teacher's files, so they are sent"})
+        return (yield from send(hub, place, files, {}, message, obsolete))
+
+
+def list_copies(hub: HfApi, files: Mapping[str, Content]) -> dict[str, HubFile]:
+    """List the files that the Hub holds elsewhere with the same content."""
+    copies: dict[str, HubFile] = {}
+    for name, file in files.items():
+        if COPYING and isinstance(file, HubFile):
+            try:
+                held = hub.get_paths_info(file.repo_id, [file.name], revision=file.revision)
+            except HUB_ERRORS:
+                return {}  # the teacher is gone, or this account may not see it
+            if held and getattr(held[0], "lfs", None) is not None and held[0].lfs.sha256 == file.sha256:
+                copies[name] = file
+    return copies
+
+
+def send(
+    hub: HfApi,
+    place: Place,
+    files: Mapping[str, Content],
+    copies: Mapping[str, HubFile],
+    message: str,
+    obsolete: Collection[str],
+) -> Steps[str]:
+    """Send all files but those to copy, make one commit of both, and check what the Hub then holds."""
+    sent = {name: path_or_bytes(content) for name, content in sorted(files.items()) if name not in copies}
+    additions = yield from watch(
+        lambda: [CommitOperationAdd(name, content) for name, content in sent.items()],  # computes hashes
+        Progress("publish", 0, len(sent), "files"),
+    )
+    for addition in additions:
+        file = files[addition.path_in_repo]
+        if isinstance(file, HubFile) and addition.upload_info.sha256.hex() != file.sha256:
+            raise ValueError(f"{file.path.name} has changed since the run wrote it")
+    yield from upload_large_files(hub, place, additions)
+    revision = yield from commit(hub, place, additions, copies, message, obsolete)
+    yield from check_files(hub, place, revision, additions, copies)
     return revision
+
+
+def path_or_bytes(content: Content) -> Path | bytes:
+    """Give what is sent of a file."""
+    return content.path if isinstance(content, HubFile) else content
+
+
+def is_of_copying(error: Exception) -> bool:
+    """Tell whether the Hub refused to copy: from another region, or what it keeps without Xet."""
+    response = getattr(error, "response", None)
+    return "xet hash" in str(error) or "duplicate" in (str(response.url) if response is not None else str(error))
+
+
+def size_of(content: Content) -> int:
+    """Count the bytes of a file."""
+    content = path_or_bytes(content)
+    return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
 def check_card(place: Place, content: Content) -> None:
     """Let the Hub check the metadata of a card before the repository is created; the client does so only later."""
+    content = path_or_bytes(content)
     text = content.decode() if isinstance(content, bytes) else content.read_text(encoding="utf-8")
     address = f"{constants.ENDPOINT}/api/validate-yaml"
     answer = get_session().post(address, json={"content": text, "repoType": place.kind})
@@ -205,18 +287,29 @@ def upload_large_files(hub: HfApi, place: Place, additions: list[CommitOperation
 
 
 def commit(
-    hub: HfApi, place: Place, additions: list[CommitOperationAdd], message: str, obsolete: Collection[str]
+    hub: HfApi,
+    place: Place,
+    additions: list[CommitOperationAdd],
+    copies: Mapping[str, HubFile],
+    message: str,
+    obsolete: Collection[str],
 ) -> Steps[str]:
     """Make one commit, none if the repository holds all files already: the answer to an earlier try may be lost."""
 
     def commit_once() -> str:
         info = hub.repo_info(place.repo_id, repo_type=place.kind, files_metadata=True)
         deletions = [CommitOperationDelete(path) for path in obsolete if path in list_files(info)]
-        if info.sha and not deletions and not list_differing(info, additions):
+        differing = list_differing(info, additions, copies)
+        if info.sha and not deletions and not differing:
             return info.sha
+        copied = [
+            CommitOperationCopy(file.name, name, file.revision, src_repo_id=file.repo_id, src_repo_type="model")
+            for name, file in copies.items()
+            if name in differing
+        ]
         return hub.create_commit(
             place.repo_id,
-            [*additions, *deletions],
+            [*additions, *copied, *deletions],
             commit_message=message,
             repo_type=place.kind,
             parent_commit=info.sha,
@@ -228,27 +321,36 @@ def commit(
     return (yield from retry(commit_once, at))
 
 
-def check_files(hub: HfApi, place: Place, revision: str, additions: list[CommitOperationAdd]) -> Steps[None]:
-    """Compare what the Hub holds with what was sent, by hash."""
-    at = Progress("publish", 0, len(additions), "files checked")
+def check_files(
+    hub: HfApi, place: Place, revision: str, additions: list[CommitOperationAdd], copies: Mapping[str, HubFile]
+) -> Steps[None]:
+    """Compare what the Hub holds with what was sent and copied, by hash."""
+    at = Progress("publish", 0, len(additions) + len(copies), "files checked")
     info = yield from retry(
         lambda: hub.repo_info(place.repo_id, repo_type=place.kind, revision=revision, files_metadata=True), at
     )
-    for path in list_differing(info, additions):
+    for path in list_differing(info, additions, copies):
         raise FaultError(f"{place.repo_id!r} at {revision} does not hold {path} as it was sent: try again; {KEPT}")
 
 
-def list_differing(info: Info, additions: list[CommitOperationAdd]) -> list[str]:
+def list_differing(info: Info, additions: list[CommitOperationAdd], copies: Mapping[str, HubFile]) -> list[str]:
     """List the files that a repository lacks or holds with other content."""
     held = list_files(info)
-    return [sent.path_in_repo for sent in additions if not same_content(held.get(sent.path_in_repo), sent)]
+    return [sent.path_in_repo for sent in additions if not same_content(held.get(sent.path_in_repo), sent)] + [
+        name for name, file in copies.items() if not is_large_file(held.get(name), file.sha256)
+    ]
+
+
+def is_large_file(held: Any, sha256: str) -> bool:
+    """Tell whether a file of a repository, or None, is kept as a large file with this hash."""
+    return held is not None and held.lfs is not None and held.lfs.sha256 == sha256
 
 
 def same_content(held: Any, sent: CommitOperationAdd) -> bool:
     """Compare a file of a repository, or None, with one of ours by the hash that the Hub keeps of it."""
     if held is None or held.lfs is None:
         return held is not None and bool(held.blob_id == git_hash(sent))
-    return bool(held.lfs.sha256 == sent.upload_info.sha256.hex())
+    return is_large_file(held, sent.upload_info.sha256.hex())
 
 
 def git_hash(sent: CommitOperationAdd) -> str:

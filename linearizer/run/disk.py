@@ -11,9 +11,14 @@ FILES = 3  # of a state of training: the newest, the one before, the one that is
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 
 
-def checkpoint_bytes(plan: Plan, inspection: Inspection) -> int:
-    """Estimate the size of a student: its features, and the weights in no larger type than the teacher's."""
-    weights = min(inspection.weight_bytes, inspection.parameters * SIZES.get(plan.dtype, NUMBER))
+def checkpoint_bytes(plan: Plan, inspection: Inspection, linked: bool = True) -> int:
+    """Estimate what a student takes on the disk: its features, and its teacher's weights where they cannot be linked.
+
+    Weights that adapters changed are written anew, in no larger type than the teacher's.
+    """
+    weights = 0 if linked else inspection.weight_bytes
+    if plan.lora:
+        weights = min(inspection.weight_bytes, inspection.parameters * SIZES.get(plan.dtype, NUMBER))
     return weights + map_bytes(plan, inspection)
 
 

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
+from collections.abc import Collection, Sequence
 from pathlib import Path
 
 from linearizer.errors import FolderError
@@ -11,29 +13,48 @@ from linearizer.run.files import parse_json
 from linearizer.run.folder import Run
 
 DIGESTS = "state/checkpoint.json"  # of a run's folder
+INDEX = "model.safetensors.index.json"
+TEACHER_FILES = (
+    "teacher_files"  # in the metadata of an index: the names that the teacher's files have in its repository
+)
 PIECE_BYTES = 1 << 20  # that are read at a time
 
 
-def write_digests(run: Run) -> None:
-    """Note the digests of the weights of a checkpoint."""
-    run.write_product(DIGESTS, json.dumps(weight_digests(run.checkpoint)))
+def write_digests(run: Run, linked: Sequence[Path] = ()) -> None:
+    """Note the digests of the weights of a checkpoint; a linked file of the Hub's cache has its digest for a name."""
+    blobs = [path.resolve() for path in linked]
+    known = {path.stat().st_ino: path.name for path in blobs if re.fullmatch("[0-9a-f]{64}", path.name)}
+    files = weight_files(run.checkpoint)
+    digests = {path.name: known.get(path.stat().st_ino) or hash_file(path) for path in files}
+    run.write_product(DIGESTS, json.dumps(digests))
 
 
-def check_weights(run: Run) -> None:
-    """Refuse weights that are not those that the run wrote."""
-    if not run.has_file(DIGESTS):
-        return
-    written, present = run.parse_file(DIGESTS, parse_json, again=False), weight_digests(run.checkpoint)
-    if changed := [name for name, digest in written.items() if present.get(name) != digest]:
-        raise FolderError(
-            f"{str(run.checkpoint / changed[0])!r} is not as the run wrote it: remove the folder checkpoint, and "
-            f"`linearizer runs resume {run.folder}` makes it anew"
-        )
+def check_weights(run: Run, but: Collection[str] = ()) -> None:
+    """Refuse weights that are not those that the run wrote; `but` names files that are not checked."""
+    present = {path.name: path for path in weight_files(run.checkpoint)}
+    for name, digest in read_digests(run).items():
+        if name not in but and (name not in present or hash_file(present[name]) != digest):
+            raise FolderError(
+                f"{str(run.checkpoint / name)!r} is not as the run wrote it: remove the folder checkpoint, and "
+                f"`linearizer runs resume {run.folder}` makes it anew"
+            )
 
 
-def weight_digests(folder: Path) -> dict[str, str]:
-    """Hash the weight files of a checkpoint."""
-    return {path.name: hash_file(path) for path in sorted(folder.glob("*.safetensors"))}
+def read_digests(run: Run) -> dict[str, str]:
+    """Read the digests of the weights that a run wrote; none where it wrote them before digests were noted."""
+    return run.parse_file(DIGESTS, parse_json, again=False) if run.has_file(DIGESTS) else {}
+
+
+def teacher_files(folder: Path) -> dict[str, str]:
+    """List the files of a checkpoint that are its teacher's, with their names in the teacher's repository."""
+    if not (folder / INDEX).is_file():
+        return {}
+    return parse_json((folder / INDEX).read_bytes())["metadata"].get(TEACHER_FILES, {})
+
+
+def weight_files(folder: Path) -> list[Path]:
+    """List the weight files of a checkpoint."""
+    return sorted(folder.glob("*.safetensors"))
 
 
 def hash_file(path: Path) -> str:

@@ -81,7 +81,10 @@ def test_a_budget_that_nobody_can_mean_is_refused_as_such(strategy, priced, tmp_
 
 
 def test_room_for_features_is_asked_for_where_there_will_be_some(inspection):
-    plain = inspection.weight_bytes
+    plain = checkpoint_bytes(Plan.of("windows", model="demo", budget=64), inspection)
+    assert plain == 0 and checkpoint_bytes(Plan.of("windows", model="demo", budget=64), inspection, linked=False) > 1e6
+    adapted = Plan("demo", budget=64, strategy="common-lambda", steps=60, lora=8)
+    assert checkpoint_bytes(adapted, inspection) >= inspection.weight_bytes  # adapters change the weights
     for recipe, none in {"swa": True, "duo": True, "windows": True, "best": True, "features": False}.items():
         sizes = {
             checkpoint_bytes(Plan.of(recipe, model="demo", budget=budget, may_grow=True), inspection)

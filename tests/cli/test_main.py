@@ -19,6 +19,7 @@ from linearizer.cli.main import main
 from linearizer.model.checkpoint import load
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
+from tests.support.runs import weights_of
 
 SMALL = ["--texts", "2", "--length", "64", "--samples", "128", "--dtype", "float32"]
 QUICK = ["--recipe", "features", *SMALL, "--steps", "2"]
@@ -156,7 +157,7 @@ def test_ctrl_c_stops_with_130_and_the_run_can_be_resumed(tmp_path, said):
     assert process.returncode == 130, err
     assert f"--resume --out {folder}" in err and "Traceback" not in err
     assert said("run", "demo", "--out", folder, "--resume", *QUICK)[0] == 0
-    assert (folder / "checkpoint" / "model.safetensors").exists()
+    assert weights_of(folder / "checkpoint")
 
 
 def test_a_killed_run_resumes_to_the_same_student(done, tmp_path, said):
@@ -168,8 +169,7 @@ def test_a_killed_run_resumes_to_the_same_student(done, tmp_path, said):
     (folder / "allocation.json.unfinished").write_text("cut off wh")  # as a kill in the middle of a write leaves it
     code, _, err = said("run", "demo", "--budget", "64", "--out", folder, "--resume", *QUICK)
     assert code == 0, err
-    weights = "checkpoint/model.safetensors"
-    assert (folder / weights).read_bytes() == (done / weights).read_bytes()
+    assert weights_of(folder / "checkpoint") == weights_of(done / "checkpoint")
 
 
 HOLD_LOCK = """
@@ -252,8 +252,7 @@ def test_the_library_does_what_the_command_does(done, tmp_path):
     )
     allocation = finish(linearize(run))
     assert allocation == linearizer.Run.open(done).allocation
-    weights = "checkpoint/model.safetensors"
-    assert (run.folder / weights).read_bytes() == (done / weights).read_bytes()
+    assert weights_of(run.checkpoint) == weights_of(done / "checkpoint")
     assert all(getattr(linearizer, name) for name in linearizer.__all__)
 
 

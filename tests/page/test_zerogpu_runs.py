@@ -21,7 +21,7 @@ from linearizer.run import locks
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.support.page_server import SPACE, client_of, serving
-from tests.support.runs import FP32, QUICK, process_of, wait_for, wait_until
+from tests.support.runs import FP32, QUICK, process_of, wait_for, wait_until, weights_of
 
 HERE = Path(__file__).parents[2]
 ANN = "ann's secret, long enough"
@@ -43,7 +43,7 @@ def whole(tmp_path_factory):
 
 
 def student(run):
-    return (run.checkpoint / "model.safetensors").read_bytes()
+    return weights_of(run.checkpoint)
 
 
 def test_elsewhere_a_function_stays_as_it_is():

@@ -124,6 +124,71 @@ def test_a_model_of_the_hub_is_named_as_the_base_with_its_licence(hub, tmp_path)
     assert f"linearizer run org/small@{commit} --budget 64" in result.card
 
 
+@pytest.fixture
+def of_hub(hub, tmp_path):
+    """A finished run of a model of the Hub."""
+    hub.add("org/small", DEMO)
+    run = pipeline.begin(
+        tmp_path / "run",
+        Plan("org/small", budget=64, strategy="common-lambda", texts=2, length=64, samples=128, steps=0),
+    )
+    finish(linearize(run))
+    hub.requests.clear()
+    return run
+
+
+def teacher_files_of(folder):
+    """Give what a folder's files of the teacher hold."""
+    return [path.read_bytes() for path in sorted(folder.glob("*.safetensors")) if not path.name.startswith("student")]
+
+
+def sent_shards(hub, name):
+    return [content for path, content in sorted(files_of(hub, name).items()) if path.startswith("teacher-")]
+
+
+def test_the_hub_copies_the_files_of_a_teacher(hub, of_hub):
+    shown = push.preview(of_hub, "me/copied", token=ME)
+    assert any(note.endswith("files of org/small, which the Hub copies if it can") for note in shown.notes)
+    publish(of_hub, "me/copied")
+    assert sent_shards(hub, "me/copied") == teacher_files_of(DEMO)
+    digests = json.loads((of_hub.folder / "state" / "checkpoint.json").read_text())
+    sent = {line.rpartition("/")[2] for line in written(hub) if line.startswith("PUT /lfs/")}
+    assert sent & set(digests.values()) == {digests["student.safetensors"]}
+    assert any("org/small/lfs-files/duplicate" in line for line in written(hub))
+    student = (of_hub.checkpoint / "student.safetensors").read_bytes()
+    assert files_of(hub, "me/copied")["student.safetensors"] == student
+    hub.requests.clear()
+    publish(of_hub, "me/copied")
+    assert not [line for line in written(hub) if line.startswith("PUT") or "/commit/" in line]
+
+
+@pytest.mark.parametrize("why", ["refused", "no-xet", "other-content", "gone"])
+def test_what_the_hub_cannot_copy_is_sent(hub, of_hub, why):
+    if why == "refused":
+        hub.fail_next("lfs-files/duplicate", 403)
+    elif why == "no-xet":
+        hub.xet = False
+    elif why == "other-content":
+        teacher = hub.repos["models", "org/small"]
+        others = {path: b"other" for path in files_of(hub, "org/small") if path.endswith(".safetensors")}
+        teacher.commits[of_hub.inspection.revision].update(others)
+    else:
+        del hub.repos["models", "org/small"]
+    publish(of_hub, f"me/{why}")
+    assert sent_shards(hub, f"me/{why}") == teacher_files_of(DEMO)
+    assert sum(line.startswith("PUT") for line in written(hub)) > len(teacher_files_of(DEMO))
+
+
+def test_a_damaged_file_of_a_teacher_is_never_sent(hub, of_hub):
+    hub.xet = False
+    damaged = bytearray((of_hub.checkpoint / WEIGHTS).read_bytes())
+    damaged[-1] ^= 1
+    (of_hub.checkpoint / WEIGHTS).unlink()
+    (of_hub.checkpoint / WEIGHTS).write_bytes(damaged)
+    assert f"{WEIGHTS} has changed since the run wrote it" in refused(of_hub, "me/damaged")
+    assert WEIGHTS not in files_of(hub, "me/damaged")
+
+
 def test_a_preview_needs_no_account_and_says_what_was_not_checked(hub, run, monkeypatch):
     monkeypatch.delenv("HF_TOKEN", raising=False)
     signed = push.preview(run, "me/student", token=ME)

@@ -2,12 +2,10 @@
 lower precision, export."""
 
 import copy
-import json
 import time
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from linearizer.model.checkpoint import load, save
@@ -38,28 +36,6 @@ def test_its_parts_are_found_where_the_teachers_are(family):
         second = part(ids[:, 12:], past_key_values=first.past_key_values)
         result = torch.cat([first.last_hidden_state, second.last_hidden_state], 1)
         torch.testing.assert_close(result, whole, **CLOSE)
-
-
-@pytest.mark.parametrize("family", ["llama", "gpt2", "mixtral", "gemma3_text"])
-@torch.no_grad()
-def test_it_loads_from_the_shards_of_its_teacher_and_one_small_file(family, tmp_path):
-    student, ids = student_of(family), tokens(1, 20)
-    student.save_pretrained(tmp_path)
-    weights = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    teacher_of(family).save_pretrained(tmp_path / "teacher")
-    shard = load_file(tmp_path / "teacher" / "model.safetensors")
-    files = {
-        "teacher.safetensors": shard,
-        "student.safetensors": {n: x for n, x in weights.items() if ".student." in n},
-    }
-    for name, held in files.items():
-        save_file(held, tmp_path / name, {"format": "pt"})
-    index = {"metadata": {}, "weight_map": {name: file for file, held in files.items() for name in held}}
-    (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
-    loaded, report = AutoModelForCausalLM.from_pretrained(tmp_path, output_loading_info=True)
-    assert not any(report[kind] for kind in ("missing_keys", "unexpected_keys", "mismatched_keys"))
-    assert torch.equal(loaded(ids).logits, student(ids).logits)
 
 
 def test_its_config_reads_and_writes_what_its_teachers_config_knows(tmp_path):

@@ -55,6 +55,7 @@ class FakeHub:
         self.organisations = {}  # user -> {organisation: role}
         self.released = threading.Event()  # lets go on what `fail_next(…, "hold")` holds
         self.yaml_errors = []  # that it finds in cards
+        self.xet = True  # whether it can copy large files between repositories
         self.spoiled = {}  # path -> what it holds instead of what is committed there
         handler = type("Bound", (Handler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -76,6 +77,7 @@ class FakeHub:
     def clear(self):
         """Forget everything."""
         self.released.clear()
+        self.xet = True
         for content in (
             self.repos,
             self.requests,
@@ -223,7 +225,10 @@ class Handler(Writing, BaseHTTPRequestHandler):
         files = self.commit_of(repo, revision)[1]
         typed = self.headers.get("Content-Type", "").startswith("application/json")
         paths = json.loads(self.posted)["paths"] if typed else parse_qs(self.posted.decode()).get("paths", [])
-        self.reply([entry(path, files[path]) for path in paths if path in files])
+        held = [entry(path, files[path]) for path in paths if path in files]
+        self.reply(
+            [{**file, **({"xetHash": file["lfs"]["oid"]} if "lfs" in file and self.hub.xet else {})} for file in held]
+        )
 
     def check_gate(self, repo):
         if repo.gated and not self.belongs(repo.owner):

@@ -10,7 +10,7 @@ from linearizer.publish import push
 from linearizer.run.folder import Run
 
 ME = "hf_fake_me"
-WEIGHTS = "model.safetensors"
+WEIGHTS = "teacher-00001-of-00002.safetensors"
 HOW_THE_HUB_SENDS = "ignore:Use 'content=:DeprecationWarning"  # as the Hub's client does
 
 

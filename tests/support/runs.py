@@ -69,6 +69,11 @@ def wait_for_event(run, name, done=0):
     raise AssertionError((control.status(run), log_of(run)))
 
 
+def weights_of(checkpoint):
+    """Give all weight files of a checkpoint by name."""
+    return {path.name: path.read_bytes() for path in checkpoint.glob("*.safetensors")}
+
+
 def log_of(run):
     return (run.folder / "worker.log").read_text() if run.has_file("worker.log") else ""
 
