@@ -83,23 +83,20 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Prices
         return prices
     plan, layers = run.plan, teacher.inspection.layers
     options = options_to_price(texts.shape[1], plan.rules.far_field, plan.kept_bits, fewer_bits(plan, layers))
-    generator = torch.Generator().manual_seed(run.plan.seed)
-    if stored := read_partial_prices(run, options, generator):
+    if stored := read_partial_prices(run, options):
         sinks, texts_done, before = stored.prices.sinks, stored.texts, stored.prices.kl
     else:
         sinks, texts_done, before = (yield from choose_sinks(run, teacher, texts)), 0, ()
 
     def keep(texts_done: int, kl: KlOfLayers) -> None:
-        drawn = bytes(generator.get_state().tolist()).hex()
-        stored = PartialPrices(Prices(sinks, options, tuple(kl)), drawn, texts_done)
-        run.write_product(PARTIAL_PRICES, stored.to_json())
+        run.write_product(PARTIAL_PRICES, PartialPrices(Prices(sinks, options, tuple(kl)), texts_done).to_json())
 
-    given = (teacher.model, texts, layers, options, sinks, begin_of(run, generator))
+    given = (teacher.model, texts, layers, options, sinks, begin_of(run))
     measured: dict[Place, float] = {}
     if run.plan.prices == "measured":
         prices = yield from log_progress(run, measure_prices(*given, before=before, keep=partial(keep, 0)))
     else:
-        prices = yield from log_progress(run, estimate_prices(*given, generator, (texts_done, before), keep))
+        prices = yield from log_progress(run, estimate_prices(*given, run.plan.seed, (texts_done, before), keep))
         measured = yield from measure_dear_prices(run, teacher, texts, prices)
         prices = correct_prices(prices, measured)
     run.write_product("prices.json", prices.to_json())
@@ -118,23 +115,16 @@ def measure_dear_prices(run: Run, teacher: Teacher, texts: torch.Tensor, prices:
     return (yield from log_progress(run, steps)) if dear else {}
 
 
-def read_partial_prices(run: Run, options: tuple[Head, ...], generator: torch.Generator) -> PartialPrices | None:
-    """Read the prices that a run had when it was stopped while pricing; drop them if they are damaged.
-
-    The generator continues from its state of then, so that the rest gets the prices of an unstopped run.
-    """
+def read_partial_prices(run: Run, options: tuple[Head, ...]) -> PartialPrices | None:
+    """Read the prices that a run had when it was stopped while pricing; drop them if they are damaged."""
     if not run.has_file(PARTIAL_PRICES):
         return None
     try:
         stored = run.parse_file(PARTIAL_PRICES, PartialPrices.from_json)
-        drawn = bytes.fromhex(stored.drawn)
-    except (RequestError, ValueError) as error:
+    except RequestError as error:
         run.log(EventName.DROPPED, file=PARTIAL_PRICES, why=str(error.__cause__ or error))
         return None
-    if stored.prices.options != options:
-        return None
-    generator.set_state(torch.tensor(list(drawn), dtype=torch.uint8))
-    return stored
+    return stored if stored.prices.options == options else None
 
 
 def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:

@@ -23,6 +23,7 @@ from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.prices import KlOfLayers, Prices
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
+from linearizer.runtime.layer_student import generator_at
 
 DRAWS = 4  # of next tokens, for every text
 MAX_GRADIENTS = 2**27  # of several texts together, with their logits
@@ -51,26 +52,26 @@ def estimate_prices(
     options: Sequence[Head],
     sinks: int,
     begin: Begin,
-    generator: torch.Generator | None = None,
+    seed: int = 0,
     before: tuple[int, KlOfLayers] = (0, ()),
     keep: Callable[[int, KlOfLayers], None] = lambda texts, kl: None,
 ) -> Steps[Prices]:
     """Estimate the prices of all heads, in the memory of training on a few texts without an optimiser.
 
     `keep` receives how many texts are done, and the kl summed over their tokens; `before` is that of an earlier call,
-    to go on from. The generator draws the next tokens.
+    to go on from. Every text draws its next tokens for itself.
     """
     modules = attention_modules(teacher)
     priced = [index for index, layer in enumerate(layers) if layer.native_window is None]
     done, sums = before[0], {index: torch.zeros(layers[index].kv_heads, len(options)).double() for index in priced}
     if done:
         sums = {index: torch.tensor(before[1][index], dtype=torch.float64) for index in priced}
-    generator = generator or torch.Generator().manual_seed(0)
     together = texts_together(teacher, layers, texts.shape[1])
     for first in range(done, len(texts), together):
         ids = texts[first : first + together]
         recordings = {index: recording_of(modules[index], layers[index], sinks, begin) for index in priced}
-        gradients = gradients_of(teacher, [(modules[index], recordings[index]) for index in priced], ids, generator)
+        generators = [generator_at(seed, done + text) for text in range(len(ids))]
+        gradients = gradients_of(teacher, [(modules[index], recordings[index]) for index in priced], ids, generators)
         for (index, recording), gradient in zip(recordings.items(), gradients, strict=True):
             for place, option in enumerate(options):
                 with torch.no_grad():
@@ -105,7 +106,10 @@ def recording_of(module: nn.Module, layer: Layer, sinks: int, begin: Begin) -> R
 
 
 def gradients_of(
-    teacher: PreTrainedModel, recordings: Sequence[tuple[nn.Module, Recording]], ids: Tensor, generator: torch.Generator
+    teacher: PreTrainedModel,
+    recordings: Sequence[tuple[nn.Module, Recording]],
+    ids: Tensor,
+    generators: Sequence[torch.Generator],
 ) -> list[Tensor]:
     """Run some texts; return for every layer the gradients of its output, one for each draw of next tokens."""
     with ExitStack() as stack, attending(teacher, IMPLEMENTATION), torch.enable_grad():
@@ -113,8 +117,8 @@ def gradients_of(
             module.student = recording
             stack.callback(delattr, module, "student")
         logs = teacher(input_ids=ids.to(teacher.device), use_cache=False).logits.float().log_softmax(-1)
-        likely = logs.detach().exp().flatten(0, 1).cpu()
-        drawn = torch.multinomial(likely, DRAWS, replacement=True, generator=generator)
+        pairs = zip(logs.detach().exp().cpu(), generators, strict=True)
+        drawn = torch.cat([torch.multinomial(text, DRAWS, replacement=True, generator=draw) for text, draw in pairs])
         outputs = [recording.output for _, recording in recordings]
         rows = []
         for draw in drawn.T.to(logs.device):

@@ -23,7 +23,7 @@ from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.stopping import is_out_of_memory
 from linearizer.run.weight_digests import check_weights
-from linearizer.runtime.layer_student import LayerStudent
+from linearizer.runtime.layer_student import LayerStudent, generator_at
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 
 MAX_SHARD = "1GB"  # bounds what is sent again after an upload broke
@@ -59,12 +59,12 @@ def make_layer_students(
     """Make untrained layer students of another allocation, to swap into a student."""
     check_allocation(allocation, layers)
     rows = [layer_config(heads, layer) for heads, layer in zip(allocation.heads, layers, strict=True)]
-    generator = torch.Generator().manual_seed(seed)
     layer_students = []
-    for row in (row for row in rows if row is not None):
-        layer = LayerStudent(row["heads"], allocation.sinks, row["key_dim"], student.config.feature_map)
-        layer_students.append(layer.to(next(student.parameters()).device).eval())
-        layer.reset(generator)
+    for index, row in enumerate(rows):
+        if row is not None:
+            layer = LayerStudent(row["heads"], allocation.sinks, row["key_dim"], student.config.feature_map)
+            layer_students.append(layer.to(next(student.parameters()).device).eval())
+            layer.reset(generator_at(seed, index))
     return tuple(layer_students)
 
 

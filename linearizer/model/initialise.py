@@ -17,7 +17,7 @@ from linearizer.model.swap import Begin
 from linearizer.run.folder import Run
 from linearizer.runtime.attention_interface import attention_modules
 from linearizer.runtime.feature_maps import Clusters, Codebook
-from linearizer.runtime.layer_student import LayerStudent, SlotGroup
+from linearizer.runtime.layer_student import LayerStudent, SlotGroup, generator_at
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 KMEANS_ROUNDS = 8
@@ -29,16 +29,18 @@ Tensor = torch.Tensor
 @torch.no_grad()
 def initialise(student: LinearizedForCausalLM, samples: Samples, seed: int = 0) -> None:
     """Initialise the layers of a student from samples of the teacher's queries and keys."""
-    generator = torch.Generator().manual_seed(seed)
     for module in attention_modules(student.base):
         layer_student, layer_samples = getattr(module, "student", None), samples.layers[number(module)]
         if layer_student is not None and layer_samples is not None:
-            initialise_layer(layer_student, layer_samples, generator)
+            initialise_layer(layer_student, layer_samples, seed, number(module))
 
 
 @torch.no_grad()
-def initialise_layer(student: LayerStudent, samples: LayerSamples, generator: torch.Generator) -> None:
-    """Initialise the slots and the feature maps of one layer."""
+def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, index: int) -> None:
+    """Initialise the slots and the feature maps of a layer, which has this number.
+
+    Every head draws for itself, so that one that holds an option gets the same values beside any others.
+    """
     queries = samples.queries.unflatten(0, (len(samples.keys), -1)).flatten(1, 2).float()  # (kv heads, samples, dim)
     for group in student.groups:
         if isinstance(group, SlotGroup):
@@ -48,7 +50,8 @@ def initialise_layer(student: LayerStudent, samples: LayerSamples, generator: to
     for group in featured(student):
         if isinstance(group.feature_map, Codebook):
             for place, head in enumerate(group.heads):
-                initialise_codebook(group.feature_map, place, queries[head], samples.keys[head].float(), generator)
+                keys, generator = samples.keys[head].float(), generator_at(seed, index, head)
+                initialise_codebook(group.feature_map, place, queries[head], keys, generator)
 
 
 def initialise_codebook(codebook: Codebook, head: int, q: Tensor, k: Tensor, generator: torch.Generator) -> None:
@@ -91,12 +94,12 @@ def cluster(points: Tensor, count: int, generator: torch.Generator) -> Tensor:  
     return centres
 
 
-def begin_of(run: Run, generator: torch.Generator | None = None) -> Begin:
-    """Return a function that initialises the student of one layer; all layers draw centres from one generator."""
-    samples, generator = samples_of(run), generator or torch.Generator().manual_seed(run.plan.seed)
+def begin_of(run: Run) -> Begin:
+    """Return a function that initialises the student of one layer."""
+    samples, seed = samples_of(run), run.plan.seed
 
     def begin(student: LayerStudent, index: int) -> None:
         if (layer_samples := samples.layers[index]) is not None:
-            initialise_layer(student, layer_samples, generator)
+            initialise_layer(student, layer_samples, seed, index)
 
     return begin

@@ -12,6 +12,7 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+from linearizer.model.quiet import quiet
 from linearizer.model.safetensors import INDEX, SINGLE, read_header
 from linearizer.run.weight_digests import TEACHER_FILES
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
@@ -67,5 +68,6 @@ def write_index(folder: Path, files: Sequence[Path], originals: dict[str, str]) 
 
 def loads_whole(folder: Path) -> bool:
     """Tell whether transformers finds every weight of a student in a folder, without reading any."""
-    _, report = LinearizedForCausalLM.from_pretrained(folder, device_map="meta", output_loading_info=True)
+    with quiet():
+        _, report = LinearizedForCausalLM.from_pretrained(folder, device_map="meta", output_loading_info=True)
     return not report["missing_keys"] and not report["mismatched_keys"]

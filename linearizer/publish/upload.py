@@ -210,10 +210,10 @@ def list_copies(hub: HfApi, files: Mapping[str, Content]) -> dict[str, HubFile]:
     for name, file in files.items():
         if COPYING and isinstance(file, HubFile):
             try:
-                held = hub.get_paths_info(file.repo_id, [file.name], revision=file.revision)
+                held: list[Any] = list(hub.get_paths_info(file.repo_id, [file.name], revision=file.revision))
             except HUB_ERRORS:
                 return {}  # the teacher is gone, or this account may not see it
-            if held and getattr(held[0], "lfs", None) is not None and held[0].lfs.sha256 == file.sha256:
+            if held and is_large_file(held[0], file.sha256):
                 copies[name] = file
     return copies
 
@@ -343,7 +343,7 @@ def list_differing(info: Info, additions: list[CommitOperationAdd], copies: Mapp
 
 def is_large_file(held: Any, sha256: str) -> bool:
     """Tell whether a file of a repository, or None, is kept as a large file with this hash."""
-    return held is not None and held.lfs is not None and held.lfs.sha256 == sha256
+    return held is not None and held.lfs is not None and bool(held.lfs.sha256 == sha256)
 
 
 def same_content(held: Any, sent: CommitOperationAdd) -> bool:

@@ -40,5 +40,4 @@ class PartialPrices(JsonProduct):
     json_remedy: ClassVar = "remove them"
 
     prices: Prices
-    drawn: str  # the state of the random generator, in hexadecimal digits
     texts: int = 0  # over whose tokens estimates are summed; 0: prices are measured

@@ -29,6 +29,13 @@ NOT_EXPORTED = (
 )
 
 
+def generator_at(seed: int, *place: int) -> torch.Generator:
+    """Seed a generator for one place of a model, a layer or a head: what is drawn elsewhere changes nothing there."""
+    for number in place:
+        seed = (seed * 0x9E3779B97F4A7C15 + number + 1) % 2**63
+    return torch.Generator().manual_seed(seed)
+
+
 @dataclass
 class SoftmaxState:
     """The whole cache of softmax heads."""

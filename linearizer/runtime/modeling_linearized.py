@@ -35,7 +35,7 @@ from transformers.cache_utils import Cache
 from .attention_interface import IMPLEMENTATION, attention_modules, hand_over_state, serve_decoder
 from .cache import LinearizedCache, empty_cache
 from .feature_maps import FEATURE_MAPS, FeatureMap
-from .layer_student import LayerStudent
+from .layer_student import LayerStudent, generator_at
 from .slots import Merger
 from .state_file import read_state
 
@@ -152,9 +152,9 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             module._is_hf_initialized = True  # or its weights might be drawn again
         student = cls(config, base=teacher)
         teacher.set_attn_implementation(IMPLEMENTATION)
-        generator = torch.Generator().manual_seed(seed)
-        for layer in student.students():
-            layer.to(next(teacher.parameters()).device).reset(generator)
+        for index, module in enumerate(attention_modules(teacher)):
+            if isinstance(layer := getattr(module, "student", None), LayerStudent):
+                layer.to(next(teacher.parameters()).device).reset(generator_at(seed, index))
         student.generation_config = teacher.generation_config
         return student.train(teacher.training)
 

@@ -79,14 +79,12 @@ def test_a_run_with_estimated_prices_ends_in_a_student(tmp_path):
 def test_an_estimate_that_goes_on_from_what_was_kept_is_one_that_was_never_stopped(monkeypatch):
     monkeypatch.setattr(head_prices_by_gradient, "MAX_GRADIENTS", 1)  # a text at a time
     teacher, windows = teacher_of("llama"), tokens(3, 24)
-    given, kept = (teacher, windows, layers_of(teacher), OPTIONS, 2, begin), []
-    generator = torch.Generator().manual_seed(1)
-    keep = lambda *done: kept.append((done, generator.get_state()))  # noqa: E731
-    whole = finish(estimate_prices(*given, generator, keep=keep))
-    assert [done for (done, _), _ in kept] == [1, 2, 3]
-    for before, state in kept:
-        generator.set_state(state)
-        assert finish(estimate_prices(*given, generator, before)) == whole
+    given, kept = (teacher, windows, layers_of(teacher), OPTIONS, 2, begin, 1), []
+    whole = finish(estimate_prices(*given, keep=lambda *done: kept.append(done)))
+    assert [done for done, _ in kept] == [1, 2, 3]
+    for before in kept:
+        assert finish(estimate_prices(*given, before)) == whole
+    assert finish(estimate_prices(*given[:-1], 2)) != whole
 
 
 def test_texts_that_are_run_together_are_estimated_as_each_by_itself(monkeypatch):

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from linearizer.measure.profile import measure_profile
-from linearizer.model.initialise import cluster, initialise, initialise_codebook, symmetric_root
+from linearizer.model.initialise import cluster, initialise, initialise_codebook, initialise_layer, symmetric_root
 from linearizer.model.layers import featured
 from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
@@ -63,6 +63,18 @@ def test_the_same_seed_initialises_the_same_and_only_codebooks_change(feature_ma
     initialised = feature_map in ("codebook", "clusters")
     assert equal(states[0], states[1])
     assert equal(states[0], untouched) == equal(states[0], states[2]) == (not initialised)
+
+
+def test_what_a_head_begins_with_depends_on_no_other_head_and_on_no_order():
+    samples = samples_of()
+    mixed = student_of("llama", [Head(window=4, features=16), Head(window=3)], feature_map="codebook")
+    alike = student_of("llama", [Head(window=4, features=16)], feature_map="codebook")
+    initialise(mixed, samples)
+    for index, layer in reversed(list(enumerate(alike.students()))):
+        initialise_layer(layer, samples.layers[index], 0, index)
+    for one, other in zip(mixed.students(), alike.students(), strict=True):
+        (group,), (whole,) = featured(one), featured(other)
+        assert torch.equal(group.feature_map.centres[0], whole.feature_map.centres[group.heads[0]])
 
 
 def test_layers_that_the_teacher_bounds_itself_are_left_alone():
