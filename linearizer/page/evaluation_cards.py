@@ -21,7 +21,7 @@ STATE_SENTENCES = {
 }
 
 
-def evaluation_card(status: Status | None, now: float) -> str:
+def evaluation_card(status: Status | None) -> str:
     """Say how far an evaluation is, or how it ended."""
     if status is None:
         return ""

@@ -90,7 +90,7 @@ class RunState:
         self.put("can", json.dumps(can), lambda: can)
         card = cards.run_card(status, run.folder.name, now)
         self.put("card", card, lambda: card)
-        self.draw_profile(status)
+        self.draw_profile()
         training = cards.training_card(status, self.training, now)
         self.put("training", training, lambda: training)
         if not live or now - self.drawn > CURVE_SECONDS or now < self.drawn:
@@ -101,10 +101,10 @@ class RunState:
         self.draw_evaluation()
         state = "" if status.evaluation is None else status.evaluation.state
         self.put("evaluating", state, lambda: state)
-        told_card = evaluation_cards.evaluation_card(status.evaluation, now)
-        self.put("evaluating card", told_card, lambda: told_card)
+        progress = evaluation_cards.evaluation_card(status.evaluation)
+        self.put("evaluating card", progress, lambda: progress)
 
-    def draw_profile(self, status: Status) -> None:
+    def draw_profile(self) -> None:
         """Draw the map as layers are measured, and the curves once all are."""
         run = self.run
         profile = run.profile if run.has_file("profile.json") and "curves" not in self.pieces else None

@@ -112,23 +112,23 @@ def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, t
 
 
 def test_the_page_says_how_an_evaluation_is(run):
-    assert evaluation_card(None, 0.0) == ""
+    assert evaluation_card(None) == ""
     evaluation = run.evaluating
     with evaluation.take_lock():
         evaluation.log("queued", request={})
         evaluation.log("started")
         step = {"part": "needle", "place": 2, "parts": 4, "unit": "cells"}
         evaluation.log("needle", done=5, total=10, **step)
-        text = evaluation_card(control.status(run).evaluation, 0.0)
+        text = evaluation_card(control.status(run).evaluation)
         assert "part 2 of 4: 5 of 10 cells" in text and 'value="0.375"' in text and "Hidden pairs" in text
         assert cards.run_card(control.status(run), "run", 0.0).count("done")
-    assert "Its process is gone" in evaluation_card(control.status(run).evaluation, 0.0)
+    assert "Its process is gone" in evaluation_card(control.status(run).evaluation)
     evaluation.log("failed", error="<b>no</b>")
-    assert "&lt;" in (text := evaluation_card(control.status(run).evaluation, 0.0)) or "‹b›" in text
+    assert "&lt;" in (text := evaluation_card(control.status(run).evaluation)) or "‹b›" in text
     evaluation.log("stopped", error="it took too long")
-    assert "it took too long. Stopped" in evaluation_card(control.status(run).evaluation, 0.0)
+    assert "it took too long. Stopped" in evaluation_card(control.status(run).evaluation)
     evaluation.log("done")
-    assert "Evaluated" in evaluation_card(control.status(run).evaluation, 0.0)
+    assert "Evaluated" in evaluation_card(control.status(run).evaluation)
 
 
 def test_only_ones_own_run_is_evaluated(tmp_path, monkeypatch):
