@@ -6,7 +6,7 @@ student is evaluated, and compared with its teacher; it reads a text once and an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -18,21 +18,22 @@ from linearizer.allocate.step import allocate
 from linearizer.errors import FolderError, LinearizerError, RequestError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.setup import Setup, assembled
-from linearizer.evaluate.side_by_side import Comparison, compare
+from linearizer.evaluate.side_by_side import compare
 from linearizer.evaluate.step import JUDGING, judge, measure_parts
 from linearizer.measure.profile import profile_settings
-from linearizer.measure.step import measure_teacher, min_texts
+from linearizer.measure.step import fit_to_text, measure_teacher, min_texts
 from linearizer.model import checkpoint, kept_state
 from linearizer.model.devices import choose_dtype
 from linearizer.model.hub import Source, cache_folder, download_bytes, find_model, weight_files
 from linearizer.model.inspect import inspect_model
 from linearizer.model.kept_state import Answer, Reading
 from linearizer.model.quiet import quiet
-from linearizer.model.teacher import Teacher, load, load_config, stored_dtype, texts_of
-from linearizer.model.text import check_source
+from linearizer.model.teacher import Teacher, load, load_config, load_tokenizer, stored_dtype, texts_of
+from linearizer.model.text import check_source, count_tokens, too_little_text
 from linearizer.progress import Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
+from linearizer.run.comparison import Comparison
 from linearizer.run.disk import checkpoint_bytes, resume_bytes
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
@@ -40,7 +41,8 @@ from linearizer.run.files import check_room, remove
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
-from linearizer.run.plan import Plan, with_absolute_paths
+from linearizer.run.options import options_of
+from linearizer.run.plan import YIELDING, Plan, with_absolute_paths
 from linearizer.run.profile import Profile
 from linearizer.run.results import Part
 from linearizer.run.state_size import StateSize
@@ -63,11 +65,13 @@ def begin(
     token: str | None = None,
     resume: bool = False,
     check_limits: Callable[[Plan, Inspection], None] = lambda plan, inspection: None,
+    yielding: Collection[str] | None = None,
 ) -> Run:
     """Begin a run, or open the run to resume. All that can be refused before the work is refused here, and only here.
 
-    plan.json holds what is decided here: the revision of the model, the type to compute in, and
-    the number of samples.
+    plan.json holds what is decided here: the revision of the model, the type to compute in, and the numbers of texts,
+    of their tokens and of samples. Those of the three that are `yielding` shrink to what the text has; by default those
+    that are the plan's usual numbers.
     """
     plan = with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
@@ -81,8 +85,9 @@ def begin(
     check_limits(plan, inspection)
     model = f"{source.repo_id}@{source.revision}" if source.repo_id else plan.model
     dtype = choose_dtype(plan.dtype, stored_dtype(config), plan.device)
-    samples = plan.samples or min(plan.kept_samples, plan.most_samples(inspection.max_positions))
-    decided = replace(plan, model=model, dtype=dtype, samples=samples)
+    if yielding is None:
+        yielding = [name for name in YIELDING if getattr(plan, name) in (None, options_of(Plan)[name].default)]
+    decided = replace(fit_plan(plan, source, inspection, yielding, token), model=model, dtype=dtype)
     run = Run.create(folder, decided, inspection, given=plan)
     try:
         check_disks(folder, plan, source, inspection)
@@ -90,6 +95,22 @@ def begin(
         run.remove_unstarted()
         raise
     return run
+
+
+def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Collection[str], token: str | None) -> Plan:
+    """Shrink the options that yield to what the text of a plan has, and decide how many samples are drawn."""
+    positions = inspection.max_positions
+    if {"texts", "length"} & set(yielding) and plan.text.partition(":")[0] in ("file", "dataset"):
+        needed = min_texts(plan) * min(plan.length, positions or plan.length)
+        tokens = count_tokens(plan.text, load_tokenizer(source, token), needed, token)
+        plan = fit_to_text(plan, tokens, positions, yielding)
+        least, length = min_texts(plan), min(plan.length, positions or plan.length)
+        if tokens < least * length:
+            raise too_little_text(plan.text, tokens, least, length)
+    samples = plan.samples or plan.kept_samples
+    if plan.samples is None or "samples" in yielding:
+        samples = min(samples, plan.most_samples(positions))
+    return replace(plan, samples=samples)
 
 
 def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:

@@ -287,3 +287,26 @@ def test_the_rest_of_a_step_is_guessed_from_its_pace_and_anew_when_it_begins_ane
         left.append(pace.left(progress))
     assert left == [{}, {"seconds_left": 9.0}, {"seconds_left": 6.0}, {}, {"seconds_left": 9.0}]
     assert pace.left(Progress("distill", 3, 5, "steps", {"seconds_left": 1.0})) == {}
+
+
+WORDS = "the state of the student takes as many bytes as its teacher's cache "  # 15 tokens or so
+
+
+def test_defaults_shrink_to_a_short_text_and_what_was_asked_for_is_refused(tmp_path):
+    short = tmp_path / "short.txt"
+    short.write_text(WORDS * 60)
+    plan = Plan("demo", budget=16, text=f"file:{short}", dtype="float32", recipe="swa", strategy="window")
+    run = pipeline.begin(tmp_path / "fits", plan)
+    assert run.plan.texts == 2 and 32 <= run.plan.length < 512 and run.plan.length % 8 == 0
+    assert run.plan.samples <= run.plan.most_samples()
+    assert pipeline.begin(run.folder, plan, resume=True) == run
+    finish(linearize(run))
+    assert "language" in run.results
+    with pytest.raises(RequestError, match="give more text, or ask for fewer or shorter texts"):
+        pipeline.begin(tmp_path / "asked", replace(plan, length=500), yielding=("texts", "samples"))
+
+
+@pytest.mark.parametrize("given", [{"texts": 2, "length": 256}, {"texts": 1}, {"length": 64}])
+def test_samples_that_nobody_asked_for_never_refuse_texts_that_were(tmp_path, given):
+    run = pipeline.begin(tmp_path / "run", Plan("demo", budget=64, dtype="float32", **given))
+    assert run.plan.samples <= run.plan.most_samples() and {name: getattr(run.plan, name) for name in given} == given

@@ -7,9 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-from linearizer.errors import RequestError
 from linearizer.run.evaluation_request import Request
-from linearizer.run.files import unseal
 from linearizer.run.options import Option, options_of
 from linearizer.run.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
 from linearizer.run.quality import measured_quality
@@ -116,11 +114,3 @@ def plan_changes(arguments: argparse.Namespace) -> dict[str, Any]:
     elif "budget" in given:
         given["features"] = None
     return given
-
-
-def read_plan(path: Path) -> Plan:
-    """Read a plan that a run, or the page, wrote to a file."""
-    try:
-        return Plan.from_json(unseal(path.read_text(encoding="utf-8"), check=False))  # it may have been edited
-    except (OSError, UnicodeDecodeError, RequestError) as error:
-        raise RequestError(f"{str(path)!r} cannot be read ({error.__cause__ or error}): name a plan.json") from error

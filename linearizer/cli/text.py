@@ -18,10 +18,10 @@ from linearizer.run.events import EventName
 from linearizer.run.state_size import ROW_TITLES, StateSize
 
 if TYPE_CHECKING:
-    from linearizer.evaluate.side_by_side import Comparison
     from linearizer.model.kept_state import Reading
-    from linearizer.publish.push import Preview
+    from linearizer.publish.publication import Preview
     from linearizer.run.allocation import Allocation
+    from linearizer.run.comparison import Comparison
     from linearizer.run.folder import Run
     from linearizer.run.head_bytes import Head, Layer
     from linearizer.run.inspection import Inspection
@@ -215,7 +215,12 @@ def describe_comparison(comparison: Comparison) -> str:
     texts = (
         f"{name}: {side.text}" for name, side in (("teacher", comparison.teacher), ("student", comparison.student))
     )
-    return "\n\n".join([f"prompt: {comparison.prompt}", *texts, columns(rows)])
+    parts = [f"prompt: {comparison.prompt}", *texts, columns(rows)]
+    if (apart := comparison.difference) is not None:
+        parts.append(
+            f"alike for {apart.place} tokens; then the teacher writes {apart.teacher!r}, the student {apart.student!r}"
+        )
+    return "\n\n".join(parts)
 
 
 def describe_reading(reading: Reading, run: str, path: Path) -> str:

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -13,6 +12,7 @@ from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.model.logits import fresh_cache
 from linearizer.model.token_loop import generate_tokens
 from linearizer.progress import Progress, Steps
+from linearizer.run.comparison import Both, Comparison, Difference, Side
 from linearizer.run.state_size import StateSize
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
@@ -20,24 +20,16 @@ UPDATE_SECONDS = 0.25  # between two updates of what both have written: each upd
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
-class Side:
-    """What one model has written, its speed, and what it remembers, in the units of every other size."""
-
-    text: str
-    tokens: int
-    first_token_seconds: float
-    tokens_per_second: float  # after the first token
-    tokens_read: int
-    state_bytes: int  # of cache or state once these are read; in the layers that the student replaces
-
-
-@dataclass(frozen=True)
-class Comparison:
-    prompt: str
-    prompt_tokens: int
-    teacher: Side
-    student: Side
+def find_difference(
+    tokenizer: PreTrainedTokenizerBase, teacher: Sequence[int], student: Sequence[int]
+) -> Difference | None:
+    """Find the first token in which two continuations differ."""
+    place = next((place for place, (a, b) in enumerate(zip(teacher, student, strict=False)) if a != b), None)
+    if place is None:
+        return None
+    alike = tokenizer.decode(list(teacher[:place]), skip_special_tokens=True).rstrip("\ufffd")  # of half a letter
+    tokens = (tokenizer.decode(list(ids[: place + 1]), skip_special_tokens=True) for ids in (teacher, student))
+    return Difference(place, alike, *(text[len(alike) :] for text in tokens))
 
 
 def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int) -> torch.Tensor:
@@ -62,24 +54,17 @@ def compare(
 ) -> Steps[Comparison]:
     """Let both models continue a prompt, one after the other."""
     ids = prompt_ids(tokenizer, prompt, new_tokens)
-    sides = []
+    sides: list[Side] = []
+    written: list[list[int]] = []
     for done, (model, size) in enumerate(((teacher, state.teacher_bytes), (student, state.student_bytes))):
         yield Progress("compare", done, 2, "models")
         writer = Writer(model, tokenizer, size, ids, new_tokens, seed, sample)
         while writer.write_token():
             pass
         sides.append(writer.side())
+        written.append(writer.written)
     yield Progress("compare", 2, 2, "models")
-    return Comparison(prompt, ids.shape[1], *sides)
-
-
-@dataclass(frozen=True)
-class Both:
-    """What the two models have written so far."""
-
-    teacher: Side
-    student: Side
-    done: bool
+    return Comparison(prompt, ids.shape[1], sides[0], sides[1], find_difference(tokenizer, written[0], written[1]))
 
 
 def write_in_turns(
@@ -99,16 +84,21 @@ def write_in_turns(
             Writer(model, tokenizer, size, ids, new_tokens, seed, sample)
             for model, size in ((teacher, state.teacher_bytes), (student, state.student_bytes))
         ]
+
+        def both(done: bool) -> Both:
+            difference = find_difference(tokenizer, writers[0].written, writers[1].written)
+            return Both(writers[0].side(), writers[1].side(), done, difference)
+
         updated = time.monotonic()
         while any([writer.write_token() for writer in writers]):
             if time.monotonic() - updated >= UPDATE_SECONDS:
-                yield Both(writers[0].side(), writers[1].side(), False)
+                yield both(False)
                 updated = time.monotonic()
     except LinearizerError:
         raise
     except Exception as error:  # models of others raise errors of many types
         raise FaultError(f"writing broke off ({type(error).__name__}): try again, with fewer tokens") from error
-    yield Both(writers[0].side(), writers[1].side(), True)
+    yield both(True)
 
 
 class Writer:

@@ -151,7 +151,8 @@ def stop(run: Run, why: str = "") -> None:
     """Request that a run, or its evaluation, finishes its step, saves and stops; `why` is shown to its owner."""
     state = state_of(run)
     if state not in LIVE and (run.job or state_of(run.evaluating) not in LIVE):
-        raise RequestError(f"{str(run.folder)!r} is {state}: there is nothing to stop")
+        what = "the evaluation of " if run.job else ""
+        raise RequestError(f"{what}{str(run.folder)!r} is {state}: there is nothing to stop")
     run.make_request("stop", why)
 
 

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import replace
+
 from linearizer.measure.profile import measure_profile, profile_settings
 from linearizer.model.logits import check_logits
 from linearizer.model.safetensors import write_tensors
@@ -13,6 +16,8 @@ from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.run.profile import Profile
 from linearizer.run.stopping import interruptible, log_progress
+
+FEW_TEXTS, MIN_LENGTH = 2, 32  # that defaults shrink to where a text is short
 
 
 def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Steps[Profile]:
@@ -28,6 +33,20 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
     run.write_product("profile.json", measured.profile.to_json())
     run.log(EventName.PROFILED, tokens=measured.profile.tokens)
     return measured.profile
+
+
+def fit_to_text(plan: Plan, tokens: int, positions: int | None, yielding: Collection[str]) -> Plan:
+    """Shrink the options that yield, first the number of texts and then their length, to a text of so many tokens."""
+
+    def enough(plan: Plan) -> bool:
+        return min_texts(plan) * min(plan.length, positions or plan.length) <= tokens
+
+    fitted = plan
+    while "texts" in yielding and not enough(fitted) and fitted.texts > FEW_TEXTS:
+        fitted = replace(fitted, texts=fitted.texts - 1)
+    if "length" in yielding and not enough(fitted):
+        fitted = replace(fitted, length=max(MIN_LENGTH, tokens // min_texts(fitted) // 8 * 8))
+    return fitted
 
 
 def min_texts(plan: Plan) -> int:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import gc
 import os
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import TypeVar
@@ -14,6 +15,7 @@ import torch
 from linearizer.run.stopping import is_out_of_memory
 
 Result = TypeVar("Result")
+CONTAINER = Path("/sys/fs/cgroup")
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -36,8 +38,18 @@ def free_bytes(device: torch.device) -> int:
         return torch.cuda.mem_get_info(device)[0]
     if Path("/proc/meminfo").exists():
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return int(lines["MemAvailable"].split()[0]) * 1024
+        return min(int(lines["MemAvailable"].split()[0]) * 1024, container_bytes())
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+
+
+def container_bytes() -> int:
+    """Read how much memory is left of what the container of this process may take."""
+    try:
+        limit, taken = (int((CONTAINER / name).read_text()) for name in ("memory.max", "memory.current"))
+        held = dict(line.split() for line in (CONTAINER / "memory.stat").read_text().splitlines())
+    except (OSError, ValueError):  # no container, or one without a limit
+        return sys.maxsize
+    return limit - taken + int(held.get("inactive_file", 0))  # copies of files, which the system gives up
 
 
 class PeakMemory:

@@ -73,6 +73,16 @@ def pack_texts(
     return len(pending)
 
 
+def count_tokens(source: str, tokenizer: PreTrainedTokenizerBase, most: int, token: str | None = None) -> int:
+    """Count the tokens of a source; reading ends where there are `most`."""
+    tokens = 0
+    for document in read_documents(source, token=token):
+        tokens += len(tokenizer(document, add_special_tokens=False, verbose=False)["input_ids"])
+        if tokens >= most:
+            break
+    return tokens
+
+
 def first_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
     """Count the start tokens that the tokenizer puts before every text."""
     return len(_start(tokenizer))
@@ -110,11 +120,15 @@ def read_texts(
         except StopIteration as end:
             if len(texts) >= least:
                 break
-            raise TextError(
-                f"{source!r} has {len(texts) * length + end.value} tokens, and {least * length} are needed "
-                f"({least} texts of {length}): give more text, or ask for fewer or shorter texts"
-            ) from None
+            raise too_little_text(source, len(texts) * length + end.value, least, length) from None
     return torch.stack(texts)
+
+
+def too_little_text(source: str, tokens: int, least: int, length: int) -> TextError:
+    return TextError(
+        f"{source!r} has {tokens} tokens, and {least * length} are needed ({least} texts of {length}): give more text, "
+        "or ask for fewer or shorter texts"
+    )
 
 
 def repeated_passages(texts: torch.Tensor, passage: int, gap: int) -> torch.Tensor:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
-import threading
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,13 +20,14 @@ from linearizer.run.find import runs_root
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Layer
 from linearizer.run.options import options_of
-from linearizer.run.plan import Plan
+from linearizer.run.plan import YIELDING, Plan
 from linearizer.run.prices import Prices
-from linearizer.run.state_size import StateSize
 
 if TYPE_CHECKING:
-    from linearizer.evaluate.side_by_side import Both
+    import torch
+
     from linearizer.jobs.forecast import EvaluationForecast, RunForecast
+    from linearizer.jobs.machine import Machine
     from linearizer.run.inspection import Inspection
     from linearizer.run.profile import Profile
 
@@ -37,7 +36,6 @@ EFFORTS = {  # sizes of the measuring, and the share of the plan's training step
     "Quick": ({"texts": 8, "length": 512, "samples": 1024, "exchanges": 8}, 1),
     "Thorough": ({"texts": 32, "length": 1024, "samples": 2048, "exchanges": 16}, 5),
 }
-COMPARISON_SECONDS = 120  # that ZeroGPU lends its device to a comparison
 MAX_MODELS_FOUND = 20
 MEASURED_FILES = (
     "profile.json",
@@ -77,15 +75,29 @@ def list_local_models(query: str) -> list[str]:
     return [str(path) for path in paths if (path / "config.json").is_file()][:MAX_MODELS_FOUND]
 
 
-def inspect_model(visitor: Visitor, model: str) -> Inspection:
+@dataclass(frozen=True)
+class Examined:
+    """A model before a run: what it is, the type of its weights, and the bytes that are still to be downloaded."""
+
+    inspection: Inspection
+    stored: torch.dtype | None
+    download: int
+
+
+def examine_model(visitor: Visitor, model: str) -> Examined:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
-    from linearizer import pipeline
+    from linearizer.model import hub
+    from linearizer.model.inspect import inspect_model
+    from linearizer.model.teacher import load_config, stored_dtype
 
     model = (model or "").strip()
     if not model:
         raise RequestError("no model was named: write `org/name`, or take the demo")
     limits.check_model(model)
-    return pipeline.inspect(model, visitor.token)
+    source = hub.find_model(model, visitor.token)
+    config = load_config(source, visitor.token)
+    inspection = inspect_model(source, config)
+    return Examined(inspection, stored_dtype(config), hub.download_bytes(source) if inspection.supported else 0)
 
 
 def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
@@ -116,26 +128,26 @@ def check_plan(plan: Plan, inspection: Inspection) -> None:
     pipeline.check_plan(plan, inspection.layers)
 
 
-def download_bytes(visitor: Visitor, model: str) -> int:
-    """Count the bytes of a model that are still to be downloaded."""
-    from linearizer.model import hub
-
-    return hub.download_bytes(hub.find_model(model, visitor.token))
-
-
-def forecast_run(plan: Plan, inspection: Inspection, download: int) -> RunForecast:
+def forecast_run(plan: Plan, model: Examined) -> RunForecast:
     """Forecast seconds, memory and disk of a plan on this machine, whose speed is measured once."""
     from linearizer.jobs import forecast
     from linearizer.model import devices
 
     # ZeroGPU's device is not there to be measured
     device = "cpu" if zerogpu.on_zerogpu() else devices.choose_device(plan.device)
-    return forecast.forecast_run(plan, inspection, forecast.measure_speeds(device), download)
+    return forecast.forecast_run(plan, model.inspection, forecast.measure_speeds(device), model.download)
 
 
-def start_run(visitor: Visitor, plan: Plan) -> str:
-    """Start a run, and return its name; the run goes on without the page."""
-    return start_work(visitor, begin_run(visitor, plan))
+def describe_machine(plan: Plan, model: Examined) -> Machine:
+    """Describe what a plan would run on here."""
+    from linearizer.jobs import machine
+
+    return machine.describe_machine(plan, model.stored, runs_root())
+
+
+def start_run(visitor: Visitor, plan: Plan, asked: Collection[str] = ()) -> str:
+    """Start a run, and return its name; the run goes on without the page. What was not `asked` for yields to texts."""
+    return start_work(visitor, begin_run(visitor, plan, [name for name in YIELDING if name not in asked]))
 
 
 def branch_run(visitor: Visitor, name: str, budget: int) -> str:
@@ -150,7 +162,7 @@ def branch_run(visitor: Visitor, name: str, budget: int) -> str:
     return start_work(visitor, run)
 
 
-def begin_run(visitor: Visitor, plan: Plan) -> Run:
+def begin_run(visitor: Visitor, plan: Plan, yielding: Collection[str] = ()) -> Run:
     """Make the folder of a new run, once its plan can be served within what a visitor may use."""
     from linearizer import pipeline
 
@@ -159,7 +171,8 @@ def begin_run(visitor: Visitor, plan: Plan) -> Run:
     def check_limits(plan: Plan, inspection: Inspection) -> None:
         limits.check_plan(visitor, plan, inspection, runs_root())
 
-    return pipeline.begin(visitor.fresh_folder(plan), plan, visitor.token, check_limits=check_limits)
+    folder = visitor.fresh_folder(plan)
+    return pipeline.begin(folder, plan, visitor.token, check_limits=check_limits, yielding=yielding)
 
 
 def start_work(visitor: Visitor, run: Run) -> str:
@@ -174,7 +187,7 @@ def start_work(visitor: Visitor, run: Run) -> str:
 
 def ask_run(visitor: Visitor, name: str, wish: str) -> str:
     """Stop a run, `use` its training as it is, or resume it; return its state."""
-    run = visitor.find_run(name)
+    run = visitor.find_own_run(name)
     if wish == "resume":
         if on_space():
             limits.check_turn(visitor, runs_root())
@@ -186,7 +199,7 @@ def ask_run(visitor: Visitor, name: str, wish: str) -> str:
 
 def delete_run(visitor: Visitor, name: str) -> None:
     """Delete a run that is not at work, for good."""
-    control.delete(visitor.find_run(name))
+    control.delete(visitor.find_own_run(name))
 
 
 def choose_start(run: Run) -> Callable[..., None]:
@@ -196,7 +209,7 @@ def choose_start(run: Run) -> Callable[..., None]:
 
 def start_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> str:
     """Start an evaluation of a run's student, and return its state; parts that are there as asked are kept."""
-    run, request = visitor.find_run(name), Request.of(choices)
+    run, request = visitor.find_own_run(name), Request.of(choices)
     limits.check_request(visitor, request, runs_root())
     control.evaluate(run, asdict(request), token=visitor.token, begin=choose_start(run))
     return control.state_of(run.evaluating)
@@ -204,7 +217,7 @@ def start_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) ->
 
 def stop_evaluation(visitor: Visitor, name: str) -> str:
     """Stop an evaluation, whose finished parts are kept, and return its state."""
-    run = visitor.find_run(name).evaluating
+    run = visitor.find_own_run(name).evaluating
     control.stop(run)
     return control.state_of(run)
 
@@ -263,64 +276,3 @@ def require_profile(run: Run) -> Profile:
     if (profile := run.profile) is None or not decidable(run):
         raise RequestError("this run has not measured its heads yet: wait for it, or resume it")
     return profile
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A teacher and its student in memory."""
-
-    run_key: tuple[Path, str]
-    teacher: Any
-    student: Any
-    tokenizer: Any
-
-
-COMPARISON_LOCK = threading.Lock()  # one pair in memory, and one comparison at a time
-LOADED_PAIRS: list[Pair] = []
-
-
-@zerogpu.with_device(COMPARISON_SECONDS)
-def compare_models(visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool) -> Iterator[Both]:
-    """Let the teacher and the student of a run continue a prompt, side by side."""
-    from linearizer.evaluate.side_by_side import write_in_turns
-
-    run = visitor.find_run(name)
-    if not run.checkpoint.is_dir():
-        raise RequestError("this run has no student yet: wait until it is done, or use what it has")
-    if len(prompt) > limits.MAX_PROMPT_CHARACTERS or not 1 <= tokens <= limits.MAX_COMPARED_TOKENS:
-        raise RequestError(
-            f"a prompt of {len(prompt)} characters and {tokens} tokens cannot be compared here: give up to "
-            f"{limits.MAX_PROMPT_CHARACTERS} characters, and ask for 1 to {limits.MAX_COMPARED_TOKENS} tokens"
-        )
-    with hold_comparison_lock():
-        pair = load_pair(run, visitor)
-        if (allocation := run.allocation) is None:
-            raise RequestError("this run has lost its allocation.json: start a new run")
-        state = StateSize.of(allocation, run.layers)
-        yield from write_in_turns(pair.teacher, pair.student, pair.tokenizer, state, prompt, tokens, seed, sample)
-
-
-@contextmanager
-def hold_comparison_lock() -> Iterator[None]:
-    """Let comparisons run one after the other."""
-    if not COMPARISON_LOCK.acquire(timeout=120):
-        raise RequestError("other visitors are comparing: try again in a minute")
-    try:
-        yield
-    finally:
-        COMPARISON_LOCK.release()
-
-
-def load_pair(run: Run, visitor: Visitor) -> Pair:
-    """Load the teacher and the student of a run, unless they were loaded last."""
-    from linearizer import pipeline
-    from linearizer.model import checkpoint
-    from linearizer.model.quiet import quiet
-
-    if not LOADED_PAIRS or LOADED_PAIRS[0].run_key != run.key:
-        LOADED_PAIRS.clear()
-        with quiet():
-            teacher = pipeline.load(run.plan, visitor.token, run.inspection)
-            student = checkpoint.load_student(run, dtype=teacher.model.dtype).to(teacher.model.device)
-        LOADED_PAIRS.append(Pair(run.key, teacher.model, student, teacher.tokenizer))
-    return LOADED_PAIRS[0]

@@ -2,13 +2,18 @@
 
 On a Space give a `secret` of your own (16 characters or more) with every call, or sign in: your runs
 are found by it. On your own machine it may be empty.
+
+Endpoints return dataclasses, which are sent as dictionaries; their types, and the words in braces in what describes
+them, come from the options of plans and requests.
 """
 
 from __future__ import annotations
 
 import inspect
 import time
-from dataclasses import asdict
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, is_dataclass
+from functools import wraps
 from typing import Any
 
 import gradio as gr
@@ -16,9 +21,82 @@ import gradio as gr
 from linearizer.errors import RequestError
 from linearizer.jobs import control
 from linearizer.jobs.control import Status
-from linearizer.page import actions, sending
+from linearizer.page import actions, sending, students
 from linearizer.page.calls import Profile, Token, identify_visitor, refusals_in_api
+from linearizer.page.limits import MAX_COMPARED_TOKENS, MAX_PROMPT_CHARACTERS
 from linearizer.publish import html
+from linearizer.publish.publication import Preview, Published
+from linearizer.publish.verdict import Verdict
+from linearizer.run.comparison import Difference, Side
+from linearizer.run.evaluation_request import PARTS, Request
+from linearizer.run.inspection import Inspection
+from linearizer.run.options import options_of
+from linearizer.run.plan import Plan
+
+Choice = str | int | float | bool | list[str] | list[int] | None
+Fact = str | int | float | bool | list | dict | None
+
+
+@dataclass(frozen=True)
+class Estimate:
+    """What a run will take, and how to do the same elsewhere."""
+
+    seconds: float
+    memory_bytes: float
+    disk_bytes: float
+    download_bytes: float
+    command: str
+    plan: Plan
+
+
+@dataclass(frozen=True)
+class RunStatus:
+    """What a run or its evaluation is doing; times are seconds since 1970."""
+
+    run: str
+    state: str | None
+    place: int | None = None  # in the queue
+    step: dict[str, Fact] | None = None
+    begun: float | None = None
+    changed: float | None = None
+    disk_bytes: int | None = None
+    saved: float | None = None
+    error: str | None = None
+    published: dict[str, Fact] | None = None
+
+
+@dataclass(frozen=True)
+class JudgedStatus(RunStatus):
+    """What a run is doing, and what its student is worth."""
+
+    verdict: Verdict | None = None
+    evaluation: dict[str, dict] | None = None
+
+
+@dataclass(frozen=True)
+class EvaluationStatus(RunStatus):
+    """How an evaluation goes, and what was measured so far."""
+
+    found: dict[str, dict] | None = None
+
+
+@dataclass(frozen=True)
+class Sides:
+    """What both models wrote, and the first token that differs."""
+
+    teacher: Side
+    student: Side
+    difference: Difference | None
+    why_slower: str
+
+
+@dataclass(frozen=True)
+class ReadDocument:
+    """What a student has read, and the bytes that remember it."""
+
+    tokens: int
+    state_bytes: int
+    cache_bytes: int  # that the teacher's cache would take
 
 
 def search_models(query: str, profile: Profile = None, token: Token = None) -> list[str]:
@@ -26,49 +104,49 @@ def search_models(query: str, profile: Profile = None, token: Token = None) -> l
     return actions.search_models(identify_visitor("", profile, token), str(query))
 
 
-def inspect_model(model: str, profile: Profile = None, token: Token = None) -> dict:
+def inspect_model(model: str, profile: Profile = None, token: Token = None) -> Inspection:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
-    return asdict(actions.inspect_model(identify_visitor("", profile, token), str(model)))
+    return actions.examine_model(identify_visitor("", profile, token), str(model)).inspection
 
 
 def estimate_run(
-    model: str, budget: int = 256, effort: str = "Quick", profile: Profile = None, token: Token = None
-) -> dict:
+    model: str,
+    budget: int = 256,
+    effort: str = "Quick",
+    options: dict[str, Choice] | None = None,
+    profile: Profile = None,
+    token: Token = None,
+) -> Estimate:
     """Forecast a run: seconds, bytes of memory, disk and download; with the command line that does the same.
 
-    budget: tokens of cache whose bytes the state may take. effort: "Try it", "Quick" or "Thorough".
+    budget: {budget}. effort: {efforts}. options: {plan}.
     """
     visitor = identify_visitor("", profile, token)
-    plan = actions.make_plan(str(model), read_whole_number(budget), effort, {})
-    inspection = actions.inspect_model(visitor, plan.model)
-    inspection.require_support()
-    return {
-        **asdict(actions.forecast_run(plan, inspection, actions.download_bytes(visitor, plan.model))),
-        "command": plan.command(),
-        "plan": asdict(plan),
-    }
+    plan = actions.make_plan(str(model), read_whole_number(budget), effort, check_options(options))
+    examined = actions.examine_model(visitor, plan.model)
+    examined.inspection.require_support()
+    forecast = actions.forecast_run(plan, examined)
+    return Estimate(**asdict(forecast), command=plan.command(), plan=plan)
 
 
 def start_run(
     model: str,
     budget: int = 256,
     effort: str = "Quick",
-    options: dict | None = None,
+    options: dict[str, Choice] | None = None,
     secret: str = "",
     profile: Profile = None,
     token: Token = None,
 ) -> str:
     """Start a run and return its name at once; the run goes on without a connection.
 
-    options: other choices of a plan by their names, as `linearizer run --help` lists them, such as {"steps": 20}.
+    budget: {budget}. effort: {efforts}. options: {plan}.
     """
-    visitor = identify_visitor(secret, profile, token)
-    return actions.start_run(
-        visitor, actions.make_plan(str(model), read_whole_number(budget), effort, check_options(options))
-    )
+    visitor, asked = identify_visitor(secret, profile, token), check_options(options)
+    return actions.start_run(visitor, actions.make_plan(str(model), read_whole_number(budget), effort, asked), asked)
 
 
-def run_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
+def run_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> JudgedStatus:
     """Say what a run is doing: state, place in the queue, newest progress, error, disk, where it was published, how it
     was judged, and the verdict on its student.
     """
@@ -77,13 +155,12 @@ def run_status(run: str, secret: str = "", profile: Profile = None, token: Token
     opened = identify_visitor(secret, profile, token).find_run(run)
     evaluation = opened.evaluation_parts if opened.has_file("evaluation.json") else None
     verdict = judge_run(opened) if evaluation else None
-    verdict_json = None if verdict is None else asdict(verdict)
-    return {**status_to_json(control.status(opened)), "verdict": verdict_json, "evaluation": evaluation}
+    return JudgedStatus(**asdict(describe_status(control.status(opened))), verdict=verdict, evaluation=evaluation)
 
 
-def list_runs(secret: str = "", profile: Profile = None, token: Token = None) -> list[dict]:
+def list_runs(secret: str = "", profile: Profile = None, token: Token = None) -> list[RunStatus]:
     """List your runs, the newest first."""
-    return [status_to_json(status) for status in control.runs_in(identify_visitor(secret, profile, token).home)]
+    return [describe_status(status) for status in control.runs_in(identify_visitor(secret, profile, token).home)]
 
 
 def stop_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
@@ -107,14 +184,16 @@ def delete_run(run: str, secret: str = "", profile: Profile = None, token: Token
     return run
 
 
-def share_budget(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
-    """Share another budget out among the heads of a measured run; the model is not touched."""
+def share_budget(
+    run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None
+) -> dict[str, Fact]:
+    """Share another budget out among the heads of a measured run; the model is not touched. budget: {budget}."""
     shares = actions.share_budget(identify_visitor(secret, profile, token).find_run(run), read_whole_number(budget))
     return shares.allocation.summary(shares.layers, shares.length)
 
 
 def branch_run(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> str:
-    """Start a run with another budget from what a run has measured, and return its name."""
+    """Start a run with another budget from what a run has measured, and return its name. budget: {budget}."""
     return actions.branch_run(identify_visitor(secret, profile, token), run, read_whole_number(budget))
 
 
@@ -127,62 +206,92 @@ def compare_models(
     secret: str = "",
     profile: Profile = None,
     token: Token = None,
-) -> dict:
-    """Let teacher and student continue a prompt: what each wrote, tokens a second, seconds to the first, bytes held."""
+) -> Sides:
+    """Let teacher and student continue a prompt: what each wrote, tokens a second, seconds to the first, bytes held.
+
+    prompt: {prompt}. tokens: {tokens}. seed: {seed}.
+    """
     visitor = identify_visitor(secret, profile, token)
-    for both in actions.compare_models(
-        visitor, run, str(prompt), read_whole_number(tokens), read_whole_number(seed), bool(sample)
-    ):
+    choices = str(prompt), read_whole_number(tokens), read_whole_number(seed), bool(sample)
+    for both in students.compare_models(visitor, run, *choices):
         last = both
-    return {"teacher": asdict(last.teacher), "student": asdict(last.student)}
+    why = students.explain_speed(visitor.find_run(run), last.teacher, last.student)
+    return Sides(last.teacher, last.student, last.difference, why)
+
+
+def read_document(run: str, text: str, secret: str = "", profile: Profile = None, token: Token = None) -> ReadDocument:
+    """Let the student of a run read a document once; its state is kept with the run, for `ask_document`."""
+    for step in students.read_document(identify_visitor(secret, profile, token), run, str(text)):
+        last = step
+    return ReadDocument(**asdict(last))
+
+
+def ask_document(
+    run: str,
+    prompt: str,
+    tokens: int = 64,
+    seed: int = 0,
+    sample: bool = False,
+    secret: str = "",
+    profile: Profile = None,
+    token: Token = None,
+) -> str:
+    """Let the student continue a prompt after the document that it read, as often as you like; return what it wrote.
+
+    prompt: {prompt}. tokens: {tokens}. seed: {seed}.
+    """
+    visitor, text = identify_visitor(secret, profile, token), ""
+    choices = str(prompt), read_whole_number(tokens), read_whole_number(seed), bool(sample)
+    for text in students.ask_document(visitor, run, *choices):  # noqa: B007
+        pass
+    return text
 
 
 def preview_publication(
     run: str, repo_id: str, private: bool = True, secret: str = "", profile: Profile = None, token: Token = None
-) -> dict:
+) -> Preview:
     """Show what publishing a run as OWNER/NAME would send: card, files, bytes, notes. Nothing is sent."""
     from linearizer.publish import push
 
     visitor = identify_visitor(secret, profile, token)
-    return asdict(push.preview(visitor.find_run(run), str(repo_id), bool(private), visitor.token))
+    return push.preview(visitor.find_run(run), str(repo_id), bool(private), visitor.token)
 
 
 def publish_run(
     run: str, repo_id: str, private: bool = True, secret: str = "", profile: Profile = None, token: Token = None
-) -> dict:
+) -> Published:
     """Publish a run as OWNER/NAME, and return once what is there was checked: repository, revision, link, snippet."""
     visitor = identify_visitor(secret, profile, token)
-    publication = sending.begin_publication(visitor.find_run(run), str(repo_id), bool(private), visitor.token)
+    publication = sending.begin_publication(visitor.find_own_run(run), str(repo_id), bool(private), visitor.token)
     while not publication.over:
         time.sleep(0.1)
     if publication.published is None:
         raise RequestError(publication.error or "publishing broke off: try again")
-    return asdict(publication.published)
+    return publication.published
 
 
 def evaluate_run(
     run: str,
     parts: list[str] | None = None,
-    options: dict | None = None,
+    options: dict[str, Choice] | None = None,
     secret: str = "",
     profile: Profile = None,
     token: Token = None,
 ) -> str:
     """Start an evaluation of a finished run and return its state at once; it goes on without a connection.
 
-    parts: some of language, recall, needle, generation, approximation, speed, tasks; none: all but tasks.
-    options: other choices by their names, as `linearizer evaluate --help` lists them, such as {"texts": 4}.
+    parts: some of {parts}; none: all but tasks. options: {request}.
     """
     visitor = identify_visitor(secret, profile, token)
     return actions.start_evaluation(visitor, run, {**check_options(options), **({"parts": parts} if parts else {})})
 
 
-def evaluation_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> dict:
+def evaluation_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> EvaluationStatus:
     """Say how the evaluation of a run goes, with the results so far; state is null if none was started."""
     opened = identify_visitor(secret, profile, token).find_run(run)
     status = control.status(opened).evaluation
-    state = {"run": run, "state": None} if status is None else status_to_json(status)
-    return {**state, "found": opened.evaluation_parts}
+    state = RunStatus(run, None) if status is None else describe_status(status)
+    return EvaluationStatus(**asdict(state), found=opened.evaluation_parts)
 
 
 def stop_evaluation(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
@@ -193,27 +302,64 @@ def stop_evaluation(run: str, secret: str = "", profile: Profile = None, token: 
 ENDPOINTS = (
     search_models, inspect_model, estimate_run, start_run, run_status, list_runs, stop_run, use_run, resume_run,
     delete_run, evaluate_run, evaluation_status, stop_evaluation, share_budget, branch_run, compare_models,
-    preview_publication, publish_run,
+    read_document, ask_document, preview_publication, publish_run,
 )  # fmt: skip
+ONE_AT_A_TIME = (compare_models, read_document, ask_document)
 
 
 def add_endpoints() -> None:
     """Make every step an endpoint under its own name."""
     for function in ENDPOINTS:
-        limit = 1 if function is compare_models else 4
         gr.api(
-            refusals_in_api()(function),
+            refusals_in_api()(send_plain(function)),
             api_name=function.__name__,
-            api_description=inspect.getdoc(function),
-            concurrency_limit=limit,
+            api_description=(inspect.getdoc(function) or "").format_map(described_options()),
+            concurrency_limit=1 if function in ONE_AT_A_TIME else 4,
         )
 
 
-def status_to_json(status: Status) -> dict[str, Any]:
+def send_plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Send dataclasses as dictionaries."""
+
+    def plain(value: Any) -> Any:
+        return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
+
+    @wraps(function)
+    def call(*arguments: Any, **named: Any) -> Any:
+        result = function(*arguments, **named)
+        return [plain(each) for each in result] if isinstance(result, list) else plain(result)
+
+    return call
+
+
+def described_options() -> dict[str, str]:
+    """Give the words in braces in the descriptions of endpoints: what options may be, as plans and requests have it."""
+    plan, request = options_of(Plan), options_of(Request)
+    return {
+        "budget": f"{plan['budget'].limits.about}; {plan['budget'].allowed}",
+        "seed": plan["seed"].allowed,
+        "efforts": ", ".join(actions.EFFORTS),
+        "parts": ", ".join(PARTS),
+        "prompt": f"at most {MAX_PROMPT_CHARACTERS} characters",
+        "tokens": f"1 to {MAX_COMPARED_TOKENS}",
+        "plan": list_options({name: plan[name] for name in plan if name not in ("model", "budget")}),
+        "request": list_options({name: request[name] for name in request if name != "parts"}),
+    }
+
+
+def list_options(options: dict[str, Any]) -> str:
+    """List options with the values that each may have."""
+    named = (
+        f"{name} ({', '.join(map(str, option.limits.choices)) or option.allowed})" for name, option in options.items()
+    )
+    return f"a dictionary of {'; '.join(named)}"
+
+
+def describe_status(status: Status) -> RunStatus:
     """Describe a status in plain numbers and words, without paths of this machine."""
     facts = {key: getattr(status, key) for key in ("state", "place", "step", "begun", "changed", "disk_bytes", "saved")}
     error = status.error and html.without_folders(status.error)
-    return {"run": status.run.folder.name, **facts, "error": error, "published": status.published}
+    return RunStatus(run=status.run.folder.name, **facts, error=error, published=status.published)
 
 
 def read_whole_number(number: object) -> int:

@@ -1,34 +1,27 @@
-"""The HTML of the page's cards and tables."""
+"""The HTML of a run: what it does, what it trains, what it came to, and what its models write."""
 
 from __future__ import annotations
 
 import math
-import time
 from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING, Any
 
-from linearizer.amounts import ago, duration, from_length, number, size
-from linearizer.errors import LinearizerError
+from linearizer.amounts import ago, duration, size
 from linearizer.jobs.control import LIVE, Status
+from linearizer.page.students import DOCUMENT_FACTS
 from linearizer.progress import Progress
-from linearizer.publish.html import announcement, folded, message_box, table, values_list, without_folders
+from linearizer.publish.html import announcement, folded, message_box, table, values_list
 from linearizer.publish.tables import state_size
 from linearizer.publish.training_charts import ERRORS
 from linearizer.publish.verdict import Verdict
-from linearizer.run import head_bytes
-from linearizer.run.allocation import Allocation
+from linearizer.run.files import parse_json
 from linearizer.run.folder import Run
-from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
-from linearizer.run.recipes import RECIPES
 from linearizer.run.results import Language, Recall
-from linearizer.run.state_size import ROW_TITLES, STATED_LENGTHS, StateSize, size_row
 
 if TYPE_CHECKING:
-    from linearizer.evaluate.side_by_side import Side
-    from linearizer.jobs.forecast import RunForecast
-    from linearizer.run.inspection import Inspection
+    from linearizer.run.comparison import Both, Difference, Side
 
 STATE_SIGNS = {
     "queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?",
@@ -54,77 +47,6 @@ STEP_SENTENCES = {
 }
 
 
-def model_card(inspection: Inspection) -> str:
-    """Say what a model is, and whether it can be linearized."""
-    shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in inspection.layers})
-    heads = "; ".join(f"{query} on {kv} KV, {dim} wide" for query, kv, dim in shapes) or "unknown"
-    windowed = sum(layer.native_window is not None for layer in inspection.layers)
-    pairs = [
-        ("parameters", number(inspection.parameters)),
-        ("layers", str(len(inspection.layers)) + (f", {windowed} with windows of their own" if windowed else "")),
-        ("heads", heads),
-        ("positions", f"{inspection.positions or 'unknown'}, up to {inspection.max_positions or 'any length'}"),
-        ("cache", f"{size(inspection.cache_bytes_per_token)} a token"),
-        ("weights", size(inspection.weight_bytes)),
-        ("licence", (inspection.licence or "not stated") + (" · gated" if inspection.gated else "")),
-    ]
-    if not inspection.supported:
-        verdict = message_box(f"Not supported, because {inspection.reason}: {inspection.remedy}.", "bad")
-    else:
-        tested = "" if inspection.tested else " by its interface; its family is not among those we test"
-        verdict = message_box(f"Supported{tested}.", "good")
-    kind = f"{inspection.architecture} · {inspection.revision[:8]}" if inspection.revision else inspection.architecture
-    return (
-        f'<article class="lz-card"><header><h3>{escape(inspection.name)}</h3><small>{escape(kind)}</small></header>'
-        f"{verdict}{values_list(pairs)}</article>"
-    )
-
-
-def feature_unit(layers: Sequence[Layer]) -> int:
-    """Bytes of one feature for every KV head."""
-    return sum(layer.kv_heads * head_bytes.feature_bytes(layer) for layer in layers if layer.native_window is None)
-
-
-def cost_card(features: float, worth: float, state: str, smaller: str, rows: Sequence[Sequence[str]]) -> str:
-    """Say what a state is, and what teacher and student remember of long texts."""
-    held = ("mean features per KV head", features) if features else ("worth in features per KV head", worth)
-    pairs = [(held[0], f"{held[1]:.1f}"), ("state", state), ("smaller than the cache", smaller)]
-    loud = announcement(f"state {state}, smaller than the cache {smaller}")
-    return f"<div{loud}>{values_list(pairs, 'lz-wide')}{table('Memory of teacher and student', ROW_TITLES, rows)}</div>"
-
-
-def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
-    """Say what a budget means before anything is measured: the most that its state can take.
-
-    Where heads may grow, the state takes no more than the budget at the plan's target length. It is a fixed part and a
-    part in proportion to the length, so at a greater length it takes at most as many times more.
-    """
-    unit = feature_unit(layers)
-    kept = head_bytes.cache_bytes(layers, plan.kept_sinks + plan.kept_window)
-    if plan.budget is None:
-        features, most = float(plan.features or 0), kept + (plan.features or 0) * unit
-    else:
-        most = head_bytes.cache_bytes(layers, plan.budget)
-        features = 0.0 if plan.rules.spends_tokens else max(0, most - kept) / unit
-    grows = plan.may_grow and plan.rules.decided_by in ("prices", "gates")
-    target = plan.target_tokens(positions)
-    rows = []
-    for tokens in STATED_LENGTHS:
-        state = most * max(target, tokens) // target if grows else most
-        rows.append(size_row(tokens, head_bytes.cache_bytes(layers, tokens), state, "≤"))
-    begin = head_bytes.meeting(most, head_bytes.cache_bytes(layers, 1))
-    length = f" up to {target:,} tokens, more beyond" if grows else ", whatever the length"
-    smaller = from_length(begin if not grows or (plan.budget or 0) < target else None)
-    return cost_card(features, most / unit, f"at most {size(most)}{length}", smaller, rows)
-
-
-def allocation_card(allocation: Allocation, layers: Sequence[Layer]) -> str:
-    """Say what an allocation is and costs."""
-    state = StateSize.of(allocation, layers)
-    worth, smaller = state.fixed / feature_unit(layers), from_length(state.breakeven)
-    return cost_card(allocation.features_mean, worth, state.in_words, smaller, state.rows())
-
-
 def shares_note(decided: bool) -> str:
     """Say whose allocation is shown: the run's own, or what is predicted for a budget."""
     own, other = "What this run holds.", "What this budget would buy, as predicted from what was measured."
@@ -147,26 +69,6 @@ DECIDING = {
 def deciding_note(plan: Plan) -> str:
     """Say what decides in a run what its heads hold."""
     return message_box(DECIDING[plan.rules.decided_by])
-
-
-def efforts_table(forecasts: Mapping[str, RunForecast], chosen: str, lent: bool = False) -> str:
-    """Say what every effort takes, before a run begins; the chosen effort has a mark.
-
-    A GPU that is `lent` is not there to be measured.
-    """
-    rows = [
-        [
-            f"{name} ✓" if name == chosen else name,
-            duration(forecast.seconds),
-            size(forecast.memory_bytes),
-            size(forecast.disk_bytes),
-        ]
-        for name, forecast in forecasts.items()
-    ]
-    load = next((forecast.download_bytes for forecast in forecasts.values()), 0)
-    note = f"{size(load)} of it to download" if load else "nothing to download"
-    here = "What it takes on the CPU; the GPU that is lent is faster" if lent else "What it takes here, about"
-    return table(f"{here}; {note}", ("effort", "time", "memory", "disk"), rows)
 
 
 def run_card(status: Status | None, name: str, now: float) -> str:
@@ -272,7 +174,49 @@ def evaluation_table(language: Language, recall: Recall | None) -> str:
     ]
     head = ("model", "state", "loss", "KL to the teacher", "agreement", *gaps)
     note = "On text that was kept from training, in nats per token; window: a plain one that takes the student's bytes"
-    return folded("In numbers", table(note, head, cells), is_open=True)
+    return folded("In numbers", table(note, head, cells))
+
+
+def writing_card(side: Side | None, difference: Difference | None, own: str) -> str:
+    """Show what one model wrote, with a mark on the first token in which teacher and student differ."""
+    text = "" if side is None else side.text
+    if difference is None or not own or not text.startswith(difference.alike + own):
+        return f"<p>{escape(text)}</p>"
+    rest = text[len(difference.alike) + len(own) :]
+    return f"<p>{escape(difference.alike)}<mark>{escape(own)}</mark>{escape(rest)}</p>"
+
+
+def comparison_note(both: Both, why_slower: str) -> str:
+    """Say from which token on the two texts differ, and why the student is the slower one, where it is."""
+    count = min(both.teacher.tokens, both.student.tokens)
+    if both.difference is None:
+        same = f"Both write the same {count} tokens."
+    else:
+        same = f"Both write the same {both.difference.place} tokens; the first that differs is marked."
+    return message_box(f"{same} {why_slower}".strip())
+
+
+def document_bar(step: Progress) -> str:
+    """Draw how much of a document is read."""
+    return (
+        f'<progress aria-label="reading" value="{step.done}" max="{max(1, step.total)}"></progress>'
+        f'<p class="lz-faint">{step.done:,} of {step.total:,} tokens read</p>'
+    )
+
+
+def reading_card(run: Run) -> str:
+    """Say what the student of a run has read, and the bytes that remember it; nothing where it has read nothing."""
+    if not run.has_file(str(DOCUMENT_FACTS)):
+        return ""
+    facts = run.parse_file(str(DOCUMENT_FACTS), parse_json, again=False)
+    pairs = [
+        ("begins with", f"{facts['begins']} …"),
+        ("tokens read", f"{facts['tokens']:,}"),
+        ("the student's state", size(facts["state_bytes"])),
+        ("the teacher's cache would be", size(facts["cache_bytes"])),
+    ]
+    loud = announcement(f"{facts['tokens']:,} tokens read, {size(facts['state_bytes'])} of state")
+    return f"<div{loud}>{values_list(pairs)}</div>"
 
 
 def side_card(side: Side | None) -> str:
@@ -285,86 +229,6 @@ def side_card(side: Side | None) -> str:
         (f"remembers after {side.tokens_read} tokens", size(side.state_bytes)),
     ]
     return values_list(pairs, "lz-thirds")
-
-
-def plan_card(plan: Plan) -> str:
-    """Show the plan of a run: what it asks for beside the recipe's choices, and how to do the same elsewhere."""
-    dial = f"{plan.budget} tokens of cache" if plan.features is None else f"{plan.features} features per KV head"
-    pairs = [
-        ("model", plan.model),
-        ("budget", dial),
-        ("state", "may grow" if plan.may_grow else "never grows"),
-        ("recipe", f"{plan.recipe}: {RECIPES[plan.recipe].label}"),
-        ("text", f"{plan.texts} texts of {plan.length} tokens, {plan.text}"),
-        ("training", f"{plan.minutes} minutes" if plan.minutes is not None else f"{plan.steps} steps"),
-        ("seed", str(plan.seed)),
-    ]
-    command = f"<code>{escape(plan.command())}</code>"
-    whole = folded("The whole plan", f"<pre>{escape(plan.to_json())}</pre>")
-    lines = values_list(pairs)
-    return f'<article class="lz-card">{lines}<p class="lz-faint">From a command line: {command}</p>{whole}</article>'
-
-
-def runs_table(statuses: Sequence[Status], now: float | None = None) -> str:
-    """List runs, the newest first, each with a link to it, how far it is, and what judging measured."""
-    if not statuses:
-        return message_box("No runs yet: the first page begins one.")
-    now = time.time() if now is None else now
-    rows = []
-    for status in statuses:
-        name, plan = status.run.folder.name, status.plan
-        if plan is None:  # it is damaged
-            what = [escape(without_folders(status.error or "")), "", ""]
-        else:
-            dial = f"{plan.budget} tokens" if plan.features is None else f"{plan.features} features"
-            link = f'<a href="../?run={escape(name, quote=True)}">{escape(plan.model)}</a>'
-            what = [link, escape(plan.recipe), escape(dial + ", may grow" * plan.may_grow)]
-        rows.append(
-            [
-                *what,
-                f"{state_sign(status.state)} {escape(state_words(status))}",
-                *judged_of(status.run),
-                escape(ago(status.begun, now)),
-                escape(size(status.disk_bytes)),
-                f"<code>{escape(name)}</code>",
-            ]
-        )
-    head = ("model", "recipe", "budget", "state", "kl, nats", "agreement", "begun", "disk", "name")
-    return table("Your runs", head, rows, safe=True, kind="lz-words")
-
-
-def state_words(status: Status) -> str:
-    """Say what a run is doing, and how far that is."""
-    if status.state == "done":
-        return "done" + ", evaluating" * status.live
-    if status.step is None or status.state not in LIVE:
-        return status.state
-    done, total = int(status.step["done"]), max(1, int(status.step["total"]))
-    return f"{STEP_SENTENCES.get(status.step['event'], status.state)}, {100 * done // total} %"
-
-
-def judged_of(run: Run) -> tuple[str, str]:
-    """Say the kl and the agreement of a run's student; a dash where it is not judged."""
-    try:
-        part = run.results.get("language")
-    except LinearizerError:  # a damaged file of one run must not hide the others
-        return "–", "–"
-    student = next((each for each in part.result.subjects if each.name == "student"), None) if part else None
-    if student is None or student.kl is None or student.agreement is None:
-        return "–", "–"
-    return f"{student.kl.mean:.4f}", f"{student.agreement.mean:.1%}"
-
-
-def deleting_card(status: Status) -> str:
-    """Ask whether a run shall go for good."""
-    published = status.published["repo_id"] if status.published else None
-    hub = f" What was published as {published} stays." if published else ""
-    held = "student, measurements and log" if status.run.checkpoint.is_dir() else "measurements and log"
-    name, model = status.run.folder.name, status.plan.model if status.plan else "damaged"
-    return message_box(
-        f"Delete {name} ({model}, {size(status.disk_bytes)}) for good? Its {held} will be gone.{hub}",
-        "bad",
-    )
 
 
 def files_table(files: Sequence[tuple[str, int]], total: int) -> str:

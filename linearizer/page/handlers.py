@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from typing import Any
+from html import escape
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 from gradio.components.plot import PlotData
 
 from linearizer.errors import LinearizerError, PublishError, RequestError
 from linearizer.jobs import control
-from linearizer.page import actions, cards, sending, warmup, zerogpu
+from linearizer.page import actions, cards, plan_cards, runs_cards, sending, students, warmup
 from linearizer.page.calls import Profile, Token, identify_visitor, refusals_on_page
-from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
+from linearizer.page.example import EXAMPLE_NAME, has_example
 from linearizer.page.visitors import MIN_SECRET_CHARACTERS, Visitor, new_secret, on_space
+from linearizer.progress import Progress
 from linearizer.publish import html
-from linearizer.run.folder import UNBOUNDED
-from linearizer.run.inspection import Inspection
-from linearizer.run.options import options_of
-from linearizer.run.plan import DEFAULT_BUDGET, Plan
+
+if TYPE_CHECKING:
+    from linearizer.run.comparison import Both
 
 SOON_SECONDS = 0.2  # until the page polls, once something was asked
 IDLE_POLL_SECONDS = 5.0  # between two polls where nothing is at work
@@ -72,88 +73,6 @@ def search_models(memory: Memory, key: gr.KeyUpData, profile: Profile, token: To
     return gr.Dropdown(choices=names)
 
 
-@refusals_on_page()
-def show_model(model: str | None, memory: Memory, profile: Profile, token: Token) -> tuple[Any, ...]:
-    """Say what a model is."""
-    if not model:
-        return "", None, *close_budget()
-    try:
-        visitor = read_visitor(memory, profile, token)
-        inspection = actions.inspect_model(visitor, model)
-        held = ChosenModel(inspection, actions.download_bytes(visitor, model)) if inspection.supported else None
-    except RequestError as error:
-        return html.message_box(str(error), "bad"), None, *close_budget()
-    most = max(2 * MIN_BUDGET, min(MAX_BUDGET, inspection.max_positions or MAX_BUDGET))
-    return (
-        cards.model_card(inspection),
-        held,
-        gr.Button(interactive=inspection.supported),
-        gr.Tab(interactive=inspection.supported),
-        gr.Slider(maximum=most),
-    )
-
-
-def close_budget() -> tuple[Any, Any, Any]:
-    """Keep the second step closed while no model is chosen."""
-    return gr.Button(interactive=False), gr.Tab(interactive=False), gr.skip()
-
-
-class ChosenModel:
-    """A model that was inspected. Gradio hashes what it keeps for a visitor, and an inspection holds a dictionary."""
-
-    def __init__(self, inspection: Inspection, download: int) -> None:
-        self.name, self.layers = inspection.name, inspection.layers
-        self.inspection, self.download = inspection, download
-        self.positions = inspection.max_positions or UNBOUNDED
-
-
-ADVANCED = ("may_grow", "recipe", "text", "steps", "window", "seed")
-
-
-def read_plan(chosen: ChosenModel | None, budget: float, effort: str, advanced: tuple[Any, ...]) -> Plan:
-    if chosen is None:
-        raise RequestError("no model was chosen yet: choose one in the first step")
-    options = dict(zip(ADVANCED, advanced, strict=True))
-    written = {name: (options[name] or "").strip() for name in ("steps", "window")}
-    options |= {name: options_of(Plan)[name].parse(text) if text else None for name, text in written.items()}
-    return actions.make_plan(chosen.name, int(budget), effort, options)
-
-
-def show_budget(chosen: ChosenModel | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
-    """Say what a budget means, and what each effort takes here, while the slider moves."""
-    if chosen is None:
-        return html.message_box("Choose a model first."), ""
-    try:
-        plan = read_plan(chosen, budget, effort, advanced)
-        actions.check_plan(plan, chosen.inspection)
-        card = cards.budget_card(plan, chosen.layers, chosen.positions)
-        plans = {name: read_plan(chosen, budget, name, advanced) for name in actions.EFFORTS}
-        guesses = {name: actions.forecast_run(plan, chosen.inspection, chosen.download) for name, plan in plans.items()}
-    except LinearizerError as error:
-        return html.message_box(str(error), "bad"), ""
-    return card, cards.efforts_table(guesses, effort, lent=zerogpu.on_zerogpu())
-
-
-def show_command(chosen: ChosenModel | None, budget: float, effort: str, *advanced: Any) -> tuple[str, str]:
-    """Show the command line and the plan that do the same elsewhere."""
-    try:
-        plan = read_plan(chosen, budget, effort, advanced)
-    except LinearizerError:  # what is wrong stands beside the slider
-        return "", ""
-    return plan.command(), plan.to_json()
-
-
-@refusals_on_page()
-def start_run(
-    chosen: ChosenModel | None, budget: float, effort: str, may_grow: bool, recipe: str, text: str, steps: str,
-    window: str, seed: float, memory: Memory, profile: Profile, token: Token,
-) -> tuple[Any, ...]:  # fmt: skip
-    """Start a run; from here on the page only watches."""
-    plan = read_plan(chosen, budget, effort, (may_grow, recipe, text, steps, window, seed))
-    name = actions.start_run(read_visitor(memory, profile, token), plan)
-    return watch_run(memory, name)
-
-
 def watch_run(memory: Memory, name: str | None) -> tuple[Any, ...]:
     """Show a run from its profile step on; nothing of it was drawn yet."""
     return (
@@ -176,15 +95,6 @@ def branch_run(memory: Memory, budget: float, profile: Profile, token: Token) ->
 def leave_run(memory: Memory) -> tuple[Any, ...]:
     """Stop watching a run, which goes on."""
     return watch_run(memory, None)
-
-
-@refusals_on_page()
-def change_run(memory: Memory, profile: Profile, token: Token) -> tuple[Any, ...]:
-    """Take the choices of the run that is watched, for another run."""
-    plan = read_visitor(memory, profile, token).find_run(run_name(memory) or "").plan
-    choices = {name: getattr(plan, name) for name in ADVANCED}
-    choices |= {name: "" if choices[name] is None else str(choices[name]) for name in ("steps", "window")}
-    return plan.model, plan.budget or DEFAULT_BUDGET, *(choices[name] for name in ADVANCED)
 
 
 def ask_run(wish: str) -> Callable:
@@ -217,20 +127,62 @@ def draw_shares(run: Any, budget: int | None = None) -> tuple[str, str]:
 
     shares = actions.share_budget(run, budget)
     figure = allocation_charts.draw_allocation(shares.allocation, shares.layers, shares.fix, shares.prices)
-    return figure.to_json(), cards.shares_note(shares.decided) + cards.allocation_card(shares.allocation, shares.layers)
+    return figure.to_json(), cards.shares_note(shares.decided) + plan_cards.allocation_card(
+        shares.allocation, shares.layers
+    )
 
 
 def compare_models(
     memory: Memory, prompt: str, tokens: float, seed: float, sample: bool, profile: Profile, token: Token
-) -> Iterator[tuple[str, str, str, str]]:
+) -> Iterator[tuple[str, str, str, str, str]]:
     """Let teacher and student write."""
-    empty = cards.side_card(None)
-    yield "", empty, "", empty
+    empty, both = cards.side_card(None), None
+    yield "", empty, "", empty, ""
     with refusals_on_page():
         visitor, name = read_visitor(memory, profile, token), run_name(memory) or ""
-        for both in actions.compare_models(visitor, name, prompt or "", int(tokens or 0), int(seed or 0), bool(sample)):
-            teacher, student = both.teacher, both.student
-            yield teacher.text, cards.side_card(teacher), student.text, cards.side_card(student)
+        choices = prompt or "", int(tokens or 0), int(seed or 0), bool(sample)
+        for both in students.compare_models(visitor, name, *choices):
+            yield *show_sides(both), ""
+        if both is not None:
+            why = students.explain_speed(visitor.find_run(name), both.teacher, both.student)
+            yield *show_sides(both), cards.comparison_note(both, why)
+
+
+def show_sides(both: Both) -> tuple[str, str, str, str]:
+    """Show what both have written so far, and how fast."""
+    first = both.difference
+    teacher = cards.writing_card(both.teacher, first, first.teacher if first else "")
+    student = cards.writing_card(both.student, first, first.student if first else "")
+    return teacher, cards.side_card(both.teacher), student, cards.side_card(both.student)
+
+
+def read_document(memory: Memory, text: str, profile: Profile, token: Token) -> Iterator[tuple[str, Any]]:
+    """Let the student read a document; its state is kept with the run."""
+    with refusals_on_page():
+        visitor, name = read_visitor(memory, profile, token), run_name(memory) or ""
+        for step in students.read_document(visitor, name, text or ""):
+            if isinstance(step, Progress):
+                yield cards.document_bar(step), gr.skip()
+        yield cards.reading_card(visitor.find_run(name)), gr.Button(interactive=True)
+
+
+@refusals_on_page()
+def take_document(content: bytes | None) -> str:
+    """Take the text of a file."""
+    from linearizer.model.text import decode_text
+
+    return decode_text("the file", content if isinstance(content, bytes) else b"")
+
+
+def ask_document(
+    memory: Memory, prompt: str, tokens: float, seed: float, sample: bool, profile: Profile, token: Token
+) -> Iterator[str]:
+    """Let the student continue a prompt after the document that it read."""
+    with refusals_on_page():
+        visitor, name = read_visitor(memory, profile, token), run_name(memory) or ""
+        choices = prompt or "", int(tokens or 0), int(seed or 0), bool(sample)
+        for text in students.ask_document(visitor, name, *choices):
+            yield f"<p>{escape(text)}</p>"
 
 
 @refusals_on_page()
@@ -276,22 +228,33 @@ def repo_id_of(owner: str | None, repo: str | None) -> str:
 def publish_run(memory: Memory, owner: str, repo: str, private: bool, profile: Profile, token: Token) -> Any:
     """Publish; the page may be closed meanwhile."""
     visitor = read_visitor(memory, profile, token)
-    run = visitor.find_run(run_name(memory) or "")
+    run = visitor.find_own_run(run_name(memory) or "")
     sending.begin_publication(run, repo_id_of(owner, repo), private, visitor.token)
     return gr.Timer(SOON_SECONDS)
 
 
 @refusals_on_page()
-def list_runs(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any]:
-    """List the visitor's runs; what was chosen to be deleted stays."""
-    table, idle = describe_runs(read_visitor(memory, profile, token))
-    return table, gr.Dropdown(choices=idle)
+def list_runs(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any, Any, Any]:
+    """List the visitor's runs; what was chosen to be compared or deleted stays."""
+    table, names, idle = describe_runs(read_visitor(memory, profile, token))
+    return table, gr.Dropdown(choices=idle), gr.Dropdown(choices=names), gr.Dropdown(choices=names)
 
 
-def describe_runs(visitor: Visitor) -> tuple[str, list[str]]:
-    """Lay out a visitor's runs, and name those that nothing works on."""
+def describe_runs(visitor: Visitor) -> tuple[str, list[str], list[str]]:
+    """Lay out a visitor's runs, and name all that can be compared, and those that nothing works on."""
     statuses = control.runs_in(visitor.home)
-    return cards.runs_table(statuses), [status.run.folder.name for status in statuses if not status.live]
+    names = [status.run.folder.name for status in statuses if status.plan is not None]
+    idle = [status.run.folder.name for status in statuses if not status.live]
+    return runs_cards.runs_table(statuses), [*names, *([EXAMPLE_NAME] if has_example() else [])], idle
+
+
+@refusals_on_page()
+def compare_runs(memory: Memory, first: str | None, second: str | None, profile: Profile, token: Token) -> str:
+    """Set two runs side by side."""
+    if not first or not second:
+        return ""
+    visitor = read_visitor(memory, profile, token)
+    return runs_cards.comparison_card(visitor.find_run(first), visitor.find_run(second))
 
 
 @refusals_on_page()
@@ -300,7 +263,7 @@ def ask_to_delete(memory: Memory, name: str | None, profile: Profile, token: Tok
     if not name:
         raise RequestError("no run was chosen: choose the one to delete")
     run = read_visitor(memory, profile, token).find_run(name)
-    return gr.Column(visible=True), cards.deleting_card(control.status(run))
+    return gr.Column(visible=True), runs_cards.deleting_card(control.status(run))
 
 
 @refusals_on_page()
@@ -308,5 +271,5 @@ def delete_run(memory: Memory, name: str | None, profile: Profile, token: Token)
     """Delete a run for good."""
     visitor = read_visitor(memory, profile, token)
     actions.delete_run(visitor, name or "")
-    table, idle = describe_runs(visitor)
+    table, _, idle = describe_runs(visitor)
     return table, gr.Dropdown(choices=idle, value=None), gr.Column(visible=False)

@@ -29,6 +29,7 @@ MAX_OF_PLAN = {"texts": 32, "length": 2048, "samples": 4096, "steps": 300, "minu
 MAX_OF_REQUEST = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "limit": 200, "tasks": 4, "curve_steps": 20}
 MAX_COMPARED_TOKENS = 256  # of a comparison, from each model
 MAX_PROMPT_CHARACTERS = 4000
+MAX_DOCUMENT_CHARACTERS = 200_000  # that a student reads on a Space
 GUARD_SECONDS = 30.0  # between two checks of how long runs have worked
 ELSEWHERE = "do this at your own machine, or in a Space of your own"
 VARIABLE_PREFIX = "LINEARIZER_SPACE_"

@@ -15,18 +15,30 @@ import gradio as gr
 
 from linearizer.errors import LinearizerError
 from linearizer.jobs import control
-from linearizer.page import cards, evaluation_handlers, run_state, sending
+from linearizer.page import cards, evaluation_handlers, plan_cards, run_state, sending
 from linearizer.page.calls import Profile, Token
+from linearizer.page.example import EXAMPLE_NOTE, is_example
 from linearizer.page.handlers import IDLE_POLL_SECONDS, Memory, draw_shares, plot_json, read_visitor, run_name
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.publish import html
 from linearizer.run.folder import Run
 from linearizer.run.plan import DEFAULT_BUDGET
 
-ATTACHED_OUTPUTS = 10  # of show_attached
 POLL_SECONDS = 3.0  # between two polls of a run at work
-PLOTS = ("map", "prices", "curves", "positions", "recall", "memory", "frontier")
+PLOTS = {
+    "map": "map",
+    "prices": "prices",
+    "curves": "curves",
+    "memory": "memory_plot",
+    "frontier": "frontier",
+}  # pieces
 BUTTONS = ("stop", "resume", "use")
+OUTPUTS = (  # of draw_changes: the names of parts of the page
+    "seen", "timer", "walk", "note", *BUTTONS, *PLOTS.values(), "evaluation", "frontier_place", "prices_place",
+    "verdict", "deciding", "bars", "other", "other_card", "branch", "to_distil", "to_compare", "compare", "read", "ask",
+    "reading", "sent", "snippet", "step_2", "step_3", "step_4", "step_5", "model_choice", "model_of_run", "run_model",
+    "plan_choice", "plan_of_run", "run_plan",
+)  # fmt: skip
 POLLED_PIECES = (
     "card",
     "training",
@@ -84,64 +96,67 @@ def draw_changes(
     if seen.get("id") != parts["id"].mark:  # it may have the name of a run that was deleted
         seen = {}
     new = {key: part.value for key, part in parts.items() if seen.get(key) != part.mark}
-    sent, can = publication_piece(run, parts), new.get("can")
     live = {parts["state"].value, parts["evaluating"].value} & set(control.LIVE) or sending.is_publishing(run)
-    decided = "shares" in new and not touched
-    bars, other_card = draw_own_shares(run) if decided else (gr.skip(), gr.skip())
-    stage = choose_step(parts["stage"].value, seen, at, touched) if "stage" in new else None
-    return [
-        {**seen, **{key: part.mark for key, part in parts.items()}},
-        gr.Timer(POLL_SECONDS if live else IDLE_POLL_SECONDS),
-        new.get("evaluation", gr.skip()),
-        *(plot_json(new[key]) if key in new else gr.skip() for key in PLOTS),
-        gr.Column(visible=run.plan.rules.decided_by == "prices") if "id" in new else gr.skip(),
-        new.get("verdict", gr.skip()),
-        *(gr.Button(visible=can[key]) if can else gr.skip() for key in BUTTONS),
-        gr.Button(interactive=can["student"]) if can else gr.skip(),
-        gr.Button(interactive=True) if "measured" in new else gr.skip(),
-        slider_of(run) if "id" in new and run.has_file("inspection.json") else gr.skip(),
-        new.get("deciding", gr.skip()),
-        gr.Column(visible=run.plan.rules.decided_by == "prices") if "id" in new else gr.skip(),
-        bars,
-        other_card,
-        gr.Tabs(selected=stage) if stage else gr.skip(),
-        *sent.value,
-        *(show_attached(run) if "id" in new else [gr.skip()] * ATTACHED_OUTPUTS),
-    ]
+    sent, snippet = publication_piece(run, parts).value
+    drawn: dict[str, Any] = {
+        "seen": {**seen, **{key: part.mark for key, part in parts.items()}},
+        "timer": gr.Timer(POLL_SECONDS if live else IDLE_POLL_SECONDS),
+        "sent": sent,
+        "snippet": snippet,
+        **{output: plot_json(new[piece]) for piece, output in PLOTS.items() if piece in new},
+        **{piece: new[piece] for piece in ("evaluation", "verdict", "deciding", "reading") if piece in new},
+    }
+    if "id" in new:
+        drawn |= show_attached(run)
+    if "can" in new or "reading" in new:
+        can = parts["can"].value
+        drawn |= {name: gr.Button(visible=can[name]) for name in BUTTONS}
+        drawn |= {name: gr.Button(interactive=can["student"]) for name in ("compare", "read")}
+        drawn["ask"] = gr.Button(interactive=can["student"] and bool(parts["reading"].value))
+    if "stage" in new or "can" in new or "evaluation" in new:
+        drawn["to_distil"] = gr.Button(interactive=parts["stage"].value > 3)
+        drawn["to_compare"] = gr.Button(interactive=parts["can"].value["student"] or "evaluation" in parts)
+    if "measured" in new:
+        drawn["branch"] = gr.Button(interactive=True)
+    if "shares" in new and not touched:
+        drawn |= draw_own_shares(run)
+    if "stage" in new and (stage := choose_step(parts["stage"].value, seen, at, touched)):
+        drawn["walk"] = gr.Tabs(selected=stage)
+    return in_order(drawn)
 
 
-def show_attached(run: Run | None) -> list[Any]:
+def in_order(drawn: dict[str, Any]) -> list[Any]:
+    """Give what is drawn in the order of OUTPUTS; the other parts stay as they are."""
+    return [drawn.get(name, gr.skip()) for name in OUTPUTS]
+
+
+def show_attached(run: Run | None) -> dict[str, Any]:
     """Open every step of a run, the first two to read; without a run, let these choose, and close the others."""
     watching = run is not None
-    tabs = [gr.skip() if not watching else gr.Tab(interactive=True)] + [gr.Tab(interactive=watching)] * 3
-    choice, own = gr.Column(visible=not watching), gr.Column(visible=watching)
+    shown: dict[str, Any] = {f"step_{step}": gr.Tab(interactive=watching) for step in (2, 3, 4, 5)}
+    shown |= {f"{name}_choice": gr.Column(visible=not watching) for name in ("model", "plan")}
+    shown |= {f"{name}_of_run": gr.Column(visible=watching) for name in ("model", "plan")}
     if run is None:
-        return [*tabs, choice, own, "", choice, own, ""]
-    model = cards.model_card(run.inspection) if run.has_file("inspection.json") else ""
-    return [*tabs, choice, own, model, choice, own, cards.plan_card(run.plan)]
+        return {**shown, "run_model": "", "run_plan": ""}
+    by_prices = gr.Column(visible=run.plan.rules.decided_by == "prices")
+    label = html.message_box(EXAMPLE_NOTE) if is_example(run) else ""
+    shown |= {"frontier_place": by_prices, "prices_place": by_prices}
+    shown["note"] = gr.HTML(label, visible=True if label else "hidden")
+    shown["run_plan"] = plan_cards.plan_card(run.plan)
+    if run.has_file("inspection.json"):
+        shown |= {"run_model": plan_cards.model_card(run.inspection), "other": slider_of(run)}
+    return shown
 
 
 def show_no_run() -> list[Any]:
     """Show no run."""
-    closed = [*[gr.Button(visible=False)] * len(BUTTONS), *[gr.Button(interactive=False)] * 2]
-    return [
-        {},
-        gr.Timer(IDLE_POLL_SECONDS),
-        "",
-        *[None] * len(PLOTS),
-        gr.skip(),
-        "",
-        *closed,
-        gr.skip(),
-        "",
-        gr.skip(),
-        None,
-        "",
-        gr.skip(),
-        "",
-        gr.Code(visible=False),
-        *show_attached(None),
-    ]
+    empty = dict.fromkeys((*PLOTS.values(), "bars"))
+    empty |= dict.fromkeys(("evaluation", "verdict", "deciding", "other_card", "reading", "sent"), "")
+    closed = {name: gr.Button(visible=False) for name in BUTTONS}
+    locked = ("compare", "read", "ask", "branch", "to_distil", "to_compare")
+    closed |= {name: gr.Button(interactive=False) for name in locked}
+    rest = {"seen": {}, "timer": gr.Timer(IDLE_POLL_SECONDS), "snippet": gr.Code(visible=False)}
+    return in_order({**empty, **closed, **rest, **show_attached(None)})
 
 
 def choose_step(stage: int, seen: dict[str, str], at: float, touched: bool) -> int | None:
@@ -158,13 +173,13 @@ def slider_of(run: Run) -> gr.Slider:
     return gr.Slider(value=own, minimum=min(MIN_BUDGET, own), maximum=most)
 
 
-def draw_own_shares(run: Run) -> tuple[Any, Any]:
+def draw_own_shares(run: Run) -> dict[str, Any]:
     """Draw what the run itself decided; until it has, what is predicted for its budget."""
     try:
         figure, card = draw_shares(run)
-        return plot_json(figure), card
+        return {"bars": plot_json(figure), "other_card": card}
     except LinearizerError as error:
-        return gr.skip(), html.message_box(str(error), "bad")
+        return {"other_card": html.message_box(str(error), "bad")}
 
 
 def publication_piece(run: Run, parts: dict[str, run_state.Piece]) -> run_state.Piece:

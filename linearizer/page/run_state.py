@@ -20,6 +20,7 @@ from linearizer.allocate.decide import decidable, offers_of
 from linearizer.jobs import control
 from linearizer.jobs.control import LIVE, Status
 from linearizer.page import cards, evaluation_cards
+from linearizer.page.students import DOCUMENT_FACTS
 from linearizer.publish import html
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.publish.verdict import judge_run
@@ -99,6 +100,8 @@ class RunState:
             self.put("losses", mark, lambda: self.figure("draw_losses"))
             self.put("error", mark, lambda: self.figure("draw_errors"))
         self.draw_evaluation()
+        read = run.folder / DOCUMENT_FACTS
+        self.put("reading", read.stat().st_mtime_ns if read.is_file() else "", lambda: cards.reading_card(run))
         state = "" if status.evaluation is None else status.evaluation.state
         self.put("evaluating", state, lambda: state)
         progress = evaluation_cards.evaluation_card(status.evaluation)
@@ -156,17 +159,14 @@ class RunState:
         mark = path.stat().st_mtime_ns
         if self.pieces.get("evaluation", Piece("", None)).mark == str(mark):
             return
-        from linearizer.publish import language_charts, training_charts
+        from linearizer.publish import training_charts
 
         parts = self.run.results
         language, recall = parts.get("language"), parts.get("recall")
         if language is not None:
             table = cards.evaluation_table(language.result, None if recall is None else recall.result)
             self.put("evaluation", mark, lambda: table)
-            self.put("positions", mark, lambda: language_charts.draw_loss_by_position(language).to_json())
             self.put("verdict", mark, lambda: cards.verdict_card(judge_run(self.run)))
-        if recall is not None:
-            self.put("recall", mark, lambda: language_charts.draw_recall(recall).to_json())
         for name, part in parts.items():
             draw = cache(partial(draw_part, name, part))
             self.put(PART_PREFIX + name, hashlib.sha256(repr(part).encode()).hexdigest()[:16], lambda draw=draw: draw)

@@ -12,9 +12,19 @@ from typing import Any
 import gradio as gr
 from starlette.middleware import Middleware
 
-from linearizer.page import evaluation_handlers, handlers, layout, limits, polling
+from linearizer.page import (
+    evaluation_handlers,
+    handlers,
+    layout,
+    limits,
+    plan_handlers,
+    plan_layout,
+    polling,
+    result_layout,
+)
 from linearizer.page.api import add_endpoints
 from linearizer.page.browser_script import ADDRESS, HEAD, REMEMBER, STEPS
+from linearizer.page.students import sample_prompts
 from linearizer.page.theme import CSS, OUTSIDE, theme
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.run.find import runs_root
@@ -25,6 +35,7 @@ from linearizer.serve.local_requests import LOCAL_HOSTS, LocalRequests
 HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "api_visibility": "private"}
 QUICK: dict[str, Any] = {**HIDDEN, "queue": False}
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
+PAIR = (("One run", "first"), ("Another run", "second"))
 MAX_SESSIONS = 200  # whose state is kept, of about 0.4 MB each; an open page asks every second and stays among them
 ONCE: dict[str, Any] = {**SLOW, "show_progress_on": [], "trigger_mode": "once"}
 
@@ -46,16 +57,17 @@ def build() -> gr.Blocks:
         ui.address = gr.Textbox(visible="hidden", label="run in the address")
         ui.timer = gr.Timer(1.0, active=False)
         layout.header()
+        layout.actions_of_run(ui)
         ui.note = gr.HTML(visible="hidden", elem_id="note")
         known = inspect.signature(gr.Tabs).parameters  # without wrapping, a menu hides the steps that do not fit
         wrap: dict[str, Any] = {"overflow_behavior": "wrap"} if "overflow_behavior" in known else {}
         with gr.Tabs(selected=1, elem_id="steps", **wrap) as ui.walk:
             places = (
-                layout.model_step,
-                layout.budget_step,
+                plan_layout.model_step,
+                plan_layout.budget_step,
                 layout.profile_step,
                 layout.distil_step,
-                layout.compare_step,
+                result_layout.compare_step,
             )
             ui.pages = []
             for number, (name, place) in enumerate(zip(STEPS, places, strict=True), 1):
@@ -63,6 +75,7 @@ def build() -> gr.Blocks:
                 with gr.Tab(label, interactive=open_now, id=number, elem_id=f"step-{number}") as page:
                     place(ui)
                 ui.pages.append(page)
+                setattr(ui, f"step_{number}", page)
         layout.sidebar(ui)
         add_endpoints()  # first: handlers have the same names, and Gradio would number those that come later
         wire(site, ui)
@@ -79,6 +92,11 @@ def runs_page(page: gr.Blocks) -> None:
     if signs_in():
         gr.LoginButton("Sign in with Hugging Face", size="sm")
     listed = gr.HTML(elem_id="runs")
+    layout.lead("Two runs side by side", "Plan, what the heads hold, kl, agreement, bytes and speed.", "h2")
+    with gr.Row(elem_classes="lz-pick"):
+        pair = [gr.Dropdown([], value=None, label=label, elem_id=name) for label, name in PAIR]
+    compared = gr.HTML(elem_id="compared")
+    layout.lead("Delete a run", "It asks once more. What was published stays.", "h2")
     with gr.Row(elem_classes="lz-pick"):
         chosen = gr.Dropdown(
             [],
@@ -94,7 +112,8 @@ def runs_page(page: gr.Blocks) -> None:
         with gr.Row(elem_classes="lz-acts"):
             keep = gr.Button("Keep it", elem_id="keep")
             confirm = gr.Button("Delete it for good", variant="stop", elem_id="confirm")
-    gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, memory, [listed, chosen], **QUICK)
+    gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, memory, [listed, chosen, *pair], **QUICK)
+    gr.on([part.change for part in pair], handlers.compare_runs, [memory, *pair], compared, **QUICK)
     delete.click(handlers.ask_to_delete, [memory, chosen], [sure, question], **ONCE)
     gr.on([keep.click, chosen.change], lambda: gr.Column(visible=False), None, sure, **QUICK)
     confirm.click(handlers.delete_run, [memory, chosen], [listed, chosen, sure], **ONCE)
@@ -107,48 +126,42 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
     for number, page in enumerate(ui.pages, 1):
         page.select(None, None, ui.at, js=f"() => focusStep({number})", **QUICK)
     wire_model(ui)
-    wire_budget(ui)
+    wire_plan(ui)
     wire_run(ui)
     wire_compare(ui)
     wire_evaluate(ui)
 
 
 def wire_model(ui: SimpleNamespace) -> None:
-    outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.pages[1], ui.budget]
+    outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, ui.budget]
     ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
-    ui.model.change(handlers.show_model, [ui.model, ui.memory], outputs, show_progress_on=ui.model_card, **SLOW)
+    ui.model.change(plan_handlers.show_model, [ui.model, ui.memory], outputs, show_progress_on=ui.model_card, **SLOW)
     ui.demo.click(lambda: "demo", None, ui.model, **QUICK)
     for number, button in ((2, ui.to_budget), (4, ui.to_distil), (5, ui.to_compare)):
         button.click(partial(gr.Tabs, selected=number), None, ui.walk, **QUICK)
 
 
-def wire_budget(ui: SimpleNamespace) -> None:
-    advanced = [getattr(ui, name) for name in handlers.ADVANCED]
-    dials = [ui.inspection, ui.budget, ui.effort, *advanced]
-    changes = [ui.inspection.change, ui.effort.change, *(part.change for part in advanced)]
+def wire_plan(ui: SimpleNamespace) -> None:
+    form = [ui.budget, ui.effort, ui.may_grow, ui.way, ui.listed, *ui.fields.values()]
+    choices, changed = [ui.inspection, *form], [ui.inspection, *form[1:]]
+    shown = [ui.budget_card, ui.efforts, ui.machine, ui.way, ui.listed]
     again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('budget', 1, sent)"}
-    gr.on([*changes, ui.budget.input], handlers.show_budget, dials, [ui.budget_card, ui.efforts], **again)
-    gr.on([*changes, ui.budget.release], handlers.show_command, dials, [ui.command, ui.plan], **again)
-    ui.start.click(handlers.start_run, [*dials, ui.memory], watch_outputs(ui), **ONCE)
+    changes = [part.change for part in changed]
+    gr.on([*changes, ui.budget.input], plan_handlers.show_plan, choices, shown, **again)
+    gr.on([*changes, ui.budget.release], plan_handlers.show_command, choices, [ui.command, ui.plan], **again)
+    ui.start.click(plan_handlers.start_run, [ui.memory, *choices], watch_outputs(ui), **ONCE)
+    written = [ui.model, *form]
+    ui.taken.upload(plan_handlers.take_plan, ui.taken, written, **ONCE)
+    again = gr.on([ui.change_model.click, ui.change_plan.click], plan_handlers.change_run, ui.memory, written, **ONCE)
+    again.success(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
 
 
 def watch_outputs(ui: SimpleNamespace) -> list[Any]:
     return [ui.memory, ui.seen, ui.walk, ui.timer, ui.touched]
 
 
-def attached_outputs(ui: SimpleNamespace) -> list[Any]:
-    """List what differs between a page that watches a run and a page that begins a run."""
-    return [*ui.pages[1:], ui.model_choice, ui.model_of_run, ui.run_model, ui.plan_choice, ui.plan_of_run, ui.run_plan]
-
-
 def wire_run(ui: SimpleNamespace) -> None:
-    shown = [
-        ui.seen, ui.timer, ui.evaluation, ui.map, ui.prices, ui.curves, ui.positions, ui.recall, ui.memory_plot,
-        ui.frontier, ui.frontier_place, ui.verdict,
-        ui.stop, ui.resume, ui.use, ui.compare, ui.branch, ui.other, ui.deciding, ui.prices_place, ui.bars,
-        ui.other_card, ui.walk, ui.sent,
-        ui.snippet, *attached_outputs(ui),
-    ]  # fmt: skip
+    shown = [getattr(ui, name) for name in polling.OUTPUTS]
     outputs = [ui.run_card, ui.training, ui.evaluating, ui.mark, ui.trained, ui.examined]
     ui.timer.tick(polling.poll_run, ui.memory, outputs, **{**QUICK, "trigger_mode": "once"})
     ui.mark.change(polling.draw_changes, [ui.memory, ui.seen, ui.at, ui.touched], shown, **QUICK)
@@ -159,9 +172,6 @@ def wire_run(ui: SimpleNamespace) -> None:
     for name in polling.BUTTONS:
         getattr(ui, name).click(handlers.ask_run(name), ui.memory, ui.timer, **ONCE)
     ui.leave.click(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
-    chosen = [ui.model, ui.budget, *(getattr(ui, name) for name in handlers.ADVANCED)]
-    again = gr.on([ui.change_model.click, ui.change_plan.click], handlers.change_run, ui.memory, chosen, **ONCE)
-    again.success(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
 
 
 def wire_evaluate(ui: SimpleNamespace) -> None:
@@ -178,11 +188,18 @@ def wire_evaluate(ui: SimpleNamespace) -> None:
 
 
 def wire_compare(ui: SimpleNamespace) -> None:
-    inputs = [ui.memory, ui.prompt, ui.tokens, ui.prompt_seed, ui.sample]
-    outputs = [ui.teacher, ui.teacher_card, ui.student, ui.student_card]
+    drawing = [ui.tokens, ui.prompt_seed, ui.sample]
+    outputs = [ui.teacher, ui.teacher_card, ui.student, ui.student_card, ui.compare_note]
     busy = {**HIDDEN, "concurrency_limit": 1, "trigger_mode": "once"}
+    inputs = [ui.memory, ui.prompt, *drawing]
     writing = gr.on([ui.compare.click, ui.prompt.submit], handlers.compare_models, inputs, outputs, **busy)
     ui.stop_writing.click(None, None, None, cancels=[writing], **QUICK)
+    for title, button in ui.prompts.items():
+        button.click(partial(sample_prompts().get, title), None, ui.prompt, **QUICK)
+    ui.file.upload(handlers.take_document, ui.file, ui.document, **ONCE)
+    ui.read.click(handlers.read_document, [ui.memory, ui.document], [ui.reading, ui.ask], **busy)
+    asked = [ui.memory, ui.question, *drawing]
+    gr.on([ui.ask.click, ui.question.submit], handlers.ask_document, asked, ui.answer, **busy)
     owned, noted = [ui.owner, ui.repo, ui.preview_note], {"show_progress_on": ui.preview_note}
     ui.publish_part.expand(handlers.list_owners, ui.memory, owned, **SLOW, **noted)
     target = [ui.memory, ui.owner, ui.repo, ui.private]

@@ -158,6 +158,8 @@ progress::-moz-progress-bar { background: var(--slider-color); }
 .lz-table th:first-child { text-align: left !important; padding-left: 0 !important; }
 .lz-table th:first-child a { padding-left: 0 !important; }
 .lz-table.lz-words th, .lz-table.lz-words td { text-align: left; } .lz-table tbody th { font-weight: 600; }
+.lz-table.lz-pair { table-layout: fixed; } .lz-table.lz-pair th, .lz-table.lz-pair td { white-space: normal;
+  vertical-align: top; overflow-wrap: anywhere; }
 .lz-chart h3 { font-size: 1rem; font-weight: 600; margin: 1rem 0 0; }
 .lz-chart p { color: var(--body-text-color-subdued); font-size: .9rem; margin: 0; max-width: 44rem; }
 .js-plotly-plot g:not(.heatmap-label):not(.textpoint):not(.hovertext) > text {
@@ -166,7 +168,41 @@ progress::-moz-progress-bar { background: var(--slider-color); }
 .js-plotly-plot .annotation-text, .js-plotly-plot .legendtext { fill: var(--body-text-color) !important; }
 .js-plotly-plot .modebar-container { display: none; }
 #step-4:has(.lz-untrained) .lz-chart { display: none; }
-.lz-writes textarea { font-family: var(--font-mono); height: 15rem !important; overflow-y: auto !important; }
+#teacher, #student, #answer { font-family: var(--font-mono); font-size: .9rem; line-height: 1.5; height: 15rem;
+  overflow-y: auto !important;
+  background: var(--background-fill-primary); border: 1px solid var(--border-color-primary); border-radius: 10px;
+  padding: .75rem 1rem !important; }
+#teacher p, #student p, #answer p { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
+#teacher mark, #student mark { background: #f6d58a; color: #1a1c1b; border-radius: 3px; padding: 0 1px; }
+#answer { height: auto; min-height: 4rem; }
+.lz-side-name h3 { font-size: 1rem; font-weight: 600; margin: .5rem 0 .25rem; }
+.lz-chips { gap: .5rem !important; flex-wrap: wrap; } .lz-chips button { flex: 0 1 auto; }
+#acts:not(:has(button)) { display: none; }
+#acts { margin: .25rem 0; } #acts button { flex: 0 1 auto; min-width: 7rem; }
+.lz-hero { display: grid; grid-template-columns: 1fr minmax(0, 26rem); gap: 2rem; align-items: center;
+  margin: .5rem 0 1rem; }
+.lz-hero p { font-size: 1.15rem; line-height: 1.6; max-width: 34rem; margin: 0 0 1rem; }
+.lz-hero a { font-size: 1rem; font-weight: 600; padding: 0 !important; }
+.lz-picture { width: 100%; max-width: 26rem; height: auto; font-size: 13px; }
+.lz-picture text { fill: var(--body-text-color-subdued); }
+.lz-picture line { stroke: var(--border-color-primary); stroke-width: 2; }
+.lz-teacher-bar { fill: #7c8796; } .lz-student-bar { fill: #2a83c4; }
+.lz-tiles .wrap { display: grid !important; grid-template-columns: repeat(3, minmax(0, 1fr)); gap: 1rem !important; }
+.lz-tiles .wrap label { align-items: flex-start !important; gap: .6rem; padding: 1rem 1.1rem !important; height: 100%;
+  border: 1px solid var(--border-color-primary) !important; border-radius: 14px !important; white-space: normal;
+  background: var(--background-fill-primary) !important; box-shadow: none !important; }
+.lz-tiles .wrap label.selected { border-color: var(--slider-color) !important;
+  outline: 1px solid var(--slider-color); background: var(--background-fill-primary) !important; }
+.lz-tiles .wrap label span { display: block; white-space: pre-line; font-size: .92rem; line-height: 1.5;
+  font-weight: 400; margin: 0 !important; color: var(--body-text-color-subdued) !important; }
+.lz-tiles .wrap label span::first-line { font-weight: 600; font-size: 1.02rem; color: var(--body-text-color); }
+.lz-tiles .wrap input { margin-top: .25rem; flex: none; }
+#recipe .wrap { grid-template-columns: repeat(2, minmax(0, 1fr)); gap: .75rem !important; }
+#recipe .wrap label { padding: .75rem .9rem !important; }
+.lz-group { font-size: 1rem; font-weight: 600; margin: .75rem 0 0; }
+.lz-options > .form, .lz-options:not(:has(> .form)) { display: grid !important; gap: 1rem 1.25rem;
+  grid-template-columns: repeat(auto-fill, minmax(16rem, 1fr));
+  align-items: end; }
 input[type=range]::-webkit-slider-thumb { background: var(--slider-color) !important; }
 input[type=range]::-moz-range-thumb { background: var(--slider-color) !important; }
 .dark input[type=range] { --neutral-200: var(--border-color-primary); }
@@ -174,9 +210,15 @@ h2:focus { outline: none; }
 button:focus-visible, input:not([role=listbox], [role=combobox]):focus-visible, textarea:focus-visible,
 a:focus-visible, .lz-scroll:focus-visible, [role=tab]:focus-visible, .wrap:has(> .wrap-inner):focus-within {
   outline: 2px solid var(--link-text-color) !important; outline-offset: 2px; }
+@media (max-width: 800px) {
+  .lz-hero { grid-template-columns: 1fr; gap: 1rem; } .lz-tiles .wrap, #recipe .wrap { grid-template-columns: 1fr; }
+}
 @media (max-width: 640px) {
   #to-budget, #start, #to-distil, #to-compare, #change-model, #change-plan { max-width: none; }
   #steps > .tab-wrapper button { font-size: .8rem !important; padding: .5rem .25rem !important; font-weight: 500; }
+  .lz-tiles .wrap label { padding: .9rem .75rem !important; gap: .5rem; }
+  .lz-tiles .wrap label span::first-line { font-size: .95rem; }
+  .lz-table th, .lz-table td { padding-right: .4rem !important; font-size: .86rem; }
   .lz-card { padding: 1rem; } #sign-in { position: absolute; right: 3rem; top: .75rem; width: auto; }
   .lz-lead h1, .lz-lead h2 { font-size: 1.4rem; }
   .lz-facts, .lz-facts.lz-wide { grid-template-columns: 1fr 1fr; gap: .75rem 1rem; }

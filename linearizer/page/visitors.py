@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linearizer.errors import RequestError
+from linearizer.page.example import EXAMPLE_NAME, example_folder, has_example, refuse_example
 from linearizer.run.find import fresh_folder, runs_root
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
@@ -53,11 +54,19 @@ class Visitor:
         return self.folder
 
     def find_run(self, name: str) -> Run:
-        """Open one of this visitor's runs."""
+        """Open one of this visitor's runs, or the example, to read it."""
+        if name == EXAMPLE_NAME and has_example() and (self.folder is None or not (self.home / name).exists()):
+            return Run(example_folder())
         folder = self.home / name if isinstance(name, str) and RUN_NAME.fullmatch(name) else None
         if folder is None or folder.is_symlink() or not (folder / "plan.json").is_file():
             raise RequestError(f"{shorten(name)!r} is none of your runs: choose one that `Runs` lists")
         return Run(folder)
+
+    def find_own_run(self, name: str) -> Run:
+        """Open one of this visitor's runs, to change it."""
+        run = self.find_run(name)
+        refuse_example(run)
+        return run
 
     def fresh_folder(self, plan: Plan) -> Path:
         """Choose the folder of a new run; on a Space nobody can guess its name."""

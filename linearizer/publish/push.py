@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 
 from linearizer.amounts import size
 from linearizer.errors import FaultError, RequestError
@@ -12,6 +12,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.publish import space, upload
 from linearizer.publish.card import card_files, write_snippet
 from linearizer.publish.card_metadata import Teacher
+from linearizer.publish.publication import Preview, Published
 from linearizer.publish.upload import Content, HubFile, Place
 from linearizer.publish.verdict import judge_run
 from linearizer.run.events import EventName
@@ -21,29 +22,6 @@ from linearizer.run.weight_digests import check_weights, read_digests, teacher_f
 CONFIG = "config.json"
 MODEL_TYPE = "linearized"  # of every student
 REPLACED_SUFFIXES = (".safetensors", ".safetensors.index.json", ".py")  # of an earlier push, if the new one lacks them
-
-
-@dataclass(frozen=True)
-class Preview:
-    """What would be published, and where."""
-
-    repo_id: str
-    private: bool
-    card: str
-    files: tuple[tuple[str, int], ...]  # name, bytes
-    bytes: int
-    notes: tuple[str, ...] = ()  # what the user should know before publishing
-    checked: bool = True  # whether the Hub was asked if it may be published there, which needs an account
-
-
-@dataclass(frozen=True)
-class Published:
-    """What was published, at which revision, and the lines that load it."""
-
-    repo_id: str
-    revision: str
-    url: str
-    snippet: str
 
 
 def owners(token: str | None = None) -> tuple[str, ...]:

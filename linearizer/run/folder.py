@@ -44,7 +44,7 @@ OWN = {
     "begun.json", "plan.json", "inspection.json", "profile.json", "prices.json", "gates.json", "allocation.json",
     "evaluation.json", "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
 }  # fmt: skip
-DECIDED = ("model", "dtype", "samples")  # choices of a plan that `pipeline.begin` makes definite
+DECIDED = ("model", "dtype", "texts", "length", "samples")  # choices of a plan that `pipeline.begin` makes definite
 ENDS = (EventName.STARTED, EventName.DONE)  # the newest of these tells whether a run is done
 EVALUATION = "evaluate"
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none

@@ -11,6 +11,8 @@ from typing import Any, Literal, get_args, get_origin
 from linearizer.errors import RequestError
 from linearizer.run.json_products import field_types, in_words, is_optional, shown, typed, without_none
 
+TRUTH = {"true": True, "false": False}  # as text
+
 
 @dataclass(frozen=True)
 class Limits:
@@ -63,6 +65,11 @@ class Option:
         return f"{text} (default: {default})" if default else text
 
     @property
+    def usual(self) -> str:
+        """Say in words what the option is where it is not given; nothing where it is then left out."""
+        return self.limits.default_text or ("" if self.default is None else str(self.default))
+
+    @property
     def allowed(self) -> str:
         """Say which values are allowed."""
         bounds = (("above", self.limits.above), ("at least", self.limits.least), ("at most", self.limits.most))
@@ -103,6 +110,10 @@ class Option:
 
     def parse(self, text: str) -> Any:
         """Read a value that was written as text; commas stand between the values of a list."""
+        if self.value_kind is bool:
+            if text not in TRUTH:
+                raise self.refusal(text)
+            return TRUTH[text]
         parts = [part.strip() for part in text.split(",") if part.strip()] if self.is_list else [text]
         try:
             values = tuple(self.value_kind(part) if self.value_kind in (int, float) else part for part in parts)

@@ -7,9 +7,11 @@ import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
 from typing import Any, ClassVar
 
 from linearizer.errors import BudgetError, RequestError
+from linearizer.run.files import unseal
 from linearizer.run.head_bytes import BITS, SINKS
 from linearizer.run.json_products import JsonProduct, check_names
 from linearizer.run.options import check_options, differences, option, options_of
@@ -27,6 +29,7 @@ ALLOCATION = "what heads hold"  # options by which an allocation is decided anew
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
 ADDRESS = re.compile(r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob)/([\w.-]+)(?:/.*)?)?/?")
 BY_RECIPE = "the recipe's"
+YIELDING = ("texts", "length", "samples")  # options that shrink to what a text has, unless they were asked for
 
 
 @dataclass(frozen=True)
@@ -288,6 +291,23 @@ class Plan(JsonProduct):
             if value is not True:
                 words.append(str(value))
         return shlex.join(words)
+
+
+def read_plan(path: Path) -> Plan:
+    """Read a plan that a run, or the page, wrote to a file."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{str(path)!r} cannot be read ({error}): name a plan.json") from error
+    return parse_plan(str(path), content)
+
+
+def parse_plan(name: str, content: bytes) -> Plan:
+    """Parse the plan in a file, which may have been edited since it was written."""
+    try:
+        return Plan.from_json(unseal(content.decode(), check=False))
+    except (UnicodeDecodeError, RequestError) as error:
+        raise RequestError(f"{name!r} cannot be read ({error.__cause__ or error}): name a plan.json") from error
 
 
 def choices_of(recipe: str) -> Mapping[str, Any]:

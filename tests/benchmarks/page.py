@@ -106,7 +106,7 @@ def sliding(browser, url, run, times):
         page.wait_for_selector("#efforts td")
         card = slider(page, "#budget", ["#budget-card"], times)["#budget-card"]
     with looking(browser, f"{url}?run={run}") as page:
-        page.wait_for_selector("#evaluation table")
+        page.wait_for_selector("#evaluation table", state="attached")
         page.click("#step-3-button")
         page.wait_for_selector("#bars .barlayer")
         sliders = slider(page, "#other", ["#other-card", "#bars"], times)
@@ -123,7 +123,7 @@ def sliding(browser, url, run, times):
 def answering(folder, times):
     """Time what the server does for a slider, without Gradio, network and browser, in milliseconds."""
     from linearizer import pipeline
-    from linearizer.page import actions, cards
+    from linearizer.page import actions, plan_cards
     from linearizer.page.handlers import draw_shares
     from linearizer.run.folder import Run
 
@@ -131,7 +131,7 @@ def answering(folder, times):
     layers, positions = inspection.layers, inspection.max_positions
     budgets = [64 + 8 * n for n in range(times)]
     of_budget = [
-        clocked(lambda b=b: cards.budget_card(actions.make_plan("demo", b, "Quick", {}), layers, positions))
+        clocked(lambda b=b: plan_cards.budget_card(actions.make_plan("demo", b, "Quick", {}), layers, positions))
         for b in budgets
     ]
     both = [clocked(lambda b=b: draw_shares(run, b)) for b in budgets]
@@ -192,9 +192,9 @@ COUNT = """(selectors) => {
   window.changes = Object.fromEntries(selectors.map(one => [one, []]));
   const mine = window.counting = (window.counting ?? 0) + 1;  // an earlier count ends
   for (const one of selectors) {
-    const area = document.querySelector(one + ' textarea');
-    let last = area.value;
-    const look = () => { if (area.value !== last) { last = area.value; changes[one].push(performance.now()) }
+    const area = document.querySelector(one);
+    let last = area.innerText;
+    const look = () => { if (area.innerText !== last) { last = area.innerText; changes[one].push(performance.now()) }
       if (window.counting === mine) requestAnimationFrame(look) };
     look();
   }
@@ -205,7 +205,7 @@ def streaming(browser, client, url, run, times):
     """Let both models write, in turn before a tab and with nobody looking, and compare their own clocks."""
     shown, alone, most, busy = [], [], 0.0, 0
     with looking(browser, f"{url}?run={run}") as page:
-        page.wait_for_selector("#evaluation table")
+        page.wait_for_selector("#evaluation table", state="attached")
         page.get_by_label("Prompt").fill(PROMPT)
         page.get_by_role("spinbutton", name="number input for Tokens").last.fill(str(TOKENS))
         page.keyboard.press("Tab")

@@ -63,7 +63,7 @@ def main():
             address = page.url
         for scheme in ("light", "dark"):
             with looking(browser, address, color_scheme=scheme, **how) as page:
-                page.wait_for_selector("#evaluation table")
+                page.wait_for_selector("#evaluation table", state="attached")
                 page.get_by_label("Prompt").fill(PROMPT)
                 page.get_by_role("button", name="Write", exact=True).click()
                 page.wait_for_timeout(12_000)
@@ -71,7 +71,7 @@ def main():
                 take_part(page, "recall", f"evaluation-{scheme}", 930)
                 take(page, 3, f"profile-{scheme}")
         with looking(browser, address, viewport={"width": 390, "height": 844}, device_scale_factor=2) as page:
-            page.wait_for_selector("#evaluation table")
+            page.wait_for_selector("#evaluation table", state="attached")
             take_part(page, "needle", "evaluation-narrow", 1320)
             take(page, 3, "narrow")
 

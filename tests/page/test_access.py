@@ -19,11 +19,12 @@ def test_every_step_passes_axe_in_both_schemes_wide_and_narrow(local, browser, d
         assert wrong(page) == []
         page.click("#to-budget")
         page.wait_for_selector("#efforts table")
+        page.locator("#way input[value=paper]").check()
         for folded in ("Advanced", "Do this elsewhere"):
             page.get_by_role("button", name=folded).click()
         assert wrong(page) == []
         page.goto(f"{local.url}?run={done}")
-        page.wait_for_selector("#evaluation table")
+        page.wait_for_selector("#evaluation table", state="attached")
         page.get_by_role("button", name="Publish to the Hub").click()
         assert wrong(page) == []
         for step in (4, 3):
@@ -40,6 +41,7 @@ def test_a_run_that_has_nothing_to_draw_yet_passes_axe(local, browser):
     with looking(browser, f"{local.url}?run=new") as page:
         page.wait_for_selector("#step-3 .empty")
         assert wrong(page) == []
+        assert page.locator("#to-distil").is_disabled()  # there is nothing to see yet
 
 
 INK = """() => {
@@ -54,6 +56,19 @@ INK = """() => {
 }"""
 
 
+HOVER = """() => {
+  const light = rgb => { const [r, g, b] = rgb.match(/[\\d.]+/g).slice(0, 3).map(c => c / 255)
+      .map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4); return .2126 * r + .7152 * g + .0722 * b };
+  return [...document.querySelectorAll('.hovertext')].flatMap(box => {
+    const ground = light(getComputedStyle(box.querySelector('path')).fill);
+    return [...box.querySelectorAll('text')].filter(one => one.textContent.trim()).map(one => {
+      const [low, high] = [ground, light(getComputedStyle(one).fill)].sort((a, b) => a - b);
+      return (high + .05) / (low + .05);
+    });
+  });
+}"""
+
+
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 def test_words_in_figures_stand_out_from_the_ground(local, browser, done, scheme):
     with looking(browser, f"{local.url}?run={done}", color_scheme=scheme) as page:
@@ -62,6 +77,9 @@ def test_words_in_figures_stand_out_from_the_ground(local, browser, done, scheme
             page.wait_for_function(f"document.querySelectorAll('#step-{step} .js-plotly-plot text').length > {least}")
             words = page.evaluate(INK)
             assert words and all(contrast >= 4.5 for _, contrast in words), words
+        page.locator("#step-3 .heatmaplayer").first.hover()
+        page.wait_for_selector(".hovertext")
+        assert page.evaluate(HOVER) and all(contrast >= 4.5 for contrast in page.evaluate(HOVER))
 
 
 FOCUSED = """() => {
@@ -119,14 +137,13 @@ def test_the_whole_journey_goes_by_keyboard_alone_and_is_heard(local, browser):
         page.keyboard.type("64")
         page.keyboard.press("Tab")
         heard(page, "smaller than the cache from 64 tokens on")
+        tab_to(page, "#way input[value=paper]")
+        page.keyboard.press("Space")
+        page.wait_for_selector("#recipe input")
+        tab_to(page, "#recipe input[value=swa]")  # a run of seconds
+        page.keyboard.press("Space")
         tab_to(page, "#effort input")
         page.keyboard.press("Space")  # Gradio's radio buttons are no group: each is a stop of its own
-        page.wait_for_function("document.querySelector('#efforts').innerText.includes('Try it ✓')")
-        tab_to(page, ".label-wrap")  # Advanced
-        page.keyboard.press("Enter")
-        tab_to(page, "input[aria-label=Recipe]")
-        page.keyboard.type("swa")  # a run of seconds
-        page.keyboard.press("Enter")
         page.wait_for_function("document.querySelector('#efforts').innerText.includes('Try it ✓')")
         tab_to(page, "#start")
         page.keyboard.press("Enter")
@@ -136,7 +153,7 @@ def test_the_whole_journey_goes_by_keyboard_alone_and_is_heard(local, browser):
         page.wait_for_selector("#compare:enabled")
         tab_to(page, "#compare")
         page.keyboard.press("Enter")
-        page.wait_for_function("document.querySelector('#student textarea').value.length > 20", timeout=LONG)
+        page.wait_for_function("document.querySelector('#student').innerText.length > 20", timeout=LONG)
 
 
 def test_a_narrow_screen_says_what_the_run_does_without_the_sidebar(local, browser, done):

@@ -9,7 +9,10 @@ from pathlib import Path
 import pytest
 from gradio_client.exceptions import AppError
 
+from linearizer.page.api import ENDPOINTS
 from linearizer.page.site import MAX_SESSIONS
+from linearizer.run.options import options_of
+from linearizer.run.plan import Plan
 from tests.support.page_server import SMALL, SPACE, client_of, ended, server, serving, session_of, wait_for
 
 ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
@@ -35,9 +38,31 @@ def test_the_whole_flow_runs_without_a_browser(local, hub):
     assert shared["breakeven_tokens"] <= 128 < 2 * shared["breakeven_tokens"]
     both = client.predict(run, "Once", 8, api_name="/compare_models")
     assert both["teacher"]["tokens"] == both["student"]["tokens"] == 8
+    assert both["difference"] is None or both["difference"]["teacher"] != both["difference"]["student"]
+    read = client.predict(run, "One two three. " * 50, api_name="/read_document")
+    assert read["tokens"] > 100 and 0 < read["state_bytes"] < read["cache_bytes"]
+    told = [client.predict(run, "One", 6, api_name="/ask_document") for _ in range(2)]
+    assert told[0] == told[1] != ""
     assert names_of_runs(client) == [run, *before]
     assert client.predict(run, api_name="/delete_run") == run
     assert names_of_runs(client) == before
+
+
+def test_every_endpoint_says_its_types_and_what_its_options_may_be(local):
+    info = json.loads(urllib.request.urlopen(f"{local.url}gradio_api/info").read())["named_endpoints"]
+    assert len(info) == len(ENDPOINTS)
+    for name, endpoint in info.items():
+        for each in (*endpoint["parameters"], *endpoint["returns"]):
+            assert each["python_type"]["type"] not in ("Any", ""), (name, each)
+    described = info["/start_run"]["description"]
+    for name, option in options_of(Plan).items():
+        assert name in ("model", "budget") or f"{name} (" in described, name
+        assert option.limits.choices or name == "model" or option.allowed in described, name
+
+
+def test_stopping_an_evaluation_tells_of_the_evaluation(local, done):
+    with pytest.raises(AppError, match=f"the evaluation of '{done}' is stopped: there is nothing to stop"):
+        client_of(local.url).predict(done, api_name="/stop_evaluation")
 
 
 def test_a_measured_run_branches_into_another_budget_without_measuring_again(local):
@@ -198,6 +223,8 @@ def harmless(said, where):
         ("share_budget", ["none", 64, ANN]),
         ("branch_run", ["none", 64, ANN]),
         ("compare_models", ["none", "Once", 4, 0, False, ANN]),
+        ("read_document", ["none", "Once", ANN]),
+        ("ask_document", ["none", "Once", 4, 0, False, ANN]),
         ("preview_publication", ["none", "ann/x", True, ANN]),
         ("publish_run", ["none", "ann/x", True, ANN]),
     ],

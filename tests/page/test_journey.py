@@ -7,9 +7,13 @@ import shutil
 import pytest
 
 from linearizer.jobs import control
+from linearizer.page import plan_form
+from linearizer.page.example import EXAMPLE_NAME
+from linearizer.page.ways import WAYS
 from linearizer.publish.allocation_charts import describe_head
 from linearizer.publish.verdict import judge_run
 from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from tests.support.bare_environment import make_bare_environment, run_bare
 from tests.support.page_server import FITS, LONG, client_of, looking, serving, shown
 
@@ -33,15 +37,26 @@ def choose_demo(page):
     page.wait_for_selector("#model-card .lz-good", timeout=LONG)  # the first time, libraries are loaded
 
 
+def choose_way(page, way, recipe=None):
+    """Choose a way, and a recipe of the list where the way has one."""
+    page.locator(f"#way input[value={way}]").check()
+    if recipe:
+        page.locator(f"#recipe input[value={recipe}]").check()
+
+
+def field(page, option):
+    """Find the field of an option under Advanced."""
+    return page.locator(f"#option-{option}").get_by_role("textbox")
+
+
 def start(page, steps):
     choose_demo(page)
     page.click("#to-budget")
     page.get_by_label("Try it").check()
+    choose_way(page, "features")
     page.get_by_role("button", name="Advanced").click()
-    page.get_by_label("Recipe").click()
-    page.get_by_role("option", name="degrees of freedom, trained features").click()
-    page.get_by_label("Steps").fill(str(steps))
-    page.get_by_label("Steps").press("Tab")
+    field(page, "steps").fill(str(steps))
+    field(page, "steps").press("Tab")
     page.click("#start")
     page.wait_for_url("**/?run=*")
     return re.search(r"run=([\w.-]+)", page.url)[1]
@@ -59,15 +74,29 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_load
         page.reload()  # what was begun goes on, and the page finds it again
         page.wait_for_url(f"**/?run={name}")
         shown(page, "#run-card", "done", LONG)
-        page.wait_for_selector("#evaluation table", state="visible")
+        page.wait_for_selector("#evaluation table", state="attached")  # folded
         assert page.locator("#evaluation tbody tr").count() == 3
         page.wait_for_selector(".js-plotly-plot .legendtext >> text=student")
         page.get_by_label("Prompt").fill("Once upon a time")
         page.get_by_role("button", name="Write", exact=True).click()
         shown(page, "#student-card", "MB", LONG)
-        page.wait_for_function("document.querySelector('#teacher textarea').value.length > 20")
-        page.wait_for_function("document.querySelector('#student textarea').value.length > 20")
+        page.wait_for_function("document.querySelector('#teacher').innerText.length > 20")
+        page.wait_for_function("document.querySelector('#student').innerText.length > 20")
         assert float(number_at(page, "#teacher-card", "tokens/s")) > 0
+        shown(page, "#compare-note", "the first that differs is marked")  # three steps teach little
+        marked = [page.locator(f"#{side} mark").inner_text() for side in ("teacher", "student")]
+        assert marked[0] != marked[1]
+        page.get_by_role("button", name="A long text that needs memory").click()
+        page.wait_for_function("document.querySelector('#prompt textarea').value.length > 1500")
+        page.get_by_role("button", name="Read a document once, ask often").click()
+        page.locator("#document textarea").fill("The cat sat on the mat. " * 40)
+        page.click("#read")
+        shown(page, "#reading", "the teacher's cache would be")
+        assert number_at(page, "#reading", "the student's state").endswith("kB")
+        page.locator("#question textarea").fill("The cat")
+        for _ in range(2):  # the state stays as it was
+            page.click("#ask:enabled")
+            page.wait_for_function("document.querySelector('#answer').innerText.length > 20", timeout=LONG)
         assert page.evaluate(FITS)
         page.get_by_role("button", name="Publish to the Hub").click()
         page.wait_for_function("document.querySelector('#owner input').value == 'ann'")
@@ -109,8 +138,9 @@ def test_a_server_that_did_not_publish_a_run_shows_where_it_is(local, browser, d
 
 def test_a_run_is_stopped_and_resumed(local, browser):
     url, runs, _ = local
-    with looking(browser, url) as page:
+    with looking(browser, url, viewport={"width": 390, "height": 844}) as page:  # all of it on a phone
         name = start(page, steps=400)
+        assert page.locator("#to-compare").is_disabled()  # there is nothing to see yet
         page.get_by_role("button", name="Stop", exact=True).click(timeout=LONG)
         shown(page, "#run-card", "stopped; all that was finished is kept", LONG)
         assert control.state_of(Run(runs / name)) == "stopped"
@@ -134,6 +164,12 @@ def test_the_slider_says_at_once_what_a_budget_means(local, browser):
         page.keyboard.press("Tab")
         shown(page, "#budget-card", "from 64 tokens on")
         assert number_at(page, "#budget-card", "state").startswith("at most 262 kB")
+        for way in WAYS:  # each card says how long it takes here
+            card = page.locator(f"#way label:has(input[value={way}])").inner_text()
+            assert card.startswith(WAYS[way].title) and re.search(r"About \d+ (s|min) here", card), card
+        shown(page, "#machine", "Fits: it takes about")
+        for name in ("device", "GPU", "computes in", "kernels", "free memory", "free disk"):
+            assert number_at(page, "#machine", name)
         shown(page, "#efforts", "Quick ✓")
         for effort in ("Try it", "Quick", "Thorough"):
             row = page.locator("#efforts tbody tr", has_text=effort).inner_text()
@@ -148,13 +184,21 @@ def test_what_is_left_empty_is_left_to_the_recipe(local, browser):
         page.click("#to-budget")
         for folded in ("Advanced", "Do this elsewhere"):
             page.get_by_role("button", name=folded).click()
-        page.get_by_label("Recipe").click()
-        page.get_by_role("option", name="degrees of freedom, trained features").click()
+        choose_way(page, "features")
         shown(page, "#step-2", "linearizer run demo --recipe features --budget 256 --exchanges 8")
-        page.get_by_label("Steps").fill("7")
+        field(page, "steps").fill("7")
         shown(page, "#step-2", "--steps 7 --exchanges 8")
-        page.get_by_role("textbox", name="Window").fill("half")
+        field(page, "window").fill("half")
         shown(page, "#budget-card", "window 'half' cannot be: give a whole number")
+        assert page.locator("[id^=option-]").count() == len(plan_form.OPTIONS)
+        plan = Plan.of("hedgehog", model="demo", budget=96, texts=3, dtype="float32", seed=7)
+        page.locator("#take-plan input").set_input_files({"name": "plan.json", "mimeType": "", "buffer": b"{"})
+        page.wait_for_selector("text=cannot be read")
+        taken = {"name": "plan.json", "mimeType": "", "buffer": plan.to_json().encode()}
+        page.locator("#take-plan input").set_input_files(taken)
+        shown(page, "#step-2", plan.command())
+        assert page.locator("#recipe input[value=hedgehog]").is_checked()
+        assert field(page, "seed").input_value() == "7" and field(page, "window").input_value() == ""
 
 
 def test_another_budget_is_shared_out_quickly_without_the_model(local, browser, done):
@@ -217,6 +261,9 @@ def test_the_profile_step_shows_what_the_run_holds_until_the_slider_moves(local,
         for index, row in enumerate(run.allocation.heads):
             for place, head in enumerate(row):
                 assert f"layer {index}, KV head {place}: {describe_head(head)}" in drawn
+        legend = page.locator("#step-3 .legendtext").all_text_contents()
+        assert any(text.startswith("λ of the map") for text in legend)
+        assert "layer 0" in page.locator("#step-3 .annotation-text").all_text_contents()
         page.get_by_role("spinbutton", name=re.compile("Another budget")).fill("100")
         shown(page, "#other-card", "What this budget would buy")
         page.get_by_role("spinbutton", name=re.compile("Another budget")).fill(str(run.plan.budget))
@@ -230,9 +277,12 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
     with looking(browser, f"{local.url}?run={done}") as page:
         shown(page, "#verdict", verdict.sentence)
         assert page.locator(f"#verdict .lz-{verdict.kind}").count() == 1
+        page.wait_for_selector("#part-recall .js-plotly-plot")
+        for title in ("Loss by position", "Recall", "Memory"):  # each chart once
+            assert page.locator("#step-5 .lz-chart h3:not(.lz-part):visible", has_text=title).count() == 1, title
         titles = page.locator("#step-5 h2").all_inner_texts()
         assert titles == ["Compare", "Evaluate", "Publish"]
-        page.wait_for_selector("#evaluation table")
+        page.wait_for_selector("#evaluation table", state="attached")
         chart, table = (
             page.locator(part).first.bounding_box()["y"] for part in ("#step-5 .js-plotly-plot", "#evaluation")
         )
@@ -261,6 +311,22 @@ def test_every_step_of_a_run_opens_in_any_order_and_another_run_begins_with_its_
         assert page.locator("#step-5-button").is_disabled()
 
 
+def test_a_visitor_looks_at_the_finished_example_from_the_landing_page(local, browser):
+    with looking(browser, local.url) as page:
+        shown(page, "#hero", "keeps every token that it has read")
+        assert page.locator("#hero svg[role=img]").get_attribute("aria-label")
+        page.click("#example")
+        shown(page, "#verdict", "Agrees with its teacher")
+        shown(page, "#note", "a finished example that comes with Linearizer")
+        assert page.locator("#compare").is_disabled() and page.locator("#evaluate").is_disabled()
+        page.click("#step-3-button")
+        page.wait_for_selector("#step-3 .heatmaplayer")
+        shown(page, "#other-card", "What this run holds.")
+        page.click("#leave")
+        page.wait_for_selector("#hero", state="visible")
+        page.wait_for_selector("#note", state="hidden")
+
+
 def test_the_glossary_opens_and_closes_with_the_keyboard(local, browser):
     with looking(browser, local.url) as page:
         page.get_by_role("button", name="Glossary").press("Enter")
@@ -275,11 +341,11 @@ def test_text_and_window_that_cannot_be_are_refused_beside_the_field(local, brow
         choose_demo(page)
         page.click("#to-budget")
         page.get_by_role("button", name="Advanced").click()
-        page.get_by_role("textbox", name=re.compile("^Text")).fill("nonsense")
+        field(page, "text").fill("nonsense")
         page.keyboard.press("Tab")
         shown(page, "#budget-card", "'nonsense' is no source of text")
-        page.get_by_role("textbox", name=re.compile("^Text")).fill("builtin")
-        page.get_by_role("textbox", name="Window").fill("999999")
+        field(page, "text").fill("builtin")
+        field(page, "window").fill("999999")
         page.keyboard.press("Tab")
         shown(page, "#budget-card", "too small for a window of 999999")
 
@@ -294,9 +360,7 @@ def test_what_grows_is_a_visible_choice_and_its_sizes_say_so(local, browser):
         row = page.locator("#budget-card tbody tr", has_text="128k").inner_text()
         assert "≤ 1.05 MB" not in row and "≤" in row
         page.get_by_label("Never grows").check()
-        page.get_by_role("button", name="Advanced").click()
-        page.get_by_label("Recipe").click()
-        page.get_by_role("option", name="learned gates (DuoAttention)").click()
+        choose_way(page, "paper", "duo")
         shown(page, "#budget-card", "on the page: May grow")
 
 
@@ -321,6 +385,13 @@ def test_runs_are_listed_opened_and_deleted(local, browser, done):
         row = page.locator("#runs tbody tr", has_text=done).first.inner_text()
         student = Run(runs / done).results["language"].result.subjects[1]
         assert "features" in row and f"{student.kl.mean:.4f}" in row and f"{student.agreement.mean:.1%}" in row
+        for place, name in (("#first", done), ("#second", EXAMPLE_NAME)):
+            page.locator(f"{place} input").fill(name)
+            page.locator(f"{place} input").press("Enter")
+        shown(page, "#compared", "Options of the plan that differ")
+        facts = page.locator("#compared tbody tr").all_inner_texts()
+        for fact in ("kl, nats per token", "agreement", "state", "heads hold", "writes, tokens/s", "recipe"):
+            assert any(fact in row for row in facts), fact
         page.locator(f"#runs a[href$='run={done}']").click()
         shown(page, "#run-card", "done")
 
@@ -350,7 +421,7 @@ def test_a_run_is_deleted_once_that_was_asked_again(local, browser, done):
 def test_a_narrow_screen_shows_everything_in_both_schemes(local, browser, done, scheme):
     url = f"{local.url}?run={done}"
     with looking(browser, url, viewport={"width": 390, "height": 844}, color_scheme=scheme) as page:
-        page.wait_for_selector("#evaluation table")
+        page.wait_for_selector("#evaluation table", state="attached")
         for step in (5, 4, 3, 2, 1):
             page.locator(f"#step-{step}-button").click()
             page.wait_for_selector(f"#step-{step} h2", state="visible")

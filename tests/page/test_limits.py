@@ -6,7 +6,7 @@ import pytest
 
 from linearizer.errors import RequestError
 from linearizer.jobs import control
-from linearizer.page import actions, cards, limits
+from linearizer.page import actions, limits, runs_cards, students
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.run.plan import Plan
@@ -73,13 +73,13 @@ def test_a_space_removes_what_nobody_has_looked_after(space):
 @pytest.mark.parametrize("field", MAX_OF_PLAN)
 def test_a_space_says_what_is_too_much(space, field):
     plan = Plan.of("features", model="demo", budget=64, **{"steps": 1, field: MAX_OF_PLAN[field] + 8})
-    result = actions.inspect_model(find_visitor(secret=ANN), "demo")
+    result = actions.examine_model(find_visitor(secret=ANN), "demo").inspection
     with pytest.raises(RequestError, match=f"{field} .* more than this Space serves"):
         limits.check_plan(find_visitor(secret=ANN), plan, result, space)
 
 
 def test_a_model_that_is_too_large_is_refused_before_it_is_read(space):
-    result = actions.inspect_model(find_visitor(secret=ANN), "demo")
+    result = actions.examine_model(find_visitor(secret=ANN), "demo").inspection
     ann, plan = find_visitor(secret=ANN), Plan("demo", budget=64)
     limits.check_plan(ann, plan, result, space, Limits(gigabytes=result.weight_bytes / 1e9))
     with pytest.raises(RequestError, match=r"GB of weights, and this Space serves up to 0.001 GB: choose a smaller"):
@@ -115,7 +115,7 @@ def test_a_comparison_that_is_too_long_is_refused(space, prompt, tokens):
     run = begun()
     run.checkpoint.mkdir()
     with pytest.raises(RequestError, match=f"a prompt of {len(prompt)} characters and {tokens} tokens cannot"):
-        next(actions.compare_models(find_visitor(secret=ANN), run.folder.name, prompt, tokens, 0, False))
+        next(students.compare_models(find_visitor(secret=ANN), run.folder.name, prompt, tokens, 0, False))
 
 
 def test_the_owner_of_a_space_sets_its_limits_by_variables():
@@ -159,7 +159,7 @@ def test_a_damaged_run_is_listed_and_the_guard_still_stops_the_others(space, nam
     for secret, run in ((ANN, damaged), (BOB, long)):
         listed = control.runs_in(find_visitor(secret=secret).home)
         assert [status.run.folder for status in listed] == [run.folder]
-        assert "Your runs" in cards.runs_table(listed)
+        assert "Your runs" in runs_cards.runs_table(listed)
     with long.take_lock():
         long.log("queued")
         long.log("started")

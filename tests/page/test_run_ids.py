@@ -6,7 +6,7 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.jobs import control
-from linearizer.page import actions, polling, run_state, sending
+from linearizer.page import polling, run_state, sending, students
 from linearizer.page.visitors import find_visitor
 from linearizer.progress import finish
 from linearizer.publish import push
@@ -19,7 +19,7 @@ PLAN = Plan("demo", strategy="window", budget=64, texts=2, length=64, samples=12
 @pytest.fixture
 def someone(tmp_path, monkeypatch):
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
-    monkeypatch.setattr(actions, "LOADED_PAIRS", [])
+    monkeypatch.setattr(students, "LOADED_PAIRS", [])
     return find_visitor()
 
 
@@ -33,11 +33,11 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(som
     monkeypatch.setattr(push, "publish", published)
     run = pipeline.begin(tmp_path / "demo-64", PLAN)
     finish(pipeline.linearize(run))
-    first = actions.load_pair(run, someone)
+    first = students.load_pair(run, someone)
     sending.begin_publication(run, "me/first", True, None)
     wait_until(lambda: sending.latest_publication(run).over)
     seen = {name: part.mark for name, part in run_state.read_pieces(run, 60.0).items()}
-    assert actions.load_pair(run, someone) is first and "evaluation" in seen
+    assert students.load_pair(run, someone) is first and "evaluation" in seen
 
     control.delete(run)
     run = pipeline.begin(tmp_path / "demo-64", PLAN)
@@ -49,4 +49,4 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(som
     assert set(drawn) == set(new)  # nothing of the first is taken as shown
 
     finish(pipeline.linearize(run))
-    assert actions.load_pair(run, someone) is not first
+    assert students.load_pair(run, someone) is not first

@@ -5,7 +5,7 @@ import time
 import pytest
 
 from linearizer.errors import ModelNotAvailable, RequestError
-from linearizer.page import actions, cards
+from linearizer.page import actions, cards, plan_cards, runs_cards
 from linearizer.page.visitors import find_visitor, new_secret
 from linearizer.publish import html
 from linearizer.run.folder import Run
@@ -79,7 +79,7 @@ def test_secrets_differ():
 
 def test_what_comes_from_outside_is_escaped(root):
     odd = "<img src=x onerror=alert(1)>\"'&`<b>`"
-    result = actions.inspect_model(find_visitor(), "demo")
+    result = actions.examine_model(find_visitor(), "demo").inspection
     object.__setattr__(result, "name", odd)
     object.__setattr__(result, "licence", odd)
     run = Run.create(find_visitor().fresh_folder(plan := Plan(odd, budget=64, text=odd)), plan)
@@ -88,10 +88,10 @@ def test_what_comes_from_outside_is_escaped(root):
 
     status = control.status(run)
     for shown in (
-        cards.model_card(result),
+        plan_cards.model_card(result),
         html.message_box(odd, "bad"),
         cards.run_card(status, odd, 0.0),
-        cards.runs_table([status]),
+        runs_cards.runs_table([status]),
         cards.files_table([(odd, 1)], 1),
         cards.sending_card(odd, None, odd),
         cards.published_card({"repo_id": odd, "revision": odd, "url": odd}),
@@ -122,7 +122,7 @@ def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
 def test_a_forecast_grows_with_the_work_and_covers_the_download(root):
     from linearizer.jobs.forecast import Speeds, forecast_run
 
-    result, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e10, 1e10, 1e6, 1e10, 1e9)
+    result, machine = actions.examine_model(find_visitor(), "demo").inspection, Speeds(1e10, 1e10, 1e6, 1e10, 1e9)
     guesses = [
         forecast_run(actions.make_plan("demo", 64, effort, {}), result, machine, 5e6) for effort in actions.EFFORTS
     ]
@@ -134,7 +134,7 @@ def test_a_forecast_grows_with_the_work_and_covers_the_download(root):
 def test_minutes_that_are_asked_for_are_in_the_forecast():
     from linearizer.jobs.forecast import Speeds, forecast_run
 
-    result, machine = actions.inspect_model(find_visitor(), "demo"), Speeds(1e12, 1e12, 1e8, 1e12, 1e9)
+    result, machine = actions.examine_model(find_visitor(), "demo").inspection, Speeds(1e12, 1e12, 1e8, 1e12, 1e9)
     plans = (Plan.of("features", model="demo", budget=64, **some) for some in ({"steps": 0}, {"minutes": 60}))
     untrained, an_hour = (forecast_run(plan, result, machine, 0) for plan in plans)
     assert an_hour.seconds - untrained.seconds == pytest.approx(3600)

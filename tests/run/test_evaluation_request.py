@@ -7,7 +7,7 @@ import pytest
 from linearizer.errors import RequestError
 from linearizer.jobs import control
 from linearizer.jobs.forecast import EvaluationForecast, RunForecast, forecast_evaluation, part_seconds
-from linearizer.page import actions, cards, limits, run_state
+from linearizer.page import actions, cards, limits, plan_cards, run_state
 from linearizer.page.evaluation_cards import evaluation_card, times_line
 from linearizer.page.visitors import find_visitor
 from linearizer.run.evaluation_request import Request
@@ -87,8 +87,8 @@ def test_parts_are_forecast_from_what_judging_took(run):
 
 def test_of_a_gpu_that_is_lent_nothing_is_promised():
     result = {"Quick": RunForecast(60.0, 1e9, 1e6, 0)}
-    assert "What it takes here, about; nothing to download" in cards.efforts_table(result, "Quick")
-    assert "on the CPU; the GPU that is lent is faster; nothing" in cards.efforts_table(result, "Quick", lent=True)
+    assert "What it takes here, about; nothing to download" in plan_cards.efforts_table(result, "Quick")
+    assert "on the CPU; the GPU that is lent is faster; nothing" in plan_cards.efforts_table(result, "Quick", lent=True)
 
 
 def test_where_judging_is_not_in_the_log_nothing_is_promised(run):

@@ -4,7 +4,7 @@ import pytest
 
 from linearizer.amounts import size
 from linearizer.cli.text import describe_state
-from linearizer.page.cards import allocation_card
+from linearizer.page.plan_cards import allocation_card
 from linearizer.publish import card
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation

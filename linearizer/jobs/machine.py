@@ -1,0 +1,61 @@
+"""What work runs on here: the device, the type it computes in, whether kernels serve, and what is free."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from linearizer.evaluate.environment import device_name
+from linearizer.jobs.forecast import RunForecast
+from linearizer.model.devices import choose_device, choose_dtype
+from linearizer.model.memory import free_bytes
+from linearizer.run.plan import Plan
+from linearizer.runtime.kernel_dispatch import FeatureAttention
+
+
+@dataclass(frozen=True)
+class Machine:
+    """What a plan would run on."""
+
+    device: str  # as its maker names it
+    has_gpu: bool
+    dtype: str  # that is computed in
+    kernels: str  # whether Triton's kernels serve, in words
+    free_memory: int  # bytes, of the device
+    free_disk: int  # bytes, where runs are
+
+    def fits(self, forecast: RunForecast) -> bool:
+        """Tell whether there is room for what a run is forecast to take."""
+        return forecast.memory_bytes <= self.free_memory and forecast.disk_bytes <= self.free_disk
+
+
+def describe_machine(plan: Plan, stored: torch.dtype | None, runs: Path) -> Machine:
+    """Describe what a plan would run on; `stored` is the type of the model's weights."""
+    device = torch.device(choose_device(plan.device))
+    dtype = choose_dtype(plan.dtype, stored, plan.device)
+    if dtype == "auto":
+        dtype = str(stored or torch.float32).removeprefix("torch.")
+    place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())
+    return Machine(
+        device_name(device),
+        torch.cuda.is_available(),
+        dtype,
+        describe_kernels(device),
+        free_bytes(device),
+        shutil.disk_usage(place).free,
+    )
+
+
+def describe_kernels(device: torch.device) -> str:
+    """Say whether kernels serve on a device, and why not."""
+    if device.type != "cuda":
+        return "none: they need a GPU"
+    if FeatureAttention is None:
+        return "none: Triton is not installed"
+    if os.environ.get("LINEARIZER_KERNELS") == "0":
+        return "none: LINEARIZER_KERNELS=0 keeps them off"
+    return "Triton's, each tried on first use"

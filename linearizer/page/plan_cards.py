@@ -1,0 +1,154 @@
+"""The HTML of what is chosen before a run: its model, its plan, what a budget buys, and what it takes here."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from html import escape
+from typing import TYPE_CHECKING
+
+from linearizer.amounts import duration, from_length, number, size
+from linearizer.publish.html import announcement, folded, message_box, table, values_list
+from linearizer.run import head_bytes
+from linearizer.run.allocation import Allocation
+from linearizer.run.head_bytes import Layer
+from linearizer.run.plan import Plan
+from linearizer.run.recipes import RECIPES
+from linearizer.run.state_size import ROW_TITLES, STATED_LENGTHS, StateSize, size_row
+
+if TYPE_CHECKING:
+    from linearizer.jobs.forecast import RunForecast
+    from linearizer.jobs.machine import Machine
+    from linearizer.run.inspection import Inspection
+
+
+def model_card(inspection: Inspection) -> str:
+    """Say what a model is, and whether it can be linearized."""
+    shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in inspection.layers})
+    heads = "; ".join(f"{query} on {kv} KV, {dim} wide" for query, kv, dim in shapes) or "unknown"
+    windowed = sum(layer.native_window is not None for layer in inspection.layers)
+    pairs = [
+        ("parameters", number(inspection.parameters)),
+        ("layers", str(len(inspection.layers)) + (f", {windowed} with windows of their own" if windowed else "")),
+        ("heads", heads),
+        ("positions", f"{inspection.positions or 'unknown'}, up to {inspection.max_positions or 'any length'}"),
+        ("cache", f"{size(inspection.cache_bytes_per_token)} a token"),
+        ("weights", size(inspection.weight_bytes)),
+        ("licence", (inspection.licence or "not stated") + (" · gated" if inspection.gated else "")),
+    ]
+    if not inspection.supported:
+        verdict = message_box(f"Not supported, because {inspection.reason}: {inspection.remedy}.", "bad")
+    else:
+        tested = "" if inspection.tested else " by its interface; its family is not among those we test"
+        verdict = message_box(f"Supported{tested}.", "good")
+    kind = f"{inspection.architecture} · {inspection.revision[:8]}" if inspection.revision else inspection.architecture
+    return (
+        f'<article class="lz-card"><header><h3>{escape(inspection.name)}</h3><small>{escape(kind)}</small></header>'
+        f"{verdict}{values_list(pairs)}</article>"
+    )
+
+
+def feature_unit(layers: Sequence[Layer]) -> int:
+    """Bytes of one feature for every KV head."""
+    return sum(layer.kv_heads * head_bytes.feature_bytes(layer) for layer in layers if layer.native_window is None)
+
+
+def cost_card(features: float, worth: float, state: str, smaller: str, rows: Sequence[Sequence[str]]) -> str:
+    """Say what a state is, and what teacher and student remember of long texts."""
+    held = ("mean features per KV head", features) if features else ("worth in features per KV head", worth)
+    pairs = [(held[0], f"{held[1]:.1f}"), ("state", state), ("smaller than the cache", smaller)]
+    loud = announcement(f"state {state}, smaller than the cache {smaller}")
+    return f"<div{loud}>{values_list(pairs, 'lz-wide')}{table('Memory of teacher and student', ROW_TITLES, rows)}</div>"
+
+
+def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
+    """Say what a budget means before anything is measured: the most that its state can take.
+
+    Where heads may grow, the state takes no more than the budget at the plan's target length. It is a fixed part and a
+    part in proportion to the length, so at a greater length it takes at most as many times more.
+    """
+    unit = feature_unit(layers)
+    kept = head_bytes.cache_bytes(layers, plan.kept_sinks + plan.kept_window)
+    if plan.budget is None:
+        features, most = float(plan.features or 0), kept + (plan.features or 0) * unit
+    else:
+        most = head_bytes.cache_bytes(layers, plan.budget)
+        features = 0.0 if plan.rules.spends_tokens else max(0, most - kept) / unit
+    grows = plan.may_grow and plan.rules.decided_by in ("prices", "gates")
+    target = plan.target_tokens(positions)
+    rows = []
+    for tokens in STATED_LENGTHS:
+        state = most * max(target, tokens) // target if grows else most
+        rows.append(size_row(tokens, head_bytes.cache_bytes(layers, tokens), state, "≤"))
+    begin = head_bytes.meeting(most, head_bytes.cache_bytes(layers, 1))
+    length = f" up to {target:,} tokens, more beyond" if grows else ", whatever the length"
+    smaller = from_length(begin if not grows or (plan.budget or 0) < target else None)
+    return cost_card(features, most / unit, f"at most {size(most)}{length}", smaller, rows)
+
+
+def allocation_card(allocation: Allocation, layers: Sequence[Layer]) -> str:
+    """Say what an allocation is and costs."""
+    state = StateSize.of(allocation, layers)
+    worth, smaller = state.fixed / feature_unit(layers), from_length(state.breakeven)
+    return cost_card(allocation.features_mean, worth, state.in_words, smaller, state.rows())
+
+
+def efforts_table(forecasts: Mapping[str, RunForecast], chosen: str, lent: bool = False) -> str:
+    """Say what every effort takes, before a run begins; the chosen effort has a mark.
+
+    A GPU that is `lent` is not there to be measured.
+    """
+    rows = [
+        [
+            f"{name} ✓" if name == chosen else name,
+            duration(forecast.seconds),
+            size(forecast.memory_bytes),
+            size(forecast.disk_bytes),
+        ]
+        for name, forecast in forecasts.items()
+    ]
+    load = next((forecast.download_bytes for forecast in forecasts.values()), 0)
+    note = f"{size(load)} of it to download" if load else "nothing to download"
+    here = "What it takes on the CPU; the GPU that is lent is faster" if lent else "What it takes here, about"
+    return table(f"{here}; {note}", ("effort", "time", "memory", "disk"), rows)
+
+
+def plan_card(plan: Plan) -> str:
+    """Show the plan of a run: what it asks for beside the recipe's choices, and how to do the same elsewhere."""
+    dial = f"{plan.budget} tokens of cache" if plan.features is None else f"{plan.features} features per KV head"
+    pairs = [
+        ("model", plan.model),
+        ("budget", dial),
+        ("state", "may grow" if plan.may_grow else "never grows"),
+        ("recipe", f"{plan.recipe}: {RECIPES[plan.recipe].label}"),
+        *((("reference", RECIPES[plan.recipe].reference),) if RECIPES[plan.recipe].reference else ()),
+        ("text", f"{plan.texts} texts of {plan.length} tokens, {plan.text}"),
+        ("training", f"{plan.minutes} minutes" if plan.minutes else f"{plan.steps} steps" if plan.steps else "none"),
+        ("seed", str(plan.seed)),
+    ]
+    command = f"<code>{escape(plan.command())}</code>"
+    whole = folded("The whole plan", f"<pre>{escape(plan.to_json())}</pre>")
+    lines = values_list(pairs)
+    return f'<article class="lz-card">{lines}<p class="lz-faint">From a command line: {command}</p>{whole}</article>'
+
+
+def machine_card(machine: Machine | None, forecast: RunForecast) -> str:
+    """Say what a plan would run on, and whether there is room for it; None: a GPU that is lent only for the work."""
+    if machine is None:
+        return message_box("The work is done on a GPU that is lent for a while, so its memory cannot be read before.")
+    pairs = [
+        ("device", machine.device),
+        ("GPU", "yes" if machine.has_gpu else "none here"),
+        ("computes in", machine.dtype),
+        ("kernels", machine.kernels),
+        ("free memory", size(machine.free_memory)),
+        ("free disk", size(machine.free_disk)),
+    ]
+    needs = f"about {size(forecast.memory_bytes)} of memory and {size(forecast.disk_bytes)} of disk"
+    if machine.fits(forecast):
+        room = message_box(f"Fits: it takes {needs}.", "good")
+    else:
+        room = message_box(
+            f"Does not fit: it takes {needs}. Free some, or choose a smaller model, shorter texts or another machine.",
+            "bad",
+        )
+    return f"{room}{values_list(pairs, 'lz-wide')}"

@@ -1,0 +1,117 @@
+"""Handlers of the first two steps: what a model is, what a plan means and takes here, and the start of a run."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import gradio as gr
+
+from linearizer.amounts import duration
+from linearizer.errors import LinearizerError, RequestError
+from linearizer.page import actions, plan_cards, plan_form, zerogpu
+from linearizer.page.calls import Profile, Token, refusals_on_page
+from linearizer.page.handlers import Memory, read_visitor, run_name, watch_run
+from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
+from linearizer.page.ways import WAYS, recipe_of, way_choices
+from linearizer.publish import html
+from linearizer.run.folder import UNBOUNDED
+from linearizer.run.plan import Plan, parse_plan
+
+
+class ChosenModel:
+    """A model that was examined. Gradio hashes what it keeps for a visitor, and an inspection holds a dictionary."""
+
+    def __init__(self, model: actions.Examined) -> None:
+        self.model, self.name, self.layers = model, model.inspection.name, model.inspection.layers
+        self.positions = model.inspection.max_positions or UNBOUNDED
+
+
+@refusals_on_page()
+def show_model(model: str | None, memory: Memory, profile: Profile, token: Token) -> tuple[Any, ...]:
+    """Say what a model is."""
+    closed = gr.Button(interactive=False), gr.Tab(interactive=False), gr.skip()  # the second step needs a model
+    if not model:
+        return "", None, *closed
+    try:
+        examined = actions.examine_model(read_visitor(memory, profile, token), model)
+    except RequestError as error:
+        return html.message_box(str(error), "bad"), None, *closed
+    inspection = examined.inspection
+    most = max(2 * MIN_BUDGET, min(MAX_BUDGET, inspection.max_positions or MAX_BUDGET))
+    return (
+        plan_cards.model_card(inspection),
+        ChosenModel(examined) if inspection.supported else None,
+        gr.Button(interactive=inspection.supported),
+        gr.Tab(interactive=inspection.supported),
+        gr.Slider(maximum=most),
+    )
+
+
+def read_plan(
+    chosen: ChosenModel | None, budget: float, effort: str, may_grow: bool, way: str, listed: str, *fields: Any
+) -> Plan:
+    """Read the form: what is chosen in sight, and the fields under Advanced."""
+    if chosen is None:
+        raise RequestError("no model was chosen yet: choose one in the first step")
+    options = {"may_grow": may_grow, "recipe": recipe_of(way, listed), **plan_form.read_options(fields)}
+    return actions.make_plan(chosen.name, int(budget), effort, options)
+
+
+def show_plan(
+    chosen: ChosenModel | None, budget: float, effort: str, may_grow: bool, way: str, listed: str, *fields: Any
+) -> tuple[Any, ...]:
+    """Say what a budget means, and what each way and each effort takes here, while the slider moves."""
+    ways, recipes = gr.Radio(choices=way_choices({})), gr.Radio(visible=way in WAYS and WAYS[way].recipe is None)
+    if chosen is None:
+        return html.message_box("Choose a model first."), "", "", ways, recipes
+    try:
+        plan = read_plan(chosen, budget, effort, may_grow, way, listed, *fields)
+        actions.check_plan(plan, chosen.model.inspection)
+        card = plan_cards.budget_card(plan, chosen.layers, chosen.positions)
+        efforts = {
+            name: actions.forecast_run(read_plan(chosen, budget, name, may_grow, way, listed, *fields), chosen.model)
+            for name in actions.EFFORTS
+        }
+        machine = None if zerogpu.on_zerogpu() else actions.describe_machine(plan, chosen.model)
+    except LinearizerError as error:
+        return html.message_box(str(error), "bad"), "", "", ways, recipes
+    times = {name: time_of(chosen, budget, effort, may_grow, name, listed, *fields) for name in WAYS}
+    here = plan_cards.machine_card(machine, efforts[effort])
+    table = plan_cards.efforts_table(efforts, effort, lent=zerogpu.on_zerogpu())
+    return card, table, here, gr.Radio(choices=way_choices(times)), recipes
+
+
+def time_of(chosen: ChosenModel, *choices: Any) -> str:
+    """Say how long a way takes here; nothing where it cannot be combined with the other choices."""
+    try:
+        return f"About {duration(actions.forecast_run(read_plan(chosen, *choices), chosen.model).seconds)} here."
+    except LinearizerError:
+        return ""
+
+
+def show_command(chosen: ChosenModel | None, *choices: Any) -> tuple[str, str]:
+    """Show the command line and the plan that do the same elsewhere."""
+    try:
+        plan = read_plan(chosen, *choices)
+    except LinearizerError:  # what is wrong stands beside the slider
+        return "", ""
+    return plan.command(), plan.to_json()
+
+
+@refusals_on_page()
+def start_run(memory: Memory, profile: Profile, token: Token, *choices: Any) -> tuple[Any, ...]:
+    """Start a run of the form; from here on the page only watches."""
+    plan, asked = read_plan(*choices), plan_form.read_options(choices[-len(plan_form.OPTIONS) :])
+    return watch_run(memory, actions.start_run(read_visitor(memory, profile, token), plan, asked))
+
+
+@refusals_on_page()
+def change_run(memory: Memory, profile: Profile, token: Token) -> tuple[Any, ...]:
+    """Take the choices of the run that is watched, for another run."""
+    return plan_form.write_plan(read_visitor(memory, profile, token).find_run(run_name(memory) or "").plan)
+
+
+@refusals_on_page()
+def take_plan(content: bytes | None) -> tuple[Any, ...]:
+    """Take the choices of a plan.json."""
+    return plan_form.write_plan(parse_plan("the file", content if isinstance(content, bytes) else b""))

@@ -1,0 +1,206 @@
+"""A teacher and its student in memory: they write side by side, and the student reads a text and answers from it."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict, dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from linearizer.errors import FaultError, LinearizerError, RequestError
+from linearizer.page import limits, zerogpu
+from linearizer.page.visitors import Visitor, on_space
+from linearizer.run.folder import Run
+from linearizer.run.options import options_of
+from linearizer.run.plan import Plan
+from linearizer.run.state_size import StateSize
+
+if TYPE_CHECKING:
+    from linearizer.model.kept_state import Reading
+    from linearizer.progress import Progress
+    from linearizer.run.comparison import Both, Side
+
+COMPARISON_SECONDS = 120  # that ZeroGPU lends its device to a comparison, or to the reading of a document
+DOCUMENT = Path("state", "document.safetensors")  # of a run: the state of its student after the document it read last
+DOCUMENT_FACTS = DOCUMENT.with_suffix(".json")
+COPIED_FROM, COPIED_CHARACTERS, COPY_CHARACTERS = 600, 1800, 200  # of the text whose beginning comes again
+BEGINNING = 40  # characters of a document that name it
+
+
+@dataclass(frozen=True)
+class Pair:
+    """A teacher and its student in memory."""
+
+    run_key: tuple[Path, str]
+    teacher: Any
+    student: Any
+    tokenizer: Any
+
+
+COMPARISON_LOCK = threading.Lock()  # one pair in memory, and one comparison at a time
+LOADED_PAIRS: list[Pair] = []
+
+
+def sample_prompts() -> dict[str, str]:
+    """Give prompts by their titles: some that the demo model knows the kind of, and one that needs memory."""
+    from pydoc_data.topics import topics
+
+    text = " ".join(topics["for"].split())
+    begin = text.index(". ", COPIED_FROM) + 2  # of a sentence
+    passage = text[begin : begin + COPIED_CHARACTERS].rpartition(" ")[0]
+    return {
+        "A story": "The old man sat by the fire, and after a long silence he said that",
+        "A manual": "The for statement is used to iterate over",
+        "A speech": "Fellow citizens, we meet today to",
+        "A long text that needs memory": f"{passage}\n\n{passage[:COPY_CHARACTERS].rpartition(' ')[0]}",
+    }
+
+
+@zerogpu.with_device(COMPARISON_SECONDS)
+def compare_models(visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool) -> Iterator[Both]:
+    """Let the teacher and the student of a run continue a prompt, side by side."""
+    from linearizer.evaluate.side_by_side import write_in_turns
+
+    run = find_student(visitor, name)
+    check_prompt(prompt, tokens, seed)
+    with hold_comparison_lock():
+        pair = load_pair(run, visitor)
+        if (allocation := run.allocation) is None:
+            raise RequestError("this run has lost its allocation.json: start a new run")
+        state = StateSize.of(allocation, run.layers)
+        yield from write_in_turns(pair.teacher, pair.student, pair.tokenizer, state, prompt, tokens, seed, sample)
+
+
+@zerogpu.with_device(COMPARISON_SECONDS)
+def read_document(visitor: Visitor, name: str, text: str) -> Iterator[Progress | Reading]:
+    """Let the student of a run read a document, whose state takes the place of an earlier one.
+
+    The last value is what it has read. The state lies in the run's folder, where `linearizer ask --state` finds it.
+    """
+    from linearizer.model import kept_state
+
+    run = find_student(visitor, name)
+    if on_space() and len(text) > limits.MAX_DOCUMENT_CHARACTERS:
+        raise RequestError(
+            f"a document of {len(text):,} characters is more than this Space reads "
+            f"({limits.MAX_DOCUMENT_CHARACTERS:,}): {limits.ELSEWHERE}"
+        )
+    with hold_comparison_lock():
+        pair = load_pair(run, visitor)
+        cache = pair.student.empty_cache()
+        yield from kept_state.read_text(pair.student, pair.tokenizer, text, cache)
+        kept_state.save_state(cache, run.folder / DOCUMENT)
+        reading = count_bytes(run, cache.get_seq_length())
+        begins = " ".join(text.split())[:BEGINNING]
+        run.write(str(DOCUMENT_FACTS), json.dumps({**asdict(reading), "begins": begins}))
+    yield reading
+
+
+def count_bytes(run: Run, tokens: int) -> Reading:
+    """Count what a student has read as everything on the page is counted: from shapes."""
+    from linearizer.model.kept_state import Reading
+
+    if (allocation := run.allocation) is None:
+        raise RequestError("this run has lost its allocation.json: start a new run")
+    state = StateSize.of(allocation, run.layers)
+    return Reading(tokens, state.student_bytes(tokens), state.teacher_bytes(tokens))
+
+
+@zerogpu.with_device(COMPARISON_SECONDS)
+def ask_document(visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool) -> Iterator[str]:
+    """Let the student continue a prompt after the document that it read; yield the text so far. The state stays."""
+    from linearizer.model import kept_state
+
+    run = find_student(visitor, name)
+    check_prompt(prompt, tokens, seed)
+    if not run.has_file(str(DOCUMENT)):
+        raise RequestError("this student has read no document yet: give it one, and press Read")
+    with hold_comparison_lock():
+        pair = load_pair(run, visitor)
+        cache, text = kept_state.load_state(pair.student, run.folder / DOCUMENT), ""
+        try:
+            for piece in kept_state.write_answer(pair.student, pair.tokenizer, prompt, cache, tokens, seed, sample):
+                text += piece
+                yield text
+        except LinearizerError:
+            raise
+        except Exception as error:  # models of others raise errors of many types
+            raise FaultError(f"writing broke off ({type(error).__name__}): try again, with fewer tokens") from error
+
+
+def find_student(visitor: Visitor, name: str) -> Run:
+    """Open a run that has a student."""
+    run = visitor.find_run(name)
+    if not run.checkpoint.is_dir():
+        raise RequestError("this run has no student yet: wait until it is done, or use what it has")
+    return run
+
+
+def check_prompt(prompt: str, tokens: int, seed: int) -> None:
+    """Refuse a prompt and an answer that are too long for a page."""
+    options_of(Plan)["seed"].check(seed)
+    if len(prompt) > limits.MAX_PROMPT_CHARACTERS or not 1 <= tokens <= limits.MAX_COMPARED_TOKENS:
+        raise RequestError(
+            f"a prompt of {len(prompt)} characters and {tokens} tokens cannot be compared here: give up to "
+            f"{limits.MAX_PROMPT_CHARACTERS} characters, and ask for 1 to {limits.MAX_COMPARED_TOKENS} tokens"
+        )
+
+
+def explain_speed(run: Run, teacher: Side, student: Side) -> str:
+    """Say why the student writes more slowly than its teacher, where it does; nothing where it does not."""
+    if not student.tokens_per_second or student.tokens_per_second >= teacher.tokens_per_second:
+        return ""
+    allocation, parts = run.allocation, run.results
+    if allocation is None:
+        return ""
+    reasons, state = [], StateSize.of(allocation, run.layers)
+    if state.breakeven is None or student.tokens_read < state.breakeven:
+        until = "" if state.breakeven is None else f" (from {state.breakeven:,} tokens on it is the larger one)"
+        reasons.append(
+            f"after {student.tokens_read:,} tokens its teacher's cache is still smaller than its state{until}"
+        )
+    heads = [head for row in allocation.heads for head in row]
+    if any(head.slots for head in heads):
+        reasons.append("tokens that leave a window have to be merged into slots")
+    if any(head.features for head in heads):
+        reasons.append("queries and keys have to be turned into features")
+    if not reasons:
+        reasons.append("its state has to be kept up to date")
+    device = run.evaluation_file["made_with"].get("device", "")
+    if device.startswith("cpu"):
+        reasons.append("the kernels that do this in one go need a GPU")
+    measured = parts["speed"].result.breakeven if "speed" in parts else None
+    later = ""
+    if measured is not None and measured.writing:
+        later = f" It was measured to write faster from {measured.writing:,} tokens on."
+    share = student.tokens_per_second / teacher.tokens_per_second
+    return f"The student writes {share:.0%} as fast here, because {', and '.join(reasons)}.{later}"
+
+
+@contextmanager
+def hold_comparison_lock() -> Iterator[None]:
+    """Let comparisons run one after the other."""
+    if not COMPARISON_LOCK.acquire(timeout=120):
+        raise RequestError("other visitors are comparing: try again in a minute")
+    try:
+        yield
+    finally:
+        COMPARISON_LOCK.release()
+
+
+def load_pair(run: Run, visitor: Visitor) -> Pair:
+    """Load the teacher and the student of a run, unless they were loaded last."""
+    from linearizer import pipeline
+    from linearizer.model import checkpoint
+    from linearizer.model.quiet import quiet
+
+    if not LOADED_PAIRS or LOADED_PAIRS[0].run_key != run.key:
+        LOADED_PAIRS.clear()
+        with quiet():
+            teacher = pipeline.load(run.plan, visitor.token, run.inspection)
+            student = checkpoint.load_student(run, dtype=teacher.model.dtype).to(teacher.model.device)
+        LOADED_PAIRS.append(Pair(run.key, teacher.model, student, teacher.tokenizer))
+    return LOADED_PAIRS[0]

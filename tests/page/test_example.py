@@ -1,0 +1,67 @@
+"""The finished example: today's code reads it, writes the same, and changes nothing in it."""
+
+import json
+
+import pytest
+
+from linearizer.errors import RequestError
+from linearizer.page import actions, run_state
+from linearizer.page.example import EXAMPLE_NAME, example_folder
+from linearizer.page.visitors import find_visitor
+from linearizer.publish.parts import PART_VIEWS
+from linearizer.run.files import unseal
+from linearizer.run.folder import DECIDED, Run
+from tests.benchmarks.example import PRODUCTS
+
+REMAKE = "python -m tests.benchmarks.example"
+MAX_BYTES = 200_000
+
+
+@pytest.fixture
+def visitor(tmp_path, monkeypatch):
+    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path / "runs"))
+    return find_visitor()
+
+
+def test_the_example_is_what_todays_code_writes(quick_run):
+    example = Run(example_folder())
+    assert sorted(path.name for path in example.folder.iterdir()) == sorted(PRODUCTS), REMAKE
+    assert sum(path.stat().st_size for path in example.folder.iterdir()) < MAX_BYTES
+    for name in ("plan", "inspection", "profile", "prices", "allocation"):
+        stored = json.loads(unseal(example.read(f"{name}.json")))  # and its digest is right
+        assert json.loads(getattr(example, name).to_json()) == stored, REMAKE
+    parts = {name: part.to_plain() for name, part in example.results.items()}
+    assert json.loads(json.dumps(parts)) == example.evaluation_parts, REMAKE
+    assert example.evaluation_parts.keys() == PART_VIEWS.keys() - {"tasks"}
+    fresh = Run(quick_run)
+    for name in ("begun.json", "evaluation.json", "profile.json"):
+        stored, written = (json.loads(unseal(run.read(name))).keys() for run in (example, fresh))
+        assert stored == written, REMAKE
+    assert {"id", *DECIDED} == json.loads(unseal(example.read("begun.json"))).keys(), REMAKE
+
+
+def test_the_example_opens_in_every_step_and_nothing_changes_it(visitor):
+    before = {path.name: path.read_bytes() for path in example_folder().iterdir()}
+    pieces = run_state.read_pieces(visitor.find_run(EXAMPLE_NAME), 60.0)
+    for piece in ("map", "prices", "curves", "deciding", "verdict", "evaluation", "memory", "frontier"):
+        assert pieces[piece].value, piece
+    for part in PART_VIEWS.keys() - {"tasks"}:
+        tables, figures = pieces[run_state.PART_PREFIX + part].value()
+        assert tables and any(figures)
+    assert pieces["stage"].value == 5 and not any(pieces["can"].value[name] for name in ("stop", "resume", "student"))
+    assert actions.share_budget(visitor.find_run(EXAMPLE_NAME), 128).allocation.heads
+    for change in (
+        lambda: actions.delete_run(visitor, EXAMPLE_NAME),
+        lambda: actions.ask_run(visitor, EXAMPLE_NAME, "resume"),
+        lambda: actions.start_evaluation(visitor, EXAMPLE_NAME, {}),
+    ):
+        with pytest.raises(RequestError, match="the example that comes with Linearizer, and is only read"):
+            change()
+    assert {path.name: path.read_bytes() for path in example_folder().iterdir()} == before
+
+
+def test_a_visitors_own_run_of_that_name_comes_first(visitor):
+    own = visitor.home / EXAMPLE_NAME
+    own.mkdir(parents=True)
+    (own / "plan.json").write_text("{}")
+    assert visitor.find_run(EXAMPLE_NAME).folder == own
