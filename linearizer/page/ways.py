@@ -4,7 +4,10 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from linearizer.run.quality import measured_quality
 from linearizer.run.recipes import RECIPES
+
+SHOWN_BUDGET = 64  # of the measurements on the demo model that are quoted
 
 
 @dataclass(frozen=True)
@@ -42,6 +45,12 @@ LISTED = tuple(name for name in RECIPES if name not in {way.recipe for way in WA
 USUAL_PAPER = "paper"
 
 
+def expected_quality(recipe: str) -> str:
+    """Say how a recipe did on the demo model; nothing where that was not measured."""
+    rows = [row for row in measured_quality().get(recipe, ()) if row.budget == SHOWN_BUDGET]
+    return f"On the demo at {SHOWN_BUDGET} tokens: kl {rows[0].kl:.2g} nats." if rows else ""
+
+
 def way_of(recipe: str) -> str:
     """Name the way that offers a recipe."""
     return next((name for name, way in WAYS.items() if way.recipe == recipe), "paper")
@@ -55,9 +64,14 @@ def recipe_of(way: str, listed: str) -> str:
 def way_choices(times: dict[str, str]) -> list[tuple[str, str]]:
     """Write the ways as choices of several lines, with how long each takes here where that is known."""
     return [
-        ("\n".join(filter(None, (way.title, way.does, way.expect, times.get(name, "")))), name)
+        ("\n".join(filter(None, (way.title, way.does, expectation(way), times.get(name, "")))), name)
         for name, way in WAYS.items()
     ]
+
+
+def expectation(way: Way) -> str:
+    """Say what to expect of a way's students."""
+    return " ".join(filter(None, (way.expect, expected_quality(way.recipe) if way.recipe else "")))
 
 
 def recipe_choices() -> list[tuple[str, str]]:
@@ -66,5 +80,6 @@ def recipe_choices() -> list[tuple[str, str]]:
     for name in sorted(LISTED, key=lambda name: not RECIPES[name].reference):  # published methods first
         recipe = RECIPES[name]
         label = recipe.label[:1].upper() + recipe.label[1:]
-        choices.append(("\n".join((label, recipe.about, recipe.reference or "Ours.")), name))
+        lines = label, recipe.about, recipe.reference or "Ours.", expected_quality(name)
+        choices.append(("\n".join(filter(None, lines)), name))
     return choices
