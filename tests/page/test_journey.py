@@ -49,6 +49,13 @@ def field(page, option):
     return page.locator(f"#option-{option}").get_by_role("textbox")
 
 
+def upload(page, button, content):
+    """Choose a file with some content."""
+    with page.expect_file_chooser() as chooser:
+        page.click(button)
+    chooser.value.set_files({"name": "plan.json", "mimeType": "application/json", "buffer": content})
+
+
 def start(page, steps):
     choose_demo(page)
     page.click("#to-budget")
@@ -192,10 +199,9 @@ def test_what_is_left_empty_is_left_to_the_recipe(local, browser):
         shown(page, "#budget-card", "window 'half' cannot be: give a whole number")
         assert page.locator("[id^=option-]").count() == len(plan_form.OPTIONS)
         plan = Plan.of("hedgehog", model="demo", budget=96, texts=3, dtype="float32", seed=7)
-        page.locator("#take-plan input").set_input_files({"name": "plan.json", "mimeType": "", "buffer": b"{"})
+        upload(page, "#take-plan", b"{")
         page.wait_for_selector("text=cannot be read")
-        taken = {"name": "plan.json", "mimeType": "", "buffer": plan.to_json().encode()}
-        page.locator("#take-plan input").set_input_files(taken)
+        upload(page, "#take-plan", plan.to_json().encode())
         shown(page, "#step-2", plan.command())
         assert page.locator("#recipe input[value=hedgehog]").is_checked()
         assert field(page, "seed").input_value() == "7" and field(page, "window").input_value() == ""
