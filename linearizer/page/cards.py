@@ -192,7 +192,9 @@ def comparison_note(both: Both, why_slower: str) -> str:
     if both.difference is None:
         same = f"Both write the same {count} tokens."
     else:
-        same = f"Both write the same {both.difference.place} tokens; the first that differs is marked."
+        alike = both.difference.place
+        same = f"Both write the same {alike} tokens; the first that differs is marked."
+        same = same if alike else "They differ from the first token on, which is marked."
     return message_box(f"{same} {why_slower}".strip())
 
 

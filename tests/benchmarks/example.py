@@ -1,8 +1,10 @@
 """Make the finished example anew that comes with the package:  python -m tests.benchmarks.example  (five minutes).
 
-It is a run of the demo model that was evaluated in every part: its JSON products and its log, without weights.
+It is a run of the demo model that was evaluated in every part: its JSON products and its log, without weights. With
+`--run FOLDER` the run stays there, and a making that was interrupted goes on.
 """
 
+import argparse
 import shutil
 import sys
 import tempfile
@@ -12,7 +14,7 @@ from tests import conftest  # noqa: F401  (the stand-in Hub, before huggingface_
 
 FOLDER = Path(__file__).parents[2] / "assets" / "example-run"
 RUN = "run demo --budget 64 --seed 0".split()
-EVALUATE = "--texts 8 --seconds 5".split()
+EVALUATE = "--texts 4 --seconds 2".split()
 PRODUCTS = (
     "begun.json", "plan.json", "inspection.json", "profile.json", "prices.json", "allocation.json", "evaluation.json",
     "events.jsonl",
@@ -20,16 +22,24 @@ PRODUCTS = (
 
 
 def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--run", type=Path)
+    kept = parser.parse_args().run
+    with tempfile.TemporaryDirectory() as folder:
+        make(kept or Path(folder) / "run")
+
+
+def make(run):
+    """Make the run, or go on with it, and copy its products."""
     from linearizer.cli.main import main as linearizer
 
-    with tempfile.TemporaryDirectory() as folder:
-        run = Path(folder) / "run"
-        for words in ([*RUN, "--out", str(run)], ["evaluate", str(run), *EVALUATE]):
-            if code := linearizer(words):
-                sys.exit(code)
-        FOLDER.mkdir(exist_ok=True)
-        for name in PRODUCTS:
-            shutil.copyfile(run / name, FOLDER / name)
+    begun = ["--resume"] if (run / "plan.json").exists() else []
+    for words in ([*RUN, "--out", str(run), *begun], ["evaluate", str(run), *EVALUATE]):
+        if code := linearizer(words):
+            sys.exit(code)
+    FOLDER.mkdir(exist_ok=True)
+    for name in PRODUCTS:
+        shutil.copyfile(run / name, FOLDER / name)
     print(f"{sum(path.stat().st_size for path in FOLDER.iterdir()):,} bytes in {FOLDER}")
 
 
