@@ -65,8 +65,8 @@ def profile_step(ui: SimpleNamespace) -> None:
     ui.other = gr.Slider(
         MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Another budget, in tokens of cache", elem_id="other"
     )
-    ui.other_card = gr.HTML(elem_id="other-card")
     ui.bars = chart("What each KV head holds", "The dotted line is an equal share for every head.", "bars")
+    ui.other_card = gr.HTML(elem_id="other-card")
     with gr.Row(elem_classes="lz-acts"):
         ui.to_distil = gr.Button("Continue", variant="primary", elem_id="to-distil", interactive=False)
         ui.branch = gr.Button("Begin another run with this budget", elem_id="branch", interactive=False)

@@ -76,7 +76,7 @@ def take_example(browser, url):
     """Picture the finished example."""
     example = f"{url}?run=example-run"
     for scheme in ("light", "dark"):
-        with looking(browser, example, color_scheme=scheme, **{**WIDE, "viewport": {**SIZE, "height": 1500}}) as page:
+        with looking(browser, example, color_scheme=scheme, **{**WIDE, "viewport": {**SIZE, "height": 1640}}) as page:
             take_profile(page, f"profile-{scheme}")
         with looking(browser, example, color_scheme=scheme, **WIDE) as page:
             take_part(page, "recall", f"evaluation-{scheme}", 680)
