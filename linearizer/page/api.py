@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, is_dataclass
 from functools import wraps
-from typing import Any
+from typing import Any, get_type_hints
 
 import gradio as gr
 
@@ -329,6 +329,10 @@ def send_plain(function: Callable[..., Any]) -> Callable[..., Any]:
         result = function(*arguments, **named)
         return [plain(each) for each in result] if isinstance(result, list) else plain(result)
 
+    types = get_type_hints(function)  # Gradio reads them where the names in a signature mean nothing
+    signature = inspect.signature(function)
+    parameters = [each.replace(annotation=types[name]) for name, each in signature.parameters.items()]
+    call.__signature__ = signature.replace(parameters=parameters, return_annotation=types["return"])  # type: ignore[attr-defined]
     return call
 
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass
-from typing import Any, ClassVar
+from typing import Any
 
 from linearizer.errors import RequestError
 from linearizer.run import head_bytes
@@ -17,7 +17,7 @@ from linearizer.run.json_products import JsonProduct
 class Allocation(JsonProduct):
     """What every KV head of every layer holds; a native layer, which the teacher bounds itself, has no heads here."""
 
-    json_remedy: ClassVar = "allocate again"
+    json_remedy = "allocate again"
 
     strategy: str
     sinks: int

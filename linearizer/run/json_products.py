@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from dataclasses import MISSING, asdict, fields, is_dataclass
 from functools import cache
 from types import NoneType, UnionType
-from typing import Any, ClassVar, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
+from typing import Any, Literal, TypeVar, Union, get_args, get_origin, get_type_hints
 
 from linearizer.errors import RequestError
 from linearizer.run.files import parse_json
@@ -20,8 +20,9 @@ WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or f
 class JsonProduct:
     """A frozen dataclass of numbers, text, tuples, dictionaries and other dataclasses, which is written as JSON."""
 
-    json_indent: ClassVar[int | None] = None  # spaces a level, where people read the file
-    json_remedy: ClassVar[str] = "start a new run"  # where the JSON cannot be read
+    # no annotations: what reads the types of the fields, as Gradio does, would read these, too
+    json_indent = None  # type: int | None  # spaces a level, where people read the file
+    json_remedy = "start a new run"  # where the JSON cannot be read
 
     def to_json(self) -> str:
         return json.dumps(asdict(self), indent=self.json_indent)  # type: ignore[call-overload]

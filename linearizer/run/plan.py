@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
-from typing import Any, ClassVar
+from typing import Any
 
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.files import unseal
@@ -36,7 +36,7 @@ YIELDING = ("texts", "length", "samples")  # options that shrink to what a text 
 class Plan(JsonProduct):
     """Everything that decides what a run makes: two runs of one plan on one machine make the same."""
 
-    json_indent: ClassVar = 1
+    json_indent = 1
 
     model: str
     budget: int | None = option(

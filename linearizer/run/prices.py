@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 from linearizer.run.head_bytes import Head
 from linearizer.run.json_products import JsonProduct
@@ -20,7 +19,7 @@ class Prices(JsonProduct):
     Softmax heads of few bits are among the options: their kl is what these bits cost a head, whatever else it holds.
     """
 
-    json_remedy: ClassVar = "measure them again"
+    json_remedy = "measure them again"
 
     sinks: int
     options: tuple[Head, ...]
@@ -37,7 +36,7 @@ class Prices(JsonProduct):
 class PartialPrices(JsonProduct):
     """Prices, kept while the rest is measured: of the first layers, or of all layers estimated on the first texts."""
 
-    json_remedy: ClassVar = "remove them"
+    json_remedy = "remove them"
 
     prices: Prices
     texts: int = 0  # over whose tokens estimates are summed; 0: prices are measured

@@ -7,7 +7,7 @@ from bisect import bisect_right
 from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
-from typing import ClassVar, Literal
+from typing import Literal
 
 from linearizer.errors import RequestError
 from linearizer.run.json_products import JsonProduct
@@ -69,7 +69,7 @@ class LayerProfile:
 class Profile(JsonProduct):
     """A model measured on a text."""
 
-    json_remedy: ClassVar = "measure it again"
+    json_remedy = "measure it again"
 
     settings: ProfileSettings
     tokens: int  # no padding among them
