@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from linearizer.errors import FaultError, RequestError
-from linearizer.evaluate.side_by_side import compare, write_in_turns
+from linearizer.evaluate.side_by_side import compare, find_difference, write_in_turns
 from linearizer.progress import finish
 from linearizer.run.head_bytes import cache_bytes
 from linearizer.run.state_size import StateSize
@@ -35,13 +35,22 @@ def state(pair):
     return StateSize.of(allocation_of(layers, MIXED, 2), layers)
 
 
+def test_the_first_token_that_differs_is_found():
+    assert find_difference(Tokens(), [1, 2, 3], [1, 2, 3]) is None
+    assert find_difference(Tokens(), [1, 2, 3], [1, 2]) is None  # one of them ended
+    apart = find_difference(Tokens(), [1, 2, 3, 9], [1, 2, 4, 9])
+    assert apart.place == 2 and apart.alike == "1 2" and (apart.teacher, apart.student) == (" 3", " 4")
+    at_once = find_difference(Tokens(), [5, 2], [6, 2])
+    assert at_once.place == 0 and at_once.alike == "" and (at_once.teacher, at_once.student) == ("5", "6")
+
+
 @pytest.mark.parametrize("sample", [False, True])
 def test_both_write_what_they_write_one_after_the_other(pair, state, sample):
     expected = finish(compare(*pair, Tokens(), state, "5 6 7 8", 12, seed=3, sample=sample))
     for both in write_in_turns(*pair, Tokens(), state, "5 6 7 8", 12, seed=3, sample=sample):
         last = both
     assert last.done
-    assert last.teacher.text == expected.teacher.text
+    assert last.teacher.text == expected.teacher.text and last.difference == expected.difference
     assert last.student.text == expected.student.text
     assert last.teacher.state_bytes == expected.teacher.state_bytes
     assert last.student.state_bytes == expected.student.state_bytes
