@@ -44,6 +44,7 @@ EXCHANGE_SHARE = 0.6  # of a whole student that is run again: from the first lay
 TRAINING_FACTOR = 25.0  # of the products of the features: losses compare rows with all keys
 
 SUBJECTS = 4  # teacher, student, window, untrained student
+WITH_RIVALS = 1.5  # times as long as without the caches in few bits, which attend as a teacher does
 TOKEN_PASSES = 0.2  # that writing one token of all texts takes
 HEAD_ERROR_PASSES = 60  # that the errors of every head take, the curve of errors included
 CHOICES = 4  # of a sample of a task, each read by itself
@@ -205,6 +206,8 @@ def part_seconds(run: Run, request: Request) -> dict[str, float]:
         "generation": 2 * MAX_WRITTEN_TOKENS * TOKEN_PASSES,
         "approximation": HEAD_ERROR_PASSES * min(request.texts, 2) / 2 / SUBJECTS * share**2,
     }
+    if not request.short:
+        passes |= {part: WITH_RIVALS * passes[part] for part in ("language", "recall")}
     seconds = {part: 1 + SUBJECTS * count * pass_time for part, count in passes.items()}
     seconds["speed"] = 3 * len(LENGTHS) / 2 * min(request.seconds, 60.0)
     samples = len(request.tasks) * (request.limit or TASK_SAMPLES)

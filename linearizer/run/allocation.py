@@ -46,8 +46,9 @@ class Allocation(JsonProduct):
 
     @property
     def bits_in_words(self) -> str:
-        """Name all bits of a number that heads have."""
-        return " or ".join(map(str, sorted({head.bits for row in self.heads for head in row} or {16})))
+        """Name the bits of a number that heads have, or between what they are."""
+        counts = {head.bits for row in self.heads for head in row} or {16}
+        return f"{min(counts)} to {max(counts)}" if len(counts) > 1 else str(*counts)
 
     @property
     def features_mean(self) -> float:

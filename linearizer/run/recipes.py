@@ -32,7 +32,7 @@ class Recipe:
 RECIPES: Mapping[str, Recipe] = {
     "best": Recipe(
         "what each head costs the model",
-        "ours: every KV head a window, or a window with slots, by its price; no training",
+        "ours: every KV head a window, or a window with slots, in 4 to 8 bits a number, by its price; no training",
     ),
     "windows": Recipe("the same, windows alone", "as best, without slots", {"strategy": "windows"}),
     "features": Recipe(

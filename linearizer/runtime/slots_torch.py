@@ -175,7 +175,7 @@ def merge_pieces(pieces: list[Piece]) -> list[Slots]:
     """Merge the blocks of all pieces, those that merge alike together; update the states."""
     alike: dict[tuple, list[int]] = {}
     for index, piece in enumerate(pieces):
-        alike.setdefault((piece.merging.block, piece.merging.bits, piece.state.slot_k.dtype), []).append(index)
+        alike.setdefault((piece.merging.block, piece.state.slot_k.dtype), []).append(index)
     slots: dict[int, Slots] = {}
     for indices in alike.values():
         slots.update(zip(indices, merge_blocks([pieces[index] for index in indices]), strict=True))
@@ -190,7 +190,8 @@ def merge_blocks(pieces: list[Piece]) -> list[Slots]:
     """
     sizes = [piece.state.weight.shape[1:] for piece in pieces]
     room, periods = max(count for _, count in sizes), max(piece.merged.shape[1] for piece in pieces)
-    work, kept, bits = pieces[0].state.weight.dtype, pieces[0].state.slot_k.dtype, pieces[0].merging.bits
+    work, kept = pieces[0].state.weight.dtype, pieces[0].state.slot_k.dtype
+    bits = [piece.merging.bits for piece, (heads, _) in zip(pieces, sizes, strict=True) for _ in range(heads)]
     now = side_by_side([slots_of(piece.state, room) for piece in pieces])
     new = side_by_side([pad(piece.leaving.tokens(piece.columns, work), 2, periods) for piece in pieces])
     counts = torch.tensor([count for heads, count in sizes for _ in range(heads)], device=now.weight.device)
@@ -205,8 +206,7 @@ def merge_blocks(pieces: list[Piece]) -> list[Slots]:
             both = now.beside(block)
             now = merge_slots(both, counts, metric, room) if too_many[number] else keep_slots(both, room)
             now.k, now.v = now.k.to(kept), now.v.to(kept)
-            if bits < 16:
-                now.k, now.v = round_together(now.k, now.v, bits)
+            round_slots(now, bits)
         after.append(now)
     each = Slots(*(torch.stack(x, 1) for x in zip(*(slots.all() for slots in after), strict=True)))
     slots, first = [], 0
@@ -216,6 +216,16 @@ def merge_blocks(pieces: list[Piece]) -> list[Slots]:
         state.slot_k, state.slot_v, state.weight, state.spread = (x[:, -1].clone() for x in own)
         slots.append(Slots(*(x.flatten(0, 1) for x in own)))
     return slots
+
+
+def round_slots(slots: Slots, bits: Sequence[int]) -> None:
+    """Round the keys and values of slots to the bits of each head, in place."""
+    for count in set(bits) - {16}:
+        heads = [head for head, own in enumerate(bits) if own == count]
+        if len(heads) == len(bits):
+            slots.k, slots.v = round_together(slots.k, slots.v, count)
+        else:
+            slots.k[:, heads], slots.v[:, heads] = round_together(slots.k[:, heads], slots.v[:, heads], count)
 
 
 def slots_of(state: SlotState, room: int) -> Slots:

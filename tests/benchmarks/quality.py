@@ -23,6 +23,7 @@ import torch
 
 from linearizer import pipeline
 from linearizer.allocate import step
+from linearizer.allocate.decide import allocate_alike
 from linearizer.amounts import size
 from linearizer.errors import BudgetError
 from linearizer.evaluate.cache_in_few_bits import caches_in_few_bits
@@ -65,6 +66,7 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
     "windows, 8 bits --may-grow": ("windows", {"bits": 8, "may_grow": True}),
     "windows": ("windows", {}),
     "windows --may-grow": ("windows", {"may_grow": True}),
+    "best, 8 bits, uniform": ("best", {"bits": 8}),
     "best, 16 bits": ("best", {"bits": 16}),
     "swa": ("swa", SINKS),
     "swa, 8 bits": ("swa", {"bits": 8, **SINKS}),
@@ -145,7 +147,7 @@ def measure(arguments, row, budget, seed):
             measuring = time.perf_counter() - begun
             held = held_out(plan, teacher)
             begun = time.perf_counter()
-            student, allocation = made(run, teacher)
+            student, allocation = made(run, teacher, uniform="uniform" in row)
             record |= {"seconds": time.perf_counter() - begun, "measuring": measuring}
             original = own_teacher(plan, teacher, student, allocation)
             with controlled(student, teacher, allocation, row, budget) as remembered:
@@ -177,7 +179,9 @@ def describe_row(row):
         return f"{RULES[rule]}; {bits} bits, {share}"
     about = RECIPES[recipe].about
     changed = ", ".join(f"{name} {value}" for name, value in changes.items() if name != "sinks")
-    return f"{about}{'; with ' * bool(changed)}{changed}"
+    return (
+        f"{about}{'; with ' * bool(changed)}{changed}{'; the same window and slots in every head' * ('uniform' in row)}"
+    )
 
 
 def is_control(row):
@@ -217,10 +221,13 @@ def prepared(work, plan):
     return run, teacher
 
 
-def made(run, teacher):
+def made(run, teacher, uniform=False):
     """Allocate, and train what the plan trains."""
     plan, layers = run.plan, teacher.inspection.layers
-    allocation = finish(step.allocate(run, teacher, None))
+    if uniform:
+        allocation = allocate_alike(layers, plan, run.prices.sinks)
+    else:
+        allocation = finish(step.allocate(run, teacher, None))
     student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
     texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.length, None)
     finish(train_step.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))

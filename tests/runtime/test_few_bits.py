@@ -15,6 +15,8 @@ DOUBLE = [family for family in FAMILIES if family not in ("mixtral", "qwen3_moe"
 SMALL = [replace(head, bits=8) for head in MIXED]
 FEWER = [replace(head, bits=bits) for bits in (4, 5, 6) for head in MIXED if not head.features]
 
+TOGETHER = [Head(window=4, slots=6, bits=4), Head(window=4, slots=8, bits=6)]  # they merge in one call
+
 
 def drawn(dtype, size=33):
     generator = torch.Generator().manual_seed(0)
@@ -84,7 +86,8 @@ def test_rotating_spreads_what_is_large_and_keeps_products(dim):
 
 
 @pytest.mark.parametrize(
-    ("family", "held"), [*((family, SMALL) for family in DOUBLE), ("llama", FEWER), ("gpt2", FEWER)]
+    ("family", "held"),
+    [*((family, SMALL) for family in DOUBLE), ("llama", FEWER), ("llama", TOGETHER), ("gpt2", FEWER)],
 )
 @torch.no_grad()
 def test_a_state_of_few_bits_goes_on_as_the_full_pass(family, held):
