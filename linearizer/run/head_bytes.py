@@ -70,8 +70,8 @@ def feature_bytes(layer: Layer) -> int:
 
 
 def slot_bytes(layer: Layer, bits: int = 16) -> int:
-    """Bytes of one slot: a token, the weight it stands for, and how far that spreads."""
-    return token_bytes(layer, bits) + 2 * SUMMED
+    """Bytes of one slot: a token, the weight it stands for, and how far that spreads; two bytes each with few bits."""
+    return token_bytes(layer, bits) + (2 * SUMMED if bits >= 8 else SUMMED)
 
 
 def cache_bytes(layers: Sequence[Layer], tokens: int) -> int:

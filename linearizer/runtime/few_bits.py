@@ -30,7 +30,8 @@ SCALE_BYTES = 2  # of a vector that is
 CUT = 0.93  # of the largest number, beyond which numbers may be cut off for the sake of the others
 TINIEST = 2.0**-100  # the least scale: what is smaller is 0
 
-KEPT_AS_BYTES = (torch.int8, torch.uint8)
+KEPT_AS_BYTES = (torch.int8, torch.uint8, torch.int16)
+MOST_TOKENS = 32767  # that a slot of two bytes counts; more tokens make it no heavier
 KEYS_AND_VALUES = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v", "k", "v")
 
 Tensor = torch.Tensor
@@ -121,15 +122,34 @@ def unpack_vectors(x: Tensor, dtype: torch.dtype, bits: int = 8) -> Tensor:
 
 def pack_state(state: Any, bits: int = 8) -> Any:
     """Give a state whose keys and values are bytes."""
-    return replace(state, **{name: pack_vectors(x, bits) for name, x in keys_and_values(state).items()})
+    packed = {name: pack_vectors(x, bits) for name, x in keys_and_values(state).items()}
+    return replace(state, **packed, **pack_counts(state, bits))
+
+
+def pack_counts(state: Any, bits: int) -> dict[str, Tensor]:
+    """Give what slots count in two bytes each, where they have few bits: rounded before, nothing changes."""
+    if bits not in ROTATED or not hasattr(state, "weight"):
+        return {}
+    return {"weight": state.weight.to(torch.int16), "spread": state.spread.to(torch.bfloat16).view(torch.int16)}
+
+
+def unpack_counts(state: Any, dtype: torch.dtype) -> dict[str, Tensor]:
+    """Read what `pack_counts` gave."""
+    if getattr(state, "weight", None) is None or state.weight.dtype != torch.int16:
+        return {}
+    return {"weight": state.weight.to(dtype), "spread": state.spread.view(torch.bfloat16).to(dtype)}
+
+
+def round_counts(weight: Tensor, spread: Tensor) -> tuple[Tensor, Tensor]:
+    """Round what slots count to what two bytes hold."""
+    return weight.clamp(max=MOST_TOKENS), spread.to(torch.bfloat16).to(spread.dtype)
 
 
 def unpack_state(state: Any, bits: int, key_dtype: torch.dtype, value_dtype: torch.dtype) -> Any:
     """Give a state whose keys and values can be computed with."""
     dtypes = {"k": key_dtype, "v": value_dtype}
-    return replace(
-        state, **{name: unpack_vectors(x, dtypes[name[-1]], bits) for name, x in keys_and_values(state).items()}
-    )
+    vectors = {name: unpack_vectors(x, dtypes[name[-1]], bits) for name, x in keys_and_values(state).items()}
+    return replace(state, **vectors, **unpack_counts(state, key_dtype))
 
 
 def pack_token(held: Any, before: Any, after: Any, k: Rounded, v: Rounded) -> Any:
@@ -138,6 +158,7 @@ def pack_token(held: Any, before: Any, after: Any, k: Rounded, v: Rounded) -> An
     if not is_exact(held):
         return replace(held, k=torch.cat([held.k, k.bytes], -2), v=torch.cat([held.v, v.bytes], -2), **changed)
     merged = [name for name in ("slot_k", "slot_v") if getattr(after, name, None) is not getattr(before, name, None)]
+    changed |= pack_counts(after, k.bits)
     return replace(held, **changed, **{name: pack_vectors(getattr(after, name), k.bits) for name in merged})
 
 

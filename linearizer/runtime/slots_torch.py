@@ -10,7 +10,7 @@ from dataclasses import dataclass
 
 import torch
 
-from .few_bits import round_together
+from .few_bits import ROTATED, round_counts, round_together
 from .slots_merging import Merging, Slots, keep_slots, merge_slots
 from .softmax_parts import attend_seen, exact_part, join_rows, softmax_over, split_rows
 from .state import (
@@ -206,7 +206,7 @@ def merge_blocks(pieces: list[Piece]) -> list[Slots]:
             both = now.beside(block)
             now = merge_slots(both, counts, metric, room) if too_many[number] else keep_slots(both, room)
             now.k, now.v = now.k.to(kept), now.v.to(kept)
-            round_slots(now, bits)
+            now = round_slots(now, bits)
         after.append(now)
     each = Slots(*(torch.stack(x, 1) for x in zip(*(slots.all() for slots in after), strict=True)))
     slots, first = [], 0
@@ -218,14 +218,24 @@ def merge_blocks(pieces: list[Piece]) -> list[Slots]:
     return slots
 
 
-def round_slots(slots: Slots, bits: Sequence[int]) -> None:
-    """Round the keys and values of slots to the bits of each head, in place."""
+def round_slots(slots: Slots, bits: Sequence[int]) -> Slots:
+    """Round slots to what the bits of each head hold."""
+    if len(set(bits)) == 1:
+        return round_alike(slots, bits[0])
+    rounded = Slots(*(x.clone() for x in slots.all()))
     for count in set(bits) - {16}:
         heads = [head for head, own in enumerate(bits) if own == count]
-        if len(heads) == len(bits):
-            slots.k, slots.v = round_together(slots.k, slots.v, count)
-        else:
-            slots.k[:, heads], slots.v[:, heads] = round_together(slots.k[:, heads], slots.v[:, heads], count)
+        some = round_alike(Slots(*(x[:, heads] for x in slots.all())), count)
+        for whole, part in zip(rounded.all(), some.all(), strict=True):
+            whole[:, heads] = part
+    return rounded
+
+
+def round_alike(slots: Slots, bits: int) -> Slots:
+    """Round slots of heads that have the same bits."""
+    k, v = (slots.k, slots.v) if bits == 16 else round_together(slots.k, slots.v, bits)
+    counted = slots.weight, slots.spread
+    return Slots(k, v, *(round_counts(*counted) if bits in ROTATED else counted))
 
 
 def slots_of(state: SlotState, room: int) -> Slots:

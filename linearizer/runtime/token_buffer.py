@@ -14,7 +14,17 @@ from typing import Any
 
 import torch
 
-from .few_bits import ROTATED, Rounded, codes_in, pack_vectors, rotate, scales_in, unpack_vectors
+from .few_bits import (
+    ROTATED,
+    Rounded,
+    codes_in,
+    pack_counts,
+    pack_vectors,
+    rotate,
+    scales_in,
+    unpack_counts,
+    unpack_vectors,
+)
 from .slots_merging import Merging
 from .slots_torch import LeavingBlocks, Piece, merge_pieces, slot_levels
 from .state import EMPTY, Columns, ExactState, first_places, must_be_copied, tensors, working_dtype
@@ -152,7 +162,7 @@ class TokenBuffer:
         own = self.level[:, begin : begin + len(group.heads)]
         own[..., : levels.shape[-1]] = levels
         if group.merging is not None:
-            levels = slot_levels(state, group.merging)
+            levels = slot_levels(replace(state, **unpack_counts(state, self.level.dtype)), group.merging)
             own[..., group.rows - levels.shape[-1] : group.rows] = levels.clamp_min(EMPTY)
 
     def merge(self, leaving: list[int], dtype: torch.dtype) -> None:
@@ -170,12 +180,15 @@ class TokenBuffer:
                 for x in (state.window_k, state.window_v, state.slot_k, state.slot_v)
             )
             columns = Columns(window_k, window_v, first, first, group.window)
-            free = replace(state, slot_k=slot_k, slot_v=slot_v)
+            counts = unpack_counts(state, self.level.dtype)
+            free = replace(state, slot_k=slot_k, slot_v=slot_v, **counts)
             pieces.append(Piece(window_k, first, place[..., 0], block, columns, merging, free))
         merge_pieces(pieces)
         for index, piece in zip(leaving, pieces, strict=True):
             state = self.groups[index].state
-            state.weight, state.spread = piece.state.weight, piece.state.spread
+            counts = pack_counts(piece.state, self.bits)
+            state.weight = counts.get("weight", piece.state.weight)
+            state.spread = counts.get("spread", piece.state.spread)
             for kept, new in ((state.slot_k, piece.state.slot_k), (state.slot_v, piece.state.slot_v)):
                 kept.copy_(pack_vectors(new, self.bits) if self.bits < 16 else new)
 

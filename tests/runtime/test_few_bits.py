@@ -6,7 +6,17 @@ import pytest
 import torch
 
 from linearizer.run.head_bytes import Head, vector_bytes
-from linearizer.runtime.few_bits import MAX_CODE, pack_vectors, rotate, round_vectors, unpack_vectors
+from linearizer.runtime.few_bits import (
+    MAX_CODE,
+    pack_state,
+    pack_vectors,
+    rotate,
+    round_counts,
+    round_vectors,
+    unpack_state,
+    unpack_vectors,
+)
+from linearizer.runtime.state import SlotState
 from tests.support.families import FAMILIES
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
@@ -74,6 +84,19 @@ def test_what_is_rounded_to_fewer_bits_stays_what_it_is_in_as_few_bytes_as_are_p
     assert held.dtype == torch.uint8 and held.shape[-1] == vector_bytes(40, bits)
     assert torch.equal(round_vectors(once, bits), once) and torch.equal(unpack_vectors(held, dtype, bits), once)
     assert torch.equal(unpack_vectors(pack_vectors(x, bits), dtype, bits), once)
+
+
+@pytest.mark.parametrize("bits", [4, 8])
+def test_what_slots_count_takes_two_bytes_each_with_few_bits_and_is_rounded_before(bits):
+    state = SlotState.empty(torch.zeros(1, 2, 1, 8), torch.zeros(1, 2, 1, 8), 4, 1, 6)
+    state.weight, state.spread = torch.tensor([0.0, 1, 300, 4097, 32767, 9e9]).expand(1, 2, 6), torch.rand(1, 2, 6)
+    if bits < 8:
+        state.weight, state.spread = round_counts(state.weight, state.spread)
+        assert state.weight.max() == 32767 and (state.weight[..., :5] == torch.tensor([0.0, 1, 300, 4097, 32767])).all()
+    held = pack_state(state, bits)
+    assert held.weight.element_size() == held.spread.element_size() == (2 if bits < 8 else 4)
+    back = unpack_state(held, bits, torch.float32, torch.float32)
+    assert torch.equal(back.weight, state.weight) and torch.equal(back.spread, state.spread)
 
 
 @pytest.mark.parametrize("dim", [8, 32, 80, 96])
