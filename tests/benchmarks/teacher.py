@@ -142,7 +142,7 @@ def batch_of(tokens, length, seed, step):
 def repeat(text, generator):
     """Let passages of 16 to 256 tokens come again in a text, in place, over gaps that are short as often as long."""
     for _ in range(max(2, len(text) // 512)):
-        size = int(16 * 16 ** torch.rand((), generator=generator))
+        size = min(int(16 * 16 ** torch.rand((), generator=generator)), len(text) // 4)
         most = len(text) - size
         gap = int(size * (most / size) ** torch.rand((), generator=generator))
         first = int(torch.randint(max(1, most - gap), (), generator=generator))
