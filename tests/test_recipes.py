@@ -31,7 +31,7 @@ from tests.support.runs import weights_of
 SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64, exchanges=1, dtype="float32")
 
 
-@pytest.mark.parametrize("recipe", ["windows", "swa", "duo", "lolcats", "performer"])
+@pytest.mark.parametrize("recipe", ["windows", "swa", "duo", "lolcats", "performer", "liger"])
 def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
     steps = {"steps": 2} if RECIPES[recipe].choices.get("steps") else {}
     run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **SMALL, **steps, may_grow=recipe == "duo"))
@@ -39,7 +39,7 @@ def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
     assert allocation.state_bytes(run.layers, 64) <= cache_bytes(run.layers, 40)
     assert math.isfinite(run.evaluation_parts["language"]["subjects"][1]["loss"]["mean"])
     phases = [event["phase"] for event in run.events() if event["event"] == "distilled"]
-    assert phases == {"lolcats": [0, 1], "performer": [0]}.get(recipe, [])
+    assert phases == {"lolcats": [0, 1], "liger": [0, 1], "performer": [0]}.get(recipe, [])
 
 
 def test_budgets_are_shared_out_once_all_is_measured_by_which_it_is_done(tmp_path):

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 
 from linearizer.allocate.by_freedoms import allocate_by_freedoms, check_amount, check_amounts
 from linearizer.allocate.by_gates import allocate_by_gates
 from linearizer.allocate.by_prices import OffersOfHeads, allocate_by_prices, check_least_budget
-from linearizer.errors import RequestError
+from linearizer.errors import BudgetError, RequestError
 from linearizer.run.allocation import Allocation, heads_replaced
 from linearizer.run.folder import Run
-from linearizer.run.head_bytes import SINKS, Head, Layer, feature_bytes, slot_bytes, token_bytes
+from linearizer.run.head_bytes import SINKS, Head, Layer, feature_bytes, head_bytes, slot_bytes, token_bytes
+from linearizer.run.memories import MEMORIES
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 
@@ -57,6 +59,8 @@ def decidable(run: Run) -> bool:
 def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocation:
     """Give every head the same within the budget: a window, and as many slots or features if the plan has them."""
     far_field = plan.rules.far_field
+    if plan.memory:
+        return Allocation(plan.strategy, sinks, tuple(allocate_memory(layer, plan, sinks) for layer in layers))
 
     def row(layer: Layer) -> tuple[Head, ...]:
         token = token_bytes(layer, plan.kept_bits)
@@ -74,6 +78,28 @@ def fewer_bits(plan: Plan, layers: Sequence[Layer]) -> tuple[int, ...]:
     """List bits that heads may have beside those that options are priced with: none where vectors fill no bytes."""
     sizes = {size for layer in layers if layer.native_window is None for size in (layer.key_dim, layer.value_dim)}
     return tuple(bits for bits in plan.fewer_bits if all(size % 8 == 0 for size in sizes))
+
+
+def allocate_memory(layer: Layer, plan: Plan, sinks: int) -> tuple[Head, ...]:
+    """Give every head of a layer a window, the plan's or half of the budget, and the rows of a memory for the rest.
+
+    A window that is not asked for takes what rows cannot use.
+    """
+    room = (plan.budget or 0) * token_bytes(layer)
+    token = token_bytes(layer, plan.kept_bits)
+    head = Head(plan.kept_window, bits=plan.kept_bits, memory=plan.memory)
+    most = MEMORIES[plan.memory].most_rows(layer.key_dim)
+    fits = [r for r in range(1, most + 1) if head_bytes(replace(head, features=r), layer, sinks, 0) <= room]
+    if not fits:
+        least = head_bytes(replace(head, features=1), layer, sinks, 0)
+        raise BudgetError(
+            f"a budget of {plan.budget} tokens has no room for a row of {plan.memory} beside a window of {head.window} "
+            f"and {sinks} sinks: ask for at least {-(-least // token_bytes(layer))}, or for a smaller window"
+        )
+    head = replace(head, features=fits[-1])
+    if plan.window is None:
+        head = replace(head, window=head.window + (room - head_bytes(head, layer, sinks, 0)) // token)
+    return (head,) * heads_replaced(layer)
 
 
 def sinks_to_try(plan: Plan) -> tuple[int, ...]:

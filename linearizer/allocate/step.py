@@ -82,7 +82,9 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Prices
     if prices := run.prices:
         return prices
     plan, layers = run.plan, teacher.inspection.layers
-    options = options_to_price(texts.shape[1], plan.rules.far_field, plan.kept_bits, fewer_bits(plan, layers))
+    most = max(layer.key_dim for layer in layers)
+    offered = plan.rules.far_field, plan.kept_bits, fewer_bits(plan, layers), plan.memory, most
+    options = options_to_price(texts.shape[1], *offered)
     if stored := read_partial_prices(run, options):
         sinks, texts_done, before = stored.prices.sinks, stored.texts, stored.prices.kl
     else:

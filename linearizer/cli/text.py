@@ -151,7 +151,11 @@ def describe_head(head: Head) -> str:
     """Describe what one head holds in a word."""
     if head.softmax:
         return "softmax"
-    return f"{head.window}+{head.slots}s" if head.slots else f"{head.window}+{head.features}"
+    return (
+        f"{head.window}+{head.slots}s"
+        if head.slots
+        else f"{head.window}+{head.features}{' ' * bool(head.memory)}{head.memory}"
+    )
 
 
 def describe_heads(allocation: Allocation) -> str:

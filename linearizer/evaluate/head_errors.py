@@ -123,7 +123,7 @@ def predicted_error(head: Head, own: HeadProfile, profile: Profile) -> float | N
     """
     if head.softmax:
         return 0.0
-    if head.slots:
+    if head.slots or head.memory:
         return None
     outside = mass_outside(head.window, own, profile.windows)
     return outside * (ridge_for(head.features, own, profile) if head.features else 1.0)

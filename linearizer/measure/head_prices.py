@@ -25,18 +25,21 @@ from linearizer.model.swap import (
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import BLOCK, Head, Layer
+from linearizer.run.memories import MEMORIES
 from linearizer.run.prices import SMALLEST, KlOfLayers, Prices
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 
 Place = tuple[int, int, int]  # layer, KV head, option
 
 
-def options_to_price(length: int, far: str = "slots", bits: int = 16, fewer: Sequence[int] = ()) -> tuple[Head, ...]:
+def options_to_price(
+    length: int, far: str = "slots", bits: int = 16, fewer: Sequence[int] = (), memory: str = "", key_dim: int = 0
+) -> tuple[Head, ...]:
     """List windows that double in size, alone and with slots or features, as far as texts of `length` tell them apart.
 
     The largest are three quarters of a text: the few heads that recall need that much.
-    `far` names what holds older tokens: "slots", "features", or "" for nothing. What `fewer` bits cost is measured once
-    for a head, with its whole cache, and added to the price of what it holds.
+    `far` names what holds older tokens: "slots", "features", or "" for nothing; `memory` takes the place of features.
+    What `fewer` bits cost is measured once for a head, with its whole cache, and added to the price of what it holds.
     """
     most = 3 * length // 4
     windows = [Head(window=window, bits=bits) for window in [*doubling(SMALLEST, most), most]]
@@ -48,6 +51,10 @@ def options_to_price(length: int, far: str = "slots", bits: int = 16, fewer: Seq
     even = [(count, count) for count in doubling(2 * least, length // 2)]
     if far == "slots" and least > SMALLEST:
         slim += [(least // 2, count) for count in doubling(least // 4, 2 * least)]
+    if memory:
+        most = MEMORIES[memory].most_rows(key_dim)
+        beside = sorted({(window, min(count, most)) for window, count in slim + even})
+        return tuple(windows + [Head(window, count, bits=bits, memory=memory) for window, count in beside] + rounded)
     return tuple(windows + [Head(window=window, bits=bits, **{far: count}) for window, count in slim + even] + rounded)  # type: ignore[arg-type]
 
 

@@ -62,7 +62,8 @@ def make_layer_students(
     layer_students = []
     for index, row in enumerate(rows):
         if row is not None:
-            layer = LayerStudent(row["heads"], allocation.sinks, row["key_dim"], student.config.feature_map)
+            sizes = row["key_dim"], student.config.feature_map, row["value_dim"]
+            layer = LayerStudent(row["heads"], allocation.sinks, *sizes)
             layer_students.append(layer.to(next(student.parameters()).device).eval())
             layer.reset(generator_at(seed, index))
     return tuple(layer_students)
@@ -72,7 +73,7 @@ def layer_config(heads: Sequence[Head], layer: Layer) -> dict[str, Any] | None:
     """Make the config of a layer, or None for a native layer, which stays as it is."""
     if layer.native_window is not None:
         return None
-    return {"heads": [head.held for head in heads], "key_dim": layer.key_dim}
+    return {"heads": [head.held for head in heads], "key_dim": layer.key_dim, "value_dim": layer.value_dim}
 
 
 def round_weights(student: LinearizedForCausalLM, stored: torch.dtype | None) -> None:

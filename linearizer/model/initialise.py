@@ -2,6 +2,7 @@
 
   slots  the metric of the queries: |metric·x|² is the mean of (q·x)²
   codebook, clusters  centres of the keys, by k-means in that metric
+  memories  keys in the directions that queries tell apart best; routes to centres of the keys
 All other feature maps keep the values that they were drawn with.
 """
 
@@ -18,6 +19,7 @@ from linearizer.run.folder import Run
 from linearizer.runtime.attention_interface import attention_modules
 from linearizer.runtime.feature_maps import Clusters, Codebook
 from linearizer.runtime.layer_student import LayerStudent, SlotGroup, generator_at
+from linearizer.runtime.matrix_rule import MatrixRule
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 KMEANS_ROUNDS = 8
@@ -52,6 +54,10 @@ def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, in
             for place, head in enumerate(group.heads):
                 keys, generator = samples.keys[head].float(), generator_at(seed, index, head)
                 initialise_codebook(group.feature_map, place, queries[head], keys, generator)
+        if isinstance(group.feature_map, MatrixRule):
+            for place, head in enumerate(group.heads):
+                keys, generator = samples.keys[head].float(), generator_at(seed, index, head)
+                initialise_rule(group.feature_map, place, queries[head], keys, generator)
 
 
 def initialise_codebook(codebook: Codebook, head: int, q: Tensor, k: Tensor, generator: torch.Generator) -> None:
@@ -63,6 +69,25 @@ def initialise_codebook(codebook: Codebook, head: int, q: Tensor, k: Tensor, gen
     if isinstance(codebook, Clusters):
         codebook.query_centres[head] = codebook.centres[head]
     codebook.log_sharpness[head] = math.log(SHARPNESS)
+
+
+def initialise_rule(rule: MatrixRule, head: int, q: Tensor, k: Tensor, generator: torch.Generator) -> None:
+    """Initialise one head of a matrix rule: its products of keys and of queries multiply to their scores.
+
+    Keys are taken in the metric of the queries, in the directions in which that is largest, and queries in its inverse.
+    """
+    if rule.rule.map == "fourier":
+        return  # drawn at random
+    values, vectors = torch.linalg.eigh((q.mT @ q / len(q)).double())
+    values, vectors = values.flip(0), vectors.flip(1)
+    root = (values.clamp_min(0) + 1e-4 * values.mean() + 1e-12).sqrt()
+    count = min(rule.key_map.shape[2], len(values))
+    key_map, query_map = (vectors * root).mT[:count].float(), (vectors / root).mT[:count].float()
+    rule.key_map[head, :, :count] = torch.stack([key_map.roll(step, 0) for step in range(rule.rule.steps)])
+    rule.query_map[head, :count] = query_map
+    rule.key_shift[head] = k.mean(0)
+    if rule.router is not None:
+        rule.router[head, :, :count] = cluster((k - k.mean(0)) @ key_map.mT, rule.rule.memories, generator)
 
 
 def query_metric(q: Tensor) -> Tensor:

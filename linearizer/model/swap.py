@@ -74,7 +74,7 @@ def make_layer_student(
     module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin
 ) -> LayerStudent:
     """Make the student of a layer whose KV heads hold these options."""
-    student = LayerStudent([head.held for head in heads], sinks, layer.key_dim, UNTRAINED)
+    student = LayerStudent([head.held for head in heads], sinks, layer.key_dim, UNTRAINED, layer.value_dim)
     begin(student, int(module.layer_idx))  # type: ignore[arg-type]
     return student.to(next(module.parameters()).device).eval()
 

@@ -166,7 +166,8 @@ def describe_head(head: Head) -> str:
     few = f", {head.bits} bits" if head.bits < 8 else ""
     if head.softmax:
         return f"softmax{few}"
-    far = (f"{count} {name}" for count, name in ((head.features, "features"), (head.slots, "slots")) if count)
+    rows = f"rows of {head.memory}" if head.memory else "features"
+    far = (f"{count} {name}" for count, name in ((head.features, rows), (head.slots, "slots")) if count)
     return (" + ".join([str(head.window)] * bool(head.window) + [*far]) or "nothing") + few
 
 

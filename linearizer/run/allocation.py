@@ -11,6 +11,7 @@ from linearizer.errors import RequestError
 from linearizer.run import head_bytes
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.json_products import JsonProduct
+from linearizer.run.memories import MEMORIES
 
 
 @dataclass(frozen=True)
@@ -35,6 +36,8 @@ class Allocation(JsonProduct):
                 raise RequestError(f"{head} is no head: beside features its numbers have 8 or 16 bits")
             if head.slots and (head.features or not head.window):
                 raise RequestError(f"{head} is no head: slots take what leaves a window, and go without features")
+            if head.memory and (head.memory not in MEMORIES or head.slots):
+                raise RequestError(f"{head} is no head: its memory is one of {', '.join(MEMORIES)}, and without slots")
             if head.softmax and (head.window or head.features or head.slots):
                 raise RequestError(f"{head} is no head: what is left softmax has its whole cache, and nothing else")
 

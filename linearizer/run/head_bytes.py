@@ -9,6 +9,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from linearizer.run.memories import MEMORIES
+
 CACHED = 2  # bytes of a cached number
 BITS = (4, 5, 6, 8, 16)  # that a number in keys and values may have
 SUMMED = 4  # bytes of a number in a running state
@@ -36,6 +38,7 @@ class Head:
     softmax: bool = False
     slots: int = 0  # tokens, each merged of several
     bits: int = 16  # of a number in keys and values
+    memory: str = ""  # what `features` count the rows of (memories.py); none: features, log sums
 
     @property
     def block(self) -> int:
@@ -43,12 +46,13 @@ class Head:
         return min(self.window, max(BLOCK, self.slots // 8))
 
     @property
-    def held(self) -> list[int] | str:
+    def held(self) -> list[int | str] | str:
         """What a student's config says of this head."""
         if self.softmax:
             return "softmax" if self.bits == 16 else f"softmax {self.bits}"
-        if self.bits != 16:
-            return [self.window, self.features, self.slots, self.block, self.bits]
+        if self.bits != 16 or self.memory:
+            own: list[int | str] = [self.window, self.features, self.slots, self.block, self.bits]
+            return [*own, self.memory] if self.memory else own
         return [self.window, self.features, *([self.slots, self.block] if self.slots else [])]
 
 
@@ -69,6 +73,13 @@ def feature_bytes(layer: Layer) -> int:
     return SUMMED * (layer.value_dim + 1)
 
 
+def far_bytes(head: Head, layer: Layer) -> int:
+    """Bytes of the features, or of the rows of a memory, of one head."""
+    if not head.memory or not head.features:
+        return head.features * feature_bytes(layer)
+    return SUMMED * MEMORIES[head.memory].numbers(head.features, layer.key_dim, layer.value_dim)
+
+
 def slot_bytes(layer: Layer, bits: int = 16) -> int:
     """Bytes of one slot: a token, the weight it stands for, and how far that spreads; two bytes each with few bits."""
     return token_bytes(layer, bits) + (2 * SUMMED if bits >= 8 else SUMMED)
@@ -83,7 +94,7 @@ def head_bytes(head: Head, layer: Layer, sinks: int, length: int) -> int:
     """Bytes that one head holds once `length` tokens have been read."""
     if head.softmax:
         return length * token_bytes(layer, head.bits)
-    far = head.features * feature_bytes(layer) + head.slots * slot_bytes(layer, head.bits)
+    far = far_bytes(head, layer) + head.slots * slot_bytes(layer, head.bits)
     return (sinks + head.window) * token_bytes(layer, head.bits) + far
 
 

@@ -14,6 +14,7 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.run.files import unseal
 from linearizer.run.head_bytes import BITS, SINKS
 from linearizer.run.json_products import JsonProduct, check_names
+from linearizer.run.memories import MEMORIES
 from linearizer.run.options import check_options, differences, option, options_of
 from linearizer.run.profile import Gauge, Normalise, Per
 from linearizer.run.recipes import CHOSEN, RECIPES
@@ -30,6 +31,7 @@ METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "t
 ADDRESS = re.compile(r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob)/([\w.-]+)(?:/.*)?)?/?")
 BY_RECIPE = "the recipe's"
 YIELDING = ("texts", "length", "samples")  # options that shrink to what a text has, unless they were asked for
+FEATURE_MAPS = ("clusters", "codebook", "mlp", "prf", "performer", "dijiang", "hedgehog")
 
 
 @dataclass(frozen=True)
@@ -90,8 +92,8 @@ class Plan(JsonProduct):
     )
     feature_map: str = option(
         "clusters",
-        "what makes features of queries and keys",
-        choices=("clusters", "codebook", "mlp", "prf", "performer", "dijiang", "hedgehog"),
+        "what makes features of queries and keys, or a memory that is written by a rule",
+        choices=(*FEATURE_MAPS, *MEMORIES),
         default_text=BY_RECIPE,
         group=TRAINING,
     )
@@ -195,6 +197,7 @@ class Plan(JsonProduct):
                 f"recipe {self.recipe!r} with the strategy {self.strategy} has nothing that learns: leave out minutes, "
                 "or ask for another recipe, or for gain-features"
             )
+        self.check_memory()
         if self.bits is not None and self.bits not in self.rules.bits:
             kept = " or ".join(map(str, sorted(self.rules.bits)))
             raise RequestError(
@@ -205,6 +208,30 @@ class Plan(JsonProduct):
                 "duo lets heads keep their whole cache by its nature, so its state grows with the text: add --may-grow "
                 "(on the page: May grow), or ask for another recipe"
             )
+
+    def check_memory(self) -> None:
+        """Refuse a memory that the strategy cannot share out, or that the loss says nothing of."""
+        if self.memory and self.rules.decided_by == "freedoms":
+            raise RequestError(
+                f"the strategy {self.strategy} counts degrees of freedom, which say nothing of {self.memory}: ask for "
+                "--strategy memory, or gain-features"
+            )
+        if self.strategy == "memory" and not self.memory:
+            raise RequestError(
+                f"the strategy memory needs a memory, and feature map {self.feature_map!r} is none: ask for "
+                f"--feature-map {' or '.join(list(MEMORIES)[-3:])}, or another strategy"
+            )
+        rows = sorted({"softmax", "l2"} & {*self.loss.split("+")})
+        if self.memory and self.trains and rows:
+            raise RequestError(
+                f"{self.memory} has no rows of positive weights, which the loss {rows[0]} compares: ask for --loss "
+                "output"
+            )
+
+    @property
+    def memory(self) -> str:
+        """The memory in place of features; none: features."""
+        return self.feature_map if self.feature_map in MEMORIES and self.may_hold_features else ""
 
     @property
     def kept_sinks(self) -> int:

@@ -39,6 +39,7 @@ STRATEGIES: Mapping[str, Strategy] = {
     "gain-features": Strategy("as gain, with features in place of slots", "prices", "features", (8, 16)),
     "windows": Strategy("as gain, without slots", "prices", "", (16, 8, 6, 5, 4)),
     "window": Strategy("the same window for every head", "budget", "", (16, 8, 6, 5, 4)),
+    "memory": Strategy("the same memory for every head, beside a window: --feature-map names it", "budget", "features"),
     "duo": Strategy("softmax or a window by learned gates; needs --may-grow", "gates"),
     "fix": Strategy("the same number of features for every head", "freedoms", "features"),
     "dof": Strategy("features by the most degrees of freedom in a layer (the paper)", "freedoms", "features"),

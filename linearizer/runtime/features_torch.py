@@ -1,4 +1,21 @@
-"""Attention to features in PyTorch: a text chunk by chunk, and single tokens. features.py defines what it computes."""
+"""Attention to a few exact tokens and to a far field of features, all in one softmax.
+
+Row i attends to a key j ≤ i in one of two ways:
+  exactly, with the logit q_i·k_j, if j is a sink (one of the first `sinks` tokens) or i - j < window;
+  through features otherwise, with the logit log Σ_m exp(u_im + w_jm), where a feature map gives u and w.
+Far keys enter a row only as sums, so a feature keeps two things about all keys that have left the window:
+  level_m = log Σ_j exp(w_jm)    and    mean_m = Σ_j exp(w_jm - level_m) v_j.
+To a query the feature is then one more token, with the logit u_m + level_m and the value mean_m. Everything that is
+exponentiated is at most zero, so nothing overflows; a feature that has seen nothing has level EMPTY.
+
+The same attention is written four times: `reference` below (clear, quadratic); for a text and for a token in PyTorch
+(linear in time and memory, with a state); and both by kernels (kernel_text_features.py, kernel_token_features.py).
+`linear_attention` is what callers use (kernel_dispatch.py); it takes every other memory, too (softmax_parts.py).
+
+Shapes: q (batch, heads, group, tokens, key_dim), already multiplied by the scale of the scores; k, v (batch, heads,
+tokens, dim). Heads are KV heads, a group is the query heads that share one. real (batch, tokens) is false at padding,
+which may stand anywhere; None means that every token is real. A token's place is its rank among the real ones.
+"""
 
 from __future__ import annotations
 
@@ -240,3 +257,22 @@ def attend_token_with_features(
         parts.append((logits + log_mass(parts) if is_share and parts else logits, values))
     out = softmax_over(parts) if parts else rows.new_zeros(*rows.shape[:-1], v.shape[-1])
     return out[..., None, :]
+
+
+def reference(
+    q: Tensor, k: Tensor, v: Tensor, feature_map: Features | None, window: int, sinks: int, real: Tensor | None = None
+) -> Tensor:
+    """softmax over j ≤ i of (q_i·k_j where j is near, log Σ_m exp(u_im + w_jm) elsewhere), times v."""
+    tokens = q.shape[-2]
+    real = torch.ones(q.shape[0], tokens, dtype=torch.bool, device=q.device) if real is None else real
+    place = real.cumsum(-1) - 1
+    near = (place[:, None, :] < sinks) | (place[:, :, None] - place[:, None, :] < window)
+    seen = real[:, None, :] & torch.ones(tokens, tokens, dtype=torch.bool, device=q.device).tril()
+    logits = q @ k[:, :, None].mT
+    if feature_map is None:
+        seen = seen & near
+    else:
+        logits = torch.where(
+            near[:, None, None], logits, far_logits_exactly(feature_map.queries(q), feature_map.keys(k))
+        )
+    return logits.masked_fill(~seen[:, None, None], EMPTY).softmax(-1) @ v[:, :, None]

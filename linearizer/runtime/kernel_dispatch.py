@@ -3,6 +3,7 @@
 kernel_serves_…  tells whether a kernel may do the work: there is one for such tensors, and its trial found it right
                  (kernel_trial.py)
 …_by_kernel      does the work, with the arguments of its counterpart in features_torch.py or slots_torch.py
+linear_attention: what callers use for heads that hold the same window, sinks and features, or another memory
 attend_token_of_layer: heads of a layer with windows and features share one launch, heads with slots another
 """
 
@@ -40,6 +41,22 @@ TRIAL_SLOTS, TRIAL_BLOCK, TRIAL_GAIN = 28, 8, 0.25  # their window is as large a
 GIVEN = -1  # features that are not folded
 
 Tensor = torch.Tensor
+
+
+def linear_attention(q: Tensor, k: Tensor, v: Tensor, far: Any, window: int, real: Tensor | None, state: Any) -> Tensor:
+    """Attend and update the state, by kernels where they serve: window, sinks and features."""
+    may_serve = not hasattr(far, "chunk")  # a memory of its own has none
+    if q.shape[-2] == 1 and real is None:
+        attend = (
+            attend_token_with_features_by_kernel
+            if may_serve and kernel_serves_token_features(q, k, v, far, state)
+            else attend_token_with_features
+        )
+        return attend(q, k, v, far, window, state)
+    fused = may_serve and kernel_serves_text_features(q, k, v, state)
+    return attend_text_with_features(
+        q, k, v, far, window, real, state, attend=attend_chunks_by_kernel if fused else attend_chunks
+    )
 
 
 def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureState) -> bool:

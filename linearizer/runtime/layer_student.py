@@ -5,20 +5,22 @@ merged into, or softmax over all tokens. Heads that hold the same are a group an
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .feature_maps import FEATURE_MAPS, FeatureMap, Folded
-from .features import linear_attention
 from .few_bits import ROTATED, FewBits, attend_in_few_bits, pack_state, rotate, unpack_state
-from .kernel_dispatch import attend_token_of_layer, kernel_serves_text_slots
+from .kernel_dispatch import attend_token_of_layer, kernel_serves_text_slots, linear_attention
 from .kernel_token_table import TokenGroup
+from .matrix_rule import RULES, MatrixRule, ScaledRule
 from .slots import Merger, slot_attention
 from .slots_merging import Merging
 from .slots_torch import read_text, read_together
-from .state import FeatureState, SlotState
+from .softmax_parts import get_folded
+from .state import ExactState, FeatureState, SlotState
 from .token_buffer import WindowGroup, attend_token_in_buffer
 
 Tensor = torch.Tensor
@@ -49,29 +51,45 @@ class FeatureGroup(nn.Module):
     """KV heads of one layer that hold the same; heads are their indices in the layer."""
 
     def __init__(
-        self, heads: list[int], window: int, features: int, sinks: int, key_dim: int, feature_map: str, bits: int = 16
-    ) -> None:
+        self, heads: list[int], window: int, features: int, sinks: int, key_dim: int, feature_map: str, bits: int = 16,
+        value_dim: int = 0,
+    ) -> None:  # fmt: skip
         super().__init__()
         self.bits = bits
         self.heads, self.window, self.sinks = heads, window, sinks
-        self.feature_map = FEATURE_MAPS[feature_map](len(heads), key_dim, features) if features else None
-        self.features = features
+        self.features, self.feature_map = features, None  # type: int, FeatureMap | MatrixRule | None
+        if features and feature_map in RULES:
+            self.feature_map = MatrixRule(len(heads), key_dim, value_dim or key_dim, features, RULES[feature_map])
+        elif features:
+            self.feature_map = FEATURE_MAPS[feature_map](len(heads), key_dim, features)
 
     def forward(
-        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: FeatureState | None
-    ) -> tuple[Tensor, FeatureState]:
+        self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: ExactState | None
+    ) -> tuple[Tensor, ExactState]:
+        memory = self.memory(scale)
         if state is None:
-            state = FeatureState.empty(k, v, self.window, self.sinks, self.features)
-        scaled = None if self.feature_map is None else ScaledMap(self.feature_map, scale)
-        return linear_attention(q * scale, k, v, scaled, self.window, real, state), state
+            state = self.empty(k, v, self.window, scale)
+        return linear_attention(q * scale, k, v, memory, self.window, real, state), state
 
-    def window_group(self, scale: float, state: FeatureState) -> WindowGroup | None:
+    def memory(self, scale: float) -> "ScaledMap | ScaledRule | None":
+        """Return the far field for queries that carry the whole scale of the scores."""
+        if isinstance(self.feature_map, MatrixRule):
+            return ScaledRule(self.feature_map, scale**0.5)
+        return None if self.feature_map is None else ScaledMap(self.feature_map, scale)
+
+    def empty(self, k: Tensor, v: Tensor, window: int, scale: float) -> ExactState:
+        memory = self.memory(scale)
+        if isinstance(memory, ScaledRule):
+            return memory.empty(k, v, window, self.sinks)
+        return FeatureState.empty(k, v, window, self.sinks, self.features)
+
+    def window_group(self, scale: float, state: ExactState) -> WindowGroup | None:
         """Return what one token needs in PyTorch, where a window is all there is."""
         return WindowGroup(self.heads, state, None) if self.feature_map is None else None
 
-    def token_group(self, scale: float, state: FeatureState) -> TokenGroup | None:
+    def token_group(self, scale: float, state: ExactState) -> TokenGroup | None:
         """Return what a kernel for one token needs, unless features take more than a product."""
-        folded = None if self.feature_map is None else ScaledMap(self.feature_map, scale).folded()
+        folded = get_folded(self.memory(scale))
         return (
             None
             if self.feature_map is not None and folded is None
@@ -170,25 +188,26 @@ class LayerStudent(nn.Module):
     """Attention of one layer; `held` says for every KV head what it holds.
 
     It is [window, features], [window, 0, slots, block] or "softmax"; with fewer than 16 bits a number, 8 for example,
-    [window, features, slots, block, 8] or "softmax 8".
+    [window, features, slots, block, 8] or "softmax 8"; with rows of a memory in place of features, its name last.
     """
 
-    def __init__(self, held: list, sinks: int, key_dim: int, feature_map: str) -> None:
+    def __init__(self, held: list, sinks: int, key_dim: int, feature_map: str, value_dim: int = 0) -> None:
         super().__init__()
-        kinds: dict[tuple[int, ...] | str, list[int]] = {}
+        kinds: dict[tuple[Any, ...] | str, list[int]] = {}
         for head, kind in enumerate(held):
             kinds.setdefault(kind if isinstance(kind, str) else tuple(kind), []).append(head)
         for kind, heads in kinds.items():
             if not isinstance(kind, str) and not any(kind[:3]) and not sinks:
                 raise ValueError(f"KV heads {heads} hold nothing: give them a window, features, sinks or softmax")
 
-        def group(kind: tuple[int, ...] | str, heads: list[int]) -> nn.Module:
+        def group(kind: tuple[Any, ...] | str, heads: list[int]) -> nn.Module:
             if isinstance(kind, str):
                 return SoftmaxGroup(heads, int(kind.removeprefix(SOFTMAX) or 16))
-            window, features, slots, block, bits = (*kind, *(0, 0, 0, 0, 16)[len(kind) :])
+            usual: list[Any] = [0, 0, 0, 0, 16, ""]
+            window, features, slots, block, bits, memory = [*kind, *usual[len(kind) :]]
             if slots:
                 return SlotGroup(heads, window, slots, block, sinks, key_dim, bits)
-            return FeatureGroup(heads, window, features, sinks, key_dim, feature_map, bits)
+            return FeatureGroup(heads, window, features, sinks, key_dim, memory or feature_map, bits, value_dim)
 
         self.kv_heads = len(held)
         self.groups = nn.ModuleList(group(kind, heads) for kind, heads in kinds.items())
@@ -196,7 +215,7 @@ class LayerStudent(nn.Module):
     def reset(self, generator: torch.Generator) -> None:
         """Draw new features."""
         for module in self.modules():
-            if isinstance(module, (FeatureMap, Merger)):
+            if isinstance(module, (FeatureMap, MatrixRule, Merger)):
                 module.reset(generator)
 
     def forward(

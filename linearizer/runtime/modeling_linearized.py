@@ -11,7 +11,8 @@ The words of these files:
   sink, window        the first tokens of a text, and the last ones: both are attended to exactly
   far field           what represents all other tokens: slots or features
   slot                a token, or the mean of several tokens that were merged, with their number (slots.py)
-  feature             a sum over tokens, weighted by a function of their keys (features.py, feature_maps.py)
+  feature             a sum over tokens, weighted by a function of their keys (features_torch.py, feature_maps.py)
+  memory              another far field, which is written by a rule (matrix_rule.py)
   degrees of freedom  how many features a head's scores call for, as measured on text
   budget              the size of the whole state, as the number of tokens whose cache is as large
 
@@ -36,6 +37,7 @@ from .attention_interface import IMPLEMENTATION, attention_modules, hand_over_st
 from .cache import LinearizedCache, empty_cache
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .layer_student import LayerStudent, generator_at
+from .matrix_rule import RULES, MatrixRule
 from .slots import Merger
 from .state_file import read_state
 
@@ -121,8 +123,9 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def __init__(self, config: LinearizedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
-        if config.feature_map not in FEATURE_MAPS:
-            raise ValueError(f"feature_map={config.feature_map!r} is none of {', '.join(FEATURE_MAPS)}")
+        if config.feature_map not in {**FEATURE_MAPS, **RULES}:
+            known = ", ".join([*FEATURE_MAPS, *RULES])
+            raise ValueError(f"feature_map={config.feature_map!r} is none of {known}")
         if base is None:
             how = {"attn_implementation": IMPLEMENTATION, "dtype": torch.get_default_dtype()}  # that asked for
             base = AutoModelForCausalLM.from_config(config.base, **how)
@@ -133,7 +136,8 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(f"the config describes {len(config.layers)} layers, the model has {len(modules)}")
         for module, held in zip(modules, config.layers, strict=True):
             if held is not None:
-                module.student = LayerStudent(held["heads"], config.sinks, held["key_dim"], config.feature_map)
+                sizes = held["key_dim"], config.feature_map, held.get("value_dim", held["key_dim"])
+                module.student = LayerStudent(held["heads"], config.sinks, *sizes)
                 module.register_forward_pre_hook(hand_over_state, with_kwargs=True)
         serve_decoder(base.get_decoder(), [held is not None for held in config.layers])
         self.post_init()
@@ -163,7 +167,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draw what no checkpoint gave: here the base's weights outside of its decoder, and features."""
-        if not isinstance(module, (FeatureMap, Merger)):
+        if not isinstance(module, (FeatureMap, MatrixRule, Merger)):
             self.base._init_weights(module)
         elif not any(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
             module.reset(torch.Generator().manual_seed(int(torch.randint(2**31, ()))))

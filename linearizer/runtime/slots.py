@@ -13,7 +13,7 @@ slots. A block adds as many slots as it has tokens; then as many as are too many
 The same attention is written several times: `reference` below (token by token); for a text (many periods at once) and
 for a token in PyTorch (slots_torch.py; token_buffer.py for all heads of a layer); and both by kernels
 (kernel_text_slots.py, kernel_token_slots.py). Callers use `slot_attention` for heads that hold the same, and
-layer_student.py for those of a layer; kernel_dispatch.py chooses. Shapes as in features.py.
+layer_student.py for those of a layer; kernel_dispatch.py chooses. Shapes as in features_torch.py.
 """
 
 from __future__ import annotations

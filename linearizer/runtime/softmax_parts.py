@@ -1,6 +1,6 @@
 """One softmax over parts: exact tokens, given as logits and values, and a far field, given as sums over features.
 
-Shapes as in features.py.
+Shapes as in features_torch.py.
 """
 
 from __future__ import annotations

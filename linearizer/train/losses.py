@@ -26,7 +26,6 @@ from linearizer.errors import RequestError
 from linearizer.model.layers import featured, matrix
 from linearizer.runtime.features_torch import attend_text_with_features
 from linearizer.runtime.layer_student import FeatureGroup, LayerStudent, ScaledMap
-from linearizer.runtime.state import FeatureState
 from linearizer.train.attention_loss import attention_loss
 from linearizer.train.attention_loss_blocks import largest_scores
 
@@ -136,8 +135,7 @@ def output_loss(
             with torch.no_grad():
                 output = output + project(exact, weight[group.heads])
         window = int(group.window * keep)
-        state = FeatureState.empty(k, v, window, group.sinks, group.features)
-        far = ScaledMap(group.feature_map, inputs.scale)  # type: ignore[arg-type]
+        state, far = group.empty(k, v, window, inputs.scale), group.memory(inputs.scale)
         error = error + project(
             exact - attend_text_with_features(q, k, v, far, window, None, state), weight[group.heads]
         )

@@ -30,6 +30,18 @@ RATES: Mapping[str, float] = {  # by the name of a parameter in its feature map;
     "query_centres": 0.06,
     "metric": 0.03,
     "log_sharpness": 0.06,
+    "key_map": 0.01,
+    "query_map": 0.01,
+    "key_shift": 0.01,
+    "gate_bias": 0.05,
+    "gate_down": 0.01,
+    "gate_up": 0.01,
+    "value_scale": 0.02,
+    "mass": 0.03,
+    "tap_weight": 0.01,
+    "heat": 0.01,
+    "router": 0.02,
+    "log_ridge": 0.03,
     "lora": 0.0005,
 }
 MIN_PASSAGE_TOKENS = 16  # of a passage that is repeated

@@ -3,11 +3,15 @@
 import pytest
 
 from linearizer.allocate.by_freedoms import UNITS_BY_STRATEGY
+from linearizer.allocate.decide import decide
 from linearizer.cli.main import main
+from linearizer.errors import BudgetError, RequestError
 from linearizer.measure.head_prices import options_to_price
 from linearizer.pipeline import inspect
 from linearizer.run.disk import checkpoint_bytes
 from linearizer.run.folder import Run
+from linearizer.run.head_bytes import cache_bytes
+from linearizer.run.memories import MEMORIES
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 from linearizer.run.strategies import STRATEGIES
@@ -127,3 +131,28 @@ def test_what_only_a_new_run_measures_is_said(priced, capsys):
 def test_every_strategy_of_freedoms_turns_curves_into_units():
     by_freedoms = {name for name, strategy in STRATEGIES.items() if strategy.decided_by == "freedoms"}
     assert set(UNITS_BY_STRATEGY) == by_freedoms
+
+
+@pytest.mark.parametrize("budget", [16, 32, 64, 128])
+def test_a_memory_takes_what_a_window_leaves_of_the_budget(budget, inspection):
+    for memory in MEMORIES:
+        plan = Plan.of("gdn", model="demo", budget=budget, feature_map=memory)
+        allocation = decide(None, plan, inspection.layers)
+        (head,) = {head for row in allocation.heads for head in row}
+        spent, paid = allocation.state_bytes(inspection.layers, 512), cache_bytes(inspection.layers, budget)
+        assert head.memory == memory and head.window >= plan.kept_window and head.features
+        assert paid - 2 * paid / budget < spent <= paid
+        assert head.features <= MEMORIES[memory].most_rows(inspection.layers[0].key_dim)
+
+
+def test_a_memory_that_cannot_be_is_refused(inspection):
+    with pytest.raises(
+        BudgetError, match="no room for a row of mom beside a window of 60 and 4 sinks: ask for at least"
+    ):
+        decide(None, Plan.of("mom", model="demo", budget=64, window=60), inspection.layers)
+    with pytest.raises(RequestError, match="degrees of freedom, which say nothing of gdn: ask for --strategy memory"):
+        Plan.of("features", model="demo", budget=64, feature_map="gdn")
+    with pytest.raises(RequestError, match="needs a memory, and feature map 'mlp' is none"):
+        Plan.of("gdn", model="demo", budget=64, feature_map="mlp")
+    with pytest.raises(RequestError, match="no rows of positive weights, .* ask for --loss output"):
+        Plan.of("gdn", model="demo", budget=64, loss="softmax")

@@ -4,8 +4,8 @@ import torch
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from linearizer.runtime.features import linear_attention, reference
-from linearizer.runtime.features_torch import attend_text_with_features
+from linearizer.runtime.features_torch import attend_text_with_features, reference
+from linearizer.runtime.kernel_dispatch import linear_attention
 from linearizer.runtime.layer_student import FeatureGroup, ScaledMap
 from linearizer.runtime.state import FeatureState
 from tests.benchmarks.timing import DEVICE, GPU, attempt, compiled, draw, own

@@ -339,7 +339,8 @@ class Table:
         budgets = sorted({record["budget"] for record in self.records})
         result = {name: [(budget, self.of(name, budget)) for budget in budgets] for name in RECIPES}
         result["duo"] = [(budget, self.of("duo --may-grow", budget)) for budget in budgets]
-        return {name: [mean_quality(*each) for each in of_row if each[1]] for name, of_row in result.items()}
+        means = {name: [mean_quality(*each) for each in of_row if each[1]] for name, of_row in result.items()}
+        return {name: of_row for name, of_row in means.items() if of_row}
 
     def of(self, row, budget):
         return [r for r in self.records if (r["row"], r["budget"]) == (row, budget) and "loss" in r]

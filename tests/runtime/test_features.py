@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linearizer.runtime.feature_maps import FEATURE_MAPS
-from linearizer.runtime.features import linear_attention, reference
-from linearizer.runtime.features_torch import attend_text_with_features, attend_token_with_features
+from linearizer.runtime.features_torch import attend_text_with_features, attend_token_with_features, reference
+from linearizer.runtime.kernel_dispatch import linear_attention
 from linearizer.runtime.state import FeatureState, tensors
 from tests.support.log_features import VALUE_DIM, extreme, make
 

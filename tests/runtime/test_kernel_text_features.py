@@ -13,8 +13,7 @@ from linearizer.runtime import (
     kernel_text_segments,
     state,
 )
-from linearizer.runtime.features import reference
-from linearizer.runtime.features_torch import attend_text_with_features
+from linearizer.runtime.features_torch import attend_text_with_features, reference
 from linearizer.runtime.kernel_dispatch import attend_chunks_by_kernel
 from linearizer.runtime.state import FeatureState, tensors
 from tests.support.compiling import attention_and_gradients, attention_inputs, draw, slots

@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from linearizer.run.head_bytes import Head, Layer, head_bytes, state_bytes
-from linearizer.runtime.features import reference as attend_exactly
+from linearizer.runtime.features_torch import reference as attend_exactly
 from linearizer.runtime.slots import Merger, reference, slot_attention
 from linearizer.runtime.slots_merging import Merging, Slots, keep_slots, merge_slots
 from linearizer.runtime.state import SlotState

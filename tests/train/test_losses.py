@@ -6,7 +6,7 @@ from linearizer.errors import RequestError
 from linearizer.model.layers import featured, output_projections
 from linearizer.run.head_bytes import Head
 from linearizer.runtime.attention_interface import attending
-from linearizer.runtime.features import reference
+from linearizer.runtime.features_torch import reference
 from linearizer.runtime.layer_student import LayerStudent, ScaledMap
 from linearizer.train import losses
 from linearizer.train.losses import AttentionInputs, LogitHead, direct_loss, hidden_states, layer_loss, logits_loss

@@ -1,0 +1,505 @@
+"""The matrix rule: a far field that is a matrix, which every token that leaves the window decays, erases and writes.
+
+    S <- Diag(a) S;   S <- S + k (w - e'S);   a query reads q'S, once the token that leaves its window is written.
+
+Linear attention, RetNet, GLA, DeltaNet, Gated DeltaNet, Kimi's delta attention and their kin are choices of the decay
+a, the write (k, w) and the erasure e: the names of RULES. A chunk is solved at once: with G the sums of log a,
+U = W - (E∘e^G) S - tril_-1(<e_i, k_j> e^(G_i - G_j)) U is triangular, and S becomes e^G S + (K∘e^(G_last - G))'U.
+
+A reading is one vector and its mass in the softmax over what a row sees:
+  gauss  log n + q·mean + ½ Σ (variance · q²) + c, of the n far keys: what their exact mass is if they are Gaussian. The
+         values' mean is kept, too: the matrix holds how values differ from it
+  sum    the feature map's own denominator, kept as one more column of the matrix
+  share  a share of what the row sees exactly
+Gates read values and the norms of pairs of a key's numbers, which rotary positions leave as they are.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from torch.nn.functional import elu, logsigmoid, relu, silu
+
+from .softmax_parts import Reading
+from .state import EMPTY, HEADROOM, ExactState, working_dtype
+
+Tensor = torch.Tensor
+RANK = 8  # of the gates' maps
+HALF_LIFE = 256.0  # tokens, before training
+SLOWNESS = 16.0  # log decays are logsigmoid(gate) / SLOWNESS
+HORIZON = 4096.0  # tokens over which the weights of `cosformer` fall
+ROUTES = 2  # memories that a token writes and reads, of those that are routed to
+WRITTEN_AT_ONCE, WRITTEN_BY_CHANNEL = 64, 16  # rows of a chunk: with decays by channel more would overflow
+BEGIN_SCALE = 0.25  # of what the matrix adds to the mean of values, before training
+
+
+@dataclass(frozen=True)
+class Rule:
+    """One member of the family."""
+
+    map: str = "unit"  # what makes rows of keys and queries
+    decay: str = ""  # fixed, scalar, channel: by gates; key: by the key; complement: what is not written; level: mean
+    erase: str = ""  # "": nothing; scalar or channel: what the key finds; removal: a step of its own before writing
+    mass: str = "gauss"
+    read: str = ""  # norm: of unit norm; solve: by the inverse of Σ k k'; mala: with weights that sum to one
+    beta: float = 1.0  # the largest share of what is found that is erased; beyond 1 signs turn
+    steps: int = 1  # of erasing and writing, with a key each, for every token
+    memories: int = 1  # routed to, beside one that every token shares
+    taps: int = 1  # of a causal convolution over keys
+    heat: bool = False  # queries are scaled by their place and norm
+    share: float = -2.0  # the logarithm of the far share before training, where the mass is a share
+
+
+RULES: Mapping[str, Rule] = {
+    "linear": Rule("plain", mass="share", read="norm"),
+    "elu": Rule("elu", mass="sum"),
+    "rfa": Rule("fourier"),
+    "cosformer": Rule("cosine", mass="sum"),
+    "nalaformer": Rule("signs", mass="sum"),
+    "mala": Rule("elu", read="mala"),
+    "transnormer": Rule("elu", mass="share", read="norm"),
+    "retnet": Rule("plain", "fixed", mass="share", read="norm"),
+    "lightning": Rule("silu", "fixed", mass="share", read="norm"),
+    "mamba2": Rule("plain", "scalar", mass="share", taps=4),
+    "gla": Rule("plain", "channel", mass="share", read="norm"),
+    "liger": Rule("softmax", "key", mass="share", share=0.0),
+    "hgrn2": Rule("plain", "complement", mass="share"),
+    "lightnet": Rule("plain", "level", mass="share"),
+    "deltanet": Rule("unit", "", "scalar"),
+    "deltanet-negative": Rule("unit", "", "scalar", beta=1.95),
+    "gdn": Rule("unit", "scalar", "scalar"),
+    "kda": Rule("unit", "channel", "scalar"),
+    "gdn2": Rule("unit", "channel", "channel"),
+    "deltaproduct": Rule("unit", "scalar", "scalar", steps=2, beta=1.95),
+    "rwkv7": Rule("unit", "channel", "removal", steps=2),
+    "mesa": Rule("unit", "scalar", read="solve"),
+    "mom": Rule("unit", "scalar", "scalar", memories=3),
+    "selective": Rule("unit", "scalar", "scalar", heat=True),
+}
+
+
+@dataclass
+class MatrixState(ExactState):
+    """The state of heads with a window and a matrix; what a rule does not keep has no numbers."""
+
+    matrix: Tensor  # (batch, heads, memories, rows, columns)
+    level: Tensor  # (batch, heads, rows) log Σ e^key
+    key_mean: Tensor  # (batch, heads, key_dim)
+    key_variance: Tensor
+    value_mean: Tensor  # (batch, heads, value_dim)
+    taps: Tensor  # (batch, heads, taps - 1, key_dim) the last keys
+
+
+class MatrixRule(nn.Module):
+    """The matrix rule of some heads, with the parameters that it learns; `features` are the rows of a matrix."""
+
+    key_map: Tensor  # (heads, steps, products, key_dim)
+    query_map: Tensor
+    key_shift: Tensor  # (heads, key_dim)
+    value_scale: Tensor  # (heads,)
+    mass: Tensor
+    gate_bias: Tensor | None  # (heads, gates); a parameter that a rule does not use is None
+    gate_down: Tensor
+    gate_up: Tensor | None
+    norm: Tensor | None
+    log_ridge: Tensor | None
+    tap_weight: Tensor | None
+    heat: Tensor | None
+    router: Tensor | None
+
+    def __init__(self, heads: int, key_dim: int, value_dim: int, rows: int, rule: Rule) -> None:
+        super().__init__()
+        self.rule, self.features, self.value_dim = rule, rows, value_dim
+        wide = rule.map in ("fourier", "cosine", "signs")  # two rows from each product
+        products = -(-rows // 2) if wide else rows
+        self.all_memories = 1 if rule.memories == 1 else rule.memories + 1
+        self.gates = {
+            "decay": {"fixed": 1, "scalar": 1, "channel": rows, "key": rows, "complement": rows}.get(rule.decay, 0),
+            "beta": {"scalar": rule.steps, "channel": rows, "removal": rows}.get(rule.erase, int(rule.read == "solve")),
+            "write": value_dim if rule.erase == "channel" else 0,
+        }
+        by_token = rule.decay in ("scalar", "channel") or self.gates["beta"]
+        sizes = {
+            "key_map": (rule.steps, products, key_dim),
+            "query_map": (products, key_dim),
+            "key_shift": (key_dim,),
+            "gate_bias": (sum(self.gates.values()),),
+            "gate_down": (RANK, value_dim + key_dim // 2) if by_token else (0,),
+            "gate_up": (sum(self.gates.values()), RANK) if by_token else (0,),
+            "value_scale": (),
+            "mass": (),
+            "norm": (value_dim if rule.read == "norm" else 0,),
+            "log_ridge": () if rule.read == "solve" else (0,),
+            "tap_weight": (rule.taps if rule.taps > 1 else 0, key_dim),
+            "heat": (3 if rule.heat else 0,),
+            "router": (rule.memories if rule.memories > 1 else 0, products),
+        }
+        for name, size in sizes.items():
+            used = 0 not in size
+            self.register_parameter(name, nn.Parameter(torch.zeros(heads, *size)) if used else None)
+
+    def forward(self, compute: Callable, *inputs: Any) -> Any:
+        """Compute one of this rule's methods: what offloads parameters brings them for a forward."""
+        return compute(*inputs)
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator) -> None:
+        """Draw new maps, with gates that no token changes yet."""
+        for name, parameter in self.named_parameters():
+            parameter.zero_()
+            if name in ("key_map", "query_map", "gate_down", "router"):
+                drawn = torch.randn(parameter.shape, generator=generator)
+                parameter.copy_(drawn if self.rule.map == "fourier" else drawn / math.sqrt(parameter.shape[-1]))
+        if self.rule.map == "fourier":
+            self.query_map.copy_(self.key_map[:, 0])
+        if self.gate_bias is not None:
+            self.gate_bias.copy_(torch.cat([self.begin_bias(kind, size) for kind, size in self.gates.items()]))
+        self.value_scale.fill_(BEGIN_SCALE if self.has_moments else 1.0)
+        self.mass.fill_(self.rule.share if self.rule.mass == "share" else 0.0)
+        if self.norm is not None:
+            self.norm.fill_(1.0)
+        if self.tap_weight is not None:
+            self.tap_weight[:, -1] = 1.0
+
+    def begin_bias(self, kind: str, size: int) -> Tensor:
+        """Give the gates that a half-life, and half of the found erased, call for."""
+        if kind == "decay" and self.rule.decay == "key":
+            return torch.zeros(size)  # as its authors have it: half-lives of some 16 tokens
+        slowness = 1.0 if self.rule.decay == "complement" else SLOWNESS
+        share = 2 ** (-slowness / HALF_LIFE) if kind == "decay" else 0.5 / self.rule.beta
+        return torch.full((size,), math.log(share / (1 - share)))
+
+    @property
+    def has_moments(self) -> bool:
+        return self.rule.mass == "gauss"
+
+    @property
+    def columns(self) -> int:
+        extra = {"solve": self.features, "mala": 1}.get(self.rule.read, int(self.rule.mass == "sum"))
+        return self.value_dim + extra
+
+    def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> MatrixState:
+        def zeros(*shape: int) -> Tensor:
+            return torch.zeros(*k.shape[:2], *shape, dtype=working_dtype(v), device=v.device)
+
+        moments, leveled = int(self.has_moments), self.rule.decay == "level"
+        return MatrixState(
+            **ExactState.nothing(k, v, window, sinks),
+            matrix=zeros(self.all_memories, self.features, self.columns),
+            level=zeros(self.features * leveled) + EMPTY,
+            key_mean=zeros(k.shape[-1] * moments),
+            key_variance=zeros(k.shape[-1] * moments),
+            value_mean=zeros(v.shape[-1] * moments),
+            taps=zeros(self.rule.taps - 1, k.shape[-1]),
+        )
+
+    def read(
+        self, root: float, state: MatrixState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor, place: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Write the tokens that leave and read: the mass (batch, heads, group, rows, 1) and the vector of each row."""
+        first, window = state.sink_k.shape[-2], state.window_k.shape[-2]
+        before = (state.count - window - first).clamp_min(0)  # far tokens, as the call begins
+        count = torch.maximum(place - window - first + 1, before[:, None]).to(q.dtype)[:, None, :, None]
+        there = comes[:, None, :, None].to(q.dtype)
+        k = self.convolved(state, k, comes) * there
+        v = v * there
+        if self.heat is not None:
+            q = q * self.heat_of(q, place)
+        mass = self.mass.to(q.dtype)[:, None, None, None] + torch.where(count > 0, 0.0, EMPTY)[:, :, None].to(q.dtype)
+        mean = q.new_zeros(())
+        if self.has_moments:
+            moments = running_moments(state, k, v, there, count)
+            mean, spread = moments[2], (q.square() * moments[1][:, :, None]).sum(-1, keepdim=True) / 2
+            mass = mass + count.clamp_min(1).log()[:, :, None] + (q * moments[0][:, :, None]).sum(-1, keepdim=True)
+            mass = mass + spread
+        centre = mean * there if self.rule.read != "mala" else mean.new_zeros(())
+        keys, erase, write, decay = self.written(root, state, k, v - centre, there, place - window)
+        routes = None
+        if self.router is not None:
+            keys, erase, decay, routes = self.routed(root, q, k, keys, erase, decay)
+        asks = self.queries(q / root, place)[:, :, None]
+        ridge = None if self.log_ridge is None else self.log_ridge.exp()[:, None].to(q.dtype)
+        sizes = self.rule.steps, WRITTEN_BY_CHANNEL if decay.shape[-1] > 1 or ridge is not None else WRITTEN_AT_ONCE
+        out, state.matrix = read_and_write(asks, keys, erase, write[:, :, None], decay, state.matrix, *sizes, ridge)
+        out = out[:, :, 0] if routes is None else (out * routes).sum(2)
+        vectors, mass = self.weighed(out, mass, mean, count)
+        return mass, vectors
+
+    def weighed(self, out: Tensor, mass: Tensor, mean: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
+        """Make a mean of values and its mass of what was read."""
+        scale = self.value_scale.to(out.dtype)[:, None, None, None]
+        if self.rule.mass == "sum":
+            total = out[..., -1:].clamp_min(torch.finfo(out.dtype).tiny)
+            return out[..., :-1] / total, mass + total.log()
+        if self.rule.read == "mala":  # weights β s_j - γ with β = 1 + 1 / Σ s and γ = Σ s / n, which sum to one
+            total = out[..., -1:].clamp_min(1e-6)
+            return (1 + 1 / total) * out[..., :-1] - total * mean[:, :, None], mass
+        if self.norm is not None:
+            out = out * (out.square().mean(-1, keepdim=True) + 1e-6).rsqrt() * self.norm[:, None, None].to(out.dtype)
+        return (mean[:, :, None] if self.has_moments else 0.0) + scale * out, mass
+
+    def written(
+        self, root: float, state: MatrixState, k: Tensor, v: Tensor, there: Tensor, place: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Give what each step writes: keys, erasures, values and log decays, (batch, heads, memories, steps, …)."""
+        rule = self.rule
+        shifted = k * root - self.key_shift[:, None].to(k.dtype)
+        products = torch.einsum("bhtd,hspd->bhtsp", shifted, self.key_map.to(k.dtype))
+        keys = rows_of(rule.map, products, place[:, None, :, None, None], False)[..., : self.features]
+        gates = self.gate_values(k, v)
+        decay = self.log_decay(gates["decay"], products[..., 0, :])
+        if rule.decay == "complement":
+            keys = -decay.expm1()[..., None, :]
+        if rule.decay == "level":
+            keys, decay = self.leveled(state, keys, there)
+        if rule.mass == "sum" or rule.read == "mala":
+            v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        beta = gates["beta"].sigmoid() * rule.beta
+        keys, erase, write = keys * there[..., None], None, v[..., None, :].expand(*v.shape[:3], rule.steps, -1)
+        if rule.erase == "scalar":
+            erase, write = beta[..., None] * keys, beta[..., None] * write
+        elif rule.erase == "channel":
+            erase, write = beta[..., None, :] * keys, gates["write"].sigmoid()[..., None, :] * write
+        elif rule.erase == "removal":  # the first step takes out, the second writes
+            first = torch.arange(2, device=k.device)[:, None] == 0
+            erase, write = torch.where(first, beta[..., None, :] * keys, 0.0), torch.where(first, 0.0, write)
+        elif rule.read == "solve":
+            write = torch.cat([keys, write], -1) * beta[..., None]
+        decay = decay * there
+        steps = torch.cat([decay[..., None, :], decay.new_zeros(*decay.shape[:3], rule.steps - 1, decay.shape[-1])], -2)
+        keys, write, steps = (x.flatten(2, 3) for x in (keys, write * there[..., None], steps))
+        return keys[:, :, None], None if erase is None else erase.flatten(2, 3)[:, :, None], write, steps[:, :, None]
+
+    def gate_values(self, k: Tensor, v: Tensor) -> dict[str, Tensor]:
+        """Give the gates of every token: (batch, heads, tokens, gates of a kind)."""
+        if self.gate_bias is None:
+            return {kind: v[..., :0] for kind in self.gates}
+        values = self.gate_bias[:, None].to(k.dtype)
+        if self.gate_up is not None:
+            pairs = k[..., : k.shape[-1] // 2 * 2].unflatten(-1, (2, -1)).norm(dim=-2)
+            x = torch.cat([v[..., : self.value_dim], pairs], -1)
+            x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
+            values = values + x @ self.gate_down.to(k.dtype).mT @ self.gate_up.to(k.dtype).mT
+        values = values.expand(*k.shape[:3], -1)
+        return dict(zip(self.gates, values.split(list(self.gates.values()), -1), strict=True))
+
+    def log_decay(self, gates: Tensor, keys: Tensor) -> Tensor:
+        """Give the log decays of every token: (batch, heads, tokens, 1 or rows)."""
+        if self.rule.decay in ("", "level"):
+            return keys.new_zeros(*keys.shape[:3], 1)
+        if self.rule.decay in ("key", "complement"):
+            gates = gates + keys
+        return logsigmoid(gates) / (1.0 if self.rule.decay == "complement" else SLOWNESS)
+
+    def leveled(self, state: MatrixState, keys: Tensor, there: Tensor) -> tuple[Tensor, Tensor]:
+        """Let a row be a mean over the past, weighted by e^key: give what is written, and the log decays."""
+        log_keys = keys[..., 0, :].masked_fill(there == 0, 2 * EMPTY)
+        levels = torch.cat([state.level[:, :, None], log_keys], -2).logcumsumexp(-2)
+        state.level = levels[:, :, -1]
+        before, after = levels[..., :-1, :], levels[..., 1:, :]
+        return (log_keys - after).clamp_max(0).exp()[..., None, :], (before - after).clamp(min=-HEADROOM, max=0.0)
+
+    def queries(self, q: Tensor, place: Tensor) -> Tensor:
+        """Make the rows that read of queries: (batch, heads, group, tokens, rows)."""
+        products = q @ self.query_map.to(q.dtype)[:, None].mT
+        return rows_of(self.rule.map, products, place[:, None, None, :, None], True)[..., : self.features]
+
+    def routed(
+        self, root: float, q: Tensor, k: Tensor, keys: Tensor, erase: Tensor | None, decay: Tensor
+    ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
+        """Let each token write a few memories and the shared one, and each query read them: others stay as they are."""
+        products = (k * root - self.key_shift[:, None].to(k.dtype)) @ self.key_map[:, 0].to(k.dtype).mT
+        assert self.router is not None
+        scores = products @ self.router.to(k.dtype).mT
+        chosen = torch.zeros_like(scores).scatter(-1, scores.topk(ROUTES, -1).indices, 1.0).movedim(-1, 2)
+        chosen = torch.cat([torch.ones_like(chosen[:, :, :1]), chosen], 2)[
+            ..., None
+        ]  # (batch, heads, memories, tokens, 1)
+        chosen = chosen.repeat_interleave(self.rule.steps, -2)
+        scores = (q / root) @ self.query_map.to(q.dtype)[:, None].mT @ self.router.to(q.dtype)[:, None].mT
+        best = scores.topk(ROUTES, -1)
+        routes = torch.zeros_like(scores).scatter(-1, best.indices, best.values.softmax(-1)).movedim(-1, 2)
+        routes = torch.cat([torch.ones_like(routes[:, :, :1]), routes], 2)[..., None]
+        return keys * chosen, None if erase is None else erase * chosen, decay * chosen, routes
+
+    def convolved(self, state: MatrixState, k: Tensor, comes: Tensor) -> Tensor:
+        """Take keys together with those before them; the state keeps the last ones as they are."""
+        taps = self.rule.taps
+        if self.tap_weight is None:
+            return k
+        first, tokens = (~comes).sum(-1, keepdim=True), k.shape[-2]  # what does not come stands before what comes
+        all_keys = torch.cat([state.taps.to(k.dtype), k], -2)
+
+        def before(back: int, at: Tensor) -> Tensor:
+            place = at - back
+            index = torch.where(place >= first, place + taps - 1, place - first + taps - 1).clamp_min(0)
+            return all_keys.gather(-2, index[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[-1]))
+
+        at = torch.arange(tokens, device=k.device)[None].expand(len(k), -1)
+        weights = self.tap_weight.to(k.dtype)
+        out = sum(weights[:, taps - 1 - back, None] * before(back, at) for back in range(taps))
+        end = at.new_full((len(k), 1), tokens)
+        state.taps = torch.cat([before(back, end) for back in range(taps - 1, 0, -1)], -2)
+        return out  # type: ignore[return-value]
+
+    def heat_of(self, q: Tensor, place: Tensor) -> Tensor:
+        """Give the factor of each query: 1 before training."""
+        assert self.heat is not None
+        heat = self.heat.to(q.dtype)[:, None, None]
+        far = place.clamp_min(1).to(q.dtype).log()[:, None, None]
+        return (heat[..., 0] + heat[..., 1] * far + heat[..., 2] * q.norm(dim=-1)).exp()[..., None]
+
+
+@dataclass(frozen=True)
+class ScaledRule:
+    """A rule as the memory of heads, for queries that carry the whole scale of the scores."""
+
+    rule: MatrixRule
+    root: float
+
+    def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> MatrixState:
+        return self.rule.empty(k, v, window, sinks)
+
+    def chunk(self, state: MatrixState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor, place: Tensor) -> Reading:
+        mass, vectors = self.rule(self.rule.read, self.root, state, q, k, v, comes, place)
+        return Reading(mass, torch.ones_like(mass), vectors, is_share=self.rule.rule.mass == "share")
+
+    def token(
+        self, state: MatrixState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor | None, place: Tensor
+    ) -> tuple[Tensor, Tensor, bool]:
+        comes = torch.ones_like(place, dtype=torch.bool) if comes is None else comes
+        mass, vectors = self.rule(self.rule.read, self.root, state, q, k, v, comes, place)
+        return mass[..., 0], vectors, self.rule.rule.mass == "share"
+
+
+def rows_of(kind: str, x: Tensor, place: Tensor, is_query: bool) -> Tensor:
+    """Make rows of products (…, products)."""
+    if kind == "plain":
+        return x
+    if kind == "unit":
+        return unit(x)
+    if kind == "elu":
+        return elu(x) + 1
+    if kind == "silu":
+        return silu(x)
+    if kind == "softmax":
+        return x.softmax(-1)
+    if kind == "fourier":
+        return torch.cat([x.cos(), x.sin()], -1) / math.sqrt(x.shape[-1])
+    if kind == "cosine":
+        angle = (math.pi / 2) * (place.to(x.dtype) / HORIZON).clamp(0, 1)
+        return torch.cat([relu(x) * angle.cos(), relu(x) * angle.sin()], -1)
+    assert kind == "signs", kind
+    power: Any = 3.0
+    if is_query:
+        norm = x.norm(dim=-1, keepdim=True)
+        x, power = x / norm.clamp_min(1e-6), 3 * (0.5 + norm.tanh())
+    return torch.cat([relu(x).clamp_min(1e-4) ** power, relu(-x).clamp_min(1e-4) ** power], -1)
+
+
+def unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
+
+
+def running_moments(
+    state: MatrixState, k: Tensor, v: Tensor, there: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take keys and values into their means, and keys into their variances; give all three as each row sees them."""
+    number = count.clamp_min(1)
+    away = (k - state.key_mean[:, :, None]) * there
+    moved = away.cumsum(-2) / number
+    mean = state.key_mean[:, :, None] + moved
+    more = away.square().cumsum(-2) - there.cumsum(-2) * state.key_variance[:, :, None]  # 0 where nothing comes
+    square = state.key_variance[:, :, None] + more / number - moved.square()
+    values = state.value_mean[:, :, None] + ((v - state.value_mean[:, :, None]) * there).cumsum(-2) / number
+    variance = square.clamp_min(0)
+    state.key_mean, state.key_variance, state.value_mean = mean[:, :, -1], variance[:, :, -1], values[:, :, -1]
+    return mean, variance, values
+
+
+def read_and_write(
+    q: Tensor,  # (batch, heads, memories or 1, group, rows, K)
+    k: Tensor,  # (batch, heads, memories, rows · steps, K)
+    erase: Tensor | None,
+    write: Tensor,  # (batch, heads, memories or 1, rows · steps, columns)
+    decay: Tensor,  # (batch, heads, memories, rows · steps, 1 or K) logarithms
+    matrix: Tensor,  # (batch, heads, memories, K, columns)
+    steps: int,
+    size: int,
+    ridge: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Write tokens and read after each, some at a time; return what is read and the matrix at the end."""
+    tokens, parts = q.shape[-2], []
+    if tokens == 1:
+        return read_and_write_token(q, k, erase, write, decay, matrix, ridge)
+    for start in range(0, tokens, size):
+        some = slice(start * steps, (start + size) * steps)
+        part = k[..., some, :], None if erase is None else erase[..., some, :], write[..., some, :], decay[..., some, :]
+        out, matrix = read_and_write_chunk(q[..., start : start + size, :], *part, matrix, steps, ridge)
+        parts.append(out)
+    return torch.cat(parts, -2), matrix
+
+
+def read_and_write_token(
+    q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor, ridge: Tensor | None
+) -> tuple[Tensor, Tensor]:
+    """Take the steps of one token, one after the other."""
+    for step in range(k.shape[-2]):
+        matrix = matrix * decay[..., step, :, None].exp()
+        new = write[..., step, None, :]
+        if erase is not None:
+            new = new - erase[..., step, None, :] @ matrix
+        matrix = matrix + k[..., step, :, None] * new
+    if ridge is None:
+        return q @ matrix[..., None, :, :], matrix
+    size = k.shape[-1]
+    return solved(q, matrix[..., None, :, :size], ridge) @ matrix[..., None, :, size:], matrix
+
+
+def read_and_write_chunk(
+    q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor, steps: int,
+    ridge: Tensor | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Solve for what some tokens write, then read."""
+    columns = k.shape[-2]
+    sums, at = decay.cumsum(-2), torch.arange(columns, device=k.device)
+    if erase is not None:
+        system = paired(erase, k, sums, sums, at < at[:, None]) + torch.eye(columns, dtype=k.dtype, device=k.device)
+        found = write - (erase * sums.exp()) @ matrix
+        write = torch.linalg.solve_triangular(system, found, upper=False, unitriangular=True)
+    rows = at[steps - 1 :: steps]
+    own, seen, whole = sums[..., rows, :], at <= rows[:, None], matrix[..., None, :, :]
+    if ridge is not None:
+        size = k.shape[-1]
+        weights = torch.where(seen, own[..., :, None, 0] - sums[..., None, :, 0], EMPTY).exp()
+        squares = torch.einsum("...ij,...jk,...jl->...ikl", weights, k, write[..., :size])
+        squares = squares + own.exp()[..., None] * matrix[..., None, :, :size]
+        q = solved(q.movedim(-3, -2), squares, ridge).movedim(-2, -3)
+        write_read, whole = write[..., size:], whole[..., size:]
+    else:
+        write_read = write
+    scores = paired(q, k[..., None, :, :], own[..., None, :, :], sums[..., None, :, :], seen)
+    out = (q * own.exp()[..., None, :, :]) @ whole + scores @ write_read[..., None, :, :]
+    last = sums[..., -1:, :]
+    return out, last.exp().mT * matrix + (k * (last - sums).exp()).mT @ write
+
+
+def solved(q: Tensor, squares: Tensor, ridge: Tensor) -> Tensor:
+    """Multiply queries (…, K) by the inverse of their squares (…, K, K), lifted by a ridge of each head."""
+    shape = ridge.view(1, -1, *[1] * (squares.dim() - 2))
+    lifted = squares + shape * torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
+    return torch.linalg.solve(lifted, q.mT).mT
+
+
+def paired(x: Tensor, y: Tensor, x_sums: Tensor, y_sums: Tensor, seen: Tensor) -> Tensor:
+    """Σ_c x_ic y_jc e^(x_sums_ic - y_sums_jc) where i sees j, and 0 elsewhere: (…, rows, columns)."""
+    # masked before the exponential, whose gradient would be NaN where it overflows
+    decay = torch.where(seen[..., None], x_sums[..., :, None, :] - y_sums[..., None, :, :], EMPTY).exp()
+    if decay.shape[-1] == 1:
+        return x @ y.mT * decay[..., 0]
+    return torch.einsum("...ik,...jk,...ijk->...ij", x, y, decay)

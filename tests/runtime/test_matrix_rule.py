@@ -1,0 +1,352 @@
+"""The matrix rule is what its formula says: against a plain loop, however a text is cut, padded or grouped."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+
+from linearizer.model.checkpoint import load, save
+from linearizer.progress import finish
+from linearizer.run.head_bytes import Head
+from linearizer.run.memories import MEMORIES
+from linearizer.runtime.features_torch import attend_text_with_features
+from linearizer.runtime.kernel_dispatch import linear_attention
+from linearizer.runtime.matrix_rule import RULES, MatrixRule, Rule, ScaledRule, read_and_write, running_moments
+from linearizer.runtime.state import ExactState, FeatureState, tensors
+from linearizer.train.distill import distill
+from linearizer.train.settings import TrainingSettings
+from tests.support.models import student_of, tokens
+
+DIM, VALUE_DIM, ROWS = 6, 5, 4
+WINDOW, SINKS = 3, 2
+
+
+def texts(tokens, heads=2, group=2, batch=2, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    return (
+        draw(batch, heads, group, tokens, DIM),
+        draw(batch, heads, tokens, DIM),
+        draw(batch, heads, tokens, VALUE_DIM),
+    )
+
+
+def memory_of(rule, heads=2, rows=ROWS, seed=1):
+    """A rule whose parameters are all at random, so that none of them hides what it does."""
+    rule = RULES[rule] if isinstance(rule, str) else rule
+    made = MatrixRule(heads, DIM, VALUE_DIM, rows, rule).double()
+    generator = torch.Generator().manual_seed(seed)
+    made.reset(generator)
+    with torch.no_grad():
+        for parameter in made.parameters():
+            parameter += 0.3 * torch.randn(parameter.shape, generator=generator, dtype=torch.float64)
+    return ScaledRule(made, 0.7)
+
+
+def read(q, k, v, memory, window=WINDOW, sinks=SINKS, real=None, cuts=()):
+    """The whole text, in calls that end at the cuts."""
+    state = memory.empty(k, v, window, sinks)
+    edges, out = [0, *cuts, q.shape[-2]], []
+    for a, b in zip(edges, edges[1:], strict=False):
+        piece = None if real is None else real[:, a:b]
+        out.append(linear_attention(q[..., a:b, :], k[:, :, a:b], v[:, :, a:b], memory, window, piece, state))
+    return torch.cat(out, -2), state
+
+
+def steps_of(tokens=11, channels=True, memories=1, steps=1, seed=0, columns=VALUE_DIM):
+    """What a rule may write: q, k, e, w and log decays, and the matrix before."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(*shape):
+        return torch.randn(*shape, generator=generator, dtype=torch.float64)
+
+    k = torch.nn.functional.normalize(draw(2, 3, memories, tokens * steps, ROWS), dim=-1)
+    beta = torch.rand(2, 3, memories, tokens * steps, 1, generator=generator, dtype=torch.float64) * 1.9
+    decay = -draw(2, 3, memories, tokens * steps, ROWS if channels else 1).abs()
+    write, q = draw(2, 3, 1, tokens * steps, columns), draw(2, 3, 1, 2, tokens, ROWS)
+    return q, k, beta * k, write, decay, draw(2, 3, memories, ROWS, columns)
+
+
+def plain_loop(q, k, erase, write, decay, matrix, steps=1, order="decay erase write read"):
+    """S <- Diag(a) S; S <- S + k (w - e'S); q'S: one step after the other, or in another order."""
+    out = []
+    for t in range(q.shape[-2]):
+        before = torch.einsum("bhmkc,bhmgk->bhmgc", matrix, q[..., t, :].expand(*k.shape[:3], -1, -1))
+        for step in range(t * steps, (t + 1) * steps):
+            a = decay[..., step, :, None].exp()
+            kept = matrix if order.startswith("erase") else a * matrix
+            found = torch.einsum("bhmkc,bhmk->bhmc", kept, erase[..., step, :])
+            matrix = a * matrix + torch.einsum("bhmk,bhmc->bhmkc", k[..., step, :], write[..., step, :] - found)
+        after = torch.einsum("bhmkc,bhmgk->bhmgc", matrix, q[..., t, :].expand(*k.shape[:3], -1, -1))
+        out.append(before if order == "read first" else after)
+    return torch.stack(out, -2), matrix
+
+
+@pytest.mark.parametrize("channels", [False, True])
+@pytest.mark.parametrize("memories, steps", [(1, 1), (3, 1), (1, 2)])
+def test_chunks_are_the_plain_loop(channels, memories, steps):
+    given = steps_of(11, channels, memories, steps)
+    expected, matrix = plain_loop(*given, steps)
+    for size in (1, 4, 16):
+        out, last = read_and_write(*given, steps, size)
+        assert (out - expected).abs().max() < 1e-12 and (last - matrix).abs().max() < 1e-12
+
+
+@pytest.mark.parametrize("order", ["erase before decay", "read first"])
+def test_another_order_is_another_rule(order):
+    given = steps_of(11)
+    out, _ = read_and_write(*given, 1, 4)
+    assert (plain_loop(*given, order=order)[0] - out).abs().max() > 0.1
+
+
+def test_chunks_have_the_gradients_of_the_plain_loop():
+    given = [x.requires_grad_() for x in steps_of(9)]
+    wanted = torch.autograd.grad(sum(x.square().sum() for x in plain_loop(*given)), given)
+    found = torch.autograd.grad(sum(x.square().sum() for x in read_and_write(*given, 1, 4)), given)
+    assert max((a - b).abs().max() for a, b in zip(wanted, found, strict=True)) < 1e-10
+
+
+@pytest.mark.parametrize("name", RULES)
+@torch.no_grad()
+def test_a_text_may_be_cut_anywhere(name):
+    q, k, v = texts(23)
+    memory = memory_of(name)
+    whole, state = read(q, k, v, memory)
+    for cuts in ((1, 2, 9), (14,), range(1, 23)):
+        pieces, other = read(q, k, v, memory, cuts=cuts)
+        assert (pieces - whole).abs().max() < 1e-9
+        for key, tensor in tensors(state).items():
+            assert (tensors(other)[key] - tensor).abs().max() < 1e-9 if tensor.numel() else True, key
+    chunked = attend_text_with_features(q, k, v, memory, WINDOW, None, memory.empty(k, v, WINDOW, SINKS), chunk=7)
+    assert (chunked - whole).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", RULES)
+@torch.no_grad()
+def test_padding_and_later_tokens_change_nothing(name):
+    q, k, v = texts(19)
+    memory, real = memory_of(name), torch.ones(2, 19, dtype=torch.bool)
+    real[0, [0, 3, 4, 11]] = False
+    padded, state = read(q, k, v, memory, real=real, cuts=(8,))
+    alone, expected = read(q[:1, ..., real[0], :], k[:1, :, real[0]], v[:1, :, real[0]], memory)
+    assert (padded[:1, ..., real[0], :] - alone).abs().max() < 1e-9
+    for key, tensor in tensors(expected).items():
+        assert (tensors(state)[key][:1] - tensor).abs().max() < 1e-9 if tensor.numel() else True, key
+    before = {key: x.clone() for key, x in tensors(state).items()}
+    nothing = torch.zeros(2, 3, dtype=torch.bool)
+    linear_attention(q[..., :3, :], k[:, :, :3], v[:, :, :3], memory, WINDOW, nothing, state)
+    assert [key for key, x in tensors(state).items() if not torch.equal(x, before[key]) and "window" not in key] == []
+    q[..., 12:, :], k[:, :, 12:], v[:, :, 12:] = 9.0, -9.0, 9.0
+    again, _ = read(q, k, v, memory, real=real, cuts=(8,))
+    rows = real[0, :12]
+    assert (again[:1, ..., :12, :][..., rows, :] - padded[:1, ..., :12, :][..., rows, :]).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", RULES)
+def test_a_state_takes_the_bytes_that_are_counted(name):
+    q, k, v = (x.float() for x in texts(9))
+    for rows in (3, 4):
+        memory = memory_of(name, rows=rows)
+        memory.rule.float()
+        with torch.no_grad():
+            _, state = read(q, k, v, memory)
+        exact = {*ExactState.nothing(k, v, 0, 0)}
+        held = sum(x.numel() for key, x in tensors(state).items() if key not in exact) // (len(k) * k.shape[1])
+        assert held == MEMORIES[name].numbers(rows, DIM, VALUE_DIM)
+
+
+def test_every_memory_has_a_rule():
+    assert MEMORIES.keys() == RULES.keys()
+
+
+def outputs(memory, tokens=17, window=WINDOW):
+    with torch.no_grad():
+        return read(*texts(tokens), memory, window)[0]
+
+
+def aligned(rule, other, **gates):
+    """Two rules with the same maps; gates of the second are those of the first, or what is given for their kinds."""
+    first, second = memory_of(rule), memory_of(other)
+    for name, parameter in second.rule.named_parameters():
+        source = getattr(first.rule, name)
+        if source is not None and source.shape == parameter.shape:
+            parameter.data.copy_(source.data)
+    return first, second
+
+
+def test_rules_reduce_to_one_another():
+    gated, plain = aligned("gdn", "deltanet")
+    for one, places in ((gated, (0, 1)), (plain, (0,))):  # decay and β, or β alone
+        one.rule.gate_up.data.zero_()
+        one.rule.gate_bias.data[:, places[-1]] = 0.3
+    gated.rule.gate_bias.data[:, 0] = 500.0  # a = 1
+    assert (outputs(gated) - outputs(plain)).abs().max() < 1e-9
+
+    scalar, channel = aligned("gdn", "kda")
+    for gates in ("gate_bias", "gate_up"):
+        a, b = getattr(scalar.rule, gates).data, getattr(channel.rule, gates).data
+        b[:, :ROWS], b[:, ROWS:] = a[:, :1], a[:, 1:]
+    assert (outputs(scalar) - outputs(channel)).abs().max() < 1e-9
+
+    together, apart = aligned("kda", "gdn2")
+    for gates in ("gate_bias", "gate_up"):
+        a, b = getattr(together.rule, gates).data, getattr(apart.rule, gates).data
+        b[:, :ROWS], b[:, ROWS:] = a[:, :ROWS], a[:, ROWS : ROWS + 1]
+    assert (outputs(together) - outputs(apart)).abs().max() < 1e-9
+
+    none = memory_of(Rule("unit", "scalar", "scalar"))
+    none.rule.gate_up.data.zero_()
+    none.rule.gate_bias.data[:, 1] = -500.0  # β = 0 writes nothing: the mean of values is left
+    none.rule.value_scale.data.fill_(1e6)
+    other = memory_of(Rule("unit", "scalar", "scalar"))
+    other.rule.value_scale.data.zero_()
+    assert (outputs(none) - outputs(other)).abs().max() < 1e-9
+
+
+def test_options_that_learned_nothing_change_nothing():
+    for option in (dict(taps=3), dict(heat=True)):
+        plain, other = aligned(RULES["gdn"], replace(RULES["gdn"], **option))
+        if "taps" in option:
+            other.rule.tap_weight.data.zero_()[:, -1] = 1.0
+        else:
+            other.rule.heat.data.zero_()
+        assert (outputs(plain) - outputs(other)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", ["gdn", "liger"])
+def test_a_mass_of_nothing_leaves_the_window_student(name):
+    memory = memory_of(name)
+    memory.rule.mass.data.fill_(-1e4)
+    with torch.no_grad():
+        expected, _ = read_window(*texts(17))
+    assert (outputs(memory) - expected).abs().max() < 1e-12
+
+
+def read_window(q, k, v):
+    state = FeatureState.empty(k, v, WINDOW, SINKS, 0)
+    return linear_attention(q, k, v, None, WINDOW, None, state), state
+
+
+def test_orthogonal_keys_are_recalled_and_overwritten_exactly():
+    keys = torch.eye(ROWS, dtype=torch.float64)[[0, 1, 2, 1]][None, None, None]
+    values = torch.arange(4 * VALUE_DIM, dtype=torch.float64).view(1, 1, 1, 4, VALUE_DIM)
+    nothing, still = torch.zeros(1, 1, 1, ROWS, VALUE_DIM, dtype=torch.float64), torch.zeros_like(keys[..., :1])
+    for erase, found in ((keys, values[0, 0, 0, 3]), (None, values[0, 0, 0, 1] + values[0, 0, 0, 3])):
+        out, _ = read_and_write(keys[:, :, :, None], keys, erase, values, still, nothing, 1, 3)
+        torch.testing.assert_close(out[0, 0, 0, 0, 3], found)
+        torch.testing.assert_close(out[0, 0, 0, 0, 2], values[0, 0, 0, 2])
+
+
+def test_strong_decays_are_finite_forward_and_backward():
+    q, k, erase, write, _, matrix = (x.float() for x in steps_of(64))
+    decay = torch.full_like(k, -5.0).requires_grad_()
+    out, last = read_and_write(q, k, erase, write, decay, matrix, 1, 16)
+    (gradient,) = torch.autograd.grad(out.square().sum() + last.square().sum(), decay)
+    assert out.isfinite().all() and last.isfinite().all() and gradient.isfinite().all()
+
+
+def test_an_erasure_below_two_keeps_the_matrix_bounded():
+    generator = torch.Generator().manual_seed(0)
+    keys = torch.nn.functional.normalize(torch.randn(1, 1, 1, 20_000, 8, generator=generator), dim=-1)
+    values = torch.randn(1, 1, 1, 20_000, 4, generator=generator)
+    asks = torch.zeros(1, 1, 1, 1, 20_000, 8)
+    matrix = torch.zeros(1, 1, 1, 8, 4)
+    _, last = read_and_write(asks, keys, 1.95 * keys, values, torch.zeros_like(keys[..., :1]), matrix, 1, 64)
+    assert last.norm() < 100
+
+
+def test_moments_are_those_of_all_far_keys_however_they_came():
+    _, k, v = texts(30)
+    memory = memory_of("gdn")
+    for edges in ((0, 30), (0, 11, 30)):
+        state = memory.empty(k, v, 0, 0)
+        for a, b in zip(edges, edges[1:], strict=False):
+            count = torch.arange(a + 1, b + 1, dtype=torch.float64)[None, None, :, None]
+            running_moments(state, k[:, :, a:b], v[:, :, a:b], torch.ones_like(count), count)
+        torch.testing.assert_close(state.key_mean, k.mean(2))
+        torch.testing.assert_close(state.key_variance, k.var(2, correction=0))
+        torch.testing.assert_close(state.value_mean, v.mean(2))
+
+
+def test_the_mass_of_gaussian_keys_is_nearly_theirs_and_of_equal_keys_exactly():
+    generator = torch.Generator().manual_seed(0)
+    k = torch.randn(1, 1, 4000, DIM, generator=generator, dtype=torch.float64)
+    q = torch.randn(1, 1, 1, 4000, DIM, generator=generator, dtype=torch.float64) / 2
+    v = torch.zeros(1, 1, 4000, VALUE_DIM, dtype=torch.float64)
+    memory = memory_of("gdn", heads=1)
+    memory.rule.mass.data.zero_()
+    for keys, bound in ((k, 0.1), (k[:, :, :1].expand_as(k).contiguous(), 1e-9)):
+        state = memory.empty(keys, v, 0, 0)
+        comes, place = torch.ones(1, 4000, dtype=torch.bool), torch.arange(4000)[None]
+        with torch.no_grad():
+            mass = memory.chunk(state, q, keys, v, comes, place).bound[0, 0, 0, -8:, 0]
+        exact = (q[0, 0, 0, -1:] @ keys[0, 0].mT).logsumexp(-1)
+        assert (mass[-1] - exact).abs().max() < bound
+
+
+def test_rows_of_magnitude_sum_to_one():
+    q, k, v = texts(15)
+    memory = memory_of("mala")
+    with torch.no_grad():
+        out, _ = read(q, k, torch.ones_like(v), memory)
+    torch.testing.assert_close(out, torch.ones_like(out))
+
+
+def student_with(*memories, bits=16, **settings):
+    """A tiny student whose KV heads hold these memories in turn."""
+    return student_of("llama", [Head(4, 6, bits=bits, memory=memory) for memory in memories], **settings)
+
+
+@pytest.mark.parametrize("bits", [8, 16])
+@torch.no_grad()
+def test_a_student_generates_from_its_state_what_it_generates_without_one(bits):
+    student = student_with("kda", "liger", "mamba2", "mesa", bits=bits)
+    ids, mask = tokens(2, 14), torch.ones(2, 14, dtype=torch.long)
+    mask[0, :3] = 0
+    texts = [
+        student.generate(ids, attention_mask=mask, max_new_tokens=6, do_sample=False, use_cache=use, eos_token_id=None)
+        for use in (True, False)
+    ]
+    assert torch.equal(*texts)
+
+
+@torch.no_grad()
+def test_a_checkpoint_and_a_saved_state_hold_memories(tmp_path):
+    student = student_with("gdn", "lightnet")
+    save(student, None, tmp_path / "checkpoint")
+    again = load(tmp_path / "checkpoint")
+    first, second = tokens(1, 12), tokens(1, 5, seed=1)
+    cache = student(first, use_cache=True).past_key_values
+    dim, exact = student.config.layers[0]["key_dim"], 2 + 4  # sinks and window, in float32 as the tiny model
+    held = [4 * (exact * 2 * dim + MEMORIES[memory].numbers(6, dim, dim)) for memory in ("gdn", "lightnet")]
+    assert cache.layers[0].bytes() == sum(held)
+    cache.save(str(tmp_path / "state"))
+    kept = again.load_cache(str(tmp_path / "state"))
+    torch.testing.assert_close(
+        again(second, past_key_values=kept).logits, student(second, past_key_values=cache).logits
+    )
+
+
+@pytest.mark.parametrize("memory", RULES)
+def test_training_by_layer_lowers_the_loss_of_every_rule(memory):
+    student = student_with(memory)
+    same_text = TrainingSettings(loss="output", steps=12, batch=4, warmup=2, window_dropout=0.0, repeats=0.0)
+    trained = finish(distill(student, tokens(4, 32), same_text))
+    assert sum(trained.end.values()) < sum(trained.start.values()) and not trained.events
+
+
+def test_a_stopped_training_goes_on_to_the_same_bits(tmp_path):
+    settings = TrainingSettings(loss="output", steps=6, batch=2, save_every=2)
+    whole, stopped = student_with("gdn", "kda"), student_with("gdn", "kda")
+    finish(distill(whole, tokens(6, 24), settings))
+    steps = distill(stopped, tokens(6, 24), settings, folder=tmp_path)
+    for _ in range(3):
+        next(steps)
+    steps.close()
+    resumed = student_with("gdn", "kda")
+    finish(distill(resumed, tokens(6, 24), settings, folder=tmp_path, resume=True))
+    own, other = whole.state_dict(), resumed.state_dict()
+    assert [name for name in own if not torch.equal(own[name], other[name])] == []
