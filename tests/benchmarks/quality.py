@@ -98,6 +98,21 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
     "paper, l2": ("paper", {"loss": "l2"}),
     "paper, direct": ("paper", {"loss": "direct"}),
 }
+BY_RULE = ("cells", "lawcat", "retnet", "gla", "deltanet", "gdn", "kda", "mom", "nalaformer", "mala")
+for name in BY_RULE:  # trained, and as they begin
+    ROWS |= {name: (name, SINKS), f"{name}, untrained": (name, {"steps": 0, **SINKS})}
+ROWS |= {
+    "liger": ("liger", {}),
+    "sas": ("sas", SINKS),
+    "gain-features, gdn": (
+        "best",
+        {"strategy": "gain-features", "feature_map": "gdn", "loss": "output", "steps": STEPS},
+    ),
+    "gain-features, cells": (
+        "best",
+        {"strategy": "gain-features", "feature_map": "cells", "loss": "output", "steps": STEPS},
+    ),
+}
 LONG = " at 8192"  # how rows end that are priced for longer texts
 UNTRAINED = ("best", "windows", "swa", "evict", "duo", "cache", *RULES)
 LONGER = (2, 8)  # times the length, at which the bytes of a growing cache are stated, too
@@ -212,7 +227,7 @@ def prepared(work, plan):
         sinks = finish(step.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
         result = "measured" if plan.prices == "measured" else plan.budget  # near a budget the dear ones are measured
         bits = "-".join(map(str, (plan.kept_bits, *plan.fewer_bits)))
-        prices = base / f"prices-{plan.rules.far_field}-{bits}-{sinks}-{result}.json"
+        prices = base / f"prices-{plan.memory or plan.rules.far_field}-{bits}-{sinks}-{result}.json"
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
         else:
