@@ -8,6 +8,8 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+MOST_CELLS = 1024
+
 
 @dataclass(frozen=True)
 class Memory:
@@ -20,16 +22,19 @@ class Memory:
     levels: bool = False  # a logarithm for each row
     squares: bool = False  # rows × rows besides
     keys: int = 0  # that are kept for a convolution
+    holds_keys: bool = False  # in each row, beside the value
     is_wide: bool = False  # two rows from each product with a key
 
     def numbers(self, rows: int, key_dim: int, value_dim: int) -> int:
         """Count the fp32 numbers of one KV head."""
-        columns = value_dim + self.columns + (rows if self.squares else 0) + int(self.levels)
+        columns = (
+            value_dim + self.columns + (rows if self.squares else 0) + int(self.levels) + self.holds_keys * key_dim
+        )
         return self.matrices * rows * columns + self.moments * (2 * key_dim + value_dim) + self.keys * key_dim
 
     def most_rows(self, key_dim: int) -> int:
         """Count the rows beyond which further ones would repeat them."""
-        return 2 * key_dim if self.is_wide else key_dim
+        return MOST_CELLS if self.holds_keys else 2 * key_dim if self.is_wide else key_dim
 
 
 MEMORIES: Mapping[str, Memory] = {
@@ -40,6 +45,8 @@ MEMORIES: Mapping[str, Memory] = {
     "nalaformer": Memory("powers of products by sign, the query's norm in the power", columns=1, is_wide=True),
     "mala": Memory("weights with a magnitude and an offset, which sum to one", columns=1, moments=True),
     "transnormer": Memory("linear attention with a norm in place of the denominator"),
+    "cells": Memory("tokens shared among cells: mean keys, mean values, and how many", columns=1, holds_keys=True),
+    "lawcat": Memory("softmaxes of products, with a decay by token, keys convolved", columns=1, keys=3, is_wide=True),
     "retnet": Memory("one decay for a head"),
     "lightning": Memory("one decay for a head, keys and queries by silu"),
     "mamba2": Memory("a decay by token, keys convolved", keys=3),

@@ -98,6 +98,20 @@ RECIPES: Mapping[str, Recipe] = {
         {"strategy": "fix", "feature_map": "mlp", "steps": 60},
         "Zheng et al., SAS: Simulated Attention Score, NeurIPS 2025, arXiv:2507.07694",
     ),
+    "cells": Recipe(
+        "soft cells",
+        "tokens shared among cells, each with its mean key, mean value and their number, beside a window",
+        by_rule("cells"),
+        "after Zhang et al., Gated Slot Attention for Efficient Linear-Time Sequence Modeling, NeurIPS 2024, "
+        "arXiv:2409.07146",
+    ),
+    "lawcat": Recipe(
+        "LAWCAT",
+        "normalised sums with a decay by token, keys convolved over four tokens (queries are not), beside a window",
+        by_rule("lawcat"),
+        "Liu et al., LAWCAT: Efficient Distillation from Quadratic to Linear Attention with Convolution across Tokens "
+        "for Long Context Modeling, Findings of EMNLP 2025, arXiv:2509.18467",
+    ),
     "retnet": Recipe(
         "RetNet",
         "sums of products with one decay for a head, normalised when read, beside a window",
@@ -167,6 +181,7 @@ NOT_EXPRESSED: Mapping[str, str] = {  # method -> why no option of a head can be
     "SOFT, Flowformer": "their normalisers run over the whole text, and a row knows no later token",
     "CLEAR, LinFusion, LiT, LION": "they read in both directions; students are causal",
     "Kronecker attention": "scores of three tokens have no state that is a sum over single tokens",
+    "ALiBi teachers (bloom, mpt, falcon)": "transformers' attention interface does not reach them",
     "ALiBi with a slope per query head": "a group of queries shares one state, which would need one for every slope",
     "TTT-MLP, ParaRNN": "their memories are not linear in what is written, so a text cannot be read in chunks",
     "log-linear attention": "its state grows with the logarithm of the length",

@@ -19,7 +19,7 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
@@ -34,6 +34,7 @@ HALF_LIFE = 256.0  # tokens, before training
 SLOWNESS = 16.0  # log decays are logsigmoid(gate) / SLOWNESS
 HORIZON = 4096.0  # tokens over which the weights of `cosformer` fall
 ROUTES = 2  # memories that a token writes and reads, of those that are routed to
+LEAST_NUMBER = 1e-30  # of tokens in a cell
 WRITTEN_AT_ONCE, WRITTEN_BY_CHANNEL = 64, 16  # rows of a chunk: with decays by channel more would overflow
 BEGIN_SCALE = 0.25  # of what the matrix adds to the mean of values, before training
 
@@ -46,7 +47,7 @@ class Rule:
     decay: str = ""  # fixed, scalar, channel: by gates; key: by the key; complement: what is not written; level: mean
     erase: str = ""  # "": nothing; scalar or channel: what the key finds; removal: a step of its own before writing
     mass: str = "gauss"
-    read: str = ""  # norm: of unit norm; solve: by the inverse of Σ k k'; mala: with weights that sum to one
+    read: str = ""  # norm: of unit norm; solve, by the inverse of Σ k k'; mala; cells: softmax over the rows' mean keys
     beta: float = 1.0  # the largest share of what is found that is erased; beyond 1 signs turn
     steps: int = 1  # of erasing and writing, with a key each, for every token
     memories: int = 1  # routed to, beside one that every token shares
@@ -63,6 +64,8 @@ RULES: Mapping[str, Rule] = {
     "nalaformer": Rule("signs", mass="sum"),
     "mala": Rule("elu", read="mala"),
     "transnormer": Rule("elu", mass="share", read="norm"),
+    "cells": Rule("softmax", mass="sum", read="cells"),
+    "lawcat": Rule("both", "scalar", mass="sum", taps=4),
     "retnet": Rule("plain", "fixed", mass="share", read="norm"),
     "lightning": Rule("silu", "fixed", mass="share", read="norm"),
     "mamba2": Rule("plain", "scalar", mass="share", taps=4),
@@ -107,6 +110,7 @@ class MatrixRule(nn.Module):
     gate_down: Tensor
     gate_up: Tensor | None
     norm: Tensor | None
+    key_bias: Tensor | None  # of cells, as far as keys are from their centres
     log_ridge: Tensor | None
     tap_weight: Tensor | None
     heat: Tensor | None
@@ -115,7 +119,7 @@ class MatrixRule(nn.Module):
     def __init__(self, heads: int, key_dim: int, value_dim: int, rows: int, rule: Rule) -> None:
         super().__init__()
         self.rule, self.features, self.value_dim = rule, rows, value_dim
-        wide = rule.map in ("fourier", "cosine", "signs")  # two rows from each product
+        wide = rule.map in ("fourier", "cosine", "signs", "both")  # two rows from each product
         products = -(-rows // 2) if wide else rows
         self.all_memories = 1 if rule.memories == 1 else rule.memories + 1
         self.gates = {
@@ -128,6 +132,7 @@ class MatrixRule(nn.Module):
             "key_map": (rule.steps, products, key_dim),
             "query_map": (products, key_dim),
             "key_shift": (key_dim,),
+            "key_bias": (products if rule.read == "cells" else 0,),
             "gate_bias": (sum(self.gates.values()),),
             "gate_down": (RANK, value_dim + key_dim // 2) if by_token else (0,),
             "gate_up": (sum(self.gates.values()), RANK) if by_token else (0,),
@@ -180,7 +185,8 @@ class MatrixRule(nn.Module):
 
     @property
     def columns(self) -> int:
-        extra = {"solve": self.features, "mala": 1}.get(self.rule.read, int(self.rule.mass == "sum"))
+        of_keys = self.key_shift.shape[-1] + 1
+        extra = {"solve": self.features, "mala": 1, "cells": of_keys}.get(self.rule.read, int(self.rule.mass == "sum"))
         return self.value_dim + extra
 
     def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> MatrixState:
@@ -222,17 +228,25 @@ class MatrixRule(nn.Module):
         routes = None
         if self.router is not None:
             keys, erase, decay, routes = self.routed(root, q, k, keys, erase, decay)
-        asks = self.queries(q / root, place)[:, :, None]
-        ridge = None if self.log_ridge is None else self.log_ridge.exp()[:, None].to(q.dtype)
-        sizes = self.rule.steps, WRITTEN_BY_CHANNEL if decay.shape[-1] > 1 or ridge is not None else WRITTEN_AT_ONCE
-        out, state.matrix = read_and_write(asks, keys, erase, write[:, :, None], decay, state.matrix, *sizes, ridge)
+        asks = (q if self.rule.read == "cells" else self.queries(q / root, place))[:, :, None]
+        ask = self.asking(k.shape[-1])
+        sizes = self.rule.steps, WRITTEN_BY_CHANNEL if decay.shape[-1] > 1 or ask is not None else WRITTEN_AT_ONCE
+        out, state.matrix = read_and_write(asks, keys, erase, write[:, :, None], decay, state.matrix, *sizes, ask)
         out = out[:, :, 0] if routes is None else (out * routes).sum(2)
         vectors, mass = self.weighed(out, mass, mean, count)
         return mass, vectors
 
+    def asking(self, key_dim: int) -> Ask | None:
+        """Give what turns queries into what reads, where that depends on what was written."""
+        if self.log_ridge is not None:
+            return LeastSquares(self.features, self.log_ridge.exp())
+        return Cells(key_dim) if self.rule.read == "cells" else None
+
     def weighed(self, out: Tensor, mass: Tensor, mean: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Make a mean of values and its mass of what was read."""
         scale = self.value_scale.to(out.dtype)[:, None, None, None]
+        if self.rule.read == "cells":
+            return out[..., :-1], mass + out[..., -1:]
         if self.rule.mass == "sum":
             total = out[..., -1:].clamp_min(torch.finfo(out.dtype).tiny)
             return out[..., :-1] / total, mass + total.log()
@@ -250,6 +264,8 @@ class MatrixRule(nn.Module):
         rule = self.rule
         shifted = k * root - self.key_shift[:, None].to(k.dtype)
         products = torch.einsum("bhtd,hspd->bhtsp", shifted, self.key_map.to(k.dtype))
+        if self.key_bias is not None:
+            products = products + self.key_bias[:, None, None].to(k.dtype)
         keys = rows_of(rule.map, products, place[:, None, :, None, None], False)[..., : self.features]
         gates = self.gate_values(k, v)
         decay = self.log_decay(gates["decay"], products[..., 0, :])
@@ -259,6 +275,8 @@ class MatrixRule(nn.Module):
             keys, decay = self.leveled(state, keys, there)
         if rule.mass == "sum" or rule.read == "mala":
             v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
+        if rule.read == "cells":
+            v = torch.cat([k, v], -1)
         beta = gates["beta"].sigmoid() * rule.beta
         keys, erase, write = keys * there[..., None], None, v[..., None, :].expand(*v.shape[:3], rule.steps, -1)
         if rule.erase == "scalar":
@@ -389,6 +407,8 @@ def rows_of(kind: str, x: Tensor, place: Tensor, is_query: bool) -> Tensor:
         return silu(x)
     if kind == "softmax":
         return x.softmax(-1)
+    if kind == "both":
+        return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
     if kind == "fourier":
         return torch.cat([x.cos(), x.sin()], -1) / math.sqrt(x.shape[-1])
     if kind == "cosine":
@@ -422,6 +442,59 @@ def running_moments(
     return mean, variance, values
 
 
+class Ask(Protocol):
+    """Turns queries into what reads a matrix, where that depends on what the matrix holds as each row reads."""
+
+    def columns(self, whole: Tensor) -> Tensor: ...  # of a matrix, or of what is written: those that are read
+
+    def queries(
+        self, q: Tensor, k: Tensor, write: Tensor, weights: Tensor, kept: Tensor, matrix: Tensor
+    ) -> tuple[Tensor, Tensor | None]: ...  # what reads, and the logarithm of its mass where it has its own
+
+
+@dataclass(frozen=True)
+class LeastSquares:
+    """Multiplies queries by the inverse of Σ k k', which the first columns hold, lifted by a ridge of each head."""
+
+    size: int
+    ridge: Tensor  # (heads,)
+
+    def columns(self, whole: Tensor) -> Tensor:
+        return whole[..., self.size :]
+
+    def queries(
+        self, q: Tensor, k: Tensor, write: Tensor, weights: Tensor, kept: Tensor, matrix: Tensor
+    ) -> tuple[Tensor, None]:
+        squares = torch.einsum("...ij,...jk,...jl->...ikl", weights, k, write[..., : self.size])
+        squares = squares + kept[..., None] * matrix[..., None, :, : self.size]
+        eye = torch.eye(self.size, dtype=q.dtype, device=q.device)
+        lifted = squares + self.ridge.to(q.dtype).view(1, -1, 1, 1, 1, 1) * eye
+        return torch.linalg.solve(lifted, q.movedim(-3, -1)).movedim(-1, -3), None
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Scores the mean key of every row, which is a cell, and adds the logarithm of how much was written to it.
+
+    Columns hold the sums of keys, of values, and of what was written.
+    """
+
+    size: int
+
+    def columns(self, whole: Tensor) -> Tensor:
+        return whole[..., self.size : -1]
+
+    def queries(
+        self, q: Tensor, k: Tensor, write: Tensor, weights: Tensor, kept: Tensor, matrix: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        own = (q @ write[..., None, :, : self.size].mT) * weights[..., None, :, :]
+        sums = own @ k[..., None, :, :] + kept[..., None, :, :] * (q @ matrix[..., None, :, : self.size].mT)
+        number = (weights @ k + kept * matrix[..., None, :, -1]).clamp_min(LEAST_NUMBER)[..., None, :, :]
+        logits = sums / number + number.log()
+        mass = logits.logsumexp(-1, keepdim=True)
+        return (logits - mass).exp() / number, mass
+
+
 def read_and_write(
     q: Tensor,  # (batch, heads, memories or 1, group, rows, K)
     k: Tensor,  # (batch, heads, memories, rows · steps, K)
@@ -431,22 +504,25 @@ def read_and_write(
     matrix: Tensor,  # (batch, heads, memories, K, columns)
     steps: int,
     size: int,
-    ridge: Tensor | None = None,
+    ask: Ask | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """Write tokens and read after each, some at a time; return what is read and the matrix at the end."""
+    """Write tokens and read after each, some at a time; return what is read and the matrix at the end.
+
+    What is read ends with the logarithm of its mass, where what asks has its own.
+    """
     tokens, parts = q.shape[-2], []
     if tokens == 1:
-        return read_and_write_token(q, k, erase, write, decay, matrix, ridge)
+        return read_and_write_token(q, k, erase, write, decay, matrix, ask)
     for start in range(0, tokens, size):
         some = slice(start * steps, (start + size) * steps)
         part = k[..., some, :], None if erase is None else erase[..., some, :], write[..., some, :], decay[..., some, :]
-        out, matrix = read_and_write_chunk(q[..., start : start + size, :], *part, matrix, steps, ridge)
+        out, matrix = read_and_write_chunk(q[..., start : start + size, :], *part, matrix, steps, ask)
         parts.append(out)
     return torch.cat(parts, -2), matrix
 
 
 def read_and_write_token(
-    q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor, ridge: Tensor | None
+    q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor, ask: Ask | None
 ) -> tuple[Tensor, Tensor]:
     """Take the steps of one token, one after the other."""
     for step in range(k.shape[-2]):
@@ -455,45 +531,36 @@ def read_and_write_token(
         if erase is not None:
             new = new - erase[..., step, None, :] @ matrix
         matrix = matrix + k[..., step, :, None] * new
-    if ridge is None:
+    if ask is None:
         return q @ matrix[..., None, :, :], matrix
-    size = k.shape[-1]
-    return solved(q, matrix[..., None, :, :size], ridge) @ matrix[..., None, :, size:], matrix
+    nothing = k.new_zeros(*k.shape[:-2], 1, 0), k.new_ones(*k.shape[:-2], 1, 1)  # all is in the matrix
+    q, mass = ask.queries(q, k[..., :0, :], write[..., :0, :], *nothing, matrix)
+    out = q @ ask.columns(matrix)[..., None, :, :]
+    return out if mass is None else torch.cat([out, mass], -1), matrix
 
 
 def read_and_write_chunk(
     q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor, steps: int,
-    ridge: Tensor | None,
+    ask: Ask | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Solve for what some tokens write, then read."""
-    columns = k.shape[-2]
-    sums, at = decay.cumsum(-2), torch.arange(columns, device=k.device)
+    tokens = k.shape[-2]
+    sums, at = decay.cumsum(-2), torch.arange(tokens, device=k.device)
     if erase is not None:
-        system = paired(erase, k, sums, sums, at < at[:, None]) + torch.eye(columns, dtype=k.dtype, device=k.device)
+        system = paired(erase, k, sums, sums, at < at[:, None]) + torch.eye(tokens, dtype=k.dtype, device=k.device)
         found = write - (erase * sums.exp()) @ matrix
         write = torch.linalg.solve_triangular(system, found, upper=False, unitriangular=True)
-    rows = at[steps - 1 :: steps]
-    own, seen, whole = sums[..., rows, :], at <= rows[:, None], matrix[..., None, :, :]
-    if ridge is not None:
-        size = k.shape[-1]
+    rows, mass, columns = at[steps - 1 :: steps], None, (write, matrix)
+    own, seen = sums[..., rows, :], at <= rows[:, None]
+    if ask is not None:
         weights = torch.where(seen, own[..., :, None, 0] - sums[..., None, :, 0], EMPTY).exp()
-        squares = torch.einsum("...ij,...jk,...jl->...ikl", weights, k, write[..., :size])
-        squares = squares + own.exp()[..., None] * matrix[..., None, :, :size]
-        q = solved(q.movedim(-3, -2), squares, ridge).movedim(-2, -3)
-        write_read, whole = write[..., size:], whole[..., size:]
-    else:
-        write_read = write
+        q, mass = ask.queries(q, k, write, weights, own.exp(), matrix)
+        columns = ask.columns(write), ask.columns(matrix)
     scores = paired(q, k[..., None, :, :], own[..., None, :, :], sums[..., None, :, :], seen)
-    out = (q * own.exp()[..., None, :, :]) @ whole + scores @ write_read[..., None, :, :]
+    out = (q * own.exp()[..., None, :, :]) @ columns[1][..., None, :, :] + scores @ columns[0][..., None, :, :]
     last = sums[..., -1:, :]
-    return out, last.exp().mT * matrix + (k * (last - sums).exp()).mT @ write
-
-
-def solved(q: Tensor, squares: Tensor, ridge: Tensor) -> Tensor:
-    """Multiply queries (…, K) by the inverse of their squares (…, K, K), lifted by a ridge of each head."""
-    shape = ridge.view(1, -1, *[1] * (squares.dim() - 2))
-    lifted = squares + shape * torch.eye(squares.shape[-1], dtype=squares.dtype, device=squares.device)
-    return torch.linalg.solve(lifted, q.mT).mT
+    after = last.exp().mT * matrix + (k * (last - sums).exp()).mT @ write
+    return out if mass is None else torch.cat([out, mass], -1), after
 
 
 def paired(x: Tensor, y: Tensor, x_sums: Tensor, y_sums: Tensor, seen: Tensor) -> Tensor:

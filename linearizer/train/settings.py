@@ -33,6 +33,7 @@ RATES: Mapping[str, float] = {  # by the name of a parameter in its feature map;
     "key_map": 0.01,
     "query_map": 0.01,
     "key_shift": 0.01,
+    "key_bias": 0.03,
     "gate_bias": 0.05,
     "gate_down": 0.01,
     "gate_up": 0.01,

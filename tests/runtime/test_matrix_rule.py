@@ -216,6 +216,34 @@ def test_options_that_learned_nothing_change_nothing():
         assert (outputs(plain) - outputs(other)).abs().max() < 1e-9
 
 
+def test_cells_are_read_as_tokens_of_their_mean_keys_and_values():
+    """One softmax over cells, as a plain loop has it; with a cell for every token it is softmax attention."""
+    q, k, v = texts(9, heads=1, batch=1)
+    memory = memory_of("cells", heads=1)
+    with torch.no_grad():
+        out, _ = read(q, k, v, memory, window=0, sinks=0)
+        rule = memory.rule
+        shares = ((k * 0.7 - rule.key_shift[:, None]) @ rule.key_map[:, 0].mT + rule.key_bias[:, None]).softmax(-1)[
+            0, 0
+        ]
+    for t in range(9):
+        seen, number = slice(t + 1), shares[: t + 1].sum(0)
+        keys, values = ((shares[seen].T @ x[0, 0, seen]) / number[:, None] for x in (k, v))
+        expected = (q[0, 0, :, t] @ keys.T + number.log()).softmax(-1) @ values
+        assert (out[0, 0, :, t] - expected).abs().max() < 1e-9
+    memory = memory_of("cells", heads=1, rows=9)
+    memory.rule.key_map.data.zero_()[:, 0, :, :] = 4000 * k[0, 0]
+    memory.rule.key_bias.data.copy_(-4000 * 0.7 * k[0, 0].square().sum(-1)[None] / 2)
+    memory.rule.key_shift.data.zero_()
+    with torch.no_grad():
+        mass = memory.rule.mass.data.zero_()
+        out, _ = read(q, k, v, memory, window=0, sinks=0)
+    exact = torch.nn.functional.scaled_dot_product_attention(
+        q[:, 0], k[:, 0:1], v[:, 0:1], is_causal=True, scale=1.0, enable_gqa=True
+    )
+    assert (out[:, 0] - exact).abs().max() < 1e-9 and not mass.any()
+
+
 @pytest.mark.parametrize("name", ["gdn", "liger"])
 def test_a_mass_of_nothing_leaves_the_window_student(name):
     memory = memory_of(name)
