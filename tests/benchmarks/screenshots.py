@@ -57,17 +57,17 @@ def take_part(page, part, name, height):
     page.set_viewport_size(before)
 
 
-def take_profile(page, name):
-    """Picture the profile step once its maps and its bars are drawn."""
+def take_profile(page, name, top=None):
+    """Picture the profile step once its maps and its bars are drawn; `top` is where the picture begins."""
     page.click("#step-3-button")
     page.wait_for_selector("#step-3 .heatmaplayer")
     page.wait_for_selector("#bars .barlayer .point", state="attached")
-    picture(page, name)
+    picture(page, name, top)
 
 
-def picture(page, name):
+def picture(page, name, top=None):
     page.wait_for_timeout(1500)
-    page.evaluate("window.scrollTo(0, 0)")
+    page.evaluate("(top) => top ? document.querySelector(top).scrollIntoView() : window.scrollTo(0, 0)", top)
     page.wait_for_timeout(300)
     page.screenshot(path=ASSETS / f"page-{name}.png")
 
@@ -76,13 +76,13 @@ def take_example(browser, url):
     """Picture the finished example."""
     example = f"{url}?run=example-run"
     for scheme in ("light", "dark"):
-        with looking(browser, example, color_scheme=scheme, **{**WIDE, "viewport": {**SIZE, "height": 1640}}) as page:
+        with looking(browser, example, color_scheme=scheme, **{**WIDE, "viewport": {**SIZE, "height": 1720}}) as page:
             take_profile(page, f"profile-{scheme}")
         with looking(browser, example, color_scheme=scheme, **WIDE) as page:
             take_part(page, "recall", f"evaluation-{scheme}", 680)
     with looking(browser, example, **NARROW) as page:
         take_part(page, "needle", "evaluation-narrow", 1320)
-        take_profile(page, "narrow")
+        take_profile(page, "narrow", "#step-3 .lz-chart")
     with looking(browser, url, **WIDE) as page:
         page.wait_for_selector("#hero svg")
         picture(page, "landing")
