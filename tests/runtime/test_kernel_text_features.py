@@ -45,7 +45,7 @@ def gradients(out, inputs, seed=0):
 
 
 SHAPES = {
-    "features alone": (70, dict(window=0, sinks=0), {}, {}),
+    "features alone": (70, dict(window=0, sinks=0), dict(batch=1), {}),
     "window, sinks and features": (70, dict(window=5, sinks=2), dict(features=37), {}),
     "no features": (45, dict(window=9, sinks=3), dict(features=0), {}),
     "a window over several blocks": (50, dict(window=40, sinks=1), dict(features=16), {}),
@@ -54,8 +54,9 @@ SHAPES = {
     "four query heads": (33, dict(window=0, sinks=1), dict(group=4, batch=1), {}),
     "eight query heads": (33, dict(window=2, sinks=0), dict(group=8, heads=1, batch=1), {}),
     "in pieces": (75, dict(window=5, sinks=2), {}, dict(cuts=[1, 40, 41])),
-    "in pieces, features alone": (75, dict(window=0, sinks=0), {}, dict(cuts=[34])),
-    "padded": (40, dict(window=4, sinks=2), {}, dict(padded=True, cuts=[17])),
+    "in pieces, features alone": (75, dict(window=0, sinks=0), dict(batch=1), dict(cuts=[34])),
+    "padded": (40, dict(window=4, sinks=2), dict(heads=1), dict(padded=True, cuts=[17])),
+    "small, in pieces": (45, dict(window=5, sinks=2), dict(heads=1, batch=1), dict(cuts=[1, 38])),  # 2 segments in one
 }
 
 
@@ -133,7 +134,7 @@ def test_under_autocast_features_in_bf16_leave_a_state_in_fp32(kind):
 
 
 def test_the_same_bits_twice():
-    q, k, v, feature_map = make(40, dtype=torch.float32)
+    q, k, v, feature_map = make(40, batch=1, dtype=torch.float32)
     q.requires_grad_(), k.requires_grad_()
     first, second = (fused(q, k, v, feature_map, 3, 1)[0] for _ in range(2))
     assert torch.equal(first, second)
@@ -166,7 +167,7 @@ def test_dimensions_may_be_multiplied_some_at_a_time(monkeypatch):
 def test_a_mutated_kernel_fails(module, line, mutation, tmp_path, monkeypatch):
     mutate(module, line, mutation, tmp_path, monkeypatch)
     with pytest.raises(AssertionError):
-        test_attention_and_every_gradient_are_the_reference_s("in pieces")
+        test_attention_and_every_gradient_are_the_reference_s("small, in pieces")
 
 
 @pytest.mark.parametrize("batch, tokens", [(2**14, 70), (1, 2**20)])
