@@ -165,7 +165,9 @@ def explain_speed(run: Run, teacher: Side, student: Side) -> str:
     heads = [head for row in allocation.heads for head in row]
     if any(head.slots for head in heads):
         reasons.append("tokens that leave a window have to be merged into slots")
-    if any(head.features for head in heads):
+    if any(head.memory for head in heads):
+        reasons.append("every token is written into a memory")
+    if any(head.features and not head.memory for head in heads):
         reasons.append("queries and keys have to be turned into features")
     if not reasons:
         reasons.append("its state has to be kept up to date")
