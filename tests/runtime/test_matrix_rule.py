@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from linearizer.model.checkpoint import load, save
+from linearizer.model.initialise import initialise_rule
 from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
 from linearizer.run.memories import MEMORIES
@@ -358,9 +359,9 @@ def test_a_checkpoint_and_a_saved_state_hold_memories(tmp_path):
     )
 
 
-@pytest.mark.parametrize("memory", RULES)
-def test_training_by_layer_lowers_the_loss_of_every_rule(memory):
-    student = student_with(memory)
+@pytest.mark.parametrize("pair", zip([*RULES][::2], [*RULES][1::2], strict=True), ids=" ".join)
+def test_training_by_layer_lowers_the_loss_of_every_rule(pair):
+    student = student_with(*pair)
     same_text = TrainingSettings(loss="output", steps=12, batch=4, warmup=2, window_dropout=0.0, repeats=0.0)
     trained = finish(distill(student, tokens(4, 32), same_text))
     assert sum(trained.end.values()) < sum(trained.start.values()) and not trained.events
@@ -378,3 +379,25 @@ def test_a_stopped_training_goes_on_to_the_same_bits(tmp_path):
     finish(distill(resumed, tokens(6, 24), settings, folder=tmp_path, resume=True))
     own, other = whole.state_dict(), resumed.state_dict()
     assert [name for name in own if not torch.equal(own[name], other[name])] == []
+
+
+@pytest.mark.parametrize("name", RULES)
+@torch.no_grad()
+def test_a_rule_begins_with_the_scores_of_its_teacher(name):
+    """Products of queries and keys are their scores, less the mean key's; cells begin at centres of the keys."""
+    generator = torch.Generator().manual_seed(0)
+    mix = torch.randn(DIM, DIM, generator=generator)
+    q, k = torch.randn(200, DIM, generator=generator) @ mix, torch.randn(200, DIM, generator=generator) + 3
+    rules = [MatrixRule(1, DIM, VALUE_DIM, 2 * DIM, RULES[name]) for _ in range(2)]
+    for rule in rules:
+        rule.reset(torch.Generator().manual_seed(1))
+        initialise_rule(rule, 0, q, k, torch.Generator().manual_seed(2))
+    first, again = (rule.state_dict() for rule in rules)
+    assert all(torch.equal(first[key], again[key]) for key in first) and all(x.isfinite().all() for x in first.values())
+    rule, around = rules[0], k - k.mean(0)
+    if name == "cells":
+        shares = (around @ rule.key_map[0, 0].mT + rule.key_bias[0]).softmax(-1)
+        assert shares.amax(-1).mean() > 0.8  # nearly the nearest centre alone
+    elif name != "rfa":
+        products = (q @ rule.query_map[0, :DIM].mT) @ (around @ rule.key_map[0, 0, :DIM].mT).mT
+        torch.testing.assert_close(products, q @ around.mT, atol=2e-2, rtol=1e-2)
