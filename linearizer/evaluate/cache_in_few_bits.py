@@ -20,7 +20,7 @@ from linearizer.runtime.few_bits import rotate
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 RECENT = 16  # tokens
-GROUP = 128  # tokens whose keys share a scale and an offset in each channel
+GROUP = 32  # tokens whose keys share a scale and an offset in each channel
 ROWS = 256  # that attend at once
 OFFSET_BYTES = 4  # of a scale and an offset
 

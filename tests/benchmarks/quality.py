@@ -193,7 +193,9 @@ def describe_row(row):
         share = "the bytes of each head's share by our prices" if "prices" in row else "the same bytes in every head"
         return f"{RULES[rule]}; {bits} bits, {share}"
     about = RECIPES[recipe].about
-    changed = ", ".join(f"{name} {value}" for name, value in changes.items() if name != "sinks")
+    if changes.keys() & {"bits", "strategy"}:
+        about = about.replace(", in 4 to 8 bits a number", "")
+    changed = ", ".join(f"{name} {value}" for name, value in changes.items() if name not in ("sinks", "may_grow"))
     return (
         f"{about}{'; with ' * bool(changed)}{changed}{'; the same window and slots in every head' * ('uniform' in row)}"
     )
