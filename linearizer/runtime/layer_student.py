@@ -210,6 +210,7 @@ class LayerStudent(nn.Module):
             return FeatureGroup(heads, window, features, sinks, key_dim, memory or feature_map, bits, value_dim)
 
         self.kv_heads = len(held)
+        self.merges = any(not isinstance(kind, str) and any(kind[2:3]) for kind in kinds)
         self.groups = nn.ModuleList(group(kind, heads) for kind, heads in kinds.items())
 
     def reset(self, generator: torch.Generator) -> None:
@@ -223,11 +224,17 @@ class LayerStudent(nn.Module):
     ) -> Tensor:
         """Attend and update `memory`; under autocast with inputs of its type, and everything else as without it."""
         device = query.device.type
+        attend = self.attend_uncompiled if torch.compiler.is_dynamo_compiling() and self.merges else self.attend
         if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
-            return self.attend(query, key, value, scale, real, memory)
+            return attend(query, key, value, scale, real, memory)
         dtype = torch.get_autocast_dtype(device)
         with torch.autocast(device, enabled=False):
-            return self.attend(query.to(dtype), key.to(dtype), value.to(dtype), scale, real, memory)
+            return attend(query.to(dtype), key.to(dtype), value.to(dtype), scale, real, memory)
+
+    @torch.compiler.disable
+    def attend_uncompiled(self, *inputs: Any) -> Tensor:
+        """Attend as ever within a compiled model: where slots merge hangs on numbers, each a break in a graph."""
+        return self.attend(*inputs)
 
     def attend(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, memory: list | None

@@ -174,3 +174,24 @@ def test_it_is_exported_unless_it_has_slots(family):
         torch.testing.assert_close(result[:, :15], expected[:, :15], **CLOSE)
     with pytest.raises(ValueError, match="export a student without slots"):
         torch.export.export(student_of(family), (ids,), {"use_cache": False}, strict=False)
+
+
+COMPILED = {"features": [Head(window=5, features=16), Head(window=3)], "slots": SMALL[:2]}
+
+
+@pytest.mark.filterwarnings("ignore")  # of a compiler that breaks a graph
+@pytest.mark.parametrize("kind", COMPILED)
+@torch.no_grad()
+def test_it_is_compiled(kind):
+    student, ids = student_of("llama", COMPILED[kind], num_hidden_layers=1), tokens(2, 24)
+    torch.compiler.reset()
+    compiled = torch.compile(student, backend="eager")
+    first = compiled(ids[:, :22])
+    parts = [compiled(ids[:, i : i + 1], past_key_values=first.past_key_values).logits for i in (22, 23)]
+    torch.testing.assert_close(torch.cat([first.logits, *parts], 1), student(ids).logits, **CLOSE)
+    if kind == "features":
+        return  # a compiler takes its time, and `generate` calls no other forward
+    how = dict(attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, eos_token_id=None)
+    expected = student.generate(ids, **how)
+    student.forward = torch.compile(student.forward, backend="eager")
+    assert torch.equal(student.generate(ids, **how), expected)
