@@ -81,6 +81,7 @@ def watch_run(memory: Memory, name: str | None) -> tuple[Any, ...]:
         gr.Tabs(selected=3 if name else 1),
         gr.Timer(SOON_SECONDS, active=True),
         False,
+        gr.HTML("", visible="hidden"),  # what was said of another run
     )
 
 

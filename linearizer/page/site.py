@@ -157,7 +157,7 @@ def wire_plan(ui: SimpleNamespace) -> None:
 
 
 def watch_outputs(ui: SimpleNamespace) -> list[Any]:
-    return [ui.memory, ui.seen, ui.walk, ui.timer, ui.touched]
+    return [ui.memory, ui.seen, ui.walk, ui.timer, ui.touched, ui.note]
 
 
 def wire_run(ui: SimpleNamespace) -> None:
