@@ -359,7 +359,7 @@ def test_a_checkpoint_and_a_saved_state_hold_memories(tmp_path):
     )
 
 
-@pytest.mark.parametrize("pair", zip([*RULES][::2], [*RULES][1::2], strict=True), ids=" ".join)
+@pytest.mark.parametrize("pair", list(zip([*RULES][::2], [*RULES][1::2], strict=True)), ids=" ".join)
 def test_training_by_layer_lowers_the_loss_of_every_rule(pair):
     student = student_with(*pair)
     same_text = TrainingSettings(loss="output", steps=12, batch=4, warmup=2, window_dropout=0.0, repeats=0.0)
