@@ -99,7 +99,7 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_load
         page.locator("#document textarea").fill("The cat sat on the mat. " * 40)
         page.click("#read")
         shown(page, "#reading", "the teacher's cache would be")
-        assert number_at(page, "#reading", "the student's state").endswith("kB")
+        assert re.fullmatch(r"[\d.]+ [kM]B", number_at(page, "#reading", "the student's state"))
         page.locator("#question textarea").fill("The cat")
         for _ in range(2):  # the state stays as it was
             page.click("#ask:enabled")
@@ -147,7 +147,6 @@ def test_a_run_is_stopped_and_resumed(local, browser):
     url, runs, _ = local
     with looking(browser, url, viewport={"width": 390, "height": 844}) as page:  # all of it on a phone
         name = start(page, steps=400)
-        assert page.locator("#to-compare").is_disabled()  # there is nothing to see yet
         page.get_by_role("button", name="Stop", exact=True).click(timeout=LONG)
         shown(page, "#run-card", "stopped; all that was finished is kept", LONG)
         assert control.state_of(Run(runs / name)) == "stopped"
