@@ -28,7 +28,16 @@ from linearizer.model.hub import Source, cache_folder, download_bytes, find_mode
 from linearizer.model.inspect import inspect_model
 from linearizer.model.kept_state import Answer, Reading
 from linearizer.model.quiet import quiet
-from linearizer.model.teacher import Teacher, load, load_config, load_tokenizer, stored_dtype, texts_of
+from linearizer.model.streaming import place_weights
+from linearizer.model.teacher import (
+    Teacher,
+    computing_dtype,
+    load,
+    load_config,
+    load_tokenizer,
+    stored_dtype,
+    texts_of,
+)
 from linearizer.model.text import check_source, count_tokens, too_little_text
 from linearizer.progress import Steps
 from linearizer.publish.card import add_card
@@ -49,7 +58,7 @@ from linearizer.run.state_size import StateSize
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import write_digests
 from linearizer.train.lora import check_peft
-from linearizer.train.settings import training_settings
+from linearizer.train.settings import LAYERWISE, training_settings
 from linearizer.train.step import plan_with_steps, train
 
 
@@ -85,6 +94,8 @@ def begin(
     check_limits(plan, inspection)
     model = f"{source.repo_id}@{source.revision}" if source.repo_id else plan.model
     dtype = choose_dtype(plan.dtype, stored_dtype(config), plan.device)
+    if place_weights(config, source.parameters, computing_dtype(dtype, config), plan.device) is not None:
+        check_streamed(plan)
     if yielding is None:
         yielding = [name for name in YIELDING if getattr(plan, name) in (None, options_of(Plan)[name].default)]
     decided = replace(fit_plan(plan, source, inspection, yielding, token), model=model, dtype=dtype)
@@ -121,6 +132,17 @@ def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
     settings = training_settings(plan)
     if plan.trains:
         check_peft(max(each.lora for each in settings))
+
+
+def check_streamed(plan: Plan) -> None:
+    """Refuse what needs the gradients of a whole model, whose weights memory cannot hold."""
+    end_to_end = [each.loss for each in training_settings(plan) if plan.trains and each.loss not in LAYERWISE]
+    if end_to_end or plan.lora or plan.rules.decided_by == "gates":
+        what = f"the loss {end_to_end[0]!r}" if end_to_end else "lora" if plan.lora else "learning gates"
+        raise RequestError(
+            f"the weights do not fit into memory and are read block by block, which {what} cannot be computed with: "
+            f"train layer by layer ({', '.join(sorted(LAYERWISE))}), choose another recipe, or use a larger machine"
+        )
 
 
 def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection) -> None:

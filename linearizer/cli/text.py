@@ -99,6 +99,8 @@ def describe_inspection(inspection: Inspection) -> str:
         ("licence", (inspection.licence or "not stated") + (", gated" if inspection.gated else "")),
         ("KV cache", f"{inspection.cache_bytes_per_token:,} bytes a token"),
     ]
+    if inspection.supported:
+        facts.insert(8, ("memory", describe_memory(inspection)))
     lines = [f"{name:13}{text}" for name, text in facts]
     for budget in inspection.budgets:
         lines.append(
@@ -106,6 +108,14 @@ def describe_inspection(inspection: Inspection) -> str:
             "per KV head"
         )
     return "\n".join(lines)
+
+
+def describe_memory(inspection: Inspection) -> str:
+    """Say what a model's weights take here, and where they will lie."""
+    from linearizer.model.streaming import bytes_in_memory, streams
+
+    where = "more than is free here, so every pass reads them block by block" if streams(inspection) else "fits here"
+    return f"{size(bytes_in_memory(inspection))} of weights, {where}"
 
 
 def describe_profile(profile: Profile) -> str:

@@ -22,6 +22,7 @@ from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.head_prices import options_to_price
 from linearizer.measure.head_prices_by_gradient import DRAWS
 from linearizer.model.devices import device_kind
+from linearizer.model.streaming import bytes_for_weights, bytes_in_memory, streams
 from linearizer.run.disk import checkpoint_bytes, resume_bytes
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
@@ -143,6 +144,8 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
     spectra = heads * plan.kept_samples**3 / speeds.spectra
     products = product_speed(plan, inspection, speeds)
     teacher = length * token / products  # seconds for a text
+    if streams(inspection, plan.dtype, plan.device):
+        teacher += bytes_in_memory(inspection, plan.dtype, plan.device) / speeds.reads  # in every pass
     own = length * heads / speeds.students  # that a student takes besides
     judging = JUDGING.texts * JUDGED_SHARE * (3 * teacher + 2 * own)
     pricing = 0.0
@@ -182,7 +185,10 @@ def run_memory(plan: Plan, inspection: Inspection, layers: list[Layer], length: 
     """Say how many bytes a run has in memory at once."""
     sample = 6 * 8 * plan.kept_samples**2
     rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * 4 * 3
-    return PROCESS_BYTES + 2 * inspection.weight_bytes + max(sample, rows) + resume_bytes(plan, inspection)
+    weights = 2.0 * inspection.weight_bytes
+    if streams(inspection, plan.dtype, plan.device):
+        weights = min(weights, bytes_for_weights(plan.device))
+    return PROCESS_BYTES + weights + max(sample, rows) + resume_bytes(plan, inspection)
 
 
 def forecast_evaluation(run: Run, request: Request) -> EvaluationForecast:

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from linearizer.model.layers import number as layer_number
 from linearizer.model.logits import kl_of, logits_of
 from linearizer.model.swap import (
     Begin,
@@ -148,7 +149,8 @@ def attention_output(
     module: nn.Module, layer: Layer, option: Head, sinks: int, begin: Begin, inputs: tuple
 ) -> torch.Tensor:  # (texts, query heads, tokens, value_dim)
     """Compute what a layer's attention gives if all its KV heads hold an option."""
-    return make_layer_student(module, layer, [option] * layer.kv_heads, sinks, begin)(*inputs)
+    heads = [option] * layer.kv_heads
+    return make_layer_student(layer, heads, sinks, begin, layer_number(module), inputs[0].device)(*inputs)
 
 
 def with_head(whole: torch.Tensor, other: torch.Tensor, head: int, kv_heads: int) -> torch.Tensor:

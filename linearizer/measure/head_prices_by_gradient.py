@@ -9,40 +9,24 @@ A large kl lies beyond the second order and is overestimated; the estimate serve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import ExitStack
-from typing import Any
+from functools import partial
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
+from linearizer.measure.block_gradients import Recording, gradients_by_layer, is_chain
 from linearizer.model.logits import vocabulary
 from linearizer.model.swap import Begin, make_layer_student
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.prices import KlOfLayers, Prices
-from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 from linearizer.runtime.layer_student import generator_at
 
 DRAWS = 4  # of next tokens, for every text
 MAX_GRADIENTS = 2**27  # of several texts together, with their logits
 
 Tensor = torch.Tensor
-
-
-class Recording(nn.Module):
-    """Takes the place of a layer's student: attends as the teacher does, and keeps its inputs and its output."""
-
-    def __init__(self, softmax: nn.Module) -> None:
-        super().__init__()
-        self.softmax = softmax
-
-    def forward(self, *inputs: Any) -> Tensor:
-        self.inputs = tuple(x.detach() if isinstance(x, Tensor) else x for x in inputs)
-        output = self.softmax(*inputs)
-        self.output = output if output.requires_grad else output.requires_grad_()
-        return self.output
 
 
 def estimate_prices(
@@ -61,26 +45,20 @@ def estimate_prices(
     `keep` receives how many texts are done, and the kl summed over their tokens; `before` is that of an earlier call,
     to go on from. Every text draws its next tokens for itself.
     """
-    modules = attention_modules(teacher)
     priced = [index for index, layer in enumerate(layers) if layer.native_window is None]
     done, sums = before[0], {index: torch.zeros(layers[index].kv_heads, len(options)).double() for index in priced}
     if done:
         sums = {index: torch.tensor(before[1][index], dtype=torch.float64) for index in priced}
     together = texts_together(teacher, layers, texts.shape[1])
+    recordings = {index: recording_of(layers[index], sinks, begin, index, teacher.device) for index in priced}
+    chain = is_chain(teacher, recordings, texts)
     for first in range(done, len(texts), together):
         ids = texts[first : first + together]
-        recordings = {index: recording_of(modules[index], layers[index], sinks, begin) for index in priced}
-        generators = [generator_at(seed, done + text) for text in range(len(ids))]
-        gradients = gradients_of(teacher, [(modules[index], recordings[index]) for index in priced], ids, generators)
-        for (index, recording), gradient in zip(recordings.items(), gradients, strict=True):
-            for place, option in enumerate(options):
-                with torch.no_grad():
-                    heads = [option] * layers[index].kv_heads
-                    output = make_layer_student(modules[index], layers[index], heads, sinks, begin)(*recording.inputs)
-                    change = (output - recording.output).float().unflatten(1, (layers[index].kv_heads, -1))
-                    # (draws, texts, KV heads, group, tokens): the queries of a group change together
-                    slope = (gradient.unflatten(2, (layers[index].kv_heads, -1)) * change).sum((-1, 3))
-                    sums[index][:, place] += slope.square().mean(0).sum((0, 2)).double().cpu() / 2
+        likelihoods = partial(
+            draw_likelihoods, generators=[generator_at(seed, done + text) for text in range(len(ids))]
+        )
+        for index, gradient in gradients_by_layer(teacher, recordings, ids, likelihoods, chain):
+            sums[index] += kl_of_options(layers[index], recordings[index], gradient, options, sinks, begin, index)
         done += len(ids)
         keep(done, table(sums, len(layers)))
         yield Progress(EventName.PRICE, done, len(texts), "texts")
@@ -100,28 +78,30 @@ def texts_together(teacher: PreTrainedModel, layers: Sequence[Layer], length: in
     return max(1, MAX_GRADIENTS // (length * (DRAWS * outputs + 3 * vocabulary(teacher))))
 
 
-def recording_of(module: nn.Module, layer: Layer, sinks: int, begin: Begin) -> Recording:
+@torch.no_grad()
+def kl_of_options(
+    layer: Layer, recording: Recording, gradient: Tensor, options: Sequence[Head], sinks: int, begin: Begin, index: int
+) -> Tensor:  # (KV heads, options)
+    """Estimate the kl of a layer's heads by the change of their outputs, summed over the tokens of some texts."""
+    device, heads = recording.inputs[0].device, layer.kv_heads
+    kl = torch.zeros(heads, len(options)).double()
+    for place, option in enumerate(options):
+        output = make_layer_student(layer, [option] * heads, sinks, begin, index, device)(*recording.inputs)
+        change = (output - recording.output).float().unflatten(1, (heads, -1))
+        # (draws, texts, KV heads, group, tokens): the queries of a group change together
+        slope = (gradient.unflatten(2, (heads, -1)) * change).sum((-1, 3))
+        kl[:, place] = slope.square().mean(0).sum((0, 2)).double().cpu() / 2
+    return kl
+
+
+def recording_of(layer: Layer, sinks: int, begin: Begin, index: int, device: torch.device) -> Recording:
     """Make the recording of a layer."""
-    return Recording(make_layer_student(module, layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin))
+    return Recording(make_layer_student(layer, [Head(softmax=True)] * layer.kv_heads, sinks, begin, index, device))
 
 
-def gradients_of(
-    teacher: PreTrainedModel,
-    recordings: Sequence[tuple[nn.Module, Recording]],
-    ids: Tensor,
-    generators: Sequence[torch.Generator],
-) -> list[Tensor]:
-    """Run some texts; return for every layer the gradients of its output, one for each draw of next tokens."""
-    with ExitStack() as stack, attending(teacher, IMPLEMENTATION), torch.enable_grad():
-        for module, recording in recordings:
-            module.student = recording
-            stack.callback(delattr, module, "student")
-        logs = teacher(input_ids=ids.to(teacher.device), use_cache=False).logits.float().log_softmax(-1)
-        pairs = zip(logs.detach().exp().cpu(), generators, strict=True)
-        drawn = torch.cat([torch.multinomial(text, DRAWS, replacement=True, generator=draw) for text, draw in pairs])
-        outputs = [recording.output for _, recording in recordings]
-        rows = []
-        for draw in drawn.T.to(logs.device):
-            likelihood = logs.flatten(0, 1).gather(-1, draw[:, None]).sum()
-            rows.append([x.float() for x in torch.autograd.grad(likelihood, outputs, retain_graph=True)])
-    return [torch.stack(parts) for parts in zip(*rows, strict=True)]
+def draw_likelihoods(logits: Tensor, generators: Sequence[torch.Generator]) -> list[Tensor]:
+    """Draw next tokens, a few times and for every text by itself; give the log-likelihood of each draw."""
+    logs = logits.float().log_softmax(-1)
+    pairs = zip(logs.detach().exp().cpu(), generators, strict=True)
+    drawn = torch.cat([torch.multinomial(text, DRAWS, replacement=True, generator=draw) for text, draw in pairs])
+    return [logs.flatten(0, 1).gather(-1, draw[:, None]).sum() for draw in drawn.T.to(logs.device)]

@@ -81,8 +81,8 @@ def kl_of_student(
     """Measure the kl of one student's logits against the expected logits, in nats per token."""
     modules, rows = attention_modules(teacher), zip(layers, allocation.heads, strict=True)
     with attending(teacher, IMPLEMENTATION), ExitStack() as stack:
-        for module, (layer, heads) in zip(modules, rows, strict=True):
+        for index, (module, (layer, heads)) in enumerate(zip(modules, rows, strict=True)):
             if heads:
-                held = make_layer_student(module, layer, heads, allocation.sinks, begin)
+                held = make_layer_student(layer, heads, allocation.sinks, begin, index, teacher.device)
                 stack.enter_context(replace_student(module, held))
         return kl_of(expected, logits_of(teacher, texts)).mean().item()

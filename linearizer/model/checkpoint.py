@@ -16,13 +16,14 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.model.devices import choose_device
 from linearizer.model.linked_weights import save_around
+from linearizer.model.memory import free_bytes
 from linearizer.model.quiet import quiet
 from linearizer.run.allocation import Allocation, check_allocation
 from linearizer.run.files import replacing
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.stopping import is_out_of_memory
-from linearizer.run.weight_digests import check_weights
+from linearizer.run.weight_digests import check_weights, weight_files
 from linearizer.runtime.layer_student import LayerStudent, generator_at
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 
@@ -89,8 +90,11 @@ def restore_type(student: LinearizedForCausalLM, stored: torch.dtype | None) -> 
 
 
 def weights_larger_than(student: LinearizedForCausalLM, stored: torch.dtype | None) -> list[torch.nn.Parameter]:
-    """List the weights of a base, without its layers' students, whose type is larger than the stored type."""
-    named = [] if stored is None else list(student.base.named_parameters())
+    """List the weights of a base, without its layers' students, whose type is larger than the stored type.
+
+    What is read from files in every pass is not held in any type.
+    """
+    named = [] if stored is None else [pair for pair in student.base.named_parameters() if not pair[1].is_meta]
     return [x for name, x in named if ".student." not in name and x.dtype.itemsize > stored.itemsize]  # type: ignore[union-attr]
 
 
@@ -119,6 +123,12 @@ def load_student(run: Run, **options: object) -> LinearizedForCausalLM:
     """Load the student of a run, and refuse weights that are not those that the run wrote."""
     if not run.checkpoint.is_dir():
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
+    needed, free = sum(path.stat().st_size for path in weight_files(run.checkpoint)), free_bytes(torch.device("cpu"))
+    if needed > free:
+        raise RequestError(
+            f"{str(run.checkpoint)!r} has {needed / 1e9:.2f} GB of weights, and {free / 1e9:.2f} GB of memory are "
+            "free: free memory, or use a larger machine"
+        )
     check_weights(run)
     try:
         return load(run.checkpoint, **options)

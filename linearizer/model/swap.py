@@ -71,12 +71,12 @@ def attention_inputs(module: nn.Module, teacher: PreTrainedModel, texts: torch.T
 
 
 def make_layer_student(
-    module: nn.Module, layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin
+    layer: Layer, heads: Sequence[Head], sinks: int, begin: Begin, index: int, device: torch.device
 ) -> LayerStudent:
-    """Make the student of a layer whose KV heads hold these options."""
+    """Make the student of a layer, which has this number, whose KV heads hold these options."""
     student = LayerStudent([head.held for head in heads], sinks, layer.key_dim, UNTRAINED, layer.value_dim)
-    begin(student, int(module.layer_idx))  # type: ignore[arg-type]
-    return student.to(next(module.parameters()).device).eval()
+    begin(student, index)
+    return student.to(device).eval()
 
 
 class BlockAnswers:
@@ -110,8 +110,12 @@ class BlockAnswers:
 @contextmanager
 def fixed_answer(block: nn.Module, answer: Any) -> Iterator[None]:
     """Let a module return a fixed answer without computing."""
+    own = vars(block).get("forward")  # that streams the weights of the block
     block.forward = lambda *args, **kwargs: answer
     try:
         yield
     finally:
-        del block.forward
+        if own is None:
+            del block.forward
+        else:
+            block.forward = own

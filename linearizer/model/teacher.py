@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from itertools import chain
 from typing import TYPE_CHECKING
 
 import torch
@@ -14,6 +15,7 @@ from linearizer.model.hub import CONFIG, Source, fetch, find_model
 from linearizer.model.inspect import inspect_model, verify_teacher
 from linearizer.model.quiet import quiet
 from linearizer.model.safetensors import INDEX, damaged_weights, read_json
+from linearizer.model.streaming import leave_states_in_place, place_weights, streamed_weights
 from linearizer.model.text import read_texts
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
@@ -76,9 +78,16 @@ def load_tokenizer(source: Source, token: str | None = None) -> PreTrainedTokeni
 
 
 def load_teacher(
-    source: Source, dtype: str | torch.dtype = "auto", device: str | torch.device = "cpu", token: str | None = None
+    source: Source,
+    dtype: str | torch.dtype = "auto",
+    device: str | torch.device = "cpu",
+    token: str | None = None,
+    places: dict[str, str] | None = None,
 ) -> PreTrainedModel:
-    """Load a model frozen, in evaluation mode; check that every weight is present, of the right shape and finite."""
+    """Load a model frozen, in evaluation mode; check that every weight is present, of the right shape and finite.
+
+    `places` says where its parts lie; None: all on the device.
+    """
     from transformers import AutoModelForCausalLM
 
     config = load_config(source, token)
@@ -99,12 +108,17 @@ def load_teacher(
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # _check_complete reads them in the report
                 output_loading_info=True,
+                device_map=places,
             )
         except (SafetensorError, OSError) as error:
             raise damaged_weights(source.name, first_line(error)) from error
     _check_complete(source.name, report)
     _check_finite(source.name, model)
-    return model.requires_grad_(False).eval().to(device)
+    model.requires_grad_(False).eval()
+    if places is None:
+        return model.to(device)
+    leave_states_in_place(model)
+    return model
 
 
 def _check_complete(name: str, report: dict) -> None:
@@ -118,7 +132,8 @@ def _check_complete(name: str, report: dict) -> None:
 
 
 def _check_finite(name: str, model: torch.nn.Module) -> None:
-    for key, parameter in model.named_parameters():
+    held = ((key, parameter) for key, parameter in model.named_parameters() if not parameter.is_meta)
+    for key, parameter in chain(held, streamed_weights(model)):
         if not torch.isfinite(parameter).all():
             raise ModelNotAvailable(
                 f"{name!r} has weights that are not finite ({key} holds NaN or infinity): name an intact model"
@@ -144,9 +159,15 @@ def load(plan: Plan, token: str | None = None, inspection: Inspection | None = N
         inspection = inspect_model(source, config)
         inspection.require_support()
     tokenizer = load_tokenizer(source, token)
-    model = load_teacher(source, plan.dtype, choose_device(plan.device), token)
+    places = place_weights(config, source.parameters, computing_dtype(plan.dtype, config), plan.device)
+    model = load_teacher(source, plan.dtype, choose_device(plan.device), token, places)
     verify_teacher(model, inspection)
     return Teacher(source, inspection, model, tokenizer, stored_dtype(config))
+
+
+def computing_dtype(dtype: str, config: PreTrainedConfig) -> torch.dtype:
+    """Give the type that a model computes in, where this is asked for."""
+    return (stored_dtype(config) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
 
 
 def texts_of(

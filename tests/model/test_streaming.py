@@ -1,0 +1,104 @@
+"""A teacher whose weights do not fit into memory is read block by block, and gives the same bits."""
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+from linearizer import pipeline
+from linearizer.errors import ModelNotAvailable, RequestError
+from linearizer.model import streaming
+from linearizer.model.hub import find_model
+from linearizer.model.layers import blocks_of
+from linearizer.model.streaming import is_streamed, place_weights, streamed_weights
+from linearizer.model.teacher import load_config, load_teacher
+from linearizer.progress import finish
+from linearizer.run.plan import Plan
+from tests.support.models import teacher_of, tokens
+from tests.support.runs import weights_of
+
+
+@pytest.fixture
+def little(monkeypatch):
+    """Let memory have room for some bytes."""
+    return lambda count: monkeypatch.setattr(streaming, "free_bytes", lambda device: count / streaming.FILLED)
+
+
+def places_of(name):
+    source = find_model(str(name))
+    return place_weights(load_config(source), source.parameters, torch.float32, "cpu")
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "gpt_neox"])
+@torch.no_grad()
+def test_streamed_weights_give_the_bits_of_resident_weights(family, little, tmp_path):
+    teacher_of(family).save_pretrained(tmp_path / "model")
+    whole = load_teacher(find_model(str(tmp_path / "model")))
+    bytes_of_all = sum(x.nbytes for x in whole.parameters())
+    little(bytes_of_all)
+    assert places_of(tmp_path / "model") is None
+    little(bytes_of_all - 1)
+    streamed = load_teacher(find_model(str(tmp_path / "model")), places=places_of(tmp_path / "model"))
+    assert is_streamed(streamed) and not is_streamed(whole)
+    for _ in range(2):
+        assert torch.equal(streamed(tokens(2, 20)).logits, whole(tokens(2, 20)).logits)
+    inside = {id(x) for block in blocks_of(streamed) for x in block.parameters()}
+    assert all(x.is_meta == (id(x) in inside) for x in streamed.parameters())
+    expected = dict(whole.named_parameters())
+    assert all(torch.equal(x, expected[name]) for name, x in streamed_weights(streamed))
+
+
+def test_too_little_memory_for_two_blocks_is_said_with_the_amounts(little, tiny_llama, tmp_path):
+    little(10_000)
+    with pytest.raises(RequestError, match=r"its weights take 0\.00 GB in float32, and .* may be taken: free memory"):
+        pipeline.begin(tmp_path / "run", Plan(str(tiny_llama), budget=64, dtype="float32"))
+    assert not (tmp_path / "run").exists()
+
+
+@pytest.mark.parametrize(
+    "asked", [{"recipe": "lolcats"}, {"recipe": "duo", "may_grow": True}, {"recipe": "features", "loss": "logits"}]
+)
+def test_what_needs_the_whole_model_is_refused_before_any_work(asked, little, tmp_path):
+    little(6_000_000)
+    with pytest.raises(RequestError, match="the weights do not fit into memory and are read block by block, which"):
+        pipeline.begin(tmp_path / "run", Plan.of(**asked, model="demo", budget=64, dtype="bfloat16"))
+    assert not (tmp_path / "run").exists()
+
+
+def test_inspect_and_forecast_say_that_a_model_is_read_block_by_block(little, said):
+    from linearizer.jobs.forecast import Speeds, forecast_run
+
+    found = pipeline.inspect("demo")
+    plan, machine = Plan("demo", budget=64, dtype="float32"), Speeds(1e12, 1e12, 1e8, 1e12, 1e9)
+    little(10**9)
+    fits = forecast_run(plan, found, machine, 0).seconds
+    assert "of weights, fits here" in said("inspect", "demo")[1]
+    little(6_000_000)
+    assert "more than is free here, so every pass reads them block by block" in said("inspect", "demo")[1]
+    assert forecast_run(plan, found, machine, 0).seconds > fits + 4 * found.parameters / 1e9
+
+
+def test_weights_that_are_not_finite_are_named_where_they_are_streamed(little, tmp_path):
+    teacher_of("llama").save_pretrained(tmp_path)
+    weights = load_file(tmp_path / "model.safetensors")
+    weights["model.layers.1.mlp.up_proj.weight"][0, 0] = torch.nan
+    save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
+    little(400_000)
+    with pytest.raises(ModelNotAvailable, match="model.layers.1.mlp.up_proj.weight holds NaN"):
+        load_teacher(find_model(str(tmp_path)), places=places_of(tmp_path))
+
+
+SMALL = dict(texts=2, length=48, samples=64, exchanges=1, sinks=2, dtype="float32", steps=2, budget=16)
+
+
+@pytest.mark.parametrize("strategy", ["gain-features", "gain"])
+def test_a_run_that_streams_ends_in_the_bits_of_one_that_does_not(strategy, little, tmp_path):
+    plan = Plan("demo", strategy=strategy, **SMALL)
+    whole = pipeline.begin(tmp_path / "whole", plan)
+    finish(pipeline.linearize(whole))
+    little(14_000_000)  # half of the demo model in float32
+    run = pipeline.begin(tmp_path / "run", plan)
+    finish(pipeline.linearize(run))
+    for product in ("profile.json", "prices.json", "allocation.json"):
+        assert run.read(product) == whole.read(product)
+    assert weights_of(run.checkpoint) == weights_of(whole.checkpoint)
+    assert run.evaluation_parts == whole.evaluation_parts
