@@ -9,14 +9,15 @@ A large kl lies beyond the second order and is overestimated; the estimate serve
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.measure.block_gradients import Recording, gradients_by_layer, is_chain
+from linearizer.measure.block_gradients import Recording, gradients_by_layer
 from linearizer.model.logits import vocabulary
+from linearizer.model.streaming import is_streamed
 from linearizer.model.swap import Begin, make_layer_student
+from linearizer.model.sweep import chain_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Head, Layer
@@ -51,13 +52,16 @@ def estimate_prices(
         sums = {index: torch.tensor(before[1][index], dtype=torch.float64) for index in priced}
     together = texts_together(teacher, layers, texts.shape[1])
     recordings = {index: recording_of(layers[index], sinks, begin, index, teacher.device) for index in priced}
-    chain = is_chain(teacher, recordings, texts)
-    for first in range(done, len(texts), together):
-        ids = texts[first : first + together]
-        likelihoods = partial(
-            draw_likelihoods, generators=[generator_at(seed, done + text) for text in range(len(ids))]
-        )
-        for index, gradient in gradients_by_layer(teacher, recordings, ids, likelihoods, chain):
+    chain = chain_of(teacher, texts)
+    size = len(texts) if is_streamed(teacher) else together  # of what a sweep reads the weights for
+    for first in range(done, len(texts), size):
+        ids = texts[first : first + size]
+
+        def likelihoods(batch: int, logits: Tensor, first: int = first) -> list[Tensor]:
+            first += batch * together
+            return draw_likelihoods(logits, [generator_at(seed, first + text) for text in range(len(logits))])
+
+        for index, gradient in gradients_by_layer(teacher, recordings, ids.split(together), likelihoods, chain):
             sums[index] += kl_of_options(layers[index], recordings[index], gradient, options, sinks, begin, index)
         done += len(ids)
         keep(done, table(sums, len(layers)))

@@ -14,6 +14,8 @@ from torch import nn
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.recorder import LayerRecord, Recorder, draw_tokens
 from linearizer.model.samples import LayerSamples, Samples
+from linearizer.model.streaming import is_streamed
+from linearizer.model.sweep import Chain, calls_of, chain_of, sweep_forward
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Layer
@@ -55,16 +57,33 @@ def measure_profile(
     draw = draw_tokens(real.cpu(), settings.samples, settings.rows, settings.sinks, settings.seed)
     recorder = Recorder(layers, draw, windows)
     size = max(1, batch_tokens // texts.shape[1])
-    batches = -(-len(texts) // size)
-    for batch in range(batches):
-        record_batch(model, texts, real, slice(batch * size, (batch + 1) * size), recorder)
-        yield Progress(EventName.PROFILE, batch + 1, batches, "batches")
+    if is_streamed(model) and real.all() and (chain := chain_of(model, texts)):
+        yield from record_by_blocks(model, chain, texts.split(size), recorder)
+    else:
+        batches = -(-len(texts) // size)
+        for batch in range(batches):
+            record_batch(model, texts, real, slice(batch * size, (batch + 1) * size), recorder)
+            yield Progress(EventName.PROFILE, batch + 1, batches, "batches")
     recorder.check()
     profiles = yield from profile_layers(recorder, settings)
     rows = tuple(profiles.get(index, LayerProfile(())) for index in range(len(layers)))
     records = [recorder.records.get(index) for index in range(len(layers))]
     samples = tuple(None if record is None else LayerSamples(record.queries, record.keys) for record in records)
     return Measurement(Profile(settings, int(real.sum()), windows, rows), Samples(samples))
+
+
+def record_by_blocks(
+    model: nn.Module, chain: Chain, batches: Sequence[torch.Tensor], recorder: Recorder
+) -> Steps[None]:
+    """Run all texts through the model block by block, so that the weights of each are read once."""
+
+    def enter(batch: int, place: int, hidden: torch.Tensor) -> None:
+        recorder.first = batch * len(batches[0])
+
+    with recorder.recording(model, 0):
+        calls = [calls_of(model, chain, ids) for ids in batches]
+        for done, _ in enumerate(sweep_forward(chain, calls, enter)):
+            yield Progress(EventName.PROFILE, done + 1, len(chain.blocks), "layers")
 
 
 def record_batch(model: nn.Module, texts: torch.Tensor, real: torch.Tensor, batch: slice, recorder: Recorder) -> None:

@@ -3,9 +3,10 @@
 import pytest
 import torch
 
-from linearizer.measure.block_gradients import at_once, by_blocks, is_chain, recording
+from linearizer.measure.block_gradients import at_once, by_blocks, recording
 from linearizer.measure.head_prices_by_gradient import recording_of
 from linearizer.model.layers import blocks_of
+from linearizer.model.sweep import chain_of
 from tests.support.models import layers_of, teacher_of, tokens
 
 
@@ -17,32 +18,37 @@ def recordings_of(teacher):
     }
 
 
-def likelihoods(logits):
+def likelihoods(batch, logits):
     logs = logits.float().log_softmax(-1)
-    return [logs[..., token].sum() for token in (5, 9)]
+    return [logs[..., token + batch].sum() for token in (5, 9)]
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "mixtral", "gpt_neox"])
 def test_blocks_one_by_one_give_the_bits_of_one_graph(family):
-    teacher, ids = teacher_of(family), tokens(2, 20)
-    recordings = recordings_of(teacher)
-    assert is_chain(teacher, recordings, ids)
+    teacher, batches = teacher_of(family), tokens(3, 20).split(2)
+    recordings, chain, whole = recordings_of(teacher), chain_of(teacher, batches[0]), {}
     with recording(teacher, recordings):
-        whole = dict(at_once(teacher, recordings, ids, likelihoods))
-        kept = {index: (each.inputs, each.output.detach()) for index, each in recordings.items()}
-        for index, gradient in by_blocks(teacher, recordings, ids, likelihoods):
-            assert torch.equal(gradient, whole.pop(index)) and gradient.any()
-            assert torch.equal(recordings[index].output, kept[index][1])
-            assert all(map(torch.equal, recordings[index].inputs[:3], kept[index][0][:3]))
-    assert not whole
+        for index, gradient in at_once(teacher, recordings, batches, likelihoods):
+            each = recordings[index]
+            whole.setdefault(index, []).append((gradient, each.output.detach(), *each.inputs[:3]))
+        for index, gradient in by_blocks(teacher, recordings, batches, likelihoods, chain):
+            each = recordings[index]
+            assert all(map(torch.equal, (gradient, each.output, *each.inputs[:3]), whole[index].pop(0)))
+            assert gradient.any()
+    assert whole and not any(whole.values())
 
 
-def test_blocks_that_hand_on_more_than_hidden_states_are_no_chain():
-    teacher, ids = teacher_of("llama"), tokens(1, 20)
+@pytest.mark.parametrize("handed", ["aside", "changed"])
+def test_blocks_that_hand_on_more_than_hidden_states_are_no_chain(handed):
+    teacher, seen = teacher_of("llama"), []
     first, _, last = blocks_of(teacher)
-    seen = []
     first.register_forward_hook(lambda block, args, answer: seen.append(answer))
-    last.register_forward_pre_hook(
-        lambda block, args, kwargs: (args, {**kwargs, "aside": (seen[-1],)}), with_kwargs=True, prepend=True
-    )
-    assert not is_chain(teacher, recordings_of(teacher), ids)
+
+    def hand_on(block, args, kwargs):
+        if handed == "aside":
+            return args, {**kwargs, "aside": (seen[-1],)}
+        return (args[0] + 0, *args[1:]), kwargs
+
+    assert chain_of(teacher, tokens(1, 20)) is not None
+    last.register_forward_pre_hook(hand_on, with_kwargs=True, prepend=True)
+    assert chain_of(teacher, tokens(1, 20)) is None

@@ -1,19 +1,28 @@
 """A teacher whose weights do not fit into memory is read block by block, and gives the same bits."""
 
+from collections import Counter
+
 import pytest
 import torch
+from accelerate.utils import OffloadedWeightsLoader
 from safetensors.torch import load_file, save_file
 
 from linearizer import pipeline
 from linearizer.errors import ModelNotAvailable, RequestError
+from linearizer.measure import head_prices_by_gradient
+from linearizer.measure.head_prices_by_gradient import estimate_prices
+from linearizer.measure.profile import measure_profile
 from linearizer.model import streaming
 from linearizer.model.hub import find_model
 from linearizer.model.layers import blocks_of
 from linearizer.model.streaming import is_streamed, place_weights, streamed_weights
+from linearizer.model.sweep import chain_of
 from linearizer.model.teacher import load_config, load_teacher
 from linearizer.progress import finish
+from linearizer.run.head_bytes import Head
 from linearizer.run.plan import Plan
-from tests.support.models import teacher_of, tokens
+from linearizer.run.profile import ProfileSettings
+from tests.support.models import layers_of, teacher_of, tokens
 from tests.support.runs import weights_of
 
 
@@ -85,6 +94,46 @@ def test_weights_that_are_not_finite_are_named_where_they_are_streamed(little, t
     little(400_000)
     with pytest.raises(ModelNotAvailable, match="model.layers.1.mlp.up_proj.weight holds NaN"):
         load_teacher(find_model(str(tmp_path)), places=places_of(tmp_path))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """Count how often every weight is read that does not lie on the device."""
+    found, read = Counter(), OffloadedWeightsLoader.__getitem__
+
+    def counted(self, name):
+        found[name] += 1
+        return read(self, name)
+
+    monkeypatch.setattr(OffloadedWeightsLoader, "__getitem__", counted)
+    return found
+
+
+@pytest.fixture
+def pair(little, tmp_path):
+    """A teacher whose weights are resident, and the same with streamed weights."""
+    teacher_of("llama").save_pretrained(tmp_path)
+    whole = load_teacher(find_model(str(tmp_path)))
+    little(400_000)
+    return whole, load_teacher(find_model(str(tmp_path)), places=places_of(tmp_path))
+
+
+def test_a_profile_reads_each_weight_once_whatever_the_number_of_texts(pair, reads):
+    texts, settings = tokens(6, 64), ProfileSettings(samples=64, rows=8, sinks=2)
+    chain_of(pair[1], texts)
+    assert set(reads.values()) == {1} and set(reads) == {name for name, _ in streamed_weights(pair[1])}
+    reads.clear()
+    given = (texts, layers_of(pair[0]), settings)
+    profiles = [finish(measure_profile(model, *given, batch_tokens=64)).profile for model in pair]
+    assert profiles[0] == profiles[1] and set(reads.values()) == {2}  # one of them to see that its blocks are a chain
+
+
+@pytest.mark.parametrize("gradients", [1, 2**40])
+def test_estimated_prices_read_each_weight_twice_whatever_the_number_of_texts(pair, reads, gradients, monkeypatch):
+    monkeypatch.setattr(head_prices_by_gradient, "MAX_GRADIENTS", gradients)  # one text at a time, or all
+    given = (tokens(6, 24), layers_of(pair[0]), (Head(window=8), Head(window=16)), 2, lambda student, index: None)
+    prices = [finish(estimate_prices(model, *given)) for model in pair]
+    assert prices[0] == prices[1] and set(reads.values()) == {3}  # one of them to see that its blocks are a chain
 
 
 SMALL = dict(texts=2, length=48, samples=64, exchanges=1, sinks=2, dtype="float32", steps=2, budget=16)
