@@ -95,7 +95,7 @@ def describe_inspection(inspection: Inspection) -> str:
         ("layers", f"{len(inspection.layers)}" + (f", {windowed} of them windowed by itself" if windowed else "")),
         ("attention", heads or "unknown"),
         ("positions", f"{inspection.positions or 'unknown'}, at most {inspection.max_positions or 'any'}"),
-        ("parameters", f"{inspection.parameters:,} ({size(inspection.weight_bytes)} to download)"),
+        ("parameters", f"{inspection.parameters:,} ({size(inspection.weight_bytes)} to download){working(inspection)}"),
         ("licence", (inspection.licence or "not stated") + (", gated" if inspection.gated else "")),
         ("KV cache", f"{inspection.cache_bytes_per_token:,} bytes a token"),
     ]
@@ -108,6 +108,11 @@ def describe_inspection(inspection: Inspection) -> str:
             "per KV head"
         )
     return "\n".join(lines)
+
+
+def working(inspection: Inspection) -> str:
+    """Say how many parameters of a mixture of experts work for a token."""
+    return f", {inspection.active:,} at work for a token" if inspection.resting else ""
 
 
 def describe_memory(inspection: Inspection) -> str:

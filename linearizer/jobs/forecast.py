@@ -139,7 +139,7 @@ def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: f
 def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length: int, speeds: Speeds) -> float:
     """Say how many seconds the steps take once all is loaded."""
     attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
-    token = 2 * inspection.parameters + attention  # operations
+    token = 2 * inspection.active + attention  # operations
     heads = sum(layer.kv_heads for layer in layers)
     spectra = heads * plan.kept_samples**3 / speeds.spectra
     products = product_speed(plan, inspection, speeds)

@@ -50,7 +50,17 @@ def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
         cache_bytes_per_token=cache_bytes(layers, 1),
         budgets=tuple(budget_of(layers, tokens) for tokens in BUDGETS) if refusal is None else (),
         terms=source.terms,
+        resting=0 if model is None else count_resting(model),
     )
+
+
+def count_resting(model: PreTrainedModel) -> int:
+    """Count the parameters of a mixture's experts that a token is not sent to."""
+    chosen = getattr(model.config.get_text_config(), "num_experts_per_tok", None)
+    if not isinstance(chosen, int):
+        return 0
+    stacks = [x for name, x in model.named_parameters() if ".experts." in name and x.ndim == 3]  # one for all experts
+    return sum(x.numel() // len(x) * max(0, len(x) - chosen) for x in stacks)
 
 
 def name_architecture(config: PreTrainedConfig) -> str:

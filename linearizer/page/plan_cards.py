@@ -21,13 +21,19 @@ if TYPE_CHECKING:
     from linearizer.run.inspection import Inspection
 
 
+def parameters_of(inspection: Inspection) -> str:
+    """Say how many parameters a model has, and how many of a mixture's work for a token."""
+    at_work = f", {number(inspection.active)} at work for a token" if inspection.resting else ""
+    return number(inspection.parameters) + at_work
+
+
 def model_card(inspection: Inspection) -> str:
     """Say what a model is, and whether it can be linearized."""
     shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in inspection.layers})
     heads = "; ".join(f"{query} on {kv} KV, {dim} wide" for query, kv, dim in shapes) or "unknown"
     windowed = sum(layer.native_window is not None for layer in inspection.layers)
     pairs = [
-        ("parameters", number(inspection.parameters)),
+        ("parameters", parameters_of(inspection)),
         ("layers", str(len(inspection.layers)) + (f", {windowed} with windows of their own" if windowed else "")),
         ("heads", heads),
         ("positions", f"{inspection.positions or 'unknown'}, up to {inspection.max_positions or 'any length'}"),

@@ -15,7 +15,7 @@ from string import Template
 from typing import Any
 
 import linearizer
-from linearizer.amounts import from_length
+from linearizer.amounts import from_length, number
 from linearizer.model.hub import DEMO
 from linearizer.publish.allocation_picture import draw_picture
 from linearizer.publish.card_metadata import LINK, Teacher, build_metadata, one_line, public_terms
@@ -26,6 +26,7 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, Trained, trained
 from linearizer.run.head_bytes import Head, Layer
+from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 from linearizer.run.results import Part
 from linearizer.run.state_size import ROW_TITLES, StateSize
@@ -71,7 +72,7 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
     body = Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(
         title=escape_markdown(title),
         verdict="" if (verdict := judge_run(run)) is None else f"> {verdict.sentence}\n\n",
-        summary=describe_student(allocation, layers, teacher),
+        summary=describe_student(allocation, layers, teacher) + describe_experts(run.inspection),
         alternative=f"Layers down, KV heads across. {describe_state(allocation, layers)}",
         memory=table_markdown(Table([ROW_TITLES, *StateSize.of(allocation, layers).rows()])),
         allocation=list_heads(allocation),
@@ -86,6 +87,14 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
         licence=describe_licence(teacher),
     )
     return f"---\n{head.strip()}\n---\n{body}"
+
+
+def describe_experts(inspection: Inspection) -> str:
+    """Say of a mixture of experts how many of its parameters work for a token."""
+    if not inspection.resting:
+        return ""
+    active, total = number(inspection.active), number(inspection.parameters)
+    return f" Its experts are the teacher's: {active} of {total} parameters work for a token."
 
 
 def write_snippet(name: str, revision: str | None = None) -> str:

@@ -42,6 +42,12 @@ class Inspection(JsonProduct):
     cache_bytes_per_token: int  # in the layers that a student replaces
     budgets: tuple[Budget, ...]
     terms: dict[str, Any] = field(default_factory=dict)  # licence and language as the teacher's card states them
+    resting: int = 0  # parameters that a token does without: of the experts that it is not sent to
+
+    @property
+    def active(self) -> int:
+        """The parameters that work for a token."""
+        return self.parameters - self.resting
 
     def require_support(self) -> None:
         """Raise an error that says why the model cannot be linearized, if it cannot."""

@@ -5,12 +5,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from linearizer.cli.text import describe_inspection
 from linearizer.errors import UnsupportedModel
 from linearizer.model.hub import Source, find_model
 from linearizer.model.inspect import inspect_model, verify_teacher
 from linearizer.model.safetensors import Weights
 from linearizer.model.support import TESTED
 from linearizer.model.teacher import load_config
+from linearizer.publish.card import describe_experts
 from linearizer.run.head_bytes import Layer, cache_bytes
 from tests.support.families import FAMILIES, WINDOW, tiny_config
 
@@ -59,6 +61,18 @@ def test_budgets_cost_what_the_cache_costs_at_their_length():
         assert budget.bytes == cache_bytes(inspection.layers, budget.tokens) == 2 * 2 * 2 * 32 * budget.tokens
         assert budget.features_mean == budget.bytes / (2 * 2 * 4 * 17)
     assert inspection.cache_bytes_per_token == 256
+
+
+@pytest.mark.parametrize("family", MIXTURES)
+def test_of_a_mixture_the_parameters_at_work_for_a_token_are_counted(family):
+    inspection = inspect(tiny_config(family))
+    inner = 32 if family == "qwen3_moe" else 96
+    assert inspection.resting == 3 * (4 - 2) * 3 * 64 * inner  # layers, experts at rest, matrices of an expert
+    assert inspection.active == inspection.parameters - inspection.resting
+    assert f"{inspection.active:,} at work for a token" in describe_inspection(inspection)
+    assert "parameters work for a token" in describe_experts(inspection)
+    whole = inspect(tiny_config("llama"))
+    assert not whole.resting and "at work" not in describe_inspection(whole) and not describe_experts(whole)
 
 
 def test_inspection_survives_json():
