@@ -19,7 +19,7 @@ from linearizer.model.linked_weights import save_around
 from linearizer.model.memory import free_bytes
 from linearizer.model.quiet import quiet
 from linearizer.run.allocation import Allocation, check_allocation
-from linearizer.run.files import replacing
+from linearizer.run.files import parse_json, replacing
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.stopping import is_out_of_memory
@@ -123,11 +123,11 @@ def load_student(run: Run, **options: object) -> LinearizedForCausalLM:
     """Load the student of a run, and refuse weights that are not those that the run wrote."""
     if not run.checkpoint.is_dir():
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
-    needed, free = sum(path.stat().st_size for path in weight_files(run.checkpoint)), free_bytes(torch.device("cpu"))
+    needed, free = loaded_bytes(run.checkpoint, options.get("dtype")), free_bytes(torch.device("cpu"))
     if needed > free:
         raise RequestError(
-            f"{str(run.checkpoint)!r} has {needed / 1e9:.2f} GB of weights, and {free / 1e9:.2f} GB of memory are "
-            "free: free memory, or use a larger machine"
+            f"{str(run.checkpoint)!r} has weights that take {needed / 1e9:.2f} GB, and {free / 1e9:.2f} GB of memory "
+            "are free: free memory, or use a larger machine"
         )
     check_weights(run)
     try:
@@ -139,6 +139,17 @@ def load_student(run: Run, **options: object) -> LinearizedForCausalLM:
             f"{str(run.checkpoint)!r} cannot be loaded ({first_line(error)}): remove it, and "
             f"`linearizer runs resume {run.folder}` makes it anew"
         ) from error
+
+
+def loaded_bytes(folder: Path, dtype: object) -> float:
+    """Estimate what the weights of a checkpoint take in memory, in a type that may be another than the stored type."""
+    stored_bytes = sum(path.stat().st_size for path in weight_files(folder))
+    try:
+        stored = getattr(torch, parse_json((folder / "config.json").read_bytes())["dtype"])
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return stored_bytes  # loading says what is wrong with the config
+    wanted = getattr(torch, dtype, None) if isinstance(dtype, str) else dtype
+    return stored_bytes * wanted.itemsize / stored.itemsize if isinstance(wanted, torch.dtype) else stored_bytes
 
 
 def load_of_run(run: Run) -> tuple[LinearizedForCausalLM, PreTrainedTokenizerBase]:

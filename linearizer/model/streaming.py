@@ -33,6 +33,7 @@ class Weights:
 
     whole: int
     streamed: int  # all but those of its blocks, and two blocks
+    merged: bool  # whether loading merges some, as the experts of mixtures, so that no file holds them as they are used
     blocks: Mapping[str, str]  # the names of the modules that are no blocks, and of the blocks: "" or "block"
 
 
@@ -44,7 +45,8 @@ def measure_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Weights:
     whole = sum(x.numel() for x in model.parameters())
     names = {name: "block" if module in blocks else "" for name, module in outermost(model, blocks)}
     streamed = whole - sum(sizes) + 2 * max(sizes, default=0)
-    return Weights(whole * dtype.itemsize, streamed * dtype.itemsize, names)
+    merged = any(".experts." in name and x.ndim == 3 for name, x in model.named_parameters())
+    return Weights(whole * dtype.itemsize, streamed * dtype.itemsize, merged, names)
 
 
 def outermost(module: nn.Module, blocks: set[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -78,6 +80,11 @@ def place_weights(config: PreTrainedConfig, parameters: int, dtype: torch.dtype,
     elsewhere = "disk"
     if place.type == "cuda" and weights.whole <= FILLED * free_bytes(torch.device("cpu")):
         elsewhere = "cpu"
+    if elsewhere == "disk" and weights.merged:
+        raise RequestError(
+            f"its weights take {weights.whole / 1e9:.2f} GB, where {free / 1e9:.2f} GB of memory may be taken, and its "
+            "experts are merged while they are loaded, so they cannot be read from its files: use a larger machine"
+        )
     return {name: elsewhere if kind else str(place) for name, kind in weights.blocks.items()}
 
 

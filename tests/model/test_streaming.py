@@ -12,13 +12,15 @@ from linearizer.errors import ModelNotAvailable, RequestError
 from linearizer.measure import head_prices_by_gradient
 from linearizer.measure.head_prices_by_gradient import estimate_prices
 from linearizer.measure.profile import measure_profile
-from linearizer.model import streaming
+from linearizer.model import checkpoint, streaming
+from linearizer.model.checkpoint import load_student
 from linearizer.model.hub import find_model
 from linearizer.model.layers import blocks_of
 from linearizer.model.streaming import is_streamed, place_weights, streamed_weights
 from linearizer.model.sweep import chain_of
 from linearizer.model.teacher import load_config, load_teacher
 from linearizer.progress import finish
+from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head
 from linearizer.run.plan import Plan
 from linearizer.run.profile import ProfileSettings
@@ -84,6 +86,21 @@ def test_inspect_and_forecast_say_that_a_model_is_read_block_by_block(little, sa
     little(6_000_000)
     assert "more than is free here, so every pass reads them block by block" in said("inspect", "demo")[1]
     assert forecast_run(plan, found, machine, 0).seconds > fits + 4 * found.parameters / 1e9
+
+
+def test_a_mixture_whose_experts_no_file_holds_as_they_are_used_is_refused(little, tmp_path):
+    teacher_of("mixtral").save_pretrained(tmp_path)
+    little(900_000)
+    with pytest.raises(RequestError, match="its experts are merged while they are loaded"):
+        places_of(tmp_path)
+
+
+def test_a_student_that_memory_cannot_hold_is_not_loaded(quick_run, monkeypatch):
+    stored = sum(path.stat().st_size for path in (quick_run / "checkpoint").glob("*.safetensors"))
+    for dtype, needed in (("auto", stored), ("float32", 2 * stored)):
+        monkeypatch.setattr(checkpoint, "free_bytes", lambda device, needed=needed: needed - 1)
+        with pytest.raises(RequestError, match=f"has weights that take {needed / 1e9:.2f} GB, and .* are free"):
+            load_student(Run.open(quick_run), dtype=dtype)
 
 
 def test_weights_that_are_not_finite_are_named_where_they_are_streamed(little, tmp_path):
