@@ -1,20 +1,24 @@
 """Requests a second of student and teacher behind the same endpoint: python -m tests.benchmarks.serving.
 
 So many requests come at once, each with a text of its own of so many tokens, and each has some tokens written. Then
-each goes on: its text, the answer and some new words are sent, of which all but the words was read before.
+each goes on: its text, the answer and some new words are sent, of which all but the words was read before. Clients and
+server are one process on one thread, whose processor time counts, so that the ratios hold on a machine that does other
+work. Writes results/serving-cpu.json.
 """
 
 import argparse
 import asyncio
+import json
 import tempfile
 import time
+from datetime import date
 from pathlib import Path
 
 import httpx
 import torch
 
 from linearizer import pipeline
-from linearizer.amounts import columns, size
+from linearizer.amounts import columns
 from linearizer.evaluate.environment import environment
 from linearizer.model.checkpoint import load_of_run
 from linearizer.model.teacher import load
@@ -26,6 +30,7 @@ from linearizer.serve.endpoint import Served
 from linearizer.serve.engine import Engine
 from tests.support.serving import listening
 
+RESULTS = Path(__file__).parent / "results" / "serving-cpu.json"
 AT_ONCE, CONTEXT, WRITTEN, WORDS = (1, 8, 32), 512, 32, 16
 KEPT_BYTES = 2**33
 
@@ -37,11 +42,14 @@ def main(arguments=None):
     parser.add_argument("--context", type=int, nargs="+", default=[CONTEXT], help="tokens of a prompt: 512 8192")
     parser.add_argument("--at-once", type=int, nargs="+", default=AT_ONCE, help="requests (default: 1 8 32)")
     parser.add_argument("--written", type=int, default=WRITTEN, help="tokens of an answer (default: %(default)s)")
+    parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args(arguments)
     torch.set_num_threads(1)
     with tempfile.TemporaryDirectory() as folder:
         run = find_run(arguments.run) if arguments.run else demo_run(Path(folder) / "demo", arguments.budget)
-        print(measured(run, arguments))
+        for result in measure_all(run, arguments):
+            arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(columns([tuple(result["rows"][0]), *(tuple(row.values()) for row in result["rows"])]))
 
 
 def demo_run(folder, budget):
@@ -50,21 +58,37 @@ def demo_run(folder, budget):
     return run
 
 
-def measured(run, arguments):
-    """Measure all, and lay the table out."""
+def measure_all(run, arguments):
+    """Measure both subjects at every length, by every number of requests; yield the result after each."""
     student, tokenizer = load_of_run(run)
     subjects = {"teacher": load(run.plan, None, run.inspection).model, "student": student}
-    rows = [("", "context", "at once", "requests/s", "next turns/s", "bytes kept a text")]
+    rows = []
+    result = {
+        "date": date.today().isoformat(),
+        "command": command(arguments),
+        "made_with": environment(student),
+        "student": f"{run.plan.model}, {run.allocation.strategy}, budget {run.plan.budget}",
+        "tokens_written": arguments.written,
+        "rows": rows,
+    }
     for context in arguments.context:
         texts = read_texts("builtin", tokenizer, context, max(arguments.at_once))
         for count in arguments.at_once:
+            prompts = texts[:count].tolist()
             for name, model in subjects.items():
-                rows.append(
-                    (name, context, count, *measure(name, model, tokenizer, texts[:count].tolist(), arguments.written))
-                )
-    made = environment(student)
-    about = f"{arguments.written} tokens written; {run.plan.model}, {run.allocation.strategy}, budget {run.plan.budget}"
-    return columns(rows) + f"\n{about}; {made['dtype']} on {made['device']}"
+                row = {"context": context, "at once": count, "subject": name}
+                rows.append(row | measure(name, model, tokenizer, prompts, arguments.written))
+                yield result
+
+
+def command(arguments):
+    """Give the command that measures the same."""
+    lengths = " ".join(map(str, arguments.context))
+    counts = " ".join(map(str, arguments.at_once))
+    return (
+        f"python -m tests.benchmarks.serving --budget {arguments.budget} --context {lengths} --at-once {counts} "
+        f"--written {arguments.written}"
+    )
 
 
 def measure(name, model, tokenizer, prompts, written):
@@ -79,11 +103,15 @@ def measure(name, model, tokenizer, prompts, written):
         ]
         newest = max((kept for kept in engine.kept.states.values()), key=lambda kept: kept.tokens)
         later, _ = asyncio.run(send(url, name, again, written))
-    return f"{len(prompts) / seconds:.2f}", f"{len(prompts) / later:.2f}", size(newest.bytes)
+    return {
+        "requests/s": round(len(prompts) / seconds, 3),
+        "next turns/s": round(len(prompts) / later, 3),
+        "bytes kept a text": newest.bytes,
+    }
 
 
 async def send(url, name, prompts, written):
-    """Send all requests at once; give the seconds until the last answer, and all answers."""
+    """Send all requests at once; give the processor's seconds until the last answer, and all answers."""
 
     async def ask(client, prompt):
         arguments = {"model": name, "prompt": prompt, "max_tokens": written, "temperature": 0, "ignore_eos": True}
@@ -91,9 +119,9 @@ async def send(url, name, prompts, written):
         return answer.raise_for_status().json()["choices"][0]["text"]
 
     async with httpx.AsyncClient(timeout=None, limits=httpx.Limits(max_connections=len(prompts))) as client:
-        start = time.perf_counter()
+        start = time.process_time()
         answers = await asyncio.gather(*(ask(client, prompt) for prompt in prompts))
-        return time.perf_counter() - start, answers
+        return time.process_time() - start, answers
 
 
 if __name__ == "__main__":
