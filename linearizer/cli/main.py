@@ -152,8 +152,9 @@ def parser() -> Parser:
         "serve",
         help="an endpoint like OpenAI's: chat and completions, streamed or not, for any number of clients",
         description="Serve a run's student behind an endpoint like OpenAI's. Requests are computed together, and the "
-        "states of conversations are kept, so that a next turn reads only what is new. Other servers cannot serve a "
-        "student: `transformers serve` loads no code of a checkpoint, and there is no plugin for vLLM.",
+        "states of conversations are kept, so that a next turn reads only what is new. vLLM serves a student "
+        "that never grows, too: pip install 'linearizer[vllm]', then vllm serve RUN/checkpoint --enforce-eager. "
+        "`transformers serve` serves none: it loads no code of a checkpoint.",
     )
     command.add_argument("run", metavar="RUN", help=run_help)
     command.add_argument("--port", type=int, default=PORT, help="the port; 0: any free one (default: %(default)s)")
