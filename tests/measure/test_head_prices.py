@@ -82,6 +82,30 @@ def test_an_exchange_measures_whole_students_and_keeps_the_best():
 
 
 @torch.no_grad()
+def test_a_candidate_runs_on_from_the_best_so_far_where_it_differs():
+    teacher, windows = teacher_of("llama"), tokens(2, 24)
+    layers = layers_of(teacher)
+    narrow, wide = ((Head(window=window),) * layers[0].kv_heads for window in (3, 20))
+
+    def holding(*rows):
+        return Allocation("by hand", 2, rows)
+
+    first = holding(narrow, narrow, narrow)
+    better = [holding(wide, narrow, narrow), holding(wide, wide, narrow), holding(wide, wide, wide)]
+    others, seen = iter([better[0], first, better[1], better[0], better[2], None]), []
+
+    def exchange(best):
+        seen.append(best)
+        return next(others)
+
+    best, kl = finish(improve_by_exchanges(teacher, windows, layers, first, exchange, 9, begin))
+    whole = finish(measure_students(teacher, windows, layers, [first, *better], begin))
+    assert whole == sorted(whole, reverse=True), "each of these is nearer to the teacher than the one before"
+    assert seen == [first, better[0], better[0], better[1], better[1], better[2]] and best == better[2]
+    assert kl == pytest.approx(whole[-1], rel=1e-6)
+
+
+@torch.no_grad()
 def test_students_are_measured_in_the_order_in_which_they_come():
     teacher, windows = teacher_of("llama"), tokens(2, 24)
     layers = layers_of(teacher)
