@@ -1,8 +1,8 @@
 """Time student beside teacher on a CPU, reading and writing, by length and batch: python -m tests.benchmarks.speed.
 
-Makes the demo's student at the bytes of a budget, or takes that of a run. Both take turns in one process on one thread,
-and the processor's time counts, so that the ratios hold on a machine that does other work. Writes
-results/speed-cpu.json.
+Makes the demo's student at the bytes of a budget for every far field, or takes that of a run. Both take turns in one
+process on one thread, and the processor's time counts, so that the ratios hold on a machine that does other work.
+Writes results/speed-cpu.json after every row; rows of other fields, lengths and batches stay (speed_chart.py draws it).
 """
 
 import argparse
@@ -26,41 +26,60 @@ from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 
 RESULTS = Path(__file__).parent / "results" / "speed-cpu.json"
-LENGTHS = (256, 512, 1024, 4096, 8192)
+LENGTHS = (256, 512, 1024, 2048, 4096, 8192, 16384, 32768)
 BATCHES = (1, 8)
+FIELDS = {  # what a plan asks for; the first is the default
+    "slots": {}, "slots, 16 bits": {"bits": 16}, "features": {"strategy": "gain-features"},
+    "windows": {"strategy": "windows"},
+}  # fmt: skip
 SUBJECTS = ("teacher", "student")
+HEADINGS = (
+    f"{'':15}batch  tokens   reads, teacher  student  time ÷   writes, teacher  student  speed ÷   peak, teacher  "
+    "student"
+)
 ENOUGH = 8  # seconds, after which no further turn begins
 QUICK = dict(prices="estimated", exchanges=0, dtype="float32", device="cpu")  # of what heads hold, speed needs no more
 
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--run", type=Path, help="the folder of a finished run, in place of a new one of the demo")
+    parser.add_argument("--run", type=Path, help="the folder of a finished run, in place of new ones of the demo")
     parser.add_argument("--budget", type=int, default=64)
+    parser.add_argument("--fields", nargs="+", choices=FIELDS, default=["slots"], help="what the students hold")
     parser.add_argument("--lengths", type=int, nargs="+", default=LENGTHS)
     parser.add_argument("--batches", type=int, nargs="+", default=BATCHES)
     parser.add_argument("--turns", type=int, default=3, help="of each subject, the fastest of which counts")
     parser.add_argument("--out", type=Path, default=RESULTS)
     arguments = parser.parse_args(arguments)
     torch.set_num_threads(1)
-    with tempfile.TemporaryDirectory() as folder:
-        run = made(Path(folder) / "run", arguments.budget) if arguments.run is None else Run(arguments.run)
-        with assembled(run) as setup:
-            made_with = environment(setup.student) | {"instructions": torch.backends.cpu.get_cpu_capability()}
-            result = {
-                "date": date.today().isoformat(),
-                "command": command(arguments),
-                "made_with": made_with,
-                "rows": [],
-            }
-            for row in measured(setup, arguments):
-                result["rows"].append(row)
-                arguments.out.write_text(json.dumps(result, indent=1) + "\n", encoding="utf-8")
+    print(HEADINGS)
+    for field in arguments.fields:
+        with tempfile.TemporaryDirectory() as folder:
+            run = made(Path(folder) / "run", arguments.budget, field) if arguments.run is None else Run(arguments.run)
+            with assembled(run) as setup:
+                made_with = environment(setup.student) | {"instructions": torch.backends.cpu.get_cpu_capability()}
+                for row in measured(setup, arguments):
+                    keep(arguments, {"field": field, **row}, made_with)
+                    print(line(field, row), flush=True)
 
 
-def made(folder, budget):
+def keep(arguments, row, made_with):
+    """Write a row in the place of the one of the same field, length and batch; machines do not mix."""
+    known = json.loads(arguments.out.read_text(encoding="utf-8")) if arguments.out.exists() else {}
+    rows = known.get("rows", []) if known.get("made_with") == made_with else []
+    rows = [other for other in rows if key_of(other) != key_of(row)]
+    row |= {"date": date.today().isoformat(), "command": command(arguments, row)}
+    content = {"made_with": made_with, "rows": sorted([*rows, row], key=key_of)}
+    arguments.out.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+
+
+def key_of(row):
+    return [*FIELDS].index(row["field"]), row["batch"], row["length"]
+
+
+def made(folder, budget, field):
     """Make the student of the demo model."""
-    run = pipeline.begin(folder, Plan("demo", budget=budget, **QUICK))
+    run = pipeline.begin(folder, Plan("demo", budget=budget, **QUICK, **FIELDS[field]))
     finish(linearize(run))
     return run
 
@@ -73,9 +92,6 @@ def measured(setup, arguments):
     }
     for meter in meters.values():
         meter.time_texts(min(arguments.lengths), 1)  # what is done once is not timed
-    print(
-        "batch  tokens   reads, teacher  student  time ÷   writes, teacher  student  speed ÷   peak, teacher  student"
-    )
     for batch in arguments.batches:
         for length in arguments.lengths:
             paces, begin = {name: [] for name in SUBJECTS}, time.process_time()
@@ -86,7 +102,6 @@ def measured(setup, arguments):
                     paces[name].append(meter.time_texts(length, batch))
             row = {"length": length, "batch": batch} | {name: best(result) for name, result in paces.items()}
             yield row | ratios(row)
-            print(line(row), flush=True)
 
 
 def best(paces):
@@ -106,21 +121,21 @@ def ratios(row):
     }
 
 
-def line(row):
+def line(field, row):
     teacher, student, ratio = *(row[name] for name in SUBJECTS), ratios(row)
     peaks = ["–" if subject["peak_bytes"] is None else size(subject["peak_bytes"]) for subject in (teacher, student)]
     return (
-        f"{row['batch']:5}  {row['length']:6}  {teacher['read_rate']:15,.0f} {student['read_rate']:8,.0f} "
+        f"{field:15}{row['batch']:5}  {row['length']:6}  {teacher['read_rate']:15,.0f} {student['read_rate']:8,.0f} "
         f"{ratio['reading_time_ratio']:7.2f}  {teacher['write_rate']:16,.0f} {student['write_rate']:8,.0f} "
         f"{ratio['writing_speed_ratio']:8.2f}  {peaks[0]:>14} {peaks[1]:>8}"
     )
 
 
-def command(arguments):
-    """The command by which this was measured, without the names of folders."""
-    sizes = f"--lengths {' '.join(map(str, arguments.lengths))} --batches {' '.join(map(str, arguments.batches))}"
+def command(arguments, row):
+    """The command that measures a row, without the names of folders."""
     student = f"--budget {arguments.budget}" if arguments.run is None else "--run RUN"
-    return f"python -m tests.benchmarks.speed {student} {sizes} --turns {arguments.turns}"
+    sizes = f"--lengths {row['length']} --batches {row['batch']} --turns {arguments.turns}"
+    return f"python -m tests.benchmarks.speed {student} --fields {row['field']!r} {sizes}"
 
 
 if __name__ == "__main__":
