@@ -76,6 +76,9 @@ def initialise_rule(rule: MatrixRule, head: int, q: Tensor, k: Tensor, generator
 
     Keys are taken in the metric of the queries, in the directions in which that is largest, and queries in its inverse.
     """
+    if rule.has_moments:  # what the mass of Gaussian keys is off by
+        mass = (q @ k.mT).logsumexp(-1) - math.log(len(k))
+        rule.mass[head] = (mass - q @ k.mean(0) - q.square() @ k.var(0, correction=0) / 2).median()
     if rule.rule.map == "fourier":
         return  # drawn at random
     values, vectors = torch.linalg.eigh((q.mT @ q / len(q)).double())

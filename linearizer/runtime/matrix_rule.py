@@ -36,7 +36,7 @@ HORIZON = 4096.0  # tokens over which the weights of `cosformer` fall
 ROUTES = 2  # memories that a token writes and reads, of those that are routed to
 LEAST_NUMBER = 1e-30  # of tokens in a cell
 WRITTEN_AT_ONCE, WRITTEN_BY_CHANNEL = 64, 16  # rows of a chunk: with decays by channel more would overflow
-BEGIN_SCALE = 0.25  # of what the matrix adds to the mean of values, before training
+BEGIN_SCALE = 0.1  # of what the matrix adds to the mean of values, before training
 
 
 @dataclass(frozen=True)
@@ -251,6 +251,7 @@ class MatrixRule(nn.Module):
             total = out[..., -1:].clamp_min(torch.finfo(out.dtype).tiny)
             return out[..., :-1] / total, mass + total.log()
         if self.rule.read == "mala":  # weights β s_j - γ with β = 1 + 1 / Σ s and γ = Σ s / n, which sum to one
+            out = out / (self.features * count.clamp_min(1)[:, :, None])  # s is a share of all far keys and rows
             total = out[..., -1:].clamp_min(1e-6)
             return (1 + 1 / total) * out[..., :-1] - total * mean[:, :, None], mass
         if self.norm is not None:
