@@ -1,6 +1,9 @@
 """The matrix rule is what its formula says: against a plain loop, however a text is cut, padded or grouped."""
 
+import math
 from dataclasses import replace
+from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from pathlib import Path
 
 import pytest
 import torch
@@ -94,6 +97,46 @@ def test_chunks_are_the_plain_loop(channels, memories, steps):
     for size in (1, 4, 16):
         out, last = read_and_write(*given, steps, size)
         assert (out - expected).abs().max() < 1e-12 and (last - matrix).abs().max() < 1e-12
+
+
+def naive(name):
+    """A plain file of flash-linear-attention, which needs no GPU; its package does."""
+    if find_spec("fla") is None or find_spec("einops") is None:
+        pytest.skip("fla-core is not installed")
+    (root,) = find_spec("fla").submodule_search_locations
+    spec = spec_from_file_location(f"naive_{name}", Path(root) / "ops" / name / "naive.py")
+    module = module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+@pytest.mark.parametrize("name", ["gla", "delta_rule", "gated_delta_rule", "kda", "generalized_delta_rule/dplr"])
+def test_rules_are_those_of_their_authors(name):
+    module = naive(name)
+    q, k, _, write, decay, nothing = (x.float() for x in steps_of(33, channels=name != "gated_delta_rule"))
+    decay, beta = decay / 8, torch.rand(2, 3, 1, 33, 1, generator=torch.Generator().manual_seed(1))
+    asks, keys, values, logs = q[:, :, 0, 0] * ROWS**0.5, k[:, :, 0], write[:, :, 0], decay[:, :, 0]  # (…, tokens, dim)
+    shares, erase, steps = beta[:, :, 0], beta * k, 1
+    first = [x.transpose(1, 2) for x in (asks, keys, values, logs, shares[..., 0])]
+    if name == "gla":
+        expected, erase = module.naive_recurrent_gla(*first[:4])[0].transpose(1, 2), None
+    elif name == "delta_rule":
+        expected, write, decay = module.delta_rule_recurrence(asks, keys, values, shares)[0], beta * write, 0 * decay
+    elif name == "gated_delta_rule":
+        given = *first[:3], first[4], first[3][..., 0]
+        expected, write = module.naive_recurrent_gated_delta_rule(*given)[0].transpose(1, 2), beta * write
+    elif name == "kda":
+        expected, write = module.naive_recurrent_kda(*first)[0].transpose(1, 2), beta * write
+    else:  # what is found before the decay is taken out in a step of its own
+        expected = module.dplr_recurrence(asks, keys, values, -shares * keys, keys.roll(1, -1), logs)[0]
+        takes, nothing_written = shares * keys, torch.zeros_like(write)
+        found = takes[:, :, None] / decay.exp()
+        erase = torch.stack([found, torch.zeros_like(found)], 4).flatten(3, 4)
+        write = torch.stack([nothing_written, write], 4).flatten(3, 4)
+        decay = torch.stack([decay, torch.zeros_like(decay)], 4).flatten(3, 4)
+        k, steps = torch.stack([k.roll(1, -1), k], 4).flatten(3, 4), 2
+    out, _ = read_and_write(q, k, erase, write, decay, torch.zeros_like(nothing), steps, 16)
+    torch.testing.assert_close(out[:, :, 0, 0], expected, atol=2e-6, rtol=1e-4)
 
 
 @pytest.mark.parametrize("order", ["erase before decay", "read first"])
@@ -398,6 +441,10 @@ def test_a_rule_begins_with_the_scores_of_its_teacher(name):
     if name == "cells":
         shares = (around @ rule.key_map[0, 0].mT + rule.key_bias[0]).softmax(-1)
         assert shares.amax(-1).mean() > 0.8  # nearly the nearest centre alone
-    elif name != "rfa":
+    if rule.has_moments:
+        known = rule.mass[0] + q @ k.mean(0) + q.square() @ k.var(0, correction=0) / 2
+        off = (known - ((q @ k.mT).logsumexp(-1) - math.log(len(k)))).sort().values
+        assert off[0] < 0 < off[-1] and abs(off[100]) < 0.1
+    if name not in ("cells", "rfa"):
         products = (q @ rule.query_map[0, :DIM].mT) @ (around @ rule.key_map[0, 0, :DIM].mT).mT
         torch.testing.assert_close(products, q @ around.mT, atol=2e-2, rtol=1e-2)
