@@ -134,11 +134,12 @@ def join_slots(x_ptr, out_ptr, weight_ptr, spread_ptr, total_ptr, value_ptr, tar
 
 
 @triton.jit
-def fill_rows(
-    x_ptr, weight_ptr, spread_ptr, k_ptr, v_ptr, metric_ptr, held_k_ptr, held_v_ptr, held_weight_ptr, held_spread_ptr,
-    index_ptr, present_ptr, N, W, SLOTS, ROOT: tl.constexpr, packed: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def fill_rows(rows, slots, text, block, N, W, SLOTS, ROOT: tl.constexpr, packed: tl.constexpr, C: tl.constexpr):
     """Fill rows with the slots and a block of tokens; packed where both are kept as bytes."""
+    x_ptr, weight_ptr, spread_ptr = rows
+    held_k_ptr, held_v_ptr, held_weight_ptr, held_spread_ptr = slots
+    k_ptr, v_ptr, metric_ptr = text
+    index_ptr, present_ptr = block
     for i0 in range(0, N, C.B):
         i, od, ov = i0 + tl.arange(0, C.B), tl.arange(0, C.DP), tl.arange(0, C.VP)
         new = (i >= SLOTS) & (i < N)
@@ -169,11 +170,10 @@ def fill_rows(
 
 
 @triton.jit
-def store_slots(
-    x_ptr, weight_ptr, spread_ptr, value_ptr, held_k_ptr, held_v_ptr, held_weight_ptr, held_spread_ptr, N, W, SLOTS,
-    packed: tl.constexpr, TYPE: tl.constexpr, C: tl.constexpr,
-):  # fmt: skip
+def store_slots(rows, slots, N, W, SLOTS, packed: tl.constexpr, TYPE: tl.constexpr, C: tl.constexpr):
     """Store the first SLOTS slots that are not empty, in order, rounded to a type and BITS, as numbers or as bytes."""
+    x_ptr, weight_ptr, spread_ptr, value_ptr = rows
+    held_k_ptr, held_v_ptr, held_weight_ptr, held_spread_ptr = slots
     for i0 in range(0, N, C.B):
         i = i0 + tl.arange(0, C.B)
         weight = load_rows(weight_ptr, i, N)

@@ -36,11 +36,12 @@ Tensor = torch.Tensor
 
 
 @triton.jit
-def text_features_kernel(
-    q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr, first_ptr, empty_ptr, u_ptr, w_ptr, ceiling_ptr, level_ptr, mean_ptr,
-    out_ptr, lse_ptr, T, WINDOW, H, G, SEGMENTS, C: tl.constexpr,
-):  # fmt: skip
+def text_features_kernel(text, features, results, sizes, C: tl.constexpr):
     """Compute outputs and log-sum-exps of one query head; grid (batch · heads · group, block of rows)."""
+    q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr, first_ptr, empty_ptr = text
+    u_ptr, w_ptr, ceiling_ptr, level_ptr, mean_ptr = features
+    out_ptr, lse_ptr = results
+    T, WINDOW, H, G, SEGMENTS = sizes
     t0, row = tl.program_id(1) * C.BT, tl.program_id(0).to(tl.int64)
     head, batch = row // G, row // G // H
     columns = T + WINDOW
@@ -114,7 +115,11 @@ def run_text_features(
     out = torch.empty(*q.shape[:-1], problem.value_dim, dtype=v.dtype, device=v.device)
     lse = torch.empty(q.shape[:-1], dtype=level.dtype, device=v.device)
     text_features_kernel[problem.pairs * problem.group, problem.grid(problem.tokens, problem.sizes["BT"])](
-        q, k, v, sink_k, sink_v, first, empty, u, w, ceiling, before_level, before_mean, out, lse, problem.tokens,
-        window, problem.heads, problem.group, problem.segments, problem.constants(DS=dims_at_once(q)), **problem.launch,
-    )  # fmt: skip
+        (q, k, v, sink_k, sink_v, first, empty),
+        (u, w, ceiling, before_level, before_mean),
+        (out, lse),
+        (problem.tokens, window, problem.heads, problem.group, problem.segments),
+        problem.constants(DS=dims_at_once(q)),
+        **problem.launch,
+    )
     return out, lse, level, mean, kept

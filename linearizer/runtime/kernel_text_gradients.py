@@ -27,8 +27,10 @@ Tensor = torch.Tensor
 
 
 @triton.jit
-def window_tile(q, k, v, g, lse, delta, rows, columns, empty, T, WINDOW, C: tl.constexpr):
+def window_tile(of_rows, of_columns, rows, columns, empty, T, WINDOW, C: tl.constexpr):
     """Probabilities p, and p (g·v - δ): 0 where a column is not in a row's window."""
+    q, g, lse, delta = of_rows
+    k, v = of_columns
     logits = tl.dot(q, tl.trans(k), out_dtype=C.ACC, input_precision=C.PRECISION)
     live = (columns[None, :] > rows[:, None]) & (columns[None, :] <= rows[:, None] + WINDOW) & (rows < T)[:, None]
     live = live & (columns >= empty)[None, :] & (columns < T + WINDOW)[None, :]
@@ -37,10 +39,11 @@ def window_tile(q, k, v, g, lse, delta, rows, columns, empty, T, WINDOW, C: tl.c
 
 
 @triton.jit
-def window_key_gradients(
-    q_ptr, k_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, empty_ptr, dk_ptr, dv_ptr, T, WINDOW, H, G, C: tl.constexpr
-):
+def window_key_gradients(text, results, sizes, C: tl.constexpr):
     """Gradients of the window's keys and values; grid (batch · heads, block of columns)."""
+    q_ptr, k_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, empty_ptr = text
+    dk_ptr, dv_ptr = results
+    T, WINDOW, H, G = sizes
     head, j0, columns = tl.program_id(0).to(tl.int64), tl.program_id(1) * C.BN, T + WINDOW
     oc, od, ov = j0 + tl.arange(0, C.BN), tl.arange(0, C.DP), tl.arange(0, C.VP)
     empty = tl.load(empty_ptr + head // H)
@@ -57,7 +60,7 @@ def window_key_gradients(
             g = load_tile(g_ptr + row * T * C.DV, ot, ov, T, C.DV)
             lse = load_rows(lse_ptr + row * T, ot, T)
             delta = load_rows(delta_ptr + row * T, ot, T)
-            p, change = window_tile(q, k, v, g, lse, delta, ot, oc, empty, T, WINDOW, C)
+            p, change = window_tile((q, g, lse, delta), (k, v), ot, oc, empty, T, WINDOW, C)
             dk = tl.dot(tl.trans(change).to(q.dtype), q, acc=dk, out_dtype=C.ACC, input_precision=C.PRECISION)
             dv = tl.dot(tl.trans(p).to(g.dtype), g, acc=dv, out_dtype=C.ACC, input_precision=C.PRECISION)
     tl.store(dk_ptr + head * columns * C.D + oc[:, None] * C.D + od[None, :], dk,
@@ -67,10 +70,10 @@ def window_key_gradients(
 
 
 @triton.jit
-def window_query_gradients(
-    k_ptr, v_ptr, q_ptr, g_ptr, lse_ptr, delta_ptr, empty_ptr, dq_ptr, T, WINDOW, H, G, C: tl.constexpr
-):
+def window_query_gradients(text, dq_ptr, sizes, C: tl.constexpr):
     """What the window gives to the gradients of queries; grid (batch · heads · group, block of rows)."""
+    q_ptr, k_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, empty_ptr = text
+    T, WINDOW, H, G = sizes
     t0, row = tl.program_id(1) * C.BT, tl.program_id(0).to(tl.int64)
     head, columns = row // G, T + WINDOW
     ot, od, ov = t0 + tl.arange(0, C.BT), tl.arange(0, C.DP), tl.arange(0, C.VP)
@@ -84,7 +87,7 @@ def window_query_gradients(
         oc = c0 + tl.arange(0, C.BN)
         k = load_tile(k_ptr + head * columns * C.D, oc, od, columns, C.D)
         v = load_tile(v_ptr + head * columns * C.DV, oc, ov, columns, C.DV)
-        _, change = window_tile(q, k, v, g, lse, delta, ot, oc, empty, T, WINDOW, C)
+        _, change = window_tile((q, g, lse, delta), (k, v), ot, oc, empty, T, WINDOW, C)
         dq = tl.dot(change.to(k.dtype), k, acc=dq, out_dtype=C.ACC, input_precision=C.PRECISION)
     tl.store(dq_ptr + row * T * C.D + ot[:, None] * C.D + od[None, :], dq,
              mask=(ot < T)[:, None] & (od < C.D)[None, :])  # fmt: skip
@@ -95,12 +98,12 @@ def compute_window_gradients(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Gradients that come through the window: of queries, of keys, of values."""
     dq, dk, dv = (torch.empty_like(x, dtype=lse.dtype) for x in (q, k, v))
-    sizes, shared = problem.sizes, problem.constants()
-    tail = problem.tokens, problem.window, problem.heads, problem.group
-    grid = problem.pairs, problem.grid(k.shape[-2], sizes["BN"])
-    window_key_gradients[grid](q, k, v, g, lse, delta, empty, dk, dv, *tail, shared, **problem.launch)
-    grid = problem.pairs * problem.group, problem.grid(problem.tokens, sizes["BT"])
-    window_query_gradients[grid](k, v, q, g, lse, delta, empty, dq, *tail, shared, **problem.launch)
+    text, shared = (q, k, v, g, lse, delta, empty), problem.constants()
+    sizes = problem.tokens, problem.window, problem.heads, problem.group
+    grid = problem.pairs, problem.grid(k.shape[-2], problem.sizes["BN"])
+    window_key_gradients[grid](text, (dk, dv), sizes, shared, **problem.launch)
+    grid = problem.pairs * problem.group, problem.grid(problem.tokens, problem.sizes["BT"])
+    window_query_gradients[grid](text, dq, sizes, shared, **problem.launch)
     return dq, dk, dv
 
 

@@ -69,11 +69,11 @@ def any_lost(bound, lse, rows, T):
 
 
 @triton.jit
-def query_feature_gradients(
-    u_ptr, w_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, ceiling_ptr, level_ptr, mean_ptr, du_ptr, T, COLUMNS, G, SEGMENTS,
-    C: tl.constexpr,
-):  # fmt: skip
+def query_feature_gradients(text, segments, du_ptr, sizes, C: tl.constexpr):
     """Some features' gradients for rows; grid (batch · heads · group, slab of features, block of rows)."""
+    u_ptr, w_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr = text
+    ceiling_ptr, level_ptr, mean_ptr = segments
+    T, COLUMNS, G, SEGMENTS = sizes
     t0, row = tl.program_id(2) * C.BT, tl.program_id(0).to(tl.int64)
     head = row // G
     ot, om, ov = t0 + tl.arange(0, C.BT), tl.program_id(1) * C.MS + tl.arange(0, C.MS), tl.arange(0, C.VP)
@@ -107,11 +107,11 @@ def query_feature_gradients(
 
 
 @triton.jit
-def key_feature_gradients(
-    u_ptr, w_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr, ceiling_ptr, level_ptr, mean_ptr, delta_mean_ptr, dw_ptr, T,
-    COLUMNS, G, SEGMENTS, C: tl.constexpr,
-):  # fmt: skip
+def key_feature_gradients(text, segments, dw_ptr, sizes, C: tl.constexpr):
     """Some features' gradients for far keys; grid (batch · heads, slab of features, block of columns)."""
+    u_ptr, w_ptr, v_ptr, g_ptr, lse_ptr, delta_ptr = text
+    ceiling_ptr, level_ptr, mean_ptr, delta_mean_ptr = segments
+    T, COLUMNS, G, SEGMENTS = sizes
     j0, head = tl.program_id(2) * C.BN, tl.program_id(0).to(tl.int64)
     oj, om, ov = j0 + tl.arange(0, C.BN), tl.program_id(1) * C.MS + tl.arange(0, C.MS), tl.arange(0, C.VP)
     w_ptr += head * T * C.M
@@ -146,10 +146,11 @@ def key_feature_gradients(
 
 
 @triton.jit
-def far_value_gradients(
-    u_ptr, w_ptr, g_ptr, lse_ptr, ceiling_ptr, level_ptr, mean_ptr, dv_ptr, T, G, SEGMENTS, C: tl.constexpr
-):
+def far_value_gradients(text, segments, dv_ptr, sizes, C: tl.constexpr):
     """Gradients of far values; grid (batch · heads, block of columns)."""
+    u_ptr, w_ptr, g_ptr, lse_ptr = text
+    ceiling_ptr, level_ptr, mean_ptr = segments
+    T, G, SEGMENTS = sizes
     j0, head = tl.program_id(1) * C.BN, tl.program_id(0).to(tl.int64)
     oj, ov = j0 + tl.arange(0, C.BN), tl.arange(0, C.VP)
     w_ptr += head * T * C.M
@@ -192,18 +193,18 @@ def compute_far_gradients(
     )
     du, dw = torch.empty_like(u), torch.empty_like(w)
     dv = torch.empty(*w.shape[:-1], problem.value_dim, dtype=w.dtype, device=w.device)
-    shared = problem.constants(DS=dims_at_once(v))
-    tail = problem.tokens, v.shape[-2], problem.group, problem.segments
+    shared, text = problem.constants(DS=dims_at_once(v)), (u, w, v, g, lse, delta)
+    sizes = problem.tokens, v.shape[-2], problem.group, problem.segments
     by_row, by_key = (problem.grid(problem.tokens, problem.sizes[name]) for name in ("BT", "BN"))
     slabs = problem.grid(problem.features, problem.sizes["MS"])
     query_feature_gradients[problem.pairs * problem.group, slabs, by_row](
-        u, w, v, g, lse, delta, ceiling, level, mean, du, *tail, shared, **problem.launch
+        text, (ceiling, level, mean), du, sizes, shared, **problem.launch
     )
     key_feature_gradients[problem.pairs, slabs, by_key](
-        u, w, v, g, lse, delta, ceiling, later_level, later_mean, later_delta, dw, *tail, shared, **problem.launch
+        text, (ceiling, later_level, later_mean, later_delta), dw, sizes, shared, **problem.launch
     )
     far_value_gradients[problem.pairs, by_key](
-        u, w, g, lse, ceiling, later_level, later_mean, dv, problem.tokens, problem.group, problem.segments, shared,
-        **problem.launch,
+        (u, w, g, lse), (ceiling, later_level, later_mean), dv, (problem.tokens, problem.group, problem.segments),
+        shared, **problem.launch,
     )  # fmt: skip
     return du, dw, dv, first

@@ -31,15 +31,15 @@ def segment_tile(x_ptr, lse_ptr, row, ot, om, T, C: tl.constexpr):
 
 
 @triton.jit
-def sum_segments(
-    x_ptr, v_ptr, lse_ptr, delta_ptr, level_ptr, mean_ptr, delta_mean_ptr, ceiling_ptr, T, G, V_TOKENS, SEGMENTS,
-    C: tl.constexpr,
-):  # fmt: skip
+def sum_segments(rows, sums, sizes, C: tl.constexpr):
     """level_m = log Σ e^x_m and mean_m = Σ e^(x_m - level_m) v over a segment and a group; grid (head, slab, segment).
 
     Forward, x are the keys' log-features. Backward (ROWS), x are the queries' minus the rows' log-sum-exp, v is the
     gradient of the output, and the mean of delta is taken besides.
     """
+    x_ptr, v_ptr, lse_ptr, delta_ptr = rows
+    level_ptr, mean_ptr, delta_mean_ptr, ceiling_ptr = sums
+    T, G, V_TOKENS, SEGMENTS = sizes
     segment, slabs_v = tl.program_id(2), tl.cdiv(C.DV, C.BV)
     om = (tl.program_id(1) // slabs_v) * C.MS + tl.arange(0, C.MS)
     iv, head = tl.program_id(1) % slabs_v, tl.program_id(0).to(tl.int64)
@@ -79,11 +79,15 @@ def sum_segments(
 
 
 @triton.jit
-def scan_segments(
-    level_ptr, mean_ptr, delta_ptr, first_level_ptr, first_mean_ptr, first_delta_ptr, before_level_ptr, before_mean_ptr,
-    before_delta_ptr, last_level_ptr, last_mean_ptr, last_delta_ptr, SEGMENTS, C: tl.constexpr,
-):  # fmt: skip
-    """Merge segments one after the other; leave what came before each, and what there is at last."""
+def scan_segments(own, first, before, last, SEGMENTS, C: tl.constexpr):
+    """Merge segments one after the other; leave what came before each, and what there is at last.
+
+    All are (level, mean, delta).
+    """
+    level_ptr, mean_ptr, delta_ptr = own
+    first_level_ptr, first_mean_ptr, first_delta_ptr = first
+    before_level_ptr, before_mean_ptr, before_delta_ptr = before
+    last_level_ptr, last_mean_ptr, last_delta_ptr = last
     om = tl.program_id(1) * C.MS + tl.arange(0, C.MS)
     iv, head = tl.program_id(2), tl.program_id(0).to(tl.int64)
     ov = iv * C.BV + tl.arange(0, C.BV)
@@ -108,8 +112,8 @@ def scan_segments(
         top = tl.maximum(level, more)
         new = top + tl.log(tl.exp(level - top) + tl.exp(more - top))
         kept, added = tl.exp(level - new), tl.exp(more - new)
-        own = tl.load(mean_ptr + at[:, None] * C.DV + ov[None, :], mask=tile, other=0.0)
-        mean = mean * kept[:, None] + own * added[:, None]
+        own_mean = tl.load(mean_ptr + at[:, None] * C.DV + ov[None, :], mask=tile, other=0.0)
+        mean = mean * kept[:, None] + own_mean * added[:, None]
         if C.REVERSE:
             delta = delta * kept + tl.load(delta_ptr + at, mask=inside, other=0.0) * added
         level = new
@@ -159,10 +163,12 @@ def summarize(
     sizes, wide = problem.sizes, min(64, padded(problem.value_dim))
     slabs = triton.cdiv(features, sizes["MS"]) * triton.cdiv(problem.value_dim, wide)
     sum_segments[problem.pairs, slabs, problem.segments](
-        x, v, lse, delta, level, mean, delta_mean, ceiling, problem.tokens, problem.group if backward else 1,
-        v.shape[-2], problem.segments, problem.constants(BV=wide, BN=min(64, sizes["BN"]), ROWS=backward),
+        (x, v, lse, delta),
+        (level, mean, delta_mean, ceiling),
+        (problem.tokens, problem.group if backward else 1, v.shape[-2], problem.segments),
+        problem.constants(BV=wide, BN=min(64, sizes["BN"]), ROWS=backward),
         **problem.launch,
-    )  # fmt: skip
+    )
     return [level, mean, delta_mean, ceiling]
 
 
@@ -177,7 +183,7 @@ def accumulate(
     wide = min(64, padded(problem.value_dim))
     grid = problem.pairs, triton.cdiv(features, 32), triton.cdiv(problem.value_dim, wide)
     scan_segments[grid](
-        level, mean, delta, *first, *before, *last, problem.segments,
+        (level, mean, delta), first, tuple(before), tuple(last), problem.segments,
         problem.constants(BV=wide, MS=32, REVERSE=backward),
     )  # fmt: skip
     return before + last

@@ -32,11 +32,13 @@ Tensor = torch.Tensor
 
 
 @triton.jit
-def merge_periods_kernel(
-    k_ptr, v_ptr, metric_ptr, index_ptr, present_ptr, held_k_ptr, held_v_ptr, weight_ptr, spread_ptr,
-    rows_ptr, numbers_ptr, places_ptr, COLUMNS, H, PERIODS, SLOTS, BLOCK, C: tl.constexpr,
-):  # fmt: skip
-    """Merge a block per period; grid (heads, batch). held_…: (batch, PERIODS + 1, heads, SLOTS, …)."""
+def merge_periods_kernel(text, blocks, slots, scratch, sizes, C: tl.constexpr):
+    """Merge a block per period; grid (heads, batch). slots: (batch, PERIODS + 1, heads, SLOTS, …)."""
+    k_ptr, v_ptr, metric_ptr = text
+    index_ptr, present_ptr = blocks
+    held_k_ptr, held_v_ptr, weight_ptr, spread_ptr = slots
+    rows_ptr, numbers_ptr, places_ptr = scratch
+    COLUMNS, H, PERIODS, SLOTS, BLOCK = sizes
     head, batch = tl.program_id(0), tl.program_id(1).to(tl.int64)
     pair, N, W = batch * H + head, SLOTS + BLOCK, 2 * C.D + C.DV
     rows_ptr += pair * 2 * N * W
@@ -44,20 +46,20 @@ def merge_periods_kernel(
     places_ptr += pair * 2 * N
     own_weight, own_spread, value = numbers_ptr, numbers_ptr + N, numbers_ptr + 2 * N
     for period in range(0, PERIODS):
-        at = (batch * (PERIODS + 1) + period) * H + head
+        at = ((batch * (PERIODS + 1) + period) * H + head) * SLOTS
         block = (batch * PERIODS + period) * BLOCK
         fill_rows(
-            rows_ptr, own_weight, own_spread, k_ptr + pair * COLUMNS * C.D, v_ptr + pair * COLUMNS * C.DV,
-            metric_ptr + head * C.D * C.D, held_k_ptr + at * SLOTS * C.D, held_v_ptr + at * SLOTS * C.DV,
-            weight_ptr + at * SLOTS, spread_ptr + at * SLOTS, index_ptr + block, present_ptr + block, N, W, SLOTS, 1.0,
-            False, C,
+            (rows_ptr, own_weight, own_spread),
+            (held_k_ptr + at * C.D, held_v_ptr + at * C.DV, weight_ptr + at, spread_ptr + at),
+            (k_ptr + pair * COLUMNS * C.D, v_ptr + pair * COLUMNS * C.DV, metric_ptr + head * C.D * C.D),
+            (index_ptr + block, present_ptr + block), N, W, SLOTS, 1.0, False, C,
         )  # fmt: skip
         side = merge_rows(rows_ptr, numbers_ptr, places_ptr, N, N, W, SLOTS, C)
-        after = at + H
+        after = at + H * SLOTS
         store_slots(
-            rows_ptr + side * N * W, own_weight, own_spread, value, held_k_ptr + after * SLOTS * C.D,
-            held_v_ptr + after * SLOTS * C.DV, weight_ptr + after * SLOTS, spread_ptr + after * SLOTS, N, W, SLOTS,
-            False, held_k_ptr.dtype.element_ty, C,
+            (rows_ptr + side * N * W, own_weight, own_spread, value),
+            (held_k_ptr + after * C.D, held_v_ptr + after * C.DV, weight_ptr + after, spread_ptr + after),
+            N, W, SLOTS, False, held_k_ptr.dtype.element_ty, C,
         )  # fmt: skip
 
 
@@ -87,19 +89,25 @@ def run_slot_merging(
     numbers = torch.empty(batch, heads, 4, count, dtype=work, device=k.device)
     places = torch.empty(batch, heads, 2, count, dtype=torch.int32, device=k.device)
     merge_periods_kernel[heads, batch](
-        k, v, metric, index, present.int(), *every, rows, numbers, places, columns, heads, periods, slots,
-        block,
-        Constants(**widths(k, v), B=SIZE, K=16, BITS=bits, **precision(numbers)), num_warps=4, num_stages=1,
-    )  # fmt: skip
+        (k, v, metric),
+        (index, present.int()),
+        tuple(every),
+        (rows, numbers, places),
+        (columns, heads, periods, slots, block),
+        Constants(**widths(k, v), B=SIZE, K=16, BITS=bits, **precision(numbers)),
+        num_warps=4,
+        num_stages=1,
+    )
     return every
 
 
 @triton.jit
-def text_slots_kernel(
-    q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr, slot_k_ptr, slot_v_ptr, weight_ptr, spread_ptr, gain_ptr, place_ptr,
-    merged_ptr, first_ptr, empty_ptr, out_ptr, COLUMNS, H, G, PERIODS, ROWS, WINDOW, SLOTS, C: tl.constexpr,
-):  # fmt: skip
+def text_slots_kernel(text, slots, places, out_ptr, sizes, C: tl.constexpr):
     """Attend with the rows of a period; grid (batch · heads, periods, blocks of a group's rows)."""
+    q_ptr, k_ptr, v_ptr, sink_k_ptr, sink_v_ptr = text
+    slot_k_ptr, slot_v_ptr, weight_ptr, spread_ptr, gain_ptr = slots
+    place_ptr, merged_ptr, first_ptr, empty_ptr = places
+    COLUMNS, H, G, PERIODS, ROWS, WINDOW, SLOTS = sizes
     period, pair = tl.program_id(1), tl.program_id(0).to(tl.int64)
     batch, head = pair // H, pair % H
     row, od, ov = tl.program_id(2) * C.BT + tl.arange(0, C.BT), tl.arange(0, C.DP), tl.arange(0, C.VP)
@@ -154,9 +162,13 @@ def run_text_slots(
     out = torch.empty(*q.shape[:-1], v.shape[-1], dtype=v.dtype, device=v.device)
     size = 16 if group * rows <= 16 else 32
     text_slots_kernel[batch * heads, periods, triton.cdiv(group * rows, size)](
-        q, k, v, sink_k, sink_v, *slots, gain, place, merged, first, empty, out,
-        k.shape[2], heads, group, periods, rows, window, slots[0].shape[3],
+        (q, k, v, sink_k, sink_v),
+        (*slots, gain),
+        (place, merged, first, empty),
+        out,
+        (k.shape[2], heads, group, periods, rows, window, slots[0].shape[3]),
         Constants(**widths(k, v), DS=dims_at_once(q), S=sinks, SP=padded(sinks), BT=size, BN=32, **precision(slots[2])),
-        num_warps=4, num_stages=1,
-    )  # fmt: skip
+        num_warps=4,
+        num_stages=1,
+    )
     return out

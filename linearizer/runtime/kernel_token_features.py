@@ -121,11 +121,11 @@ def query_shares(q, q_stride, weight, og, M, HALF, C: tl.constexpr):
 
 
 @triton.jit
-def token_features_kernel(
-    table_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, u_ptr, w_ptr, scratch_ptr, out_ptr, COLUMNS, KV, q_batch, q_head,
-    q_stride, k_batch, k_head, v_batch, v_head, C: tl.constexpr,
-):  # fmt: skip
+def token_features_kernel(table, token, layout, scratch_ptr, out_ptr, C: tl.constexpr):
     """Grid (rows of the table, batch). KEPT and MADE are the types of keys that are kept, and of folded features."""
+    table_ptr, ticket_ptr, COLUMNS = table
+    q_ptr, k_ptr, v_ptr, u_ptr, w_ptr = token
+    KV, q_batch, q_head, q_stride, k_batch, k_head, v_batch, v_head = layout
     row_ptr, batch = table_ptr + tl.program_id(0) * COLUMNS, tl.program_id(1).to(tl.int64)
     head, own, heads = tl.load(row_ptr + HEAD), tl.load(row_ptr + OWN), tl.load(row_ptr + HEADS)
     WIDTH, M, at = tl.load(row_ptr + WINDOW).to(tl.int32), tl.load(row_ptr + FAR).to(tl.int32), batch * heads + own
@@ -202,12 +202,12 @@ def token_layout(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor) -> tuple[tuple
 
     sink_k is that of any of the states.
     """
-    lies = q.shape[1], *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]
+    layout = q.shape[1], *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]
     group, dim, value_dim = q.shape[2], q.shape[-1], v.shape[-1]
     sizes = {"G": group, "GP": padded(group), "D": dim, "DP": padded(dim), "DS": dims_at_once(q), "DV": value_dim}
     small, sinks = sink_k.dtype == torch.int8, sink_k.shape[-2]
     kept = {"S": sinks, "SP": padded(sinks), "BITS": 8 if small else 16, "KEPT": TYPES[sink_k.dtype]}
-    return lies, {
+    return layout, {
         **sizes,
         "VP": padded(value_dim),
         "BN": 16 if small else tile_size(q, v),
@@ -229,11 +229,17 @@ def run_token_features(
 
     level is that of any of the states. Where features are not folded, `shares` is -1, and u and w are given.
     """
-    lies, sizes = token_layout(q, k, v, sink_k)
+    layout, sizes = token_layout(q, k, v, sink_k)
     small = sizes["BITS"] == 8
     sizes |= {"DS": min(sizes["DS"], 32), "MS": 16 if small else tile_size(q, v)}  # with more at once registers spill
     scratch = q.new_empty(q.shape[0], table.rows.shape[0], q.shape[-1]) if small else None
     token_features_kernel[table.rows.shape[0], q.shape[0]](
-        table.rows, table.tickets, q, k, v, u, w, scratch, out, table.rows.shape[1], *lies,
-        Constants(**sizes, SHARES=shares, MADE=TYPES[made], SCALE=scale, **precision(level)), num_warps=8, num_stages=1,
-    )  # fmt: skip
+        (table.rows, table.tickets, table.rows.shape[1]),
+        (q, k, v, u, w),
+        layout,
+        scratch,
+        out,
+        Constants(**sizes, SHARES=shares, MADE=TYPES[made], SCALE=scale, **precision(level)),
+        num_warps=8,
+        num_stages=1,
+    )

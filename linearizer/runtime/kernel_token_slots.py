@@ -43,11 +43,12 @@ SLOT_K, WEIGHT, SPREAD, METRIC, GAIN = (tl.constexpr(REST.value + n) for n in (0
 
 
 @triton.jit
-def token_slots_kernel(
-    table_ptr, ticket_ptr, q_ptr, k_ptr, v_ptr, numbers_ptr, places_ptr, out_ptr, COLUMNS, ROOM, KV, q_batch, q_head,
-    q_stride, k_batch, k_head, v_batch, v_head, C: tl.constexpr,
-):  # fmt: skip
-    """Grid (rows of the table, batch). numbers and places have ROOM for so many rows that merge."""
+def token_slots_kernel(table, token, layout, scratch, out_ptr, C: tl.constexpr):
+    """Grid (rows of the table, batch). The scratch memory has ROOM for so many rows that merge."""
+    table_ptr, ticket_ptr, COLUMNS = table
+    q_ptr, k_ptr, v_ptr = token
+    numbers_ptr, places_ptr, ROOM = scratch
+    KV, q_batch, q_head, q_stride, k_batch, k_head, v_batch, v_head = layout
     row_ptr, batch = table_ptr + tl.program_id(0) * COLUMNS, tl.program_id(1).to(tl.int64)
     head, own, heads = tl.load(row_ptr + HEAD), tl.load(row_ptr + OWN), tl.load(row_ptr + HEADS)
     WIDTH, SLOTS = tl.load(row_ptr + WINDOW).to(tl.int32), tl.load(row_ptr + FAR).to(tl.int32)
@@ -68,14 +69,16 @@ def token_slots_kernel(
             tl.store(places + ROOM + i, (merged - block + i >= C.S).to(tl.int32), mask=i < block)
         tl.debug_barrier()
         window_k, window_v = point_at_pair(row_ptr, WINDOW_K, at * WIDTH, C)
+        slots = slot_k, slot_v, weight_ptr, spread_ptr
         fill_rows(
-            rows, numbers, numbers + ROOM, window_k, window_v, address(row_ptr, METRIC, C.MADE) + own * C.D * C.D,
-            slot_k, slot_v, weight_ptr, spread_ptr, places, places + ROOM, N, W, SLOTS, C.ROOT, C.BITS == 8, C,
+            (rows, numbers, numbers + ROOM), slots,
+            (window_k, window_v, address(row_ptr, METRIC, C.MADE) + own * C.D * C.D),
+            (places, places + ROOM), N, W, SLOTS, C.ROOT, C.BITS == 8, C,
         )  # fmt: skip
         side = merge_rows(rows, numbers, places, ROOM, N, W, SLOTS, C)
         store_slots(
-            rows + side * ROOM * W, numbers, numbers + ROOM, numbers + 2 * ROOM, slot_k, slot_v, weight_ptr, spread_ptr,
-            N, W, SLOTS, C.BITS == 8, k_ptr.dtype.element_ty, C,
+            (rows + side * ROOM * W, numbers, numbers + ROOM, numbers + 2 * ROOM), slots, N, W, SLOTS, C.BITS == 8,
+            k_ptr.dtype.element_ty, C,
         )  # fmt: skip
     q = q_ptr + batch * q_batch + head * q_head
     k, v = k_ptr + batch * k_batch + head * k_head, v_ptr + batch * v_batch + head * v_head
@@ -106,13 +109,18 @@ def run_token_slots(
 
     sink_k and weight are those of any of the states, slots and a block's tokens are at most `room`.
     """
-    lies, sizes = token_layout(q, k, v, sink_k)
+    layout, sizes = token_layout(q, k, v, sink_k)
     heads, width = table.rows.shape[0], 2 * k.shape[-1] + v.shape[-1]
     numbers = torch.empty(q.shape[0], heads, (2 * width + 4) * room, dtype=weight.dtype, device=q.device)
     places = torch.empty(q.shape[0], heads, 2 * room, dtype=torch.int32, device=q.device)
     merging = {"B": SIZE, "K": 16}
     token_slots_kernel[heads, q.shape[0]](
-        table.rows, table.tickets, q, k, v, numbers, places, out, table.rows.shape[1], room, *lies,
-        Constants(**sizes, **merging, MADE=TYPES[made], SCALE=scale, ROOT=root, **precision(weight)), num_warps=8,
+        (table.rows, table.tickets, table.rows.shape[1]),
+        (q, k, v),
+        layout,
+        (numbers, places, room),
+        out,
+        Constants(**sizes, **merging, MADE=TYPES[made], SCALE=scale, ROOT=root, **precision(weight)),
+        num_warps=8,
         num_stages=1,
-    )  # fmt: skip
+    )

@@ -74,11 +74,12 @@ def products(query_ptr, key_ptr, rows, columns, T, C: tl.constexpr):
 
 
 @triton.jit
-def statistics(
-    q_ptr, k_ptr, query_ptr, key_ptr, sums_ptr, bound_ptr, lse_ptr, entropy_ptr, largest_ptr, student_ptr, T, G, WINDOW,
-    SINKS, scale, TILES, C: tl.constexpr,
-):  # fmt: skip
+def statistics(text, features, results, sizes, scale, C: tl.constexpr):
     """Compute them for one query head; sums (…, TILES, M) holds the sum of all keys before a tile of BN columns."""
+    q_ptr, k_ptr = text
+    query_ptr, key_ptr, sums_ptr, bound_ptr = features
+    lse_ptr, entropy_ptr, largest_ptr, student_ptr = results
+    T, G, WINDOW, SINKS, TILES = sizes
     t0, row = tl.program_id(0) * C.BT, tl.program_id(1).to(tl.int64)
     head = row // G
     ot, od = t0 + tl.arange(0, C.BT), tl.arange(0, C.DP)
@@ -138,11 +139,13 @@ def weigh(s, product, shift, factor, far, C: tl.constexpr):
 
 
 @triton.jit
-def by_row(
-    q_ptr, k_ptr, query_ptr, key_ptr, shift_ptr, factor_ptr, bound_ptr, loss_ptr, lost_ptr, du_ptr, T, G, WINDOW, SINKS,
-    scale, C: tl.constexpr,
-):  # fmt: skip
+def by_row(text, features, row_numbers, results, sizes, scale, C: tl.constexpr):
     """Compute the loss of far pairs, the teacher's mass on lost pairs, and some features' gradient of u."""
+    q_ptr, k_ptr = text
+    query_ptr, key_ptr = features
+    shift_ptr, factor_ptr, bound_ptr = row_numbers
+    loss_ptr, lost_ptr, du_ptr = results
+    T, G, WINDOW, SINKS = sizes
     t0, row = tl.program_id(0) * C.BT, tl.program_id(2).to(tl.int64)
     head = row // G
     ot, od, om = t0 + tl.arange(0, C.BT), tl.arange(0, C.DP), tl.program_id(1) * C.MG + tl.arange(0, C.MG)
@@ -180,10 +183,12 @@ def by_row(
 
 
 @triton.jit
-def by_column(
-    q_ptr, k_ptr, query_ptr, key_ptr, shift_ptr, factor_ptr, dw_ptr, T, G, WINDOW, SINKS, scale, C: tl.constexpr
-):
+def by_column(text, features, row_numbers, dw_ptr, sizes, scale, C: tl.constexpr):
     """Compute some features' gradient of w; here BT are columns and BN rows, so that sums are as large as by row."""
+    q_ptr, k_ptr = text
+    query_ptr, key_ptr = features
+    shift_ptr, factor_ptr = row_numbers
+    T, G, WINDOW, SINKS = sizes
     j0, head = tl.program_id(0) * C.BT, tl.program_id(2).to(tl.int64)
     oj, od, om = j0 + tl.arange(0, C.BT), tl.arange(0, C.DP), tl.program_id(1) * C.MG + tl.arange(0, C.MG)
     k = load_tile(k_ptr + head * T * C.D, oj, od, T, C.D)
@@ -246,20 +251,23 @@ def losses(
     stabilise[blocks, pairs](w, ceiling, key, bound, tokens, 1, sinks, of_keys, **launch)
     sums = sums_before(key, sizes["BN"], kept)
     statistics[blocks, pairs * group](
-        q, k, query, key, sums, bound, lse, entropy, largest, student, tokens, group, window, sinks, scale,
-        sums.shape[2], constants, **launch,
-    )  # fmt: skip
+        (q, k),
+        (query, key, sums, bound),
+        (lse, entropy, largest, student),
+        (tokens, group, window, sinks, sums.shape[2]),
+        scale,
+        constants,
+        **launch,
+    )
     top = (largest.amax((0, 2, 3)) if top is None else top.to(kept))[:, None, None]
     shift = top.expand_as(lse).contiguous() if squared else lse
     factor = (bound - (shift if squared else student)).clamp_max_(80.0).exp_()
     du, dw = torch.empty_like(u), torch.empty_like(w)
-    slabs = triton.cdiv(features, sizes["MG"])
+    slabs, lengths = triton.cdiv(features, sizes["MG"]), (tokens, group, window, sinks)
     by_row[blocks, slabs, pairs * group](
-        q, k, query, key, shift, factor, bound, loss, lost, du, tokens, group, window, sinks, scale, constants, **launch
+        (q, k), (query, key), (shift, factor, bound), (loss, lost, du), lengths, scale, constants, **launch
     )
-    by_column[blocks, slabs, pairs](
-        q, k, query, key, shift, factor, dw, tokens, group, window, sinks, scale, constants, **launch
-    )
+    by_column[blocks, slabs, pairs]((q, k), (query, key), (shift, factor), dw, lengths, scale, constants, **launch)
     if squared:
         return loss, torch.zeros_like(loss), torch.zeros_like(loss), du, dw
     lost = lost + ((student < bound + LOST.value) & (bound > EMPTY.value)).to(kept)

@@ -89,7 +89,7 @@ def test_of_pairs_that_cost_the_same_the_same_ones_are_merged():
     [
         (kernel_slots_merging, "j[None, :] < i[:, None]", "j[None, :] > i[:, None]"),  # ties
         (kernel_slots_merging, "tl.where(i[:, None] > j[None, :]", "tl.where(i[:, None] < j[None, :]"),
-        (kernel_slots_merging, "apart * apart", "apart"),
+        (kernel_slots_merging, "apart * apart * (apart * apart)", "apart * apart"),
         (kernel_slots_merging, "tl.where(stays[None, :]", "tl.where((stays | True)[None, :]"),
         (kernel_common, "- 133", "- 132"),
         (kernel_common, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),

@@ -133,9 +133,9 @@ WRONG = {  # a line of each kernel, and what it is exchanged for
     "attention": (kernel_text_segments, "mean * kept[:, None] + own", "mean + own"),
     "attention and its gradients": (kernel_text_gradients_far, "- delta_mean[None, :]", ""),
     "single tokens": (kernel_token_features, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
-    "slots": (kernel_slots_merging, "apart * apart", "values"),
+    "slots": (kernel_slots_merging, "apart * apart * (apart * apart)", "values * values"),
     "single tokens and slots": (kernel_token_slots, "gain * load_rows", "0 * load_rows"),
-    "losses of attention rows": (attention_loss_kernels, "factor - p", "1.01 * factor - p"),
+    "losses of attention rows": (attention_loss_kernels, "weight = factor - p", "weight = 1.01 * factor - p"),
 }
 
 

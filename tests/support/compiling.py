@@ -139,6 +139,13 @@ def slot_step(q, k, count, near, window, metric, bits, size=64):
     )
 
 
+def plain_of(value):
+    """Describe an argument by its type and value, a tensor by its type."""
+    if isinstance(value, tuple):
+        return [plain_of(part) for part in value]
+    return str(value.dtype) if isinstance(value, torch.Tensor) else value
+
+
 def kept_or_compiled(kernel, arguments, options, chip, record):
     """Take the result of an equal launch from the record, or compile; give the hash and the result."""
     source = source_of(kernel, arguments)
@@ -149,17 +156,22 @@ def kept_or_compiled(kernel, arguments, options, chip, record):
 
 def source_of(kernel, arguments):
     """Describe a launch to the compiler."""
-    names, constants, signature, attributes = kernel.arg_names, {}, {}, {}
-    for index, name in enumerate(names):
-        value, parameter = arguments[name], kernel.params[index]
-        if parameter.is_constexpr or value is None:
-            signature[name], constants[(index,)] = "constexpr", value
-        elif isinstance(value, torch.Tensor):
-            signature[name], attributes[(index,)] = TYPES[value.dtype], [["tt.divisibility", 16]]
-        else:
-            signature[name] = "fp32" if isinstance(value, float) else "i32"
-            if signature[name] == "i32" and value % 16 == 0:
-                attributes[(index,)] = [["tt.divisibility", 16]]
+    constants, attributes = {}, {}
+
+    def type_of(value, path, constant=False):
+        if constant or value is None:
+            constants[path] = value
+            return "constexpr"
+        if isinstance(value, tuple):
+            return tuple(type_of(part, (*path, index)) for index, part in enumerate(value))
+        if isinstance(value, torch.Tensor) or (isinstance(value, int) and value % 16 == 0):
+            attributes[path] = [["tt.divisibility", 16]]
+        return TYPES[value.dtype] if isinstance(value, torch.Tensor) else "fp32" if isinstance(value, float) else "i32"
+
+    signature = {
+        parameter.name: type_of(arguments[parameter.name], (index,), parameter.is_constexpr)
+        for index, parameter in enumerate(kernel.params)
+    }
     return ASTSource(fn=kernel, signature=signature, constexprs=constants, attrs=attributes)
 
 
@@ -211,7 +223,7 @@ def report(chip, size, record):
     for kernel, arguments, options in launches(
         chip, lambda: everything(dim, features, dtype, whole=(chip, dim) == ((9, 0), 128))
     ):
-        plain = {n: a if not isinstance(a, torch.Tensor) else str(a.dtype) for n, a in arguments.items()}
+        plain = {name: plain_of(value) for name, value in arguments.items()}
         seen.setdefault(json.dumps([kernel.__name__, plain], default=str), (kernel, arguments, options))
     size = {"dim": dim, "features": features, "dtype": str(dtype)}
     rows = (kept_or_compiled(*launch, chip, record) for launch in seen.values())

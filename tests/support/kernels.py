@@ -42,9 +42,9 @@ def vary(feature_map):
 
 
 def mutate(module, line, mutation, folder, monkeypatch):
-    """Exchange a line of a module, for every module that uses it."""
+    """Exchange a text that a module has once, for every module that uses it."""
     source = Path(module.__file__).read_text(encoding="utf-8")
-    assert line in source
+    assert source.count(line) == 1, f"{module.__name__} has {source.count(line)} times {line!r}"
     path = folder / "mutant.py"
     path.write_text(source.replace(line, mutation), encoding="utf-8")
     spec = importlib.util.spec_from_file_location(f"{module.__package__}.mutant", path)

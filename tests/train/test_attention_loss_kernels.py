@@ -65,7 +65,7 @@ def test_heads_that_lost_pairs_are_computed_again():
 @pytest.mark.parametrize(
     "line, mutation",
     [
-        ("factor - p / ", "-p / "),
+        ("weight = factor - p / ", "weight = -p / "),
         ("ot[:, None] - oj[None, :] < WINDOW", "ot[:, None] - oj[None, :] <= WINDOW"),
         ("sums.cumsum(2) - sums", "sums.cumsum(2)"),
         ("-2.0 * (p - product * factor) * factor", "-2.0 * (p - product * factor)"),
