@@ -4,7 +4,7 @@ Further words are sizes: 128x128 is the width of a head and its features, 128x12
 
 Compiling takes minutes, so results are kept in compiled.json, each under a hash of all that it depends on: the source
 of the kernel and of what it calls, its arguments, the chip, and Triton's version. A kernel that changed is compiled
-anew; python -m tests.support.compiling --record compiles all and keeps the results.
+anew; python -m tests.support.compiling --record compiles all and keeps the results, and --all prints them.
 """
 
 import hashlib
@@ -236,9 +236,10 @@ def main():
         rows = {key: row for case in CASES for key, row in report(*case, record).items()}
         RECORD.write_text("{\n" + ",\n".join(f'"{key}": {json.dumps(rows[key])}' for key in sorted(rows)) + "\n}\n")
         return
-    for size in sys.argv[2:] or ["128x128"]:
-        for row in report(int(sys.argv[1]), size, record).values():
-            sys.stdout.write(json.dumps(row) + "\n")
+    chosen = CASES if sys.argv[1] == "--all" else [(int(sys.argv[1]), size) for size in sys.argv[2:] or ["128x128"]]
+    for chip, size in chosen:
+        for row in report(chip, size, record).values():
+            sys.stdout.write(json.dumps({"chip": chip, "size": size, **row}) + "\n")
 
 
 if __name__ == "__main__":
