@@ -44,8 +44,8 @@ def both(q, k, v, metric, gain, count, block, real=None, edges=(), bits=16):
         yield torch.cat(out, -2), state
 
 
-def assert_alike(found, tolerance, real=None):
-    (plain, state), (fused, own) = found
+def assert_alike(result, tolerance, real=None):
+    (plain, state), (fused, own) = result
     for x in tensors(own).values():
         assert x.untyped_storage().nbytes() == x.numel() * x.element_size(), "only the last period is remembered"
     if real is not None:
@@ -54,7 +54,7 @@ def assert_alike(found, tolerance, real=None):
     assert torch.equal(own.weight, state.weight), "slots hold as many tokens each"
     full = state.weight > 0
     for name in ("slot_k", "slot_v", "spread"):
-        mine, theirs = (getattr(one, name)[full] for one in (own, state))
+        mine, theirs = (getattr(holder, name)[full] for holder in (own, state))
         torch.testing.assert_close(mine, theirs, rtol=tolerance, atol=tolerance)
 
 

@@ -83,11 +83,11 @@ def read(student, text, edges, change=None):
 
 def assert_alike(student, edges, monkeypatch, change=None, seed=0):
     text = drawn(student.kv_heads, edges[-1], seed)
-    found, own = read(student, text, edges, change)
+    result, own = read(student, text, edges, change)
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
     expected, plain = read(student, text, edges, change)
     monkeypatch.delenv("LINEARIZER_KERNELS")
-    assert relative(found, expected) < CLOSE
+    assert relative(result, expected) < CLOSE
     for mine, theirs in zip(own, plain, strict=True):
         for name, x in tensors(theirs).items():
             assert relative(tensors(mine)[name].double(), x.double()) < CLOSE, name
@@ -156,7 +156,7 @@ def test_a_batch_that_grew_where_it_lies_has_tickets_for_all():
 def test_a_token_leaves_alone_what_gradients_need(launches):
     kernel_trial._verdicts["attention and its gradients", torch.empty(0, device=DEVICE).device] = True
     student, text = layer([[3, 8]]), drawn(1, 13)
-    found = []
+    result = []
     for goes_on in (False, True):
         memory: list = []
         k = text[1].clone().requires_grad_()
@@ -165,17 +165,17 @@ def test_a_token_leaves_alone_what_gradients_need(launches):
         if goes_on:
             with torch.no_grad():
                 student(*(x[:, :, 12:] for x in text), SCALE, None, memory)
-        found += torch.autograd.grad(total, k)
-    assert launches and torch.equal(*found)
+        result += torch.autograd.grad(total, k)
+    assert launches and torch.equal(*result)
 
 
 def test_a_state_stays_where_it_is_and_so_does_its_table():
     student, text = layer(FEATURES), drawn(5, 6)
     _, memory = read(student, [x[:, :, :4] for x in text], [3, 4])
-    held, told = [tensors(state) for state in memory], memory[0].token_table
+    held, table = [tensors(state) for state in memory], memory[0].token_table
     with torch.no_grad():
         student(*(x[:, :, 4:5] for x in text), SCALE, None, memory)
-    assert memory[0].token_table is told
+    assert memory[0].token_table is table
     for state, before in zip(memory, held, strict=True):
         if hasattr(state, "count"):
             assert all(x is before[name] for name, x in tensors(state).items())
@@ -193,12 +193,12 @@ def test_on_a_gpu_a_captured_layer_goes_on_with_the_state(held, monkeypatch):
     student(*token, SCALE, None, memory)  # strides decide which kernel is compiled, and none can be loaded in a capture
     graph = torch.cuda.CUDAGraph()
     with torch.cuda.graph(graph):
-        found = student(*token, SCALE, None, memory)
+        result = student(*token, SCALE, None, memory)
     for t in range(5, 30):
         for mine, new in zip(token, text, strict=True):
             mine.copy_(new[:, :, t : t + 1])
         graph.replay()
-        out.append(found.clone())
+        out.append(result.clone())
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
     expected, _ = read(student, text, [4, *range(5, 31)])
     assert relative(torch.cat(out, -2), expected[:, :, 5:]) < CLOSE
@@ -211,9 +211,9 @@ def test_weights_that_changed_are_folded_anew(monkeypatch):
         student.groups[0].feature_map.z.mul_(2)
         before = [type(state)(**{name: x.clone() for name, x in tensors(state).items()}) for state in memory]
         last = [x[:, :, 3:] for x in text]
-        found = student(*last, SCALE, None, memory)
+        result = student(*last, SCALE, None, memory)
         monkeypatch.setenv("LINEARIZER_KERNELS", "0")
-        assert relative(found, student(*last, SCALE, None, before)) < CLOSE
+        assert relative(result, student(*last, SCALE, None, before)) < CLOSE
 
 
 def test_numbers_are_kept_as_pytorch_keeps_them():

@@ -39,8 +39,8 @@ def read(student, given, edges, change=None, real=None):
     return torch.cat(out, -2), memory
 
 
-def assert_same_states(one, other):
-    for mine, theirs in zip(one, other, strict=True):
+def assert_same_states(states, other):
+    for mine, theirs in zip(states, other, strict=True):
         for name, x in tensors(mine).items():
             torch.testing.assert_close(x, tensors(theirs)[name], msg=name)
 

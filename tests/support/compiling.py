@@ -45,19 +45,19 @@ MAPS = (feature_maps.NONE, feature_maps.KEYS, feature_maps.NEAREST, feature_maps
 
 def launches(chip, call):
     """What `call` would launch on such a chip: (kernel, its arguments by name, launch options)."""
-    found = []
+    result = []
 
     def capture(kernel, *args, grid=None, warmup=False, **kwargs):
         options = {name: kwargs.pop(name) for name in ("num_warps", "num_stages") if name in kwargs}
-        found.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}, options))
+        result.append((kernel, {**dict(zip(kernel.arg_names, args, strict=False)), **kwargs}, options))
 
     run, JITFunction.run = JITFunction.run, capture
-    asked, kernel_common.chip = kernel_common.chip, lambda _: chip
+    before, kernel_common.chip = kernel_common.chip, lambda _: chip
     try:
         call()
     finally:
-        JITFunction.run, kernel_common.chip = run, asked
-    return found
+        JITFunction.run, kernel_common.chip = run, before
+    return result
 
 
 def draw(*shape, dtype=torch.bfloat16):
@@ -71,10 +71,10 @@ def everything(dim, features, dtype, whole, window=64, sinks=4):
     """
     inputs = attention_inputs(1, 8, 4, 2048, dim, features, dtype, window, sinks)
     (q, k, _, sink, _, count, _, u, w, level, mean), heads = inputs, 8
-    ring, one = (draw(1, heads, size, dim, dtype=dtype) for size in (window, 1))
+    ring, token = (draw(1, heads, size, dim, dtype=dtype) for size in (window, 1))
     attention_and_gradients(inputs, window)
     kernel_text_features.run_text_features(*inputs[:7], None, None, level, mean, window)
-    first = (q[..., :1, :], one, one, q[..., :1, :])
+    first = (q[..., :1, :], token, token, q[..., :1, :])
     for bits in (16, 8):
         near = (draw(*x.shape[:-1], dim + 1, dtype=torch.int8) if bits == 8 else x for x in (sink, sink, ring, ring))
         held = TokenGroup([*range(heads)], FeatureState(count, *near, level, mean), window)
@@ -87,7 +87,7 @@ def everything(dim, features, dtype, whole, window=64, sinks=4):
     metric = draw(heads, dim, dim).float()
     slots(q, k, sink, count, window, metric)
     for bits in (16, 8) if whole else (8,):
-        slot_step(q[..., :1, :], one, count, (sink, sink, ring, ring), window, metric, bits)
+        slot_step(q[..., :1, :], token, count, (sink, sink, ring, ring), window, metric, bits)
     for squared in (False, True):
         attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks, squared)
 
@@ -118,10 +118,10 @@ def slots(q, k, sink, count, window, metric, periods=64, size=64, block=16):
     (batch, heads, _, _, dim), work = q.shape, torch.float32
     index, merges = draw(batch, periods, block, dtype=torch.int64), draw(batch, periods, dtype=torch.int64)
     own, number = draw(batch, heads, size, dim, dtype=q.dtype), draw(batch, heads, size, dtype=work)
-    found = kernel_text_slots.run_slot_merging(k, k, metric, index, index, [own, own, number, number], 8)
+    result = kernel_text_slots.run_slot_merging(k, k, metric, index, index, [own, own, number, number], 8)
     asks = q[..., : periods * block, :]
     kernel_text_slots.run_text_slots(
-        asks, k, k, sink, sink, found, metric[:, 0, 0], index, merges, count, count, window
+        asks, k, k, sink, sink, result, metric[:, 0, 0], index, merges, count, count, window
     )
 
 
@@ -149,8 +149,8 @@ def plain_of(value):
 def kept_or_compiled(kernel, arguments, options, chip, record):
     """Take the result of an equal launch from the record, or compile; give the hash and the result."""
     source = source_of(kernel, arguments)
-    told = (triton.__version__, source.hash(), chip, sorted(options.items()))
-    key = hashlib.sha256(repr(told).encode()).hexdigest()[:32]
+    parts = (triton.__version__, source.hash(), chip, sorted(options.items()))
+    key = hashlib.sha256(repr(parts).encode()).hexdigest()[:32]
     return key, record.get(key) or compiled(source, options, chip)
 
 
