@@ -155,7 +155,7 @@ def kept_or_compiled(kernel, arguments, options, chip, record):
 
 
 def source_of(kernel, arguments):
-    """Describe a launch to the compiler."""
+    """Describe a launch to the compiler, which specialises the members of a tuple as it does single arguments."""
     constants, attributes = {}, {}
 
     def type_of(value, path, constant=False):
