@@ -130,7 +130,7 @@ def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
 
 
 WRONG = {  # a line of each kernel, and what it is exchanged for
-    "attention": (kernel_text_segments, "mean * kept[:, None] + own", "mean + own"),
+    "attention": (kernel_text_segments, "mean * kept[:, None] + own_mean", "mean + own_mean"),
     "attention and its gradients": (kernel_text_gradients_far, "- delta_mean[None, :]", ""),
     "single tokens": (kernel_token_features, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
     "slots": (kernel_slots_merging, "apart * apart * (apart * apart)", "values * values"),
