@@ -94,7 +94,7 @@ def take_run(browser, url):
         begin(page)
         address = page.url
     for scheme in ("light", "dark"):
-        with looking(browser, address, color_scheme=scheme, **WIDE) as page:
+        with looking(browser, address, color_scheme=scheme, **{**WIDE, "viewport": {**SIZE, "height": 1240}}) as page:
             compare(page, scheme)
 
 
