@@ -9,8 +9,6 @@ from linearizer.runtime import (
     kernel_common,
     kernel_text_features,
     kernel_text_gradients,
-    kernel_text_gradients_far,
-    kernel_text_segments,
     state,
 )
 from linearizer.runtime.features_torch import attend_text_with_features, reference
@@ -25,7 +23,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:.*encountered in:RuntimeWarning"
 
 @pytest.fixture(autouse=True)
 def short_segments(monkeypatch):
-    monkeypatch.setattr(kernel_text_segments, "SEGMENT", 64 if ON_GPU else 32)
+    monkeypatch.setattr(kernel_text_features, "SEGMENT", 64 if ON_GPU else 32)
 
 
 def fused(q, k, v, feature_map, window, sinks, real=None, cuts=()):
@@ -143,7 +141,7 @@ def test_the_same_bits_twice():
 
 @pytest.mark.skipif(ON_GPU, reason="there it takes wide heads to see this")
 def test_dimensions_may_be_multiplied_some_at_a_time(monkeypatch):
-    for module in (kernel_text_features, kernel_text_gradients_far):
+    for module in (kernel_text_features, kernel_text_gradients):
         monkeypatch.setattr(module, "dims_at_once", lambda x: 16)
     test_attention_and_every_gradient_are_the_reference_s("one query head")
 
@@ -153,15 +151,16 @@ def test_dimensions_may_be_multiplied_some_at_a_time(monkeypatch):
     "module, line, mutation",
     [
         (kernel_common, "total * kept + tl.sum(p, 1)", "total + tl.sum(p, 1)"),
-        (kernel_text_segments, "mean * kept[:, None] + own", "mean + own"),
+        (kernel_text_features, "mean * kept[:, None] + own", "mean + own"),
         (kernel_text_features, "oc[None, :] <= ot[:, None] + WINDOW", "oc[None, :] < ot[:, None] + WINDOW"),
         (kernel_text_features, "oj[None, :] <= ot[:, None]", "oj[None, :] < ot[:, None]"),
         (kernel_text_features, "os[None, :] <= first + ot[:, None]", "os[None, :] < first + ot[:, None]"),
-        (kernel_text_gradients_far, "- delta_mean[None, :]", ""),
-        (kernel_text_gradients, "- delta[:, None]", ""),
+        (kernel_text_gradients, "- delta_mean[None, :]", ""),
+        (kernel_text_gradients, "return p, p * (tl.dot(g, tl.trans(v), out_dtype=C.ACC, input_precision=C.PRECISION) - delta[:, None])",
+         "return p, p * tl.dot(g, tl.trans(v), out_dtype=C.ACC, input_precision=C.PRECISION)"),
         (kernel_text_gradients, "(dmean * mean).sum(-1) - dlevel", "0 * dlevel"),
         (kernel_text_gradients, "dq + to_q", "dq"),
-        (kernel_text_gradients_far, "C.DV, C.VP, C) - delta[:, None]", "C.DV, C.VP, C)"),
+        (kernel_text_gradients, "C.DV, C.VP, C) - delta[:, None]", "C.DV, C.VP, C)"),
     ],
 )  # fmt: skip
 def test_a_mutated_kernel_fails(module, line, mutation, tmp_path, monkeypatch):
@@ -191,7 +190,7 @@ def test_constants_are_those_of_pytorch():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("features", [64, 182])
 def test_on_a_gpu_kernels_err_at_most_twice_as_much_as_pytorch(dtype, features, monkeypatch):
-    monkeypatch.setattr(kernel_text_segments, "SEGMENT", 128)
+    monkeypatch.setattr(kernel_text_features, "SEGMENT", 128)
     q, k, v, feature_map = make(300, features=features, group=4, dim=64, value_dim=64)
     q, k, v = (x.to(dtype) for x in (q / 8**0.5, k / 8**0.5, v))
     exact = reference(q.double(), k.double(), v.double(), feature_map.double(), 16, 4)

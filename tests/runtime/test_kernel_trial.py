@@ -11,8 +11,8 @@ pytest.importorskip("triton")
 from linearizer.runtime import (
     kernel_dispatch,
     kernel_slots_merging,
-    kernel_text_gradients_far,
-    kernel_text_segments,
+    kernel_text_features,
+    kernel_text_gradients,
     kernel_token_features,
     kernel_token_slots,
     kernel_trial,
@@ -38,7 +38,7 @@ def untried(monkeypatch):
     """Nothing is known yet, and Triton's interpreter counts as a device."""
     monkeypatch.setattr(kernel_trial, "_verdicts", {})
     monkeypatch.setattr(kernel_trial, "DEVICES", {DEVICE})
-    monkeypatch.setattr(kernel_text_segments, "SEGMENT", 32)
+    monkeypatch.setattr(kernel_text_features, "SEGMENT", 32)
     if not ON_GPU:  # the interpreter is slow: shorter trials
         for name, size in (("ENDS", (8, 48)), ("WINDOW", 4), ("SLOTS", 6), ("BLOCK", 4)):
             monkeypatch.setattr(kernel_dispatch, f"TRIAL_{name}", size)
@@ -130,8 +130,8 @@ def test_a_kernel_that_is_right_is_used_and_tried_once(family, launches):
 
 
 WRONG = {  # a line of each kernel, and what it is exchanged for
-    "attention": (kernel_text_segments, "mean * kept[:, None] + own_mean", "mean + own_mean"),
-    "attention and its gradients": (kernel_text_gradients_far, "- delta_mean[None, :]", ""),
+    "attention": (kernel_text_features, "mean * kept[:, None] + own_mean", "mean + own_mean"),
+    "attention and its gradients": (kernel_text_gradients, "- delta_mean[None, :]", ""),
     "single tokens": (kernel_token_features, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
     "slots": (kernel_slots_merging, "apart * apart * (apart * apart)", "values * values"),
     "single tokens and slots": (kernel_token_slots, "gain * load_rows", "0 * load_rows"),
