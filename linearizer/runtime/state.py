@@ -82,6 +82,18 @@ class SlotState(ExactState):
         )
 
 
+@dataclass
+class MatrixState(ExactState):
+    """The state of heads with a window and a matrix; what a rule does not keep has no numbers."""
+
+    matrix: Tensor  # (batch, heads, memories, rows, columns)
+    level: Tensor  # (batch, heads, rows) log Σ e^key
+    key_mean: Tensor  # (batch, heads, key_dim)
+    key_variance: Tensor
+    value_mean: Tensor  # (batch, heads, value_dim)
+    taps: Tensor  # (batch, heads, taps - 1, key_dim) the last keys
+
+
 def is_exact(state: object) -> bool:
     """Tell whether a state is an ExactState, of this copy of the code or of another checkpoint's."""
     return hasattr(state, "window_k")

@@ -15,7 +15,8 @@ from linearizer.run.head_bytes import Head
 from linearizer.run.memories import MEMORIES
 from linearizer.runtime.features_torch import attend_text_with_features
 from linearizer.runtime.kernel_dispatch import linear_attention
-from linearizer.runtime.matrix_rule import RULES, MatrixRule, Rule, ScaledRule, read_and_write, running_moments
+from linearizer.runtime.matrix_rule import RULES, MatrixRule, Rule, ScaledRule
+from linearizer.runtime.matrix_torch import read_and_write, running_moments
 from linearizer.runtime.state import ExactState, FeatureState, tensors
 from linearizer.train.distill import distill
 from linearizer.train.settings import TrainingSettings

@@ -1,0 +1,195 @@
+"""The arithmetic of the matrix rule in PyTorch: rows of keys and queries, moments, writing and reading, as
+matrix_rule.py defines them.
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch.nn.functional import elu, relu, silu
+
+from .state import EMPTY, MatrixState
+
+Tensor = torch.Tensor
+HORIZON = 4096.0  # tokens over which the weights of `cosformer` fall
+LEAST_NUMBER = 1e-30  # of tokens in a cell
+
+
+def rows_of(kind: str, x: Tensor, place: Tensor, is_query: bool) -> Tensor:
+    """Make rows of products (…, products)."""
+    if kind == "plain":
+        return x
+    if kind == "unit":
+        return unit(x)
+    if kind == "elu":
+        return elu(x) + 1
+    if kind == "silu":
+        return silu(x)
+    if kind == "softmax":
+        return x.softmax(-1)
+    if kind == "both":
+        return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
+    if kind == "fourier":
+        return torch.cat([x.cos(), x.sin()], -1) / math.sqrt(x.shape[-1])
+    if kind == "cosine":
+        angle = (math.pi / 2) * (place.to(x.dtype) / HORIZON).clamp(0, 1)
+        return torch.cat([relu(x) * angle.cos(), relu(x) * angle.sin()], -1)
+    assert kind == "signs", kind
+    power: Any = 3.0
+    if is_query:
+        norm = x.norm(dim=-1, keepdim=True)
+        x, power = x / norm.clamp_min(1e-6), 3 * (0.5 + norm.tanh())
+    return torch.cat([relu(x).clamp_min(1e-4) ** power, relu(-x).clamp_min(1e-4) ** power], -1)
+
+
+def unit(x: Tensor) -> Tensor:
+    return x * (x.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
+
+
+def running_moments(
+    state: MatrixState, k: Tensor, v: Tensor, there: Tensor, count: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Take keys and values into their means, and keys into their variances; give all three as each row sees them."""
+    number = count.clamp_min(1)
+    away = (k - state.key_mean[:, :, None]) * there
+    moved = away.cumsum(-2) / number
+    mean = state.key_mean[:, :, None] + moved
+    more = away.square().cumsum(-2) - there.cumsum(-2) * state.key_variance[:, :, None]  # 0 where nothing comes
+    square = state.key_variance[:, :, None] + more / number - moved.square()
+    values = state.value_mean[:, :, None] + ((v - state.value_mean[:, :, None]) * there).cumsum(-2) / number
+    variance = square.clamp_min(0)
+    state.key_mean, state.key_variance, state.value_mean = mean[:, :, -1], variance[:, :, -1], values[:, :, -1]
+    return mean, variance, values
+
+
+class Ask(Protocol):
+    """Turns queries into what reads a matrix, where that depends on what the matrix holds as each row reads."""
+
+    def columns(self, whole: Tensor) -> Tensor: ...  # of a matrix, or of what is written: those that are read
+
+    def queries(
+        self, q: Tensor, k: Tensor, write: Tensor, weights: Tensor, kept: Tensor, matrix: Tensor
+    ) -> tuple[Tensor, Tensor | None]: ...  # what reads, and the logarithm of its mass where it has its own
+
+
+@dataclass(frozen=True)
+class LeastSquares:
+    """Multiplies queries by the inverse of Σ k k', which the first columns hold, lifted by a ridge of each head."""
+
+    size: int
+    ridge: Tensor  # (heads,)
+
+    def columns(self, whole: Tensor) -> Tensor:
+        return whole[..., self.size :]
+
+    def queries(
+        self, q: Tensor, k: Tensor, write: Tensor, weights: Tensor, kept: Tensor, matrix: Tensor
+    ) -> tuple[Tensor, None]:
+        squares = torch.einsum("...ij,...jk,...jl->...ikl", weights, k, write[..., : self.size])
+        squares = squares + kept[..., None] * matrix[..., None, :, : self.size]
+        eye = torch.eye(self.size, dtype=q.dtype, device=q.device)
+        lifted = squares + self.ridge.to(q.dtype).view(1, -1, 1, 1, 1, 1) * eye
+        return torch.linalg.solve(lifted, q.movedim(-3, -1)).movedim(-1, -3), None
+
+
+@dataclass(frozen=True)
+class Cells:
+    """Scores the mean key of every row, which is a cell, and adds the logarithm of how much was written to it.
+
+    Columns hold the sums of keys, of values, and of what was written.
+    """
+
+    size: int
+
+    def columns(self, whole: Tensor) -> Tensor:
+        return whole[..., self.size : -1]
+
+    def queries(
+        self, q: Tensor, k: Tensor, write: Tensor, weights: Tensor, kept: Tensor, matrix: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        own = (q @ write[..., None, :, : self.size].mT) * weights[..., None, :, :]
+        sums = own @ k[..., None, :, :] + kept[..., None, :, :] * (q @ matrix[..., None, :, : self.size].mT)
+        number = (weights @ k + kept * matrix[..., None, :, -1]).clamp_min(LEAST_NUMBER)[..., None, :, :]
+        logits = sums / number + number.log()
+        mass = logits.logsumexp(-1, keepdim=True)
+        return (logits - mass).exp() / number, mass
+
+
+def read_and_write(
+    q: Tensor,  # (batch, heads, memories or 1, group, rows, K)
+    k: Tensor,  # (batch, heads, memories, rows · steps, K)
+    erase: Tensor | None,
+    write: Tensor,  # (batch, heads, memories or 1, rows · steps, columns)
+    decay: Tensor,  # (batch, heads, memories, rows · steps, 1 or K) logarithms
+    matrix: Tensor,  # (batch, heads, memories, K, columns)
+    steps: int,
+    size: int,
+    ask: Ask | None = None,
+) -> tuple[Tensor, Tensor]:
+    """Write tokens and read after each, some at a time; return what is read and the matrix at the end.
+
+    What is read ends with the logarithm of its mass, where what asks has its own.
+    """
+    tokens, parts = q.shape[-2], []
+    if tokens == 1:
+        return read_and_write_token(q, k, erase, write, decay, matrix, ask)
+    for start in range(0, tokens, size):
+        some = slice(start * steps, (start + size) * steps)
+        part = k[..., some, :], None if erase is None else erase[..., some, :], write[..., some, :], decay[..., some, :]
+        out, matrix = read_and_write_chunk(q[..., start : start + size, :], *part, matrix, steps, ask)
+        parts.append(out)
+    return torch.cat(parts, -2), matrix
+
+
+def read_and_write_token(
+    q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor, ask: Ask | None
+) -> tuple[Tensor, Tensor]:
+    """Take the steps of one token, one after the other."""
+    for step in range(k.shape[-2]):
+        matrix = matrix * decay[..., step, :, None].exp()
+        new = write[..., step, None, :]
+        if erase is not None:
+            new = new - erase[..., step, None, :] @ matrix
+        matrix = matrix + k[..., step, :, None] * new
+    if ask is None:
+        return q @ matrix[..., None, :, :], matrix
+    nothing = k.new_zeros(*k.shape[:-2], 1, 0), k.new_ones(*k.shape[:-2], 1, 1)  # all is in the matrix
+    q, mass = ask.queries(q, k[..., :0, :], write[..., :0, :], *nothing, matrix)
+    out = q @ ask.columns(matrix)[..., None, :, :]
+    return out if mass is None else torch.cat([out, mass], -1), matrix
+
+
+def read_and_write_chunk(
+    q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor, steps: int,
+    ask: Ask | None,
+) -> tuple[Tensor, Tensor]:  # fmt: skip
+    """Solve for what some tokens write, then read."""
+    tokens = k.shape[-2]
+    sums, at = decay.cumsum(-2), torch.arange(tokens, device=k.device)
+    if erase is not None:
+        system = paired(erase, k, sums, sums, at < at[:, None]) + torch.eye(tokens, dtype=k.dtype, device=k.device)
+        found = write - (erase * sums.exp()) @ matrix
+        write = torch.linalg.solve_triangular(system, found, upper=False, unitriangular=True)
+    rows, mass, columns = at[steps - 1 :: steps], None, (write, matrix)
+    own, seen = sums[..., rows, :], at <= rows[:, None]
+    if ask is not None:
+        weights = torch.where(seen, own[..., :, None, 0] - sums[..., None, :, 0], EMPTY).exp()
+        q, mass = ask.queries(q, k, write, weights, own.exp(), matrix)
+        columns = ask.columns(write), ask.columns(matrix)
+    scores = paired(q, k[..., None, :, :], own[..., None, :, :], sums[..., None, :, :], seen)
+    out = (q * own.exp()[..., None, :, :]) @ columns[1][..., None, :, :] + scores @ columns[0][..., None, :, :]
+    last = sums[..., -1:, :]
+    after = last.exp().mT * matrix + (k * (last - sums).exp()).mT @ write
+    return out if mass is None else torch.cat([out, mass], -1), after
+
+
+def paired(x: Tensor, y: Tensor, x_sums: Tensor, y_sums: Tensor, seen: Tensor) -> Tensor:
+    """Σ_c x_ic y_jc e^(x_sums_ic - y_sums_jc) where i sees j, and 0 elsewhere: (…, rows, columns)."""
+    # masked before the exponential, whose gradient would be NaN where it overflows
+    decay = torch.where(seen[..., None], x_sums[..., :, None, :] - y_sums[..., None, :, :], EMPTY).exp()
+    if decay.shape[-1] == 1:
+        return x @ y.mT * decay[..., 0]
+    return torch.einsum("...ik,...jk,...ijk->...ij", x, y, decay)
