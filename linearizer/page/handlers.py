@@ -255,7 +255,7 @@ def compare_runs(memory: Memory, first: str | None, second: str | None, profile:
     if not first or not second:
         return ""
     visitor = read_visitor(memory, profile, token)
-    return runs_cards.comparison_card(visitor.find_run(first), visitor.find_run(second))
+    return runs_cards.comparison_card(visitor.find_run(str(first)), visitor.find_run(str(second)))
 
 
 @refusals_on_page()

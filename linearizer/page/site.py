@@ -94,7 +94,7 @@ def runs_page(page: gr.Blocks) -> None:
     listed = gr.HTML(elem_id="runs")
     layout.lead("Two runs side by side", "Plan, what the heads hold, kl, agreement, bytes and speed.", "h2")
     with gr.Row(elem_classes="lz-pick"):
-        pair = [gr.Dropdown([], value=None, label=label, elem_id=name) for label, name in PAIR]
+        pair = [gr.Dropdown([], label=label, allow_custom_value=True, elem_id=name) for label, name in PAIR]
     compared = gr.HTML(elem_id="compared")
     layout.lead("Delete a run", "It asks once more. What was published stays.", "h2")
     with gr.Row(elem_classes="lz-pick"):

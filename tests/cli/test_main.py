@@ -209,7 +209,7 @@ def test_a_full_disk_is_a_sentence_and_keeps_what_was_finished(done, tmp_path, s
     shutil.copytree(done, folder)
     shutil.rmtree(folder / "checkpoint")
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (2**20, limits[1]))  # files of a megabyte at most
+    resource.setrlimit(resource.RLIMIT_FSIZE, (2**17, limits[1]))  # files of 131 kB at most
     try:
         code, _, err = said("run", "demo", "--budget", "64", "--out", folder, "--resume", *QUICK)
     finally:

@@ -80,11 +80,13 @@ def test_a_crash_is_told_by_its_last_words_without_folders_or_tokens(begin, torc
     assert result.error.endswith("its last words: no driver in lib.so for …")
 
 
-def test_a_run_that_fails_keeps_its_reason_and_can_be_tried_again(begin):
-    run = begin(plan=Plan("demo", device="magic", **QUICK))
+def test_a_run_that_fails_keeps_its_reason_and_can_be_tried_again(begin, tmp_path):
+    model = shutil.copytree(find_model("demo").folder, tmp_path / "model")
+    run = begin(plan=Plan(str(model), **QUICK))
+    shutil.rmtree(model)
     for _ in range(2):
         control.start(run)
-        assert "device 'magic' is not to be had here" in wait_for(run, "failed").error
+        assert "is no folder here" in wait_for(run, "failed").error
     assert log_of(run) == ""
 
 

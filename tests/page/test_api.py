@@ -212,7 +212,7 @@ def harmless(said, where):
     [
         ("search_models", ["x"]),
         ("inspect_model", ["demo"]),
-        ("estimate_run", ["demo", 64, "Quick"]),
+        ("estimate_run", ["demo", 64, "Quick", {"steps": -1}]),
         ("start_run", ["demo", 64, "Try it", {"steps": -1}, ANN]),
         ("run_status", ["none", ANN]),
         ("list_runs", ["x"]),
