@@ -39,10 +39,11 @@ function observe(part, act, mark = 'watched') {
   const all = {childList: true, subtree: true, characterData: true, attributeFilter: ['data-heard', 'data-figure']};
   new MutationObserver(act).observe(part, all);  // what has the same shape, Gradio changes in place
 }
-function labelEmptyPlots() {  // Gradio names a place without a figure, but does not say what it is
+function completeMarkup() {  // Gradio names a place without a figure, but does not say what it is
   for (const place of document.querySelectorAll('.empty[aria-label]:not([role])')) place.setAttribute('role', 'img');
+  for (const place of document.querySelectorAll('.cm-scroller[tabindex="-1"]')) place.tabIndex = 0;  // code scrolls
 }
-new MutationObserver(labelEmptyPlots).observe(document.documentElement, {childList: true, subtree: true});
+new MutationObserver(completeMarkup).observe(document.documentElement, {childList: true, subtree: true});
 function liveRegion() {
   const heard = document.getElementById('heard') || document.createElement('div');
   if (!heard.id) document.body.append(Object.assign(heard, {id: 'heard', className: 'lz-heard', role: 'status'}));

@@ -77,7 +77,7 @@ def test_words_in_figures_stand_out_from_the_ground(local, browser, done, scheme
             page.wait_for_function(f"document.querySelectorAll('#step-{step} .js-plotly-plot text').length > {least}")
             words = page.evaluate(INK)
             assert words and all(contrast >= 4.5 for _, contrast in words), words
-        page.locator("#step-3 .heatmaplayer").first.hover()
+        page.locator("#step-3 .heatmaplayer").first.hover(force=True)  # what listens lies above it
         page.wait_for_selector(".hovertext")
         assert page.evaluate(HOVER) and all(contrast >= 4.5 for contrast in page.evaluate(HOVER))
 

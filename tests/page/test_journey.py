@@ -70,7 +70,7 @@ def start(page, steps):
 
 
 def number_at(page, selector, name):
-    return page.locator(f"{selector} div:has(> dt:text-is('{name}')) dd").inner_text()
+    return page.locator(f'{selector} div:has(> dt:text-is("{name}")) dd').inner_text()
 
 
 def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_loads(local, browser, hub, tmp_path):
@@ -148,12 +148,12 @@ def test_a_run_is_stopped_and_resumed(local, browser):
     with looking(browser, url, viewport={"width": 390, "height": 844}) as page:  # all of it on a phone
         name = start(page, steps=400)
         page.get_by_role("button", name="Stop", exact=True).click(timeout=LONG)
-        shown(page, "#run-card", "stopped; all that was finished is kept", LONG)
+        shown(page, "#now", "stopped; all that was finished is kept", LONG)
         assert control.state_of(Run(runs / name)) == "stopped"
         page.get_by_role("button", name="Resume").click()
-        shown(page, "#run-card", "trains the features", LONG)
+        shown(page, "#now", "trains the features", LONG)
         page.get_by_role("button", name="Use what we have").click()
-        shown(page, "#run-card", "done", LONG)
+        shown(page, "#now", "done", LONG)
         page.click("#step-4-button")
         shown(page, "#training", "of 400 steps")
     events = [event for event in Run(runs / name).events() if event["event"] == "distilled"]
@@ -298,7 +298,7 @@ def test_every_step_of_a_run_opens_in_any_order_and_another_run_begins_with_its_
     with looking(browser, local.url) as page:
         assert [page.locator(f"#step-{step}-button").is_disabled() for step in range(1, 6)] == [False] + [True] * 4
     with looking(browser, f"{local.url}?run={done}") as page:
-        shown(page, "#run-card", "done")
+        page.wait_for_selector("#step-5 h2", state="visible")  # where the page itself goes first
         for step in (1, 5, 2, 4, 3, 1):
             page.click(f"#step-{step}-button")
             page.wait_for_selector(f"#step-{step} h2", state="visible")
@@ -309,6 +309,7 @@ def test_every_step_of_a_run_opens_in_any_order_and_another_run_begins_with_its_
         page.get_by_role("button", name="Change and start again").click()
         page.wait_for_selector("#model-card .lz-good", timeout=LONG)
         page.wait_for_function("!location.search.includes('run=')")
+        page.wait_for_selector("#step-5-button:disabled")  # the run is left
         page.click("#to-budget")
         shown(page, "#budget-card", "from 64 tokens on")
         page.get_by_role("button", name="Do this elsewhere").click()
@@ -387,7 +388,7 @@ def test_runs_are_listed_opened_and_deleted(local, browser, done):
     with looking(browser, url) as page:
         page.goto(f"{url}runs")
         shown(page, "#runs", done)
-        row = page.locator("#runs tbody tr", has_text=done).first.inner_text()
+        row = page.locator("#runs tbody tr", has=page.locator(f"a[href$='run={done}']")).inner_text()
         student = Run(runs / done).results["language"].result.subjects[1]
         assert "features" in row and f"{student.kl.mean:.4f}" in row and f"{student.agreement.mean:.1%}" in row
         for place, name in (("#first", done), ("#second", EXAMPLE_NAME)):
