@@ -138,7 +138,12 @@ def wire_model(ui: SimpleNamespace) -> None:
     ui.model.change(plan_handlers.show_model, [ui.model, ui.memory], outputs, show_progress_on=ui.model_card, **SLOW)
     ui.demo.click(lambda: "demo", None, ui.model, **QUICK)
     for number, button in ((2, ui.to_budget), (4, ui.to_distil), (5, ui.to_compare)):
-        button.click(partial(gr.Tabs, selected=number), None, ui.walk, **QUICK)
+        button.click(partial(open_step, number), None, [ui.walk, vars(ui)[f"step_{number}"]], **QUICK)
+
+
+def open_step(number: int) -> tuple[gr.Tabs, gr.Tab]:
+    """Go to a step, also where leaving a run has closed it."""
+    return gr.Tabs(selected=number), gr.Tab(interactive=True)
 
 
 def wire_plan(ui: SimpleNamespace) -> None:

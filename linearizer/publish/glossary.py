@@ -9,7 +9,7 @@ GLOSSARY = {
     "KV head": "one head of keys and values, with the group of query heads that read it: what decisions are made for",
     "cache": "the keys and values of every token, which a teacher keeps",
     "window, sinks": "the newest tokens and the first few, which a head keeps exactly",
-    "far field": "what a head keeps of all tokens older than its window: slots, features, or a memory written by a rule",
+    "far field": "what a head keeps of all tokens older than its window: slots, features, or a memory by a rule",
     "slot": "a token that older tokens were merged into, with their number",
     "feature": "one of the functions whose products stand for exp(q·k) in linear attention",
     "degrees of freedom": "how many features a head's attention needs for a given error; they decide the features of "
