@@ -10,6 +10,7 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -50,8 +51,7 @@ from linearizer.run.files import check_room, remove
 from linearizer.run.folder import Run, newest_request
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
-from linearizer.run.options import options_of
-from linearizer.run.plan import YIELDING, Plan, with_absolute_paths
+from linearizer.run.plan import USUAL_LENGTH, YIELDING, Plan, with_absolute_paths
 from linearizer.run.profile import Profile
 from linearizer.run.results import Part
 from linearizer.run.state_size import StateSize
@@ -74,13 +74,13 @@ def begin(
     token: str | None = None,
     resume: bool = False,
     check_limits: Callable[[Plan, Inspection], None] = lambda plan, inspection: None,
-    yielding: Collection[str] | None = None,
+    yielding: Collection[str] = (),
 ) -> Run:
     """Begin a run, or open the run to resume. All that can be refused before the work is refused here, and only here.
 
     plan.json holds what is decided here: the revision of the model, the type to compute in, and the numbers of texts,
-    of their tokens and of samples. Those of the three that are `yielding` shrink to what the text has; by default those
-    that are the plan's usual numbers.
+    of their tokens and of samples. Those of the three that the plan leaves out shrink to what the text has, and so do
+    those that are `yielding`, whose values nobody asked for either.
     """
     plan = with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
@@ -96,10 +96,11 @@ def begin(
     dtype = choose_dtype(plan.dtype, stored_dtype(config), plan.device)
     if place_weights(config, source.parameters, computing_dtype(dtype, config), plan.device) is not None:
         check_streamed(plan)
-    if yielding is None:
-        yielding = [name for name in YIELDING if getattr(plan, name) in (None, options_of(Plan)[name].default)]
+    left_out: dict[str, Any] = dict.fromkeys(yielding)
+    asked = replace(plan, **left_out)
+    yielding = [name for name in YIELDING if getattr(asked, name) is None]
     decided = replace(fit_plan(plan, source, inspection, yielding, token), model=model, dtype=dtype)
-    run = Run.create(folder, decided, inspection, given=plan)
+    run = Run.create(folder, decided, inspection, asked)
     try:
         check_disks(folder, plan, source, inspection)
     except LinearizerError:
@@ -111,16 +112,22 @@ def begin(
 def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Collection[str], token: str | None) -> Plan:
     """Shrink the options that yield to what the text of a plan has, and decide how many samples are drawn."""
     positions = inspection.max_positions
-    if {"texts", "length"} & set(yielding) and plan.text.partition(":")[0] in ("file", "dataset"):
-        needed = min_texts(plan) * min(plan.length, positions or plan.length)
+    plan = replace(plan, texts=plan.kept_texts, length=plan.length or USUAL_LENGTH)
+    if plan.text.partition(":")[0] in ("file", "dataset"):
+        needed = min_texts(plan) * plan.kept_length(positions)
         tokens = count_tokens(plan.text, load_tokenizer(source, token), needed, token)
         plan = fit_to_text(plan, tokens, positions, yielding)
-        least, length = min_texts(plan), min(plan.length, positions or plan.length)
+        least, length = min_texts(plan), plan.kept_length(positions)
         if tokens < least * length:
             raise too_little_text(plan.text, tokens, least, length)
-    samples = plan.samples or plan.kept_samples
-    if plan.samples is None or "samples" in yielding:
+    samples = plan.kept_samples
+    if "samples" in yielding:
         samples = min(samples, plan.most_samples(positions))
+    elif samples // 2 > (drawn := plan.drawn_tokens(positions)):
+        raise RequestError(
+            f"{plan.texts} texts of {plan.kept_length(positions)} tokens leave {drawn} tokens to draw from, and "
+            f"{samples} samples of a head need {samples // 2}: ask for fewer samples, or for more or longer texts"
+        )
     return replace(plan, samples=samples)
 
 

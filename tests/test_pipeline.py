@@ -1,5 +1,6 @@
 """Work on a run is stopped within every step, resumed to the same bits, and refused where the disk is too small."""
 
+import shlex
 import sys
 import threading
 import time
@@ -19,7 +20,7 @@ from linearizer.progress import Progress, finish
 from linearizer.run.files import remove
 from linearizer.run.folder import Trained, trained
 from linearizer.run.head_bytes import Layer
-from linearizer.run.plan import Plan
+from linearizer.run.plan import USUAL_LENGTH, USUAL_TEXTS, Plan
 from linearizer.run.stopping import Pace
 from linearizer.train.state_file import NEWEST
 from tests.support.hub import Handler
@@ -196,7 +197,7 @@ def test_a_run_deleted_while_it_is_worked_on_ends_and_stays_deleted(begin):
 
 def test_what_the_disk_has_no_room_for_is_refused_before_anything_is_loaded(begin, hub, tmp_path):
     with pytest.raises(FolderError, match=r"GB free, and \d+\.\d+ GB are needed: make room"):
-        begin(plan=Plan("demo", budget=64, samples=8 * 10**12))
+        begin(plan=Plan("demo", budget=64, texts=10**12, samples=8 * 10**12))
     assert not (tmp_path / "run").exists()
 
 
@@ -303,7 +304,24 @@ def test_defaults_shrink_to_a_short_text_and_what_was_asked_for_is_refused(tmp_p
     finish(linearize(run))
     assert "language" in run.results
     with pytest.raises(RequestError, match="give more text, or ask for fewer or shorter texts"):
-        pipeline.begin(tmp_path / "asked", replace(plan, length=500), yielding=("texts", "samples"))
+        pipeline.begin(tmp_path / "asked", replace(plan, length=USUAL_LENGTH))
+    assert not (tmp_path / "asked").exists()
+
+
+@pytest.mark.parametrize("asked", [{"texts": USUAL_TEXTS}, {"length": USUAL_LENGTH}, {"samples": 1024}])
+def test_values_that_were_asked_for_are_refused_by_every_door_also_where_they_are_the_usual(tmp_path, said, asked):
+    short = tmp_path / "short.txt"
+    short.write_text(WORDS * 18)
+    small = {"texts": 2, "length": 64, "samples": 32}
+    plan = Plan("demo", budget=16, text=f"file:{short}", recipe="swa", strategy="window", **{**small, **asked})
+    with pytest.raises(RequestError, match="ask for fewer") as refused:
+        pipeline.begin(tmp_path / "python", plan)
+    (tmp_path / "plan.json").write_text(plan.to_json())
+    words = shlex.split(plan.command())[1:]
+    for door, arguments in (("options", words), ("plan", ["run", "demo", "--plan", tmp_path / "plan.json"])):
+        code, _, sentence = said(*arguments, "--out", tmp_path / door)
+        assert (code, sentence) == (2, f"linearizer: {refused.value}\n")
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["plan.json", "short.txt"]
 
 
 @pytest.mark.parametrize("given", [{"texts": 2, "length": 256}, {"texts": 1}, {"length": 64}])

@@ -73,7 +73,7 @@ def allocate_with_gates(run: Run, teacher: Teacher, token: str | None) -> Steps[
 def texts_to_price_on(run: Run, teacher: Teacher, token: str | None) -> torch.Tensor:
     """Take half of the profiled texts, and repeat passages in half of these."""
     with interruptible(run):
-        texts = texts_of(run.plan, teacher, max(2, run.plan.texts // 2), token)
+        texts = texts_of(run.plan, teacher, max(2, run.plan.kept_texts // 2), token)
     return with_repeats(texts, max(2, texts.shape[1] // 16), run.plan.seed)
 
 

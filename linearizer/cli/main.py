@@ -34,7 +34,7 @@ from linearizer.jobs import control
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import write_whole
 from linearizer.run.options import options_of
-from linearizer.run.plan import DEFAULT_BUDGET, YIELDING, Plan, read_plan
+from linearizer.run.plan import DEFAULT_BUDGET, Plan, read_plan
 from linearizer.serve.defaults import HOST, MAX_STATE_BYTES, PORT
 
 if TYPE_CHECKING:
@@ -199,9 +199,8 @@ def begin_run(arguments: argparse.Namespace) -> Run:
     if arguments.resume and arguments.out is None:
         raise RequestError("--resume needs --out: name the run's folder")
     dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"
-    yielding = None if arguments.plan else [name for name in YIELDING if name not in changes]
     folder = arguments.out or fresh_folder(plan.model, dial)
-    return pipeline.begin(folder, plan, resume=arguments.resume, yielding=yielding)
+    return pipeline.begin(folder, plan, resume=arguments.resume)
 
 
 def work_until_stopped(steps: Steps[Product], how: str) -> Product:

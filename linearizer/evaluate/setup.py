@@ -101,7 +101,7 @@ class Setup:
     @property
     def usual_length(self) -> int:
         """The length of the run's own texts."""
-        return min(self.run.plan.length, self.run.positions)
+        return self.run.plan.kept_length(self.run.positions)
 
     def beyond(self, length: int) -> bool:
         """Tell whether a text is longer than the teacher's positions; refuse it where these are learned."""

@@ -127,7 +127,7 @@ def seconds_of(work: Callable[[], object], times: int, clock: Clock) -> float:
 def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: float) -> RunForecast:
     """Say what a plan will take on a machine, where so many bytes are still to be downloaded."""
     layers = [layer for layer in inspection.layers if layer.native_window is None]
-    length = min(plan.length, inspection.max_positions or plan.length)
+    length = plan.kept_length(inspection.max_positions)
     return RunForecast(
         START_SECONDS + run_seconds(plan, inspection, layers, length, speeds),
         run_memory(plan, inspection, layers, length),
@@ -150,9 +150,9 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
     judging = JUDGING.texts * JUDGED_SHARE * (3 * teacher + 2 * own)
     pricing = 0.0
     if plan.rules.decided_by == "prices":
-        pricing = max(2, plan.texts // 2) * pricing_seconds(plan, heads, length, teacher, own)
+        pricing = max(2, plan.kept_texts // 2) * pricing_seconds(plan, heads, length, teacher, own)
     training = training_seconds(plan, layers, length, token, products)
-    return spectra + plan.texts * teacher + pricing + training + judging + inspection.weight_bytes / speeds.reads
+    return spectra + plan.kept_texts * teacher + pricing + training + judging + inspection.weight_bytes / speeds.reads
 
 
 def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
@@ -200,7 +200,7 @@ def part_seconds(run: Run, request: Request) -> dict[str, float]:
     """Estimate the seconds of every part that was asked for; the first part waits for a process to start."""
     if (pass_time := pass_seconds(run)) is None:
         return {}
-    usual = min(run.plan.length, run.positions)
+    usual = run.plan.kept_length(run.positions)
     length = request.length or usual
     share = length / usual  # of a pass, in tokens
     passages = JUDGED_SHARE - 1 if "language" in request.chosen else JUDGED_SHARE  # both parts read a text once

@@ -25,7 +25,7 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
     if profile := run.profile:
         return profile
     with interruptible(run):
-        texts = texts_of(run.plan, teacher, min_texts(run.plan), token)[: run.plan.texts]
+        texts = texts_of(run.plan, teacher, min_texts(run.plan), token)[: run.plan.kept_texts]
         check_logits(teacher.model, texts)
     steps = measure_profile(teacher.model, texts, teacher.inspection.layers, profile_settings(run.plan))
     measured = yield from log_progress(run, steps)
@@ -39,11 +39,11 @@ def fit_to_text(plan: Plan, tokens: int, positions: int | None, yielding: Collec
     """Shrink the options that yield, first the number of texts and then their length, to a text of so many tokens."""
 
     def enough(plan: Plan) -> bool:
-        return min_texts(plan) * min(plan.length, positions or plan.length) <= tokens
+        return min_texts(plan) * plan.kept_length(positions) <= tokens
 
     fitted = plan
-    while "texts" in yielding and not enough(fitted) and fitted.texts > FEW_TEXTS:
-        fitted = replace(fitted, texts=fitted.texts - 1)
+    while "texts" in yielding and not enough(fitted) and fitted.kept_texts > FEW_TEXTS:
+        fitted = replace(fitted, texts=fitted.kept_texts - 1)
     if "length" in yielding and not enough(fitted):
         fitted = replace(fitted, length=max(MIN_LENGTH, tokens // min_texts(fitted) // 8 * 8))
     return fitted

@@ -111,10 +111,11 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
     given.setdefault("budget", None if "features" in given else budget)
     sizes, share = EFFORTS[effort]
     plan = Plan.of(**{"model": model.strip(), **sizes, **given})
-    if "samples" not in given:  # the effort's number is a default, too: it yields to texts that are few or short
-        samples = min(sizes["samples"], plan.most_samples())
-        plan = replace(plan, samples=None)
-        plan = plan if plan.kept_samples == samples else replace(plan, samples=samples)
+    if "samples" not in given:  # the effort's number yields to texts that are few or short
+        plan = replace(plan, samples=min(sizes["samples"], plan.most_samples()))
+    for name in (name for name in YIELDING if name not in given):  # the usual number is left out
+        without: dict[str, Any] = {name: None}
+        plan = shorter if (shorter := replace(plan, **without)).sizes == plan.sizes else plan
     if plan.steps and "steps" not in given:
         plan = replace(plan, steps=max(1, round(plan.steps * share)))
     limits.check_model(plan.model, plan.text)
@@ -154,7 +155,8 @@ def branch_run(visitor: Visitor, name: str, budget: int) -> str:
     """Start a run with another budget from the measurements of a run, and return its name."""
     old = visitor.find_run(name)
     require_profile(old)
-    run = begin_run(visitor, replace(old.plan, budget=budget, features=None))
+    plan = replace(old.plan, budget=budget, features=None)
+    run = begin_run(visitor, plan, ["samples"])  # they are drawn: a budget with more sinks refuses none of them
     with writing(run.folder):
         for file in MEASURED_FILES:
             if old.has_file(file):

@@ -127,7 +127,7 @@ def plan_card(plan: Plan) -> str:
         ("state", "may grow" if plan.may_grow else "never grows"),
         ("recipe", f"{plan.recipe}: {RECIPES[plan.recipe].label}"),
         *((("reference", RECIPES[plan.recipe].reference),) if RECIPES[plan.recipe].reference else ()),
-        ("text", f"{plan.texts} texts of {plan.length} tokens, {plan.text}"),
+        ("text", f"{plan.kept_texts} texts of {plan.kept_length(None)} tokens, {plan.text}"),
         ("training", f"{plan.minutes} minutes" if plan.minutes else f"{plan.steps} steps" if plan.steps else "none"),
         ("seed", str(plan.seed)),
     ]

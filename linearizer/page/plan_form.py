@@ -5,6 +5,8 @@ Every field holds text, and empty text leaves the option to the recipe, so that 
 
 from __future__ import annotations
 
+from collections.abc import Collection
+from dataclasses import asdict
 from typing import Any
 
 import gradio as gr
@@ -59,10 +61,11 @@ def read_options(values: tuple[Any, ...]) -> dict[str, Any]:
     return {name: OPTIONS[name].parse(text) for name, text in written.items() if text}
 
 
-def write_plan(plan: Plan) -> tuple[Any, ...]:
+def write_plan(plan: Plan, asked: Collection[str] = ()) -> tuple[Any, ...]:
     """Give the values of the form that make a plan: model, budget, effort, growth, way, listed recipe, and fields.
 
-    Of the efforts, the nearest to the plan is taken; what then still differs is written into the fields.
+    Of the efforts, the nearest to the plan is taken; what then still differs is written into the fields, and so is what
+    was `asked` for.
     """
     given = {"recipe": plan.recipe, "may_grow": plan.may_grow, "features": plan.features}
     nearest: tuple[str, dict[str, str]] | None = None
@@ -71,9 +74,10 @@ def write_plan(plan: Plan) -> tuple[Any, ...]:
             base = actions.make_plan(plan.model, plan.budget or DEFAULT_BUDGET, effort, given)
         except RequestError:  # what the plan says besides makes it possible
             base = Plan(plan.model, DEFAULT_BUDGET)
-        changed = {name for name in OPTIONS if getattr(plan, name) != getattr(base, name)} - {"features"}
+        mine, usual = ({**asdict(each), **each.sizes} for each in (plan, base))
+        changed = {name for name in OPTIONS if mine[name] != usual[name]} - {"features"} | {*asked}
         changed |= {"features"} if plan.features is not None else set()
-        texts = {name: write_value(getattr(plan, name)) for name in OPTIONS if name in changed}
+        texts = {name: write_value(mine[name]) for name in OPTIONS if name in changed}
         if nearest is None or len(texts) < len(nearest[1]):
             nearest = effort, texts
     assert nearest is not None

@@ -15,7 +15,7 @@ from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.ways import WAYS, recipe_of, way_choices
 from linearizer.publish import html
 from linearizer.run.folder import UNBOUNDED
-from linearizer.run.plan import Plan, parse_plan
+from linearizer.run.plan import YIELDING, Plan, parse_plan
 
 
 class ChosenModel:
@@ -108,10 +108,12 @@ def start_run(memory: Memory, profile: Profile, token: Token, *choices: Any) -> 
 @refusals_on_page()
 def change_run(memory: Memory, profile: Profile, token: Token) -> tuple[Any, ...]:
     """Take the choices of the run that is watched, for another run."""
-    return plan_form.write_plan(read_visitor(memory, profile, token).find_run(run_name(memory) or "").plan)
+    run = read_visitor(memory, profile, token).find_run(run_name(memory) or "")
+    return plan_form.write_plan(run.plan, [name for name in YIELDING if run.given[name] is not None])
 
 
 @refusals_on_page()
 def take_plan(content: bytes | None) -> tuple[Any, ...]:
     """Take the choices of a plan.json."""
-    return plan_form.write_plan(parse_plan("the file", content if isinstance(content, bytes) else b""))
+    plan = parse_plan("the file", content if isinstance(content, bytes) else b"")
+    return plan_form.write_plan(plan, [name for name in YIELDING if getattr(plan, name) is not None])

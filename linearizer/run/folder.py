@@ -101,10 +101,15 @@ class Run:
         """Identify this run, also among copies of its folder."""
         return self.folder, self.id
 
+    @property
+    def given(self) -> dict[str, Any]:
+        """The values with which the run was begun, of the options that were then decided for it."""
+        begun = self.parse_file("begun.json", parse_json, again=False)
+        return {name: begun[name] for name in DECIDED}
+
     def check_same(self, plan: Plan) -> None:
         """Refuse to resume with another plan than the run was begun with."""
-        begun = self.parse_file("begun.json", parse_json, again=False)
-        undecided = {name: begun[name] for name in DECIDED if getattr(plan, name) == begun[name]}
+        undecided = {name: value for name, value in self.given.items() if getattr(plan, name) == value}
         if differences := plan.differences(replace(self.plan, **undecided)):
             raise RequestError(
                 f"{str(self.folder)!r} was begun with another plan ({'; '.join(differences)}): ask for the same, or "

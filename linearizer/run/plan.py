@@ -24,13 +24,14 @@ DEFAULT_BUDGET = 256  # tokens of cache, where a command or the page is given no
 MIN_FEATURES_IN_TOKENS = 18  # tokens of cache that take the bytes of the fewest features of a head
 MAX_TOKENS = 2**40  # a larger budget, window or number of features is a mistake
 MAX_STEPS = 10**9
+USUAL_TEXTS, USUAL_LENGTH = 8, 512
 MIN_SAMPLES, USUAL_SAMPLES = 32, 1024
 MAX_MINUTES = 365 * 24 * 60  # a year
 ALLOCATION = "what heads hold"  # options by which an allocation is decided anew, from what a run has measured
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
 ADDRESS = re.compile(r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob)/([\w.-]+)(?:/.*)?)?/?")
 BY_RECIPE = "the recipe's"
-YIELDING = ("texts", "length", "samples")  # options that shrink to what a text has, unless they were asked for
+YIELDING = ("texts", "length", "samples")  # options that, where they are left out, shrink to what a text has
 FEATURE_MAPS = ("clusters", "codebook", "mlp", "prf", "performer", "dijiang", "hedgehog")
 
 
@@ -102,8 +103,20 @@ class Plan(JsonProduct):
         "the text to measure and train on: builtin, self, file:PATH or dataset:ID[:config][:split][:column]",
         group=MEASURING,
     )
-    texts: int = option(8, "how many texts to measure", least=1, group=MEASURING)
-    length: int = option(512, "tokens of a text, at most what the model's positions allow", least=1, group=MEASURING)
+    texts: int | None = option(
+        None,
+        "how many texts to measure",
+        least=1,
+        default_text=f"{USUAL_TEXTS}, fewer where the text is short",
+        group=MEASURING,
+    )
+    length: int | None = option(
+        None,
+        "tokens of a text, at most what the model's positions allow",
+        least=1,
+        default_text=f"{USUAL_LENGTH}, fewer where the text is short",
+        group=MEASURING,
+    )
     samples: int | None = option(
         None,
         "queries and keys of a head that its degrees of freedom are computed from",
@@ -251,16 +264,33 @@ class Plan(JsonProduct):
             else max(min(self.budget // 2, self.budget - MIN_FEATURES_IN_TOKENS) - self.kept_sinks, 0)
         )
 
+    @property
+    def kept_texts(self) -> int:
+        """The texts asked for, or the usual number."""
+        return self.texts or USUAL_TEXTS
+
+    def kept_length(self, positions: int | None) -> int:
+        """The tokens of a text that were asked for, or the usual number, within the model's positions."""
+        length = self.length or USUAL_LENGTH
+        return min(length, positions or length)
+
+    def drawn_tokens(self, positions: int | None) -> int:
+        """Count the tokens that queries are drawn from, and as many keys; `positions` are the model's."""
+        return self.kept_texts * max(self.kept_length(positions) - self.kept_sinks, 0)
+
     def most_samples(self, positions: int | None = None) -> int:
-        """Count the samples that the plan's texts have tokens for; `positions` are the model's."""
-        length = min(self.length, positions or self.length)
-        tokens = self.texts * max(length - self.kept_sinks, 0)  # queries are drawn from them, and as many keys
-        return max(MIN_SAMPLES, 2 * tokens // 8 * 8)
+        """Count the samples that the plan's texts have tokens for."""
+        return max(MIN_SAMPLES, 2 * self.drawn_tokens(positions) // 8 * 8)
 
     @property
     def kept_samples(self) -> int:
         """The samples asked for, or as many of the usual number as the texts have tokens for."""
         return self.samples or min(USUAL_SAMPLES, self.most_samples())
+
+    @property
+    def sizes(self) -> Mapping[str, int]:
+        """The numbers asked for, or the usual ones, of what yields to a text."""
+        return {"texts": self.kept_texts, "length": self.kept_length(None), "samples": self.kept_samples}
 
     @property
     def kept_bits(self) -> int:
@@ -298,7 +328,7 @@ class Plan(JsonProduct):
     @property
     def texts_measured(self) -> int:
         """How many texts, from the first on, are measured; heads are priced, and gates learned, on two or more."""
-        return max(self.texts, 2) if self.rules.product in ("prices", "gates") else self.texts
+        return max(self.kept_texts, 2) if self.rules.product in ("prices", "gates") else self.kept_texts
 
     def differences(self, other: Plan) -> list[str]:
         """Name the options that differ from another plan's."""

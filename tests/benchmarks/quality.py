@@ -246,14 +246,14 @@ def made(run, teacher, uniform=False):
     else:
         allocation = finish(step.allocate(run, teacher, None))
     student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
-    texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.length, None)
+    texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.kept_length(None), None)
     finish(train_step.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
     return student.eval(), allocation
 
 
 def held_out(plan, teacher):
     """Take the same text for every row: what comes after all that is measured or trained on."""
-    return teacher_module.texts_of(replace(plan, seed=0), teacher, AHEAD // plan.length + HELD, None)[-HELD:]
+    return teacher_module.texts_of(replace(plan, seed=0), teacher, AHEAD // plan.kept_length(None) + HELD, None)[-HELD:]
 
 
 @contextmanager

@@ -130,7 +130,7 @@ def random_model(config, **changes):
 
 def pass_seconds(arguments, plan, teacher):
     """Processor time of a teacher pass."""
-    texts = teacher_module.texts_of(plan, teacher, plan.texts, None)
+    texts = teacher_module.texts_of(plan, teacher, plan.kept_texts, None)
     times = []
     for _ in range(PASSES):
         begun = clock(arguments.device)

@@ -5,12 +5,14 @@ from dataclasses import replace
 
 import pytest
 
+from linearizer import pipeline
 from linearizer.errors import RequestError
 from linearizer.page import actions, plan_form
 from linearizer.page.plan_handlers import take_plan
+from linearizer.page.visitors import find_visitor
 from linearizer.page.ways import LISTED, WAYS, recipe_choices, recipe_of, way_of
 from linearizer.run.options import options_of
-from linearizer.run.plan import Plan, parse_plan, read_plan
+from linearizer.run.plan import USUAL_TEXTS, YIELDING, Plan, parse_plan, read_plan
 from linearizer.run.recipes import RECIPES
 
 
@@ -41,6 +43,32 @@ def test_a_plan_that_is_taken_in_is_the_plan_that_starts(recipe):
         assert plan_of(plan_form.write_plan(usual)) == usual
     changed = replace(usual, texts=5, seed=3, dtype="float32", device="cpu", exchanges=0, prices="measured", batch=1)
     assert plan_of(plan_form.write_plan(changed)) == changed
+
+
+def test_a_number_that_was_asked_for_is_written_also_where_the_effort_has_it(tmp_path, quick_run):
+    def written(values):
+        return dict(zip(plan_form.OPTIONS, values[6:], strict=True))
+
+    plan = Plan("demo", budget=64, texts=USUAL_TEXTS)
+    taken = written(take_plan(plan.to_json().encode()))
+    assert taken["texts"] == str(USUAL_TEXTS) and taken["length"] == taken["samples"] == ""
+    run = pipeline.begin(tmp_path / "run", plan)
+    assert [run.given[name] for name in YIELDING] == [USUAL_TEXTS, None, None]
+    assert plan_of(plan_form.write_plan(run.plan, ["texts"])).sizes == run.plan.sizes
+
+
+def test_the_page_refuses_numbers_that_were_asked_for_and_shrinks_those_of_an_effort(tmp_path, monkeypatch):
+    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path / "runs"))
+    text = tmp_path / "short.txt"
+    text.write_text("the state of the student takes as many bytes as its teacher's cache " * 60)
+    for effort, (sizes, _) in actions.EFFORTS.items():
+        asked = {"text": f"file:{text}", "texts": sizes["texts"], "length": 512}
+        with pytest.raises(RequestError, match="give more text, or ask for fewer or shorter texts"):
+            actions.start_run(find_visitor(), actions.make_plan("demo", 64, effort, asked), asked)
+        plan = actions.make_plan("demo", 64, effort, {"text": f"file:{text}"})
+        run = actions.begin_run(find_visitor(), plan, YIELDING)
+        assert run.plan.texts == 2 and run.plan.length <= plan.kept_length(None)
+    assert len(list((tmp_path / "runs").iterdir())) == len(actions.EFFORTS)
 
 
 def test_a_plan_in_features_is_taken_in():
