@@ -93,6 +93,10 @@ def attend_in_few_bits(
 
 def round_vectors(x: Tensor, bits: int = 8) -> Tensor:
     """Round vectors (…, dim) to what so many bits can hold."""
+    if bits == 8 and x.numel() and not x.requires_grad:
+        work = x.to(working_dtype(x))
+        scale = power(exponents_of(work))
+        return (work / scale).round_().mul_(scale).to(x.dtype)
     return numbers_of(x, *codes_of(x.detach(), bits), bits)
 
 
@@ -173,10 +177,15 @@ def codes_of(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
         return work, work.new_zeros(*work.shape[:-1], 1, dtype=torch.int32 if bits == 8 else work.dtype)
     if bits != 8:
         return codes_by_largest(work, 1 << (bits - 1))
-    largest = work.abs().amax(-1, keepdim=True).float().view(torch.int32)
-    # an fp32 number has its exponent in the bits from 23 on; what is above 127/128 of a power of two takes the next
-    exponent = (largest + (0x1FFFF - (133 << 23))).bitwise_right_shift_(23).clamp_(LOWEST, HIGHEST)
+    exponent = exponents_of(work)
     return (work * power(-exponent)).round_(), exponent
+
+
+def exponents_of(x: Tensor) -> Tensor:
+    """Give the exponent of the scale of each vector in 8 bits: (…, 1)."""
+    largest = x.abs().amax(-1, keepdim=True).float().view(torch.int32)
+    # an fp32 number has its exponent in the bits from 23 on; what is above 127/128 of a power of two takes the next
+    return (largest + (0x1FFFF - (133 << 23))).bitwise_right_shift_(23).clamp_(LOWEST, HIGHEST)
 
 
 def codes_by_largest(x: Tensor, most: int) -> tuple[Tensor, Tensor]:

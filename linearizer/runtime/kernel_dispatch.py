@@ -118,7 +118,8 @@ def kernel_serves_text_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, 
         own = Merging(metric, torch.full_like(metric[:, 0, 0], TRIAL_GAIN), block, block, bits=merging.bits)
         state = SlotState.empty(text.k, text.v, block, sizes.sinks, slots)
         attend = attend_periods_by_kernel if by_kernels else attend_periods
-        out = attend_text_with_slots(text.q, text.k, text.v, own, None, state, attend)
+        k, v = (round_vectors(x) if merging.bits == 8 else x for x in (text.k, text.v))  # as a layer gives them
+        out = attend_text_with_slots(text.q, k, v, own, None, state, attend)
         return [out.to(dtype), state.slot_k, state.slot_v, state.weight]
 
     with torch.no_grad():

@@ -27,7 +27,7 @@ from .kernel_dispatch import (
     kernel_serves_text_slots,
     kernel_serves_token_slots,
 )
-from .slots_merging import Merging, Slots, merge_slots
+from .slots_merging import Merging, Slots, merge_block
 from .slots_torch import attend_periods, attend_text_with_slots, attend_token_with_slots
 from .state import SlotState
 
@@ -79,7 +79,9 @@ def reference(
         for place, token in enumerate(tokens.tolist()):
             merged = max(0, (place - merging.window) // merging.block + 1) * merging.block
             if merged and place == merged - merging.block + merging.window:  # a block leaves the window
-                held = merge_block(held, k, v, text, tokens, merged, sinks, merging)
+                leaving = torch.arange(merged - merging.block, merged)
+                block_k, block_v = (x[text : text + 1, :, tokens[leaving]] for x in (k, v))
+                held = merge_block(held, block_k, block_v, (leaving >= sinks)[None], merging)
             exact = torch.cat([tokens[: min(sinks, merged)], tokens[merged : place + 1]])
             level = held.weight[0].log() + merging.gain[:, None] * held.spread[0]  # -∞ where a slot is empty
             keys, values = (torch.cat([x[text, :, exact], y[0]], 1) for x, y in ((k, held.k), (v, held.v)))
@@ -87,14 +89,3 @@ def reference(
             logits[..., len(exact) :] += level[:, None]
             out[text, :, :, token] = logits.softmax(-1) @ values
     return out
-
-
-def merge_block(
-    held: Slots, k: Tensor, v: Tensor, text: int, tokens: Tensor, merged: int, sinks: int, merging: Merging
-) -> Slots:
-    """Merge the block of a text's tokens that ends before the place `merged` into slots; sinks stay out of them."""
-    places = torch.arange(merged - merging.block, merged)
-    new_k, new_v = (x[text : text + 1, :, tokens[places]] for x in (k, v))
-    weight = (places >= sinks).to(held.weight).expand(1, k.shape[1], -1)
-    new = Slots(new_k, new_v, weight, torch.zeros_like(weight))
-    return merge_slots(held.beside(new), held.weight.shape[-1], merging.scaled)

@@ -10,8 +10,18 @@ from dataclasses import dataclass
 
 import torch
 
-from .few_bits import ROTATED, round_counts, round_together
-from .slots_merging import Merging, Slots, keep_slots, merge_slots
+from .slots_merging import (
+    Merging,
+    Rounding,
+    Slots,
+    drop_empty,
+    keep_slots,
+    lay_rows,
+    merge_block,
+    merge_rows,
+    slots_of_rows,
+    take_rows,
+)
 from .softmax_parts import attend_seen, exact_part, join_rows, softmax_over, split_rows
 from .state import (
     Columns,
@@ -28,7 +38,8 @@ from .state import (
 Tensor = torch.Tensor
 Attend = Callable[["Piece"], Tensor]
 Reading = Generator["Piece", Tensor, Tensor]
-PERIODS_AT_ONCE = 32  # periods whose rows attend at once: more take memory, fewer take more operations
+MAX_PADDING = 2**14  # pairs with empty slots that take as long as merging heads of two sizes one after the other
+PERIODS_AT_ONCE = 16  # periods whose rows attend at once: more take memory, fewer take more operations
 
 
 def attend_token_with_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, state: SlotState) -> Tensor:
@@ -36,14 +47,9 @@ def attend_token_with_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, s
     q, sinks, window, block = q.to(working_dtype(q)), state.sink_k.shape[-2], merging.window, merging.block
     places = state.count.tolist()  # plain numbers: on a CPU one operation on tensors takes longer than all of this
     periods = [(place - window) // block + 1 for place in places]
-    merges = [
-        period >= 1 and (period - 1) * block == place - window for period, place in zip(periods, places, strict=True)
-    ]
-    if any(merges):
-        columns = lay_columns(k, v, window, None, state)
-        period, comes = (torch.tensor(x, device=q.device)[:, None] for x in (periods, merges))
-        leaving = LeavingBlocks.of(columns, period, comes, block, sinks)
-        merge_blocks([Piece(q, state.count, period, leaving, columns, merging, state)])
+    if any(block_leaves(place, window, block) for place in places):
+        slots = merge_leaving(state, merging, places)
+        state.slot_k, state.slot_v, state.weight, state.spread = slots.all()
     remember_token(state, k, v, min(places))
     merged, place = torch.tensor([max(period, 0) * block for period in periods], device=q.device), state.count
     state.count = place + 1
@@ -56,6 +62,22 @@ def attend_token_with_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, s
     parts.append(exact_part(rows, state.window_k, state.window_v, age <= (place - merged)[:, None]))
     logits, values = exact_part(rows, state.slot_k, state.slot_v, None)
     return softmax_over([*parts, (logits + slot_levels(state, merging)[:, :, None], values)])[..., None, :]
+
+
+def block_leaves(place: int, window: int, block: int) -> bool:
+    """Tell whether a block is merged before the token at a place attends."""
+    return place >= window and (place - window) % block == 0
+
+
+def merge_leaving(state: SlotState, merging: Merging, places: Sequence[int]) -> Slots:
+    """Give the slots of a state after the blocks have merged that leave before the tokens at these places attend."""
+    window, block, device = merging.window, merging.block, state.weight.device
+    comes = torch.tensor([block_leaves(place, window, block) for place in places], device=device)[:, None]
+    place = torch.tensor([place - window for place in places], device=device)[:, None]
+    place = place + torch.arange(block, device=device)
+    k, v = (take_tokens(x, place % window) for x in (state.window_k, state.window_v))
+    held = Slots(state.slot_k, state.slot_v, state.weight, state.spread)
+    return merge_block(held, k, v, comes & (place >= state.sink_k.shape[-2]), merging)
 
 
 def slot_levels(held: SlotState | Slots, merging: Merging) -> Tensor:
@@ -140,13 +162,6 @@ class LeavingBlocks:
         index = (place - columns.first[:, None, None]).clamp(0, columns.k.shape[-2] - 1)
         return cls(index, merges[..., None] & (place >= sinks))
 
-    def tokens(self, columns: Columns, dtype: torch.dtype) -> Slots:
-        """Give the tokens of each block: (batch, heads, periods, block, …)."""
-        index, shape = self.index.flatten(1), self.index.shape[1:]
-        k, v = (take_tokens(x, index).to(dtype).unflatten(2, shape) for x in (columns.k, columns.v))
-        weight = self.present.to(dtype)[:, None].expand(-1, k.shape[1], -1, -1)
-        return Slots(k, v, weight, torch.zeros_like(weight))
-
 
 @dataclass
 class Piece:
@@ -173,11 +188,17 @@ def attend_pieces(pieces: list[Piece]) -> list[Tensor]:
 
 def merge_pieces(pieces: list[Piece]) -> list[Slots]:
     """Merge the blocks of all pieces, those that merge alike together; update the states."""
-    alike: dict[tuple, list[int]] = {}
-    for index, piece in enumerate(pieces):
-        alike.setdefault((piece.merging.block, piece.state.slot_k.dtype), []).append(index)
+    alike: dict[tuple, list[list[int]]] = {}
+    rows = [piece.state.weight.shape[2] + piece.merging.block for piece in pieces]
+    for index in sorted(range(len(pieces)), key=lambda index: -rows[index]):
+        piece = pieces[index]
+        groups = alike.setdefault((piece.merging.block, piece.state.slot_k.dtype), [])
+        heads = piece.state.weight.shape[:2].numel()
+        if not groups or heads * (rows[groups[-1][0]] ** 2 - rows[index] ** 2) > MAX_PADDING:
+            groups.append([])
+        groups[-1].append(index)
     slots: dict[int, Slots] = {}
-    for indices in alike.values():
+    for indices in (indices for groups in alike.values() for indices in groups):
         slots.update(zip(indices, merge_blocks([pieces[index] for index in indices]), strict=True))
     return [slots[index] for index in range(len(pieces))]
 
@@ -186,82 +207,84 @@ def merge_blocks(pieces: list[Piece]) -> list[Slots]:
     """Merge the blocks that leave the windows as some periods begin; update the states.
 
     Return the slots of each period and piece: a batch in which every text's periods follow one another. The heads of
-    all pieces lie side by side, with empty slots where a head has fewer than another.
+    all pieces lie side by side, with empty slots before those of a head that has fewer than another.
     """
-    sizes = [piece.state.weight.shape[1:] for piece in pieces]
+    sizes, states = [piece.state.weight.shape[1:] for piece in pieces], [piece.state for piece in pieces]
     room, periods = max(count for _, count in sizes), max(piece.merged.shape[1] for piece in pieces)
-    work, kept = pieces[0].state.weight.dtype, pieces[0].state.slot_k.dtype
-    bits = [piece.merging.bits for piece, (heads, _) in zip(pieces, sizes, strict=True) for _ in range(heads)]
-    now = side_by_side([slots_of(piece.state, room) for piece in pieces])
-    new = side_by_side([pad(piece.leaving.tokens(piece.columns, work), 2, periods) for piece in pieces])
-    counts = torch.tensor([count for heads, count in sizes for _ in range(heads)], device=now.weight.device)
+    dims = (states[0].slot_k.shape[-1], states[0].slot_v.shape[-1])
     metric = torch.cat([piece.merging.scaled for piece in pieces])
-    blocks = [Slots(*(x[:, :, number] for x in new.all())) for number in range(periods)]
-    leaves = new.weight.sum((0, 1, 3)).tolist()
-    held = (now.weight > 0).sum(-1, keepdim=True) + new.weight.sum(-1).cumsum(-1)  # if nothing is merged
-    too_many = (held > counts[:, None]).flatten(0, 1).any(0).tolist()
-    after = []
-    for number, block in enumerate(blocks):
-        if leaves[number]:
-            both = now.beside(block)
-            now = merge_slots(both, counts, metric, room) if too_many[number] else keep_slots(both, room)
-            now.k, now.v = now.k.to(kept), now.v.to(kept)
-            now = round_slots(now, bits)
+    bits = tuple(piece.merging.bits for piece, (heads, _) in zip(pieces, sizes, strict=True) for _ in range(heads))
+    rounding = Rounding(metric, states[0].slot_k.dtype, bits)
+    now = torch.cat([pad(rows_of_state(piece), 2, room, at_end=False) for piece in pieces], 1)
+    new = torch.cat([pad(rows_of_blocks(piece), 2, periods) for piece in pieces], 1)
+    counts = torch.tensor([count for heads, count in sizes for _ in range(heads)], device=now.device)
+    plan, after = plan_merging(now[..., -1] > 0, new[..., -1] > 0, counts), []
+    for block, step in zip(new.movedim(2, 0), plan, strict=True):
+        if step.comes:
+            both, most = torch.cat([now, block], 2), block.shape[2]
+            now = (
+                merge_rows(both, most, dims, rounding, step.full, step.left if step.drops else None)
+                if step.merges
+                else drop_empty(both, most, step.left)
+            )
         after.append(now)
-    each = Slots(*(torch.stack(x, 1) for x in zip(*(slots.all() for slots in after), strict=True)))
-    slots, first = [], 0
-    for piece, (heads, count) in zip(pieces, sizes, strict=True):
-        own = [x[:, : piece.merged.shape[1], first : first + heads, :count] for x in each.all()]
-        state, first = piece.state, first + heads
-        state.slot_k, state.slot_v, state.weight, state.spread = (x[:, -1].clone() for x in own)
-        slots.append(Slots(*(x.flatten(0, 1) for x in own)))
+    each = torch.stack(after, 1)  # (batch, periods, heads, room, numbers)
+    slots, begin = [], 0
+    for piece, state, (heads, count) in zip(pieces, states, sizes, strict=True):
+        own = slots_of_rows(each[:, : piece.merged.shape[1], begin : begin + heads, room - count :], dims)
+        last = keep_slots(Slots(*(x[:, -1] for x in own.all())), count)
+        state.slot_k, state.slot_v = last.k.to(state.slot_k.dtype), last.v.to(state.slot_v.dtype)
+        state.weight, state.spread, begin = last.weight, last.spread, begin + heads
+        slots.append(Slots(*(x.flatten(0, 1) for x in own.all())))
     return slots
 
 
-def round_slots(slots: Slots, bits: Sequence[int]) -> Slots:
-    """Round slots to what the bits of each head hold."""
-    if len(set(bits)) == 1:
-        return round_alike(slots, bits[0])
-    rounded = Slots(*(x.clone() for x in slots.all()))
-    for count in set(bits) - {16}:
-        heads = [head for head, own in enumerate(bits) if own == count]
-        some = round_alike(Slots(*(x[:, heads] for x in slots.all())), count)
-        for whole, part in zip(rounded.all(), some.all(), strict=True):
-            whole[:, heads] = part
-    return rounded
+def rows_of_state(piece: Piece) -> Tensor:
+    """Lay out the slots of a state, those that are empty before the others: (batch, heads, slots, numbers)."""
+    state, work = piece.state, piece.state.weight.dtype
+    slots = Slots(state.slot_k.to(work), state.slot_v.to(work), state.weight, state.spread)
+    rows, full, size = lay_rows(slots, piece.merging.scaled), (state.weight > 0).sum(-1), state.weight.shape[-1]
+    index = (full[..., None] + torch.arange(size, device=full.device)) % size
+    return take_rows(rows.flatten(0, 1), index.flatten(0, 1)).unflatten(0, full.shape)
 
 
-def round_alike(slots: Slots, bits: int) -> Slots:
-    """Round slots of heads that have the same bits."""
-    k, v = (slots.k, slots.v) if bits == 16 else round_together(slots.k, slots.v, bits)
-    counted = slots.weight, slots.spread
-    return Slots(k, v, *(round_counts(*counted) if bits in ROTATED else counted))
+def rows_of_blocks(piece: Piece) -> Tensor:
+    """Lay out the tokens of leaving blocks: (batch, heads, periods, block, numbers)."""
+    leaving, columns, work = piece.leaving, piece.columns, piece.state.weight.dtype
+    k, v = (take_tokens(x, leaving.index.flatten(1)).to(work) for x in (columns.k, columns.v))
+    weight = leaving.present.flatten(1).to(work)[:, None].expand(-1, k.shape[1], -1)
+    rows = lay_rows(Slots(k, v, weight, torch.zeros_like(weight)), piece.merging.scaled)
+    return rows.unflatten(2, leaving.index.shape[1:])
 
 
-def slots_of(state: SlotState, room: int) -> Slots:
-    """Give the slots of a state, and empty ones until there are as many as there is room for."""
-    return pad(Slots(state.slot_k, state.slot_v, state.weight, state.spread), 2, room)
+@dataclass
+class Step:
+    """What happens to the slots of all heads as a period begins."""
+
+    comes: bool  # whether a block comes to any
+    merges: bool  # whether any has too many then
+    drops: bool  # whether any has fewer too many than a block
+    full: bool  # whether none has an empty slot
+    left: Tensor  # (batch · heads,) how many are not empty after it
 
 
-def pad(slots: Slots, dim: int, size: int) -> Slots:
-    """Add empty slots at the end of a dimension until it has a size."""
-    missing = size - slots.weight.shape[dim]
+def plan_merging(held: Tensor, comes: Tensor, counts: Tensor) -> list[Step]:
+    """Plan the steps; held (batch, heads, room), comes (batch, heads, periods, block), counts (heads,)."""
+    before, new, block = held.sum(-1, keepdim=True), comes.sum(-1), comes.shape[-1]
+    left = torch.minimum(before + new.cumsum(-1), counts[:, None])
+    have = torch.cat([before, left[..., :-1]], -1) + new
+    facts = torch.stack([new > 0, have > left, have < left + block, have < held.shape[-1] + block])
+    numbers = zip(*facts.flatten(1, 2).any(1).tolist(), left.flatten(0, 1).unbind(-1), strict=True)
+    return [Step(new, merges, drops, not empty, own) for new, merges, drops, empty, own in numbers]
+
+
+def pad(x: Tensor, dim: int, size: int, at_end: bool = True) -> Tensor:
+    """Add zeros at an end of a dimension until it has a size."""
+    missing = size - x.shape[dim]
     if not missing:
-        return slots
-
-    def longer(x: Tensor) -> Tensor:
-        return torch.cat([x, x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])], dim)
-
-    return Slots(*map(longer, slots.all()))
-
-
-def side_by_side(some: Sequence[Slots]) -> Slots:
-    """Lay the heads of several beside each other."""
-    return (
-        some[0]
-        if len(some) == 1
-        else Slots(*(torch.cat(x, 1) for x in zip(*(slots.all() for slots in some), strict=True)))
-    )
+        return x
+    zeros = x.new_zeros(*x.shape[:dim], missing, *x.shape[dim + 1 :])
+    return torch.cat([x, zeros] if at_end else [zeros, x], dim)
 
 
 def attend_rows(piece: Piece, held: Slots) -> Tensor:

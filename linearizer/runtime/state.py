@@ -6,6 +6,7 @@ is its rank among the real ones.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
 
@@ -156,9 +157,11 @@ def ring_slots(count: Tensor, window: int) -> Tensor:
 
 
 def take_tokens(x: Tensor, index: Tensor) -> Tensor:
-    """Take tokens of x (batch, …, tokens, dim) by an index (batch, tokens)."""
-    shape = (index.shape[0], *[1] * (x.dim() - 3), index.shape[1], 1)
-    return x.gather(-2, index.view(shape).expand(*x.shape[:-2], -1, x.shape[-1]))
+    """Take tokens of x (batch, …, tokens, dim) by an index (batch, tokens); a gather would take each number alone."""
+    shape, tokens = x.shape[:-2], x.shape[-2]
+    first = (torch.arange(math.prod(shape), device=x.device) * tokens).view(*shape, 1)
+    at = first + index.view(len(x), *[1] * (x.dim() - 3), -1)
+    return x.reshape(-1, x.shape[-1]).index_select(0, at.flatten()).view(*shape, index.shape[1], x.shape[-1])
 
 
 def remember_token(state: ExactState, k: Tensor, v: Tensor, least: int) -> None:

@@ -26,8 +26,8 @@ from .few_bits import (
     unpack_vectors,
 )
 from .slots_merging import Merging
-from .slots_torch import LeavingBlocks, Piece, merge_pieces, slot_levels
-from .state import EMPTY, Columns, ExactState, first_places, must_be_copied, tensors, working_dtype
+from .slots_torch import block_leaves, merge_leaving, slot_levels
+from .state import EMPTY, ExactState, first_places, must_be_copied, tensors, working_dtype
 
 Tensor = torch.Tensor
 
@@ -61,12 +61,15 @@ class TokenBuffer:
     ring: Tensor  # (batch, heads) the row of `level` where each ring begins
     windows: Tensor  # (heads,)
     bits: int  # of a number in keys and values
+    kinds: int  # buffers that the layer has, one for each number of bits
 
     @classmethod
-    def of(cls, groups: list[WindowGroup], dtype: torch.dtype, bits: int) -> TokenBuffer:
+    def of(cls, groups: list[WindowGroup], dtype: torch.dtype, bits: int, kinds: int) -> TokenBuffer:
         """Lay the states of some groups into a buffer; `dtype` is that of their levels."""
         first = groups[0].state
-        kinds = [[name for name in ("sink", "window", "slot") if hasattr(group.state, f"{name}_k")] for group in groups]
+        names_of = [
+            [name for name in ("sink", "window", "slot") if hasattr(group.state, f"{name}_k")] for group in groups
+        ]
         order, rows = [head for group in groups for head in group.heads], max(group.rows for group in groups)
         shape, widths = (len(first.count), len(order), rows), [first.sink_k.shape[-1], first.sink_v.shape[-1]]
         pairs = [(2, widths[0])] if widths[0] == widths[1] else [(1, width) for width in widths]
@@ -74,7 +77,7 @@ class TokenBuffer:
         level = torch.full(shape, EMPTY, dtype=dtype, device=first.sink_k.device)
         views: list[dict[str, Tensor]] = []
         begin = 0
-        for group, names in zip(groups, kinds, strict=True):
+        for group, names in zip(groups, names_of, strict=True):
             heads, row = slice(begin, begin + len(group.heads)), 0
             begin, own = heads.stop, {}
             for name in names:
@@ -89,31 +92,30 @@ class TokenBuffer:
         sinks, number = first.sink_k.shape[-2], torch.arange(shape[0] * shape[1], device=level.device)
         windows = torch.tensor([group.window for group in groups for _ in group.heads], device=level.device)
         ring = (number * rows + sinks).view(shape[:2])
-        made = cls(groups, order, buffers, level, views, first.count, first.count.tolist(), ring, windows, bits)
+        made = cls(groups, order, buffers, level, views, first.count, first.count.tolist(), ring, windows, bits, kinds)
         for index in range(len(groups)):
             made.see(index, [place - 1 for place in made.places])
         return made
 
-    def holds(self, groups: Sequence[WindowGroup]) -> bool:
-        """Tell whether the states of these groups are still views of this buffer, which may be written."""
-        if must_be_copied(self.level) or len(groups) != len(self.groups):
+    def holds(self) -> bool:
+        """Tell whether the states are still views of this buffer, which may be written."""
+        if must_be_copied(self.level):
             return False
-        return all(
-            mine.state is other.state and other.state.count is self.count and same(other.state, views)
-            for mine, other, views in zip(self.groups, groups, self.views, strict=True)
-        )
+        pairs = zip(self.groups, self.views, strict=True)
+        return all(group.state.count is self.count and same(group.state, views) for group, views in pairs)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with a token: q (batch, heads, group, dim), multiplied by the scale; k, v (batch, heads, dim)."""
         before, after = self.places, [place + 1 for place in self.places]
-        leaving = [i for i, group in enumerate(self.groups) if any(block_leaves(group, p) for p in before)]
-        if leaving:
-            self.merge(leaving, k.dtype)
+        leaving = [i for i, group in enumerate(self.groups) if any(merges(group, place) for place in before)]
+        for index in leaving:
+            self.merge(index, k.dtype)
+            self.see_merged(index, before)
         own = self.ring + self.count[:, None] % self.windows
         self.remember(own, k, v)
         self.level.view(-1).index_fill_(0, own.flatten(), 0.0)
         for index, group in enumerate(self.groups):
-            if index in leaving or any(sink_leaves(group, place) for place in before):
+            if any(sink_leaves(group, place) for place in before):
                 self.see(index, before)
         self.count, self.places = self.count + 1, after
         for group in self.groups:
@@ -150,7 +152,7 @@ class TokenBuffer:
     def see(self, index: int, places: list[int]) -> None:
         """Set the levels of a group after a token at these places: what is seen of sinks, ring and slots."""
         group = self.groups[index]
-        state, window, begin = group.state, group.window, sum(len(other.heads) for other in self.groups[:index])
+        state, window = group.state, group.window
         place, device = torch.tensor(places, device=self.level.device), self.level.device
         if group.merging is None:
             merged = (place - window + 1).clamp_min(0)
@@ -159,48 +161,59 @@ class TokenBuffer:
         age = (place[:, None] - torch.arange(window, device=device)) % window
         seen = [first_places(state.sink_k.shape[-2], merged - 1), age <= (place - merged)[:, None]]
         levels = torch.where(torch.cat(seen, -1), 0.0, EMPTY).to(self.level.dtype)[:, None]
-        own = self.level[:, begin : begin + len(group.heads)]
+        own = self.level_of(index)
         own[..., : levels.shape[-1]] = levels
         if group.merging is not None:
-            levels = slot_levels(replace(state, **unpack_counts(state, self.level.dtype)), group.merging)
+            levels = self.levels_of_slots(index)
             own[..., group.rows - levels.shape[-1] : group.rows] = levels.clamp_min(EMPTY)
 
-    def merge(self, leaving: list[int], dtype: torch.dtype) -> None:
-        """Merge the blocks that leave the windows of some groups, in `dtype`, before the next token."""
-        pieces, device = [], self.level.device
-        for group in (self.groups[index] for index in leaving):
-            state, merging = group.state, group.merging
-            assert merging is not None
-            first = torch.tensor([place - group.window for place in self.places], device=device)
-            comes = torch.tensor([block_leaves(group, place) for place in self.places], device=device)
-            place = (first[:, None] + torch.arange(merging.block, device=device))[:, None]
-            block = LeavingBlocks(place % group.window, comes[:, None, None] & (place >= state.sink_k.shape[-2]))
-            window_k, window_v, slot_k, slot_v = (
-                unpack_vectors(x, dtype, self.bits) if self.bits < 16 else x
-                for x in (state.window_k, state.window_v, state.slot_k, state.slot_v)
-            )
-            columns = Columns(window_k, window_v, first, first, group.window)
-            counts = unpack_counts(state, self.level.dtype)
-            free = replace(state, slot_k=slot_k, slot_v=slot_v, **counts)
-            pieces.append(Piece(window_k, first, place[..., 0], block, columns, merging, free))
-        merge_pieces(pieces)
-        for index, piece in zip(leaving, pieces, strict=True):
-            state = self.groups[index].state
-            counts = pack_counts(piece.state, self.bits)
-            state.weight = counts.get("weight", piece.state.weight)
-            state.spread = counts.get("spread", piece.state.spread)
-            for kept, new in ((state.slot_k, piece.state.slot_k), (state.slot_v, piece.state.slot_v)):
-                kept.copy_(pack_vectors(new, self.bits) if self.bits < 16 else new)
+    def see_merged(self, index: int, places: list[int]) -> None:
+        """Set the levels of a group whose block has merged before a token at these places."""
+        group, place = self.groups[index], places[0]
+        state, merging, sinks = group.state, group.merging, group.state.sink_k.shape[-2]
+        assert merging is not None
+        if len({*places}) > 1 or merged_before(group, place) - merging.block < sinks:
+            self.see(index, places)
+            return
+        own, first = self.level_of(index), (place - group.window) % group.window
+        last = first + merging.block
+        own[..., sinks + first : sinks + min(last, group.window)] = EMPTY
+        own[..., sinks : sinks + max(0, last - group.window)] = EMPTY
+        own[..., group.rows - state.weight.shape[-1] : group.rows] = self.levels_of_slots(index).clamp_min_(EMPTY)
+
+    def levels_of_slots(self, index: int) -> Tensor:
+        """Give the levels of a group's slots: (batch, heads, slots)."""
+        group = self.groups[index]
+        assert group.merging is not None
+        return slot_levels(replace(group.state, **unpack_counts(group.state, self.level.dtype)), group.merging)
+
+    def level_of(self, index: int) -> Tensor:
+        """Give the levels of a group's heads: (batch, heads, rows)."""
+        begin = sum(len(other.heads) for other in self.groups[:index])
+        return self.level[:, begin : begin + len(self.groups[index].heads)]
+
+    def merge(self, index: int, dtype: torch.dtype) -> None:
+        """Merge the blocks that leave the windows of a group, in `dtype`, before the next token."""
+        state, merging = self.groups[index].state, self.groups[index].merging
+        assert merging is not None
+        if self.bits < 16:
+            names = ("window_k", "window_v", "slot_k", "slot_v")
+            vectors = {name: unpack_vectors(getattr(state, name), dtype, self.bits) for name in names}
+            state = replace(state, **vectors, **unpack_counts(state, self.level.dtype))
+        slots = merge_leaving(state, merging, self.places)
+        state = self.groups[index].state
+        counts = pack_counts(slots, self.bits)
+        state.weight, state.spread = counts.get("weight", slots.weight), counts.get("spread", slots.spread)
+        for kept, new in ((state.slot_k, slots.k), (state.slot_v, slots.v)):
+            kept.copy_(pack_vectors(new, self.bits) if self.bits < 16 else new)
 
 
 def same(state: ExactState, views: dict[str, Tensor]) -> bool:
     return all(getattr(state, name) is view for name, view in views.items())
 
 
-def block_leaves(group: WindowGroup, place: int) -> bool:
-    """Tell whether a block is merged before the token at a place attends."""
-    gone = place - group.window
-    return group.merging is not None and gone >= 0 and gone % group.merging.block == 0
+def merges(group: WindowGroup, place: int) -> bool:
+    return group.merging is not None and block_leaves(place, group.window, group.merging.block)
 
 
 def merged_before(group: WindowGroup, place: int) -> int:
@@ -225,26 +238,45 @@ def attend_token_in_buffer(
         return []
     if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
         return []
+    served: list[int] = []
+    for indices, buffer in held_buffers(memory) or make_buffers(groups, memory, k, scale, done):
+        heads = slice(None) if buffer.order == list(range(k.shape[1])) else buffer.order
+        asks, new_k, new_v = q[:, heads, :, 0] * scale, k[:, heads, 0], v[:, heads, 0]
+        if buffer.bits in ROTATED:
+            asks, new_k, new_v = rotate(asks), rotate(new_k), rotate(new_v)
+        part = buffer.attend(asks, new_k, new_v)
+        out[:, heads, :, 0] = (rotate(part) if buffer.bits in ROTATED else part).to(out.dtype)
+        served += indices
+    return served
+
+
+def held_buffers(memory: list) -> list[tuple[list[int], TokenBuffer]]:
+    """List the buffers in which the last token was attended to, if the states that lay there still do."""
+    buffers = [state.token_buffer for state in memory if getattr(state, "token_buffer", None) is not None]
+    if not buffers or any(len(buffers) != buffer.kinds for buffer in buffers):
+        return []
+    owners = {id(state): index for index, state in enumerate(memory)}
+    indices = [[owners.get(id(group.state)) for group in buffer.groups] for buffer in buffers]
+    if None in sum(indices, []) or not all(buffer.holds() for buffer in buffers):
+        return []
+    return list(zip(indices, buffers, strict=True))  # type: ignore[arg-type]
+
+
+def make_buffers(
+    groups: Sequence[Any], memory: list, k: Tensor, scale: float, done: Sequence[int]
+) -> list[tuple[list[int], TokenBuffer]]:
+    """Lay the states of windows and slots into buffers, one for those of as many bits, once all sinks are there."""
     kinds: dict[int, dict[int, WindowGroup]] = {}  # by the bits of a number
     for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
         held = None if index in done else group.window_group(scale, state)
         if held is not None and held.window and state.sink_k.device == k.device:
+            state.token_buffer = None
             kinds.setdefault(group.bits, {})[index] = held
-    served: list[int] = []
+    made = []
     for bits, some in kinds.items():
         own = list(some.values())
         first = own[0].state
-        if first.token_buffer is None or not first.token_buffer.holds(own):
-            first.token_buffer = None
-            if min(first.count.tolist()) < first.sink_k.shape[-2]:
-                continue  # sinks are yet to be remembered
-            first.token_buffer = TokenBuffer.of(own, working_dtype(k), bits)
-        order = first.token_buffer.order
-        heads = slice(None) if order == list(range(k.shape[1])) else order
-        asks, new_k, new_v = q[:, heads, :, 0] * scale, k[:, heads, 0], v[:, heads, 0]
-        if bits in ROTATED:
-            asks, new_k, new_v = rotate(asks), rotate(new_k), rotate(new_v)
-        part = first.token_buffer.attend(asks, new_k, new_v)
-        out[:, heads, :, 0] = (rotate(part) if bits in ROTATED else part).to(out.dtype)
-        served += some
-    return served
+        if min(first.count.tolist()) >= first.sink_k.shape[-2]:
+            first.token_buffer = TokenBuffer.of(own, working_dtype(k), bits, len(kinds))
+            made.append((list(some), first.token_buffer))
+    return made

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from linearizer.run.head_bytes import Head, Layer, head_bytes, state_bytes
 from linearizer.runtime.features_torch import reference as attend_exactly
 from linearizer.runtime.slots import Merger, reference, slot_attention
-from linearizer.runtime.slots_merging import Merging, Slots, keep_slots, merge_slots
+from linearizer.runtime.slots_merging import Merging, Rounding, Slots, keep_slots, merge_slots
 from linearizer.runtime.state import SlotState
 from tests.support.models import student_of, tokens
 
@@ -54,6 +54,10 @@ def slots_of(count=12, seed=0):
     generator = torch.Generator().manual_seed(seed)
     k, v = (torch.randn(1, 2, count, DIM, generator=generator, dtype=torch.float64) for _ in range(2))
     return Slots(k, v, torch.ones(1, 2, count, dtype=torch.float64), torch.zeros(1, 2, count, dtype=torch.float64))
+
+
+def unrounded():
+    return Rounding(torch.eye(DIM, dtype=torch.float64).expand(2, -1, -1), torch.float64, (16, 16))
 
 
 def test_with_a_slot_for_every_token_nothing_is_approximate():
@@ -129,7 +133,7 @@ def test_the_root_multiplies_the_keys_that_are_measured():
 def test_merging_keeps_the_sums_and_counts_the_spread():
     given = slots_of()
     metric = torch.randn(2, DIM, DIM, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
-    result = merge_slots(given, 3, metric)
+    result = merge_slots(given, 3, Rounding(metric, metric.dtype, (16, 16)))
     assert result.weight.shape[-1] == 3 and (result.weight > 0).all()
     torch.testing.assert_close(result.weight.sum(-1), given.weight.sum(-1))
     for mine, theirs in ((result.k, given.k), (result.v, given.v)):
@@ -143,7 +147,7 @@ def test_merging_keeps_the_sums_and_counts_the_spread():
 
 def test_the_pair_that_is_merged_is_the_cheapest():
     given = slots_of(5)
-    result = merge_slots(given, 4, torch.eye(DIM, dtype=torch.float64).expand(2, -1, -1))
+    result = merge_slots(given, 4, unrounded())
     for head in range(2):
         costs = {
             (i, j): (given.k[0, head, i] - given.k[0, head, j]).square().sum()
@@ -162,7 +166,7 @@ def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
     given, count = slots_of(12), 5
     given.weight[:] = torch.arange(1, 13)
     given.weight[..., 3] = 0  # empty
-    result = merge_slots(given, count, torch.eye(DIM, dtype=torch.float64).expand(2, -1, -1))
+    result = merge_slots(given, count, unrounded())
     for head in range(2):
         k, v, weight = given.k[0, head], given.v[0, head], given.weight[0, head]
         full = [i for i in range(12) if weight[i]]
@@ -184,7 +188,7 @@ def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
 def test_while_there_is_room_merging_only_keeps():
     given = slots_of(7)
     given.weight[..., [1, 4]] = 0
-    kept, merged = keep_slots(given, 5), merge_slots(given, 5, torch.eye(DIM).expand(2, -1, -1))
+    kept, merged = keep_slots(given, 5), merge_slots(given, 5, unrounded())
     assert (kept.weight == 1).all()
     assert all(torch.equal(getattr(kept, name), getattr(merged, name)) for name in ("k", "v", "weight", "spread"))
 

@@ -5,6 +5,7 @@ import copy
 import pytest
 import torch
 
+from linearizer.runtime import slots_torch
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.state import change_tensors, tensors
 
@@ -69,6 +70,15 @@ def test_heads_together_are_heads_alone(held):
         queries = slice(head * GROUP, head * GROUP + GROUP)
         out, _ = read(alone, (q[:, queries], k[:, head : head + 1], v[:, head : head + 1]), [LENGTH])
         torch.testing.assert_close(out, whole[:, queries])
+
+
+def test_heads_that_merge_apart_give_what_they_give_together(monkeypatch):
+    student, given = layer(), text()
+    whole, memory = read(student, given, [20, LENGTH])
+    monkeypatch.setattr(slots_torch, "MAX_PADDING", -1)
+    apart, other = read(student, given, [20, LENGTH])
+    torch.testing.assert_close(apart, whole)
+    assert_same_states(other, memory)
 
 
 def reordered(memory):
