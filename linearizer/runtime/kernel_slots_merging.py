@@ -114,9 +114,10 @@ def join_slots(x_ptr, out_ptr, weight_ptr, spread_ptr, total_ptr, value_ptr, tar
             for j0 in range(0, N, C.K):
                 j = j0 + tl.arange(0, C.K)
                 target = tl.load(target_ptr + j, mask=j < N, other=0)
-                share = load_rows(weight_ptr, j, N) / tl.maximum(tl.load(total_ptr + target), 1.0)
-                share = tl.where((target[None, :] == i[:, None]) & (j < N)[None, :], share[None, :], 0.0)
+                share = tl.where((target[None, :] == i[:, None]), load_rows(weight_ptr, j, N)[None, :], 0.0)
                 acc = tl.dot(share, load_tile(x_ptr, j, ow, N, W), acc=acc, out_dtype=C.ACC, input_precision="ieee")
+            # sums of few bits are exact and shares are not, by which a mean that lies half way would be rounded
+            acc = acc / tl.maximum(load_rows(total_ptr, i, N), 1.0)[:, None]
             tl.store(out_ptr + i[:, None] * W + ow[None, :], acc, mask=(i < N)[:, None] & (ow < W)[None, :])
     tl.debug_barrier()
     for i0 in range(0, N, C.B):
