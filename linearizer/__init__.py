@@ -14,6 +14,7 @@ from linearizer.version import __version__
 
 if TYPE_CHECKING:
     from linearizer.errors import LinearizerError
+    from linearizer.jobs.hub_start import run_in_job
     from linearizer.model.checkpoint import load
     from linearizer.pipeline import ask, begin, inspect, linearize, read
     from linearizer.progress import finish
@@ -32,6 +33,7 @@ __all__ = [
     "linearize",
     "load",
     "read",
+    "run_in_job",
 ]
 
 HOMES = {
@@ -45,6 +47,7 @@ HOMES = {
     "linearize": "pipeline",
     "load": "model.checkpoint",
     "read": "pipeline",
+    "run_in_job": "jobs.hub_start",
 }
 
 

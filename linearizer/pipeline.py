@@ -10,7 +10,7 @@ from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -61,6 +61,9 @@ from linearizer.train.lora import check_peft
 from linearizer.train.settings import LAYERWISE, training_settings
 from linearizer.train.step import plan_with_steps, train
 
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
+
 
 def inspect(model: str, token: str | None = None) -> Inspection:
     """Inspect a model and tell whether it can be linearized, without downloading weights."""
@@ -75,12 +78,14 @@ def begin(
     resume: bool = False,
     check_limits: Callable[[Plan, Inspection], None] = lambda plan, inspection: None,
     yielding: Collection[str] = (),
+    here: bool = True,
 ) -> Run:
     """Begin a run, or open the run to resume. All that can be refused before the work is refused here, and only here.
 
     plan.json holds what is decided here: the revision of the model, the type to compute in, and the numbers of texts,
     of their tokens and of samples. Those of the three that the plan leaves out shrink to what the text has, and so do
-    those that are `yielding`, whose values nobody asked for either.
+    those that are `yielding`, whose values nobody asked for either. What depends on a machine is decided by `settle`,
+    where the work is not `here`.
     """
     plan = with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
@@ -93,20 +98,37 @@ def begin(
     check_plan(plan, inspection.layers)
     check_limits(plan, inspection)
     model = f"{source.repo_id}@{source.revision}" if source.repo_id else plan.model
-    dtype = choose_dtype(plan.dtype, stored_dtype(config), plan.device)
-    if place_weights(config, source.parameters, computing_dtype(dtype, config), plan.device) is not None:
-        check_streamed(plan)
+    dtype = decide_dtype(plan, source, config) if here else plan.dtype
     left_out: dict[str, Any] = dict.fromkeys(yielding)
     asked = replace(plan, **left_out)
     yielding = [name for name in YIELDING if getattr(asked, name) is None]
     decided = replace(fit_plan(plan, source, inspection, yielding, token), model=model, dtype=dtype)
-    run = Run.create(folder, decided, inspection, asked)
+    run = Run.create(folder, decided, inspection, asked, settled=here)
     try:
-        check_disks(folder, plan, source, inspection)
+        if here:
+            check_disks(folder, plan, source, inspection)
     except LinearizerError:
         run.remove_unstarted()
         raise
     return run
+
+
+def settle(run: Run, token: str | None = None) -> None:
+    """Decide here what depends on the machine, for a run that was begun on another one."""
+    if run.settled:
+        return
+    plan, source = run.plan, find_model(run.plan.model, token)
+    dtype = decide_dtype(plan, source, load_config(source, token))
+    check_disks(run.folder, plan, source, run.inspection)
+    run.settle(replace(plan, dtype=dtype))
+
+
+def decide_dtype(plan: Plan, source: Source, config: PreTrainedConfig) -> str:
+    """Choose the type that this machine computes in, and refuse what it cannot do with weights that it cannot hold."""
+    dtype = choose_dtype(plan.dtype, stored_dtype(config), plan.device)
+    if place_weights(config, source.parameters, computing_dtype(dtype, config), plan.device) is not None:
+        check_streamed(plan)
+    return dtype
 
 
 def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Collection[str], token: str | None) -> Plan:
@@ -172,6 +194,7 @@ def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[A
     """
     if not run.done:
         with logged_work(run, held):
+            settle(run, token)
             if not run.checkpoint.is_dir():  # otherwise the run was killed right after saving
                 yield from make_student(run, token)
             add_card(run)

@@ -11,8 +11,10 @@ from typing import TYPE_CHECKING, NoReturn, TypeVar
 
 from linearizer.cli import runs
 from linearizer.cli.options import (
+    ListRecipes,
     add_allocation_options,
     add_evaluate_options,
+    add_job_options,
     add_run_options,
     plan_changes,
 )
@@ -94,6 +96,7 @@ def parser() -> Parser:
     command.add_argument("model", metavar="MODEL", help=model_help)
     add_run_options(command)
     command.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
+    add_job_options(command)
     command.set_defaults(serve=serve_run)
 
     command = commands.add_parser("runs", help="see, attach to, stop, resume and delete runs")
@@ -189,6 +192,13 @@ def parser() -> Parser:
 def begin_run(arguments: argparse.Namespace) -> Run:
     """Begin the run that the arguments describe, or open the run to resume."""
     from linearizer import pipeline
+
+    folder, plan = plan_of(arguments)
+    return pipeline.begin(folder, plan, resume=arguments.resume)
+
+
+def plan_of(arguments: argparse.Namespace) -> tuple[Path, Plan]:
+    """Give the folder and the plan of the run that the arguments describe."""
     from linearizer.run.find import fresh_folder
 
     changes = plan_changes(arguments)
@@ -199,8 +209,7 @@ def begin_run(arguments: argparse.Namespace) -> Run:
     if arguments.resume and arguments.out is None:
         raise RequestError("--resume needs --out: name the run's folder")
     dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"
-    folder = arguments.out or fresh_folder(plan.model, dial)
-    return pipeline.begin(folder, plan, resume=arguments.resume)
+    return arguments.out or fresh_folder(plan.model, dial), plan
 
 
 def work_until_stopped(steps: Steps[Product], how: str) -> Product:
@@ -251,7 +260,38 @@ def start_in_background(arguments: argparse.Namespace, run: Run, start: Callable
     print_product(arguments, {"run": str(run.folder), "state": control.state_of(run)}, text)
 
 
+def serve_job(arguments: argparse.Namespace) -> None:
+    """Begin a run in a job of the Hub, or list what jobs can run on."""
+    from linearizer.jobs.hub_api import list_hardware
+    from linearizer.jobs.hub_start import run_in_job
+
+    if arguments.job == ListRecipes.WORD:
+        offered = list_hardware()
+        text = "\n".join(f"{each.name:16}{each.in_words}" for each in offered)
+        print_product(arguments, [asdict(each) for each in offered], text)
+        return
+    folder, plan = plan_of(arguments)
+    run = run_in_job(
+        folder,
+        plan,
+        arguments.job,
+        minutes=arguments.job_minutes,
+        push=arguments.push,
+        yes=arguments.yes,
+        resume=arguments.resume,
+    )
+    if arguments.detach:
+        start_in_background(arguments, run, lambda: None)
+    else:
+        runs.attach(run, arguments.json)
+
+
 def serve_run(arguments: argparse.Namespace) -> None:
+    if arguments.job:
+        serve_job(arguments)
+        return
+    if given := [name for name in ("job_minutes", "push", "yes") if getattr(arguments, name)]:
+        raise RequestError(f"--{given[0].replace('_', '-')} is for a job of the Hub: add --job, or leave it out")
     if arguments.detach:
         run = begin_run(arguments)
         start_in_background(arguments, run, lambda: control.start(run))

@@ -51,6 +51,17 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
                 add_option(group.add_argument, option)
 
 
+def add_job_options(command: argparse.ArgumentParser) -> None:
+    """Add the options of a run in a job of the Hub."""
+    group = command.add_argument_group("a job of the Hub, on your account, instead of this machine")
+    group.add_argument("--job", metavar="FLAVOR", help="the hardware; list: what there is, and what it costs now")
+    group.add_argument(
+        "--job-minutes", type=int, metavar="N", help="after which the Hub ends the job (default: twice the forecast)"
+    )
+    group.add_argument("--push", metavar="OWNER/NAME", help="let the job publish the student, privately")
+    group.add_argument("--yes", action="store_true", help="agree to what the job costs at most, and begin it")
+
+
 class ListRecipes(argparse.Action):
     """Keeps the name of a recipe, or lists all recipes and ends."""
 

@@ -20,6 +20,7 @@ from linearizer.progress import Progress
 from linearizer.run import folder
 from linearizer.run.find import find_run, runs_root
 from linearizer.run.folder import Run
+from linearizer.run.hub_job import read_hub_job
 from linearizer.run.plan import Plan
 
 ACTIONS = {
@@ -36,6 +37,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
     said = "; ".join(f"{name}: {text}" for name, text in ACTIONS.items())
     command.add_argument("action", metavar="ACTION", nargs="?", default="list", choices=list(ACTIONS), help=said)
     command.add_argument("run", metavar="RUN", nargs="?", help="a run's folder, or its name under the root")
+    command.add_argument("--yes", action="store_true", help="resume: agree to what another job costs at most")
     command.add_argument("--root", type=Path, help="where the runs are (default: LINEARIZER_RUNS, or runs)")
 
 
@@ -61,18 +63,34 @@ def serve_runs(arguments: argparse.Namespace) -> None:
         attach(run, arguments.json)
         return
     if arguments.action == "delete":
-        control.delete(run)
+        delete(run)
         print_product(arguments, {"deleted": str(run.folder)}, f"{run.folder} is deleted")
         return
-    {"stop": control.stop, "resume": resume, "use": control.use_now}[arguments.action](run)
+    if arguments.action == "resume":
+        resume(run, arguments.yes)
+    else:
+        {"stop": control.stop, "use": control.use_now}[arguments.action](run)
     done = {"stop": "will stop after its step", "resume": "is queued", "use": "will end its training after this step"}
     text = f"{run.folder} {done[arguments.action]}: linearizer runs attach {run.folder}"
     print_product(arguments, status_values(control.status(run)), text)
 
 
-def resume(run: Run) -> None:
+def delete(run: Run) -> None:
+    """Delete a run, and what its jobs left on the Hub."""
+    if read_hub_job(run) is not None and not control.status(run).live:
+        from linearizer.jobs.hub_start import forget_in_bucket
+
+        forget_in_bucket(run)
+    control.delete(run)
+
+
+def resume(run: Run, yes: bool = False) -> None:
     """Resume a run; where it is finished, resume the evaluation of its student."""
-    if run.done and (there := control.status(run).evaluation) is not None and there.state != "done":
+    if read_hub_job(run) is not None and not run.done:
+        from linearizer.jobs.hub_start import resume_in_job
+
+        resume_in_job(run, yes=yes)
+    elif run.done and (there := control.status(run).evaluation) is not None and there.state != "done":
         control.evaluate(run)
     else:
         control.start(run)
@@ -120,7 +138,7 @@ def describe_evaluation(run: Run) -> str:
 def show_place_in_queue(run: Run, bar: ProgressBar) -> None:
     """Show the place of a run that waits for its device."""
     while (current := control.status(run)).state == "queued":
-        bar.print(f"{'queue':>10}  place {current.place}")
+        bar.print(f"{'queue':>10}  {f'place {current.place}' if current.place else 'its machine is prepared'}")
         time.sleep(control.LOG_POLL_SECONDS)
 
 

@@ -23,6 +23,7 @@ from linearizer.model.devices import choose_device, device_name
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
+from linearizer.run.hub_job import read_hub_job
 from linearizer.run.locks import Lock
 from linearizer.run.stopping import check_stop, log_end
 
@@ -43,12 +44,24 @@ def main(arguments: Sequence[str]) -> int:
     with lock, stop_on_sigterm(run):
         try:
             with keep_faults(run, token):
-                finish(work_in_turn(run, Ticket(Path(number), ticket_lock), lambda: work_on(run, token)))
+                ticket = Ticket(Path(number), ticket_lock)
+                if read_hub_job(run) is None:
+                    finish(work_in_turn(run, ticket, lambda: work_on(run, token)))
+                else:
+                    follow_in_hub(run, ticket, token)
         except LinearizerError as error:
             return error.exit_code
         except KeyboardInterrupt:
             return Stopped.exit_code
     return 0
+
+
+def follow_in_hub(run: Run, ticket: Ticket, token: str | None) -> None:
+    """Follow a run that works in a job of the Hub, and so waits for no device of this machine."""
+    from linearizer.jobs.hub_follow import follow_job
+
+    ticket.remove()
+    follow_job(run, token)
 
 
 def work_on(run: Run, token: str | None) -> Steps[Any]:

@@ -5,6 +5,7 @@ A checkpoint loads with transformers alone: AutoModelForCausalLM.from_pretrained
 
 from __future__ import annotations
 
+import os
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -15,15 +16,17 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 
 from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.model.devices import choose_device
-from linearizer.model.linked_weights import save_around
+from linearizer.model.hub import fetch, find_model
+from linearizer.model.linked_weights import link_or_copy, save_around
 from linearizer.model.memory import free_bytes
 from linearizer.model.quiet import quiet
 from linearizer.run.allocation import Allocation, check_allocation
-from linearizer.run.files import parse_json, replacing
+from linearizer.run.files import parse_json, replacing, writing
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
+from linearizer.run.hub_job import FILE as HUB_JOB
 from linearizer.run.stopping import is_out_of_memory
-from linearizer.run.weight_digests import check_weights, weight_files
+from linearizer.run.weight_digests import check_weights, teacher_files, weight_files
 from linearizer.runtime.layer_student import LayerStudent, generator_at
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 
@@ -119,10 +122,29 @@ def save(
                 shard.chmod(readable)  # safetensors writes through a temporary file, which its owner alone may read
 
 
+def link_missing_weights(run: Run, token: str | None = None) -> None:
+    """Complete a checkpoint that a job of the Hub made: of the teacher's weights a job sends none back."""
+    originals = {
+        name: file for name, file in teacher_files(run.checkpoint).items() if not (run.checkpoint / name).is_file()
+    }
+    if not originals or not run.has_file(HUB_JOB):
+        return
+    if os.environ.get("SPACE_ID"):
+        raise RequestError(
+            "the student was made in a job, and its teacher's weights are not here: publish it from a job, and use it "
+            "from the Hub, or download the teacher at your own machine"
+        )
+    folder = fetch(find_model(run.plan.model, token), tuple(originals.values()), token)
+    with writing(run.checkpoint):
+        for name, file in originals.items():
+            link_or_copy(folder / file, run.checkpoint / name)
+
+
 def load_student(run: Run, **options: object) -> LinearizedForCausalLM:
     """Load the student of a run, and refuse weights that are not those that the run wrote."""
     if not run.checkpoint.is_dir():
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
+    link_missing_weights(run)
     needed, free = loaded_bytes(run.checkpoint, options.get("dtype")), free_bytes(torch.device("cpu"))
     if needed > free:
         raise RequestError(

@@ -8,14 +8,15 @@ import math
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 
 from linearizer.errors import ModelNotAvailable
 from linearizer.run.files import UNFINISHED, parse_json, sync, writing
+
+if TYPE_CHECKING:
+    import torch
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
@@ -101,6 +102,8 @@ def read_header(path: Path) -> dict[str, tuple[int, int]]:
 
 def write_tensors(path: Path, tensors: Mapping[str, torch.Tensor], facts: str = "") -> None:
     """Replace a file of tensors and text at once; it contains a digest of both."""
+    from safetensors.torch import save_file
+
     held = {name: tensor.detach().cpu().contiguous() for name, tensor in tensors.items()}
     unfinished = path.with_name(path.name + UNFINISHED)
     with writing(path):
@@ -130,6 +133,8 @@ def read_seal(file: Any) -> dict[str, str]:
 
 def digest(tensors: Mapping[str, torch.Tensor], more: str = "") -> str:
     """Hash tensors and text."""
+    import torch
+
     hashed = hashlib.sha256(more.encode())
     for name in sorted(tensors):
         hashed.update(f"{name} {tensors[name].dtype} {tuple(tensors[name].shape)}".encode())

@@ -76,6 +76,14 @@ def publish_space(repo_id: str, *, private: bool = True, token: str | None = Non
     return Published(place.repo_id, revision, place.url, place.url)
 
 
+def check_target(repo_id: str, token: str | None = None) -> str:
+    """Check before a student is made that it can be published there, privately, and give the repository's full name."""
+    place = upload.find_place(repo_id, True, token)
+    if not place.fresh and not holds_student(place, token):
+        upload.refuse_other_content(place)
+    return place.repo_id
+
+
 def check_student(run: Run) -> None:
     """Refuse a run that has no student to publish."""
     if not (run.checkpoint / CONFIG).is_file() or run.allocation is None:

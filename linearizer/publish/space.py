@@ -15,6 +15,7 @@ PACKAGE = Path(__file__).parents[1]
 FITTED_FILES = ("README.md", "requirements.txt")  # rewritten for a Space
 TOP_FILES = ("app.py", "LICENSE", "pyproject.toml", *FITTED_FILES)
 CARRIED_FOLDERS = ("project", "assets")  # an installed package carries here what lies beside it in a checkout
+OF_THE_PAGE = ("gradio", "fastapi", "uvicorn")  # needed by no run
 PREINSTALLED = ("gradio", "triton")  # gradio by sdk_version of the Space, triton by torch
 TORCH = "torch>=2.8,<2.12"  # ZeroGPU has no newer one
 FRONT_MATTER: dict[str, object] = {
@@ -48,16 +49,30 @@ def list_files(repo_id: str) -> dict[str, Content]:
             f"{missing[0]!r} is missing, which a Space needs: install the package again, or run "
             f"`python -m linearizer push --space {repo_id}` in a checkout of the project"
         )
-    files: dict[str, Content] = {name: project / name for name in TOP_FILES}
-    for folder, place in (("linearizer", PACKAGE), ("assets", assets)):
+    files: dict[str, Content] = {**{name: project / name for name in TOP_FILES}, **package_files()}
+    readme, lines = ((project / name).read_text(encoding="utf-8") for name in FITTED_FILES)
+    fitted = (write_front_matter() + remove_missing_pictures(readme, files), fit_requirements(lines))
+    return {**files, **{name: text.encode() for name, text in zip(FITTED_FILES, fitted, strict=True)}}
+
+
+def package_files() -> dict[str, Content]:
+    """List the files of the package and of its assets, by their places in a checkout."""
+    files: dict[str, Content] = {}
+    for folder, place in (("linearizer", PACKAGE), ("assets", find_carried("assets"))):
         for path in sorted(place.rglob("*")):
             name = path.relative_to(place)
             inside = place == PACKAGE and name.parts[0] in CARRIED_FOLDERS
             if path.is_file() and not path.is_symlink() and not inside and not is_hidden(name):
                 files[f"{folder}/{name.as_posix()}"] = path
-    readme, lines = ((project / name).read_text(encoding="utf-8") for name in FITTED_FILES)
-    fitted = (write_front_matter() + remove_missing_pictures(readme, files), fit_requirements(lines))
-    return {**files, **{name: text.encode() for name, text in zip(FITTED_FILES, fitted, strict=True)}}
+    return files
+
+
+def job_requirements(adapters: bool = False) -> list[str]:
+    """List what a job of the Hub installs: what is installed here, so that two jobs of a run compute alike."""
+    lines = (find_carried("project") / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    names = [re.match(r"[\w-]*", line)[0] for line in lines]  # type: ignore[index]
+    kept = [name for name in names if name and name not in OF_THE_PAGE and name != "triton"]
+    return [f"{name}=={version(name).partition('+')[0]}" for name in (*kept, *(["peft"] if adapters else []))]
 
 
 def find_carried(name: str) -> Path:

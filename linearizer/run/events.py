@@ -51,6 +51,10 @@ class EventName(str, Enum):
     EVALUATED = "evaluated"  # the student, when it was made
     EXAMINED = "examined"  # a part of a requested evaluation
     PUBLISHED = "published"
+    UNPUBLISHED = "unpublished"  # a student that was made in a job could not be published: {"error"}
+
+    # of a run in jobs of the Hub: the beginning {"id", "url", "flavor", "cap"}, or the end {"id", "stage"} of a job
+    HUB_JOB = "hub job"
 
     __str__ = str.__str__
 
@@ -61,10 +65,14 @@ Event = dict[str, Any]  # {"time": seconds since 1970, "event": its name, …}
 
 def append_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
     """Append an event."""
+    append_line(path, json.dumps({"time": round(time.time(), 3), "event": event, **details}).encode())
+
+
+def append_line(path: Path, line: bytes) -> None:
+    """Append a line, which begins after one that was cut off."""
     with writing(path), path.open("ab+") as file:
         torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
-        line = json.dumps({"time": round(time.time(), 3), "event": event, **details})
-        file.write((b"\n" if torn else b"") + line.encode() + b"\n")
+        file.write((b"\n" if torn else b"") + line + b"\n")
 
 
 @contextmanager

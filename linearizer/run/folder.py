@@ -7,6 +7,7 @@ RUN/checkpoint/     the student, which transformers loads
 RUN/lock            held by the process that works on the run
 RUN/stop use        requests to that process, removed once they are served
 RUN/worker.log      standard error of a process in the background
+RUN/hub_job.json    hardware, price and owner of a run that works in jobs of the Hub
 """
 
 from __future__ import annotations
@@ -42,11 +43,12 @@ from linearizer.run.results import RESULTS, Part, read_part
 Product = TypeVar("Product")
 OWN = {
     "begun.json", "plan.json", "inspection.json", "profile.json", "prices.json", "gates.json", "allocation.json",
-    "evaluation.json", "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
+    "evaluation.json", "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log", "hub_job.json",
 }  # fmt: skip
 DECIDED = ("model", "dtype", "texts", "length", "samples")  # choices of a plan that `pipeline.begin` makes definite
 ENDS = (EventName.STARTED, EventName.DONE)  # the newest of these tells whether a run is done
 EVALUATION = "evaluate"
+UNSETTLED = {"settled": False}  # in begun.json, until the machine that works on the run has decided the rest
 UNBOUNDED = 8192  # tokens; the length of a text where a teacher's positions set none
 
 
@@ -78,14 +80,23 @@ class Run:
         return begun
 
     @staticmethod
-    def create(folder: Path, plan: Plan, inspection: Inspection | None = None, given: Plan | None = None) -> Run:
-        """Make the folder of a run; `given` is its plan before anything was decided for it."""
+    def create(
+        folder: Path,
+        plan: Plan,
+        inspection: Inspection | None = None,
+        given: Plan | None = None,
+        settled: bool = True,
+    ) -> Run:
+        """Make the folder of a run; `given` is its plan before anything was decided for it.
+
+        Of a run that is not `settled`, the machine that works on it decides the rest of the plan.
+        """
         Run.is_begun(folder)
         with writing(folder):
             (folder / "state").mkdir(parents=True, exist_ok=True)
         run, given = Run(folder), given or plan
         decided = {name: getattr(given, name) for name in DECIDED}
-        run.write_product("begun.json", json.dumps({"id": uuid4().hex, **decided}))
+        run.write_product("begun.json", json.dumps({"id": uuid4().hex, **decided, **({} if settled else UNSETTLED)}))
         if inspection is not None:
             run.write_product("inspection.json", inspection.to_json())
         run.write_product("plan.json", plan.to_json())  # last: with it the folder is a run
@@ -94,7 +105,23 @@ class Run:
     @property
     def id(self) -> str:
         """The id of the run; a later run in a folder of the same name has another."""
-        return self.parse_file("begun.json", parse_json, again=False)["id"]
+        return self.begun["id"]
+
+    @property
+    def begun(self) -> dict[str, Any]:
+        """The id of the run, and the choices that its plan holds as decided."""
+        return self.parse_file("begun.json", parse_json, again=False)
+
+    @property
+    def settled(self) -> bool:
+        """Whether all is decided that depends on the machine that works on the run."""
+        return not UNSETTLED.items() <= self.begun.items()
+
+    def settle(self, plan: Plan) -> None:
+        """Write a plan in which all is decided."""
+        self.write_product("plan.json", plan.to_json())
+        begun = {name: value for name, value in self.begun.items() if name not in UNSETTLED}
+        self.write_product("begun.json", json.dumps(begun))
 
     @property
     def key(self) -> tuple[Path, str]:
@@ -104,8 +131,7 @@ class Run:
     @property
     def given(self) -> dict[str, Any]:
         """The values with which the run was begun, of the options that were then decided for it."""
-        begun = self.parse_file("begun.json", parse_json, again=False)
-        return {name: begun[name] for name in DECIDED}
+        return {name: self.begun[name] for name in DECIDED}
 
     def check_same(self, plan: Plan) -> None:
         """Refuse to resume with another plan than the run was begun with."""
@@ -231,7 +257,7 @@ class Run:
     def remove_unstarted(self) -> None:
         """Remove a run without products, and its folder if that leaves it empty."""
         names = ("plan.json", "plan.json" + UNFINISHED, "begun.json", "inspection.json", "events.jsonl")
-        for name in (*names, "stop", "use", "worker.log", "lock"):
+        for name in (*names, "stop", "use", "worker.log", "hub_job.json", "lock"):
             (self.folder / name).unlink(missing_ok=True)
         for folder in (self.folder / "state", self.folder):
             if folder.is_dir() and not any(folder.iterdir()):

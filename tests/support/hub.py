@@ -3,7 +3,8 @@
 Clients find it by HF_ENDPOINT, which must be set before huggingface_hub is imported. The token `hf_fake_<user>` logs
 in as that user, `hf_read_<user>` too, to read only; any other, or none, is anonymous. Only its owner, or a member of
 the organisation that owns it, sees a private repository, or the files of a gated one. `requests` lists what was asked,
-never a token. A repository is filled with `add`, or by uploads (hub_writing.py).
+never a token. A repository is filled with `add`, or by uploads (hub_writing.py). Jobs and buckets
+are in hub_jobs.py.
 """
 
 import hashlib
@@ -14,6 +15,7 @@ from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from urllib.parse import parse_qs, unquote, urlsplit
 
+from tests.support.hub_jobs import Jobs, JobsOfHub
 from tests.support.hub_writing import Refusal, Writing
 
 LARGE = (".safetensors", ".bin", ".parquet", ".png")  # served as the Hub serves LFS files
@@ -46,7 +48,7 @@ class Repo:
         return self.name.split("/")[0]
 
 
-class FakeHub:
+class FakeHub(JobsOfHub):
     """The server and what it holds."""
 
     def __init__(self):
@@ -56,6 +58,7 @@ class FakeHub:
         self.released = threading.Event()  # lets go on what `fail_next(…, "hold")` holds
         self.yaml_errors = []  # that it finds in cards
         self.xet = True  # whether it can copy large files between repositories
+        self.clear_jobs()
         self.spoiled = {}  # path -> what it holds instead of what is committed there
         handler = type("Bound", (Handler,), {"hub": self})
         self.server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
@@ -77,6 +80,7 @@ class FakeHub:
     def clear(self):
         """Forget everything."""
         self.released.clear()
+        self.clear_jobs()
         self.xet = True
         for content in (
             self.repos,
@@ -90,7 +94,7 @@ class FakeHub:
             content.clear()
 
 
-class Handler(Writing, BaseHTTPRequestHandler):
+class Handler(Writing, Jobs, BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     hub: FakeHub
 
@@ -139,6 +143,8 @@ class Handler(Writing, BaseHTTPRequestHandler):
             self.wfile.write(data)
 
     def route(self, path):
+        if self.serve_jobs(path):
+            return None
         if self.command in ("POST", "PUT", "DELETE") and self.write(path):
             return None
         if result := re.fullmatch(r"/((?:datasets|spaces)(?=/))?/?([^/]+/[^/]+)/resolve/([^/]+)/(.+)", path):

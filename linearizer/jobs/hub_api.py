@@ -1,0 +1,234 @@
+"""Jobs and buckets of the Hub, through the Hub's own client: hardware, files of a bucket, a job and its log.
+
+Everything is done with the token of the account that pays. Errors become a sentence: what failed, why, what to do.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from importlib.metadata import version
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+
+from linearizer.errors import FaultError, LinearizerError, RequestError
+from linearizer.model.hub import access_token
+from linearizer.publish.upload import redact, sign_in_advice, without_bars
+
+BUCKET = "linearizer-runs"  # of every account, private
+LABEL = "linearizer-run"  # of a job: the id of its run
+HOURS = {"second": 3600, "minute": 60, "hour": 1}  # units in an hour
+UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
+ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")  # stages of a job
+NEEDED = ("run_job", "list_jobs_hardware", "create_bucket", "batch_bucket_files", "download_bucket_files")
+NOTHING_BEGUN = "nothing was begun, and nothing costs"
+UNREACHABLE = (HTTPError, OfflineModeIsEnabled, ConnectionError)
+TROUBLE = (HfHubHTTPError, *UNREACHABLE, RuntimeError, OSError)  # what a call may raise; Xet has no errors of its own
+
+
+@dataclass(frozen=True)
+class Hardware:
+    """A machine that jobs can have, and what it costs."""
+
+    name: str
+    title: str
+    memory: str
+    disk: str
+    gpu: str  # empty: none
+    usd_per_hour: float
+
+    @property
+    def disk_bytes(self) -> float:
+        """The bytes of its disk; 0: unknown."""
+        found = re.fullmatch(r"([\d.]+)\s*([KMGT]B)", self.disk.strip().upper())
+        return float(found[1]) * UNITS[found[2]] if found else 0.0
+
+    @property
+    def in_words(self) -> str:
+        parts = (self.title, self.gpu, f"{self.memory} memory", f"${self.usd_per_hour:.2f} an hour")
+        return ", ".join(filter(None, parts))
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job as the Hub knows it."""
+
+    id: str
+    url: str
+    stage: str
+    message: str
+
+    @property
+    def ended(self) -> bool:
+        return self.stage in ENDED
+
+
+def require_token(token: str | None) -> str:
+    """Give the token of who is signed in."""
+    chosen = access_token(token)
+    if not chosen:
+        raise RequestError(f"nobody is signed in, so no job can be begun: {sign_in_advice()}")
+    return str(chosen)
+
+
+def check_client() -> None:
+    """Refuse a client of the Hub that knows no jobs or no buckets."""
+    if missing := [name for name in NEEDED if not hasattr(HfApi, name)]:
+        raise RequestError(
+            f"huggingface_hub {version('huggingface_hub')} is too old for jobs (it has no {missing[0]}): "
+            "pip install -U huggingface_hub"
+        )
+
+
+def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
+    """Ask the Hub which machines jobs can have, and what each costs now; the cheapest first."""
+    check_client()
+    with explain_errors("the hardware of jobs"):
+        machines = HfApi(token=access_token(token)).list_jobs_hardware()
+    found = (
+        Hardware(
+            each.name,
+            each.pretty_name,
+            each.ram,
+            getattr(each, "ephemeral_storage", ""),
+            describe_gpu(each.accelerator),
+            each.unit_cost_usd * HOURS.get(each.unit_label, 60),
+        )
+        for each in machines
+    )
+    return tuple(sorted(found, key=lambda each: each.usd_per_hour))
+
+
+def describe_gpu(accelerator: Any) -> str:
+    """Say which GPUs a machine has; empty: none."""
+    return "" if accelerator is None else f"{accelerator.quantity} {accelerator.model} with {accelerator.vram}"
+
+
+class Account:
+    """The jobs of an account, and its bucket."""
+
+    def __init__(self, token: str | None) -> None:
+        check_client()
+        self.token = require_token(token)
+        self.api = HfApi(token=self.token)
+        with explain_errors("the Hub"):
+            self.name: str = self.api.whoami()["name"]
+        self.bucket = f"{self.name}/{BUCKET}"
+
+    def make_bucket(self) -> None:
+        """Make the bucket unless it is there, and refuse one that others can see."""
+        with explain_errors(f"the bucket {self.bucket!r}"):
+            self.api.create_bucket(self.bucket, private=True, exist_ok=True)
+            if not self.api.bucket_info(self.bucket).private:
+                raise RequestError(
+                    f"the bucket {self.bucket!r} is public, and runs are sent to a private one only: make it private "
+                    f"at {constants.ENDPOINT}/buckets/{self.bucket}; {NOTHING_BEGUN}"
+                )
+
+    def list_files(self, prefix: str) -> dict[str, Any]:
+        """List the files below a prefix by their paths in the bucket."""
+        tree = self.api.list_bucket_tree(self.bucket, prefix=prefix, recursive=True)
+        return {each.path: each for each in tree if each.type == "file" and each.path.startswith(prefix + "/")}
+
+    def has_files(self, paths: Iterable[str]) -> set[str]:
+        """Tell which of some files are in the bucket."""
+        return {each.path for each in self.api.get_bucket_paths_info(self.bucket, list(paths))}
+
+    def send(self, files: Mapping[str, Path | bytes], removed: Iterable[str] = ()) -> None:
+        """Write files by their paths in the bucket, and remove others, in one request."""
+        add: list[tuple[str | Path | bytes, str]] = [(content, path) for path, content in files.items()]
+        with without_bars():
+            self.api.batch_bucket_files(self.bucket, add=add, delete=list(removed))
+
+    def fetch(self, files: Mapping[Path, Any]) -> None:
+        """Download files to their places here, by their paths in the bucket or as they were listed."""
+        for place in files:
+            place.parent.mkdir(parents=True, exist_ok=True)
+        with without_bars():
+            self.api.download_bucket_files(self.bucket, [(file, place) for place, file in files.items()])
+
+    def begin_job(
+        self, image: str, command: list[str], flavor: str, minutes: int, run_id: str, environment: Mapping[str, str]
+    ) -> Job:
+        """Begin a job, which the account pays; the token is a secret of the job."""
+        with explain_errors(f"a job on {flavor}"):
+            return described(
+                self.api.run_job(
+                    image=image,
+                    command=command,
+                    env=dict(environment),
+                    secrets={"HF_TOKEN": self.token},
+                    flavor=flavor,
+                    timeout=60 * minutes,
+                    labels={LABEL: run_id},
+                    namespace=self.name,
+                )
+            )
+
+    def find_job(self, job_id: str) -> Job:
+        return described(self.api.inspect_job(job_id=job_id, namespace=self.name))
+
+    def find_live_job(self, run_id: str) -> Job | None:
+        """Find a job of a run that has not ended: also one whose beginning was not noted, as after a crash."""
+        for each in self.api.list_jobs(namespace=self.name):
+            job = described(each)
+            if (each.labels or {}).get(LABEL) == run_id and not job.ended:
+                return job
+        return None
+
+    def cancel_job(self, job_id: str) -> None:
+        self.api.cancel_job(job_id=job_id, namespace=self.name)
+
+    def read_log(self, job_id: str) -> Iterator[str]:
+        """Give the lines that a job writes, from the first on, until it has ended."""
+        yield from self.api.fetch_job_logs(job_id=job_id, namespace=self.name, follow=True)
+
+
+def described(info: Any) -> Job:
+    """Keep what matters of a job."""
+    stage = getattr(info.status.stage, "value", info.status.stage)
+    return Job(info.id, info.url, str(stage), info.status.message or "")
+
+
+def status_of(error: BaseException) -> int | None:
+    """Give the HTTP status of an answer of the Hub; None: there was no answer."""
+    return error.response.status_code if isinstance(error, HfHubHTTPError) else None
+
+
+def job_environment() -> dict[str, str]:
+    """Give the variables of a job; where the Hub is, if it is another than the usual one."""
+    usual = {"HF_HUB_DISABLE_PROGRESS_BARS": "1"}
+    return usual if constants.ENDPOINT == "https://huggingface.co" else {**usual, "HF_ENDPOINT": constants.ENDPOINT}
+
+
+@contextmanager
+def explain_errors(what: str, kept: str = NOTHING_BEGUN) -> Iterator[None]:
+    """Turn an error of the Hub into a sentence."""
+    try:
+        yield
+    except HfHubHTTPError as error:
+        raise refusal(what, error, kept) from error
+    except UNREACHABLE as error:
+        raise FaultError(f"{what} cannot be had, the Hub does not answer: connect, then try again; {kept}") from error
+    except (RuntimeError, OSError) as error:
+        raise FaultError(f"{what} cannot be had ({redact(error)}): try again; {kept}") from error
+
+
+def refusal(what: str, error: HfHubHTTPError, kept: str) -> LinearizerError:
+    """Choose the sentence for a refusal of the Hub."""
+    status = error.response.status_code
+    detail = re.sub(r"hf_\w+", "…", " ".join((error.server_message or "it does not say why").split()))[:200].rstrip(".")
+    if status in (408, 429) or status >= 500:
+        return FaultError(f"{what} cannot be had now, the Hub answered {status} ({detail}): try again later; {kept}")
+    remedy = {
+        401: f"the token in use was refused: {sign_in_advice()} again",
+        402: f"the account has no credit for it ({detail}): add some at {constants.ENDPOINT}/settings/billing",
+        403: f"the token in use may not do that ({detail}): sign in again and allow jobs, or use a token with the "
+        f"permission to run jobs and to write, from {constants.ENDPOINT}/settings/tokens",
+    }.get(status, f"the Hub does not accept it ({status}: {detail})")
+    return RequestError(f"{what} cannot be had, {remedy}; {kept}")

@@ -1,0 +1,70 @@
+"""A run that works in jobs of the Hub: on which hardware, for how long at most, and on whose account."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from linearizer.run.events import Event, EventName, newest_events
+from linearizer.run.folder import Run
+from linearizer.run.json_products import JsonProduct
+
+FILE = "hub_job.json"
+
+
+@dataclass(frozen=True)
+class HubJob(JsonProduct):
+    """What its owner agreed to: a job costs at most `cap`, and a resumed run may need another job."""
+
+    owner: str  # the account that pays, and that the bucket belongs to
+    flavor: str  # of the hardware
+    minutes: int  # after which the Hub ends the job
+    usd_per_hour: float
+    push: str | None = None  # the repository that the job publishes the student in
+
+    @property
+    def cap(self) -> float:
+        """The most that one job costs, in USD."""
+        return self.usd_per_hour * self.minutes / 60
+
+    @property
+    def in_words(self) -> str:
+        return (
+            f"a job on {self.flavor} costs {self.owner} ${self.usd_per_hour:.2f} an hour, and at most ${self.cap:.2f} "
+            f"for {self.minutes} minutes"
+        )
+
+
+def read_hub_job(run: Run) -> HubJob | None:
+    """Read where a run works; None: on this machine."""
+    if run.job is not None or not run.has_file(FILE):
+        return None
+    return run.parse_file(FILE, HubJob.from_json, again=False)
+
+
+def write_hub_job(run: Run, job: HubJob) -> None:
+    run.write_product(FILE, job.to_json())
+
+
+def job_events(run: Run) -> Iterator[Event]:
+    """Give what the log says of jobs, the newest first; an event with a stage says how its job ended."""
+    return (event for event in newest_events(run.log_file) if event["event"] == EventName.HUB_JOB)
+
+
+def newest_job(run: Run) -> Event | None:
+    """Give the beginning of the newest job: {"id", "url", "flavor", "cap"}."""
+    return next((event for event in job_events(run) if "stage" not in event), None)
+
+
+def open_job(run: Run) -> Event | None:
+    """Give the beginning of the newest job if its end is not known yet."""
+    newest = next(job_events(run), None)
+    return None if newest is None or "stage" in newest else newest
+
+
+def agreed_cap(run: Run) -> float:
+    """Give the USD that were agreed to when the run was queued last; 0: no new job may begin."""
+    for event in newest_events(run.log_file):
+        if event["event"] == EventName.QUEUED and run.owns_event(event):
+            return float(event.get("cap", 0.0))
+    return 0.0
