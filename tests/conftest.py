@@ -77,18 +77,29 @@ def tiny_llama(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def quick_run(tmp_path_factory):
-    """Give the folder of a finished run of the demo model, which no test may change: made once for all workers."""
+    """Give the folder of a finished run of the demo model, which no test may change."""
+    return made_once(tmp_path_factory, "quick-run", "--texts 2 --length 64 --samples 128 --steps 0")
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory):
+    """Give the folder of a finished run of the demo model that was trained, which no test may change."""
+    return made_once(tmp_path_factory, "trained-run", "--texts 2 --length 128 --samples 64 --steps 2 --exchanges 0")
+
+
+def made_once(tmp_path_factory, name, options):
+    """Make a run with features in a folder that all workers share, unless a worker has made it."""
     from filelock import FileLock
 
     from linearizer.cli.main import main
 
     root = tmp_path_factory.getbasetemp()
-    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / "quick-run" / "demo"
+    folder = (root.parent if "PYTEST_XDIST_WORKER" in os.environ else root) / name / "demo"
     folder.parent.mkdir(exist_ok=True)
     with FileLock(folder.parent / "lock"):
         if not (folder / "checkpoint").is_dir():
-            words = "--recipe features --texts 2 --length 64 --samples 128 --dtype float32 --steps 0".split()
-            assert main(["run", "demo", "--budget", "64", "--out", str(folder), *words]) == 0
+            words = f"run demo --budget 64 --recipe features --dtype float32 {options} --out".split()
+            assert main([*words, str(folder)]) == 0
     return folder
 
 

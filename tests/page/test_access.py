@@ -4,43 +4,40 @@ import pytest
 
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from tests.support.page_server import LONG, looking, wrong
-
-SCREENS = [(scheme, width) for scheme in ("light", "dark") for width in (1280, 390)]
+from tests.support.page_server import LONG, SCHEMES, looking, show_in, wrong_in_both_schemes
 
 
-@pytest.mark.parametrize(("scheme", "width"), SCREENS)
-def test_every_step_passes_axe_in_both_schemes_wide_and_narrow(local, browser, done, scheme, width):
-    how = {"viewport": {"width": width, "height": 860}, "color_scheme": scheme}
-    with looking(browser, local.url, **how) as page:
-        assert wrong(page) == []
+@pytest.mark.parametrize("width", [1280, 390])
+def test_every_step_passes_axe_in_both_schemes_wide_and_narrow(local, browser, done, width):
+    with looking(browser, local.url, viewport={"width": width, "height": 860}) as page:
+        assert wrong_in_both_schemes(page) == []
         page.click("#demo")
         page.wait_for_selector("#model-card .lz-good")
-        assert wrong(page) == []
+        assert wrong_in_both_schemes(page) == []
         page.click("#to-budget")
         page.wait_for_selector("#efforts table")
         page.locator("#way input[value=paper]").check()
         for folded in ("Advanced", "Do this elsewhere"):
             page.get_by_role("button", name=folded).click()
-        assert wrong(page) == []
+        assert wrong_in_both_schemes(page) == []
         page.goto(f"{local.url}?run={done}")
         page.wait_for_selector("#evaluation table", state="attached")
         page.get_by_role("button", name="Publish to the Hub").click()
-        assert wrong(page) == []
+        assert wrong_in_both_schemes(page) == []
         for step in (4, 3):
             page.click(f"#step-{step}-button")
             page.wait_for_selector(f"#step-{step} .js-plotly-plot")
-            assert wrong(page) == []
+            assert wrong_in_both_schemes(page) == []
         page.goto(f"{local.url}runs")
         page.wait_for_selector("#runs table")
-        assert wrong(page) == []
+        assert wrong_in_both_schemes(page) == []
 
 
 def test_a_run_that_has_nothing_to_draw_yet_passes_axe(local, browser):
     Run.create(local.runs / "new", Plan.of(model="demo", budget=64))
     with looking(browser, f"{local.url}?run=new") as page:
         page.wait_for_selector("#step-3 .empty")
-        assert wrong(page) == []
+        assert wrong_in_both_schemes(page) == []
         assert page.locator("#to-distil").is_disabled()  # there is nothing to see yet
 
 
@@ -69,17 +66,20 @@ HOVER = """() => {
 }"""
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_words_in_figures_stand_out_from_the_ground(local, browser, done, scheme):
-    with looking(browser, f"{local.url}?run={done}", color_scheme=scheme) as page:
+def test_words_in_figures_stand_out_from_the_ground_in_both_schemes(local, browser, done):
+    with looking(browser, f"{local.url}?run={done}") as page:
         for step, least in ((5, 20), (4, 8), (3, 20)):
             page.click(f"#step-{step}-button")
             page.wait_for_function(f"document.querySelectorAll('#step-{step} .js-plotly-plot text').length > {least}")
-            words = page.evaluate(INK)
-            assert words and all(contrast >= 4.5 for _, contrast in words), words
+            for scheme in SCHEMES:
+                show_in(page, scheme)
+                words = page.evaluate(INK)
+                assert words and all(contrast >= 4.5 for _, contrast in words), (scheme, words)
         page.locator("#step-3 .heatmaplayer").first.hover(force=True)  # what listens lies above it
         page.wait_for_selector(".hovertext")
-        assert page.evaluate(HOVER) and all(contrast >= 4.5 for contrast in page.evaluate(HOVER))
+        for scheme in SCHEMES:
+            show_in(page, scheme)
+            assert page.evaluate(HOVER) and all(contrast >= 4.5 for contrast in page.evaluate(HOVER)), scheme
 
 
 FOCUSED = """() => {

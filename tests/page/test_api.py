@@ -2,8 +2,11 @@
 
 import json
 import re
+import shutil
+import threading
 import urllib.error
 import urllib.request
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -11,9 +14,10 @@ from gradio_client.exceptions import AppError
 
 from linearizer.page.api import ENDPOINTS
 from linearizer.page.site import MAX_SESSIONS
+from linearizer.page.visitors import hash_identity
 from linearizer.run.options import options_of
 from linearizer.run.plan import Plan
-from tests.support.page_server import SMALL, SPACE, client_of, ended, server, serving, session_of, wait_for
+from tests.support.page_server import SMALL, SPACE, client_of, ended, process_of, serving, session_of
 
 ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
 
@@ -65,10 +69,8 @@ def test_stopping_an_evaluation_tells_of_the_evaluation(local, done):
         client_of(local.url).predict(done, api_name="/stop_evaluation")
 
 
-def test_a_measured_run_branches_into_another_budget_without_measuring_again(local):
-    client = client_of(local.url)
-    run = client.predict("demo", 64, "Try it", {**SMALL, "steps": 0}, api_name="/start_run")
-    assert ended(client, run)["state"] == "done"
+def test_a_measured_run_branches_into_another_budget_without_measuring_again(local, done):
+    client, run = client_of(local.url), done
     other = client.predict(run, 96, api_name="/branch_run")
     assert ended(client, other)["state"] == "done"
     folder = local.runs
@@ -77,12 +79,12 @@ def test_a_measured_run_branches_into_another_budget_without_measuring_again(loc
     assert json.loads((folder / other / "plan.json").read_text())["budget"] == 96
 
 
-def test_a_signed_in_visitor_publishes_with_their_own_token_and_loads_what_was_published(space, hub, tmp_path):
-    url, _, log = space
-    cookie = {"Cookie": f"session={session_of('ann')}"}
-    client = client_of(url, headers=cookie)
-    run = client.predict("demo", 64, "Try it", SMALL, api_name="/start_run")
-    assert ended(client, run)["state"] == "done"
+def test_a_signed_in_visitor_publishes_with_their_own_token_and_loads_what_was_published(
+    space, hub, trained_run, tmp_path
+):
+    url, runs, log = space
+    run, client = "trained", client_of(url, headers=signed_in("ann"))
+    shutil.copytree(trained_run, runs / hash_identity("account ann") / run)
     preview = client.predict(run, "ann/small", True, api_name="/preview_publication")
     assert preview["private"] and "config.json" in [name for name, _ in preview["files"]]
     assert ("models", "ann/small") not in hub.repos
@@ -97,7 +99,11 @@ def test_a_signed_in_visitor_publishes_with_their_own_token_and_loads_what_was_p
     load_back(done, tmp_path)
     assert "hf_fake_ann" not in everything_written(log.parent)
     with pytest.raises(AppError, match="none of your runs"):
-        client_of(url, headers={"Cookie": f"session={session_of('bob')}"}).predict(run, api_name="/run_status")
+        client_of(url, headers=signed_in("bob")).predict(run, api_name="/run_status")
+
+
+def signed_in(account):
+    return {"Cookie": f"session={session_of(account)}"}
 
 
 def load_back(done, folder):
@@ -159,11 +165,13 @@ def test_a_space_says_its_limits_in_words(space):
     client = client_of(space.url)
     with pytest.raises(AppError, match=r"steps 5000 is more than this Space serves \(300\)"):
         client.predict("demo", 64, "Try it", {"steps": 5000}, "a visitor who asks much", api_name="/start_run")
-    two = [client.predict("demo", 64, "Thorough", {}, "a visitor in a hurry", api_name="/start_run") for _ in range(2)]
+    client = client_of(space.url, headers=signed_in("eve"))
+    two = [client.predict("demo", 64, "Thorough", {}, api_name="/start_run") for _ in range(2)]
     with pytest.raises(AppError, match="2 runs of yours are at work or wait"):
-        client.predict("demo", 64, "Thorough", {}, "a visitor in a hurry", api_name="/start_run")
+        client.predict("demo", 64, "Thorough", {}, api_name="/start_run")
+    assert sorted(two) == sorted(names_of_runs(client))
     for run in two:
-        client.predict(run, "a visitor in a hurry", api_name="/stop_run")
+        client.predict(run, api_name="/stop_run")
 
 
 def test_a_space_stops_what_works_too_long_by_itself_and_lets_it_go_on(tmp_path):
@@ -200,6 +208,12 @@ def answered(url, api, data):
         return error.read().decode()
 
 
+def at_once(work, calls):
+    """Do calls side by side, for each waits for the server's queue most of the time; give each with its answer."""
+    with ThreadPoolExecutor(8) as pool:
+        yield from zip(calls, pool.map(lambda call: work(*call), calls), strict=True)
+
+
 def harmless(said, where):
     assert "Traceback" not in said, (where, said[:500])
     assert not re.search(r"File \\?\"", said), (where, said[:500])
@@ -232,12 +246,14 @@ def harmless(said, where):
 def test_no_input_breaks_an_endpoint(space, api, usual):
     url, _, log = space
     before = len(log.read_text())
-    for place in range(len(usual)):
-        for odd in ODD:
-            if api == "start_run" and place == 3 and odd in (None, {}):
-                continue  # a run like any other
-            data = [*usual[:place], odd, *usual[place + 1 :]]
-            harmless(answered(url, api, data), (api, data))
+    calls = [
+        (url, api, [*usual[:place], odd, *usual[place + 1 :]])
+        for place in range(len(usual))
+        for odd in ODD
+        if (api, place) != ("start_run", 3) or odd not in (None, {})  # a run like any other
+    ]
+    for call, said in at_once(answered, calls):
+        harmless(said, call)
     assert "Traceback" not in log.read_text()[before:], log.read_text()[before:][-2000:]
 
 
@@ -247,9 +263,9 @@ def test_no_input_breaks_an_endpoint(space, api, usual):
 def test_no_option_of_a_plan_breaks_the_start_of_a_run(space, name):
     url, _, log = space
     before = len(log.read_text())
-    for odd in ODD:
-        options = {**SMALL, "steps": -1, name: odd}
-        harmless(answered(url, "start_run", ["demo", 64, "Try it", options, ANN]), (name, odd))
+    options = ({**SMALL, "steps": -1, name: odd} for odd in ODD)
+    for call, said in at_once(answered, [(url, "start_run", ["demo", 64, "Try it", each, ANN]) for each in options]):
+        harmless(said, call)
     assert "Traceback" not in log.read_text()[before:], log.read_text()[before:][-2000:]
 
 
@@ -265,7 +281,8 @@ def test_no_file_is_served(space, path):
 
 def asked(url, wire, data, odd):
     """Do what the page's own script does when something on it is touched, and give all that comes back."""
-    sent = {"data": data, "fn_index": wire["id"], "session_hash": "fuzz", "trigger_id": wire["targets"][0][0]}
+    session = f"fuzz{threading.get_ident()}"
+    sent = {"data": data, "fn_index": wire["id"], "session_hash": session, "trigger_id": wire["targets"][0][0]}
     sent["event_data"] = {"key": "a", "input_value": odd, "index": 0, "value": odd}
     path = "queue/join" if wire["queue"] else "run/predict"
     headers = {"Content-Type": "application/json"}
@@ -275,7 +292,7 @@ def asked(url, wire, data, odd):
         if not wire["queue"]:
             return said
         lines = []
-        for line in urllib.request.urlopen(f"{url}gradio_api/queue/data?session_hash=fuzz", timeout=180):
+        for line in urllib.request.urlopen(f"{url}gradio_api/queue/data?session_hash={session}", timeout=180):
             lines.append(line.decode())
             if "process_completed" in lines[-1] or "close_stream" in lines[-1]:
                 break
@@ -289,36 +306,26 @@ def test_no_input_breaks_what_the_page_itself_calls(space):
     config = json.loads(urllib.request.urlopen(f"{url}config").read())
     wires = [dependency for dependency in config["dependencies"] if dependency["backend_fn"] and dependency["targets"]]
     assert len(wires) > 15
-    for wire in wires:
-        for odd in ODD:
-            known = {"secret": ANN, "run": odd}
-            for data in ([odd] * len(wire["inputs"]), [known, *[odd] * (len(wire["inputs"]) - 1)]):
-                said = asked(url, wire, data[: len(wire["inputs"])], odd)
-                assert "Traceback" not in said and "root:x:" not in said, (wire["id"], data, said[:500])
-                for raw in ("<img src=x", "<b>x", "<script>`", "<i>m"):
-                    assert raw not in said, (wire["id"], data, said[:500])
+    calls = [
+        (url, wire, data[: len(wire["inputs"])], odd)
+        for wire in wires
+        for odd in ODD
+        for data in ([odd] * len(wire["inputs"]), [{"secret": ANN, "run": odd}, *[odd] * (len(wire["inputs"]) - 1)])
+    ]
+    for (_, wire, data, _), said in at_once(asked, calls):
+        assert "Traceback" not in said and "root:x:" not in said, (wire["id"], data, said[:500])
+        for raw in ("<img src=x", "<b>x", "<script>`", "<i>m"):
+            assert raw not in said, (wire["id"], data, said[:500])
 
 
-def test_five_hundred_sessions_leave_the_memory_of_a_server_flat(tmp_path):
+def test_five_hundred_sessions_leave_the_memory_of_a_server_flat(local):
     """A session holds about 0.4 MB, so 300 sessions beyond those that are kept would add more than 100 MB."""
-    with server(tmp_path / "runs") as (url, log, process):
-        wait_for(url, process, log)
-        memory = []
-        for sessions in (MAX_SESSIONS, 500 - MAX_SESSIONS):
-            for _ in range(sessions):
-                assert b"event: complete" in call_once(url, "list_runs", "")
-            memory.append(memory_bytes(process.pid))
+    memory = []
+    for sessions in (MAX_SESSIONS, 500 - MAX_SESSIONS):
+        calls = [(local.url, "search_models", ["demo"])] * sessions  # each is a session of its own
+        assert all("event: complete" in said for _, said in at_once(answered, calls))
+        memory.append(memory_bytes(process_of(local.url)))
     assert memory[1] - memory[0] < 50e6
-
-
-def call_once(url, endpoint, *values):
-    """Call an endpoint in a session of its own."""
-    body = json.dumps({"data": values}).encode()
-    request = urllib.request.Request(f"{url}gradio_api/call/{endpoint}", body, {"Content-Type": "application/json"})
-    with urllib.request.urlopen(request, timeout=120) as answer:
-        event = json.load(answer)["event_id"]
-    with urllib.request.urlopen(f"{url}gradio_api/call/{endpoint}/{event}", timeout=120) as answer:
-        return answer.read()
 
 
 def memory_bytes(process):

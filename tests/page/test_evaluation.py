@@ -12,7 +12,7 @@ from linearizer.publish.parts import PART_VIEWS
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
 from tests.support.evaluation_results import STORED
-from tests.support.page_server import FITS, LONG, client_of, looking, shown, wrong
+from tests.support.page_server import FITS, LONG, client_of, looking, shown, wrong_in_both_schemes
 
 ANN, BOB = "ann evaluates, a long secret", "bob evaluates, a long secret"
 QUICK = {"texts": 2, "seconds": 0.2, "lengths": [160]}
@@ -89,14 +89,12 @@ def test_what_cannot_be_asked_is_said(local, browser, done):
         shown(page, "#part-times", "no part was chosen")
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(local, browser, done, scheme):
+def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(local, browser, done):
     url, runs, _ = local
-    run = Run(runs / f"made-up-{scheme}")
+    run = Run(runs / "made-up")
     shutil.copytree(runs / done, run.folder)
     run.write_evaluation(parts={**STORED, "recall": {**STORED["recall"], "longer": None}})
-    how = {"viewport": {"width": 390, "height": 844}, "color_scheme": scheme}
-    with looking(browser, f"{url}?run={run.folder.name}", **how) as page:
+    with looking(browser, f"{url}?run={run.folder.name}", viewport={"width": 390, "height": 844}) as page:
         for part in PARTS:
             page.wait_for_selector(f"#part-{part} .js-plotly-plot")
             count = len(PART_VIEWS[part].charts) - (part == "recall")
@@ -105,7 +103,7 @@ def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(l
                 arg=[part, count],
             )
         assert not page.get_by_text("Longer texts").is_visible()
-        assert wrong(page) == []
+        assert wrong_in_both_schemes(page) == []
         assert page.evaluate(FITS)
 
 
@@ -119,6 +117,8 @@ def test_one_visitor_never_sees_or_touches_anothers(local, space, done):
         with pytest.raises(AppError, match="none of your runs"):
             client.predict(run, BOB, api_name=f"/{name}")
     assert client.predict(run, ANN, api_name="/evaluation_status")["state"] in (None, "done")
+    preview = client.predict(run, "ann/hers", True, ANN, api_name="/preview_publication")  # nobody is signed in
+    assert "README.md" in dict(preview["files"]) and not preview["checked"]
     for options, why in (
         ({"text": "file:/etc/passwd"}, "text comes from"),
         ({"task_folder": "/etc"}, "tasks are named as lm_eval knows them"),

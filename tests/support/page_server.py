@@ -19,9 +19,11 @@ import pytest
 from linearizer.errors import LinearizerError
 from linearizer.jobs import control
 
-ARGUMENTS = """
-    --no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync --no-first-run
-"""
+ARGUMENTS = [
+    *"--no-sandbox --disable-gpu --disable-background-networking --disable-component-update --disable-sync".split(),
+    "--no-first-run",
+    "--host-resolver-rules=MAP * ~NOTFOUND , EXCLUDE 127.0.0.1",  # no test reaches the world outside
+]
 GRADIO = {"image-redundant-alt"}  # the pictures in Gradio's footer repeat the words beside them; they cannot be set
 SMALL = {
     "recipe": "features",
@@ -118,6 +120,12 @@ def ended(client, run, *secret):
     return status
 
 
+def process_of(url):
+    """Find the process of the server at an address."""
+    port = f"--port\0{url.strip('/').rpartition(':')[2]}\0".encode()
+    return next(int(path.parent.name) for path in Path("/proc").glob("[0-9]*/cmdline") if port in path.read_bytes())
+
+
 def end_runs(root):
     """Stop what is still at work under a folder, and wait until it has stopped."""
     end = time.monotonic() + 180
@@ -148,34 +156,66 @@ def browsing():
     from playwright.sync_api import sync_playwright
 
     with sync_playwright() as play:
-        browser = play.chromium.launch(executable_path=path, args=ARGUMENTS.split())
+        browser = play.chromium.launch(executable_path=path, args=ARGUMENTS)
         try:
             yield browser
         finally:
             browser.close()
 
 
+IDLE = {}  # browser -> contexts that no page is open in, with nothing of a visitor but the page's own scripts
+SCREEN = {"width": 1280, "height": 900}
+SCHEMES = ("light", "dark")
+
+
 @contextmanager
-def looking(browser, url, **how):
+def looking(browser, url, viewport=SCREEN, color_scheme="light", anew=False, **how):
     """Open a page as a visitor of their own; afterwards nothing may have gone wrong in its console.
 
-    Gradio aborts its stream when a page is left or loaded again, and the browser says so.
+    Gradio aborts its stream when a page is left or loaded again, and the browser says so. Unless the browser starts
+    `anew`, it has what visitors before have loaded of the page's own scripts.
     """
-    context = browser.new_context(**{"viewport": {"width": 1280, "height": 900}, **how})
-    page, wrong = context.new_page(), []
+    idle, own = IDLE.setdefault(browser, []), anew or bool(how)
+    context = browser.new_context(viewport=viewport, **how) if own or not idle else idle.pop()
+    page, wrong, origin = context.new_page(), [], "/".join(url.split("/")[:3])
     page.set_default_timeout(60_000)
-    page.on("console", lambda message: wrong.append(where(message)) if bad(message) else None)
+    page.set_viewport_size(viewport)
+    page.emulate_media(color_scheme=color_scheme)
+    page.on("console", lambda message: wrong.append(where(message)) if bad(message, origin) else None)
     page.on("pageerror", lambda error: None if "AbortError" in str(error) else wrong.append(f"{error} {error.stack}"))
-    origin = "/".join(url.split("/")[:3])
-    page.route(lambda address: not address.startswith((origin, "data:", "blob:")), nothing)
     try:
         page.goto(url)
         page.wait_for_selector(".lz-head h1")
         page.wait_for_selector("#heard", state="attached")  # from here on it listens
         yield page
         assert not wrong, wrong
-    finally:
+        page.goto(f"{origin}/robots.txt")  # a page of the same origin, without scripts
+        page.evaluate("() => { localStorage.clear(); sessionStorage.clear() }")
+        context.clear_cookies()
+        for opened in context.pages:
+            opened.close()
+    except BaseException:
         context.close()
+        raise
+    if own:
+        context.close()
+    else:
+        idle.append(context)
+
+
+def wrong_in_both_schemes(page):
+    """List what is wrong with a page in the light and in the dark."""
+    found = []
+    for scheme in SCHEMES:
+        show_in(page, scheme)
+        found += [(scheme, *each) for each in wrong(page)]
+    return found
+
+
+def show_in(page, scheme):
+    """Show an open page in the light or in the dark."""
+    page.emulate_media(color_scheme=scheme)
+    page.wait_for_function("(dark) => document.body.classList.contains('dark') == dark", arg=scheme == "dark")
 
 
 def wrong(page):
@@ -192,19 +232,15 @@ def wrong(page):
     ]
 
 
-def bad(message):
-    """Tell errors from what Gradio says of a Space that the Hub does not have."""
-    return message.type == "error" and message.text != "Space not found"
+def bad(message, origin):
+    """Tell errors from what Gradio says of a Space that the Hub does not have, and of scripts from elsewhere."""
+    elsewhere = not message.location.get("url", origin).startswith((origin, "data:", "blob:"))
+    return message.type == "error" and message.text != "Space not found" and not elsewhere
 
 
 def where(message):
     """Say what the browser said, and of which address."""
     return f"{message.text} {message.location.get('url', '')}"
-
-
-def nothing(route):
-    """Answer for the world outside, which tests do not reach."""
-    route.fulfill(body="")
 
 
 def session_of(account, secret="client-secret"):
