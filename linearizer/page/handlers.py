@@ -75,10 +75,11 @@ def search_models(memory: Memory, key: gr.KeyUpData, profile: Profile, token: To
 
 def watch_run(memory: Memory, name: str | None) -> tuple[Any, ...]:
     """Show a run from its profile step on; nothing of it was drawn yet."""
+    step = 3 if name else 1
     return (
         {**memory, "run": name},
-        {},
-        gr.Tabs(selected=3 if name else 1),
+        {"shown": str(step)},
+        gr.Tabs(selected=step),
         gr.Timer(SOON_SECONDS, active=True),
         False,
         gr.HTML("", visible="hidden"),  # what was said of another run
@@ -256,6 +257,16 @@ def compare_runs(memory: Memory, first: str | None, second: str | None, profile:
         return ""
     visitor = read_visitor(memory, profile, token)
     return runs_cards.comparison_card(visitor.find_run(str(first)), visitor.find_run(str(second)))
+
+
+@refusals_on_page()
+def resume_run(memory: Memory, name: str | None, profile: Profile, token: Token) -> str:
+    """Go on with a run of the list."""
+    if not name:
+        raise RequestError("no run was chosen: choose the one to resume")
+    visitor = read_visitor(memory, profile, token)
+    actions.ask_run(visitor, name, "resume")
+    return describe_runs(visitor)[0]
 
 
 @refusals_on_page()

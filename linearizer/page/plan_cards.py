@@ -30,7 +30,7 @@ def parameters_of(inspection: Inspection) -> str:
 def model_card(inspection: Inspection) -> str:
     """Say what a model is, and whether it can be linearized."""
     shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in inspection.layers})
-    heads = "; ".join(f"{query} on {kv} KV, {dim} wide" for query, kv, dim in shapes) or "unknown"
+    heads = "; ".join(f"{query} query on {kv} KV heads, {dim} wide" for query, kv, dim in shapes) or "unknown"
     windowed = sum(layer.native_window is not None for layer in inspection.layers)
     pairs = [
         ("parameters", parameters_of(inspection)),
@@ -153,8 +153,10 @@ def machine_card(machine: Machine | None, forecast: RunForecast) -> str:
     if machine.fits(forecast):
         room = message_box(f"Fits: it takes {needs}.", "good")
     else:
+        less = "shorter texts, a smaller batch" if forecast.memory_bytes > machine.free_memory else "fewer samples"
         room = message_box(
-            f"Does not fit: it takes {needs}. Free some, or choose a smaller model, shorter texts or another machine.",
+            f"Does not fit: it takes {needs}, and {size(machine.free_memory)} of memory and {size(machine.free_disk)} "
+            f"of disk are free. Make room, ask for {less} (under Advanced) or a smaller model, or use another machine.",
             "bad",
         )
     return f"{room}{values_list(pairs, 'lz-wide')}"

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Callable
+from functools import cache, partial
+from typing import TYPE_CHECKING, Any
 
 import gradio as gr
 
@@ -16,6 +18,9 @@ from linearizer.page.ways import WAYS, recipe_of, way_choices
 from linearizer.publish import html
 from linearizer.run.folder import UNBOUNDED
 from linearizer.run.plan import YIELDING, Plan, parse_plan
+
+if TYPE_CHECKING:
+    from linearizer.jobs.forecast import RunForecast
 
 
 class ChosenModel:
@@ -57,34 +62,49 @@ def read_plan(
     return actions.make_plan(chosen.name, int(budget), effort, options)
 
 
+def show_budget(chosen: ChosenModel | None, *choices: Any) -> str:
+    """Say what a budget means, while the slider moves."""
+    if chosen is None:
+        return html.message_box("Choose a model first.")
+    try:
+        plan = read_plan(chosen, *choices)
+        actions.check_plan(plan, chosen.model.inspection)
+    except LinearizerError as error:
+        return html.message_box(str(error), "bad")
+    return plan_cards.budget_card(plan, chosen.layers, chosen.positions)
+
+
 def show_plan(
     chosen: ChosenModel | None, budget: float, effort: str, may_grow: bool, way: str, listed: str, *fields: Any
 ) -> tuple[Any, ...]:
-    """Say what a budget means, and what each way and each effort takes here, while the slider moves."""
+    """Say what a budget means, and what each way and each effort takes here; each plan is forecast once."""
     ways, recipes = gr.Radio(choices=way_choices({})), gr.Radio(visible=way in WAYS and WAYS[way].recipe is None)
+    card = show_budget(chosen, budget, effort, may_grow, way, listed, *fields)
     if chosen is None:
-        return html.message_box("Choose a model first."), "", "", ways, recipes
-    try:
+        return card, "", "", ways, recipes
+
+    @cache
+    def forecast(effort: str, way: str) -> RunForecast:
         plan = read_plan(chosen, budget, effort, may_grow, way, listed, *fields)
         actions.check_plan(plan, chosen.model.inspection)
-        card = plan_cards.budget_card(plan, chosen.layers, chosen.positions)
-        efforts = {
-            name: actions.forecast_run(read_plan(chosen, budget, name, may_grow, way, listed, *fields), chosen.model)
-            for name in actions.EFFORTS
-        }
+        return actions.forecast_run(plan, chosen.model)
+
+    try:
+        efforts = {name: forecast(name, way) for name in actions.EFFORTS}
+        plan = read_plan(chosen, budget, effort, may_grow, way, listed, *fields)
         machine = None if zerogpu.on_zerogpu() else actions.describe_machine(plan, chosen.model)
-    except LinearizerError as error:
-        return html.message_box(str(error), "bad"), "", "", ways, recipes
-    times = {name: time_of(chosen, budget, effort, may_grow, name, listed, *fields) for name in WAYS}
+    except LinearizerError:  # what is wrong stands in the card
+        return card, "", "", ways, recipes
+    times = {name: time_of(partial(forecast, effort, name)) for name in WAYS}
     here = plan_cards.machine_card(machine, efforts[effort])
     table = plan_cards.efforts_table(efforts, effort, lent=zerogpu.on_zerogpu())
     return card, table, here, gr.Radio(choices=way_choices(times)), recipes
 
 
-def time_of(chosen: ChosenModel, *choices: Any) -> str:
+def time_of(forecast: Callable[[], RunForecast]) -> str:
     """Say how long a way takes here; nothing where it cannot be combined with the other choices."""
     try:
-        return f"About {duration(actions.forecast_run(read_plan(chosen, *choices), chosen.model).seconds)} here."
+        return f"About {duration(forecast().seconds)} here."
     except LinearizerError:
         return ""
 

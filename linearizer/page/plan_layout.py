@@ -85,7 +85,11 @@ def choose_plan(ui: SimpleNamespace) -> None:
             )
         with gr.Column(scale=4, min_width=300):
             ui.budget_card = gr.HTML(message_box("Choose a model first."), elem_id="budget-card")
-    lead("In which way?", "All three spend the same bytes, so their students can be compared.", "h3")
+    compared = (
+        "All three spend the same bytes, so their students can be compared: by kl, the distance from the teacher, "
+        "which is 0 for a student that predicts as its teacher does."
+    )
+    lead("In which way?", compared, "h3")
     ui.way = gr.Radio(
         way_choices({}), value="measured", show_label=False, label="Way", elem_id="way", elem_classes="lz-tiles"
     )
@@ -109,7 +113,7 @@ def choose_plan(ui: SimpleNamespace) -> None:
         ui.plan = gr.Code(
             "",
             language="json",
-            label="plan.json, for: linearizer run MODEL --plan plan.json",
+            label="plan.json, for --plan",
             lines=3,
             wrap_lines=True,
         )

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Mapping
 from dataclasses import asdict
 from typing import Any
 
@@ -94,7 +95,7 @@ def draw_changes(
     except LinearizerError:  # it was deleted; poll_run says so
         return show_no_run()
     if seen.get("id") != parts["id"].mark:  # it may have the name of a run that was deleted
-        seen = {}
+        seen = {name: step for name, step in seen.items() if name == "shown"}
     new = {key: part.value for key, part in parts.items() if seen.get(key) != part.mark}
     live = {parts["state"].value, parts["evaluating"].value} & set(control.LIVE) or sending.is_publishing(run)
     sent, snippet = publication_piece(run, parts).value
@@ -120,8 +121,8 @@ def draw_changes(
         drawn["branch"] = gr.Button(interactive=True)
     if "shares" in new and not touched:
         drawn |= draw_own_shares(run)
-    if "stage" in new and (stage := choose_step(parts["stage"].value, seen, at, touched)):
-        drawn["walk"] = gr.Tabs(selected=stage)
+    if "stage" in new and follows(seen, at, touched):
+        drawn["walk"] = gr.Tabs(selected=parts["stage"].value)
     return in_order(drawn)
 
 
@@ -159,11 +160,9 @@ def show_no_run() -> list[Any]:
     return in_order({**empty, **closed, **rest, **show_attached(None)})
 
 
-def choose_step(stage: int, seen: dict[str, str], at: float, touched: bool) -> int | None:
-    """Follow the run to its step, unless the visitor looks at another."""
-    if "stage" not in seen or (int(at) == int(seen["stage"]) and not touched):
-        return stage
-    return None
+def follows(seen: Mapping[str, str], at: float, touched: bool) -> bool:
+    """Tell whether a visitor is still where the page itself went: at the run's step, or where the run was opened."""
+    return int(at) == int(seen.get("stage", seen.get("shown", 1))) and not touched
 
 
 def slider_of(run: Run) -> gr.Slider:

@@ -96,17 +96,12 @@ def runs_page(page: gr.Blocks) -> None:
     with gr.Row(elem_classes="lz-pick"):
         pair = [gr.Dropdown([], label=label, allow_custom_value=True, elem_id=name) for label, name in PAIR]
     compared = gr.HTML(elem_id="compared")
-    layout.lead("Delete a run", "It asks once more. What was published stays.", "h2")
+    layout.lead("Resume or delete a run", "Deleting asks once more. What was published stays.", "h2")
     with gr.Row(elem_classes="lz-pick"):
-        chosen = gr.Dropdown(
-            [],
-            value=None,
-            label="Delete a run that is not at work",
-            allow_custom_value=True,
-            elem_id="run-to-delete",
-            scale=5,
-        )
-        delete = gr.Button("Delete …", elem_id="delete", scale=1, min_width=180)
+        label = "A run that is not at work"
+        chosen = gr.Dropdown([], value=None, label=label, allow_custom_value=True, elem_id="idle-run", scale=5)
+        resume = gr.Button("Resume", elem_id="resume-run", scale=1, min_width=150)
+        delete = gr.Button("Delete …", elem_id="delete", scale=1, min_width=150)
     with gr.Column(visible=False, elem_id="sure") as sure:
         question = gr.HTML()
         with gr.Row(elem_classes="lz-acts"):
@@ -114,6 +109,7 @@ def runs_page(page: gr.Blocks) -> None:
             confirm = gr.Button("Delete it for good", variant="stop", elem_id="confirm")
     gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, memory, [listed, chosen, *pair], **QUICK)
     gr.on([part.change for part in pair], handlers.compare_runs, [memory, *pair], compared, **QUICK)
+    resume.click(handlers.resume_run, [memory, chosen], listed, **ONCE)
     delete.click(handlers.ask_to_delete, [memory, chosen], [sure, question], **ONCE)
     gr.on([keep.click, chosen.change], lambda: gr.Column(visible=False), None, sure, **QUICK)
     confirm.click(handlers.delete_run, [memory, chosen], [listed, chosen, sure], **ONCE)
@@ -150,14 +146,18 @@ def wire_plan(ui: SimpleNamespace) -> None:
     form = [ui.budget, ui.effort, ui.may_grow, ui.way, ui.listed, *ui.fields.values()]
     choices, changed = [ui.inspection, *form], [ui.inspection, *form[1:]]
     shown = [ui.budget_card, ui.efforts, ui.machine, ui.way, ui.listed]
-    again = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('budget', 1, sent)"}
+    last = {**QUICK, "trigger_mode": "always_last", "js": "(...sent) => clampSlider('budget', 1, sent)"}
     changes = [part.change for part in changed]
-    gr.on([*changes, ui.budget.input], plan_handlers.show_plan, choices, shown, **again)
-    gr.on([*changes, ui.budget.release], plan_handlers.show_command, choices, [ui.command, ui.plan], **again)
+    ui.budget.input(plan_handlers.show_budget, choices, ui.budget_card, **last)
+    gr.on([*changes, ui.budget.release], plan_handlers.show_plan, choices, shown, **last)
+    gr.on([*changes, ui.budget.release], plan_handlers.show_command, choices, [ui.command, ui.plan], **last)
     ui.start.click(plan_handlers.start_run, [ui.memory, *choices], watch_outputs(ui), **ONCE)
     written = [ui.model, *form]
-    ui.taken.upload(plan_handlers.take_plan, ui.taken, written, **ONCE)
+    taken = ui.taken.upload(plan_handlers.take_plan, ui.taken, written, **ONCE)
     again = gr.on([ui.change_model.click, ui.change_plan.click], plan_handlers.change_run, ui.memory, written, **ONCE)
+    for filled in (taken, again):  # a budget that was written moves no slider
+        filled.success(plan_handlers.show_plan, choices, shown, **last)
+        filled.success(plan_handlers.show_command, choices, [ui.command, ui.plan], **last)
     again.success(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
 
 

@@ -175,6 +175,11 @@ progress::-moz-progress-bar { background: var(--slider-color); }
 #teacher p, #student p, #answer p { margin: 0; white-space: pre-wrap; overflow-wrap: anywhere; }
 #teacher mark, #student mark { background: #f6d58a; color: #1a1c1b; border-radius: 3px; padding: 0 1px; }
 #answer { height: auto; min-height: 4rem; }
+#teacher:not(:has(p))::before, #student:not(:has(p))::before, #answer:not(:has(p))::before {
+  color: var(--body-text-color-subdued); font-family: var(--font); }
+#teacher:not(:has(p))::before { content: "What the teacher writes appears here."; }
+#student:not(:has(p))::before { content: "What the student writes appears here."; }
+#answer:not(:has(p))::before { content: "What the student answers appears here."; }
 .lz-side-name h3 { font-size: 1rem; font-weight: 600; margin: .5rem 0 .25rem; }
 .lz-chips { gap: .5rem !important; flex-wrap: wrap; } .lz-chips button { flex: 0 1 auto; }
 #acts:not(:has(button)) { display: none; }

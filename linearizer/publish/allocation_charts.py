@@ -45,6 +45,7 @@ if TYPE_CHECKING:
 
 MAX_POINTS = 300  # of a line: more cannot be told apart
 MIN_DRAWN_KL = 1e-6  # nats per token: a smaller kl is drawn there
+LAYER_ENTRY = 56  # pixels of "layer 10", so that a phone has several in a row of the legend
 
 
 def read_freedoms(profile: Profile) -> dict[int, list[float]]:
@@ -139,6 +140,7 @@ def draw_freedom_curves(profile: Profile) -> Figure:
     ridges, measured = list(profile.settings.ridges), [i for i, layer in enumerate(profile.layers) if layer.heads]
     few = len(measured) <= MAX_LABELLED
     figure = new_figure(340 + 20 * (len(measured) // 5 if few else 0), showlegend=True, margin={**MARGIN, "r": 64})
+    figure.update_layout(legend={"entrywidth": LAYER_ENTRY})
     ends: dict[int, float] = {}
     for place, index in enumerate(measured):
         heads = profile.layers[index].heads

@@ -4,8 +4,6 @@ import json
 import re
 import shutil
 
-import pytest
-
 from linearizer.jobs import control
 from linearizer.page import plan_form
 from linearizer.page.example import EXAMPLE_NAME
@@ -15,7 +13,7 @@ from linearizer.publish.verdict import judge_run
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.support.bare_environment import make_bare_environment, run_bare
-from tests.support.page_server import FITS, LONG, client_of, looking, serving, shown
+from tests.support.page_server import FITS, LONG, SCHEMES, client_of, looking, serving, show_in, shown
 
 ONLINE = {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_fake_ann"}
 LOAD_BACK = """
@@ -147,7 +145,9 @@ def test_a_run_is_stopped_and_resumed(local, browser):
     url, runs, _ = local
     with looking(browser, url, viewport={"width": 390, "height": 844}) as page:  # all of it on a phone
         name = start(page, steps=400)
+        page.click("#step-1-button")  # before the run is first drawn
         page.get_by_role("button", name="Stop", exact=True).click(timeout=LONG)
+        shown(page, "#run-model", "demo")  # and it stays there
         shown(page, "#now", "stopped; all that was finished is kept", LONG)
         assert control.state_of(Run(runs / name)) == "stopped"
         page.get_by_role("button", name="Resume").click()
@@ -251,6 +251,16 @@ def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(local, browse
         model.press("Enter")
         shown(page, "#model-card", "img src=x")
         assert page.locator("#model-card img").count() == 0
+        model.fill("a" * 3000)
+        model.press("Enter")
+        page.wait_for_function("document.querySelector('#model-card').innerText.includes('aaa')")
+        assert len(page.locator("#model-card").inner_text()) < 500
+        page.click("#demo")
+        page.wait_for_selector("#to-budget:enabled")
+        model.fill("")
+        model.press("Enter")
+        page.wait_for_selector("#to-budget:disabled")
+        assert page.locator("#model-card").inner_text().strip() == ""
 
 
 def test_the_profile_step_shows_what_the_run_holds_until_the_slider_moves(local, browser, done):
@@ -288,6 +298,7 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
         titles = page.locator("#step-5 h2").all_inner_texts()
         assert titles == ["Compare", "Evaluate", "Publish"]
         page.wait_for_selector("#evaluation table", state="attached")
+        assert page.locator("#step-5 table").count() == page.locator("#step-5 details table").count() >= 3  # folded
         chart, table = (
             page.locator(part).first.bounding_box()["y"] for part in ("#step-5 .js-plotly-plot", "#evaluation")
         )
@@ -325,6 +336,8 @@ def test_a_visitor_looks_at_the_finished_example_from_the_landing_page(local, br
         shown(page, "#verdict", "Agrees with its teacher")
         shown(page, "#note", "a finished example that comes with Linearizer")
         assert page.locator("#compare").is_disabled() and page.locator("#evaluate").is_disabled()
+        empty = "getComputedStyle(document.querySelector('#student'), '::before').content"
+        assert page.evaluate(empty) == '"What the student writes appears here."'
         page.click("#step-3-button")
         page.wait_for_selector("#step-3 .heatmaplayer")
         shown(page, "#other-card", "What this run holds.")
@@ -354,6 +367,15 @@ def test_text_and_window_that_cannot_be_are_refused_beside_the_field(local, brow
         field(page, "window").fill("999999")
         page.keyboard.press("Tab")
         shown(page, "#budget-card", "too small for a window of 999999")
+        field(page, "window").fill("")
+        field(page, "batch").fill("1000000")
+        page.keyboard.press("Tab")
+        shown(page, "#machine", "Does not fit: it takes about")
+        assert re.search(
+            r"takes about [\d.]+ TB of memory .* and [\d.]+ GB of memory .* are free. Make room, ask for shorter "
+            r"texts, a smaller batch \(under Advanced\) or a smaller model, or use another machine",
+            page.locator("#machine .lz-bad").inner_text(),
+        )
 
 
 def test_what_grows_is_a_visible_choice_and_its_sizes_say_so(local, browser):
@@ -402,18 +424,24 @@ def test_runs_are_listed_opened_and_deleted(local, browser, done):
         shown(page, "#run-card", "done")
 
 
-def test_a_run_is_deleted_once_that_was_asked_again(local, browser, done):
+def test_a_run_of_the_list_is_resumed_and_deleted_once_that_was_asked_again(local, browser, done):
     url, runs, _ = local
     shutil.copytree(runs / done, runs / "unwanted")
+    log = runs / "unwanted" / "events.jsonl"
+    log.write_text("".join(line for line in log.read_text().splitlines(True) if '"event": "done"' not in line))
     with looking(browser, url) as page:
         page.goto(f"{url}runs")
-        shown(page, "#runs", "unwanted")
-        page.locator("#run-to-delete input").fill("unwanted")
-        page.locator("#run-to-delete input").press("Enter")
+        row = page.locator("#runs tbody tr", has_text="unwanted")
+        row.get_by_text("lost").wait_for()
+        page.locator("#idle-run input").fill("unwanted")
+        page.locator("#idle-run input").press("Enter")
+        page.click("#resume-run")
+        row.get_by_text("done").wait_for()  # the list was drawn anew meanwhile
+        assert page.locator("#idle-run input").input_value() == "unwanted"
+        page.click("#resume-run")
+        page.wait_for_selector("text='unwanted' is done")
         page.click("#delete")
         shown(page, "#sure", "Delete unwanted (demo")
-        page.wait_for_timeout(6000)  # the list was drawn anew meanwhile
-        assert page.locator("#run-to-delete input").input_value() == "unwanted"
         page.click("#keep")
         page.wait_for_selector("#sure", state="hidden")
         assert (runs / "unwanted").is_dir()
@@ -423,17 +451,18 @@ def test_a_run_is_deleted_once_that_was_asked_again(local, browser, done):
     assert not (runs / "unwanted").exists() and (runs / done).is_dir()
 
 
-@pytest.mark.parametrize("scheme", ["light", "dark"])
-def test_a_narrow_screen_shows_everything_in_both_schemes(local, browser, done, scheme):
+def test_a_narrow_screen_shows_everything_in_both_schemes(local, browser, done):
     url = f"{local.url}?run={done}"
-    with looking(browser, url, viewport={"width": 390, "height": 844}, color_scheme=scheme) as page:
+    with looking(browser, url, viewport={"width": 390, "height": 844}, color_scheme="dark") as page:
         page.wait_for_selector("#evaluation table", state="attached")
-        for step in (5, 4, 3, 2, 1):
-            page.locator(f"#step-{step}-button").click()
-            page.wait_for_selector(f"#step-{step} h2", state="visible")
-            assert page.evaluate(FITS), step
-        ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
-        assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == (scheme == "dark")
+        for scheme in reversed(SCHEMES):
+            show_in(page, scheme)
+            for step in (5, 4, 3, 2, 1):
+                page.locator(f"#step-{step}-button").click()
+                page.wait_for_selector(f"#step-{step} h2", state="visible")
+                assert page.evaluate(FITS), (scheme, step)
+            ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == (scheme == "dark")
 
 
 def test_the_keyboard_alone_starts_a_run_and_everything_has_a_name(local, browser):
@@ -456,6 +485,6 @@ def test_the_keyboard_alone_starts_a_run_and_everything_has_a_name(local, browse
 
 
 def test_the_page_opens_within_five_seconds(local, browser):
-    with looking(browser, local.url) as page:
+    with looking(browser, local.url, anew=True) as page:
         timing = json.loads(page.evaluate("JSON.stringify(performance.timing)"))
         assert timing["loadEventEnd"] - timing["navigationStart"] < 5000

@@ -7,7 +7,7 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.errors import RequestError
-from linearizer.page import actions, plan_form
+from linearizer.page import actions, plan_form, plan_handlers
 from linearizer.page.plan_handlers import take_plan
 from linearizer.page.visitors import find_visitor
 from linearizer.page.ways import LISTED, WAYS, recipe_choices, recipe_of, way_of
@@ -69,6 +69,18 @@ def test_the_page_refuses_numbers_that_were_asked_for_and_shrinks_those_of_an_ef
         run = actions.begin_run(find_visitor(), plan, YIELDING)
         assert run.plan.texts == 2 and run.plan.length <= plan.kept_length(None)
     assert len(list((tmp_path / "runs").iterdir())) == len(actions.EFFORTS)
+
+
+def test_a_slider_that_moves_forecasts_nothing_and_then_each_plan_is_forecast_once(monkeypatch):
+    forecast, asked = actions.forecast_run, []
+    monkeypatch.setattr(actions, "forecast_run", lambda plan, model: asked.append(plan) or forecast(plan, model))
+    chosen = plan_handlers.ChosenModel(actions.examine_model(find_visitor(), "demo"))
+    form = (64, "Quick", False, "features", "paper", *[""] * len(plan_form.OPTIONS))
+    card = plan_handlers.show_budget(chosen, *form)
+    assert "from 64 tokens on" in card and asked == []
+    shown, efforts, *_ = plan_handlers.show_plan(chosen, *form)
+    assert shown == card and all(name in efforts for name in actions.EFFORTS)
+    assert len(asked) == len(set(asked)) == len(actions.EFFORTS) + len(WAYS) - 1
 
 
 def test_a_plan_in_features_is_taken_in():

@@ -1,0 +1,53 @@
+"""What the page says of runs: what waits and for what, how far a run is, and why a student is the slower one."""
+
+from dataclasses import replace
+
+import pytest
+
+from linearizer.jobs import control
+from linearizer.page import cards, runs_cards, students
+from linearizer.run.comparison import Side
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
+
+
+@pytest.fixture
+def waiting(tmp_path):
+    """The status of a run that waits for others."""
+    run = Run.create(tmp_path / "run", Plan("demo", budget=64))
+    return replace(control.status(run), state="queued", place=3)
+
+
+def test_what_waits_says_what_for(waiting):
+    assert "waiting for its turn: place 3" in cards.run_card(waiting, "run", 0.0)
+    assert "waiting for its turn: it is next" in cards.run_card(replace(waiting, place=1), "run", 0.0)
+
+
+def test_a_step_that_has_nothing_to_show_yet_says_what_will_be_there(tmp_path):
+    plans = {
+        "Training begins when the teacher is measured.": Plan.of("features", model="demo", budget=64),
+        "The plan asks for no training: continue to the last step.": Plan("demo", budget=64),
+    }
+    for place, (sentence, plan) in enumerate(plans.items()):
+        run = Run.create(tmp_path / str(place), plan)
+        assert sentence in cards.training_card(control.status(run), [], 0.0)
+
+
+def test_the_list_of_runs_says_how_far_each_is(waiting):
+    step = {"event": "price", "time": 0.0, "done": 3, "total": 12, "unit": "prices"}
+    listed = runs_cards.runs_table([replace(waiting, state="running", step=step)], 0.0)
+    assert "prices every head, 25 %" in listed and "64 tokens" in listed and "best" in listed
+
+
+def side(tokens, rate):
+    return Side("", tokens, 0.1, rate, tokens, 1000)
+
+
+def test_a_slower_student_says_why_and_a_faster_one_nothing(quick_run):
+    run = Run(quick_run)
+    assert students.explain_speed(run, side(32, 50.0), side(32, 60.0)) == ""
+    why = students.explain_speed(run, side(32, 80.0), side(32, 60.0))
+    assert why.startswith("The student writes 75% as fast here, because after 32 tokens its teacher's cache is still")
+    assert "queries and keys have to be turned into features" in why
+    assert "the kernels that do this in one go need a GPU" in why
+    assert "cache" not in students.explain_speed(run, side(4000, 80.0), side(4000, 60.0))
