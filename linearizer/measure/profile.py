@@ -68,7 +68,9 @@ def measure_profile(
     profiles = yield from profile_layers(recorder, settings)
     rows = tuple(profiles.get(index, LayerProfile(())) for index in range(len(layers)))
     records = [recorder.records.get(index) for index in range(len(layers))]
-    samples = tuple(None if record is None else LayerSamples(record.queries, record.keys) for record in records)
+    samples = tuple(
+        None if record is None else LayerSamples(record.queries, record.keys, record.values) for record in records
+    )
     return Measurement(Profile(settings, int(real.sum()), windows, rows), Samples(samples))
 
 

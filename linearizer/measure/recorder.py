@@ -1,4 +1,4 @@
-"""Records a model's attention while it runs: a sample of queries and keys, and a few sums over the text."""
+"""Records a model's attention while it runs: a sample of queries, keys and values, and a few sums over the text."""
 
 from __future__ import annotations
 
@@ -57,14 +57,16 @@ class LayerRecord:
         heads = layer.kv_heads
         self.layer, self.draw, self.windows, self.device = layer, draw, windows, device
         self.keys = torch.zeros(heads, len(draw.keys), layer.key_dim)
+        self.values = torch.zeros(heads, len(draw.keys), layer.value_dim)
         self.queries = torch.zeros(layer.query_heads, len(draw.queries), layer.key_dim)
         # (kv heads, 2 + windows): entropy, mass on sinks, mass within each window
         self.attention = torch.zeros(heads, 2 + len(windows), dtype=torch.float64, device=device)
 
-    def add(self, query: torch.Tensor, key: torch.Tensor, first: int) -> None:
+    def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int) -> None:
         """Add a batch whose first text is number `first`; query and key contain the scaling."""
         texts, length = len(query), query.shape[2]
-        for sample, vectors, positions in ((self.keys, key, self.draw.keys), (self.queries, query, self.draw.queries)):
+        drawn = ((self.keys, key, self.draw.keys), (self.values, value, self.draw.keys))
+        for sample, vectors, positions in (*drawn, (self.queries, query, self.draw.queries)):
             slots, places = within(positions, first * length, (first + texts) * length)
             places = places.to(vectors.device)
             sample[:, slots] = vectors[places // length, :, places % length].transpose(0, 1).cpu()
@@ -157,7 +159,7 @@ class Recorder:
         if index not in self.records:
             self.records[index] = LayerRecord(layer, self.draw, self.windows, query.device)
         root = scaling**0.5  # half of it to each, so that the kernel is exp(x·y)
-        self.records[index].add(query.float() * root, key.float() * root, self.first)
+        self.records[index].add(query.float() * root, key.float() * root, value.float(), self.first)
 
     def check(self) -> None:
         """Check that every layer was seen."""

@@ -1,4 +1,4 @@
-"""Samples of a model's queries and keys, from which slots and feature maps are initialised."""
+"""Samples of a model's queries, keys and values, from which slots and feature maps are initialised."""
 
 from __future__ import annotations
 
@@ -12,14 +12,16 @@ from linearizer.model.safetensors import read_tensors
 from linearizer.run.folder import Run
 
 SAMPLES = "state/samples.safetensors"  # of a run's folder
+PARTS = ("queries", "keys", "values")
 
 
 @dataclass(frozen=True)
 class LayerSamples:
-    """Queries and keys of one layer, in the units where the kernel is exp(x·y), and in the model's own gauge."""
+    """Of one layer: queries and keys where the kernel is exp(x·y), in the model's own gauge, and values."""
 
     queries: torch.Tensor  # (query heads, samples / 2, key_dim)
     keys: torch.Tensor  # (kv heads, samples / 2, key_dim)
+    values: torch.Tensor  # (kv heads, samples / 2, value_dim) of the keys' tokens
 
 
 @dataclass(frozen=True)
@@ -33,16 +35,15 @@ class Samples:
         named: dict[str, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             if layer is not None:
-                named |= {f"{index}.queries": layer.queries, f"{index}.keys": layer.keys}
+                named |= {f"{index}.{part}": getattr(layer, part) for part in PARTS}
         return named
 
     @staticmethod
     def of_tensors(tensors: Mapping[str, torch.Tensor], layers: int) -> Samples:
         """Rebuild the samples from their `tensors`."""
-        parts = ("queries", "keys")
         return Samples(
             tuple(
-                LayerSamples(*(tensors[f"{index}.{part}"] for part in parts)) if f"{index}.keys" in tensors else None
+                LayerSamples(*(tensors[f"{index}.{part}"] for part in PARTS)) if f"{index}.keys" in tensors else None
                 for index in range(layers)
             )
         )

@@ -1,10 +1,13 @@
 """Keys and values in few bits a number: what a state may hold in half of the bytes, or in fewer.
 
-A vector becomes whole numbers times one scale. In 8 bits they go from -127 to 127, and the scale is a power of two, the
-least that lets its largest number fit: every such number is exact in bf16, fp16 and fp32. In 4 to 6 bits a vector is
-rotated first (`rotate`), so that no few of its numbers are large. Its scale has 8 digits and a sign: the largest number
-becomes -8 (of 4 bits), which has no counterpart, or 7, or is cut off, whichever moves the vector least. Heads of so
-few bits hold all they hold rotated, in which queries see the same, and compute in at least fp32.
+A vector becomes numbers of few digits times one scale. In 8 bits they are whole, from -127 to 127, and the scale is a
+power of two, the least that lets its largest number fit: every such number is exact in bf16, fp16 and fp32. In 4 to 6
+bits a vector is taken apart along axes of its head first, less the mean of what the head holds (`Axes`): a softmax does
+not see that all keys are shifted alike, and the mean of the values is added to what it gives. Along few axes vectors
+differ much, along most of them little, so that numbers have bits by their axis, and 4 to 6 in the mean (LAYOUT). They
+lie half way between whole ones, and the scale has 8 digits; the number that is largest beside what its bits hold is
+the last that they hold, or is cut off, whichever moves the vector least. Heads of so few bits hold all they hold so,
+queries are turned to see the same, and compute in at least fp32.
 
 What is rounded once stays what it is when it is rounded again: so a token is the same whether it is attended to in the
 call that read it or out of the state of a later one.
@@ -25,9 +28,14 @@ from .state import is_exact, least_count, remember_token, tensors, working_dtype
 
 MAX_CODE = 127
 LOWEST, HIGHEST = -24, 121  # exponents: below the first fp16 has no numbers, above the second fp32 has none
-ROTATED = (4, 5, 6)  # bits in which vectors are rotated
+LAYOUT = {  # of the bytes that some numbers of a vector fill: the bits of each number in them
+    4: ((6, 2), (5, 3)),
+    5: ((8,), (8,), (6, 2), (5, 3), (4, 4)),
+    6: ((8,), (8,), (8,), (8,), (5, 3), (4, 4)),
+}
+BY_AXIS = tuple(LAYOUT)  # bits in which vectors are taken apart along axes
 SCALE_BYTES = 2  # of a vector that is
-CUT = 0.93  # of the largest number, beyond which numbers may be cut off for the sake of the others
+TRIED = (1.0, 0.85, 0.7)  # of the scale that lets all numbers fit: what is larger is cut off for the sake of the others
 TINIEST = 2.0**-100  # the least scale: what is smaller is 0
 
 KEPT_AS_BYTES = (torch.int8, torch.uint8, torch.int16)
@@ -71,10 +79,70 @@ class FewBits:
     value: Rounded
 
     @staticmethod
-    def of(query: Tensor, key: Tensor, value: Tensor, bits: int) -> FewBits:
-        if bits in ROTATED:
-            query, key, value = rotate(query), rotate(key), rotate(value)
+    def of(query: Tensor, key: Tensor, value: Tensor, bits: int, axes: Axes | None, root: float) -> FewBits:
+        if bits in BY_AXIS and axes is not None:
+            query, key, value = axes(axes.along, query, key, value, root)
         return FewBits(query, Rounded.of(key, bits), Rounded.of(value, bits))
+
+
+class Axes(nn.Module):
+    """The axes along which heads of few bits keep keys and values, and what vectors are measured by along them.
+
+    A key x that is multiplied by `root` is kept as (x - middle)·axes / steps, a value likewise; bits are those of each
+    head, and a head of another number of bits has no use for its axes.
+    """
+
+    key_axes: Tensor  # (heads, dim, dim) an axis in a column
+    key_steps: Tensor  # (heads, dim)
+    key_middle: Tensor
+    value_axes: Tensor
+    value_steps: Tensor
+    value_middle: Tensor
+
+    def __init__(self, bits: list[int], key_dim: int, value_dim: int) -> None:
+        super().__init__()
+        self.bits = bits
+        for kind, dim in (("key", key_dim), ("value", value_dim)):
+            for name, shape in (("axes", (dim, dim)), ("steps", (dim,)), ("middle", (dim,))):
+                parameter = nn.Parameter(torch.zeros(len(bits), *shape), requires_grad=False)
+                self.register_parameter(f"{kind}_{name}", parameter)
+
+    def forward(self, compute: Any, *inputs: Any) -> Any:
+        """Compute one of the methods: what offloads parameters brings them for a forward."""
+        return compute(*inputs)
+
+    @torch.no_grad()
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        """Start with axes along which no few numbers are large, for vectors that differ alike in all directions."""
+        for axes, steps, middle in (
+            (self.key_axes, self.key_steps, self.key_middle),
+            (self.value_axes, self.value_steps, self.value_middle),
+        ):
+            axes.copy_(rotation(axes.shape[-1], axes.dtype, axes.device).expand_as(axes))
+            middle.zero_()
+            for head, count in enumerate(self.bits):
+                if count in BY_AXIS:
+                    steps[head] = 2.0 ** (1 - bits_by_number(count, steps.shape[-1])).to(steps)
+
+    def along(
+        self, q: Tensor, k: Tensor, v: Tensor, root: float, heads: Any = slice(None)
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Give queries (batch, heads, group, tokens, dim), keys and values (batch, heads, tokens, dim) by the axes."""
+        q, k, v = (x.to(working_dtype(x)) for x in (q, k, v))
+        axes, steps, middle = (x[heads].to(k.dtype) for x in (self.key_axes, self.key_steps, self.key_middle))
+        query = (q @ axes[:, None]) * (steps / root)[:, None, None]
+        key = (k * root - middle[:, None]) @ (axes / steps[:, None])
+        axes, steps, middle = (x[heads].to(v.dtype) for x in (self.value_axes, self.value_steps, self.value_middle))
+        return query, key, (v - middle[:, None]) @ (axes / steps[:, None])
+
+    def back(self, out: Tensor, heads: Any) -> Tensor:
+        """Give what some heads put out, (batch, heads, group, tokens, dim), of the mean of values that they kept."""
+        axes, steps, middle = (x[heads].to(out.dtype) for x in (self.value_axes, self.value_steps, self.value_middle))
+        return out @ (axes * steps[:, None]).mT[:, None] + middle[:, None, None]
+
+    def metric_along(self, metric: Tensor, head: int) -> Tensor:
+        """Give a metric of keys that are multiplied by `root` for keys as a head keeps them."""
+        return (metric.to(self.key_axes) @ self.key_axes[head]) * self.key_steps[head]
 
 
 def attend_in_few_bits(
@@ -132,7 +200,7 @@ def pack_state(state: Any, bits: int = 8) -> Any:
 
 def pack_counts(state: Any, bits: int) -> dict[str, Tensor]:
     """Give what slots count in two bytes each, where they have few bits: rounded before, nothing changes."""
-    if bits not in ROTATED or not hasattr(state, "weight"):
+    if bits not in BY_AXIS or not hasattr(state, "weight"):
         return {}
     return {"weight": state.weight.to(torch.int16), "spread": state.spread.to(torch.bfloat16).view(torch.int16)}
 
@@ -176,7 +244,7 @@ def codes_of(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if not work.numel():
         return work, work.new_zeros(*work.shape[:-1], 1, dtype=torch.int32 if bits == 8 else work.dtype)
     if bits != 8:
-        return codes_by_largest(work, 1 << (bits - 1))
+        return codes_by_largest(work, limits_of(bits, work.shape[-1], work.dtype, work.device))
     exponent = exponents_of(work)
     return (work * power(-exponent)).round_(), exponent
 
@@ -188,55 +256,60 @@ def exponents_of(x: Tensor) -> Tensor:
     return (largest + (0x1FFFF - (133 << 23))).bitwise_right_shift_(23).clamp_(LOWEST, HIGHEST)
 
 
-def codes_by_largest(x: Tensor, most: int) -> tuple[Tensor, Tensor]:
-    """Give whole numbers from -most to most - 1, and the scale of those that are tried with the least squared error."""
-    least, largest = x.aminmax(dim=-1, keepdim=True)
-    top = torch.where(largest > -least, largest, least)
-    scales = (top * tried_scales(most, x.dtype, x.device)).to(torch.bfloat16).to(x.dtype)[..., None]
-    there = scales.abs() > TINIEST
-    codes = (x[..., None, :] / torch.where(there, scales, 1.0)).round_().clamp_(-most, most - 1)
-    best = (codes * scales - x[..., None, :]).square_().sum(-1).argmin(-1)[..., None, None]
+def codes_by_largest(x: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
+    """Give numbers half way between whole ones, none beyond its limit, and the scale that was best of those tried."""
+    top = (x.abs() / limits).amax(-1, keepdim=True)
+    tried = torch.cat([top * share for share in TRIED], -1).to(torch.bfloat16).to(x.dtype)[..., None]
+    there = tried > TINIEST
+    codes = (x[..., None, :] / torch.where(there, tried, 1.0)).floor_().add_(0.5).clamp_(-limits, limits)
+    best = (codes * tried - x[..., None, :]).square_().sum(-1).argmin(-1)[..., None, None]
     codes = codes.gather(-2, best.expand(*best.shape[:-1], x.shape[-1]))[..., 0, :]
-    scale, there = scales.gather(-2, best)[..., 0], there.gather(-2, best)[..., 0]
-    return codes * there, torch.where(there, scale, 0.0)  # of nothing the scale has no sign
+    scale, there = tried.gather(-2, best)[..., 0], there.gather(-2, best)[..., 0]
+    return codes, torch.where(there, scale, 0.0)
 
 
-@functools.lru_cache(maxsize=16)
-def tried_scales(most: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Give scales to try, as shares of a vector's largest number: each gives one number the code -most or most - 1."""
+@functools.lru_cache(maxsize=64)
+def bits_by_number(bits: int, dim: int) -> Tensor:
+    """Give the bits of each number of a vector, as its bytes hold them."""
+    each = [count for byte in LAYOUT[bits] for count in byte]
     with torch.inference_mode(False):  # so that a later training may use it, too
-        return torch.tensor([-1 / most, 1 / (most - 1), -CUT / most], dtype=dtype, device=device)
+        return torch.tensor(each).repeat_interleave(dim // len(each))
+
+
+@functools.lru_cache(maxsize=64)
+def limits_of(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Give the largest number that each number of a vector may be."""
+    with torch.inference_mode(False):
+        return ((2.0 ** bits_by_number(bits, dim) - 1) / 2).to(dtype).to(device)
 
 
 def pack_codes(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Write whole numbers and scales as bytes."""
+    """Write numbers and scales as bytes."""
     if bits == 8:
         return torch.cat([codes, scale.to(codes.dtype)], -1).to(torch.int8)
-    whole = (codes + (1 << (bits - 1))).to(torch.uint8)
-    parts = list(whole.unflatten(-1, (-1, 8 // math.gcd(8, bits))).unbind(-1))  # as many as fill whole bytes
-    count, free = whole_bytes(bits), 8 - bits
-    rest = torch.stack([part.int() << place * bits for place, part in enumerate(parts[count:])]).sum(0)
-    joined = [part | (rest >> place * free << bits & 255).to(torch.uint8) for place, part in enumerate(parts[:count])]
-    return torch.cat([*joined, scale.to(torch.bfloat16).view(torch.uint8)], -1)
+    whole = (codes + limits_of(bits, codes.shape[-1], codes.dtype, codes.device)).to(torch.uint8)
+    parts, bytes = iter(whole.chunk(sum(map(len, LAYOUT[bits])), -1)), []
+    for counts in LAYOUT[bits]:
+        joined = next(parts)
+        for count in counts[1:]:
+            joined = joined << count | next(parts)
+        bytes.append(joined)
+    return torch.cat([*bytes, scale.to(torch.bfloat16).view(torch.uint8)], -1)
 
 
 def codes_in(x: Tensor, bits: int) -> Tensor:
-    """Read the whole numbers (…, dim) of what `pack_codes` wrote: each byte begins with one, and shares others."""
+    """Read the numbers (…, dim) of what `pack_codes` wrote."""
     if bits == 8:
         return x[..., :-1]
-    parts, most, free = x[..., :-SCALE_BYTES].chunk(whole_bytes(bits), -1), (1 << bits) - 1, 8 - bits
-    if bits == 4:
-        whole = [parts[0] & most, parts[0] >> 4]
-    else:
-        rest = torch.stack([(part >> bits).int() << place * free for place, part in enumerate(parts)]).sum(0)
-        shared = [(rest >> place * bits & most).to(torch.uint8) for place in range(len(parts) * free // bits)]
-        whole = [*(part & most for part in parts), *shared]
-    return torch.stack(whole, -1).flatten(-2).float() - (1 << (bits - 1))
-
-
-def whole_bytes(bits: int) -> int:
-    """Count the bytes that the fewest numbers take which fill whole bytes."""
-    return bits // math.gcd(8, bits)
+    whole: list[Tensor] = []
+    for byte, counts in zip(x[..., :-SCALE_BYTES].chunk(len(LAYOUT[bits]), -1), LAYOUT[bits], strict=True):
+        free = 8
+        for count in counts:
+            free -= count
+            part = byte >> free if free else byte
+            whole.append(part if free + count == 8 else part & ((1 << count) - 1))
+    codes = torch.cat(whole, -1).float()
+    return codes.sub_(limits_of(bits, codes.shape[-1], codes.dtype, codes.device))
 
 
 def scales_in(x: Tensor, bits: int) -> Tensor:

@@ -16,7 +16,7 @@ import torch
 
 from .feature_maps import NONE, Folded
 from .features_torch import CHUNK, attend_chunks, attend_text_with_features, attend_token_with_features
-from .few_bits import ROTATED, pack_state, round_vectors, unpack_vectors
+from .few_bits import BY_AXIS, pack_state, round_vectors, unpack_vectors
 from .kernel_token_table import TokenGroup, get_table
 from .kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
 from .slots_merging import MAX_MERGED_ROWS, Merging
@@ -106,7 +106,7 @@ def kernel_serves_text_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, 
         run_slot_merging is None
         or torch.is_grad_enabled()
         or slots + block > MAX_MERGED_ROWS
-        or merging.bits in ROTATED
+        or merging.bits in BY_AXIS
         or not kernels_accept(q, k, v, state.slot_k)
     ):
         return False

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .feature_maps import FEATURE_MAPS, FeatureMap, Folded
-from .few_bits import ROTATED, FewBits, attend_in_few_bits, pack_state, rotate, unpack_state
+from .few_bits import BY_AXIS, Axes, FewBits, attend_in_few_bits, pack_state, unpack_state
 from .kernel_dispatch import attend_token_of_layer, kernel_serves_text_slots, linear_attention
 from .kernel_token_table import TokenGroup
 from .matrix_rule import RULES, MatrixRule, ScaledRule
@@ -209,15 +209,30 @@ class LayerStudent(nn.Module):
                 return SlotGroup(heads, window, slots, block, sinks, key_dim, bits)
             return FeatureGroup(heads, window, features, sinks, key_dim, memory or feature_map, bits, value_dim)
 
-        self.kv_heads = len(held)
+        self.kv_heads, bits = len(held), [16] * len(held)
         self.merges = any(not isinstance(kind, str) and any(kind[2:3]) for kind in kinds)
         self.groups = nn.ModuleList(group(kind, heads) for kind, heads in kinds.items())
+        for each in self.groups:
+            for head in each.heads:  # type: ignore[union-attr]
+                bits[head] = each.bits  # type: ignore[assignment]
+        self.axes = Axes(bits, key_dim, value_dim or key_dim) if {*bits} & {*BY_AXIS} else None
 
     def reset(self, generator: torch.Generator) -> None:
         """Draw new features."""
         for module in self.modules():
-            if isinstance(module, (FeatureMap, MatrixRule, Merger)):
+            if isinstance(module, (FeatureMap, MatrixRule, Merger, Axes)):
                 module.reset(generator)
+        for group in self.groups:
+            if isinstance(group, SlotGroup):
+                for place, metric in enumerate(group.merger.metric):
+                    self.set_metric(group, place, metric.clone())
+
+    @torch.no_grad()
+    def set_metric(self, group: SlotGroup, place: int, metric: Tensor) -> None:
+        """Let a head of a group, by its place there, merge by a metric of keys that are multiplied by `root`."""
+        if self.axes is not None and group.bits in BY_AXIS:
+            metric = self.axes.metric_along(metric, group.heads[place])
+        group.merger.metric[place] = metric.to(group.merger.metric)
 
     def forward(
         self, query: Tensor, key: Tensor, value: Tensor, scale: float, real: Tensor | None, memory: list | None
@@ -248,12 +263,12 @@ class LayerStudent(nn.Module):
         out = value.new_empty(*query.shape[:-1], value.shape[-1])
         inputs = query, key, value, scale, real, out
         done = attend_token_of_layer(self.groups, memory, *inputs)  # type: ignore[arg-type]
-        done += attend_token_in_buffer(self.groups, memory, *inputs, done)  # type: ignore[arg-type]
+        done += attend_token_in_buffer(self.groups, memory, *inputs, done, self.axes)  # type: ignore[arg-type]
         if memory is not None:
             memory += [None] * (len(self.groups) - len(memory))
         left = [(index, group) for index, group in enumerate(self.groups) if index not in done]
         few = {int(group.bits) for _, group in left} - {16}  # type: ignore[arg-type]
-        small = {bits: FewBits.of(query, key, value, bits) for bits in few}
+        small = {bits: FewBits.of(query, key, value, bits, self.axes, scale**0.5) for bits in few}
         parts = self.read_with_slots(left, memory, query, key, value, small, scale, real)
         for index, group in left:
             heads = as_slice(group.heads)  # type: ignore[arg-type]
@@ -268,7 +283,9 @@ class LayerStudent(nn.Module):
                     part, state = group(query[:, heads], key[:, heads], value[:, heads], scale, real, state)
                 if memory is not None:
                     memory[index] = state
-            out[:, heads] = (rotate(part) if group.bits in ROTATED else part).to(out.dtype)
+            if self.axes is not None and group.bits in BY_AXIS:
+                part = self.axes(self.axes.back, part, heads)
+            out[:, heads] = part.to(out.dtype)
         return out.flatten(1, 2)
 
     def read_with_slots(

@@ -36,6 +36,7 @@ from transformers.cache_utils import Cache
 from .attention_interface import IMPLEMENTATION, attention_modules, hand_over_state, serve_decoder
 from .cache import LinearizedCache, empty_cache
 from .feature_maps import FEATURE_MAPS, FeatureMap
+from .few_bits import Axes
 from .layer_student import LayerStudent, generator_at
 from .matrix_rule import RULES, MatrixRule
 from .slots import Merger
@@ -167,7 +168,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draw what no checkpoint gave: here the base's weights outside of its decoder, and features."""
-        if not isinstance(module, (FeatureMap, MatrixRule, Merger)):
+        if not isinstance(module, (FeatureMap, MatrixRule, Merger, Axes)):
             self.base._init_weights(module)
         elif not any(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
             module.reset(torch.Generator().manual_seed(int(torch.randint(2**31, ()))))

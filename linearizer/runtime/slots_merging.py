@@ -11,7 +11,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .few_bits import ROTATED, rotate, round_counts, round_together
+from .few_bits import BY_AXIS, round_counts, round_together
 
 MAX_MERGED_ROWS = 512  # slots and tokens of a block that one program of a kernel merges at most
 TINY = 1e-30  # a squared distance of values that counts as none: infinity times it is infinite
@@ -21,7 +21,7 @@ Tensor = torch.Tensor
 
 @dataclass(frozen=True)
 class Merging:
-    """How some heads merge: metric (for keys that are multiplied by `root`) and gain of a Merger, and sizes."""
+    """How some heads merge: metric (for keys that are multiplied by `root`, or kept by axes) and gain, and sizes."""
 
     metric: Tensor  # (heads, dim, dim)
     gain: Tensor  # (heads,)
@@ -33,7 +33,7 @@ class Merging:
     @property
     def scaled(self) -> Tensor:
         """The metric for keys as they are kept."""
-        return (rotate(self.metric) if self.bits in ROTATED else self.metric) * self.root
+        return self.metric if self.bits in BY_AXIS else self.metric * self.root
 
 
 @dataclass
@@ -95,7 +95,7 @@ def round_alike(slots: Slots, bits: int) -> Slots:
         return slots
     counted = slots.weight, slots.spread
     k, v = round_together(slots.k, slots.v, bits)
-    return Slots(k, v, *(round_counts(*counted) if bits in ROTATED else counted))
+    return Slots(k, v, *(round_counts(*counted) if bits in BY_AXIS else counted))
 
 
 def merge_slots(slots: Slots, count: int | Tensor, rounding: Rounding, room: int | None = None) -> Slots:

@@ -15,12 +15,12 @@ from typing import Any
 import torch
 
 from .few_bits import (
-    ROTATED,
+    BY_AXIS,
+    Axes,
     Rounded,
     codes_in,
     pack_counts,
     pack_vectors,
-    rotate,
     scales_in,
     unpack_counts,
     unpack_vectors,
@@ -228,7 +228,7 @@ def sink_leaves(group: WindowGroup, place: int) -> bool:
 
 def attend_token_in_buffer(
     groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
-    out: Tensor, done: Sequence[int],
+    out: Tensor, done: Sequence[int], axes: Axes | None = None,
 ) -> list[int]:  # fmt: skip
     """Attend with a token, all windows and slots at once, into `out`; return the indices of the groups served.
 
@@ -241,11 +241,14 @@ def attend_token_in_buffer(
     served: list[int] = []
     for indices, buffer in held_buffers(memory) or make_buffers(groups, memory, k, scale, done):
         heads = slice(None) if buffer.order == list(range(k.shape[1])) else buffer.order
-        asks, new_k, new_v = q[:, heads, :, 0] * scale, k[:, heads, 0], v[:, heads, 0]
-        if buffer.bits in ROTATED:
-            asks, new_k, new_v = rotate(asks), rotate(new_k), rotate(new_v)
-        part = buffer.attend(asks, new_k, new_v)
-        out[:, heads, :, 0] = (rotate(part) if buffer.bits in ROTATED else part).to(out.dtype)
+        asks, new_k, new_v = q[:, heads] * scale, k[:, heads], v[:, heads]
+        by_axis = axes is not None and buffer.bits in BY_AXIS
+        if by_axis:
+            asks, new_k, new_v = axes(axes.along, asks, new_k, new_v, scale**0.5, heads)  # type: ignore[misc, union-attr]
+        part = buffer.attend(asks[..., 0, :], new_k[..., 0, :], new_v[..., 0, :])
+        if by_axis:
+            part = axes(axes.back, part[..., None, :], heads)[..., 0, :]  # type: ignore[misc, union-attr]
+        out[:, heads, :, 0] = part.to(out.dtype)
         served += indices
     return served
 

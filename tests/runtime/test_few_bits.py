@@ -5,9 +5,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from linearizer.model.initialise import initialise_axes
 from linearizer.run.head_bytes import Head, vector_bytes
 from linearizer.runtime.few_bits import (
     MAX_CODE,
+    TRIED,
+    Axes,
+    limits_of,
     pack_state,
     pack_vectors,
     rotate,
@@ -75,11 +79,12 @@ def test_gradients_pass_as_if_nothing_were_rounded():
 def test_what_is_rounded_to_fewer_bits_stays_what_it_is_in_as_few_bytes_as_are_priced(dtype, bits):
     x = drawn(dtype, 40)
     once = round_vectors(x, bits)
-    step = 2 * x.abs().amax(-1, keepdim=True) / 2**bits
-    assert ((once - x).abs() <= 1.03 * step + 0.08 * x.abs().amax(-1, keepdim=True)).all()
-    assert (once[-1] == x[-1, 0]).all() and (once[-2] == 0).all()
-    near = x.abs() < 0.8 * x.abs().amax(-1, keepdim=True)
-    assert ((once - x).abs() <= 0.58 * step)[near].all()
+    limits = limits_of(bits, 40, dtype, x.device)
+    step = (x.abs() / limits).amax(-1, keepdim=True)  # with which no number is cut off
+    near = x.abs() <= min(TRIED) * step * limits
+    assert ((once - x).abs() <= 0.503 * step)[near].all() and near.float().mean() > 0.7
+    assert ((once - x).abs() <= (1.01 - min(TRIED)) * step * limits + step).all() and (once[-2] == 0).all()
+    assert limits.log2().add(1).round().mean() == bits  # in the mean
     held = pack_vectors(once, bits)
     assert held.dtype == torch.uint8 and held.shape[-1] == vector_bytes(40, bits)
     assert torch.equal(round_vectors(once, bits), once) and torch.equal(unpack_vectors(held, dtype, bits), once)
@@ -108,6 +113,51 @@ def test_rotating_spreads_what_is_large_and_keeps_products(dim):
     assert rotate(x[0]).abs().amax() < 80 and rotate(x.bfloat16()).dtype == torch.float32
 
 
+def heads_that_differ(dim=16):
+    """Queries, keys and values of two heads that differ much in few directions, and lie off the origin."""
+    generator = torch.Generator().manual_seed(3)
+    shape = 0.7 ** torch.arange(dim).double()
+    turns = torch.linalg.qr(torch.randn(2, dim, dim, generator=generator, dtype=torch.float64))[0]
+    x = torch.randn(3, 2, 400, dim, generator=generator, dtype=torch.float64) * shape @ turns
+    return x[0], 3 * x[1] + turns[:, :1], x[2] - 2 * turns[:, 1:2]
+
+
+def begun(q, k, v, bits, root):
+    """The axes of heads that begin with these queries, keys and values."""
+    axes = Axes([bits] * len(k), k.shape[-1], v.shape[-1]).double()
+    axes.reset()
+    for head in range(len(k)):
+        initialise_axes(axes, head, q[head] * root, k[head] * root, v[head])
+    return axes
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6])
+def test_queries_see_along_axes_what_they_saw_and_rounding_moves_it_less(bits):
+    q, k, v = heads_that_differ()
+    axes, plain = begun(q, k, v, bits, 0.5), Axes([bits] * 2, 16, 16).double()
+    plain.reset()
+    exact, off = (q @ k.mT / 4).softmax(-1) @ v, {}
+    for name, own in (("begun", axes), ("plain", plain)):
+        query, key, value = own.along(q[None, :, None], k[None], v[None], 0.5)
+        seen = (query @ key[:, :, None].mT / 4).softmax(-1) @ value[:, :, None]
+        torch.testing.assert_close(own.back(seen, slice(None))[0, :, 0], exact)
+        query, key, value = own.along(q[None, 1:, None], k[None, 1:], v[None, 1:], 0.5, [1])
+        rounded = (query @ round_vectors(key, bits)[:, :, None].mT / 4).softmax(-1) @ round_vectors(value, bits)[
+            :, :, None
+        ]
+        off[name] = (own.back(rounded, [1])[0, 0, 0] - exact[1]).square().mean()
+    assert off["begun"] < 0.3 * off["plain"]
+
+
+def test_a_metric_sees_along_axes_what_it_saw():
+    q, k, v = heads_that_differ()
+    axes = begun(q, k, v, 4, 0.5)
+    key = axes.along(q[None, :, None], k[None], v[None], 0.5)[1][0, 1]
+    metric = torch.randn(16, 16, generator=torch.Generator().manual_seed(1), dtype=torch.float64)
+    apart = (key[:1] - key[1:]) @ axes.metric_along(metric, 1).mT
+    torch.testing.assert_close(apart.norm(dim=-1), ((k[1, :1] - k[1, 1:]) * 0.5 @ metric.mT).norm(dim=-1))
+
+
 @pytest.mark.parametrize(
     ("family", "held"),
     [*((family, SMALL) for family in DOUBLE), ("llama", FEWER), ("llama", TOGETHER), ("gpt2", FEWER)],
@@ -123,7 +173,7 @@ def test_a_state_of_few_bits_goes_on_as_the_full_pass(family, held):
     torch.testing.assert_close(torch.cat(pieces, 1), full, atol=1e-5, rtol=0)
     exact = [replace(head, bits=16) for head in held]
     off = (full - student_of(family, exact).double()(ids, use_cache=False).logits).abs()
-    assert 1e-4 < off.mean() < (0.1 if held is SMALL else 0.6)  # it is not the student of 16 bits, and near it
+    assert 1e-4 < off.mean() < (0.1 if held is SMALL else 0.9)  # it is not the student of 16 bits, and near it
 
 
 @pytest.mark.parametrize("held", [SMALL, FEWER], ids=["8 bits", "4 to 6 bits"])
@@ -143,7 +193,7 @@ def test_a_window_over_the_whole_text_is_the_nearer_to_the_teacher_the_more_bits
             given = student_of("llama", [held])(ids).logits - teacher_of("llama")(ids).logits
             off[bits, held.softmax] = given.abs().mean().item()
         assert off[bits, False] == pytest.approx(off[bits, True], rel=1e-3)  # whatever holds them
-    assert 0.6 > off[4, True] > off[5, True] > off[6, True] > off[8, True] > 1e-5
+    assert 0.9 > off[4, True] > off[5, True] > off[6, True] > off[8, True] > 1e-5
 
 
 @pytest.mark.parametrize("held", [SMALL, FEWER], ids=["8 bits", "4 to 6 bits"])
