@@ -3,8 +3,9 @@
 Further words are sizes: 128x128 is the width of a head and its features, 128x128xfp32 the same without bf16.
 
 Compiling takes minutes, so results are kept in compiled.json, each under a hash of all that it depends on: the source
-of the kernel and of what it calls, wherever in a file it stands, its arguments, the chip, and Triton's version. A kernel
-that changed is compiled anew; python -m tests.support.compiling --record compiles all and keeps the results, and --all prints them.
+of the kernel and of what it calls, wherever in a file it stands, its arguments, the chip, and Triton's version. A
+kernel that changed is compiled anew; python -m tests.support.compiling --record compiles all and keeps the results, and
+--all prints them.
 """
 
 import hashlib
