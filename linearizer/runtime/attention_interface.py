@@ -131,15 +131,15 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
             f"a linearized model keeps a state, not keys, and cannot use a {type(cache).__name__}: "
             "leave past_key_values out, or pass model.empty_cache()"
         )
-    if cache is not None and not cache.get_seq_length() and mask is None and positions is not None:
-        if restarts(positions):
+    if cache is not None and mask is None and positions is not None and not torch.compiler.is_exporting():
+        if not cache.get_seq_length() and restarts(positions):
             raise ValueError(NOT_SERVED)  # without a cache transformers sees it
     return (), kwargs
 
 
 def restarts(positions: torch.Tensor) -> bool:
     """Tell whether positions (texts, tokens) do not count on: several texts are packed into a row."""
-    return not torch.compiler.is_exporting() and bool((positions.diff(dim=-1) != 1).any())
+    return bool((positions.diff(dim=-1) != 1).any())
 
 
 def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:

@@ -15,7 +15,6 @@ call that read it or out of the state of a later one.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -24,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .state import is_exact, least_count, remember_token, tensors, working_dtype
+from .state import is_exact, least_count, made_once, remember_token, tensors, working_dtype
 
 MAX_CODE = 127
 LOWEST, HIGHEST = -24, 121  # exponents: below the first fp16 has no numbers, above the second fp32 has none
@@ -150,7 +149,7 @@ def attend_in_few_bits(
 ) -> tuple[Tensor, Any]:
     """Let heads attend whose state is kept as bytes; give the state, too, where it is to be kept."""
     before = None if held is None else unpack_state(held, k.bits, k.numbers.dtype, v.numbers.dtype)
-    alone = keep and before is not None and real is None and q.shape[-2] == 1
+    alone = keep and before is not None and real is None and q.shape[-2] == 1 and not torch.compiler.is_exporting()
     if alone and is_exact(held):
         remember_token(held, k.bytes, v.bytes, least_count(held.count))  # before the group counts the token, in place
     out, after = group(q, k.numbers, v.numbers, scale, real, None if before is None else replace(before))
@@ -268,7 +267,7 @@ def codes_by_largest(x: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
     return codes, torch.where(there, scale, 0.0)
 
 
-@functools.lru_cache(maxsize=64)
+@made_once
 def bits_by_number(bits: int, dim: int) -> Tensor:
     """Give the bits of each number of a vector, as its bytes hold them."""
     each = [count for byte in LAYOUT[bits] for count in byte]
@@ -276,7 +275,7 @@ def bits_by_number(bits: int, dim: int) -> Tensor:
         return torch.tensor(each).repeat_interleave(dim // len(each))
 
 
-@functools.lru_cache(maxsize=64)
+@made_once
 def limits_of(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Give the largest number that each number of a vector may be."""
     with torch.inference_mode(False):
@@ -330,7 +329,7 @@ def rotate(x: Tensor) -> Tensor:
     return x @ rotation(x.shape[-1], x.dtype, x.device)
 
 
-@functools.lru_cache(maxsize=64)
+@made_once
 def rotation(dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Hadamard's matrix, or several along the diagonal where the size is no power of two; its own inverse."""
     size = dim & -dim

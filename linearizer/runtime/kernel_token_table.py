@@ -59,7 +59,7 @@ class TokenGroup:
         return self.heads, [*self.sizes()], kept, [len(self.state.count)]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, slots=True)
 class TokenTable:
     stamp: list[tuple]
     rows: Tensor  # (heads, columns)

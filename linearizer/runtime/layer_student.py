@@ -4,7 +4,6 @@ Every KV head is one of four kinds: an exact window, a window and features, a wi
 merged into, or softmax over all tokens. Heads that hold the same are a group and are computed together.
 """
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,15 +19,11 @@ from .slots import Merger, slot_attention
 from .slots_merging import Merging
 from .slots_torch import read_text, read_together
 from .softmax_parts import get_folded
-from .state import ExactState, FeatureState, SlotState
+from .state import ExactState, FeatureState, SlotState, SoftmaxState
 from .token_buffer import WindowGroup, attend_token_in_buffer
 
 Tensor = torch.Tensor
 SOFTMAX = "softmax"
-NOT_EXPORTED = (
-    "slots merge at places that depend on the tokens read, which no exported graph can follow: "
-    "export a student without slots (--recipe features)"
-)
 
 
 def generator_at(seed: int, *place: int) -> torch.Generator:
@@ -36,15 +31,6 @@ def generator_at(seed: int, *place: int) -> torch.Generator:
     for number in place:
         seed = (seed * 0x9E3779B97F4A7C15 + number + 1) % 2**63
     return torch.Generator().manual_seed(seed)
-
-
-@dataclass
-class SoftmaxState:
-    """The whole cache of softmax heads."""
-
-    k: Tensor  # (batch, heads, tokens, dim)
-    v: Tensor
-    real: Tensor  # (batch, tokens)
 
 
 class FeatureGroup(nn.Module):
@@ -118,8 +104,6 @@ class SlotGroup(nn.Module):
         return SlotState.empty(k, v, self.window, self.sinks, self.slots)
 
     def merging(self, scale: float) -> Merging:
-        if torch.compiler.is_exporting():
-            raise ValueError(NOT_EXPORTED)
         metric, gain = self.merger()
         return Merging(metric, gain, self.window, self.block, scale**0.5, self.bits)
 
@@ -151,7 +135,13 @@ class SoftmaxGroup(nn.Module):
             causal = torch.ones(tokens, k.shape[-2], dtype=torch.bool, device=k.device).tril(k.shape[-2] - tokens)
             mask = (causal & real[:, None])[:, None]
         out = scaled_dot_product_attention(
-            q.flatten(1, 2), k, v, attn_mask=mask, is_causal=mask is None and tokens > 1, scale=scale, enable_gqa=True
+            q.flatten(1, 2),
+            k,
+            v,
+            attn_mask=mask,
+            is_causal=mask is None and bool(tokens > 1),
+            scale=scale,
+            enable_gqa=True,
         )
         return out.unflatten(1, q.shape[1:3]), SoftmaxState(k, v, real)
 
@@ -294,8 +284,9 @@ class LayerStudent(nn.Module):
     ) -> dict[int, Tensor]:  # fmt: skip
         """Let all heads with slots that no kernels serve read a text together; return what each group gives."""
         readings, states = {}, {}
+        as_token = query.shape[-2] == 1 and real is None and not torch.compiler.is_exporting()
         for index, group in left:
-            if not isinstance(group, SlotGroup) or (query.shape[-2] == 1 and real is None):
+            if not isinstance(group, SlotGroup) or as_token:
                 continue
             heads = as_slice(group.heads)
             if few := small.get(group.bits):

@@ -5,13 +5,13 @@ Shapes as in slots.py.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass, replace
 
 import torch
 
 from .few_bits import BY_AXIS, round_counts, round_together
+from .state import made_once
 
 MAX_MERGED_ROWS = 512  # slots and tokens of a block that one program of a kernel merges at most
 TINY = 1e-30  # a squared distance of values that counts as none: infinity times it is infinite
@@ -187,7 +187,14 @@ def choose_pairs(
     gone = cheapest.sort(dim=-1, stable=True).indices[:, :most]
     stays = torch.ones_like(weight, dtype=torch.bool).scatter_(1, gone, False)
     partner = take_rows(cost, gone).masked_fill_(~stays[:, None], math.inf).argmin(-1)
-    return stays.flatten().nonzero()[:, 0], gone, partner
+    return numbers_where(stays, size - most), gone, partner
+
+
+def numbers_where(stays: Tensor, each: int) -> Tensor:
+    """Number, among the slots of all rows, those that stay: so many of each row."""
+    if torch.compiler.is_exporting():  # a graph has to know how many there are
+        return torch.nonzero_static(stays.flatten(), size=len(stays) * each)[:, 0]
+    return stays.flatten().nonzero()[:, 0]
 
 
 def merging_costs(rows: Tensor, dims: tuple[int, int], full: bool) -> Tensor:
@@ -203,7 +210,7 @@ def merging_costs(rows: Tensor, dims: tuple[int, int], full: bool) -> Tensor:
     return cost.mul_(squared_distances(v, rows[..., -3]).clamp_min_(TINY))
 
 
-@functools.lru_cache(maxsize=64)
+@made_once
 def not_before(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     """Infinity where a column is not before its row, 0 elsewhere: (size, size)."""
     return torch.full((size, size), math.inf, dtype=dtype, device=device).triu()
@@ -228,7 +235,7 @@ def take_rows(x: Tensor, index: Tensor) -> Tensor:
     return x.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, index.shape)
 
 
-@functools.lru_cache(maxsize=64)
+@made_once
 def first_rows(count: int, size: int, device: torch.device) -> Tensor:
     """Number the first of `size` rows of each of so many: (count, 1)."""
     with torch.inference_mode(False):  # so that a later training may use it, too

@@ -129,7 +129,10 @@ def read_text(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | 
     remember_sinks(state, columns)
     first, end = state.count, columns.first + window + tokens
     period = torch.div(first - window, block, rounding_mode="floor") + 1  # how many blocks are merged for a row's place
-    periods = max(1, int((torch.div(end - 1 - window, block, rounding_mode="floor") + 2 - period).max()))
+    if torch.compiler.is_exporting():  # a graph knows no places: as many as there may be
+        periods = (tokens + block - 2) // block + 1
+    else:
+        periods = max(1, int((torch.div(end - 1 - window, block, rounding_mode="floor") + 2 - period).max()))
     period = period[:, None] + torch.arange(periods, device=q.device)
     start = window + block * (period - 1)  # the first place that sees a period's blocks merged
     begin, rows = (start, block) if tokens > 1 else (first[:, None], 1)
@@ -272,6 +275,8 @@ def plan_merging(held: Tensor, comes: Tensor, counts: Tensor) -> list[Step]:
     """Plan the steps; held (batch, heads, room), comes (batch, heads, periods, block), counts (heads,)."""
     before, new, block = held.sum(-1, keepdim=True), comes.sum(-1), comes.shape[-1]
     left = torch.minimum(before + new.cumsum(-1), counts[:, None])
+    if torch.compiler.is_exporting():  # a graph merges always: where nothing comes, or is too many, nothing changes
+        return [Step(True, True, True, False, own) for own in left.flatten(0, 1).unbind(-1)]
     have = torch.cat([before, left[..., :-1]], -1) + new
     facts = torch.stack([new > 0, have > left, have < left + block, have < held.shape[-1] + block])
     numbers = zip(*facts.flatten(1, 2).any(1).tolist(), left.flatten(0, 1).unbind(-1), strict=True)

@@ -6,9 +6,11 @@ is its rank among the real ones.
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, fields
+from typing import Any
 
 import torch
 
@@ -17,6 +19,17 @@ ABSENT = 2 * EMPTY  # the log-feature of a key that is not there, or does not to
 HEADROOM = 60.0  # fp32 spans e^±87: shifting by 60 leaves 147 below a stabiliser that a row may not have reached
 
 Tensor = torch.Tensor
+
+
+def made_once(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Keep what a function makes of sizes; but an exported graph makes its own, as its tensors hold no numbers."""
+    keep = functools.lru_cache(maxsize=64)(make)
+
+    @functools.wraps(make)
+    def get(*sizes: Any) -> Tensor:
+        return (make if torch.compiler.is_exporting() else keep)(*sizes)
+
+    return get
 
 
 @dataclass
@@ -81,6 +94,15 @@ class SlotState(ExactState):
             weight=torch.zeros(shape, dtype=working_dtype(v), device=v.device),
             spread=torch.zeros(shape, dtype=working_dtype(v), device=v.device),
         )
+
+
+@dataclass
+class SoftmaxState:
+    """The whole cache of softmax heads."""
+
+    k: Tensor  # (batch, heads, tokens, dim)
+    v: Tensor
+    real: Tensor  # (batch, tokens)
 
 
 @dataclass
@@ -183,8 +205,11 @@ def remember_token(state: ExactState, k: Tensor, v: Tensor, least: int) -> None:
 
 
 def must_be_copied(x: Tensor) -> bool:
-    """Tell whether x must not be written over: gradients may need it, or it was made in inference mode, which ended."""
-    return torch.is_grad_enabled() or (x.is_inference() and not torch.is_inference_mode_enabled())
+    """Tell whether x must not be written over: gradients may need it, an exported graph changes no state that it is
+    given, or x was made in inference mode, which ended."""
+    if torch.is_grad_enabled() or torch.compiler.is_exporting():
+        return True
+    return x.is_inference() and not torch.is_inference_mode_enabled()
 
 
 def first_places(size: int, last: Tensor) -> Tensor:

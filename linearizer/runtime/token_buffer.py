@@ -49,7 +49,7 @@ class WindowGroup:
         return sum(x.shape[-2] for name, x in tensors(self.state).items() if name in ("sink_k", "window_k", "slot_k"))
 
 
-@dataclass
+@dataclass(slots=True)  # no __dict__: exporters of transformers look into each, and states hold what holds them
 class TokenBuffer:
     groups: list[WindowGroup]
     order: list[int]  # the heads of the layer that lie here, in order
