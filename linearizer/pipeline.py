@@ -166,8 +166,8 @@ def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
 def check_streamed(plan: Plan) -> None:
     """Refuse what needs the gradients of a whole model, whose weights memory cannot hold."""
     end_to_end = [each.loss for each in training_settings(plan) if plan.trains and each.loss not in LAYERWISE]
-    if end_to_end or plan.lora or plan.rules.decided_by == "gates":
-        what = f"the loss {end_to_end[0]!r}" if end_to_end else "lora" if plan.lora else "learning gates"
+    if end_to_end or plan.kept_lora or plan.rules.decided_by == "gates":
+        what = f"the loss {end_to_end[0]!r}" if end_to_end else "lora" if plan.kept_lora else "learning gates"
         raise RequestError(
             f"the weights do not fit into memory and are read block by block, which {what} cannot be computed with: "
             f"train layer by layer ({', '.join(sorted(LAYERWISE))}), choose another recipe, or use a larger machine"
@@ -219,17 +219,17 @@ def make_student(run: Run, token: str | None) -> Steps[None]:
         plan = plan_with_steps(run, teacher, student, token)
         learnt, judged = training_and_judging_texts(plan, teacher, token)
     yield from train(run, plan, student, allocation, learnt)
-    if plan.lora:  # what is judged is what is saved
+    if plan.kept_lora:  # what is judged is what is saved
         checkpoint.round_weights(student, teacher.stored)
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
     run.write_evaluation(made_with={**made_with, **environment(student)})
     control = student
-    if plan.lora:  # adapters changed the student's weights: the teacher and its window have their own
+    if plan.kept_lora:  # adapters changed the student's weights: the teacher and its window have their own
         control = checkpoint.linearize(load(run.plan, token, run.inspection).model, layers, allocation)
     yield from judge(run, Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
     check_stop(run)
     checkpoint.restore_type(student, teacher.stored)
-    files = () if plan.lora else weight_files(teacher.source)  # adapters changed the weights
+    files = () if plan.kept_lora else weight_files(teacher.source)  # adapters changed the weights
     checkpoint.save(student, teacher.tokenizer, run.checkpoint, files)
     write_digests(run, files)
 

@@ -137,7 +137,8 @@ def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: floa
         if not status.run.plan.trains:
             return untrained_note("The plan asks for no training: continue to the last step.")
         allocation = status.run.allocation
-        if allocation and not any(head.features for row in allocation.heads for head in row):
+        features = allocation and any(head.features for row in allocation.heads for head in row)
+        if allocation and not features and not status.run.plan.kept_lora:
             return untrained_note("No head has features in this allocation, so there is nothing to train: continue.")
         return message_box("Training begins when the teacher is measured.")
     last = events[-1]

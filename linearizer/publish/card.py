@@ -221,8 +221,10 @@ def describe_production(allocation: Allocation, plan: Plan, training: Trained) -
     featured = any(head.features for row in allocation.heads for head in row)
     steps = f"{training.done:,} of {training.asked:,} steps" if training.early else f"{training.done:,} steps"
     done += [f"trained the features to match the teacher's attention, for {steps}"] * bool(training.done and featured)
-    adapted = f"The teacher's weights are unchanged; adapters of rank {plan.lora} on q, k, v and o were trained"
-    weights = adapted if plan.lora and training.done else "The teacher's weights are unchanged"
+    heals = bool(training.done and plan.heals)
+    done += [f"trained adapters to make up for what the heads lost, for {steps}"] * heals
+    adapted = f"The teacher's weights are unchanged; adapters of rank {plan.kept_lora} on q, k, v and o were trained"
+    weights = adapted if plan.kept_lora and training.done else "The teacher's weights are unchanged"
     return f"{join_words(done)}. {weights}"
 
 

@@ -17,7 +17,7 @@ def checkpoint_bytes(plan: Plan, inspection: Inspection, linked: bool = True) ->
     Weights that adapters changed are written anew, in no larger type than the teacher's.
     """
     weights = 0 if linked else inspection.weight_bytes
-    if plan.lora:
+    if plan.kept_lora:
         weights = min(inspection.weight_bytes, inspection.parameters * SIZES.get(plan.dtype, NUMBER))
     return weights + map_bytes(plan, inspection)
 
@@ -31,10 +31,10 @@ def map_bytes(plan: Plan, inspection: Inspection) -> int:
 
 
 def resume_bytes(plan: Plan, inspection: Inspection) -> int:
-    """Estimate what resuming needs: samples of queries and keys, and the state of training."""
+    """Estimate what resuming needs: samples of queries, keys and values, and the state of training."""
     kept = plan.kept_samples
     samples = sum(
-        (layer.query_heads + layer.kv_heads) * kept // 2 * layer.key_dim + layer.kv_heads * kept
+        (layer.query_heads * layer.key_dim + layer.kv_heads * (layer.key_dim + layer.value_dim)) * kept // 2
         for layer in inspection.layers
     )
     return samples * NUMBER + (KEPT * FILES * map_bytes(plan, inspection) if plan.trains else 0)

@@ -32,6 +32,7 @@ METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "t
 ADDRESS = re.compile(r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob)/([\w.-]+)(?:/.*)?)?/?")
 BY_RECIPE = "the recipe's"
 YIELDING = ("texts", "length", "samples")  # options that, where they are left out, shrink to what a text has
+HEALING_RANK = 8  # of the adapters that make up for what heads without features lost
 FEATURE_MAPS = ("clusters", "codebook", "mlp", "prf", "performer", "dijiang", "hedgehog")
 
 
@@ -138,17 +139,17 @@ class Plan(JsonProduct):
     minutes: float | None = option(
         None, "minutes of training, instead of steps", above=0, most=MAX_MINUTES, group=TRAINING
     )
-    loss: str = option(
-        "softmax",
+    loss: str | None = option(
+        None,
         "softmax, l2 or output: layer by layer; direct or logits: end to end; a+b: one after the other",
-        default_text=BY_RECIPE,
+        default_text=f"{BY_RECIPE}; logits where heads hold no features",
         group=TRAINING,
     )
-    lora: int = option(
-        0,
+    lora: int | None = option(
+        None,
         "rank of adapters on q, k, v and o that a loss end to end trains too; 0: none",
         least=0,
-        default_text=BY_RECIPE,
+        default_text=f"{BY_RECIPE}; {HEALING_RANK} where heads hold no features and are trained",
         group=TRAINING,
     )
     batch: int = option(2, "texts of a step", least=1, group=TRAINING)
@@ -234,7 +235,7 @@ class Plan(JsonProduct):
                 f"the strategy memory needs a memory, and feature map {self.feature_map!r} is none: ask for "
                 f"--feature-map {' or '.join(list(MEMORIES)[-3:])}, or another strategy"
             )
-        rows = sorted({"softmax", "l2"} & {*self.loss.split("+")})
+        rows = sorted({"softmax", "l2"} & {*self.kept_loss.split("+")})
         if self.memory and self.trains and rows:
             raise RequestError(
                 f"{self.memory} has no rows of positive weights, which the loss {rows[0]} compares: ask for --loss "
@@ -318,12 +319,27 @@ class Plan(JsonProduct):
     @property
     def may_learn(self) -> bool:
         """Whether a student may hold what training changes: features, or adapters."""
-        return bool(self.lora) or self.may_hold_features
+        return bool(self.kept_lora) or self.may_hold_features
 
     @property
     def trains(self) -> bool:
         """Whether training is asked for, by steps or by minutes."""
         return bool(self.steps) or self.minutes is not None
+
+    @property
+    def heals(self) -> bool:
+        """Whether training has no features to learn, and may only make up for what the heads lost."""
+        return self.trains and not self.may_hold_features
+
+    @property
+    def kept_loss(self) -> str:
+        """The loss asked for, or the one that suits what is trained."""
+        return self.loss or ("logits" if self.heals else "softmax")
+
+    @property
+    def kept_lora(self) -> int:
+        """The rank of adapters asked for, or that of those that make up for what the heads lost."""
+        return (HEALING_RANK if self.heals else 0) if self.lora is None else self.lora
 
     @property
     def texts_measured(self) -> int:

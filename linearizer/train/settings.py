@@ -45,6 +45,7 @@ RATES: Mapping[str, float] = {  # by the name of a parameter in its feature map;
     "log_ridge": 0.03,
     "lora": 0.0005,
 }
+DROPOUT = 0.5  # of windows beside features: see TrainingSettings
 MIN_PASSAGE_TOKENS = 16  # of a passage that is repeated
 
 
@@ -60,7 +61,7 @@ class TrainingSettings:
     decay: str = option("cosine", "of the rates over the training", choices=("cosine", "linear", "none"))
     warmup: int = option(10, "steps until the rates are full", least=0)
     window_dropout: float = option(
-        0.5, "chance at the start, falling to 0, that a step trains with smaller windows", least=0, most=1
+        DROPOUT, "chance at the start, falling to 0, that a step trains with smaller windows", least=0, most=1
     )
     repeats: float = option(0.5, "share of the texts in which a passage is repeated", least=0, most=1)
     lora: int = option(0, "rank of adapters on q, k, v and o; end to end only", least=0)
@@ -139,20 +140,20 @@ def generator_for(settings: TrainingSettings, number: int) -> torch.Generator:
 
 def training_settings(plan: Plan) -> list[TrainingSettings]:
     """Make the settings of each phase of a plan: one phase for each loss; the first phases take the odd steps."""
-    losses = plan.loss.split("+")
+    losses = plan.kept_loss.split("+")
     each, odd = divmod(plan.steps, len(losses))
     if plan.steps and not each:
         raise RequestError(
-            f"steps {plan.steps} are too few for the losses {plan.loss}, one after the other: give at least "
+            f"steps {plan.steps} are too few for the losses {plan.kept_loss}, one after the other: give at least "
             f"{len(losses)}, or 0 to train nothing"
         )
     first_adapted = next(
-        (number for number, loss in enumerate(losses) if plan.lora and loss in END_TO_END), len(losses)
+        (number for number, loss in enumerate(losses) if plan.kept_lora and loss in END_TO_END), len(losses)
     )
     if any(loss != "direct" for loss in losses[first_adapted + 1 :]):
         raise RequestError(
-            f"the losses {plan.loss} hold the student against its teacher once adapters have changed the weights that "
-            "both share: let nothing but direct follow the first end to end, or leave out lora"
+            f"the losses {plan.kept_loss} hold the student against its teacher once adapters have changed the weights "
+            "that both share: let nothing but direct follow the first end to end, or leave out lora"
         )
     return [
         TrainingSettings(
@@ -160,7 +161,8 @@ def training_settings(plan: Plan) -> list[TrainingSettings]:
             steps=each + (number < odd),
             batch=plan.batch,
             seed=plan.seed,
-            lora=plan.lora if loss in END_TO_END else 0,
+            lora=plan.kept_lora if loss in END_TO_END else 0,
+            window_dropout=0.0 if plan.heals else DROPOUT,
         )
         for number, loss in enumerate(losses)
     ]

@@ -311,7 +311,7 @@ def judged(student, held, original, as_teacher=False):
 
 def own_teacher(plan, teacher, student, allocation):
     """Give a model whose weights are the teacher's: the student itself, unless adapters changed it."""
-    if not plan.lora:
+    if not plan.kept_lora:
         return student
     return checkpoint.linearize(teacher_module.load(plan).model.float(), teacher.inspection.layers, allocation)
 
