@@ -6,6 +6,7 @@ from functools import partial
 
 import pytest
 import torch
+from safetensors.torch import load_file
 
 from linearizer import pipeline
 from linearizer.allocate import step
@@ -183,7 +184,25 @@ def test_minutes_are_no_steps_where_no_head_learns_and_refused_where_none_could(
             replace(plan, minutes=endless)
     for steps in (0, 10):
         with pytest.raises(RequestError, match="recipe 'best' with the strategy gain has nothing that learns"):
-            Plan.of(model="demo", budget=64, minutes=3, steps=steps)
+            Plan.of(model="demo", budget=64, minutes=3, steps=steps, lora=0)
+
+
+def test_training_without_features_lets_adapters_make_up_for_what_heads_lost(tmp_path):
+    for recipe in ("best", "windows", "swa"):
+        (settings,) = training_settings(Plan.of(recipe, model="demo", budget=64, steps=10))
+        assert (settings.loss, settings.lora, settings.window_dropout) == ("logits", 8, 0.0)
+        assert Plan.of(recipe, model="demo", budget=64).kept_lora == 0
+    (settings,) = training_settings(Plan.of("features", model="demo", budget=64))
+    assert (settings.loss, settings.lora) == ("softmax", 0) and settings.window_dropout
+    run = pipeline.begin(tmp_path / "run", Plan.of("swa", **SMALL, steps=2))
+    finish(pipeline.linearize(run))
+    assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [2]
+    card = " ".join((run.checkpoint / "README.md").read_text().split())
+    assert "trained adapters to make up for what the heads lost, for 2 steps" in card
+    before = teacher_module.load(run.plan).model.state_dict()
+    (file,) = run.checkpoint.glob("*.safetensors")
+    changed = {name for name, x in load_file(file).items() if not torch.equal(x.float(), before[name].float())}
+    assert changed and all(name.endswith("_proj.weight") and ".self_attn." in name for name in changed)
 
 
 def test_losses_share_all_steps_and_each_has_one():
