@@ -3,6 +3,7 @@
   python -m tests.benchmarks.quality            hours; what is finished is kept, and a second call goes on
   python -m tests.benchmarks.quality --quick    minutes: a few rows, one budget, one seed
   python -m tests.benchmarks.quality --table    only write the table of what has been measured
+  python -m tests.benchmarks.quality --anew …   measure again what had been measured by another version
 
 Writes results/quality-MODEL.json (one record per row, budget and seed), .md (the table) and .html (a picture).
 gap is the student's loss less its teacher's; recall is what a student gains when a passage of 64 tokens comes a second
@@ -58,6 +59,7 @@ AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
 SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the number is measured
 ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in which they are measured
     "best": ("best", {}),
+    "best, 200 steps": ("best", {"steps": 200}),
     "best --may-grow": ("best", {"may_grow": True}),
     "best, 8 bits": ("best", {"bits": 8}),
     "best, 8 bits --may-grow": ("best", {"bits": 8, "may_grow": True}),
@@ -131,6 +133,7 @@ def main(arguments=None):
     )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--anew", action="store_true")
     arguments = parser.parse_args(arguments)
     if arguments.quick:
         arguments.rows, arguments.budgets, arguments.seeds = ["best", "windows", "swa", "features"], [64], [0]
@@ -142,7 +145,7 @@ def main(arguments=None):
             (row, budget, seed) for seed in arguments.seeds for row in arguments.rows for budget in arguments.budgets
         ]
         for cell in sorted(cells, key=lambda cell: (cell[0].split()[0].rstrip(",") not in UNTRAINED, cell[2])):
-            if not table.has(*cell):
+            if arguments.anew or not table.has(*cell):
                 table.add(measure(arguments, *cell))
                 table.write()
     print(table.write())
@@ -195,6 +198,8 @@ def describe_row(row):
     about = RECIPES[recipe].about
     if changes.keys() & {"bits", "strategy"}:
         about = about.replace(", in 4 to 8 bits a number", "")
+    if changes.get("steps"):
+        about = about.replace("; no training", "")
     changed = ", ".join(f"{name} {value}" for name, value in changes.items() if name not in ("sinks", "may_grow"))
     return (
         f"{about}{'; with ' * bool(changed)}{changed}{'; the same window and slots in every head' * ('uniform' in row)}"
@@ -338,7 +343,9 @@ class Table:
         return any((r["row"], r["budget"], r["seed"]) == (row, budget, seed) for r in self.records)
 
     def add(self, record):
-        self.records.append(record)
+        """Add a record, in the place of one that was measured before."""
+        cell = [record[name] for name in ("row", "budget", "seed")]
+        self.records = [r for r in self.records if [r["row"], r["budget"], r["seed"]] != cell] + [record]
 
     def write(self):
         """Write all three forms; return the table."""
