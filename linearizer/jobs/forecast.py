@@ -42,6 +42,7 @@ JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student
 ESTIMATING_PASSES = 1 + 1.2 * DRAWS  # of a text, forward and back
 DEAR_SHARE = 0.5  # of the dear offers that may be measured
 EXCHANGE_SHARE = 0.6  # of a whole student that is run again: from the first layer on that differs
+HEALING_PASSES = 3  # of the student, forward and back, for every text that adapters are trained on
 TRAINING_FACTOR = 25.0  # of the products of the features: losses compare rows with all keys
 
 SUBJECTS = 4  # teacher, student, window, untrained student
@@ -152,6 +153,8 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
     if plan.rules.decided_by == "prices":
         pricing = max(2, plan.kept_texts // 2) * pricing_seconds(plan, heads, length, teacher, own)
     training = training_seconds(plan, layers, length, token, products)
+    if plan.heals and plan.minutes is None:
+        training = plan.steps * plan.batch * (teacher + HEALING_PASSES * (teacher + own))
     return spectra + plan.kept_texts * teacher + pricing + training + judging + inspection.weight_bytes / speeds.reads
 
 

@@ -115,7 +115,7 @@ def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
     if not account.has_files([name]):
         files[name] = code
     account.send(files, obsolete - set(files))
-    packages = [word for line in job_requirements(run.plan.lora > 0) for word in ("--with", line)]
+    packages = [word for line in job_requirements(run.plan.kept_lora > 0) for word in ("--with", line)]
     begin = ["python", "-c", BEGIN, account.bucket, name, run.id, hub_job.push or ""]
     return ["uv", "run", "--no-project", *packages, *begin]
 

@@ -37,4 +37,15 @@ def resume_bytes(plan: Plan, inspection: Inspection) -> int:
         (layer.query_heads * layer.key_dim + layer.kv_heads * (layer.key_dim + layer.value_dim)) * kept // 2
         for layer in inspection.layers
     )
-    return samples * NUMBER + (KEPT * FILES * map_bytes(plan, inspection) if plan.trains else 0)
+    trained = map_bytes(plan, inspection) + adapter_bytes(plan, inspection)
+    return samples * NUMBER + (KEPT * FILES * trained if plan.trains else 0)
+
+
+def adapter_bytes(plan: Plan, inspection: Inspection) -> int:
+    """Estimate the size of the adapters, for hidden states as wide as all queries of a token."""
+    widths = [
+        (layer.query_heads * layer.key_dim, layer.kv_heads * layer.key_dim, layer.kv_heads * layer.value_dim)
+        for layer in inspection.layers
+        if layer.native_window is None
+    ]
+    return plan.kept_lora * NUMBER * sum(6 * hidden + keys + values for hidden, keys, values in widths)

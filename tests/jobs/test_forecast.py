@@ -23,3 +23,11 @@ def test_a_forecast_counts_every_price_that_is_measured_and_the_type_that_is_com
     assert forecast_run(replace(plan, dtype="bfloat16"), result, slow_in_halves, 0).seconds > seconds
     whole = replace(result, weight_bytes=4 * 10**9)
     assert forecast_run(plan, whole, fast_in_halves, 0).seconds > forecast_run(plan, result, fast_in_halves, 0).seconds
+
+
+def test_a_forecast_counts_the_training_of_adapters_and_what_resuming_it_needs():
+    result = inspection_of([Layer(32, 8, 64, 64)] * 16, parameters=10**9, weight_bytes=2 * 10**9)
+    speeds, plan = Speeds(1e11, 2e11, 1e5, 1e10, 1e9), Plan.of(model="demo", budget=64, device="cpu")
+    plain, healed, longer = (forecast_run(replace(plan, steps=steps), result, speeds, 0) for steps in (0, 50, 100))
+    assert longer.seconds - healed.seconds > 0.9 * (healed.seconds - plain.seconds) > 100
+    assert longer.disk_bytes == healed.disk_bytes > plain.disk_bytes + 10 * 8 * 16 * 4 * 2048
