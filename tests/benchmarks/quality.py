@@ -59,7 +59,7 @@ AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
 SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the number is measured
 ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in which they are measured
     "best": ("best", {}),
-    "best, 200 steps": ("best", {"steps": 200}),
+    "best, 100 steps": ("best", {"steps": 100}),
     "best --may-grow": ("best", {"may_grow": True}),
     "best, 8 bits": ("best", {"bits": 8}),
     "best, 8 bits --may-grow": ("best", {"bits": 8, "may_grow": True}),
