@@ -5,7 +5,7 @@ import re
 import shutil
 
 from linearizer.jobs import control
-from linearizer.page import plan_form
+from linearizer.page import cards, plan_form, polling, run_state
 from linearizer.page.example import EXAMPLE_NAME
 from linearizer.page.ways import WAYS
 from linearizer.publish.allocation_charts import describe_head
@@ -13,7 +13,7 @@ from linearizer.publish.verdict import judge_run
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.support.bare_environment import make_bare_environment, run_bare
-from tests.support.page_server import FITS, LONG, SCHEMES, client_of, looking, serving, show_in, shown
+from tests.support.page_server import FITS, LONG, SCHEMES, client_of, looking, show_in, shown
 
 ONLINE = {"HF_HUB_OFFLINE": "0", "HF_TOKEN": "hf_fake_ann"}
 LOAD_BACK = """
@@ -130,15 +130,14 @@ def test_a_second_tab_and_another_day_find_the_run(local, browser, done):
         again.close()
 
 
-def test_a_server_that_did_not_publish_a_run_shows_where_it_is(local, browser, done, hub):
-    client = client_of(local.url)
-    sent = client.predict(done, "ann/kept", True, api_name="/publish_run")
-    with serving(local.runs) as again, looking(browser, f"{again.url}?run={done}") as page:
-        shown(page, "#run-card", "ann/kept")
-        page.get_by_role("button", name="Publish to the Hub").click()
-        shown(page, "#sent", f"Published as ann/kept, revision {sent['revision'][:12]}")
-        assert page.locator("#sent a").get_attribute("href") == sent["url"]
-        shown(page, "#snippet", "AutoModelForCausalLM.from_pretrained(name, revision=revision")
+def test_a_server_that_did_not_publish_a_run_shows_where_it_is(local, done, hub):
+    sent = client_of(local.url).predict(done, "ann/kept", True, api_name="/publish_run")
+    run = Run(local.runs / done)  # this process has published nothing
+    assert "ann/kept" in cards.run_card(control.status(run), done, 0.0)
+    card, code = polling.publication_piece(run, run_state.read_pieces(run, 60.0)).value
+    assert f'href="{sent["url"]}"' in card and "Published as" in card and "ann/kept</a>" in card
+    assert f"revision <code>{sent['revision'][:12]}</code>" in card
+    assert code.visible and "AutoModelForCausalLM.from_pretrained(name, revision=revision" in code.value
 
 
 def test_a_run_is_stopped_and_resumed(local, browser):

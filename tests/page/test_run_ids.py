@@ -1,5 +1,6 @@
 """What a page keeps in memory of a run is of that run alone, not of the next run in a folder of the same name."""
 
+import shutil
 from types import SimpleNamespace
 
 import pytest
@@ -8,8 +9,8 @@ from linearizer import pipeline
 from linearizer.jobs import control
 from linearizer.page import polling, run_state, sending, students
 from linearizer.page.visitors import find_visitor
-from linearizer.progress import finish
 from linearizer.publish import push
+from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.support.runs import wait_until
 
@@ -29,10 +30,11 @@ def published(run, repo_id, **how):
     return SimpleNamespace(repo_id=repo_id)
 
 
-def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(someone, tmp_path, monkeypatch):
+def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
+    someone, tmp_path, quick_run, trained_run, monkeypatch
+):
     monkeypatch.setattr(push, "publish", published)
-    run = pipeline.begin(tmp_path / "demo-64", PLAN)
-    finish(pipeline.linearize(run))
+    run = Run(shutil.copytree(quick_run, tmp_path / "demo-64"))
     first = students.load_pair(run, someone)
     sending.begin_publication(run, "me/first", True, None)
     wait_until(lambda: sending.latest_publication(run).over)
@@ -48,5 +50,6 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(som
     drawn = polling.draw_changes({"run": "demo-64"}, seen, 3.0, False, None, None)[0]
     assert set(drawn) == set(new)  # nothing of the first is taken as shown
 
-    finish(pipeline.linearize(run))
+    control.delete(run)
+    run = Run(shutil.copytree(trained_run, tmp_path / "demo-64"))
     assert students.load_pair(run, someone) is not first
