@@ -21,10 +21,11 @@ def lead(title: str, text: str, level: str = "h2") -> None:
     gr.HTML(f'<div class="lz-lead"><{level}>{title}</{level}><p>{text}</p></div>')
 
 
-def chart(title: str, text: str, name: str | None = None) -> gr.Plot:
-    """Place a figure under its title and a sentence that says what it shows."""
-    with gr.Column(visible=True, elem_classes="lz-chart"):
-        gr.HTML(f'<div class="lz-chart"><h3>{title}</h3><p>{text}</p></div>')
+def chart(title: str, text: str, name: str | None = None, later: str = "") -> gr.Plot:
+    """Place a figure under its title and a sentence that says what it shows; `later` says when, until it is drawn."""
+    with gr.Column(visible=True, elem_classes=["lz-chart", "lz-figure"]):
+        awaited = f'<p class="lz-later">{later}</p>' if later else ""
+        gr.HTML(f'<div class="lz-chart"><h3>{title}</h3><p>{text}</p>{awaited}</div>')
         return gr.Plot(show_label=False, label=title, container=False, elem_id=name)
 
 
@@ -55,7 +56,8 @@ def profile_step(ui: SimpleNamespace) -> None:
             ui.prices = chart(
                 "Kl of every head",
                 "Thousandths of a nat per token that the model's output loses if this head alone holds an equal "
-                "share of the budget: the more, the more bytes are worth here. Drawn once all heads are priced.",
+                "share of the budget: the more, the more bytes are worth here.",
+                later="It is drawn once all heads are priced.",
             )
         with gr.Column(min_width=320):
             ui.map = chart(
@@ -65,7 +67,8 @@ def profile_step(ui: SimpleNamespace) -> None:
     ui.other = gr.Slider(
         MIN_BUDGET, MAX_BUDGET, DEFAULT_BUDGET, step=8, label="Another budget, in tokens of cache", elem_id="other"
     )
-    ui.bars = chart("What each KV head holds", "The dotted line is an equal share for every head.", "bars")
+    later = "It is drawn once all heads are measured."
+    ui.bars = chart("What each KV head holds", "The dotted line is an equal share for every head.", "bars", later)
     ui.other_card = gr.HTML(elem_id="other-card")
     with gr.Row(elem_classes="lz-acts"):
         ui.to_distil = gr.Button("Continue", variant="primary", elem_id="to-distil", interactive=False)
@@ -77,6 +80,7 @@ def profile_step(ui: SimpleNamespace) -> None:
     ui.curves = chart(
         "How many features it takes",
         "N(λ): a finer λ, to the right, takes more features in each layer. The map has one λ.",
+        later=later,
     )
 
 
@@ -86,8 +90,12 @@ def distil_step(ui: SimpleNamespace) -> None:
         "One layer at a time, on the teacher's queries, keys and values. The teacher's weights stay as they are.",
     )
     ui.training = gr.HTML(elem_id="training")
-    ui.losses = chart("Loss of each layer", "Distance to the smallest possible loss; a line for each layer.")
-    ui.error = chart("Error", "Of attention, in the mean over layers, or KL at the model's output, in nats.")
+    later = "It is drawn once training has begun."
+    ui.losses = chart(
+        "Loss of each layer", "Distance to the smallest possible loss; a line for each layer.", None, later
+    )
+    about = "Of attention, in the mean over layers, or KL at the model's output, in nats."
+    ui.error = chart("Error", about, None, later)
     ui.to_compare = gr.Button("Continue", variant="primary", elem_id="to-compare", interactive=False)
 
 

@@ -8,12 +8,13 @@ import gradio as gr
 
 from linearizer.page.layout import chart, lead
 from linearizer.page.students import sample_prompts
-from linearizer.publish.html import part_lead
+from linearizer.publish.html import message_box, part_lead
 from linearizer.publish.parts import PART_VIEWS
 
 
 def compare_step(ui: SimpleNamespace) -> None:
     ui.verdict = gr.HTML(elem_id="verdict")
+    gr.HTML(message_box("Writing, evaluating and publishing wait for the student of this run."), elem_id="awaited")
     lead("Compare", "The same prompt, both models. They write one token each in turn, so neither slows the other down.")
     ui.prompt = gr.Textbox("Once upon a time", label="Prompt", lines=2, max_lines=6, elem_id="prompt")
     with gr.Row(elem_id="prompts", elem_classes="lz-chips"):
@@ -65,14 +66,17 @@ def evaluate_part(ui: SimpleNamespace) -> None:
         "What the student kept. The same code measures teacher, student, a plain window of equal bytes and the "
         "untrained student, on text that was kept from training.",
     )
+    later = "It is drawn once the student is judged."
     with gr.Row():
         with gr.Column(min_width=320, visible=False) as ui.frontier_place:
             ui.frontier = chart(
                 "What a budget buys",
                 "The kl that the prices predict for every budget; the markers were measured, at this run's bytes.",
+                later=later,
             )
         with gr.Column(min_width=320):
-            ui.memory_plot = chart("Memory", "Bytes of the teacher's cache and the student's state, by length of text.")
+            about = "Bytes of the teacher's cache and the student's state, by length of text."
+            ui.memory_plot = chart("Memory", about, later=later)
     ui.evaluation = gr.HTML(elem_id="evaluation")
     ui.part_places, ui.part_tables, ui.part_charts = {}, {}, {}
     for part, view in PART_VIEWS.items():

@@ -290,10 +290,12 @@ def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(
     verdict = judge_run(run)
     with looking(browser, f"{local.url}?run={done}") as page:
         shown(page, "#verdict", verdict.sentence)
+        page.wait_for_selector("#awaited", state="hidden")
         assert page.locator(f"#verdict .lz-{verdict.kind}").count() == 1
         page.wait_for_selector("#part-recall .js-plotly-plot")
         for title in ("Loss by position", "Recall", "Memory"):  # each chart once
             assert page.locator("#step-5 .lz-chart h3:not(.lz-part):visible", has_text=title).count() == 1, title
+        assert page.locator("#step-5 .lz-later:visible").count() == 0  # all is drawn
         titles = page.locator("#step-5 h2").all_inner_texts()
         assert titles == ["Compare", "Evaluate", "Publish"]
         page.wait_for_selector("#evaluation table", state="attached")
