@@ -1,21 +1,30 @@
 """A run in a job of the Hub is paid by who agreed to it, is followed as any run, and ends in the same student."""
 
 import json
+import os
+import signal
+import threading
+from contextlib import suppress
 
 import pytest
 
 from linearizer import pipeline, run_in_job
-from linearizer.jobs.hub_api import BUCKET
+from linearizer.errors import LinearizerError, RequestError
+from linearizer.jobs import control, hub_follow, hub_start
+from linearizer.jobs.hub_api import BUCKET, Account
+from linearizer.jobs.hub_follow import folder_of, follow_job
 from linearizer.model.checkpoint import load_of_run
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
+from linearizer.run.events import EventName
+from linearizer.run.hub_job import HubJob, write_hub_job
 from linearizer.run.plan import Plan
-from tests.support.runs import QUICK, log_of, wait_for, wait_until, weights_of
+from tests.support.runs import QUICK, log_of, process_of, wait_for, wait_for_event, wait_until, weights_of
 
-ME = "hf_fake_me"
-PLAN = Plan("demo", steps=2, **QUICK)
-LONG = Plan("demo", steps=100_000, **QUICK)
-CAP = "a job on cpu-basic costs me \\$0.01 an hour, and at most \\$0.00 for 15 minutes"
+ME, OFFER = "hf_fake_me", HubJob("me", "cpu-basic", 15, 0.01)
+PLAN, LONG = (Plan("demo", steps=steps, **QUICK) for steps in (2, 100_000))
+EVENT = 'print(\'{"time": 1.0, "event": "%s"}\', flush=True)'
+pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # how the Hub's client sends files
 
 
 @pytest.fixture
@@ -23,8 +32,9 @@ def begin(hub, tmp_path):
     """Begin runs in jobs; when the test is over none is at work any more."""
     begun = []
 
-    def run(plan=PLAN, name="run", token=ME, **how):
-        begun.append(run_in_job(tmp_path / "runs" / name, plan, "cpu-basic", token=token, **{"yes": True, **how}))
+    def run(plan=PLAN, **how):
+        how = {"flavor": "cpu-basic", "token": ME, "yes": True, **how}
+        begun.append(run_in_job(tmp_path / "runs" / "run", plan, **how))
         return begun[-1]
 
     yield run
@@ -33,39 +43,214 @@ def begin(hub, tmp_path):
         wait_until(lambda run=run: not run.is_locked)
 
 
-@pytest.fixture(scope="module")
-def local(tmp_path_factory):
-    """A run of the same plan on this machine."""
-    run = pipeline.begin(tmp_path_factory.mktemp("local") / "run", PLAN)
-    finish(linearize(run))
-    return run
+@pytest.fixture
+def queued(hub, tmp_path):
+    """A run whose job was agreed to and that nobody follows yet; jobs say nothing and end well."""
+    hub.program = "pass"
+    run = pipeline.begin(tmp_path / "runs" / "run", PLAN, ME, here=False)
+    write_hub_job(run, OFFER)
+    run.log(EventName.QUEUED, cap=OFFER.cap)
+    yield run
+    hub.clear_jobs()
 
 
-def said(run):
-    """List what a log says, without times and the job itself."""
-    events = [event for event in run.events() if event["event"] not in ("hub job", "queued")]
-    return [{key: event.get(key) for key in ("event", "done", "total", "unit", "layer")} for event in events]
+def follow(run, token=ME):
+    """Follow a run here, as the process that is started for it does."""
+    with run.take_lock(), suppress(LinearizerError):
+        follow_job(run, token)
+    return control.status(run)
 
 
-def marked(events):
-    """Keep the events that do not depend on how fast a machine is."""
-    return [event for event in events if event["done"] is None or event["done"] == event["total"]]
+def marks(run):
+    """List the events of a log that do not depend on the speed of a machine, without times and the job itself."""
+    events = [event for event in run.events() if event["event"] not in (EventName.HUB_JOB, EventName.QUEUED)]
+    kept = [event for event in events if event.get("done") == event.get("total")]
+    return [{key: event.get(key) for key in ("event", "done", "total", "unit", "layer")} for event in kept]
 
 
-def test_a_job_makes_the_student_that_this_machine_makes(begin, hub, local, tmp_path):
-    run = begin()
+def test_a_job_makes_and_publishes_the_student_that_this_machine_makes(begin, hub, tmp_path):
+    hub.breaks = [2, 3]  # the network is cut while the log is followed
+    run = begin(push="student")
+    local = pipeline.begin(tmp_path / "local", PLAN)
+    finish(linearize(local))
     status = wait_for(run, "done")
-    assert marked(said(run)) == marked(said(local))
+    wait_until(lambda: not run.is_locked)
+    assert [mark for mark in marks(run) if mark["event"] != "published"] == marks(local)
+    assert len({event["time"] for event in run.events()}) >= len(marks(local)) and hub.breaks == []
     assert run.allocation == local.allocation and run.evaluation_parts == local.evaluation_parts
+    assert run.plan == local.plan and run.settled
     load_of_run(run)  # completes the checkpoint with its teacher's weights, which no job sends back
     assert weights_of(run.checkpoint) == weights_of(local.checkpoint)
-    assert status.published is None and log_of(run) == ""
-    job = hub.jobs["job0"]
-    assert job.stage == "COMPLETED" and job.spec["secrets"] == {"HF_TOKEN": ME}
-    assert job.spec["timeoutSeconds"] == 15 * 60 and job.spec["flavor"] == "cpu-basic"
-    assert hub.buckets[f"me/{BUCKET}"]["private"]
-    assert not [path for path in hub.buckets[f"me/{BUCKET}"]["files"] if "/teacher-" in path or "hub_job" in path]
-    spoken = json.dumps([job.spec["command"], job.spec["environment"], job.lines, hub.requests])
-    assert ME not in spoken
+    assert status.published["repo_id"] == "me/student" and hub.repos["models", "me/student"].private
+    job, bucket = hub.jobs["job0"], hub.buckets[f"me/{BUCKET}"]
+    assert (job.stage, job.spec["flavor"], job.spec["timeoutSeconds"]) == ("COMPLETED", "cpu-basic", 15 * 60)
+    assert bucket["private"] and not [path for path in bucket["files"] if "/teacher-" in path or "hub_job" in path]
+    assert job.spec["secrets"] == {"HF_TOKEN": ME} and log_of(run) == ""
+    assert ME not in json.dumps([job.spec["command"], job.spec["environment"], job.lines, hub.requests])
     for path in tmp_path.rglob("*"):
         assert not path.is_file() or ME.encode() not in path.read_bytes()
+    hub_start.forget_in_bucket(run, ME)
+    assert not [path for path in bucket["files"] if run.id in path]
+
+
+def test_a_run_is_attached_to_again_stopped_and_goes_on_in_another_job(begin, hub):
+    run = begin(LONG)
+    wait_for_event(run, "distill", 2)
+    os.kill(int(process_of(run).name), signal.SIGKILL)
+    wait_for(run, "lost")
+    hub_start.resume_in_job(run, ME)  # nothing to agree to: the job goes on
+    wait_until(lambda: control.state_of(run) == "running")
+    control.stop(run, "enough")
+    assert wait_for(run, "stopped").error == "enough" and [*hub.jobs] == ["job0"]
+    wait_until(lambda: not run.is_locked)
+    lines = run.log_file.read_text().splitlines()
+    assert len(lines) == len(set(lines)) and hub.jobs["job0"].stage == "COMPLETED"
+    last = max(event["done"] for event in run.events() if event["event"] == "distill")
+    with pytest.raises(
+        RequestError, match="needs another job, and a job on cpu-basic costs me .* add --yes to begin it"
+    ):
+        hub_start.resume_in_job(run, ME)
+    assert [*hub.jobs] == ["job0"]
+    hub_start.resume_in_job(run, ME, yes=True)
+    wait_for_event(run, "distill", last + 1)
+    control.use_now(run)
+    wait_for(run, "done")
+    steps = [event["done"] for event in run.events() if event["event"] == "distill"]
+    assert [*hub.jobs] == ["job0", "job1"] and steps.count(1) == 1
+    load_of_run(run)
+
+
+@pytest.mark.parametrize(
+    ("status", "sentence"),
+    [
+        (
+            402,
+            "has no credit for it .injected fault.: add some at .*/settings/billing; nothing was begun",
+        ),
+        (403, "may not do that .injected fault.: sign in again and allow jobs, or use a token with the permission"),
+        (503, "cannot be had now, the Hub answered 503 .*: try again later; "),
+    ],
+)
+def test_a_job_that_the_hub_refuses_costs_nothing(queued, hub, status, sentence):
+    hub.fail_next("POST /api/jobs/me", status)
+    ended = follow(queued)
+    assert ended.state == "failed" and not hub.jobs
+    with pytest.raises(RequestError, match=f"a job on cpu-basic .*{sentence}"):
+        raise RequestError(ended.error)
+
+
+@pytest.mark.parametrize(
+    ("program", "second", "sentence"),
+    [
+        (
+            "print('no space left'); raise SystemExit(3)",
+            1,
+            "ended before its work .ERROR: .*; its last words: no space left",
+        ),
+        (
+            "import time; time.sleep(60)",
+            5e-4,
+            "came to the end of its 15 minutes: resume the run, and another job goes on",
+        ),
+        (EVENT % "done", 1, "ended before its work .COMPLETED.: resume the run"),
+    ],
+)
+def test_a_job_that_ends_before_its_work_is_resumable(queued, hub, program, second, sentence):
+    hub.program, hub.second = program, second
+    ended = follow(queued)
+    assert ended.state == "failed"
+    with pytest.raises(RequestError, match=f"the job {sentence}"):
+        raise RequestError(ended.error)
+    hub.program = EVENT % "stopped"
+    queued.log(EventName.QUEUED, cap=OFFER.cap)
+    assert follow(queued).state == "stopped" and len(hub.jobs) == 2
+
+
+def test_a_job_without_a_machine_is_cancelled_when_the_run_is_stopped(queued, hub):
+    hub.no_machine = True
+    follower = threading.Thread(target=follow, args=[queued])
+    follower.start()
+    wait_until(lambda: any(event["event"] == EventName.HUB_JOB for event in queued.events()))
+    assert control.status(queued).state == "queued" and control.status(queued).place is None
+    queued.make_request("stop")
+    follower.join()
+    assert hub.jobs["job0"].stage == "CANCELED" and control.state_of(queued) == "stopped"
+
+
+def test_a_job_that_does_not_stop_is_cancelled_and_its_own_end_is_told(queued, hub, monkeypatch):
+    hub.program = "import time; print('begun', flush=True); time.sleep(60)"
+    monkeypatch.setattr(hub_follow, "STOP_SECONDS", 0.2)
+    follower = threading.Thread(target=follow, args=[queued])
+    follower.start()
+    wait_until(lambda: hub.jobs and hub.jobs["job0"].stage == "RUNNING")
+    queued.make_request("stop")
+    follower.join()
+    assert hub.jobs["job0"].stage == "CANCELED" and control.state_of(queued) == "stopped"
+
+
+def test_a_job_whose_beginning_was_not_noted_is_followed_and_no_other_begun(queued, hub):
+    hub.program = EVENT % "stopped"
+    account = Account(ME)
+    account.make_bucket()
+    hub.no_machine = True
+    account.begin_job("image", ["true"], "cpu-basic", 15, queued.id, {})
+    threading.Timer(0.5, hub.jobs["job0"].work).start()
+    assert follow(queued).state == "stopped" and [*hub.jobs] == ["job0"]
+
+
+def test_what_was_not_agreed_to_begins_no_job(queued, hub):
+    queued.log(EventName.QUEUED)
+    assert "resume it and agree to that" in follow(queued).error and not hub.jobs
+    assert "works in jobs of 'me', and 'ann' is signed in" in follow(queued, "hf_fake_ann").error
+    assert "nobody is signed in, so no job can be begun" in follow(queued, None).error
+    hub.buckets[f"me/{BUCKET}"] = {"private": False, "files": {}}
+    queued.log(EventName.QUEUED, cap=OFFER.cap)
+    assert "is public, and runs are sent to a private one only" in follow(queued).error and not hub.jobs
+
+
+def test_what_can_be_refused_is_refused_before_anything_is_sent(begin, hub, tmp_path):
+    for how, sentence in (
+        ({"yes": False}, r"a job on cpu-basic costs me \$0.01 an hour, and at most \$0.00 for 15 minutes: add --yes"),
+        ({"flavor": "h1000"}, r"no hardware 'h1000': choose from .*l4x1 \(\$0.80 an hour\)"),
+        ({"flavor": "tiny"}, "tiny has a disk of 1 GB, and 12 GB are needed"),
+        ({"minutes": 9999}, "a job of 9999 minutes cannot be: give 1 to 420"),
+        ({"token": "hf_read_me", "push": "mine"}, "the token of 'me' may only read"),
+        ({"push": "ann/hers"}, "'ann' is not an owner that 'me' may publish for"),
+        ({"plan": Plan(str(tmp_path), **QUICK)}, "the model .* is on this machine, which a job cannot read"),
+        ({"plan": Plan("demo", text="file:mine.txt", **QUICK)}, "the text 'file:mine.txt' is on this machine"),
+    ):
+        with pytest.raises(RequestError, match=sentence):
+            begin(**how)
+    hub.hardware.clear()
+    with pytest.raises(RequestError, match="choose from nothing now; nothing was begun"):
+        begin()
+    assert not hub.jobs and not hub.buckets and not (tmp_path / "runs" / "run" / "plan.json").exists()
+
+
+def test_lines_that_the_log_lost_come_from_the_bucket(queued, hub):
+    hub.program = EVENT % "stopped"
+    line = json.dumps({"time": 1.0, "event": "profiled"})
+    account = Account(ME)
+    account.make_bucket()
+    with pytest.MonkeyPatch.context() as patch:
+        begin = Account.begin_job
+
+        def begin_and_lose(self, *how):
+            kept = queued.log_file.read_text() + line + "\n"
+            self.send({f"{folder_of(queued.id)}/events.jsonl": kept.encode()})
+            return begin(self, *how)
+
+        patch.setattr(Account, "begin_job", begin_and_lose)
+        assert follow(queued).state == "stopped"
+    assert queued.log_file.read_text().splitlines().count(line) == 1
+
+
+def test_the_command_line_lists_hardware_and_asks_before_it_costs(hub, said, monkeypatch, tmp_path):
+    monkeypatch.setenv("HF_TOKEN", ME)
+    code, out, _ = said("run", "demo", "--job", "list")
+    assert code == 0 and "l4x1" in out and "1 L4 with 24 GB, 30 GB memory, $0.80 an hour" in out
+    code, _, err = said("run", "demo", "--job", "l4x1", "--job-minutes", "30", "--out", tmp_path / "run")
+    assert code == 2 and "costs me $0.80 an hour, and at most $0.40 for 30 minutes: add --yes to begin it" in err
+    code, _, err = said("run", "demo", "--push", "me/mine")
+    assert code == 2 and "--push is for a job of the Hub" in err
+    assert not hub.jobs and not (tmp_path / "run").exists()

@@ -78,9 +78,14 @@ class Job:
         with self.changed:
             if self.stage != "SCHEDULING":
                 return
+            program = self.hub.program
             self.process = subprocess.Popen(
-                self.spec["command"], stdout=subprocess.PIPE, stderr=subprocess.STDOUT, stdin=subprocess.DEVNULL,
-                env=environment, cwd=self.home,
+                [sys.executable, "-c", program] if program else self.spec["command"],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.STDOUT,
+                stdin=subprocess.DEVNULL,
+                env=environment,
+                cwd=self.home,
             )  # fmt: skip
             self.stage = "RUNNING"
         limit = threading.Timer(self.spec["timeoutSeconds"] * self.hub.second, self.end, ["ERROR", "Job timeout"])
@@ -202,7 +207,7 @@ class Jobs:
         if self.command == "POST":
             self.check_write(name.split("/")[0])
             if name in self.hub.buckets:
-                raise Refusal(409, "You already created this bucket")
+                return self.reply({"url": f"{self.hub.url}/buckets/{name}", "error": "You already created it"}, 409)
             private = json.loads(self.posted).get("visibility") == "private"
             self.hub.buckets[name] = {"private": private, "files": {}}
             return self.reply({"url": f"{self.hub.url}/buckets/{name}"})
@@ -250,7 +255,8 @@ class JobsOfHub:
         """End all jobs, and forget them and all buckets."""
         for job in getattr(self, "jobs", {}).values():
             job.end("CANCELED")
-        self.jobs, self.buckets, self.breaks = {}, {}, []
+        self.jobs, self.buckets, self.breaks = {}, {}, []  # breaks: lines before which the connection of a log breaks
+        self.program = ""  # what jobs run instead of their command
         self.hardware, self.second, self.machine_seconds, self.no_machine = list(HARDWARE), 1.0, 0.0, False
         self.sizes = defaultdict(int)
 
