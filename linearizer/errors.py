@@ -6,6 +6,7 @@ LinearizerError
 │   ├── ModelNotAvailable the model cannot be loaded: missing, private, gated, no network, damaged
 │   ├── TextError         the text cannot be read, or is too short
 │   ├── BudgetError       the budget is too small, or is no number
+│   ├── NotAgreed         a job would cost something that nobody has agreed to yet
 │   ├── PublishError      the repository cannot be written: rights, a taken name, a refusal of the Hub
 │   └── FolderError       the output folder holds something else, or cannot be written
 ├── FaultError            an unexpected exception: exit code 1
@@ -50,6 +51,10 @@ class BudgetError(RequestError):
 
 
 class PublishError(RequestError):
+    pass
+
+
+class NotAgreed(RequestError):
     pass
 
 

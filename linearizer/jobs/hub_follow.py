@@ -170,8 +170,9 @@ class Follower:
         if again and job.stage == "RUNNING":
             self.run.log(EventName.STARTED)
         threading.Thread(target=self.read_log, daemon=True).start()
-        polled, ended_at, over = time.monotonic(), None, False
-        while not (job.ended and (over or time.monotonic() > (ended_at or 0.0) + LOG_SECONDS)):
+        polled = ended_at = time.monotonic()
+        over = False
+        while not job.ended or (not over and time.monotonic() < ended_at + LOG_SECONDS):
             over = self.take_news() or over
             self.pass_requests_on(job)
             if over or time.monotonic() > polled + POLL_SECONDS:
@@ -180,7 +181,7 @@ class Follower:
                 polled = time.monotonic()
                 if over and not job.ended:
                     time.sleep(1)
-            if job.ended and ended_at is None:
+            if not job.ended:
                 ended_at = time.monotonic()
         self.finish(job)
         return had_ended

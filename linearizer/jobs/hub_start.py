@@ -9,7 +9,7 @@ from dataclasses import replace
 from pathlib import Path
 
 from linearizer import pipeline
-from linearizer.errors import RequestError
+from linearizer.errors import NotAgreed, RequestError
 from linearizer.jobs import control
 from linearizer.jobs.forecast import Speeds, forecast_run, measure_speeds
 from linearizer.jobs.hub_api import NOTHING_BEGUN, TROUBLE, Account, Hardware, explain_errors, list_hardware
@@ -35,16 +35,16 @@ def run_in_job(
     minutes: int | None = None,
     push: str | None = None,
     yes: bool = False,
+    most_usd: float = 0.0,
     token: str | None = None,
     resume: bool = False,
     yielding: Collection[str] = (),
     check_limits: Callable[[Plan, Inspection], None] = lambda plan, inspection: None,
-    agree: str = "add --yes",
 ) -> Run:
     """Begin a run in a job of the Hub, on a kind of hardware and on the account whose token this is.
 
-    A process in the background follows the job. Without `yes` nothing begins, and the error says what it costs at most.
-    `push` names the repository that the job publishes the student in.
+    A process in the background follows the job. Nothing begins unless `yes` agrees to what it costs at most, or
+    `most_usd` is as much: the error says it. `push` names the repository that the job publishes the student in.
     """
     check_elsewhere(plan)
     account = Account(token)
@@ -52,9 +52,9 @@ def run_in_job(
     fresh = not Run.is_begun(folder, resume)
     run = pipeline.begin(folder, plan, account.token, resume, check_limits, yielding, here=False)
     try:
-        job = make_offer(run, account, hardware, minutes, push)
-        if not yes:
-            raise RequestError(f"{job.in_words}: {agree} to begin it; {NOTHING_BEGUN}")
+        job = make_offer(plan, run.inspection, account, hardware, minutes, push)
+        if not yes and most_usd < job.cap:
+            raise NotAgreed(f"{job.in_words}: add --yes to begin it; {NOTHING_BEGUN}")
         write_hub_job(run, job)
         control.start(run, token, cap=job.cap)
     except BaseException:
@@ -91,9 +91,25 @@ def choose_hardware(flavor: str, token: str | None = None) -> Hardware:
     return offered[flavor]
 
 
-def make_offer(run: Run, account: Account, hardware: Hardware, minutes: int | None, push: str | None) -> HubJob:
-    """Say what a job for a run costs at most, once nothing speaks against it."""
-    inspection = run.inspection
+def offer_job(
+    plan: Plan,
+    inspection: Inspection,
+    flavor: str,
+    *,
+    minutes: int | None = None,
+    push: str | None = None,
+    token: str | None = None,
+) -> HubJob:
+    """Say what a job for a plan costs at most."""
+    check_elsewhere(plan)
+    account = Account(token)
+    return make_offer(plan, inspection, account, choose_hardware(flavor, account.token), minutes, push)
+
+
+def make_offer(
+    plan: Plan, inspection: Inspection, account: Account, hardware: Hardware, minutes: int | None, push: str | None
+) -> HubJob:
+    """Say what a job for a plan costs at most, once nothing speaks against it."""
     needed = inspection.weight_bytes + INSTALLED_BYTES
     if 0 < hardware.disk_bytes < needed:
         raise RequestError(
@@ -102,7 +118,7 @@ def make_offer(run: Run, account: Account, hardware: Hardware, minutes: int | No
         )
     if push is not None:
         push = check_target(push, account.token)
-    minutes = minutes or guess_minutes(run.plan, inspection, hardware)
+    minutes = minutes or guess_minutes(plan, inspection, hardware)
     if not 1 <= minutes <= MAX_MINUTES:
         raise RequestError(f"a job of {minutes} minutes cannot be: give 1 to {MAX_MINUTES}; {NOTHING_BEGUN}")
     return HubJob(account.name, hardware.name, minutes, hardware.usd_per_hour, push)
@@ -129,7 +145,7 @@ def resume_in_job(run: Run, token: str | None = None, yes: bool = False, agree: 
         with explain_errors("the jobs of this run"):
             live = account.find_live_job(run.id)
         if live is None:
-            raise RequestError(f"the run needs another job, and {job.in_words}: {agree} to begin it; {NOTHING_BEGUN}")
+            raise NotAgreed(f"the run needs another job, and {job.in_words}: {agree} to begin it; {NOTHING_BEGUN}")
     control.start(run, token, cap=job.cap if yes else 0.0)
 
 

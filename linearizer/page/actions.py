@@ -19,6 +19,7 @@ from linearizer.run.files import writing
 from linearizer.run.find import runs_root
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Layer
+from linearizer.run.hub_job import HubJob, read_hub_job
 from linearizer.run.options import options_of
 from linearizer.run.plan import YIELDING, Plan
 from linearizer.run.prices import Prices
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     import torch
 
     from linearizer.jobs.forecast import EvaluationForecast, RunForecast
+    from linearizer.jobs.hub_api import Hardware
     from linearizer.jobs.machine import Machine
     from linearizer.run.inspection import Inspection
     from linearizer.run.profile import Profile
@@ -187,21 +189,84 @@ def start_work(visitor: Visitor, run: Run) -> str:
     return run.folder.name
 
 
-def ask_run(visitor: Visitor, name: str, wish: str) -> str:
-    """Stop a run, `use` its training as it is, or resume it; return its state."""
-    run = visitor.find_own_run(name)
-    if wish == "resume":
+def list_hardware(visitor: Visitor) -> tuple[Hardware, ...]:
+    """List what jobs of the Hub can run on, and what each costs now."""
+    from linearizer.jobs import hub_api
+
+    return hub_api.list_hardware(visitor.token)
+
+
+def offer_job(
+    visitor: Visitor,
+    plan: Plan,
+    inspection: Inspection,
+    flavor: str,
+    minutes: int | None,
+    push: str | None,
+) -> HubJob:
+    """Say what a job for a plan costs a visitor at most."""
+    from linearizer.jobs import hub_start
+
+    return hub_start.offer_job(plan, inspection, flavor, minutes=minutes, push=push, token=visitor.token)
+
+
+def start_job(
+    visitor: Visitor,
+    plan: Plan,
+    asked: Collection[str],
+    flavor: str,
+    minutes: int | None,
+    push: str | None,
+    most_usd: float,
+) -> str:
+    """Start a run in a job that costs its visitor at most what was agreed to, and return its name."""
+    from linearizer.jobs import hub_start
+
+    limits.check_model(plan.model, plan.text)
+
+    def check_limits(plan: Plan, inspection: Inspection) -> None:
         if on_space():
             limits.check_turn(visitor, runs_root())
-        choose_start(run)(run, visitor.token)
+
+    run = hub_start.run_in_job(
+        visitor.fresh_folder(plan),
+        plan,
+        flavor,
+        minutes=minutes,
+        push=push,
+        most_usd=most_usd,
+        token=visitor.token,
+        yielding=[name for name in YIELDING if name not in asked],
+        check_limits=check_limits,
+    )
+    return run.folder.name
+
+
+def ask_run(visitor: Visitor, name: str, wish: str) -> str:
+    """Stop a run, `use` its training as it is, resume it, or `pay` for a job to resume it in; return its state."""
+    run = visitor.find_own_run(name)
+    if wish in ("resume", "pay"):
+        if on_space():
+            limits.check_turn(visitor, runs_root())
+        if read_hub_job(run) is None:
+            choose_start(run)(run, visitor.token)
+        else:
+            from linearizer.jobs import hub_start
+
+            hub_start.resume_in_job(run, visitor.token, yes=wish == "pay", agree="agree")
     else:
         {"stop": control.stop, "use": control.use_now}[wish](run)
     return control.state_of(run)
 
 
 def delete_run(visitor: Visitor, name: str) -> None:
-    """Delete a run that is not at work, for good."""
-    control.delete(visitor.find_own_run(name))
+    """Delete a run that is not at work, for good, and what its jobs left on the Hub."""
+    run = visitor.find_own_run(name)
+    if read_hub_job(run) is not None and not control.status(run).live:
+        from linearizer.jobs import hub_start
+
+        hub_start.forget_in_bucket(run, visitor.token)
+    control.delete(run)
 
 
 def choose_start(run: Run) -> Callable[..., None]:

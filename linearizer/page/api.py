@@ -21,6 +21,7 @@ import gradio as gr
 from linearizer.errors import RequestError
 from linearizer.jobs import control
 from linearizer.jobs.control import Status
+from linearizer.jobs.hub_api import Hardware
 from linearizer.page import actions, sending, students
 from linearizer.page.calls import Profile, Token, identify_visitor, refusals_in_api
 from linearizer.page.limits import MAX_COMPARED_TOKENS, MAX_PROMPT_CHARACTERS
@@ -146,6 +147,36 @@ def start_run(
     return actions.start_run(visitor, actions.make_plan(str(model), read_whole_number(budget), effort, asked), asked)
 
 
+def list_hardware(profile: Profile = None, token: Token = None) -> list[Hardware]:
+    """List what jobs of the Hub can run on, and what each costs in an hour now."""
+    return list(actions.list_hardware(identify_visitor("", profile, token)))
+
+
+def start_job(
+    model: str,
+    flavor: str,
+    most_usd: float,
+    budget: int = 256,
+    effort: str = "Quick",
+    options: dict[str, Choice] | None = None,
+    minutes: int = 0,
+    push: str = "",
+    secret: str = "",
+    profile: Profile = None,
+    token: Token = None,
+) -> str:
+    """Start a run in a job of the Hub on your account, and return its name at once.
+
+    It begins only if it costs at most most_usd, else the error says what it costs. flavor: a name that list_hardware
+    gives. minutes: after which the Hub ends the job; 0: twice the forecast. push: the repository that the job publishes
+    the student in, privately; empty: none. budget: {budget}. effort: {efforts}. options: {plan}.
+    """
+    visitor, asked = identify_visitor(secret, profile, token), check_options(options)
+    plan = actions.make_plan(str(model), read_whole_number(budget), effort, asked)
+    job = str(flavor), read_whole_number(minutes) or None, str(push).strip() or None
+    return actions.start_job(visitor, plan, asked, *job, float(most_usd))
+
+
 def run_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> JudgedStatus:
     """Say what a run is doing: state, place in the queue, newest progress, error, disk, where it was published, how it
     was judged, and the verdict on its student.
@@ -173,9 +204,9 @@ def use_run(run: str, secret: str = "", profile: Profile = None, token: Token = 
     return actions.ask_run(identify_visitor(secret, profile, token), run, "use")
 
 
-def resume_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
-    """Go on with a run that was stopped, lost or failed; return its state."""
-    return actions.ask_run(identify_visitor(secret, profile, token), run, "resume")
+def resume_run(run: str, secret: str = "", pay: bool = False, profile: Profile = None, token: Token = None) -> str:
+    """Go on with a run that was stopped, lost or failed; return its state. pay: agree to what another job costs."""
+    return actions.ask_run(identify_visitor(secret, profile, token), run, "pay" if pay else "resume")
 
 
 def delete_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
@@ -300,9 +331,9 @@ def stop_evaluation(run: str, secret: str = "", profile: Profile = None, token: 
 
 
 ENDPOINTS = (
-    search_models, inspect_model, estimate_run, start_run, run_status, list_runs, stop_run, use_run, resume_run,
-    delete_run, evaluate_run, evaluation_status, stop_evaluation, share_budget, branch_run, compare_models,
-    read_document, ask_document, preview_publication, publish_run,
+    search_models, inspect_model, estimate_run, start_run, list_hardware, start_job, run_status, list_runs, stop_run,
+    use_run, resume_run, delete_run, evaluate_run, evaluation_status, stop_evaluation, share_budget, branch_run,
+    compare_models, read_document, ask_document, preview_publication, publish_run,
 )  # fmt: skip
 ONE_AT_A_TIME = (compare_models, read_document, ask_document)
 

@@ -17,6 +17,7 @@ from linearizer.publish.training_charts import ERRORS
 from linearizer.publish.verdict import Verdict
 from linearizer.run.files import parse_json
 from linearizer.run.folder import Run
+from linearizer.run.hub_job import read_hub_job
 from linearizer.run.plan import Plan
 from linearizer.run.results import Language, Recall
 
@@ -94,6 +95,8 @@ def run_card(status: Status | None, name: str, now: float) -> str:
         ("disk", size(status.disk_bytes)),
         ("name", name),
     ]
+    if (job := read_hub_job(status.run)) is not None:
+        pairs.append(("works in", f"a job on {job.flavor}, at most ${job.cap:.2f}"))
     if status.published:
         pairs.append(("published as", status.published["repo_id"]))
     if status.saved is not None and status.state != "done":

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 import gradio as gr
 from gradio.components.plot import PlotData
 
-from linearizer.errors import LinearizerError, PublishError, RequestError
+from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestError
 from linearizer.jobs import control
 from linearizer.page import actions, cards, plan_cards, runs_cards, sending, students, warmup
 from linearizer.page.calls import Profile, Token, identify_visitor, refusals_on_page
@@ -102,9 +102,12 @@ def leave_run(memory: Memory) -> tuple[Any, ...]:
 def ask_run(wish: str) -> Callable:
     """Make the handler of a button that stops a run, resumes it, or ends its training."""
 
-    def handler(memory: Memory, profile: Profile, token: Token) -> Any:
-        actions.ask_run(read_visitor(memory, profile, token), run_name(memory) or "", wish)
-        return gr.Timer(SOON_SECONDS)
+    def handler(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any, Any]:
+        try:
+            actions.ask_run(read_visitor(memory, profile, token), run_name(memory) or "", wish)
+        except NotAgreed as question:
+            return gr.skip(), gr.HTML(html.message_box(str(question)), visible=True), gr.Button(visible=True)
+        return gr.Timer(SOON_SECONDS), gr.HTML("", visible="hidden"), gr.Button(visible=False)
 
     return refusals_on_page()(handler)
 

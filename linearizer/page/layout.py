@@ -46,6 +46,7 @@ def actions_of_run(ui: SimpleNamespace) -> None:
         ui.stop = gr.Button("Stop", visible=False, elem_id="stop", size="md")
         ui.use = gr.Button("Use what we have", visible=False, elem_id="use", size="md")
         ui.resume = gr.Button("Resume", variant="primary", visible=False, elem_id="resume", size="md")
+        ui.pay = gr.Button("Agree, and begin another job", variant="primary", visible=False, elem_id="pay", size="md")
 
 
 def profile_step(ui: SimpleNamespace) -> None:

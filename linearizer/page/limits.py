@@ -20,6 +20,7 @@ from linearizer.page.visitors import Visitor, on_space
 from linearizer.run import events
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
+from linearizer.run.hub_job import read_hub_job
 from linearizer.run.plan import Plan, id_of_address
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ def keep_guarding() -> Iterator[None]:
 def enforce_limit(status: control.Status, now: float, limits: Limits) -> None:
     """Stop a run that has worked too long; delete it if it has not changed for days."""
     works = [job for job in (status, status.evaluation) if job and job.state == "running"]
+    works = [job for job in works if read_hub_job(job.run) is None]  # a job takes no time of this Space
     if any(now - worked_since(job) > limits.minutes * 60 for job in works):
         control.stop(
             status.run,

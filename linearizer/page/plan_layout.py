@@ -7,7 +7,7 @@ from types import SimpleNamespace
 
 import gradio as gr
 
-from linearizer.page import plan_form
+from linearizer.page import hub_jobs, plan_form
 from linearizer.page.actions import EFFORTS
 from linearizer.page.example import EXAMPLE_NAME, has_example
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET, lead
@@ -120,4 +120,5 @@ def choose_plan(ui: SimpleNamespace) -> None:
         ui.taken = gr.UploadButton(
             "Take a plan.json in", file_types=[".json"], type="binary", size="md", elem_id="take-plan"
         )
+    hub_jobs.place_job(ui)
     ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")

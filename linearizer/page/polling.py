@@ -33,7 +33,7 @@ PLOTS = {
     "memory": "memory_plot",
     "frontier": "frontier",
 }  # pieces
-BUTTONS = ("stop", "resume", "use")
+BUTTONS = ("stop", "resume", "use", "pay")
 OUTPUTS = (  # of draw_changes: the names of parts of the page
     "seen", "timer", "walk", "note", *BUTTONS, *PLOTS.values(), "evaluation", "frontier_place", "prices_place",
     "verdict", "deciding", "bars", "other", "other_card", "branch", "to_distil", "to_compare", "compare", "read", "ask",

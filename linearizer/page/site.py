@@ -15,6 +15,7 @@ from starlette.middleware import Middleware
 from linearizer.page import (
     evaluation_handlers,
     handlers,
+    hub_jobs,
     layout,
     limits,
     plan_handlers,
@@ -152,6 +153,7 @@ def wire_plan(ui: SimpleNamespace) -> None:
     gr.on([*changes, ui.budget.release], plan_handlers.show_plan, choices, shown, **last)
     gr.on([*changes, ui.budget.release], plan_handlers.show_command, choices, [ui.command, ui.plan], **last)
     ui.start.click(plan_handlers.start_run, [ui.memory, *choices], watch_outputs(ui), **ONCE)
+    wire_job(ui, choices)
     written = [ui.model, *form]
     taken = ui.taken.upload(plan_handlers.take_plan, ui.taken, written, **ONCE)
     again = gr.on([ui.change_model.click, ui.change_plan.click], plan_handlers.change_run, ui.memory, written, **ONCE)
@@ -159,6 +161,16 @@ def wire_plan(ui: SimpleNamespace) -> None:
         filled.success(plan_handlers.show_plan, choices, shown, **last)
         filled.success(plan_handlers.show_command, choices, [ui.command, ui.plan], **last)
     again.success(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
+
+
+def wire_job(ui: SimpleNamespace, choices: list[Any]) -> None:
+    job, question = [ui.flavor, ui.job_minutes, ui.job_push], [ui.job_sure, ui.cap]
+    ui.job_part.expand(hub_jobs.list_hardware, ui.memory, ui.flavor, **SLOW, show_progress_on=ui.flavor)
+    shown = [ui.job_sure, ui.job_question, ui.cap]
+    ui.offer.click(hub_jobs.offer_job, [ui.memory, *job, *choices], shown, **{**ONCE, "show_progress_on": ui.offer})
+    ui.start_job.click(hub_jobs.start_job, [ui.memory, ui.cap, *job, *choices], watch_outputs(ui), **ONCE)
+    changes = [part.change for part in (*job, *choices)]
+    gr.on(changes, hub_jobs.hide_question, None, question, **{**QUICK, "trigger_mode": "always_last"})
 
 
 def watch_outputs(ui: SimpleNamespace) -> list[Any]:
@@ -175,7 +187,7 @@ def wire_run(ui: SimpleNamespace) -> None:
     ui.other.input(handlers.share_budget, [ui.memory, ui.other], [ui.other_card, ui.touched], **again)
     ui.branch.click(handlers.branch_run, [ui.memory, ui.other], watch_outputs(ui), **ONCE)
     for name in polling.BUTTONS:
-        getattr(ui, name).click(handlers.ask_run(name), ui.memory, ui.timer, **ONCE)
+        getattr(ui, name).click(handlers.ask_run(name), ui.memory, [ui.timer, ui.note, ui.pay], **ONCE)
     ui.leave.click(handlers.leave_run, ui.memory, watch_outputs(ui), **QUICK)
 
 

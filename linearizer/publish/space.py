@@ -33,7 +33,11 @@ FRONT_MATTER: dict[str, object] = {
     "startup_duration_timeout": "30m",
     "pinned": False,
     "hf_oauth": True,
-    "hf_oauth_scopes": ["contribute-repos", "gated-repos"],  # write only own new repositories; read gated teachers
+    "hf_oauth_scopes": [
+        "contribute-repos",
+        "gated-repos",
+        "jobs",
+    ],  # write own new repositories; read gated ones
     "hf_oauth_expiration_minutes": 480,
 }
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass
 
@@ -24,8 +25,8 @@ class HubJob(JsonProduct):
 
     @property
     def cap(self) -> float:
-        """The most that one job costs, in USD."""
-        return self.usd_per_hour * self.minutes / 60
+        """The most that one job costs, in USD, rounded up to a cent."""
+        return math.ceil(round(100 * self.usd_per_hour * self.minutes / 60, 6)) / 100
 
     @property
     def in_words(self) -> str:

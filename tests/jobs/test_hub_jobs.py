@@ -163,7 +163,8 @@ def test_a_job_that_ends_before_its_work_is_resumable(queued, hub, program, seco
         raise RequestError(ended.error)
     hub.program = EVENT % "stopped"
     queued.log(EventName.QUEUED, cap=OFFER.cap)
-    assert follow(queued).state == "stopped" and len(hub.jobs) == 2
+    again = follow(queued)
+    assert (again.state, len(hub.jobs)) == ("stopped", 2), again.error
 
 
 def test_a_job_without_a_machine_is_cancelled_when_the_run_is_stopped(queued, hub):
@@ -210,7 +211,7 @@ def test_what_was_not_agreed_to_begins_no_job(queued, hub):
 
 def test_what_can_be_refused_is_refused_before_anything_is_sent(begin, hub, tmp_path):
     for how, sentence in (
-        ({"yes": False}, r"a job on cpu-basic costs me \$0.01 an hour, and at most \$0.00 for 15 minutes: add --yes"),
+        ({"yes": False}, r"a job on cpu-basic costs me \$0.01 an hour, and at most \$0.01 for 15 minutes: add --yes"),
         ({"flavor": "h1000"}, r"no hardware 'h1000': choose from .*l4x1 \(\$0.80 an hour\)"),
         ({"flavor": "tiny"}, "tiny has a disk of 1 GB, and 12 GB are needed"),
         ({"minutes": 9999}, "a job of 9999 minutes cannot be: give 1 to 420"),
@@ -241,7 +242,8 @@ def test_lines_that_the_log_lost_come_from_the_bucket(queued, hub):
             return begin(self, *how)
 
         patch.setattr(Account, "begin_job", begin_and_lose)
-        assert follow(queued).state == "stopped"
+        ended = follow(queued)
+    assert ended.state == "stopped", ended.error
     assert queued.log_file.read_text().splitlines().count(line) == 1
 
 

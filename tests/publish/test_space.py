@@ -77,7 +77,7 @@ def test_its_front_matter_asks_for_the_least(checkout):
     card = RepoCard(space.list_files("me/app")["README.md"].decode())
     matter = card.data.to_dict()
     assert (matter["sdk"], matter["app_file"], matter["hf_oauth"]) == ("gradio", "app.py", True)
-    assert matter["hf_oauth_scopes"] == ["contribute-repos", "gated-repos"]
+    assert matter["hf_oauth_scopes"] == ["contribute-repos", "gated-repos", "jobs"]
     assert matter["sdk_version"].count(".") == 2 and len(matter["short_description"]) <= 60
     assert card.text.lstrip() == (checkout / "README.md").read_text()
 
