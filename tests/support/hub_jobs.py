@@ -72,7 +72,8 @@ class Job:
         (binaries / "uv").chmod(0o755)
         environment = {
             "PATH": f"{binaries}:/usr/bin:/bin", "HOME": self.home, "JOB_ID": self.id, "OMP_NUM_THREADS": "1",
-            "LINEARIZER_JOB_PACE": "0.01", "HF_HUB_DISABLE_XET": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": "1",
+            "LINEARIZER_JOB_PACE": "0.01",
+            "HF_HUB_DISABLE_XET": "1", "TOKENIZERS_PARALLELISM": "false", "PYTHONDONTWRITEBYTECODE": "1",
             **self.spec["environment"], **self.spec.get("secrets", {}),
         }  # fmt: skip
         with self.changed:

@@ -1,0 +1,73 @@
+"""From the page a job is begun on the visitor's own account, after a second question, and is none of another's."""
+
+import pytest
+
+from linearizer.errors import NotAgreed, RequestError
+from linearizer.jobs import control
+from linearizer.page import actions, hub_jobs, limits, plan_form, run_state, site
+from linearizer.page.plan_handlers import ChosenModel
+from linearizer.page.visitors import find_visitor
+from linearizer.run.plan import Plan
+from tests.support.runs import QUICK, wait_for, wait_until
+
+STOPPED = 'print(\'{"time": 1.0, "event": "stopped"}\', flush=True)'
+
+
+@pytest.fixture
+def ann(hub, tmp_path, monkeypatch):
+    """A visitor of a Space who signed in; jobs stop at once."""
+    monkeypatch.setenv("SPACE_ID", "us/app")
+    monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path / "runs"))
+    hub.program = STOPPED
+    yield find_visitor("ann", "hf_fake_ann")
+    hub.clear_jobs()
+
+
+def test_a_job_is_begun_for_what_was_agreed_to_and_belongs_to_its_visitor(ann, hub):
+    plan = Plan("demo", steps=2, **QUICK)
+    inspection = actions.examine_model(ann, "demo").inspection
+    job = actions.offer_job(ann, plan, inspection, "l4x1", 30, None)
+    assert (job.owner, job.cap) == ("ann", 0.4)
+    with pytest.raises(NotAgreed, match=r"a job on l4x1 costs ann \$0.80 an hour, and at most \$0.40 for 30 minutes"):
+        actions.start_job(ann, plan, (), "l4x1", 30, None, 0.39)
+    stranger = find_visitor(None, None, "a secret of sixteen")
+    with pytest.raises(
+        RequestError, match="nobody is signed in, so no job can be begun: press the button that signs in"
+    ):
+        actions.start_job(stranger, plan, (), "l4x1", 30, None, 1.0)
+    assert not hub.jobs and not control.runs_in(ann.home)
+    name = actions.start_job(ann, plan, (), "l4x1", 30, None, job.cap)
+    run = ann.find_own_run(name)
+    wait_for(run, "stopped")
+    wait_until(lambda: not run.is_locked)
+    assert hub.jobs["job0"].owner == "ann" and hub.jobs["job0"].spec["secrets"] == {"HF_TOKEN": "hf_fake_ann"}
+    with pytest.raises(RequestError, match="is none of your runs"):
+        find_visitor("ben", "hf_fake_ben").find_run(name)
+    with pytest.raises(NotAgreed, match="needs another job, and a job on l4x1 costs ann"):
+        actions.ask_run(ann, name, "resume")
+    assert not run_state.possible_actions(control.status(run))["pay"] and [*hub.jobs] == ["job0"]
+    assert "a job on l4x1, at most $0.40" in run_state.cards.run_card(control.status(run), name, 0.0)
+    with run.take_lock():
+        run.log("started")
+        limits.enforce_limit(control.status(run), 1e12, limits.LIMITS)
+        assert not run.has_request("stop")  # a job takes no time of the Space
+
+
+def test_the_form_asks_before_it_begins_a_job(ann, monkeypatch):
+    site.build()
+    monkeypatch.delenv("SPACE_ID")
+    monkeypatch.setenv("HF_TOKEN", "hf_fake_ann")
+    assert "l4x1" in str(hub_jobs.list_hardware({}, None, None).choices)
+    chosen = ChosenModel(actions.examine_model(find_visitor(), "demo"))
+    form = (chosen, 64, "Try it", False, "measured", "paper", *([""] * len(plan_form.OPTIONS)))
+    column, question, cap = hub_jobs.offer_job({}, None, None, "l4x1", "30", " mine ", *form)
+    assert column.visible and cap == 0.4 and "A job on l4x1 costs ann $0.80 an hour" in question
+    assert "it publishes ann/mine" in question
+    for given, sentence in (
+        ((None, "", ""), "no hardware was chosen"),
+        (("l4x1", "soon", ""), "is no number of minutes"),
+    ):
+        with pytest.raises(Exception, match=sentence):
+            hub_jobs.offer_job({}, None, None, *given, *form)
+    hidden, none = hub_jobs.hide_question()
+    assert not hidden.visible and none == 0.0
