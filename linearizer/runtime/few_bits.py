@@ -162,7 +162,7 @@ def round_vectors(x: Tensor, bits: int = 8) -> Tensor:
     """Round vectors (…, dim) to what so many bits can hold."""
     if bits == 8 and x.numel() and not x.requires_grad:
         work = x.to(working_dtype(x))
-        scale = power(exponents_of(work))
+        scale = scale_of(work)
         return (work / scale).round_().mul_(scale).to(x.dtype)
     return numbers_of(x, *codes_of(x.detach(), bits), bits)
 
@@ -193,8 +193,22 @@ def unpack_vectors(x: Tensor, dtype: torch.dtype, bits: int = 8) -> Tensor:
 
 def pack_state(state: Any, bits: int = 8) -> Any:
     """Give a state whose keys and values are bytes."""
-    packed = {name: pack_vectors(x, bits) for name, x in keys_and_values(state).items()}
+    vectors = keys_and_values(state)
+    together = [vectors] if is_exact(state) else [{name: x} for name, x in vectors.items()]  # a whole cache is large
+    packed = {name: x for some in together for name, x in pack_together(some, bits).items()}
     return replace(state, **packed, **pack_counts(state, bits))
+
+
+def pack_together(vectors: dict[str, Tensor], bits: int) -> dict[str, Tensor]:
+    """Write vectors as bytes, those of one size in one go: a call of an operation takes longer than its work."""
+    packed = {}
+    for kind in {(x.shape[-1], x.dtype) for x in vectors.values()}:
+        some = {name: x for name, x in vectors.items() if (x.shape[-1], x.dtype) == kind}
+        held = pack_vectors(torch.cat([x.reshape(-1, kind[0]) for x in some.values()]), bits)
+        parts = held.split([x.shape[:-1].numel() for x in some.values()])
+        for (name, x), part in zip(some.items(), parts, strict=True):
+            packed[name] = part.clone().view(*x.shape[:-1], held.shape[-1])
+    return packed
 
 
 def pack_counts(state: Any, bits: int) -> dict[str, Tensor]:
@@ -250,9 +264,21 @@ def codes_of(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
 
 def exponents_of(x: Tensor) -> Tensor:
     """Give the exponent of the scale of each vector in 8 bits: (…, 1)."""
-    largest = x.abs().amax(-1, keepdim=True).float().view(torch.int32)
-    # an fp32 number has its exponent in the bits from 23 on; what is above 127/128 of a power of two takes the next
-    return (largest + (0x1FFFF - (133 << 23))).bitwise_right_shift_(23).clamp_(LOWEST, HIGHEST)
+    return largest_bits(x).bitwise_right_shift_(23).sub_(133).clamp_(LOWEST, HIGHEST)
+
+
+def scale_of(x: Tensor) -> Tensor:
+    """Give the scale of each vector in 8 bits: (…, 1)."""
+    scale = largest_bits(x).bitwise_and_(0x7F800000).view(torch.float32)
+    return scale.mul_(2.0**-6).clamp_(2.0**LOWEST, 2.0**HIGHEST)
+
+
+def largest_bits(x: Tensor) -> Tensor:
+    """Give each vector's largest number as the bits of an fp32 number, which has its exponent in those from 23 on.
+
+    What is above 127/128 of a power of two takes the next.
+    """
+    return x.abs().amax(-1, keepdim=True).float().view(torch.int32) + 0x1FFFF
 
 
 def codes_by_largest(x: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
