@@ -27,7 +27,7 @@ from .few_bits import (
 )
 from .slots_merging import Merging
 from .slots_torch import block_leaves, merge_leaving, slot_levels
-from .state import EMPTY, ExactState, first_places, must_be_copied, tensors, working_dtype
+from .state import EMPTY, first_places, must_be_copied, tensors, working_dtype
 
 Tensor = torch.Tensor
 
@@ -98,11 +98,14 @@ class TokenBuffer:
         return made
 
     def holds(self) -> bool:
-        """Tell whether the states are still views of this buffer, which may be written."""
+        """Tell whether the states are still views of this buffer, which may be written: all that changes one replaces
+        its count, too."""
         if must_be_copied(self.level):
             return False
         pairs = zip(self.groups, self.views, strict=True)
-        return all(group.state.count is self.count and same(group.state, views) for group, views in pairs)
+        return all(
+            group.state.count is self.count and group.state.window_k is views["window_k"] for group, views in pairs
+        )
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with a token: q (batch, heads, group, dim), multiplied by the scale; k, v (batch, heads, dim)."""
@@ -206,10 +209,6 @@ class TokenBuffer:
         state.weight, state.spread = counts.get("weight", slots.weight), counts.get("spread", slots.spread)
         for kept, new in ((state.slot_k, slots.k), (state.slot_v, slots.v)):
             kept.copy_(pack_vectors(new, self.bits) if self.bits < 16 else new)
-
-
-def same(state: ExactState, views: dict[str, Tensor]) -> bool:
-    return all(getattr(state, name) is view for name, view in views.items())
 
 
 def merges(group: WindowGroup, place: int) -> bool:
