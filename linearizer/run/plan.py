@@ -134,7 +134,13 @@ class Plan(JsonProduct):
     normalise: Normalise = option("trace", "what the Gram matrix is divided by", group=MEASURING)
     gauge: Gauge = option("centred", "keys as they are, or less their mean", default_text=BY_RECIPE, group=MEASURING)
     steps: int = option(
-        0, "steps of training; 0: none", least=0, most=MAX_STEPS, default_text=BY_RECIPE, group=TRAINING
+        0,
+        "steps of training; 0: none. Where heads hold no features, adapters learn to make up for what the heads lost: "
+        "a hundred steps bring a student of a small budget nearer to its teacher",
+        least=0,
+        most=MAX_STEPS,
+        default_text=BY_RECIPE,
+        group=TRAINING,
     )
     minutes: float | None = option(
         None, "minutes of training, instead of steps", above=0, most=MAX_MINUTES, group=TRAINING
