@@ -103,7 +103,8 @@ class Axes(nn.Module):
         self.bits = bits
         for kind, dim in (("key", key_dim), ("value", value_dim)):
             for name, shape in (("axes", (dim, dim)), ("steps", (dim,)), ("middle", (dim,))):
-                parameter = nn.Parameter(torch.zeros(len(bits), *shape), requires_grad=False)
+                begin = torch.ones if name == "steps" else torch.zeros  # other heads are divided by their steps, too
+                parameter = nn.Parameter(begin(len(bits), *shape), requires_grad=False)
                 self.register_parameter(f"{kind}_{name}", parameter)
 
     def forward(self, compute: Any, *inputs: Any) -> Any:
@@ -119,6 +120,7 @@ class Axes(nn.Module):
         ):
             axes.copy_(rotation(axes.shape[-1], axes.dtype, axes.device).expand_as(axes))
             middle.zero_()
+            steps.fill_(1.0)
             for head, count in enumerate(self.bits):
                 if count in BY_AXIS:
                     steps[head] = 2.0 ** (1 - bits_by_number(count, steps.shape[-1])).to(steps)

@@ -176,6 +176,13 @@ def test_a_state_of_few_bits_goes_on_as_the_full_pass(family, held):
     assert 1e-4 < off.mean() < (0.1 if held is SMALL else 0.9)  # it is not the student of 16 bits, and near it
 
 
+def test_gradients_of_heads_of_few_bits_beside_others_are_finite():
+    student = student_of("llama", [Head(window=4, slots=4, bits=4), Head(window=4, bits=8)])
+    weight = student.get_input_embeddings().weight.requires_grad_()
+    student(tokens(2, 20), use_cache=False).logits.square().sum().backward()
+    assert weight.grad.isfinite().all() and weight.grad.abs().sum() > 0
+
+
 @pytest.mark.parametrize("held", [SMALL, FEWER], ids=["8 bits", "4 to 6 bits"])
 @torch.no_grad()
 def test_beams_choose_among_states_of_few_bits_as_without_a_state(held):
