@@ -85,7 +85,8 @@ class Setup:
     def subjects(self, length: int) -> list[Subject]:
         """Teacher, student, a plain window that takes the student's bytes at this length, the student untrained."""
         control = window_control(self.allocation, self.layers, length)
-        heads = checkpoint.make_layer_students(self.control, self.layers, control)
+        begun = self.run.has_file(SAMPLES)  # axes of few bits are: without them a window would be a worse control
+        heads = self.begun(control) if begun else checkpoint.make_layer_students(self.control, self.layers, control)
         softmax = self.teacher is self.control.base
         subjects = [] if self.teacher is None else [Subject("teacher", self.teacher, softmax=softmax)]
         subjects.append(Subject("student", self.student, self.allocation))
