@@ -96,6 +96,7 @@ def begin(
     inspection = inspect_model(source, config)
     inspection.require_support()
     check_plan(plan, inspection.layers)
+    check_packed(plan, inspection)
     check_limits(plan, inspection)
     model = f"{source.repo_id}@{source.revision}" if source.repo_id else plan.model
     dtype = decide_dtype(plan, source, config) if here else plan.dtype
@@ -126,7 +127,7 @@ def settle(run: Run, token: str | None = None) -> None:
 def decide_dtype(plan: Plan, source: Source, config: PreTrainedConfig) -> str:
     """Choose the type that this machine computes in, and refuse what it cannot do with weights that it cannot hold."""
     dtype = choose_dtype(plan.dtype, stored_dtype(config), plan.device)
-    if place_weights(config, source.parameters, computing_dtype(dtype, config), plan.device) is not None:
+    if place_weights(config, source, computing_dtype(dtype, config), plan.device) is not None:
         check_streamed(plan)
     return dtype
 
@@ -161,6 +162,15 @@ def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
     settings = training_settings(plan)
     if plan.trains:
         check_peft(max(each.lora for each in settings))
+
+
+def check_packed(plan: Plan, inspection: Inspection) -> None:
+    """Refuse adapters of weights that stay quantised."""
+    if plan.kept_lora and inspection.packed:
+        raise RequestError(
+            f"{inspection.name!r} is quantised ({inspection.quantised}), and adapters cannot be merged into such "
+            "weights: ask for --lora 0, or name the model that it was quantised from"
+        )
 
 
 def check_streamed(plan: Plan) -> None:
@@ -229,8 +239,9 @@ def make_student(run: Run, token: str | None) -> Steps[None]:
     yield from judge(run, Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
     check_stop(run)
     checkpoint.restore_type(student, teacher.stored)
-    files = () if plan.kept_lora else weight_files(teacher.source)  # adapters changed the weights
-    checkpoint.save(student, teacher.tokenizer, run.checkpoint, files)
+    kept = teacher.inspection.links and not plan.kept_lora  # adapters change the weights
+    files = weight_files(teacher.source) if kept else ()
+    checkpoint.save(student, teacher.tokenizer, run.checkpoint, files, teacher.stored)
     write_digests(run, files)
 
 
@@ -298,7 +309,7 @@ def compare_run(
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     with quiet():
         teacher = load(run.plan, token, run.inspection)
-        student = checkpoint.load_student(run, dtype=teacher.model.dtype).to(teacher.model.device)
+        student = checkpoint.load_student(run, teacher.model.device, dtype=teacher.model.dtype)
         state = StateSize.of(allocation, run.layers)
         return (yield from compare(teacher.model, student, teacher.tokenizer, state, prompt, new_tokens, seed, sample))
 

@@ -88,7 +88,7 @@ def describe_inspection(inspection: Inspection) -> str:
     heads = "; ".join(f"{query} query heads on {kv} KV heads of size {dim}" for query, kv, dim in shapes)
     facts = [
         ("model", inspection.name + (f" at {inspection.revision}" if inspection.revision else "")),
-        ("architecture", f"{inspection.architecture} ({inspection.model_type})"),
+        ("architecture", f"{inspection.architecture} ({inspection.model_type}){part_of(inspection)}"),
         ("supported", "yes" + ("" if inspection.tested else ", by its interface; its family is not among the tested"))
         if inspection.supported
         else ("supported", f"no, because {inspection.reason}: {inspection.remedy}"),
@@ -101,6 +101,9 @@ def describe_inspection(inspection: Inspection) -> str:
     ]
     if inspection.supported:
         facts.insert(8, ("memory", describe_memory(inspection)))
+    if inspection.quantised:
+        held = "as they are" if inspection.packed else "expanded while they load"
+        facts.insert(7, ("quantised", f"{inspection.quantised}; its weights are held {held}"))
     lines = [f"{name:13}{text}" for name, text in facts]
     for budget in inspection.budgets:
         lines.append(
@@ -108,6 +111,12 @@ def describe_inspection(inspection: Inspection) -> str:
             "per KV head"
         )
     return "\n".join(lines)
+
+
+def part_of(inspection: Inspection) -> str:
+    """Say of a text tower what it is a part of."""
+    whole = inspection.tower_of
+    return f", the text tower of {whole}: its student reads no pictures" if whole else ""
 
 
 def working(inspection: Inspection) -> str:

@@ -161,14 +161,14 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
         try:
             teacher = load(run.plan, token, run.inspection)
         except ModelNotAvailable as error:
-            student = checkpoint.load_student(run, dtype=run.plan.dtype).to(choose_device(run.plan.device))
+            student = checkpoint.load_student(run, choose_device(run.plan.device), dtype=run.plan.dtype)
             tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
             yield Setup(run, student, student, tokenizer, None, str(error))
             return
-        student = checkpoint.load_student(run, dtype=teacher.model.dtype).to(teacher.model.device)
+        student = checkpoint.load_student(run, teacher.model.device, dtype=teacher.model.dtype)
         control = student
         if not share_weights(student.base, teacher.model):  # adapters changed them
-            control = checkpoint.load_student(run, dtype=teacher.model.dtype).to(teacher.model.device)
+            control = checkpoint.load_student(run, teacher.model.device, dtype=teacher.model.dtype)
             share_weights(control.base, teacher.model, different=True)
         yield Setup(run, student, control, teacher.tokenizer, teacher.model, None)
 

@@ -17,9 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTra
 from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.model.devices import choose_device
 from linearizer.model.hub import fetch, find_model
-from linearizer.model.linked_weights import link_or_copy, save_around
+from linearizer.model.linked_weights import link_or_copy, save_around, save_streamed
 from linearizer.model.memory import free_bytes
+from linearizer.model.quantised import keep_as_stored, to_device
 from linearizer.model.quiet import quiet
+from linearizer.model.streaming import is_streamed
 from linearizer.run.allocation import Allocation, check_allocation
 from linearizer.run.files import parse_json, replacing, writing
 from linearizer.run.folder import Run
@@ -106,14 +108,19 @@ def save(
     tokenizer: PreTrainedTokenizerBase | None,
     folder: Path,
     files: Sequence[Path] = (),
+    stored: torch.dtype | None = None,
 ) -> None:
     """Write weights, config, runtime code and tokenizer; an older checkpoint stays until the new one is complete.
 
     `files` hold the teacher's weights, if these are the student's, too: they become part of the checkpoint as they are.
+    Others are written in the type that the model holds, and what is read in every pass in the `stored` type.
     """
     with replacing(folder) as unfinished:
         if not files or not save_around(student, unfinished, files):
-            student.save_pretrained(unfinished, max_shard_size=MAX_SHARD)
+            if is_streamed(student):
+                save_streamed(student, unfinished, MAX_SHARD, stored)
+            else:
+                student.save_pretrained(unfinished, max_shard_size=MAX_SHARD)
         if tokenizer is not None:
             tokenizer.save_pretrained(unfinished)
         readable = (unfinished / "config.json").stat().st_mode
@@ -140,8 +147,8 @@ def link_missing_weights(run: Run, token: str | None = None) -> None:
             link_or_copy(folder / file, run.checkpoint / name)
 
 
-def load_student(run: Run, **options: object) -> LinearizedForCausalLM:
-    """Load the student of a run, and refuse weights that are not those that the run wrote."""
+def load_student(run: Run, device: str | torch.device = "cpu", **options: object) -> LinearizedForCausalLM:
+    """Load the student of a run to a device, and refuse weights that are not those that the run wrote."""
     if not run.checkpoint.is_dir():
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     link_missing_weights(run)
@@ -153,7 +160,7 @@ def load_student(run: Run, **options: object) -> LinearizedForCausalLM:
         )
     check_weights(run)
     try:
-        return load(run.checkpoint, **options)
+        return to_device(load(run.checkpoint, **options), device)
     except (OSError, ValueError, TypeError, KeyError, RuntimeError, SafetensorError) as error:
         if is_out_of_memory(error):
             raise
@@ -177,7 +184,7 @@ def loaded_bytes(folder: Path, dtype: object) -> float:
 def load_of_run(run: Run) -> tuple[LinearizedForCausalLM, PreTrainedTokenizerBase]:
     """Load the student of a run with its tokenizer, on the device and in the dtype of its plan."""
     with quiet():
-        student = load_student(run, dtype=run.plan.dtype).to(choose_device(run.plan.device))
+        student = load_student(run, choose_device(run.plan.device), dtype=run.plan.dtype)
         return student, AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
 
 
@@ -188,4 +195,5 @@ def load(folder: str | Path, **options: object) -> LinearizedForCausalLM:
     student, report = LinearizedForCausalLM.from_pretrained(folder, output_loading_info=True, **options)
     if missing := sorted(report["missing_keys"]):  # transformers would draw them at random
         raise RequestError(f"{folder} lacks {len(missing)} weights, such as {missing[0]}: write the checkpoint again")
+    keep_as_stored(student)
     return student.eval()

@@ -293,7 +293,8 @@ def _weigh_remote(name: str, hub: HfApi, repo_id: str, revision: str | None, siz
         if sizes.get(file, 0) < needed:
             raise damaged_weights(name, f"{file} has {sizes.get(file, 0)} bytes and should have more than {needed}")
     parameters = sum(sum(header.parameter_count.values()) for header in headers.values())
-    return Weights(tuple(sorted(headers)), parameters, sum(sizes[file] for file in headers))
+    names = frozenset(tensor for header in headers.values() for tensor in header.tensors)
+    return Weights(tuple(sorted(headers)), parameters, sum(sizes[file] for file in headers), names)
 
 
 def _read_card(path: Path) -> Any:

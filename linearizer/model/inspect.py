@@ -9,7 +9,9 @@ import torch
 from linearizer.errors import UnsupportedModel
 from linearizer.model.hub import Source
 from linearizer.model.probe import AttentionLayer, build_blueprint, watch_blueprint, watch_layers
+from linearizer.model.quantised import check_quantisation, describe_quantisation, is_packed, method_of
 from linearizer.model.support import TESTED, Refused, check_config, check_windows
+from linearizer.model.towers import names_in_files, whole_of
 from linearizer.run.head_bytes import Layer, cache_bytes, feature_bytes
 from linearizer.run.inspection import Budget, Inspection
 
@@ -23,17 +25,21 @@ def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
     """Describe a model, and whether it is supported."""
     model, seen, refusal = None, [], None
     try:
+        check_quantisation(config)
         check_config(config)
         model = build_blueprint(config)
+        if whole_of(config) and source.weights.names:
+            names_in_files(model, source.weights.names)
         seen = watch_blueprint(model)
         check_windows([layer.shape.native_window for layer in seen])
     except Refused as refused:
         refusal = refused
     layers = tuple(layer.shape for layer in seen)
+    plain = whole_of(config) is None and method_of(config) is None  # else files hold more, or numbers that are packed
     return Inspection(
         name=source.name,
         revision=source.revision,
-        architecture=name_architecture(config),
+        architecture=name_architecture(config, model),
         model_type=config.model_type,
         supported=refusal is None,
         reason=refusal.reason if refusal else None,
@@ -43,7 +49,7 @@ def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
         scalings=tuple(layer.scaling for layer in seen),
         positions=name_positions(config, model),
         max_positions=getattr(config, "max_position_embeddings", None),
-        parameters=source.parameters,
+        parameters=source.parameters if model is None or plain else sum(x.numel() for x in model.parameters()),
         weight_bytes=source.weight_bytes,
         licence=source.licence,
         gated=source.gated,
@@ -51,7 +57,22 @@ def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
         budgets=tuple(budget_of(layers, tokens) for tokens in BUDGETS) if refusal is None else (),
         terms=source.terms,
         resting=0 if model is None else count_resting(model),
+        tower_of=whole_of(config),
+        quantised=describe_quantisation(config),
+        packed=is_packed(config),
+        links=model is None or links(config, model, source),
     )
+
+
+def links(config: PreTrainedConfig, model: PreTrainedModel, source: Source) -> bool:
+    """Tell whether a student loads from its teacher's files: it knows what these call the weights of its decoder.
+
+    It does not know what else the teacher's class translates, as names outside of the decoder.
+    """
+    if whole_of(config) or (method_of(config) and not is_packed(config)):
+        return False
+    outside = [name for name, _ in model.named_parameters() if not name.startswith(f"{model.base_model_prefix}.")]
+    return not source.weights.names or all(name in source.weights.names for name in outside)
 
 
 def count_resting(model: PreTrainedModel) -> int:
@@ -63,10 +84,12 @@ def count_resting(model: PreTrainedModel) -> int:
     return sum(x.numel() // len(x) * max(0, len(x) - chosen) for x in stacks)
 
 
-def name_architecture(config: PreTrainedConfig) -> str:
-    """Name the class of a model; its kind where its config names none."""
+def name_architecture(config: PreTrainedConfig, model: PreTrainedModel | None) -> str:
+    """Name the class of a model; its kind where its config names none, and it was not built."""
     names = config.architectures
-    return names[0] if isinstance(names, list) and names and isinstance(names[0], str) else config.model_type
+    if isinstance(names, list) and names and isinstance(names[0], str):
+        return names[0]
+    return type(model).__name__ if model is not None else config.model_type
 
 
 def verify_teacher(model: PreTrainedModel, inspection: Inspection) -> None:

@@ -22,7 +22,8 @@ def number(attention: nn.Module) -> int:
 
 def matrix(projection: nn.Module, inputs: int, device: torch.device) -> torch.Tensor:
     """Compute the matrix of a linear map, (inputs, outputs), from its values at unit vectors, however it stores it."""
-    units = UNIT * torch.eye(inputs, dtype=next(projection.parameters()).dtype, device=device)
+    stored = next(projection.parameters()).dtype
+    units = UNIT * torch.eye(inputs, dtype=stored if stored.is_floating_point else torch.float32, device=device)
     with torch.no_grad():
         return (projection(units) - projection(torch.zeros_like(units[:1]))).float() / UNIT
 

@@ -1,7 +1,7 @@
 """Writes a checkpoint around the files of its teacher's weights, which stay as they are: linked, or else copied.
 
 Beside them lie one small file with what the student adds, and an index of both. A linked file takes no room on the
-disk, and outlives the folder that it came from.
+disk, and outlives the folder that it came from. Streamed weights that cannot be linked are written file by file.
 """
 
 from __future__ import annotations
@@ -12,10 +12,15 @@ import shutil
 from collections.abc import Sequence
 from pathlib import Path
 
+import torch
+from huggingface_hub import split_torch_state_dict_into_shards
+from safetensors.torch import save_file
+
 from linearizer.model.quiet import quiet
 from linearizer.model.safetensors import INDEX, SINGLE, read_header
+from linearizer.model.streaming import offload_hooks
 from linearizer.run.weight_digests import TEACHER_FILES
-from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 
 STUDENT = "student.safetensors"  # not SINGLE, which transformers prefers to an index
 TEACHER = "teacher-{number:05}-of-{count:05}.safetensors"
@@ -40,6 +45,40 @@ def save_around(student: LinearizedForCausalLM, folder: Path, files: Sequence[Pa
     for path in (*held, folder / INDEX):
         path.unlink()
     return False
+
+
+def save_streamed(student: LinearizedForCausalLM, folder: Path, size: str, stored: torch.dtype | None) -> None:
+    """Write a whole student whose weights are not all in memory, in files of a size, with weights of the stored type.
+
+    The tensors of one file are in memory at a time.
+    """
+    student.save_pretrained(folder, state_dict={name: x for name, x in student.state_dict().items() if is_own(name)})
+    (folder / SINGLE).unlink(missing_ok=True)
+    kept = student.state_dict().keys()
+    held = {name: x for name, x in (*student.named_parameters(), *student.named_buffers()) if name in kept}
+    types = {
+        name: x.dtype if stored is None or is_own(name) or not x.is_floating_point() else stored
+        for name, x in held.items()
+    }
+    elsewhere = {
+        f"{name}.{part}": (hook, part) for name, module, hook in offload_hooks(student) for part in own(module)
+    }
+    plan = split_torch_state_dict_into_shards(
+        {name: torch.empty(x.shape, dtype=types[name], device="meta") for name, x in held.items()},
+        max_shard_size=size,
+        filename_pattern="model{suffix}.safetensors",
+    )
+    for file, names in plan.filename_to_tensors.items():
+        read = {name: elsewhere[name][0].weights_map[elsewhere[name][1]] for name in names if held[name].is_meta}
+        tensors = {name: read.get(name, held[name]).detach().to("cpu", types[name]).contiguous() for name in names}
+        save_file(tensors, folder / file, {"format": "pt"})
+    if plan.is_sharded:
+        write_index(folder, [folder / file for file in plan.filename_to_tensors], {})
+
+
+def own(module: torch.nn.Module) -> list[str]:
+    """List the names of a module's own parameters."""
+    return [name for name, _ in module.named_parameters(recurse=False)]
 
 
 def is_own(name: str) -> bool:
@@ -68,6 +107,11 @@ def write_index(folder: Path, files: Sequence[Path], originals: dict[str, str]) 
 
 def loads_whole(folder: Path) -> bool:
     """Tell whether transformers finds every weight of a student in a folder, without reading any."""
+    config = LinearizedConfig.from_pretrained(folder)
+    packed = hasattr(config, "quantization_config")
+    if packed:
+        del config.quantization_config  # which asks for numbers
+    how = dict(config=config, device_map="meta", output_loading_info=True, ignore_mismatched_sizes=packed)
     with quiet():
-        _, report = LinearizedForCausalLM.from_pretrained(folder, device_map="meta", output_loading_info=True)
-    return not report["missing_keys"] and not report["mismatched_keys"]
+        _, report = LinearizedForCausalLM.from_pretrained(folder, **how)
+    return not report["missing_keys"] and (packed or not report["mismatched_keys"])

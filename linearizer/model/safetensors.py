@@ -26,11 +26,12 @@ PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 @dataclass(frozen=True)
 class Weights:
-    """The files of a model's weights, with their parameters and bytes."""
+    """The files of a model's weights, with their parameters and bytes, and the names of their tensors."""
 
     files: tuple[str, ...]
     parameters: int
     bytes: int
+    names: frozenset[str] = frozenset()
 
 
 def check_format(name: str, files: Collection[str]) -> None:
@@ -81,8 +82,9 @@ def weigh_folder(name: str, folder: Path) -> Weights:
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise damaged_weights(name, f"{INDEX} names {missing[0]}, which is missing")
-    parameters = sum(_count(name, folder / file) for file in files)
-    return Weights(files, parameters, sum((folder / file).stat().st_size for file in files))
+    sizes = {tensor: size for file in files for tensor, size in _sizes(name, folder / file).items()}
+    weight_bytes = sum((folder / file).stat().st_size for file in files)
+    return Weights(files, sum(sizes.values()), weight_bytes, frozenset(sizes))
 
 
 def list_shards(name: str, index: dict[str, Any]) -> tuple[str, ...]:
@@ -142,9 +144,9 @@ def digest(tensors: Mapping[str, torch.Tensor], more: str = "") -> str:
     return hashed.hexdigest()
 
 
-def _count(name: str, path: Path) -> int:
+def _sizes(name: str, path: Path) -> dict[str, int]:
     try:
         with safe_open(path, framework="pt") as weights:
-            return sum(math.prod(weights.get_slice(key).get_shape()) for key in weights.keys())
+            return {key: math.prod(weights.get_slice(key).get_shape()) for key in weights.keys()}  # noqa: SIM118
     except (SafetensorError, OSError) as error:
         raise damaged_weights(name, f"{path.name}: {error}") from error

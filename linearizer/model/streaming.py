@@ -18,10 +18,13 @@ from linearizer.model.devices import choose_device, choose_dtype, device_kind
 from linearizer.model.layers import blocks_of
 from linearizer.model.memory import free_bytes
 from linearizer.model.probe import build_blueprint
+from linearizer.model.quantised import is_packed, method_of
 from linearizer.run.inspection import Inspection
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
+
+    from linearizer.model.hub import Source
 
 STATE_ARGUMENT = "linear_state"  # that an attention module is given
 FILLED = 0.8  # of what is free, that weights may take: the rest is for what is computed
@@ -65,10 +68,13 @@ def bytes_for_weights(device: str) -> int:
     return int(FILLED * free_bytes(place)) if known and place.type in ("cpu", "cuda") else 2**60
 
 
-def place_weights(config: PreTrainedConfig, parameters: int, dtype: torch.dtype, device: str) -> dict[str, str] | None:
+def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, device: str) -> dict[str, str] | None:
     """Choose where the parts of a model lie; None: all on the device. Refuse a model that cannot be streamed either."""
-    free = bytes_for_weights(device)
-    if parameters * dtype.itemsize <= free or (weights := measure_weights(config, dtype)).whole <= free:
+    free, method = bytes_for_weights(device), method_of(config)
+    if method is not None:
+        check_quantised_fit(config, source, dtype, free)
+        return None
+    if source.parameters * dtype.itemsize <= free or (weights := measure_weights(config, dtype)).whole <= free:
         return None
     place = torch.device(choose_device(device))
     if weights.streamed > free or "block" not in weights.blocks.values():
@@ -88,9 +94,22 @@ def place_weights(config: PreTrainedConfig, parameters: int, dtype: torch.dtype,
     return {name: elsewhere if kind else str(place) for name, kind in weights.blocks.items()}
 
 
+def check_quantised_fit(config: PreTrainedConfig, source: Source, dtype: torch.dtype, free: int) -> None:
+    """Refuse quantised weights that memory cannot hold: they are not streamed."""
+    needed = source.weight_bytes if is_packed(config) else measure_weights(config, dtype).whole
+    if needed > free:
+        raise RequestError(
+            f"its quantised weights take {needed / 1e9:.2f} GB here, where {free / 1e9:.2f} GB of memory may be taken, "
+            "and are not read block by block: free memory, name the model that it was quantised from, or use a larger "
+            "machine"
+        )
+
+
 def bytes_in_memory(inspection: Inspection, asked: str = "auto", device: str = "auto") -> int:
     """Compute what the weights of an inspected model take in the type that they are computed in here."""
-    stored = torch.float32 if inspection.weight_bytes >= 3 * inspection.parameters else torch.bfloat16
+    if inspection.packed:
+        return inspection.weight_bytes
+    stored = torch.float32 if inspection.number_bytes == 4 else torch.bfloat16
     chosen = asked if device_kind(device) == "cuda" else choose_dtype(asked, stored, device)
     return inspection.parameters * (stored if chosen == "auto" else getattr(torch, chosen)).itemsize
 

@@ -40,11 +40,6 @@ def check_config(config: PreTrainedConfig) -> None:
     """Refuse a model that by its config alone is no decoder with softmax attention."""
     from transformers import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_FOR_MASKED_LM_MAPPING
 
-    if getattr(config, "quantization_config", None) is not None:
-        raise Refused(
-            "its weights are quantised, and nothing can be trained around them",
-            "name the model that it was quantised from",
-        )
     if config.is_encoder_decoder or getattr(config, "add_cross_attention", False):
         raise Refused("it is an encoder–decoder, whose decoder also reads what the encoder made")
     if type(config) in MODEL_FOR_MASKED_LM_MAPPING and not getattr(config, "is_decoder", False):

@@ -13,10 +13,13 @@ from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
 from linearizer.model.devices import choose_device
 from linearizer.model.hub import CONFIG, Source, fetch, find_model
 from linearizer.model.inspect import inspect_model, verify_teacher
+from linearizer.model.probe import build_blueprint
+from linearizer.model.quantised import expand_while_loading, forget_quantisation, is_packed, keep_as_stored, method_of
 from linearizer.model.quiet import quiet
 from linearizer.model.safetensors import INDEX, damaged_weights, read_json
 from linearizer.model.streaming import leave_states_in_place, place_weights, streamed_weights
 from linearizer.model.text import read_texts
+from linearizer.model.towers import names_in_files, text_tower, whole_of
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 
@@ -28,7 +31,7 @@ TOKENIZER = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "adde
 
 
 def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
-    """Load a model's config."""
+    """Load a model's config: that of its text tower, where it reads pictures, too."""
     import transformers
     from transformers import CONFIG_MAPPING, AutoConfig
 
@@ -49,7 +52,7 @@ def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
         )
     with quiet():
         try:
-            return AutoConfig.from_pretrained(folder, trust_remote_code=False)
+            return text_tower(AutoConfig.from_pretrained(folder, trust_remote_code=False))
         except Exception as error:  # each kind checks its config in its own way, with errors of many types
             raise UnsupportedModel(
                 f"{source.name!r} has a {CONFIG} that transformers refuses ({first_line(error)}): repair that file"
@@ -91,6 +94,9 @@ def load_teacher(
     from transformers import AutoModelForCausalLM
 
     config = load_config(source, token)
+    packed, quantised = is_packed(config), method_of(config) is not None
+    expand_while_loading(config)
+    names = names_in_files(build_blueprint(config), source.weights.names) if whole_of(config) else None
     folder = fetch(source, (CONFIG, GENERATION, INDEX, *source.weights.files), token)
     missing = [file for file in source.weights.files if not (folder / file).is_file()]
     if (folder / GENERATION).is_file():
@@ -108,13 +114,19 @@ def load_teacher(
                 use_safetensors=True,
                 ignore_mismatched_sizes=True,  # _check_complete reads them in the report
                 output_loading_info=True,
-                device_map=places,
+                device_map={"": device} if packed else places,
+                key_mapping=names,
             )
         except (SafetensorError, OSError) as error:
             raise damaged_weights(source.name, first_line(error)) from error
     _check_complete(source.name, report)
     _check_finite(source.name, model)
     model.requires_grad_(False).eval()
+    if packed:
+        keep_as_stored(model)
+        return model
+    if quantised:
+        forget_quantisation(model)
     if places is None:
         return model.to(device)
     leave_states_in_place(model)
@@ -159,7 +171,7 @@ def load(plan: Plan, token: str | None = None, inspection: Inspection | None = N
         inspection = inspect_model(source, config)
         inspection.require_support()
     tokenizer = load_tokenizer(source, token)
-    places = place_weights(config, source.parameters, computing_dtype(plan.dtype, config), plan.device)
+    places = place_weights(config, source, computing_dtype(plan.dtype, config), plan.device)
     model = load_teacher(source, plan.dtype, choose_device(plan.device), token, places)
     verify_teacher(model, inspection)
     return Teacher(source, inspection, model, tokenizer, stored_dtype(config))

@@ -72,7 +72,7 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
     body = Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(
         title=escape_markdown(title),
         verdict="" if (verdict := judge_run(run)) is None else f"> {verdict.sentence}\n\n",
-        summary=describe_student(allocation, layers, teacher) + describe_experts(run.inspection),
+        summary=describe_student(allocation, layers, teacher) + describe_teacher(run.inspection),
         alternative=f"Layers down, KV heads across. {describe_state(allocation, layers)}",
         memory=table_markdown(Table([ROW_TITLES, *StateSize.of(allocation, layers).rows()])),
         allocation=list_heads(allocation),
@@ -89,12 +89,21 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
     return f"---\n{head.strip()}\n---\n{body}"
 
 
-def describe_experts(inspection: Inspection) -> str:
-    """Say of a mixture of experts how many of its parameters work for a token."""
-    if not inspection.resting:
-        return ""
-    active, total = number(inspection.active), number(inspection.parameters)
-    return f" Its experts are the teacher's: {active} of {total} parameters work for a token."
+def describe_teacher(inspection: Inspection) -> str:
+    """Say of a mixture, of a text tower and of quantised weights what the student is, and is held against."""
+    sentences = []
+    if inspection.resting:
+        active, total = number(inspection.active), number(inspection.parameters)
+        sentences.append(f" Its experts are the teacher's: {active} of {total} parameters work for a token.")
+    if inspection.tower_of:
+        sentences.append(f" Its teacher is the text tower of {inspection.tower_of}: it reads no pictures.")
+    if inspection.quantised:
+        held = "stay so" if inspection.packed else "were expanded"
+        sentences.append(
+            f" Its teacher's weights are quantised ({inspection.quantised}) and {held}: all that is said of the "
+            "teacher here is said of the quantised model."
+        )
+    return "".join(sentences)
 
 
 def write_snippet(name: str, revision: str | None = None) -> str:

@@ -16,7 +16,9 @@ def checkpoint_bytes(plan: Plan, inspection: Inspection, linked: bool = True) ->
 
     Weights that adapters changed are written anew, in no larger type than the teacher's.
     """
-    weights = 0 if linked else inspection.weight_bytes
+    weights = 0 if linked and inspection.links else inspection.weight_bytes
+    if not inspection.links and (inspection.tower_of or inspection.quantised):
+        weights = inspection.parameters * inspection.number_bytes  # a part of the files, or more than they hold
     if plan.kept_lora:
         weights = min(inspection.weight_bytes, inspection.parameters * SIZES.get(plan.dtype, NUMBER))
     return weights + map_bytes(plan, inspection)

@@ -42,12 +42,21 @@ class Inspection(JsonProduct):
     cache_bytes_per_token: int  # in the layers that a student replaces
     budgets: tuple[Budget, ...]
     terms: dict[str, Any] = field(default_factory=dict)  # licence and language as the teacher's card states them
+    tower_of: str | None = None  # the class of the whole model, of which this is the text tower
+    quantised: str | None = None  # how its weights are quantised
+    packed: bool = False  # whether they stay so while it computes
+    links: bool = True  # whether a student loads from its files as they are
     resting: int = 0  # parameters that a token does without: of the experts that it is not sent to
 
     @property
     def active(self) -> int:
         """The parameters that work for a token."""
         return self.parameters - self.resting
+
+    @property
+    def number_bytes(self) -> int:
+        """The bytes of a number in a floating type, as far as its files tell: a smaller number is packed."""
+        return 4 if self.weight_bytes >= 3 * self.parameters else 2
 
     def require_support(self) -> None:
         """Raise an error that says why the model cannot be linearized, if it cannot."""

@@ -97,10 +97,11 @@ class LinearizedConfig(PreTrainedConfig):
         return self.__dict__.get("base") or self
 
     def to_dict(self) -> dict:
-        """Leave out where the teacher lay."""
+        """Leave out where the teacher lay; how its weights are quantised is said of the whole model."""
         content = super().to_dict()
-        content["base"] = {name: x for name, x in (content["base"] or {}).items() if not name.startswith("_")}
-        return content
+        base = {name: x for name, x in (content["base"] or {}).items() if not name.startswith("_")}
+        quantised = base.pop("quantization_config", None)
+        return {**content, "base": base, **({"quantization_config": quantised} if quantised else {})}
 
 
 def belongs_to(base: PreTrainedConfig | None, name: str) -> bool:

@@ -12,7 +12,7 @@ from linearizer.model.inspect import inspect_model, verify_teacher
 from linearizer.model.safetensors import Weights
 from linearizer.model.support import TESTED
 from linearizer.model.teacher import load_config
-from linearizer.publish.card import describe_experts
+from linearizer.publish.card import describe_teacher
 from linearizer.run.head_bytes import Layer, cache_bytes
 from tests.support.families import FAMILIES, WINDOW, tiny_config
 
@@ -70,9 +70,9 @@ def test_of_a_mixture_the_parameters_at_work_for_a_token_are_counted(family):
     assert inspection.resting == 3 * (4 - 2) * 3 * 64 * inner  # layers, experts at rest, matrices of an expert
     assert inspection.active == inspection.parameters - inspection.resting
     assert f"{inspection.active:,} at work for a token" in describe_inspection(inspection)
-    assert "parameters work for a token" in describe_experts(inspection)
+    assert "parameters work for a token" in describe_teacher(inspection)
     whole = inspect(tiny_config("llama"))
-    assert not whole.resting and "at work" not in describe_inspection(whole) and not describe_experts(whole)
+    assert not whole.resting and "at work" not in describe_inspection(whole) and not describe_teacher(whole)
 
 
 def test_inspection_survives_json():
@@ -136,7 +136,7 @@ REFUSED = {
     "minimax": (dict(model_type="minimax"), "layers that are no softmax attention \\(linear_attention\\)"),
     "quantised": (dict(model_type="llama", quantization_config={"quant_method": "gptq"}), "its weights are quantised"),
     "windows everywhere": (dict(model_type="mistral", sliding_window=64), "every layer already attends to a window"),
-    "gemma3": (dict(model_type="gemma3"), "it is multimodal"),
+    "paligemma": (dict(model_type="paligemma"), "it is multimodal"),
     "shared caches": (dict(model_type="gemma3n_text"), "15 of its 35 layers reuse the keys and values of another"),
     "two attentions in each layer": (
         dict(model_type="diffllama", num_hidden_layers=2),

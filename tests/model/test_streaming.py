@@ -36,7 +36,7 @@ def little(monkeypatch):
 
 def places_of(name):
     source = find_model(str(name))
-    return place_weights(load_config(source), source.parameters, torch.float32, "cpu")
+    return place_weights(load_config(source), source, torch.float32, "cpu")
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text", "gpt_neox"])
