@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import torch
 
 from linearizer.evaluate.reading import Read, read_together
 from linearizer.evaluate.subjects import Subject
+from linearizer.model.in_step import in_step, passes_at_once
 from linearizer.model.logits import kl_of, texts_at_once
+from linearizer.model.streaming import is_streamed
 from linearizer.progress import Progress, Steps
 from linearizer.run.head_bytes import Layer
 from linearizer.run.results import Bin, Estimate, Language, Predictions, Tail
@@ -48,10 +51,14 @@ def measure_language(
     batches_by_subject: list[list[Scores]] = [[] for _ in subjects]
     split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
     yield Progress("language", 0, len(split), "batches")
-    for done, ids in enumerate(split):
-        for texts, own in zip(batches_by_subject, read_scores(subjects, ids, read), strict=True):
-            texts.append(own)
-        yield Progress("language", done + 1, len(split), "batches")
+    model = subjects[0].model
+    size = passes_at_once(model, split[0].numel() * len(subjects)) if is_streamed(model) else 1
+    for first in range(0, len(split), size):
+        some = split[first : first + size]
+        for scores_by_subject in in_step(model, [partial(read_scores, subjects, ids, read) for ids in some]):
+            for texts, own in zip(batches_by_subject, scores_by_subject, strict=True):
+                texts.append(own)
+        yield Progress("language", first + len(some), len(split), "batches")
     scores = [joined(batches, 0) for batches in batches_by_subject]
     unit, owners = owners_of(documents)
     resampled = Resampled(owners, seed)

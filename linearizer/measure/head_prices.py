@@ -8,13 +8,16 @@ whole_student.py measures whether they do.
 from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator, Sequence
+from functools import lru_cache, partial
 
 import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from linearizer.model.in_step import in_step, passes_at_once
 from linearizer.model.layers import number as layer_number
 from linearizer.model.logits import kl_of, logits_of
+from linearizer.model.streaming import is_streamed
 from linearizer.model.swap import (
     Begin,
     BlockAnswers,
@@ -133,16 +136,29 @@ class HeadPricer:
         with attending(self.teacher, IMPLEMENTATION), self.answers.skipping(index):
             inputs = attention_inputs(module, self.teacher, self.texts)
             softmax = attention_output(module, layer, Head(softmax=True), self.sinks, self.begin, inputs)
-            for number, option in enumerate(options):
-                heads = [head for head in range(layer.kv_heads) if wanted is None or (head, number) in wanted]
-                if heads:
-                    # one student for all heads of the layer, whose output is then used for one head at a time
-                    output = attention_output(module, layer, option, self.sinks, self.begin, inputs)
-                for head in heads:
-                    changed = FixedOutput(with_head(softmax, output, head, layer.kv_heads))
-                    with replace_student(module, changed):
-                        kl = kl_of(self.expected, logits_of(self.teacher, self.texts)).mean().item()
-                    yield head, number, kl
+            places = [
+                (number, head)
+                for number in range(len(options))
+                for head in range(layer.kv_heads)
+                if wanted is None or (head, number) in wanted
+            ]
+
+            @lru_cache(maxsize=1)
+            def output_of(number: int) -> torch.Tensor:
+                """Let one student attend for all heads of the layer, whose output is used for one head at a time."""
+                return attention_output(module, layer, options[number], self.sinks, self.begin, inputs)
+
+            def price(number: int, head: int) -> float:
+                changed = FixedOutput(with_head(softmax, output_of(number), head, layer.kv_heads))
+                with replace_student(module, changed):
+                    return kl_of(self.expected, logits_of(self.teacher, self.texts)).mean().item()
+
+            size = passes_at_once(self.teacher, self.texts.numel()) if is_streamed(self.teacher) else 1
+            for first in range(0, len(places), size):
+                some = places[first : first + size]
+                kl = in_step(self.teacher, [partial(price, *place) for place in some])
+                for (number, head), price_of_head in zip(some, kl, strict=True):
+                    yield head, number, price_of_head
 
 
 def attention_output(

@@ -4,11 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from contextlib import ExitStack
+from functools import partial
 
 import torch
 from transformers import PreTrainedModel
 
+from linearizer.model.in_step import in_step, passes_at_once
 from linearizer.model.logits import kl_of, logits_of
+from linearizer.model.streaming import is_streamed
 from linearizer.model.swap import Begin, BlockAnswers, make_layer_student, replace_student
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
@@ -26,10 +29,14 @@ def measure_students(
     begin: Begin,
 ) -> Steps[list[float]]:
     """Measure the kl of each allocation's student, in nats per token."""
-    expected, kl = logits_of(teacher, texts), []
-    for done, allocation in enumerate(allocations):
+    kl: list[float] = []
+    expected = logits_of(teacher, texts)
+    size = passes_at_once(teacher, texts.numel()) if is_streamed(teacher) else 1
+    for done in range(0, len(allocations), size):
         yield Progress(EventName.TRY, done, len(allocations), "students")
-        kl.append(kl_of_student(teacher, texts, layers, allocation, begin, expected))
+        some = allocations[done : done + size]
+        given = [(teacher, texts, layers, allocation, begin, expected) for allocation in some]
+        kl += in_step(teacher, [partial(kl_of_student, *each) for each in given])
     return kl
 
 

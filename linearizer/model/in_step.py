@@ -1,0 +1,170 @@
+"""Runs passes over a streamed model in step: each block's weights are read once for all passes that wait for it.
+
+A pass is any code that runs the model, as often as it likes: it is stopped where it enters a block, until all passes
+stand there. Each has a thread of its own, and one thread runs at a time, so the passes compute the bits that they
+compute one after the other. What attends in the model is put back as the pass left it before it goes on.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from typing import Any, Generic, TypeVar
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from linearizer.model.layers import blocks_of
+from linearizer.model.streaming import is_streamed
+from linearizer.model.swap import is_fixed
+from linearizer.model.sweep import held
+from linearizer.runtime.attention_interface import attention_modules
+
+T = TypeVar("T")
+MAX_STREAMS = 2**31  # bytes of hidden states of the passes that wait for each other
+COPIES = 4  # of its hidden states that a pass may hold: its residual, its logits
+NOT_SET = object()
+
+
+class Abandoned(BaseException):
+    """Ends the thread of a pass that is not needed any more."""
+
+
+class Attending:
+    """What attends in a model just now, which can be put back."""
+
+    def __init__(self, model: nn.Module) -> None:
+        configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}
+        modules = attention_modules(model)
+        self.places: list[tuple[dict, str]] = [
+            (config.__dict__, "_attn_implementation_internal") for config in configs.values()
+        ]
+        self.places += [(module._modules, "student") for module in modules]
+        self.places += [(module.__dict__, "observe") for module in modules]
+        self.places += [(block.__dict__, "forward") for block in blocks_of(model)]
+
+    def now(self) -> list[Any]:
+        """List what stands in all places."""
+        return [values.get(name, NOT_SET) for values, name in self.places]
+
+    def put_back(self, values: Sequence[Any]) -> None:
+        """Put what stood there back into all places."""
+        for (place, name), value in zip(self.places, values, strict=True):
+            if value is NOT_SET:
+                place.pop(name, None)
+            else:
+                place[name] = value
+
+
+class Pass(threading.Thread, Generic[T]):
+    """A pass in a thread of its own, which runs only while `go_on` lasts."""
+
+    def __init__(self, work: Callable[[], T], attending: list[Any]) -> None:
+        super().__init__(daemon=True)
+        self.work, self.attending = work, attending
+        self.go, self.back = threading.Semaphore(0), threading.Semaphore(0)
+        self.block: nn.Module | None = None  # that it waits for
+        self.done = self.running = self.abandoned = False
+        self.result: T | None = None
+        self.error: BaseException | None = None
+        self.modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.get_num_threads()
+
+    def run(self) -> None:
+        inference, gradients, threads = self.modes
+        self.go.acquire()
+        try:
+            if not self.abandoned:
+                torch.set_num_threads(threads)
+                with torch.inference_mode(inference), torch.set_grad_enabled(gradients):
+                    self.result = self.work()
+        except Abandoned:
+            pass
+        except BaseException as error:
+            self.error = error
+        finally:
+            self.done = True
+            self.back.release()
+
+    def wait_for(self, block: nn.Module) -> None:
+        """Let the others go on until all stand at a block (called in the thread of the pass)."""
+        self.block = block
+        self.back.release()
+        self.go.acquire()
+        if self.abandoned:
+            raise Abandoned
+
+    def go_on(self) -> None:
+        """Let the pass run until it waits again, or ends."""
+        self.running = True
+        self.go.release()
+        self.back.acquire()
+        self.running = False
+        if self.error is not None:
+            raise self.error
+
+    def end(self) -> None:
+        """End the thread, wherever it stands."""
+        if not self.ident:
+            return
+        if self.running:  # the caller was interrupted while it waited for it
+            self.back.acquire()
+        if not self.done:
+            self.abandoned = True
+            self.go.release()
+        self.join()
+
+
+def in_step(model: PreTrainedModel, passes: Sequence[Callable[[], T]]) -> list[T]:
+    """Run passes over a model, in step where it is streamed; list their results."""
+    if len(passes) < 2 or not is_streamed(model):
+        return [work() for work in passes]
+    attending = Attending(model)
+    before = attending.now()
+    threads = [Pass(work, before) for work in passes]
+    try:
+        with stopped_at_blocks(model):
+            for thread in threads:
+                thread.start()
+                let_go_on(thread, attending)
+            while waiting := [thread for thread in threads if not thread.done]:
+                block = waiting[0].block
+                assert block is not None
+                with held(block):
+                    for thread in waiting:
+                        if thread.block is block:
+                            let_go_on(thread, attending)
+    finally:
+        for thread in threads:
+            attending.put_back(thread.attending)
+            thread.end()
+        attending.put_back(before)
+    return [thread.result for thread in threads]  # type: ignore[misc]
+
+
+def let_go_on(thread: Pass, attending: Attending) -> None:
+    """Let a pass go on with what attended when it stopped."""
+    attending.put_back(thread.attending)
+    thread.go_on()
+    thread.attending = attending.now()
+
+
+@contextmanager
+def stopped_at_blocks(model: nn.Module) -> Iterator[None]:
+    """Stop every pass where it enters a block that computes."""
+
+    def enter(block: nn.Module, args: tuple) -> None:
+        current = threading.current_thread()
+        if isinstance(current, Pass) and not is_fixed(block):
+            current.wait_for(block)
+
+    with ExitStack() as stack:
+        for block in blocks_of(model):
+            stack.callback(block.register_forward_pre_hook(enter).remove)
+        yield
+
+
+def passes_at_once(model: PreTrainedModel, tokens: int) -> int:
+    """Compute how many passes over so many tokens may wait for each other, by what they hold."""
+    return max(1, MAX_STREAMS // (COPIES * tokens * model.config.get_text_config().hidden_size * 4))

@@ -1,0 +1,85 @@
+"""Passes over a streamed model wait for each other at its blocks, and compute the bits that they compute alone."""
+
+import threading
+
+import pytest
+import torch
+from accelerate.utils import OffloadedWeightsLoader
+
+from linearizer.measure.head_prices import measure_prices
+from linearizer.measure.whole_student import measure_students
+from linearizer.model import streaming
+from linearizer.model.hub import find_model
+from linearizer.model.in_step import in_step
+from linearizer.model.logits import logits_of
+from linearizer.model.streaming import place_weights
+from linearizer.model.teacher import load_config, load_teacher
+from linearizer.progress import finish
+from linearizer.run.head_bytes import Head
+from linearizer.runtime.attention_interface import IMPLEMENTATION, attending
+from tests.support.models import allocation_of, layers_of, teacher_of, tokens
+
+OPTIONS = (Head(window=4), Head(window=8), Head(window=3, slots=4))
+
+
+@pytest.fixture
+def pair(monkeypatch, tmp_path):
+    """A teacher whose weights are resident, and the same with streamed weights."""
+    teacher_of("llama").save_pretrained(tmp_path)
+    source = find_model(str(tmp_path))
+    whole = load_teacher(source)
+    monkeypatch.setattr(streaming, "free_bytes", lambda device: 400_000 / streaming.FILLED)
+    return whole, load_teacher(source, places=place_weights(load_config(source), source, torch.float32, "cpu"))
+
+
+@pytest.fixture
+def reads(monkeypatch):
+    """List the names of the weights that are read."""
+    found, read = [], OffloadedWeightsLoader.__getitem__
+    monkeypatch.setattr(
+        OffloadedWeightsLoader, "__getitem__", lambda self, name: (found.append(name), read(self, name))[1]
+    )
+    return found
+
+
+def begin(student, index):
+    student.reset(torch.Generator().manual_seed(index))
+
+
+def test_many_passes_read_each_weight_once(pair, reads):
+    whole, streamed = pair
+    texts = [tokens(1, 20, seed) for seed in range(5)]
+    logits = in_step(streamed, [lambda ids=ids: logits_of(streamed, ids) for ids in texts])
+    assert all(torch.equal(own, logits_of(whole, ids)) for own, ids in zip(logits, texts, strict=True))
+    assert len(reads) == len(set(reads)) > 0
+
+
+def test_what_attends_belongs_to_the_pass_that_put_it_there(pair):
+    whole, streamed = pair
+    layers, ids = layers_of(whole), tokens(2, 30)
+    alike = [allocation_of(layers, [option], 2) for option in (*OPTIONS, Head(softmax=True))]
+    kl = [finish(measure_students(model, ids, layers, alike, begin)) for model in pair]
+    assert kl[0] == kl[1] and len(set(kl[0])) == 4
+    assert streamed.config._attn_implementation == whole.config._attn_implementation
+    assert torch.equal(logits_of(streamed, ids), logits_of(whole, ids))
+
+
+def test_measured_prices_take_a_few_sweeps_for_each_layer(pair, reads):
+    layers, ids = layers_of(pair[0]), tokens(2, 30)
+    prices = [finish(measure_prices(model, ids, layers, OPTIONS, 2, begin)) for model in pair]
+    assert prices[0] == prices[1]
+    most = max(map(reads.count, set(reads)))
+    assert most <= 1 + 2 * len(layers)  # not 3 options x 2 heads x 3 layers
+
+
+def test_an_error_in_a_pass_ends_all_and_leaves_the_model_as_it_was(pair, reads):
+    def fail():
+        with attending(pair[1], IMPLEMENTATION):
+            logits_of(pair[1], tokens(1, 20))
+            raise ValueError("no")
+
+    before = threading.active_count()
+    with pytest.raises(ValueError, match="no"):
+        in_step(pair[1], [lambda: logits_of(pair[1], tokens(1, 20)), fail, fail])
+    assert threading.active_count() == before
+    assert torch.equal(logits_of(pair[1], tokens(1, 20)), logits_of(pair[0], tokens(1, 20)))
