@@ -16,6 +16,8 @@ from linearizer.errors import FaultError
 from linearizer.model.layers import featured, number, output_projections
 from linearizer.model.logits import PROBE_TOKENS
 from linearizer.model.memory import is_out_of_memory
+from linearizer.model.streaming import is_streamed
+from linearizer.model.sweep import Chain, calls_of, chain_of, sweep_forward
 from linearizer.runtime.attention_interface import attending, attention_modules, observing
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.layer_optimizer import LayerOptimizer
@@ -51,6 +53,61 @@ class Trainer:
         if settings.loss == "output":
             self.projections = output_projections(self.base, probe)
         self.head = None if self.layerwise else LogitHead(self.base, probe)
+        self.chain: Chain | None = None
+        if self.layerwise and is_streamed(self.base):
+            with attending(self.base, TEACHER):
+                self.chain = chain_of(self.base, probe)
+
+    def steps_at_once(self) -> int:
+        """Count the steps that are taken together: with a streamed teacher those up to the next state."""
+        if self.chain is None or self.rows < self.settings.batch:
+            return 1
+        every = self.settings.save_every
+        return min(every - self.step % every, self.settings.steps - self.step)
+
+    def take_steps(self, count: int) -> list[tuple[Losses, list[str]]]:
+        """Take the next steps; list of each its losses, and sentences about what went wrong."""
+        if self.chain is None or self.rows < self.settings.batch:
+            return [self.take_step() for _ in range(count)]
+        return self.take_steps_by_layers(self.chain, count)
+
+    def take_steps_by_layers(self, chain: Chain, count: int) -> list[tuple[Losses, list[str]]]:
+        """Let every layer take some steps before the next layer does: its weights are read once for all of them.
+
+        What the teacher hands on does not depend on its students, so the bits are those of one step after the other.
+        """
+        steps, batch = range(self.step, self.step + count), 0
+        taken: list[Losses] = [{"loss": {}, "excess": {}} for _ in steps]
+        problems: list[dict[str, list[int]]] = [{} for _ in steps]
+
+        def enter(number_of_batch: int, place: int, hidden: torch.Tensor) -> None:
+            nonlocal batch
+            batch = number_of_batch
+
+        def observe(
+            module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, _: dict
+        ) -> None:
+            index, step = number(module), steps[batch]
+            if (optimizer := self.active().get(index)) is None:
+                return
+            keep = window_share(self.settings, step)
+            result = self.differentiate(module, AttentionInputs(query, key, value, scale), keep, 1.0, None)
+            loss, excess = float(result.loss), float(result.excess)
+            taken[batch]["loss"][index], taken[batch]["excess"][index] = loss, excess
+            if message := optimizer.take_step(excess, step, rate_share(self.settings, step), keep == 1.0):
+                problems[batch].setdefault(message, []).append(index)
+            optimizer.clear_gradients()
+
+        ids = [draw_batch(self.texts, self.settings, step).to(self.device) for step in steps]
+        with observing(self.base, observe), without_denormals():
+            for _ in sweep_forward(chain, [calls_of(self.base, chain, each) for each in ids], enter):
+                pass
+        self.step += count
+        self.check_active()
+        return [
+            (losses, [f"step {step + 1}: {name_layers(layers)}: {message}" for message, layers in found.items()])
+            for step, losses, found in zip(steps, taken, problems, strict=True)
+        ]
 
     def take_step(self) -> tuple[Losses, list[str]]:
         """Take one step; return its losses, and sentences about what went wrong."""
@@ -64,13 +121,17 @@ class Trainer:
             optimizer.clear_gradients()
         self.step += 1
         events += [f"step {self.step}: {name_layers(layers)}: {message}" for message, layers in problems.items()]
+        self.check_active()
+        return losses, events
+
+    def check_active(self) -> None:
+        """End a training in which no layer trains any more."""
         if not self.active():
             reasons = {optimizer.status.given_up for optimizer in self.optimizers.values()}
             raise FaultError(
                 f"no layer is left to train at step {self.step} ({'; '.join(sorted(map(str, reasons)))}): use a "
                 f"smaller learning rate than rate={self.settings.rate:g}, or another loss than {self.settings.loss!r}"
             )
-        return losses, events
 
     def active(self) -> dict[int, LayerOptimizer]:
         """List the layers that still train."""
@@ -144,17 +205,24 @@ class Trainer:
             if index not in active:
                 return
             inputs = AttentionInputs(query, key, value, scale)
-            with torch.enable_grad():
-                arguments = module.student, inputs, self.projections.get(index), keep, normalisers.get(index)
-                result = layer_loss(self.settings.loss, *arguments)  # type: ignore[arg-type]
-                (result.loss * share).backward()
-            if not result.loss.isfinite() and not inputs.is_finite():
-                raise FaultError(f"layer {index}: the teacher's own queries, keys or values are not finite")
-            losses[index] = LayerLoss(result.loss.detach(), result.excess)
+            losses[index] = self.differentiate(module, inputs, keep, share, normalisers.get(index))
 
         with torch.no_grad(), observing(self.base, observe):
             hidden_states(self.base, ids)
         return losses
+
+    def differentiate(
+        self, module: nn.Module, inputs: AttentionInputs, keep: float, share: float, normaliser: torch.Tensor | None
+    ) -> LayerLoss:
+        """Compute and differentiate the loss of one layer."""
+        index = number(module)
+        with torch.enable_grad():
+            arguments = module.student, inputs, self.projections.get(index), keep, normaliser
+            result = layer_loss(self.settings.loss, *arguments)  # type: ignore[arg-type]
+            (result.loss * share).backward()
+        if not result.loss.isfinite() and not inputs.is_finite():
+            raise FaultError(f"layer {index}: the teacher's own queries, keys or values are not finite")
+        return LayerLoss(result.loss.detach(), result.excess)
 
     def model_losses(self, ids: torch.Tensor, keep: float, share: float) -> dict[int, LayerLoss]:
         """Compute and differentiate the loss of the whole student, which all layers share."""
