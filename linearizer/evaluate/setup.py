@@ -19,6 +19,7 @@ from linearizer.model import checkpoint
 from linearizer.model.devices import choose_device
 from linearizer.model.quiet import quiet
 from linearizer.model.samples import SAMPLES
+from linearizer.model.streaming import is_streamed
 from linearizer.model.swap import exchange_students
 from linearizer.model.teacher import load
 from linearizer.model.text import first_tokens, pack_texts, read_documents, read_texts
@@ -164,6 +165,10 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
             student = checkpoint.load_student(run, choose_device(run.plan.device), dtype=run.plan.dtype)
             tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
             yield Setup(run, student, student, tokenizer, None, str(error))
+            return
+        if is_streamed(teacher.model) and not run.plan.lora:
+            student = checkpoint.load_around(run, teacher.model)
+            yield Setup(run, student, student, teacher.tokenizer, student.base, None)
             return
         student = checkpoint.load_student(run, teacher.model.device, dtype=teacher.model.dtype)
         control = student

@@ -11,13 +11,13 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
+from safetensors import SafetensorError, safe_open
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.model.devices import choose_device
 from linearizer.model.hub import fetch, find_model
-from linearizer.model.linked_weights import link_or_copy, save_around, save_streamed
+from linearizer.model.linked_weights import is_own, link_or_copy, save_around, save_streamed
 from linearizer.model.memory import free_bytes
 from linearizer.model.quantised import keep_as_stored, to_device
 from linearizer.model.quiet import quiet
@@ -168,6 +168,23 @@ def load_student(run: Run, device: str | torch.device = "cpu", **options: object
             f"{str(run.checkpoint)!r} cannot be loaded ({first_line(error)}): remove it, and "
             f"`linearizer runs resume {run.folder}` makes it anew"
         ) from error
+
+
+def load_around(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
+    """Load the student of a run around its teacher's weights, as they lie: the teacher is the student's base."""
+    link_missing_weights(run)
+    check_weights(run)
+    config = LinearizedConfig.from_pretrained(run.checkpoint)
+    student = LinearizedForCausalLM.from_teacher(teacher, config, run.plan.seed)
+    own = {name for name in student.state_dict() if is_own(name)}
+    found: dict[str, torch.Tensor] = {}
+    for path in weight_files(run.checkpoint):
+        with safe_open(path, "pt") as file:
+            found |= {name: file.get_tensor(name) for name in own & set(file.keys())}
+    if missing := sorted(own - found.keys()):
+        raise RequestError(f"{run.checkpoint} lacks {len(missing)} weights, such as {missing[0]}: write it again")
+    student.load_state_dict(found, strict=False)
+    return student.eval()
 
 
 def loaded_bytes(folder: Path, dtype: object) -> float:

@@ -168,3 +168,16 @@ def test_a_run_that_streams_ends_in_the_bits_of_one_that_does_not(strategy, litt
         assert run.read(product) == whole.read(product)
     assert weights_of(run.checkpoint) == weights_of(whole.checkpoint)
     assert run.evaluation_parts == whole.evaluation_parts
+
+
+@pytest.mark.parametrize("strategy", ["gain-features", "gain"])
+def test_a_run_in_step_reads_each_weight_a_few_times_whatever_the_number_of_texts(strategy, little, reads, tmp_path):
+    """No texts or heads are multiplied into the reads."""
+    little(14_000_000)
+    counts = []
+    for name, more in (("few", {}), ("many", dict(texts=6))):
+        plan = Plan("demo", **{**SMALL, "strategy": strategy, "steps": 0, "exchanges": 0, **more})
+        finish(pipeline.linearize(pipeline.begin(tmp_path / name, plan)))
+        counts.append(max(reads.values()))
+        reads.clear()
+    assert counts[0] == counts[1] < 30
