@@ -20,6 +20,7 @@ from linearizer.model.streaming import is_streamed, place_weights, streamed_weig
 from linearizer.model.sweep import chain_of
 from linearizer.model.teacher import load_config, load_teacher
 from linearizer.progress import finish
+from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head
 from linearizer.run.plan import Plan
@@ -168,16 +169,27 @@ def test_a_run_that_streams_ends_in_the_bits_of_one_that_does_not(strategy, litt
         assert run.read(product) == whole.read(product)
     assert weights_of(run.checkpoint) == weights_of(whole.checkpoint)
     assert run.evaluation_parts == whole.evaluation_parts
+    if strategy == "gain":
+        request = Request(("language",), texts=1)
+        for each, free in ((run, 14_000_000), (whole, 10**9)):
+            little(free)
+            finish(pipeline.evaluate(each, request))
+        assert run.results["language"].result == whole.results["language"].result
 
 
-@pytest.mark.parametrize("strategy", ["gain-features", "gain"])
-def test_a_run_in_step_reads_each_weight_a_few_times_whatever_the_number_of_texts(strategy, little, reads, tmp_path):
-    """No texts or heads are multiplied into the reads."""
+def test_a_run_reads_each_weight_as_often_whatever_the_number_of_texts_and_steps(little, reads, tmp_path):
     little(14_000_000)
     counts = []
-    for name, more in (("few", {}), ("many", dict(texts=6))):
-        plan = Plan("demo", **{**SMALL, "strategy": strategy, "steps": 0, "exchanges": 0, **more})
+    for name, more in (("few", {}), ("many", dict(texts=4, steps=6))):
+        plan = Plan("demo", **{**SMALL, "strategy": "gain-features", "exchanges": 0, **more})
         finish(pipeline.linearize(pipeline.begin(tmp_path / name, plan)))
         counts.append(max(reads.values()))
         reads.clear()
-    assert counts[0] == counts[1] < 30
+    assert counts[0] == counts[1] < 40
+
+
+def test_minutes_of_training_are_refused_where_every_layer_takes_many_steps_at_once(little, tmp_path):
+    little(14_000_000)
+    plan = Plan("demo", **{**SMALL, "strategy": "gain-features", "minutes": 1.0})
+    with pytest.raises(RequestError, match="ask for --steps in place of --minutes"):
+        pipeline.begin(tmp_path / "run", plan)

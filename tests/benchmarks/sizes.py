@@ -1,0 +1,233 @@
+"""What real sizes take, without their weights: python -m tests.benchmarks.sizes [SHAPE …] [--layers N] [--limit GB]
+
+Makes a model of a real config with random weights, shard by shard, and prints time, peak of memory and disk of every
+step of a run beside the forecast for the same plan. Of the large shapes one and two layers are run, with few entries in
+their vocabulary: what a layer takes more, times the layers, is held against the forecast for the whole. `--limit` holds
+the process to so much memory beyond what it takes to start, so that larger weights are read block by block.
+
+Random attention is flat, so nothing is learnt here of prices, only of time, memory and disk.
+"""
+
+import argparse
+import json
+import resource
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
+
+from linearizer import pipeline
+from linearizer.amounts import columns, duration, size
+from linearizer.jobs.forecast import forecast_run, measure_speeds
+from linearizer.model import streaming
+from linearizer.model.hub import find_model
+from linearizer.model.inspect import inspect_model
+from linearizer.model.linked_weights import write_index
+from linearizer.model.quiet import quiet
+from linearizer.model.teacher import load_config, load_tokenizer
+from linearizer.run.plan import Plan
+from linearizer.run.weight_digests import DIGESTS
+
+FEW_WORDS = 4096  # entries of the vocabulary, where layers alone are run: those of the demo model's tokenizer
+LLAMA = {"max_position_embeddings": 8192}
+SHAPES = {  # name -> config, whether it is run whole
+    "SmolLM2-135M": (
+        LlamaConfig(
+            **LLAMA, hidden_size=576, intermediate_size=1536, num_hidden_layers=30, num_attention_heads=9,
+            num_key_value_heads=3, vocab_size=49152, tie_word_embeddings=True,
+        ), True,
+    ),
+    "Qwen3-0.6B": (
+        Qwen3Config(
+            max_position_embeddings=40960, hidden_size=1024, intermediate_size=3072, num_hidden_layers=28,
+            num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
+        ), True,
+    ),
+    "Llama-3.1-8B": (
+        LlamaConfig(
+            **LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
+            num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False,
+        ), False,
+    ),
+    "Llama-3.1-70B": (
+        LlamaConfig(
+            **LLAMA, hidden_size=8192, intermediate_size=28672, num_hidden_layers=80, num_attention_heads=64,
+            num_key_value_heads=8, vocab_size=128256, tie_word_embeddings=False,
+        ), False,
+    ),
+}  # fmt: skip
+PLAN = {"texts": 2, "length": 128, "samples": 256, "exchanges": 0, "sinks": 2, "budget": 64}
+HEADINGS = ("", "time", "forecast", "peak memory", "forecast", "disk", "forecast")
+PEAK = "VmHWM"
+
+
+def main(arguments=None):
+    arguments = parse(arguments)
+    if arguments.run:
+        print(json.dumps(run_here(arguments)))
+        return
+    for name in arguments.shapes or ["SmolLM2-135M"]:
+        config, whole = SHAPES[name]
+        with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
+            counts = [arguments.layers or config.num_hidden_layers] if whole else [1, 2]
+            measured = [measure(arguments, name, layers, Path(folder)) for layers in counts]
+        print(table(name, config, counts, measured), flush=True)
+
+
+def parse(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("shapes", nargs="*", help=f"of {', '.join(SHAPES)}; default: SmolLM2-135M")
+    parser.add_argument("--layers", type=int, help="run so many layers of a shape that is run whole")
+    parser.add_argument("--strategy", default="gain-features")
+    parser.add_argument("--prices", default="estimated")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--limit", type=float, help="GB of memory beyond what a process takes to start")
+    parser.add_argument("--folder", type=Path, help="where the model and its run lie meanwhile")
+    parser.add_argument("--run", nargs=2, type=Path, metavar=("MODEL", "RUN"), help=argparse.SUPPRESS)
+    return parser.parse_args(arguments)
+
+
+def measure(arguments, name, layers, folder):
+    """Make a model and its run, the run in a process of its own."""
+    config, whole = SHAPES[name]
+    config = type(config)(**{**config.to_dict(), "num_hidden_layers": layers, "dtype": "bfloat16"})
+    if not whole:
+        config.vocab_size = FEW_WORDS
+    model = folder / f"{name}-{layers}"
+    begin = time.perf_counter()
+    make_model(model, config)
+    made = time.perf_counter() - begin
+    options = [f"--{option}={getattr(arguments, option)}" for option in ("strategy", "prices", "steps", "dtype")]
+    options += [f"--limit={arguments.limit}"] if arguments.limit else []
+    command = [sys.executable, "-m", "tests.benchmarks.sizes", *options, "--run", model, folder / f"run-{layers}"]
+    answer = subprocess.run(command, capture_output=True, text=True)
+    if answer.returncode:
+        raise SystemExit(answer.stderr)
+    return {"made": made, **json.loads(answer.stdout.splitlines()[-1])}
+
+
+def make_model(folder, config):
+    """Write a model with random weights, a file for each layer: no more than one is in memory."""
+    folder.mkdir(parents=True)
+    with torch.device("meta"):
+        shapes = dict(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).named_parameters())
+    generator, files = torch.Generator().manual_seed(0), {}
+    for name in shapes:
+        parts = name.split(".")
+        number = next((int(part) for part in parts if part.isdecimal()), -1)
+        files.setdefault(f"part-{number + 1:05}.safetensors", []).append(name)
+    for file, names in files.items():
+        save_file({name: drawn(shapes[name].shape, generator) for name in names}, folder / file, {"format": "pt"})
+    write_index(folder, [folder / file for file in files], {})
+    config.architectures = ["LlamaForCausalLM" if isinstance(config, LlamaConfig) else "Qwen3ForCausalLM"]
+    config.save_pretrained(folder)
+    load_tokenizer(find_model("demo")).save_pretrained(folder)
+
+
+def drawn(shape, generator):
+    """Draw a matrix whose products are about as large as what they are of; a norm is ones."""
+    if len(shape) == 1:
+        return torch.ones(shape, dtype=torch.bfloat16)
+    return (torch.randn(shape, generator=generator) / shape[-1] ** 0.5).to(torch.bfloat16)
+
+
+def run_here(arguments):
+    """Run all steps; give of each its seconds, and of all the peak of memory, the disk, and a hash of the student."""
+    model, folder = arguments.run
+    trained = {"recipe": "features"} if arguments.strategy == "gain-features" else {}
+    asked = {**PLAN, "strategy": arguments.strategy, "prices": arguments.prices, "steps": arguments.steps}
+    plan = Plan.of(**{**trained, **asked}, model=str(model), dtype=arguments.dtype, device="cpu")
+    source = find_model(str(model))
+    inspection, speeds = inspect_model(source, load_config(source)), measure_speeds("cpu")
+    if arguments.limit:
+        hold_to(int(arguments.limit * 1e9))
+    forecast = forecast_run(plan, inspection, speeds, 0)
+    steps = []
+    with quiet():
+        begin = time.perf_counter()
+        run = pipeline.begin(folder, plan)
+        for progress in pipeline.linearize(run):
+            if not steps or steps[-1][0] != progress.step:
+                steps.append([progress.step, begin, 0.0])
+            steps[-1][1:] = [steps[-1][1], time.perf_counter()]
+            begin = time.perf_counter()
+    spent = [(name, end - start) for name, start, end in steps] + [("checkpoint", time.perf_counter() - begin)]
+    disk = sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file() and path.stat().st_nlink == 1)
+    hashes = json.loads((run.folder / DIGESTS).read_text())
+    return {
+        "steps": spent,
+        "seconds": sum(seconds for _, seconds in spent),
+        "memory": peak_bytes(),
+        "disk": disk,
+        "weights": inspection.weight_bytes,
+        "streamed": streaming.streams(inspection, plan.dtype, plan.device),
+        "hashes": hashes,
+        "forecast": [forecast.seconds, forecast.memory_bytes, forecast.disk_bytes],
+        "whole": whole_forecast(plan, inspection, speeds),
+    }
+
+
+def hold_to(count):
+    """Hold this process to so many bytes of memory more than it has now, and say so where free memory is asked for."""
+    now = status_bytes("VmData")
+    resource.setrlimit(resource.RLIMIT_DATA, (now + count, now + count))
+    streaming.free_bytes = lambda device: max(0, now + count - status_bytes("VmData"))
+
+
+def status_bytes(name):
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(name))
+    return int(line.split()[1]) * 1024
+
+
+def peak_bytes():
+    return status_bytes(PEAK)
+
+
+def whole_forecast(plan, inspection, speeds):
+    """Forecast the plan for all layers of the shape that a model with fewer of them was cut from."""
+    name = next(name for name in SHAPES if Path(inspection.name).name.startswith(name))
+    config = SHAPES[name][0]
+    layer = inspection.layers[0]
+    inner = 3 * config.hidden_size * config.intermediate_size
+    attention = config.hidden_size * layer.key_dim * (2 * layer.query_heads + 2 * layer.kv_heads)
+    words = config.hidden_size * config.vocab_size * (1 if config.tie_word_embeddings else 2)
+    parameters = config.num_hidden_layers * (inner + attention) + words
+    layers = (layer,) * config.num_hidden_layers
+    whole = replace(inspection, parameters=parameters, weight_bytes=2 * parameters, layers=layers)
+    forecast = forecast_run(plan, whole, speeds, 0)
+    return [parameters, forecast.seconds, forecast.memory_bytes, forecast.disk_bytes]
+
+
+def table(name, config, counts, measured):
+    """Lay a shape's steps out; of a shape whose layers alone were run also what the whole would take."""
+    lines = []
+    for layers, result in zip(counts, measured, strict=True):
+        streamed = ", read block by block" if result["streamed"] else ""
+        lines.append(f"{name}, {layers} of {config.num_hidden_layers} layers, {size(result['weights'])}{streamed}")
+        rows = [HEADINGS, ("model made", duration(result["made"]), "", "", "", "", "")]
+        rows += [(step, f"{seconds:.1f} s", "", "", "", "", "") for step, seconds in result["steps"]]
+        seconds, memory, disk = result["forecast"]
+        amounts = (size(result["memory"]), size(memory), size(result["disk"]), size(disk))
+        rows.append(("all", f"{result['seconds']:.1f} s", f"{seconds:.1f} s", *amounts))
+        lines += [columns(rows), ""]
+    if len(measured) > 1:
+        less, more = (result["seconds"] for result in measured)
+        total = less + (config.num_hidden_layers - counts[0]) * (more - less)
+        parameters, seconds, memory, disk = measured[-1]["whole"]
+        lines.append(
+            f"all {config.num_hidden_layers} layers ({parameters / 1e9:.1f} B parameters), by arithmetic: "
+            f"{duration(total)} from what a layer took, {duration(seconds)} by the forecast with its whole vocabulary; "
+            f"{size(memory)} of memory, {size(disk)} of disk"
+        )
+    return "\n".join(lines)
+
+
+if __name__ == "__main__":
+    main()
