@@ -128,7 +128,7 @@ def describe_memory(inspection: Inspection) -> str:
     """Say what a model's weights take here, and where they will lie."""
     from linearizer.model.streaming import bytes_in_memory, streams
 
-    where = "more than is free here, so every pass reads them block by block" if streams(inspection) else "fits here"
+    where = "more than is free here, so they are read block by block" if streams(inspection) else "fits here"
     return f"{size(bytes_in_memory(inspection))} of weights, {where}"
 
 

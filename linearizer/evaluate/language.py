@@ -17,7 +17,6 @@ from linearizer.evaluate.reading import Read, read_together
 from linearizer.evaluate.subjects import Subject
 from linearizer.model.in_step import in_step, passes_at_once
 from linearizer.model.logits import kl_of, texts_at_once
-from linearizer.model.streaming import is_streamed
 from linearizer.progress import Progress, Steps
 from linearizer.run.head_bytes import Layer
 from linearizer.run.results import Bin, Estimate, Language, Predictions, Tail
@@ -52,7 +51,7 @@ def measure_language(
     split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
     yield Progress("language", 0, len(split), "batches")
     model = subjects[0].model
-    size = passes_at_once(model, split[0].numel() * len(subjects)) if is_streamed(model) else 1
+    size = passes_at_once(model, split[0].numel(), logits=len(subjects))
     for first in range(0, len(split), size):
         some = split[first : first + size]
         for scores_by_subject in in_step(model, [partial(read_scores, subjects, ids, read) for ids in some]):

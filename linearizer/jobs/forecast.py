@@ -31,6 +31,7 @@ from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 from linearizer.runtime.layer_student import LayerStudent
+from linearizer.train.settings import TrainingSettings
 
 STUDENT_SHAPE = (8, 256, 64)  # KV heads, tokens, size of a head
 SPECTRUM_POINTS = 512  # of the sample that the speed of degrees of freedom is measured on
@@ -39,6 +40,7 @@ START_SECONDS = 8.0  # until a process has imported everything and loaded a smal
 READ_RATE = 4e8  # bytes of weights in a second
 JUDGED_SHARE = 1.3  # of a text that is read once, and on from one place for every gap
 JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student and window
+JUDGED = 3  # teacher, student and window
 ESTIMATING_PASSES = 1 + 1.2 * DRAWS  # of a text, forward and back
 DEAR_SHARE = 0.5  # of the dear offers that may be measured
 EXCHANGE_SHARE = 0.6  # of a whole student that is run again: from the first layer on that differs
@@ -145,8 +147,9 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
     spectra = heads * plan.kept_samples**3 / speeds.spectra
     products = product_speed(plan, inspection, speeds)
     teacher = length * token / products  # seconds for a text
+    reading = inspection.weight_bytes / speeds.reads
     if streams(inspection, plan.dtype, plan.device):
-        teacher += bytes_in_memory(inspection, plan.dtype, plan.device) / speeds.reads  # in every pass
+        reading += sweeps(plan, layers) * bytes_in_memory(inspection, plan.dtype, plan.device) / speeds.reads
     own = length * heads / speeds.students  # that a student takes besides
     judging = JUDGING.texts * JUDGED_SHARE * (3 * teacher + 2 * own)
     pricing = 0.0
@@ -155,7 +158,18 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
     training = training_seconds(plan, layers, length, token, products)
     if plan.heals and plan.minutes is None:
         training = plan.steps * plan.batch * (teacher + HEALING_PASSES * (teacher + own))
-    return spectra + plan.kept_texts * teacher + pricing + training + judging + inspection.weight_bytes / speeds.reads
+    return spectra + plan.kept_texts * teacher + pricing + training + judging + reading
+
+
+def sweeps(plan: Plan, layers: list[Layer]) -> float:
+    """Say how often a run reads all weights that are read block by block; texts share a reading."""
+    count = 5.0 + 2 * JUDGED  # until it is profiled, and of every judged model its texts and what follows them
+    if plan.rules.decided_by == "prices":
+        priced = 1.0 if plan.prices == "measured" else DEAR_SHARE  # of the layers, from each on to the last
+        count += 6 + priced * len(layers) + EXCHANGE_SHARE * plan.exchanges
+    if plan.trains:
+        count += 3 + plan.steps / TrainingSettings().save_every
+    return count
 
 
 def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:

@@ -17,7 +17,6 @@ from transformers import PreTrainedModel
 from linearizer.model.in_step import in_step, passes_at_once
 from linearizer.model.layers import number as layer_number
 from linearizer.model.logits import kl_of, logits_of
-from linearizer.model.streaming import is_streamed
 from linearizer.model.swap import (
     Begin,
     BlockAnswers,
@@ -153,7 +152,7 @@ class HeadPricer:
                 with replace_student(module, changed):
                     return kl_of(self.expected, logits_of(self.teacher, self.texts)).mean().item()
 
-            size = passes_at_once(self.teacher, self.texts.numel()) if is_streamed(self.teacher) else 1
+            size = passes_at_once(self.teacher, self.texts.numel())
             for first in range(0, len(places), size):
                 some = places[first : first + size]
                 kl = in_step(self.teacher, [partial(price, *place) for place in some])

@@ -11,7 +11,6 @@ from transformers import PreTrainedModel
 
 from linearizer.model.in_step import in_step, passes_at_once
 from linearizer.model.logits import kl_of, logits_of
-from linearizer.model.streaming import is_streamed
 from linearizer.model.swap import Begin, BlockAnswers, make_layer_student, replace_student
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
@@ -31,7 +30,7 @@ def measure_students(
     """Measure the kl of each allocation's student, in nats per token."""
     kl: list[float] = []
     expected = logits_of(teacher, texts)
-    size = passes_at_once(teacher, texts.numel()) if is_streamed(teacher) else 1
+    size = passes_at_once(teacher, texts.numel())
     for done in range(0, len(allocations), size):
         yield Progress(EventName.TRY, done, len(allocations), "students")
         some = allocations[done : done + size]

@@ -16,15 +16,18 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from linearizer.model import streaming
 from linearizer.model.layers import blocks_of
+from linearizer.model.logits import vocabulary
 from linearizer.model.streaming import is_streamed
 from linearizer.model.swap import is_fixed
 from linearizer.model.sweep import held
 from linearizer.runtime.attention_interface import attention_modules
 
 T = TypeVar("T")
-MAX_STREAMS = 2**31  # bytes of hidden states of the passes that wait for each other
-COPIES = 4  # of its hidden states that a pass may hold: its residual, its logits
+MIN_BYTES = 2**28  # that passes may hold while they wait for each other
+FREE_SHARE = 0.25  # of free memory that they may hold, if that is more
+COPIES = 4  # of its hidden states that a pass may hold
 NOT_SET = object()
 
 
@@ -165,6 +168,13 @@ def stopped_at_blocks(model: nn.Module) -> Iterator[None]:
         yield
 
 
-def passes_at_once(model: PreTrainedModel, tokens: int) -> int:
-    """Compute how many passes over so many tokens may wait for each other, by what they hold."""
-    return max(1, MAX_STREAMS // (COPIES * tokens * model.config.get_text_config().hidden_size * 4))
+def passes_at_once(model: PreTrainedModel, tokens: int, logits: int = 0) -> int:
+    """Compute how many passes over so many tokens may wait for each other; one, where nothing is won by it.
+
+    A pass holds hidden states, and the logits of some models.
+    """
+    if not is_streamed(model):
+        return 1
+    most = max(MIN_BYTES, int(FREE_SHARE * streaming.free_bytes(model.device)))
+    numbers = COPIES * model.config.get_text_config().hidden_size + logits * vocabulary(model)
+    return max(1, most // (4 * tokens * numbers))

@@ -116,7 +116,7 @@ def bytes_in_memory(inspection: Inspection, asked: str = "auto", device: str = "
 
 def streams(inspection: Inspection, asked: str = "auto", device: str = "auto") -> bool:
     """Tell whether a model will be read block by block here, as far as its size tells."""
-    return bytes_in_memory(inspection, asked, device) > bytes_for_weights(device)
+    return inspection.quantised is None and bytes_in_memory(inspection, asked, device) > bytes_for_weights(device)
 
 
 def is_streamed(model: nn.Module) -> bool:

@@ -46,7 +46,9 @@ def model_card(inspection: Inspection) -> str:
     else:
         tested = "" if inspection.tested else " by its interface; its family is not among those we test"
         verdict = message_box(f"Supported{tested}.", "good")
-    kind = f"{inspection.architecture} · {inspection.revision[:8]}" if inspection.revision else inspection.architecture
+    kind = inspection.architecture + (f" · {inspection.revision[:8]}" if inspection.revision else "")
+    kind += f" · the text tower of {inspection.tower_of}: it reads no pictures" if inspection.tower_of else ""
+    kind += f" · quantised: {inspection.quantised}" if inspection.quantised else ""
     return (
         f'<article class="lz-card"><header><h3>{escape(inspection.name)}</h3><small>{escape(kind)}</small></header>'
         f"{verdict}{values_list(pairs)}</article>"

@@ -85,7 +85,7 @@ def test_inspect_and_forecast_say_that_a_model_is_read_block_by_block(little, sa
     fits = forecast_run(plan, found, machine, 0).seconds
     assert "of weights, fits here" in said("inspect", "demo")[1]
     little(6_000_000)
-    assert "more than is free here, so every pass reads them block by block" in said("inspect", "demo")[1]
+    assert "more than is free here, so they are read block by block" in said("inspect", "demo")[1]
     assert forecast_run(plan, found, machine, 0).seconds > fits + 4 * found.parameters / 1e9
 
 
