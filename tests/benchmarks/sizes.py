@@ -49,6 +49,12 @@ SHAPES = {  # name -> config, whether it is run whole
             num_attention_heads=16, num_key_value_heads=8, head_dim=128, vocab_size=151936, tie_word_embeddings=True,
         ), True,
     ),
+    "deep": (  # of no real model: nearly all of its weights are in its blocks, as in a large one
+        LlamaConfig(
+            **LLAMA, hidden_size=512, intermediate_size=1536, num_hidden_layers=48, num_attention_heads=8,
+            num_key_value_heads=2, vocab_size=FEW_WORDS, tie_word_embeddings=True,
+        ), True,
+    ),
     "Llama-3.1-8B": (
         LlamaConfig(
             **LLAMA, hidden_size=4096, intermediate_size=14336, num_hidden_layers=32, num_attention_heads=32,
@@ -62,7 +68,8 @@ SHAPES = {  # name -> config, whether it is run whole
         ), False,
     ),
 }  # fmt: skip
-PLAN = {"texts": 2, "length": 128, "samples": 256, "exchanges": 0, "sinks": 2, "budget": 64}
+PLAN = {"texts": 2, "samples": 256, "exchanges": 0, "sinks": 2, "budget": 64}
+OPTIONS = ("strategy", "prices", "steps", "dtype", "length")
 HEADINGS = ("", "time", "forecast", "peak memory", "forecast", "disk", "forecast")
 PEAK = "VmHWM"
 
@@ -88,6 +95,7 @@ def parse(arguments=None):
     parser.add_argument("--prices", default="estimated")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--dtype", default="auto")
+    parser.add_argument("--length", type=int, default=128, help="tokens of a text")
     parser.add_argument("--limit", type=float, help="GB of memory beyond what a process takes to start")
     parser.add_argument("--folder", type=Path, help="where the model and its run lie meanwhile")
     parser.add_argument("--run", nargs=2, type=Path, metavar=("MODEL", "RUN"), help=argparse.SUPPRESS)
@@ -104,7 +112,7 @@ def measure(arguments, name, layers, folder):
     begin = time.perf_counter()
     make_model(model, config)
     made = time.perf_counter() - begin
-    options = [f"--{option}={getattr(arguments, option)}" for option in ("strategy", "prices", "steps", "dtype")]
+    options = [f"--{option}={getattr(arguments, option)}" for option in OPTIONS]
     options += [f"--limit={arguments.limit}"] if arguments.limit else []
     command = [sys.executable, "-m", "tests.benchmarks.sizes", *options, "--run", model, folder / f"run-{layers}"]
     answer = subprocess.run(command, capture_output=True, text=True)
@@ -143,6 +151,7 @@ def run_here(arguments):
     model, folder = arguments.run
     trained = {"recipe": "features"} if arguments.strategy == "gain-features" else {}
     asked = {**PLAN, "strategy": arguments.strategy, "prices": arguments.prices, "steps": arguments.steps}
+    asked["length"] = arguments.length
     plan = Plan.of(**{**trained, **asked}, model=str(model), dtype=arguments.dtype, device="cpu")
     source = find_model(str(model))
     inspection, speeds = inspect_model(source, load_config(source)), measure_speeds("cpu")
@@ -205,6 +214,11 @@ def whole_forecast(plan, inspection, speeds):
     return [parameters, forecast.seconds, forecast.memory_bytes, forecast.disk_bytes]
 
 
+def student_of(result):
+    """Give the beginning of the hash of what the student adds to its teacher."""
+    return next((digest[:16] for name, digest in result["hashes"].items() if not name.startswith("teacher")), "none")
+
+
 def table(name, config, counts, measured):
     """Lay a shape's steps out; of a shape whose layers alone were run also what the whole would take."""
     lines = []
@@ -216,7 +230,7 @@ def table(name, config, counts, measured):
         seconds, memory, disk = result["forecast"]
         amounts = (size(result["memory"]), size(memory), size(result["disk"]), size(disk))
         rows.append(("all", f"{result['seconds']:.1f} s", f"{seconds:.1f} s", *amounts))
-        lines += [columns(rows), ""]
+        lines += [columns(rows), f"weights of the student: {student_of(result)}", ""]
     if len(measured) > 1:
         less, more = (result["seconds"] for result in measured)
         total = less + (config.num_hidden_layers - counts[0]) * (more - less)
