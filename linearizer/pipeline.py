@@ -314,7 +314,7 @@ def compare_run(
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     with quiet():
         teacher = load(run.plan, token, run.inspection)
-        student = checkpoint.load_student(run, teacher.model.device, dtype=teacher.model.dtype)
+        student = checkpoint.load_beside(run, teacher.model)
         state = StateSize.of(allocation, run.layers)
         return (yield from compare(teacher.model, student, teacher.tokenizer, state, prompt, new_tokens, seed, sample))
 

@@ -19,7 +19,6 @@ from linearizer.model import checkpoint
 from linearizer.model.devices import choose_device
 from linearizer.model.quiet import quiet
 from linearizer.model.samples import SAMPLES
-from linearizer.model.streaming import is_streamed
 from linearizer.model.swap import exchange_students
 from linearizer.model.teacher import load
 from linearizer.model.text import first_tokens, pack_texts, read_documents, read_texts
@@ -166,13 +165,10 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
             tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
             yield Setup(run, student, student, tokenizer, None, str(error))
             return
-        if is_streamed(teacher.model) and not run.plan.lora:
-            student = checkpoint.load_around(run, teacher.model)
-            yield Setup(run, student, student, teacher.tokenizer, student.base, None)
-            return
-        student = checkpoint.load_student(run, teacher.model.device, dtype=teacher.model.dtype)
-        control = student
-        if not share_weights(student.base, teacher.model):  # adapters changed them
+        student = control = checkpoint.load_beside(run, teacher.model)
+        if student.base is not teacher.model and not share_weights(
+            student.base, teacher.model
+        ):  # adapters changed them
             control = checkpoint.load_student(run, teacher.model.device, dtype=teacher.model.dtype)
             share_weights(control.base, teacher.model, different=True)
         yield Setup(run, student, control, teacher.tokenizer, teacher.model, None)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import nullcontext
 
 import torch
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -14,6 +15,7 @@ from linearizer.model.token_loop import generate_tokens
 from linearizer.progress import Progress, Steps
 from linearizer.run.comparison import Both, Comparison, Difference, Side
 from linearizer.run.state_size import StateSize
+from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 UPDATE_SECONDS = 0.25  # between two updates of what both have written: each update takes time from writing
@@ -58,7 +60,7 @@ def compare(
     written: list[list[int]] = []
     for done, (model, size) in enumerate(((teacher, state.teacher_bytes), (student, state.student_bytes))):
         yield Progress("compare", done, 2, "models")
-        writer = Writer(model, tokenizer, size, ids, new_tokens, seed, sample)
+        writer = Writer(model, tokenizer, size, ids, new_tokens, seed, sample, softmax=model is student.base)
         while writer.write_token():
             pass
         sides.append(writer.side())
@@ -81,7 +83,7 @@ def write_in_turns(
     ids = prompt_ids(tokenizer, prompt, new_tokens)
     try:
         writers = [
-            Writer(model, tokenizer, size, ids, new_tokens, seed, sample)
+            Writer(model, tokenizer, size, ids, new_tokens, seed, sample, softmax=model is student.base)
             for model, size in ((teacher, state.teacher_bytes), (student, state.student_bytes))
         ]
 
@@ -113,7 +115,9 @@ class Writer:
         new_tokens: int,
         seed: int,
         sample: bool,
+        softmax: bool = False,  # whether it is a student's base, and attends as the teacher that it was
     ) -> None:
+        self.model, self.softmax = model, softmax
         self.tokenizer, self.state_size, self.prompt_tokens = tokenizer, state_size, ids.shape[1]
         self.written: list[int] = []
         self.first_seconds = self.seconds = 0.0
@@ -122,7 +126,8 @@ class Writer:
     def write_token(self) -> bool:
         """Write one more token; tell whether there was one left to write."""
         begin = time.perf_counter()
-        token = next(self.tokens, None)
+        with attending(self.model, "sdpa") if self.softmax else nullcontext():
+            token = next(self.tokens, None)
         if token is None:
             return False
         self.written.append(token)

@@ -32,7 +32,7 @@ from linearizer.run.weight_digests import check_weights, teacher_files, weight_f
 from linearizer.runtime.layer_student import LayerStudent, generator_at
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 
-MAX_SHARD = "1GB"  # bounds what is sent again after an upload broke
+MAX_SHARD = 10**9  # bytes: bounds what is sent again after an upload broke
 
 # The installed code is preferred to the copy in a checkpoint, with and without trust_remote_code.
 AutoConfig.register(LinearizedConfig.model_type, LinearizedConfig, exist_ok=True)
@@ -168,6 +168,13 @@ def load_student(run: Run, device: str | torch.device = "cpu", **options: object
             f"{str(run.checkpoint)!r} cannot be loaded ({first_line(error)}): remove it, and "
             f"`linearizer runs resume {run.folder}` makes it anew"
         ) from error
+
+
+def load_beside(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
+    """Load the student of a run to where its teacher lies; around the weights of a teacher that is streamed."""
+    if is_streamed(teacher) and not run.plan.lora:
+        return load_around(run, teacher)
+    return load_student(run, teacher.device, dtype=teacher.dtype)
 
 
 def load_around(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:

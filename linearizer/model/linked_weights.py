@@ -9,11 +9,10 @@ from __future__ import annotations
 import json
 import os
 import shutil
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import torch
-from huggingface_hub import split_torch_state_dict_into_shards
 from safetensors.torch import save_file
 
 from linearizer.model.quiet import quiet
@@ -47,8 +46,8 @@ def save_around(student: LinearizedForCausalLM, folder: Path, files: Sequence[Pa
     return False
 
 
-def save_streamed(student: LinearizedForCausalLM, folder: Path, size: str, stored: torch.dtype | None) -> None:
-    """Write a whole student whose weights are not all in memory, in files of a size, with weights of the stored type.
+def save_streamed(student: LinearizedForCausalLM, folder: Path, most: int, stored: torch.dtype | None) -> None:
+    """Write a whole student whose weights are not all in memory, in files of `most` bytes, and of the stored type.
 
     The tensors of one file are in memory at a time.
     """
@@ -63,17 +62,25 @@ def save_streamed(student: LinearizedForCausalLM, folder: Path, size: str, store
     elsewhere = {
         f"{name}.{part}": (hook, part) for name, module, hook in offload_hooks(student) for part in own(module)
     }
-    plan = split_torch_state_dict_into_shards(
-        {name: torch.empty(x.shape, dtype=types[name], device="meta") for name, x in held.items()},
-        max_shard_size=size,
-        filename_pattern="model{suffix}.safetensors",
-    )
-    for file, names in plan.filename_to_tensors.items():
+    parts = in_files({name: x.numel() * types[name].itemsize for name, x in held.items()}, most)
+    for file, names in parts.items():
         read = {name: elsewhere[name][0].weights_map[elsewhere[name][1]] for name in names if held[name].is_meta}
         tensors = {name: read.get(name, held[name]).detach().to("cpu", types[name]).contiguous() for name in names}
         save_file(tensors, folder / file, {"format": "pt"})
-    if plan.is_sharded:
-        write_index(folder, [folder / file for file in plan.filename_to_tensors], {})
+    if len(parts) > 1:
+        write_index(folder, [folder / file for file in parts], {})
+
+
+def in_files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
+    """Lay tensors, in their order, into files of no more than `most` bytes, as far as a tensor allows."""
+    parts: list[list[str]] = [[]]
+    for name, count in sizes.items():
+        if parts[-1] and sum(sizes[own] for own in parts[-1]) + count > most:
+            parts.append([])
+        parts[-1].append(name)
+    if len(parts) == 1:
+        return {SINGLE: parts[0]}
+    return {f"model-{place:05}-of-{len(parts):05}.safetensors": names for place, names in enumerate(parts, 1)}
 
 
 def own(module: torch.nn.Module) -> list[str]:

@@ -203,6 +203,6 @@ def load_pair(run: Run, visitor: Visitor) -> Pair:
         LOADED_PAIRS.clear()
         with quiet():
             teacher = pipeline.load(run.plan, visitor.token, run.inspection)
-            student = checkpoint.load_student(run, teacher.model.device, dtype=teacher.model.dtype)
+            student = checkpoint.load_beside(run, teacher.model)
         LOADED_PAIRS.append(Pair(run.key, teacher.model, student, teacher.tokenizer))
     return LOADED_PAIRS[0]

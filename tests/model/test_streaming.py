@@ -175,6 +175,12 @@ def test_a_run_that_streams_ends_in_the_bits_of_one_that_does_not(strategy, litt
             little(free)
             finish(pipeline.evaluate(each, request))
         assert run.results["language"].result == whole.results["language"].result
+        little(14_000_000)
+        streamed = finish(pipeline.compare_run(run, "Once", 4, 0, False))
+        little(10**9)
+        resident = finish(pipeline.compare_run(whole, "Once", 4, 0, False))
+        assert (streamed.teacher.text, streamed.student.text) == (resident.teacher.text, resident.student.text)
+        assert streamed.teacher.text
 
 
 def test_a_run_reads_each_weight_as_often_whatever_the_number_of_texts_and_steps(little, reads, tmp_path):

@@ -1,0 +1,37 @@
+"""Models of real configs are made shard by shard, and what their steps take stands beside the forecast."""
+
+import pytest
+from transformers import AutoModelForCausalLM, LlamaConfig
+
+from linearizer.model.probe import build_blueprint
+from tests.benchmarks import sizes
+from tests.support.families import GROUPED
+
+
+@pytest.mark.parametrize(
+    "name, parameters",
+    [("SmolLM2-135M", 134_515_008), ("Qwen3-0.6B", 596_049_920), ("Llama-3.1-8B", 8_030_261_248)],
+)
+def test_shapes_have_the_parameters_of_the_real_models(name, parameters):
+    assert sum(x.numel() for x in build_blueprint(sizes.SHAPES[name][0]).parameters()) == parameters
+
+
+def test_steps_are_measured_beside_the_forecast_and_layers_counted_up_to_the_whole(tmp_path, monkeypatch):
+    config = LlamaConfig(**{**GROUPED, "num_hidden_layers": 8, "vocab_size": sizes.FEW_WORDS})
+    monkeypatch.setattr(sizes, "SHAPES", {"tiny": (config, False)})
+    monkeypatch.setattr(sizes, "PLAN", {**sizes.PLAN, "samples": 64})
+    measured = []
+    for layers in (1, 2):
+        made = type(config)(**{**config.to_dict(), "num_hidden_layers": layers})
+        sizes.make_model(tmp_path / f"tiny-{layers}", made)
+        run = ["--run", str(tmp_path / f"tiny-{layers}"), str(tmp_path / f"run-{layers}")]
+        measured.append(
+            {"made": 0.0, **sizes.run_here(sizes.parse(["--strategy=window", "--steps=0", "--length=32", *run]))}
+        )
+    assert len(list((tmp_path / "tiny-2").glob("*.safetensors"))) == 3  # of each layer, and of all else
+    assert len(AutoModelForCausalLM.from_pretrained(tmp_path / "tiny-2").model.layers) == 2
+    names = [name for name, _ in measured[0]["steps"]]
+    assert names[0] == "profile" and names[-1] == "checkpoint" and "evaluate" in names
+    assert measured[0]["memory"] > measured[0]["weights"] and measured[0]["disk"] > 0 and measured[0]["hashes"]
+    said = sizes.table("tiny", config, [1, 2], measured)
+    assert "tiny, 2 of 8 layers" in said and "all 8 layers (0.0 B parameters), by arithmetic" in said
