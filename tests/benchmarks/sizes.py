@@ -151,7 +151,8 @@ def run_here(arguments):
     model, folder = arguments.run
     trained = {"recipe": "features"} if arguments.strategy == "gain-features" else {}
     asked = {**PLAN, "strategy": arguments.strategy, "prices": arguments.prices, "steps": arguments.steps}
-    asked["length"] = arguments.length
+    drawn_from = PLAN["texts"] * (arguments.length - PLAN["sinks"])
+    asked |= {"length": arguments.length, "samples": min(PLAN["samples"], 2 * drawn_from)}
     plan = Plan.of(**{**trained, **asked}, model=str(model), dtype=arguments.dtype, device="cpu")
     source = find_model(str(model))
     inspection, speeds = inspect_model(source, load_config(source)), measure_speeds("cpu")
