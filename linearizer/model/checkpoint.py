@@ -172,7 +172,7 @@ def load_student(run: Run, device: str | torch.device = "cpu", **options: object
 
 def load_beside(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
     """Load the student of a run to where its teacher lies; around the weights of a teacher that is streamed."""
-    if is_streamed(teacher) and not run.plan.lora:
+    if is_streamed(teacher) and not run.plan.kept_lora:
         return load_around(run, teacher)
     return load_student(run, teacher.device, dtype=teacher.dtype)
 
