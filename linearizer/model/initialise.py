@@ -47,7 +47,7 @@ def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, in
     Every head draws for itself, so that one that holds an option gets the same values beside any others.
     """
     queries = samples.queries.unflatten(0, (len(samples.keys), -1)).flatten(1, 2).float()  # (kv heads, samples, dim)
-    if student.axes is not None:
+    if student.axes is not None and samples.values is not None:
         for head, bits in enumerate(student.axes.bits):
             if bits in BY_AXIS:
                 initialise_axes(student.axes, head, queries[head], samples.keys[head], samples.values[head])

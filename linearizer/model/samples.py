@@ -12,7 +12,7 @@ from linearizer.model.safetensors import read_tensors
 from linearizer.run.folder import Run
 
 SAMPLES = "state/samples.safetensors"  # of a run's folder
-PARTS = ("queries", "keys", "values")
+NEEDED = ("queries", "keys")
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class LayerSamples:
 
     queries: torch.Tensor  # (query heads, samples / 2, key_dim)
     keys: torch.Tensor  # (kv heads, samples / 2, key_dim)
-    values: torch.Tensor  # (kv heads, samples / 2, value_dim) of the keys' tokens
+    values: torch.Tensor | None = None  # (kv heads, samples / 2, value_dim) of the keys' tokens; None: of older runs
 
 
 @dataclass(frozen=True)
@@ -35,18 +35,19 @@ class Samples:
         named: dict[str, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             if layer is not None:
-                named |= {f"{index}.{part}": getattr(layer, part) for part in PARTS}
+                parts = {part: getattr(layer, part) for part in (*NEEDED, "values")}
+                named |= {f"{index}.{part}": x for part, x in parts.items() if x is not None}
         return named
 
     @staticmethod
     def of_tensors(tensors: Mapping[str, torch.Tensor], layers: int) -> Samples:
         """Rebuild the samples from their `tensors`."""
-        return Samples(
-            tuple(
-                LayerSamples(*(tensors[f"{index}.{part}"] for part in PARTS)) if f"{index}.keys" in tensors else None
-                for index in range(layers)
-            )
-        )
+
+        def layer(index: int) -> LayerSamples:
+            queries, keys = (tensors[f"{index}.{part}"] for part in NEEDED)
+            return LayerSamples(queries, keys, tensors.get(f"{index}.values"))
+
+        return Samples(tuple(layer(index) if f"{index}.keys" in tensors else None for index in range(layers)))
 
 
 def samples_of(run: Run) -> Samples:
