@@ -257,10 +257,9 @@ def list_limits(allocation: Allocation, training: Trained, examined: bool) -> st
     limits += ["Some KV heads keep their whole cache, so the state grows with the text."] * whole
     small = "The evaluation is small: one kind of text, no benchmark, no other ability of the teacher, and no speed."
     limits += [small] * (not examined)
-    slots = any(head.slots for head in heads)
     limits.append(
         "Refused: assisted decoding (a state cannot forget tokens), static caches, packed rows, custom masks, weights "
-        f"of attention, continuous batching{', torch.export' * slots}."
+        "of attention, continuous batching."
     )
     limits.append("The student has all faults of its teacher: errors, bias, unsafe text.")
     return "\n".join(f"- {line}" for line in limits)

@@ -110,11 +110,7 @@ def make_endpoint(served: Served, local: bool = True) -> FastAPI:
 
     @app.exception_handler(RequestValidationError)
     async def answer_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        first = error.errors()[0]
-        place = [str(part) for part in first["loc"] if part != "body"]
-        reason = first["msg"].removeprefix("Value error, ")
-        message = f"{'.'.join(place)}: {reason}" if place else reason
-        return await answer_refusal(request, Refusal(400, message, place[0] if place else None))
+        return await answer_refusal(request, refusal_of(error))
 
     @app.exception_handler(HTTPException)
     async def answer_http(request: Request, error: HTTPException) -> JSONResponse:
@@ -144,6 +140,20 @@ def make_endpoint(served: Served, local: bool = True) -> FastAPI:
         return await answer(served, body, request)
 
     return app
+
+
+def refusal_of(error: RequestValidationError) -> Refusal:
+    """Say what is wrong with a body, and with which of its fields."""
+    first = error.errors()[0]
+    if first["type"] == "json_invalid":
+        where = f"{first['ctx']['error']} at character {first['loc'][-1]}"
+        return Refusal(400, f"the body is no JSON ({where}): correct it")
+    names = [str(part) for part in first["loc"] if part != "body"]
+    place = [name for name in names if name != "str" and not name.startswith("list[")]  # pydantic names what it tried
+    reason = first["msg"].removeprefix("Value error, ")
+    if not place and first["type"] != "value_error":
+        return Refusal(400, "the body is no JSON object: send one, with the content type application/json")
+    return Refusal(400, f"{'.'.join(place)}: {reason}" if place else reason, place[0] if place else None)
 
 
 async def answer(served: Served, body: Body, request: Request) -> Any:

@@ -35,6 +35,7 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
         "| 0 | 8 + 32 features · softmax |" in text and "| 1 | unchanged: the teacher itself has a window here" in text
     )
     assert "| 2 | 8 + 4 slots · 64 features |" in text
+    assert "Refused: assisted decoding" in text and "static caches, packed rows, custom masks, weights of" in text
     assert "keep a few exact tokens at the start, an exact window, features that stand" in text
 
 

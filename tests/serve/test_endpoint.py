@@ -192,17 +192,23 @@ def test_what_cannot_be_served_is_said_in_the_shape_of_openai(served, name):
 
 def test_what_is_no_request_is_said_too(served):
     headers = {"content-type": "application/json"}
-    for path, content, status in [
-        ("completions", b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400),
-        ("completions", b"{", 400),
-        ("completions", b"[]", 400),
-        ("chat/completions", b'{"model": "tiny", "messages": []}', 400),
-        ("chat/completions", b'{"model": "tiny"}', 400),
-        ("chat/completions", b'{"model": "tiny", "messages": [{"role": "king", "content": "a"}]}', 400),
-        ("embeddings", b"{}", 404),
-    ]:
+    for path, content, status, param, match in [
+        ("completions", b'{"model": "tiny", "prompt": "a", "temperature": NaN}', 400, "temperature", "temperature: "),
+        ("completions", b'{"model": "tiny", "prompt": [1, "a"]}', 400, "prompt", "prompt: Input"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "n": 2}', 400, None, "n = 2"),
+        ("completions", b'{"model": "tiny", "prompt": "a", "stream": "yes, please"}', 400, "stream", "stream: "),
+        ("completions", b"{", 400, None, "the body is no JSON ("),
+        ("completions", b"[]", 400, None, "the body is no JSON object"),
+        ("chat/completions", b'{"model": "tiny", "messages": []}', 400, "messages", "messages: "),
+        ("chat/completions", b'{"model": "tiny"}', 400, "messages", "messages: "),
+        ("chat/completions", b'{"model": "tiny", "messages": [{"role": "king", "content": "a"}]}', 400, "messages",
+         "messages.0.role: "),
+        ("embeddings", b"{}", 404, None, "POST /v1/embeddings"),
+    ]:  # fmt: skip
         answer = served.post(path, content=content, headers=headers)
-        assert answer.status_code == status and answer.json()["error"]["message"], (content, answer.text)
+        error = answer.json()["error"]
+        assert answer.status_code == status and error["message"].startswith(match), (content, answer.text)
+        assert error["param"] == param
     assert served.get("completions").status_code == 405
     assert served.get("models").json()["data"][0]["id"] == "tiny"
     assert served.get("models/tiny").json()["max_model_len"] == 512
