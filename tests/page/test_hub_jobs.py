@@ -4,7 +4,7 @@ import pytest
 
 from linearizer.errors import NotAgreed, RequestError
 from linearizer.jobs import control
-from linearizer.page import actions, hub_jobs, limits, plan_form, run_state, site
+from linearizer.page import actions, hub_jobs, limits, plan_form, run_state
 from linearizer.page.plan_handlers import ChosenModel
 from linearizer.page.visitors import find_visitor
 from linearizer.run.plan import Plan
@@ -54,7 +54,6 @@ def test_a_job_is_begun_for_what_was_agreed_to_and_belongs_to_its_visitor(ann, h
 
 
 def test_the_form_asks_before_it_begins_a_job(ann, monkeypatch):
-    site.build()
     monkeypatch.delenv("SPACE_ID")
     monkeypatch.setenv("HF_TOKEN", "hf_fake_ann")
     assert "l4x1" in str(hub_jobs.list_hardware({}, None, None).choices)
