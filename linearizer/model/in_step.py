@@ -69,7 +69,7 @@ class Pass(threading.Thread, Generic[T]):
         self.work, self.attending = work, attending
         self.go, self.back = threading.Semaphore(0), threading.Semaphore(0)
         self.block: nn.Module | None = None  # that it waits for
-        self.done = self.running = self.abandoned = False
+        self.done = self.abandoned = False
         self.result: T | None = None
         self.error: BaseException | None = None
         self.modes = torch.is_inference_mode_enabled(), torch.is_grad_enabled(), torch.get_num_threads()
@@ -100,19 +100,19 @@ class Pass(threading.Thread, Generic[T]):
 
     def go_on(self) -> None:
         """Let the pass run until it waits again, or ends."""
-        self.running = True
         self.go.release()
-        self.back.acquire()
-        self.running = False
+        try:
+            self.back.acquire()
+        except BaseException:  # such as a request to stop: nothing is put back under a pass that runs
+            self.back.acquire()
+            raise
         if self.error is not None:
             raise self.error
 
     def end(self) -> None:
         """End the thread, wherever it stands."""
-        if not self.ident:
+        if self.ident is None:
             return
-        if self.running:  # the caller was interrupted while it waited for it
-            self.back.acquire()
         if not self.done:
             self.abandoned = True
             self.go.release()
@@ -149,8 +149,10 @@ def in_step(model: PreTrainedModel, passes: Sequence[Callable[[], T]]) -> list[T
 def let_go_on(thread: Pass, attending: Attending) -> None:
     """Let a pass go on with what attended when it stopped."""
     attending.put_back(thread.attending)
-    thread.go_on()
-    thread.attending = attending.now()
+    try:
+        thread.go_on()
+    finally:
+        thread.attending = attending.now()
 
 
 @contextmanager

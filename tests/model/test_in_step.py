@@ -1,6 +1,8 @@
 """Passes over a streamed model wait for each other at its blocks, and compute the bits that they compute alone."""
 
+import signal
 import threading
+import time
 
 import pytest
 import torch
@@ -81,5 +83,18 @@ def test_an_error_in_a_pass_ends_all_and_leaves_the_model_as_it_was(pair, reads)
     before = threading.active_count()
     with pytest.raises(ValueError, match="no"):
         in_step(pair[1], [lambda: logits_of(pair[1], tokens(1, 20)), fail, fail])
+    assert threading.active_count() == before
+    assert torch.equal(logits_of(pair[1], tokens(1, 20)), logits_of(pair[0], tokens(1, 20)))
+
+
+def test_a_request_to_stop_waits_for_the_pass_that_runs(pair):
+    def stop():
+        signal.raise_signal(signal.SIGINT)  # the main thread waits for this pass
+        time.sleep(0.05)
+        return logits_of(pair[1], tokens(1, 20))
+
+    before = threading.active_count()
+    with pytest.raises(KeyboardInterrupt):
+        in_step(pair[1], [stop, stop])
     assert threading.active_count() == before
     assert torch.equal(logits_of(pair[1], tokens(1, 20)), logits_of(pair[0], tokens(1, 20)))
