@@ -67,7 +67,8 @@ class Pass(threading.Thread, Generic[T]):
     def __init__(self, work: Callable[[], T], attending: list[Any]) -> None:
         super().__init__(daemon=True)
         self.work, self.attending = work, attending
-        self.go, self.back = threading.Semaphore(0), threading.Semaphore(0)
+        self.go, self.stopped = threading.Lock(), threading.Event()
+        self.go.acquire()
         self.block: nn.Module | None = None  # that it waits for
         self.done = self.abandoned = False
         self.result: T | None = None
@@ -88,23 +89,24 @@ class Pass(threading.Thread, Generic[T]):
             self.error = error
         finally:
             self.done = True
-            self.back.release()
+            self.stopped.set()
 
     def wait_for(self, block: nn.Module) -> None:
         """Let the others go on until all stand at a block (called in the thread of the pass)."""
         self.block = block
-        self.back.release()
+        self.stopped.set()
         self.go.acquire()
         if self.abandoned:
             raise Abandoned
 
     def go_on(self) -> None:
         """Let the pass run until it waits again, or ends."""
+        self.stopped.clear()
         self.go.release()
         try:
-            self.back.acquire()
+            self.stopped.wait()
         except BaseException:  # such as a request to stop: nothing is put back under a pass that runs
-            self.back.acquire()
+            self.stopped.wait()
             raise
         if self.error is not None:
             raise self.error
