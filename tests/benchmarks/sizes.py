@@ -10,10 +10,11 @@ Random attention is flat, so nothing is learnt here of prices, only of time, mem
 
 import argparse
 import json
-import resource
+import os
 import subprocess
 import sys
 import tempfile
+import threading
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -71,7 +72,7 @@ SHAPES = {  # name -> config, whether it is run whole
 PLAN = {"texts": 2, "samples": 256, "exchanges": 0, "sinks": 2, "budget": 64}
 OPTIONS = ("strategy", "prices", "steps", "dtype", "length")
 HEADINGS = ("", "time", "forecast", "peak memory", "forecast", "disk", "forecast")
-PEAK = "VmHWM"
+PEAK, OWN = "VmHWM", "RssAnon"  # of a process: the most that it had in memory, and its memory without files
 
 
 def main(arguments=None):
@@ -185,10 +186,20 @@ def run_here(arguments):
 
 
 def hold_to(count):
-    """Hold this process to so many bytes of memory more than it has now, and say so where free memory is asked for."""
-    now = status_bytes("VmData")
-    resource.setrlimit(resource.RLIMIT_DATA, (now + count, now + count))
-    streaming.free_bytes = lambda device: max(0, now + count - status_bytes("VmData"))
+    """End this process if it takes so many bytes more than now; say as much where free memory is asked for.
+
+    Pages of files do not count, which the system takes back: a limit of the system's own counts files that are mapped.
+    """
+    most = status_bytes(OWN) + count
+
+    def watch():
+        while (taken := status_bytes(OWN)) <= most:
+            time.sleep(0.002)
+        print(f"{taken - most} bytes more than the limit were taken", file=sys.stderr, flush=True)
+        os._exit(3)
+
+    threading.Thread(target=watch, daemon=True).start()
+    streaming.free_bytes = lambda device: max(0, most - status_bytes(OWN))
 
 
 def status_bytes(name):
