@@ -90,7 +90,7 @@ def publish(run: Run, repo_id: str, token: str) -> None:
     from linearizer.publish import push
 
     try:
-        link_missing_weights(run, token)  # of a checkpoint that an earlier job made
+        link_missing_weights(run, token, in_job=True)  # of a checkpoint that an earlier job made
         finish(push.publish(run, repo_id, token=token))
     except LinearizerError as error:
         run.log(EventName.UNPUBLISHED, error=str(error))

@@ -129,12 +129,12 @@ def save(
                 shard.chmod(readable)  # safetensors writes through a temporary file, which its owner alone may read
 
 
-def link_missing_weights(run: Run, token: str | None = None) -> None:
-    """Complete a checkpoint that a job of the Hub made: of the teacher's weights a job sends none back."""
+def link_missing_weights(run: Run, token: str | None = None, in_job: bool = False) -> None:
+    """Complete a checkpoint that a job of the Hub made, here or in another job: its teacher's weights are not kept."""
     originals = {
         name: file for name, file in teacher_files(run.checkpoint).items() if not (run.checkpoint / name).is_file()
     }
-    if not originals or not run.has_file(HUB_JOB):
+    if not originals or not (in_job or run.has_file(HUB_JOB)):
         return
     if os.environ.get("SPACE_ID"):
         raise RequestError(

@@ -26,7 +26,9 @@ def place_job(ui: SimpleNamespace) -> None:
     with gr.Accordion("Work in a job on your account instead", open=False, elem_id="job") as ui.job_part:
         gr.HTML(f'<p class="lz-faint">{ABOUT}{" Sign in first." if signs_in() else ""}</p>')
         with gr.Row(elem_classes="lz-options"):
-            ui.flavor = gr.Dropdown([], value=None, label="Hardware", info="what it costs now", elem_id="flavor")
+            ui.flavor = gr.Dropdown(
+                [], value=None, label="Hardware", info="what it costs now", allow_custom_value=True, elem_id="flavor"
+            )
             ui.job_minutes = gr.Textbox(
                 "", label="Minutes at most", placeholder="twice the forecast", max_lines=1, elem_id="job-minutes"
             )

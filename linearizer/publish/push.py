@@ -17,6 +17,7 @@ from linearizer.publish.upload import Content, HubFile, Place
 from linearizer.publish.verdict import judge_run
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
+from linearizer.run.hub_job import FILE as HUB_JOB
 from linearizer.run.weight_digests import check_weights, read_digests, teacher_files
 
 CONFIG = "config.json"
@@ -88,6 +89,10 @@ def check_student(run: Run) -> None:
     """Refuse a run that has no student to publish."""
     if not (run.checkpoint / CONFIG).is_file() or run.allocation is None:
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
+    if run.has_file(HUB_JOB):
+        from linearizer.model.checkpoint import link_missing_weights
+
+        link_missing_weights(run)
     check_weights(run, but=files_on_hub(run))  # these are compared with the Hub's
 
 
