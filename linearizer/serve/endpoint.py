@@ -29,6 +29,8 @@ from linearizer.serve.local_requests import REFUSAL, LocalRequests
 from linearizer.serve.row import Piece, Row
 from linearizer.serve.sampling import Drawing
 
+STOPPED = "the server was stopped before the answer was complete: ask again when it is back"
+
 
 class Refusal(Exception):
     """An error in the shape of OpenAI's API."""
@@ -164,6 +166,8 @@ async def answer(served: Served, body: Body, request: Request) -> Any:
         return Stream(served, work)
     try:
         return await answer_whole(served, work, request)
+    except asyncio.CancelledError as error:  # by the server, which has waited long enough
+        raise Refusal(503, STOPPED) from error
     finally:
         cancel(served, work)
 
@@ -278,6 +282,10 @@ class Stream(StreamingResponse):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
             await super().__call__(scope, receive, send)
+        except asyncio.CancelledError:  # by the server, which has waited long enough
+            last = event(Refusal(503, STOPPED).content).encode()
+            with suppress(Exception):  # a client may have gone by now
+                await send({"type": "http.response.body", "body": last, "more_body": False})
         finally:
             self.leave()
 

@@ -24,7 +24,12 @@ def test_a_run_is_served_until_it_is_stopped(quick_run, subject):
         options = {"model": served["model"], "prompt": "The import statement", "max_tokens": 5}
         answer = httpx.post(f"{served['url']}/completions", json=options, timeout=60).json()
         assert answer["usage"]["completion_tokens"] <= 5
-        process.send_signal(signal.SIGINT)
+        options |= {"prompt": ["The import statement"] * 64, "max_tokens": 900, "stream": True, "ignore_eos": True}
+        with httpx.stream("POST", f"{served['url']}/completions", json=options, timeout=60) as stream:
+            lines = stream.iter_lines()
+            assert '"text"' in next(lines)
+            process.send_signal(signal.SIGINT)
+            assert "the server was stopped" in [line for line in lines if line][-1]
         assert process.wait(60) in (0, 130)
         assert "Traceback" not in process.stderr.read()
 
