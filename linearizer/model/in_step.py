@@ -25,7 +25,7 @@ from linearizer.model.sweep import held
 from linearizer.runtime.attention_interface import attention_modules
 
 T = TypeVar("T")
-MIN_BYTES = 2**28  # that passes may hold while they wait for each other
+MIN_BYTES = 2**24  # that passes may hold while they wait for each other
 FREE_SHARE = 0.25  # of free memory that they may hold, if that is more
 COPIES = 4  # of its hidden states that a pass may hold
 NOT_SET = object()
