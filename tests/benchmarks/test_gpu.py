@@ -1,6 +1,7 @@
 """The command that waits for a GPU runs here at tiny sizes, keeps every row, and outlives a part that does not end."""
 
 import json
+import subprocess
 
 import pytest
 import torch
@@ -23,6 +24,14 @@ def test_a_part_gives_rows_that_can_be_written(part, monkeypatch):
     rows = list(gpu.PARTS[part](True))
     assert rows and not [row for row in rows if "failed" in row]
     assert json.loads(json.dumps(rows)) and gpu.summary({part: {"rows": json.loads(json.dumps(rows))}})
+
+
+def test_a_file_whose_tests_do_not_all_pass_or_of_which_none_was_found_is_named(monkeypatch):
+    for code, named in ((0, []), (1, ["tests a.py: failed"]), (5, ["tests a.py: failed"])):
+        done = subprocess.CompletedProcess([], code, stdout="", stderr="")
+        monkeypatch.setattr(gpu, "TESTED", ("a.py",))
+        monkeypatch.setattr(subprocess, "run", lambda *_, done=done, **__: done)
+        assert gpu.summary({"tests": {"rows": [*gpu.tested(False)], "ended": "exit 0"}}) == named
 
 
 def test_a_part_that_hangs_is_ended_and_keeps_its_rows(out):
