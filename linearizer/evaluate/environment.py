@@ -36,4 +36,5 @@ def device_name(device: torch.device) -> str:
     """Name a device as its maker does."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{device.type} ({platform.machine()}, {torch.get_num_threads()} threads)"
+    threads = torch.get_num_threads()
+    return f"{device.type} ({platform.machine()}, {threads} thread{'s' * (threads > 1)})"

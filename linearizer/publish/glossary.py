@@ -6,14 +6,16 @@ from html import escape
 
 GLOSSARY = {
     "teacher, student": "the model as it was; the same model once its heads hold a state of fixed size",
-    "KV head": "one head of keys and values, with the group of query heads that read it: what decisions are made for",
+    "KV head": "one head of keys and values, with the group of query heads that read it; each "
+    "holds what was bought for it",
     "cache": "the keys and values of every token, which a teacher keeps",
     "window, sinks": "the newest tokens and the first few, which a head keeps exactly",
-    "far field": "what a head keeps of all tokens older than its window: slots, features, or a memory by a rule",
-    "slot": "a token that older tokens were merged into, with their number",
+    "far field": "what a head keeps of all tokens older than its window: slots, features, or a memory that a "
+    "rule updates",
+    "slot": "one key and value that stand for several older tokens, with their number",
     "feature": "one of the functions whose products stand for exp(q·k) in linear attention",
-    "degrees of freedom": "how many features a head's attention needs for a given error; they decide the features of "
-    "`paper`",
+    "degrees of freedom": "how many features a head's attention needs for a given error; they decide those of "
+    "`paper` and `features`",
     "kl": "nats by which the student's next-token distribution differs from its teacher's, at the model's output",
     "budget": "tokens of the teacher's cache whose bytes the student's state may take",
 }

@@ -26,13 +26,11 @@ RECIPES = ("paper", "features", "best")
 ROWS = ("teacher", "window", *RECIPES)
 COLUMNS = (
     "",
-    "remembers",
-    "loss",
+    "state",
+    "same next token",
     "KL to the teacher",
-    *(f"recall after {gap}" for gap in GAPS),
-    "reads, tokens/s",
-    "writes",
-    "peak memory",
+    "loss",
+    *(f"loss after {gap}" for gap in GAPS),
 )
 
 
@@ -79,12 +77,10 @@ def row_of(parts, name):
     seconds = dict(zip(parts["recall"].result.gaps, recall.second, strict=True))
     return (
         size(pace.state_bytes),
-        f"{language.loss.mean:.3f}",
+        f"{language.agreement.mean:.1%}",
         f"{kl.mean:.3f} ± {(kl.interval[1] - kl.interval[0]) / 2:.3f}",
+        f"{language.loss.mean:.3f}",
         *(f"{seconds[gap]:.2f}" for gap in GAPS),
-        f"{pace.read_rate:,.0f}",
-        f"{pace.write_rate:,.0f}",
-        "–" if pace.peak_bytes is None else size(pace.peak_bytes),
     )
 
 
@@ -94,8 +90,8 @@ def note(language):
     versions = ", ".join(f"{name} {made.versions[name]}" for name in ("torch", "transformers"))
     text = (
         f"The demo model at the bytes of {BUDGET} tokens of cache; {read.texts} texts of {read.length} "
-        f"tokens that were kept from training, seed {read.seed}; ± half of a 95 % interval over "
-        f"{language.result.drawn}. Speed, memory and what is remembered: one text of {LENGTH} tokens, {made.dtype} on "
+        f"tokens that were held out from training, seed {read.seed}; ± half the width of a 95 % interval "
+        f"over {language.result.drawn}. State: after {LENGTH} tokens. {made.dtype} on "
         f"{made.device}, {versions}."
     )
     return textwrap.fill(text, 120)
