@@ -73,9 +73,10 @@ def panel(rows, title, value, written):
         dashes = ' stroke-dasharray="5 3"' if name == "teacher" else ""
         yield f'<path d="M{path}" fill="none" stroke="{COLOURS[name]}" stroke-width="2"{dashes}/>'
         yield from (f'<circle cx="{across(x):.1f}" cy="{up(y):.1f}" r="3" fill="{COLOURS[name]}"/>' for x, y in points)
-        x, y = points[-1]
-        above = y == max(own[-1][1] for own in lines.values())
-        at = f'x="{across(x):.1f}" y="{up(y) + (-8 if above else 16):.1f}" text-anchor="end"'
+        x, last = points[-1]
+        above = last == max(own[-1][1] for own in lines.values())
+        ends = [up(y) for _, y in points[-2:]]  # a name is as long as the way between two points
+        at = f'x="{across(x):.1f}" y="{min(ends) - 8 if above else max(ends) + 16:.1f}" text-anchor="end"'
         yield f'<text {at} fill="{COLOURS[name]}">{name}</text>'
 
 
