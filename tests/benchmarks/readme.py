@@ -77,7 +77,7 @@ def row_of(parts, name):
     seconds = dict(zip(parts["recall"].result.gaps, recall.second, strict=True))
     return (
         size(pace.state_bytes),
-        f"{language.agreement.mean:.1%}",
+        f"{100 * language.agreement.mean:.1f} %",
         f"{kl.mean:.3f} ± {(kl.interval[1] - kl.interval[0]) / 2:.3f}",
         f"{language.loss.mean:.3f}",
         *(f"{seconds[gap]:.2f}" for gap in GAPS),
