@@ -71,7 +71,7 @@ def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_pa
 
 @pytest.mark.parametrize("recipe", ["best", "duo"])
 def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(recipe, tmp_path):
-    run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1}, may_grow=True))
+    run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1, "samples": 120}, may_grow=True))
     teacher = teacher_module.load(run.plan)
     judged = pipeline.training_and_judging_texts(run.plan, teacher, None)[1]
     seen = teacher_module.texts_of(run.plan, teacher, len(step.texts_to_price_on(run, teacher, None)), None)
@@ -130,7 +130,7 @@ def test_another_recipe_for_a_plan_brings_its_own_choices_and_leaves_all_else(tm
     def planned(*options):
         asked = parser().parse_args(["run", "demo", "--plan", str(tmp_path / "plan.json"), *options])
         asked.out, asked.resume = tmp_path / "-".join(("run", *options)), False
-        return replace(begin_run(asked).plan, dtype="auto", samples=None)  # which beginning decides
+        return replace(begin_run(asked).plan, dtype="auto", texts=None, samples=None)  # which beginning decides
 
     kept = dict(model="demo", budget=64, seed=3, length=64)
     assert planned() == planned("--recipe", "lolcats") == written

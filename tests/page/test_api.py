@@ -243,7 +243,7 @@ def harmless(said, where):
         ("list_runs", ["x"]),
         ("stop_run", ["none", ANN]),
         ("use_run", ["none", ANN]),
-        ("resume_run", ["none", ANN]),
+        ("resume_run", ["none", ANN, False]),
         ("delete_run", ["none", ANN]),
         ("share_budget", ["none", 64, ANN]),
         ("branch_run", ["none", 64, ANN]),
