@@ -1,7 +1,8 @@
 """How far a student's attention is from its teacher's, head by head, on what the teacher's own layers attend with.
 
-A head's rows are its outputs on unit values, so one code serves every kind of head. Their error is half of what all
-weights are off by: the share of attention that is misplaced. An output's error is |y - ŷ|² as a share of |y|².
+A head's rows are its outputs on unit values, which no bits round, so one code serves every kind of head. Their error is
+half of what all weights are off by: the share of attention that is misplaced. An output's error is |y - ŷ|² as a share
+of |y|².
 """
 
 from __future__ import annotations
@@ -99,9 +100,13 @@ def head_errors(student: LayerStudent, q: Tensor, k: Tensor, v: Tensor, scale: f
 
     tokens = k.shape[-2]
     misplaced = q.new_zeros(k.shape[1], dtype=torch.float64)
-    for columns in torch.eye(tokens, device=k.device).split(COLUMNS, dim=1):
-        exact, own = both(columns.expand(*k.shape[:2], -1, -1))
-        misplaced += (exact - own).abs().double().sum((1, 2, 3)) / 2
+    student.exact_values = True
+    try:
+        for columns in torch.eye(tokens, device=k.device).split(COLUMNS, dim=1):
+            exact, own = both(columns.expand(*k.shape[:2], -1, -1))
+            misplaced += (exact - own).abs().double().sum((1, 2, 3)) / 2
+    finally:
+        student.exact_values = False
     exact, own = both(v)
     off = (exact - own).square().double().sum((1, 2, 3)) / exact.square().double().sum((1, 2, 3)).clamp_min(1e-30)
     return torch.stack([misplaced / (tokens * q.shape[1] // k.shape[1]), off]).cpu()

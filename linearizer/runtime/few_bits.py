@@ -57,9 +57,13 @@ class Rounded:
     def of(x: Tensor, bits: int) -> Rounded:
         return Rounded(x, *codes_of(x.detach(), bits), bits)
 
+    @staticmethod
+    def unrounded(x: Tensor) -> Rounded:
+        return Rounded(x, x, x[..., :1], 16)
+
     @cached_property
     def numbers(self) -> Tensor:  # (…, dim)
-        return numbers_of(self.exact, self.codes, self.scale, self.bits)
+        return self.exact if self.bits == 16 else numbers_of(self.exact, self.codes, self.scale, self.bits)
 
     @cached_property
     def bytes(self) -> Tensor:  # (…, bytes)
@@ -78,10 +82,15 @@ class FewBits:
     value: Rounded
 
     @staticmethod
-    def of(query: Tensor, key: Tensor, value: Tensor, bits: int, axes: Axes | None, root: float) -> FewBits:
+    def of(
+        query: Tensor, key: Tensor, value: Tensor, bits: int, axes: Axes | None, root: float, exact_values: bool
+    ) -> FewBits:
         if bits in BY_AXIS and axes is not None:
-            query, key, value = axes(axes.along, query, key, value, root)
-        return FewBits(query, Rounded.of(key, bits), Rounded.of(value, bits))
+            query, key, turned = axes(axes.along, query, key, None if exact_values else value, root)
+            value = value if exact_values else turned
+        return FewBits(
+            query, Rounded.of(key, bits), Rounded.unrounded(value) if exact_values else Rounded.of(value, bits)
+        )
 
 
 class Axes(nn.Module):
@@ -126,13 +135,16 @@ class Axes(nn.Module):
                     steps[head] = 2.0 ** (1 - bits_by_number(count, steps.shape[-1])).to(steps)
 
     def along(
-        self, q: Tensor, k: Tensor, v: Tensor, root: float, heads: Any = slice(None)
-    ) -> tuple[Tensor, Tensor, Tensor]:
+        self, q: Tensor, k: Tensor, v: Tensor | None, root: float, heads: Any = slice(None)
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Give queries (batch, heads, group, tokens, dim), keys and values (batch, heads, tokens, dim) by the axes."""
-        q, k, v = (x.to(working_dtype(x)) for x in (q, k, v))
+        q, k = (x.to(working_dtype(x)) for x in (q, k))
         axes, steps, middle = (x[heads].to(k.dtype) for x in (self.key_axes, self.key_steps, self.key_middle))
         query = (q @ axes[:, None]) * (steps / root)[:, None, None]
         key = (k * root - middle[:, None]) @ (axes / steps[:, None])
+        if v is None:
+            return query, key, None
+        v = v.to(working_dtype(v))
         axes, steps, middle = (x[heads].to(v.dtype) for x in (self.value_axes, self.value_steps, self.value_middle))
         return query, key, (v - middle[:, None]) @ (axes / steps[:, None])
 

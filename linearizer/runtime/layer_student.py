@@ -206,6 +206,9 @@ class LayerStudent(nn.Module):
             for head in each.heads:  # type: ignore[union-attr]
                 bits[head] = each.bits  # type: ignore[assignment]
         self.axes = Axes(bits, key_dim, value_dim or key_dim) if {*bits} & {*BY_AXIS} else None
+        self.exact_values = (
+            False  # values of any size, as they are: only to measure attention's weights, without memory
+        )
 
     def reset(self, generator: torch.Generator) -> None:
         """Draw new features."""
@@ -258,7 +261,7 @@ class LayerStudent(nn.Module):
             memory += [None] * (len(self.groups) - len(memory))
         left = [(index, group) for index, group in enumerate(self.groups) if index not in done]
         few = {int(group.bits) for _, group in left} - {16}  # type: ignore[arg-type]
-        small = {bits: FewBits.of(query, key, value, bits, self.axes, scale**0.5) for bits in few}
+        small = {bits: FewBits.of(query, key, value, bits, self.axes, scale**0.5, self.exact_values) for bits in few}
         parts = self.read_with_slots(left, memory, query, key, value, small, scale, real)
         for index, group in left:
             heads = as_slice(group.heads)  # type: ignore[arg-type]
@@ -273,7 +276,7 @@ class LayerStudent(nn.Module):
                     part, state = group(query[:, heads], key[:, heads], value[:, heads], scale, real, state)
                 if memory is not None:
                     memory[index] = state
-            if self.axes is not None and group.bits in BY_AXIS:
+            if self.axes is not None and group.bits in BY_AXIS and not self.exact_values:
                 part = self.axes(self.axes.back, part, heads)
             out[:, heads] = part.to(out.dtype)
         return out.flatten(1, 2)
@@ -297,7 +300,8 @@ class LayerStudent(nn.Module):
             if state is not None and few:
                 state = unpack_state(state, group.bits, k.dtype, v.dtype)
             state = group.empty(k, v) if state is None else state
-            inputs = q * scale, k, v, group.merging(scale)
+            merging = group.merging(scale).unrounded if self.exact_values else group.merging(scale)
+            inputs = q * scale, k, v, merging
             if not kernel_serves_text_slots(*inputs, state):
                 readings[index], states[index] = read_text(*inputs, real, state), state
         parts = dict(zip(readings, read_together(list(readings.values())), strict=True))

@@ -35,6 +35,11 @@ class Merging:
         """The metric for keys as they are kept."""
         return self.metric if self.bits in BY_AXIS else self.metric * self.root
 
+    @property
+    def unrounded(self) -> Merging:
+        """The same without rounding what slots hold."""
+        return replace(self, metric=self.scaled, root=1.0, bits=16)
+
 
 @dataclass
 class Slots:

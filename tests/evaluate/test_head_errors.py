@@ -19,6 +19,7 @@ from linearizer.model.checkpoint import make_layer_students
 from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
 from linearizer.run.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
+from linearizer.runtime.few_bits import FewBits
 from linearizer.runtime.layer_student import LayerStudent
 from tests.support.models import MIXED, WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 
@@ -51,6 +52,22 @@ def test_errors_are_those_of_the_rows_written_out(length):
 def test_heads_that_see_all_have_no_error():
     q, k, v = drawn(40)
     assert head_errors(LayerStudent(["softmax", [40, 0]], 0, 8, "prf"), q, k, v, 0.3).abs().max() < 1e-5
+
+
+@pytest.mark.parametrize("bits", [4, 5, 6, 8])
+@pytest.mark.parametrize("length", [40, 300])
+def test_the_rows_of_few_bits_are_those_of_the_keys_that_are_kept(bits, length):
+    q, k, v = drawn(length)
+    student = LayerStudent([[length, 0, 0, 0, bits], [5, 0, 6, 4, bits]], 2, 8, "prf")
+    student.reset(torch.Generator().manual_seed(0))
+    rows, outputs = head_errors(student, q, k, v, 0.3)
+    kept = FewBits.of(q.unflatten(1, (2, 2)), k, v, bits, student.axes, 0.3**0.5, exact_values=False)
+    above = torch.ones(length, length).triu(1).bool()
+    pairs = (q.unflatten(1, (2, 2)), k), (kept.query, kept.key.numbers)
+    exact, own = ((x[0, 0] @ y[0, 0].mT * 0.3).masked_fill(above, -torch.inf).softmax(-1) for x, y in pairs)
+    assert rows[0].item() == pytest.approx((exact - own).abs().sum(-1).mean().item() / 2, rel=1e-3)
+    assert rows[0] < rows[1] < 1 and 0 < outputs[0] < outputs[1]
+    assert not student.exact_values
 
 
 def profile_of(masses=(0.2, 0.5, 0.8), sinks=0.1):
