@@ -136,7 +136,7 @@ class Plan(JsonProduct):
     steps: int = option(
         0,
         "steps of training; 0: none. Where heads hold no features, adapters learn to make up for what the heads lost: "
-        "a hundred steps bring a student of a small budget nearer to its teacher",
+        "a hundred steps bring a student of a small budget a little nearer to its teacher",
         least=0,
         most=MAX_STEPS,
         default_text=BY_RECIPE,
