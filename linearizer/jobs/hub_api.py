@@ -18,7 +18,8 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.model.hub import access_token
-from linearizer.publish.upload import redact, sign_in_advice, without_bars
+from linearizer.publish.hub_errors import is_temporary, redact, sign_in_advice
+from linearizer.publish.upload import without_bars
 
 BUCKET = "linearizer-runs"  # of every account, private
 LABEL = "linearizer-run"  # of a job: the id of its run
@@ -223,7 +224,7 @@ def refusal(what: str, error: HfHubHTTPError, kept: str) -> LinearizerError:
     """Choose the sentence for a refusal of the Hub."""
     status = error.response.status_code
     detail = re.sub(r"hf_\w+", "…", " ".join((error.server_message or "it does not say why").split()))[:200].rstrip(".")
-    if status in (408, 429) or status >= 500:
+    if is_temporary(error):
         return FaultError(f"{what} cannot be had now, the Hub answered {status} ({detail}): try again later; {kept}")
     remedy = {
         401: f"the token in use was refused: {sign_in_advice()} again",
