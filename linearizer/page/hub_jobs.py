@@ -33,7 +33,7 @@ def place_job(ui: SimpleNamespace) -> None:
                 "", label="Minutes at most", placeholder="twice the forecast", max_lines=1, elem_id="job-minutes"
             )
             ui.job_push = gr.Textbox(
-                "", label="Publish as", placeholder="OWNER/NAME, privately; empty: not", max_lines=1, elem_id="job-push"
+                "", label="Publish privately as", placeholder="OWNER/NAME, if at all", max_lines=1, elem_id="job-push"
             )
         ui.offer = gr.Button("What does it cost?", elem_id="job-offer")
         with gr.Column(visible=False, elem_id="job-sure") as ui.job_sure:
