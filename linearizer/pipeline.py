@@ -320,12 +320,18 @@ def compare_run(
 
 
 def read(run: Run, text: str, path: Path, more: bool = False) -> Steps[Reading]:
-    """Let the student of a run read a text and write its state to a file; `more`: after what the file holds."""
+    """Let the student of a run read a text and write its state to a file; `more`: after what the file holds.
+
+    What was read in addition can be taken back.
+    """
     kept_state.check_place(path)
     if path.exists() and not more:
         raise FolderError(f"{str(path)!r} is there already: add --more to read on after it, or name another file")
     student, tokenizer = checkpoint.load_of_run(run)
-    cache = kept_state.load_state(student, path) if more else student.empty_cache()
+    cache = student.empty_cache()
+    if more:
+        cache = kept_state.load_state(student, path)
+        cache.begin_turn()
     yield from kept_state.read_text(student, tokenizer, text, cache)
     kept_state.save_state(cache, path)
     return kept_state.measure(student, run.layers, cache)
@@ -342,7 +348,7 @@ def ask(
 ) -> Generator[str, None, Answer]:
     """Let the student of a run continue a prompt, after the text whose state is in a file; yield what it writes.
 
-    `keep` writes the state that has read prompt and answer, too, back to the file.
+    `keep` writes the state that has read prompt and answer, too, back to the file; they can be taken back.
     """
     if keep and path is None:
         raise RequestError("there is no state to keep the answer in: name its file with --state")
@@ -350,12 +356,24 @@ def ask(
         kept_state.check_place(path)
     student, tokenizer = checkpoint.load_of_run(run)
     cache = student.empty_cache() if path is None else kept_state.load_state(student, path)
+    if keep:
+        cache.begin_turn()
     with quiet():
         written = yield from kept_state.write_answer(student, tokenizer, prompt, cache, new_tokens, seed, sample)
     if keep and path is not None:
         kept_state.save_state(cache, path)
     text = tokenizer.decode(written, skip_special_tokens=True)
     return Answer(prompt, text, len(written), kept_state.measure(student, run.layers, cache))
+
+
+def take_back(run: Run, path: Path) -> Reading:
+    """Return a state in a file to where it was before what was read or kept last."""
+    kept_state.check_place(path)
+    student, _ = checkpoint.load_of_run(run)
+    cache = kept_state.load_state(student, path)
+    kept_state.take_back(cache)
+    kept_state.save_state(cache, path)
+    return kept_state.measure(student, run.layers, cache)
 
 
 @contextmanager

@@ -145,7 +145,11 @@ def parser() -> Parser:
         description="Let a run's student write on after a prompt, and with --state after the text of that state.",
     )
     command.add_argument("run", metavar="RUN", help=run_help)
-    command.add_argument("--prompt", required=True, help="what it continues")
+    wanted = command.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--prompt", help="what it continues")
+    wanted.add_argument(
+        "--take-back", action="store_true", help="return the state to before the last --keep, or `read --more`"
+    )
     command.add_argument("--state", type=Path, help="a file that `linearizer read` wrote")
     command.add_argument("--keep", action="store_true", help="let the state have read prompt and answer, too")
     add_writing_options(command, "how many tokens it writes", 256)
@@ -382,6 +386,12 @@ def serve_ask(arguments: argparse.Namespace) -> None:
     from linearizer.run.find import find_run
 
     run = find_run(arguments.run)
+    if arguments.take_back:
+        if arguments.state is None:
+            raise RequestError("there is no state to take back: name its file with --state")
+        reading = pipeline.take_back(run, arguments.state)
+        print_product(arguments, asdict(reading), describe_reading(reading, arguments.run, arguments.state))
+        return
     how = arguments.keep, arguments.tokens, arguments.seed, arguments.sample
     answer = print_stream(pipeline.ask(run, arguments.prompt, arguments.state, *how), arguments.json)
     if arguments.json:

@@ -16,7 +16,7 @@ from linearizer.model.token_loop import generate_tokens, read_tokens
 from linearizer.progress import Progress, Steps
 from linearizer.run.files import writing
 from linearizer.run.head_bytes import CACHED, Layer, cache_bytes
-from linearizer.runtime.cache import LinearizedCache, LinearizedLayer
+from linearizer.runtime.cache import MAX_TURNS, LinearizedCache, LinearizedLayer
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 
@@ -108,6 +108,16 @@ def load_state(student: LinearizedForCausalLM, path: Path) -> LinearizedCache:
         ) from error
     except ValueError as error:
         raise RequestError(str(error)) from error
+
+
+def take_back(cache: LinearizedCache) -> None:
+    """Take back what a state read or kept last."""
+    if not cache.turns:
+        raise RequestError(
+            f"there is nothing to take back: the state holds what it read first, or its last {MAX_TURNS} turns are "
+            "taken back; read the text again"
+        )
+    cache.take_back_turn()
 
 
 def save_state(cache: LinearizedCache, path: Path) -> None:

@@ -117,7 +117,7 @@ class LinearizedCache(Cache):
         self.turns: list[LinearizedCache] = []
 
     def save(self, path: str) -> None:
-        """Write the state to a file; `model.load_cache(path)` reads it. Turns that can be taken back stay behind."""
+        """Write the state, and those before turns that can be taken back, to a file for `model.load_cache(path)`."""
         if (model := self.model()) is None:
             raise ValueError(
                 "the model that made this state is gone, or its decoder made it alone: read with the model's own cache "

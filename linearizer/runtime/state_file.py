@@ -16,7 +16,8 @@ from transformers import PreTrainedModel
 
 from .state import tensors
 
-FORMAT = "linearized state 2"
+FORMAT = "linearized state 2"  # of a layer in memory, too: one copy of this code takes another's
+WITH_TURNS = "linearized state 3"
 WEIGHTS = "weights"  # the tensor of a file that is no part of the state
 SAMPLED = 16  # numbers of each weight that tell a model from others
 ROUNDING, LEAST = 2**-8, 2**-24  # by which a number may differ in two dtypes, bf16 and fp16 among them
@@ -26,20 +27,29 @@ Tensor = torch.Tensor
 
 
 def write_state(cache: Any, model: PreTrainedModel, path: str | os.PathLike) -> None:
-    """Write the state that a cache of the model holds; an older file stays until the new one is complete."""
-    tokens = cache.get_seq_length()
-    if not tokens:
+    """Write the state that a cache of the model holds; an older file stays until the new one is complete.
+
+    States before its turns lie beside it, the oldest first, under names that begin with their number.
+    """
+    if not cache.get_seq_length():
         raise ValueError("there is no state to save: the model has read nothing with this cache")
-    held = {
-        name: getattr(*place).detach().cpu().clone(memory_format=torch.contiguous_format)
-        for name, place in places(cache).items()
-    }
+    held: dict[str, Tensor] = {}
+    sizes: list[tuple[int, int]] = []
+    for turn, state in enumerate([*cache.turns, cache]):
+        own = {
+            name: getattr(*place).detach().cpu().clone(memory_format=torch.contiguous_format)
+            for name, place in places(state).items()
+        }
+        sizes.append((state.get_seq_length(), len(next(iter(own.values()))) if own else 0))
+        held |= {name_in_file(name, turn, len(cache.turns)): x for name, x in own.items()}
     facts = {
         **identify(model),
-        "format": FORMAT,
-        "tokens": str(tokens),
-        "texts": str(len(next(iter(held.values())))),
+        "format": WITH_TURNS if cache.turns else FORMAT,
+        "tokens": str(sizes[-1][0]),
+        "texts": str(sizes[-1][1]),
     }
+    if cache.turns:
+        facts["turns"] = json.dumps(sizes[:-1])
     held[WEIGHTS] = sample_weights(model)
     facts["checksum"] = checksum(held, facts)
     unfinished = f"{os.fspath(path)}.unfinished"
@@ -59,18 +69,34 @@ def read_state(model: PreTrainedModel, path: str | os.PathLike) -> Any:
             held = {name: file.get_tensor(name).clone() for name in file.keys()}  # the file may be replaced later
     except SafetensorError as error:
         raise damaged(path, str(error)) from error
-    if facts.get("format") != FORMAT:
+    if facts.get("format") not in (FORMAT, WITH_TURNS):
         wrote = f"{facts['format']!r}" if "format" in facts else "no state of a linearized model"
-        raise ValueError(f"{os.fspath(path)!r} holds {wrote}, and {FORMAT!r} is read here: read the text again")
+        raise ValueError(f"{os.fspath(path)!r} holds {wrote}, and {WITH_TURNS!r} is read here: read the text again")
     if facts.pop("checksum", None) != checksum(held, facts):
         raise damaged(path, "its checksum does not fit")
     refuse_other_model(path, facts, held.pop(WEIGHTS, torch.empty(0)), model)
-    tokens, texts = int(facts["tokens"]), int(facts["texts"])
+    sizes = [*json.loads(facts.get("turns", "[]")), (int(facts["tokens"]), int(facts["texts"]))]
     start = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
     with torch.no_grad():
         cache = model(input_ids=start, past_key_values=model.empty_cache(), logits_to_keep=1).past_key_values
-    if places(cache).keys() != held.keys():
+    states, last = [cache.fork() if tokens else model.empty_cache() for tokens, _ in sizes], len(sizes) - 1
+    expected = {name_in_file(name, turn, last) for turn, state in enumerate(states) for name in places(state)}
+    if expected != held.keys():
         raise damaged(path, "it names other tensors than a state of this model has")
+    for turn, (state, (tokens, texts)) in enumerate(zip(states, sizes, strict=True)):
+        own = {name: held[name_in_file(name, turn, last)] for name in places(state)}
+        fill(state, own, tokens, texts, path)
+    states[-1].turns = states[:-1]
+    return states[-1]
+
+
+def name_in_file(name: str, turn: int, turns: int) -> str:
+    """Name a tensor of the state before a turn, by the number of the turn; after the last one, the name is its own."""
+    return name if turn == turns else f"turn {turn}: {name}"
+
+
+def fill(cache: Any, held: dict[str, Tensor], tokens: int, texts: int, path: str | os.PathLike) -> None:
+    """Put the tensors of a file into a cache that has read one token, or none."""
     for name, (holder, attribute) in places(cache).items():
         own, stored = getattr(holder, attribute), held[name]
         same_kind = own.dtype == stored.dtype or (own.is_floating_point() and stored.is_floating_point())
@@ -83,13 +109,14 @@ def read_state(model: PreTrainedModel, path: str | os.PathLike) -> Any:
         for counter in ("tokens_read", "cumulative_length"):
             if hasattr(layer, counter):
                 setattr(layer, counter, tokens)
-    return cache
 
 
 def places(cache: Any) -> dict[str, tuple[Any, str]]:
-    """Say of every tensor of a cache which object holds it, and under which name."""
+    """Say of every tensor of a cache, of which one that has read nothing has none, where it is: object and name."""
     places_by_name: dict[str, tuple[Any, str]] = {}
     for index, layer in enumerate(cache.layers):
+        if not layer.is_initialized:
+            continue
         if not hasattr(layer, "memory"):  # the teacher's own kind
             places_by_name |= {f"{index}.{name}": (layer, name) for name in ("keys", "values")}
         else:

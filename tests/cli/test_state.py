@@ -4,6 +4,8 @@ import io
 import json
 
 import pytest
+import torch
+from safetensors.torch import load
 
 from linearizer import finish, pipeline
 from linearizer.model.kept_state import load_state
@@ -40,6 +42,7 @@ def test_a_state_reads_on(quick_run, text, tmp_path, said, monkeypatch):
     assert code == 2 and "--more" in err
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"And so on. ")))
     before = state.read_bytes()
+    held = load(before)
     code, out, _ = said("read", quick_run, "-", "--state", state, "--more", "--json")
     first = json.loads(out)["tokens"]
     assert code == 0 and state.read_bytes() != before
@@ -51,6 +54,13 @@ def test_a_state_reads_on(quick_run, text, tmp_path, said, monkeypatch):
     student, tokenizer = load_of_run(run)
     assert answer["reading"]["tokens"] == load_state(student, state).get_seq_length()
     assert answer["reading"]["tokens"] == first + len(tokenizer("It", add_special_tokens=False)["input_ids"]) + 5
+    for expected in (first, first - len(tokenizer("And so on. ", add_special_tokens=False)["input_ids"])):
+        code, out, _ = said("ask", quick_run, "--state", state, "--take-back", "--json")
+        assert code == 0 and json.loads(out)["tokens"] == expected
+    back = load(before := state.read_bytes())
+    assert back.keys() == held.keys() and all(torch.equal(back[name], held[name]) for name in held)
+    code, _, err = said("ask", quick_run, "--state", state, "--take-back")
+    assert code == 2 and "nothing to take back" in err and state.read_bytes() == before
 
 
 def test_python_asks_too(quick_run, tmp_path):
@@ -66,6 +76,9 @@ def test_what_cannot_be_is_said(quick_run, text, tmp_path, said):
     for words, match in [
         (("ask", quick_run, "--prompt", "a", "--state", state), "there is no state"),
         (("ask", quick_run, "--prompt", "a", "--keep"), "--state"),
+        (("ask", quick_run, "--take-back"), "--state"),
+        (("ask", quick_run, "--state", state), "--take-back"),
+        (("ask", quick_run, "--state", state, "--take-back"), "there is no state"),
         (("ask", quick_run, "--prompt", "a", "--tokens", 0), "at least one"),
         (("ask", quick_run, "--prompt", "", "--state", text), "is damaged"),
         (("read", quick_run, text, "--state", tmp_path / "none" / "state"), "cannot be written"),

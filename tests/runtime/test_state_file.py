@@ -98,6 +98,28 @@ def test_a_state_moves_to_another_dtype(student):
 
 
 @torch.no_grad()
+def test_turns_that_were_saved_are_taken_back_in_the_same_bits(student, tmp_path):
+    cache = student.empty_cache()
+    cache.begin_turn()  # before anything was read
+    ids = tokens(1, LENGTH)
+    student(ids[:, :READ], past_key_values=cache)
+    expected = go_on(student, ids, cache.fork())
+    cache.begin_turn()
+    student(tokens(1, 5, seed=2), past_key_values=cache)
+    cache.save(tmp_path / "state")
+    loaded = student.load_cache(tmp_path / "state")
+    assert loaded.get_seq_length() == READ + 5 and len(loaded.turns) == 2
+    loaded.take_back_turn()
+    assert loaded.get_seq_length() == READ
+    assert torch.equal(go_on(student, ids, loaded.fork()), expected)
+    loaded.save(tmp_path / "state")
+    loaded = student.load_cache(tmp_path / "state")
+    loaded.take_back_turn()
+    assert loaded.get_seq_length() == 0 and not loaded.turns
+    assert torch.equal(go_on(student, ids, loaded, 0), go_on(student, ids, student.empty_cache(), 0))
+
+
+@torch.no_grad()
 def test_turns_are_bounded():
     student = student_of("llama")
     ids, cache = read(student)
