@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from linearizer.run.head_bytes import Head, Layer, head_bytes, state_bytes
 from linearizer.runtime.features_torch import reference as attend_exactly
 from linearizer.runtime.slots import Merger, reference, slot_attention
-from linearizer.runtime.slots_merging import Merging, Rounding, Slots, keep_slots, merge_slots
+from linearizer.runtime.slots_merging import Merging, Rounding, Slots, keep_slots, merge_block, merge_slots
 from linearizer.runtime.state import SlotState
 from tests.support.models import student_of, tokens
 
@@ -183,6 +183,19 @@ def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
         assert result.weight[0, head].tolist() == [sum(weight[group]) for group in groups.values()]
         for mine, group in zip(result.v[0, head], groups.values(), strict=True):
             torch.testing.assert_close(mine, (weight[group, None] * v[group]).sum(0) / weight[group].sum())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32, torch.float64], ids=str)
+def test_equal_costs_are_decided_by_place_alike_in_every_dtype(dtype):
+    k = torch.zeros(1, 1, 8, DIM, dtype=dtype)
+    k[..., 0] = torch.arange(8)  # all neighbours cost the same to merge
+    state = SlotState.empty(k, k, WINDOW, SINKS, 5)
+    held = Slots(state.slot_k, state.slot_v, state.weight, state.spread)
+    assert held.weight.dtype == (dtype if dtype == torch.float64 else torch.float32)  # in which costs are compared
+    how = Merging(torch.eye(DIM)[None], torch.ones(1), WINDOW, 8)
+    result = merge_block(held, k, k, torch.ones(1, 8, dtype=torch.bool), how)
+    assert result.weight[0, 0].tolist() == [3, 2, 1, 1, 1]  # 1, 2 and 3 go: 1 and 2 to 0, the first of two, 3 to 4
+    assert result.k[0, 0, :, 0].tolist() == [1, 3.5, 5, 6, 7] and result.k.dtype == dtype
 
 
 def test_while_there_is_room_merging_only_keeps():
