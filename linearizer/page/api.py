@@ -263,19 +263,25 @@ def ask_document(
     tokens: int = 64,
     seed: int = 0,
     sample: bool = False,
+    keep: bool = False,
     secret: str = "",
     profile: Profile = None,
     token: Token = None,
 ) -> str:
     """Let the student continue a prompt after the document that it read, as often as you like; return what it wrote.
 
-    prompt: {prompt}. tokens: {tokens}. seed: {seed}.
+    prompt: {prompt}. tokens: {tokens}. seed: {seed}. keep: the state remembers prompt and answer, too.
     """
     visitor, text = identify_visitor(secret, profile, token), ""
-    choices = str(prompt), read_whole_number(tokens), read_whole_number(seed), bool(sample)
+    choices = str(prompt), read_whole_number(tokens), read_whole_number(seed), bool(sample), bool(keep)
     for text in students.ask_document(visitor, run, *choices):  # noqa: B007
         pass
     return text
+
+
+def take_back_answer(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> ReadDocument:
+    """Let the state of a document forget the prompt and the answer that it kept last."""
+    return ReadDocument(**asdict(students.take_back_answer(identify_visitor(secret, profile, token), run)))
 
 
 def preview_publication(
@@ -333,9 +339,9 @@ def stop_evaluation(run: str, secret: str = "", profile: Profile = None, token: 
 ENDPOINTS = (
     search_models, inspect_model, estimate_run, start_run, list_hardware, start_job, run_status, list_runs, stop_run,
     use_run, resume_run, delete_run, evaluate_run, evaluation_status, stop_evaluation, share_budget, branch_run,
-    compare_models, read_document, ask_document, preview_publication, publish_run,
+    compare_models, read_document, ask_document, take_back_answer, preview_publication, publish_run,
 )  # fmt: skip
-ONE_AT_A_TIME = (compare_models, read_document, ask_document)
+ONE_AT_A_TIME = (compare_models, read_document, ask_document, take_back_answer)
 
 
 def add_endpoints() -> None:

@@ -161,14 +161,15 @@ def show_sides(both: Both) -> tuple[str, str, str, str]:
     return teacher, cards.side_card(both.teacher), student, cards.side_card(both.student)
 
 
-def read_document(memory: Memory, text: str, profile: Profile, token: Token) -> Iterator[tuple[str, Any]]:
+def read_document(memory: Memory, text: str, profile: Profile, token: Token) -> Iterator[tuple[str, Any, Any]]:
     """Let the student read a document; its state is kept with the run."""
     with refusals_on_page():
         visitor, name = read_visitor(memory, profile, token), run_name(memory) or ""
         for step in students.read_document(visitor, name, text or ""):
             if isinstance(step, Progress):
-                yield cards.document_bar(step), gr.skip()
-        yield cards.reading_card(visitor.find_run(name)), gr.Button(interactive=True)
+                yield cards.document_bar(step), gr.skip(), gr.skip()
+        asks = gr.Button(interactive=True)
+        yield cards.reading_card(visitor.find_run(name)), asks, asks
 
 
 @refusals_on_page()
@@ -180,14 +181,25 @@ def take_document(content: bytes | None) -> str:
 
 
 def ask_document(
-    memory: Memory, prompt: str, tokens: float, seed: float, sample: bool, profile: Profile, token: Token
-) -> Iterator[str]:
+    memory: Memory, prompt: str, tokens: float, seed: float, sample: bool, keep: bool, profile: Profile, token: Token
+) -> Iterator[tuple[str, Any]]:
     """Let the student continue a prompt after the document that it read."""
     with refusals_on_page():
         visitor, name = read_visitor(memory, profile, token), run_name(memory) or ""
-        choices = prompt or "", int(tokens or 0), int(seed or 0), bool(sample)
+        choices, answer = (prompt or "", int(tokens or 0), int(seed or 0), bool(sample), bool(keep)), ""
         for text in students.ask_document(visitor, name, *choices):
-            yield f"<p>{escape(text)}</p>"
+            answer = f"<p>{escape(text)}</p>"
+            yield answer, gr.skip()
+        if keep:
+            yield answer, cards.reading_card(visitor.find_run(name))
+
+
+@refusals_on_page()
+def take_back_answer(memory: Memory, profile: Profile, token: Token) -> tuple[str, str]:
+    """Let the state forget the question and the answer that it kept last."""
+    visitor, name = read_visitor(memory, profile, token), run_name(memory) or ""
+    students.take_back_answer(visitor, name)
+    return "", cards.reading_card(visitor.find_run(name))
 
 
 @refusals_on_page()

@@ -37,8 +37,8 @@ BUTTONS = ("stop", "resume", "use", "pay")
 OUTPUTS = (  # of draw_changes: the names of parts of the page
     "seen", "timer", "walk", "note", *BUTTONS, *PLOTS.values(), "evaluation", "frontier_place", "prices_place",
     "verdict", "deciding", "bars", "other", "other_card", "branch", "to_distil", "to_compare", "compare", "read", "ask",
-    "reading", "sent", "snippet", "step_2", "step_3", "step_4", "step_5", "model_choice", "model_of_run", "run_model",
-    "plan_choice", "plan_of_run", "run_plan",
+    "take_back", "reading", "sent", "snippet", "step_2", "step_3", "step_4", "step_5", "model_choice", "model_of_run",
+    "run_model", "plan_choice", "plan_of_run", "run_plan",
 )  # fmt: skip
 POLLED_PIECES = (
     "card",
@@ -113,7 +113,8 @@ def draw_changes(
         can = parts["can"].value
         drawn |= {name: gr.Button(visible=can[name]) for name in BUTTONS}
         drawn |= {name: gr.Button(interactive=can["student"]) for name in ("compare", "read")}
-        drawn["ask"] = gr.Button(interactive=can["student"] and bool(parts["reading"].value))
+        asks = can["student"] and bool(parts["reading"].value)
+        drawn |= {name: gr.Button(interactive=asks) for name in ("ask", "take_back")}
     if "stage" in new or "can" in new or "evaluation" in new:
         drawn["to_distil"] = gr.Button(interactive=parts["stage"].value > 3)
         drawn["to_compare"] = gr.Button(interactive=parts["can"].value["student"] or "evaluation" in parts)
@@ -154,7 +155,7 @@ def show_no_run() -> list[Any]:
     empty = dict.fromkeys((*PLOTS.values(), "bars"))
     empty |= dict.fromkeys(("evaluation", "verdict", "deciding", "other_card", "reading", "sent"), "")
     closed = {name: gr.Button(visible=False) for name in BUTTONS}
-    locked = ("compare", "read", "ask", "branch", "to_distil", "to_compare")
+    locked = ("compare", "read", "ask", "take_back", "branch", "to_distil", "to_compare")
     closed |= {name: gr.Button(interactive=False) for name in locked}
     rest = {"seen": {}, "timer": gr.Timer(IDLE_POLL_SECONDS), "snippet": gr.Code(visible=False)}
     return in_order({**empty, **closed, **rest, **show_attached(None)})

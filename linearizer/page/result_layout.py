@@ -55,7 +55,10 @@ def read_part(ui: SimpleNamespace) -> None:
             )
         ui.reading = gr.HTML(elem_id="reading")
         ui.question = gr.Textbox("", label="Continue after the document", lines=2, elem_id="question")
-        ui.ask = gr.Button("Ask", variant="primary", elem_id="ask", interactive=False)
+        ui.keep = gr.Checkbox(False, label="The state remembers question and answer", elem_id="keep")
+        with gr.Row(elem_classes="lz-acts"):
+            ui.ask = gr.Button("Ask", variant="primary", elem_id="ask", interactive=False)
+            ui.take_back = gr.Button("Take the last answer back", elem_id="take-back", interactive=False)
         ui.answer = gr.HTML(elem_id="answer")
 
 

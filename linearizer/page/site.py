@@ -214,9 +214,10 @@ def wire_compare(ui: SimpleNamespace) -> None:
     for title, button in ui.prompts.items():
         button.click(partial(sample_prompts().get, title), None, ui.prompt, **QUICK)
     ui.file.upload(handlers.take_document, ui.file, ui.document, **ONCE)
-    ui.read.click(handlers.read_document, [ui.memory, ui.document], [ui.reading, ui.ask], **busy)
-    asked = [ui.memory, ui.question, *drawing]
-    gr.on([ui.ask.click, ui.question.submit], handlers.ask_document, asked, ui.answer, **busy)
+    ui.read.click(handlers.read_document, [ui.memory, ui.document], [ui.reading, ui.ask, ui.take_back], **busy)
+    asked = [ui.memory, ui.question, *drawing, ui.keep]
+    gr.on([ui.ask.click, ui.question.submit], handlers.ask_document, asked, [ui.answer, ui.reading], **busy)
+    ui.take_back.click(handlers.take_back_answer, ui.memory, [ui.answer, ui.reading], **busy)
     owned, noted = [ui.owner, ui.repo, ui.preview_note], {"show_progress_on": ui.preview_note}
     ui.publish_part.expand(handlers.list_owners, ui.memory, owned, **SLOW, **noted)
     target = [ui.memory, ui.owner, ui.repo, ui.private]

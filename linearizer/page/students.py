@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.page import limits, zerogpu
 from linearizer.page.visitors import Visitor, on_space
+from linearizer.run.files import parse_json
 from linearizer.run.folder import Run
 from linearizer.run.options import options_of
 from linearizer.run.plan import Plan
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from linearizer.model.kept_state import Reading
     from linearizer.progress import Progress
     from linearizer.run.comparison import Both, Side
+    from linearizer.runtime.cache import LinearizedCache
 
 COMPARISON_SECONDS = 120  # that ZeroGPU lends its device to a comparison, or to the reading of a document
 DOCUMENT = Path("state", "document.safetensors")  # of a run: the state of its student after the document it read last
@@ -92,11 +94,20 @@ def read_document(visitor: Visitor, name: str, text: str) -> Iterator[Progress |
         pair = load_pair(run, visitor)
         cache = pair.student.empty_cache()
         yield from kept_state.read_text(pair.student, pair.tokenizer, text, cache)
-        kept_state.save_state(cache, run.folder / DOCUMENT)
-        reading = count_bytes(run, cache.get_seq_length())
-        begins = " ".join(text.split())[:BEGINNING]
-        run.write(str(DOCUMENT_FACTS), json.dumps({**asdict(reading), "begins": begins}))
+        reading = save_document(run, cache, " ".join(text.split())[:BEGINNING])
     yield reading
+
+
+def save_document(run: Run, cache: LinearizedCache, begins: str | None = None) -> Reading:
+    """Write the state of a document, and what the page says of it: the same beginning unless it is a new one."""
+    from linearizer.model import kept_state
+
+    kept_state.save_state(cache, run.folder / DOCUMENT)
+    reading = count_bytes(run, cache.get_seq_length())
+    if begins is None:
+        begins = run.parse_file(str(DOCUMENT_FACTS), parse_json, again=False)["begins"]
+    run.write(str(DOCUMENT_FACTS), json.dumps({**asdict(reading), "begins": begins}))
+    return reading
 
 
 def count_bytes(run: Run, tokens: int) -> Reading:
@@ -110,17 +121,22 @@ def count_bytes(run: Run, tokens: int) -> Reading:
 
 
 @zerogpu.with_device(COMPARISON_SECONDS)
-def ask_document(visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool) -> Iterator[str]:
-    """Let the student continue a prompt after the document that it read; yield the text so far. The state stays."""
+def ask_document(
+    visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool, keep: bool = False
+) -> Iterator[str]:
+    """Let the student continue a prompt after the document that it read; yield the text so far.
+
+    The state stays, or has read prompt and answer, too, with `keep`, until they are taken back.
+    """
     from linearizer.model import kept_state
 
-    run = find_student(visitor, name)
+    run = find_reader(visitor, name)
     check_prompt(prompt, tokens, seed)
-    if not run.has_file(str(DOCUMENT)):
-        raise RequestError("this student has read no document yet: give it one, and press Read")
     with hold_comparison_lock():
         pair = load_pair(run, visitor)
         cache, text = kept_state.load_state(pair.student, run.folder / DOCUMENT), ""
+        if keep:
+            cache.begin_turn()
         try:
             for piece in kept_state.write_answer(pair.student, pair.tokenizer, prompt, cache, tokens, seed, sample):
                 text += piece
@@ -129,6 +145,28 @@ def ask_document(visitor: Visitor, name: str, prompt: str, tokens: int, seed: in
             raise
         except Exception as error:  # models of others raise errors of many types
             raise FaultError(f"writing broke off ({type(error).__name__}): try again, with fewer tokens") from error
+        if keep:
+            save_document(run, cache)
+
+
+@zerogpu.with_device(COMPARISON_SECONDS)
+def take_back_answer(visitor: Visitor, name: str) -> Reading:
+    """Return the state of a document to before the prompt and the answer that it kept last."""
+    from linearizer.model import kept_state
+
+    run = find_reader(visitor, name)
+    with hold_comparison_lock():
+        cache = kept_state.load_state(load_pair(run, visitor).student, run.folder / DOCUMENT)
+        kept_state.take_back(cache)
+        return save_document(run, cache)
+
+
+def find_reader(visitor: Visitor, name: str) -> Run:
+    """Open a run whose student has read a document."""
+    run = find_student(visitor, name)
+    if not run.has_file(str(DOCUMENT)):
+        raise RequestError("this student has read no document yet: give it one, and press Read")
+    return run
 
 
 def find_student(visitor: Visitor, name: str) -> Run:

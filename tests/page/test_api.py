@@ -48,6 +48,8 @@ def test_the_whole_flow_runs_without_a_browser(local, hub):
     assert read["tokens"] > 100 and 0 < read["state_bytes"] < read["cache_bytes"]
     told = [client.predict(run, "One", 6, api_name="/ask_document") for _ in range(2)]
     assert told[0] == told[1] != ""
+    assert client.predict(run, "One", 6, keep=True, api_name="/ask_document") == told[0]
+    assert client.predict(run, api_name="/take_back_answer") == read
     assert names_of_runs(client) == [run, *before]
     assert client.predict(run, api_name="/delete_run") == run
     assert names_of_runs(client) == before
@@ -249,7 +251,8 @@ def harmless(said, where):
         ("branch_run", ["none", 64, ANN]),
         ("compare_models", ["none", "Once", 4, 0, False, ANN]),
         ("read_document", ["none", "Once", ANN]),
-        ("ask_document", ["none", "Once", 4, 0, False, ANN]),
+        ("ask_document", ["none", "Once", 4, 0, False, False, ANN]),
+        ("take_back_answer", ["none", ANN]),
         ("preview_publication", ["none", "ann/x", True, ANN]),
         ("publish_run", ["none", "ann/x", True, ANN]),
     ],

@@ -102,6 +102,12 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_load
         for _ in range(2):  # the state stays as it was
             page.click("#ask:enabled")
             page.wait_for_function("document.querySelector('#answer').innerText.length > 20", timeout=LONG)
+        read, there = page.locator("#reading").inner_text(), "document.querySelector('#reading').innerText"
+        page.get_by_label("The state remembers question and answer").check()
+        page.click("#ask:enabled")
+        page.wait_for_function(f"(read) => {there} && {there} != read", arg=read, timeout=LONG)
+        page.click("#take-back:enabled")
+        page.wait_for_function(f"(read) => {there} == read", arg=read, timeout=LONG)
         assert page.evaluate(FITS)
         page.get_by_role("button", name="Publish to the Hub").click()
         page.wait_for_function("document.querySelector('#owner input').value == 'ann'")
