@@ -1,37 +1,69 @@
 """The command serves a run until it is stopped, and says at once what it cannot serve."""
 
 import json
+import os
 import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import httpx
-import pytest
 
 
-@pytest.mark.parametrize("subject", ["student", "teacher"])
-def test_a_run_is_served_until_it_is_stopped(quick_run, subject):
+def test_a_run_is_served_until_it_is_stopped(quick_run):
     words = [sys.executable, "-m", "linearizer", "serve", str(quick_run), "--port", "0", "--json"]
-    words += ["--teacher"] * (subject == "teacher")
     with subprocess.Popen(words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as process:
         served = ""
         while not served.endswith("}\n"):
             served += process.stdout.readline()
             assert process.poll() is None, process.stderr.read()
-        served = json.loads(served)
-        assert served["model"] == {"student": "demo", "teacher": "demo-teacher"}[subject]
-        options = {"model": served["model"], "prompt": "The import statement", "max_tokens": 5}
-        answer = httpx.post(f"{served['url']}/completions", json=options, timeout=60).json()
-        assert answer["usage"]["completion_tokens"] <= 5
-        options |= {"prompt": ["The import statement"] * 64, "max_tokens": 900, "stream": True, "ignore_eos": True}
-        with httpx.stream("POST", f"{served['url']}/completions", json=options, timeout=60) as stream:
-            lines = stream.iter_lines()
-            assert '"text"' in next(lines)
-            process.send_signal(signal.SIGINT)
-            assert "the server was stopped" in [line for line in lines if line][-1]
+        ask_until_stopped(json.loads(served), "demo", lambda: process.send_signal(signal.SIGINT))
         assert process.wait(60) in (0, 130)
         assert "Traceback" not in process.stderr.read()
+
+
+def test_a_teacher_is_served_until_it_is_stopped(quick_run, capsys):
+    """In this process, whose main thread serves: a second one would import all anew."""
+    from linearizer.cli.main import main
+
+    out, heard, over = [""], [], threading.Event()
+
+    def stop():
+        os.kill(os.getpid(), signal.SIGINT)
+
+    def ask():
+        try:
+            while not out[0].endswith("}\n"):
+                assert not over.wait(0.1)
+                out[0] += capsys.readouterr().out
+            ask_until_stopped(json.loads(out[0]), "demo-teacher", stop)
+            heard.append("stopped")
+        finally:
+            if not heard and not over.is_set():
+                stop()
+
+    asking = threading.Thread(target=ask)
+    asking.start()
+    code = main(["serve", str(quick_run), "--port", "0", "--json", "--teacher"])
+    over.set()
+    asking.join()
+    assert code in (0, 130) and heard == ["stopped"]
+    assert "Traceback" not in capsys.readouterr().err
+
+
+def ask_until_stopped(served, name, stop):
+    """Ask an endpoint, and stop it while it streams."""
+    assert served["model"] == name
+    options = {"model": name, "prompt": "The import statement", "max_tokens": 5}
+    answer = httpx.post(f"{served['url']}/completions", json=options, timeout=60).json()
+    assert answer["usage"]["completion_tokens"] <= 5
+    options |= {"prompt": ["The import statement"] * 64, "max_tokens": 900, "stream": True, "ignore_eos": True}
+    with httpx.stream("POST", f"{served['url']}/completions", json=options, timeout=60) as stream:
+        lines = stream.iter_lines()
+        assert '"text"' in next(lines)
+        stop()
+        assert "the server was stopped" in [line for line in lines if line][-1]
 
 
 def test_what_cannot_be_served_is_said_at_once(quick_run, tmp_path, said):
