@@ -74,7 +74,7 @@ def measure_all(run, arguments):
     }
     rows = {place(row): row for row in rows_before(arguments.out, facts)}
     for context in arguments.context:
-        texts = read_texts("builtin", tokenizer, context, max(arguments.at_once))
+        texts = draw_texts(tokenizer, context, max(arguments.at_once))
         for count, name in product(arguments.at_once, arguments.subject):
             model = student if name == "student" else load(run.plan, None, run.inspection).model
             row = {"context": context, "at once": count, "subject": name}
@@ -87,6 +87,12 @@ def measure_all(run, arguments):
                 **facts,
                 "rows": [rows[key] for key in sorted(rows)],
             }
+
+
+def draw_texts(tokenizer, length, count):
+    """Cut texts from the built-in one; where there is too little of it they overlap, and none begins as another."""
+    whole = read_texts("builtin", tokenizer, length, count, least=1).flatten()
+    return whole.unfold(0, length, max(1, (len(whole) - length) // max(1, count - 1)))[:count]
 
 
 def rows_before(path, facts):
