@@ -1,8 +1,8 @@
 """How far a student's attention is from its teacher's, head by head, on what the teacher's own layers attend with.
 
 A head's rows are its outputs on unit values, which no bits round, so one code serves every kind of head. Their error is
-half of what all weights are off by: the share of attention that is misplaced. An output's error is |y - ŷ|² as a share
-of |y|².
+half of what all weights are off by: the share of attention that is misplaced. A memory that a rule writes has no rows:
+it reads values for its gates, and its weights may be negative. An output's error is |y - ŷ|² as a share of |y|².
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.layers import number
+from linearizer.model.layers import featured, number
 from linearizer.model.logits import logits_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
@@ -24,6 +24,7 @@ from linearizer.run.profile import Curve, HeadProfile, Profile
 from linearizer.run.results import Approximation, Errors, FeatureCurve, PredictedErrors
 from linearizer.runtime.attention_interface import attention_modules, observing
 from linearizer.runtime.layer_student import LayerStudent
+from linearizer.runtime.matrix_rule import MatrixRule
 
 Tensor = torch.Tensor
 COLUMNS = 128  # of the attention matrix that are computed together
@@ -39,10 +40,10 @@ def measure_approximation(
     return Approximation(tuple(errors), predicted, ranked)
 
 
-def rank_correlation(rows: Sequence[Sequence[float]], predicted: PredictedErrors) -> float | None:
+def rank_correlation(rows: Sequence[Sequence[float | None]], predicted: PredictedErrors) -> float | None:
     """Correlate the ranks of the heads by measured and by predicted errors, where there is a prediction."""
     pairs = [pair for row, own in zip(rows, predicted, strict=True) for pair in zip(row, own, strict=True)]
-    known = [(measured, promised) for measured, promised in pairs if promised is not None]
+    known = [(measured, promised) for measured, promised in pairs if measured is not None and promised is not None]
     return spearman([measured for measured, _ in known], [promised for _, promised in known])
 
 
@@ -75,23 +76,19 @@ def layer_students(subject: Subject) -> dict[int, LayerStudent]:
 
 def collect_errors(name: str, sums: Mapping[int, Tensor], layers: int) -> Errors:
     """Collect the errors of all layers, and their means."""
-    rows, outputs = (
-        tuple(tuple(sums[index][part].tolist()) if index in sums else () for index in range(layers)) for part in (0, 1)
-    )
-    return Errors(name, rows, outputs, mean_of(rows), mean_of(outputs))
+    tables = ([sums[index][part].tolist() if index in sums else [] for index in range(layers)] for part in (0, 1))
+    rows, outputs = (tuple(tuple(None if math.isnan(x) else x for x in row) for row in table) for table in tables)
+    return Errors(name, rows, outputs, mean_of(rows), mean_of(outputs))  # type: ignore[arg-type]
 
 
-def flat(table: Sequence[Sequence[float]]) -> list[float]:
-    return [value for row in table for value in row]
-
-
-def mean_of(table: Sequence[Sequence[float]]) -> float:
-    return math.fsum(flat(table)) / max(len(flat(table)), 1)
+def mean_of(table: Sequence[Sequence[float | None]]) -> float:
+    known = [value for row in table for value in row if value is not None]
+    return math.fsum(known) / max(len(known), 1)
 
 
 @torch.inference_mode()
 def head_errors(student: LayerStudent, q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:  # (2, kv heads)
-    """Give the errors of rows and outputs of one layer on one text: (1, heads, tokens, dim)."""
+    """Give the errors of rows and outputs of one layer on one text: (1, heads, tokens, dim); rows of memories: NaN."""
 
     def both(value: Tensor) -> tuple[Tensor, Tensor]:  # (kv heads, group, tokens, columns)
         exact = scaled_dot_product_attention(q, k, value, is_causal=True, scale=scale, enable_gqa=True)
@@ -100,13 +97,16 @@ def head_errors(student: LayerStudent, q: Tensor, k: Tensor, v: Tensor, scale: f
 
     tokens = k.shape[-2]
     misplaced = q.new_zeros(k.shape[1], dtype=torch.float64)
-    student.exact_values = True
+    groups, student.exact_values = student.groups, True
+    written = [group for group in featured(student) if isinstance(group.feature_map, MatrixRule)]
+    student.groups = torch.nn.ModuleList(group for group in groups if group not in written)
     try:
         for columns in torch.eye(tokens, device=k.device).split(COLUMNS, dim=1):
             exact, own = both(columns.expand(*k.shape[:2], -1, -1))
             misplaced += (exact - own).abs().double().sum((1, 2, 3)) / 2
     finally:
-        student.exact_values = False
+        student.exact_values, student.groups = False, groups
+    misplaced[[head for group in written for head in group.heads]] = torch.nan
     exact, own = both(v)
     off = (exact - own).square().double().sum((1, 2, 3)) / exact.square().double().sum((1, 2, 3)).clamp_min(1e-30)
     return torch.stack([misplaced / (tokens * q.shape[1] // k.shape[1]), off]).cpu()

@@ -147,7 +147,7 @@ class Errors:
     """Of one subject, [layer][KV head]; no heads where the teacher bounds the layer itself."""
 
     name: str
-    rows: tuple[tuple[float, ...], ...]
+    rows: tuple[tuple[float | None, ...], ...]  # None: a memory that a rule writes
     outputs: tuple[tuple[float, ...], ...]
     rows_mean: float
     outputs_mean: float

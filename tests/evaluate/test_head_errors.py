@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from linearizer.evaluate.head_errors import (
+    collect_errors,
     head_errors,
     mass_outside,
     measure_approximation,
@@ -47,6 +48,20 @@ def test_errors_are_those_of_the_rows_written_out(length):
     assert rows[1].item() == pytest.approx((exact[1] - windowed).abs().sum(-1).mean().item() / 2, abs=1e-5)
     y, own = exact[1] @ v[0, 1], windowed @ v[0, 1]
     assert outputs[1].item() == pytest.approx(((y - own).square().sum() / y.square().sum()).item(), rel=1e-4)
+
+
+def test_a_memory_has_errors_of_outputs_and_none_of_rows():
+    q, k, v = drawn(40)
+    student, plain = (
+        LayerStudent([[5, 4, 0, 0, 16, "gdn"], [3, 0]], 2, 8, "prf"),
+        LayerStudent([[5, 0], [3, 0]], 2, 8, ""),
+    )
+    student.reset(torch.Generator().manual_seed(0))
+    rows, outputs = head_errors(student, q, k, v, 0.3)
+    assert rows[0].isnan() and outputs.isfinite().all() and len(student.groups) == 2
+    torch.testing.assert_close(rows[1], head_errors(plain, q, k, v, 0.3)[0][1])
+    collected = collect_errors("student", {0: torch.stack([rows, outputs])}, 1)
+    assert collected.rows[0][0] is None and collected.rows_mean == pytest.approx(rows[1].item())
 
 
 def test_heads_that_see_all_have_no_error():
