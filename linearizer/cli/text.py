@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from linearizer.run.folder import Run
     from linearizer.run.head_bytes import Head, Layer
     from linearizer.run.inspection import Inspection
-    from linearizer.run.profile import Profile
+    from linearizer.run.profile import LayerProfile, Profile
 
 Product = TypeVar("Product")
 
@@ -136,22 +136,41 @@ def describe_profile(profile: Profile) -> str:
     """Describe a profile, layer by layer."""
     reference = profile.settings.ridges.index(profile.settings.reference)
     rows: list[Sequence[object]] = [
-        ("layer", "N(λ) by KV head", "in sinks", f"in window {profile.windows[-1]}", "nats")
+        (
+            "layer",
+            "N(λ) by KV head",
+            "in sinks",
+            f"in window {profile.windows[-1]}",
+            "nats",
+            "far mass off",
+            "values off",
+        )
     ]
     for index, layer in enumerate(profile.layers):
         if not layer.heads:
-            rows.append((index, "bounded by itself", "", "", ""))
+            rows.append((index, "bounded by itself", *[""] * 5))
             continue
         counts = " ".join(f"{head.freedoms[reference]:.1f}{'*' * head.saturated}" for head in layer.heads)
         sinks, window, entropy = (
             sum(values) / len(layer.heads)
             for values in zip(*((h.sink_mass, h.window_mass[-1], h.entropy) for h in layer.heads), strict=True)
         )
-        rows.append((index, counts, f"{sinks:.0%}", f"{window:.0%}", f"{entropy:.2f}"))
+        far = [[error for error in own if error is not None] for own in zip(*far_errors_of(layer), strict=True)]
+        off = (f"{sum(own) / len(own):.2g}" if own else "" for own in far)
+        rows.append((index, counts, f"{sinks:.0%}", f"{window:.0%}", f"{entropy:.2f}", *off))
     text = columns(rows) + f"\ndegrees of freedom at λ = {profile.settings.reference:g}, from {profile.tokens:,} tokens"
+    text += (
+        f"\noff: |y - ŷ|² / |y|² beyond a window of {profile.windows[0]}, if far keys were Gaussian, and if far values "
+        "were their mean"
+    )
     if any(head.saturated for layer in profile.layers for head in layer.heads):
         text += f"\n* more than a quarter of the {profile.settings.samples} samples: ask for more with --samples"
     return text
+
+
+def far_errors_of(layer: LayerProfile) -> list[tuple[float | None, float | None]]:
+    """List the errors of the far mass and of far values of a layer's heads."""
+    return [(head.mass_error, head.values_error) for head in layer.heads]
 
 
 def describe_allocation(allocation: Allocation, layers: Sequence[Layer]) -> str:

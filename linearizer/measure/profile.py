@@ -50,12 +50,13 @@ def measure_profile(
     *,
     real: torch.Tensor | None = None,  # (texts, tokens) true where a token is no padding
     batch_tokens: int = 2048,
+    keep_text: bool = False,
 ) -> Steps[Measurement]:
-    """Measure the attention of a model on texts."""
+    """Measure the attention of a model on texts; the samples may keep the whole first text besides."""
     real = torch.ones_like(texts, dtype=torch.bool) if real is None else real.bool()
     windows = tuple(window for window in (16 << power for power in range(30)) if window < texts.shape[1])
     draw = draw_tokens(real.cpu(), settings.samples, settings.rows, settings.sinks, settings.seed)
-    recorder = Recorder(layers, draw, windows)
+    recorder = Recorder(layers, draw, windows, keep_text)
     size = max(1, batch_tokens // texts.shape[1])
     if is_streamed(model) and real.all() and (chain := chain_of(model, texts)):
         yield from record_by_blocks(model, chain, texts.split(size), recorder)
@@ -69,7 +70,8 @@ def measure_profile(
     rows = tuple(profiles.get(index, LayerProfile(())) for index in range(len(layers)))
     records = [recorder.records.get(index) for index in range(len(layers))]
     samples = tuple(
-        None if record is None else LayerSamples(record.queries, record.keys, record.values) for record in records
+        None if record is None else LayerSamples(record.queries, record.keys, record.values, record.text)
+        for record in records
     )
     return Measurement(Profile(settings, int(real.sum()), windows, rows), Samples(samples))
 
@@ -187,9 +189,11 @@ def layer_profile(record: LayerRecord, curves: list[Freedoms], settings: Profile
     if settings.per == "query" and is_multi_head(record):
         queries = heads
     attention = [rounded(row) for row in record.attention_means().tolist()]
+    shares = record.far_shares()
+    far = [(None, None)] * len(heads) if shares is None else [rounded(row) for row in shares.tolist()]
     profiles = tuple(
-        HeadProfile(curve.counts, curve.saturated, sink_mass, tuple(window_mass), entropy)
-        for curve, (entropy, sink_mass, *window_mass) in zip(heads, attention, strict=True)
+        HeadProfile(curve.counts, curve.saturated, sink_mass, tuple(window_mass), entropy, *errors)
+        for curve, (entropy, sink_mass, *window_mass), errors in zip(heads, attention, far, strict=True)
     )
     return LayerProfile(profiles, tuple(curve.counts for curve in queries))
 

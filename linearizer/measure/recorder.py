@@ -10,11 +10,14 @@ import torch
 from torch import nn
 
 from linearizer.errors import FaultError, RequestError, TextError
+from linearizer.measure.far_errors import far_errors
 from linearizer.model.layers import number
+from linearizer.model.samples import LayerSamples
 from linearizer.run.head_bytes import Layer
 from linearizer.runtime.attention_interface import observing
 
 SCORES = 2**23  # attention scores that are held at once
+FAR_ROWS = 4  # of so many rows one says how far a plain mass and plain values are off
 
 
 @dataclass(frozen=True)
@@ -53,18 +56,25 @@ def draw_tokens(real: torch.Tensor, samples: int, rows: int, sinks: int, seed: i
 class LayerRecord:
     """The record of one layer; its sums are over the drawn rows, each a mean over the query group of a KV head."""
 
-    def __init__(self, layer: Layer, draw: Draw, windows: tuple[int, ...], device: torch.device) -> None:
+    def __init__(
+        self, layer: Layer, draw: Draw, windows: tuple[int, ...], device: torch.device, keeps_text: bool = False
+    ) -> None:
         heads = layer.kv_heads
+        self.keeps_text, self.text = keeps_text, None  # type: bool, LayerSamples | None
         self.layer, self.draw, self.windows, self.device = layer, draw, windows, device
         self.keys = torch.zeros(heads, len(draw.keys), layer.key_dim)
         self.values = torch.zeros(heads, len(draw.keys), layer.value_dim)
         self.queries = torch.zeros(layer.query_heads, len(draw.queries), layer.key_dim)
         # (kv heads, 2 + windows): entropy, mass on sinks, mass within each window
         self.attention = torch.zeros(heads, 2 + len(windows), dtype=torch.float64, device=device)
+        self.far = torch.zeros(heads, 3, dtype=torch.float64, device=device)  # far_errors beyond the first window
 
     def add(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, first: int) -> None:
         """Add a batch whose first text is number `first`; query and key contain the scaling."""
         texts, length = len(query), query.shape[2]
+        if self.keeps_text and first == 0:
+            seen = self.draw.real[0].to(query.device)
+            self.text = LayerSamples(query[0][:, seen].cpu(), key[0][:, seen].cpu(), value[0][:, seen].cpu())
         drawn = ((self.keys, key, self.draw.keys), (self.values, value, self.draw.keys))
         for sample, vectors, positions in (*drawn, (self.queries, query, self.draw.queries)):
             slots, places = within(positions, first * length, (first + texts) * length)
@@ -75,19 +85,32 @@ class LayerRecord:
         for text in range(texts):
             _, rows = within(self.draw.rows, (first + text) * length, (first + text + 1) * length)
             rows = rows.to(query.device)
-            self.add_attention(query[text], key[text], rows, real[text], sinks[text])
+            self.add_attention(query[text], key[text], value[text], rows, real[text], sinks[text])
 
     def add_attention(
-        self, query: torch.Tensor, key: torch.Tensor, rows: torch.Tensor, real: torch.Tensor, sinks: torch.Tensor
+        self,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        rows: torch.Tensor,
+        real: torch.Tensor,
+        sinks: torch.Tensor,
     ) -> None:
         """Add the whole attention of some rows of one text, a block at a time."""
         for block in rows.split(max(1, SCORES // (query.shape[0] * query.shape[1]))):
             grouped = query[:, block].unflatten(0, (self.layer.kv_heads, -1))  # (kv heads, group, rows, key_dim)
             self.attention += attention_sums(grouped, key, block, real, sinks, self.windows)
+            if self.windows:
+                some = slice(None, None, FAR_ROWS)
+                self.far += far_errors(grouped[:, :, some], key, value, block[some], real, sinks, self.windows[0])
 
     def attention_means(self) -> torch.Tensor:
         """Give entropy, mass on sinks and mass within each window, a row per KV head."""
         return self.attention / len(self.draw.rows)
+
+    def far_shares(self) -> torch.Tensor | None:
+        """Give the errors of mass and of values as shares of the outputs, a row per KV head; None: nothing was far."""
+        return self.far[:, 1:] / self.far[:, :1] if (self.far[:, 0] > 0).all() else None
 
 
 def within(positions: torch.Tensor, begin: int, end: int) -> tuple[slice, torch.Tensor]:
@@ -119,8 +142,10 @@ def attention_sums(
 class Recorder:
     """Observes a model while it runs, and keeps a record of every layer that the teacher does not bound itself."""
 
-    def __init__(self, layers: tuple[Layer, ...], draw: Draw, windows: tuple[int, ...]) -> None:
-        self.layers, self.draw, self.windows = layers, draw, windows
+    def __init__(
+        self, layers: tuple[Layer, ...], draw: Draw, windows: tuple[int, ...], keeps_text: bool = False
+    ) -> None:
+        self.layers, self.draw, self.windows, self.keeps_text = layers, draw, windows, keeps_text
         self.records: dict[int, LayerRecord] = {}
         self.first = 0  # number of the batch's first text
 
@@ -157,7 +182,7 @@ class Recorder:
                     "load the model in float32"
                 )
         if index not in self.records:
-            self.records[index] = LayerRecord(layer, self.draw, self.windows, query.device)
+            self.records[index] = LayerRecord(layer, self.draw, self.windows, query.device, self.keeps_text)
         root = scaling**0.5  # half of it to each, so that the kernel is exp(x·y)
         self.records[index].add(query.float() * root, key.float() * root, value.float(), self.first)
 

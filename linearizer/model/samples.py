@@ -12,7 +12,8 @@ from linearizer.model.safetensors import read_tensors
 from linearizer.run.folder import Run
 
 SAMPLES = "state/samples.safetensors"  # of a run's folder
-NEEDED = ("queries", "keys")
+NEEDED, PARTS = ("queries", "keys"), ("queries", "keys", "values")
+TEXT = "text."  # how the names of the parts of a whole text begin
 
 
 @dataclass(frozen=True)
@@ -22,6 +23,7 @@ class LayerSamples:
     queries: torch.Tensor  # (query heads, samples / 2, key_dim)
     keys: torch.Tensor  # (kv heads, samples / 2, key_dim)
     values: torch.Tensor | None = None  # (kv heads, samples / 2, value_dim) of the keys' tokens; None: of older runs
+    text: LayerSamples | None = None  # all tokens of one text in their order, where memories are fitted to it
 
 
 @dataclass(frozen=True)
@@ -35,7 +37,8 @@ class Samples:
         named: dict[str, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
             if layer is not None:
-                parts = {part: getattr(layer, part) for part in (*NEEDED, "values")}
+                parts = {part: getattr(layer, part) for part in PARTS}
+                parts |= {TEXT + part: getattr(layer.text, part) for part in PARTS if layer.text is not None}
                 named |= {f"{index}.{part}": x for part, x in parts.items() if x is not None}
         return named
 
@@ -45,7 +48,11 @@ class Samples:
 
         def layer(index: int) -> LayerSamples:
             queries, keys = (tensors[f"{index}.{part}"] for part in NEEDED)
-            return LayerSamples(queries, keys, tensors.get(f"{index}.values"))
+            text = None
+            if f"{index}.{TEXT}keys" in tensors:
+                asks, seen, values = (tensors[f"{index}.{TEXT}{part}"] for part in PARTS)
+                text = LayerSamples(asks, seen, values)
+            return LayerSamples(queries, keys, tensors.get(f"{index}.values"), text)
 
         return Samples(tuple(layer(index) if f"{index}.keys" in tensors else None for index in range(layers)))
 

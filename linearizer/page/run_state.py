@@ -51,6 +51,7 @@ class RunState:
         self.run, self.lock = run, threading.Lock()
         self.place, self.begun = 0, 0.0
         self.freedoms: dict[int, list[float]] = {}
+        self.notes: dict[int, list[str]] = {}  # of heads, once all of them are measured
         self.training: list[dict[str, Any]] = []
         self.pieces: dict[str, Piece] = {}
         self.read_at = self.drawn = 0.0
@@ -115,8 +116,9 @@ class RunState:
             from linearizer.publish import allocation_charts
 
             self.freedoms = allocation_charts.read_freedoms(profile)
+            self.notes = allocation_charts.describe_far_errors(profile)
             self.put("curves", "measured", lambda: allocation_charts.draw_freedom_curves(profile).to_json())
-        self.put("map", (len(self.freedoms), self.run.has_file("inspection.json")), self.map)
+        self.put("map", (len(self.freedoms), bool(self.notes), self.run.has_file("inspection.json")), self.map)
         self.put("deciding", "by the plan", lambda: cards.deciding_note(run.plan))
         if "prices" not in self.pieces and run.has_file("prices.json"):
             self.put("prices", "measured", self.price_map)
@@ -140,7 +142,7 @@ class RunState:
         from linearizer.publish import allocation_charts
 
         return (
-            allocation_charts.draw_freedom_map(self.freedoms, self.run.layers).to_json()
+            allocation_charts.draw_freedom_map(self.freedoms, self.run.layers, self.notes).to_json()
             if self.run.has_file("inspection.json")
             else None
         )

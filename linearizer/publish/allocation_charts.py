@@ -43,6 +43,7 @@ from linearizer.run.profile import Profile
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+NOTHING: Mapping[int, Sequence[str]] = {}
 MAX_POINTS = 300  # of a line: more cannot be told apart
 MIN_DRAWN_KL = 1e-6  # nats per token: a smaller kl is drawn there
 LAYER_ENTRY = 56  # pixels of "layer 10", so that a phone has several in a row of the legend
@@ -54,9 +55,25 @@ def read_freedoms(profile: Profile) -> dict[int, list[float]]:
     return {index: [at(head.freedoms) for head in layer.heads] for index, layer in enumerate(profile.layers)}
 
 
-def draw_freedom_map(freedoms: Mapping[int, Sequence[float]], layers: Sequence[Layer]) -> Figure:
+def describe_far_errors(profile: Profile) -> dict[int, list[str]]:
+    """Say of every KV head what a plain far field would leave of its error: its mass apart from its values."""
+    return {
+        index: [
+            f"<br>beyond a window of {profile.windows[0]}, as a share of |y|²:<br>a Gaussian mass is off by "
+            f"{head.mass_error:.2g}, mean values by {head.values_error:.2g}"
+            if head.mass_error is not None and head.values_error is not None
+            else ""
+            for head in layer.heads
+        ]
+        for index, layer in enumerate(profile.layers)
+    }
+
+
+def draw_freedom_map(
+    freedoms: Mapping[int, Sequence[float]], layers: Sequence[Layer], notes: Mapping[int, Sequence[str]] = NOTHING
+) -> Figure:
     """Draw the degrees of freedom of every KV head; layers that are not measured yet are left empty."""
-    return draw_head_map(freedoms, layers, "degrees of freedom", 0.1)
+    return draw_head_map(freedoms, layers, "degrees of freedom", 0.1, notes)
 
 
 def priced_alike(prices: Prices, layers: Sequence[Layer], budget: int) -> Head:
@@ -77,10 +94,23 @@ def draw_price_map(prices: Prices, layers: Sequence[Layer], option: Head) -> Fig
     return figure.update_xaxes(title=f"KV head; each alone holds<br>{describe_head(option)}")
 
 
-def draw_head_map(values: Mapping[int, Sequence[float]], layers: Sequence[Layer], unit: str, least: float) -> Figure:
-    """Draw a number of every KV head as a map, layers down, with colours by its logarithm, from `least` on."""
+def draw_head_map(
+    values: Mapping[int, Sequence[float]],
+    layers: Sequence[Layer],
+    unit: str,
+    least: float,
+    notes: Mapping[int, Sequence[str]] = NOTHING,
+) -> Figure:
+    """Draw a number of every KV head as a map, layers down, with colours by its logarithm, from `least` on.
+
+    Notes are read where a pointer rests on a head.
+    """
     heads = max((layer.kv_heads for layer in layers), default=1)
-    rows = [[*values.get(index, ()), *[None] * (heads - len(values.get(index, ())))] for index in range(len(layers))]
+
+    def table(values: Mapping[int, Sequence[Any]]) -> list[list[Any]]:
+        return [[*row, *[None] * (heads - len(row))] for row in (values.get(index, ()) for index in range(len(layers)))]
+
+    rows, said = table(values), [[note or "" for note in row] for row in table(notes)]
     known = [count for row in rows for count in row if count is not None]
     logs = [[None if count is None else math.log10(max(count, least)) for count in row] for row in rows]
     texts = [["" if count is None else cell_text(count, least) for count in row] for row in rows]
@@ -92,11 +122,12 @@ def draw_head_map(values: Mapping[int, Sequence[float]], layers: Sequence[Layer]
         zmin=low,
         zmax=max(high, low + 0.05),
         text=texts,
+        customdata=said,
         colorscale=[list(stop) for stop in MAP_COLOURS],
         xgap=2,
         ygap=2,
         hoverongaps=False,
-        hovertemplate=f"layer %{{y}}, KV head %{{x}}<br>%{{text}} {unit}<extra></extra>",
+        hovertemplate=f"layer %{{y}}, KV head %{{x}}<br>%{{text}} {unit}%{{customdata}}<extra></extra>",
         colorbar={
             "title": {"text": unit, "side": "right"},
             "tickvals": [math.log10(tick) for tick in ticks],

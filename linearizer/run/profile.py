@@ -55,6 +55,9 @@ class HeadProfile:
     sink_mass: float  # attention that falls on the sinks
     window_mass: tuple[float, ...]  # attention within each window of the profile, sinks apart
     entropy: float  # nats
+    # errors beyond the first window, as shares of the output (measure/far_errors.py); None: nothing is far
+    mass_error: float | None = None  # if far values were exact, and their mass that of Gaussian keys
+    values_error: float | None = None  # if the far mass were exact, and all far values their mean
 
 
 @dataclass(frozen=True)

@@ -104,6 +104,17 @@ def test_sample_that_holds_everything_is_everything():
         close(profile.heads[1].freedoms, degrees_of_freedom(points, result.profile.settings.ridges), 1e-5)
 
 
+def test_samples_may_keep_the_whole_first_text_in_its_order():
+    teacher, windows = teacher_of("llama"), texts(4, 18)
+    settings = ProfileSettings(samples=32, rows=8, sinks=2)
+    plain, result = measured(teacher, windows, settings), measured(teacher, windows, settings, keep_text=True)
+    for index, expected in attended(teacher, input_ids=windows).items():
+        text = result.samples.layers[index].text
+        assert plain.samples.layers[index].text is None
+        for kept, vectors in zip((text.queries, text.keys, text.values), expected, strict=True):
+            torch.testing.assert_close(kept, vectors[0])
+
+
 def test_sample_of_a_kv_head_is_half_keys_and_half_queries_evenly_of_its_group():
     queries = torch.arange(4.0)[:, None, None].expand(4, 32, 8)  # each vector tells its head
     points = head_points(queries, torch.full((2, 32, 8), 9.0), 1, "raw")
