@@ -46,6 +46,7 @@ MEMORIES: Mapping[str, Memory] = {
     "mala": Memory("weights with a magnitude and an offset, which sum to one", columns=1, moments=True),
     "transnormer": Memory("linear attention with a norm in place of the denominator"),
     "cells": Memory("tokens shared among cells: mean keys, mean values, and how many", columns=1, holds_keys=True),
+    "cells-gauss": Memory("cells whose mass is that of Gaussian keys", columns=1, moments=True, holds_keys=True),
     "lawcat": Memory("softmaxes of products, with a decay by token, keys convolved", columns=1, keys=3, is_wide=True),
     "retnet": Memory("one decay for a head"),
     "lightning": Memory("one decay for a head, keys and queries by silu"),
@@ -63,5 +64,5 @@ MEMORIES: Mapping[str, Memory] = {
     "rwkv7": Memory("a step that erases and one that writes, with decays by channel", moments=True),
     "mesa": Memory("the least squares of all that was written", moments=True, squares=True),
     "mom": Memory("several memories that tokens are routed to, and a shared one", matrices=4, moments=True),
-    "selective": Memory("gdn, with queries scaled by their place and norm", moments=True),
+    "selective": Memory("gdn, with queries scaled by their place and norm, keys by their norm", moments=True),
 }

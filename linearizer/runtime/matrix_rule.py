@@ -51,7 +51,7 @@ class Rule:
     steps: int = 1  # of erasing and writing, with a key each, for every token
     memories: int = 1  # routed to, beside one that every token shares
     taps: int = 1  # of a causal convolution over keys
-    heat: bool = False  # queries are scaled by their place and norm
+    heat: bool = False  # queries are scaled by their place and norm, keys by their norm
     share: float = -2.0  # the logarithm of the far share before training, where the mass is a share
 
 
@@ -64,6 +64,7 @@ RULES: Mapping[str, Rule] = {
     "mala": Rule("elu", read="mala"),
     "transnormer": Rule("elu", mass="share", read="norm"),
     "cells": Rule("softmax", mass="sum", read="cells"),
+    "cells-gauss": Rule("softmax", read="cells"),
     "lawcat": Rule("both", "scalar", mass="sum", taps=4),
     "retnet": Rule("plain", "fixed", mass="share", read="norm"),
     "lightning": Rule("silu", "fixed", mass="share", read="norm"),
@@ -128,7 +129,7 @@ class MatrixRule(nn.Module):
             "norm": (value_dim if rule.read == "norm" else 0,),
             "log_ridge": () if rule.read == "solve" else (0,),
             "tap_weight": (rule.taps if rule.taps > 1 else 0, key_dim),
-            "heat": (3 if rule.heat else 0,),
+            "heat": (5 if rule.heat else 0,),
             "router": (rule.memories if rule.memories > 1 else 0, products),
         }
         for name, size in sizes.items():
@@ -202,7 +203,7 @@ class MatrixRule(nn.Module):
         k = self.convolved(state, k, comes) * there
         v = v * there
         if self.heat is not None:
-            q = q * self.heat_of(q, place)
+            q, k = q * self.heat_of(q, place), k * self.norm_power(k, 4)
         mass = self.mass.to(q.dtype)[:, None, None, None] + torch.where(count > 0, 0.0, EMPTY)[:, :, None].to(q.dtype)
         mean = q.new_zeros(())
         if self.has_moments:
@@ -210,7 +211,7 @@ class MatrixRule(nn.Module):
             mean, spread = moments[2], (q.square() * moments[1][:, :, None]).sum(-1, keepdim=True) / 2
             mass = mass + count.clamp_min(1).log()[:, :, None] + (q * moments[0][:, :, None]).sum(-1, keepdim=True)
             mass = mass + spread
-        centre = mean * there if self.rule.read != "mala" else mean.new_zeros(())
+        centre = mean * there if self.rule.read not in ("mala", "cells") else mean.new_zeros(())
         keys, erase, write, decay = self.written(root, state, k, v - centre, there, place - window)
         routes = None
         if self.router is not None:
@@ -233,7 +234,7 @@ class MatrixRule(nn.Module):
         """Make a mean of values and its mass of what was read."""
         scale = self.value_scale.to(out.dtype)[:, None, None, None]
         if self.rule.read == "cells":
-            return out[..., :-1], mass + out[..., -1:]
+            return out[..., :-1], mass if self.has_moments else mass + out[..., -1:]
         if self.rule.mass == "sum":
             total = out[..., -1:].clamp_min(torch.finfo(out.dtype).tiny)
             return out[..., :-1] / total, mass + total.log()
@@ -261,7 +262,7 @@ class MatrixRule(nn.Module):
             keys = -decay.expm1()[..., None, :]
         if rule.decay == "level":
             keys, decay = self.leveled(state, keys, there)
-        if rule.mass == "sum" or rule.read == "mala":
+        if rule.mass == "sum" or rule.read in ("mala", "cells"):
             v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
         if rule.read == "cells":
             v = torch.cat([k, v], -1)
@@ -358,7 +359,14 @@ class MatrixRule(nn.Module):
         assert self.heat is not None
         heat = self.heat.to(q.dtype)[:, None, None]
         far = place.clamp_min(1).to(q.dtype).log()[:, None, None]
-        return (heat[..., 0] + heat[..., 1] * far + heat[..., 2] * q.norm(dim=-1)).exp()[..., None]
+        hot = (heat[..., 0] + heat[..., 1] * far + heat[..., 2] * q.norm(dim=-1)).exp()[..., None]
+        return hot * self.norm_power(q, 3)
+
+    def norm_power(self, x: Tensor, place: int) -> Tensor:
+        """Give a learned power of the norm of each query or key: the power -1 makes them units."""
+        assert self.heat is not None
+        power = self.heat[:, place].to(x.dtype).view(1, -1, *[1] * (x.dim() - 2))
+        return (power * x.square().sum(-1, keepdim=True).clamp_min(1e-12).log() / 2).exp()
 
 
 @dataclass(frozen=True)
