@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Collection, Generator, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -58,6 +59,7 @@ from linearizer.run.state_size import StateSize
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import write_digests
 from linearizer.train.lora import check_peft
+from linearizer.train.offers import train_offers
 from linearizer.train.settings import LAYERWISE, training_settings
 from linearizer.train.step import plan_with_steps, train
 
@@ -224,7 +226,8 @@ def make_student(run: Run, token: str | None) -> Steps[None]:
         teacher = load(run.plan, token, run.inspection)
     layers = teacher.inspection.layers
     yield from measure_teacher(run, teacher, token)
-    allocation = run.allocation or (yield from allocate(run, teacher, token))
+    offers = partial(train_offers, run, teacher, lambda: training_and_judging_texts(run.plan, teacher, token)[0])
+    allocation = run.allocation or (yield from allocate(run, teacher, token, offers))
     run.write_product("allocation.json", allocation.to_json())
     run.log(EventName.ALLOCATED, strategy=allocation.strategy, features_mean=allocation.features_mean)
     name = teacher.source.repo_id or Path(teacher.source.name).name  # the path of a folder is not published

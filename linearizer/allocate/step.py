@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -21,6 +22,7 @@ from linearizer.measure.head_prices import (
 from linearizer.measure.head_prices_by_gradient import estimate_prices
 from linearizer.measure.whole_student import improve_by_exchanges, measure_students
 from linearizer.model.initialise import begin_of
+from linearizer.model.swap import Begin
 from linearizer.model.teacher import Teacher, texts_of
 from linearizer.progress import Steps
 from linearizer.run.allocation import Allocation
@@ -35,26 +37,35 @@ GATE_STEPS = 60
 PARTIAL_PRICES = "state/prices.json"  # while the others are measured
 
 
-def allocate(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
+# given what is offered and the number of sinks: trains what can learn, and returns how layers begin
+TrainOffers = Callable[[Sequence[Head], int], Steps[Begin]]
+
+
+def allocate(
+    run: Run, teacher: Teacher, token: str | None, train_offers: TrainOffers | None = None
+) -> Steps[Allocation]:
     """Decide what every head holds, after measuring what the plan's strategy decides by."""
     if run.plan.rules.decided_by == "prices":
-        return (yield from allocate_with_exchanges(run, teacher, token))
+        return (yield from allocate_with_exchanges(run, teacher, token, train_offers))
     if run.plan.rules.decided_by == "gates":
         return (yield from allocate_with_gates(run, teacher, token))
     return decide(run, run.plan, teacher.inspection.layers)
 
 
-def allocate_with_exchanges(run: Run, teacher: Teacher, token: str | None) -> Steps[Allocation]:
+def allocate_with_exchanges(
+    run: Run, teacher: Teacher, token: str | None, train_offers: TrainOffers | None
+) -> Steps[Allocation]:
     """Allocate by prices, then exchange options between heads where whole students measure a smaller kl."""
     texts, layers = texts_to_price_on(run, teacher, token), teacher.inspection.layers
-    yield from price_heads(run, teacher, texts)
+    prices = yield from price_heads(run, teacher, texts, train_offers)
+    begin = yield from begin_offers(run, train_offers, prices.options, prices.sinks)
     first, offers = decide(run, run.plan, layers), offers_of(run, run.plan, layers)
     tried: set[int] = set()
 
     def exchange(allocation: Allocation) -> Allocation | None:
         return exchange_once(offers, allocation, tried)
 
-    steps = improve_by_exchanges(teacher.model, texts, layers, first, exchange, run.plan.exchanges, begin_of(run))
+    steps = improve_by_exchanges(teacher.model, texts, layers, first, exchange, run.plan.exchanges, begin)
     best, kl = yield from log_progress(run, steps)
     run.log(EventName.EXCHANGED, predicted=offers.kl(offers.levels(best)), measured=kl, changed=best != first)
     return best
@@ -77,13 +88,20 @@ def texts_to_price_on(run: Run, teacher: Teacher, token: str | None) -> torch.Te
     return with_repeats(texts, max(2, texts.shape[1] // 16), run.plan.seed)
 
 
-def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Prices]:
+def begin_offers(run: Run, train_offers: TrainOffers | None, options: Sequence[Head], sinks: int) -> Steps[Begin]:
+    """Return how layers begin: with what offers have learned, where they can learn."""
+    return begin_of(run) if train_offers is None else (yield from train_offers(options, sinks))
+
+
+def price_heads(
+    run: Run, teacher: Teacher, texts: torch.Tensor, train_offers: TrainOffers | None = None
+) -> Steps[Prices]:
     """Measure or estimate the prices of all KV heads, unless the run has them already."""
     if prices := run.prices:
         return prices
     plan, layers = run.plan, teacher.inspection.layers
     most = max(layer.key_dim for layer in layers)
-    offered = plan.rules.far_field, plan.kept_bits, fewer_bits(plan, layers), plan.memory, most
+    offered = plan.priced_far_field, plan.kept_bits, fewer_bits(plan, layers), plan.offered_memories, most
     options = options_to_price(texts.shape[1], *offered)
     if stored := read_partial_prices(run, options):
         sinks, texts_done, before = stored.prices.sinks, stored.texts, stored.prices.kl
@@ -93,13 +111,14 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Prices
     def keep(texts_done: int, kl: KlOfLayers) -> None:
         run.write_product(PARTIAL_PRICES, PartialPrices(Prices(sinks, options, tuple(kl)), texts_done).to_json())
 
-    given = (teacher.model, texts, layers, options, sinks, begin_of(run))
+    begin = yield from begin_offers(run, train_offers, options, sinks)
+    given = (teacher.model, texts, layers, options, sinks, begin)
     measured: dict[Place, float] = {}
     if run.plan.prices == "measured":
         prices = yield from log_progress(run, measure_prices(*given, before=before, keep=partial(keep, 0)))
     else:
         prices = yield from log_progress(run, estimate_prices(*given, run.plan.seed, (texts_done, before), keep))
-        measured = yield from measure_dear_prices(run, teacher, texts, prices)
+        measured = yield from measure_dear_prices(run, teacher, texts, prices, begin)
         prices = correct_prices(prices, measured)
     run.write_product("prices.json", prices.to_json())
     remove(run.folder / PARTIAL_PRICES)
@@ -108,12 +127,14 @@ def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[Prices
     return prices
 
 
-def measure_dear_prices(run: Run, teacher: Teacher, texts: torch.Tensor, prices: Prices) -> Steps[dict[Place, float]]:
+def measure_dear_prices(
+    run: Run, teacher: Teacher, texts: torch.Tensor, prices: Prices, begin: Begin
+) -> Steps[dict[Place, float]]:
     """Measure the dear offers beside what would be bought by estimated prices: estimates can hardly order them."""
     layers = teacher.inspection.layers
     offers = offers_by_prices(run, run.plan, prices, layers)
     dear = dear_offers(prices, layers, allocate_by_prices(offers), run.plan.target_tokens(run.positions))
-    steps = measure_some_prices(teacher.model, texts, layers, prices, dear, begin_of(run))
+    steps = measure_some_prices(teacher.model, texts, layers, prices, dear, begin)
     return (yield from log_progress(run, steps)) if dear else {}
 
 

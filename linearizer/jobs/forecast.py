@@ -154,7 +154,7 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
     judging = JUDGING.texts * JUDGED_SHARE * (3 * teacher + 2 * own)
     pricing = 0.0
     if plan.rules.decided_by == "prices":
-        pricing = max(2, plan.kept_texts // 2) * pricing_seconds(plan, heads, length, teacher, own)
+        pricing = max(2, plan.kept_texts // 2) * pricing_seconds(plan, layers, length, teacher, own)
     training = training_seconds(plan, layers, length, token, products)
     if plan.heals and plan.minutes is None:
         training = plan.steps * plan.batch * (teacher + HEALING_PASSES * (teacher + own))
@@ -179,9 +179,10 @@ def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     return speeds.products if plan.dtype in ("auto", "float32") else speeds.small_products
 
 
-def pricing_seconds(plan: Plan, heads: int, length: int, teacher: float, own: float) -> float:
+def pricing_seconds(plan: Plan, layers: list[Layer], length: int, teacher: float, own: float) -> float:
     """Say how many seconds sinks, prices and exchanges take for a text."""
-    offered = len(options_to_price(length, plan.rules.far_field, fewer=plan.fewer_bits))
+    most, heads = max((layer.key_dim for layer in layers), default=0), sum(layer.kv_heads for layer in layers)
+    offered = len(options_to_price(length, plan.priced_far_field, 16, plan.fewer_bits, plan.offered_memories, most))
     students = len(sinks_to_try(plan)) + 1 + EXCHANGE_SHARE * plan.exchanges
     priced = ESTIMATING_PASSES + MOST_DEAR * DEAR_SHARE / 2
     if plan.prices == "measured":

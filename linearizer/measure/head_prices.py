@@ -36,29 +36,35 @@ Place = tuple[int, int, int]  # layer, KV head, option
 
 
 def options_to_price(
-    length: int, far: str = "slots", bits: int = 16, fewer: Sequence[int] = (), memory: str = "", key_dim: int = 0
+    length: int,
+    far: str = "slots",
+    bits: int = 16,
+    fewer: Sequence[int] = (),
+    memories: Sequence[str] = (),
+    key_dim: int = 0,
 ) -> tuple[Head, ...]:
     """List windows that double in size, alone and with slots or features, as far as texts of `length` tell them apart.
 
     The largest are three quarters of a text: the few heads that recall need that much.
-    `far` names what holds older tokens: "slots", "features", or "" for nothing; `memory` takes the place of features.
+    `far` names what holds older tokens: "slots", "features", or "" for nothing but `memories`.
     What `fewer` bits cost is measured once for a head, with its whole cache, and added to the price of what it holds.
     """
     most = 3 * length // 4
     windows = [Head(window=window, bits=bits) for window in [*doubling(SMALLEST, most), most]]
     rounded = [Head(softmax=True, bits=count) for count in fewer]
-    if not far:
-        return tuple(windows + rounded)
     least = min(BLOCK, max(SMALLEST, length // 8))
     slim = [(least, count) for count in [*doubling(least, most), most]]
     even = [(count, count) for count in doubling(2 * least, length // 2)]
+    held: list[Head] = []
+    for memory in memories:
+        rows = MEMORIES[memory].most_rows(key_dim)
+        beside = sorted({(window, min(count, rows)) for window, count in slim + even})
+        held += [Head(window, count, bits=bits, memory=memory) for window, count in beside]
     if far == "slots" and least > SMALLEST:
         slim += [(least // 2, count) for count in doubling(least // 4, 2 * least)]
-    if memory:
-        most = MEMORIES[memory].most_rows(key_dim)
-        beside = sorted({(window, min(count, most)) for window, count in slim + even})
-        return tuple(windows + [Head(window, count, bits=bits, memory=memory) for window, count in beside] + rounded)
-    return tuple(windows + [Head(window=window, bits=bits, **{far: count}) for window, count in slim + even] + rounded)  # type: ignore[arg-type]
+    if far:
+        held = [Head(window=window, bits=bits, **{far: count}) for window, count in slim + even] + held  # type: ignore[arg-type]
+    return tuple(windows + held + rounded)
 
 
 def doubling(first: int, end: int) -> list[int]:

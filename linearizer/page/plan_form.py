@@ -50,7 +50,7 @@ def place_option(option: Option) -> gr.components.Component:
         "elem_id": f"option-{option.name}",
     }
     choices = TRUTH if option.value_kind is bool else [(str(choice), str(choice)) for choice in option.limits.choices]
-    if choices:
+    if choices and not option.is_list:
         return gr.Dropdown([(f"usual: {usual}" if usual else "usual", ""), *choices], value="", **shared)
     return gr.Textbox("", placeholder=usual, max_lines=1, **shared)
 

@@ -30,7 +30,7 @@ MAX_MINUTES = 365 * 24 * 60  # a year
 ALLOCATION = "what heads hold"  # options by which an allocation is decided anew, from what a run has measured
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
 ADDRESS = re.compile(r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob)/([\w.-]+)(?:/.*)?)?/?")
-BY_RECIPE = "the recipe's"
+BY_RECIPE, ALL = "the recipe's", "all"
 YIELDING = ("texts", "length", "samples")  # options that, where they are left out, shrink to what a text has
 HEALING_RANK = 8  # of the adapters that make up for what heads without features lost
 FEATURE_MAPS = ("clusters", "codebook", "mlp", "prf", "performer", "dijiang", "hedgehog")
@@ -98,6 +98,13 @@ class Plan(JsonProduct):
         choices=(*FEATURE_MAPS, *MEMORIES),
         default_text=BY_RECIPE,
         group=TRAINING,
+    )
+    memories: tuple[str, ...] = option(
+        (),
+        "memories of --feature-map that heads with prices may hold, too, with commas between, or all",
+        choices=(ALL, *MEMORIES),
+        default_text="none",
+        group=ALLOCATION,
     )
     text: str = option(
         "builtin",
@@ -241,17 +248,33 @@ class Plan(JsonProduct):
                 f"the strategy memory needs a memory, and feature map {self.feature_map!r} is none: ask for "
                 f"--feature-map {' or '.join(list(MEMORIES)[-3:])}, or another strategy"
             )
-        rows = sorted({"softmax", "l2"} & {*self.kept_loss.split("+")})
-        if self.memory and self.trains and rows:
+        if self.memories and self.rules.decided_by != "prices":
             raise RequestError(
-                f"{self.memory} has no rows of positive weights, which the loss {rows[0]} compares: ask for --loss "
-                "output"
+                f"the strategy {self.strategy} buys nothing by prices, by which memories are chosen: leave out "
+                "--memories, or ask for --strategy gain"
+            )
+        rows = sorted({"softmax", "l2"} & {*self.kept_loss.split("+")})
+        if (self.memory or self.memories) and self.trains and rows:
+            named = self.memory or ", ".join(self.memories)
+            raise RequestError(
+                f"{named} has no rows of positive weights, which the loss {rows[0]} compares: ask for --loss output"
             )
 
     @property
     def memory(self) -> str:
         """The memory in place of features; none: features."""
-        return self.feature_map if self.feature_map in MEMORIES and self.may_hold_features else ""
+        return self.feature_map if self.feature_map in MEMORIES and self.rules.far_field == "features" else ""
+
+    @property
+    def priced_far_field(self) -> str:
+        """What heads with prices may hold beside a window and memories: slots, features, or nothing."""
+        return "" if self.memory else self.rules.far_field
+
+    @property
+    def offered_memories(self) -> tuple[str, ...]:
+        """All memories that a head may hold."""
+        asked = tuple(MEMORIES) if ALL in self.memories else self.memories
+        return tuple(dict.fromkeys((*filter(None, [self.memory]), *asked)))
 
     @property
     def kept_sinks(self) -> int:
@@ -320,7 +343,7 @@ class Plan(JsonProduct):
 
     @property
     def may_hold_features(self) -> bool:
-        return self.rules.far_field == "features"
+        return self.rules.far_field == "features" or bool(self.memories)
 
     @property
     def may_learn(self) -> bool:
@@ -340,7 +363,7 @@ class Plan(JsonProduct):
     @property
     def kept_loss(self) -> str:
         """The loss asked for, or the one that suits what is trained."""
-        return self.loss or ("logits" if self.heals else "softmax")
+        return self.loss or ("logits" if self.heals else "output" if self.memories else "softmax")
 
     @property
     def kept_lora(self) -> int:
@@ -364,11 +387,11 @@ class Plan(JsonProduct):
         usual = {field.name: field.default for field in fields(self)} | dict(choices_of(self.recipe))
         for name, choice in usual.items():
             value = getattr(self, name)
-            if name in ("model", "recipe") or value is None or value == choice:
+            if name in ("model", "recipe") or value in (None, ()) or value == choice:
                 continue
             words.append(options_of(Plan)[name].flag)
             if value is not True:
-                words.append(str(value))
+                words.append(",".join(value) if isinstance(value, tuple) else str(value))
         return shlex.join(words)
 
 
