@@ -27,7 +27,8 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
     with interruptible(run):
         texts = texts_of(run.plan, teacher, min_texts(run.plan), token)[: run.plan.kept_texts]
         check_logits(teacher.model, texts)
-    steps = measure_profile(teacher.model, texts, teacher.inspection.layers, profile_settings(run.plan))
+    settings, keep_text = profile_settings(run.plan), bool(run.plan.offered_memories)
+    steps = measure_profile(teacher.model, texts, teacher.inspection.layers, settings, keep_text=keep_text)
     measured = yield from log_progress(run, steps)
     write_tensors(run.folder / SAMPLES, measured.samples.tensors())
     run.write_product("profile.json", measured.profile.to_json())

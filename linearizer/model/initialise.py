@@ -3,7 +3,7 @@
   axes   directions in which keys and values differ most, and in which queries look at keys
   slots  the metric of the queries: |metric·x|² is the mean of (q·x)²
   codebook, clusters  centres of the keys, by k-means in that metric
-  memories  keys in the directions that queries tell apart best; routes to centres of the keys
+  memories  keys in the directions that queries tell apart best; routes to centres of the keys; weights by a text
 All other feature maps keep the values that they were drawn with.
 """
 
@@ -13,6 +13,7 @@ import math
 
 import torch
 
+from linearizer.model.fit_memory import fit_memory
 from linearizer.model.layers import featured, number
 from linearizer.model.samples import LayerSamples, Samples, samples_of
 from linearizer.model.swap import Begin
@@ -65,6 +66,7 @@ def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, in
             for place, head in enumerate(group.heads):
                 keys, generator = samples.keys[head].float(), generator_at(seed, index, head)
                 initialise_rule(group.feature_map, place, queries[head], keys, generator)
+            fit_memory(group, samples.text)
 
 
 def initialise_axes(axes: Axes, head: int, q: Tensor, k: Tensor, v: Tensor) -> None:
@@ -105,11 +107,15 @@ def initialise_rule(rule: MatrixRule, head: int, q: Tensor, k: Tensor, generator
     if rule.has_moments:  # what the mass of Gaussian keys is off by
         mass = (q @ k.mT).logsumexp(-1) - math.log(len(k))
         rule.mass[head] = (mass - q @ k.mean(0) - q.square() @ k.var(0, correction=0) / 2).median()
-    if rule.rule.map == "fourier":
-        return  # drawn at random
     values, vectors = torch.linalg.eigh((q.mT @ q / len(q)).double())
     values, vectors = values.flip(0), vectors.flip(1)
+    vectors = vectors * torch.where(q.mean(0).double() @ vectors < 0, -1.0, 1.0)  # whose signs eigh leaves open
     root = (values.clamp_min(0) + 1e-4 * values.mean() + 1e-12).sqrt()
+    if rule.rule.map == "fourier":
+        drawn = torch.randn(rule.key_map.shape[2], len(values), generator=generator)
+        rule.key_map[head, 0], rule.query_map[head] = (drawn @ (vectors * x).mT.float() for x in (root, 1 / root))
+        rule.key_shift[head] = k.mean(0)
+        return
     count = min(rule.key_map.shape[2], len(values))
     key_map, query_map = (vectors * root).mT[:count].float(), (vectors / root).mT[:count].float()
     rule.key_map[head, :, :count] = torch.stack([key_map.roll(step, 0) for step in range(rule.rule.steps)])

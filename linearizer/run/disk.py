@@ -34,9 +34,9 @@ def map_bytes(plan: Plan, inspection: Inspection) -> int:
 
 def resume_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate what resuming needs: samples of queries, keys and values, and the state of training."""
-    kept = plan.kept_samples
+    kept = plan.kept_samples // 2 + (plan.kept_length(inspection.max_positions) if plan.offered_memories else 0)
     samples = sum(
-        (layer.query_heads * layer.key_dim + layer.kv_heads * (layer.key_dim + layer.value_dim)) * kept // 2
+        (layer.query_heads * layer.key_dim + layer.kv_heads * (layer.key_dim + layer.value_dim)) * kept
         for layer in inspection.layers
     )
     trained = map_bytes(plan, inspection) + adapter_bytes(plan, inspection)
