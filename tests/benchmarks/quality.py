@@ -18,6 +18,7 @@ import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -43,18 +44,27 @@ from linearizer.progress import finish
 from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
 from linearizer.run.head_bytes import cache_bytes, head_bytes, token_bytes
+from linearizer.run.memories import MEMORIES
 from linearizer.run.plan import Plan
 from linearizer.run.quality import SUMMARY
 from linearizer.run.recipes import RECIPES
 from linearizer.train import step as train_step
+from linearizer.train.offers import train_offers
 from tests.benchmarks.ablation import without_far, without_window
 from tests.benchmarks.rivals import RULES, Rival, tokens_within
 
 RESULTS = Path(__file__).parent / "results"
+
+
+def by_memory(name):
+    """Name the recipe that has a memory; any other brings the same choices beside the name."""
+    return name if name in RECIPES else "gdn"
+
+
 BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
 TARGET, LENGTH, PASSAGE, GAPS, HELD = 512, 512, 64, (64, 128, 256, 320), 8
 EDGES = (0, 64, 256)  # where the ranges of positions begin
-STEPS = 60  # of every recipe that trains
+STEPS, MEMORY_STEPS = 60, 300  # of every recipe that trains; of memories alone
 AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
 SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the number is measured
 ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in which they are measured
@@ -100,11 +110,14 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
     "paper, l2": ("paper", {"loss": "l2"}),
     "paper, direct": ("paper", {"loss": "direct"}),
 }
-BY_RULE = ("cells", "lawcat", "retnet", "gla", "deltanet", "gdn", "kda", "mom", "nalaformer", "mala")
-for name in BY_RULE:  # trained, and as they begin
-    ROWS |= {name: (name, SINKS), f"{name}, untrained": (name, {"steps": 0, **SINKS})}
+for name in MEMORIES:  # beside the same window in every head: as they begin, and trained
+    memory = {"feature_map": name, **SINKS}
+    ROWS |= {f"{name}, untrained": (by_memory(name), {**memory, "steps": 0})}
+    ROWS |= {name: (by_memory(name), {**memory, "steps": MEMORY_STEPS})}
 ROWS |= {
-    "liger": ("liger", {}),
+    "best, all memories": ("best", {"memories": ("all",)}),
+    "best, 8 bits, all memories": ("best", {"memories": ("all",), "bits": 8}),
+    "best, 8 bits, cells": ("best", {"memories": ("cells",), "bits": 8, "steps": STEPS}),
     "sas": ("sas", SINKS),
     "gain-features, gdn": (
         "best",
@@ -175,7 +188,7 @@ def measure(arguments, row, budget, seed):
             record["later"] = {length: bytes for length, bytes in remembered.items() if length != LENGTH}
             record["paid"] = cache_bytes(teacher.inspection.layers, budget)
             for name, ablation in (("no far", without_far), ("no window", without_window)):
-                if not is_control(row) and has_both(allocation):
+                if not is_control(row) and has_both(allocation) and row.partition(",")[0] not in MEMORIES:
                     with ablation(student):
                         record[name] = judged(student, held, original)
             record["made_with"] = environment(student)
@@ -195,12 +208,16 @@ def describe_row(row):
         bits = "16" if kind == "evict" else "8"
         share = "the bytes of each head's share by our prices" if "prices" in row else "the same bytes in every head"
         return f"{RULES[rule]}; {bits} bits, {share}"
+    if changes.get("feature_map") in MEMORIES and "strategy" not in changes:
+        trained = f"{changes['steps']} steps layer by layer" if changes["steps"] else "as it begins, untrained"
+        return f"{MEMORIES[changes['feature_map']].about}, beside the same window in every head; {trained}"
     about = RECIPES[recipe].about
     if changes.keys() & {"bits", "strategy"}:
         about = about.replace(", in 4 to 8 bits a number", "")
     if changes.get("steps"):
         about = about.replace("; no training", "")
-    changed = ", ".join(f"{name} {value}" for name, value in changes.items() if name not in ("sinks", "may_grow"))
+    values = {name: ",".join(x) if isinstance(x, tuple) else x for name, x in changes.items()}
+    changed = ", ".join(f"{name} {value}" for name, value in values.items() if name not in ("sinks", "may_grow"))
     return (
         f"{about}{'; with ' * bool(changed)}{changed}{'; the same window and slots in every head' * ('uniform' in row)}"
     )
@@ -219,7 +236,8 @@ def has_both(allocation):
 def prepared(work, plan):
     """Open a run that has the measurements of its plan, which other plans may have asked for before."""
     seen = {name: getattr(plan, name) for name in ("model", "texts", "length")}
-    key = digest({}, json.dumps({**seen, **asdict(profile_settings(plan))}))[:16]
+    fitted = {"fitted": True} if plan.offered_memories else {}  # memories, to a text that the samples keep
+    key = digest({}, json.dumps({**seen, **asdict(profile_settings(plan)), **fitted}))[:16]
     base, folder = work / f"{Path(plan.model).name}-{key}", work / "run"
     shutil.rmtree(folder, ignore_errors=True)
     run, teacher = pipeline.begin(folder, plan), teacher_module.load(plan)
@@ -234,13 +252,29 @@ def prepared(work, plan):
         sinks = finish(step.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
         result = "measured" if plan.prices == "measured" else plan.budget  # near a budget the dear ones are measured
         bits = "-".join(map(str, (plan.kept_bits, *plan.fewer_bits)))
-        prices = base / f"prices-{plan.memory or plan.rules.far_field}-{bits}-{sinks}-{result}.json"
+        offered = "-".join(filter(None, [plan.priced_far_field, *(plan.memories or [plan.memory])]))
+        learned = base / f"offers-{offered}-{bits}-{sinks}-{plan.steps}"
+        prices = base / f"prices-{offered}-{bits}-{sinks}-{result}{f'-{plan.steps}' * bool(plan.offered_memories)}.json"
+        if learned.exists():
+            shutil.copytree(learned, folder / "state" / "offers")
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
         else:
-            finish(step.price_heads(run, teacher, texts))
+            finish(step.price_heads(run, teacher, texts, offers_of(run, teacher)))
             shutil.copy(folder / "prices.json", prices)
+        if run.has_file("state/offers") and not learned.exists():
+            shutil.copytree(folder / "state" / "offers", learned)
     return run, teacher
+
+
+def offers_of(run, teacher):
+    """Give what trains the memories that heads are offered."""
+
+    def texts():
+        plan = run.plan
+        return teacher_module.texts_of(plan, teacher, AHEAD // plan.kept_length(None), None)[: plan.steps * plan.batch]
+
+    return partial(train_offers, run, teacher, texts)
 
 
 def made(run, teacher, uniform=False):
@@ -249,7 +283,7 @@ def made(run, teacher, uniform=False):
     if uniform:
         allocation = allocate_alike(layers, plan, run.prices.sinks)
     else:
-        allocation = finish(step.allocate(run, teacher, None))
+        allocation = finish(step.allocate(run, teacher, None, offers_of(run, teacher)))
     student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
     texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.kept_length(None), None)
     finish(train_step.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
