@@ -61,6 +61,19 @@ def slept(monkeypatch):
     return result
 
 
+@pytest.fixture
+def judged_briefly(monkeypatch):
+    """Let students that this process makes be judged by two texts."""
+    from dataclasses import replace
+
+    from linearizer import pipeline
+    from linearizer.evaluate import step
+
+    brief = replace(step.JUDGING, texts=2)
+    for module in (step, pipeline):
+        monkeypatch.setattr(module, "JUDGING", brief)
+
+
 @pytest.fixture(scope="session")
 def tiny_llama(tmp_path_factory):
     """Save a tiny model with two shards, and return its folder, which no test may change."""

@@ -23,8 +23,13 @@ from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import USUAL_LENGTH, USUAL_TEXTS, Plan
 from linearizer.run.stopping import Pace
 from linearizer.train.state_file import NEWEST
+from tests.support import runs
 from tests.support.hub import Handler
-from tests.support.runs import LONG, QUICK, inspection_of, weights_of
+from tests.support.runs import inspection_of, weights_of
+
+pytestmark = pytest.mark.usefixtures("judged_briefly")
+QUICK = {**runs.QUICK, "length": 48, "samples": 64}
+LONG = Plan("demo", steps=100_000, **QUICK)
 
 
 @pytest.fixture

@@ -15,6 +15,7 @@ from linearizer.cli.main import begin_run, parser
 from linearizer.errors import BudgetError, RequestError, TextError
 from linearizer.measure import head_prices_by_gradient
 from linearizer.measure.gates import learn_gates
+from linearizer.measure.head_prices import options_to_price
 from linearizer.measure.step import measure_teacher
 from linearizer.model import teacher as teacher_module
 from linearizer.page import actions
@@ -29,11 +30,13 @@ from tests.benchmarks.ablation import without_far, without_window
 from tests.support.models import layers_of, student_of, teacher_of, tokens
 from tests.support.runs import weights_of
 
+pytestmark = pytest.mark.usefixtures("judged_briefly")
 SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_length=64, exchanges=1, dtype="float32")
 
 
 @pytest.mark.parametrize("recipe", ["windows", "swa", "duo", "lolcats", "performer", "liger"])
-def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path):
+def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path, monkeypatch):
+    monkeypatch.setattr(step, "GATE_STEPS", 4)
     steps = {"steps": 2} if RECIPES[recipe].choices.get("steps") else {}
     run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **SMALL, **steps, may_grow=recipe == "duo"))
     allocation = finish(pipeline.linearize(run))
@@ -100,6 +103,7 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
 @pytest.mark.parametrize("prices", ["estimated", "measured"])
 def test_pricing_that_is_stopped_goes_on_to_the_same_prices(prices, tmp_path, monkeypatch):
     monkeypatch.setattr(head_prices_by_gradient, "MAX_GRADIENTS", 1)  # text by text
+    monkeypatch.setattr(step, "options_to_price", lambda *offered: options_to_price(*offered)[::4])
     options = {**SMALL, "length": 32, "texts": 4, "prices": prices}
     run = pipeline.begin(tmp_path / "run", Plan.of("best", **options, strategy="gain-features", sinks=0))
     teacher = teacher_module.load(run.plan)
@@ -162,11 +166,11 @@ def test_a_state_has_8_bits_a_number_where_heads_are_priced_and_may_be_merged():
 
 
 def test_minutes_become_as_many_steps_as_fit_and_stay_so(tmp_path):
-    run = pipeline.begin(tmp_path / "run", Plan.of("features", **SMALL, minutes=0.05))
+    run = pipeline.begin(tmp_path / "run", Plan.of("features", **SMALL, minutes=0.01))
     finish(pipeline.linearize(run))
     (timed,) = [event for event in run.events() if event["event"] == "timed"]
     (end,) = [event for event in run.events() if event["event"] == "distilled"]
-    assert end["steps"] == timed["steps"] == max(1, int(3 / timed["seconds"][0]))
+    assert end["steps"] == timed["steps"] == max(1, int(0.6 / timed["seconds"][0]))
     other = pipeline.begin(tmp_path / "other", Plan.of("features", **SMALL, steps=timed["steps"]))
     finish(pipeline.linearize(other))
     assert weights_of(run.checkpoint) == weights_of(other.checkpoint)

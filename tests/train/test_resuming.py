@@ -4,6 +4,8 @@ import re
 import subprocess
 import sys
 import textwrap
+from dataclasses import replace
+from functools import cache
 
 import pytest
 
@@ -16,12 +18,18 @@ from tests.support.models import tokens
 from tests.support.training import FEW, TEXT, a_student, assert_equal_weights, weights
 
 
+@cache
+def unstopped(loss="softmax", lora=0):
+    """A student whose training never stopped, which no test may change, and the training's result."""
+    student = a_student()
+    return student, finish(distill(student, TEXT, replace(FEW, loss=loss, lora=lora)))
+
+
 @pytest.mark.parametrize("loss,lora", [("softmax", 0), ("output", 0), ("logits", 2)])
 @pytest.mark.parametrize("stop", [1, 5])
 def test_a_training_that_is_stopped_and_resumed_is_one_that_never_stopped(loss, lora, stop, tmp_path):
-    settings = TrainingSettings(loss=loss, steps=8, save_every=3, lora=lora)
-    whole = a_student()
-    expected = finish(distill(whole, TEXT, settings))
+    settings = replace(FEW, loss=loss, lora=lora)
+    whole, expected = unstopped(loss, lora)
     training = distill(a_student(), TEXT, settings, folder=tmp_path)
     for _ in range(stop):
         next(training)
@@ -36,7 +44,7 @@ def test_a_training_that_is_stopped_and_resumed_is_one_that_never_stopped(loss, 
 
 
 def test_a_training_that_had_enough_keeps_its_step_and_can_go_on(tmp_path):
-    early, stopped, whole, resumed = a_student(), a_student(), a_student(), a_student()
+    early, stopped, (whole, _), resumed = a_student(), a_student(), unstopped(), a_student()
     steps = []
     training = distill(early, TEXT, FEW, folder=tmp_path, enough=lambda step: step == 5)
     while (progress := next(training, None)) is not None:
@@ -47,13 +55,11 @@ def test_a_training_that_had_enough_keeps_its_step_and_can_go_on(tmp_path):
     assert_equal_weights(weights(early), weights(stopped))
     assert next(distill(a_student(), TEXT, FEW, folder=tmp_path, resume=True, enough=lambda step: True), None) is None
     finish(distill(resumed, TEXT, FEW, folder=tmp_path, resume=True))
-    finish(distill(whole, TEXT, FEW))
     assert_equal_weights(weights(resumed), weights(whole))
 
 
 def test_an_interrupt_within_a_step_loses_no_bit(tmp_path):
-    whole, student = a_student(), a_student()
-    finish(distill(whole, TEXT, FEW))
+    (whole, _), student = unstopped(), a_student()
 
     def interrupt(module, args):
         if len(read) == 4:
@@ -93,8 +99,7 @@ def test_a_killed_training_loses_at_most_one_interval(tmp_path):
             process.kill()
     process.wait()
     process.stdout.close()
-    whole, student = a_student(), a_student()
-    finish(distill(whole, TEXT, FEW))
+    (whole, _), student = unstopped(), a_student()
     events = list(distill(student, TEXT, FEW, folder=tmp_path, resume=True))
     assert events[0].done == 7  # the state of step 6 was there
     assert_equal_weights(weights(student), weights(whole))
@@ -102,9 +107,7 @@ def test_a_killed_training_loses_at_most_one_interval(tmp_path):
 
 @pytest.mark.parametrize("damage", ["cut", "flipped", "missing"])
 def test_of_a_damaged_state_the_one_before_is_used_and_said(damage, tmp_path):
-    whole = a_student()
-    finish(distill(whole, TEXT, FEW))
-    training = distill(a_student(), TEXT, FEW, folder=tmp_path)
+    (whole, _), training = unstopped(), distill(a_student(), TEXT, FEW, folder=tmp_path)
     while next(training).done < 7:
         pass
     training.close()  # the states of steps 7 and 6 are there
