@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from linearizer import pipeline
+from linearizer.allocate import step
 from linearizer.cli.text import describe_run
 from linearizer.errors import FolderError, RequestError, Stopped
 from linearizer.jobs import control
+from linearizer.measure.head_prices import options_to_price
 from linearizer.model.devices import choose_dtype
 from linearizer.model.hub import find_model
 from linearizer.pipeline import linearize, profile, reallocate
@@ -43,21 +45,22 @@ def student(run):
 
 
 @pytest.mark.parametrize("strategy", ["common-lambda", "gain"])
-def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, begin):
-    plan = Plan("demo", target_length=64, steps=4, exchanges=2, **{**QUICK, "budget": 24, "strategy": strategy})
+def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, begin, monkeypatch):
+    monkeypatch.setattr(step, "options_to_price", lambda *offered: options_to_price(*offered)[::3])
+    plan = Plan("demo", target_length=64, steps=4, exchanges=1, **{**QUICK, "budget": 24, "strategy": strategy})
     whole, run = begin("whole", plan), begin("run", plan)
     finish(linearize(whole))
     steps = ["profile", "price" if strategy == "gain" else "distill", "evaluate"]
-    for step in steps:
+    for name in steps:
         with pytest.raises(Stopped):
             for progress in linearize(run):
-                if progress.step == step and not run.has_request("stop"):
+                if progress.step == name and not run.has_request("stop"):
                     assert control.status(run).state == "running"
                     control.stop(run)
                     assert control.status(run).state == "stopping"
                     reached = progress.done
         result = control.status(run)
-        assert (result.state, result.step["event"], result.step["done"]) == ("stopped", step, reached)
+        assert (result.state, result.step["event"], result.step["done"]) == ("stopped", name, reached)
         assert not run.has_request("stop") and not run.is_locked
     finish(linearize(run))
     assert student(run) == student(whole)
@@ -125,7 +128,7 @@ def test_training_that_ends_early_trains_with_no_later_loss(begin):
 
 
 def test_a_damaged_state_of_a_training_that_had_ended_costs_no_step(begin):
-    run = begin(plan=replace(LONG, steps=26))  # its states are of steps 25 and 26
+    run = begin(plan=replace(LONG, steps=26, batch=1))  # its states are of steps 25 and 26
     stop_at(run, "evaluate", 1)
     (run.folder / "state" / "training" / "0" / NEWEST).write_bytes(b"")
     assert [progress.done for progress in linearize(run) if progress.step == "distill"] == [26]
@@ -300,7 +303,7 @@ WORDS = "the state of the student takes as many bytes as its teacher's cache "  
 
 def test_defaults_shrink_to_a_short_text_and_what_was_asked_for_is_refused(tmp_path):
     short = tmp_path / "short.txt"
-    short.write_text(WORDS * 60)
+    short.write_text(WORDS * 24)
     plan = Plan("demo", budget=16, text=f"file:{short}", dtype="float32", recipe="swa", strategy="window")
     run = pipeline.begin(tmp_path / "fits", plan)
     assert run.plan.texts == 2 and 32 <= run.plan.length < 512 and run.plan.length % 8 == 0
