@@ -8,9 +8,6 @@ from __future__ import annotations
 
 import os
 import re
-import subprocess
-import sys
-import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -19,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.errors import FolderError, RequestError
-from linearizer.jobs import queue
+from linearizer.jobs import processes, queue
 from linearizer.jobs.queue import Ticket
 from linearizer.run.events import READ_BYTES, STEPS, Event, EventName, first_event, newest_events, read_events
 from linearizer.run.files import UNFINISHED, remove, writing
@@ -119,32 +116,10 @@ def lock_and_queue(run: Run, **details: Any) -> tuple[Lock, Ticket]:
 
 
 def start_process(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
-    """Start the process of a run; the token goes through a pipe, which no other process can read."""
-    fds = (lock.fd, ticket.lock.fd)
-    which = [str(run.folder), run.job or "", str(ticket.path), *map(str, fds)]
-    command = [sys.executable, "-m", "linearizer.jobs.worker", *which]
+    """Start the process of a run."""
+    request = {"folder": str(run.folder), "job": run.job, "ticket": str(ticket.path), "token": token}
     with (run.folder / "worker.log").open("wb") as log:
-        process = subprocess.Popen(
-            command,
-            stdin=subprocess.PIPE,
-            stdout=subprocess.DEVNULL,
-            stderr=log,
-            pass_fds=fds,
-            start_new_session=True,
-            env=environment(),
-        )
-    assert process.stdin is not None
-    with suppress(BrokenPipeError), process.stdin as pipe:  # a process that died at once shows as lost
-        pipe.write((token or "").encode())
-    threading.Thread(target=process.wait, daemon=True).start()  # leave no zombie
-
-
-def environment() -> dict[str, str]:
-    """Let a process import this package, and nothing from the working directory."""
-    home, paths = Path(__file__).parents[2], os.environ.get("PYTHONPATH")
-    if home.name not in ("site-packages", "dist-packages"):  # a process finds those, after the standard library
-        paths = os.pathsep.join(filter(None, (str(home), paths)))
-    return {**os.environ, "PYTHONPATH": paths or "", "PYTHONSAFEPATH": "1"}
+        processes.start_process(request, [lock.fd, ticket.lock.fd], log)
 
 
 def stop(run: Run, why: str = "") -> None:

@@ -1,23 +1,29 @@
 """Work on a run: wait for the device, do what the plan asks for, and log how that ended.
 
-python -m linearizer.jobs.worker RUN JOB TICKET FD FD is the process of a run in the background, or of its evaluation:
-`control.start` hands it the locks of the run and of the ticket, as open files, and the token on standard input.
+python -m linearizer.jobs.worker FD is the process that forks the processes of runs and of their evaluations: for each
+run, `processes.start_process` sends the open files through the socket FD. A process reads the token, which is in its
+request, only once it was forked: the process that forks never holds it.
 """
 
 from __future__ import annotations
 
+import gc
+import json
 import os
 import signal
+import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext, suppress
+from importlib import import_module
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, NoReturn, TypeVar
 
 from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
 from linearizer.jobs.control import lock_and_queue
+from linearizer.jobs.processes import CAN_FORK
 from linearizer.jobs.queue import Ticket
 from linearizer.model.devices import choose_device, device_name
 from linearizer.progress import Progress, Steps, finish
@@ -29,26 +35,67 @@ from linearizer.run.stopping import check_stop, log_end
 
 Product = TypeVar("Product")
 QUEUE_POLL_SECONDS = 0.3  # between two reads of the queue
+MAX_FILES = 4  # of a run: its request, two locks, its log
 
 
-def main(arguments: Sequence[str]) -> int:
+def main(fd: int) -> None:
+    """Fork a process for each run that is sent, until the process at the other end has ended."""
+    with socket.socket(fileno=fd) as connection:
+        with suppress(Exception):  # a run that needs the import says what is wrong with it
+            import_module("linearizer.pipeline")
+        gc.freeze()  # what was imported stays shared
+        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leave no zombies
+        while (sent := socket.recv_fds(connection, 1, MAX_FILES))[0]:
+            files = sent[1]
+            if CAN_FORK and fork(files[-1]):
+                for file in files:
+                    os.close(file)
+                continue
+            connection.close()
+            work_and_exit(*files)
+
+
+def fork(log: int) -> int:
+    """Fork this process, and give the number of the new one, here; where none can be made, write so into a log."""
+    try:
+        return os.fork()
+    except OSError as error:
+        os.write(log, f"no process could be started ({error.strerror}): free memory\n".encode())
+        return -1
+
+
+def work_and_exit(request: int, lock: int, ticket_lock: int, log: int) -> NoReturn:
+    """Work on a run in this process; the arguments are open files."""
+    code = 1
+    try:
+        for file in (lock, ticket_lock):
+            os.set_inheritable(file, False)
+        os.dup2(log, sys.stderr.fileno())
+        os.close(log)
+        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
+        with open(request) as pipe:
+            code = work(Lock(lock), Lock(ticket_lock), **json.load(pipe))
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        sys.stderr.flush()
+        os._exit(code)  # without waiting for the threads of an abandoned download
+
+
+def work(lock: Lock, ticket_lock: Lock, folder: str, job: str | None, ticket: str, token: str | None) -> int:
     """Work on a run that was handed over, and return an exit code; errors are in the run's log."""
-    folder, job, number, *fds = arguments
-    lock, ticket_lock = (Lock(int(fd)) for fd in fds)
-    for held in (lock, ticket_lock):
-        os.set_inheritable(held.fd, False)
-    token = sys.stdin.read() or None
-    os.dup2(os.open(os.devnull, os.O_RDONLY), sys.stdin.fileno())
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run = Run(Path(folder), job or None)
+    run = Run(Path(folder), job)
+    with suppress(OSError):  # other systems than Linux have none
+        Path("/proc/self/comm").write_text(f"run {run.folder.name}")  # its name in a list of processes
     with lock, stop_on_sigterm(run):
         try:
             with keep_faults(run, token):
-                ticket = Ticket(Path(number), ticket_lock)
+                own = Ticket(Path(ticket), ticket_lock)
                 if read_hub_job(run) is None:
-                    finish(work_in_turn(run, ticket, lambda: work_on(run, token)))
+                    finish(work_in_turn(run, own, lambda: work_on(run, token)))
                 else:
-                    follow_in_hub(run, ticket, token)
+                    follow_in_hub(run, own, token)
         except LinearizerError as error:
             return error.exit_code
         except KeyboardInterrupt:
@@ -65,7 +112,7 @@ def follow_in_hub(run: Run, ticket: Ticket, token: str | None) -> None:
 
 
 def work_on(run: Run, token: str | None) -> Steps[Any]:
-    """Begin to work; the imports take memory, so they wait for the run's turn."""
+    """Begin to work."""
     if run.job is not None:
         from linearizer.pipeline import resume_evaluation
 
@@ -158,6 +205,4 @@ def stop_on_sigterm(run: Run) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    code = main(sys.argv[1:])
-    sys.stderr.flush()
-    os._exit(code)  # without waiting for the threads of an abandoned download
+    main(int(sys.argv[1]))

@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -100,3 +101,21 @@ def test_a_run_deleted_under_its_process_is_gone(begin):
         control.status(run)
     wait_until(lambda: not process.exists())
     assert not run.folder.exists() and list(control.follow(run)) == []
+
+
+def test_runs_outlive_the_process_that_forked_them_and_another_is_begun_for_the_next(begin):
+    first, second, third = (begin(name, LONG) for name in ("first", "second", "third"))
+    control.start(first)
+    control.start(second)
+    forking = parent_of(first)
+    assert parent_of(second) == forking != os.getpid()
+    os.kill(forking, signal.SIGKILL)
+    wait_until(lambda: not Path("/proc", str(forking)).exists())
+    control.start(third)
+    assert parent_of(third) not in (forking, os.getpid())
+    wait_for_event(first, "distill")
+    assert [control.state_of(run) for run in (first, second)] == ["running", "queued"]
+
+
+def parent_of(run):
+    return int((process_of(run) / "stat").read_text().rpartition(")")[2].split()[1])

@@ -1,6 +1,7 @@
 """Runs of the demo model for tests, and how to wait for them and to find their processes."""
 
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from linearizer import pipeline
@@ -79,12 +80,19 @@ def log_of(run):
 
 
 def process_of(run):
-    """Find the process of a run as anybody may who looks at the list of processes."""
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            words = (entry / "cmdline").read_bytes().split(b"\0")
-        except (FileNotFoundError, ProcessLookupError):
-            continue
-        if b"linearizer.jobs.worker" in words and str(run.folder).encode() in words:
-            return entry
+    """Find the process that works on a run, or is about to."""
+    while run.is_locked:
+        if process := find_process(run):
+            return process
+        time.sleep(0.05)
     raise FileNotFoundError(f"no process of {run.folder}")
+
+
+def find_process(run):
+    """Find the process of a run as anybody may who looks at the list of processes: its name, and its open files."""
+    for process in Path("/proc").glob("[0-9]*"):
+        with suppress(OSError):  # it ended meanwhile, or closed a file
+            if (process / "comm").read_text().startswith("run "):
+                if run.folder / "lock" in [file.readlink() for file in (process / "fd").iterdir()]:
+                    return process
+    return None

@@ -1,0 +1,105 @@
+"""Start the processes of runs, each a fork of a process that has imported what runs need.
+
+The imports take seconds of processor time: the first run of a page or program waits for them, all others begin at once.
+`worker.main` is the process that forks. For each run it is sent the open files: a pipe with the request, the locks of
+the run and of its ticket, and the file for standard error. It ends with the process that began it; runs outlive both.
+Only on Linux can a process fork safely once libraries are loaded: elsewhere each run has a process of its own, begun
+the same way.
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import os
+import socket
+import subprocess
+import sys
+import threading
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import IO, Any
+
+CAN_FORK = sys.platform == "linux"
+
+
+class ForkingProcess:
+    """The process that forks, as its parent sees it; it has the parent's environment and working directory."""
+
+    def __init__(self, log: IO[bytes]) -> None:
+        self.inherited = inherited()
+        self.connection, theirs = socket.socketpair()
+        try:
+            with theirs:
+                process = subprocess.Popen(
+                    [sys.executable, "-m", "linearizer.jobs.worker", str(theirs.fileno())],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.DEVNULL,
+                    stderr=log,  # what ends it while it imports is told by the run that it was begun for
+                    pass_fds=[theirs.fileno()],
+                    start_new_session=True,
+                    env=environment(),
+                )
+        except BaseException:
+            self.connection.close()
+            raise
+        threading.Thread(target=process.wait, daemon=True).start()  # leave no zombie
+
+    def send(self, files: list[int]) -> None:
+        """Send the open files of a run."""
+        socket.send_fds(self.connection, [b"."], files)
+
+
+_current: ForkingProcess | None = None
+_changing = threading.Lock()  # _current
+
+
+def start_process(request: Mapping[str, Any], locks: list[int], log: IO[bytes]) -> None:
+    """Start the process of a run; the request goes through a pipe, which no other process can read."""
+    read, write = os.pipe()
+    try:
+        send_files([read, *locks, log.fileno()], log)
+    except BaseException:
+        os.close(write)
+        raise
+    finally:
+        os.close(read)
+    with suppress(BrokenPipeError), os.fdopen(write, "w") as pipe:  # a process that died at once shows as lost
+        json.dump(request, pipe)
+
+
+def send_files(files: list[int], log: IO[bytes]) -> None:
+    """Send files to the process that forks, which is begun where there is none, or none that inherits the same."""
+    global _current
+    with _changing:
+        if _current is not None and _current.inherited == inherited():
+            with suppress(BrokenPipeError, ConnectionResetError):  # it was killed
+                return _current.send(files)
+        end()
+        _current = ForkingProcess(log)
+        _current.send(files)
+        if not CAN_FORK:
+            end()
+
+
+@atexit.register
+def end() -> None:
+    """Let the process that forks end once it has forked what was sent."""
+    global _current
+    if _current is not None:
+        _current.connection.close()
+        _current = None
+
+
+def inherited() -> tuple[dict[str, str], str, str]:
+    """Give what a process inherits, and what it runs."""
+    return environment(), os.getcwd(), sys.executable
+
+
+def environment() -> dict[str, str]:
+    """Let a process import this package, and nothing from the working directory."""
+    home, paths = Path(__file__).parents[2], os.environ.get("PYTHONPATH")
+    if home.name not in ("site-packages", "dist-packages"):  # a process finds those, after the standard library
+        paths = os.pathsep.join(filter(None, (str(home), paths)))
+    return {**os.environ, "PYTHONPATH": paths or "", "PYTHONSAFEPATH": "1"}
