@@ -243,7 +243,8 @@ def describe_head(head: Head) -> str:
     """Say in words what a KV head holds."""
     if head.softmax:
         return "its whole cache, softmax"
-    far = [f"{count} {name}" for count, name in ((head.features, "features"), (head.slots, "slots")) if count]
+    rows = f"rows of {head.memory}" if head.memory else "features"
+    far = [f"{count} {name}" for count, name in ((head.features, rows), (head.slots, "slots")) if count]
     if not far:
         return f"a window of {head.window}"
     return " and ".join(far) + (f" beside a window of {head.window}" if head.window else "")
@@ -336,7 +337,7 @@ def stack_bars(
     whole = [top if head.softmax else 0.0 for head, _ in held]  # grows with the text: fills the height
     parts = (
         ("exact tokens", exact, ORANGE, "/"),
-        ("features", features, BLUE, ""),
+        ("memories" if any(head.memory for head, _ in held) else "features", features, BLUE, ""),
         ("slots", slots, GREEN, "."),
         ("whole cache, grows", whole, GREY, "x"),
     )

@@ -60,7 +60,8 @@ def list_kinds(allocation: Allocation) -> list[tuple[str, str]]:
     heads = [head for row in allocation.heads for head in row]
     named = [
         ("w: exact window, in tokens", WINDOW, any(head.window for head in heads)),
-        ("f: features", FEATURES, any(head.features for head in heads)),
+        ("f: features", FEATURES, any(head.features and not head.memory for head in heads)),
+        ("f: rows of a memory", FEATURES, any(head.memory for head in heads)),
         ("s: slots of merged tokens", SLOTS, any(head.slots for head in heads)),
         ("softmax: grows", WHOLE, any(head.softmax for head in heads)),
     ]

@@ -146,7 +146,8 @@ def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: T
     heads = [head for row in allocation.heads for head in row]
     kept = ["a few exact tokens at the start"] * bool(allocation.sinks)
     kept += ["an exact window"] * any(head.window for head in heads)
-    kept += ["features that stand for all older tokens"] * any(head.features for head in heads)
+    kept += ["features that stand for all older tokens"] * any(head.features and not head.memory for head in heads)
+    kept += ["a memory of all older tokens, which a rule updates"] * any(head.memory for head in heads)
     kept += ["slots that older tokens are merged into"] * any(head.slots for head in heads)
     bits = "" if allocation.bits_in_words == "16" else f", with {allocation.bits_in_words} bits a number"
     return (

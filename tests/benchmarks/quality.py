@@ -79,6 +79,7 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
     "windows": ("windows", {}),
     "windows --may-grow": ("windows", {"may_grow": True}),
     "best, 8 bits, uniform": ("best", {"bits": 8}),
+    "best, 16 bits, uniform": ("best", {"bits": 16}),  # what memories stand beside: slots of their bytes
     "best, 16 bits": ("best", {"bits": 16}),
     "swa": ("swa", SINKS),
     "swa, 8 bits": ("swa", {"bits": 8, **SINKS}),
