@@ -118,7 +118,7 @@ for name in MEMORIES:  # beside the same window in every head: as they begin, an
 ROWS |= {
     "best, all memories": ("best", {"memories": ("all",)}),
     "best, 8 bits, all memories": ("best", {"memories": ("all",), "bits": 8}),
-    "best, 8 bits, cells": ("best", {"memories": ("cells",), "bits": 8, "steps": STEPS}),
+    "best, 8 bits, cells": ("best", {"memories": ("cells",), "bits": 8}),
     "sas": ("sas", SINKS),
     "gain-features, gdn": (
         "best",

@@ -203,3 +203,18 @@ def test_memory_crosses_where_the_student_breaks_even():
     assert "300" in figure.layout.annotations[0].text
     never = training_charts.draw_memory(LAYERS, 1000, growth=head_bytes.cache_bytes(LAYERS, 1))
     assert len(never.data) == 2
+
+
+def test_a_head_is_named_by_what_it_holds_and_its_far_errors_are_read_on_the_map():
+    assert allocation_charts.describe_head(Head(4, 6, memory="gdn")) == "6 rows of gdn beside a window of 4"
+    layers = tuple(
+        replace(row, heads=tuple(replace(head, mass_error=0.0123, values_error=0.5) for head in row.heads))
+        for row in PROFILE.layers
+    )
+    notes = allocation_charts.describe_far_errors(replace(PROFILE, layers=layers))
+    figure = allocation_charts.draw_freedom_map(
+        allocation_charts.read_freedoms(PROFILE), LAYERS, notes
+    ).to_plotly_json()
+    said = figure["data"][0]["customdata"][0][0]
+    assert "beyond a window of 16" in said and "is off by 0.012, mean values by 0.5" in said
+    assert not any("".join(row) for row in allocation_charts.describe_far_errors(PROFILE).values())
