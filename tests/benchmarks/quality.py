@@ -1,6 +1,6 @@
 """The table that decides: recipes × budgets × seeds at equal bytes, beside their controls.
 
-  python -m tests.benchmarks.quality            hours; what is finished is kept, and a second call goes on
+  python -m tests.benchmarks.quality            hours; what is finished is kept, and a second call goes on within a row
   python -m tests.benchmarks.quality --quick    minutes: a few rows, one budget, one seed
   python -m tests.benchmarks.quality --table    only write the table of what has been measured
   python -m tests.benchmarks.quality --anew …   measure again what had been measured by another version
@@ -27,7 +27,7 @@ from linearizer import pipeline
 from linearizer.allocate import step
 from linearizer.allocate.decide import allocate_alike
 from linearizer.amounts import size
-from linearizer.errors import BudgetError
+from linearizer.errors import BudgetError, RequestError
 from linearizer.evaluate.cache_in_few_bits import caches_in_few_bits
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.language import joined, read_scores, tail_of
@@ -193,6 +193,7 @@ def measure(arguments, row, budget, seed):
                     with ablation(student):
                         record[name] = judged(student, held, original)
             record["made_with"] = environment(student)
+        shutil.rmtree(run.folder)
     except BudgetError as error:
         record["refused"] = str(error)
     print(row, budget, seed, record.get("refused") or f"loss {record['loss']:.3f} KL {record['kl']:.4f}", flush=True)
@@ -240,8 +241,7 @@ def prepared(work, plan):
     fitted = {"fitted": True} if plan.offered_memories else {}  # memories, to a text that the samples keep
     key = digest({}, json.dumps({**seen, **asdict(profile_settings(plan)), **fitted}))[:16]
     base, folder = work / f"{Path(plan.model).name}-{key}", work / "run"
-    shutil.rmtree(folder, ignore_errors=True)
-    run, teacher = pipeline.begin(folder, plan), teacher_module.load(plan)
+    run, teacher = begun(folder, plan), teacher_module.load(plan)
     if not base.exists():
         finish(measure_teacher(run, teacher))
         shutil.copytree(folder, base)
@@ -257,7 +257,7 @@ def prepared(work, plan):
         learned = base / f"offers-{offered}-{bits}-{sinks}-{plan.steps}"
         prices = base / f"prices-{offered}-{bits}-{sinks}-{result}{f'-{plan.steps}' * bool(plan.offered_memories)}.json"
         if learned.exists():
-            shutil.copytree(learned, folder / "state" / "offers")
+            shutil.copytree(learned, folder / "state" / "offers", dirs_exist_ok=True)
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
         else:
@@ -266,6 +266,15 @@ def prepared(work, plan):
         if run.has_file("state/offers") and not learned.exists():
             shutil.copytree(folder / "state" / "offers", learned)
     return run, teacher
+
+
+def begun(folder, plan):
+    """Open the run of this plan that was interrupted, or begin one in the place of another plan's."""
+    try:
+        return pipeline.begin(folder, plan, resume=True)
+    except RequestError:
+        shutil.rmtree(folder)
+        return pipeline.begin(folder, plan)
 
 
 def offers_of(run, teacher):
