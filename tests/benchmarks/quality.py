@@ -114,7 +114,7 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
 for name in MEMORIES:  # beside the same window in every head: as they begin, and trained
     memory = {"feature_map": name, **SINKS}
     ROWS |= {f"{name}, untrained": (by_memory(name), {**memory, "steps": 0})}
-    ROWS |= {name: (by_memory(name), {**memory, "steps": MEMORY_STEPS})}
+    ROWS |= {f"{name}, {MEMORY_STEPS} steps": (by_memory(name), {**memory, "steps": MEMORY_STEPS})}
 ROWS |= {
     "best, all memories": ("best", {"memories": ("all",)}),
     "best, 8 bits, all memories": ("best", {"memories": ("all",), "bits": 8}),
