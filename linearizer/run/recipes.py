@@ -182,6 +182,7 @@ NOT_EXPRESSED: Mapping[str, str] = {  # method -> why no option of a head can be
     "CLEAR, LinFusion, LiT, LION": "they read in both directions; students are causal",
     "Kronecker attention": "scores of three tokens have no state that is a sum over single tokens",
     "ALiBi teachers (bloom, mpt, falcon)": "transformers' attention interface does not reach them",
+    "LAWCAT's convolution of queries": "the last queries of every query head would be kept, and a state is a KV head's",
     "ALiBi with a slope per query head": "a group of queries shares one state, which would need one for every slope",
     "TTT-MLP, ParaRNN": "their memories are not linear in what is written, so a text cannot be read in chunks",
     "log-linear attention": "its state grows with the logarithm of the length",

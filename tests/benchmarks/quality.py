@@ -175,7 +175,7 @@ def measure(arguments, row, budget, seed):
         plan = Plan.of(recipe, model=arguments.model, budget=budget, seed=seed, **given)
         with quiet():
             begun = time.perf_counter()
-            run, teacher = prepared(arguments.work, plan)
+            run, teacher = prepared(arguments.work, plan, uniform="uniform" in row)
             measuring = time.perf_counter() - begun
             held = held_out(plan, teacher)
             begun = time.perf_counter()
@@ -235,7 +235,7 @@ def has_both(allocation):
     return any(head.window and (head.slots or head.features) for heads in allocation.heads for head in heads)
 
 
-def prepared(work, plan):
+def prepared(work, plan, uniform):
     """Open a run that has the measurements of its plan, which other plans may have asked for before."""
     seen = {name: getattr(plan, name) for name in ("model", "texts", "length")}
     fitted = {"fitted": True} if plan.offered_memories else {}  # memories, to a text that the samples keep
@@ -248,7 +248,7 @@ def prepared(work, plan):
     for name in ("profile.json", "inspection.json"):
         shutil.copy(base / name, folder / name)
     shutil.copytree(base / "state", folder / "state", dirs_exist_ok=True)
-    if plan.rules.decided_by == "prices":
+    if plan.rules.decided_by == "prices" and not uniform:
         texts = step.texts_to_price_on(run, teacher, None)
         sinks = finish(step.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
         result = "measured" if plan.prices == "measured" else plan.budget  # near a budget the dear ones are measured
@@ -291,7 +291,7 @@ def made(run, teacher, uniform=False):
     """Allocate, and train what the plan trains."""
     plan, layers = run.plan, teacher.inspection.layers
     if uniform:
-        allocation = allocate_alike(layers, plan, run.prices.sinks)
+        allocation = allocate_alike(layers, plan, plan.kept_sinks)
     else:
         allocation = finish(step.allocate(run, teacher, None, offers_of(run, teacher)))
     student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
