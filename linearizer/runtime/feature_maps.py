@@ -30,7 +30,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .state import ABSENT
+from .state import ABSENT, is_traced
 
 Tensor = torch.Tensor
 NONE, KEYS, NEAREST, HALVES = range(4)
@@ -120,7 +120,7 @@ class FeatureMap(nn.Module, ABC):
         and end of training, discard the result.
         """
         held = list(self.parameters(recurse=False))
-        if any(p.is_inference() for p in held):  # which do not count their changes
+        if is_traced() or any(p.is_inference() for p in held):  # which do not count their changes
             return self.exactly_folded(root)
         stamp = root, self.training, *((p.data_ptr(), p._version) for p in held)
         if self._folded is None or self._folded[0] != stamp:

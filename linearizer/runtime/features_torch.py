@@ -52,6 +52,7 @@ from .state import (
     ExactState,
     FeatureState,
     first_places,
+    is_traced,
     lay_columns,
     least_count,
     remember_sinks,
@@ -171,7 +172,7 @@ class LogSums:
 
     def chunk(self, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor, place: Tensor) -> Reading:
         u, w = self.feature_map.queries(q), self.feature_map.keys(k)
-        if torch.compiler.is_exporting() or not comes.all():
+        if is_traced() or not comes.all():
             w = w.masked_fill(~comes[:, None, :, None], ABSENT)
         far, level, mean = FarField.of(u, w, v, state), state.level, state.mean
 

@@ -111,7 +111,10 @@ class FarField:
 
 
 def compute_either(condition: Tensor, first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:
-    """Compute the first where a condition is true, and else the second; an exported graph holds both."""
+    """Compute the first where a condition is true, and else the second; an exported graph holds both.
+
+    A compiled one breaks here: after a `cond` torch 2.13 forgets what else is written to a state.
+    """
     if torch.compiler.is_exporting():
         return torch.cond(condition, first, second)
     return first() if condition else second()

@@ -205,9 +205,9 @@ def remember_token(state: ExactState, k: Tensor, v: Tensor, least: int) -> None:
 
 
 def must_be_copied(x: Tensor) -> bool:
-    """Tell whether x must not be written over: gradients may need it, an exported graph changes no state that it is
-    given, or x was made in inference mode, which ended."""
-    if torch.is_grad_enabled() or torch.compiler.is_exporting():
+    """Tell whether x must not be written over: gradients may need it, a graph changes no state that it is given, or x
+    was made in inference mode, which ended."""
+    if torch.is_grad_enabled() or is_traced():
         return True
     return x.is_inference() and not torch.is_inference_mode_enabled()
 
@@ -219,7 +219,12 @@ def first_places(size: int, last: Tensor) -> Tensor:
 
 def least_count(count: Tensor) -> int:
     """Return the least count on a CPU, and 0 elsewhere: waiting for a device would take longer."""
-    return min(count.tolist()) if count.device.type == "cpu" and not torch.compiler.is_exporting() else 0
+    return min(count.tolist()) if count.device.type == "cpu" and not is_traced() else 0
+
+
+def is_traced() -> bool:
+    """Tell whether a graph is being made, compiled or exported: each number that Python looks at breaks one in two."""
+    return torch.compiler.is_compiling() or torch.compiler.is_exporting()
 
 
 def remember_sinks(state: ExactState, columns: Columns) -> None:

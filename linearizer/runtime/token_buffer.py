@@ -27,7 +27,7 @@ from .few_bits import (
 )
 from .slots_merging import Merging
 from .slots_torch import block_leaves, merge_leaving, slot_levels
-from .state import EMPTY, first_places, must_be_copied, tensors, working_dtype
+from .state import EMPTY, first_places, is_traced, must_be_copied, tensors, working_dtype
 
 Tensor = torch.Tensor
 
@@ -235,7 +235,7 @@ def attend_token_in_buffer(
     """
     if real is not None or q.shape[-2] > 1 or memory is None or len(memory) < len(groups):
         return []
-    if torch.is_grad_enabled() or torch.compiler.is_compiling() or torch.compiler.is_exporting():
+    if torch.is_grad_enabled() or is_traced():
         return []
     served: list[int] = []
     for indices, buffer in held_buffers(memory) or make_buffers(groups, memory, k, scale, done):
