@@ -1,5 +1,7 @@
 """What transformers tests of each of its models holds for students."""
 
+import copy
+import functools
 import unittest
 
 import pytest
@@ -49,6 +51,12 @@ def mixins(tmp_path_factory, pytestconfig):
     return import_mixins(fetch_tests(tmp_path_factory.getbasetemp().parent), pytestconfig)
 
 
+@functools.cache
+def config_of(family):
+    """Give the config of a family's student, which takes a teacher to make."""
+    return student_of(family, num_hidden_layers=2, **TWO_LAYERS.get(family, {})).config
+
+
 class Inputs:
     """What transformers' tests ask for a config and inputs."""
 
@@ -59,7 +67,7 @@ class Inputs:
         self.family = family
 
     def get_config(self):
-        return student_of(self.family, num_hidden_layers=2, **TWO_LAYERS.get(self.family, {})).config
+        return copy.deepcopy(config_of(self.family))
 
     def prepare_config_and_inputs_for_common(self):
         ids = tokens(self.batch_size, self.seq_length).to(torch_device)

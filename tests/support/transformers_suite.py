@@ -47,7 +47,8 @@ def fetch_tests(folder):
 def import_mixins(folder, config):
     """Import the classes whose tests a model inherits; an empty class stands for one that is not distributed."""
     pytest.importorskip("parameterized")
-    for path in (Path(testing_utils.__file__), *folder.glob("*.py")):
+    folders = [folder, *{folder / name.split(".")[1] for name in NOT_DISTRIBUTED}]
+    for path in (Path(testing_utils.__file__), *(path for each in folders for path in each.glob("*.py"))):
         for mark in re.findall(r"\bmark\.(\w+)", path.read_text()):
             config.addinivalue_line("markers", mark)  # or pytest refuses it
     add_package(PACKAGE, folder)
