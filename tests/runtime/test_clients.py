@@ -154,11 +154,16 @@ def test_a_layer_may_lie_on_disk(tmp_path):
     assert torch.equal(placed(ids).logits, student(ids).logits)
 
 
-EXPORTED = {  # one layer with features or slots: each of their branches and blocks takes its time to export
+EXPORTED = {  # few layers: each branch and block of each takes its time to export
     "features": dict(family="llama", heads=[Head(window=5, features=16), Head(softmax=True)], num_hidden_layers=1),
     "slots": dict(family="llama", heads=[Head(window=4, slots=3), Head(window=3)], num_hidden_layers=1),
-    "gpt2": dict(family="gpt2", heads=[Head(window=3), Head(softmax=True)]),
-    "gemma3_text": dict(family="gemma3_text", heads=[Head(window=3), Head(softmax=True)]),
+    "gpt2": dict(family="gpt2", heads=[Head(window=3), Head(softmax=True)], n_layer=1),
+    "gemma3_text": dict(
+        family="gemma3_text",
+        heads=[Head(window=3), Head(softmax=True)],
+        num_hidden_layers=2,
+        layer_types=["sliding_attention", "full_attention"],
+    ),
 }
 
 
@@ -208,7 +213,7 @@ def test_transformers_exports_what_generate_calls():
     exporters = pytest.importorskip("transformers.exporters", reason="this version of transformers exports nothing")
     from transformers.exporters.utils import decompose_for_generation
 
-    heads = [Head(window=2, slots=2, bits=8), Head(softmax=True)]
+    heads = [Head(window=2), Head(softmax=True)]
     parts = decompose_for_generation(student_of("llama", heads, num_hidden_layers=1), {"input_ids": tokens(2, 6)})
     assert parts.keys() == {"prefill", "decode"}
     for model, inputs in parts.values():
