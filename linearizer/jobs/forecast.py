@@ -158,6 +158,8 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
     training = training_seconds(plan, layers, length, token, products)
     if plan.heals and plan.minutes is None:
         training = plan.steps * plan.batch * (teacher + HEALING_PASSES * (teacher + own))
+    if plan.steps and plan.rules.decided_by == "prices":  # memories learn before they are priced, too
+        training *= 1 + sum(bool(option.memory) for option in offered_options(plan, layers, length))
     return spectra + plan.kept_texts * teacher + pricing + training + judging + reading
 
 
@@ -179,10 +181,15 @@ def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     return speeds.products if plan.dtype in ("auto", "float32") else speeds.small_products
 
 
+def offered_options(plan: Plan, layers: list[Layer], length: int) -> tuple[Head, ...]:
+    """List what heads with prices are offered."""
+    most = max((layer.key_dim for layer in layers), default=0)
+    return options_to_price(length, plan.priced_far_field, 16, plan.fewer_bits, plan.offered_memories, most)
+
+
 def pricing_seconds(plan: Plan, layers: list[Layer], length: int, teacher: float, own: float) -> float:
     """Say how many seconds sinks, prices and exchanges take for a text."""
-    most, heads = max((layer.key_dim for layer in layers), default=0), sum(layer.kv_heads for layer in layers)
-    offered = len(options_to_price(length, plan.priced_far_field, 16, plan.fewer_bits, plan.offered_memories, most))
+    heads, offered = sum(layer.kv_heads for layer in layers), len(offered_options(plan, layers, length))
     students = len(sinks_to_try(plan)) + 1 + EXCHANGE_SHARE * plan.exchanges
     priced = ESTIMATING_PASSES + MOST_DEAR * DEAR_SHARE / 2
     if plan.prices == "measured":

@@ -31,3 +31,13 @@ def test_a_forecast_counts_the_training_of_adapters_and_what_resuming_it_needs()
     plain, healed, longer = (forecast_run(replace(plan, steps=steps), result, speeds, 0) for steps in (0, 50, 100))
     assert longer.seconds - healed.seconds > 0.9 * (healed.seconds - plain.seconds) > 100
     assert longer.disk_bytes == healed.disk_bytes > plain.disk_bytes + 10 * 8 * 16 * 4 * 2048
+
+
+def test_a_forecast_counts_the_memories_that_are_trained_before_they_are_priced():
+    result = inspection_of([Layer(32, 8, 64, 64)] * 16, parameters=10**9, weight_bytes=2 * 10**9)
+    speeds, plan = Speeds(1e11, 2e11, 1e5, 1e10, 1e9), Plan.of(model="demo", budget=64, device="cpu", length=512)
+    one, two = replace(plan, memories=("gdn",)), replace(plan, memories=("gdn", "kda"))
+    plain, first, both = (forecast_run(each, result, speeds, 0).seconds for each in (plan, one, two))
+    assert plain < first < both
+    trained, more = (forecast_run(replace(each, steps=60), result, speeds, 0).seconds for each in (one, two))
+    assert more - both > 1.5 * (trained - first) > 0
