@@ -89,7 +89,7 @@ def measured_lines(recipe: str) -> list[str]:
     if not rows:
         return ["not measured here yet"]
     cells = ", ".join(f"{row.budget} tokens {row.kl:.3g} (recall {row.recall:.0%})" for row in rows)
-    return [f"KL at the bytes of {cells}"]
+    return [f"KL at the bytes of {cells}{', untrained' * rows[0].untrained}"]
 
 
 def add_evaluate_options(command: argparse.ArgumentParser) -> None:

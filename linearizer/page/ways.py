@@ -48,7 +48,9 @@ USUAL_PAPER = "paper"
 def expected_quality(recipe: str) -> str:
     """Say how a recipe did on the demo model; nothing where that was not measured."""
     rows = [row for row in measured_quality().get(recipe, ()) if row.budget == SHOWN_BUDGET]
-    return f"On the demo at {SHOWN_BUDGET} tokens: {rows[0].kl:.2g} nats of kl." if rows else ""
+    if not rows:
+        return ""
+    return f"On the demo at {SHOWN_BUDGET} tokens: {rows[0].kl:.2g} nats of kl{', untrained' * rows[0].untrained}."
 
 
 def way_of(recipe: str) -> str:

@@ -20,6 +20,7 @@ class Quality:
     kl: float  # nats from the teacher, at the output
     recall: float  # what a student gains when a passage comes again, as a share of what its teacher gains
     seeds: int
+    untrained: bool = False  # measured as the recipe begins: its training was not
 
 
 @cache

@@ -408,6 +408,9 @@ class Table:
         result = {name: [(budget, self.of(name, budget)) for budget in budgets] for name in RECIPES}
         result["duo"] = [(budget, self.of("duo --may-grow", budget)) for budget in budgets]
         means = {name: [mean_quality(*each) for each in of_row if each[1]] for name, of_row in result.items()}
+        for name in RECIPES.keys() & MEMORIES.keys():
+            rows = [(budget, self.of(f"{name}, untrained", budget)) for budget in budgets]
+            means[name] = [{**mean_quality(*each), "untrained": True} for each in rows if each[1]]
         return {name: of_row for name, of_row in means.items() if of_row}
 
     def of(self, row, budget):

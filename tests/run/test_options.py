@@ -11,6 +11,7 @@ from linearizer.cli.main import parser
 from linearizer.cli.options import plan_changes
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.evaluation_request import Request
+from linearizer.run.memories import MEMORIES
 from linearizer.run.options import check_options, option, options_of
 from linearizer.run.plan import ALLOCATION, BY_RECIPE, USUAL_SAMPLES, Plan
 from linearizer.run.quality import measured_quality
@@ -123,3 +124,5 @@ def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_th
         assert row.kl == round(sum(result) / len(result), 5) and row.seeds == len(result)
         assert f"{row.budget} tokens {row.kl:.3g}" in text
     assert measured.keys() <= RECIPES.keys()
+    begun = {name for name, rows in measured.items() if any(row.untrained for row in rows)}
+    assert begun <= MEMORIES.keys() and all(", untrained" in text for _ in begun)
