@@ -29,14 +29,16 @@ STEPS = [  # kind, window, sinks, features, group; the features of mlp are given
 @pytest.mark.parametrize("kind, window, sinks, features, group", STEPS)
 @torch.no_grad()
 def test_steps_are_the_steps_of_pytorch(kind, window, sinks, features, group, dim=6):
-    q, k, v, feature_map = make(14, features=features, group=group, kind=kind, dim=dim)
+    tokens = window + sinks + 3  # of which three leave the window
+    batch = 2 if kind == "prf" else 1
+    q, k, v, feature_map = make(tokens, features=features, group=group, batch=batch, kind=kind, dim=dim)
     if features:
         vary(feature_map)
         feature_map = ScaledMap(feature_map, 0.3)
         assert (feature_map.folded() is None) == (kind == "mlp")
     states = [FeatureState.empty(k, v, window, sinks, features) for _ in range(2)]
     held = tensors(states[1])
-    for t in range(14):
+    for t in range(tokens):
         token = q[..., t : t + 1, :], k[:, :, t : t + 1], v[:, :, t : t + 1]
         expected = attend_token_with_features(*token, feature_map, window, states[0])
         assert relative(attend_token_with_features_by_kernel(*token, feature_map, window, states[1]), expected) < CLOSE

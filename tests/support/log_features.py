@@ -24,9 +24,9 @@ def make(tokens, heads=2, group=2, batch=2, features=4, kind="prf", dtype=torch.
     return q.to(dtype), k.to(dtype), v.to(dtype), feature_map
 
 
-def extreme(case, tokens=48):
+def extreme(case, tokens=48, **sizes):
     """Texts on which features or scores leave the range of fp32's exponential."""
-    q, k, v, feature_map = make(tokens, features=16)
+    q, k, v, feature_map = make(tokens, features=16, **sizes)
     if case == "a first key of norm 60":
         k[:, :, 0] *= 60 / k[:, :, 0].norm(dim=-1, keepdim=True)
     elif case == "all keys of norm 60":
