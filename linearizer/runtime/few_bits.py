@@ -273,12 +273,12 @@ def codes_of(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if bits != 8:
         return codes_by_largest(work, limits_of(bits, work.shape[-1], work.dtype, work.device))
     exponent = exponents_of(work)
-    return (work * power(-exponent)).round_(), exponent
+    return (work * (127 - exponent).bitwise_left_shift_(23).view(torch.float32)).round_(), exponent
 
 
 def exponents_of(x: Tensor) -> Tensor:
     """Give the exponent of the scale of each vector in 8 bits: (…, 1)."""
-    return largest_bits(x).bitwise_right_shift_(23).sub_(133).clamp_(LOWEST, HIGHEST)
+    return largest_bits(x, 133).bitwise_right_shift_(23).clamp_(LOWEST, HIGHEST)
 
 
 def scale_of(x: Tensor) -> Tensor:
@@ -287,12 +287,12 @@ def scale_of(x: Tensor) -> Tensor:
     return scale.mul_(2.0**-6).clamp_(2.0**LOWEST, 2.0**HIGHEST)
 
 
-def largest_bits(x: Tensor) -> Tensor:
+def largest_bits(x: Tensor, less: int = 0) -> Tensor:
     """Give each vector's largest number as the bits of an fp32 number, which has its exponent in those from 23 on.
 
-    What is above 127/128 of a power of two takes the next.
+    What is above 127/128 of a power of two takes the next; exponents are so much `less`.
     """
-    return x.abs().amax(-1, keepdim=True).float().view(torch.int32) + 0x1FFFF
+    return x.abs().amax(-1, keepdim=True).float().view(torch.int32) + (0x1FFFF - (less << 23))
 
 
 def codes_by_largest(x: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:

@@ -19,7 +19,7 @@ from .slots import Merger, slot_attention
 from .slots_merging import Merging
 from .slots_torch import read_text, read_together
 from .softmax_parts import get_folded
-from .state import ExactState, FeatureState, SlotState, SoftmaxState
+from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice
 from .token_buffer import WindowGroup, attend_token_in_buffer
 
 Tensor = torch.Tensor
@@ -310,10 +310,3 @@ class LayerStudent(nn.Module):
                 bits = self.groups[index].bits
                 memory[index] = pack_state(state, bits) if bits < 16 else state
         return parts
-
-
-def as_slice(heads: list[int]) -> slice | list[int]:
-    """Return indices of heads as a slice where they are evenly spaced: it selects without a copy."""
-    apart = heads[1] - heads[0] if len(heads) > 1 else 1
-    even = slice(heads[0], heads[-1] + 1, apart)
-    return even if list(range(even.stop))[even] == heads else heads

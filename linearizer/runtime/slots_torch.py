@@ -72,12 +72,18 @@ def block_leaves(place: int, window: int, block: int) -> bool:
 def merge_leaving(state: SlotState, merging: Merging, places: Sequence[int]) -> Slots:
     """Give the slots of a state after the blocks have merged that leave before the tokens at these places attend."""
     window, block, device = merging.window, merging.block, state.weight.device
+    held, sinks = Slots(state.slot_k, state.slot_v, state.weight, state.spread), state.sink_k.shape[-2]
+    if len({*places}) == 1 and block <= window:  # a stretch of the ring, which may go on at its begin
+        first, begin = places[0] - window, (places[0] - window) % window
+        ends = slice(begin, begin + block), slice(0, max(0, begin + block - window))
+        k, v = (torch.cat([x[:, :, end] for end in ends], 2) for x in (state.window_k, state.window_v))
+        comes = torch.tensor([first + place >= sinks for place in range(block)], device=device)
+        return merge_block(held, k, v, comes.expand(len(places), -1), merging)
     comes = torch.tensor([block_leaves(place, window, block) for place in places], device=device)[:, None]
     place = torch.tensor([place - window for place in places], device=device)[:, None]
     place = place + torch.arange(block, device=device)
     k, v = (take_tokens(x, place % window) for x in (state.window_k, state.window_v))
-    held = Slots(state.slot_k, state.slot_v, state.weight, state.spread)
-    return merge_block(held, k, v, comes & (place >= state.sink_k.shape[-2]), merging)
+    return merge_block(held, k, v, comes & (place >= sinks), merging)
 
 
 def slot_levels(held: SlotState | Slots, merging: Merging) -> Tensor:

@@ -243,3 +243,10 @@ def remember_window(state: ExactState, columns: Columns, tokens: int) -> None:
     slot = ring_slots(state.count, columns.window).argsort(-1)
     state.window_k = take_tokens(columns.k[:, :, tokens:], slot)
     state.window_v = take_tokens(columns.v[:, :, tokens:], slot)
+
+
+def as_slice(heads: list[int]) -> slice | list[int]:
+    """Return indices of heads as a slice where they are evenly spaced: it selects without a copy."""
+    apart = heads[1] - heads[0] if len(heads) > 1 else 1
+    even = slice(heads[0], heads[-1] + 1, apart)
+    return even if list(range(even.stop))[even] == heads else heads

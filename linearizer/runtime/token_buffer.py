@@ -17,7 +17,6 @@ import torch
 from .few_bits import (
     BY_AXIS,
     Axes,
-    Rounded,
     codes_in,
     pack_counts,
     pack_vectors,
@@ -27,7 +26,7 @@ from .few_bits import (
 )
 from .slots_merging import Merging
 from .slots_torch import block_leaves, merge_leaving, slot_levels
-from .state import EMPTY, first_places, is_traced, must_be_copied, tensors, working_dtype
+from .state import EMPTY, as_slice, first_places, is_traced, must_be_copied, tensors, working_dtype
 
 Tensor = torch.Tensor
 
@@ -52,34 +51,37 @@ class WindowGroup:
 @dataclass(slots=True)  # no __dict__: exporters of transformers look into each, and states hold what holds them
 class TokenBuffer:
     groups: list[WindowGroup]
+    indices: list[int]  # of the groups among those of the layer
+    spots: list[Any]  # where the heads of each group lie
     order: list[int]  # the heads of the layer that lie here, in order
+    chosen: Tensor | None  # the same, if they are not all heads in the order of the layer
     buffers: list[Tensor]  # (keys and values, batch, heads, rows, numbers), or one for each where they differ in size
     level: Tensor  # (batch, heads, rows)
     views: list[dict[str, Tensor]]  # of every state
     count: Tensor  # (batch,) tokens read, as all states have it
     places: list[int]  # the same, known without asking a device
-    ring: Tensor  # (batch, heads) the row of `level` where each ring begins
+    ring: Tensor  # (keys and values, or 1, batch, heads) the row of a buffer where each ring begins
     windows: Tensor  # (heads,)
     bits: int  # of a number in keys and values
     kinds: int  # buffers that the layer has, one for each number of bits
 
     @classmethod
-    def of(cls, groups: list[WindowGroup], dtype: torch.dtype, bits: int, kinds: int) -> TokenBuffer:
-        """Lay the states of some groups into a buffer; `dtype` is that of their levels."""
+    def of(cls, some: dict[int, WindowGroup], all_heads: int, dtype: torch.dtype, bits: int, kinds: int) -> TokenBuffer:
+        """Lay the states of some groups, by their indices, into a buffer; `dtype` is that of their levels."""
+        groups = list(some.values())
         first = groups[0].state
         names_of = [
             [name for name in ("sink", "window", "slot") if hasattr(group.state, f"{name}_k")] for group in groups
         ]
-        order, rows = [head for group in groups for head in group.heads], max(group.rows for group in groups)
+        order, spots = order_heads([group.heads for group in groups])
+        rows = max(group.rows for group in groups)
         shape, widths = (len(first.count), len(order), rows), [first.sink_k.shape[-1], first.sink_v.shape[-1]]
         pairs = [(2, widths[0])] if widths[0] == widths[1] else [(1, width) for width in widths]
         buffers = [first.sink_k.new_zeros(parts, *shape, width) for parts, width in pairs]
         level = torch.full(shape, EMPTY, dtype=dtype, device=first.sink_k.device)
         views: list[dict[str, Tensor]] = []
-        begin = 0
-        for group, names in zip(groups, names_of, strict=True):
-            heads, row = slice(begin, begin + len(group.heads)), 0
-            begin, own = heads.stop, {}
+        for group, names, heads in zip(groups, names_of, spots, strict=True):
+            row, own = 0, {}
             for name in names:
                 size = getattr(group.state, f"{name}_k").shape[-2]
                 for kind, buffer in (("k", buffers[0][0]), ("v", buffers[-1][-1])):
@@ -89,23 +91,28 @@ class TokenBuffer:
                 row += size
             group.state.count = first.count
             views.append(own)
-        sinks, number = first.sink_k.shape[-2], torch.arange(shape[0] * shape[1], device=level.device)
-        windows = torch.tensor([group.window for group in groups for _ in group.heads], device=level.device)
-        ring = (number * rows + sinks).view(shape[:2])
-        made = cls(groups, order, buffers, level, views, first.count, first.count.tolist(), ring, windows, bits, kinds)
+        device, parts = level.device, len(buffers[0])
+        number = torch.arange(parts * shape[0] * shape[1], device=device)
+        ring = (number * rows + first.sink_k.shape[-2]).view(parts, *shape[:2])
+        sizes = {head: group.window for group in groups for head in group.heads}
+        windows = torch.tensor([sizes[head] for head in order], device=device)
+        chosen = None if order == list(range(all_heads)) else torch.tensor(order, device=device)
+        kept = first.count, first.count.tolist(), ring, windows, bits, kinds
+        made = cls(groups, list(some), spots, order, chosen, buffers, level, views, *kept)
         for index in range(len(groups)):
             made.see(index, [place - 1 for place in made.places])
         return made
 
-    def holds(self) -> bool:
+    def holds(self, memory: list) -> bool:
         """Tell whether the states are still views of this buffer, which may be written: all that changes one replaces
         its count, too."""
         if must_be_copied(self.level):
             return False
-        pairs = zip(self.groups, self.views, strict=True)
-        return all(
-            group.state.count is self.count and group.state.window_k is views["window_k"] for group, views in pairs
-        )
+        for index, group, views in zip(self.indices, self.groups, self.views, strict=True):
+            state = group.state
+            if memory[index] is not state or state.count is not self.count or state.window_k is not views["window_k"]:
+                return False
+        return True
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         """Attend with a token: q (batch, heads, group, dim), multiplied by the scale; k, v (batch, heads, dim)."""
@@ -115,8 +122,8 @@ class TokenBuffer:
             self.merge(index, k.dtype)
             self.see_merged(index, before)
         own = self.ring + self.count[:, None] % self.windows
-        self.remember(own, k, v)
-        self.level.view(-1).index_fill_(0, own.flatten(), 0.0)
+        self.remember(own.flatten(), k, v)
+        self.level.view(-1).index_fill_(0, own[0].flatten(), 0.0)
         for index, group in enumerate(self.groups):
             if any(sink_leaves(group, place) for place in before):
                 self.see(index, before)
@@ -127,16 +134,13 @@ class TokenBuffer:
 
     def remember(self, own: Tensor, k: Tensor, v: Tensor) -> None:
         """Write a token into the rings, at these rows."""
-        if len(self.buffers) == 1:
-            both, rows = self.buffers[0], self.as_kept(torch.stack([k, v]))
-            at = torch.stack([own, own + self.level.numel()])
-            both.view(-1, both.shape[-1]).index_copy_(0, at.flatten(), rows.flatten(0, -2))
-        else:
-            for buffer, x in zip(self.buffers, (k, v), strict=True):
-                buffer.view(-1, buffer.shape[-1]).index_copy_(0, own.flatten(), self.as_kept(x).flatten(0, -2))
+        for buffer, x in zip(self.buffers, self.joined(k, v), strict=True):
+            x = pack_vectors(x, self.bits) if self.bits < 16 else x
+            buffer.view(-1, buffer.shape[-1]).index_copy_(0, own, x.flatten(0, -2))
 
-    def as_kept(self, x: Tensor) -> Tensor:
-        return Rounded.of(x, self.bits).bytes if self.bits < 16 else x
+    def joined(self, k: Tensor, v: Tensor) -> list[Tensor]:
+        """Give keys and values as the buffers have them: together, or apart where they differ in size."""
+        return [torch.stack([k, v])] if len(self.buffers) == 1 else [k[None], v[None]]
 
     def look(self, q: Tensor) -> Tensor:
         """One softmax over all rows: (batch, heads, group, dim)."""
@@ -192,23 +196,35 @@ class TokenBuffer:
 
     def level_of(self, index: int) -> Tensor:
         """Give the levels of a group's heads: (batch, heads, rows)."""
-        begin = sum(len(other.heads) for other in self.groups[:index])
-        return self.level[:, begin : begin + len(self.groups[index].heads)]
+        return self.level[:, self.spots[index]]
 
     def merge(self, index: int, dtype: torch.dtype) -> None:
         """Merge the blocks that leave the windows of a group, in `dtype`, before the next token."""
-        state, merging = self.groups[index].state, self.groups[index].merging
-        assert merging is not None
-        if self.bits < 16:
-            names = ("window_k", "window_v", "slot_k", "slot_v")
-            vectors = {name: unpack_vectors(getattr(state, name), dtype, self.bits) for name in names}
-            state = replace(state, **vectors, **unpack_counts(state, self.level.dtype))
-        slots = merge_leaving(state, merging, self.places)
-        state = self.groups[index].state
+        group, state, window = self.groups[index], self.groups[index].state, self.groups[index].window
+        assert group.merging is not None
+        rows = slice(state.sink_k.shape[-2], group.rows)
+        kept = [buffer[:, :, self.spots[index], rows] for buffer in self.buffers]
+        numbers = [unpack_vectors(x, dtype, self.bits) if self.bits < 16 else x for x in kept]
+        k, v = numbers[0][0], numbers[-1][-1]
+        vectors = {"window_k": k[:, :, :window], "window_v": v[:, :, :window]}
+        vectors |= {"slot_k": k[:, :, window:], "slot_v": v[:, :, window:]}
+        before = replace(state, **vectors, **unpack_counts(state, self.level.dtype))
+        slots = merge_leaving(before, group.merging, self.places)
         counts = pack_counts(slots, self.bits)
         state.weight, state.spread = counts.get("weight", slots.weight), counts.get("spread", slots.spread)
-        for kept, new in ((state.slot_k, slots.k), (state.slot_v, slots.v)):
-            kept.copy_(pack_vectors(new, self.bits) if self.bits < 16 else new)
+        for own, new in zip(kept, self.joined(slots.k, slots.v), strict=True):
+            own[..., window:, :] = pack_vectors(new, self.bits) if self.bits < 16 else new
+
+
+def order_heads(groups: list[list[int]]) -> tuple[list[int], list[Any]]:
+    """Order the heads of groups as in their layer, where those of each group are evenly spaced then; say where each
+    group's heads lie, as a slice, which selects without a copy."""
+    order = sorted(sum(groups, []))
+    spots = [as_slice([order.index(head) for head in heads]) for heads in groups]
+    if all(isinstance(spot, slice) for spot in spots):
+        return order, spots
+    order = sum(groups, [])
+    return order, [as_slice([order.index(head) for head in heads]) for heads in groups]
 
 
 def merges(group: WindowGroup, place: int) -> bool:
@@ -238,35 +254,37 @@ def attend_token_in_buffer(
     if torch.is_grad_enabled() or is_traced():
         return []
     served: list[int] = []
-    for indices, buffer in held_buffers(memory) or make_buffers(groups, memory, k, scale, done):
-        heads = slice(None) if buffer.order == list(range(k.shape[1])) else buffer.order
-        asks, new_k, new_v = q[:, heads] * scale, k[:, heads], v[:, heads]
+    for buffer in held_buffers(memory) or make_buffers(groups, memory, k, scale, done):
+        heads, asks, new_k, new_v = buffer.chosen, q, k, v
+        if heads is not None:
+            asks, new_k, new_v = (x.index_select(1, heads) for x in (q, k, v))
+        asks = asks * scale
         by_axis = axes is not None and buffer.bits in BY_AXIS
         if by_axis:
-            asks, new_k, new_v = axes(axes.along, asks, new_k, new_v, scale**0.5, heads)  # type: ignore[misc, union-attr]
+            some = slice(None) if heads is None else heads
+            asks, new_k, new_v = axes(axes.along, asks, new_k, new_v, scale**0.5, some)  # type: ignore[misc, union-attr]
         part = buffer.attend(asks[..., 0, :], new_k[..., 0, :], new_v[..., 0, :])
         if by_axis:
-            part = axes(axes.back, part[..., None, :], heads)[..., 0, :]  # type: ignore[misc, union-attr]
-        out[:, heads, :, 0] = part.to(out.dtype)
-        served += indices
+            part = axes(axes.back, part[..., None, :], some)[..., 0, :]  # type: ignore[misc, union-attr]
+        if heads is None:
+            out[..., 0, :] = part
+        else:
+            out[..., 0, :].index_copy_(1, heads, part.to(out.dtype))
+        served += buffer.indices
     return served
 
 
-def held_buffers(memory: list) -> list[tuple[list[int], TokenBuffer]]:
+def held_buffers(memory: list) -> list[TokenBuffer]:
     """List the buffers in which the last token was attended to, if the states that lay there still do."""
     buffers = [state.token_buffer for state in memory if getattr(state, "token_buffer", None) is not None]
-    if not buffers or any(len(buffers) != buffer.kinds for buffer in buffers):
+    if any(len(buffers) != buffer.kinds or not buffer.holds(memory) for buffer in buffers):
         return []
-    owners = {id(state): index for index, state in enumerate(memory)}
-    indices = [[owners.get(id(group.state)) for group in buffer.groups] for buffer in buffers]
-    if None in sum(indices, []) or not all(buffer.holds() for buffer in buffers):
-        return []
-    return list(zip(indices, buffers, strict=True))  # type: ignore[arg-type]
+    return buffers
 
 
 def make_buffers(
     groups: Sequence[Any], memory: list, k: Tensor, scale: float, done: Sequence[int]
-) -> list[tuple[list[int], TokenBuffer]]:
+) -> list[TokenBuffer]:
     """Lay the states of windows and slots into buffers, one for those of as many bits, once all sinks are there."""
     kinds: dict[int, dict[int, WindowGroup]] = {}  # by the bits of a number
     for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
@@ -279,6 +297,6 @@ def make_buffers(
         own = list(some.values())
         first = own[0].state
         if min(first.count.tolist()) >= first.sink_k.shape[-2]:
-            first.token_buffer = TokenBuffer.of(own, working_dtype(k), bits, len(kinds))
-            made.append((list(some), first.token_buffer))
+            first.token_buffer = TokenBuffer.of(some, k.shape[1], working_dtype(k), bits, len(kinds))
+            made.append(first.token_buffer)
     return made

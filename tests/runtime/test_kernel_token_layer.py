@@ -116,7 +116,9 @@ def test_heads_of_several_numbers_of_bits_share_a_layer(launches, monkeypatch):
 
 @pytest.mark.parametrize("bits", [[], [0, 0, 8]], ids=["16 bits", "8 bits"])
 def test_features_that_are_no_product_have_a_launch_of_their_own(bits, launches, monkeypatch):
-    assert_alike(layer([[3, 8, *bits], [2, 0, *bits], [4, 0, *bits]], "mlp"), token_by_token(2, 6), monkeypatch, batch=1)
+    assert_alike(
+        layer([[3, 8, *bits], [2, 0, *bits], [4, 0, *bits]], "mlp"), token_by_token(2, 6), monkeypatch, batch=1
+    )
     assert launches == {"run_token_features": 8}
 
 
