@@ -33,7 +33,8 @@ from linearizer.run.plan import Plan
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.train.settings import TrainingSettings
 
-STUDENT_SHAPE = (8, 256, 64)  # KV heads, tokens, size of a head
+STUDENT_SHAPES = ((1, 256, 64), (8, 256, 64))  # KV heads, tokens, size of a head
+HEAD_SHARE = 0.25  # of a head's time that does not hang on its size, where that is 64
 SPECTRUM_POINTS = 512  # of the sample that the speed of degrees of freedom is measured on
 PROCESS_BYTES = 500e6  # of Python and PyTorch
 START_SECONDS = 8.0  # until a process has imported everything and loaded a small model
@@ -63,9 +64,10 @@ class Speeds:
 
     products: float  # multiplications and additions of matrices in float32
     small_products: float  # likewise in bfloat16
-    students: float  # tokens of a KV head with a window and slots
+    students: float  # tokens of a KV head of size 64 with a window and slots
     spectra: float  # cubed points of a spectrum
     reads: float  # bytes of weights
+    calls: float = 0.0  # seconds that a layer takes for a token of a student, however many heads it has
 
 
 @dataclass(frozen=True)
@@ -94,13 +96,20 @@ def measure_speeds(device: str, clock: Clock = time.perf_counter) -> Speeds:
     points = torch.randn(SPECTRUM_POINTS, 64, generator=torch.Generator().manual_seed(0), dtype=torch.float64) / 3
     products, small = (2 * size**3 / seconds_of(lambda x=x: float((x @ x)[0, 0]), 5, clock) for x in matrices)  # type: ignore[misc]
     spectra = seconds_of(lambda: degrees_of_freedom(points.to(device), [2.0**-8]), 2, clock)
-    return Speeds(products, small, students_speed(device, clock), SPECTRUM_POINTS**3 / spectra, READ_RATE)
+    students, calls = students_speed(device, clock)
+    return Speeds(products, small, students, SPECTRUM_POINTS**3 / spectra, READ_RATE, calls)
+
+
+def students_speed(device: str, clock: Clock) -> tuple[float, float]:
+    """Measure how many tokens KV heads read in a second, and the seconds that their layer takes besides for each."""
+    few, many = (student_seconds(device, clock, *shape) for shape in STUDENT_SHAPES)
+    head = max((many - few) / (STUDENT_SHAPES[1][0] - STUDENT_SHAPES[0][0]), many / 100)  # if a clock was disturbed
+    return 1 / head, max(few - head, 0.0)
 
 
 @torch.inference_mode()
-def students_speed(device: str, clock: Clock) -> float:
-    """Measure how many tokens of KV heads with a window and slots are read in a second."""
-    heads, tokens, dim = STUDENT_SHAPE
+def student_seconds(device: str, clock: Clock, heads: int, tokens: int, dim: int) -> float:
+    """Measure what a layer of a student takes for a token of a text."""
     student = LayerStudent([Head(window=16, slots=48).held] * heads, 0, dim, "prf").to(device)
     student.reset(torch.Generator().manual_seed(0))
     generator = torch.Generator().manual_seed(0)
@@ -109,7 +118,7 @@ def students_speed(device: str, clock: Clock) -> float:
     def read() -> float:
         return float(student(text, text, text, dim**-0.5, None, None)[0, 0, 0, 0])
 
-    return heads * tokens / seconds_of(read, 2, clock)
+    return seconds_of(read, 3, clock) / tokens
 
 
 def matrix_size(device: str) -> int:
@@ -150,7 +159,10 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
     reading = inspection.weight_bytes / speeds.reads
     if streams(inspection, plan.dtype, plan.device):
         reading += sweeps(plan, layers) * bytes_in_memory(inspection, plan.dtype, plan.device) / speeds.reads
-    own = length * heads / speeds.students  # that a student takes besides
+    sizes = [
+        layer.kv_heads * (HEAD_SHARE + (1 - HEAD_SHARE) * layer.key_dim / STUDENT_SHAPES[0][2]) for layer in layers
+    ]
+    own = length * (sum(sizes) / speeds.students + len(layers) * speeds.calls)  # that a student takes besides
     judging = JUDGING.texts * JUDGED_SHARE * (3 * teacher + 2 * own)
     pricing = 0.0
     if plan.rules.decided_by == "prices":

@@ -11,7 +11,7 @@ from pathlib import Path
 from linearizer import pipeline
 from linearizer.errors import NotAgreed, RequestError
 from linearizer.jobs import control
-from linearizer.jobs.forecast import Speeds, forecast_run, measure_speeds
+from linearizer.jobs.forecast import forecast_run, measure_speeds
 from linearizer.jobs.hub_api import NOTHING_BEGUN, TROUBLE, Account, Hardware, explain_errors, list_hardware
 from linearizer.publish.push import check_target
 from linearizer.run.folder import Run
@@ -127,7 +127,7 @@ def make_offer(
 def guess_minutes(plan: Plan, inspection: Inspection, hardware: Hardware) -> int:
     """Give a job twice the time that the run is forecast to take on the slowest GPU on offer, or on a CPU like this."""
     here = measure_speeds("cpu")
-    speeds = Speeds(GPU_PRODUCTS, GPU_SMALL_PRODUCTS, here.students, here.spectra, here.reads) if hardware.gpu else here
+    speeds = replace(here, products=GPU_PRODUCTS, small_products=GPU_SMALL_PRODUCTS) if hardware.gpu else here
     seconds = START_SECONDS + inspection.weight_bytes / DOWNLOAD_RATE
     seconds += forecast_run(replace(plan, device="cpu"), inspection, speeds, 0).seconds
     return min(MAX_MINUTES, max(MIN_MINUTES, round(MARGIN * seconds / 60)))

@@ -2,7 +2,9 @@
 
 from dataclasses import replace
 
-from linearizer.jobs.forecast import Speeds, forecast_run, matrix_size
+import pytest
+
+from linearizer.jobs.forecast import Speeds, forecast_run, matrix_size, students_speed
 from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
 from tests.support.runs import inspection_of
@@ -23,6 +25,25 @@ def test_a_forecast_counts_every_price_that_is_measured_and_the_type_that_is_com
     assert forecast_run(replace(plan, dtype="bfloat16"), result, slow_in_halves, 0).seconds > seconds
     whole = replace(result, weight_bytes=4 * 10**9)
     assert forecast_run(plan, whole, fast_in_halves, 0).seconds > forecast_run(plan, result, fast_in_halves, 0).seconds
+
+
+def test_a_student_takes_longer_with_more_layers_and_heads_and_larger_ones_but_not_by_heads_alone():
+    speeds, plan = Speeds(1e15, 1e15, 1e4, 1e15, 1e15, calls=1e-3), Plan("demo", budget=64, device="cpu")
+
+    def seconds(heads, size, layers):
+        return forecast_run(plan, inspection_of([Layer(8, heads, size, size)] * layers), speeds, 0).seconds
+
+    few, many, wide, deep = seconds(1, 64, 1), seconds(8, 64, 1), seconds(1, 128, 1), seconds(1, 64, 2)
+    assert few < wide < many < 4 * few
+    assert wide < deep
+
+
+def test_a_student_s_speed_is_split_into_what_layers_and_what_heads_take():
+    now = iter(x for begin in (0, 100, 200, 300) for x in (begin, begin + 2.56))  # of one head 10 ms a token
+    later = iter(x for begin in (0, 100, 200, 300) for x in (begin, begin + 4.352))  # of eight 17 ms
+    times = iter([*now, *later])
+    heads, calls = students_speed("cpu", lambda: next(times))
+    assert heads == pytest.approx(1000) and calls == pytest.approx(0.009)
 
 
 def test_a_forecast_counts_the_training_of_adapters_and_what_resuming_it_needs():
