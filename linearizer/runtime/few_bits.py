@@ -23,7 +23,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .state import is_exact, least_count, made_once, remember_token, tensors, working_dtype
+from .state import is_exact, least_count, made_once, number, remember_token, tensors, working_dtype
 
 MAX_CODE = 127
 LOWEST, HIGHEST = -24, 121  # exponents: below the first fp16 has no numbers, above the second fp32 has none
@@ -273,18 +273,18 @@ def codes_of(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
     if bits != 8:
         return codes_by_largest(work, limits_of(bits, work.shape[-1], work.dtype, work.device))
     exponent = exponents_of(work)
-    return (work * (127 - exponent).bitwise_left_shift_(23).view(torch.float32)).round_(), exponent
+    return (work * power_of(whole(127, x) - exponent)).round_(), exponent
 
 
 def exponents_of(x: Tensor) -> Tensor:
     """Give the exponent of the scale of each vector in 8 bits: (…, 1)."""
-    return largest_bits(x, 133).bitwise_right_shift_(23).clamp_(LOWEST, HIGHEST)
+    return largest_bits(x, 133).bitwise_right_shift_(whole(23, x)).clamp_(LOWEST, HIGHEST)
 
 
 def scale_of(x: Tensor) -> Tensor:
     """Give the scale of each vector in 8 bits: (…, 1)."""
-    scale = largest_bits(x).bitwise_and_(0x7F800000).view(torch.float32)
-    return scale.mul_(2.0**-6).clamp_(2.0**LOWEST, 2.0**HIGHEST)
+    scale = largest_bits(x).bitwise_and_(whole(0x7F800000, x)).view(torch.float32)
+    return scale.mul_(number(2.0**-6, torch.float32, x.device)).clamp_(2.0**LOWEST, 2.0**HIGHEST)
 
 
 def largest_bits(x: Tensor, less: int = 0) -> Tensor:
@@ -292,7 +292,11 @@ def largest_bits(x: Tensor, less: int = 0) -> Tensor:
 
     What is above 127/128 of a power of two takes the next; exponents are so much `less`.
     """
-    return x.abs().amax(-1, keepdim=True).float().view(torch.int32) + (0x1FFFF - (less << 23))
+    return x.abs().amax(-1, keepdim=True).float().view(torch.int32) + whole(0x1FFFF - (less << 23), x)
+
+
+def whole(value: int, like: Tensor) -> Tensor:
+    return number(value, torch.int32, like.device)
 
 
 def codes_by_largest(x: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
@@ -359,8 +363,13 @@ def scales_in(x: Tensor, bits: int) -> Tensor:
 
 
 def power(exponent: Tensor) -> Tensor:
-    """2 to a whole number, exactly: its exponent is written into an fp32 number."""
-    return (exponent.to(torch.int32) + 127).bitwise_left_shift_(23).view(torch.float32)
+    """2 to a whole number, exactly."""
+    return power_of(exponent.to(torch.int32) + whole(127, exponent))
+
+
+def power_of(biased: Tensor) -> Tensor:
+    """2 to whole numbers that are 127 less, exactly: written over as the exponents of fp32 numbers."""
+    return biased.bitwise_left_shift_(whole(23, biased)).view(torch.float32)
 
 
 def rotate(x: Tensor) -> Tensor:

@@ -111,7 +111,9 @@ def merge_slots(slots: Slots, count: int | Tensor, rounding: Rounding, room: int
     `room` for the largest.
     """
     (batch, heads, size), dims = slots.weight.shape, (slots.k.shape[-1], slots.v.shape[-1])
-    room, full = int(torch.as_tensor(count).max()) if room is None else room, slots.weight > 0
+    if room is None:
+        room = count if isinstance(count, int) else int(count.max())
+    full = slots.weight > 0
     left = None
     if not full.all():
         most = torch.as_tensor(count, device=full.device).expand(batch, heads)
@@ -128,8 +130,12 @@ def lay_rows(slots: Slots, metric: Tensor) -> Tensor:
     These are metric·k, v, k, |metric·k|², |v|², spread and weight.
     """
     seen = slots.k @ metric.to(slots.k.dtype).mT
-    numbers = seen.square().sum(-1), slots.v.square().sum(-1), slots.spread, slots.weight
-    return torch.cat([seen, slots.v, slots.k, torch.stack(numbers, -1)], -1)
+    vectors, counts = torch.cat([seen, slots.v, slots.k], -1), (slots.spread[..., None], slots.weight[..., None])
+    if slots.k.shape[-1] == slots.v.shape[-1]:  # in one go: a call of an operation takes longer than its work
+        squares = vectors[..., : 2 * seen.shape[-1]].unflatten(-1, (2, -1)).square().sum(-1)
+    else:
+        squares = torch.stack([seen.square().sum(-1), slots.v.square().sum(-1)], -1)
+    return torch.cat([vectors, squares, *counts], -1)
 
 
 def slots_of_rows(rows: Tensor, dims: tuple[int, int]) -> Slots:
@@ -156,7 +162,8 @@ def merge_rows(
     sums = sums.unflatten(0, at.shape)
     alike = (partner[:, :, None] == partner[:, None]).to(rows.dtype)  # what goes where another goes
     sums = torch.baddbmm(sums[:, :most], alike, sums[:, most:]).unflatten(0, shape[:2])
-    seen, v, k, numbers = (sums / sums[..., -1:].clamp_min(1)).split([dims[0], dims[1], dims[0], 4], -1)
+    weight = sums[..., -1:] if full else sums[..., -1:].clamp_min(1)
+    seen, v, k, numbers = (sums / weight).split([dims[0], dims[1], dims[0], 4], -1)
     spread = (numbers[..., 0] + numbers[..., 2] - seen.square().sum(-1)).clamp_min_(0)
     merged = lay_rows(rounding.round(Slots(k, v, sums[..., -1], spread)), rounding.metric)
     rows.index_copy_(0, at[:, :most].flatten(), merged.flatten(0, 2))
@@ -184,15 +191,15 @@ def choose_pairs(
 
     An empty slot that goes adds nothing, wherever it goes.
     """
-    weight, size = rows[..., -1], rows.shape[1]
-    cost = merging_costs(rows, dims, full)
-    cheapest = (cost + not_before(size, cost.dtype, cost.device)).amin(-1)
+    size = rows.shape[1]
+    keys, values = merging_costs(rows, dims, full)
+    cheapest = torch.addcmul(not_before(size, keys.dtype, keys.device), keys, values).amin(-1)
     if left is not None:
-        cheapest.masked_fill_(last_empty(weight, most, left), -1.0)
+        cheapest.masked_fill_(last_empty(rows[..., -1], most, left), -1.0)
     gone = cheapest.sort(dim=-1, stable=True).indices[:, :most]
-    stays = torch.ones_like(weight, dtype=torch.bool).scatter_(1, gone, False)
-    partner = take_rows(cost, gone).masked_fill_(~stays[:, None], math.inf).argmin(-1)
-    return numbers_where(stays, size - most), gone, partner
+    goes = nothing(len(rows), size, keys.dtype, keys.device).scatter(1, gone, math.inf)
+    partner = take_rows(keys, gone).mul_(take_rows(values, gone)).add_(goes[:, None]).argmin(-1)
+    return numbers_where(goes == 0, size - most), gone, partner
 
 
 def numbers_where(stays: Tensor, each: int) -> Tensor:
@@ -202,17 +209,23 @@ def numbers_where(stays: Tensor, each: int) -> Tensor:
     return stays.flatten().nonzero()[:, 0]
 
 
-def merging_costs(rows: Tensor, dims: tuple[int, int], full: bool) -> Tensor:
-    """Compute what merging each pair costs, infinite with empty slots, unless all are full: (rows, slots, slots).
+def merging_costs(rows: Tensor, dims: tuple[int, int], full: bool) -> tuple[Tensor, Tensor]:
+    """Compute what merging each pair costs, infinite with empty slots, unless all are full: (rows, slots, slots) each.
 
     The error that a query sees grows with the weight of a pair, and with the distances of its keys (to queries) and
-    of its values; this is its fourth power, which takes no roots.
+    of its values; the product of both is its fourth power, which takes no roots.
     """
     seen, v, weight = rows[..., : dims[0]], rows[..., dims[0] : sum(dims)], rows[..., -1]
     far = rows[..., -4] if full else rows[..., -4].masked_fill(weight == 0, math.inf)  # an empty one is far away
-    inverse = weight.clamp_min(1).reciprocal()
-    cost = squared_distances(seen, far).square_().div_(inverse[..., None] + inverse[:, None]).square_()
-    return cost.mul_(squared_distances(v, rows[..., -3]).clamp_min_(TINY))
+    inverse = (weight if full else weight.clamp_min(1)).reciprocal()
+    keys = squared_distances(seen, far).square_().div_(inverse[..., None] + inverse[:, None]).square_()
+    return keys, squared_distances(v, rows[..., -3]).clamp_min_(TINY)
+
+
+@made_once
+def nothing(count: int, size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Zeros: (count, size)."""
+    return torch.zeros(count, size, dtype=dtype, device=device)
 
 
 @made_once

@@ -75,8 +75,9 @@ def merge_leaving(state: SlotState, merging: Merging, places: Sequence[int]) -> 
     held, sinks = Slots(state.slot_k, state.slot_v, state.weight, state.spread), state.sink_k.shape[-2]
     if len({*places}) == 1 and block <= window:  # a stretch of the ring, which may go on at its begin
         first, begin = places[0] - window, (places[0] - window) % window
-        ends = slice(begin, begin + block), slice(0, max(0, begin + block - window))
-        k, v = (torch.cat([x[:, :, end] for end in ends], 2) for x in (state.window_k, state.window_v))
+        k, v = (x[:, :, begin : begin + block] for x in (state.window_k, state.window_v))
+        if (more := begin + block - window) > 0:
+            k, v = torch.cat([k, state.window_k[:, :, :more]], 2), torch.cat([v, state.window_v[:, :, :more]], 2)
         comes = torch.tensor([first + place >= sinks for place in range(block)], device=device)
         return merge_block(held, k, v, comes.expand(len(places), -1), merging)
     comes = torch.tensor([block_leaves(place, window, block) for place in places], device=device)[:, None]

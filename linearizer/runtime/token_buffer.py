@@ -26,7 +26,7 @@ from .few_bits import (
 )
 from .slots_merging import Merging
 from .slots_torch import block_leaves, merge_leaving, slot_levels
-from .state import EMPTY, as_slice, first_places, is_traced, must_be_copied, tensors, working_dtype
+from .state import EMPTY, as_slice, first_places, is_traced, must_be_copied, number, tensors, working_dtype
 
 Tensor = torch.Tensor
 
@@ -258,7 +258,7 @@ def attend_token_in_buffer(
         heads, asks, new_k, new_v = buffer.chosen, q, k, v
         if heads is not None:
             asks, new_k, new_v = (x.index_select(1, heads) for x in (q, k, v))
-        asks = asks * scale
+        asks = asks * number(scale, asks.dtype, asks.device)
         by_axis = axes is not None and buffer.bits in BY_AXIS
         if by_axis:
             some = slice(None) if heads is None else heads
