@@ -295,7 +295,7 @@ def largest_bits(x: Tensor, less: int = 0) -> Tensor:
     return x.abs().amax(-1, keepdim=True).float().view(torch.int32) + whole(0x1FFFF - (less << 23), x)
 
 
-def whole(value: int, like: Tensor) -> Tensor:
+def whole(value: int, like: Tensor) -> Any:
     return number(value, torch.int32, like.device)
 
 

@@ -27,14 +27,20 @@ def made_once(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     @functools.wraps(make)
     def get(*sizes: Any) -> Tensor:
-        return (make if torch.compiler.is_compiling() or torch.compiler.is_exporting() else keep)(*sizes)
+        return (make if torch.compiler.is_exporting() else keep)(*sizes)
 
     return get
 
 
-@made_once
-def number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Make a number that an operation takes as it is, where it would make a tensor of a plain one at each call."""
+def number(value: float, dtype: torch.dtype, device: torch.device) -> Any:
+    """Give a number as a tensor: of a plain one an operation makes a tensor at each call. A graph takes it as it is."""
+    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
+        return value
+    return keep_number(value, dtype, device)
+
+
+@functools.lru_cache(maxsize=64)
+def keep_number(value: float, dtype: torch.dtype, device: torch.device) -> Tensor:
     with torch.inference_mode(False):  # so that a later training may use it, too
         return torch.tensor(value, dtype=dtype, device=device)
 

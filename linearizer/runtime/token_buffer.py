@@ -92,8 +92,8 @@ class TokenBuffer:
             group.state.count = first.count
             views.append(own)
         device, parts = level.device, len(buffers[0])
-        number = torch.arange(parts * shape[0] * shape[1], device=device)
-        ring = (number * rows + first.sink_k.shape[-2]).view(parts, *shape[:2])
+        before = torch.arange(parts * shape[0] * shape[1], device=device)
+        ring = (before * rows + first.sink_k.shape[-2]).view(parts, *shape[:2])
         sizes = {head: group.window for group in groups for head in group.heads}
         windows = torch.tensor([sizes[head] for head in order], device=device)
         chosen = None if order == list(range(all_heads)) else torch.tensor(order, device=device)
