@@ -34,9 +34,7 @@ def made_once(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 def number(value: float, dtype: torch.dtype, device: torch.device) -> Any:
     """Give a number as a tensor: of a plain one an operation makes a tensor at each call. A graph takes it as it is."""
-    if torch.compiler.is_compiling() or torch.compiler.is_exporting():
-        return value
-    return keep_number(value, dtype, device)
+    return value if is_traced() else keep_number(value, dtype, device)
 
 
 @functools.lru_cache(maxsize=64)
