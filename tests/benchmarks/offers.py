@@ -12,6 +12,7 @@ from pathlib import Path
 
 from linearizer.allocate.by_prices import OffersOfHeads, allocate_by_prices, offers_for_head
 from linearizer.pipeline import inspect
+from linearizer.run.files import unseal
 from linearizer.run.head_bytes import token_bytes
 from linearizer.run.prices import Prices
 
@@ -25,7 +26,7 @@ def main(arguments=None):
     parser.add_argument("--out", type=Path, help="write the tables there, too")
     arguments = parser.parse_args(arguments)
     layers = inspect(arguments.model).layers
-    text = "\n".join(table(Prices.from_json(path.read_text()), layers, path.stem) for path in arguments.prices)
+    text = "\n".join(table(Prices.from_json(unseal(path.read_text())), layers, path.stem) for path in arguments.prices)
     print(text)
     if arguments.out:
         arguments.out.write_text(text)
@@ -55,23 +56,22 @@ def table(prices, layers, name):
     for kind in kinds:
         cells = []
         for rows in best.values():
-            wins, kl = sum(min(row, key=row.get) == kind for row in rows), sum(row[kind] for row in rows)
-            cells.append(f"{wins}: {kl:.4f}")
+            own = [row[kind] for row in rows if kind in row]
+            wins = sum(min(row, key=row.get) == kind for row in rows)
+            cells.append(f"{wins}: {sum(own):.4f}" if len(own) == len(rows) else "too large")
         lines.append(f"| {kind} | " + " | ".join(cells) + " |")
     return "\n".join(lines) + "\n"
 
 
 def best_by_kind(prices, layers, budget, kinds):
-    """The least kl of every head by each kind, within the same bytes for all heads."""
+    """The least kl of every head by each kind that fits, within the same bytes for all heads."""
     rows = []
     for layer, heads in zip(layers, prices.kl, strict=True):
         room = budget * token_bytes(layer)
         for kl in heads:
             offers = [o for o in offers_for_head(prices, layer, kl, 512, may_grow=False) if o.bytes <= room]
-            window = min((o.kl for o in offers if kind_of(o.head) == "window"), default=float("inf"))
-            rows.append(
-                {kind: min((o.kl for o in offers if kind_of(o.head) == kind), default=window) for kind in kinds}
-            )
+            own = {kind: [o.kl for o in offers if kind_of(o.head) == kind] for kind in kinds}
+            rows.append({kind: min(kl) for kind, kl in own.items() if kl})
     return rows
 
 
