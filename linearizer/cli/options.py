@@ -58,6 +58,7 @@ def add_job_options(command: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--job-minutes", type=int, metavar="N", help="after which the Hub ends the job (default: twice the forecast)"
     )
+    group.add_argument("--job-owner", metavar="NAME", help="the organisation that pays (default: your own account)")
     group.add_argument("--push", metavar="OWNER/NAME", help="let the job publish the student, privately")
     group.add_argument("--yes", action="store_true", help="agree to what the job costs at most, and begin it")
 

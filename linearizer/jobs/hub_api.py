@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.model.hub import access_token
 from linearizer.publish.hub_errors import is_temporary, redact, sign_in_advice
-from linearizer.publish.upload import without_bars
+from linearizer.publish.upload import organisations_of, without_bars
 
 BUCKET = "linearizer-runs"  # of every account, private
 LABEL = "linearizer-run"  # of a job: the id of its run
@@ -111,14 +111,22 @@ def describe_gpu(accelerator: Any) -> str:
 
 
 class Account:
-    """The jobs of an account, and its bucket."""
+    """The jobs of an account, and its bucket; of an organisation where its member names it as who pays."""
 
-    def __init__(self, token: str | None) -> None:
+    def __init__(self, token: str | None, owner: str | None = None) -> None:
         check_client()
         self.token = require_token(token)
         self.api = HfApi(token=self.token)
         with explain_errors("the Hub"):
-            self.name: str = self.api.whoami()["name"]
+            signed_in = self.api.whoami()
+        me, organisations = signed_in["name"], organisations_of(signed_in)
+        self.name: str = owner or me
+        if self.name not in (me, *organisations):
+            allowed = f" or one of its organisations ({', '.join(organisations)})" if organisations else ""
+            raise RequestError(
+                f"jobs of {self.name!r} cannot be had, {me!r} is signed in: name {me!r}{allowed}, or sign in as "
+                f"{self.name!r} or a member who may write; {NOTHING_BEGUN}"
+            )
         self.bucket = f"{self.name}/{BUCKET}"
 
     def make_bucket(self) -> None:

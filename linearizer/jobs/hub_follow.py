@@ -31,6 +31,13 @@ from linearizer.run.stopping import log_end
 from linearizer.run.weight_digests import DIGESTS, teacher_files
 
 IMAGE = "ghcr.io/astral-sh/uv:python3.12-bookworm"
+INSTALL = """set -e
+cd "$(mktemp -d)"
+nvidia-smi > /dev/null 2>&1 || export UV_TORCH_BACKEND=cpu
+uv venv --quiet env
+uv pip install --quiet --python env {packages}
+exec env/bin/python "$@"
+"""  # without a GPU the build of PyTorch that has no CUDA, which is ten times as small
 BEGIN = """import os, sys, tempfile, zipfile
 from huggingface_hub import HfApi
 os.chdir(tempfile.mkdtemp())
@@ -64,12 +71,7 @@ def follow_job(run: Run, token: str | None) -> None:
     with log_end(run):
         hub_job = read_hub_job(run)
         assert hub_job is not None
-        account = Account(token)
-        if account.name != hub_job.owner:
-            raise RequestError(
-                f"{str(run.folder)!r} works in jobs of {hub_job.owner!r}, and {account.name!r} is signed in: sign in "
-                f"as {hub_job.owner!r}"
-            )
+        account = Account(token, hub_job.owner)
         kept = f"what was finished is kept in the bucket {account.bucket!r}, and a job at work goes on: resume the run"
         with explain_errors("the job", kept):
             begun = open_job(run)
@@ -116,9 +118,8 @@ def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
     if not account.has_files([name]):
         files[name] = code
     account.send(files, obsolete - set(files))
-    packages = [word for line in job_requirements(run.plan.kept_lora > 0) for word in ("--with", line)]
-    begin = ["python", "-c", BEGIN, account.bucket, name, run.id, hub_job.push or ""]
-    return ["uv", "run", "--no-project", *packages, *begin]
+    install = INSTALL.format(packages=" ".join(job_requirements(run.plan.kept_lora > 0)))
+    return ["sh", "-c", install, "job", "-c", BEGIN, account.bucket, name, run.id, hub_job.push or ""]
 
 
 def files_to_keep(run: Run) -> Iterator[tuple[str, Path]]:

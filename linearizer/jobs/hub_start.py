@@ -15,7 +15,7 @@ from linearizer.jobs.forecast import forecast_run, measure_speeds
 from linearizer.jobs.hub_api import NOTHING_BEGUN, TROUBLE, Account, Hardware, explain_errors, list_hardware
 from linearizer.publish.push import check_target
 from linearizer.run.folder import Run
-from linearizer.run.hub_job import FILE, HubJob, newest_job, open_job, read_hub_job, write_hub_job
+from linearizer.run.hub_job import HubJob, newest_job, open_job, read_hub_job, write_hub_job
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 
@@ -34,6 +34,7 @@ def run_in_job(
     *,
     minutes: int | None = None,
     push: str | None = None,
+    owner: str | None = None,
     yes: bool = False,
     most_usd: float = 0.0,
     token: str | None = None,
@@ -44,10 +45,11 @@ def run_in_job(
     """Begin a run in a job of the Hub, on a kind of hardware and on the account whose token this is.
 
     A process in the background follows the job. Nothing begins unless `yes` agrees to what it costs at most, or
-    `most_usd` is as much: the error says it. `push` names the repository that the job publishes the student in.
+    `most_usd` is as much: the error says it. `push` names the repository that the job publishes the student in, `owner`
+    the organisation that pays in place of the account.
     """
     check_elsewhere(plan)
-    account = Account(token)
+    account = Account(token, owner)
     hardware = choose_hardware(flavor, account.token)
     fresh = not Run.is_begun(folder, resume)
     run = pipeline.begin(folder, plan, account.token, resume, check_limits, yielding, here=False)
@@ -141,7 +143,7 @@ def resume_in_job(run: Run, token: str | None = None, yes: bool = False, agree: 
     if yes:
         write_hub_job(run, job)
     elif open_job(run) is None:
-        account = Account(token)
+        account = Account(token, job.owner)
         with explain_errors("the jobs of this run"):
             live = account.find_live_job(run.id)
         if live is None:
@@ -151,8 +153,7 @@ def resume_in_job(run: Run, token: str | None = None, yes: bool = False, agree: 
 
 def forget_in_bucket(run: Run, token: str | None = None) -> None:
     """Remove what the jobs of a run left in the bucket; where the Hub cannot be asked, it stays there."""
-    if not run.has_file(FILE) or newest_job(run) is None:
-        return
     with suppress(RequestError, *TROUBLE):
-        account = Account(token)
-        account.send({}, account.list_files(f"runs/{run.id}"))
+        if (job := read_hub_job(run)) is not None and newest_job(run) is not None:
+            account = Account(token, job.owner)
+            account.send({}, account.list_files(f"runs/{run.id}"))

@@ -108,7 +108,12 @@ def list_owners(token: str | None = None) -> tuple[str, ...]:
             f"the token of {me['name']!r} may only read: make one that may write at "
             f"{constants.ENDPOINT}/settings/tokens, then {sign_in_advice()} with it; {NOTHING_SENT}"
         )
-    return me["name"], *(org["name"] for org in me.get("orgs", ()) if org.get("roleInOrg") != "read")
+    return me["name"], *organisations_of(me)
+
+
+def organisations_of(me: Mapping[str, Any]) -> list[str]:
+    """Name the organisations that an account may write to."""
+    return [org["name"] for org in me.get("orgs", ()) if org.get("roleInOrg") != "read"]
 
 
 def is_signed_in(token: str | None = None) -> bool:

@@ -202,11 +202,24 @@ def test_a_job_whose_beginning_was_not_noted_is_followed_and_no_other_begun(queu
 def test_what_was_not_agreed_to_begins_no_job(queued, hub):
     queued.log(EventName.QUEUED)
     assert "resume it and agree to that" in follow(queued).error and not hub.jobs
-    assert "works in jobs of 'me', and 'ann' is signed in" in follow(queued, "hf_fake_ann").error
+    assert "jobs of 'me' cannot be had, 'ann' is signed in: name 'ann', or" in follow(queued, "hf_fake_ann").error
     assert "nobody is signed in, so no job can be begun" in follow(queued, None).error
     hub.buckets[f"me/{BUCKET}"] = {"private": False, "files": {}}
     queued.log(EventName.QUEUED, cap=OFFER.cap)
     assert "is public, and runs are sent to a private one only" in follow(queued).error and not hub.jobs
+
+
+def test_an_organisation_pays_where_its_member_names_it(begin, hub):
+    hub.organisations["me"] = {"team": "write", "others": "read"}
+    with pytest.raises(RequestError, match=r"costs team \$0.01 an hour"):
+        begin(owner="team", yes=False)
+    with pytest.raises(RequestError, match=r"name 'me' or one of its organisations \(team\), or sign in as 'others'"):
+        begin(owner="others")
+    hub.program = EVENT % "stopped"
+    run = begin(owner="team")
+    wait_for(run, "stopped")
+    (job,) = hub.jobs.values()
+    assert job.owner == "team" and set(hub.buckets) == {f"team/{BUCKET}"}
 
 
 def test_what_can_be_refused_is_refused_before_anything_is_sent(begin, hub, tmp_path):
@@ -216,6 +229,7 @@ def test_what_can_be_refused_is_refused_before_anything_is_sent(begin, hub, tmp_
         ({"flavor": "tiny"}, "tiny has a disk of 1 GB, and 12 GB are needed"),
         ({"minutes": 9999}, "a job of 9999 minutes cannot be: give 1 to 420"),
         ({"token": "hf_read_me", "push": "mine"}, "the token of 'me' may only read"),
+        ({"owner": "theirs"}, "jobs of 'theirs' cannot be had, 'me' is signed in: name 'me', or sign in as 'theirs'"),
         ({"push": "ann/hers"}, "'ann' is not an owner that 'me' may publish for"),
         ({"plan": Plan(str(tmp_path), **QUICK)}, "the model .* is on this machine, which a job cannot read"),
         ({"plan": Plan("demo", text="file:mine.txt", **QUICK)}, "the text 'file:mine.txt' is on this machine"),

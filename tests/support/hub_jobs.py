@@ -24,17 +24,21 @@ from urllib.parse import unquote
 from tests.support.hub_writing import Refusal
 
 UV = f"""#!{sys.executable}
-import os, sys
+import os, shutil, sys
 from importlib.metadata import version
+from pathlib import Path
 words = sys.argv[1:]
-assert words[:2] == ["run", "--no-project"], words
-words = words[2:]
-while words[0] == "--with":
-    name, _, number = words[1].partition("==")
-    assert version(name).partition("+")[0] == number, words[1]
-    words = words[2:]
-assert words[0] == "python", words
-os.execv(sys.executable, [sys.executable, *words[1:]])
+if words[:2] == ["venv", "--quiet"]:
+    python = Path(words[2], "bin", "python")
+    python.parent.mkdir(parents=True)
+    python.write_text('#!/bin/sh\\nexec {sys.executable} "$@"\\n')
+    python.chmod(0o755)
+else:
+    assert words[:5] == ["pip", "install", "--quiet", "--python", "env"], words
+    assert "UV_TORCH_BACKEND" in os.environ or shutil.which("nvidia-smi")
+    for word in words[5:]:
+        name, _, number = word.partition("==")
+        assert version(name).partition("+")[0] == number, word
 """
 GPU = {"type": "gpu", "model": "L4", "quantity": "1", "vram": "24 GB", "manufacturer": "Nvidia"}
 HARDWARE = [
@@ -159,7 +163,7 @@ class Jobs:
     def check_owner(self, owner):
         if self.user() is None:
             raise Refusal(401, "Invalid username or password.")
-        if self.user() != owner:
+        if self.user() != owner and owner not in self.hub.organisations.get(self.user(), {}):
             raise Refusal(403, f"You don't have the rights to use the namespace {owner}")
 
     def begin_job(self, owner):
