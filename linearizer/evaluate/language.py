@@ -51,7 +51,7 @@ def measure_language(
     split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
     yield Progress("language", 0, len(split), "batches")
     model = subjects[0].model
-    size = passes_at_once(model, split[0].numel(), logits=len(subjects))
+    size = passes_at_once(model, split[0].numel() * len(subjects), logits=1)
     for first in range(0, len(split), size):
         some = split[first : first + size]
         for scores_by_subject in in_step(model, [partial(read_scores, subjects, ids, read) for ids in some]):

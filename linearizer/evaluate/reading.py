@@ -4,14 +4,20 @@ from __future__ import annotations
 
 import copy
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from functools import partial
+from threading import get_ident
 
 import torch
+from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from linearizer.evaluate.subjects import Subject
+from linearizer.model.in_step import in_step
+from linearizer.model.layers import blocks_of
 from linearizer.model.logits import Tensor, bytes_held, fresh_cache, losses_of, texts_at_once, tokens_at_once
 
-MAX_BRANCH_BYTES = 2**28  # of the copies of a cache that a text goes on from at once
+MAX_BRANCH_BYTES = 2**28  # of the copies of a cache's layer that a text goes on from at once
 Pieces = Iterator[tuple[int, list[Tensor]]]  # where a piece begins, and each subject's logits of it
 Read = Callable[[Sequence[Subject], Tensor], Pieces]
 
@@ -24,7 +30,7 @@ def read_together(subjects: Sequence[Subject], ids: Tensor) -> Pieces:
     """
     size = tokens_at_once(subjects[0].model, len(ids))
     if size >= ids.shape[1]:
-        yield 0, [read(subject, ids, None) for subject in subjects]
+        yield 0, read_alike(subjects, ids, [None] * len(subjects))
         return
     yield from read_into(subjects, ids, [fresh_cache(subject.model) for subject in subjects])
 
@@ -35,19 +41,51 @@ def read_into(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache])
     size = tokens_at_once(subjects[0].model, len(ids))
     for begin in range(0, ids.shape[1], size):
         piece = ids[:, begin : begin + size]
-        yield begin, [read(subject, piece, cache) for subject, cache in zip(subjects, caches, strict=True)]
+        yield begin, read_alike(subjects, piece, caches)
+
+
+def read_alike(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache | None]) -> list[Tensor]:
+    """Let all read on from what their caches hold; give the logits of each. Streamed weights are read once for all."""
+    pairs = zip(subjects, caches, strict=True)
+    return in_step(subjects[0].model, [partial(read, subject, ids, cache) for subject, cache in pairs])
 
 
 @torch.inference_mode()
 def read_branches(subject: Subject, ends: Tensor, cache: Cache) -> Tensor:  # (texts, branches, tokens, vocabulary)
     """Let one go on from what its cache holds with several ends of each text (texts, branches, tokens)."""
-    at_once = max(1, MAX_BRANCH_BYTES // max(bytes_held(cache), 1))
+    at_once = max(1, MAX_BRANCH_BYTES * len(cache.layers) // max(bytes_held(cache), 1))
     logits = []
     for some in ends.split(at_once, 1):
-        own = copy.deepcopy(cache)
-        own.batch_repeat_interleave(some.shape[1])
-        logits.append(read(subject, some.flatten(0, 1), own).unflatten(0, some.shape[:2]))
+        with branching(subject.model, cache, some.shape[1]) as own:
+            logits.append(read(subject, some.flatten(0, 1), own).unflatten(0, some.shape[:2]))
     return torch.cat(logits, 1)
+
+
+@contextmanager
+def branching(model: PreTrainedModel, cache: Cache, branches: int) -> Iterator[Cache]:
+    """Give a cache in which each text has branches; each layer is copied only while its block computes."""
+    own = copy.copy(cache)
+    own.layers = list(cache.layers)
+    blocks, thread = blocks_of(model), get_ident()
+
+    def branch(index: int, *_: object) -> None:
+        if get_ident() == thread:  # others may run the same blocks with caches of their own
+            own.layers[index] = copy.deepcopy(cache.layers[index])
+            own.layers[index].batch_repeat_interleave(branches)
+
+    def forget(index: int, *_: object) -> None:
+        if get_ident() == thread:
+            own.layers[index] = cache.layers[index]
+
+    with ExitStack() as stack:
+        if len(blocks) != len(own.layers):
+            for index in range(len(own.layers)):
+                branch(index)
+        else:
+            for index, block in enumerate(blocks):
+                stack.callback(block.register_forward_pre_hook(partial(branch, index)).remove)
+                stack.callback(block.register_forward_hook(partial(forget, index)).remove)
+        yield own
 
 
 def read(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> Tensor:

@@ -10,6 +10,7 @@ import torch
 
 from linearizer.evaluate.reading import Pieces, read_branches, read_into, read_losses
 from linearizer.evaluate.subjects import Subject
+from linearizer.model.in_step import in_step
 from linearizer.model.logits import fresh_cache, losses_of, texts_at_once
 from linearizer.model.memory import run_if_it_fits
 from linearizer.model.text import repeated_passages
@@ -67,9 +68,9 @@ class RepeatReader:
             for own, given in zip(losses, logits, strict=True):
                 own.append(losses_of(given, following))
             yield begin, logits
+        passes = [partial(read_branches, subject, ends, cache) for subject, cache in zip(subjects, caches, strict=True)]
         last = []
-        for subject, cache, own, kept in zip(subjects, caches, losses, self.losses, strict=True):
-            logits_of_ends = read_branches(subject, ends, cache)
+        for logits_of_ends, own, kept in zip(in_step(subjects[0].model, passes), losses, self.losses, strict=True):
             last.append(logits_of_ends[:, 0])
             # the passage's own first token is a surprise twice
             given, following = logits_of_ends[:, 1:, :-1], ends[:, 1:, 1:]

@@ -106,11 +106,12 @@ class BlockAnswers:
             yield
 
     @contextmanager
-    def skipping(self, until: int) -> Iterator[None]:
-        """Let the blocks before this one give their kept answers while this lasts."""
+    def skipping(self, until: int, after: int | None = None) -> Iterator[None]:
+        """Let the blocks before one, and those after another, give their kept answers while this lasts."""
         with ExitStack() as stack:
-            for block, answer in zip(self.blocks[:until], self.answers, strict=False):
-                stack.enter_context(fixed_answer(block, answer))
+            for index, (block, answer) in enumerate(zip(self.blocks, self.answers, strict=True)):
+                if index < until or (after is not None and index > after):
+                    stack.enter_context(fixed_answer(block, answer))
             yield
 
 

@@ -10,17 +10,19 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import Any
+from weakref import WeakKeyDictionary
 
 import torch
 from torch import nn
 
 from linearizer.model.layers import blocks_of
 from linearizer.model.logits import PROBE_TOKENS
-from linearizer.model.streaming import offload_hooks
+from linearizer.model.streaming import is_streamed, offload_hooks
 from linearizer.model.swap import fixed_answer
 
 Tensor = torch.Tensor
 Call = tuple[tuple, dict]  # the arguments of a block
+CHAINS: WeakKeyDictionary[nn.Module, Chain | None] = WeakKeyDictionary()  # of streamed models, as long as these live
 
 
 @dataclass(frozen=True)
@@ -81,15 +83,21 @@ def requires_gradient(value: Any) -> bool:
 
 
 def chain_of(model: nn.Module, texts: Tensor) -> Chain | None:
-    """Find the blocks of a model by a run on a few tokens; None where they are no chain."""
+    """Find the blocks of a model by a run on a few tokens, once for streamed weights; None where they are no chain."""
+    if model in CHAINS:
+        return CHAINS[model]
     calls = Calls(blocks_of(model))
     nothing_saved = torch.autograd.graph.saved_tensors_hooks(lambda x: x.shape, torch.empty)
     with torch.inference_mode(False), torch.enable_grad(), nothing_saved, calls.kept():
         run_blocks(model, texts[:1, :PROBE_TOKENS])
-    if not calls.blocks or not calls.chained or len(calls.given) != len(calls.blocks):
-        return None
-    others = calls.answer[1:] if isinstance(calls.answer, tuple) else None
-    return None if others and any(isinstance(other, Tensor) for other in others) else Chain(calls.blocks, others)
+    chain = None
+    if calls.blocks and calls.chained and len(calls.given) == len(calls.blocks):
+        others = calls.answer[1:] if isinstance(calls.answer, tuple) else None
+        if not any(isinstance(other, Tensor) for other in others or ()):
+            chain = Chain(calls.blocks, others)
+    if is_streamed(model):
+        CHAINS[model] = chain
+    return chain
 
 
 def run_blocks(model: nn.Module, ids: Tensor) -> None:

@@ -8,12 +8,17 @@ import pytest
 import torch
 from accelerate.utils import OffloadedWeightsLoader
 
+from linearizer.evaluate.language import measure_language
+from linearizer.evaluate.recall import RepeatReader
+from linearizer.evaluate.subjects import Subject
 from linearizer.measure.head_prices import measure_prices
 from linearizer.measure.whole_student import measure_students
+from linearizer.model import logits as logits_module
 from linearizer.model import streaming
+from linearizer.model.checkpoint import linearize, make_layer_students
 from linearizer.model.hub import find_model
 from linearizer.model.in_step import in_step
-from linearizer.model.logits import logits_of
+from linearizer.model.logits import logits_of, vocabulary
 from linearizer.model.streaming import place_weights
 from linearizer.model.teacher import load_config, load_teacher
 from linearizer.progress import finish
@@ -66,12 +71,41 @@ def test_what_attends_belongs_to_the_pass_that_put_it_there(pair):
     assert torch.equal(logits_of(streamed, ids), logits_of(whole, ids))
 
 
-def test_measured_prices_take_a_few_sweeps_for_each_layer(pair, reads):
+def test_measured_prices_take_one_sweep_for_each_layer(pair, reads):
     layers, ids = layers_of(pair[0]), tokens(2, 30)
     prices = [finish(measure_prices(model, ids, layers, OPTIONS, 2, begin)) for model in pair]
     assert prices[0] == prices[1]
-    most = max(map(reads.count, set(reads)))
-    assert most <= 1 + 2 * len(layers)  # not 3 options x 2 heads x 3 layers
+    for index in range(len(layers)):  # once for the teacher, then for each layer whose prices depend on this block
+        own = {name for name in reads if f".layers.{index}." in name}
+        assert own and {reads.count(name) for name in own} == {1 + index + 1}
+
+
+def test_passes_within_passes_read_each_weight_once(pair, reads):
+    def pass_of(model, seed):
+        return lambda: in_step(
+            model, [lambda text=text: logits_of(model, tokens(1, 20, seed + text)) for text in (0, 9)]
+        )
+
+    logits = [in_step(model, [pass_of(model, seed) for seed in range(3)]) for model in pair]
+    assert all(torch.equal(*both) for rows in zip(*logits, strict=True) for both in zip(*rows, strict=True))
+    assert len(reads) == len(set(reads)) > 0
+
+
+def test_judging_reads_each_weight_twice_whatever_the_number_of_texts_and_subjects(pair, reads, monkeypatch):
+    layers, results = layers_of(pair[0]), []
+    rows = [allocation_of(layers, [option], 2) for option in OPTIONS]
+    monkeypatch.setattr(logits_module, "MAX_LOGITS", 2 * 24 * vocabulary(pair[0]))  # two texts at a time
+    for model in pair:
+        student = linearize(model, layers, rows[0])
+        heads = [make_layer_students(student, layers, row) for row in rows]
+        others = [Subject(str(place), student, *both) for place, both in enumerate(zip(rows, heads, strict=True))]
+        subjects = [Subject("teacher", student.base, softmax=True), *others]
+        reader = RepeatReader.of(subjects, 24, 4)
+        given = (subjects, tokens(6, 24), torch.zeros(6, 24, dtype=torch.long), layers)
+        language = finish(measure_language(*given, read=reader.read))
+        results.append((language, reader.result()))
+    assert results[0] == results[1]
+    assert set(map(reads.count, set(reads))) == {2}  # the texts, and what follows them
 
 
 def test_an_error_in_a_pass_ends_all_and_leaves_the_model_as_it_was(pair, reads):
