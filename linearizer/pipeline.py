@@ -6,8 +6,8 @@ student is evaluated, and compared with its teacher; it reads a text once and an
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterator
-from contextlib import contextmanager, nullcontext
+from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from linearizer.allocate.decide import check_dials, decide
-from linearizer.allocate.step import allocate
+from linearizer.allocate.step import TrainOffers, allocate, help_pricing
 from linearizer.errors import FolderError, LinearizerError, RequestError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.setup import Setup, assembled
@@ -30,7 +30,7 @@ from linearizer.model.hub import Source, cache_folder, download_bytes, find_mode
 from linearizer.model.inspect import inspect_model
 from linearizer.model.kept_state import Answer, Reading
 from linearizer.model.quiet import quiet
-from linearizer.model.streaming import place_weights
+from linearizer.model.streaming import is_streamed, place_weights
 from linearizer.model.teacher import (
     Teacher,
     computing_dtype,
@@ -41,7 +41,7 @@ from linearizer.model.teacher import (
     texts_of,
 )
 from linearizer.model.text import check_source, count_tokens, too_little_text
-from linearizer.progress import Steps
+from linearizer.progress import Progress, Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
 from linearizer.run.comparison import Comparison
@@ -55,13 +55,15 @@ from linearizer.run.inspection import Inspection
 from linearizer.run.plan import USUAL_LENGTH, YIELDING, Plan, with_absolute_paths
 from linearizer.run.profile import Profile
 from linearizer.run.results import Part
+from linearizer.run.sharing import ALONE, HELPED, Helpers, Share
 from linearizer.run.state_size import StateSize
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import write_digests
+from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.lora import check_peft
 from linearizer.train.offers import train_offers
 from linearizer.train.settings import LAYERWISE, training_settings
-from linearizer.train.step import plan_with_steps, train
+from linearizer.train.step import help_training, plan_with_steps, train
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -204,39 +206,41 @@ def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection
         check_room(weights, download)
 
 
-def linearize(run: Run, token: str | None = None, held: bool = False) -> Steps[Allocation]:
+def linearize(run: Run, token: str | None = None, held: bool = False, helpers: Helpers = ALONE) -> Steps[Allocation]:
     """Make the student of a run from where the run stands; `held` tells that the caller holds its lock.
 
-    The work begins at once. `jobs.control.start` and the command line wait for their turn at the device.
+    The work begins at once. `jobs.control.start` and the command line wait for their turn at the device. Helpers are
+    other processes, with a device each, that work on some of the layers.
     """
     if not run.done:
-        with logged_work(run, held):
+        with logged_work(run, held), closing(helpers):
             settle(run, token)
             if not run.checkpoint.is_dir():  # otherwise the run was killed right after saving
-                yield from make_student(run, token)
+                yield from make_student(run, token, helpers)
             add_card(run)
             run.log(EventName.DONE)
     assert run.allocation is not None
     return run.allocation
 
 
-def make_student(run: Run, token: str | None) -> Steps[None]:
+def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps[None]:
     """Do all steps from the teacher to the checkpoint; a step whose product is stored is not repeated."""
     with interruptible(run):
         teacher = load(run.plan, token, run.inspection)
+    if is_streamed(teacher.model):  # what is read from one disk is not read faster by more processes
+        helpers = ALONE
     layers = teacher.inspection.layers
     yield from measure_teacher(run, teacher, token)
-    offers = partial(train_offers, run, teacher, lambda: training_and_judging_texts(run.plan, teacher, token)[0])
-    allocation = run.allocation or (yield from allocate(run, teacher, token, offers))
+    offers = offers_trainer(run, teacher, token)
+    allocation = run.allocation or (yield from allocate(run, teacher, token, offers, helpers))
     run.write_product("allocation.json", allocation.to_json())
     run.log(EventName.ALLOCATED, strategy=allocation.strategy, features_mean=allocation.features_mean)
-    name = teacher.source.repo_id or Path(teacher.source.name).name  # the path of a folder is not published
-    origin = {"name": name, "revision": teacher.source.revision}
-    student = checkpoint.linearize(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
+    student = begin_student(run, teacher, allocation)
     with interruptible(run):
         plan = plan_with_steps(run, teacher, student, token)
         learnt, judged = training_and_judging_texts(plan, teacher, token)
-    yield from train(run, plan, student, allocation, learnt)
+    yield from train(run, plan, student, allocation, learnt, helpers)
+    helpers.close()
     if plan.kept_lora:  # what is judged is what is saved
         checkpoint.round_weights(student, teacher.stored)
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
@@ -251,6 +255,36 @@ def make_student(run: Run, token: str | None) -> Steps[None]:
     files = weight_files(teacher.source) if kept else ()
     checkpoint.save(student, teacher.tokenizer, run.checkpoint, files, teacher.stored)
     write_digests(run, files)
+
+
+def offers_trainer(run: Run, teacher: Teacher, token: str | None) -> TrainOffers:
+    """Give what trains the offers of a run on the texts that its student is to learn from."""
+    return partial(train_offers, run, teacher, lambda: training_and_judging_texts(run.plan, teacher, token)[0])
+
+
+def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> LinearizedForCausalLM:
+    """Put an untrained student into the layers of a teacher."""
+    name = teacher.source.repo_id or Path(teacher.source.name).name  # the path of a folder is not published
+    origin = {"name": name, "revision": teacher.source.revision}
+    layers = teacher.inspection.layers
+    return checkpoint.linearize(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
+
+
+def help_with(run: Run, tasks: Iterable[str], share: Share, token: str | None = None) -> Steps[None]:
+    """Do a share of the tasks that the process of a run hands to its helpers, with one teacher for all of them."""
+    teacher = load(run.plan, token, run.inspection)
+    student = None
+    for task in tasks:
+        kind, number = task.split()
+        if kind == "prices":
+            offers = offers_trainer(run, teacher, token)
+            yield from help_pricing(run, teacher, token, offers, int(number), share)
+        elif (allocation := run.allocation) is not None:
+            student = student or begin_student(run, teacher, allocation)
+            plan = plan_with_steps(run, teacher, student, token)
+            learnt, _ = training_and_judging_texts(plan, teacher, token)
+            yield from help_training(run, plan, student, allocation, learnt, int(number), share)
+        yield Progress(HELPED, 1, 1, task)
 
 
 def training_and_judging_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable, Sequence
-from functools import partial
 
 import torch
 
@@ -27,14 +26,15 @@ from linearizer.model.teacher import Teacher, texts_of
 from linearizer.progress import Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.events import EventName
-from linearizer.run.files import remove
+from linearizer.run.files import remove, writing
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head
-from linearizer.run.prices import KlOfLayers, PartialPrices, Prices
+from linearizer.run.prices import KlOfLayer, LayerPrices, Prices
+from linearizer.run.sharing import ALL, ALONE, Helpers, Share
 from linearizer.run.stopping import interruptible, log_progress
 
 GATE_STEPS = 60
-PARTIAL_PRICES = "state/prices.json"  # while the others are measured
+LAYERS = "state/prices"  # a file for each layer that is priced, until all are
 
 
 # given what is offered and the number of sinks: trains what can learn, and returns how layers begin
@@ -42,22 +42,22 @@ TrainOffers = Callable[[Sequence[Head], int], Steps[Begin]]
 
 
 def allocate(
-    run: Run, teacher: Teacher, token: str | None, train_offers: TrainOffers | None = None
+    run: Run, teacher: Teacher, token: str | None, train_offers: TrainOffers | None = None, helpers: Helpers = ALONE
 ) -> Steps[Allocation]:
     """Decide what every head holds, after measuring what the plan's strategy decides by."""
     if run.plan.rules.decided_by == "prices":
-        return (yield from allocate_with_exchanges(run, teacher, token, train_offers))
+        return (yield from allocate_with_exchanges(run, teacher, token, train_offers, helpers))
     if run.plan.rules.decided_by == "gates":
         return (yield from allocate_with_gates(run, teacher, token))
     return decide(run, run.plan, teacher.inspection.layers)
 
 
 def allocate_with_exchanges(
-    run: Run, teacher: Teacher, token: str | None, train_offers: TrainOffers | None
+    run: Run, teacher: Teacher, token: str | None, train_offers: TrainOffers | None, helpers: Helpers
 ) -> Steps[Allocation]:
     """Allocate by prices, then exchange options between heads where whole students measure a smaller kl."""
     texts, layers = texts_to_price_on(run, teacher, token), teacher.inspection.layers
-    prices = yield from price_heads(run, teacher, texts, train_offers)
+    prices = yield from price_heads(run, teacher, texts, train_offers, helpers)
     begin = yield from begin_offers(run, train_offers, prices.options, prices.sinks)
     first, offers = decide(run, run.plan, layers), offers_of(run, run.plan, layers)
     tried: set[int] = set()
@@ -94,37 +94,69 @@ def begin_offers(run: Run, train_offers: TrainOffers | None, options: Sequence[H
 
 
 def price_heads(
-    run: Run, teacher: Teacher, texts: torch.Tensor, train_offers: TrainOffers | None = None
+    run: Run,
+    teacher: Teacher,
+    texts: torch.Tensor,
+    train_offers: TrainOffers | None = None,
+    helpers: Helpers = ALONE,
 ) -> Steps[Prices]:
     """Measure or estimate the prices of all KV heads, unless the run has them already."""
     if prices := run.prices:
         return prices
-    plan, layers = run.plan, teacher.inspection.layers
-    most = max(layer.key_dim for layer in layers)
-    offered = plan.priced_far_field, plan.kept_bits, fewer_bits(plan, layers), plan.offered_memories, most
-    options = options_to_price(texts.shape[1], *offered)
-    if stored := read_partial_prices(run, options):
-        sinks, texts_done, before = stored.prices.sinks, stored.texts, stored.prices.kl
-    else:
-        sinks, texts_done, before = (yield from choose_sinks(run, teacher, texts)), 0, ()
-
-    def keep(texts_done: int, kl: KlOfLayers) -> None:
-        run.write_product(PARTIAL_PRICES, PartialPrices(Prices(sinks, options, tuple(kl)), texts_done).to_json())
-
+    options = options_of(run, teacher, texts)
+    stored = read_priced_layers(run, options)
+    sinks = next(iter(stored.values())).sinks if stored else (yield from choose_sinks(run, teacher, texts))
     begin = yield from begin_offers(run, train_offers, options, sinks)
-    given = (teacher.model, texts, layers, options, sinks, begin)
+    own = price_share(run, teacher, texts, sinks, begin, Share(0, helpers.count))
+    prices = yield from log_progress(run, helpers.beside(f"prices {sinks}", own))
+    if helpers.count > 1:  # those that the others kept are there now
+        prices = yield from log_progress(run, price_share(run, teacher, texts, sinks, begin))
     measured: dict[Place, float] = {}
-    if run.plan.prices == "measured":
-        prices = yield from log_progress(run, measure_prices(*given, before=before, keep=partial(keep, 0)))
-    else:
-        prices = yield from log_progress(run, estimate_prices(*given, run.plan.seed, (texts_done, before), keep))
+    if run.plan.prices == "estimated":
         measured = yield from measure_dear_prices(run, teacher, texts, prices, begin)
         prices = correct_prices(prices, measured)
     run.write_product("prices.json", prices.to_json())
-    remove(run.folder / PARTIAL_PRICES)
+    remove(run.folder / LAYERS)
     estimated = run.plan.prices == "estimated"
     run.log(EventName.PRICED, tokens=texts.numel(), estimated=estimated, measured=len(measured))
     return prices
+
+
+def help_pricing(
+    run: Run, teacher: Teacher, token: str | None, train_offers: TrainOffers, sinks: int, share: Share
+) -> Steps[None]:
+    """Price a share of the layers for the process of a run, which has trained what can learn."""
+    texts = texts_to_price_on(run, teacher, token)
+    begin = yield from train_offers(options_of(run, teacher, texts), sinks)
+    yield from price_share(run, teacher, texts, sinks, begin, share)
+
+
+def price_share(
+    run: Run, teacher: Teacher, texts: torch.Tensor, sinks: int, begin: Begin, share: Share = ALL
+) -> Steps[Prices]:
+    """Measure or estimate the prices of a share of the layers, and keep each layer's in a file of its own."""
+    options = options_of(run, teacher, texts)
+    stored = read_priced_layers(run, options)
+    with writing(run.folder / LAYERS):
+        (run.folder / LAYERS).mkdir(exist_ok=True)  # without its parents: a run that was deleted stays so
+
+    def keep(index: int, texts_done: int, kl: KlOfLayer) -> None:
+        run.write_product(f"{LAYERS}/{index}.json", LayerPrices(sinks, options, kl, texts_done).to_json())
+
+    given = (teacher.model, texts, teacher.inspection.layers, options, sinks, begin)
+    if run.plan.prices == "measured":
+        before = {index: each.kl for index, each in stored.items()}
+        return (yield from measure_prices(*given, before, lambda index, kl: keep(index, 0, kl), share))
+    sums = {index: (each.texts, each.kl) for index, each in stored.items()}
+    return (yield from estimate_prices(*given, run.plan.seed, sums, keep, share))
+
+
+def options_of(run: Run, teacher: Teacher, texts: torch.Tensor) -> tuple[Head, ...]:
+    """List what the heads of a run are priced with."""
+    plan, layers = run.plan, teacher.inspection.layers
+    most = max(layer.key_dim for layer in layers)
+    offered = plan.priced_far_field, plan.kept_bits, fewer_bits(plan, layers), plan.offered_memories, most
+    return options_to_price(texts.shape[1], *offered)
 
 
 def measure_dear_prices(
@@ -138,16 +170,20 @@ def measure_dear_prices(
     return (yield from log_progress(run, steps)) if dear else {}
 
 
-def read_partial_prices(run: Run, options: tuple[Head, ...]) -> PartialPrices | None:
-    """Read the prices that a run had when it was stopped while pricing; drop them if they are damaged."""
-    if not run.has_file(PARTIAL_PRICES):
-        return None
-    try:
-        stored = run.parse_file(PARTIAL_PRICES, PartialPrices.from_json)
-    except RequestError as error:
-        run.log(EventName.DROPPED, file=PARTIAL_PRICES, why=str(error.__cause__ or error))
-        return None
-    return stored if stored.prices.options == options else None
+def read_priced_layers(run: Run, options: tuple[Head, ...]) -> dict[int, LayerPrices]:
+    """Read the layers that were priced when a run was stopped; drop those that are damaged."""
+    stored: dict[int, LayerPrices] = {}
+    for path in sorted((run.folder / LAYERS).glob("*.json")):
+        name = f"{LAYERS}/{path.name}"
+        try:
+            layer = run.parse_file(name, LayerPrices.from_json)
+        except RequestError as error:
+            run.log(EventName.DROPPED, file=name, why=str(error.__cause__ or error))
+            remove(path)
+            continue
+        if layer.options == options:
+            stored[int(path.stem)] = layer
+    return stored
 
 
 def choose_sinks(run: Run, teacher: Teacher, texts: torch.Tensor) -> Steps[int]:

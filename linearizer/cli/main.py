@@ -281,6 +281,7 @@ def serve_job(arguments: argparse.Namespace) -> None:
         arguments.job,
         minutes=arguments.job_minutes,
         push=arguments.push,
+        owner=arguments.job_owner,
         yes=arguments.yes,
         resume=arguments.resume,
     )
@@ -294,18 +295,19 @@ def serve_run(arguments: argparse.Namespace) -> None:
     if arguments.job:
         serve_job(arguments)
         return
-    if given := [name for name in ("job_minutes", "push", "yes") if getattr(arguments, name)]:
+    if given := [name for name in ("job_minutes", "job_owner", "push", "yes") if getattr(arguments, name)]:
         raise RequestError(f"--{given[0].replace('_', '-')} is for a job of the Hub: add --job, or leave it out")
     if arguments.detach:
         run = begin_run(arguments)
         start_in_background(arguments, run, lambda: control.start(run))
         return
     from linearizer import pipeline
+    from linearizer.jobs.children import Children
     from linearizer.progress import finish
     from linearizer.publish.verdict import judge_run
 
     run = begin_run(arguments)
-    steps = pipeline.linearize(run, held=not run.done)
+    steps = pipeline.linearize(run, held=not run.done, helpers=Children(run))
     allocation = finish(steps) if run.done else work_in_turn(run, steps)
     product = {
         "run": str(run.folder),

@@ -1,14 +1,15 @@
 """The queues of the devices of this machine: each device works on one run at a time, in the order of tickets.
 
 Every process that waits or works holds the lock of a ticket: a file with the folder of its run, named NUMBER, then
-NUMBER@DEVICE, and NUMBER@DEVICE@now while the run works. A ticket without a lock belongs to a dead process and does not
-count. A run whose device is not known yet counts for every device.
+NUMBER@DEVICE, and NUMBER@DEVICE@now while the run works; a run on several devices, NUMBER@DEVICE+DEVICE, stands in the
+queue of each, and works once it is the first in all of them. A ticket without a lock belongs to a dead process and does
+not count. A run whose device is not known yet counts for every device.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -17,7 +18,7 @@ from linearizer.errors import FolderError
 from linearizer.run.files import writing
 from linearizer.run.locks import Lock, is_held, take_lock
 
-WORKING = "now"
+WORKING, AND = "now", "+"
 LOCK_SECONDS = 30.0  # the longest wait for other processes; each holds the lock for a moment
 
 
@@ -28,10 +29,11 @@ class Ticket:
     path: Path
     lock: Lock
 
-    def set_device(self, device: str) -> None:
-        """Name the device that the run will use."""
+    def set_devices(self, devices: Sequence[str]) -> None:
+        """Name the devices that the run will use."""
         with lock_queue(), writing(self.path):
-            self.path = self.path.rename(self.path.with_name(f"{number_of(self.path)}@{device}"))
+            names = AND.join(dict.fromkeys(devices))
+            self.path = self.path.rename(self.path.with_name(f"{number_of(self.path)}@{names}"))
 
     def count_before(self) -> int:
         """Count the live tickets before this one; where there is none, mark this one as working."""
@@ -84,12 +86,14 @@ def place_of(run: Path) -> int | None:
 
 
 def tickets_before(own: Path) -> list[Path]:
-    """List the live tickets before a ticket that may be for the same device."""
-    device = device_of(own)
+    """List the live tickets before a ticket that may be for one of the same devices."""
+    devices = devices_of(own)
     return [
         path
         for path in sorted(tickets())
-        if number_of(path) < number_of(own) and (not device or device_of(path) in ("", device)) and is_held(path)
+        if number_of(path) < number_of(own)
+        and (not devices or not devices_of(path) or devices & devices_of(path))
+        and is_held(path)
     ]
 
 
@@ -102,9 +106,9 @@ def number_of(ticket: Path) -> str:
     return ticket.name.partition("@")[0]
 
 
-def device_of(ticket: Path) -> str:
-    """Name the device of a ticket; empty while it is unknown."""
-    return ticket.name.removesuffix(f"@{WORKING}").partition("@")[2]
+def devices_of(ticket: Path) -> set[str]:
+    """Name the devices of a ticket; none while they are unknown."""
+    return set(filter(None, ticket.name.removesuffix(f"@{WORKING}").partition("@")[2].split(AND)))
 
 
 def run_of(ticket: Path) -> str:

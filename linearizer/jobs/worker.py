@@ -22,10 +22,10 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
+from linearizer.jobs.children import Children, devices_of
 from linearizer.jobs.control import lock_and_queue
 from linearizer.jobs.processes import CAN_FORK
 from linearizer.jobs.queue import Ticket
-from linearizer.model.devices import choose_device, device_name
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
@@ -119,7 +119,7 @@ def work_on(run: Run, token: str | None) -> Steps[Any]:
         return resume_evaluation(run, token)
     from linearizer.pipeline import linearize
 
-    return linearize(run, token, held=True)
+    return linearize(run, token, held=True, helpers=Children(run, token))
 
 
 def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps[Product]:
@@ -151,8 +151,9 @@ def work_in_turn(
 
 
 def wait_for_turn(run: Run, ticket: Ticket, device: str | None = None) -> Steps[None]:
-    """Wait until a run's device, or the one named, is free."""
-    ticket.set_device(device or device_name(choose_device(run.plan.device)))
+    """Wait until a run's devices, or the one named, are free; an evaluation has the first alone."""
+    devices = devices_of(run.plan)
+    ticket.set_devices([device] if device else devices if run.job is None else devices[:1])
     while before := ticket.count_before():
         yield Progress("queue", 0, before, "runs before")
         time.sleep(QUEUE_POLL_SECONDS)

@@ -7,7 +7,8 @@ whole_student.py measures whether they do.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import nullcontext
 from functools import lru_cache, partial
 
 import torch
@@ -25,11 +26,13 @@ from linearizer.model.swap import (
     make_layer_student,
     replace_student,
 )
+from linearizer.model.sweep import held
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import BLOCK, Head, Layer
 from linearizer.run.memories import MEMORIES
-from linearizer.run.prices import SMALLEST, KlOfLayers, Prices
+from linearizer.run.prices import SMALLEST, KlOfLayer, Prices
+from linearizer.run.sharing import ALL, Share
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 
 Place = tuple[int, int, int]  # layer, KV head, option
@@ -80,26 +83,29 @@ def measure_prices(
     options: Sequence[Head],
     sinks: int,
     begin: Begin,
-    before: KlOfLayers = (),
-    keep: Callable[[KlOfLayers], None] = lambda kl: None,
+    before: Mapping[int, KlOfLayer] | None = None,
+    keep: Callable[[int, KlOfLayer], None] = lambda index, kl: None,
+    share: Share = ALL,
 ) -> Steps[Prices]:
     """Let one KV head after the other hold each option, and measure the kl at the model's output.
 
-    `keep` receives the kl of all finished layers after each layer; `before` is that of an earlier call, to go on from.
+    `keep` receives each layer of the share and its kl; `before` holds those of earlier calls, which are not repeated.
     """
-    kl, pricer = list(before), HeadPricer(teacher, texts, layers, sinks, begin)
-    heads = [0 if layer.native_window is not None else layer.kv_heads for layer in layers]
-    total, done = sum(heads) * len(options), sum(heads[: len(kl)]) * len(options)
-    for index, count in list(enumerate(heads))[len(kl) :]:
-        rows: list[list[float]] = [[] for _ in range(count)]  # [head][option]
-        for head, _, price in pricer.measure(index, options) if count else ():
+    kl = dict(before or {})
+    priced = [index for index, layer in enumerate(layers) if layer.native_window is None]
+    own = [index for index in priced if share.has(index)]
+    missing = [index for index in own if index not in kl]
+    total, left = (sum(layers[index].kv_heads for index in some) * len(options) for some in (own, missing))
+    pricer = HeadPricer(teacher, texts, layers, sinks, begin) if missing else None
+    for index in missing:
+        rows: list[list[float]] = [[] for _ in range(layers[index].kv_heads)]  # [head][option]
+        for head, _, price in pricer.measure(index, options):  # type: ignore[union-attr]
             rows[head].append(price)
-            done += 1
-            yield Progress(EventName.PRICE, done, total, "prices")
-        kl.append(tuple(map(tuple, rows)))
-        if count:
-            keep(kl)
-    return Prices(sinks, tuple(options), tuple(kl))
+            left -= 1
+            yield Progress(EventName.PRICE, total - left, total, "prices")
+        kl[index] = tuple(map(tuple, rows))
+        keep(index, kl[index])
+    return Prices(sinks, tuple(options), tuple(kl.get(index, ()) for index in range(len(layers))))
 
 
 @torch.inference_mode()
@@ -137,33 +143,42 @@ class HeadPricer:
         self, index: int, options: Sequence[Head], wanted: Collection[tuple[int, int]] | None = None
     ) -> Iterator[tuple[int, int, float]]:
         """Yield head, number of the option, and kl, for the heads of a layer and the options that are wanted."""
+        blocks = self.answers.blocks
+        with attending(self.teacher, IMPLEMENTATION), held(blocks[index]) if blocks else nullcontext():
+            with self.answers.skipping(index, after=index):
+                inputs = attention_inputs(self.modules[index], self.teacher, self.texts)
+            with self.answers.skipping(index):
+                yield from self.measure_with(inputs, index, options, wanted)
+
+    def measure_with(
+        self, inputs: tuple, index: int, options: Sequence[Head], wanted: Collection[tuple[int, int]] | None
+    ) -> Iterator[tuple[int, int, float]]:
+        """Measure the heads of a layer that attends with these inputs."""
         module, layer = self.modules[index], self.layers[index]
-        with attending(self.teacher, IMPLEMENTATION), self.answers.skipping(index):
-            inputs = attention_inputs(module, self.teacher, self.texts)
-            softmax = attention_output(module, layer, Head(softmax=True), self.sinks, self.begin, inputs)
-            places = [
-                (number, head)
-                for number in range(len(options))
-                for head in range(layer.kv_heads)
-                if wanted is None or (head, number) in wanted
-            ]
+        softmax = attention_output(module, layer, Head(softmax=True), self.sinks, self.begin, inputs)
+        places = [
+            (number, head)
+            for number in range(len(options))
+            for head in range(layer.kv_heads)
+            if wanted is None or (head, number) in wanted
+        ]
 
-            @lru_cache(maxsize=1)
-            def output_of(number: int) -> torch.Tensor:
-                """Let one student attend for all heads of the layer, whose output is used for one head at a time."""
-                return attention_output(module, layer, options[number], self.sinks, self.begin, inputs)
+        @lru_cache(maxsize=1)
+        def output_of(number: int) -> torch.Tensor:
+            """Let one student attend for all heads of the layer, whose output is used for one head at a time."""
+            return attention_output(module, layer, options[number], self.sinks, self.begin, inputs)
 
-            def price(number: int, head: int) -> float:
-                changed = FixedOutput(with_head(softmax, output_of(number), head, layer.kv_heads))
-                with replace_student(module, changed):
-                    return kl_of(self.expected, logits_of(self.teacher, self.texts)).mean().item()
+        def price(number: int, head: int) -> float:
+            changed = FixedOutput(with_head(softmax, output_of(number), head, layer.kv_heads))
+            with replace_student(module, changed):
+                return kl_of(self.expected, logits_of(self.teacher, self.texts)).mean().item()
 
-            size = passes_at_once(self.teacher, self.texts.numel())
-            for first in range(0, len(places), size):
-                some = places[first : first + size]
-                kl = in_step(self.teacher, [partial(price, *place) for place in some])
-                for (number, head), price_of_head in zip(some, kl, strict=True):
-                    yield head, number, price_of_head
+        size = passes_at_once(self.teacher, self.texts.numel())
+        for first in range(0, len(places), size):
+            some = places[first : first + size]
+            kl = in_step(self.teacher, [partial(price, *place) for place in some])
+            for (number, head), price_of_head in zip(some, kl, strict=True):
+                yield head, number, price_of_head
 
 
 def attention_output(

@@ -21,7 +21,8 @@ from linearizer.model.sweep import chain_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Head, Layer
-from linearizer.run.prices import KlOfLayers, Prices
+from linearizer.run.prices import KlOfLayer, Prices
+from linearizer.run.sharing import ALL, Share
 from linearizer.runtime.layer_student import generator_at
 
 DRAWS = 4  # of next tokens, for every text
@@ -38,42 +39,49 @@ def estimate_prices(
     sinks: int,
     begin: Begin,
     seed: int = 0,
-    before: tuple[int, KlOfLayers] = (0, ()),
-    keep: Callable[[int, KlOfLayers], None] = lambda texts, kl: None,
+    before: Mapping[int, tuple[int, KlOfLayer]] | None = None,
+    keep: Callable[[int, int, KlOfLayer], None] = lambda index, texts, kl: None,
+    share: Share = ALL,
 ) -> Steps[Prices]:
     """Estimate the prices of all heads, in the memory of training on a few texts without an optimiser.
 
-    `keep` receives how many texts are done, and the kl summed over their tokens; `before` is that of an earlier call,
-    to go on from. Every text draws its next tokens for itself.
+    `keep` receives each layer of the share, how many texts are done, and the kl summed over their tokens; `before` is
+    that of an earlier call, to go on from. Every text draws its next tokens for itself.
     """
     priced = [index for index, layer in enumerate(layers) if layer.native_window is None]
-    done, sums = before[0], {index: torch.zeros(layers[index].kv_heads, len(options)).double() for index in priced}
-    if done:
-        sums = {index: torch.tensor(before[1][index], dtype=torch.float64) for index in priced}
+    sums = {index: torch.zeros(layers[index].kv_heads, len(options)).double() for index in priced}
+    done = dict.fromkeys(sums, 0)
+    for index, (texts_done, kl) in (before or {}).items():
+        sums[index], done[index] = torch.tensor(kl, dtype=torch.float64), texts_done
+    own = [index for index in priced if share.has(index)]
     together = texts_together(teacher, layers, texts.shape[1])
     recordings = {index: recording_of(layers[index], sinks, begin, index, teacher.device) for index in priced}
-    chain = chain_of(teacher, texts)
-    size = len(texts) if is_streamed(teacher) else together  # of what a sweep reads the weights for
-    for first in range(done, len(texts), size):
-        ids = texts[first : first + size]
+    first = min((done[index] for index in own), default=len(texts))
+    chain = chain_of(teacher, texts) if first < len(texts) else None
+    while first < len(texts):
+        behind = [index for index in own if done[index] == first]
+        end = len(texts) if is_streamed(teacher) else first + together  # of the texts that a sweep is made for
+        ids = texts[first : min([end, *(done[index] for index in own if index not in behind)])]
 
         def likelihoods(batch: int, logits: Tensor, first: int = first) -> list[Tensor]:
             first += batch * together
             return draw_likelihoods(logits, [generator_at(seed, first + text) for text in range(len(logits))])
 
         for index, gradient in gradients_by_layer(teacher, recordings, ids.split(together), likelihoods, chain):
-            sums[index] += kl_of_options(layers[index], recordings[index], gradient, options, sinks, begin, index)
-        done += len(ids)
-        keep(done, table(sums, len(layers)))
-        yield Progress(EventName.PRICE, done, len(texts), "texts")
-    return Prices(
-        sinks, tuple(options), table({index: own / texts.numel() for index, own in sums.items()}, len(layers))
-    )
+            if index in behind:
+                sums[index] += kl_of_options(layers[index], recordings[index], gradient, options, sinks, begin, index)
+        first += len(ids)
+        for index in behind:
+            done[index] = first
+            keep(index, first, rows_of(sums[index]))
+        yield Progress(EventName.PRICE, first, len(texts), "texts")
+    means = {index: rows_of(sums[index] / texts.numel()) for index in priced}
+    return Prices(sinks, tuple(options), tuple(means.get(index, ()) for index in range(len(layers))))
 
 
-def table(kl: Mapping[int, Tensor], layers: int) -> tuple[tuple[tuple[float, ...], ...], ...]:
-    """Lay the kl of layers (KV heads, options) out, with no heads in those that are not priced."""
-    return tuple(tuple(map(tuple, kl[index].tolist())) if index in kl else () for index in range(layers))
+def rows_of(kl: Tensor) -> KlOfLayer:
+    """Lay the kl of a layer (KV heads, options) out."""
+    return tuple(map(tuple, kl.tolist()))
 
 
 def texts_together(teacher: PreTrainedModel, layers: Sequence[Layer], length: int) -> int:

@@ -112,12 +112,9 @@ def read_progress(run: Run, steps: int) -> tuple[frozenset[str], int, int]:
     if run.job is not None:
         return frozenset(folder_module.newest_request(run)[2]), 0, 0
     files = {path.relative_to(run.folder).as_posix(): stat for path, stat in control.files_of(run.folder).items()}
-    priced = files.get("state/prices.json")
-    return (
-        frozenset(name for name in files if name not in FILES_WITHOUT_PROGRESS),
-        priced.st_size if priced else 0,
-        steps,
-    )
+    priced = [stat.st_mtime_ns for name, stat in files.items() if name.startswith("state/prices/")]
+    names = frozenset(name for name in files if name not in FILES_WITHOUT_PROGRESS)
+    return names, max(priced, default=0), steps
 
 
 def saved_steps(run: Run) -> int:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass
 
 from linearizer.run.head_bytes import Head
 from linearizer.run.json_products import JsonProduct
 
-KlOfLayers = Sequence[tuple[tuple[float, ...], ...]]  # [layer][KV head][option]
+KlOfLayer = tuple[tuple[float, ...], ...]  # [KV head][option]
 SMALLEST = 4  # tokens of the smallest window that is priced
 
 
@@ -23,7 +23,7 @@ class Prices(JsonProduct):
 
     sinks: int
     options: tuple[Head, ...]
-    kl: tuple[tuple[tuple[float, ...], ...], ...]  # [layer][KV head][option]; no heads in a native layer
+    kl: tuple[KlOfLayer, ...]  # [layer]; no heads in a native layer
 
     def of_options(self, is_wanted: Callable[[Head], bool]) -> Prices:
         """Keep the options that are wanted."""
@@ -33,10 +33,12 @@ class Prices(JsonProduct):
 
 
 @dataclass(frozen=True)
-class PartialPrices(JsonProduct):
-    """Prices, kept while the rest is measured: of the first layers, or of all layers estimated on the first texts."""
+class LayerPrices(JsonProduct):
+    """The prices of one layer, kept while those of others are measured."""
 
     json_remedy = "remove them"
 
-    prices: Prices
+    sinks: int
+    options: tuple[Head, ...]
+    kl: KlOfLayer
     texts: int = 0  # over whose tokens estimates are summed; 0: prices are measured

@@ -17,6 +17,7 @@ from linearizer.model.logits import check_logits
 from linearizer.model.safetensors import digest
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
+from linearizer.run.sharing import ALL, Share
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.lora import add_adapters, remove_adapters
@@ -47,16 +48,18 @@ def distill(
     folder: Path | None = None,
     resume: bool = False,
     enough: Callable[[int], bool] = lambda step: False,
+    share: Share = ALL,
 ) -> Steps[TrainingResult]:
     """Train a student's feature maps; with a folder, a training that was stopped resumes where it stopped.
 
-    Before each step `enough` receives the number of finished steps; returning true ends the training early.
+    Before each step `enough` receives the number of finished steps; returning true ends the training early. Of a share,
+    the other layers stay as they are.
     """
     check_text(texts, settings)
     with attending(student.base, TEACHER):
         check_logits(student.base, texts)
     with trainable_features(student, settings):
-        trainer = Trainer(student, texts, settings)
+        trainer = Trainer(student, texts, settings, share)
         identity = identity_of(student, texts, settings)
         state = resume_training(trainer, folder, identity) if folder is not None and resume else None
         if folder is not None and not resume:
@@ -97,7 +100,7 @@ def run_steps(
     """Take the remaining steps, and write the state every few steps; add all `new_events` to `events`."""
     settings, first, begun = trainer.settings, trainer.step, time.monotonic()
     events += new_events
-    while trainer.optimizers and trainer.step < settings.steps and not enough(trainer.step):
+    while trainer.active() and trainer.step < settings.steps and not enough(trainer.step):
         begin, count = trainer.step, trainer.steps_at_once()
         count = next((some for some in range(1, count) if enough(begin + some)), count)
         taken = trainer.take_steps(count)

@@ -18,6 +18,7 @@ from linearizer.model.logits import PROBE_TOKENS
 from linearizer.model.memory import is_out_of_memory
 from linearizer.model.streaming import is_streamed
 from linearizer.model.sweep import Chain, calls_of, chain_of, sweep_forward
+from linearizer.run.sharing import ALL, Share
 from linearizer.runtime.attention_interface import attending, attention_modules, observing
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.layer_optimizer import LayerOptimizer
@@ -42,10 +43,13 @@ TEACHER = "sdpa"
 class Trainer:
     """A training of which `step` steps are done."""
 
-    def __init__(self, student: LinearizedForCausalLM, texts: torch.Tensor, settings: TrainingSettings) -> None:
+    def __init__(
+        self, student: LinearizedForCausalLM, texts: torch.Tensor, settings: TrainingSettings, share: Share = ALL
+    ) -> None:
         self.student, self.texts, self.settings = student, texts, settings
         self.base, self.device = student.base, next(student.parameters()).device
-        self.optimizers = make_optimizers(student, settings)
+        self.share = share
+        self.optimizers = make_optimizers(student, settings, share)
         self.step, self.rows = 0, settings.batch  # rows: texts that run through the model together
         self.layerwise = settings.loss in LAYERWISE
         probe = texts[:1, :PROBE_TOKENS].to(self.device)
@@ -125,8 +129,8 @@ class Trainer:
         return losses, events
 
     def check_active(self) -> None:
-        """End a training in which no layer trains any more."""
-        if not self.active():
+        """End a training in which no layer trains any more; of a share, the layers of others may."""
+        if not self.active() and self.share == ALL:
             reasons = {optimizer.status.given_up for optimizer in self.optimizers.values()}
             raise FaultError(
                 f"no layer is left to train at step {self.step} ({'; '.join(sorted(map(str, reasons)))}): use a "
@@ -278,12 +282,14 @@ class Trainer:
             optimizer.restore(own, state.facts["layers"][str(index)])
 
 
-def make_optimizers(student: LinearizedForCausalLM, settings: TrainingSettings) -> dict[int, LayerOptimizer]:
-    """Make an optimiser for every layer that has parameters to train."""
+def make_optimizers(
+    student: LinearizedForCausalLM, settings: TrainingSettings, share: Share = ALL
+) -> dict[int, LayerOptimizer]:
+    """Make an optimiser for every layer of a share that has parameters to train."""
     optimizers = {}
     for module in attention_modules(student.base):
         parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        if parameters:
+        if parameters and share.has(number(module)):
             rates = {name: settings.rate_of(name) for name in parameters}
             optimizers[number(module)] = LayerOptimizer(parameters, rates)
     return optimizers

@@ -127,13 +127,12 @@ def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged
     texts = step.texts_to_price_on(run, teacher, None)
     result = finish(step.price_heads(run, teacher, texts))
     (run.folder / "prices.json").unlink()
-    run.write(step.PARTIAL_PRICES, '{"sinks"')
+    (run.folder / step.LAYERS).mkdir()
+    run.write(f"{step.LAYERS}/0.json", '{"sinks"')
     assert finish(step.price_heads(run, teacher, texts)) == result
     (dropped,) = (event for event in run.events() if event["event"] == "dropped")
     assert (
-        dropped["file"] == step.PARTIAL_PRICES
-        and "delimiter" in dropped["why"]
-        and not run.has_file(step.PARTIAL_PRICES)
+        dropped["file"] == f"{step.LAYERS}/0.json" and "delimiter" in dropped["why"] and not run.has_file(step.LAYERS)
     )
 
 

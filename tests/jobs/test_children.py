@@ -1,0 +1,112 @@
+"""Other processes work on some of a run's layers: the student has the bits that one process alone makes."""
+
+import pytest
+
+from linearizer import pipeline
+from linearizer.allocate import step
+from linearizer.errors import FaultError
+from linearizer.jobs import children, queue
+from linearizer.jobs.children import Children, devices_of
+from linearizer.measure.head_prices import measure_prices
+from linearizer.measure.step import measure_teacher
+from linearizer.model.teacher import load
+from linearizer.progress import Progress, finish
+from linearizer.run.head_bytes import Head
+from linearizer.run.plan import Plan
+from linearizer.run.sharing import Share
+from tests.support.models import layers_of, teacher_of, tokens
+from tests.support.runs import FP32, wait_until, weights_of
+
+SMALL = dict(texts=2, length=32, samples=64, exchanges=0, sinks=2, budget=32, steps=3, **FP32)
+PLAN = Plan("demo", strategy="gain-features", **SMALL)  # prices
+FEATURES = Plan("demo", recipe="features", strategy="common-lambda", **SMALL)  # training
+
+
+class InTurn:
+    """Helpers that do their shares in this process, before its own."""
+
+    count = 3
+
+    def __init__(self, run):
+        self.run = run
+
+    def beside(self, task, steps):
+        for number in range(1, self.count):
+            finish(pipeline.help_with(self.run, [task], Share(number, self.count)))
+        return (yield from steps)
+
+    def close(self):
+        pass
+
+
+def products(run):
+    """What does not depend on how many made it."""
+    return [run.read(name) for name in ("profile.json", "allocation.json")], weights_of(run.checkpoint)
+
+
+def test_a_child_that_dies_ends_in_a_run_that_one_process_finishes_to_the_same_bits(tmp_path, monkeypatch):
+    whole, run = (pipeline.begin(tmp_path / name, FEATURES) for name in ("whole", "run"))
+    finish(pipeline.linearize(whole))
+    monkeypatch.setenv(children.PROCESSES, "2")
+    helpers = Children(run)
+    steps = pipeline.linearize(run, helpers=helpers)
+    while next(steps).step != "distill":
+        pass
+    (child,) = helpers.started
+    child.process.kill()
+    wait_until(lambda: None in child.written.queue)
+    with pytest.raises(FaultError, match="the process that helps on cpu was ended by signal 9: resume the run"):
+        finish(steps)
+    assert helpers.started == [] and run.events()[-1]["event"] == "failed"
+    monkeypatch.setenv(children.PROCESSES, "1")
+    finish(pipeline.linearize(run, helpers=Children(run)))
+    assert products(run) == products(whole)
+    assert {path.name for path in (run.folder / "state" / "training" / "0").iterdir()} == {"0-of-2", "1-of-2"}
+
+
+def test_three_processes_estimate_the_prices_of_one(tmp_path):
+    run = pipeline.begin(tmp_path / "run", PLAN)
+    teacher = load(run.plan)
+    finish(measure_teacher(run, teacher))
+    texts = step.texts_to_price_on(run, teacher, None)
+    whole = finish(step.price_heads(run, teacher, texts))
+    (run.folder / "prices.json").unlink()
+    assert finish(step.price_heads(run, teacher, texts, helpers=InTurn(run))) == whole
+
+
+def test_shares_of_layers_are_measured_as_all_of_them():
+    teacher, kept = teacher_of("llama"), {}
+    options = (Head(window=4), Head(window=3, slots=4))
+    given = (teacher, tokens(1, 16), layers_of(teacher), options, 2, lambda student, index: None)
+    for number in range(2):
+        finish(measure_prices(*given, keep=kept.__setitem__, share=Share(number, 2)))
+    assert sorted(kept) == [0, 1, 2] and finish(measure_prices(*given, kept)) == finish(measure_prices(*given))
+
+
+def test_progress_of_all_is_put_together():
+    own = Progress("price", 5, 10, "prices")
+    other = Progress("price", 2, 8, "prices")
+    assert children.together([own, None, other]) == Progress("price", 7, 18, "prices")
+    first = Progress("distill", 5, 10, "steps", {"loss": 1.0, "layers": {0: 0.5}})
+    second = Progress("distill", 3, 10, "steps", {"loss": 2.0, "layers": {"1": 0.25}})
+    both = children.together([first, second])
+    assert (both.done, both.total, both.details) == (3, 10, {"loss": 1.0, "layers": {"0": 0.5, "1": 0.25}})
+
+
+def test_a_run_on_several_devices_waits_for_each(tmp_path):
+    held = [queue.take_ticket(tmp_path / str(number)) for number in range(4)]
+    for ticket, devices in zip(held, (["cuda:0"], ["cuda:1"], ["cuda:0", "cuda:1"], ["cuda:1"]), strict=True):
+        ticket.set_devices(devices)
+    assert [ticket.count_before() for ticket in held] == [0, 0, 2, 2]
+    held[0].remove()
+    assert held[2].count_before() == 1
+    held[1].remove()
+    assert (held[2].count_before(), held[3].count_before()) == (0, 1)
+    for ticket in held[2:]:
+        ticket.remove()
+
+
+def test_a_cpu_has_one_process_unless_more_are_asked_for(monkeypatch):
+    assert devices_of(PLAN) == ["cpu"]
+    monkeypatch.setenv(children.PROCESSES, "3")
+    assert devices_of(PLAN) == ["cpu"] * 3
