@@ -13,6 +13,7 @@ from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
 from linearizer.model.devices import choose_device
 from linearizer.model.hub import CONFIG, Source, fetch, find_model
 from linearizer.model.inspect import inspect_model, verify_teacher
+from linearizer.model.memory import return_freed_memory
 from linearizer.model.probe import build_blueprint
 from linearizer.model.quantised import expand_while_loading, forget_quantisation, is_packed, keep_as_stored, method_of
 from linearizer.model.quiet import quiet
@@ -172,6 +173,8 @@ def load(plan: Plan, token: str | None = None, inspection: Inspection | None = N
         inspection.require_support()
     tokenizer = load_tokenizer(source, token)
     places = place_weights(config, source, computing_dtype(plan.dtype, config), plan.device)
+    if places is not None:
+        return_freed_memory()
     model = load_teacher(source, plan.dtype, choose_device(plan.device), token, places)
     verify_teacher(model, inspection)
     return Teacher(source, inspection, model, tokenizer, stored_dtype(config))
