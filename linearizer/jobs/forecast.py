@@ -23,7 +23,7 @@ from linearizer.measure.head_prices import options_to_price
 from linearizer.measure.head_prices_by_gradient import DRAWS
 from linearizer.model.devices import device_kind
 from linearizer.model.streaming import bytes_for_weights, bytes_in_memory, streams
-from linearizer.run.disk import checkpoint_bytes, resume_bytes
+from linearizer.run.disk import checkpoint_bytes, most_rows, resume_bytes
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
@@ -213,8 +213,8 @@ def training_seconds(plan: Plan, layers: list[Layer], length: int, token: float,
     """Say how many seconds training takes, by the operations that a pass takes for a token, and those of a second."""
     if plan.minutes is not None:
         return 60 * plan.minutes
-    features = plan.features or (plan.budget or 0) / 2
-    products = sum(layer.query_heads * layer.key_dim * features for layer in layers)
+    share = 1 if plan.features else 0.5  # of a budget, which windows take, too
+    products = sum(layer.query_heads * layer.key_dim * share * most_rows(plan, layer) for layer in layers)
     return plan.steps * plan.batch * length * (token + TRAINING_FACTOR * products) / speed
 
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
+from linearizer.run.memories import MEMORIES
 from linearizer.run.plan import Plan
 
 NUMBER = 4  # bytes of a float32
@@ -28,8 +30,17 @@ def map_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate the size of the feature maps, if any: a feature is what a query, a key and a centre are."""
     if not plan.may_hold_features:
         return 0
-    features = plan.features or plan.budget or 0
-    return sum(layer.kv_heads * features * (3 * layer.key_dim + 4) * NUMBER for layer in inspection.layers)
+    return sum(
+        layer.kv_heads * most_rows(plan, layer) * (3 * layer.key_dim + 4) * NUMBER for layer in inspection.layers
+    )
+
+
+def most_rows(plan: Plan, layer: Layer) -> int:
+    """Estimate how many features, or rows of a memory, a head of a layer may hold: as many as a budget has tokens."""
+    rows = plan.features or plan.budget or 0
+    if plan.offered_memories and plan.priced_far_field != "features":
+        rows = min(rows, max(MEMORIES[name].most_rows(layer.key_dim) for name in plan.offered_memories))
+    return rows
 
 
 def resume_bytes(plan: Plan, inspection: Inspection) -> int:

@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 
 from linearizer.jobs.forecast import Speeds, forecast_run, matrix_size, students_speed
+from linearizer.run.disk import most_rows
 from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
 from tests.support.runs import inspection_of
@@ -62,3 +63,15 @@ def test_a_forecast_counts_the_memories_that_are_trained_before_they_are_priced(
     assert plain < first < both
     trained, more = (forecast_run(replace(each, steps=60), result, speeds, 0).seconds for each in (one, two))
     assert more - both > 1.5 * (trained - first) > 0
+
+
+def test_a_memory_has_no_more_rows_than_its_keys_allow():
+    layers = [Layer(32, 8, 64, 64)] * 16
+    features, memory = (
+        Plan("demo", budget=1024, strategy=strategy, feature_map=name, loss="output", steps=9)
+        for strategy, name in (("fix", "prf"), ("memory", "gdn"))
+    )
+    assert [most_rows(plan, layers[0]) for plan in (features, memory)] == [1024, 64]
+    result, speeds = inspection_of(layers), Speeds(1e11, 2e11, 1e5, 1e10, 1e9)
+    both = [forecast_run(replace(plan, device="cpu"), result, speeds, 0) for plan in (features, memory)]
+    assert both[1].memory_bytes < both[0].memory_bytes and both[1].seconds < both[0].seconds
