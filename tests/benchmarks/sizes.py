@@ -25,6 +25,7 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from linearizer import pipeline
 from linearizer.amounts import columns, duration, size
+from linearizer.jobs.children import Children
 from linearizer.jobs.forecast import forecast_run, measure_speeds
 from linearizer.model import streaming
 from linearizer.model.hub import find_model
@@ -52,7 +53,7 @@ SHAPES = {  # name -> config, whether it is run whole
     ),
     "deep": (  # of no real model: nearly all of its weights are in its blocks, as in a large one
         LlamaConfig(
-            **LLAMA, hidden_size=512, intermediate_size=1536, num_hidden_layers=48, num_attention_heads=8,
+            **LLAMA, hidden_size=1024, intermediate_size=3072, num_hidden_layers=32, num_attention_heads=16,
             num_key_value_heads=2, vocab_size=FEW_WORDS, tie_word_embeddings=True,
         ), True,
     ),
@@ -164,7 +165,7 @@ def run_here(arguments):
     with quiet():
         begin = time.perf_counter()
         run = pipeline.begin(folder, plan)
-        for progress in pipeline.linearize(run):
+        for progress in pipeline.linearize(run, helpers=Children(run)):
             if not steps or steps[-1][0] != progress.step:
                 steps.append([progress.step, begin, 0.0])
             steps[-1][1:] = [steps[-1][1], time.perf_counter()]
@@ -188,7 +189,8 @@ def run_here(arguments):
 def hold_to(count):
     """End this process if it takes so many bytes more than now; say as much where free memory is asked for.
 
-    Pages of files do not count, which the system takes back: a limit of the system's own counts files that are mapped.
+    What it takes is looked at 500 times a second. Pages of files do not count, which the system takes back: a limit of
+    the system's own counts files that are mapped.
     """
     most = status_bytes(OWN) + count
 
