@@ -36,14 +36,13 @@ ERROR = "error"  # the step of the progress that says why a child ends
 
 def devices_of(plan: Plan) -> list[str]:
     """Name the devices that the processes of a run work on, the run's own first."""
-    device = choose_device(plan.device)
-    asked = os.environ.get(PROCESSES)
+    device, asked = choose_device(plan.device), os.environ.get(PROCESSES, "")
+    count = max(1, int(asked)) if asked.isdigit() else None
     if device != "cuda":  # a single device, which several processes may share if they are asked for
-        return [device_name(device)] * (int(asked) if asked and asked.isdigit() and device == "cpu" else 1)
+        return [device_name(device)] * (count if count and device == "cpu" else 1)
     import torch
 
-    names = [device_name(f"cuda:{index}") for index in range(torch.cuda.device_count())]
-    return names[: int(asked)] if asked and asked.isdigit() and int(asked) else names
+    return [device_name(f"cuda:{index}") for index in range(torch.cuda.device_count())][:count]
 
 
 class Children:
@@ -121,6 +120,7 @@ class Child:
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             text=True,
+            start_new_session=True,  # ctrl-C reaches the run's own process, which ends this one
             env={**environment(), **visible},
         )
         self.written: queue.Queue[Mapping[str, Any] | None] = queue.Queue()

@@ -108,5 +108,6 @@ def test_a_run_on_several_devices_waits_for_each(tmp_path):
 
 def test_a_cpu_has_one_process_unless_more_are_asked_for(monkeypatch):
     assert devices_of(PLAN) == ["cpu"]
-    monkeypatch.setenv(children.PROCESSES, "3")
-    assert devices_of(PLAN) == ["cpu"] * 3
+    for asked, count in (("3", 3), ("0", 1), ("many", 1)):
+        monkeypatch.setenv(children.PROCESSES, asked)
+        assert devices_of(PLAN) == ["cpu"] * count
