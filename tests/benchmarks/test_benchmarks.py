@@ -12,7 +12,7 @@ from tests.benchmarks import time as time_of_runs
 from tests.benchmarks.paper import PUBLISHED, main
 from tests.benchmarks.paper_fit import agreement
 
-SMALL = ["--length", "64", "--texts", "4", "--samples", "64", "--steps", "1", "--judged", "2"]
+SMALL = ["--length", "32", "--texts", "4", "--samples", "64", "--steps", "1", "--judged", "2"]
 
 
 def test_the_published_figures_have_the_marks_that_were_told_of_them():

@@ -22,7 +22,7 @@ def subjects_of(heads):
 
 @pytest.fixture(autouse=True)
 def few_texts_at_once(monkeypatch):
-    monkeypatch.setattr(speed, "MAX_BATCH", 8)
+    monkeypatch.setattr(speed, "MAX_BATCH", 4)
 
 
 @pytest.fixture(scope="module")
@@ -44,7 +44,7 @@ def test_what_is_remembered_is_what_was_told(mixed):
 
 def test_breakeven_as_measured_is_that_of_the_shapes():
     subjects, layers = subjects_of([Head(window=5, features=16)])
-    result = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=60))
+    result = finish(measure_speed(subjects, layers, [32, 64, 96], 128, seconds=60))
     assert [pace.extrapolated for course in result.subjects for pace in course.paces] == [None] * 6
     assert result.breakeven.bytes == result.breakeven.predicted_bytes > 0
 
@@ -63,19 +63,19 @@ def test_a_row_ends_where_memory_does_and_the_others_go_on(mixed):
     honest = subjects[0].model.forward
 
     def forward(input_ids, past_key_values=None, **more):
-        if past_key_values.get_seq_length() + input_ids.shape[1] > 150 or len(input_ids) > 4:
+        if past_key_values.get_seq_length() + input_ids.shape[1] > 80 or len(input_ids) > 2:
             raise torch.OutOfMemoryError("out of memory")
         return honest(input_ids=input_ids, past_key_values=past_key_values, **more)
 
     subjects[0].model.forward = forward
     try:
-        result = finish(measure_speed(subjects, layers, [64, 128, 192], 256, seconds=60))
+        result = finish(measure_speed(subjects, layers, [32, 64, 96], 128, seconds=60))
     finally:
         subjects[0].model.forward = honest
     teacher, student = result.subjects
     assert [pace.extrapolated for pace in teacher.paces] == [None, None, "memory"]
     assert teacher.paces[2].state_bytes == 3 * teacher.paces[0].state_bytes and teacher.paces[2].write_rate > 0
-    assert [pace.batch for pace in teacher.batched] == [4, 4]
+    assert [pace.batch for pace in teacher.batched] == [2, 2]
     assert [pace.extrapolated for pace in student.paces] == [None] * 3
 
 
