@@ -1,5 +1,6 @@
 """Every test runs against a stand-in Hub, with a cache of its own and no token: none can reach the real one."""
 
+import gc
 import os
 import shutil
 import signal
@@ -125,6 +126,12 @@ def pytest_collection_modifyitems(items):
     """Begin with what takes longest, so that all workers end together; each is given whole files."""
     paths = [*(f"tests/{path}" for path in LONGEST), ""]
     items.sort(key=lambda item: next(place for place, path in enumerate(paths) if item.nodeid.startswith(path)))
+
+
+def pytest_collection_finish():
+    """Spare the collector what was imported: it would look through all of it again and again."""
+    gc.collect()
+    gc.freeze()
 
 
 def pytest_unconfigure():
