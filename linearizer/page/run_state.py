@@ -33,6 +33,7 @@ from linearizer.run.results import Language, Part
 MAX_AGE_SECONDS = 2.0  # of pieces that are sent again without reading the run
 CURVE_SECONDS = 9.0  # between two drawings of a curve that grows
 MAX_WATCHED_RUNS = 64  # whose pieces are kept
+SAME_BYTES = ("student", "window", "untrained")  # subjects of an evaluation; the others take more, or grow
 PART_PREFIX = "part "  # begins the name of a piece that shows a part of an evaluation
 
 
@@ -188,7 +189,7 @@ class RunState:
         plan, layers = self.run.plan, self.run.layers
         points = kl_by_bytes(offers_of(self.run, plan, layers))
         held = allocation.state_bytes(layers, plan.target_tokens(self.run.positions) if plan.may_grow else 0)
-        kl = {each.name: each.kl.mean for each in language.subjects if each.kl is not None and each.name != "teacher"}
+        kl = {each.name: each.kl.mean for each in language.subjects if each.kl is not None and each.name in SAME_BYTES}
         return allocation_charts.draw_frontier(points, held, kl, layers).to_json()
 
 

@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 # Okabe and Ito's order of hues, at a lightness that stands out from white and from black by 3:1.
-BLUE, ORANGE, GREY, GREEN = "#2a83c4", "#cf6f10", "#7c8796", "#12906f"
+BLUE, ORANGE, GREY, GREEN, PURPLE = "#2a83c4", "#cf6f10", "#7c8796", "#12906f", "#b0639a"
 MAP_COLOURS = ((0.0, "#26355d"), (0.35, "#2a6f97"), (0.65, "#2ea39a"), (1.0, "#b9e8a4"))  # lightness rises all the way
 LAYER_COLOURS = ((0.0, "#6a5fb5"), (0.5, "#2a83c4"), (1.0, "#17937f"))  # the same, seen as lines on white and on black
 LAYER_DASHES = ("solid", "dash", "dot", "dashdot")
@@ -28,6 +28,9 @@ SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
     "student": ("student", BLUE, "diamond", "solid"),
     "window": ("window control", ORANGE, "square", "dash"),
     "untrained": ("untrained student", GREEN, "cross", "dashdot"),
+    "cache, 2 bits": ("cache, 2 bits", PURPLE, "triangle-down", "longdash"),
+    "cache, 3 bits": ("cache, 3 bits", PURPLE, "star", "longdashdot"),
+    "cache, 4 bits": ("cache, 4 bits", PURPLE, "triangle-up", "2px,5px"),
 }
 MAP_CELLS = {"coloraxis": "coloraxis", "xgap": 2, "ygap": 2, "hoverongaps": False, "textfont": {"size": 11}}
 BAR_PATTERNS = {"teacher": "", "student": "/", "window": ".", "untrained": "x"}

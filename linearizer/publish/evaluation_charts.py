@@ -110,15 +110,16 @@ def draw_error_curve(part: Part[Approximation]) -> Figure | None:
 def draw_rates(part: Part[Speed], of: str) -> Figure:
     """Draw a rate over the length of the text; open markers are extrapolated."""
     speed = part.result
-    figure = new_lengths_figure(speed.lengths)
+    known = {pace.length for subject in speed.subjects for pace in subject.paces if getattr(pace, of) is not None}
+    figure = new_lengths_figure(sorted(known) or speed.lengths)
     rates: list[float] = []
     for subject in speed.subjects:
-        known = [pace for pace in subject.paces if getattr(pace, of) is not None]
-        reasons = [f", extrapolated for lack of {pace.extrapolated}" if pace.extrapolated else "" for pace in known]
+        paces = [pace for pace in subject.paces if getattr(pace, of) is not None]
+        reasons = [f", extrapolated for lack of {pace.extrapolated}" if pace.extrapolated else "" for pace in paces]
         line = subject_line(subject.name, "%{y:.3g} tokens/s at %{x} tokens%{customdata}")
         line = open_markers(line, list(map(bool, reasons)))
-        own = [getattr(pace, of) for pace in known]
-        figure.add_scatter(x=[pace.length for pace in known], y=own, customdata=reasons, **line)
+        own = [getattr(pace, of) for pace in paces]
+        figure.add_scatter(x=[pace.length for pace in paces], y=own, customdata=reasons, **line)
         rates += own
     figure.update_yaxes(title="tokens per second", **log_axis(rates))
     return figure

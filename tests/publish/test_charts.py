@@ -5,6 +5,7 @@ from dataclasses import replace
 
 import pytest
 
+from linearizer.evaluate.setup import RIVAL_BITS
 from linearizer.publish import allocation_charts, chart_style, language_charts, training_charts
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
@@ -188,6 +189,14 @@ def test_models_of_a_comparison_differ_by_marker_and_dash_not_only_by_colour():
     lines = language_charts.draw_recall(TYPED["recall"]).data[:3]
     assert len({line.marker.symbol for line in lines}) == len({line.line.dash for line in lines}) == 3
     assert [line.y[0] for line in lines] == [2.5] * 3
+
+
+def test_no_two_models_of_an_evaluation_look_alike():
+    styles = chart_style.SUBJECT_STYLES.values()
+    assert {f"cache, {bits} bits" for bits in RIVAL_BITS} < chart_style.SUBJECT_STYLES.keys()
+    assert len({marker for *_, marker, _ in styles}) == len({dash for *_, dash in styles}) == len(styles)
+    for _, colour, *_ in styles:
+        assert min(chart_style.contrast(colour, ground) for ground in ("#ffffff", "#000000")) > 3
 
 
 def test_an_evaluation_with_a_control_of_another_name_is_drawn():

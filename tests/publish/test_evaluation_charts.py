@@ -89,6 +89,15 @@ def test_what_was_extrapolated_is_an_open_marker():
     assert beyond["marker"]["symbol"] == ["diamond", "diamond-open"]
 
 
+def test_the_axis_of_rates_ends_where_rates_are_known():
+    result = json.loads(json.dumps(STORED["speed"]))
+    for subject in result["subjects"]:
+        subject["paces"][1].update(read_rate=None, write_rate=None, extrapolated="time")
+    charts = drawn("speed", read_part("speed", result))
+    lengths = {title: charts[title].layout.xaxis.tickvals for title in charts}
+    assert lengths == {"Writing": (1024,), "Reading": (1024,), "Memory": (1024, 4096)}
+
+
 def test_bars_of_tasks_have_standard_errors_and_patterns():
     bars = [trace for trace in figures("tasks")["Scores"]["data"] if trace["type"] == "bar"]
     assert [bar["x"] for bar in bars] == [["piqa, acc"]] * len(NAMES)
