@@ -174,7 +174,7 @@ def start_job(
     visitor, asked = identify_visitor(secret, profile, token), check_options(options)
     plan = actions.make_plan(str(model), read_whole_number(budget), effort, asked)
     job = str(flavor), read_whole_number(minutes) or None, str(push).strip() or None
-    return actions.start_job(visitor, plan, asked, *job, float(most_usd))
+    return actions.start_job(visitor, plan, asked, *job, read_number(most_usd))
 
 
 def run_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> JudgedStatus:
@@ -404,9 +404,13 @@ def describe_status(status: Status) -> RunStatus:
 
 
 def read_whole_number(number: object) -> int:
+    return int(read_number(number, "whole number"))
+
+
+def read_number(number: object, kind: str = "number") -> float:
     if isinstance(number, bool) or not isinstance(number, int | float) or number != number or abs(number) > 2**53:
-        raise RequestError(f"{str(number)[:40]!r} is no whole number: give one")
-    return int(number)
+        raise RequestError(f"{str(number)[:40]!r} is no {kind}: give one")
+    return number
 
 
 def check_options(options: object) -> dict[str, Any]:

@@ -14,6 +14,7 @@ from linearizer.jobs import control
 from linearizer.page import actions, cards, plan_cards, runs_cards, sending, students, warmup
 from linearizer.page.calls import Profile, Token, identify_visitor, refusals_on_page
 from linearizer.page.example import EXAMPLE_NAME, has_example
+from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import MIN_SECRET_CHARACTERS, Visitor, new_secret, on_space
 from linearizer.progress import Progress
 from linearizer.publish import html
@@ -65,12 +66,12 @@ def open_page(memory: Memory, address: str | None, profile: Profile, token: Toke
 
 @refusals_on_page()
 def search_models(memory: Memory, key: gr.KeyUpData, profile: Profile, token: Token) -> Any:
-    """Search while the visitor types."""
+    """Search while the visitor types; without a network the field says so."""
     try:
-        names = actions.search_models(read_visitor(memory, profile, token), key.input_value)
-    except RequestError:  # no network: what was typed may be a folder, or in the cache
-        names = []
-    return gr.Dropdown(choices=names)
+        names, about = actions.search_models(read_visitor(memory, profile, token), key.input_value), SEARCH_ABOUT
+    except RequestError as error:  # what was typed may be a folder, or in the cache
+        names, about = [], str(error)
+    return gr.Dropdown(choices=names, info=about)
 
 
 def watch_run(memory: Memory, name: str | None) -> tuple[Any, ...]:

@@ -14,6 +14,7 @@ from linearizer.page.visitors import on_space, signs_in
 from linearizer.publish.glossary import glossary_html
 from linearizer.run.plan import DEFAULT_BUDGET
 
+SEARCH_ABOUT = "type to search; Enter takes what you typed"
 MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches
 
 

@@ -36,7 +36,7 @@ def show_model(model: str | None, memory: Memory, profile: Profile, token: Token
     """Say what a model is."""
     closed = gr.Button(interactive=False), gr.Tab(interactive=False), gr.skip()  # the second step needs a model
     if not model:
-        return "", None, *closed
+        return html.message_box("No model is named: type one, or take the demo."), None, *closed
     try:
         examined = actions.examine_model(read_visitor(memory, profile, token), model)
     except RequestError as error:

@@ -10,7 +10,7 @@ import gradio as gr
 from linearizer.page import hub_jobs, plan_form
 from linearizer.page.actions import EFFORTS
 from linearizer.page.example import EXAMPLE_NAME, has_example
-from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET, lead
+from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET, SEARCH_ABOUT, lead
 from linearizer.page.picture import PICTURE
 from linearizer.page.ways import USUAL_PAPER, recipe_choices, way_choices
 from linearizer.publish.html import message_box
@@ -55,7 +55,7 @@ def choose_model(ui: SimpleNamespace) -> None:
             value=None,
             allow_custom_value=True,
             label="Model",
-            info="type to search; Enter takes what you typed",
+            info=SEARCH_ABOUT,
             scale=5,
             min_width=260,
             elem_id="model",
