@@ -37,6 +37,7 @@ HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "ap
 QUICK: dict[str, Any] = {**HIDDEN, "queue": False}
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
 PAIR = (("One run", "first"), ("Another run", "second"))
+QUEUE_SECONDS = 0.02  # between two looks of an idle server for work: Gradio looks a thousand times a second
 MAX_SESSIONS = 200  # whose state is kept, of about 0.4 MB each; an open page asks every second and stays among them
 ONCE: dict[str, Any] = {**SLOW, "show_progress_on": [], "trigger_mode": "once"}
 
@@ -235,6 +236,7 @@ def serve(port: int | None = None, host: str | None = None, wait: bool = True) -
     known = inspect.signature(gr.Blocks.launch).parameters
     history = {"run_history": False} if "run_history" in known else {}  # Gradio would keep what was asked, in browsers
     site = build().queue(max_size=64, api_open=True)
+    site._queue.sleep_when_free = QUEUE_SECONDS
     return site.launch(
         server_name=host or ("0.0.0.0" if on_space() else None),
         server_port=port,
