@@ -240,7 +240,7 @@ def side_card(side: Side | None) -> str:
 def files_table(files: Sequence[tuple[str, int]], total: int) -> str:
     """List what would be published."""
     rows = [[name, size(count)] for name, count in files]
-    return table("Files", ("file", "size"), [*rows, ["in all", size(total)]])
+    return folded(f"{len(files)} files, {size(total)} in all", table("", ("file", "size"), rows, label="Files"))
 
 
 def published_card(published: Mapping[str, Any]) -> str:

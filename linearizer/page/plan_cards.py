@@ -63,7 +63,7 @@ def feature_unit(layers: Sequence[Layer]) -> int:
 def cost_card(features: float, worth: float, state: str, smaller: str, rows: Sequence[Sequence[str]]) -> str:
     """Say what a state is, and what teacher and student remember of long texts."""
     held = ("mean features per KV head", features) if features else ("worth in features per KV head", worth)
-    pairs = [(held[0], f"{held[1]:.1f}"), ("state", state), ("smaller than the cache", smaller)]
+    pairs = [("state", state), ("smaller than the cache", smaller), (held[0], f"{held[1]:.1f}")]
     loud = announcement(f"state {state}, smaller than the cache {smaller}")
     return f"<div{loud}>{values_list(pairs, 'lz-wide')}{table('Memory of teacher and student', ROW_TITLES, rows)}</div>"
 

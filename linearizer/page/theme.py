@@ -210,6 +210,8 @@ progress::-moz-progress-bar { background: var(--slider-color); }
 .lz-options > .form, .lz-options:not(:has(> .form)) { display: grid !important; gap: 1rem 1.25rem;
   grid-template-columns: repeat(auto-fill, minmax(16rem, 1fr));
   align-items: end; }
+input:checked:hover { background-color: var(--checkbox-background-color-selected) !important;
+  border-color: var(--checkbox-border-color-selected) !important; }
 input[type=range]::-webkit-slider-thumb { background: var(--slider-color) !important; }
 input[type=range]::-moz-range-thumb { background: var(--slider-color) !important; }
 .dark input[type=range] { --neutral-200: var(--border-color-primary); }

@@ -82,6 +82,7 @@ def recipe_choices() -> list[tuple[str, str]]:
     for name in sorted(LISTED, key=lambda name: not RECIPES[name].reference):  # published methods first
         recipe = RECIPES[name]
         label = recipe.label[:1].upper() + recipe.label[1:]
-        lines = label, recipe.about, recipe.reference or "Ours.", expected_quality(name)
+        about = recipe.about.replace("--may-grow", "“May grow”")
+        lines = label, about, recipe.reference or "Ours.", expected_quality(name)
         choices.append(("\n".join(filter(None, lines)), name))
     return choices

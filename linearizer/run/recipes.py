@@ -60,7 +60,7 @@ RECIPES: Mapping[str, Recipe] = {
         "2025, arXiv:2410.10819",
     ),
     "paper": Recipe(
-        "the published method, to the letter",
+        "the published method",
         "positive random features by the degrees of freedom of a layer, trained by layer",
         {"strategy": "dof", "feature_map": "prf", "per": "query", "gauge": "raw", "steps": 60, **WITHOUT_WINDOW},
         "Nishikawa, Higuchi and Suzuki, Degrees of Freedom for Linear Attention: Distilling Softmax Attention with "
