@@ -1,7 +1,8 @@
-"""Take the pictures of the README:  python -m tests.benchmarks.screenshots  (four minutes; needs Chromium).
+"""Take the README's picture of the page:  python -m tests.benchmarks.screenshots  (a minute; needs Chromium).
 
-The pictures of a profile and an evaluation are those of the finished example that comes with the package; only the one
-in which both models write needs a run. `--only example` takes the former alone.
+With `--look FOLDER` every step is pictured there instead, at three widths, light and dark, to be looked at: before and
+after a choice, of the finished example, of a run that has nothing to show yet, of a finished run, and the list of runs.
+A line says what scrolls sideways.
 """
 
 import argparse
@@ -9,103 +10,117 @@ import tempfile
 from pathlib import Path
 
 from tests import conftest  # noqa: F401  (the stand-in Hub, before huggingface_hub is imported)
-from tests.support.page_server import browsing, looking, serving
+from tests.support.page_server import FITS, SCHEMES, SMALL, browsing, finished, looking, serving, show_in
 
 ASSETS = Path(__file__).parents[2] / "assets"
-PROMPT = "The for statement is used to iterate over"
-SIZE = {"width": 1360, "height": 860}
-WIDE = {"viewport": SIZE, "device_scale_factor": 2}
-NARROW = {"viewport": {"width": 390, "height": 844}, "device_scale_factor": 2}
-WAIT = 900_000
+SIZE = {"width": 1360, "height": 1720}
+WIDTHS = {1440: 1000, 768: 1024, 390: 844}  # pixels of screens, with their heights
+STEPS = (5, 4, 3, 2, 1)
+FOLDED = ("Advanced", "Do this elsewhere", "Work in a job")
 
 
-def begin(page):
-    """Press through to a run of the demo model."""
-    page.click("#demo")
-    page.wait_for_selector("#model-card .lz-good")
-    page.click("#to-budget")
-    page.get_by_role("spinbutton").first.fill("128")
-    page.keyboard.press("Tab")
-    page.get_by_label("Try it").check()
-    page.wait_for_selector("#machine .lz-good")
-    page.wait_for_timeout(1500)
-    page.evaluate("window.scrollTo(0, 0)")
-    page.screenshot(path=ASSETS / "page-budget.png")
-    page.click("#start")
-    page.wait_for_selector("#run-card .lz-done", timeout=WAIT)
+def take_profile(browser, url):
+    """Picture the profile step of the finished example."""
+    with looking(browser, f"{url}?run=example-run", viewport=SIZE, device_scale_factor=2) as page:
+        page.click("#step-3-button")
+        page.wait_for_selector("#step-3 .heatmaplayer")
+        page.wait_for_selector("#bars .barlayer .point", state="attached")
+        page.wait_for_timeout(1500)
+        page.screenshot(path=ASSETS / "page-profile-light.png")
 
 
-def compare(page, scheme):
-    """Let both models write, and picture it."""
-    page.wait_for_selector("#compare:enabled")
-    page.get_by_label("Prompt").fill(PROMPT)
-    page.get_by_role("button", name="Write", exact=True).click()
-    page.wait_for_selector("#compare-note .lz-message", timeout=WAIT)
-    picture(page, f"compare-{scheme}")
+class Pictures:
+    """Pictures of one page, which is shown in the light and in the dark."""
+
+    def __init__(self, page, folder, width):
+        self.page, self.folder, self.width = page, folder, width
+
+    def take(self, name):
+        """Picture the whole page in both schemes."""
+        for scheme in SCHEMES:
+            show_in(self.page, scheme)
+            self.page.wait_for_timeout(700)
+            if not self.page.evaluate(FITS):
+                print(f"{name} scrolls sideways at {self.width} pixels, {scheme}")
+            self.page.screenshot(path=self.folder / f"{name}-{self.width}-{scheme}.png", full_page=True)
+
+    def take_choices(self):
+        """Picture the first two steps, from the landing page on."""
+        self.take("1-landing")
+        self.page.click("#demo")
+        self.page.wait_for_selector("#model-card .lz-good")
+        self.take("1-model")
+        self.page.click("#to-budget")
+        self.page.wait_for_selector("#machine .lz-good")
+        self.take("2-budget")
+        self.page.locator("#way input[value=paper]").check()
+        self.page.wait_for_selector("#recipe")
+        for title in FOLDED:
+            self.page.get_by_role("button", name=title).click()
+        self.page.locator("#flavor input").click()
+        self.page.get_by_role("option").first.click()
+        self.page.click("#job-offer")
+        self.page.wait_for_selector("#job-question .lz-message, .toast-body")
+        self.take("2-unfolded")
+
+    def take_run(self, name, ready):
+        """Picture every step of a run, from the last on."""
+        for step in STEPS:
+            self.page.click(f"#step-{step}-button")
+            self.page.wait_for_selector(f"#step-{step} h2", state="visible")
+            if step in ready:
+                self.page.wait_for_selector(ready[step])
+            self.take(f"{step}-{name}")
+
+    def take_publishing(self):
+        """Picture a document that was read, and what would be sent."""
+        self.page.get_by_label("Prompt").fill("The for statement is used to iterate over")
+        self.page.get_by_role("button", name="Write", exact=True).click()
+        self.page.wait_for_selector("#compare-note .lz-message")
+        for title in ("Read a document once", "Publish to the Hub"):
+            self.page.get_by_role("button", name=title).click()
+        self.page.get_by_role("button", name="Show what will be sent").click()
+        self.page.wait_for_selector("#files details")
+        self.take("5-published")
+
+    def take_list(self, *names):
+        """Picture the list of runs, and two of them side by side."""
+        for place, name in zip(("#first", "#second"), names, strict=True):
+            self.page.locator(f"{place} input").fill(name)
+            self.page.locator(f"{place} input").press("Enter")
+        self.page.wait_for_selector("#compared table")
+        self.take("6-runs")
 
 
-def take_part(page, part, name, height):
-    """Picture one part of an evaluation, from its heading on, in a window of a height that shows it."""
-    before = page.viewport_size
-    page.set_viewport_size({**before, "height": height})
-    page.click("#step-5-button")
-    page.wait_for_selector(f"#part-{part} .js-plotly-plot .legendtext, #part-{part} .heatmap-label")
-    page.wait_for_timeout(1500)
-    page.evaluate("(part) => document.querySelector(`#part-${part}`).scrollIntoView()", part)
-    page.wait_for_timeout(500)
-    page.screenshot(path=ASSETS / f"page-{name}.png")
-    page.set_viewport_size(before)
+def take_all(browser, server, folder):
+    """Picture every step at three widths in both schemes."""
+    from linearizer.run.folder import Run
+    from linearizer.run.plan import Plan
 
-
-def take_profile(page, name, top=None):
-    """Picture the profile step once its maps and its bars are drawn; `top` is where the picture begins."""
-    page.click("#step-3-button")
-    page.wait_for_selector("#step-3 .heatmaplayer")
-    page.wait_for_selector("#bars .barlayer .point", state="attached")
-    picture(page, name, top)
-
-
-def picture(page, name, top=None):
-    page.wait_for_timeout(1500)
-    page.evaluate("(top) => top ? document.querySelector(top).scrollIntoView() : window.scrollTo(0, 0)", top)
-    page.wait_for_timeout(300)
-    page.screenshot(path=ASSETS / f"page-{name}.png")
-
-
-def take_example(browser, url):
-    """Picture the finished example."""
-    example = f"{url}?run=example-run"
-    for scheme in ("light", "dark"):
-        with looking(browser, example, color_scheme=scheme, **{**WIDE, "viewport": {**SIZE, "height": 1720}}) as page:
-            take_profile(page, f"profile-{scheme}")
-        with looking(browser, example, color_scheme=scheme, **WIDE) as page:
-            take_part(page, "recall", f"evaluation-{scheme}", 680)
-    with looking(browser, example, **NARROW) as page:
-        take_part(page, "needle", "evaluation-narrow", 1320)
-        take_profile(page, "narrow", "#step-3 .lz-chart")
-    with looking(browser, url, **WIDE) as page:
-        page.wait_for_selector("#hero svg")
-        picture(page, "landing")
-
-
-def take_run(browser, url):
-    """Picture the choice of a budget, and what both models of its run write."""
-    with looking(browser, url, **WIDE) as page:
-        begin(page)
-        address = page.url
-    for scheme in ("light", "dark"):
-        with looking(browser, address, color_scheme=scheme, **{**WIDE, "viewport": {**SIZE, "height": 1240}}) as page:
-            compare(page, scheme)
+    folder.mkdir(parents=True, exist_ok=True)
+    own = finished(server.url, SMALL)
+    Run.create(server.runs / "new", Plan.of(model="demo", budget=64))
+    drawn = {5: "#part-speed .js-plotly-plot", 3: "#step-3 .heatmaplayer"}
+    for width, height in WIDTHS.items():
+        for address, work in (
+            ("", lambda pictures: pictures.take_choices()),
+            ("?run=example-run", lambda pictures: pictures.take_run("example", drawn)),
+            ("?run=new", lambda pictures: pictures.take_run("new", {})),
+            (f"?run={own}", lambda pictures: pictures.take_run("own", {4: "#step-4 .js-plotly-plot"})),
+            (f"?run={own}", lambda pictures: pictures.take_publishing()),
+            ("runs", lambda pictures: pictures.take_list(own, "example-run")),
+        ):
+            with looking(browser, server.url + address, viewport={"width": width, "height": height}) as page:
+                work(Pictures(page, folder, width))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--only", choices=("example", "run"))
-    only = parser.parse_args().only
-    with tempfile.TemporaryDirectory() as folder, serving(Path(folder) / "runs") as (url, *_), browsing() as browser:
-        for name, take in (("example", take_example), ("run", take_run)):
-            if only in (None, name):
-                take(browser, url)
+    parser.add_argument("--look", type=Path, metavar="FOLDER")
+    folder = parser.parse_args().look
+    with tempfile.TemporaryDirectory() as runs, serving(Path(runs) / "runs", HF_TOKEN="hf_fake_ann") as server:
+        with browsing() as browser:
+            take_all(browser, server, folder) if folder else take_profile(browser, server.url)
 
 
 if __name__ == "__main__":
