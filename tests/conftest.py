@@ -31,7 +31,7 @@ if not torch.cuda.is_available():
 
 import pytest  # noqa: E402  (huggingface_hub reads the environment when it is imported, and pytest's plugins may)
 
-LONGEST = "page/test_api page/test_journey page cli jobs runtime test_ train publish model benchmarks".split()
+LONGEST = "page/test_on_space page/test_journey page cli jobs runtime test_ train publish model benchmarks".split()
 
 
 @pytest.fixture

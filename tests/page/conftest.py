@@ -4,7 +4,7 @@ import shutil
 
 import pytest
 
-from tests.support.page_server import SPACE, browsing, serving
+from tests.support.page_server import SPACE, SPACE_MINUTES, browsing, serving
 
 
 @pytest.fixture(scope="package")
@@ -22,7 +22,8 @@ def local(tmp_path_factory):
 
 @pytest.fixture(scope="package")
 def space(tmp_path_factory):
-    with serving(tmp_path_factory.mktemp("space") / "runs", **SPACE) as server:
+    limits = {"LINEARIZER_SPACE_MINUTES": str(SPACE_MINUTES)}
+    with serving(tmp_path_factory.mktemp("space") / "runs", **SPACE, **limits) as server:
         yield server
 
 

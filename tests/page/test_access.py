@@ -4,7 +4,7 @@ import pytest
 
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from tests.support.page_server import LONG, SCHEMES, looking, show_in, wrong_in_both_schemes
+from tests.support.page_server import LONG, SCHEMES, looking, show_in, wait_until_true, wrong_in_both_schemes
 
 
 @pytest.mark.parametrize("width", [1280, 390])
@@ -76,7 +76,7 @@ def test_words_in_figures_stand_out_from_the_ground_in_both_schemes(local, brows
     with looking(browser, f"{local.url}?run={done}") as page:
         for step, least in ((5, 20), (4, 8), (3, 20)):
             page.click(f"#step-{step}-button")
-            page.wait_for_function(f"document.querySelectorAll('#step-{step} .js-plotly-plot text').length > {least}")
+            wait_until_true(page, f"document.querySelectorAll('#step-{step} .js-plotly-plot text').length > {least}")
             for scheme in SCHEMES:
                 show_in(page, scheme)
                 words = page.evaluate(INK)
@@ -104,7 +104,7 @@ def test_the_focus_is_seen_wherever_the_keyboard_takes_it(local, browser, width)
         page.wait_for_selector("#model-card .lz-good")
         page.locator("#to-budget").press("Enter")
         page.wait_for_selector("#efforts table")
-        page.wait_for_function("document.activeElement.tagName === 'H2'")  # the new step's, not the top of the page
+        wait_until_true(page, "document.activeElement.tagName === 'H2'")  # the new step's, not the top of the page
         seen = []
         for _ in range(40):
             page.keyboard.press("Tab")
@@ -126,8 +126,8 @@ def tab_to(page, there, limit=40):
 
 
 def heard(page, words):
-    page.wait_for_function(
-        "(words) => document.querySelector('#heard').textContent.includes(words)", arg=words, timeout=LONG
+    wait_until_true(
+        page, "(words) => document.querySelector('#heard').textContent.includes(words)", words, timeout=LONG
     )
 
 
@@ -150,7 +150,7 @@ def test_the_whole_journey_goes_by_keyboard_alone_and_is_heard(local, browser):
         page.keyboard.press("Space")
         tab_to(page, "#effort input")
         page.keyboard.press("Space")  # Gradio's radio buttons are no group: each is a stop of its own
-        page.wait_for_function("document.querySelector('#efforts').innerText.includes('Try it ✓')")
+        wait_until_true(page, "document.querySelector('#efforts').innerText.includes('Try it ✓')")
         tab_to(page, "#start")
         page.keyboard.press("Enter")
         page.wait_for_url("**/?run=*")
@@ -159,11 +159,11 @@ def test_the_whole_journey_goes_by_keyboard_alone_and_is_heard(local, browser):
         page.wait_for_selector("#compare:enabled")
         tab_to(page, "#compare")
         page.keyboard.press("Enter")
-        page.wait_for_function("document.querySelector('#student').innerText.length > 20", timeout=LONG)
+        wait_until_true(page, "document.querySelector('#student').innerText.length > 20", timeout=LONG)
 
 
 def test_a_narrow_screen_says_what_the_run_does_without_the_sidebar(local, browser, done):
     with looking(browser, f"{local.url}?run={done}", viewport={"width": 390, "height": 844}) as page:
-        page.wait_for_function("document.querySelector('#now').innerText.includes('done')")
+        wait_until_true(page, "document.querySelector('#now').innerText.includes('done')")
         assert page.locator("#heard").get_attribute("role") == "status"
         assert not page.locator("#sidebar #leave").is_visible()

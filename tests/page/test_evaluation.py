@@ -1,18 +1,15 @@
 """A student is evaluated from the page and by its API: it survives a reload, is stopped, goes on, and is one's own."""
 
 import shutil
-import time
 
 import pytest
-from gradio_client.exceptions import AppError
 
 from linearizer.jobs import control
-from linearizer.page.visitors import hash_identity
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run
 from tests.support.evaluation_results import STORED
-from tests.support.page_server import FITS, LONG, client_of, looking, shown, wrong_in_both_schemes
+from tests.support.page_server import FITS, LONG, client_of, looking, shown, wait_until_true, wrong_in_both_schemes
 
 ANN, BOB = "ann evaluates, a long secret", "bob evaluates, a long secret"
 QUICK = {"texts": 2, "seconds": 0.2, "lengths": [160]}
@@ -23,13 +20,6 @@ def done(local, done):
     """Name a run that has a student, of which nothing was measured besides."""
     shutil.copytree(local.runs / done, local.runs / "evaluated")
     return "evaluated"
-
-
-def evaluated(client, run, secret):
-    while (result := client.predict(run, secret, api_name="/evaluation_status"))["state"] != "done":
-        assert result["state"] in control.LIVE, result
-        time.sleep(0.1)
-    return result
 
 
 def choose(page, *parts):
@@ -51,7 +41,7 @@ def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(local, 
         page.wait_for_selector("#part-language .lz-table", state="attached", timeout=LONG)  # folded
         page.wait_for_selector("#part-language .js-plotly-plot .legendtext >> text=untrained student")
         shown(page, "#evaluating", "Evaluated", LONG)
-        page.wait_for_function("document.querySelector('#heard').textContent.startsWith('Evaluated')")
+        wait_until_true(page, "document.querySelector('#heard').textContent.startsWith('Evaluated')")
         page.wait_for_selector("#part-needle .js-plotly-plot .heatmaplayer >> nth=0")
         assert page.locator("#part-language .js-plotly-plot").count() == 3
         assert page.locator("#part-speed").count() == 0 or not page.locator("#part-speed").is_visible()
@@ -98,38 +88,11 @@ def test_a_narrow_screen_shows_all_parts_and_no_place_for_what_cannot_be_drawn(l
         for part in PARTS:
             page.wait_for_selector(f"#part-{part} .js-plotly-plot")
             count = len(PART_VIEWS[part].charts) - (part == "recall")
-            page.wait_for_function(
+            wait_until_true(
+                page,
                 "([part, count]) => document.querySelectorAll(`#part-${part} .js-plotly-plot`).length == count",
-                arg=[part, count],
+                [part, count],
             )
         assert not page.get_by_text("Longer texts").is_visible()
         assert wrong_in_both_schemes(page) == []
         assert page.evaluate(FITS)
-
-
-def test_one_visitor_never_sees_or_touches_anothers(local, space, done):
-    run = "hers"
-    shutil.copytree(local.runs / done, space.runs / hash_identity(f"secret {ANN}") / run)
-    client = client_of(space.url)
-    with pytest.raises(AppError, match="none of your runs"):
-        client.predict(run, ["language"], QUICK, BOB, api_name="/evaluate_run")
-    for name in ("evaluation_status", "stop_evaluation"):
-        with pytest.raises(AppError, match="none of your runs"):
-            client.predict(run, BOB, api_name=f"/{name}")
-    assert client.predict(run, ANN, api_name="/evaluation_status")["state"] in (None, "done")
-    preview = client.predict(run, "ann/hers", True, ANN, api_name="/preview_publication")  # nobody is signed in
-    assert "README.md" in dict(preview["files"]) and not preview["checked"]
-    for options, why in (
-        ({"text": "file:/etc/passwd"}, "text comes from"),
-        ({"task_folder": "/etc"}, "tasks are named as lm_eval knows them"),
-        ({"texts": 500}, "texts 500 is more than this Space serves"),
-        ({"texts": "many"}, "give a whole number"),
-        ({"parts": "language"}, "give a list"),
-        ({"pieces": 1}, "pieces is unknown: there are curve_steps, "),
-    ):
-        with pytest.raises(AppError, match=why):
-            client.predict(run, None, options, ANN, api_name="/evaluate_run")
-    assert client.predict(run, ["language"], QUICK, ANN, api_name="/evaluate_run") in control.LIVE
-    result = evaluated(client, run, ANN)
-    assert [subject["name"] for subject in result["found"]["language"]["subjects"]][:2] == ["teacher", "student"]
-    assert "/" + "runs" not in str(result)

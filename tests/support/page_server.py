@@ -44,6 +44,7 @@ SPACE = {  # what the Hub sets in a Space
     "OPENID_PROVIDER_URL": "http://127.0.0.1:9",
 }
 
+SPACE_MINUTES = 4  # that a run may work on the Space of the tests
 LONG = 120_000  # milliseconds that a run on a busy machine may take
 FITS = "() => document.documentElement.scrollWidth <= document.documentElement.clientWidth + 1"
 
@@ -165,7 +166,7 @@ def browsing():
             browser.close()
 
 
-IDLE = {}  # browser -> contexts that no page is open in, with nothing of a visitor but the page's own scripts
+IDLE = {}  # browser -> pages with nothing of a visitor but the page's own scripts, compiled
 SCREEN = {"width": 1280, "height": 900}
 SCHEMES = ("light", "dark")
 
@@ -175,16 +176,21 @@ def looking(browser, url, viewport=SCREEN, color_scheme="light", anew=False, **h
     """Open a page as a visitor of their own; afterwards nothing may have gone wrong in its console.
 
     Gradio aborts its stream when a page is left or loaded again, and the browser says so. Unless the browser starts
-    `anew`, it has what visitors before have loaded of the page's own scripts.
+    `anew`, it has what visitors before have loaded of the page's own scripts. Nothing moves: a browser that draws
+    without a graphics card is busy with what does.
     """
     idle, own = IDLE.setdefault(browser, []), anew or bool(how)
-    context = browser.new_context(viewport=viewport, **how) if own or not idle else idle.pop()
-    page, wrong, origin = context.new_page(), [], "/".join(url.split("/")[:3])
+    page = browser.new_context(viewport=viewport, **how).new_page() if own or not idle else idle.pop()
+    context, wrong, origin = page.context, [], "/".join(url.split("/")[:3])
     page.set_default_timeout(60_000)
     page.set_viewport_size(viewport)
-    page.emulate_media(color_scheme=color_scheme)
-    page.on("console", lambda message: wrong.append(where(message)) if bad(message, origin) else None)
-    page.on("pageerror", lambda error: None if "AbortError" in str(error) else wrong.append(f"{error} {error.stack}"))
+    page.emulate_media(color_scheme=color_scheme, reduced_motion="reduce")
+    listening = {
+        "console": lambda message: wrong.append(where(message)) if bad(message, origin) else None,
+        "pageerror": lambda error: None if "AbortError" in str(error) else wrong.append(f"{error} {error.stack}"),
+    }
+    for event, listener in listening.items():
+        page.on(event, listener)
     try:
         page.goto(url)
         page.wait_for_selector(".lz-head h1")
@@ -195,14 +201,17 @@ def looking(browser, url, viewport=SCREEN, color_scheme="light", anew=False, **h
         page.evaluate("() => { localStorage.clear(); sessionStorage.clear() }")
         context.clear_cookies()
         for opened in context.pages:
-            opened.close()
+            if opened != page:
+                opened.close()
+        for event, listener in listening.items():
+            page.remove_listener(event, listener)
     except BaseException:
         context.close()
         raise
     if own:
         context.close()
     else:
-        idle.append(context)
+        idle.append(page)
 
 
 def wrong_in_both_schemes(page):
@@ -217,15 +226,17 @@ def wrong_in_both_schemes(page):
 def show_in(page, scheme):
     """Show an open page in the light or in the dark."""
     page.emulate_media(color_scheme=scheme)
-    page.wait_for_function("(dark) => document.body.classList.contains('dark') == dark", arg=scheme == "dark")
+    wait_until_true(page, "(dark) => document.body.classList.contains('dark') == dark", scheme == "dark")
 
 
 def wrong(page, rules):
     """List what some rules of axe find against WCAG and good practice, apart from what is Gradio's own."""
-    from axe_playwright_python.sync_playwright import Axe
+    from axe_playwright_python.base import AXE_SCRIPT
 
-    page.wait_for_timeout(300)  # colours fade
-    result = Axe().run(page, options={"resultTypes": ["violations"], **rules}).response["violations"]
+    if not page.evaluate("() => 'axe' in window"):
+        page.evaluate(AXE_SCRIPT)
+    options = {"resultTypes": ["violations"], "preload": False, **rules}
+    result = page.evaluate("async (options) => (await axe.run(options)).violations", options)
     return [
         (violation["id"], node["html"][:200])
         for violation in result
@@ -263,8 +274,14 @@ def session_of(account, secret="client-secret"):
 
 
 def shown(page, selector, text, timeout=120_000):
-    page.wait_for_function(
+    wait_until_true(
+        page,
         "([where, what]) => document.querySelector(where)?.innerText.includes(what)",
-        arg=[selector, text],
+        [selector, text],
         timeout=timeout,
     )
+
+
+def wait_until_true(page, script, argument=None, timeout=120_000):
+    """Wait for what a script says of a page; to ask at every frame would have the browser draw all the time."""
+    return page.wait_for_function(script, arg=argument, polling=100, timeout=timeout)
