@@ -70,7 +70,7 @@ def search_models(memory: Memory, key: gr.KeyUpData, profile: Profile, token: To
     try:
         names, about = actions.search_models(read_visitor(memory, profile, token), key.input_value), SEARCH_ABOUT
     except RequestError as error:  # what was typed may be a folder, or in the cache
-        names, about = [], str(error)
+        names, about = [], html.without_folders(str(error))
     return gr.Dropdown(choices=names, info=about)
 
 

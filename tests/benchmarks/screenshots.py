@@ -1,8 +1,8 @@
 """Take the README's picture of the page:  python -m tests.benchmarks.screenshots  (a minute; needs Chromium).
 
-With `--look FOLDER` every step is pictured there instead, at three widths, light and dark, to be looked at: before and
-after a choice, of the finished example, of a run that has nothing to show yet, of a finished run, and the list of runs.
-A line says what scrolls sideways.
+With `--look FOLDER` every step is pictured there instead, at three widths (or at some `--width`), light and dark, to be
+looked at: before and after a choice, of the finished example, of a run that has nothing to show yet, of a finished run,
+and the list of runs. A line says what scrolls sideways.
 """
 
 import argparse
@@ -92,8 +92,8 @@ class Pictures:
         self.take("6-runs")
 
 
-def take_all(browser, server, folder):
-    """Picture every step at three widths in both schemes."""
+def take_all(browser, server, folder, widths):
+    """Picture every step at some widths in both schemes."""
     from linearizer.run.folder import Run
     from linearizer.run.plan import Plan
 
@@ -101,7 +101,7 @@ def take_all(browser, server, folder):
     own = finished(server.url, SMALL)
     Run.create(server.runs / "new", Plan.of(model="demo", budget=64))
     drawn = {5: "#part-speed .js-plotly-plot", 3: "#step-3 .heatmaplayer"}
-    for width, height in WIDTHS.items():
+    for width in widths:
         for address, work in (
             ("", lambda pictures: pictures.take_choices()),
             ("?run=example-run", lambda pictures: pictures.take_run("example", drawn)),
@@ -110,17 +110,18 @@ def take_all(browser, server, folder):
             (f"?run={own}", lambda pictures: pictures.take_publishing()),
             ("runs", lambda pictures: pictures.take_list(own, "example-run")),
         ):
-            with looking(browser, server.url + address, viewport={"width": width, "height": height}) as page:
+            with looking(browser, server.url + address, viewport={"width": width, "height": WIDTHS[width]}) as page:
                 work(Pictures(page, folder, width))
 
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--look", type=Path, metavar="FOLDER")
-    folder = parser.parse_args().look
+    parser.add_argument("--width", type=int, choices=WIDTHS, nargs="*", default=[*WIDTHS])
+    asked = parser.parse_args()
     with tempfile.TemporaryDirectory() as runs, serving(Path(runs) / "runs", HF_TOKEN="hf_fake_ann") as server:
         with browsing() as browser:
-            take_all(browser, server, folder) if folder else take_profile(browser, server.url)
+            take_all(browser, server, asked.look, asked.width) if asked.look else take_profile(browser, server.url)
 
 
 if __name__ == "__main__":
