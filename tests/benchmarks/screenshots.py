@@ -58,9 +58,9 @@ class Pictures:
         for title in FOLDED:
             self.page.get_by_role("button", name=title).click()
         self.page.locator("#flavor input").click()
-        self.page.get_by_role("option").first.click()
+        self.page.get_by_role("option", name="Nvidia L4").click()
         self.page.click("#job-offer")
-        self.page.wait_for_selector("#job-question .lz-message, .toast-body")
+        self.page.wait_for_selector("#job-question .lz-message")
         self.take("2-unfolded")
 
     def take_run(self, name, ready):
@@ -110,7 +110,9 @@ def take_all(browser, server, folder, widths):
             (f"?run={own}", lambda pictures: pictures.take_publishing()),
             ("runs", lambda pictures: pictures.take_list(own, "example-run")),
         ):
-            with looking(browser, server.url + address, viewport={"width": width, "height": WIDTHS[width]}) as page:
+            with looking(browser, server.url, viewport={"width": width, "height": WIDTHS[width]}) as page:
+                page.goto(server.url + address)
+                page.wait_for_selector("#runs table" if address == "runs" else "#heard", state="attached")
                 work(Pictures(page, folder, width))
 
 
