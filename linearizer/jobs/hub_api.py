@@ -51,7 +51,7 @@ class Hardware:
 
     @property
     def in_words(self) -> str:
-        parts = (self.title, self.gpu, f"{self.memory} memory", f"${self.usd_per_hour:.2f} an hour")
+        parts = (self.title, f"${self.usd_per_hour:.2f} an hour", self.gpu, f"{self.memory} memory")
         return ", ".join(filter(None, parts))
 
 

@@ -87,8 +87,8 @@ def draw_changes(
 ) -> list[Any]:
     """Send the pieces that are new since this page was last drawn."""
     name = run_name(memory)
-    if name is None:
-        return show_no_run()
+    if name is None:  # where nothing was shown yet, steps stay as the visitor has opened them
+        return show_no_run() if seen else in_order({})
     try:
         run = read_visitor(memory, profile, token).find_run(name)
         parts = run_state.read_pieces(run, time.time())

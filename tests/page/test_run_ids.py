@@ -53,3 +53,9 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
     control.delete(run)
     run = Run(shutil.copytree(trained_run, tmp_path / "demo-64"))
     assert students.load_pair(run, someone) is not first
+
+
+def test_only_a_page_that_leaves_a_run_closes_the_steps_behind_the_first():
+    step = polling.OUTPUTS.index("step_2")
+    fresh, left = (polling.draw_changes({"run": None}, seen, 2, False, None, None) for seen in ({}, {"shown": "1"}))
+    assert "interactive" not in fresh[step] and left[step].interactive is False
