@@ -12,7 +12,6 @@ from linearizer.page import cards, plan_form, polling, run_state
 from linearizer.page.example import EXAMPLE_NAME
 from linearizer.page.ways import WAYS
 from linearizer.publish.allocation_charts import describe_head
-from linearizer.publish.push import list_warnings
 from linearizer.publish.verdict import judge_run
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
@@ -134,8 +133,6 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_load
         page.get_by_role("button", name="Show what will be sent").click()
         page.locator("#files summary").click()
         shown(page, "#files", "config.json")
-        warned = page.locator("#preview-note .lz-bad").all_inner_texts()
-        assert len(warned) == len(list_warnings(run)) > 0  # three steps make a bad student
         assert ("models", "ann/from-the-page") not in hub.repos
         page.get_by_role("button", name="Publish", exact=True).click()
         shown(page, "#sent", "Published as ann/from-the-page", LONG)
@@ -295,8 +292,6 @@ def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(local, browse
         begun = time.monotonic()
         model.press_sequentially("x")
         shown(page, "#model", "the Hub cannot be searched")
-        model.press("Enter")
-        shown(page, "#model-card", "'org/falconx' cannot be had")
         assert time.monotonic() - begun < 10
 
 

@@ -16,6 +16,8 @@ from gradio_client.exceptions import AppError
 
 from linearizer.jobs import control, queue
 from linearizer.page.visitors import hash_identity
+from linearizer.publish.verdict import judge_run
+from linearizer.run.folder import Run
 from tests.support.page_server import SMALL, SPACE_MINUTES, client_of, end_runs, ended, looking, session_of, shown
 
 ANN, BOB = "ann's secret, long enough", "bob's secret, long enough"
@@ -128,6 +130,8 @@ def test_two_visitors_of_a_space_do_not_see_each_other_and_preview_without_signi
         ann.locator("#owner input").fill("ann")
         ann.get_by_role("button", name="Show what will be sent").click()
         shown(ann, "#files", "files, ")
+        shown(ann, "#preview-note", judge_run(Run(trained_run)).sentence)  # two steps make a bad student
+        assert ann.locator("#preview-note .lz-bad").count() == 1
         assert ann.get_by_role("button", name="Publish", exact=True).is_disabled()
 
 
