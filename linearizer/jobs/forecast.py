@@ -41,7 +41,6 @@ START_SECONDS = 8.0  # until a process has imported everything and loaded a smal
 READ_RATE = 4e8  # bytes of weights in a second
 JUDGED_SHARE = 1.3  # of a text that is read once, and on from one place for every gap
 JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student and window
-JUDGED = 3  # teacher, student and window
 ESTIMATING_PASSES = 1 + 1.2 * DRAWS  # of a text, forward and back
 DEAR_SHARE = 0.5  # of the dear offers that may be measured
 EXCHANGE_SHARE = 0.6  # of a whole student that is run again: from the first layer on that differs
@@ -177,10 +176,10 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
 
 def sweeps(plan: Plan, layers: list[Layer]) -> float:
     """Say how often a run reads all weights that are read block by block; texts share a reading."""
-    count = 5.0 + 2 * JUDGED  # until it is profiled, and of every judged model its texts and what follows them
+    count = 7.0  # until it is profiled, and of all that is judged together the texts and what follows them
     if plan.rules.decided_by == "prices":
         priced = 1.0 if plan.prices == "measured" else DEAR_SHARE  # of the layers, from each on to the last
-        count += 6 + priced * len(layers) + EXCHANGE_SHARE * plan.exchanges
+        count += 6 + priced * len(layers) / 2 + EXCHANGE_SHARE * plan.exchanges
     if plan.trains:
         count += 3 + plan.steps / TrainingSettings().save_every
     return count
