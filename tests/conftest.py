@@ -136,4 +136,5 @@ def pytest_collection_finish():
 
 def pytest_unconfigure():
     """Remove the cache of this run."""
+    gc.unfreeze()  # libraries report as leaks what they cannot free at the end
     shutil.rmtree(os.environ["HF_HOME"], ignore_errors=True)

@@ -51,84 +51,16 @@ from linearizer.run.recipes import RECIPES
 from linearizer.train import step as train_step
 from linearizer.train.offers import train_offers
 from tests.benchmarks.ablation import without_far, without_window
+from tests.benchmarks.quality_rows import ROWS, STEPS, describe_row, is_control
 from tests.benchmarks.rivals import RULES, Rival, tokens_within
 
 RESULTS = Path(__file__).parent / "results"
 
 
-def by_memory(name):
-    """Name the recipe that has a memory; any other brings the same choices beside the name."""
-    return name if name in RECIPES else "gdn"
-
-
 BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
 TARGET, LENGTH, PASSAGE, GAPS, HELD = 512, 512, 64, (64, 128, 256, 320), 8
 EDGES = (0, 64, 256)  # where the ranges of positions begin
-STEPS, MEMORY_STEPS = 60, 300  # of every recipe that trains; of memories alone
 AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
-SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the number is measured
-ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in which they are measured
-    "best": ("best", {}),
-    "best, 100 steps": ("best", {"steps": 100}),
-    "best --may-grow": ("best", {"may_grow": True}),
-    "best, 8 bits": ("best", {"bits": 8}),
-    "best, 8 bits --may-grow": ("best", {"bits": 8, "may_grow": True}),
-    "best, 8 bits, measured prices": ("best", {"bits": 8, "prices": "measured"}),
-    "windows, 8 bits": ("windows", {"bits": 8}),
-    "windows, 8 bits --may-grow": ("windows", {"bits": 8, "may_grow": True}),
-    "windows": ("windows", {}),
-    "windows --may-grow": ("windows", {"may_grow": True}),
-    "best, 8 bits, uniform": ("best", {"bits": 8}),
-    "best, 16 bits, uniform": ("best", {"bits": 16}),  # what memories stand beside: slots of their bytes
-    "best, 16 bits": ("best", {"bits": 16}),
-    "swa": ("swa", SINKS),
-    "swa, 8 bits": ("swa", {"bits": 8, **SINKS}),
-    "evict (h2o)": ("swa", SINKS),
-    "evict (tova)": ("swa", SINKS),
-    **{f"{rule}, 8 bits": ("swa", SINKS) for rule in RULES},
-    **{f"{rule}, 8 bits, by our prices": ("best", {"bits": 8}) for rule in RULES},
-    **{f"cache, {bits} bits": ("swa", SINKS) for bits in (2, 3, 4)},
-    "duo --may-grow": ("duo", {"may_grow": True, **SINKS}),
-    "best, 8 bits --may-grow at 8192": (
-        "best",
-        {"may_grow": True, "target_length": 8192, "length": 1024, "bits": 8},
-    ),
-    "windows --may-grow at 8192": (
-        "windows",
-        {"may_grow": True, "target_length": 8192, "length": 1024, "bits": 8},
-    ),
-    "gain-features": ("best", {"strategy": "gain-features", "steps": STEPS}),
-    "gain-features --may-grow": ("best", {"strategy": "gain-features", "steps": STEPS, "may_grow": True}),
-    "features": ("features", SINKS),
-    "lolcats": ("lolcats", {}),
-    "hedgehog": ("hedgehog", {}),
-    "paper": ("paper", {}),
-    "performer": ("performer", {}),
-    "dijiang": ("dijiang", {}),
-    "paper, fix": ("paper", {"strategy": "fix"}),
-    "paper, clip": ("paper", {"strategy": "dof-clip"}),
-    "features, fix": ("features", {"strategy": "fix", **SINKS}),
-    "paper, l2": ("paper", {"loss": "l2"}),
-    "paper, direct": ("paper", {"loss": "direct"}),
-}
-for name in MEMORIES:  # beside the same window in every head: as they begin, and trained
-    memory = {"feature_map": name, **SINKS}
-    ROWS |= {f"{name}, untrained": (by_memory(name), {**memory, "steps": 0})}
-    ROWS |= {f"{name}, {MEMORY_STEPS} steps": (by_memory(name), {**memory, "steps": MEMORY_STEPS})}
-ROWS |= {
-    "best, all memories": ("best", {"memories": ("all",)}),
-    "best, 8 bits, all memories": ("best", {"memories": ("all",), "bits": 8}),
-    "best, 8 bits, cells": ("best", {"memories": ("cells",), "bits": 8}),
-    "sas": ("sas", SINKS),
-    "gain-features, gdn": (
-        "best",
-        {"strategy": "gain-features", "feature_map": "gdn", "loss": "output", "steps": STEPS},
-    ),
-    "gain-features, cells": (
-        "best",
-        {"strategy": "gain-features", "feature_map": "cells", "loss": "output", "steps": STEPS},
-    ),
-}
 LONG = " at 8192"  # how rows end that are priced for longer texts
 UNTRAINED = ("best", "windows", "swa", "evict", "duo", "cache", *RULES)
 LONGER = (2, 8)  # times the length, at which the bytes of a growing cache are stated, too
@@ -198,36 +130,6 @@ def measure(arguments, row, budget, seed):
         record["refused"] = str(error)
     print(row, budget, seed, record.get("refused") or f"loss {record['loss']:.3f} KL {record['kl']:.4f}", flush=True)
     return record
-
-
-def describe_row(row):
-    """Say in a line what a row is."""
-    kind, (recipe, changes) = row.split()[0].rstrip(","), ROWS[row]
-    rule = row.partition("(")[2].rstrip(")") or kind
-    if kind == "cache":
-        return f"the whole cache, {row.split()[1]} bits a number: keys per channel, values per token, rotated; it grows"
-    if rule in RULES:
-        bits = "16" if kind == "evict" else "8"
-        share = "the bytes of each head's share by our prices" if "prices" in row else "the same bytes in every head"
-        return f"{RULES[rule]}; {bits} bits, {share}"
-    if changes.get("feature_map") in MEMORIES and "strategy" not in changes:
-        trained = f"{changes['steps']} steps layer by layer" if changes["steps"] else "as it begins, untrained"
-        return f"{MEMORIES[changes['feature_map']].about}, beside the same window in every head; {trained}"
-    about = RECIPES[recipe].about
-    if changes.keys() & {"bits", "strategy"}:
-        about = about.replace(", in 4 to 8 bits a number", "")
-    if changes.get("steps"):
-        about = about.replace("; no training", "")
-    values = {name: ",".join(x) if isinstance(x, tuple) else x for name, x in changes.items()}
-    changed = ", ".join(f"{name} {value}" for name, value in values.items() if name not in ("sinks", "may_grow"))
-    return (
-        f"{about}{'; with ' * bool(changed)}{changed}{'; the same window and slots in every head' * ('uniform' in row)}"
-    )
-
-
-def is_control(row):
-    """Tell whether no student of its own is judged in a row."""
-    return row.split()[0].rstrip(",") in ("evict", "cache", *RULES)
 
 
 def has_both(allocation):

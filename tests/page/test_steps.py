@@ -1,0 +1,220 @@
+"""What each step of the page shows, and what its fields refuse, in a real browser: wide, narrow, light and dark."""
+
+import re
+import time
+
+from linearizer.page import plan_form
+from linearizer.page.ways import WAYS
+from linearizer.publish.allocation_charts import describe_head
+from linearizer.publish.verdict import judge_run
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
+from tests.support.page_server import FITS, SCHEMES, looking, show_in, shown, wait_until_true
+from tests.support.page_steps import choose_demo, choose_way, field, number_at, upload
+
+
+def test_the_slider_says_at_once_what_a_budget_means(local, browser):
+    with looking(browser, local.url) as page:
+        choose_demo(page)
+        page.click("#to-budget")
+        shown(page, "#budget-card", "from 256 tokens on")
+        page.get_by_role("spinbutton", name=re.compile("Tokens of cache")).fill("64")
+        page.keyboard.press("Tab")
+        shown(page, "#budget-card", "from 64 tokens on")
+        assert number_at(page, "#budget-card", "state").startswith("at most 262 kB")
+        for way in WAYS:  # each card says how long it takes here
+            card = page.locator(f"#way label:has(input[value={way}])").inner_text()
+            assert card.startswith(WAYS[way].title) and re.search(r"About \d+ (s|min) here", card), card
+        shown(page, "#machine", "Fits: it takes about")
+        for name in ("device", "GPU", "computes in", "kernels", "free memory", "free disk"):
+            assert number_at(page, "#machine", name)
+        shown(page, "#efforts", "Quick ✓")
+        for effort in ("Try it", "Quick", "Thorough"):
+            row = page.locator("#efforts tbody tr", has_text=effort).inner_text()
+            assert re.search(r"\d (s|min|h)\s.*\d (MB|GB)\s.*\d (kB|MB|GB)", row), row
+        page.get_by_label("Thorough").check()
+        shown(page, "#efforts", "Thorough ✓")
+
+
+def test_what_is_left_empty_is_left_to_the_recipe(local, browser):
+    with looking(browser, local.url) as page:
+        choose_demo(page)
+        page.click("#to-budget")
+        for folded in ("Advanced", "Do this elsewhere"):
+            page.get_by_role("button", name=folded).click()
+        choose_way(page, "features")
+        shown(page, "#step-2", "linearizer run demo --recipe features --budget 256 --exchanges 8")
+        field(page, "steps").fill("7")
+        shown(page, "#step-2", "--steps 7 --exchanges 8")
+        field(page, "window").fill("half")
+        shown(page, "#budget-card", "window 'half' cannot be: give a whole number")
+        assert page.locator("[id^=option-]").count() == len(plan_form.OPTIONS)
+        plan = Plan.of("hedgehog", model="demo", budget=96, texts=3, dtype="float32", seed=7)
+        upload(page, "#take-plan", b"{")
+        page.wait_for_selector("text=cannot be read")
+        upload(page, "#take-plan", plan.to_json().encode())
+        shown(page, "#step-2", plan.command())
+        assert page.locator("#recipe input[value=hedgehog]").is_checked()
+        assert field(page, "seed").input_value() == "7" and field(page, "window").input_value() == ""
+
+
+def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(local, browser, hub, tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model("falcon", vocab_size=64, hidden_size=32, num_hidden_layers=1, num_attention_heads=2)
+    AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / "falcon")
+    hub.add("org/falcon", tmp_path / "falcon")
+    hub.add("org/gated", tmp_path / "falcon", gated="manual")
+    with looking(browser, local.url) as page:
+        model = page.get_by_label("Model", exact=True)
+        model.press_sequentially("org/fal", delay=50)
+        page.get_by_role("option", name="org/falcon").click()
+        shown(page, "#model-card", "Not supported, because")
+        assert page.locator("#to-budget").is_disabled()
+        model.fill("org/gated")
+        model.press("Enter")
+        shown(page, "#model-card", "accept its licence")
+        model.fill("<img src=x onerror=alert(1)>")
+        model.press("Enter")
+        shown(page, "#model-card", "img src=x")
+        assert page.locator("#model-card img").count() == 0
+        model.fill("a" * 3000)
+        model.press("Enter")
+        wait_until_true(page, "document.querySelector('#model-card').innerText.includes('aaa')")
+        assert len(page.locator("#model-card").inner_text()) < 500
+        page.click("#demo")
+        page.wait_for_selector("#to-budget:enabled")
+        model.fill("")
+        model.press("Enter")
+        page.wait_for_selector("#to-budget:disabled")
+        shown(page, "#model-card", "No model is named: type one, or take the demo.")
+        model.fill("https://huggingface.co/org/falcon")
+        model.press("Enter")
+        shown(page, "#model-card", "Not supported, because")
+        hub.fail_next("/api/models", 0, times=100)  # connections break
+        begun = time.monotonic()
+        model.press_sequentially("x")
+        shown(page, "#model", "the Hub cannot be searched")
+        assert time.monotonic() - begun < 10
+
+
+def test_the_profile_step_shows_what_the_run_holds_until_the_slider_moves(local, browser, done):
+    run = Run(local.runs / done)
+    with looking(browser, f"{local.url}?run={done}") as page:
+        shown(page, "#run-card", "done")
+        page.click("#step-3-button")
+        shown(page, "#other-card", "What this run holds.")
+        assert page.locator("#other input[type=number]").input_value() == str(run.plan.budget)
+        names = "[].concat(...document.querySelector('#bars .js-plotly-plot').data.map(bar => bar.customdata || []))"
+        page.wait_for_selector("#bars .barlayer")
+        drawn = page.evaluate(names)
+        for index, row in enumerate(run.allocation.heads):
+            for place, head in enumerate(row):
+                assert f"layer {index}, KV head {place}: {describe_head(head)}" in drawn
+        legend = page.locator("#step-3 .legendtext").all_text_contents()
+        assert any(text.startswith("λ of the map") for text in legend)
+        assert "layer 0" in page.locator("#step-3 .annotation-text").all_text_contents()
+        page.get_by_role("spinbutton", name=re.compile("Another budget")).fill("100")
+        shown(page, "#other-card", "What this budget would buy")
+        page.get_by_role("spinbutton", name=re.compile("Another budget")).fill(str(run.plan.budget))
+        shown(page, "#other-card", "What this run holds.")
+        shown(page, "#deciding", "This run decides by degrees of freedom")
+
+
+def test_the_result_begins_with_its_verdict_and_its_tables_are_below_its_charts(local, browser, done):
+    run = Run(local.runs / done)
+    verdict = judge_run(run)
+    with looking(browser, f"{local.url}?run={done}") as page:
+        shown(page, "#verdict", verdict.sentence)
+        page.wait_for_selector("#awaited", state="hidden")
+        assert page.locator(f"#verdict .lz-{verdict.kind}").count() == 1
+        page.wait_for_selector("#part-recall .js-plotly-plot")
+        for title in ("Loss by position", "Recall", "Memory"):  # each chart once
+            assert page.locator("#step-5 .lz-chart h3:not(.lz-part):visible", has_text=title).count() == 1, title
+        assert page.locator("#step-5 .lz-later:visible").count() == 0  # all is drawn
+        titles = page.locator("#step-5 h2").all_inner_texts()
+        assert titles == ["Compare", "Evaluate", "Publish"]
+        page.wait_for_selector("#evaluation table", state="attached")
+        assert page.locator("#step-5 table").count() == page.locator("#step-5 details table").count() >= 3  # folded
+        chart, table = (
+            page.locator(part).first.bounding_box()["y"] for part in ("#step-5 .js-plotly-plot", "#evaluation")
+        )
+        assert chart < table
+
+
+def test_a_visitor_looks_at_the_finished_example_from_the_landing_page(local, browser):
+    with looking(browser, local.url) as page:
+        shown(page, "#hero", "keeps every token that it has read")
+        assert page.locator("#hero svg[role=img]").get_attribute("aria-label")
+        page.click("#example")
+        shown(page, "#verdict", "Agrees with its teacher")
+        shown(page, "#note", "a finished example that comes with Linearizer")
+        assert page.locator("#compare").is_disabled() and page.locator("#evaluate").is_disabled()
+        empty = "getComputedStyle(document.querySelector('#student'), '::before').content"
+        assert page.evaluate(empty) == '"What the student writes appears here."'
+        page.click("#step-3-button")
+        page.wait_for_selector("#step-3 .heatmaplayer")
+        shown(page, "#other-card", "What this run holds.")
+        page.click("#leave")
+        page.wait_for_selector("#hero", state="visible")
+        page.wait_for_selector("#note", state="hidden")
+
+
+def test_the_glossary_opens_and_closes_with_the_keyboard(local, browser):
+    with looking(browser, local.url) as page:
+        page.get_by_role("button", name="Glossary").press("Enter")
+        page.wait_for_selector("#glossary", state="visible")
+        assert page.locator("#glossary dt").count() == 10
+        page.keyboard.press("Escape")
+        page.wait_for_selector("#glossary", state="hidden")
+
+
+def test_text_and_window_that_cannot_be_are_refused_beside_the_field(local, browser):
+    with looking(browser, local.url) as page:
+        choose_demo(page)
+        page.click("#to-budget")
+        page.get_by_role("button", name="Advanced").click()
+        field(page, "text").fill("nonsense")
+        page.keyboard.press("Tab")
+        shown(page, "#budget-card", "'nonsense' is no source of text")
+        field(page, "text").fill("builtin")
+        field(page, "window").fill("999999")
+        page.keyboard.press("Tab")
+        shown(page, "#budget-card", "too small for a window of 999999")
+        field(page, "window").fill("")
+        field(page, "batch").fill("1000000")
+        page.keyboard.press("Tab")
+        shown(page, "#machine", "Does not fit: it takes about")
+        assert re.search(
+            r"takes about [\d.]+ TB of memory .* and [\d.]+ GB of memory .* are free. Make room, ask for shorter "
+            r"texts, a smaller batch \(under Advanced\) or a smaller model, or use another machine",
+            page.locator("#machine .lz-bad").inner_text(),
+        )
+
+
+def test_what_grows_is_a_visible_choice_and_its_sizes_say_so(local, browser):
+    with looking(browser, local.url) as page:
+        choose_demo(page)
+        page.click("#to-budget")
+        shown(page, "#budget-card", "at most 1.05 MB, whatever the length")
+        page.get_by_label("May grow").check()
+        shown(page, "#budget-card", "more beyond")
+        row = page.locator("#budget-card tbody tr", has_text="128k").inner_text()
+        assert "≤ 1.05 MB" not in row and "≤" in row
+        page.get_by_label("Never grows").check()
+        choose_way(page, "paper", "duo")
+        shown(page, "#budget-card", "on the page: May grow")
+
+
+def test_a_narrow_screen_shows_everything_in_both_schemes(local, browser, done):
+    url = f"{local.url}?run={done}"
+    with looking(browser, url, viewport={"width": 390, "height": 844}, color_scheme="dark") as page:
+        page.wait_for_selector("#evaluation table", state="attached")
+        for scheme in reversed(SCHEMES):
+            show_in(page, scheme)
+            for step in (5, 4, 3, 2, 1):
+                page.locator(f"#step-{step}-button").click()
+                page.wait_for_selector(f"#step-{step} h2", state="visible")
+                assert page.evaluate(FITS), (scheme, step)
+            ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+            assert (sum(map(int, re.findall(r"\d+", ground)[:3])) < 200) == (scheme == "dark")

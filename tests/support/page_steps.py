@@ -1,0 +1,59 @@
+"""What a visitor does on the page in a browser, step by step."""
+
+import re
+from contextlib import suppress
+
+from tests.support.page_server import LONG, wait_until_true
+
+
+def choose_demo(page):
+    page.click("#demo")
+    page.wait_for_selector("#model-card .lz-good", timeout=LONG)  # the first time, libraries are loaded
+
+
+def choose_way(page, way, recipe=None):
+    """Choose a way, and a recipe of the list where the way has one."""
+    page.locator(f"#way input[value={way}]").check()
+    if recipe:
+        page.locator(f"#recipe input[value={recipe}]").check()
+
+
+def field(page, option):
+    """Find the field of an option under Advanced."""
+    return page.locator(f"#option-{option}").get_by_role("textbox")
+
+
+def upload(page, button, content):
+    """Choose a file with some content."""
+    with page.expect_file_chooser() as chooser:
+        page.click(button)
+    chooser.value.set_files({"name": "plan.json", "mimeType": "application/json", "buffer": content})
+
+
+def start(page, steps):
+    choose_demo(page)
+    page.click("#to-budget")
+    page.get_by_label("Try it").check()
+    choose_way(page, "features")
+    page.get_by_role("button", name="Advanced").click()
+    for option, amount in {"texts": 2, "length": 64, "samples": 64, "steps": steps}.items():
+        field(page, option).fill(str(amount))
+        field(page, option).press("Tab")
+    page.click("#start")
+    page.wait_for_url("**/?run=*")
+    return re.search(r"run=([\w.-]+)", page.url)[1]
+
+
+def ask_until(page, script, argument):
+    """Press Ask until that has the effect: it has none while an answer is written."""
+    from playwright.sync_api import TimeoutError as NotYet
+
+    for _ in range(8):
+        page.click("#ask:enabled")
+        with suppress(NotYet):
+            return wait_until_true(page, script, argument, timeout=15_000)
+    raise AssertionError(page.locator("#reading").inner_text())
+
+
+def number_at(page, selector, name):
+    return page.locator(f'{selector} div:has(> dt:text-is("{name}")) dd').inner_text()
