@@ -7,7 +7,9 @@ from linearizer.jobs import control
 from linearizer.page import actions, hub_jobs, limits, plan_form, run_state
 from linearizer.page.plan_handlers import ChosenModel
 from linearizer.page.visitors import find_visitor
+from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
+from tests.support.page_server import looking, shown
 from tests.support.runs import QUICK, wait_for, wait_until
 
 STOPPED = 'print(\'{"time": 1.0, "event": "stopped"}\', flush=True)'
@@ -70,3 +72,34 @@ def test_the_form_asks_before_it_begins_a_job(ann, monkeypatch):
             hub_jobs.offer_job({}, None, None, *given, *form)
     hidden, none = hub_jobs.hide_question()
     assert not hidden.visible and none == 0.0
+
+
+def test_a_visitor_chooses_what_a_job_runs_on_hears_what_it_costs_agrees_and_watches_it(local, browser, hub):
+    hub.program = STOPPED
+    with looking(browser, local.url) as page:
+        page.click("#demo")
+        page.wait_for_selector("#model-card .lz-good")
+        page.click("#to-budget")
+        page.get_by_role("button", name="Work in a job on your account instead").click()
+        page.click("#job-offer")
+        page.wait_for_selector("text=no hardware was chosen: choose what the job runs on")
+        page.locator("#flavor input").fill("l4x1")
+        page.locator("#flavor input").press("Enter")
+        page.locator("#job-minutes").get_by_role("textbox").fill("30")
+        page.locator("#job-push").get_by_role("textbox").fill("mine")
+        page.click("#job-offer")
+        shown(page, "#job-question", "A job on l4x1 costs ann $0.80 an hour, and at most $0.40 for 30 minutes")
+        shown(page, "#job-question", "it publishes ann/mine")
+        page.locator("#job-minutes").get_by_role("textbox").fill("60")  # the question was for another price
+        page.wait_for_selector("#job-start", state="hidden")
+        assert not hub.jobs
+        page.click("#job-offer")
+        shown(page, "#job-question", "at most $0.80 for 60 minutes")
+        page.click("#job-start")
+        page.wait_for_url("**/?run=*")
+        shown(page, "#run-card", "a job on l4x1, at most $0.80")
+        run = Run(local.runs / page.url.rpartition("=")[2])
+        wait_for(run, "stopped")
+        wait_until(lambda: not run.is_locked)
+    assert hub.jobs["job0"].owner == "ann"
+    hub.clear_jobs()
