@@ -22,10 +22,11 @@ from pathlib import Path
 from typing import IO, Any
 
 CAN_FORK = sys.platform == "linux"
+OWN = "LINEARIZER_"  # how the environment's variables begin that this package reads: a request brings them
 
 
 class ForkingProcess:
-    """The process that forks, as its parent sees it; it has the parent's environment and working directory."""
+    """The process that forks, as its parent sees it; it has the environment and working directory of when it began."""
 
     def __init__(self, log: IO[bytes]) -> None:
         self.inherited = inherited()
@@ -66,7 +67,7 @@ def start_process(request: Mapping[str, Any], locks: list[int], log: IO[bytes]) 
     finally:
         os.close(read)
     with suppress(BrokenPipeError), os.fdopen(write, "w") as pipe:  # a process that died at once shows as lost
-        json.dump(request, pipe)
+        json.dump({**request, "environment": own_environment()}, pipe)
 
 
 def send_files(files: list[int], log: IO[bytes]) -> None:
@@ -93,8 +94,21 @@ def end() -> None:
 
 
 def inherited() -> tuple[dict[str, str], str, str]:
-    """Give what a process inherits, and what it runs."""
-    return environment(), os.getcwd(), sys.executable
+    """Give what a process inherits that libraries may read when they are imported, and what it runs."""
+    kept = {name: value for name, value in environment().items() if not name.startswith((OWN, "PYTEST_"))}
+    return kept, os.getcwd(), sys.executable
+
+
+def own_environment() -> dict[str, str]:
+    """Give the variables that this package reads."""
+    return {name: value for name, value in os.environ.items() if name.startswith(OWN)}
+
+
+def replace_own_environment(values: Mapping[str, str]) -> None:
+    """Let this process have these variables, of those that this package reads."""
+    for name in own_environment():
+        del os.environ[name]
+    os.environ.update(values)
 
 
 def environment() -> dict[str, str]:

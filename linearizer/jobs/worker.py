@@ -24,7 +24,7 @@ from typing import Any, NoReturn, TypeVar
 from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
 from linearizer.jobs.children import Children, devices_of
 from linearizer.jobs.control import lock_and_queue
-from linearizer.jobs.processes import CAN_FORK
+from linearizer.jobs.processes import CAN_FORK, replace_own_environment
 from linearizer.jobs.queue import Ticket
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.events import EventName
@@ -74,7 +74,9 @@ def work_and_exit(request: int, lock: int, ticket_lock: int, log: int) -> NoRetu
         os.close(log)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         with open(request) as pipe:
-            code = work(Lock(lock), Lock(ticket_lock), **json.load(pipe))
+            details = json.load(pipe)
+        replace_own_environment(details.pop("environment"))
+        code = work(Lock(lock), Lock(ticket_lock), **details)
     except BaseException:
         traceback.print_exc()
     finally:

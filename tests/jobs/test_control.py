@@ -81,7 +81,8 @@ def test_runs_take_turns_and_the_dead_hold_nobody_up(begin, tmp_path):
     for run in (first, second, third):
         control.start(run)
         time.sleep(0.01)
-    assert [control.status(run).place for run in (first, second, third)] == [1, 2, 3]
+    places = [control.status(run).place for run in (first, second, third)]
+    assert places in ([1, 2, 3], [None, 1, 2])  # the first may be at work already
     assert [status.run.folder.name for status in control.runs_in(tmp_path / "runs")] == ["third", "second", "first"]
     wait_for_event(first, "distill")
     assert [control.status(run).place for run in (first, second, third)] == [None, 1, 2]

@@ -119,3 +119,17 @@ def test_runs_outlive_the_process_that_forked_them_and_another_is_begun_for_the_
 
 def parent_of(run):
     return int((process_of(run) / "stat").read_text().rpartition(")")[2].split()[1])
+
+
+def test_a_run_has_the_environment_of_its_start_whichever_process_forked_it(begin, monkeypatch, tmp_path):
+    first, second = begin("first", LONG), begin("second", LONG)
+    control.start(first)
+    forking = parent_of(first)
+    wait_for(first, "running")
+    monkeypatch.setenv("LINEARIZER_QUEUE", str(tmp_path / "queue"))
+    with_number_1 = queue.take_ticket(tmp_path)
+    control.start(second)
+    assert parent_of(second) == forking
+    with_number_1.remove()
+    wait_for(second, "running")  # in the other queue, number 1 goes on
+    assert control.state_of(first) == "running"

@@ -96,6 +96,7 @@ def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(local, browse
         model.press_sequentially("x")
         shown(page, "#model", "the Hub cannot be searched")
         assert time.monotonic() - begun < 10
+        assert model.input_value() == "xhttps://huggingface.co/org/falcon"  # what was typed stays
 
 
 def test_the_profile_step_shows_what_the_run_holds_until_the_slider_moves(local, browser, done):
