@@ -58,6 +58,12 @@ def test_what_is_left_empty_is_left_to_the_recipe(local, browser):
         assert field(page, "seed").input_value() == "7" and field(page, "window").input_value() == ""
 
 
+def name_model(field, text):
+    """Type the name of a model, and take it."""
+    field.fill(text)
+    field.press("Enter")
+
+
 def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(local, browser, hub, tmp_path):
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -71,25 +77,20 @@ def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(local, browse
         page.get_by_role("option", name="org/falcon").click()
         shown(page, "#model-card", "Not supported, because")
         assert page.locator("#to-budget").is_disabled()
-        model.fill("org/gated")
-        model.press("Enter")
+        name_model(model, "org/gated")
         shown(page, "#model-card", "accept its licence")
-        model.fill("<img src=x onerror=alert(1)>")
-        model.press("Enter")
+        name_model(model, "<img src=x onerror=alert(1)>")
         shown(page, "#model-card", "img src=x")
         assert page.locator("#model-card img").count() == 0
-        model.fill("a" * 3000)
-        model.press("Enter")
+        name_model(model, "a" * 3000)
         wait_until_true(page, "document.querySelector('#model-card').innerText.includes('aaa')")
         assert len(page.locator("#model-card").inner_text()) < 500
         page.click("#demo")
         page.wait_for_selector("#to-budget:enabled")
-        model.fill("")
-        model.press("Enter")
+        name_model(model, "")
         page.wait_for_selector("#to-budget:disabled")
         shown(page, "#model-card", "No model is named: type one, or take the demo.")
-        model.fill("https://huggingface.co/org/falcon")
-        model.press("Enter")
+        name_model(model, "https://huggingface.co/org/falcon")
         shown(page, "#model-card", "Not supported, because")
         hub.fail_next("/api/models", 0, times=100)  # connections break
         begun = time.monotonic()
