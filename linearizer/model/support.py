@@ -24,6 +24,7 @@ OTHER_INPUTS = ("text", "vision", "audio", "image", "video", "vq")  # in the nam
 CAPPED = "it caps the scores of its attention (soft-capping), which features cannot follow"
 SINKS = "its heads have learned sinks, which take weight that no token has"
 ALTERED = {"softcap": CAPPED, "s_aux": SINKS, "sinks": SINKS}  # by the argument that a layer passes to its attention
+ALIBI = "its positions are ALiBi, which its code adds to the scores outside transformers' attention interface"
 ENCODER = "it is an encoder, which reads in both directions"
 ANOTHER = "name a decoder-only language model with plain softmax attention, such as llama, qwen3 or gpt2"
 
@@ -56,8 +57,15 @@ def check_config(config: PreTrainedConfig) -> None:
     odd = sorted(set(getattr(config, "layer_types", None) or ()) - SOFTMAX)
     if odd:
         raise Refused(f"it has layers that are no softmax attention ({', '.join(odd)})")
-    if getattr(config, "alibi", False) or getattr(config, "position_embedding_type", None) == "alibi":
-        raise Refused("its positions are ALiBi, a bias on the scores, which features cannot follow")
+    if has_alibi(config):
+        raise Refused(ALIBI)
+
+
+def has_alibi(config: PreTrainedConfig) -> bool:
+    """Tell whether positions are a bias on the scores that falls with the distance; bloom has no others."""
+    parts = (config, getattr(config, "attn_config", None))
+    by_name = getattr(config, "position_embedding_type", None) == "alibi" or config.model_type == "bloom"
+    return by_name or any(getattr(part, "alibi", False) for part in parts)
 
 
 def check_modules(model: nn.Module) -> None:

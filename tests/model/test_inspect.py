@@ -1,8 +1,10 @@
 import json
 import time
+from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from transformers import AutoConfig, AutoModelForCausalLM
 
 from linearizer.cli.text import describe_inspection
@@ -113,13 +115,15 @@ def test_long_context_scaling_of_positions_needs_no_values():
 
 
 INTERFACE = "does not hand its attention to transformers' attention interface"
+ALIBI = "its positions are ALiBi, which its code adds to the scores outside transformers' attention interface"
 ENCODES = "it is an encoder, which reads in both directions"
 RECURRENT = "already recurrent"
 REFUSED = {
     "falcon": (dict(model_type="falcon", new_decoder_architecture=True), INTERFACE),
-    "falcon with ALiBi": (dict(model_type="falcon", alibi=True), "its positions are ALiBi"),
-    "bloom": (dict(model_type="bloom"), INTERFACE),
-    "mpt": (dict(model_type="mpt"), INTERFACE),
+    "falcon with ALiBi": (dict(model_type="falcon", alibi=True), ALIBI),
+    "bloom": (dict(model_type="bloom"), ALIBI),
+    "mpt": (dict(model_type="mpt"), ALIBI),
+    "mpt without ALiBi": (dict(model_type="mpt", attn_config=dict(alibi=False)), INTERFACE),
     "gptj": (dict(model_type="gptj", n_layer=2, rotary_dim=8), INTERFACE),
     "gemma2": (dict(model_type="gemma2"), "soft-capping"),
     "gpt_oss": (dict(model_type="gpt_oss"), "learned sinks"),
@@ -156,6 +160,15 @@ def test_what_cannot_be_linearized_is_refused_with_its_true_reason(case):
     assert not inspection.supported and inspection.remedy
     with pytest.raises(UnsupportedModel, match=f"'tiny' cannot be linearized, because .*{reason}.*: "):
         inspection.require_support()
+
+
+def test_no_model_of_transformers_with_alibi_uses_the_attention_interface():
+    """Where this fails, a family can be served now: its bias is a decay of what leaves the window."""
+    folder = Path(transformers.__file__).parent / "models"
+    code = {path.parent.name: path.read_text(encoding="utf-8") for path in folder.glob("*/modeling_*.py")}
+    biased = {name for name, text in code.items() if "alibi" in text.lower()}
+    assert biased >= {"bloom", "mpt", "falcon"}
+    assert not {name for name in biased if "ALL_ATTENTION_FUNCTIONS" in code[name]}
 
 
 def test_chunked_layers_are_native_windows():
