@@ -13,7 +13,8 @@ End to end, on the hidden states from which the logits are made, a few tokens' l
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import copy
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +27,7 @@ from linearizer.errors import RequestError
 from linearizer.model.layers import featured, matrix
 from linearizer.runtime.features_torch import attend_text_with_features
 from linearizer.runtime.layer_student import FeatureGroup, LayerStudent, ScaledMap
+from linearizer.runtime.matrix_rule import MatrixRule, ScaledRule
 from linearizer.train.attention_loss import attention_loss
 from linearizer.train.attention_loss_blocks import largest_scores
 
@@ -141,6 +143,50 @@ def output_loss(
         )
     square = output.square().sum() if normaliser is None else normaliser * len(inputs.query)
     return error.square().sum() / square.clamp_min(torch.finfo(output.dtype).tiny)
+
+
+def output_losses(
+    groups: Sequence[FeatureGroup], inputs: Sequence[AttentionInputs], projections: Sequence[nn.Module], keep: float,
+    normalisers: Sequence[Tensor | None],
+) -> list[Tensor]:  # fmt: skip
+    """Compute the output loss of layers whose memories are alike, in the operations that one of them takes.
+
+    Of a small model a step is mostly calls of operations; all heads of all layers are the heads of one memory here.
+    """
+    scale, parts = inputs[0].scale, [own.of_heads(group.heads) for group, own in zip(groups, inputs, strict=True)]
+    q, k, v = (torch.cat(some, 1) for some in zip(*parts, strict=True))
+    memory = ScaledRule(stacked([group.feature_map for group in groups]), scale**0.5)  # type: ignore[misc]
+    window = int(groups[0].window * keep)
+    exact, state = softmax_output(q, k, v), memory.empty(k, v, window, groups[0].sinks)
+    error = exact - attend_text_with_features(q, k, v, memory, window, None, state)
+    losses, sizes = [], [len(group.heads) for group in groups]
+    given = zip(groups, inputs, projections, normalisers, exact.split(sizes, 1), error.split(sizes, 1), strict=True)
+    for group, own, projection, normaliser, whole, missing in given:
+        weight = projection_by_head(own, projection)[group.heads]
+        square = project(whole, weight).square().sum() if normaliser is None else normaliser * len(own.query)
+        losses.append(project(missing, weight).square().sum() / square.clamp_min(torch.finfo(square.dtype).tiny))
+    return losses
+
+
+def are_alike(groups: Sequence[FeatureGroup], inputs: Sequence[AttentionInputs]) -> bool:
+    """Tell whether the memories of some layers are of one rule and size, and read queries and keys of one shape."""
+    kinds = {
+        (rule.rule, rule.features, group.window, group.sinks, own.scale, own.query.shape[1] // own.key.shape[1])
+        for group, own in zip(groups, inputs, strict=True)
+        if isinstance(rule := group.feature_map, MatrixRule)
+    }
+    shapes = {(own.key.shape[-1], own.value.shape[-1], own.key.device) for own in inputs}
+    return len(kinds) == len(shapes) == 1 and all(isinstance(group.feature_map, MatrixRule) for group in groups)
+
+
+def stacked(rules: Sequence[MatrixRule]) -> MatrixRule:
+    """Make one memory of the heads of several, whose parameters are those of all."""
+    made = copy.copy(rules[0])
+    made.__dict__["_parameters"] = {}
+    for name, parameter in rules[0]._parameters.items():
+        own = [getattr(rule, name) for rule in rules]
+        made.__dict__[name] = None if parameter is None else torch.cat(own)
+    return made
 
 
 def project(heads: Tensor, weight: Tensor) -> Tensor:

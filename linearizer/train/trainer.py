@@ -20,6 +20,7 @@ from linearizer.model.streaming import is_streamed
 from linearizer.model.sweep import Chain, calls_of, chain_of, sweep_forward
 from linearizer.run.sharing import ALL, Share
 from linearizer.runtime.attention_interface import attending, attention_modules, observing
+from linearizer.runtime.layer_student import FeatureGroup
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.layer_optimizer import LayerOptimizer
 from linearizer.train.lora import without_adapters
@@ -27,17 +28,20 @@ from linearizer.train.losses import (
     AttentionInputs,
     LayerLoss,
     LogitHead,
+    are_alike,
     direct_loss,
     hidden_states,
     layer_loss,
     logits_loss,
     normaliser_of,
+    output_losses,
 )
 from linearizer.train.settings import LAYERWISE, TrainingSettings, draw_batch, rate_share, window_share
 from linearizer.train.state_file import TrainingState
 
 Losses = dict[str, dict[int, float]]  # "loss" and "excess" of every layer
 TEACHER = "sdpa"
+MAX_TOGETHER = 2**23  # numbers that all layers attend with: above it operations take longer than their calls
 
 
 class Trainer:
@@ -199,8 +203,13 @@ class Trainer:
     def layer_losses(
         self, ids: torch.Tensor, keep: float, share: float, normalisers: Mapping[int, torch.Tensor]
     ) -> dict[int, LayerLoss]:
-        """Compute and differentiate the loss of every layer while the teacher reads."""
+        """Compute and differentiate the loss of every layer while the teacher reads.
+
+        Of small models the layers with memories wait until it has read, and are computed together.
+        """
         active, losses = self.active(), {}
+        waiting: dict[nn.Module, AttentionInputs] = {}
+        together = self.settings.loss == "output" and ids.numel() <= MAX_TOGETHER // self.numbers_of_token()
 
         def observe(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, _: dict
@@ -209,11 +218,44 @@ class Trainer:
             if index not in active:
                 return
             inputs = AttentionInputs(query, key, value, scale)
-            losses[index] = self.differentiate(module, inputs, keep, share, normalisers.get(index))
+            if together and len(featured(module.student)) == 1:  # type: ignore[arg-type]
+                waiting[module] = inputs
+            else:
+                losses[index] = self.differentiate(module, inputs, keep, share, normalisers.get(index))
 
         with torch.no_grad(), observing(self.base, observe):
             hidden_states(self.base, ids)
-        return losses
+        groups = [featured(module.student)[0] for module in waiting]  # type: ignore[arg-type]
+        if len(waiting) > 1 and are_alike(groups, list(waiting.values())):
+            return losses | self.differentiate_together(waiting, groups, keep, share, normalisers)
+        return losses | {
+            number(module): self.differentiate(module, inputs, keep, share, normalisers.get(number(module)))
+            for module, inputs in waiting.items()
+        }
+
+    def numbers_of_token(self) -> int:
+        """Count the numbers that all layers attend with for one token: at most, of queries, keys and values."""
+        config = self.base.config.get_text_config()
+        return 3 * config.num_hidden_layers * max(config.hidden_size, 1)
+
+    def differentiate_together(
+        self,
+        waiting: Mapping[nn.Module, AttentionInputs],
+        groups: Sequence[FeatureGroup],
+        keep: float,
+        share: float,
+        normalisers: Mapping[int, torch.Tensor],
+    ) -> dict[int, LayerLoss]:
+        """Compute and differentiate the losses of layers whose memories are alike."""
+        indices = [number(module) for module in waiting]
+        projections = [self.projections[index] for index in indices]
+        with torch.enable_grad():
+            own = [normalisers.get(index) for index in indices]
+            found = output_losses(groups, list(waiting.values()), projections, keep, own)
+            (torch.stack(found).sum() * share).backward()
+        for index, loss, inputs in zip(indices, found, waiting.values(), strict=True):
+            check_finite(index, loss, inputs)
+        return {i: LayerLoss(loss.detach(), loss.detach()) for i, loss in zip(indices, found, strict=True)}
 
     def differentiate(
         self, module: nn.Module, inputs: AttentionInputs, keep: float, share: float, normaliser: torch.Tensor | None
@@ -224,8 +266,7 @@ class Trainer:
             arguments = module.student, inputs, self.projections.get(index), keep, normaliser
             result = layer_loss(self.settings.loss, *arguments)  # type: ignore[arg-type]
             (result.loss * share).backward()
-        if not result.loss.isfinite() and not inputs.is_finite():
-            raise FaultError(f"layer {index}: the teacher's own queries, keys or values are not finite")
+        check_finite(index, result.loss, inputs)
         return LayerLoss(result.loss.detach(), result.excess)
 
     def model_losses(self, ids: torch.Tensor, keep: float, share: float) -> dict[int, LayerLoss]:
@@ -280,6 +321,12 @@ class Trainer:
         for index, optimizer in self.optimizers.items():
             own = {n.removeprefix(f"{index}/"): t for n, t in state.tensors.items() if n.startswith(f"{index}/")}
             optimizer.restore(own, state.facts["layers"][str(index)])
+
+
+def check_finite(index: int, loss: torch.Tensor, inputs: AttentionInputs) -> None:
+    """Refuse a loss that is not finite because the teacher is not."""
+    if not loss.isfinite() and not inputs.is_finite():
+        raise FaultError(f"layer {index}: the teacher's own queries, keys or values are not finite")
 
 
 def make_optimizers(
