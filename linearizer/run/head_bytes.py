@@ -77,7 +77,8 @@ def far_bytes(head: Head, layer: Layer) -> int:
     """Bytes of the features, or of the rows of a memory, of one head."""
     if not head.memory or not head.features:
         return head.features * feature_bytes(layer)
-    return SUMMED * MEMORIES[head.memory].numbers(head.features, layer.key_dim, layer.value_dim)
+    group = layer.query_heads // layer.kv_heads
+    return SUMMED * MEMORIES[head.memory].numbers(head.features, layer.key_dim, layer.value_dim, group)
 
 
 def slot_bytes(layer: Layer, bits: int = 16) -> int:

@@ -107,7 +107,7 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "lawcat": Recipe(
         "LAWCAT",
-        "normalised sums with a decay by token, keys convolved over four tokens (queries are not), beside a window",
+        "normalised sums with a decay by token, keys and queries convolved over four tokens, beside a window",
         by_rule("lawcat"),
         "Liu et al., LAWCAT: Efficient Distillation from Quadratic to Linear Attention with Convolution across Tokens "
         "for Long Context Modeling, Findings of EMNLP 2025, arXiv:2509.18467",
@@ -181,8 +181,8 @@ NOT_EXPRESSED: Mapping[str, str] = {  # method -> why no option of a head can be
     "SOFT, Flowformer": "their normalisers run over the whole text, and a row knows no later token",
     "CLEAR, LinFusion, LiT, LION": "they read in both directions; students are causal",
     "Kronecker attention": "scores of three tokens have no state that is a sum over single tokens",
-    "ALiBi teachers (bloom, mpt, falcon)": "transformers' attention interface does not reach them",
-    "LAWCAT's convolution of queries": "the last queries of every query head would be kept, and a state is a KV head's",
+    "ALiBi teachers (bloom, mpt, falcon)": "their code adds the bias outside transformers' attention interface, so "
+    "no layer is seen",
     "ALiBi with a slope per query head": "a group of queries shares one state, which would need one for every slope",
     "TTT-MLP, ParaRNN": "their memories are not linear in what is written, so a text cannot be read in chunks",
     "log-linear attention": "its state grows with the logarithm of the length",

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
-from .matrix_torch import Ask, Cells, LeastSquares, read_and_write, rows_of, running_moments
+from .matrix_torch import Ask, Cells, LeastSquares, convolved, read_and_write, rows_of, running_moments
 from .softmax_parts import Reading
 from .state import EMPTY, HEADROOM, ExactState, MatrixState, working_dtype
 
@@ -50,7 +50,7 @@ class Rule:
     beta: float = 1.0  # the largest share of what is found that is erased; beyond 1 signs turn
     steps: int = 1  # of erasing and writing, with a key each, for every token
     memories: int = 1  # routed to, beside one that every token shares
-    taps: int = 1  # of a causal convolution over keys
+    taps: int = 1  # of causal convolutions over keys and over queries
     heat: bool = False  # queries are scaled by their place and norm, keys by their norm
     share: float = -2.0  # the logarithm of the far share before training, where the mass is a share
 
@@ -101,6 +101,7 @@ class MatrixRule(nn.Module):
     key_bias: Tensor | None  # of cells, as far as keys are from their centres
     log_ridge: Tensor | None
     tap_weight: Tensor | None
+    query_tap_weight: Tensor | None
     heat: Tensor | None
     router: Tensor | None
 
@@ -129,6 +130,7 @@ class MatrixRule(nn.Module):
             "norm": (value_dim if rule.read == "norm" else 0,),
             "log_ridge": () if rule.read == "solve" else (0,),
             "tap_weight": (rule.taps if rule.taps > 1 else 0, key_dim),
+            "query_tap_weight": (rule.taps if rule.taps > 1 else 0, key_dim),
             "heat": (5 if rule.heat else 0,),
             "router": (rule.memories if rule.memories > 1 else 0, products),
         }
@@ -156,8 +158,9 @@ class MatrixRule(nn.Module):
         self.mass.fill_(self.rule.share if self.rule.mass == "share" else 0.0)
         if self.norm is not None:
             self.norm.fill_(1.0)
-        if self.tap_weight is not None:
-            self.tap_weight[:, -1] = 1.0
+        for weight in (self.tap_weight, self.query_tap_weight):
+            if weight is not None:
+                weight[:, -1] = 1.0
 
     def begin_bias(self, kind: str, size: int) -> Tensor:
         """Give the gates that a half-life, and half of the found erased, call for."""
@@ -190,6 +193,7 @@ class MatrixRule(nn.Module):
             key_variance=zeros(k.shape[-1] * moments),
             value_mean=zeros(v.shape[-1] * moments),
             taps=zeros(self.rule.taps - 1, k.shape[-1]),
+            query_taps=zeros(0, self.rule.taps - 1, k.shape[-1]),  # how many queries a head has is not known yet
         )
 
     def read(
@@ -200,8 +204,9 @@ class MatrixRule(nn.Module):
         before = (state.count - window - first).clamp_min(0)  # far tokens, as the call begins
         count = torch.maximum(place - window - first + 1, before[:, None]).to(q.dtype)[:, None, :, None]
         there = comes[:, None, :, None].to(q.dtype)
-        k = self.convolved(state, k, comes) * there
-        v = v * there
+        if self.rule.taps > 1:
+            q, k = self.convolved(state, q, k, comes, place)
+        k, v = k * there, v * there
         if self.heat is not None:
             q, k = q * self.heat_of(q, place), k * self.norm_power(k, 4)
         mass = self.mass.to(q.dtype)[:, None, None, None] + torch.where(count > 0, 0.0, EMPTY)[:, :, None].to(q.dtype)
@@ -334,25 +339,19 @@ class MatrixRule(nn.Module):
         routes = torch.cat([torch.ones_like(routes[:, :, :1]), routes], 2)[..., None]
         return keys * chosen, None if erase is None else erase * chosen, decay * chosen, routes
 
-    def convolved(self, state: MatrixState, k: Tensor, comes: Tensor) -> Tensor:
-        """Take keys together with those before them; the state keeps the last ones as they are."""
-        taps = self.rule.taps
-        if self.tap_weight is None:
-            return k
-        first, tokens = (~comes).sum(-1, keepdim=True), k.shape[-2]  # what does not come stands before what comes
-        all_keys = torch.cat([state.taps.to(k.dtype), k], -2)
-
-        def before(back: int, at: Tensor) -> Tensor:
-            place = at - back
-            index = torch.where(place >= first, place + taps - 1, place - first + taps - 1).clamp_min(0)
-            return all_keys.gather(-2, index[:, None, :, None].expand(-1, k.shape[1], -1, k.shape[-1]))
-
-        at = torch.arange(tokens, device=k.device)[None].expand(len(k), -1)
-        weights = self.tap_weight.to(k.dtype)
-        out = sum(weights[:, taps - 1 - back, None] * before(back, at) for back in range(taps))
-        end = at.new_full((len(k), 1), tokens)
-        state.taps = torch.cat([before(back, end) for back in range(taps - 1, 0, -1)], -2)
-        return out  # type: ignore[return-value]
+    def convolved(
+        self, state: MatrixState, q: Tensor, k: Tensor, comes: Tensor, place: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Take keys, and queries, together with those before them; the state keeps the last of both as they are."""
+        assert self.tap_weight is not None and self.query_tap_weight is not None
+        k, state.taps = convolved(k, state.taps, self.tap_weight, comes)
+        kept, is_real = state.query_taps, place >= state.count[:, None]
+        if not kept.shape[2]:
+            kept = q.new_zeros(*q.shape[:3], self.rule.taps - 1, q.shape[-1])
+        weight = self.query_tap_weight.repeat_interleave(q.shape[2], 0)
+        asks, last = convolved(q.flatten(1, 2), kept.flatten(1, 2), weight, is_real)
+        state.query_taps = last.unflatten(1, q.shape[1:3])
+        return asks.unflatten(1, q.shape[1:3]), k
 
     def heat_of(self, q: Tensor, place: Tensor) -> Tensor:
         """Give the factor of each query: 1 before training."""

@@ -49,6 +49,25 @@ def unit(x: Tensor) -> Tensor:
     return x * (x.square().sum(-1, keepdim=True) + 1e-12).rsqrt()
 
 
+def convolved(x: Tensor, kept: Tensor, weight: Tensor, comes: Tensor) -> tuple[Tensor, Tensor]:
+    """Take each row of x (batch, heads, rows, dim) together with those before it, the last ones of which are kept.
+
+    weight (heads, taps, dim), the last for the row itself. What does not come (batch, rows) stands before what comes.
+    """
+    taps, rows = weight.shape[-2], x.shape[-2]
+    first, whole = (~comes).sum(-1, keepdim=True), torch.cat([kept.to(x.dtype), x], -2)
+
+    def before(back: int, at: Tensor) -> Tensor:
+        place = at - back
+        index = torch.where(place >= first, place + taps - 1, place - first + taps - 1).clamp_min(0)
+        return whole.gather(-2, index[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[-1]))
+
+    at = torch.arange(rows, device=x.device)[None].expand(len(x), -1)
+    out = torch.stack([weight[:, taps - 1 - back, None].to(x.dtype) * before(back, at) for back in range(taps)]).sum(0)
+    end = at.new_full((len(x), 1), rows)
+    return out, torch.cat([before(back, end) for back in range(taps - 1, 0, -1)], -2)
+
+
 def running_moments(
     state: MatrixState, k: Tensor, v: Tensor, there: Tensor, count: Tensor
 ) -> tuple[Tensor, Tensor, Tensor]:

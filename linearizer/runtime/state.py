@@ -126,6 +126,7 @@ class MatrixState(ExactState):
     key_variance: Tensor
     value_mean: Tensor  # (batch, heads, value_dim)
     taps: Tensor  # (batch, heads, taps - 1, key_dim) the last keys
+    query_taps: Tensor  # (batch, heads, group, taps - 1, key_dim) the last queries; no group before the first token
 
 
 def is_exact(state: object) -> bool:

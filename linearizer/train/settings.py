@@ -40,6 +40,7 @@ RATES: Mapping[str, float] = {  # by the name of a parameter in its feature map;
     "value_scale": 0.02,
     "mass": 0.03,
     "tap_weight": 0.01,
+    "query_tap_weight": 0.01,
     "heat": 0.01,
     "router": 0.02,
     "log_ridge": 0.03,

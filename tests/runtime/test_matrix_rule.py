@@ -11,7 +11,7 @@ from linearizer.run.memories import MEMORIES
 from linearizer.runtime.features_torch import attend_text_with_features
 from linearizer.runtime.kernel_dispatch import linear_attention
 from linearizer.runtime.matrix_rule import RULES, MatrixRule, Rule, ScaledRule
-from linearizer.runtime.matrix_torch import read_and_write, running_moments
+from linearizer.runtime.matrix_torch import LeastSquares, read_and_write, running_moments
 from linearizer.runtime.state import ExactState, FeatureState, tensors
 
 DIM, VALUE_DIM, ROWS = 6, 5, 4
@@ -74,9 +74,10 @@ def plain_loop(q, k, erase, write, decay, matrix, steps=1, order="decay erase wr
         before = torch.einsum("bhmkc,bhmgk->bhmgc", matrix, q[..., t, :].expand(*k.shape[:3], -1, -1))
         for step in range(t * steps, (t + 1) * steps):
             a = decay[..., step, :, None].exp()
-            kept = matrix if order.startswith("erase") else a * matrix
+            kept = matrix if order.startswith("erase ") else a * matrix
             found = torch.einsum("bhmkc,bhmk->bhmc", kept, erase[..., step, :])
-            matrix = a * matrix + torch.einsum("bhmk,bhmc->bhmkc", k[..., step, :], write[..., step, :] - found)
+            taken, put = (torch.einsum("bhmk,bhmc->bhmkc", k[..., step, :], x) for x in (found, write[..., step, :]))
+            matrix = a * (matrix - taken) + put if order == "erase before decay" else a * matrix - taken + put
         after = torch.einsum("bhmkc,bhmgk->bhmgc", matrix, q[..., t, :].expand(*k.shape[:3], -1, -1))
         out.append(before if order == "read first" else after)
     return torch.stack(out, -2), matrix
@@ -132,7 +133,61 @@ def test_rules_are_those_of_their_authors(name):
     torch.testing.assert_close(out[:, :, 0, 0], expected, atol=2e-6, rtol=1e-4)
 
 
-@pytest.mark.parametrize("order", ["erase before decay", "read first"])
+def by_time(*tensors):
+    """(batch, heads, tokens, …) of one memory as the authors have it: (batch, tokens, heads, …)."""
+    return [x[:, :, 0].transpose(1, 2) for x in tensors]
+
+
+@pytest.mark.parametrize("name", ["retention", "simple_gla", "linear_attn", "gated_delta_product", "gdn2", "mesa_net"])
+def test_further_rules_are_those_of_their_authors(name):
+    module, steps, ask = naive(name), 2 if name == "gated_delta_product" else 1, None
+    given = steps_of(21, name == "gdn2", steps=steps)
+    q, k, _, write, decay, matrix = (x.float() for x in given)
+    erase, decay, matrix = None, decay / 8, torch.zeros_like(matrix)
+    asks, scale = q[:, :, :, 0], ROWS**-0.5
+    beta, wide = (torch.rand(x.shape, generator=torch.Generator().manual_seed(1)) for x in (write[..., :1], write))
+    if name == "retention":
+        expected = module.naive_retention(asks[:, :, 0] / scale, k[:, :, 0], write[:, :, 0]).transpose(1, 2)
+        decay = (1 - 2.0 ** (-5.0 - torch.arange(3)))[:, None, None, None].log().expand_as(decay)
+    elif name == "simple_gla":
+        expected = module.naive_recurrent_simple_gla(*by_time(asks / scale, k, write, decay[..., 0]))[0]
+    elif name == "linear_attn":  # the sum of weights is one more column of values
+        q, asks, k, decay = q.abs(), asks.abs(), k.abs(), 0 * decay
+        expected = module.naive_recurrent_linear_attn(*by_time(asks / scale, k, write), normalize=True)[0]
+        write, matrix = torch.cat([write, torch.ones_like(beta)], -1), torch.cat([matrix, matrix[..., :1]], -1)
+    elif name == "gated_delta_product":
+        decay = torch.where(torch.arange(42)[:, None] % 2 == 0, decay, 0.0)  # of each token, in its first step
+        own = by_time(asks, k, write, decay[..., ::2, 0], beta[..., 0])
+        expected = module.naive_recurrent_gated_delta_product(*own, scale=1.0, num_householder=2)[0]
+        erase, write = beta * k, beta * write
+    elif name == "gdn2":
+        gate = torch.rand(k.shape, generator=torch.Generator().manual_seed(2))
+        expected = module.naive_recurrent_gdn2(*by_time(asks / scale, k, write, decay, gate, wide))[0]
+        erase, write = gate * k, wide * write
+    else:
+        ridge, write = torch.tensor([0.1, 0.5, 2.0]), write[..., :ROWS]
+        own = by_time(asks, k, write, decay[..., 0]), ridge[:, None].expand(-1, ROWS), by_time(beta[..., 0])[0]
+        expected = module.naive_mesa_net_exact(*own[0], *own[1:])[0]
+        write, ask = beta * torch.cat([k, write], -1), LeastSquares(ROWS, ridge)
+        matrix = torch.zeros(*matrix.shape[:-1], 2 * ROWS)
+    for size in (1, 8):
+        out, _ = read_and_write(q, k, erase, write, decay, matrix, steps, size, ask)
+        out = out[..., :-1] / out[..., -1:] if name == "linear_attn" else out
+        torch.testing.assert_close(out[:, :, 0, 0].transpose(1, 2), expected, atol=5e-6, rtol=1e-4)
+
+
+@torch.no_grad()
+def test_means_over_the_past_are_those_of_lightnet():
+    """A row's level is the logarithm of all that was written: what is written, and kept, is a share of it."""
+    memory, (_, k, v) = memory_of("lightnet"), texts(13)
+    keys, there = torch.randn(2, 2, 13, 1, ROWS, dtype=torch.float64), torch.ones(1, 1, 13, 1, dtype=torch.float64)
+    writes, decay = memory.rule.leveled(memory.empty(k, v, 0, 0), keys, there)
+    level = keys[..., 0, :].logcumsumexp(-2)
+    torch.testing.assert_close(writes[..., 0, :], (keys[..., 0, :] - level).exp())
+    torch.testing.assert_close(decay[..., 1:, :], level[..., :-1, :] - level[..., 1:, :])
+
+
+@pytest.mark.parametrize("order", ["erase before decay", "read first", "erase undecayed"])
 def test_another_order_is_another_rule(order):
     given = steps_of(11)
     out, _ = read_and_write(*given, 1, 4)
@@ -192,7 +247,7 @@ def test_a_state_takes_the_bytes_that_are_counted(name):
             _, state = read(q, k, v, memory)
         exact = {*ExactState.nothing(k, v, 0, 0)}
         held = sum(x.numel() for key, x in tensors(state).items() if key not in exact) // (len(k) * k.shape[1])
-        assert held == MEMORIES[name].numbers(rows, DIM, VALUE_DIM)
+        assert held == MEMORIES[name].numbers(rows, DIM, VALUE_DIM, q.shape[2])
 
 
 def test_every_memory_has_a_rule():
@@ -247,7 +302,8 @@ def test_options_that_learned_nothing_change_nothing():
     for option in (dict(taps=3), dict(heat=True)):
         plain, other = aligned(RULES["gdn"], replace(RULES["gdn"], **option))
         if "taps" in option:
-            other.rule.tap_weight.data.zero_()[:, -1] = 1.0
+            for weight in (other.rule.tap_weight, other.rule.query_tap_weight):
+                weight.data.zero_()[:, -1] = 1.0
         else:
             other.rule.heat.data.zero_()
         assert (outputs(plain) - outputs(other)).abs().max() < 1e-9

@@ -38,13 +38,14 @@ def test_a_student_generates_from_its_state_what_it_generates_without_one(bits):
 
 @torch.no_grad()
 def test_a_checkpoint_and_a_saved_state_hold_memories(tmp_path):
-    student = student_with("gdn", "lightnet")
+    student = student_with("gdn", "lawcat")
     save(student, None, tmp_path / "checkpoint")
     again = load(tmp_path / "checkpoint")
     first, second = tokens(1, 12), tokens(1, 5, seed=1)
     cache = student(first, use_cache=True).past_key_values
     dim, exact = student.config.layers[0]["key_dim"], 2 + 4  # sinks and window, in float32 as the tiny model
-    held = [4 * (exact * 2 * dim + MEMORIES[memory].numbers(6, dim, dim)) for memory in ("gdn", "lightnet")]
+    group = student.base.config.num_attention_heads // student.base.config.num_key_value_heads
+    held = [4 * (exact * 2 * dim + MEMORIES[memory].numbers(6, dim, dim, group)) for memory in ("gdn", "lawcat")]
     assert cache.layers[0].bytes() == sum(held)
     cache.save(str(tmp_path / "state"))
     kept = again.load_cache(str(tmp_path / "state"))
