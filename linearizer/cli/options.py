@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.run.evaluation_request import Request
+from linearizer.run.memories import MEMORIES
 from linearizer.run.options import Option, options_of
 from linearizer.run.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
 from linearizer.run.quality import measured_quality
@@ -76,21 +77,26 @@ class ListRecipes(argparse.Action):
 
 
 def describe_recipes() -> str:
-    """List the recipes, from whom they are and how they did here, and what no recipe can be."""
+    """List the recipes and memories, from whom they are and how they did here, and what no recipe can be."""
     lines = ["recipe, what it is, from whom, and how it did here:", ""]
     for name, recipe in RECIPES.items():
         lines += [f"  {name:12}{recipe.origin}", *(f"{'':14}{line}" for line in measured_lines(name))]
+    lines += ["", "further memories, for --feature-map beside the recipe gdn, or for --memories:", ""]
+    for name in (name for name in MEMORIES if name not in RECIPES):
+        lines += [f"  {name:18}{MEMORIES[name].origin}", *(f"{'':14}{line}" for line in measured_lines(name))]
     lines += ["", "what no option of a head can be, and why:", ""]
     return "\n".join(lines + [f"  {name}: {why}" for name, why in NOT_EXPRESSED.items()])
 
 
-def measured_lines(recipe: str) -> list[str]:
-    """Say how a recipe did in the quality table."""
-    rows = measured_quality().get(recipe)
+def measured_lines(name: str) -> list[str]:
+    """Say how a recipe or a memory did in the quality table."""
+    rows = measured_quality().get(name)
     if not rows:
         return ["not measured here yet"]
-    cells = ", ".join(f"{row.budget} tokens {row.kl:.3g} (recall {row.recall:.0%})" for row in rows)
-    return [f"KL at the bytes of {cells}{', untrained' * rows[0].untrained}"]
+    cells = (
+        f"{row.budget} tokens {row.kl:.3g} (recall {row.recall:.0%}{', untrained' * row.untrained})" for row in rows
+    )
+    return [f"KL at the bytes of {', '.join(cells)}"]
 
 
 def add_evaluate_options(command: argparse.ArgumentParser) -> None:

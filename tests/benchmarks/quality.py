@@ -50,8 +50,8 @@ from linearizer.run.quality import SUMMARY
 from linearizer.run.recipes import RECIPES
 from linearizer.train import step as train_step
 from linearizer.train.offers import train_offers
-from tests.benchmarks.ablation import without_far, without_window
-from tests.benchmarks.quality_rows import ROWS, STEPS, describe_row, is_control
+from tests.benchmarks.ablation import READOUTS, with_gaussian_mass, with_readout, without_far, without_window
+from tests.benchmarks.quality_rows import MEMORY_STEPS, ROWS, STEPS, describe_row, is_control
 from tests.benchmarks.rivals import RULES, Rival, tokens_within
 
 RESULTS = Path(__file__).parent / "results"
@@ -63,6 +63,8 @@ EDGES = (0, 64, 256)  # where the ranges of positions begin
 AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
 LONG = " at 8192"  # how rows end that are priced for longer texts
 UNTRAINED = ("best", "windows", "swa", "evict", "duo", "cache", *RULES)
+READ_OTHERWISE = ("swa", "best", "best, 16 bits", "best, 16 bits, uniform", "features")  # rows of the second table
+GAUSSIAN = "Gaussian mass"
 LONGER = (2, 8)  # times the length, at which the bytes of a growing cache are stated, too
 
 
@@ -124,12 +126,31 @@ def measure(arguments, row, budget, seed):
                 if not is_control(row) and has_both(allocation) and row.partition(",")[0] not in MEMORIES:
                     with ablation(student):
                         record[name] = judged(student, held, original)
+            if row in READ_OTHERWISE:
+                with torch.inference_mode():
+                    record["read otherwise"] = read_otherwise(plan, student, teacher, allocation, held, original)
             record["made_with"] = environment(student)
         shutil.rmtree(run.folder)
     except BudgetError as error:
         record["refused"] = str(error)
     print(row, budget, seed, record.get("refused") or f"loss {record['loss']:.3f} KL {record['kl']:.4f}", flush=True)
     return record
+
+
+def read_otherwise(plan, student, teacher, allocation, held, original):
+    """Give the KL of a student whose far fields have another mass, or whose exact tokens and slots another readout."""
+    heads = [head for heads in allocation.heads for head in heads]
+    changes = {}
+    if any(head.slots or head.features for head in heads):
+        texts = teacher_module.texts_of(plan, teacher, 2, None)
+        changes[GAUSSIAN] = partial(with_gaussian_mass, student, texts)
+    if not any(head.features for head in heads):
+        changes |= {kind: partial(with_readout, kind) for kind in READOUTS}
+    result = {}
+    for name, change in changes.items():
+        with change():
+            result[name] = score(student, held, original)[1].kl.mean().item()
+    return result
 
 
 def has_both(allocation):
@@ -240,12 +261,9 @@ def controlled(student, teacher, allocation, row, budget) -> Iterator[dict[int, 
 @torch.inference_mode()
 def judged(student, held, original, as_teacher=False):
     """Loss by position, divergence from the teacher in `original`, agreement, and loss on passages that come again."""
-    teacher, allocation = Subject("teacher", original.base, softmax=True), Allocation("", 0, ())
-    subjects = [teacher] if as_teacher else [teacher, Subject("student", student, allocation)]
-    found = [read_scores(subjects, ids) for ids in held.split(4)]
-    expected, scores = (joined([some[place] for some in found], 0) for place in (0, -1))
+    expected, scores = score(student, held, original, as_teacher)
     gaps = [gap for gap in GAPS if 2 * PASSAGE + gap <= held.shape[1]]
-    (recall,) = finish(measure_recall(subjects[-1:], held, PASSAGE, gaps)).subjects
+    (recall,) = finish(measure_recall(subjects_of(student, original, as_teacher)[-1:], held, PASSAGE, gaps)).subjects
     edges = [edge for edge in EDGES if edge < scores.loss.shape[1]]
     return {
         "loss": scores.loss.mean().item(),
@@ -258,6 +276,19 @@ def judged(student, held, original, as_teacher=False):
             for gap, first, second in zip(gaps, recall.first, recall.second, strict=True)
         ],
     }
+
+
+def subjects_of(student, original, as_teacher=False):
+    """Give the teacher, and the student unless that is the teacher."""
+    teacher = Subject("teacher", original.base, softmax=True)
+    return [teacher] if as_teacher else [teacher, Subject("student", student, Allocation("", 0, ()))]
+
+
+def score(student, held, original, as_teacher=False):
+    """Give what teacher and student say of every token."""
+    subjects = subjects_of(student, original, as_teacher)
+    found = [read_scores(subjects, ids) for ids in held.split(4)]
+    return [joined([some[place] for some in found], 0) for place in (0, -1)]
 
 
 def own_teacher(plan, teacher, student, allocation):
@@ -310,10 +341,16 @@ class Table:
         result = {name: [(budget, self.of(name, budget)) for budget in budgets] for name in RECIPES}
         result["duo"] = [(budget, self.of("duo --may-grow", budget)) for budget in budgets]
         means = {name: [mean_quality(*each) for each in of_row if each[1]] for name, of_row in result.items()}
-        for name in RECIPES.keys() & MEMORIES.keys():
-            rows = [(budget, self.of(f"{name}, untrained", budget)) for budget in budgets]
-            means[name] = [{**mean_quality(*each), "untrained": True} for each in rows if each[1]]
+        for name in MEMORIES:
+            means[name] = [row for budget in budgets for row in self.of_memory(name, budget)]
         return {name: of_row for name, of_row in means.items() if of_row}
+
+    def of_memory(self, name, budget):
+        """Give the quality of a memory at a budget: trained, and as it begins where that was not measured."""
+        for row in (f"{name}, {MEMORY_STEPS} steps", f"{name}, untrained"):
+            if records := self.of(row, budget):
+                return [{**mean_quality(budget, records), **({"untrained": True} if "untrained" in row else {})}]
+        return []
 
     def of(self, row, budget):
         return [r for r in self.records if (r["row"], r["budget"]) == (row, budget) and "loss" in r]
@@ -324,7 +361,7 @@ class Table:
         blocks = [self.block(budget, rows) for rows in kinds for budget in budgets]
         rows = [row for row in ROWS if any(self.of(row, budget) for budget in budgets)]
         lines = ["What the rows are", "", *(f"- `{row}`: {describe_row(row)}" for row in rows)]
-        return "\n\n".join([*filter(None, blocks), "\n".join(lines)]) + "\n"
+        return "\n\n".join([*filter(None, [*blocks, self.read_otherwise()]), "\n".join(lines)]) + "\n"
 
     def block(self, budget, kind):
         """The rows of one budget that were judged on the same text, their teacher first."""
@@ -344,6 +381,17 @@ class Table:
         if refused:
             lines += ["", f"Not to be had at this budget: {', '.join(refused)}."]
         return "\n".join(lines)
+
+    def read_otherwise(self):
+        """The KL of students that are read in another way, beside their own."""
+        some = [record for record in self.records if "read otherwise" in record]
+        names = (GAUSSIAN, *READOUTS)
+        lines = ["Read otherwise: KL", "", "| " + " | ".join(["", "tokens", "as it is", *names]) + " |"]
+        lines.append("|---" * (3 + len(names)) + "|")
+        for record in sorted(some, key=lambda r: (list(ROWS).index(r["row"]), r["budget"], r["seed"])):
+            cells = [f"{kl:.4f}" if kl is not None else "" for kl in map(record["read otherwise"].get, names)]
+            lines.append(f"| {record['row']} | {record['budget']} | {record['kl']:.4f} | " + " | ".join(cells) + " |")
+        return "\n".join(lines) if some else ""
 
     @staticmethod
     def line(name, result):

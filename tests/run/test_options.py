@@ -118,11 +118,11 @@ def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_th
     text, measured = capsys.readouterr().out, measured_quality()
     assert ended.value.code == 0 and all(recipe.origin in text for recipe in RECIPES.values())
     assert all(f"{name}: {why}" in text for name, why in NOT_EXPRESSED.items())
+    assert all(memory.origin in text for name, memory in MEMORIES.items() if name not in RECIPES)
     records = json.loads(Path("tests/benchmarks/results/quality-demo.json").read_text())
-    for row in measured["best"]:
-        result = [r["kl"] for r in records if (r["row"], r["budget"]) == ("best", row.budget) and "kl" in r]
+    for name, row in [(each, row) for each in ("best", *MEMORIES) for row in measured.get(each, ())]:
+        kind = f"{name}, {'untrained' if row.untrained else '300 steps'}" if name in MEMORIES else name
+        result = [r["kl"] for r in records if (r["row"], r["budget"]) == (kind, row.budget) and "kl" in r]
         assert row.kl == round(sum(result) / len(result), 5) and row.seeds == len(result)
         assert f"{row.budget} tokens {row.kl:.3g}" in text
-    assert measured.keys() <= RECIPES.keys()
-    begun = {name for name, rows in measured.items() if any(row.untrained for row in rows)}
-    assert begun <= MEMORIES.keys() and all(", untrained" in text for _ in begun)
+    assert measured.keys() <= {*RECIPES, *MEMORIES}
