@@ -19,9 +19,23 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
 BUDGETS = (64, 256, 1024)  # tokens of the teacher's cache
+MAX_KEPT = 64  # inspections
+
+_kept: dict[str, Inspection] = {}  # by all that they depend on
 
 
 def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
+    """Describe a model, and whether it is supported; to build and run it anew, without weights, takes a while."""
+    key = f"{type(config).__name__} {config.to_json_string(use_diff=False)} {source}"
+    result = _kept.get(key)
+    if result is None:
+        result = _kept[key] = build_and_inspect(source, config)
+        if len(_kept) > MAX_KEPT:
+            _kept.pop(next(iter(_kept)), None)
+    return result
+
+
+def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
     """Describe a model, and whether it is supported."""
     model, seen, refusal = None, [], None
     try:

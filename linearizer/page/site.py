@@ -230,6 +230,7 @@ def wire_compare(ui: SimpleNamespace) -> None:
 def serve(port: int | None = None, host: str | None = None, wait: bool = True) -> Any:
     """Show the page; on a Space limits are kept, and no token is used but its visitor's own."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
+    os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)  # else statistics of all events are made at every event
     if on_space():
         os.environ["HF_HUB_DISABLE_IMPLICIT_TOKEN"] = "1"
         threading.Thread(target=limits.guard_runs, args=(runs_root(),), daemon=True).start()
@@ -248,6 +249,7 @@ def serve(port: int | None = None, host: str | None = None, wait: bool = True) -
         show_error=False,
         prevent_thread_lock=not wait,
         allowed_paths=[],
+        enable_monitoring=False,
         max_file_size="1mb",
         state_session_capacity=MAX_SESSIONS,
         app_kwargs={} if on_space() or host not in LOCAL_HOSTS else {"middleware": [Middleware(LocalRequests)]},
