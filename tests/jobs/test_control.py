@@ -82,7 +82,7 @@ def test_runs_take_turns_and_the_dead_hold_nobody_up(begin, tmp_path):
         control.start(run)
         time.sleep(0.01)
     places = [control.status(run).place for run in (first, second, third)]
-    assert places in ([1, 2, 3], [None, 1, 2])  # the first may be at work already
+    assert places in ([1, 2, 3], [1, 2, 2], [1, 1, 2], [None, 1, 2])  # the first begins to work meanwhile
     assert [status.run.folder.name for status in control.runs_in(tmp_path / "runs")] == ["third", "second", "first"]
     wait_for_event(first, "distill")
     assert [control.status(run).place for run in (first, second, third)] == [None, 1, 2]
