@@ -101,7 +101,7 @@ def test_five_hundred_sessions_leave_the_memory_of_a_server_flat(local):
 def test_nobody_is_told_what_others_called(local):
     """Nor does the server sum it up: Gradio would, at every event, over all events before."""
     with pytest.raises(urllib.error.HTTPError, match="403"):
-        urllib.request.urlopen(f"{local.url}gradio_api/monitoring/summary")
+        urllib.request.urlopen(f"{local.url}monitoring/summary")
 
 
 def posted(url, content):
