@@ -60,7 +60,7 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
 for name in MEMORIES:  # beside the same window in every head: as they begin, and trained
     memory = {"feature_map": name, **SINKS}
     ROWS |= {f"{name}, untrained": (by_memory(name), {**memory, "steps": 0})}
-    ROWS |= {f"{name}, {MEMORY_STEPS} steps": (by_memory(name), {**memory, "steps": MEMORY_STEPS})}
+    ROWS |= {f"{name}, {MEMORY_STEPS} steps": (by_memory(name), {**memory, "steps": MEMORY_STEPS, "batch": 1})}
 ROWS |= {
     "best, all memories": ("best", {"memories": ("all",)}),
     "best, 8 bits, all memories": ("best", {"memories": ("all",), "bits": 8}),
@@ -88,7 +88,7 @@ def describe_row(row):
         share = "the bytes of each head's share by our prices" if "prices" in row else "the same bytes in every head"
         return f"{RULES[rule]}; {bits} bits, {share}"
     if changes.get("feature_map") in MEMORIES and "strategy" not in changes:
-        trained = f"{changes['steps']} steps layer by layer" if changes["steps"] else "as it begins, untrained"
+        trained = f"{changes['steps']} steps of a text, layer by layer" if changes["steps"] else "as it begins, untrained"
         return f"{MEMORIES[changes['feature_map']].about}, beside the same window in every head; {trained}"
     about = RECIPES[recipe].about
     if changes.keys() & {"bits", "strategy"}:
