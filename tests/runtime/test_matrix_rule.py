@@ -252,6 +252,7 @@ def test_a_state_takes_the_bytes_that_are_counted(name):
 
 def test_every_memory_has_a_rule():
     assert MEMORIES.keys() == RULES.keys()
+    assert all(memory.is_positive == (RULES[name].mass == "sum") for name, memory in MEMORIES.items())
 
 
 def outputs(memory, tokens=17, window=WINDOW):
@@ -296,6 +297,51 @@ def test_rules_reduce_to_one_another():
     other = memory_of(Rule("unit", "scalar", "scalar"))
     other.rule.value_scale.data.zero_()
     assert (outputs(none) - outputs(other)).abs().max() < 1e-9
+
+
+def test_without_decay_or_erasure_sums_are_left():
+    kept, plain = aligned(Rule("unit", "scalar"), Rule("unit"))
+    kept.rule.gate_up.data.zero_()
+    kept.rule.gate_bias.data.fill_(500.0)
+    assert (outputs(kept) - outputs(plain)).abs().max() < 1e-9
+
+
+def test_a_second_step_that_erases_nothing_changes_nothing():
+    twice, once = aligned(RULES["deltaproduct"], replace(RULES["deltaproduct"], steps=1))
+    once.rule.key_map.data.copy_(twice.rule.key_map.data[:, :1])
+    for gates in ("gate_bias", "gate_up"):
+        getattr(once.rule, gates).data.copy_(getattr(twice.rule, gates).data[:, :2])
+    twice.rule.gate_up.data[:, 2] = 0.0
+    twice.rule.gate_bias.data[:, 2] = -500.0
+    assert (outputs(twice) - outputs(once)).abs().max() < 1e-9
+
+
+def test_memories_that_every_token_is_routed_to_are_one():
+    """The shared memory and those that are routed to hold the same, and are read with weights that sum to two."""
+    routed, alone = aligned(replace(RULES["mom"], memories=2), "gdn")
+    alone.rule.value_scale.data.mul_(2)
+    assert (outputs(routed) - outputs(alone)).abs().max() < 1e-9
+
+
+@pytest.mark.parametrize("name", ["kda", "lawcat", "mom", "cells", "selective"])
+def test_every_query_head_of_a_group_reads_as_if_it_were_alone(name):
+    q, k, v = texts(13, group=3)
+    with torch.no_grad():
+        whole, _ = read(q, k, v, memory_of(name))
+        for head in range(3):
+            alone, _ = read(q[:, :, head : head + 1], k, v, memory_of(name))
+            assert (alone[:, :, 0] - whole[:, :, head]).abs().max() < 1e-9
+
+
+def test_one_cell_that_takes_a_share_of_each_token_is_the_mean_so_far():
+    _, _, values = texts(7, heads=1, batch=1)
+    cell = torch.ones(1, 1, 1, 7, 1, dtype=torch.float64)
+    share = 1 / torch.arange(1.0, 8.0, dtype=torch.float64)[:, None]
+    nothing = torch.zeros(1, 1, 1, 1, VALUE_DIM, dtype=torch.float64)
+    out, _ = read_and_write(
+        cell[:, :, :, None], cell, share * cell, share * values[:, :, None], 0 * cell, nothing, 1, 4
+    )
+    torch.testing.assert_close(out[0, 0, 0, 0], values[0, 0].cumsum(0) * share)
 
 
 def test_options_that_learned_nothing_change_nothing():
