@@ -26,6 +26,7 @@ class Memory:
     taps: int = 0  # tokens whose keys and queries are kept for a convolution
     holds_keys: bool = False  # in each row, beside the value
     is_wide: bool = False  # two rows from each product with a key
+    is_positive: bool = False  # what a query reads is a mean of all tokens, by positive weights
 
     @property
     def origin(self) -> str:
@@ -47,7 +48,7 @@ class Memory:
 
 MEMORIES: Mapping[str, Memory] = {
     "linear": Memory("sums of products, normalised when read", KATHAROPOULOS),
-    "elu": Memory("linear attention with the map elu + 1", KATHAROPOULOS, columns=1),
+    "elu": Memory("linear attention with the map elu + 1", KATHAROPOULOS, is_positive=True, columns=1),
     "rfa": Memory(
         "sines and cosines of random products",
         "Peng et al., Random Feature Attention, ICLR 2021, arXiv:2103.02143",
@@ -57,21 +58,30 @@ MEMORIES: Mapping[str, Memory] = {
     "cosformer": Memory(
         "rectified products, weighted by distance",
         "Qin et al., cosFormer: Rethinking Softmax in Attention, ICLR 2022, arXiv:2202.08791",
+        is_positive=True,
         columns=1,
         is_wide=True,
     ),
-    "nalaformer": Memory("powers of products by sign, the query's norm in the power", columns=1, is_wide=True),
+    "nalaformer": Memory(
+        "powers of products by sign, the query's norm in the power", is_positive=True, columns=1, is_wide=True
+    ),
     "mala": Memory("weights with a magnitude and an offset, which sum to one", columns=1, moments=True),
     "transnormer": Memory(
         "linear attention with a norm in place of the denominator",
         "Qin et al., The Devil in Linear Transformer, EMNLP 2022, arXiv:2210.10340",
     ),
-    "cells": Memory("tokens shared among cells: mean keys, mean values, and how many", columns=1, holds_keys=True),
+    "cells": Memory(
+        "tokens shared among cells: mean keys, mean values, and how many", is_positive=True, columns=1, holds_keys=True
+    ),
     "cells-gauss": Memory(
         "cells whose mass is that of Gaussian keys", "ours", columns=1, moments=True, holds_keys=True
     ),
     "lawcat": Memory(
-        "softmaxes of products, decays by token, keys and queries convolved", columns=1, taps=3, is_wide=True
+        "softmaxes of products, decays by token, keys and queries convolved",
+        is_positive=True,
+        columns=1,
+        taps=3,
+        is_wide=True,
     ),
     "retnet": Memory("one decay for a head"),
     "lightning": Memory(

@@ -253,11 +253,17 @@ class Plan(JsonProduct):
                 f"the strategy {self.strategy} buys nothing by prices, by which memories are chosen: leave out "
                 "--memories, or ask for --strategy gain"
             )
-        rows = sorted({"softmax", "l2"} & {*self.kept_loss.split("+")})
-        if (self.memory or self.memories) and self.trains and rows:
-            named = self.memory or ", ".join(self.memories)
+        losses = {"softmax", "l2"} & {*self.kept_loss.split("+")} if self.trains else set()
+        signed = [name for name in self.offered_memories if not MEMORIES[name].is_positive]
+        if "l2" in losses and self.offered_memories:
             raise RequestError(
-                f"{named} has no rows of positive weights, which the loss {rows[0]} compares: ask for --loss output"
+                f"the loss l2 compares products of features, and {', '.join(self.offered_memories)} has none: ask for "
+                "--loss output"
+            )
+        if losses and signed:
+            raise RequestError(
+                f"{', '.join(signed)} has no rows of positive weights, which the loss softmax compares: ask for "
+                "--loss output"
             )
 
     @property

@@ -62,6 +62,10 @@ for name in MEMORIES:  # beside the same window in every head: as they begin, an
     ROWS |= {f"{name}, untrained": (by_memory(name), {**memory, "steps": 0})}
     ROWS |= {f"{name}, {MEMORY_STEPS} steps": (by_memory(name), {**memory, "steps": MEMORY_STEPS, "batch": 1})}
 ROWS |= {
+    f"cells, {MEMORY_STEPS} steps by rows": (
+        "cells",
+        {"feature_map": "cells", **SINKS, "steps": MEMORY_STEPS, "batch": 1, "loss": "softmax"},
+    ),
     "best, all memories": ("best", {"memories": ("all",)}),
     "best, 8 bits, all memories": ("best", {"memories": ("all",), "bits": 8}),
     "best, 8 bits, cells": ("best", {"memories": ("cells",), "bits": 8}),
@@ -88,7 +92,11 @@ def describe_row(row):
         share = "the bytes of each head's share by our prices" if "prices" in row else "the same bytes in every head"
         return f"{RULES[rule]}; {bits} bits, {share}"
     if changes.get("feature_map") in MEMORIES and "strategy" not in changes:
-        trained = f"{changes['steps']} steps of a text, layer by layer" if changes["steps"] else "as it begins, untrained"
+        trained = (
+            f"{changes['steps']} steps of a text, layer by layer{' and row by row' * ('loss' in changes)}"
+            if changes["steps"]
+            else "as it begins, untrained"
+        )
         return f"{MEMORIES[changes['feature_map']].about}, beside the same window in every head; {trained}"
     about = RECIPES[recipe].about
     if changes.keys() & {"bits", "strategy"}:
