@@ -293,7 +293,8 @@ class MatrixRule(nn.Module):
             return {kind: v[..., :0] for kind in self.gates}
         values = self.gate_bias[:, None].to(k.dtype)
         if self.gate_up is not None:
-            pairs = k[..., : k.shape[-1] // 2 * 2].unflatten(-1, (2, -1)).norm(dim=-2)
+            one, other = k[..., : k.shape[-1] // 2 * 2].chunk(2, -1)
+            pairs = (one.square() + other.square() + 1e-12).sqrt()  # a norm over two numbers is slow on a CPU
             x = torch.cat([v[..., : self.value_dim], pairs], -1)
             x = x * (x.square().mean(-1, keepdim=True) + 1e-6).rsqrt()
             values = values + x @ self.gate_down.to(k.dtype).mT @ self.gate_up.to(k.dtype).mT

@@ -19,7 +19,7 @@ from linearizer.model.memory import is_out_of_memory
 from linearizer.model.streaming import is_streamed
 from linearizer.model.sweep import Chain, calls_of, chain_of, sweep_forward
 from linearizer.run.sharing import ALL, Share
-from linearizer.runtime.attention_interface import attending, attention_modules, observing
+from linearizer.runtime.attention_interface import Observer, attending, attention_modules, observing
 from linearizer.runtime.layer_student import FeatureGroup
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.layer_optimizer import LayerOptimizer
@@ -196,9 +196,13 @@ class Trainer:
 
         for part in parts:
             share = len(part) / sum(map(len, parts))
-            with observing(self.base, observe):
-                hidden_states(self.base, part)
+            self.read(part, observe)
         return normalisers
+
+    def read(self, ids: torch.Tensor, observe: Observer) -> None:
+        """Let the teacher read, and show what each layer attends with."""
+        with torch.no_grad(), observing(self.base, observe):
+            hidden_states(self.base, ids)
 
     def layer_losses(
         self, ids: torch.Tensor, keep: float, share: float, normalisers: Mapping[int, torch.Tensor]
@@ -223,8 +227,7 @@ class Trainer:
             else:
                 losses[index] = self.differentiate(module, inputs, keep, share, normalisers.get(index))
 
-        with torch.no_grad(), observing(self.base, observe):
-            hidden_states(self.base, ids)
+        self.read(ids, observe)
         groups = [featured(module.student)[0] for module in waiting]  # type: ignore[arg-type]
         if len(waiting) > 1 and are_alike(groups, list(waiting.values())):
             return losses | self.differentiate_together(waiting, groups, keep, share, normalisers)

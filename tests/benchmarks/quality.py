@@ -16,17 +16,17 @@ import re
 import shutil
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, replace
 from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors.torch import load_file, save_file
 
 from linearizer import pipeline
 from linearizer.allocate import step
 from linearizer.allocate.decide import allocate_alike
-from linearizer.amounts import size
 from linearizer.errors import BudgetError, RequestError
 from linearizer.evaluate.cache_in_few_bits import caches_in_few_bits
 from linearizer.evaluate.environment import environment
@@ -37,6 +37,7 @@ from linearizer.measure.profile import profile_settings
 from linearizer.measure.step import measure_teacher
 from linearizer.model import checkpoint
 from linearizer.model import teacher as teacher_module
+from linearizer.model.layers import number
 from linearizer.model.quiet import quiet
 from linearizer.model.safetensors import digest
 from linearizer.model.swap import exchange_students
@@ -46,25 +47,29 @@ from linearizer.run.files import write_whole
 from linearizer.run.head_bytes import cache_bytes, head_bytes, token_bytes
 from linearizer.run.memories import MEMORIES
 from linearizer.run.plan import Plan
-from linearizer.run.quality import SUMMARY
 from linearizer.run.recipes import RECIPES
+from linearizer.runtime.attention_interface import attention_modules
 from linearizer.train import step as train_step
 from linearizer.train.offers import train_offers
-from tests.benchmarks.ablation import READOUTS, with_gaussian_mass, with_readout, without_far, without_window
-from tests.benchmarks.quality_rows import MEMORY_STEPS, ROWS, STEPS, describe_row, is_control
+from linearizer.train.trainer import Trainer
+from tests.benchmarks.ablation import (
+    READOUTS,
+    exchanged,
+    with_gaussian_mass,
+    with_readout,
+    without_far,
+    without_window,
+)
+from tests.benchmarks.quality_rows import ROWS, STEPS, is_control
+from tests.benchmarks.quality_table import GAPS, GAUSSIAN, RESULTS, Table
 from tests.benchmarks.rivals import RULES, Rival, tokens_within
 
-RESULTS = Path(__file__).parent / "results"
-
-
 BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
-TARGET, LENGTH, PASSAGE, GAPS, HELD = 512, 512, 64, (64, 128, 256, 320), 8
+TARGET, LENGTH, PASSAGE, HELD = 512, 512, 64, 8
 EDGES = (0, 64, 256)  # where the ranges of positions begin
 AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
-LONG = " at 8192"  # how rows end that are priced for longer texts
 UNTRAINED = ("best", "windows", "swa", "evict", "duo", "cache", *RULES)
 READ_OTHERWISE = ("swa", "best", "best, 16 bits", "best, 16 bits, uniform", "features")  # rows of the second table
-GAUSSIAN = "Gaussian mass"
 LONGER = (2, 8)  # times the length, at which the bytes of a growing cache are stated, too
 
 
@@ -113,7 +118,7 @@ def measure(arguments, row, budget, seed):
             measuring = time.perf_counter() - begun
             held = held_out(plan, teacher)
             begun = time.perf_counter()
-            student, allocation = made(run, teacher, uniform="uniform" in row)
+            student, allocation = made(arguments.work, run, teacher, uniform="uniform" in row)
             record |= {"seconds": time.perf_counter() - begun, "measuring": measuring}
             original = own_teacher(plan, teacher, student, allocation)
             with controlled(student, teacher, allocation, row, budget) as remembered:
@@ -210,7 +215,37 @@ def offers_of(run, teacher):
     return partial(train_offers, run, teacher, texts)
 
 
-def made(run, teacher, uniform=False):
+@contextmanager
+def kept_readings(work) -> Iterator[None]:
+    """While this lasts, keep what the teacher's layers attend with: all memories are trained on the same texts."""
+    read, folder = Trainer.read, work / "readings"
+    folder.mkdir(parents=True, exist_ok=True)
+
+    def read_or_repeat(trainer, ids, observe):
+        kept = folder / f"{digest({'ids': ids}, trainer.base.name_or_path)}.safetensors"
+        if kept.exists():
+            tensors = load_file(kept)
+            for module in attention_modules(trainer.base):
+                query, key, value, scale = (tensors[f"{number(module)}.{part}"] for part in "qkvs")
+                observe(module, query, key, value, scale.item(), {})
+            return
+        tensors = {}
+
+        def keep(module, query, key, value, scale, others):
+            given = query, key, value, torch.tensor(scale, dtype=torch.float64)
+            tensors.update({f"{number(module)}.{part}": x.contiguous() for part, x in zip("qkvs", given, strict=True)})
+            observe(module, query, key, value, scale, others)
+
+        read(trainer, ids, keep)
+        unfinished = kept.with_suffix(".part")
+        save_file(tensors, unfinished)
+        unfinished.replace(kept)
+
+    with exchanged(Trainer, "read", read_or_repeat):
+        yield
+
+
+def made(work, run, teacher, uniform=False):
     """Allocate, and train what the plan trains."""
     plan, layers = run.plan, teacher.inspection.layers
     if uniform:
@@ -219,7 +254,8 @@ def made(run, teacher, uniform=False):
         allocation = finish(step.allocate(run, teacher, None, offers_of(run, teacher)))
     student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
     texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.kept_length(None), None)
-    finish(train_step.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
+    with kept_readings(work) if plan.memory else nullcontext():
+        finish(train_step.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
     return student.eval(), allocation
 
 
@@ -304,151 +340,6 @@ def judged_teacher(work, plan, original, held):
     if not kept.exists():
         write_whole(kept, json.dumps(judged(original, held, original, as_teacher=True)))
     return json.loads(kept.read_text())
-
-
-class Table:
-    """What has been measured, kept in a file."""
-
-    def __init__(self, path):
-        self.path = path
-        self.records = json.loads(self.file("json").read_text()) if self.file("json").exists() else []
-
-    def file(self, kind):
-        return self.path.with_name(f"{self.path.name}.{kind}")  # a model's name may have dots of its own
-
-    def has(self, row, budget, seed):
-        return any((r["row"], r["budget"], r["seed"]) == (row, budget, seed) for r in self.records)
-
-    def add(self, record):
-        """Add a record, in the place of one that was measured before."""
-        cell = [record[name] for name in ("row", "budget", "seed")]
-        self.records = [r for r in self.records if [r["row"], r["budget"], r["seed"]] != cell] + [record]
-
-    def write(self):
-        """Write all three forms; return the table."""
-        self.path.parent.mkdir(parents=True, exist_ok=True)
-        write_whole(self.file("json"), json.dumps(self.records, indent=0))
-        text = self.markdown()
-        write_whole(self.file("md"), text)
-        if self.path == RESULTS / "quality-demo":
-            write_whole(SUMMARY, json.dumps(self.summary(), indent=1) + "\n")
-        write_whole(self.file("html"), self.picture().to_html(include_plotlyjs="cdn"))
-        return text
-
-    def summary(self):
-        """Give what `linearizer run --recipe list` and the page say of each recipe."""
-        budgets = sorted({record["budget"] for record in self.records})
-        result = {name: [(budget, self.of(name, budget)) for budget in budgets] for name in RECIPES}
-        result["duo"] = [(budget, self.of("duo --may-grow", budget)) for budget in budgets]
-        means = {name: [mean_quality(*each) for each in of_row if each[1]] for name, of_row in result.items()}
-        for name in MEMORIES:
-            means[name] = [row for budget in budgets for row in self.of_memory(name, budget)]
-        return {name: of_row for name, of_row in means.items() if of_row}
-
-    def of_memory(self, name, budget):
-        """Give the quality of a memory at a budget: trained, and as it begins where that was not measured."""
-        for row in (f"{name}, {MEMORY_STEPS} steps", f"{name}, untrained"):
-            if records := self.of(row, budget):
-                return [{**mean_quality(budget, records), **({"untrained": True} if "untrained" in row else {})}]
-        return []
-
-    def of(self, row, budget):
-        return [r for r in self.records if (r["row"], r["budget"]) == (row, budget) and "loss" in r]
-
-    def markdown(self):
-        budgets = sorted({record["budget"] for record in self.records})
-        kinds = [[row for row in ROWS if row.endswith(LONG) == long] for long in (False, True)]
-        blocks = [self.block(budget, rows) for rows in kinds for budget in budgets]
-        rows = [row for row in ROWS if any(self.of(row, budget) for budget in budgets)]
-        lines = ["What the rows are", "", *(f"- `{row}`: {describe_row(row)}" for row in rows)]
-        return "\n\n".join([*filter(None, [*blocks, self.read_otherwise()]), "\n".join(lines)]) + "\n"
-
-    def block(self, budget, kind):
-        """The rows of one budget that were judged on the same text, their teacher first."""
-        gaps = [f"recall at {gap}" for gap in GAPS]
-        tails = ("KL, 99 %", "KL, 99.9 %", "RMS Δp")
-        names = ("", "loss", "<64", "64–256", ">256", "KL", *tails, "agrees", *gaps)
-        names = (*names, "no far field", "no window", "state", "s", "seeds")
-        rows = [row for row in kind if self.of(row, budget)]
-        if not rows:
-            return ""
-        title = f"Budget {budget}" + (", priced for 8192 tokens, on texts of 1024" if rows[0].endswith(LONG) else "")
-        lines = [title, "", "| " + " | ".join(names) + " |", "|---" * len(names) + "|"]
-        lines.append(self.line("teacher", [record["teacher"] for record in self.of(rows[0], budget)]))
-        for row in rows:
-            lines.append(self.line(row, self.of(row, budget)))
-        refused = sorted({r["row"] for r in self.records if (r["budget"], "refused" in r) == (budget, True)} & {*kind})
-        if refused:
-            lines += ["", f"Not to be had at this budget: {', '.join(refused)}."]
-        return "\n".join(lines)
-
-    def read_otherwise(self):
-        """The KL of students that are read in another way, beside their own."""
-        some = [record for record in self.records if "read otherwise" in record]
-        names = (GAUSSIAN, *READOUTS)
-        lines = ["Read otherwise: KL", "", "| " + " | ".join(["", "tokens", "as it is", *names]) + " |"]
-        lines.append("|---" * (3 + len(names)) + "|")
-        for record in sorted(some, key=lambda r: (list(ROWS).index(r["row"]), r["budget"], r["seed"])):
-            cells = [f"{kl:.4f}" if kl is not None else "" for kl in map(record["read otherwise"].get, names)]
-            lines.append(f"| {record['row']} | {record['budget']} | {record['kl']:.4f} | " + " | ".join(cells) + " |")
-        return "\n".join(lines) if some else ""
-
-    @staticmethod
-    def line(name, result):
-        """One row: means over seeds, ± half of their range where there are several."""
-
-        def cell(values, digits):
-            mean, spread = sum(values) / len(values), (max(values) - min(values)) / 2
-            return f"{mean:.{digits}f}" + (f" ± {spread:.{digits}f}" if spread >= 0.5 * 10**-digits else "")
-
-        cells = [cell([r["loss"] for r in result], 3)]
-        cells += [cell([r["by_position"][i] for r in result], 3) for i in range(len(result[0]["by_position"]))]
-        cells.append(cell([r["kl"] for r in result], 4))
-        tails = [r["tail"] for r in result if "tail" in r]  # of none that was measured before tails were
-        for measure, digits in (("kl_99", 3), ("kl_999", 3), ("probability_change", 4)):
-            cells.append(cell([tail[measure] for tail in tails], digits) if tails else "")
-        cells.append(cell([100 * r["agreement"] for r in result], 1) + " %")
-        cells += [cell([100 * share(r, i) for r in result], 0) + " %" for i in range(len(result[0]["recall"]))]
-        for ablation in ("no far", "no window"):
-            kept = [r[ablation]["loss"] for r in result if ablation in r]
-            cells.append(cell(kept, 3) if kept else "")
-        seconds = [r["seconds"] for r in result if "seconds" in r]
-        cells += [held_bytes(result[0]), cell(seconds, 0) if seconds else "", str(len(result))]
-        return f"| {name} | " + " | ".join(cells) + " |"
-
-    def picture(self):
-        """Draw KL against the budget, a line for every row."""
-        from plotly.graph_objects import Figure, Scatter
-
-        figure = Figure()
-        for row in ROWS:
-            points = [(b, self.of(row, b)) for b in sorted({r["budget"] for r in self.records}) if self.of(row, b)]
-            if points:
-                means = [sum(r["kl"] for r in result) / len(result) for _, result in points]
-                figure.add_trace(Scatter(x=[b for b, _ in points], y=means, name=row, mode="lines+markers"))
-        figure.update_xaxes(title="tokens of cache", type="log").update_yaxes(title="KL to the teacher", type="log")
-        return figure
-
-
-def mean_quality(budget, records):
-    """Give the means of some records as the fields of a Quality."""
-    shares = [share(record, index) for record in records for index in range(len(record["recall"]))]
-    kl = sum(record["kl"] for record in records) / len(records)
-    return dict(budget=budget, kl=round(kl, 5), recall=round(sum(shares) / len(shares), 3), seeds=len(records))
-
-
-def held_bytes(record):
-    """Say how many bytes are held at the end of a text, and of longer texts where they grow."""
-    if "state" not in record:
-        return ""
-    later = (f"{size(bytes)} at {length}" for length, bytes in record.get("later", {}).items())
-    return ", ".join([size(record["state"]), *later])
-
-
-def share(record, index):
-    """What a student gains the second time, as a share of what its teacher gains."""
-    mine, theirs = record["recall"][index], record.get("teacher", record)["recall"][index]
-    return (mine["first"] - mine["second"]) / (theirs["first"] - theirs["second"])
 
 
 if __name__ == "__main__":
