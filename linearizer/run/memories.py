@@ -58,7 +58,6 @@ MEMORIES: Mapping[str, Memory] = {
     "cosformer": Memory(
         "rectified products, weighted by distance",
         "Qin et al., cosFormer: Rethinking Softmax in Attention, ICLR 2022, arXiv:2202.08791",
-        is_positive=True,
         columns=1,
         is_wide=True,
     ),

@@ -21,6 +21,7 @@ from linearizer.model.sweep import Chain, calls_of, chain_of, sweep_forward
 from linearizer.run.sharing import ALL, Share
 from linearizer.runtime.attention_interface import Observer, attending, attention_modules, observing
 from linearizer.runtime.layer_student import FeatureGroup
+from linearizer.runtime.matrix_rule import MatrixRule
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.layer_optimizer import LayerOptimizer
 from linearizer.train.lora import without_adapters
@@ -222,7 +223,8 @@ class Trainer:
             if index not in active:
                 return
             inputs = AttentionInputs(query, key, value, scale)
-            if together and len(featured(module.student)) == 1:  # type: ignore[arg-type]
+            groups = featured(module.student)  # type: ignore[arg-type]
+            if together and len(groups) == 1 and isinstance(groups[0].feature_map, MatrixRule):
                 waiting[module] = inputs
             else:
                 losses[index] = self.differentiate(module, inputs, keep, share, normalisers.get(index))
@@ -239,7 +241,7 @@ class Trainer:
     def numbers_of_token(self) -> int:
         """Count the numbers that all layers attend with for one token: at most, of queries, keys and values."""
         config = self.base.config.get_text_config()
-        return 3 * config.num_hidden_layers * max(config.hidden_size, 1)
+        return 3 * config.num_hidden_layers * config.hidden_size
 
     def differentiate_together(
         self,

@@ -132,7 +132,7 @@ def test_layers_with_memories_have_together_the_losses_and_gradients_of_each(mem
             torch.testing.assert_close(own, other, **CLOSE)
 
 
-@pytest.mark.parametrize("memory", ["cells", "lawcat", "elu", "cosformer", "nalaformer"])
+@pytest.mark.parametrize("memory", ["cells", "lawcat", "elu", "nalaformer"])
 def test_rows_of_a_memory_are_the_weights_of_what_it_puts_out(memory):
     torch.manual_seed(0)
     student = LayerStudent([[3, 4, 0, 0, 16, memory]] * 2, SINKS, SIZE, "")
