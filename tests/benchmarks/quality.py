@@ -222,7 +222,7 @@ def kept_readings(work) -> Iterator[None]:
     folder.mkdir(parents=True, exist_ok=True)
 
     def read_or_repeat(trainer, ids, observe):
-        kept = folder / f"{digest({'ids': ids}, trainer.base.name_or_path)}.safetensors"
+        kept = folder / f"{digest({'ids': ids}, Path(trainer.base.name_or_path).name)}.safetensors"
         if kept.exists():
             tensors = load_file(kept)
             for module in attention_modules(trainer.base):
