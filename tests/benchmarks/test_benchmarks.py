@@ -11,6 +11,7 @@ from tests.benchmarks import quality
 from tests.benchmarks import time as time_of_runs
 from tests.benchmarks.paper import PUBLISHED, main
 from tests.benchmarks.paper_fit import agreement
+from tests.benchmarks.quality_rows import describe_row
 
 SMALL = ["--length", "32", "--texts", "4", "--samples", "64", "--steps", "1", "--judged", "2"]
 
@@ -60,7 +61,7 @@ def test_quality_judges_by_texts_that_the_positions_of_a_model_hold():
 
 
 def test_every_row_of_the_quality_table_is_described_in_a_line(tmp_path):
-    lines = {row: quality.describe_row(row) for row in quality.ROWS}
+    lines = {row: describe_row(row) for row in quality.ROWS}
     assert all(line and "\n" not in line and len(line) < 200 for line in lines.values())
     table = quality.Table(tmp_path / "table")
     table.records = json.loads((quality.RESULTS / "quality-demo.json").read_text())
