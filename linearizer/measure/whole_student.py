@@ -85,10 +85,17 @@ def kl_of_student(
     expected: torch.Tensor,
 ) -> float:
     """Measure the kl of one student's logits against the expected logits, in nats per token."""
+    return kl_of(expected, logits_of_student(teacher, texts, layers, allocation, begin)).mean().item()
+
+
+def logits_of_student(
+    teacher: PreTrainedModel, texts: torch.Tensor, layers: Sequence[Layer], allocation: Allocation, begin: Begin
+) -> torch.Tensor:  # (texts, tokens, vocabulary)
+    """Give the logits of one student, whose heads hold what the allocation says."""
     modules, rows = attention_modules(teacher), zip(layers, allocation.heads, strict=True)
     with attending(teacher, IMPLEMENTATION), ExitStack() as stack:
         for index, (module, (layer, heads)) in enumerate(zip(modules, rows, strict=True)):
             if heads:
                 held = make_layer_student(layer, heads, allocation.sinks, begin, index, teacher.device)
                 stack.enter_context(replace_student(module, held))
-        return kl_of(expected, logits_of(teacher, texts)).mean().item()
+        return logits_of(teacher, texts)

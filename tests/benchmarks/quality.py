@@ -3,6 +3,7 @@
   python -m tests.benchmarks.quality            hours; what is finished is kept, and a second call goes on within a row
   python -m tests.benchmarks.quality --quick    minutes: a few rows, one budget, one seed
   python -m tests.benchmarks.quality --table    only write the table of what has been measured
+  python -m tests.benchmarks.quality --table --merge A.json B.json    with what was measured into other files
   python -m tests.benchmarks.quality --anew …   measure again what had been measured by another version
 
 Writes results/quality-MODEL.json (one record per row, budget and seed), .md (the table) and .html (a picture).
@@ -60,15 +61,16 @@ from tests.benchmarks.ablation import (
     without_far,
     without_window,
 )
-from tests.benchmarks.quality_rows import ROWS, STEPS, is_control
+from tests.benchmarks.quality_rows import ROWS, STEPS, is_control, share_of
 from tests.benchmarks.quality_table import GAPS, GAUSSIAN, RESULTS, Table
-from tests.benchmarks.rivals import RULES, Rival, tokens_within
+from tests.benchmarks.rivals import RULES, Rival, foreseeing, tokens_within
+from tests.benchmarks.shares import PRICES, price_heads, share_out, with_slots
 
 BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
 TARGET, LENGTH, PASSAGE, HELD = 512, 512, 64, 8
 EDGES = (0, 64, 256)  # where the ranges of positions begin
 AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
-UNTRAINED = ("best", "windows", "swa", "evict", "duo", "cache", *RULES)
+UNTRAINED = ("best", "windows", "swa", "slots", "evict", "duo", "cache", *RULES)
 READ_OTHERWISE = ("swa", "best", "best, 16 bits", "best, 16 bits, uniform", "features")  # rows of the second table
 LONGER = (2, 8)  # times the length, at which the bytes of a growing cache are stated, too
 
@@ -86,6 +88,7 @@ def main(arguments=None):
     )
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--table", action="store_true")
+    parser.add_argument("--merge", nargs="*", type=Path, default=[], help="tables whose records are taken over")
     parser.add_argument("--anew", action="store_true")
     arguments = parser.parse_args(arguments)
     if arguments.quick:
@@ -93,6 +96,9 @@ def main(arguments=None):
     text = "" if arguments.text == "builtin" else "-" + re.sub(r"\W+", "-", arguments.text)
     name = Path(arguments.model).name + text + ("-quick" if arguments.quick else "")
     table = Table(arguments.out or RESULTS / f"quality-{name}")
+    for path in arguments.merge:
+        for record in json.loads(path.read_text()):
+            table.add(record)
     if not arguments.table:
         cells = [
             (row, budget, seed) for seed in arguments.seeds for row in arguments.rows for budget in arguments.budgets
@@ -114,11 +120,11 @@ def measure(arguments, row, budget, seed):
         plan = Plan.of(recipe, model=arguments.model, budget=budget, seed=seed, **given)
         with quiet():
             begun = time.perf_counter()
-            run, teacher = prepared(arguments.work, plan, uniform="uniform" in row)
+            run, teacher = prepared(arguments.work, plan, row)
             measuring = time.perf_counter() - begun
             held = held_out(plan, teacher)
             begun = time.perf_counter()
-            student, allocation = made(arguments.work, run, teacher, uniform="uniform" in row)
+            student, allocation = made(arguments.work, run, teacher, row)
             record |= {"seconds": time.perf_counter() - begun, "measuring": measuring}
             original = own_teacher(plan, teacher, student, allocation)
             with controlled(student, teacher, allocation, row, budget) as remembered:
@@ -163,7 +169,7 @@ def has_both(allocation):
     return any(head.window and (head.slots or head.features) for heads in allocation.heads for head in heads)
 
 
-def prepared(work, plan, uniform):
+def prepared(work, plan, row):
     """Open a run that has the measurements of its plan, which other plans may have asked for before."""
     seen = {name: getattr(plan, name) for name in ("model", "texts", "length")}
     fitted = {"fitted": True} if plan.offered_memories else {}  # memories, to a text that the samples keep
@@ -176,7 +182,13 @@ def prepared(work, plan, uniform):
     for name in ("profile.json", "inspection.json"):
         shutil.copy(base / name, folder / name)
     shutil.copytree(base / "state", folder / "state", dirs_exist_ok=True)
-    if plan.rules.decided_by == "prices" and not uniform:
+    if (share := share_of(row)) in PRICES:
+        kept = base / f"shares-{share}-{plan.budget}.json"
+        if not kept.exists():
+            run.write_product("prices.json", price_heads(share, run, teacher).to_json())
+            shutil.copy(folder / "prices.json", kept)
+        shutil.copy(kept, folder / "prices.json")
+    elif plan.rules.decided_by == "prices" and "uniform" not in row:
         texts = step.texts_to_price_on(run, teacher, None)
         sinks = finish(step.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
         result = "measured" if plan.prices == "measured" else plan.budget  # near a budget the dear ones are measured
@@ -245,13 +257,17 @@ def kept_readings(work) -> Iterator[None]:
         yield
 
 
-def made(work, run, teacher, uniform=False):
+def made(work, run, teacher, row):
     """Allocate, and train what the plan trains."""
     plan, layers = run.plan, teacher.inspection.layers
-    if uniform:
+    if "uniform" in row:
         allocation = allocate_alike(layers, plan, plan.kept_sinks)
+    elif share_of(row) in PRICES:
+        allocation = share_out(run.prices, plan, layers)
     else:
         allocation = finish(step.allocate(run, teacher, None, offers_of(run, teacher)))
+    if row.startswith("slots"):
+        allocation = with_slots(allocation, layers)
     student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
     texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.kept_length(None), None)
     with kept_readings(work) if plan.memory else nullcontext():
@@ -276,7 +292,7 @@ def controlled(student, teacher, allocation, row, budget) -> Iterator[dict[int, 
     elif kind in RULES:
         shares = [
             [
-                head_bytes(head, layer, allocation.sinks, 0) if "prices" in row else budget * token_bytes(layer)
+                head_bytes(head, layer, allocation.sinks, 0) if share_of(row) else budget * token_bytes(layer)
                 for head in own
             ]
             for own, layer in zip(filter(None, allocation.heads), layers, strict=True)
@@ -290,7 +306,8 @@ def controlled(student, teacher, allocation, row, budget) -> Iterator[dict[int, 
     else:
         yield {length: allocation.state_bytes(teacher.inspection.layers, length) for length in lengths}
         return
-    with exchange_students(student.base, heads):
+    oracle = foreseeing(student, heads) if kind == "kvzip" else nullcontext()
+    with exchange_students(student.base, heads), oracle:
         yield {length: allocation.state_bytes(teacher.inspection.layers, length) for length in lengths}
 
 

@@ -3,6 +3,7 @@
 from linearizer.run.memories import MEMORIES
 from linearizer.run.recipes import RECIPES
 from tests.benchmarks.rivals import RULES
+from tests.benchmarks.shares import ABOUT
 
 STEPS, MEMORY_STEPS = 60, 300  # of every recipe that trains; of memories alone
 SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the number is measured
@@ -32,7 +33,7 @@ ROWS = {  # name -> recipe and what of its plan is not as usual; in the order in
     "evict (h2o)": ("swa", SINKS),
     "evict (tova)": ("swa", SINKS),
     **{f"{rule}, 8 bits": ("swa", SINKS) for rule in RULES},
-    **{f"{rule}, 8 bits, by our prices": ("best", {"bits": 8}) for rule in RULES},
+    **{f"{kind}, 8 bits, by {share}": ("best", {"bits": 8}) for share in ABOUT for kind in ("slots", *RULES)},
     **{f"cache, {bits} bits": ("swa", SINKS) for bits in (2, 3, 4)},
     "duo --may-grow": ("duo", {"may_grow": True, **SINKS}),
     "best, 8 bits --may-grow at 8192": (
@@ -89,8 +90,9 @@ def describe_row(row):
         return f"the whole cache, {row.split()[1]} bits a number: keys per channel, values per token, rotated; it grows"
     if rule in RULES:
         bits = "16" if kind == "evict" else "8"
-        share = "the bytes of each head's share by our prices" if "prices" in row else "the same bytes in every head"
-        return f"{RULES[rule]}; {bits} bits, {share}"
+        return f"{RULES[rule]}; {bits} bits, {ABOUT.get(share_of(row), 'the same bytes in every head')}"
+    if kind == "slots":
+        return f"a window and as many slots in every head; 8 bits, {ABOUT[share_of(row)]}"
     if changes.get("feature_map") in MEMORIES and "strategy" not in changes:
         trained = (
             f"{changes['steps']} steps of a text, layer by layer{' and row by row' * ('loss' in changes)}"
@@ -108,6 +110,11 @@ def describe_row(row):
     return (
         f"{about}{'; with ' * bool(changed)}{changed}{'; the same window and slots in every head' * ('uniform' in row)}"
     )
+
+
+def share_of(row):
+    """Name what gives heads their shares of the bytes in a row, where that is said: our prices, or others'."""
+    return row.partition(", by ")[2]
 
 
 def is_control(row):

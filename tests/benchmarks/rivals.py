@@ -7,24 +7,29 @@ meanwhile. Each is written from its paper's formulas, in the form that a stream 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from linearizer.model.layers import number
 from linearizer.run.head_bytes import Layer, token_bytes
+from linearizer.runtime.attention_interface import observing
 from linearizer.runtime.few_bits import round_vectors
+from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.runtime.state import tensors, working_dtype
 
 RECENT = 8  # queries that morphkv and grkv keep in view
 AFTER = 4  # tokens that cam adds a value to
 STEADY = 0.7  # of d2o's moving threshold
 RIDGE = 0.1
+REPEATED = 64  # tokens that kvzip repeats at once after the text
 SUMMED = 4  # bytes of what is counted for every token
 EXTRA = {  # bytes of a token beside key and value
     "h2o": SUMMED, "tova": 0, "morphkv": RECENT * 2, "nexus": 2 * SUMMED, "cam": SUMMED, "d2o": SUMMED,
-    "zsmerge": 2 * SUMMED, "keepkv": 2 * SUMMED, "grkv": SUMMED,
+    "zsmerge": 2 * SUMMED, "keepkv": 2 * SUMMED, "grkv": SUMMED, "kvzip": SUMMED,
 }  # fmt: skip
 RULES = {
     "h2o": "drops what got the least attention in all, and never one of the newer half (2306.14048)",
@@ -36,6 +41,7 @@ RULES = {
     "zsmerge": "as h2o; merged into the most similar key by their tokens, whose number raises the logit (2503.10714)",
     "keepkv": "as zsmerge, but so that the newest query sees the same before and after (2504.09936)",
     "grkv": "as h2o; the values that stay are fitted to what the newest queries saw, by ridge regression (2605.31105)",
+    "kvzip": "an oracle: as h2o, by the most attention of a repetition of the text, seen beforehand (2505.23416)",
 }
 GOES_LAST = torch.inf
 
@@ -61,20 +67,21 @@ class Held:
     place: Tensor  # (rows, room) in the text; -1 where nothing is
     received: Tensor  # (rows, room) attention, in all
     seen: Tensor  # (rows, room, RECENT) by the newest queries
-    drawn: Tensor  # (rows, room) by chance, once
+    drawn: Tensor  # (rows, room) by chance, or by an oracle, once
     weight: Tensor  # (rows, room) tokens
     asked: Tensor  # (rows, RECENT · group, dim) the newest queries
     usual: Tensor  # (rows,) similarity
     read: Tensor  # (rows,) tokens
+    foreseen: Tensor  # (rows, tokens) by an oracle, of the first tokens of the text
 
     @staticmethod
-    def empty(rows: int, room: int, group: int, k: Tensor, v: Tensor) -> Held:
+    def empty(rows: int, room: int, group: int, k: Tensor, v: Tensor, foreseen: Tensor) -> Held:
         flat = k.new_zeros(rows, room)
         return Held(
             k.new_zeros(rows, room, k.shape[-1]), v.new_zeros(rows, room, v.shape[-1]),
             torch.full((rows, room), -1, device=k.device), flat, k.new_zeros(rows, room, RECENT), flat.clone(),
             flat + 1, k.new_zeros(rows, RECENT * group, k.shape[-1]), k.new_zeros(rows),
-            torch.zeros(rows, dtype=torch.long, device=k.device),
+            torch.zeros(rows, dtype=torch.long, device=k.device), foreseen,
         )  # fmt: skip
 
     def move_last(self, to: Tensor) -> None:
@@ -93,6 +100,7 @@ class Rival(nn.Module):
         if rule not in RULES:
             raise ValueError(f"rule {rule!r} is none of {', '.join(RULES)}")
         self.tokens, self.rule, self.bits, self.seed = tokens, rule, bits, seed
+        self.foreseen: Tensor | None = None  # (texts, KV heads, tokens)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, memory: list | None
@@ -109,7 +117,8 @@ class Rival(nn.Module):
         if memory:
             held = Held(**{name: x.flatten(0, 1) for name, x in tensors(memory[0]).items()})
         else:
-            held = Held.empty(batch * heads, max(self.tokens) + 1, q.shape[2], k, v)
+            foreseen = k.new_zeros(batch * heads, 0) if self.foreseen is None else self.foreseen.flatten(0, 1)
+            held = Held.empty(batch * heads, max(self.tokens) + 1, q.shape[2], k, v, foreseen)
         sizes = torch.tensor(list(self.tokens) * batch, device=k.device)
         rows = [read_token(held, q[:, t], k[:, t], v[:, t], sizes, self.rule, self.seed) for t in range(tokens)]
         memory[:] = [Held(**{name: x.unflatten(0, (batch, heads)) for name, x in tensors(held).items()})]
@@ -121,7 +130,10 @@ def read_token(held: Held, q: Tensor, k: Tensor, v: Tensor, sizes: Tensor, rule:
     now = int(held.read[0])
     held.k[:, -1], held.v[:, -1], held.place[:, -1] = k, v, held.read
     held.received[:, -1], held.seen[:, -1], held.weight[:, -1] = 0, 0, 1
-    held.drawn[:, -1] = torch.rand((), generator=torch.Generator().manual_seed(seed * 1_000_003 + now))
+    if rule == "kvzip":
+        held.drawn[:, -1] = held.foreseen[:, now] if now < held.foreseen.shape[1] else 0.0
+    else:
+        held.drawn[:, -1] = torch.rand((), generator=torch.Generator().manual_seed(seed * 1_000_003 + now))
     logits = logits_of(held, q)
     weights = logits.softmax(-1)
     out, attended = weights @ held.v, weights.mean(1)
@@ -158,7 +170,8 @@ def worths(held: Held, attended: Tensor, sizes: Tensor, rule: str) -> Tensor:
         )
     if rule == "nexus":
         return (held.drawn.log() / held.received.clamp_min(1e-9)).masked_fill(age == 0, GOES_LAST)
-    return held.received.masked_fill(age < sizes[:, None] // 2, GOES_LAST)
+    known = held.drawn if rule == "kvzip" else held.received
+    return known.masked_fill(age < sizes[:, None] // 2, GOES_LAST)
 
 
 def merge(held: Held, goes: Tensor, full: Tensor, logits: Tensor, rule: str, seed: int) -> None:
@@ -223,3 +236,47 @@ def fit_values(held: Held, before: Tensor, full: Tensor) -> None:
     missing = before - weights @ held.v
     inner = weights @ weights.mT + RIDGE * torch.eye(weights.shape[1], device=weights.device)
     held.v += full[:, None, None] * (weights.mT @ torch.linalg.solve(inner, missing))
+
+
+def attention_of(q: Tensor, k: Tensor, scale: float) -> Tensor:  # (texts, KV heads, group, rows, tokens)
+    """Give the weights of the last rows: q (texts, query heads, rows, dim), k (texts, KV heads, tokens, dim)."""
+    scores = scale * q.unflatten(1, (k.shape[1], -1)).float() @ k[:, :, None].float().mT
+    seen = torch.ones(scores.shape[-2:], dtype=torch.bool, device=k.device).tril(k.shape[-2] - q.shape[-2])
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+@contextmanager
+def foreseeing(student: LinearizedForCausalLM, rivals: Sequence[Rival]) -> Iterator[None]:
+    """While this lasts, let rivals know of each text, before it is read, what its repetition attends to."""
+
+    def foresee(_: nn.Module, args: tuple, given: dict) -> None:
+        cache = given.get("past_key_values")
+        if cache is None or not cache.get_seq_length():
+            for rival, most in zip(rivals, attention_when_repeated(student, given["input_ids"]), strict=True):
+                rival.foreseen = most
+
+    hook = student.register_forward_pre_hook(foresee, with_kwargs=True)
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@torch.no_grad()
+def attention_when_repeated(student: LinearizedForCausalLM, ids: Tensor) -> list[Tensor]:
+    """Give of every layer the most attention that a token gets while its chunk comes again: (texts, KV heads, tokens).
+
+    Each chunk comes again right after the whole text, as the teacher reads it.
+    """
+    tokens, most = ids.shape[1], {}  # type: int, dict[int, list[Tensor]]
+    for chunk in torch.arange(tokens).split(REPEATED):
+
+        def observe(
+            module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, _: dict, chunk: Tensor = chunk
+        ) -> None:
+            weights = attention_of(q[:, :, tokens:], k, scale)[..., chunk]
+            most.setdefault(number(module), []).append(weights.amax((2, 3)))
+
+        with observing(student.base, observe):
+            student.base.base_model(input_ids=torch.cat([ids, ids[:, chunk]], 1), use_cache=False)
+    return [torch.cat(parts, -1) for _, parts in sorted(most.items())]

@@ -70,6 +70,17 @@ def test_every_row_of_the_quality_table_is_described_in_a_line(tmp_path):
     assert all(f"- `{row}`: " in text for row in {record["row"] for record in table.records if "loss" in record})
 
 
+def test_records_of_another_table_are_taken_over_in_the_place_of_earlier_ones(tmp_path, capsys):
+    records = [r for r in json.loads((quality.RESULTS / "quality-demo.json").read_text()) if r["row"] == "swa"]
+    newer = [{**records[0], "kl": 7.0}, {**records[1], "seed": 99}]
+    for name, some in (("mine", records), ("theirs", newer)):
+        (tmp_path / f"{name}.json").write_text(json.dumps(some))
+    quality.main(["--table", "--out", str(tmp_path / "mine"), "--merge", str(tmp_path / "theirs.json")])
+    assert "| swa |" in capsys.readouterr().out
+    merged = json.loads((tmp_path / "mine.json").read_text())
+    assert len(merged) == len(records) + 1 and all(record in merged for record in newer) and records[0] not in merged
+
+
 def test_the_time_of_a_run_is_laid_out_by_steps_beside_its_forecast(capsys):
     given = ["--budget", "24", "--texts", "2", "--length", "64", "--dtype", "float32", "--threads", "1"]
     time_of_runs.main(["demo", *given])
