@@ -17,6 +17,10 @@ RESULTS = Path(__file__).parent / "results"
 LONG = " at 8192"  # how rows end that are priced for longer texts
 GAPS = (64, 128, 256, 320)
 GAUSSIAN = "Gaussian mass"
+READ_OTHERWISE = (
+    "Read otherwise: KL where far fields have the mass of Gaussian keys in place of their own, or where the weights of "
+    "exact tokens and slots are no softmax: sigmoid(logit - log n), or softplus to a power, divided by its sum"
+)
 
 
 class Table:
@@ -99,7 +103,7 @@ class Table:
         """The KL of students that are read in another way, beside their own."""
         some = [record for record in self.records if "read otherwise" in record]
         names = (GAUSSIAN, *READOUTS)
-        lines = ["Read otherwise: KL", "", "| " + " | ".join(["", "tokens", "as it is", *names]) + " |"]
+        lines = [READ_OTHERWISE, "", "| " + " | ".join(["", "tokens", "as it is", *names]) + " |"]
         lines.append("|---" * (3 + len(names)) + "|")
         for record in sorted(some, key=lambda r: (list(ROWS).index(r["row"]), r["budget"], r["seed"])):
             cells = [f"{kl:.4f}" if kl is not None else "" for kl in map(record["read otherwise"].get, names)]
