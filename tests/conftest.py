@@ -31,7 +31,12 @@ if not torch.cuda.is_available():
 
 import pytest  # noqa: E402  (huggingface_hub reads the environment when it is imported, and pytest's plugins may)
 
-LONGEST = "page/test_on_space page/test_journey page cli jobs runtime test_ train publish model benchmarks".split()
+LONGEST = "page/test_on_space page/test_journey page/test_access page cli jobs runtime test_ train publish model benchmarks".split()
+ONE_WORKER = {  # with a server of the page and a browser of its own: they take long to start
+    "tests/page/test_journey.py": ("api", "hub_jobs", "local_requests"),
+    "tests/page/test_access.py": ("evaluation", "steps"),
+}
+FIRST_OF = {f"tests/page/test_{name}.py": first for first, names in ONE_WORKER.items() for name in names}
 
 
 @pytest.fixture
@@ -122,8 +127,20 @@ def pytest_xdist_auto_num_workers():
     return (os.cpu_count() or 1) + 2
 
 
+def pytest_xdist_make_scheduler(config, log):
+    """Give each worker whole files, and what shares a server of the page to one of them."""
+    from xdist.scheduler import LoadFileScheduling
+
+    class ByServer(LoadFileScheduling):
+        def _split_scope(self, nodeid):
+            file = super()._split_scope(nodeid)
+            return FIRST_OF.get(file, file)
+
+    return ByServer(config, log)
+
+
 def pytest_collection_modifyitems(items):
-    """Begin with what takes longest, so that all workers end together; each is given whole files."""
+    """Begin with what takes longest, so that all workers end together."""
     paths = [*(f"tests/{path}" for path in LONGEST), ""]
     items.sort(key=lambda item: next(place for place, path in enumerate(paths) if item.nodeid.startswith(path)))
 
