@@ -31,7 +31,7 @@ if not torch.cuda.is_available():
 
 import pytest  # noqa: E402  (huggingface_hub reads the environment when it is imported, and pytest's plugins may)
 
-LONGEST = "page/test_on_space page/test_journey page/test_access page cli jobs runtime test_ train publish model benchmarks".split()
+LONGEST = "page/test_on_space page/test_journey page cli jobs runtime test_ train publish model benchmarks".split()
 ONE_WORKER = {  # with a server of the page and a browser of its own: they take long to start
     "tests/page/test_journey.py": ("api", "hub_jobs", "local_requests"),
     "tests/page/test_access.py": ("evaluation", "steps"),
