@@ -14,6 +14,8 @@ from linearizer.run.prices import SMALLEST, Prices
 
 MIN_KL = 1e-9  # nats: a smaller kl is rounding
 DEAR_KL = 0.01  # nats: beyond, an estimate of second order may be off by a third
+NEAR = 3 / 4  # of a size: beyond, the larger head may hold a whole text
+STEEPEST = 3  # power of the size by which kl may fall, beside what is left of a text
 MOST_DEAR = 32  # offers that are measured after they were estimated
 
 
@@ -208,7 +210,8 @@ def offers_for_head(
             rounding[head.bits] = max(kl, 0.0)
         else:
             series.setdefault(series_of(head), []).append((head, kl))
-    held = [pair for priced in series.values() for pair in with_sizes_between(priced)]
+    most = max(map(tokens_of, prices.options))
+    held = [pair for priced in series.values() for pair in with_sizes_between(priced, most)]
     if may_grow:
         held.append((Head(softmax=True), 0.0))
     for head, kl in held:
@@ -226,11 +229,28 @@ def series_of(head: Head) -> str:
     return f"even {kind}" if head.window == size else f"{kind} beside {head.window}"
 
 
-def with_sizes_between(priced: Sequence[tuple[Head, float]]) -> Iterator[tuple[Head, float]]:
-    """List options that differ only in size, and heads between them."""
-    yield from priced
-    for low, high in pairwise(sorted(priced, key=lambda pair: pair[0].window + pair[0].slots + pair[0].features)):
-        yield from interpolate(low, high)
+def with_sizes_between(priced: Sequence[tuple[Head, float]], most: int) -> Iterator[tuple[Head, float]]:
+    """List options that differ only in size, and heads between them; no kl falls steeper than believed.
+
+    It falls with what is left of a text, `most` tokens, times a power of the size: what falls steeper on the few texts
+    that are priced on does not on others. Nothing lies between options that are near each other, the larger of which
+    may hold a whole text.
+    """
+    smaller: tuple[Head, float] | None = None
+    for head, kl in sorted(priced, key=lambda pair: tokens_of(pair[0])):
+        if smaller is not None:
+            before, now = tokens_of(smaller[0]), tokens_of(head)
+            left = (most - now) / max(most - before, 1)
+            kl = max(kl, smaller[1] * left * (before / now) ** STEEPEST)
+            if before < NEAR * now:
+                yield from interpolate(smaller, (head, kl))
+        smaller = head, kl
+        yield smaller
+
+
+def tokens_of(head: Head) -> int:
+    """Count what a head holds beside its sinks: tokens, slots and features."""
+    return head.window + head.slots + head.features
 
 
 def interpolate(low: tuple[Head, float], high: tuple[Head, float], parts: int = 4) -> Iterator[tuple[Head, float]]:

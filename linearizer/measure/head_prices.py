@@ -48,7 +48,8 @@ def options_to_price(
 ) -> tuple[Head, ...]:
     """List windows that double in size, alone and with slots or features, as far as texts of `length` tell them apart.
 
-    The largest are three quarters of a text: the few heads that recall need that much.
+    The largest are three quarters of a text: the few heads that recall need that much. With slots a head may also hold
+    a whole text, token by token: in few bits that takes no more than what merges its last quarter in many.
     `far` names what holds older tokens: "slots", "features", or "" for nothing but `memories`.
     What `fewer` bits cost is measured once for a head, with its whole cache, and added to the price of what it holds.
     """
@@ -65,6 +66,7 @@ def options_to_price(
         held += [Head(window, count, bits=bits, memory=memory) for window, count in beside]
     if far == "slots" and least > SMALLEST:
         slim += [(least // 2, count) for count in doubling(least // 4, 2 * least)]
+        slim.append((least, length - least))
     if far:
         held = [Head(window=window, bits=bits, **{far: count}) for window, count in slim + even] + held  # type: ignore[arg-type]
     return tuple(windows + held + rounded)

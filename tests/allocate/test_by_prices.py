@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from linearizer.allocate.by_prices import (
     DEAR_KL,
+    STEEPEST,
     OffersOfHeads,
     allocate_by_prices,
     correct_prices,
@@ -32,9 +33,13 @@ def prices_of(rows):
     return Prices(2, OPTIONS, (tuple(map(tuple, rows[:2])), (), tuple(map(tuple, rows[2:]))))
 
 
-falling = st.lists(st.floats(1e-6, 1.0), min_size=4, max_size=4).map(
-    lambda found: [*sorted(found[:3], reverse=True), found[3]]
-)
+def believed(kl):
+    """Sort the kl of the windows, and let none fall steeper than is believed: the largest may fall to nothing."""
+    small, large, whole = sorted(kl[:3], reverse=True)
+    return [small, max(large, small * (64 - 16) / (64 - 4) * (4 / 16) ** STEEPEST), whole, kl[3]]
+
+
+falling = st.lists(st.floats(1e-6, 1.0), min_size=4, max_size=4).map(believed)
 four_heads = st.lists(falling, min_size=4, max_size=4).map(prices_of)
 
 
@@ -68,6 +73,24 @@ def test_the_budget_is_kept_and_every_head_served(prices, budget, may_grow, leng
     assert [len(row) for row in allocation.heads] == [2, 0, 2]
     assert math.isfinite(kl)
     assert may_grow or not any(head.softmax for row in allocation.heads for head in row)
+
+
+def test_nothing_is_offered_between_a_large_head_and_one_that_holds_a_whole_text():
+    options = tuple(Head(window=4, slots=slots) for slots in (12, 60, 76))
+    prices = Prices(2, options, (((1e-2, 1e-3, 5e-4),) * 2, (), ((1e-2, 1e-3, 5e-4),) * 2))
+    for offers in OffersOfHeads.of(prices, LAYERS, 300, 80).offers:
+        slots = [offer.head.slots for offer in offers]
+        assert {12, 60, 76} <= {*slots} and max(slots[:-1]) == 60 and any(12 < count < 60 for count in slots)
+
+
+def test_a_price_that_falls_steeper_than_any_price_does_is_not_believed():
+    options = tuple(Head(window=4, slots=slots) for slots in (12, 28, 60))
+    prices = Prices(2, options, (((1e-2, 1e-7, 1e-8),) * 2, (), ((1e-2, 8e-3, 7e-3),) * 2))
+    steep, flat = (OffersOfHeads.of(prices, LAYERS, 300, 80).offers[place] for place in (0, -1))
+    assert {offer.head.slots: offer.kl for offer in steep if offer.head in options} == pytest.approx(
+        {12: 1e-2, 28: 1e-2 / 8 * (64 - 32) / (64 - 16), 60: 1e-8}
+    )
+    assert {offer.kl for offer in flat} >= {1e-2, 7e-3}
 
 
 @given(
