@@ -43,7 +43,7 @@ REPEATING = 0.4  # of the other texts
 PASSAGE = 64
 RATE, WARMUP, COOLING = 2e-4, 20, 0.2  # the learning rate falls to nothing over the last fifth
 SAVED_SECONDS = 240
-REPORTED = 8  # texts
+REPORTED = 4  # texts
 SAME = 256  # tokens whose loss is compared after more and more text
 
 
