@@ -119,21 +119,26 @@ def attend_windows(q: Tensor, columns: Columns, state: FeatureState, size: int) 
     """
     tokens, window, device = q.shape[-2], columns.window, q.device
     row, near = torch.arange(size, device=device), torch.arange(size + window - 1, device=device)
-    inside = (near >= row[:, None]) & (near < row[:, None] + window)
+    outside = torch.maximum(row[:, None] - near, near - row[:, None] - window + 1)  # by so many columns
+    sinks = torch.arange(state.sink_k.shape[-2], device=device)
     out = []
     for begins in torch.arange(0, tokens, size, device=device).split(BLOCKS_AT_ONCE):
         count, rows = len(begins), begins[:, None] + row
         index = (begins[:, None] + 1 + near).clamp(max=columns.k.shape[-2] - 1)
-        seen = inside & (index >= columns.empty[:, None, None])[:, :, None]
-        gone = columns.first[:, None, None, None] + rows[..., None] >= torch.arange(
-            state.sink_k.shape[-2], device=device
+        missing = columns.empty[:, None, None] - index
+        late = torch.cat(
+            [
+                torch.maximum(outside, missing[:, :, None]),
+                sinks - (columns.first[:, None, None] + rows)[..., None],
+            ],
+            -1,
         )
         k, v = (
-            torch.cat([split_rows(x.index_select(-2, index.flatten()), count), sinks.repeat_interleave(count, 0)], -2)
-            for x, sinks in ((columns.k, state.sink_k), (columns.v, state.sink_v))
+            torch.cat([split_rows(x.index_select(-2, index.flatten()), count), held.repeat_interleave(count, 0)], -2)
+            for x, held in ((columns.k, state.sink_k), (columns.v, state.sink_v))
         )
         asks = split_rows(q.index_select(-2, rows.flatten().clamp(max=tokens - 1)).to(working_dtype(q)), count)
-        out.append(join_rows(attend_seen(asks, k, v, torch.cat([seen, gone], -1).flatten(0, 1)), count))
+        out.append(join_rows(attend_seen(asks, k, v, late.flatten(0, 1)), count))
     return torch.cat(out, -2)[..., :tokens, :]
 
 

@@ -27,6 +27,7 @@ from .state import (
     Columns,
     SlotState,
     first_places,
+    first_rows,
     lay_columns,
     remember_sinks,
     remember_token,
@@ -204,9 +205,10 @@ def merge_pieces(pieces: list[Piece]) -> list[Slots]:
         piece = pieces[index]
         groups = alike.setdefault((piece.merging.block, piece.state.slot_k.dtype), [])
         heads = piece.state.weight.shape[:2].numel()
-        if not groups or heads * (rows[groups[-1][0]] ** 2 - rows[index] ** 2) > MAX_PADDING:
+        if not groups or heads * (max(rows[other] for other in groups[-1]) ** 2 - rows[index] ** 2) > MAX_PADDING:
             groups.append([])
         groups[-1].append(index)
+        groups[-1].sort(key=lambda index: pieces[index].merging.bits)  # heads that are rounded alike lie together
     slots: dict[int, Slots] = {}
     for indices in (indices for groups in alike.values() for indices in groups):
         slots.update(zip(indices, merge_blocks([pieces[index] for index in indices]), strict=True))
@@ -242,7 +244,9 @@ def merge_blocks(pieces: list[Piece]) -> list[Slots]:
     slots, begin = [], 0
     for piece, state, (heads, count) in zip(pieces, states, sizes, strict=True):
         own = slots_of_rows(each[:, : piece.merged.shape[1], begin : begin + heads, room - count :], dims)
-        last = keep_slots(Slots(*(x[:, -1] for x in own.all())), count)
+        last = Slots(*(x[:, -1] for x in own.all()))
+        if torch.compiler.is_exporting() or not bool(last.weight.all()):
+            last = keep_slots(last, count)
         state.slot_k, state.slot_v = last.k.to(state.slot_k.dtype), last.v.to(state.slot_v.dtype)
         state.weight, state.spread, begin = last.weight, last.spread, begin + heads
         slots.append(Slots(*(x.flatten(0, 1) for x in own.all())))
@@ -254,6 +258,8 @@ def rows_of_state(piece: Piece) -> Tensor:
     state, work = piece.state, piece.state.weight.dtype
     slots = Slots(state.slot_k.to(work), state.slot_v.to(work), state.weight, state.spread)
     rows, full, size = lay_rows(slots, piece.merging.scaled), (state.weight > 0).sum(-1), state.weight.shape[-1]
+    if not torch.compiler.is_exporting() and bool((full == size).all()):
+        return rows
     index = (full[..., None] + torch.arange(size, device=full.device)) % size
     return take_rows(rows.flatten(0, 1), index.flatten(0, 1)).unflatten(0, full.shape)
 
@@ -300,25 +306,35 @@ def pad(x: Tensor, dim: int, size: int, at_end: bool = True) -> Tensor:
 
 
 def attend_rows(piece: Piece, held: Slots) -> Tensor:
-    """Attend with the rows of some periods, each to the slots of its own."""
+    """Attend with the rows of some periods, each to the slots of its own.
+
+    Rows whose places are not in this call see something, too, and are dropped.
+    """
     place, columns, state = piece.place, piece.columns, piece.state
-    periods, merged = place.shape[1], piece.merged.clamp_min(0)[..., None]
-    near = merged + torch.arange(columns.window, device=place.device)
-    index = near - columns.first[:, None, None]
-    here = (index >= columns.empty[:, None, None]) & (index < columns.k.shape[-2])
-    seen = here[:, :, None] & (near[:, :, None] <= place[..., None])
-    gone = (torch.arange(state.sink_k.shape[-2], device=place.device) < merged)[:, :, None]
-    index = index.clamp(0, columns.k.shape[-2] - 1).flatten(1)
+    periods, merged = place.shape[1], piece.merged.clamp_min(0)
+    q = split_rows(piece.q.to(working_dtype(piece.q)), periods)
+    near = torch.arange(columns.window, device=place.device)
+    index = (near + (merged - columns.first[:, None])[..., None]).clamp_(0, columns.k.shape[-2] - 1)
+    sinks = torch.arange(state.sink_k.shape[-2], device=place.device).expand(*place.shape, -1)
 
     def lay(tokens: Tensor, sinks: Tensor, slots: Tensor) -> Tensor:
-        parts = split_rows(take_tokens(tokens, index), periods), sinks.repeat_interleave(periods, 0), slots
-        return torch.cat(parts, -2)
+        return torch.cat([take_periods(tokens, index), sinks.repeat_interleave(periods, 0), slots], -2)
 
-    out = attend_seen(
-        split_rows(piece.q.to(working_dtype(piece.q)), periods),
-        lay(columns.k, state.sink_k, held.k),
-        lay(columns.v, state.sink_v, held.v),
-        torch.cat([seen, gone.expand(-1, -1, place.shape[-1], -1)], -1).flatten(0, 1),
-        slot_levels(held, piece.merging),
+    late = torch.cat([near - (place - merged[..., None])[..., None], sinks - (merged - 1)[..., None, None]], -1)
+    return join_rows(
+        attend_seen(
+            q,
+            lay(columns.k, state.sink_k, held.k),
+            lay(columns.v, state.sink_v, held.v),
+            late.flatten(0, 1),
+            slot_levels(held, piece.merging),
+        ),
+        periods,
     )
-    return join_rows(out, periods)
+
+
+def take_periods(x: Tensor, index: Tensor) -> Tensor:
+    """Take tokens of x (batch, heads, tokens, dim) by an index (batch, periods, some): (batch · periods, heads, …)."""
+    batch, heads, tokens, dim = x.shape
+    at = first_rows(batch * heads, tokens, x.device).view(batch, 1, heads, 1) + index[:, :, None]
+    return x.reshape(-1, dim).index_select(0, at.flatten()).view(-1, heads, index.shape[-1], dim)

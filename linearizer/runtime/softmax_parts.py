@@ -175,15 +175,16 @@ def join_rows(x: Tensor, parts: int) -> Tensor:
     return x.unflatten(0, (-1, parts)).movedim(1, -3).flatten(-3, -2)
 
 
-def attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, level: Tensor | None = None) -> Tensor:
+def attend_seen(q: Tensor, k: Tensor, v: Tensor, late: Tensor, level: Tensor | None = None) -> Tensor:
     """One softmax over tokens, of which rows see some, and slots behind them, whose logits have a level added.
 
-    q (batch, heads, group, rows, dim); k, v (batch, heads, columns, dim); seen (batch, rows, tokens); level (batch,
-    heads, slots). A row that sees nothing gets a mean of something.
+    q (batch, heads, group, rows, dim); k, v (batch, heads, columns, dim); late (batch, rows, tokens) how many places a
+    token comes too late to be seen, 0 or less where it is; level (batch, heads, slots). A row that sees nothing gets a
+    mean of something.
     """
     logits = multiply_by_head(q, k.to(q.dtype).mT)
-    tokens = seen.shape[-1]
-    logits[..., :tokens] += torch.where(seen, 0.0, EMPTY).to(logits.dtype)[:, None, None]
+    tokens = late.shape[-1]
+    logits[..., :tokens] += late.to(logits.dtype).clamp_min_(0).mul_(EMPTY)[:, None, None]  # faster than to choose
     if level is not None:
         logits[..., tokens:] += level[:, :, None, None]
     return multiply_by_head(logits.softmax(-1), v.to(q.dtype))

@@ -23,7 +23,7 @@ Tensor = torch.Tensor
 
 def made_once(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     """Keep what a function makes of sizes; but an exported graph makes its own, as its tensors hold no numbers."""
-    keep = functools.lru_cache(maxsize=64)(make)
+    keep = functools.lru_cache(maxsize=512)(make)
 
     @functools.wraps(make)
     def get(*sizes: Any) -> Tensor:
@@ -193,9 +193,16 @@ def ring_slots(count: Tensor, window: int) -> Tensor:
 def take_tokens(x: Tensor, index: Tensor) -> Tensor:
     """Take tokens of x (batch, …, tokens, dim) by an index (batch, tokens); a gather would take each number alone."""
     shape, tokens = x.shape[:-2], x.shape[-2]
-    first = (torch.arange(math.prod(shape), device=x.device) * tokens).view(*shape, 1)
+    first = first_rows(math.prod(shape), tokens, x.device).view(*shape, 1)
     at = first + index.view(len(x), *[1] * (x.dim() - 3), -1)
     return x.reshape(-1, x.shape[-1]).index_select(0, at.flatten()).view(*shape, index.shape[1], x.shape[-1])
+
+
+@made_once
+def first_rows(count: int, size: int, device: torch.device) -> Tensor:
+    """Number the first of `size` rows of each of so many."""
+    with torch.inference_mode(False):  # so that a later training may use it, too
+        return torch.arange(count, device=device) * size
 
 
 def remember_token(state: ExactState, k: Tensor, v: Tensor, least: int) -> None:
@@ -242,6 +249,8 @@ def is_traced() -> bool:
 def remember_sinks(state: ExactState, columns: Columns) -> None:
     """Copy the first tokens of the text to where they stay, if they are among the columns."""
     sinks = state.sink_k.shape[-2]
+    if least_count(state.count) >= sinks:
+        return
     column = torch.arange(sinks, device=columns.k.device) - columns.first[:, None]
     length = columns.k.shape[-2]
     here = ((column >= columns.empty[:, None]) & (column < length))[:, None, :, None]
