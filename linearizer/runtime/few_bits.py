@@ -15,6 +15,7 @@ call that read it or out of the state of a later one.
 
 from __future__ import annotations
 
+import functools
 import math
 from dataclasses import dataclass, replace
 from functools import cached_property
@@ -23,7 +24,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .state import is_exact, least_count, made_once, number, remember_token, tensors, working_dtype
+from .state import as_slice, is_exact, least_count, made_once, number, remember_token, tensors, working_dtype
 
 MAX_CODE = 127
 LOWEST, HIGHEST = -24, 121  # exponents: below the first fp16 has no numbers, above the second fp32 has none
@@ -54,8 +55,9 @@ class Rounded:
     bits: int
 
     @staticmethod
-    def of(x: Tensor, bits: int) -> Rounded:
-        return Rounded(x, *codes_of(x.detach(), bits), bits)
+    def of(x: Tensor, bits: int | tuple[int, ...]) -> Rounded:
+        """Round vectors (…, dim), or (…, heads, tokens, dim) to the bits of each head, all 8 or none."""
+        return Rounded(x, *codes_of(x.detach(), bits), bits if isinstance(bits, int) else bits[0])
 
     @staticmethod
     def unrounded(x: Tensor) -> Rounded:
@@ -69,13 +71,15 @@ class Rounded:
     def bytes(self) -> Tensor:  # (…, bytes)
         return pack_codes(self.codes, self.scale, self.bits)
 
-    def __getitem__(self, heads: Any) -> Rounded:
-        return Rounded(self.exact[:, heads], self.codes[:, heads], self.scale[:, heads], self.bits)
+    def part(self, heads: Any, bits: int) -> Rounded:
+        """Give some heads, which have so many bits."""
+        own = bits if self.bits < 16 else 16
+        return Rounded(self.exact[:, heads], self.codes[:, heads], self.scale[:, heads], own)
 
 
 @dataclass(frozen=True)
 class FewBits:
-    """Queries, keys and values of a layer as heads of so many bits take them."""
+    """Queries, keys and values of some heads of a layer as they take them in so many bits."""
 
     query: Tensor
     key: Rounded
@@ -83,14 +87,28 @@ class FewBits:
 
     @staticmethod
     def of(
-        query: Tensor, key: Tensor, value: Tensor, bits: int, axes: Axes | None, root: float, exact_values: bool
-    ) -> FewBits:
-        if bits in BY_AXIS and axes is not None:
-            query, key, turned = axes(axes.along, query, key, None if exact_values else value, root)
-            value = value if exact_values else turned
-        return FewBits(
-            query, Rounded.of(key, bits), Rounded.unrounded(value) if exact_values else Rounded.of(value, bits)
-        )
+        query: Tensor, key: Tensor, value: Tensor, groups: dict[int, tuple[list[int], int]], axes: Axes | None,
+        root: float, exact_values: bool,
+    ) -> dict[int, FewBits]:  # fmt: skip
+        """Round what groups of heads take, given by their heads and bits, those of 4 to 6 bits in one go."""
+        result: dict[int, FewBits] = {}
+        for by_axis in (False, True):
+            bits = {head: own for heads, own in groups.values() for head in heads if (own in BY_AXIS) == by_axis}
+            order = sorted(bits)
+            if not order:
+                continue
+            at = as_slice(order)
+            q, k, v = query[:, at], key[:, at], value[:, at]
+            if by_axis and axes is not None:
+                q, k, turned = axes(axes.along, q, k, None if exact_values else v, root, at)
+                v = v if exact_values else turned
+            limits = tuple(bits[head] for head in order)
+            whole = Rounded.of(k, limits), Rounded.unrounded(v) if exact_values else Rounded.of(v, limits)
+            for index, (heads, own) in groups.items():
+                if (own in BY_AXIS) == by_axis:
+                    spot = as_slice([order.index(head) for head in heads])
+                    result[index] = FewBits(q[:, spot], *(x.part(spot, own) for x in whole))
+        return result
 
 
 class Axes(nn.Module):
@@ -158,6 +176,28 @@ class Axes(nn.Module):
         return (metric.to(self.key_axes) @ self.key_axes[head]) * self.key_steps[head]
 
 
+@functools.cache
+def plan_bytes(bits: int, dim: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
+    """Say what each number adds to so many bytes (dim, width), where it is read (dim, 2 · width), and by what each
+    byte is divided then (1, width)."""
+    pack, spread, base = [[0.0] * width for _ in range(dim)], [[0.0] * 2 * width for _ in range(dim)], [1.0] * width
+    number, byte, each = 0, width - byte_count(bits, dim), dim // sum(map(len, LAYOUT[bits]))
+    for counts in LAYOUT[bits]:
+        for place in range(byte, byte + each):
+            base[place] = 2.0 ** sum(counts[1:])
+            for index in range(len(counts)):
+                at = number + index * each + place - byte
+                pack[at][place], spread[at][index * width + place] = 1.0 if index else base[place], 1.0
+        number, byte = number + each * len(counts), byte + each
+    with torch.inference_mode(False):  # so that a later training may use it, too
+        return torch.tensor(pack), torch.tensor(spread), torch.tensor([base])
+
+
+def byte_count(bits: int, dim: int) -> int:
+    """Count the bytes of the numbers of a vector."""
+    return dim // sum(map(len, LAYOUT[bits])) * len(LAYOUT[bits])
+
+
 def attend_in_few_bits(
     group: nn.Module, q: Tensor, k: Rounded, v: Rounded, scale: float, real: Tensor | None, held: Any, keep: bool
 ) -> tuple[Tensor, Any]:
@@ -181,12 +221,36 @@ def round_vectors(x: Tensor, bits: int = 8) -> Tensor:
     return numbers_of(x, *codes_of(x.detach(), bits), bits)
 
 
-def round_together(k: Tensor, v: Tensor, bits: int = 8) -> tuple[Tensor, Tensor]:
-    """Round keys and values, in one go where they are alike: a call of an operation takes longer than its work."""
-    if k.shape != v.shape or k.dtype != v.dtype:
-        return round_vectors(k, bits), round_vectors(v, bits)
-    k, v = round_vectors(torch.stack([k, v]), bits)
-    return k, v
+def round_slots(
+    k: Tensor, v: Tensor, weight: Tensor, spread: Tensor, bits: tuple[int, ...]
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """Round slots (batch, heads, slots, dim), and what they count, to what the bits of each head can hold."""
+    kinds: dict[int, list[int]] = {}
+    for head, own in enumerate(bits):
+        if own < 16:
+            kinds.setdefault(min(BY_AXIS) if own in BY_AXIS else own, []).append(head)
+    alike = k.shape == v.shape and k.dtype == v.dtype  # in one go: a call of an operation takes longer than its work
+    vectors = [torch.stack([k, v])] if alike else [k.clone()[None], v.clone()[None]]
+    for kind, heads in kinds.items():
+        at, all_bits = as_slice(heads), tuple(bits[head] for head in heads)
+        if len(heads) == len(bits):
+            vectors = [round_heads(x, bits) for x in vectors]
+        else:
+            for x in vectors:
+                x[:, :, at] = round_heads(x[:, :, at], all_bits)
+        if kind in BY_AXIS:
+            counted = round_counts(weight[:, at], spread[:, at])
+            if len(heads) == len(bits):
+                weight, spread = counted
+            else:
+                weight, spread = weight.clone(), spread.clone()
+                weight[:, at], spread[:, at] = counted
+    return vectors[0][0], vectors[-1][-1], weight, spread
+
+
+def round_heads(x: Tensor, bits: tuple[int, ...]) -> Tensor:
+    """Round vectors (…, heads, slots, dim) to the bits of each head, all 8 or none."""
+    return round_vectors(x) if bits[0] == 8 else numbers_of(x, *codes_of(x.detach(), bits), bits[0])
 
 
 def numbers_of(x: Tensor, codes: Tensor, scale: Tensor, bits: int) -> Tensor:
@@ -265,13 +329,16 @@ def keys_and_values(state: object) -> dict[str, Tensor]:
     return {name: x for name, x in tensors(state).items() if name in KEYS_AND_VALUES}
 
 
-def codes_of(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
-    """Give the whole numbers of vectors, and the scale of each or its exponent: (…, dim), (…, 1)."""
-    work = x.to(working_dtype(x))
+def codes_of(x: Tensor, bits: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
+    """Give the whole numbers of vectors, and the scale of each or its exponent: (…, dim), (…, 1).
+
+    Of several bits, 8 or fewer, each is that of a head: (…, heads, tokens, dim).
+    """
+    work, own = x.to(working_dtype(x)), bits if isinstance(bits, tuple) else (bits,)
     if not work.numel():
-        return work, work.new_zeros(*work.shape[:-1], 1, dtype=torch.int32 if bits == 8 else work.dtype)
-    if bits != 8:
-        return codes_by_largest(work, limits_of(bits, work.shape[-1], work.dtype, work.device))
+        return work, work.new_zeros(*work.shape[:-1], 1, dtype=torch.int32 if own[0] == 8 else work.dtype)
+    if own[0] != 8:
+        return codes_by_largest(work, limits_of_heads(own, work.shape[-1], work.dtype, work.device))
     exponent = exponents_of(work)
     return (work * power_of(whole(127, x) - exponent)).round_(), exponent
 
@@ -301,14 +368,19 @@ def whole(value: int, like: Tensor) -> Any:
 
 def codes_by_largest(x: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
     """Give numbers half way between whole ones, none beyond its limit, and the scale that was best of those tried."""
-    top = (x.abs() / limits).amax(-1, keepdim=True)
-    tried = torch.cat([top * share for share in TRIED], -1).to(torch.bfloat16).to(x.dtype)[..., None]
-    there = tried > TINIEST
-    codes = (x[..., None, :] / torch.where(there, tried, 1.0)).floor_().add_(0.5).clamp_(-limits, limits)
-    best = (codes * tried - x[..., None, :]).square_().sum(-1).argmin(-1)[..., None, None]
+    top = (x.abs() / limits).amax(-1, keepdim=True)[..., None]
+    tried = (top * shares_tried(x.dtype, x.device)).to(torch.bfloat16).to(x.dtype)
+    tried, limits = torch.nn.functional.threshold(tried, TINIEST, 0.0), limits[..., None, :]
+    codes = (x[..., None, :] / tried.clamp_min(TINIEST)).floor_().add_(0.5).clamp_(-limits, limits)
+    best = (codes * tried).sub_(x[..., None, :]).square_().sum(-1).argmin(-1)[..., None, None]
     codes = codes.gather(-2, best.expand(*best.shape[:-1], x.shape[-1]))[..., 0, :]
-    scale, there = tried.gather(-2, best)[..., 0], there.gather(-2, best)[..., 0]
-    return codes, torch.where(there, scale, 0.0)
+    return codes, tried.gather(-2, best)[..., 0]
+
+
+@made_once
+def shares_tried(dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(False):
+        return torch.tensor(TRIED, dtype=dtype, device=device)[:, None]
 
 
 @made_once
@@ -324,6 +396,14 @@ def limits_of(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> 
     """Give the largest number that each number of a vector may be."""
     with torch.inference_mode(False):
         return ((2.0 ** bits_by_number(bits, dim) - 1) / 2).to(dtype).to(device)
+
+
+@made_once
+def limits_of_heads(bits: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Give the same for heads of several bits: (heads, 1, dim), or (dim,)."""
+    with torch.inference_mode(False):
+        limits = torch.stack([limits_of(own, dim, dtype, device) for own in bits])
+        return limits[0] if len(bits) == 1 else limits[:, None]
 
 
 def pack_codes(codes: Tensor, scale: Tensor, bits: int) -> Tensor:

@@ -71,7 +71,7 @@ class FeatureGroup(nn.Module):
 
     def window_group(self, scale: float, state: ExactState) -> WindowGroup | None:
         """Return what one token needs in PyTorch, where a window is all there is."""
-        return WindowGroup(self.heads, state, None) if self.feature_map is None else None
+        return WindowGroup(self.heads, state, None, self.bits) if self.feature_map is None else None
 
     def token_group(self, scale: float, state: ExactState) -> TokenGroup | None:
         """Return what a kernel for one token needs, unless features take more than a product."""
@@ -108,7 +108,7 @@ class SlotGroup(nn.Module):
         return Merging(metric, gain, self.window, self.block, scale**0.5, self.bits)
 
     def window_group(self, scale: float, state: SlotState) -> WindowGroup:
-        return WindowGroup(self.heads, state, self.merging(scale))
+        return WindowGroup(self.heads, state, self.merging(scale), self.bits)
 
     def token_group(self, scale: float, state: SlotState) -> TokenGroup:
         return TokenGroup(self.heads, state, self.window, merging=self.merging(scale))
@@ -260,8 +260,8 @@ class LayerStudent(nn.Module):
         if memory is not None:
             memory += [None] * (len(self.groups) - len(memory))
         left = [(index, group) for index, group in enumerate(self.groups) if index not in done]
-        few = {int(group.bits) for _, group in left} - {16}  # type: ignore[arg-type]
-        small = {bits: FewBits.of(query, key, value, bits, self.axes, scale**0.5, self.exact_values) for bits in few}
+        few = {index: (group.heads, group.bits) for index, group in left if int(group.bits) < 16}  # type: ignore[arg-type]
+        small = FewBits.of(query, key, value, few, self.axes, scale**0.5, self.exact_values)  # type: ignore[arg-type]
         parts = self.read_with_slots(left, memory, query, key, value, small, scale, real)
         for index, group in left:
             heads = as_slice(group.heads)  # type: ignore[arg-type]
@@ -269,8 +269,8 @@ class LayerStudent(nn.Module):
                 part = parts[index]
             else:
                 state = None if memory is None else memory[index]
-                if asks := small.get(group.bits):  # type: ignore[call-overload]
-                    q, k, v = asks.query[:, heads], asks.key[heads], asks.value[heads]
+                if asks := small.get(index):
+                    q, k, v = asks.query, asks.key, asks.value
                     part, state = attend_in_few_bits(group, q, k, v, scale, real, state, memory is not None)
                 else:
                     part, state = group(query[:, heads], key[:, heads], value[:, heads], scale, real, state)
@@ -292,8 +292,8 @@ class LayerStudent(nn.Module):
             if not isinstance(group, SlotGroup) or as_token:
                 continue
             heads = as_slice(group.heads)
-            if few := small.get(group.bits):
-                q, k, v = few.query[:, heads], few.key[heads].numbers, few.value[heads].numbers
+            if few := small.get(index):
+                q, k, v = few.query, few.key.numbers, few.value.numbers
             else:
                 q, k, v = query[:, heads], key[:, heads], value[:, heads]
             state = None if memory is None else memory[index]

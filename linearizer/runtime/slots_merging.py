@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from .few_bits import BY_AXIS, round_counts, round_together
-from .state import made_once
+from .few_bits import BY_AXIS, round_slots
+from .state import first_rows, made_once
 
 MAX_MERGED_ROWS = 512  # slots and tokens of a block that one program of a kernel merges at most
 TINY = 1e-30  # a squared distance of values that counts as none: infinity times it is infinite
@@ -79,69 +79,50 @@ class Rounding:
 
     def round(self, slots: Slots) -> Slots:
         """Round slots to what a state keeps of them."""
-        work = slots.k.dtype
+        k, v, work = slots.k, slots.v, slots.k.dtype
         if self.kept != work:
-            slots = replace(slots, k=slots.k.to(self.kept), v=slots.v.to(self.kept))
-        if len({*self.bits}) == 1:
-            slots = round_alike(slots, self.bits[0])
-        else:
-            slots = Slots(*(x.clone() for x in slots.all()))
-            for bits in {*self.bits} - {16}:
-                heads = [head for head, own in enumerate(self.bits) if own == bits]
-                some = round_alike(Slots(*(x[:, heads] for x in slots.all())), bits)
-                for whole, part in zip(slots.all(), some.all(), strict=True):
-                    whole[:, heads] = part
-        return replace(slots, k=slots.k.to(work), v=slots.v.to(work))
+            k, v = k.to(self.kept), v.to(self.kept)
+        weight, spread = slots.weight, slots.spread
+        if min(self.bits) < 16:
+            k, v, weight, spread = round_slots(k, v, weight, spread, self.bits)
+        return Slots(k.to(work), v.to(work), weight, spread)
 
 
-def round_alike(slots: Slots, bits: int) -> Slots:
-    """Round slots of heads that have the same bits."""
-    if bits == 16:
-        return slots
-    counted = slots.weight, slots.spread
-    k, v = round_together(slots.k, slots.v, bits)
-    return Slots(k, v, *(round_counts(*counted) if bits in BY_AXIS else counted))
-
-
-def merge_slots(slots: Slots, count: int | Tensor, rounding: Rounding, room: int | None = None) -> Slots:
+def merge_slots(slots: Slots, count: int, rounding: Rounding) -> Slots:
     """Merge the cheapest pairs until at most `count` slots are not empty, and return those, in order.
 
     As many slots go at once as are too many: those that cost least to merge with a slot before them. Each goes into the
-    slot, of those that stay, with which merging costs least. `count` is a number, or one for each head; the result has
-    `room` for the largest.
+    slot, of those that stay, with which merging costs least.
     """
-    (batch, heads, size), dims = slots.weight.shape, (slots.k.shape[-1], slots.v.shape[-1])
-    if room is None:
-        room = count if isinstance(count, int) else int(count.max())
+    size, dims = slots.weight.shape[-1], (slots.k.shape[-1], slots.v.shape[-1])
     full = slots.weight > 0
     left = None
     if not full.all():
-        most = torch.as_tensor(count, device=full.device).expand(batch, heads)
-        left = torch.minimum(full.sum(-1), most).flatten()
+        left = full.sum(-1).clamp(max=count).flatten()
         slots = take_slots(slots, full.to(torch.uint8).sort(dim=-1, stable=True).indices)  # what is empty comes first
-    rows = merge_rows(lay_rows(slots, rounding.metric), size - room, dims, rounding, left is None, left)
+    rows = merge_rows(lay_rows(slots, rounding.metric), size - count, dims, rounding, left is None, left)
     merged = slots_of_rows(rows, dims)
-    return merged if left is None else keep_slots(merged, room)
+    return merged if left is None else keep_slots(merged, count)
 
 
 def lay_rows(slots: Slots, metric: Tensor) -> Tensor:
-    """Lay side by side what merging needs of slots: (batch, heads, slots, 2 · key_dim + value_dim + 4).
+    """Lay side by side what merging needs of slots: (batch, heads, slots, 2 · key_dim + value_dim + 5).
 
-    These are metric·k, v, k, |metric·k|², |v|², spread and weight.
+    These are metric·k, v, k, |metric·k|², |v|², spread, 1 and weight.
     """
-    seen = slots.k @ metric.to(slots.k.dtype).mT
-    vectors, counts = torch.cat([seen, slots.v, slots.k], -1), (slots.spread[..., None], slots.weight[..., None])
+    seen, weight = slots.k @ metric.to(slots.k.dtype).mT, slots.weight[..., None]
+    vectors = torch.cat([seen, slots.v, slots.k], -1)
     if slots.k.shape[-1] == slots.v.shape[-1]:  # in one go: a call of an operation takes longer than its work
         squares = vectors[..., : 2 * seen.shape[-1]].unflatten(-1, (2, -1)).square().sum(-1)
     else:
         squares = torch.stack([seen.square().sum(-1), slots.v.square().sum(-1)], -1)
-    return torch.cat([vectors, squares, *counts], -1)
+    return torch.cat([vectors, squares, slots.spread[..., None], torch.ones_like(weight), weight], -1)
 
 
 def slots_of_rows(rows: Tensor, dims: tuple[int, int]) -> Slots:
     """Give the slots that `lay_rows` laid out."""
-    _, v, k, numbers = rows.split([dims[0], dims[1], dims[0], 4], -1)
-    return Slots(k, v, numbers[..., 3], numbers[..., 2])
+    _, v, k, numbers = rows.split([dims[0], dims[1], dims[0], 5], -1)
+    return Slots(k, v, numbers[..., 4], numbers[..., 2])
 
 
 def merge_rows(
@@ -154,19 +135,16 @@ def merge_rows(
     """
     shape, rows = rows.shape, rows.flatten(0, 1)
     stay, gone, partner = choose_pairs(rows.detach(), most, dims, full, left)
-    at = torch.cat([partner, gone], 1) + first_rows(*rows.shape[:2], rows.device)
-    rows = rows.flatten(0, 1)
+    rows, at = rows.flatten(0, 1), torch.cat([partner, gone], 1)
     pairs = rows.index_select(0, at.flatten())
-    sums, weight = pairs * pairs[:, -1:], pairs[:, -1:]
-    sums[:, -1:] = weight
-    sums = sums.unflatten(0, at.shape)
+    sums = (pairs[:, :-1] * pairs[:, -1:]).unflatten(0, at.shape)
     alike = (partner[:, :, None] == partner[:, None]).to(rows.dtype)  # what goes where another goes
     sums = torch.baddbmm(sums[:, :most], alike, sums[:, most:]).unflatten(0, shape[:2])
-    weight = sums[..., -1:] if full else sums[..., -1:].clamp_min(1)
-    seen, v, k, numbers = (sums / weight).split([dims[0], dims[1], dims[0], 4], -1)
+    weight = sums[..., -1:]
+    seen, v, k, numbers = (sums / (weight if full else weight.clamp_min(1))).split([dims[0], dims[1], dims[0], 4], -1)
     spread = (numbers[..., 0] + numbers[..., 2] - seen.square().sum(-1)).clamp_min_(0)
-    merged = lay_rows(rounding.round(Slots(k, v, sums[..., -1], spread)), rounding.metric)
-    rows.index_copy_(0, at[:, :most].flatten(), merged.flatten(0, 2))
+    merged = lay_rows(rounding.round(Slots(k, v, weight[..., 0], spread)), rounding.metric)
+    rows.index_copy_(0, partner.flatten(), merged.flatten(0, 2))
     return rows.index_select(0, stay).view(*shape[:2], shape[2] - most, shape[3])
 
 
@@ -187,18 +165,20 @@ def last_empty(weight: Tensor, most: int, left: Tensor) -> Tensor:
 def choose_pairs(
     rows: Tensor, most: int, dims: tuple[int, int], full: bool, left: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Choose which slots stay, as numbers of all rows (rows · slots), which go (rows, most), and into which (…) others.
+    """Choose which slots stay (rows · slots,), which go (rows, most), and into which others, as numbers in all rows.
 
     An empty slot that goes adds nothing, wherever it goes.
     """
-    size = rows.shape[1]
-    keys, values = merging_costs(rows, dims, full)
-    cheapest = torch.addcmul(not_before(size, keys.dtype, keys.device), keys, values).amin(-1)
+    count, size, device = *rows.shape[:2], rows.device
+    cost = merging_costs(rows, dims, full)
+    cheapest = (cost + not_before(size, cost.dtype, device)).amin(-1)
     if left is not None:
         cheapest.masked_fill_(last_empty(rows[..., -1], most, left), -1.0)
     gone = cheapest.sort(dim=-1, stable=True).indices[:, :most]
-    goes = nothing(len(rows), size, keys.dtype, keys.device).scatter(1, gone, math.inf)
-    partner = take_rows(keys, gone).mul_(take_rows(values, gone)).add_(goes[:, None]).argmin(-1)
+    goes = nothing(count, size, cost.dtype, device).scatter(1, gone, math.inf)
+    gone = gone + first_rows(count, size, device)[:, None]
+    partner = cost.flatten(0, 1).index_select(0, gone.flatten()).view(count, most, size).add_(goes[:, None]).argmin(-1)
+    partner += first_rows(count, size, device)[:, None]
     return numbers_where(goes == 0, size - most), gone, partner
 
 
@@ -209,17 +189,17 @@ def numbers_where(stays: Tensor, each: int) -> Tensor:
     return stays.flatten().nonzero()[:, 0]
 
 
-def merging_costs(rows: Tensor, dims: tuple[int, int], full: bool) -> tuple[Tensor, Tensor]:
-    """Compute what merging each pair costs, infinite with empty slots, unless all are full: (rows, slots, slots) each.
+def merging_costs(rows: Tensor, dims: tuple[int, int], full: bool) -> Tensor:
+    """Compute what merging each pair costs, infinite with empty slots, unless all are full: (rows, slots, slots).
 
     The error that a query sees grows with the weight of a pair, and with the distances of its keys (to queries) and
     of its values; the product of both is its fourth power, which takes no roots.
     """
     seen, v, weight = rows[..., : dims[0]], rows[..., dims[0] : sum(dims)], rows[..., -1]
-    far = rows[..., -4] if full else rows[..., -4].masked_fill(weight == 0, math.inf)  # an empty one is far away
+    far = rows[..., -5] if full else rows[..., -5].masked_fill(weight == 0, math.inf)  # an empty one is far away
     inverse = (weight if full else weight.clamp_min(1)).reciprocal()
     keys = squared_distances(seen, far).square_().div_(inverse[..., None] + inverse[:, None]).square_()
-    return keys, squared_distances(v, rows[..., -3]).clamp_min_(TINY)
+    return keys.mul_(squared_distances(v, rows[..., -4]).clamp_min_(TINY))
 
 
 @made_once
@@ -249,15 +229,8 @@ def take_slots(slots: Slots, index: Tensor) -> Slots:
 
 def take_rows(x: Tensor, index: Tensor) -> Tensor:
     """Take rows of x (batch, rows, dim) by an index (batch, some): whole rows, where a gather takes single numbers."""
-    at = index + first_rows(*x.shape[:2], x.device)
+    at = index + first_rows(*x.shape[:2], x.device)[:, None]
     return x.flatten(0, 1).index_select(0, at.flatten()).unflatten(0, index.shape)
-
-
-@made_once
-def first_rows(count: int, size: int, device: torch.device) -> Tensor:
-    """Number the first of `size` rows of each of so many: (count, 1)."""
-    with torch.inference_mode(False):  # so that a later training may use it, too
-        return torch.arange(0, count * size, size, device=device)[:, None]
 
 
 def squared_distances(x: Tensor, square: Tensor) -> Tensor:

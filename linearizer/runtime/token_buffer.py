@@ -16,10 +16,15 @@ import torch
 
 from .few_bits import (
     BY_AXIS,
+    SCALE_BYTES,
     Axes,
+    byte_count,
+    codes_by_largest,
     codes_in,
+    limits_of_heads,
     pack_counts,
     pack_vectors,
+    plan_bytes,
     scales_in,
     unpack_counts,
     unpack_vectors,
@@ -38,6 +43,7 @@ class WindowGroup:
     heads: list[int]
     state: Any
     merging: Merging | None
+    bits: int
 
     @property
     def window(self) -> int:
@@ -62,11 +68,15 @@ class TokenBuffer:
     places: list[int]  # the same, known without asking a device
     ring: Tensor  # (keys and values, or 1, batch, heads) the row of a buffer where each ring begins
     windows: Tensor  # (heads,)
-    bits: int  # of a number in keys and values
-    kinds: int  # buffers that the layer has, one for each number of bits
+    bits: int  # of a number in keys and values; of those along axes, the least
+    kinds: int  # buffers that the layer has, one for 16 bits, one for 8, and one for fewer
+    axis_bytes: AxisBytes | None
 
     @classmethod
-    def of(cls, some: dict[int, WindowGroup], all_heads: int, dtype: torch.dtype, bits: int, kinds: int) -> TokenBuffer:
+    def of(
+        cls, some: dict[int, WindowGroup], all_heads: int, dtype: torch.dtype, scale: float, axes: Axes | None,
+        kinds: int,
+    ) -> TokenBuffer:  # fmt: skip
         """Lay the states of some groups, by their indices, into a buffer; `dtype` is that of their levels."""
         groups = list(some.values())
         first = groups[0].state
@@ -75,7 +85,11 @@ class TokenBuffer:
         ]
         order, spots = order_heads([group.heads for group in groups])
         rows = max(group.rows for group in groups)
-        shape, widths = (len(first.count), len(order), rows), [first.sink_k.shape[-1], first.sink_v.shape[-1]]
+        widths = [max(getattr(group.state, name).shape[-1] for group in groups) for name in ("sink_k", "sink_v")]
+        shape, bits = (
+            (len(first.count), len(order), rows),
+            {head: group.bits for group in groups for head in group.heads},
+        )
         pairs = [(2, widths[0])] if widths[0] == widths[1] else [(1, width) for width in widths]
         buffers = [first.sink_k.new_zeros(parts, *shape, width) for parts, width in pairs]
         level = torch.full(shape, EMPTY, dtype=dtype, device=first.sink_k.device)
@@ -85,8 +99,9 @@ class TokenBuffer:
             for name in names:
                 size = getattr(group.state, f"{name}_k").shape[-2]
                 for kind, buffer in (("k", buffers[0][0]), ("v", buffers[-1][-1])):
-                    own[f"{name}_{kind}"] = view = buffer[:, heads, row : row + size]
-                    view.copy_(getattr(group.state, f"{name}_{kind}"))
+                    held = getattr(group.state, f"{name}_{kind}")
+                    own[f"{name}_{kind}"] = view = buffer[:, heads, row : row + size, -held.shape[-1] :]
+                    view.copy_(held)
                     setattr(group.state, f"{name}_{kind}", view)
                 row += size
             group.state.count = first.count
@@ -97,7 +112,10 @@ class TokenBuffer:
         sizes = {head: group.window for group in groups for head in group.heads}
         windows = torch.tensor([sizes[head] for head in order], device=device)
         chosen = None if order == list(range(all_heads)) else torch.tensor(order, device=device)
-        kept = first.count, first.count.tolist(), ring, windows, bits, kinds
+        axis_bytes, least = None, min(bits.values())
+        if axes is not None and least in BY_AXIS:
+            axis_bytes = axes(AxisBytes.of, axes, order, tuple(bits[head] for head in order), scale, dtype)
+        kept = first.count, first.count.tolist(), ring, windows, least, kinds, axis_bytes
         made = cls(groups, list(some), spots, order, chosen, buffers, level, views, *kept)
         for index in range(len(groups)):
             made.see(index, [place - 1 for place in made.places])
@@ -119,7 +137,7 @@ class TokenBuffer:
         before, after = self.places, [place + 1 for place in self.places]
         leaving = [i for i, group in enumerate(self.groups) if any(merges(group, place) for place in before)]
         for index in leaving:
-            self.merge(index, k.dtype)
+            self.merge(index, k.dtype if self.axis_bytes is None else self.level.dtype)
             self.see_merged(index, before)
         own = self.ring + self.count[:, None] % self.windows
         self.remember(own.flatten(), k, v)
@@ -134,8 +152,11 @@ class TokenBuffer:
 
     def remember(self, own: Tensor, k: Tensor, v: Tensor) -> None:
         """Write a token into the rings, at these rows."""
-        for buffer, x in zip(self.buffers, self.joined(k, v), strict=True):
-            x = pack_vectors(x, self.bits) if self.bits < 16 else x
+        for side, (buffer, x) in enumerate(zip(self.buffers, self.joined(k, v), strict=True)):
+            if self.axis_bytes is not None:
+                x = self.axis_bytes.sides[side].pack_vectors(x[..., None, :])
+            elif self.bits < 16:
+                x = pack_vectors(x, self.bits)
             buffer.view(-1, buffer.shape[-1]).index_copy_(0, own, x.flatten(0, -2))
 
     def joined(self, k: Tensor, v: Tensor) -> list[Tensor]:
@@ -145,6 +166,8 @@ class TokenBuffer:
     def look(self, q: Tensor) -> Tensor:
         """One softmax over all rows: (batch, heads, group, dim)."""
         work = working_dtype(q)
+        if self.axis_bytes is not None:
+            return self.axis_bytes.attend(q.to(work), self.buffers, self.level.to(work))
         few, shape = self.bits < 16, q.shape[:2]
         parts = [(codes_in(x, self.bits) if few else x).to(work) for x in self.buffers]
         keys, values = (x.flatten(0, 1) for x in (parts[0][0], parts[-1][-1]))
@@ -203,17 +226,119 @@ class TokenBuffer:
         group, state, window = self.groups[index], self.groups[index].state, self.groups[index].window
         assert group.merging is not None
         rows = slice(state.sink_k.shape[-2], group.rows)
-        kept = [buffer[:, :, self.spots[index], rows] for buffer in self.buffers]
-        numbers = [unpack_vectors(x, dtype, self.bits) if self.bits < 16 else x for x in kept]
+        bits, names = group.bits, ("sink_k", "sink_v")
+        widths = [getattr(state, name).shape[-1] for name in names][-len(self.buffers) :]
+        kept = [
+            buffer[:, :, self.spots[index], rows, -width:] for buffer, width in zip(self.buffers, widths, strict=True)
+        ]
+        numbers = [unpack_vectors(x, dtype, bits) if bits < 16 else x for x in kept]
         k, v = numbers[0][0], numbers[-1][-1]
         vectors = {"window_k": k[:, :, :window], "window_v": v[:, :, :window]}
         vectors |= {"slot_k": k[:, :, window:], "slot_v": v[:, :, window:]}
         before = replace(state, **vectors, **unpack_counts(state, self.level.dtype))
         slots = merge_leaving(before, group.merging, self.places)
-        counts = pack_counts(slots, self.bits)
+        counts = pack_counts(slots, bits)
         state.weight, state.spread = counts.get("weight", slots.weight), counts.get("spread", slots.spread)
         for own, new in zip(kept, self.joined(slots.k, slots.v), strict=True):
-            own[..., window:, :] = pack_vectors(new, self.bits) if self.bits < 16 else new
+            own[..., window:, :] = pack_vectors(new, bits) if bits < 16 else new
+
+
+@dataclass(frozen=True)
+class AxisBytes:
+    """How heads of 4 to 6 bits take a token, in a few operations; all that depends on their axes is computed once.
+
+    Their bytes lie at the end of as many as the most take. A byte holds a high and a low number, of which the low may
+    have no bits; read, the high numbers of a vector come before the low, and queries and what is put out are turned so.
+    """
+
+    sides: tuple[AxisSide, ...]  # of keys and values together, or of each where they differ in size
+    ask: Tensor  # (heads, key_dim, numbers) what queries become, by the scale of the scores
+    key_middle: Tensor  # (heads, numbers, 1) of the numbers read, which begin at 0
+    back: Tensor  # (heads, numbers, value_dim)
+    middle: Tensor  # (heads, 1, value_dim) the mean of values
+    value_middle: Tensor  # (heads, 1, value_dim)
+
+    @staticmethod
+    def of(axes: Axes, heads: list[int], bits: tuple[int, ...], scale: float, dtype: torch.dtype) -> AxisBytes:
+        root = scale**0.5
+        of_keys, of_values = (
+            [x[heads].to(dtype) for x in side]
+            for side in (
+                (axes.key_axes, axes.key_steps, axes.key_middle),
+                (axes.value_axes, axes.value_steps, axes.value_middle),
+            )
+        )
+        (key_side, key_spread), (value_side, value_spread) = (
+            AxisSide.of(own, bits, factor) for own, factor in ((of_keys, root), (of_values, 1.0))
+        )
+        turned = (of_values[0] * of_values[1][:, None]).mT
+        alike = key_side.share.shape == value_side.share.shape
+        return AxisBytes(
+            (key_side.beside(value_side),) if alike else (key_side, value_side),
+            (of_keys[0] * (of_keys[1] * (scale / root))[:, None]) @ key_spread,
+            (key_side.limits[0, 0] @ key_spread).mT.contiguous(),
+            value_spread.mT @ turned,
+            of_values[2][:, None],
+            value_side.limits[0, 0] @ turned,
+        )
+
+    def attend(self, q: Tensor, buffers: list[Tensor], level: Tensor) -> Tensor:
+        """One softmax over rows of bytes (sides, batch, heads, rows, …): (batch, heads, group, value_dim)."""
+        shape = q.shape[:2]
+        read = [side.read(x) for side, x in zip(self.sides, buffers, strict=True)]
+        keys, values = (x.flatten(0, 1) for x in (read[0][0][0], read[-1][0][-1]))
+        key_scale, value_scale = (x.flatten(0, 1).mT for x in (read[0][1][0], read[-1][1][-1]))
+        asks = q @ self.ask
+        begin = (asks @ self.key_middle).flatten(0, 1)
+        logits = torch.baddbmm(begin, asks.flatten(0, 1), keys.mT, beta=-1)
+        weights = torch.addcmul(level.flatten(0, 1)[:, None], logits, key_scale).softmax(-1).mul_(value_scale)
+        out = torch.bmm(weights, values).unflatten(0, shape) @ self.back + self.middle
+        return torch.addcmul(out, weights.sum(-1, keepdim=True).unflatten(0, shape), self.value_middle, value=-1)
+
+
+@dataclass(frozen=True)
+class AxisSide:
+    """How keys, values or both become bytes: tensors (sides, 1, heads, …)."""
+
+    factor: Tensor  # (…, 1, 1) of keys as they come
+    middle: Tensor  # (…, 1, dim) less
+    enter: Tensor  # (…, dim, dim)
+    limits: Tensor  # (…, 1, dim)
+    pack: Tensor  # (…, dim, bytes) what a number, from 0 on, adds to bytes
+    share: Tensor  # (…, 1, bytes) of a byte that is its high number
+    base: Tensor  # (…, 1, bytes) the inverse
+
+    @staticmethod
+    def of(own: list[Tensor], bits: tuple[int, ...], factor: float) -> tuple[AxisSide, Tensor]:
+        """Give that of keys or values, of their axes, steps and middle; and where their numbers lie when they are read
+        (heads, dim, numbers)."""
+        axes, steps, middle = own
+        heads, dim = steps.shape
+        width = max(byte_count(own, dim) for own in bits)
+        plans = [plan_bytes(own, dim, width) for own in bits]
+        pack, spread, base = (torch.stack(each).to(axes) for each in zip(*plans, strict=True))
+        given = axes.new_full((heads, 1, 1), factor), -middle[:, None], axes / steps[:, None]
+        limits = limits_of_heads(bits, dim, axes.dtype, axes.device).expand(heads, 1, dim)
+        parts = (*given, limits, pack, 1 / base, base)
+        return AxisSide(*(x[None, None] for x in parts)), spread
+
+    def beside(self, other: AxisSide) -> AxisSide:
+        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
+        return AxisSide(*(torch.cat(pair) for pair in pairs))
+
+    def pack_vectors(self, x: Tensor) -> Tensor:
+        """Write vectors (sides, batch, heads, tokens, dim) as bytes."""
+        numbers = torch.addcmul(self.middle, x.to(self.middle.dtype), self.factor) @ self.enter
+        codes, scale = codes_by_largest(numbers, self.limits)
+        bytes = (codes.add_(self.limits) @ self.pack).to(torch.uint8)
+        return torch.cat([bytes, scale.to(torch.bfloat16).view(torch.uint8)], -1)
+
+    def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Read the numbers of bytes, the high before the low, and their scales."""
+        whole = x[..., :-SCALE_BYTES].to(self.base.dtype)
+        high = (whole * self.share).floor_()
+        scales = x[..., -SCALE_BYTES:].contiguous().view(torch.bfloat16).to(self.base.dtype)
+        return torch.cat([high, torch.addcmul(whole, high, self.base, value=-1)], -1), scales
 
 
 def order_heads(groups: list[list[int]]) -> tuple[list[int], list[Any]]:
@@ -254,18 +379,13 @@ def attend_token_in_buffer(
     if torch.is_grad_enabled() or is_traced():
         return []
     served: list[int] = []
-    for buffer in held_buffers(memory) or make_buffers(groups, memory, k, scale, done):
+    for buffer in held_buffers(memory) or make_buffers(groups, memory, k, scale, axes, done):
         heads, asks, new_k, new_v = buffer.chosen, q, k, v
         if heads is not None:
             asks, new_k, new_v = (x.index_select(1, heads) for x in (q, k, v))
-        asks = asks * number(scale, asks.dtype, asks.device)
-        by_axis = axes is not None and buffer.bits in BY_AXIS
-        if by_axis:
-            some = slice(None) if heads is None else heads
-            asks, new_k, new_v = axes(axes.along, asks, new_k, new_v, scale**0.5, some)  # type: ignore[misc, union-attr]
+        if buffer.axis_bytes is None:
+            asks = asks * number(scale, asks.dtype, asks.device)
         part = buffer.attend(asks[..., 0, :], new_k[..., 0, :], new_v[..., 0, :])
-        if by_axis:
-            part = axes(axes.back, part[..., None, :], some)[..., 0, :]  # type: ignore[misc, union-attr]
         if heads is None:
             out[..., 0, :] = part
         else:
@@ -283,20 +403,21 @@ def held_buffers(memory: list) -> list[TokenBuffer]:
 
 
 def make_buffers(
-    groups: Sequence[Any], memory: list, k: Tensor, scale: float, done: Sequence[int]
+    groups: Sequence[Any], memory: list, k: Tensor, scale: float, axes: Axes | None, done: Sequence[int]
 ) -> list[TokenBuffer]:
-    """Lay the states of windows and slots into buffers, one for those of as many bits, once all sinks are there."""
-    kinds: dict[int, dict[int, WindowGroup]] = {}  # by the bits of a number
+    """Lay the states of windows and slots into buffers, one for those of 16 bits, of 8, of fewer, once all sinks are
+    there."""
+    kinds: dict[int, dict[int, WindowGroup]] = {}  # by the bits of a number, 4 to 6 alike
     for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
         held = None if index in done else group.window_group(scale, state)
         if held is not None and held.window and state.sink_k.device == k.device:
             state.token_buffer = None
-            kinds.setdefault(group.bits, {})[index] = held
+            kinds.setdefault(min(BY_AXIS) if group.bits in BY_AXIS else group.bits, {})[index] = held
     made = []
-    for bits, some in kinds.items():
+    for some in kinds.values():
         own = list(some.values())
         first = own[0].state
         if min(first.count.tolist()) >= first.sink_k.shape[-2]:
-            first.token_buffer = TokenBuffer.of(some, k.shape[1], working_dtype(k), bits, len(kinds))
+            first.token_buffer = TokenBuffer.of(some, k.shape[1], working_dtype(k), scale, axes, len(kinds))
             made.append(first.token_buffer)
     return made

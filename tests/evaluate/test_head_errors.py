@@ -76,7 +76,8 @@ def test_the_rows_of_few_bits_are_those_of_the_keys_that_are_kept(bits, length):
     student = LayerStudent([[length, 0, 0, 0, bits], [5, 0, 6, 4, bits]], 2, 8, "prf")
     student.reset(torch.Generator().manual_seed(0))
     rows, outputs = head_errors(student, q, k, v, 0.3)
-    kept = FewBits.of(q.unflatten(1, (2, 2)), k, v, bits, student.axes, 0.3**0.5, exact_values=False)
+    groups = {0: ([0, 1], bits)}
+    kept = FewBits.of(q.unflatten(1, (2, 2)), k, v, groups, student.axes, 0.3**0.5, exact_values=False)[0]
     above = torch.ones(length, length).triu(1).bool()
     pairs = (q.unflatten(1, (2, 2)), k), (kept.query, kept.key.numbers)
     exact, own = ((x[0, 0] @ y[0, 0].mT * 0.3).masked_fill(above, -torch.inf).softmax(-1) for x, y in pairs)

@@ -12,11 +12,15 @@ from linearizer.runtime.state import change_tensors, tensors
 HELD = [[8, 0, 6, 4], [12, 0, 10, 4], [9, 0], [5, 0, 7, 4], "softmax", [9, 0], [6, 0, 3, 2], [4, 5]]
 SMALL = [kind if isinstance(kind, str) else [*kind, *[0] * (4 - len(kind)), 8] for kind in HELD]
 SMALL[4] = "softmax 8"
+MIXED = [  # along axes, beside heads of 8 bits and of 16
+    [8, 0, 6, 4, 4], [12, 0, 10, 4, 5], [9, 0, 0, 0, 6], [5, 0, 7, 4, 8], "softmax 4", [9, 0], [6, 0, 3, 2, 4],
+    [9, 0, 0, 0, 5],
+]  # fmt: skip
 GROUP, SINKS, SCALE, LENGTH = 2, 2, 0.5, 40
 
 
-def layer(held=HELD, dim=4):
-    student = LayerStudent(held, SINKS, dim, "prf").double().eval()
+def layer(held=HELD, dim=4, value_dim=0):
+    student = LayerStudent(held, SINKS, dim, "prf", value_dim).double().eval()
     student.reset(torch.Generator().manual_seed(0))
     return student
 
@@ -46,10 +50,10 @@ def assert_same_states(states, other):
             torch.testing.assert_close(x, tensors(theirs)[name], msg=name)
 
 
-@pytest.mark.parametrize("held", [HELD, SMALL], ids=["16 bits", "8 bits"])
-@pytest.mark.parametrize("value_dim", [4, 3])
-def test_token_by_token_is_the_whole_text(held, value_dim):
-    student, given = layer(held), text(value_dim=value_dim)
+@pytest.mark.parametrize("held, dim, value_dim", [(HELD, 4, 4), (HELD, 4, 3), (SMALL, 4, 4), (SMALL, 4, 3),
+                                                  (MIXED, 8, 8), (MIXED, 8, 16)])  # fmt: skip
+def test_token_by_token_is_the_whole_text(held, dim, value_dim):
+    student, given = layer(held, dim, value_dim), text(value_dim=value_dim, dim=dim)
     whole, memory = read(student, given, [LENGTH])
     for edges in (range(1, LENGTH + 1), [10, *range(11, 30), LENGTH]):
         cut, other = read(student, given, edges)
