@@ -6,6 +6,7 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
+from linearizer.model.few_bits import check_few_bits
 from linearizer.model.support import Refused
 
 if TYPE_CHECKING:
@@ -22,12 +23,15 @@ class Method:
 
     expanded: bool  # to a floating type, while they load; else they stay as they are
     packages: tuple[str, ...] = ()  # that load them
+    read_here: bool = False  # not by transformers
 
 
 METHODS = {
     "bitsandbytes": Method(False, ("bitsandbytes",)),
     "fp8": Method(True),
     "compressed-tensors": Method(True, ("compressed_tensors",)),
+    "gptq": Method(True, read_here=True),
+    "awq": Method(True, read_here=True),
 }
 
 
@@ -65,6 +69,8 @@ def check_quantisation(config: PreTrainedConfig) -> None:
             f"its weights are quantised by {name}, and {missing[0]} is not installed",
             f"`pip install {missing[0].replace('_', '-')}`, or {BEFORE}",
         )
+    if method.read_here:
+        check_few_bits(name, quantisation_of(config), BEFORE)
 
 
 def describe_quantisation(config: PreTrainedConfig) -> str | None:
@@ -74,7 +80,15 @@ def describe_quantisation(config: PreTrainedConfig) -> str | None:
     content = quantisation_of(config)
     if method == "bitsandbytes":
         return f"bitsandbytes, {4 if content.get('load_in_4bit') else 8} bits"
+    if METHODS.get(method, Method(False)).read_here:
+        return f"{method}, {content.get('bits', content.get('w_bit', 4))} bits"
     return method
+
+
+def is_read_here(config: PreTrainedConfig) -> bool:
+    """Tell whether transformers cannot load a quantised model without further packages, and we can."""
+    method = METHODS.get(method_of(config) or "")
+    return method is not None and method.read_here
 
 
 def expand_while_loading(config: PreTrainedConfig) -> None:

@@ -4,18 +4,28 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 from itertools import chain
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import torch
 from safetensors import SafetensorError
 
 from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
 from linearizer.model.devices import choose_device
+from linearizer.model.few_bits import expand_weights
 from linearizer.model.hub import CONFIG, Source, fetch, find_model
 from linearizer.model.inspect import inspect_model, verify_teacher
 from linearizer.model.memory import return_freed_memory
 from linearizer.model.probe import build_blueprint
-from linearizer.model.quantised import expand_while_loading, forget_quantisation, is_packed, keep_as_stored, method_of
+from linearizer.model.quantised import (
+    expand_while_loading,
+    forget_quantisation,
+    is_packed,
+    is_read_here,
+    keep_as_stored,
+    method_of,
+    quantisation_of,
+)
 from linearizer.model.quiet import quiet
 from linearizer.model.safetensors import INDEX, damaged_weights, read_json
 from linearizer.model.streaming import leave_states_in_place, place_weights, streamed_weights
@@ -92,11 +102,10 @@ def load_teacher(
 
     `places` says where its parts lie; None: all on the device.
     """
-    from transformers import AutoModelForCausalLM
+    from transformers import AutoModelForCausalLM, GenerationConfig
 
     config = load_config(source, token)
-    packed, quantised = is_packed(config), method_of(config) is not None
-    expand_while_loading(config)
+    packed, read_here, quantised = is_packed(config), is_read_here(config), method_of(config) is not None
     names = names_in_files(build_blueprint(config), source.weights.names) if whole_of(config) else None
     folder = fetch(source, (CONFIG, GENERATION, INDEX, *source.weights.files), token)
     missing = [file for file in source.weights.files if not (folder / file).is_file()]
@@ -106,8 +115,15 @@ def load_teacher(
         raise ModelNotAvailable(f"{source.name!r} lacks {missing[0]}, no network: connect, or name a local folder")
     with quiet():
         try:
-            model, report = AutoModelForCausalLM.from_pretrained(
-                folder,
+            made_by: Any = AutoModelForCausalLM
+            held = None
+            if read_here:
+                made_by, held = type(build_blueprint(config)), expanded(source, folder, config, dtype)
+            else:
+                expand_while_loading(config)
+            model, report = made_by.from_pretrained(
+                None if read_here else folder,
+                state_dict=held,
                 config=config,
                 dtype=dtype,
                 attn_implementation="sdpa",
@@ -126,12 +142,23 @@ def load_teacher(
     if packed:
         keep_as_stored(model)
         return model
+    if read_here and (folder / GENERATION).is_file():
+        model.generation_config = GenerationConfig.from_pretrained(folder)
     if quantised:
         forget_quantisation(model)
     if places is None:
         return model.to(device)
     leave_states_in_place(model)
     return model
+
+
+def expanded(source: Source, folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype) -> dict[str, Any]:
+    """Read weights of few bits, and let the config forget them."""
+    stated, method = quantisation_of(config), method_of(config)
+    del config.quantization_config
+    paths = [folder / file for file in source.weights.files]
+    wanted = dtype if isinstance(dtype, torch.dtype) else computing_dtype(dtype, config)
+    return expand_weights(source.name, paths, str(method), stated, build_blueprint(config), wanted)
 
 
 def _check_complete(name: str, report: dict) -> None:

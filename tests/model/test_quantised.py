@@ -192,7 +192,7 @@ def test_quantised_weights_that_memory_cannot_hold_are_refused(tmp_path, monkeyp
         pipeline.begin(tmp_path / "run", Plan(str(tmp_path / "teacher"), **QUICK))
 
 
-@pytest.mark.parametrize("method", ["torchao", "quanto", "hqq", "gptq", "awq", "spqr"])
+@pytest.mark.parametrize("method", ["torchao", "quanto", "hqq", "auto-round", "spqr"])
 def test_other_methods_are_refused_by_name(method, tmp_path):
     teacher_of("llama").save_pretrained(tmp_path)
     config = json.loads((tmp_path / "config.json").read_text())
