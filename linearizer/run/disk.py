@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Mapping
+
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.memories import MEMORIES
@@ -9,8 +11,18 @@ from linearizer.run.plan import Plan
 
 NUMBER = 4  # bytes of a float32
 KEPT = 4  # numbers that training keeps of a parameter: itself, a good one of before, two moments
-FILES = 3  # of a state of training: the newest, the one before, the one that is being written
+FILES = 2  # of a state of training: the newest, and the one that is being written
+SAVE_EVERY = 25  # steps, as TrainingSettings has it
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
+FEATURE_NUMBERS: Mapping[str, Callable[[int, int], int]] = {  # of a head's map, by the size of a key and its features
+    "prf": lambda dim, features: features * (dim + 1),
+    "performer": lambda dim, features: features * (dim + 1),
+    "dijiang": lambda dim, features: features * (dim + 1),
+    "hedgehog": lambda dim, features: features // 2 * 2 * dim + 1,
+    "mlp": lambda dim, features: 2 * (features * (3 * dim + 1) + 2 * dim * dim + 1),
+    "codebook": lambda dim, features: features * dim + dim * dim + 1,
+    "clusters": lambda dim, features: features * (2 * dim + 1) + dim * dim + 1,
+}
 
 
 def checkpoint_bytes(plan: Plan, inspection: Inspection, linked: bool = True) -> int:
@@ -27,12 +39,11 @@ def checkpoint_bytes(plan: Plan, inspection: Inspection, linked: bool = True) ->
 
 
 def map_bytes(plan: Plan, inspection: Inspection) -> int:
-    """Estimate the size of the feature maps, if any: a feature is what a query, a key and a centre are."""
+    """Estimate the size of the feature maps, if any, or of the memories, whose rows are what a query and a key are."""
     if not plan.may_hold_features:
         return 0
-    return sum(
-        layer.kv_heads * most_rows(plan, layer) * (3 * layer.key_dim + 4) * NUMBER for layer in inspection.layers
-    )
+    numbers = FEATURE_NUMBERS.get(plan.feature_map, lambda dim, rows: rows * (3 * dim + 4))
+    return NUMBER * sum(layer.kv_heads * numbers(layer.key_dim, most_rows(plan, layer)) for layer in inspection.layers)
 
 
 def most_rows(plan: Plan, layer: Layer) -> int:
@@ -51,7 +62,8 @@ def resume_bytes(plan: Plan, inspection: Inspection) -> int:
         for layer in inspection.layers
     )
     trained = map_bytes(plan, inspection) + adapter_bytes(plan, inspection)
-    return samples * NUMBER + (KEPT * FILES * trained if plan.trains else 0)
+    files = 0 if not plan.trains else 1 if plan.minutes is None and plan.steps <= SAVE_EVERY else FILES
+    return samples * NUMBER + KEPT * files * trained
 
 
 def adapter_bytes(plan: Plan, inspection: Inspection) -> int:

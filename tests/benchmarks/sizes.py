@@ -1,9 +1,10 @@
 """What real sizes take, without their weights: python -m tests.benchmarks.sizes [SHAPE …] [--layers N] [--limit GB]
 
-Makes a model of a real config with random weights, shard by shard, and prints time, peak of memory and disk of every
+Makes a model of a real config with random weights, shard by shard, and prints time, peak of memory and of disk of every
 step of a run beside the forecast for the same plan. Of the large shapes one and two layers are run, with few entries in
 their vocabulary: what a layer takes more, times the layers, is held against the forecast for the whole. `--limit` holds
-the process to so much memory beyond what it takes to start, so that larger weights are read block by block.
+the process to so much memory beyond what it takes to start, so that larger weights are read block by block. `--record`
+writes the table of each shape into results/sizes-cpu.md.
 
 Random attention is flat, so nothing is learnt here of prices, only of time, memory and disk.
 """
@@ -11,11 +12,13 @@ Random attention is flat, so nothing is learnt here of prices, only of time, mem
 import argparse
 import json
 import os
+import re
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+from contextlib import contextmanager, suppress
 from dataclasses import replace
 from pathlib import Path
 
@@ -70,9 +73,10 @@ SHAPES = {  # name -> config, whether it is run whole
         ), False,
     ),
 }  # fmt: skip
+RESULTS = Path(__file__).parent / "results" / "sizes-cpu.md"
 PLAN = {"texts": 2, "samples": 256, "exchanges": 0, "sinks": 2, "budget": 64}
 OPTIONS = ("strategy", "prices", "steps", "dtype", "length")
-HEADINGS = ("", "time", "forecast", "peak memory", "forecast", "disk", "forecast")
+HEADINGS = ("", "time", "forecast", "peak memory", "forecast", "peak disk", "forecast")
 PEAK, OWN = "VmHWM", "RssAnon"  # of a process: the most that it had in memory, and its memory without files
 
 
@@ -86,7 +90,25 @@ def main(arguments=None):
         with tempfile.TemporaryDirectory(dir=arguments.folder) as folder:
             counts = [arguments.layers or config.num_hidden_layers] if whole else [1, 2]
             measured = [measure(arguments, name, layers, Path(folder)) for layers in counts]
-        print(table(name, config, counts, measured), flush=True)
+        said = table(name, config, counts, measured)
+        print(said, flush=True)
+        if arguments.record:
+            RESULTS.write_text(recorded(RESULTS.read_text(), command_of(arguments, name), said))
+
+
+def command_of(arguments, name):
+    """Write the command that measures one shape again."""
+    options = {option: getattr(arguments, option) for option in (*OPTIONS, "layers", "limit")}
+    usual = parse([])
+    words = [f"--{option} {value}" for option, value in options.items() if value != getattr(usual, option)]
+    return " ".join(["python -m tests.benchmarks.sizes", name, *words])
+
+
+def recorded(text, command, said):
+    """Put what a command said in the place of what it said before, or at the end."""
+    block = f"`{command}`:\n\n```\n{said.strip()}\n```\n"
+    blocks = re.compile(rf"^`{re.escape(command)}`:\n\n```\n.*?^```\n", re.DOTALL | re.MULTILINE)
+    return blocks.sub(lambda _: block, text) if blocks.search(text) else f"{text.rstrip()}\n\n{block}"
 
 
 def parse(arguments=None):
@@ -99,6 +121,7 @@ def parse(arguments=None):
     parser.add_argument("--dtype", default="auto")
     parser.add_argument("--length", type=int, default=128, help="tokens of a text")
     parser.add_argument("--limit", type=float, help="GB of memory beyond what a process takes to start")
+    parser.add_argument("--record", action="store_true", help=f"into {RESULTS.name}")
     parser.add_argument("--folder", type=Path, help="where the model and its run lie meanwhile")
     parser.add_argument("--run", nargs=2, type=Path, metavar=("MODEL", "RUN"), help=argparse.SUPPRESS)
     return parser.parse_args(arguments)
@@ -162,7 +185,7 @@ def run_here(arguments):
         hold_to(int(arguments.limit * 1e9))
     forecast = forecast_run(plan, inspection, speeds, 0)
     steps = []
-    with quiet():
+    with quiet(), watched_disk(folder) as disk:
         begin = time.perf_counter()
         run = pipeline.begin(folder, plan)
         for progress in pipeline.linearize(run, helpers=Children(run)):
@@ -171,19 +194,45 @@ def run_here(arguments):
             steps[-1][1:] = [steps[-1][1], time.perf_counter()]
             begin = time.perf_counter()
     spent = [(name, end - start) for name, start, end in steps] + [("checkpoint", time.perf_counter() - begin)]
-    disk = sum(path.stat().st_size for path in run.folder.rglob("*") if path.is_file() and path.stat().st_nlink == 1)
     hashes = json.loads((run.folder / DIGESTS).read_text())
     return {
         "steps": spent,
         "seconds": sum(seconds for _, seconds in spent),
         "memory": peak_bytes(),
-        "disk": disk,
+        "disk": max(disk),
         "weights": inspection.weight_bytes,
         "streamed": streaming.streams(inspection, plan.dtype, plan.device),
         "hashes": hashes,
         "forecast": [forecast.seconds, forecast.memory_bytes, forecast.disk_bytes],
         "whole": whole_forecast(plan, inspection, speeds),
     }
+
+
+@contextmanager
+def watched_disk(folder):
+    """List the bytes of a folder's files, but those that others have, too, while this lasts."""
+    found, over = [0], threading.Event()
+
+    def watch():
+        while not over.wait(0.02):
+            found.append(bytes_of(folder))
+
+    watcher = threading.Thread(target=watch, daemon=True)
+    watcher.start()
+    yield found
+    over.set()
+    watcher.join()
+    found.append(bytes_of(folder))
+
+
+def bytes_of(folder):
+    count = 0
+    for place, _, names in os.walk(folder):
+        for name in names:
+            with suppress(FileNotFoundError):  # it was renamed meanwhile
+                stat = os.stat(os.path.join(place, name))
+                count += stat.st_size if stat.st_nlink == 1 else 0
+    return count
 
 
 def hold_to(count):
@@ -214,18 +263,26 @@ def peak_bytes():
 
 
 def whole_forecast(plan, inspection, speeds):
-    """Forecast the plan for all layers of the shape that a model with fewer of them was cut from."""
+    """Forecast the plan for all layers of the shape that a model with fewer of them was cut from.
+
+    Give its parameters, and the forecasts with the few words where memory holds it, and with all words as it is here.
+    """
     name = next(name for name in SHAPES if Path(inspection.name).name.startswith(name))
     config = SHAPES[name][0]
     layer = inspection.layers[0]
     inner = 3 * config.hidden_size * config.intermediate_size
     attention = config.hidden_size * layer.key_dim * (2 * layer.query_heads + 2 * layer.kv_heads)
-    words = config.hidden_size * config.vocab_size * (1 if config.tie_word_embeddings else 2)
-    parameters = config.num_hidden_layers * (inner + attention) + words
-    layers = (layer,) * config.num_hidden_layers
-    whole = replace(inspection, parameters=parameters, weight_bytes=2 * parameters, layers=layers)
-    forecast = forecast_run(plan, whole, speeds, 0)
-    return [parameters, forecast.seconds, forecast.memory_bytes, forecast.disk_bytes]
+    free, found = streaming.free_bytes, []
+    for words, place in ((FEW_WORDS, lambda device: 2**60), (config.vocab_size, free)):
+        embedded = config.hidden_size * words * (1 if config.tie_word_embeddings else 2)
+        parameters = config.num_hidden_layers * (inner + attention) + embedded
+        layers = (layer,) * config.num_hidden_layers
+        whole = replace(inspection, parameters=parameters, weight_bytes=2 * parameters, layers=layers)
+        streaming.free_bytes = place
+        forecast = forecast_run(plan, whole, speeds, 0)
+        found.append([parameters, forecast.seconds, forecast.memory_bytes, forecast.disk_bytes])
+    streaming.free_bytes = free
+    return found
 
 
 def student_of(result):
@@ -246,13 +303,16 @@ def table(name, config, counts, measured):
         rows.append(("all", f"{result['seconds']:.1f} s", f"{seconds:.1f} s", *amounts))
         lines += [columns(rows), f"weights of the student: {student_of(result)}", ""]
     if len(measured) > 1:
-        less, more = (result["seconds"] for result in measured)
-        total = less + (config.num_hidden_layers - counts[0]) * (more - less)
-        parameters, seconds, memory, disk = measured[-1]["whole"]
+        more_layers = config.num_hidden_layers - counts[-1]
+        seconds, disk = (
+            measured[-1][part] + more_layers * (measured[-1][part] - measured[0][part]) for part in ("seconds", "disk")
+        )
+        (_, few, _, _), (parameters, here, memory, room) = measured[-1]["whole"]
         lines.append(
-            f"all {config.num_hidden_layers} layers ({parameters / 1e9:.1f} B parameters), by arithmetic: "
-            f"{duration(total)} from what a layer took, {duration(seconds)} by the forecast with its whole vocabulary; "
-            f"{size(memory)} of memory, {size(disk)} of disk"
+            f"all {config.num_hidden_layers} layers ({parameters / 1e9:.1f} B parameters), by arithmetic from what a "
+            f"layer took: {duration(seconds)}, and {duration(few)} by the forecast with as few words, where memory "
+            f"holds them; {size(disk)} of disk, and {size(room)} by the forecast\n"
+            f"with all its words on this machine by the forecast: {duration(here)}, {size(memory)} of memory"
         )
     return "\n".join(lines)
 

@@ -35,3 +35,16 @@ def test_steps_are_measured_beside_the_forecast_and_layers_counted_up_to_the_who
     assert measured[0]["memory"] > measured[0]["weights"] and measured[0]["disk"] > 0 and measured[0]["hashes"]
     said = sizes.table("tiny", config, [1, 2], measured)
     assert "tiny, 2 of 8 layers" in said and "all 8 layers (0.0 B parameters), by arithmetic" in said
+
+
+def test_a_table_takes_the_place_of_the_one_that_the_same_command_wrote_before():
+    arguments = sizes.parse(["deep", "--length", "32", "--limit", "0.25", "--record"])
+    command = sizes.command_of(arguments, "deep")
+    assert command == "python -m tests.benchmarks.sizes deep --length 32 --limit 0.25"
+    first = sizes.recorded("# Sizes\n", command, "one")
+    both = sizes.recorded(first, "python -m tests.benchmarks.sizes deep", "two")
+    assert both == "# Sizes\n\n" + "".join(
+        f"`{each}`:\n\n```\n{said}\n```\n{end}"
+        for each, said, end in ((command, "one", "\n"), ("python -m tests.benchmarks.sizes deep", "two", ""))
+    )
+    assert sizes.recorded(both, command, "three") == both.replace("one", "three")

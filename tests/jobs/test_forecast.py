@@ -5,9 +5,11 @@ from dataclasses import replace
 import pytest
 
 from linearizer.jobs.forecast import Speeds, forecast_run, matrix_size, students_speed
-from linearizer.run.disk import most_rows
+from linearizer.run.disk import FEATURE_NUMBERS, SAVE_EVERY, most_rows
 from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
+from linearizer.runtime.feature_maps import FEATURE_MAPS
+from linearizer.train.settings import TrainingSettings
 from tests.support.runs import inspection_of
 
 
@@ -75,3 +77,10 @@ def test_a_memory_has_no_more_rows_than_its_keys_allow():
     result, speeds = inspection_of(layers), Speeds(1e11, 2e11, 1e5, 1e10, 1e9)
     both = [forecast_run(replace(plan, device="cpu"), result, speeds, 0) for plan in (features, memory)]
     assert both[1].memory_bytes < both[0].memory_bytes and both[1].seconds < both[0].seconds
+
+
+@pytest.mark.parametrize("name", FEATURE_MAPS)
+def test_the_disk_that_feature_maps_take_is_that_of_their_numbers(name):
+    made = FEATURE_MAPS[name](2, 16, 24)
+    assert 2 * FEATURE_NUMBERS[name](16, 24) == sum(x.numel() for x in made.parameters())
+    assert TrainingSettings().save_every == SAVE_EVERY
