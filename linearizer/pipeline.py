@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from linearizer.allocate.decide import check_dials, decide
-from linearizer.allocate.step import TrainOffers, allocate, help_pricing
+from linearizer.allocate.step import PRICING, TrainOffers, allocate, help_pricing
 from linearizer.errors import FolderError, LinearizerError, RequestError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.setup import Setup, assembled
@@ -30,7 +30,7 @@ from linearizer.model.hub import Source, cache_folder, download_bytes, find_mode
 from linearizer.model.inspect import inspect_model
 from linearizer.model.kept_state import Answer, Reading
 from linearizer.model.quiet import quiet
-from linearizer.model.streaming import is_streamed, place_weights
+from linearizer.model.streaming import place_weights, streams
 from linearizer.model.teacher import (
     Teacher,
     computing_dtype,
@@ -63,7 +63,7 @@ from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.lora import check_peft
 from linearizer.train.offers import train_offers
 from linearizer.train.settings import LAYERWISE, training_settings
-from linearizer.train.step import help_training, plan_with_steps, train
+from linearizer.train.step import can_be_shared, help_training, initialise_student, plan_with_steps, train
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -225,16 +225,21 @@ def linearize(run: Run, token: str | None = None, held: bool = False, helpers: H
 
 def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps[None]:
     """Do all steps from the teacher to the checkpoint; a step whose product is stored is not repeated."""
+    if streams(run.inspection, run.plan.dtype, run.plan.device):  # one disk is not read faster by more processes
+        helpers = ALONE
+    shared = run.plan.trains and any(map(can_be_shared, training_settings(run.plan)))
+    if shared or (run.prices is None and run.plan.rules.decided_by == "prices"):
+        helpers.begin()  # they load the teacher while this process does
     with interruptible(run):
         teacher = load(run.plan, token, run.inspection)
-    if is_streamed(teacher.model):  # what is read from one disk is not read faster by more processes
-        helpers = ALONE
     layers = teacher.inspection.layers
     yield from measure_teacher(run, teacher, token)
     offers = offers_trainer(run, teacher, token)
     allocation = run.allocation or (yield from allocate(run, teacher, token, offers, helpers))
     run.write_product("allocation.json", allocation.to_json())
     run.log(EventName.ALLOCATED, strategy=allocation.strategy, features_mean=allocation.features_mean)
+    if shared:
+        helpers.prepare("student")
     student = begin_student(run, teacher, allocation)
     with interruptible(run):
         plan = plan_with_steps(run, teacher, student, token)
@@ -273,18 +278,24 @@ def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> Lineari
 def help_with(run: Run, tasks: Iterable[str], share: Share, token: str | None = None) -> Steps[None]:
     """Do a share of the tasks that the process of a run hands to its helpers, with one teacher for all of them."""
     teacher = load(run.plan, token, run.inspection)
-    student = None
+    student: LinearizedForCausalLM | None = None
+    learnt: torch.Tensor | None = None
     for task in tasks:
-        kind, number = task.split()
-        if kind == "prices":
+        kind, *numbers = task.split()
+        product: Any = None
+        if kind in PRICING:
             offers = offers_trainer(run, teacher, token)
-            yield from help_pricing(run, teacher, token, offers, int(number), share)
+            product = yield from help_pricing(run, teacher, token, offers, kind, int(numbers[0]), share)
         elif (allocation := run.allocation) is not None:
-            student = student or begin_student(run, teacher, allocation)
-            plan = plan_with_steps(run, teacher, student, token)
-            learnt, _ = training_and_judging_texts(plan, teacher, token)
-            yield from help_training(run, plan, student, allocation, learnt, int(number), share)
-        yield Progress(HELPED, 1, 1, task)
+            if student is None:
+                student = begin_student(run, teacher, allocation)
+                initialise_student(run, student)
+            if learnt is None and (kind == "training" or run.plan.minutes is None):  # or steps are being timed
+                plan = plan_with_steps(run, teacher, student, token)
+                learnt, _ = training_and_judging_texts(plan, teacher, token)
+            if kind == "training" and learnt is not None:
+                yield from help_training(run, plan, student, allocation, learnt, int(numbers[0]), share)
+        yield Progress(HELPED, 1, 1, task, {"product": product})
 
 
 def training_and_judging_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:

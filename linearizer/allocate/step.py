@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from collections.abc import Callable, Sequence
 
 import torch
@@ -16,6 +17,7 @@ from linearizer.measure.head_prices import (
     measure_prices,
     measure_some_prices,
     options_to_price,
+    passes_from,
     with_repeats,
 )
 from linearizer.measure.head_prices_by_gradient import estimate_prices
@@ -34,6 +36,8 @@ from linearizer.run.sharing import ALL, ALONE, Helpers, Share
 from linearizer.run.stopping import interruptible, log_progress
 
 GATE_STEPS = 60
+PRICING = ("prices", "dear-prices")  # tasks of helpers
+DearPrice = tuple[int, int, int, float]  # layer, KV head, option, kl
 LAYERS = "state/prices"  # a file for each layer that is priced, until all are
 
 
@@ -108,12 +112,14 @@ def price_heads(
     sinks = next(iter(stored.values())).sinks if stored else (yield from choose_sinks(run, teacher, texts))
     begin = yield from begin_offers(run, train_offers, options, sinks)
     own = price_share(run, teacher, texts, sinks, begin, Share(0, helpers.count))
-    prices = yield from log_progress(run, helpers.beside(f"prices {sinks}", own))
-    if helpers.count > 1:  # those that the others kept are there now
+    prices, others = yield from log_progress(run, helpers.beside(f"prices {sinks}", own))
+    if others:  # the prices that they kept are there now
         prices = yield from log_progress(run, price_share(run, teacher, texts, sinks, begin))
     measured: dict[Place, float] = {}
     if run.plan.prices == "estimated":
-        measured = yield from measure_dear_prices(run, teacher, texts, prices, begin)
+        mine = measure_dear_prices(run, teacher, texts, prices, begin, Share(0, helpers.count))
+        found, others = yield from log_progress(run, helpers.beside(f"dear-prices {sinks}", mine))
+        measured = {(layer, head, option): kl for part in (found, *others) for layer, head, option, kl in part}
         prices = correct_prices(prices, measured)
     run.write_product("prices.json", prices.to_json())
     remove(run.folder / LAYERS)
@@ -123,12 +129,16 @@ def price_heads(
 
 
 def help_pricing(
-    run: Run, teacher: Teacher, token: str | None, train_offers: TrainOffers, sinks: int, share: Share
-) -> Steps[None]:
+    run: Run, teacher: Teacher, token: str | None, train_offers: TrainOffers, task: str, sinks: int, share: Share
+) -> Steps[list[DearPrice]]:
     """Price a share of the layers for the process of a run, which has trained what can learn."""
     texts = texts_to_price_on(run, teacher, token)
     begin = yield from train_offers(options_of(run, teacher, texts), sinks)
-    yield from price_share(run, teacher, texts, sinks, begin, share)
+    if task == PRICING[0]:
+        yield from price_share(run, teacher, texts, sinks, begin, share)
+        return []
+    prices = yield from price_share(run, teacher, texts, sinks, begin)  # all are there
+    return (yield from measure_dear_prices(run, teacher, texts, prices, begin, share))
 
 
 def price_share(
@@ -160,14 +170,22 @@ def options_of(run: Run, teacher: Teacher, texts: torch.Tensor) -> tuple[Head, .
 
 
 def measure_dear_prices(
-    run: Run, teacher: Teacher, texts: torch.Tensor, prices: Prices, begin: Begin
-) -> Steps[dict[Place, float]]:
-    """Measure the dear offers beside what would be bought by estimated prices: estimates can hardly order them."""
+    run: Run, teacher: Teacher, texts: torch.Tensor, prices: Prices, begin: Begin, share: Share = ALL
+) -> Steps[list[DearPrice]]:
+    """Measure the dear offers beside what would be bought by estimated prices: estimates can hardly order them.
+
+    Of a share, those of some layers.
+    """
     layers = teacher.inspection.layers
     offers = offers_by_prices(run, run.plan, prices, layers)
     dear = dear_offers(prices, layers, allocate_by_prices(offers), run.plan.target_tokens(run.positions))
-    steps = measure_some_prices(teacher.model, texts, layers, prices, dear, begin)
-    return (yield from log_progress(run, steps)) if dear else {}
+    by_layer = Counter(layer for layer, _, _ in dear)
+    own = share.part_of({layer: count * passes_from(layers, layer) for layer, count in by_layer.items()})
+    places = [place for place in dear if place[0] in own]
+    if not places:
+        return []
+    found = yield from measure_some_prices(teacher.model, texts, layers, prices, places, begin)
+    return [(*place, kl) for place, kl in found.items()]
 
 
 def read_priced_layers(run: Run, options: tuple[Head, ...]) -> dict[int, LayerPrices]:

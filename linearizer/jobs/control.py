@@ -119,7 +119,7 @@ def start_process(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> No
     """Start the process of a run."""
     request = {"folder": str(run.folder), "job": run.job, "ticket": str(ticket.path), "token": token}
     with (run.folder / "worker.log").open("wb") as log:
-        processes.start_process(request, [lock.fd, ticket.lock.fd], log)
+        processes.start_process(request, [lock.fd, ticket.lock.fd], log.fileno()).close()
 
 
 def stop(run: Run, why: str = "") -> None:

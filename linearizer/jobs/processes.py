@@ -1,10 +1,11 @@
-"""Start the processes of runs, each a fork of a process that has imported what runs need.
+"""Start the processes of runs and of their helpers, each a fork of a process that has imported what runs need.
 
 The imports take seconds of processor time: the first run of a page or program waits for them, all others begin at once.
-`worker.main` is the process that forks. For each run it is sent the open files: a pipe with the request, the locks of
-the run and of its ticket, and the file for standard error. It ends with the process that began it; runs outlive both.
-Only on Linux can a process fork safely once libraries are loaded: elsewhere each run has a process of its own, begun
-the same way.
+`worker.main` is the process that forks. For each new process it is sent the open files: a pipe with the request, those
+that the request is about, and the file for standard error. It ends with the process that began it; runs outlive both.
+A run that was forked keeps a process that forks of its own, as it was before any work, and its helpers come from that.
+Only on Linux can a process fork safely once libraries are loaded: elsewhere each has a process of its own, begun the
+same way.
 """
 
 from __future__ import annotations
@@ -16,21 +17,27 @@ import socket
 import subprocess
 import sys
 import threading
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import IO, Any
 
 CAN_FORK = sys.platform == "linux"
+# Whether there are GPUs is asked without beginning to use them, which would leave none to processes that are forked.
+COUNT_ONLY = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
 OWN = "LINEARIZER_"  # how the environment's variables begin that this package reads: a request brings them
 
 
 class ForkingProcess:
     """The process that forks, as its parent sees it; it has the environment and working directory of when it began."""
 
-    def __init__(self, log: IO[bytes]) -> None:
-        self.inherited = inherited()
-        self.connection, theirs = socket.socketpair()
+    def __init__(self, connection: socket.socket) -> None:
+        self.inherited, self.connection = inherited(), connection
+
+    @staticmethod
+    def begun(log: int) -> ForkingProcess:
+        """Begin one that imports what runs need."""
+        connection, theirs = socket.socketpair()
         try:
             with theirs:
                 process = subprocess.Popen(
@@ -40,15 +47,16 @@ class ForkingProcess:
                     stderr=log,  # what ends it while it imports is told by the run that it was begun for
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
-                    env=environment(),
+                    env={**environment(), **COUNT_ONLY},
                 )
         except BaseException:
-            self.connection.close()
+            connection.close()
             raise
         threading.Thread(target=process.wait, daemon=True).start()  # leave no zombie
+        return ForkingProcess(connection)
 
-    def send(self, files: list[int]) -> None:
-        """Send the open files of a run."""
+    def send(self, files: Sequence[int]) -> None:
+        """Send the open files of a process that is to be forked."""
         socket.send_fds(self.connection, [b"."], files)
 
 
@@ -56,21 +64,29 @@ _current: ForkingProcess | None = None
 _changing = threading.Lock()  # _current
 
 
-def start_process(request: Mapping[str, Any], locks: list[int], log: IO[bytes]) -> None:
-    """Start the process of a run; the request goes through a pipe, which no other process can read."""
+def start_process(
+    request: Mapping[str, Any], files: Sequence[int], log: int, variables: Mapping[str, str] | None = None
+) -> IO[str]:
+    """Start a process with some open files; give the pipe that its request went through, which no other can read.
+
+    It gets the variables that this package reads, and those that are given.
+    """
     read, write = os.pipe()
     try:
-        send_files([read, *locks, log.fileno()], log)
+        send_files([read, *files, log], log)
     except BaseException:
         os.close(write)
         raise
     finally:
         os.close(read)
-    with suppress(BrokenPipeError), os.fdopen(write, "w") as pipe:  # a process that died at once shows as lost
-        json.dump({**request, "environment": own_environment()}, pipe)
+    pipe = os.fdopen(write, "w")
+    with suppress(BrokenPipeError):  # a process that died at once shows as lost
+        pipe.write(json.dumps({**request, "environment": {**own_environment(), **(variables or {})}}) + "\n")
+        pipe.flush()
+    return pipe
 
 
-def send_files(files: list[int], log: IO[bytes]) -> None:
+def send_files(files: Sequence[int], log: int) -> None:
     """Send files to the process that forks, which is begun where there is none, or none that inherits the same."""
     global _current
     with _changing:
@@ -78,10 +94,16 @@ def send_files(files: list[int], log: IO[bytes]) -> None:
             with suppress(BrokenPipeError, ConnectionResetError):  # it was killed
                 return _current.send(files)
         end()
-        _current = ForkingProcess(log)
+        _current = ForkingProcess.begun(log)
         _current.send(files)
         if not CAN_FORK:
             end()
+
+
+def fork_from(connection: socket.socket) -> None:
+    """Let the processes that this one starts be forked by the process at the other end of a connection."""
+    global _current
+    _current = ForkingProcess(connection)
 
 
 @atexit.register

@@ -1,8 +1,8 @@
 """Work on a run: wait for the device, do what the plan asks for, and log how that ended.
 
-python -m linearizer.jobs.worker FD is the process that forks the processes of runs and of their evaluations: for each
-run, `processes.start_process` sends the open files through the socket FD. A process reads the token, which is in its
-request, only once it was forked: the process that forks never holds it.
+python -m linearizer.jobs.worker FD is the process that forks the processes of runs, of their evaluations and of their
+helpers: for each, `processes.start_process` sends the open files through the socket FD. A process reads the token,
+which is in its request, only once it was forked: the process that forks never holds it.
 """
 
 from __future__ import annotations
@@ -15,16 +15,16 @@ import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from importlib import import_module
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
-from linearizer.jobs.children import Children, devices_of
+from linearizer.jobs.children import Children, devices_of, help_watched, may_have_helpers
 from linearizer.jobs.control import lock_and_queue
-from linearizer.jobs.processes import CAN_FORK, replace_own_environment
+from linearizer.jobs.processes import CAN_FORK, fork_from, replace_own_environment
 from linearizer.jobs.queue import Ticket
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.events import EventName
@@ -35,15 +35,20 @@ from linearizer.run.stopping import check_stop, log_end
 
 Product = TypeVar("Product")
 QUEUE_POLL_SECONDS = 0.3  # between two reads of the queue
-MAX_FILES = 4  # of a run: its request, two locks, its log
+MAX_FILES = 4  # of a process: its request, two locks or its answers, its log
 
 
 def main(fd: int) -> None:
-    """Fork a process for each run that is sent, until the process at the other end has ended."""
-    with socket.socket(fileno=fd) as connection:
-        with suppress(Exception):  # a run that needs the import says what is wrong with it
-            import_module("linearizer.pipeline")
-        gc.freeze()  # what was imported stays shared
+    """Import what runs need, and fork a process for each that is sent."""
+    with suppress(Exception):  # a run that needs the import says what is wrong with it
+        import_module("linearizer.pipeline")
+    gc.freeze()  # what was imported stays shared
+    serve(socket.socket(fileno=fd))
+
+
+def serve(connection: socket.socket) -> None:
+    """Fork a process for each that is sent, until the process at the other end has ended."""
+    with connection:
         signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leave no zombies
         while (sent := socket.recv_fds(connection, 1, MAX_FILES))[0]:
             files = sent[1]
@@ -64,19 +69,25 @@ def fork(log: int) -> int:
         return -1
 
 
-def work_and_exit(request: int, lock: int, ticket_lock: int, log: int) -> NoReturn:
-    """Work on a run in this process; the arguments are open files."""
+def work_and_exit(request: int, *files: int) -> NoReturn:
+    """Do what is requested in this process; the arguments are open files, the last of them for standard error."""
     code = 1
     try:
-        for file in (lock, ticket_lock):
+        *own, log = files
+        for file in (request, *own):
             os.set_inheritable(file, False)
         os.dup2(log, sys.stderr.fileno())
         os.close(log)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        with open(request) as pipe:
-            details = json.load(pipe)
+        pipe = open(request)
+        details = json.loads(pipe.readline())
         replace_own_environment(details.pop("environment"))
-        code = work(Lock(lock), Lock(ticket_lock), **details)
+        if "number" in details:
+            code = help_watched(pipe, *own, **details)
+        else:
+            pipe.close()
+            lock, ticket_lock = own
+            code = work(Lock(lock), Lock(ticket_lock), **details)
     except BaseException:
         traceback.print_exc()
     finally:
@@ -84,15 +95,36 @@ def work_and_exit(request: int, lock: int, ticket_lock: int, log: int) -> NoRetu
         os._exit(code)  # without waiting for the threads of an abandoned download
 
 
+def keep_fork(run: Run, locks: Sequence[Lock]) -> None:
+    """Keep a fork of this process, which has done nothing yet, for the helpers of a run; it holds no lock."""
+    if run.job is not None or not CAN_FORK or not may_have_helpers(run.plan):
+        return
+    connection, theirs = socket.socketpair()
+    if fork(sys.stderr.fileno()):
+        theirs.close()
+        fork_from(connection)
+        return
+    try:
+        connection.close()
+        for lock in locks:
+            lock.release()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, signal.SIG_DFL)
+        serve(theirs)
+    finally:
+        os._exit(0)
+
+
 def work(lock: Lock, ticket_lock: Lock, folder: str, job: str | None, ticket: str, token: str | None) -> int:
     """Work on a run that was handed over, and return an exit code; errors are in the run's log."""
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run = Run(Path(folder), job)
-    with suppress(OSError):  # other systems than Linux have none
-        Path("/proc/self/comm").write_text(f"run {run.folder.name}")  # its name in a list of processes
     with lock, stop_on_sigterm(run):
         try:
             with keep_faults(run, token):
+                keep_fork(run, (lock, ticket_lock))
+                with suppress(OSError):  # other systems than Linux have none
+                    Path("/proc/self/comm").write_text(f"run {run.folder.name}")  # its name in a list of processes
                 own = Ticket(Path(ticket), ticket_lock)
                 if read_hub_job(run) is None:
                     finish(work_in_turn(run, own, lambda: work_on(run, token)))

@@ -95,7 +95,7 @@ def measure_prices(
     """
     kl = dict(before or {})
     priced = [index for index, layer in enumerate(layers) if layer.native_window is None]
-    own = [index for index in priced if share.has(index)]
+    own = share.part_of({index: layers[index].kv_heads * passes_from(layers, index) for index in priced})
     missing = [index for index in own if index not in kl]
     total, left = (sum(layers[index].kv_heads for index in some) * len(options) for some in (own, missing))
     pricer = HeadPricer(teacher, texts, layers, sinks, begin) if missing else None
@@ -189,6 +189,11 @@ def attention_output(
     """Compute what a layer's attention gives if all its KV heads hold an option."""
     heads = [option] * layer.kv_heads
     return make_layer_student(layer, heads, sinks, begin, layer_number(module), inputs[0].device)(*inputs)
+
+
+def passes_from(layers: Sequence[Layer], index: int) -> float:
+    """Tell what share of a model runs for a price in one of its layers."""
+    return (len(layers) - index) / len(layers)
 
 
 def with_head(whole: torch.Tensor, other: torch.Tensor, head: int, kv_heads: int) -> torch.Tensor:

@@ -53,7 +53,7 @@ def estimate_prices(
     done = dict.fromkeys(sums, 0)
     for index, (texts_done, kl) in (before or {}).items():
         sums[index], done[index] = torch.tensor(kl, dtype=torch.float64), texts_done
-    own = [index for index in priced if share.has(index)]
+    own = share.part_of({index: layers[index].kv_heads for index in priced})
     together = texts_together(teacher, layers, texts.shape[1])
     recordings = {index: recording_of(layers[index], sinks, begin, index, teacher.device) for index in priced}
     first = min((done[index] for index in own), default=len(texts))

@@ -66,8 +66,13 @@ def device_kind(device: str) -> str:
 def device_name(device: str) -> str:
     """Name a device like all processes do, whichever devices of the machine they see: cpu, cuda:0, cuda:GPU-…"""
     kind, _, index = device.partition(":")
-    if kind != "cuda":
-        return kind
-    visible = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
-    number = int(index or 0)
-    return f"cuda:{visible[number] if number < len(visible) else number}".replace("/", "-")
+    return f"cuda:{visible_name(int(index or 0))}".replace("/", "-") if kind == "cuda" else kind
+
+
+def visible_name(number: int) -> str:
+    """Name one of the GPUs that this process sees as CUDA_VISIBLE_DEVICES does: by its index, or as it is named there.
+
+    A process in whose environment the variable holds that name sees this GPU alone.
+    """
+    names = [name.strip() for name in os.environ.get("CUDA_VISIBLE_DEVICES", "").split(",") if name.strip()]
+    return names[number] if number < len(names) else str(number)

@@ -5,8 +5,9 @@ A run's own process has the share with number 0, and is the only one that writes
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Protocol, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from linearizer.progress import Steps
 
@@ -24,6 +25,16 @@ class Share:
     def has(self, layer: int) -> bool:
         return layer % self.count == self.number
 
+    def part_of(self, costs: Mapping[int, float]) -> list[int]:
+        """List the layers that fall to this process by what each costs: the dearest first, to whoever has least."""
+        loads, own = [0.0] * self.count, []
+        for layer in sorted(costs, key=lambda layer: (-costs[layer], layer)):
+            least = min(range(self.count), key=loads.__getitem__)
+            loads[least] += costs[layer]
+            if least == self.number:
+                own.append(layer)
+        return sorted(own)
+
 
 ALL = Share()
 
@@ -35,8 +46,17 @@ class Helpers(Protocol):
     def count(self) -> int:
         """The number of processes, with that of the run itself."""
 
-    def beside(self, task: str, steps: Steps[Product]) -> Steps[Product]:
-        """Let the others do their shares of a task while the steps of this process's share are taken."""
+    def begin(self) -> None:
+        """Let the others load the teacher, before there is a task for them."""
+
+    def prepare(self, task: str) -> None:
+        """Let the others prepare for a task that is to come."""
+
+    def beside(self, task: str, steps: Steps[Product]) -> Steps[tuple[Product, list[Any]]]:
+        """Let the others do their shares of a task while the steps of this process's share are taken.
+
+        Give its product, and those of the others in their order, as JSON can write them.
+        """
 
     def close(self) -> None:
         """End the others."""
@@ -47,8 +67,14 @@ class Nobody:
 
     count = 1
 
-    def beside(self, task: str, steps: Steps[Product]) -> Steps[Product]:
-        return steps
+    def begin(self) -> None:
+        pass
+
+    def prepare(self, task: str) -> None:
+        pass
+
+    def beside(self, task: str, steps: Steps[Product]) -> Steps[tuple[Product, list[Any]]]:
+        return (yield from steps), []
 
     def close(self) -> None:
         pass

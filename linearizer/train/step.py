@@ -116,8 +116,11 @@ def train_phase(
     for share in shares:
         steps = train_share(run, student, settings, texts, number, share)
         if share.number == 0 and share.count > 1:
-            steps = helpers.beside(f"training {number}", steps)  # so that the shares of the others are done below
-        results.append((yield from log_progress(run, steps)))
+            beside = helpers.beside(f"training {number}", steps)  # so that the shares of the others are done below
+            result, _ = yield from log_progress(run, beside)
+        else:
+            result = yield from log_progress(run, steps)
+        results.append(result)
     result = joined(results)
     if len(shares) > 1 and set(result.given_up) == set(result.start):
         raise FaultError(f"no layer is left to train with the loss {settings.loss!r}: use a smaller learning rate")
@@ -143,13 +146,18 @@ def shares_in(folder: Path) -> list[Share]:
 
 def shares_for(student: LinearizedForCausalLM, settings: TrainingSettings, folder: Path, processes: int) -> list[Share]:
     """Share out the layers of a phase that begins, where each learns by itself and none reads weights for all."""
-    if processes == 1 or settings.loss not in LAYERWISE or settings.lora or is_streamed(student):
+    if processes == 1 or not can_be_shared(settings) or is_streamed(student):
         return [ALL]
     shares = [Share(number, processes) for number in range(processes)]
     with writing(folder):
         for share in shares:
             (folder / name_of(share)).mkdir(parents=True, exist_ok=True)
     return shares
+
+
+def can_be_shared(settings: TrainingSettings) -> bool:
+    """Tell whether each layer learns by itself."""
+    return settings.loss in LAYERWISE and not settings.lora
 
 
 def name_of(share: Share) -> str:
@@ -192,8 +200,10 @@ def help_training(
     number: int,
     helper: Share,
 ) -> Steps[None]:
-    """Train the shares of a phase that fall to a helper, after the phases before, which are finished."""
-    initialise_student(run, student)
+    """Train the shares of a phase that fall to a helper, after the phases before, which are finished.
+
+    The student was initialised.
+    """
     for phase, settings in phases(plan, allocation):
         for share in shares_in(folder_of(run, phase)):
             if phase < number or (phase == number and helper.has(share.number)):

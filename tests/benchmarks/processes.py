@@ -1,7 +1,8 @@
-"""How much faster several processes measure prices and train: python -m tests.benchmarks.processes [--processes N]
+"""How much faster several processes price and train: python -m tests.benchmarks.processes [STEP …] [--processes N]
 
-Runs the demo model in one process and in N, each with one thread, and prints the seconds of both steps and whether the
-products have the same bits. It needs as many free cores as processes.
+Runs the demo model in one process and in N, each with one thread, and prints the seconds of each step and whether the
+products have the same bits. It needs as many free cores as processes. The plans take some 20 seconds in one process:
+what each process does for itself, as running the teacher once, would outweigh much shorter steps.
 """
 
 import argparse
@@ -14,19 +15,23 @@ os.environ["OMP_NUM_THREADS"] = "1"
 
 from linearizer import pipeline
 from linearizer.amounts import columns
-from linearizer.jobs.children import PROCESSES, Children
-from linearizer.progress import finish
+from linearizer.jobs import control
+from linearizer.jobs.children import PROCESSES
 from linearizer.run.events import EventName
 from linearizer.run.plan import Plan
 
-USUAL = {"model": "demo", "dtype": "float32", "device": "cpu", "texts": 4, "samples": 128, "exchanges": 0, "sinks": 2}
+USUAL = {"model": "demo", "dtype": "float32", "device": "cpu", "samples": 128, "exchanges": 0, "sinks": 2}
 PLANS = {  # what is timed -> the plan, and the events between which it happens
-    "prices": (
-        Plan(**USUAL, budget=32, length=128, strategy="windows", prices="measured", steps=0),
+    "prices-measured": (
+        Plan(**USUAL, budget=32, texts=8, length=256, strategy="windows", prices="measured", steps=0),
+        (EventName.PROFILED, EventName.PRICED),
+    ),
+    "prices-estimated": (
+        Plan(**USUAL, budget=64, texts=8, length=512, strategy="gain", steps=0),
         (EventName.PROFILED, EventName.PRICED),
     ),
     "training": (
-        Plan(**USUAL, budget=64, length=256, recipe="features", strategy="common-lambda", steps=200),
+        Plan(**USUAL, budget=64, texts=4, length=256, recipe="features", strategy="common-lambda", steps=200),
         (EventName.ALLOCATED, EventName.DISTILLED),
     ),
 }
@@ -34,11 +39,13 @@ PLANS = {  # what is timed -> the plan, and the events between which it happens
 
 def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("steps", nargs="*", help=f"of {', '.join(PLANS)}; default: all")
     parser.add_argument("--processes", type=int, default=2)
-    count = parser.parse_args(arguments).processes
-    rows = [("", "one process", f"{count} processes", "times as fast", "bits")]
-    for name, (plan, between) in PLANS.items():
-        alone, shared = measure(plan, 1, between), measure(plan, count, between)
+    arguments = parser.parse_args(arguments)
+    rows = [("", "one process", f"{arguments.processes} processes", "times as fast", "bits")]
+    for name in arguments.steps or PLANS:
+        plan, between = PLANS[name]
+        alone, shared = measure(plan, 1, between), measure(plan, arguments.processes, between)
         same = "the same" if alone[1] == shared[1] else "OTHER"
         rows.append((name, f"{alone[0]:.1f} s", f"{shared[0]:.1f} s", f"{alone[0] / shared[0]:.2f}", same))
     print(columns(rows))
@@ -49,7 +56,11 @@ def measure(plan, processes, between):
     os.environ[PROCESSES] = str(processes)
     with tempfile.TemporaryDirectory() as folder:
         run = pipeline.begin(Path(folder) / "run", plan)
-        finish(pipeline.linearize(run, helpers=Children(run)))
+        control.start(run)
+        for _ in control.follow(run):
+            pass
+        if (state := control.status(run)).state != "done":
+            raise SystemExit(f"the run is {state.state}: {state.error}")
         times = {event["event"]: event["time"] for event in run.events()}
         first, last = (times[name] for name in between)
         files = [run.folder / "allocation.json", *sorted(run.checkpoint.glob("student*.safetensors"))]

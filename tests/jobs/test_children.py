@@ -1,22 +1,27 @@
 """Other processes work on some of a run's layers: the student has the bits that one process alone makes."""
 
+import os
+import signal
+from pathlib import Path
+
 import pytest
 
 from linearizer import pipeline
 from linearizer.allocate import step
-from linearizer.errors import FaultError
-from linearizer.jobs import children, queue
-from linearizer.jobs.children import Children, devices_of
+from linearizer.jobs import children, control, queue
+from linearizer.jobs.children import devices_of
 from linearizer.measure.head_prices import measure_prices
 from linearizer.measure.step import measure_teacher
+from linearizer.model.devices import device_name
 from linearizer.model.teacher import load
 from linearizer.progress import Progress, finish
 from linearizer.run.head_bytes import Head
 from linearizer.run.plan import Plan
 from linearizer.run.sharing import Share
 from tests.support.models import layers_of, teacher_of, tokens
-from tests.support.runs import FP32, wait_until, weights_of
+from tests.support.runs import FP32, process_of, wait_for, wait_for_event, weights_of
 
+PROC = Path("/proc")
 SMALL = dict(texts=2, length=32, samples=64, exchanges=0, sinks=2, budget=32, steps=3, **FP32)
 PLAN = Plan("demo", strategy="gain-features", **SMALL)  # prices
 FEATURES = Plan("demo", recipe="features", strategy="common-lambda", **SMALL)  # training
@@ -30,10 +35,18 @@ class InTurn:
     def __init__(self, run):
         self.run = run
 
+    def begin(self):
+        pass
+
+    def prepare(self, task):
+        pass
+
     def beside(self, task, steps):
+        products = []
         for number in range(1, self.count):
-            finish(pipeline.help_with(self.run, [task], Share(number, self.count)))
-        return (yield from steps)
+            *_, last = pipeline.help_with(self.run, [task], Share(number, self.count))
+            products.append(last.details["product"])
+        return (yield from steps), products
 
     def close(self):
         pass
@@ -48,20 +61,41 @@ def test_a_child_that_dies_ends_in_a_run_that_one_process_finishes_to_the_same_b
     whole, run = (pipeline.begin(tmp_path / name, FEATURES) for name in ("whole", "run"))
     finish(pipeline.linearize(whole))
     monkeypatch.setenv(children.PROCESSES, "2")
-    helpers = Children(run)
-    steps = pipeline.linearize(run, helpers=helpers)
-    while next(steps).step != "distill":
-        pass
-    (child,) = helpers.started
-    child.process.kill()
-    wait_until(lambda: None in child.written.queue)
-    with pytest.raises(FaultError, match="the process that helps on cpu was ended by signal 9: resume the run"):
-        finish(steps)
-    assert helpers.started == [] and run.events()[-1]["event"] == "failed"
+    control.start(run)
+    wait_for_event(run, "distill")
+    own, child = process_of(run), helper_of(run)
+    assert parents_of(child)[2] == own  # it was forked, by what the run's process kept, and is watched
+    assert (child / "cmdline").read_bytes() == (own / "cmdline").read_bytes()
+    os.kill(int(child.name), signal.SIGKILL)
+    error = wait_for(run, "failed").error
+    assert error.startswith("the process that helps on cpu was ended by signal 9: resume the run"), error
     monkeypatch.setenv(children.PROCESSES, "1")
-    finish(pipeline.linearize(run, helpers=Children(run)))
+    control.start(run)
+    wait_for(run, "done")
     assert products(run) == products(whole)
     assert {path.name for path in (run.folder / "state" / "training" / "0").iterdir()} == {"0-of-2", "1-of-2"}
+
+
+def helper_of(run):
+    """Find the process that helps with a run."""
+    return next(path.parent for path in PROC.glob("[0-9]*/comm") if path.read_text() == f"help {run.folder.name}\n")
+
+
+def parents_of(process):
+    """List the processes that a process comes from, its parent first."""
+    parents = [process]
+    while parents[-1].name != "1" and len(parents) < 5:
+        parents.append(PROC / (parents[-1] / "stat").read_text().rpartition(")")[2].split()[1])
+    return parents[1:]
+
+
+@pytest.mark.parametrize("visible", ["", "2,3", "GPU-a,GPU-b/1", "MIG-GPU-c/1/0, MIG-GPU-c/2/0"])
+def test_a_child_sees_the_device_that_is_its_own_by_the_name_that_it_has_here(visible, monkeypatch):
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
+    names = [name.strip() for name in visible.split(",")] if visible else ["0", "1"]
+    for number, name in enumerate(names):
+        assert children.seen_by(number, device_name(f"cuda:{number}")) == {"CUDA_VISIBLE_DEVICES": name}
+    assert children.seen_by(1, "cpu") == {}
 
 
 def test_three_processes_estimate_the_prices_of_one(tmp_path):
