@@ -30,7 +30,7 @@ from linearizer.model.hub import Source, cache_folder, download_bytes, find_mode
 from linearizer.model.inspect import inspect_model
 from linearizer.model.kept_state import Answer, Reading
 from linearizer.model.quiet import quiet
-from linearizer.model.streaming import place_weights, streams
+from linearizer.model.streaming import OFFLOADED, place_weights, spreads, streams
 from linearizer.model.teacher import (
     Teacher,
     computing_dtype,
@@ -131,8 +131,11 @@ def settle(run: Run, token: str | None = None) -> None:
 def decide_dtype(plan: Plan, source: Source, config: PreTrainedConfig) -> str:
     """Choose the type that this machine computes in, and refuse what it cannot do with weights that it cannot hold."""
     dtype = choose_dtype(plan.dtype, stored_dtype(config), plan.device)
-    if place_weights(config, source, computing_dtype(dtype, config), plan.device) is not None:
+    places = place_weights(config, source, computing_dtype(dtype, config), plan.device)
+    if places is not None and OFFLOADED & set(places.values()):
         check_streamed(plan)
+    elif places is not None:
+        check_spread(plan)
     return dtype
 
 
@@ -174,6 +177,16 @@ def check_packed(plan: Plan, inspection: Inspection) -> None:
         raise RequestError(
             f"{inspection.name!r} is quantised ({inspection.quantised}), and adapters cannot be merged into such "
             "weights: ask for --lora 0, or name the model that it was quantised from"
+        )
+
+
+def check_spread(plan: Plan) -> None:
+    """Refuse what needs all weights, or a second copy of them, on one device, where several hold them together."""
+    if plan.kept_lora or plan.rules.decided_by == "gates":
+        raise RequestError(
+            f"the weights do not fit into the memory of one device and are spread over several, which "
+            f"{'lora' if plan.kept_lora else 'learning gates'} does not serve: choose another recipe, or leave "
+            "adapters out (--lora 0)"
         )
 
 
@@ -225,7 +238,8 @@ def linearize(run: Run, token: str | None = None, held: bool = False, helpers: H
 
 def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps[None]:
     """Do all steps from the teacher to the checkpoint; a step whose product is stored is not repeated."""
-    if streams(run.inspection, run.plan.dtype, run.plan.device):  # one disk is not read faster by more processes
+    weights = run.inspection, run.plan.dtype, run.plan.device
+    if streams(*weights) or spreads(*weights):  # one disk is not read faster by more processes; no device is free
         helpers = ALONE
     shared = run.plan.trains and any(map(can_be_shared, training_settings(run.plan)))
     if shared or (run.prices is None and run.plan.rules.decided_by == "prices"):

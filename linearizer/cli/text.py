@@ -126,9 +126,11 @@ def working(inspection: Inspection) -> str:
 
 def describe_memory(inspection: Inspection) -> str:
     """Say what a model's weights take here, and where they will lie."""
-    from linearizer.model.streaming import bytes_in_memory, streams
+    from linearizer.model.streaming import bytes_in_memory, spreads, streams
 
     where = "more than is free here, so they are read block by block" if streams(inspection) else "fits here"
+    if spreads(inspection):
+        where = "more than is free on one device, so they are spread over several"
     return f"{size(bytes_in_memory(inspection))} of weights, {where}"
 
 

@@ -46,6 +46,17 @@ def devices_of(plan: Plan) -> list[str]:
     return [device_name(f"cuda:{index}") for index in range(torch.cuda.device_count())][:count]
 
 
+def devices_to_hold(run: Run) -> list[str]:
+    """Name the devices that a run waits for; an evaluation has the first alone, unless only all hold the model."""
+    plan = run.plan
+    if choose_device(plan.device) == "cuda":
+        from linearizer.model.streaming import rooms_for_weights, spreads
+
+        if spreads(run.inspection, plan.dtype, plan.device):
+            return [device_name(device) for device in rooms_for_weights(plan.device)]
+    return devices_of(plan) if run.job is None else devices_of(plan)[:1]
+
+
 def may_have_helpers(plan: Plan) -> bool:
     """Tell whether a run may have several devices, without a look at them: that would begin CUDA in this process."""
     if asked := os.environ.get(PROCESSES, ""):

@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
-from linearizer.jobs.children import Children, devices_of, help_watched, may_have_helpers
+from linearizer.jobs.children import Children, devices_to_hold, help_watched, may_have_helpers
 from linearizer.jobs.control import lock_and_queue
 from linearizer.jobs.processes import CAN_FORK, fork_from, replace_own_environment
 from linearizer.jobs.queue import Ticket
@@ -186,8 +186,7 @@ def work_in_turn(
 
 def wait_for_turn(run: Run, ticket: Ticket, device: str | None = None) -> Steps[None]:
     """Wait until a run's devices, or the one named, are free; an evaluation has the first alone."""
-    devices = devices_of(run.plan)
-    ticket.set_devices([device] if device else devices if run.job is None else devices[:1])
+    ticket.set_devices([device] if device else devices_to_hold(run))
     while before := ticket.count_before():
         yield Progress("queue", 0, before, "runs before")
         time.sleep(QUEUE_POLL_SECONDS)

@@ -23,6 +23,7 @@ from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.prices import KlOfLayer, Prices
 from linearizer.run.sharing import ALL, Share
+from linearizer.runtime.attention_interface import attention_modules, device_of
 from linearizer.runtime.layer_student import generator_at
 
 DRAWS = 4  # of next tokens, for every text
@@ -55,7 +56,8 @@ def estimate_prices(
         sums[index], done[index] = torch.tensor(kl, dtype=torch.float64), texts_done
     own = share.part_of({index: layers[index].kv_heads for index in priced})
     together = texts_together(teacher, layers, texts.shape[1])
-    recordings = {index: recording_of(layers[index], sinks, begin, index, teacher.device) for index in priced}
+    devices = [device_of(module, teacher.device) for module in attention_modules(teacher)]
+    recordings = {index: recording_of(layers[index], sinks, begin, index, devices[index]) for index in priced}
     first = min((done[index] for index in own), default=len(texts))
     chain = chain_of(teacher, texts) if first < len(texts) else None
     while first < len(texts):

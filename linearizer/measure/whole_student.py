@@ -16,7 +16,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Layer
-from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
+from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules, device_of
 
 
 @torch.inference_mode()
@@ -96,6 +96,7 @@ def logits_of_student(
     with attending(teacher, IMPLEMENTATION), ExitStack() as stack:
         for index, (module, (layer, heads)) in enumerate(zip(modules, rows, strict=True)):
             if heads:
-                held = make_layer_student(layer, heads, allocation.sinks, begin, index, teacher.device)
+                device = device_of(module, teacher.device)
+                held = make_layer_student(layer, heads, allocation.sinks, begin, index, device)
                 stack.enter_context(replace_student(module, held))
         return logits_of(teacher, texts)

@@ -21,7 +21,7 @@ from linearizer.model.linked_weights import is_own, link_or_copy, save_around, s
 from linearizer.model.memory import free_bytes
 from linearizer.model.quantised import keep_as_stored, to_device
 from linearizer.model.quiet import quiet
-from linearizer.model.streaming import is_streamed
+from linearizer.model.streaming import is_placed, is_streamed
 from linearizer.run.allocation import Allocation, check_allocation
 from linearizer.run.files import parse_json, replacing, writing
 from linearizer.run.folder import Run
@@ -29,6 +29,7 @@ from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.hub_job import FILE as HUB_JOB
 from linearizer.run.stopping import is_out_of_memory
 from linearizer.run.weight_digests import check_weights, teacher_files, weight_files
+from linearizer.runtime.attention_interface import attention_modules, device_of
 from linearizer.runtime.layer_student import LayerStudent, generator_at
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 
@@ -65,12 +66,12 @@ def make_layer_students(
     """Make untrained layer students of another allocation, to swap into a student."""
     check_allocation(allocation, layers)
     rows = [layer_config(heads, layer) for heads, layer in zip(allocation.heads, layers, strict=True)]
-    layer_students = []
-    for index, row in enumerate(rows):
+    layer_students, first = [], next(student.parameters()).device
+    for index, (row, module) in enumerate(zip(rows, attention_modules(student.base), strict=True)):
         if row is not None:
             sizes = row["key_dim"], student.config.feature_map, row["value_dim"]
             layer = LayerStudent(row["heads"], allocation.sinks, *sizes)
-            layer_students.append(layer.to(next(student.parameters()).device).eval())
+            layer_students.append(layer.to(device_of(module, first)).eval())
             layer.reset(generator_at(seed, index))
     return tuple(layer_students)
 
@@ -171,8 +172,8 @@ def load_student(run: Run, device: str | torch.device = "cpu", **options: object
 
 
 def load_beside(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
-    """Load the student of a run to where its teacher lies; around the weights of a teacher that is streamed."""
-    if is_streamed(teacher) and not run.plan.kept_lora:
+    """Load the student of a run to where its teacher lies; around its weights, where these lie at several places."""
+    if is_placed(teacher) and not run.plan.kept_lora:
         return load_around(run, teacher)
     return load_student(run, teacher.device, dtype=teacher.dtype)
 

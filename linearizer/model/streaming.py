@@ -1,7 +1,8 @@
-"""Decides where a teacher's weights lie, and streams those of its blocks where memory cannot hold them.
+"""Decides where a teacher's weights lie: on the device, spread over several, or streamed where they do not fit.
 
-Such a block's weights stay in the memory of the CPU or in their files, and come to the device while the block computes.
-The bits of what is computed are the same; every pass over the model reads all of its weights again.
+A model that is spread has each of its blocks on one device, and what a block answers goes on to the next block's. The
+weights of a streamed block stay in the memory of the CPU or in their files, and come to the device while the block
+computes; every pass over the model reads all of its weights again. The bits of what is computed are the same.
 """
 
 from __future__ import annotations
@@ -27,6 +28,7 @@ if TYPE_CHECKING:
     from linearizer.model.hub import Source
 
 STATE_ARGUMENT = "linear_state"  # that an attention module is given
+OFFLOADED = {"cpu", "disk"}  # where the weights of streamed blocks lie
 FILLED = 0.8  # of what is free, that weights may take: the rest is for what is computed
 
 
@@ -38,6 +40,7 @@ class Weights:
     streamed: int  # all but those of its blocks, and two blocks
     merged: bool  # whether loading merges some, as the experts of mixtures, so that no file holds them as they are used
     blocks: Mapping[str, str]  # the names of the modules that are no blocks, and of the blocks: "" or "block"
+    parts: Mapping[str, int]  # the bytes of each of these
 
 
 def measure_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Weights:
@@ -46,10 +49,12 @@ def measure_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Weights:
     blocks = set(blocks_of(model))
     sizes = [sum(x.numel() for x in block.parameters()) for block in blocks]
     whole = sum(x.numel() for x in model.parameters())
-    names = {name: "block" if module in blocks else "" for name, module in outermost(model, blocks)}
+    parts = dict(outermost(model, blocks))
+    names = {name: "block" if module in blocks else "" for name, module in parts.items()}
+    bytes_of = {name: dtype.itemsize * sum(x.numel() for x in part.parameters()) for name, part in parts.items()}
     streamed = whole - sum(sizes) + 2 * max(sizes, default=0)
     merged = any(".experts." in name and x.ndim == 3 for name, x in model.named_parameters())
-    return Weights(whole * dtype.itemsize, streamed * dtype.itemsize, merged, names)
+    return Weights(whole * dtype.itemsize, streamed * dtype.itemsize, merged, names, bytes_of)
 
 
 def outermost(module: nn.Module, blocks: set[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -61,21 +66,57 @@ def outermost(module: nn.Module, blocks: set[nn.Module], name: str = "") -> Iter
             yield from outermost(child, blocks, f"{name}.{part}".lstrip("."))
 
 
-def bytes_for_weights(device: str) -> int:
-    """Say how many bytes of weights a device may hold; any number on a GPU that is lent later, and elsewhere."""
+def rooms_for_weights(device: str) -> dict[str, int]:
+    """Say how many bytes of weights a device may hold; any number on a GPU that is lent later, and elsewhere.
+
+    Where any GPU will do, these are all, the first of them first.
+    """
     known = device_kind(device) == "cpu" or torch.cuda.is_available()
     place = torch.device(choose_device(device) if known else device)
-    return int(FILLED * free_bytes(place)) if known and place.type in ("cpu", "cuda") else 2**60
+    if not known or place.type not in ("cpu", "cuda"):
+        return {str(place): 2**60}
+    several = place.type == "cuda" and place.index is None
+    places = [torch.device("cuda", index) for index in range(torch.cuda.device_count())] if several else [place]
+    return {str(each): int(FILLED * free_bytes(each)) for each in places}
+
+
+def bytes_for_weights(device: str) -> int:
+    """Say how many bytes of weights a device may hold, or several together."""
+    return sum(rooms_for_weights(device).values())
+
+
+def spread(weights: Weights, rooms: Mapping[str, int]) -> dict[str, str] | None:
+    """Lay the blocks of a model over several devices, in their order, and all else on the first; None: no room.
+
+    Each is filled by the same share, so that all have memory left to compute with.
+    """
+    sizes, devices = weights.parts, iter(rooms)
+    share = sum(sizes.values()) / sum(rooms.values())
+    largest = max((sizes[name] for name, kind in weights.blocks.items() if kind), default=0)
+    left = {device: min(room, share * room + largest) for device, room in rooms.items()}
+    place = next(devices)
+    places = {name: place for name, kind in weights.blocks.items() if not kind}
+    left[place] -= sum(sizes[name] for name in places)
+    for name in (name for name, kind in weights.blocks.items() if kind):
+        while sizes[name] > left[place]:
+            if (following := next(devices, None)) is None:
+                return None
+            place = following
+        places[name], left[place] = place, left[place] - sizes[name]
+    return places if min(left.values()) >= 0 else None
 
 
 def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, device: str) -> dict[str, str] | None:
     """Choose where the parts of a model lie; None: all on the device. Refuse a model that cannot be streamed either."""
-    free, method = bytes_for_weights(device), method_of(config)
+    rooms, method = rooms_for_weights(device), method_of(config)
+    free = next(iter(rooms.values()))
     if method is not None:
         check_quantised_fit(config, source, dtype, free)
         return None
     if source.parameters * dtype.itemsize <= free or (weights := measure_weights(config, dtype)).whole <= free:
         return None
+    if len(rooms) > 1 and (places := spread(weights, rooms)) is not None:
+        return places
     place = torch.device(choose_device(device))
     if weights.streamed > free or "block" not in weights.blocks.values():
         raise RequestError(
@@ -117,6 +158,17 @@ def bytes_in_memory(inspection: Inspection, asked: str = "auto", device: str = "
 def streams(inspection: Inspection, asked: str = "auto", device: str = "auto") -> bool:
     """Tell whether a model will be read block by block here, as far as its size tells."""
     return inspection.quantised is None and bytes_in_memory(inspection, asked, device) > bytes_for_weights(device)
+
+
+def spreads(inspection: Inspection, asked: str = "auto", device: str = "auto") -> bool:
+    """Tell whether a model will be spread over several devices here, as far as its size tells."""
+    rooms = list(rooms_for_weights(device).values())
+    return inspection.quantised is None and rooms[0] < bytes_in_memory(inspection, asked, device) <= sum(rooms)
+
+
+def is_placed(model: nn.Module) -> bool:
+    """Tell whether the weights of a model lie at several places."""
+    return len(set(getattr(model, "hf_device_map", {}).values())) > 1
 
 
 def is_streamed(model: nn.Module) -> bool:

@@ -40,6 +40,12 @@ def attention_modules(model: nn.Module) -> list[nn.Module]:
     return sorted(modules, key=lambda module: int(module.layer_idx))  # type: ignore[arg-type]
 
 
+def device_of(module: nn.Module, usual: torch.device) -> torch.device:
+    """Tell where an attention module computes: where its weights lie, or the usual device if they come to it."""
+    own = [x.device for name, x in module.named_parameters() if not name.startswith("student.")]
+    return next((device for device in own if device.type != "meta"), usual)
+
+
 def hands_over(module: nn.Module) -> bool:
     """Tell whether a module's code uses the attention interface, whatever its class claims."""
     return hasattr(sys.modules[type(module).__module__], "ALL_ATTENTION_FUNCTIONS")

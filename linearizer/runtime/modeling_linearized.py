@@ -33,7 +33,7 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from .attention_interface import IMPLEMENTATION, attention_modules, hand_over_state, serve_decoder
+from .attention_interface import IMPLEMENTATION, attention_modules, device_of, hand_over_state, serve_decoder
 from .cache import LinearizedCache, empty_cache
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .few_bits import Axes
@@ -160,7 +160,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         teacher.set_attn_implementation(IMPLEMENTATION)
         for index, module in enumerate(attention_modules(teacher)):
             if isinstance(layer := getattr(module, "student", None), LayerStudent):
-                layer.to(next(teacher.parameters()).device).reset(generator_at(seed, index))
+                layer.to(device_of(module, next(teacher.parameters()).device)).reset(generator_at(seed, index))
         student.generation_config = teacher.generation_config
         return student.train(teacher.training)
 

@@ -25,6 +25,7 @@ from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head
 from linearizer.run.plan import Plan
 from linearizer.run.profile import ProfileSettings
+from linearizer.runtime.attention_interface import attention_modules, device_of
 from tests.support.models import layers_of, teacher_of, tokens
 from tests.support.runs import weights_of
 
@@ -203,3 +204,68 @@ def test_minutes_of_training_are_refused_where_every_layer_takes_many_steps_at_o
     plan = Plan("demo", **{**SMALL, "strategy": "gain-features", "minutes": 1.0})
     with pytest.raises(RequestError, match="ask for --steps in place of --minutes"):
         pipeline.begin(tmp_path / "run", plan)
+
+
+@pytest.fixture
+def two_devices(monkeypatch):
+    """Let two devices have room for some bytes each; what lies on them lies in memory."""
+
+    def have(*counts):
+        rooms = {f"cpu:{place}": count for place, count in enumerate(counts)}
+        monkeypatch.setattr(streaming, "rooms_for_weights", lambda device: rooms)
+
+    return have
+
+
+def test_blocks_are_laid_over_devices_in_their_order_and_by_their_room():
+    blocks = {"embed": "", **{f"block.{index}": "block" for index in range(6)}, "head": ""}
+    weights = streaming.Weights(0, 0, False, blocks, {name: 20 if kind else 10 for name, kind in blocks.items()})
+
+    def places(*rooms):
+        found = streaming.spread(weights, {f"cuda:{place}": room for place, room in enumerate(rooms)})
+        return None if found is None else [found[name].removeprefix("cuda:") for name in blocks]
+
+    assert places(80, 80) == list("00001110")
+    assert places(60, 100) == list("00011110")
+    assert places(70, 50, 50) == list("00011220")
+    assert places(140, 140) == places(80, 80)  # none is filled while another is empty
+    assert places(60, 60) is None and places(10, 200) is None
+
+
+@pytest.mark.parametrize("strategy", ["gain-features", "gain"])
+def test_a_run_that_is_spread_over_devices_ends_in_the_bits_of_one_that_is_not(strategy, two_devices, tmp_path):
+    plan = Plan("demo", strategy=strategy, **{**SMALL, "steps": 2 * (strategy == "gain-features")})
+    whole = pipeline.begin(tmp_path / "whole", plan)
+    finish(pipeline.linearize(whole))
+    two_devices(16_000_000, 20_000_000)  # the demo model takes 28 million in float32
+    assert set(places_of("demo").values()) == {"cpu:0", "cpu:1"}
+    run = pipeline.begin(tmp_path / "run", plan)
+    finish(pipeline.linearize(run))
+    for product in ("profile.json", "prices.json", "allocation.json"):
+        assert run.read(product) == whole.read(product)
+    assert weights_of(run.checkpoint) == weights_of(whole.checkpoint)
+    assert run.evaluation_parts == whole.evaluation_parts
+    if strategy == "gain":
+        finish(pipeline.evaluate(run, Request(("language",), texts=1)))
+        assert finish(pipeline.compare_run(run, "Once", 4, 0, False)).teacher.text
+
+
+@pytest.mark.parametrize("recipe, what", [("lolcats", "lora"), ("duo", "learning gates")])
+def test_what_needs_one_device_is_refused_where_several_hold_a_model(recipe, what, two_devices, tmp_path):
+    two_devices(16_000_000, 20_000_000)
+    plan = Plan.of(recipe=recipe, model="demo", budget=64, dtype="float32", may_grow=recipe == "duo")
+    with pytest.raises(RequestError, match=f"are spread over several, which {what} does not serve"):
+        pipeline.begin(tmp_path / "run", plan)
+
+
+def test_inspect_says_that_a_model_is_spread(two_devices, said):
+    two_devices(4_000_000, 40_000_000)
+    assert "so they are spread over several" in said("inspect", "demo")[1]
+
+
+def test_what_attends_in_a_layer_lies_where_the_layer_does():
+    teacher, usual = teacher_of("llama"), torch.device("cuda:7")
+    modules = attention_modules(teacher)
+    modules[1].to("meta")  # as streamed weights are, which come to the usual device
+    modules[1].student = torch.nn.Linear(1, 1)
+    assert [device_of(module, usual).type for module in modules] == ["cpu", "cuda", "cpu"]
