@@ -13,6 +13,7 @@ from linearizer.evaluate.environment import device_name
 from linearizer.jobs.forecast import RunForecast
 from linearizer.model.devices import choose_device, choose_dtype
 from linearizer.model.memory import free_bytes
+from linearizer.model.streaming import rooms_for_weights
 from linearizer.run.plan import Plan
 from linearizer.runtime.kernel_dispatch import FeatureAttention
 
@@ -25,7 +26,7 @@ class Machine:
     has_gpu: bool
     dtype: str  # that is computed in
     kernels: str  # whether Triton's kernels serve, in words
-    free_memory: int  # bytes, of the device
+    free_memory: int  # bytes, of the device, or of all GPUs where any will do
     free_disk: int  # bytes, where runs are
 
     def fits(self, forecast: RunForecast) -> bool:
@@ -45,7 +46,7 @@ def describe_machine(plan: Plan, stored: torch.dtype | None, runs: Path) -> Mach
         torch.cuda.is_available(),
         dtype,
         describe_kernels(device),
-        free_bytes(device),
+        sum(free_bytes(torch.device(place)) for place in rooms_for_weights(plan.device)),
         shutil.disk_usage(place).free,
     )
 
