@@ -14,12 +14,12 @@ from pathlib import Path
 os.environ["OMP_NUM_THREADS"] = "1"
 
 from linearizer import pipeline
-from linearizer.amounts import columns
 from linearizer.jobs import control
 from linearizer.jobs.children import PROCESSES
 from linearizer.run.events import EventName
 from linearizer.run.plan import Plan
 
+ROW = "{:16}  {:>11}  {:>11}  {:>13}  {:>8}"  # printed as soon as it is known
 USUAL = {"model": "demo", "dtype": "float32", "device": "cpu", "samples": 128, "exchanges": 0, "sinks": 2}
 PLANS = {  # what is timed -> the plan, and the events between which it happens
     "prices-measured": (
@@ -31,7 +31,7 @@ PLANS = {  # what is timed -> the plan, and the events between which it happens
         (EventName.PROFILED, EventName.PRICED),
     ),
     "training": (
-        Plan(**USUAL, budget=64, texts=4, length=256, recipe="features", strategy="common-lambda", steps=200),
+        Plan(**USUAL, budget=64, texts=4, length=256, recipe="features", strategy="common-lambda", steps=100),
         (EventName.ALLOCATED, EventName.DISTILLED),
     ),
 }
@@ -42,13 +42,13 @@ def main(arguments=None):
     parser.add_argument("steps", nargs="*", help=f"of {', '.join(PLANS)}; default: all")
     parser.add_argument("--processes", type=int, default=2)
     arguments = parser.parse_args(arguments)
-    rows = [("", "one process", f"{arguments.processes} processes", "times as fast", "bits")]
+    print(ROW.format("", "one process", f"{arguments.processes} processes", "times as fast", "bits"))
     for name in arguments.steps or PLANS:
         plan, between = PLANS[name]
         alone, shared = measure(plan, 1, between), measure(plan, arguments.processes, between)
         same = "the same" if alone[1] == shared[1] else "OTHER"
-        rows.append((name, f"{alone[0]:.1f} s", f"{shared[0]:.1f} s", f"{alone[0] / shared[0]:.2f}", same))
-    print(columns(rows))
+        row = (name, f"{alone[0]:.1f} s", f"{shared[0]:.1f} s", f"{alone[0] / shared[0]:.2f}", same)
+        print(ROW.format(*row), flush=True)
 
 
 def measure(plan, processes, between):
