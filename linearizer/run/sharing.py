@@ -5,7 +5,7 @@ A run's own process has the share with number 0, and is the only one that writes
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeVar
 
@@ -24,6 +24,10 @@ class Share:
 
     def has(self, layer: int) -> bool:
         return layer % self.count == self.number
+
+    def section(self, layers: Sequence[int]) -> list[int]:
+        """List the layers that fall to this process where all cost the same, one after the other."""
+        return list(layers[self.number * len(layers) // self.count : (self.number + 1) * len(layers) // self.count])
 
     def part_of(self, costs: Mapping[int, float]) -> list[int]:
         """List the layers that fall to this process by what each costs: the dearest first, to whoever has least."""

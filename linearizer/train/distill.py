@@ -59,7 +59,7 @@ def distill(
     with attending(student.base, TEACHER):
         check_logits(student.base, texts)
     with trainable_features(student, settings):
-        trainer = Trainer(student, texts, settings, share)
+        trainer = Trainer(student, texts, settings, share, folder)
         identity = identity_of(student, texts, settings)
         state = resume_training(trainer, folder, identity) if folder is not None and resume else None
         if folder is not None and not resume:

@@ -21,13 +21,14 @@ from linearizer.progress import Steps
 from linearizer.run import events
 from linearizer.run.allocation import Allocation
 from linearizer.run.events import EventName
-from linearizer.run.files import parse_json, writing
+from linearizer.run.files import parse_json, remove, writing
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.run.sharing import ALL, ALONE, Helpers, Share
 from linearizer.run.stopping import log_progress
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.distill import TrainingResult, distill
+from linearizer.train.relay import HIDDEN
 from linearizer.train.settings import LAYERWISE, TrainingSettings, training_settings
 
 OF = "-of-"  # between number and count of a share, in the name of its folder
@@ -121,6 +122,8 @@ def train_phase(
         else:
             result = yield from log_progress(run, steps)
         results.append(result)
+    for path in folder.glob(f"{HIDDEN}-*"):
+        remove(path)
     result = joined(results)
     if len(shares) > 1 and set(result.given_up) == set(result.start):
         raise FaultError(f"no layer is left to train with the loss {settings.loss!r}: use a smaller learning rate")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
+from pathlib import Path
 
 import torch
 from torch import nn
@@ -37,6 +38,7 @@ from linearizer.train.losses import (
     normaliser_of,
     output_losses,
 )
+from linearizer.train.relay import Relay
 from linearizer.train.settings import LAYERWISE, TrainingSettings, draw_batch, rate_share, window_share
 from linearizer.train.state_file import TrainingState
 
@@ -49,12 +51,18 @@ class Trainer:
     """A training of which `step` steps are done."""
 
     def __init__(
-        self, student: LinearizedForCausalLM, texts: torch.Tensor, settings: TrainingSettings, share: Share = ALL
+        self,
+        student: LinearizedForCausalLM,
+        texts: torch.Tensor,
+        settings: TrainingSettings,
+        share: Share = ALL,
+        folder: Path | None = None,
     ) -> None:
         self.student, self.texts, self.settings = student, texts, settings
         self.base, self.device = student.base, next(student.parameters()).device
         self.share = share
         self.optimizers = make_optimizers(student, settings, share)
+        self.relay = Relay.of(self.base, sorted(trained_parameters(student)), share, folder)
         self.step, self.rows = 0, settings.batch  # rows: texts that run through the model together
         self.layerwise = settings.loss in LAYERWISE
         probe = texts[:1, :PROBE_TOKENS].to(self.device)
@@ -203,7 +211,10 @@ class Trainer:
     def read(self, ids: torch.Tensor, observe: Observer) -> None:
         """Let the teacher read, and show what each layer attends with."""
         with torch.no_grad(), observing(self.base, observe):
-            hidden_states(self.base, ids)
+            if self.relay is not None and len(ids) == self.settings.batch:
+                self.relay.run(self.base, self.step, ids)
+            else:
+                hidden_states(self.base, ids)
 
     def layer_losses(
         self, ids: torch.Tensor, keep: float, share: float, normalisers: Mapping[int, torch.Tensor]
@@ -338,13 +349,20 @@ def make_optimizers(
     student: LinearizedForCausalLM, settings: TrainingSettings, share: Share = ALL
 ) -> dict[int, LayerOptimizer]:
     """Make an optimiser for every layer of a share that has parameters to train."""
-    optimizers = {}
-    for module in attention_modules(student.base):
-        parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
-        if parameters and share.has(number(module)):
-            rates = {name: settings.rate_of(name) for name in parameters}
-            optimizers[number(module)] = LayerOptimizer(parameters, rates)
+    optimizers, found = {}, trained_parameters(student)
+    for index in share.section(sorted(found)):
+        rates = {name: settings.rate_of(name) for name in found[index]}
+        optimizers[index] = LayerOptimizer(found[index], rates)
     return optimizers
+
+
+def trained_parameters(student: LinearizedForCausalLM) -> dict[int, dict[str, nn.Parameter]]:
+    """Name the parameters that are trained, by layer, of the layers that have any."""
+    named = {
+        number(module): {name: p for name, p in module.named_parameters() if p.requires_grad}
+        for module in attention_modules(student.base)
+    }
+    return {index: parameters for index, parameters in named.items() if parameters}
 
 
 @contextmanager
