@@ -2,6 +2,7 @@
 
 import os
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import pytest
@@ -19,7 +20,7 @@ from linearizer.run.head_bytes import Head
 from linearizer.run.plan import Plan
 from linearizer.run.sharing import Share
 from tests.support.models import layers_of, teacher_of, tokens
-from tests.support.runs import FP32, process_of, wait_for, wait_for_event, weights_of
+from tests.support.runs import FP32, process_of, wait_for, wait_for_event, wait_until, weights_of
 
 PROC = Path("/proc")
 SMALL = dict(texts=2, length=32, samples=64, exchanges=0, sinks=2, budget=32, steps=3, **FP32)
@@ -58,12 +59,14 @@ def products(run):
 
 
 def test_a_child_that_dies_ends_in_a_run_that_one_process_finishes_to_the_same_bits(tmp_path, monkeypatch):
-    whole, run = (pipeline.begin(tmp_path / name, FEATURES) for name in ("whole", "run"))
+    whole, run = (pipeline.begin(tmp_path / name, FEATURES) for name in ("whole", "helped"))
     finish(pipeline.linearize(whole))
     monkeypatch.setenv(children.PROCESSES, "2")
     control.start(run)
+    wait_until(lambda: helpers_of(run))
+    own, (child,) = process_of(run), helpers_of(run)
+    os.kill(int(child.name), signal.SIGSTOP)
     wait_for_event(run, "distill")
-    own, child = process_of(run), helper_of(run)
     assert parents_of(child)[2] == own  # it was forked, by what the run's process kept, and is watched
     assert (child / "cmdline").read_bytes() == (own / "cmdline").read_bytes()
     os.kill(int(child.name), signal.SIGKILL)
@@ -76,9 +79,14 @@ def test_a_child_that_dies_ends_in_a_run_that_one_process_finishes_to_the_same_b
     assert {path.name for path in (run.folder / "state" / "training" / "0").iterdir()} == {"0-of-2", "1-of-2"}
 
 
-def helper_of(run):
-    """Find the process that helps with a run."""
-    return next(path.parent for path in PROC.glob("[0-9]*/comm") if path.read_text() == f"help {run.folder.name}\n")
+def helpers_of(run):
+    """List the processes that help with runs of this name, once they say so."""
+    found = []
+    for process in PROC.glob("[0-9]*"):
+        with suppress(OSError):  # it ended meanwhile
+            if (process / "comm").read_text() == f"help {run.folder.name}\n":
+                found.append(process)
+    return found
 
 
 def parents_of(process):
