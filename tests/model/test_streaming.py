@@ -209,8 +209,9 @@ def test_minutes_of_training_are_refused_where_every_layer_takes_many_steps_at_o
 
 @pytest.fixture
 def two_devices(monkeypatch):
-    """Let two devices have room for some bytes each: the CPU by two names, so that weights are there already."""
+    """Let two devices have room for some bytes each: the CPU by two names, so that all is there already."""
     monkeypatch.setattr(accelerate.hooks, "set_module_tensor_to_device", lambda *given, **more: None)
+    monkeypatch.setattr(accelerate.hooks, "send_to_device", lambda given, *where, **more: given)
 
     def have(*counts):
         rooms = {f"cpu:{place}": count for place, count in enumerate(counts)}
