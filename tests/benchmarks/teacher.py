@@ -9,6 +9,9 @@ of --trained tokens, the second part of which stands far behind the first (PoSE,
 the last steps take texts that double up to --length. A second call with the same folder goes on to the same bits;
 FOLDER/model is a teacher that any command reads. Nothing is adopted: the report says whether the loss of the same
 tokens falls with what stands before them, and whether a passage is copied over the longest gap.
+
+Before a step of training (results/teacher-4096-0.json) the demo copies over every gap, a little over the longest, and
+its loss falls as far as 2,048 tokens, but not to 4,096.
 """
 
 import argparse
