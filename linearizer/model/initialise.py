@@ -127,7 +127,9 @@ def initialise_rule(rule: MatrixRule, head: int, q: Tensor, k: Tensor, generator
         rule.key_map[head, 0] = SHARPNESS * centres @ metric
         rule.key_bias[head] = -SHARPNESS * centres.square().sum(-1) / 2
     if rule.router is not None:
-        rule.router[head, :, :count] = cluster((k - k.mean(0)) @ key_map.mT, rule.rule.memories, generator)
+        routed = rule.key_map[head, 0] if rule.key_bias is not None else key_map
+        centres = cluster((k - k.mean(0)) @ routed.mT, rule.rule.memories, generator)
+        rule.router[head, :, : len(routed)] = centres
 
 
 def query_metric(q: Tensor) -> Tensor:

@@ -132,6 +132,14 @@ MEMORIES: Mapping[str, Memory] = {
         squares=True,
     ),
     "mom": Memory("several memories that tokens are routed to, and a shared one", matrices=4, moments=True),
+    "mom-cells": Memory(
+        "cells in several memories that tokens are routed to, and a shared one; read by their masses",
+        "after Du et al., MoM: Linear Sequence Modeling with Mixture-of-Memories, 2025, arXiv:2502.13685",
+        matrices=4,
+        is_positive=True,
+        columns=1,
+        holds_keys=True,
+    ),
     "selective": Memory(
         "gdn, with queries scaled by their place and norm, keys by their norm",
         "after Zhang et al., Selective Attention, NeurIPS 2024, arXiv:2411.12892",

@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
-from .matrix_torch import Ask, Cells, LeastSquares, convolved, read_and_write, rows_of, running_moments
+from .matrix_torch import Ask, Cells, LeastSquares, convolved, read_and_write, rows_of, running_moments, together
 from .softmax_parts import Reading
 from .state import EMPTY, HEADROOM, ExactState, MatrixState, working_dtype
 
@@ -82,6 +82,7 @@ RULES: Mapping[str, Rule] = {
     "rwkv7": Rule("unit", "channel", "removal", steps=2),
     "mesa": Rule("unit", "scalar", read="solve"),
     "mom": Rule("unit", "scalar", "scalar", memories=3),
+    "mom-cells": Rule("softmax", mass="sum", read="cells", memories=3),
     "selective": Rule("unit", "scalar", "scalar", heat=True),
 }
 
@@ -225,7 +226,10 @@ class MatrixRule(nn.Module):
         ask = self.asking(k.shape[-1])
         sizes = self.rule.steps, WRITTEN_BY_CHANNEL if decay.shape[-1] > 1 or ask is not None else WRITTEN_AT_ONCE
         out, state.matrix = read_and_write(asks, keys, erase, write[:, :, None], decay, state.matrix, *sizes, ask)
-        out = out[:, :, 0] if routes is None else (out * routes).sum(2)
+        if self.rule.read == "cells":  # a query reads all: their masses tell what they are worth
+            out = together(out)
+        else:
+            out = out[:, :, 0] if routes is None else (out * routes).sum(2)
         vectors, mass = self.weighed(out, mass, mean, count)
         return mass, vectors
 

@@ -137,6 +137,15 @@ class Cells:
         return (logits - mass).exp() / number, mass
 
 
+def together(out: Tensor) -> Tensor:
+    """Let what was read of several memories meet by its masses, whose logarithms are the last column.
+
+    (batch, heads, memories, …, columns) -> (batch, heads, …, columns)
+    """
+    mass = out[..., -1:]
+    return torch.cat([(mass.softmax(2) * out[..., :-1]).sum(2), mass.logsumexp(2)], -1)
+
+
 def read_and_write(
     q: Tensor,  # (batch, heads, memories or 1, group, rows, K)
     k: Tensor,  # (batch, heads, memories, rows · steps, K)

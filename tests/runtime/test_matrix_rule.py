@@ -1,5 +1,6 @@
 """The matrix rule is what its formula says: against a plain loop, however a text is cut, padded or grouped."""
 
+import math
 from dataclasses import replace
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
 from pathlib import Path
@@ -393,6 +394,13 @@ def test_cells_are_read_as_tokens_of_their_mean_keys_and_values():
         q[:, 0], k[:, 0:1], v[:, 0:1], is_causal=True, scale=1.0, enable_gqa=True
     )
     assert (out[:, 0] - exact).abs().max() < 1e-9 and not mass.any()
+
+
+def test_cells_that_all_tokens_are_routed_to_weigh_as_many_times_what_they_hold():
+    """Two memories beside the shared one hold the same: their mean is that of one, and their mass is threefold."""
+    routed, alone = aligned(replace(RULES["mom-cells"], memories=2), "cells")
+    alone.rule.mass.data.add_(math.log(3))
+    assert (outputs(routed) - outputs(alone)).abs().max() < 1e-9
 
 
 @pytest.mark.parametrize("name", ["gdn", "liger"])
