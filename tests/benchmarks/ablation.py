@@ -94,9 +94,9 @@ def exchanged(owner: Any, name: str, other: Callable) -> Iterator[None]:
 def with_readout(kind: str) -> Iterator[None]:
     """While this lasts, let exact tokens and slots be weighed by another function of their logits than a softmax."""
 
-    def attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, level: Tensor | None = None) -> Tensor:
+    def attend_seen(q: Tensor, k: Tensor, v: Tensor, late: Tensor, level: Tensor | None = None) -> Tensor:
         logits = multiply_by_head(q, k.to(q.dtype).mT)
-        log_number = torch.where(seen, 0.0, EMPTY).to(q.dtype)[:, None, None].expand(*logits.shape[:-1], -1)
+        log_number = torch.where(late <= 0, 0.0, EMPTY).to(q.dtype)[:, None, None].expand(*logits.shape[:-1], -1)
         if level is not None:  # a slot is as many tokens as its weight
             more = level[:, :, None, None].expand(*logits.shape[:-1], -1)
             log_number = torch.cat([log_number, more.clamp_min(EMPTY)], -1)
@@ -157,9 +157,9 @@ class GaussianMass:
         far = (place < merged) & (place >= piece.state.sink_k.shape[-2])
         keys = columns.k.to(piece.q.dtype).repeat_interleave(periods, 0)
 
-        def attend_seen(q: Tensor, k: Tensor, v: Tensor, seen: Tensor, level: Tensor) -> Tensor:
-            logits, tokens = multiply_by_head(q, k.to(q.dtype).mT), seen.shape[-1]
-            near = logits[..., :tokens] + torch.where(seen, 0.0, EMPTY).to(q.dtype)[:, None, None]
+        def attend_seen(q: Tensor, k: Tensor, v: Tensor, late: Tensor, level: Tensor) -> Tensor:
+            logits, tokens = multiply_by_head(q, k.to(q.dtype).mT), late.shape[-1]
+            near = logits[..., :tokens] + torch.where(late <= 0, 0.0, EMPTY).to(q.dtype)[:, None, None]
             slots = logits[..., tokens:] + level[:, :, None, None].clamp_min(EMPTY)
             own = slots.logsumexp(-1, keepdim=True)
             moved = self.mass(q, keys.to(q.dtype), far.flatten(0, 1), own, piece.merging.metric.data_ptr()) - own
