@@ -30,6 +30,7 @@ from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.distill import TrainingResult, distill
 from linearizer.train.relay import HIDDEN
 from linearizer.train.settings import LAYERWISE, TrainingSettings, training_settings
+from linearizer.train.trainer import may_be_together
 
 OF = "-of-"  # between number and count of a share, in the name of its folder
 TIMED_STEPS = 4  # from which the seconds of a step are known
@@ -112,7 +113,8 @@ def train_phase(
     where it is resumed by fewer processes.
     """
     folder = folder_of(run, number)
-    shares = shares_in(folder) or shares_for(student, settings, folder, helpers.count)
+    tokens = settings.batch * texts.shape[1]
+    shares = shares_in(folder) or shares_for(student, settings, folder, helpers.count, tokens)
     results = []
     for share in shares:
         steps = train_share(run, student, settings, texts, number, share)
@@ -147,9 +149,12 @@ def shares_in(folder: Path) -> list[Share]:
     return [Share(number, counts[0]) for number in range(counts[0])] if counts else [ALL]
 
 
-def shares_for(student: LinearizedForCausalLM, settings: TrainingSettings, folder: Path, processes: int) -> list[Share]:
+def shares_for(
+    student: LinearizedForCausalLM, settings: TrainingSettings, folder: Path, processes: int, tokens: int
+) -> list[Share]:
     """Share out the layers of a phase that begins, where each learns by itself and none reads weights for all."""
-    if processes == 1 or not can_be_shared(settings) or is_streamed(student):
+    alone = processes == 1 or not can_be_shared(settings) or is_streamed(student)
+    if alone or may_be_together(student, settings, tokens):  # what is computed together has bits of its own
         return [ALL]
     shares = [Share(number, processes) for number in range(processes)]
     with writing(folder):

@@ -225,7 +225,7 @@ class Trainer:
         """
         active, losses = self.active(), {}
         waiting: dict[nn.Module, AttentionInputs] = {}
-        together = self.settings.loss == "output" and ids.numel() <= MAX_TOGETHER // self.numbers_of_token()
+        together = may_be_together(self.student, self.settings, ids.numel())
 
         def observe(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, _: dict
@@ -248,11 +248,6 @@ class Trainer:
             number(module): self.differentiate(module, inputs, keep, share, normalisers.get(number(module)))
             for module, inputs in waiting.items()
         }
-
-    def numbers_of_token(self) -> int:
-        """Count the numbers that all layers attend with for one token: at most, of queries, keys and values."""
-        config = self.base.config.get_text_config()
-        return 3 * config.num_hidden_layers * config.hidden_size
 
     def differentiate_together(
         self,
@@ -343,6 +338,15 @@ def check_finite(index: int, loss: torch.Tensor, inputs: AttentionInputs) -> Non
     """Refuse a loss that is not finite because the teacher is not."""
     if not loss.isfinite() and not inputs.is_finite():
         raise FaultError(f"layer {index}: the teacher's own queries, keys or values are not finite")
+
+
+def may_be_together(student: LinearizedForCausalLM, settings: TrainingSettings, tokens: int) -> bool:
+    """Tell whether layers with memories that are alike are computed together: those of small models.
+
+    Their numbers for one token are at most those of queries, keys and values.
+    """
+    config = student.base.config.get_text_config()
+    return settings.loss == "output" and tokens <= MAX_TOGETHER // (3 * config.num_hidden_layers * config.hidden_size)
 
 
 def make_optimizers(

@@ -1,15 +1,17 @@
 """Processes that train shares of the layers run their own blocks alone, where the one before has left its answers."""
 
 from contextlib import ExitStack
+from dataclasses import replace
 
 import pytest
 
 from linearizer.model.layers import blocks_of
 from linearizer.model.swap import is_fixed
 from linearizer.progress import finish
-from linearizer.run.sharing import Share
+from linearizer.run.sharing import ALL, Share
 from linearizer.train import relay
 from linearizer.train.distill import distill
+from linearizer.train.step import shares_for
 from tests.support.training import FEW, TEXT, a_student, weights
 
 
@@ -59,3 +61,10 @@ def test_shares_end_in_the_bits_of_a_whole_training_with_and_without_what_others
             if number:
                 assert not list((folder / f"hidden-{number - 1}").glob("*"))  # taken
         assert all(found[name].equal(x) for name, x in expected.items())
+
+
+def test_layers_that_are_computed_together_stay_with_one_process(tmp_path):
+    student, together = a_student(), replace(FEW, loss="output")
+    assert shares_for(student, together, tmp_path / "small", 2, tokens=64) == [ALL]
+    for name, settings, tokens in (("large", together, 2**20), ("apart", FEW, 64)):
+        assert shares_for(student, settings, tmp_path / name, 2, tokens) == [Share(0, 2), Share(1, 2)]
