@@ -7,7 +7,7 @@ are packed along the outputs by both, and GPTQ's first format holds them less 1.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import ExitStack
 from math import gcd
 from pathlib import Path
@@ -17,6 +17,7 @@ import torch
 from safetensors import safe_open
 from torch import nn
 
+from linearizer.errors import UnsupportedModel
 from linearizer.model.safetensors import damaged_weights
 from linearizer.model.support import Refused
 
@@ -58,6 +59,7 @@ def expand_weights(
         held = {key: file for file in files for key in file.keys()}  # noqa: SIM118
         packed = sorted(key.removesuffix(f".{PACKED}") for key in held if key.endswith(f".{PACKED}"))
         parts = {f"{module}.{part}" for module in packed for part in (PACKED, ZEROS, SCALES, GROUPS)}
+        check_activations(name, held.keys() - parts)
         weights = {
             key: x.to(dtype) if (x := file.get_tensor(key)).is_floating_point() else x
             for key, file in held.items()
@@ -76,6 +78,15 @@ def expand_weights(
             weights[f"{place}.weight"] = (matrix if transposed else matrix.T).to(dtype).contiguous()
             drop_empty_bias(name, weights, place, module)
     return weights
+
+
+def check_activations(name: str, others: Iterable[str]) -> None:
+    """Refuse a model whose activations are scaled too, as AWQ does where it cannot scale a matrix before them."""
+    if scaled := sorted(key for key in others if key.endswith(f".{SCALES}")):
+        raise UnsupportedModel(
+            f"{name!r} cannot be linearized, because its quantisation scales activations ({scaled[0]}), which is not "
+            "served: name the model that it was quantised from"
+        )
 
 
 def drop_empty_bias(name: str, weights: dict[str, Tensor], place: str, module: nn.Module | None) -> None:

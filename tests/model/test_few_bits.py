@@ -8,7 +8,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 from linearizer import pipeline
-from linearizer.errors import ModelNotAvailable
+from linearizer.errors import ModelNotAvailable, UnsupportedModel
 from linearizer.model.hub import find_model
 from linearizer.model.teacher import load_teacher
 from tests.support.models import teacher_of, tokens
@@ -116,6 +116,13 @@ def test_a_bias_of_zeros_is_dropped_and_another_is_refused(tmp_path):
     assert load_teacher(find_model(str(tmp_path / "none"))).config.model_type == "llama"
     with pytest.raises(ModelNotAvailable, match=r"self_attn\.q_proj has a bias that the model has no place for"):
         load_teacher(find_model(str(tmp_path / "some")))
+
+
+def test_activations_that_are_scaled_are_refused(tmp_path):
+    name = "model.layers.0.mlp.act_fn.scales"
+    save_packed(teacher_of("llama"), tmp_path, LAYOUTS["awq"], {name: torch.ones(128)})
+    with pytest.raises(UnsupportedModel, match=rf"its quantisation scales activations \({name}\)"):
+        load_teacher(find_model(str(tmp_path)))
 
 
 def test_parts_that_are_missing_or_do_not_fit_are_damage(tmp_path):
