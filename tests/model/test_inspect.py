@@ -138,7 +138,7 @@ REFUSED = {
     "rwkv": (dict(model_type="rwkv"), RECURRENT),
     "qwen3_next": (dict(model_type="qwen3_next"), RECURRENT),
     "minimax": (dict(model_type="minimax"), "layers that are no softmax attention \\(linear_attention\\)"),
-    "quantised": (dict(model_type="llama", quantization_config={"quant_method": "gptq"}), "its weights are quantised"),
+    "quantised": (dict(model_type="llama", quantization_config={"quant_method": "hqq"}), "its weights are quantised"),
     "windows everywhere": (dict(model_type="mistral", sliding_window=64), "every layer already attends to a window"),
     "paligemma": (dict(model_type="paligemma"), "it is multimodal"),
     "shared caches": (dict(model_type="gemma3n_text"), "15 of its 35 layers reuse the keys and values of another"),
