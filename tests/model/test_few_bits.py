@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load, save_file
 from transformers import AutoModelForCausalLM
 
 from linearizer import pipeline
@@ -66,7 +66,7 @@ def save_packed(model, folder, stated, more=None):
     for place in (folder, folder / "plain"):
         model.save_pretrained(place)
     path, tensors, generator = folder / "model.safetensors", {}, torch.Generator().manual_seed(0)
-    state = load_file(path)
+    state = load(path.read_bytes())
     for name, x in state.items():
         if "_proj.weight" in name or ".c_" in name and name.endswith("weight"):
             turned = ".c_" in name  # of GPT-2: (inputs, outputs)
@@ -127,7 +127,7 @@ def test_activations_that_are_scaled_are_refused(tmp_path):
 
 def test_parts_that_are_missing_or_do_not_fit_are_damage(tmp_path):
     save_packed(teacher_of("llama"), tmp_path, LAYOUTS["gptq"])
-    whole = load_file(tmp_path / "model.safetensors")
+    whole = load((tmp_path / "model.safetensors").read_bytes())
     name = "model.layers.1.mlp.down_proj"
     for part, other in (("scales", None), ("qzeros", None), ("qweight", torch.zeros(3, 64, dtype=torch.int32))):
         tensors = {key: x for key, x in whole.items() if key != f"{name}.{part}"}
