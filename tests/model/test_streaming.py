@@ -161,6 +161,14 @@ def test_estimated_prices_read_each_weight_twice_whatever_the_number_of_texts(pa
 SMALL = dict(texts=2, length=48, samples=64, exchanges=1, sinks=2, dtype="float32", steps=2, budget=16)
 
 
+def assert_same_bits(run, whole):
+    """Hold what a run measured, chose, saved and judged against another."""
+    for product in ("profile.json", "prices.json", "allocation.json"):
+        assert run.read(product) == whole.read(product)
+    assert weights_of(run.checkpoint) == weights_of(whole.checkpoint)
+    assert run.evaluation_parts == whole.evaluation_parts
+
+
 @pytest.mark.parametrize("strategy", ["gain-features", "gain"])
 def test_a_run_that_streams_ends_in_the_bits_of_one_that_does_not(strategy, little, tmp_path):
     plan = Plan("demo", strategy=strategy, **{**SMALL, "steps": 2 * (strategy == "gain-features")})  # or it heals
@@ -169,10 +177,7 @@ def test_a_run_that_streams_ends_in_the_bits_of_one_that_does_not(strategy, litt
     little(14_000_000)  # half of the demo model in float32
     run = pipeline.begin(tmp_path / "run", plan)
     finish(pipeline.linearize(run))
-    for product in ("profile.json", "prices.json", "allocation.json"):
-        assert run.read(product) == whole.read(product)
-    assert weights_of(run.checkpoint) == weights_of(whole.checkpoint)
-    assert run.evaluation_parts == whole.evaluation_parts
+    assert_same_bits(run, whole)
     if strategy == "gain":
         request = Request(("language",), texts=1)
         for each, free in ((run, 14_000_000), (whole, 10**9)):
@@ -244,10 +249,7 @@ def test_a_run_that_is_spread_over_devices_ends_in_the_bits_of_one_that_is_not(s
     assert set(places_of("demo").values()) == {"cpu:0", "cpu:1"}
     run = pipeline.begin(tmp_path / "run", plan)
     finish(pipeline.linearize(run))
-    for product in ("profile.json", "prices.json", "allocation.json"):
-        assert run.read(product) == whole.read(product)
-    assert weights_of(run.checkpoint) == weights_of(whole.checkpoint)
-    assert run.evaluation_parts == whole.evaluation_parts
+    assert_same_bits(run, whole)
     if strategy == "gain":
         finish(pipeline.evaluate(run, Request(("language",), texts=1)))
         assert finish(pipeline.compare_run(run, "Once", 4, 0, False)).teacher.text
