@@ -20,10 +20,11 @@ from linearizer.model.swap import Begin
 from linearizer.run.folder import Run
 from linearizer.runtime.attention_interface import attention_modules
 from linearizer.runtime.feature_maps import Clusters, Codebook
-from linearizer.runtime.few_bits import BY_AXIS, Axes, bits_by_number
+from linearizer.runtime.few_bits import BY_AXIS, bits_by_number
 from linearizer.runtime.layer_student import LayerStudent, SlotGroup, generator_at
 from linearizer.runtime.matrix_rule import MatrixRule
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.runtime.state_in_few_bits import Axes
 
 KMEANS_ROUNDS = 8
 RIDGE = 0.01  # of the mean variance, which every axis has besides: no sample shows all differences

@@ -17,9 +17,9 @@ from torch.utils._pytree import SequenceKey, register_pytree_node
 from transformers import PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .few_bits import KEPT_AS_BYTES, KEYS_AND_VALUES
 from .state import FeatureState, MatrixState, SlotState, SoftmaxState, change_tensors, tensors, working_dtype
 from .state_file import FORMAT, write_state
+from .state_in_few_bits import KEPT_AS_BYTES, KEYS_AND_VALUES
 
 MAX_TURNS = 8  # that can be taken back
 OF_OWN_LAYERS = {"is_initialized", "sliding_window", "cumulative_length", "record_past"}  # what a graph takes as fixed

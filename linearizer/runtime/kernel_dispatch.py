@@ -4,6 +4,7 @@ kernel_serves_…  tells whether a kernel may do the work: there is one for such
                  (kernel_trial.py)
 …_by_kernel      does the work, with the arguments of its counterpart in features_torch.py or slots_torch.py
 linear_attention: what callers use for heads that hold the same window, sinks and features, or another memory
+slot_attention: the same for heads with slots
 attend_token_of_layer: heads of a layer with windows and features share one launch, heads with slots another
 """
 
@@ -16,13 +17,14 @@ import torch
 
 from .feature_maps import NONE, Folded
 from .features_torch import CHUNK, attend_chunks, attend_text_with_features, attend_token_with_features
-from .few_bits import BY_AXIS, pack_state, round_vectors, unpack_vectors
+from .few_bits import BY_AXIS, round_vectors, unpack_vectors
 from .kernel_token_table import TokenGroup, get_table
 from .kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
 from .slots_merging import MAX_MERGED_ROWS, Merging
 from .slots_torch import Piece, attend_periods, attend_text_with_slots, attend_token_with_slots
 from .softmax_parts import Features, get_folded
 from .state import ABSENT, Columns, ExactState, FeatureState, SlotState, working_dtype
+from .state_in_few_bits import pack_state
 
 try:
     from .kernel_text_gradients import FeatureAttention
@@ -57,6 +59,19 @@ def linear_attention(q: Tensor, k: Tensor, v: Tensor, far: Any, window: int, rea
     return attend_text_with_features(
         q, k, v, far, window, real, state, attend=attend_chunks_by_kernel if fused else attend_chunks
     )
+
+
+def slot_attention(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | None, state: SlotState) -> Tensor:
+    """Attend and update the state, by kernels where they serve; q is multiplied by the scale of the scores."""
+    if q.shape[-2] == 1 and real is None:
+        attend = (
+            attend_token_with_slots_by_kernel
+            if kernel_serves_token_slots(q, k, v, merging, state)
+            else attend_token_with_slots
+        )
+        return attend(q, k, v, merging, state)
+    fused = kernel_serves_text_slots(q, k, v, merging, state)
+    return attend_text_with_slots(q, k, v, merging, real, state, attend_periods_by_kernel if fused else attend_periods)
 
 
 def kernel_serves_text_features(q: Tensor, k: Tensor, v: Tensor, state: FeatureState) -> bool:

@@ -11,15 +11,15 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .feature_maps import FEATURE_MAPS, FeatureMap, Folded
-from .few_bits import BY_AXIS, Axes, FewBits, attend_in_few_bits, pack_state, unpack_state
-from .kernel_dispatch import attend_token_of_layer, kernel_serves_text_slots, linear_attention
+from .few_bits import BY_AXIS
+from .kernel_dispatch import attend_token_of_layer, kernel_serves_text_slots, linear_attention, slot_attention
 from .kernel_token_table import TokenGroup
 from .matrix_rule import RULES, MatrixRule, ScaledRule
-from .slots import Merger, slot_attention
-from .slots_merging import Merging
+from .slots_merging import Merger, Merging
 from .slots_torch import read_text, read_together
 from .softmax_parts import get_folded
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice
+from .state_in_few_bits import Axes, FewBits, attend_in_few_bits, pack_state, unpack_state
 from .token_buffer import WindowGroup, attend_token_in_buffer
 
 Tensor = torch.Tensor

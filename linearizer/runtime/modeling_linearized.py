@@ -10,7 +10,7 @@ The words of these files:
   cache, state        a teacher keeps all keys and values; a student keeps a state whose size does not grow
   sink, window        the first tokens of a text, and the last ones: both are attended to exactly
   far field           what represents all other tokens: slots or features
-  slot                a token, or the mean of several tokens that were merged, with their number (slots.py)
+  slot                a token, or the mean of several tokens that were merged, with their number (slots_merging.py)
   feature             a sum over tokens, weighted by a function of their keys (features_torch.py, feature_maps.py)
   memory              another far field, which is written by a rule (matrix_rule.py)
   degrees of freedom  how many features a head's scores call for, as measured on text
@@ -36,11 +36,11 @@ from transformers.cache_utils import Cache
 from .attention_interface import IMPLEMENTATION, attention_modules, device_of, hand_over_state, serve_decoder
 from .cache import LinearizedCache, empty_cache
 from .feature_maps import FEATURE_MAPS, FeatureMap
-from .few_bits import Axes
 from .layer_student import LayerStudent, generator_at
 from .matrix_rule import RULES, MatrixRule
-from .slots import Merger
+from .slots_merging import Merger
 from .state_file import read_state
+from .state_in_few_bits import Axes
 
 NOT_BATCHED = (
     "continuous batching keeps keys in pages, and a linearized model keeps a state: "

@@ -1,6 +1,19 @@
-"""Merging slots in PyTorch: the reference of kernel_slots_merging.py. slots.py defines a slot.
+"""Slots, which all older tokens are merged into, and how they merge: the reference of kernel_slots_merging.py.
 
-Shapes as in slots.py.
+A slot is a token until it is merged: then it has the mean key and the mean value of several, the weight Σ 1, and the
+spread Σ |metric·(k - mean)|² / weight of their keys, metric being such that |metric·x|² is the mean of (q·x)² over
+queries. To a query it is one more token, with the logit q·k + log weight + gain · spread: the mean of e^(q·k) over a
+slot is more than e^(q·mean) as its keys spread.
+
+Tokens leave the window in blocks, at places that do not depend on how a text was cut into calls: to a row at place p,
+all tokens before the first multiple of the block that leaves at most `window` exact tokens, itself included, are in
+slots. A block adds as many slots as it has tokens; then as many as are too many go, each into one that stays. The
+places whose rows see the same slots are a period.
+
+Attention to them is written several times: token by token, the reference; for a text (many periods at once) and for a
+token in PyTorch (slots_torch.py; token_buffer.py for all heads of a layer); and both by kernels (kernel_text_slots.py,
+kernel_token_slots.py). Callers use `slot_attention` for heads that hold the same, and layer_student.py for those of a
+layer; kernel_dispatch.py chooses. Shapes as in features_torch.py.
 """
 
 from __future__ import annotations
@@ -9,14 +22,35 @@ import math
 from dataclasses import dataclass, replace
 
 import torch
+from torch import nn
 
-from .few_bits import BY_AXIS, round_slots
+from .few_bits import BY_AXIS
 from .state import first_rows, made_once
+from .state_in_few_bits import round_slots
 
 MAX_MERGED_ROWS = 512  # slots and tokens of a block that one program of a kernel merges at most
+GAIN = 0.25  # half of what a Gaussian spread of keys calls for: measured best, since no query sees the mean spread
 TINY = 1e-30  # a squared distance of values that counts as none: infinity times it is infinite
 
 Tensor = torch.Tensor
+
+
+class Merger(nn.Module):
+    """How far apart two keys are to the queries of a head, and what their spread adds to a slot's logit."""
+
+    def __init__(self, heads: int, dim: int) -> None:
+        super().__init__()
+        self.metric = nn.Parameter(torch.zeros(heads, dim, dim), requires_grad=False)
+        self.gain = nn.Parameter(torch.zeros(heads), requires_grad=False)
+
+    def forward(self) -> tuple[Tensor, Tensor]:
+        """Return metric and gain: what offloads parameters brings them for a forward."""
+        return self.metric, self.gain
+
+    def reset(self, generator: torch.Generator | None = None) -> None:
+        """Start where all directions count alike."""
+        self.metric.data.copy_(torch.eye(self.metric.shape[-1]).expand_as(self.metric))
+        self.gain.data.fill_(GAIN)
 
 
 @dataclass(frozen=True)

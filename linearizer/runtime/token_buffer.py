@@ -17,21 +17,19 @@ import torch
 from .few_bits import (
     BY_AXIS,
     SCALE_BYTES,
-    Axes,
     byte_count,
     codes_by_largest,
     codes_in,
     limits_of_heads,
-    pack_counts,
     pack_vectors,
     plan_bytes,
     scales_in,
-    unpack_counts,
     unpack_vectors,
 )
 from .slots_merging import Merging
 from .slots_torch import block_leaves, merge_leaving, slot_levels
 from .state import EMPTY, as_slice, first_places, is_traced, must_be_copied, number, tensors, working_dtype
+from .state_in_few_bits import Axes, pack_counts, unpack_counts
 
 Tensor = torch.Tensor
 

@@ -3,8 +3,8 @@
 import torch
 from torch.nn.functional import scaled_dot_product_attention as sdpa
 
-from linearizer.runtime.slots import GAIN, slot_attention
-from linearizer.runtime.slots_merging import Merging
+from linearizer.runtime.kernel_dispatch import slot_attention
+from linearizer.runtime.slots_merging import GAIN, Merging
 from linearizer.runtime.slots_torch import attend_text_with_slots
 from linearizer.runtime.state import SlotState
 from tests.benchmarks.timing import GPU, attempt, draw, own

@@ -7,20 +7,9 @@ import torch
 
 from linearizer.model.initialise import initialise_axes
 from linearizer.run.head_bytes import Head, vector_bytes
-from linearizer.runtime.few_bits import (
-    MAX_CODE,
-    TRIED,
-    Axes,
-    limits_of,
-    pack_state,
-    pack_vectors,
-    rotate,
-    round_counts,
-    round_vectors,
-    unpack_state,
-    unpack_vectors,
-)
+from linearizer.runtime.few_bits import MAX_CODE, TRIED, limits_of, pack_vectors, rotate, round_vectors, unpack_vectors
 from linearizer.runtime.state import SlotState
+from linearizer.runtime.state_in_few_bits import Axes, pack_state, round_counts, unpack_state
 from tests.support.families import FAMILIES
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 

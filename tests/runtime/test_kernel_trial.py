@@ -17,8 +17,7 @@ from linearizer.runtime import (
     kernel_token_slots,
     kernel_trial,
 )
-from linearizer.runtime.kernel_dispatch import linear_attention
-from linearizer.runtime.slots import slot_attention
+from linearizer.runtime.kernel_dispatch import linear_attention, slot_attention
 from linearizer.runtime.slots_merging import Merging
 from linearizer.runtime.state import FeatureState, SlotState
 from linearizer.train import attention_loss as losses

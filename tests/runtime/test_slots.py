@@ -9,8 +9,9 @@ from hypothesis import strategies as st
 
 from linearizer.run.head_bytes import Head, Layer, head_bytes, state_bytes
 from linearizer.runtime.features_torch import reference as attend_exactly
-from linearizer.runtime.slots import Merger, reference, slot_attention
-from linearizer.runtime.slots_merging import Merging, Rounding, Slots, keep_slots, merge_block, merge_slots
+from linearizer.runtime.kernel_dispatch import slot_attention
+from linearizer.runtime.slots_merging import Merger, Merging, Rounding, Slots, keep_slots, merge_block, merge_slots
+from linearizer.runtime.slots_torch import reference
 from linearizer.runtime.state import SlotState
 from tests.support.models import student_of, tokens
 
