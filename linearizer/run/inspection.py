@@ -46,6 +46,7 @@ class Inspection(JsonProduct):
     quantised: str | None = None  # how its weights are quantised
     packed: bool = False  # whether they stay so while it computes
     links: bool = True  # whether a student loads from its files as they are
+    vocabulary: int = 0  # entries; 0 where its config does not say
     resting: int = 0  # parameters that a token does without: of the experts that it is not sent to
 
     @property

@@ -46,6 +46,7 @@ def test_family_is_supported_with_the_shapes_that_its_model_shows(family):
     scale = {"opt": 1.0, "granite": 0.1, "gemma3_text": 32**-0.5}.get(family, 16**-0.5)
     assert inspection.scalings == pytest.approx([scale] * 3)
     assert inspection.max_positions == 256
+    assert inspection.vocabulary == config.get_text_config().vocab_size
     verify_teacher(AutoModelForCausalLM.from_config(config, attn_implementation="sdpa").eval(), inspection)
 
 
