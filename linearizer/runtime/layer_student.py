@@ -232,7 +232,8 @@ class LayerStudent(nn.Module):
     ) -> Tensor:
         """Attend and update `memory`; under autocast with inputs of its type, and everything else as without it."""
         device = query.device.type
-        attend = self.attend_uncompiled if torch.compiler.is_dynamo_compiling() and self.merges else self.attend
+        breaks = torch.compiler.is_dynamo_compiling() and (self.merges or query.shape[-2] > 1)
+        attend = self.attend_uncompiled if breaks else self.attend
         if not (torch.amp.is_autocast_available(device) and torch.is_autocast_enabled(device)):
             return attend(query, key, value, scale, real, memory)
         dtype = torch.get_autocast_dtype(device)
@@ -241,7 +242,7 @@ class LayerStudent(nn.Module):
 
     @torch.compiler.disable
     def attend_uncompiled(self, *inputs: Any) -> Tensor:
-        """Attend as ever within a compiled model: where slots merge hangs on numbers, each a break in a graph."""
+        """Attend as ever within a compiled model: texts and slots ask for numbers, each a break in a graph."""
         return self.attend(*inputs)
 
     def attend(
