@@ -38,7 +38,7 @@ from linearizer.run.stopping import interruptible, log_progress
 GATE_STEPS = 60
 PRICING = ("prices", "dear-prices")  # tasks of helpers
 DearPrice = tuple[int, int, int, float]  # layer, KV head, option, kl
-LAYERS = "state/prices"  # a file for each layer that is priced, until all are
+LAYERS = "state/prices"  # a file for each layer that is priced, and for each group of texts, until all are
 
 
 # given what is offered and the number of sinks: trains what can learn, and returns how layers begin
@@ -150,14 +150,14 @@ def price_share(
     with writing(run.folder / LAYERS):
         (run.folder / LAYERS).mkdir(exist_ok=True)  # without its parents: a run that was deleted stays so
 
-    def keep(index: int, texts_done: int, kl: KlOfLayer) -> None:
-        run.write_product(f"{LAYERS}/{index}.json", LayerPrices(sinks, options, kl, texts_done).to_json())
+    def keep(part: tuple[int, ...], kl: KlOfLayer) -> None:
+        run.write_product(f"{LAYERS}/{'-'.join(map(str, part))}.json", LayerPrices(sinks, options, kl).to_json())
 
     given = (teacher.model, texts, teacher.inspection.layers, options, sinks, begin)
     if run.plan.prices == "measured":
-        before = {index: each.kl for index, each in stored.items()}
-        return (yield from measure_prices(*given, before, lambda index, kl: keep(index, 0, kl), share))
-    sums = {index: (each.texts, each.kl) for index, each in stored.items()}
+        before = {part[0]: each.kl for part, each in stored.items() if len(part) == 1}
+        return (yield from measure_prices(*given, before, lambda index, kl: keep((index,), kl), share))
+    sums = {(part[0], part[1]): each.kl for part, each in stored.items() if len(part) == 2}
     return (yield from estimate_prices(*given, run.plan.seed, sums, keep, share))
 
 
@@ -188,9 +188,9 @@ def measure_dear_prices(
     return [(*place, kl) for place, kl in found.items()]
 
 
-def read_priced_layers(run: Run, options: tuple[Head, ...]) -> dict[int, LayerPrices]:
-    """Read the layers that were priced when a run was stopped; drop those that are damaged."""
-    stored: dict[int, LayerPrices] = {}
+def read_priced_layers(run: Run, options: tuple[Head, ...]) -> dict[tuple[int, ...], LayerPrices]:
+    """Read the layers that were priced when a run was stopped, on all texts or a group; drop those that are damaged."""
+    stored: dict[tuple[int, ...], LayerPrices] = {}
     for path in sorted((run.folder / LAYERS).glob("*.json")):
         name = f"{LAYERS}/{path.name}"
         try:
@@ -200,7 +200,7 @@ def read_priced_layers(run: Run, options: tuple[Head, ...]) -> dict[int, LayerPr
             remove(path)
             continue
         if layer.options == options:
-            stored[int(path.stem)] = layer
+            stored[tuple(map(int, path.stem.split("-")))] = layer
     return stored
 
 

@@ -8,6 +8,7 @@ A large kl lies beyond the second order and is overestimated; the estimate serve
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
@@ -30,6 +31,7 @@ DRAWS = 4  # of next tokens, for every text
 MAX_GRADIENTS = 2**27  # of several texts together, with their logits
 
 Tensor = torch.Tensor
+Part = tuple[int, int]  # a layer, and the first of a group of texts
 
 
 def estimate_prices(
@@ -40,45 +42,57 @@ def estimate_prices(
     sinks: int,
     begin: Begin,
     seed: int = 0,
-    before: Mapping[int, tuple[int, KlOfLayer]] | None = None,
-    keep: Callable[[int, int, KlOfLayer], None] = lambda index, texts, kl: None,
+    before: Mapping[Part, KlOfLayer] | None = None,
+    keep: Callable[[Part, KlOfLayer], None] = lambda part, kl: None,
     share: Share = ALL,
 ) -> Steps[Prices]:
     """Estimate the prices of all heads, in the memory of training on a few texts without an optimiser.
 
-    `keep` receives each layer of the share, how many texts are done, and the kl summed over their tokens; `before` is
-    that of an earlier call, to go on from. Every text draws its next tokens for itself.
+    `keep` receives each part of the share: the kl of a layer, summed over the tokens of a group of texts; `before`
+    holds those of an earlier call, or of other shares. Every text draws its next tokens for itself.
     """
-    priced = [index for index, layer in enumerate(layers) if layer.native_window is None]
-    sums = {index: torch.zeros(layers[index].kv_heads, len(options)).double() for index in priced}
-    done = dict.fromkeys(sums, 0)
-    for index, (texts_done, kl) in (before or {}).items():
-        sums[index], done[index] = torch.tensor(kl, dtype=torch.float64), texts_done
-    own = share.part_of({index: layers[index].kv_heads for index in priced})
-    together = texts_together(teacher, layers, texts.shape[1])
+    priced = {index: layer.kv_heads for index, layer in enumerate(layers) if layer.native_window is None}
+    kl = dict(before or {})
+    size = texts_together(teacher, layers, texts)
+    groups = range(0, len(texts), size)
+    own = parts_of(share, groups, priced)
+    left = [first for first in groups if any(part[1] == first and part not in kl for part in own)]
     devices = [device_of(module, teacher.device) for module in attention_modules(teacher)]
     recordings = {index: recording_of(layers[index], sinks, begin, index, devices[index]) for index in priced}
-    first = min((done[index] for index in own), default=len(texts))
-    chain = chain_of(teacher, texts) if first < len(texts) else None
-    while first < len(texts):
-        behind = [index for index in own if done[index] == first]
-        end = len(texts) if is_streamed(teacher) else first + together  # of the texts that a sweep is made for
-        ids = texts[first : min([end, *(done[index] for index in own if index not in behind)])]
+    chain = chain_of(teacher, texts) if left else None
+    sweeps = [left] if is_streamed(teacher) else [[first] for first in left]  # a sweep reads all weights
+    counts = {first: len(texts[first : first + size]) for first in sorted({first for _, first in own})}
+    for sweep in sweeps:
 
-        def likelihoods(batch: int, logits: Tensor, first: int = first) -> list[Tensor]:
-            first += batch * together
-            return draw_likelihoods(logits, [generator_at(seed, first + text) for text in range(len(logits))])
+        def likelihoods(batch: int, logits: Tensor, sweep: Sequence[int] = sweep) -> list[Tensor]:
+            return draw_likelihoods(logits, [generator_at(seed, sweep[batch] + text) for text in range(len(logits))])
 
-        for index, gradient in gradients_by_layer(teacher, recordings, ids.split(together), likelihoods, chain):
-            if index in behind:
-                sums[index] += kl_of_options(layers[index], recordings[index], gradient, options, sinks, begin, index)
-        first += len(ids)
-        for index in behind:
-            done[index] = first
-            keep(index, first, rows_of(sums[index]))
-        yield Progress(EventName.PRICE, first, len(texts), "texts")
-    means = {index: rows_of(sums[index] / texts.numel()) for index in priced}
+        batches, given = [texts[first : first + size] for first in sweep], Counter[int]()
+        for index, gradient in gradients_by_layer(teacher, recordings, batches, likelihoods, chain):
+            part, given[index] = (index, sweep[given[index]]), given[index] + 1
+            if part in own and part not in kl:
+                kl[part] = kl_of_options(layers[index], recordings[index], gradient, options, sinks, begin, index)
+                keep(part, kl[part])
+        left = left[len(sweep) :]
+        total = sum(counts.values())
+        yield Progress(EventName.PRICE, total - sum(counts[first] for first in left), total, "texts")
+    means = {}
+    for index in priced:
+        if all((index, first) in kl for first in groups):
+            sums = torch.stack([torch.tensor(kl[index, first], dtype=torch.float64) for first in groups])
+            means[index] = rows_of(sums.sum(0) / texts.numel())
     return Prices(sinks, tuple(options), tuple(means.get(index, ()) for index in range(len(layers))))
+
+
+def parts_of(share: Share, groups: Sequence[int], costs: Mapping[int, float]) -> set[Part]:
+    """List the layers and groups of texts that fall to a process: a half of the texts where processes are even.
+
+    Those that have the same texts share the layers, for each of which all run the whole model.
+    """
+    halves = 2 if share.count % 2 == 0 else 1
+    own = Share(share.number // halves, share.count // halves).part_of(costs)
+    half = list(groups)[share.number % halves :: halves]
+    return {(index, first) for index in own for first in half}
 
 
 def rows_of(kl: Tensor) -> KlOfLayer:
@@ -86,16 +100,17 @@ def rows_of(kl: Tensor) -> KlOfLayer:
     return tuple(map(tuple, kl.tolist()))
 
 
-def texts_together(teacher: PreTrainedModel, layers: Sequence[Layer], length: int) -> int:
-    """Compute how many texts are run together, by the gradients and the logits that are held of each."""
+def texts_together(teacher: PreTrainedModel, layers: Sequence[Layer], texts: Tensor) -> int:
+    """Compute how many texts are run together: at most a half, by the gradients and logits that are held of each."""
     outputs = sum(layer.query_heads * layer.value_dim for layer in layers if layer.native_window is None)
-    return max(1, MAX_GRADIENTS // (length * (DRAWS * outputs + 3 * vocabulary(teacher))))
+    most = MAX_GRADIENTS // (texts.shape[1] * (DRAWS * outputs + 3 * vocabulary(teacher)))
+    return max(1, min(most, -(-len(texts) // 2)))
 
 
 @torch.no_grad()
 def kl_of_options(
     layer: Layer, recording: Recording, gradient: Tensor, options: Sequence[Head], sinks: int, begin: Begin, index: int
-) -> Tensor:  # (KV heads, options)
+) -> KlOfLayer:
     """Estimate the kl of a layer's heads by the change of their outputs, summed over the tokens of some texts."""
     device, heads = recording.inputs[0].device, layer.kv_heads
     kl = torch.zeros(heads, len(options)).double()
@@ -105,7 +120,7 @@ def kl_of_options(
         # (draws, texts, KV heads, group, tokens): the queries of a group change together
         slope = (gradient.unflatten(2, (heads, -1)) * change).sum((-1, 3))
         kl[:, place] = slope.square().mean(0).sum((0, 2)).double().cpu() / 2
-    return kl
+    return rows_of(kl)
 
 
 def recording_of(layer: Layer, sinks: int, begin: Begin, index: int, device: torch.device) -> Recording:

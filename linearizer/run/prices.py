@@ -34,11 +34,10 @@ class Prices(JsonProduct):
 
 @dataclass(frozen=True)
 class LayerPrices(JsonProduct):
-    """The prices of one layer, kept while those of others are measured."""
+    """The prices of one layer, kept while others are measured, or their sums over the tokens of a group of texts."""
 
     json_remedy = "remove them"
 
     sinks: int
     options: tuple[Head, ...]
     kl: KlOfLayer
-    texts: int = 0  # over whose tokens estimates are summed; 0: prices are measured

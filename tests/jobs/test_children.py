@@ -106,7 +106,9 @@ def test_a_child_sees_the_device_that_is_its_own_by_the_name_that_it_has_here(vi
     assert children.seen_by(1, "cpu") == {}
 
 
-def test_three_processes_estimate_the_prices_of_one(tmp_path):
+@pytest.mark.parametrize("count", [2, 3, 4])  # halves of the texts, layers, and both
+def test_several_processes_estimate_the_prices_of_one(count, tmp_path, monkeypatch):
+    monkeypatch.setattr(InTurn, "count", count)
     run = pipeline.begin(tmp_path / "run", PLAN)
     teacher = load(run.plan)
     finish(measure_teacher(run, teacher))

@@ -81,10 +81,9 @@ def test_an_estimate_that_goes_on_from_what_was_kept_is_one_that_was_never_stopp
     teacher, windows = teacher_of("llama"), tokens(3, 24)
     given, kept = (teacher, windows, layers_of(teacher), OPTIONS, 2, begin, 1), []
     whole = finish(estimate_prices(*given, keep=lambda *done: kept.append(done)))
-    assert sorted(done for _, done, _ in kept) == sorted([1, 2, 3] * len(whole.kl))
+    assert sorted(first for (_, first), _ in kept) == sorted([0, 1, 2] * len(whole.kl))
     for behind in range(1, len(kept) + 1):  # one layer may be a text further than another
-        before = {index: (done, kl) for index, done, kl in kept[:behind]}
-        assert finish(estimate_prices(*given, before)) == whole
+        assert finish(estimate_prices(*given, dict(kept[:behind]))) == whole
     assert finish(estimate_prices(*given[:-1], 2)) != whole
 
 
