@@ -21,7 +21,8 @@ from linearizer.model.linked_weights import is_own, link_or_copy, save_around, s
 from linearizer.model.memory import free_bytes
 from linearizer.model.quantised import keep_as_stored, to_device
 from linearizer.model.quiet import quiet
-from linearizer.model.streaming import is_placed, is_streamed
+from linearizer.model.streaming import is_placed, is_streamed, spreads, streams
+from linearizer.model.teacher import load as load_teacher_of
 from linearizer.run.allocation import Allocation, check_allocation
 from linearizer.run.files import parse_json, replacing, writing
 from linearizer.run.folder import Run
@@ -207,9 +208,16 @@ def loaded_bytes(folder: Path, dtype: object) -> float:
 
 
 def load_of_run(run: Run) -> tuple[LinearizedForCausalLM, PreTrainedTokenizerBase]:
-    """Load the student of a run with its tokenizer, on the device and in the dtype of its plan."""
+    """Load the student of a run with its tokenizer, to the devices and in the dtype of its plan.
+
+    A model that one device cannot hold lies where its teacher lay, whose weights are read for it.
+    """
+    plan, weights = run.plan, (run.inspection, run.plan.dtype, run.plan.device)
     with quiet():
-        student = load_student(run, choose_device(run.plan.device), dtype=run.plan.dtype)
+        if run.checkpoint.is_dir() and not plan.kept_lora and (spreads(*weights) or streams(*weights)):
+            student = load_around(run, load_teacher_of(plan, inspection=run.inspection).model)
+        else:
+            student = load_student(run, choose_device(plan.device), dtype=plan.dtype)
         return student, AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
 
 

@@ -70,7 +70,7 @@ def real_tokens(cache: Cache, read: Tensor, new: int) -> Tensor | None:  # (rows
 
 def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
     """Keep some rows of a batch, of which the longest has read so many tokens, and no more padding than they need."""
-    cache.batch_select_indices(torch.tensor(rows, device=cache.layers[0].device))
+    cache.batch_select_indices(torch.tensor(rows))
     cut_padding(cache, longest)
 
 

@@ -27,6 +27,8 @@ from linearizer.run.head_bytes import Head
 from linearizer.run.plan import Plan
 from linearizer.run.profile import ProfileSettings
 from linearizer.runtime.attention_interface import attention_modules, device_of
+from linearizer.serve.engine import Engine
+from linearizer.serve.row import Row
 from tests.support.models import layers_of, teacher_of, tokens
 from tests.support.runs import weights_of
 
@@ -253,6 +255,32 @@ def test_a_run_that_is_spread_over_devices_ends_in_the_bits_of_one_that_is_not(s
     if strategy == "gain":
         finish(pipeline.evaluate(run, Request(("language",), texts=1)))
         assert finish(pipeline.compare_run(run, "Once", 4, 0, False)).teacher.text
+        asked = []
+        for each in (run, Run(run.folder.parent / "whole")):
+            state = each.folder.parent / f"{each.folder.name}.state"
+            reading = finish(pipeline.read(each, "Once upon a time", state))
+            asked.append((reading, finish(pipeline.ask(each, " there", state, new_tokens=4)).text))
+        assert asked[0] == asked[1]
+
+
+def test_a_student_that_one_device_cannot_hold_is_served_where_its_teacher_lies(two_devices, quick_run):
+    run = Run.open(quick_run)
+    whole, _ = checkpoint.load_of_run(run)
+    two_devices(16_000_000, 20_000_000)
+    student, tokenizer = checkpoint.load_of_run(run)
+    assert set(student.base.hf_device_map.values()) == {"cpu:0", "cpu:1"} and not hasattr(whole.base, "hf_device_map")
+    prompts = [tokenizer(text)["input_ids"] for text in ("Once upon a time there", "A", "The end of")]
+    written = []
+    for model in (student, whole):
+        rows = [Row(prompt, lambda piece: None, tokenizer, 3 + len(prompt)) for prompt in prompts]
+        engine = Engine(model, 0)
+        for row in rows:
+            engine.submit(row)
+        with torch.inference_mode():
+            while not all(row.done for row in rows):
+                engine.step()
+        written.append([row.tokens for row in rows])
+    assert written[0] == written[1]
 
 
 @pytest.mark.parametrize("recipe, what", [("lolcats", "lora"), ("duo", "learning gates")])
