@@ -17,13 +17,13 @@ from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
 from linearizer.model.streaming import is_streamed
-from linearizer.model.swap import fixed_answer
+from linearizer.model.swap import fixed_answer, replace_student
 from linearizer.model.sweep import Chain, calls_of, held, hidden_of, sweep_forward
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 
 Tensor = torch.Tensor
 Likelihoods = Callable[[int, Tensor], Sequence[Tensor]]  # of a batch and its logits: a number to differentiate a draw
-Found = Iterator[tuple[int, Tensor]]  # a layer, and its gradients: (draws, texts, query heads, tokens, value_dim)
+Gradients = Iterator[tuple[int, Tensor]]  # a layer, and its gradients: (draws, texts, query heads, tokens, value_dim)
 
 
 class Recording(nn.Module):
@@ -53,8 +53,7 @@ def recording(teacher: PreTrainedModel, recordings: Mapping[int, Recording]) -> 
     modules = attention_modules(teacher)
     with ExitStack() as stack, attending(teacher, IMPLEMENTATION):
         for index, each in recordings.items():
-            modules[index].student = each
-            stack.callback(delattr, modules[index], "student")
+            stack.enter_context(replace_student(modules[index], each))
         yield
 
 
@@ -64,7 +63,7 @@ def gradients_by_layer(
     batches: Sequence[Tensor],
     likelihoods: Likelihoods,
     chain: Chain | None,
-) -> Found:
+) -> Gradients:
     """Run batches of texts; yield for each and for each recording, which then holds inputs and output, the gradients.
 
     The batches of a layer come in their order. `chain` is the teacher's; None: it has none.
@@ -88,7 +87,7 @@ def by_blocks(
     batches: Sequence[Tensor],
     likelihoods: Likelihoods,
     chain: Chain,
-) -> Found:
+) -> Gradients:
     """Compute the gradients from the last block to the first, each of which is run again by itself."""
     calls = [calls_of(teacher, chain, ids) for ids in batches]
     given: list[list[Tensor]] = [[] for _ in batches]  # [batch][block]
@@ -131,7 +130,7 @@ def slopes_of(
 
 def at_once(
     teacher: PreTrainedModel, recordings: Mapping[int, Recording], batches: Sequence[Tensor], likelihoods: Likelihoods
-) -> Found:
+) -> Gradients:
     """Compute the gradients by one graph of the whole model."""
     for batch, ids in enumerate(batches):
         with torch.enable_grad():

@@ -19,14 +19,13 @@ def far_errors(
     key: Tensor,  # (kv heads, tokens, key_dim)
     value: Tensor,  # (kv heads, tokens, value_dim)
     rows: Tensor,  # (rows,) where the queries stand among the tokens
-    real: Tensor,  # (tokens,)
-    sinks: Tensor,  # (tokens,)
+    sinks: int,
     window: int,
 ) -> Tensor:  # (kv heads, 3)
     """Sum |y|² over rows that see something far, and the squared errors of y by a plain mass and by plain values."""
-    at = torch.arange(len(real), device=rows.device)
-    seen = (at <= rows[:, None]) & real
-    far = seen & (rows[:, None] - at >= window) & ~sinks
+    place = torch.arange(key.shape[1], device=rows.device)
+    seen = place <= rows[:, None]
+    far = (rows[:, None] - place >= window) & (place >= sinks)
     key, value = key.unsqueeze(1), value.unsqueeze(1)
     logits = (query @ key.mT).masked_fill(~seen, -torch.inf)
     total, weights = logits.logsumexp(-1, keepdim=True), logits.softmax(-1)

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
+from linearizer.model.swap import replace_student
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Layer
@@ -61,8 +62,7 @@ def learn_gates(
             expected = teacher.base_model(input_ids=ids, use_cache=False)[0].float()
         with ExitStack() as stack, attending(teacher, IMPLEMENTATION):
             for index, gate in gates.items():
-                modules[index].student = gate
-                stack.callback(delattr, modules[index], "student")
+                stack.enter_context(replace_student(modules[index], gate))
             hidden = teacher.base_model(input_ids=ids, use_cache=False)[0].float()
         error = (hidden - expected).square().sum() / expected.square().sum()
         loss = error + SPARSITY * torch.cat(alphas).mean()

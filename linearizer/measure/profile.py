@@ -15,7 +15,7 @@ from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.recorder import LayerRecord, Recorder, draw_tokens
 from linearizer.model.samples import LayerSamples, Samples
 from linearizer.model.streaming import is_streamed
-from linearizer.model.sweep import Chain, calls_of, chain_of, sweep_forward
+from linearizer.model.sweep import Chain, calls_of, chain_of, run_blocks, sweep_forward
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Layer
@@ -48,23 +48,21 @@ def measure_profile(
     layers: tuple[Layer, ...],
     settings: ProfileSettings = DEFAULTS,
     *,
-    real: torch.Tensor | None = None,  # (texts, tokens) true where a token is no padding
     batch_tokens: int = 2048,
     keep_text: bool = False,
 ) -> Steps[Measurement]:
     """Measure the attention of a model on texts; the samples may keep the whole first text besides."""
-    real = torch.ones_like(texts, dtype=torch.bool) if real is None else real.bool()
     windows = tuple(window for window in (16 << power for power in range(30)) if window < texts.shape[1])
-    draw = draw_tokens(real.cpu(), settings.samples, settings.rows, settings.sinks, settings.seed)
+    draw = draw_tokens(texts, settings.samples, settings.rows, settings.sinks, settings.seed)
     recorder = Recorder(layers, draw, windows, keep_text)
     size = max(1, batch_tokens // texts.shape[1])
-    if is_streamed(model) and real.all() and (chain := chain_of(model, texts)):
+    if is_streamed(model) and (chain := chain_of(model, texts)):
         yield from record_by_blocks(model, chain, texts.split(size), recorder)
     else:
-        batches = -(-len(texts) // size)
-        for batch in range(batches):
-            record_batch(model, texts, real, slice(batch * size, (batch + 1) * size), recorder)
-            yield Progress(EventName.PROFILE, batch + 1, batches, "batches")
+        batches = texts.split(size)
+        for batch, ids in enumerate(batches):
+            record_batch(model, ids, batch * size, recorder)
+            yield Progress(EventName.PROFILE, batch + 1, len(batches), "batches")
     recorder.check()
     profiles = yield from profile_layers(recorder, settings)
     rows = tuple(profiles.get(index, LayerProfile(())) for index in range(len(layers)))
@@ -73,7 +71,7 @@ def measure_profile(
         None if record is None else LayerSamples(record.queries, record.keys, record.values, record.text)
         for record in records
     )
-    return Measurement(Profile(settings, int(real.sum()), windows, rows), Samples(samples))
+    return Measurement(Profile(settings, texts.numel(), windows, rows), Samples(samples))
 
 
 def record_by_blocks(
@@ -90,18 +88,13 @@ def record_by_blocks(
             yield Progress(EventName.PROFILE, done + 1, len(chain.blocks), "layers")
 
 
-def record_batch(model: nn.Module, texts: torch.Tensor, real: torch.Tensor, batch: slice, recorder: Recorder) -> None:
-    """Run a batch of texts through the model, up to its last layer."""
-    device = next(model.parameters()).device
-    inputs = {"input_ids": texts[batch].to(device), "use_cache": False}
-    if not real.all():
-        mask = real[batch].long().to(device)
-        inputs |= {"attention_mask": mask, "position_ids": (mask.cumsum(-1) - 1).clamp(min=0)}
+def record_batch(model: nn.Module, ids: torch.Tensor, first: int, recorder: Recorder) -> None:
+    """Run a batch of texts, of which the first has this number, through the model, up to its last layer."""
     training = model.training
     model.eval()
     try:
-        with torch.no_grad(), recorder.recording(model, batch.start):
-            getattr(model, "base_model", model)(**inputs)  # no logits: of a large vocabulary they take most memory
+        with torch.no_grad(), recorder.recording(model, first):
+            run_blocks(model, ids)
     finally:
         model.train(training)
 

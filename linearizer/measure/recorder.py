@@ -24,20 +24,18 @@ FAR_ROWS = 4  # of so many rows one says how far a plain mass and plain values a
 class Draw:
     """The sampled tokens, drawn before the model runs, so that batches do not change the result."""
 
-    real: torch.Tensor  # (texts, tokens) true where a token is no padding
-    sinks: torch.Tensor  # (texts, tokens) true for the first real tokens of each text
+    sinks: int  # first tokens of each text, of which none is drawn
     keys: torch.Tensor  # (samples / 2,) positions in the flattened texts, rising
     queries: torch.Tensor  # (samples / 2,) drawn apart from the keys
     rows: torch.Tensor  # (rows,) the queries whose whole attention is computed
 
 
-def draw_tokens(real: torch.Tensor, samples: int, rows: int, sinks: int, seed: int) -> Draw:
-    """Draw tokens that are neither padding nor sinks, without replacement."""
-    first = real & (real.cumsum(-1) <= sinks)
-    eligible = (real & ~first).flatten().nonzero()[:, 0]
-    if real.shape[1] <= sinks:
+def draw_tokens(texts: torch.Tensor, samples: int, rows: int, sinks: int, seed: int) -> Draw:
+    """Draw tokens of texts (texts, tokens) that are no sinks, without replacement."""
+    eligible = torch.arange(texts.numel()).view(texts.shape)[:, sinks:].flatten()
+    if texts.shape[1] <= sinks:
         raise TextError(
-            f"texts of {real.shape[1]} tokens leave none to draw from beside {sinks} sinks: ask for a --length above "
+            f"texts of {texts.shape[1]} tokens leave none to draw from beside {sinks} sinks: ask for a --length above "
             f"{sinks}, or for fewer sinks"
         )
     if len(eligible) < samples // 2:
@@ -50,7 +48,7 @@ def draw_tokens(real: torch.Tensor, samples: int, rows: int, sinks: int, seed: i
     def pick(count: int) -> torch.Tensor:
         return eligible[torch.randperm(len(eligible), generator=generator)[:count]].sort().values
 
-    return Draw(real, first, pick(samples // 2), pick(samples // 2), pick(rows))
+    return Draw(sinks, pick(samples // 2), pick(samples // 2), pick(rows))
 
 
 class LayerRecord:
@@ -73,36 +71,25 @@ class LayerRecord:
         """Add a batch whose first text is number `first`; query and key contain the scaling."""
         texts, length = len(query), query.shape[2]
         if self.keeps_text and first == 0:
-            seen = self.draw.real[0].to(query.device)
-            self.text = LayerSamples(query[0][:, seen].cpu(), key[0][:, seen].cpu(), value[0][:, seen].cpu())
+            self.text = LayerSamples(*(x[0].clone().cpu() for x in (query, key, value)))
         drawn = ((self.keys, key, self.draw.keys), (self.values, value, self.draw.keys))
         for sample, vectors, positions in (*drawn, (self.queries, query, self.draw.queries)):
             slots, places = within(positions, first * length, (first + texts) * length)
             places = places.to(vectors.device)
             sample[:, slots] = vectors[places // length, :, places % length].transpose(0, 1).cpu()
-        real = self.draw.real[first : first + texts].to(query.device)
-        sinks = self.draw.sinks[first : first + texts].to(query.device)
         for text in range(texts):
             _, rows = within(self.draw.rows, (first + text) * length, (first + text + 1) * length)
-            rows = rows.to(query.device)
-            self.add_attention(query[text], key[text], value[text], rows, real[text], sinks[text])
+            self.add_attention(query[text], key[text], value[text], rows.to(query.device))
 
-    def add_attention(
-        self,
-        query: torch.Tensor,
-        key: torch.Tensor,
-        value: torch.Tensor,
-        rows: torch.Tensor,
-        real: torch.Tensor,
-        sinks: torch.Tensor,
-    ) -> None:
+    def add_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor) -> None:
         """Add the whole attention of some rows of one text, a block at a time."""
+        sinks = self.draw.sinks
         for block in rows.split(max(1, SCORES // (query.shape[0] * query.shape[1]))):
             grouped = query[:, block].unflatten(0, (self.layer.kv_heads, -1))  # (kv heads, group, rows, key_dim)
-            self.attention += attention_sums(grouped, key, block, real, sinks, self.windows)
+            self.attention += attention_sums(grouped, key, block, sinks, self.windows)
             if self.windows:
                 some = slice(None, None, FAR_ROWS)
-                self.far += far_errors(grouped[:, :, some], key, value, block[some], real, sinks, self.windows[0])
+                self.far += far_errors(grouped[:, :, some], key, value, block[some], sinks, self.windows[0])
 
     def attention_means(self) -> torch.Tensor:
         """Give entropy, mass on sinks and mass within each window, a row per KV head."""
@@ -123,19 +110,19 @@ def attention_sums(
     query: torch.Tensor,  # (kv heads, group, rows, key_dim)
     key: torch.Tensor,  # (kv heads, tokens, key_dim)
     rows: torch.Tensor,  # (rows,) where the queries stand among the tokens
-    real: torch.Tensor,  # (tokens,)
-    sinks: torch.Tensor,  # (tokens,)
+    sinks: int,
     windows: tuple[int, ...],
 ) -> torch.Tensor:  # (kv heads, 2 + windows)
     """Sum entropy, mass on sinks, and mass within each window (sinks apart) over the rows."""
-    seen = (torch.arange(len(real), device=rows.device) <= rows[:, None]) & real
+    place = torch.arange(key.shape[1], device=rows.device)
+    seen, is_sink = place <= rows[:, None], place < sinks
     logs = (query @ key.unsqueeze(1).mT).masked_fill(~seen, -torch.inf).log_softmax(-1)  # (…, rows, tokens)
     mass = logs.exp()
     entropy = -(mass * logs.masked_fill(~seen, 0)).sum(-1)
-    before = (mass * ~sinks).cumsum(-1)
+    before = (mass * ~is_sink).cumsum(-1)
     edges = rows[:, None] - rows.new_tensor(windows)  # (rows, windows): the last token outside
     outside = before.gather(-1, edges.clamp(min=0).expand(*mass.shape[:3], -1)) * (edges >= 0)
-    sums = [entropy.unsqueeze(-1), (mass * sinks).sum(-1, keepdim=True), before[..., -1:] - outside]
+    sums = [entropy.unsqueeze(-1), (mass * is_sink).sum(-1, keepdim=True), before[..., -1:] - outside]
     return torch.cat(sums, -1).double().mean(1).sum(1)
 
 
@@ -174,9 +161,8 @@ class Recorder:
         expected = (layer.query_heads, layer.kv_heads, layer.key_dim, layer.value_dim)
         if shape != expected:
             raise FaultError(f"layer {index} attends with (query heads, KV heads, sizes) {shape}, not {expected}")
-        real = self.draw.real[self.first : self.first + len(query)].to(query.device)
         for name, vectors in (("queries", query), ("keys", key), ("values", value)):
-            if not (vectors.isfinite().all(-1).all(1) | ~real).all():
+            if not vectors.isfinite().all():
                 raise RequestError(
                     f"layer {index}: the {name} are not finite; the weights are damaged, or their type is too small: "
                     "load the model in float32"

@@ -101,7 +101,7 @@ def chain_of(model: nn.Module, texts: Tensor) -> Chain | None:
 
 
 def run_blocks(model: nn.Module, ids: Tensor) -> None:
-    """Run a model without its logits."""
+    """Run a model without its logits, which take most memory where the vocabulary is large."""
     device = next(model.parameters()).device
     getattr(model, "base_model", model)(input_ids=ids.to(device), use_cache=False)
 

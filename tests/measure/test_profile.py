@@ -145,23 +145,6 @@ def test_batches_and_a_second_run_change_nothing():
     assert all(torch.equal(again.samples.tensors()[name], kept) for name, kept in measurement.samples.tensors().items())
 
 
-@pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-@pytest.mark.parametrize("side", ["left", "right"])
-def test_padding_changes_nothing(family, side):
-    teacher, windows = teacher_of(family), texts()
-    real = torch.ones(4, 50, dtype=torch.bool)
-    real[:, slice(0, 10) if side == "left" else slice(40, 50)] = False
-    padded = torch.zeros(4, 50, dtype=torch.long)
-    padded[real] = windows.flatten()
-    plain, result = measured(teacher, windows).profile, measured(teacher, padded, real=real).profile
-    assert result.tokens == plain.tokens
-    for a, b in zip(plain.layers, result.layers, strict=True):
-        for head, same in zip(a.heads, b.heads, strict=True):
-            close(same.freedoms, head.freedoms)
-            close(same.sink_mass, head.sink_mass)
-            close(same.entropy, head.entropy)
-
-
 def test_paper_mode_has_a_curve_for_every_query_head():
     settings = ProfileSettings(samples=64, rows=8, sinks=0, gauge="raw", per="query")
     shared, apart = (measured(teacher_of(family), texts(), settings) for family in ("llama", "gpt2"))
