@@ -16,6 +16,7 @@ MIN_KL = 1e-9  # nats: a smaller kl is rounding
 DEAR_KL = 0.01  # nats: beyond, an estimate of second order may be off by a third
 NEAR = 3 / 4  # of a size: beyond, the larger head may hold a whole text
 STEEPEST = 3  # power of the size by which kl may fall, beside what is left of a text
+PARTS = 4  # in which a size between two options is looked for
 MOST_DEAR = 32  # offers that are measured after they were estimated
 
 
@@ -253,11 +254,10 @@ def tokens_of(head: Head) -> int:
     return head.window + head.slots + head.features
 
 
-def interpolate(low: tuple[Head, float], high: tuple[Head, float], parts: int = 4) -> Iterator[tuple[Head, float]]:
+def interpolate(low: tuple[Head, float], high: tuple[Head, float]) -> Iterator[tuple[Head, float]]:
     """List heads between two options with their kl, which falls about as a power of the size."""
     logs = [math.log(max(kl, MIN_KL)) for _, kl in (low, high)]
-    for part in range(1, parts):
-        share = part / parts
+    for share in (part / PARTS for part in range(1, PARTS)):
         size = {
             name: round(getattr(low[0], name) ** (1 - share) * getattr(high[0], name) ** share)
             for name in ("window", "slots", "features")

@@ -118,8 +118,8 @@ def price_heads(
     measured: dict[Place, float] = {}
     if run.plan.prices == "estimated":
         mine = measure_dear_prices(run, teacher, texts, prices, begin, Share(0, helpers.count))
-        found, others = yield from log_progress(run, helpers.beside(f"dear-prices {sinks}", mine))
-        measured = {(layer, head, option): kl for part in (found, *others) for layer, head, option, kl in part}
+        own_prices, others = yield from log_progress(run, helpers.beside(f"dear-prices {sinks}", mine))
+        measured = {(layer, head, option): kl for part in (own_prices, *others) for layer, head, option, kl in part}
         prices = correct_prices(prices, measured)
     run.write_product("prices.json", prices.to_json())
     remove(run.folder / LAYERS)
@@ -184,8 +184,8 @@ def measure_dear_prices(
     places = [place for place in dear if place[0] in own]
     if not places:
         return []
-    found = yield from measure_some_prices(teacher.model, texts, layers, prices, places, begin)
-    return [(*place, kl) for place, kl in found.items()]
+    kl = yield from measure_some_prices(teacher.model, texts, layers, prices, places, begin)
+    return [(*place, kl_of_place) for place, kl_of_place in kl.items()]
 
 
 def read_priced_layers(run: Run, options: tuple[Head, ...]) -> dict[tuple[int, ...], LayerPrices]:

@@ -35,6 +35,7 @@ from linearizer.errors import LinearizerError, RequestError, Stopped
 from linearizer.jobs import control
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import write_whole
+from linearizer.run.find import find_run, fresh_folder
 from linearizer.run.options import options_of
 from linearizer.run.plan import DEFAULT_BUDGET, Plan, read_plan
 from linearizer.serve.defaults import HOST, MAX_STATE_BYTES, PORT
@@ -203,8 +204,6 @@ def begin_run(arguments: argparse.Namespace) -> Run:
 
 def plan_of(arguments: argparse.Namespace) -> tuple[Path, Plan]:
     """Give the folder and the plan of the run that the arguments describe."""
-    from linearizer.run.find import fresh_folder
-
     changes = plan_changes(arguments)
     if arguments.plan is None:
         plan = Plan.of(**{"budget": DEFAULT_BUDGET, **changes})
@@ -249,7 +248,6 @@ def serve_profile(arguments: argparse.Namespace) -> None:
 
 def serve_allocate(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
-    from linearizer.run.find import find_run
 
     run = find_run(arguments.run)
     plan = replace(run.plan, **plan_changes(arguments))
@@ -323,7 +321,6 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
     from linearizer.jobs.worker import work_in_foreground
     from linearizer.pipeline import evaluate
     from linearizer.publish.parts import evaluation_report
-    from linearizer.run.find import find_run
 
     run = find_run(arguments.run)
     request = Request.of({name: value for name, value in vars(arguments).items() if name in options_of(Request)})
@@ -360,7 +357,6 @@ def serve_app(arguments: argparse.Namespace) -> None:
 
 def serve_compare(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
-    from linearizer.run.find import find_run
 
     run = find_run(arguments.run)
     comparison = show_progress(
@@ -372,7 +368,6 @@ def serve_compare(arguments: argparse.Namespace) -> None:
 def serve_read(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
     from linearizer.model.text import decode_text, read_whole
-    from linearizer.run.find import find_run
 
     run = find_run(arguments.run)
     if arguments.file == "-":
@@ -385,7 +380,6 @@ def serve_read(arguments: argparse.Namespace) -> None:
 
 def serve_ask(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
-    from linearizer.run.find import find_run
 
     run = find_run(arguments.run)
     if arguments.take_back:
@@ -401,7 +395,6 @@ def serve_ask(arguments: argparse.Namespace) -> None:
 
 
 def serve_serve(arguments: argparse.Namespace) -> None:
-    from linearizer.run.find import find_run
     from linearizer.serve.server import serve
 
     def say(url: str, model: str) -> None:
@@ -414,7 +407,6 @@ def serve_serve(arguments: argparse.Namespace) -> None:
 
 def serve_push(arguments: argparse.Namespace) -> None:
     from linearizer.publish import push
-    from linearizer.run.find import find_run
 
     if (arguments.space is None) == (arguments.name is None) or (
         arguments.space is not None and arguments.run is not None

@@ -34,7 +34,7 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
         recipe.flag,
         action=ListRecipes,
         type=lambda text: text if text == ListRecipes.WORD else recipe.parse(text),
-        help=f"{recipe.help}; {ListRecipes.WORD}: say what each is, and how it did here",
+        help=f"{recipe.help}; {ListRecipes.WORD}: what each is, and its results with the demo model",
     )
     command.add_argument(
         "--plan",
@@ -77,14 +77,14 @@ class ListRecipes(argparse.Action):
 
 
 def describe_recipes() -> str:
-    """List the recipes and memories, from whom they are and how they did here, and what no recipe can be."""
-    lines = ["recipe, what it is, from whom, and how it did here:", ""]
+    """List the recipes and memories with their references and results, and the methods that no recipe expresses."""
+    lines = ["each recipe: what it is, its reference, and its results with the demo model:", ""]
     for name, recipe in RECIPES.items():
         lines += [f"  {name:12}{recipe.origin}", *(f"{'':14}{line}" for line in measured_lines(name))]
     lines += ["", "further memories, for --feature-map beside the recipe gdn, or for --memories:", ""]
     for name in (name for name in MEMORIES if name not in RECIPES):
         lines += [f"  {name:18}{MEMORIES[name].origin}", *(f"{'':14}{line}" for line in measured_lines(name))]
-    lines += ["", "what no option of a head can be, and why:", ""]
+    lines += ["", "methods that no head can hold, and why:", ""]
     return "\n".join(lines + [f"  {name}: {why}" for name, why in NOT_EXPRESSED.items()])
 
 

@@ -42,7 +42,7 @@ def add_options(command: argparse.ArgumentParser) -> None:
 
 
 def serve_runs(arguments: argparse.Namespace) -> None:
-    """Do what was arguments of status run, or list all."""
+    """Serve one action on a run, or list all runs."""
     root = arguments.root or runs_root()
     if arguments.action == "list":
         if arguments.run is not None:

@@ -21,7 +21,7 @@ from linearizer.run.results import Generation, Written
 
 Tensor = torch.Tensor
 GRAMS = (1, 2, 3)  # tokens in a row, whose variety is counted
-REPEATED = 4  # tokens in a row that, found again, count as repeated
+REPEATED = 4  # tokens in a row that count as repeated when they come again
 
 
 def measure_generation(

@@ -1,7 +1,8 @@
 """How well the next token is predicted: loss, divergence, agreement and calibration, with their spread over the text.
 
-All go through the same code on the same tokens; the first may be the teacher, whom the others are held against.
-Intervals hold 95 % of what is found when documents are drawn again with replacement, neighbours in a text being alike.
+All subjects go through the same code on the same tokens. The first may be the teacher, with which the others are
+compared. Intervals hold 95 % of the means over documents that are drawn again with replacement: tokens of one document
+are alike.
 """
 
 from __future__ import annotations

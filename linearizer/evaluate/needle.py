@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from linearizer.errors import RequestError
-from linearizer.evaluate.reading import read
+from linearizer.evaluate.reading import read, read_into_cache
 from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import fresh_cache, losses_of
 from linearizer.model.memory import run_if_it_fits
@@ -26,7 +26,6 @@ DEPTHS = (0.05, 0.25, 0.5, 0.75, 0.95)  # of the text between the start and the 
 KEY, VALUE = 8, 8  # tokens
 PAIRS = 4  # the question is about one of them
 MIN_NEEDLE_TOKENS = 2 * (PAIRS + 1) * (KEY + VALUE)  # tokens of a text: half of them pairs
-PIECE = 2048  # tokens that a model reads at a time
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,5 @@ def ask_subject(subject: Subject, hidden: HiddenPairs) -> Answer:
 
 def read_from(subject: Subject, ids: Tensor, cache: Cache, begin: int, pair: int) -> Tensor:
     """Read text up to a pair, and the pair; give the logits that predict its value (texts, VALUE, vocabulary)."""
-    for start in range(begin, pair, PIECE):
-        read(subject, ids[:, start : min(start + PIECE, pair)], cache, keep=1)
+    read_into_cache(subject, ids[:, begin:pair], cache)
     return read(subject, ids[:, pair : pair + KEY + VALUE], cache)[:, KEY - 1 : -1]

@@ -16,6 +16,7 @@ from linearizer.evaluate.subjects import Subject
 from linearizer.model.in_step import in_step
 from linearizer.model.layers import blocks_of
 from linearizer.model.logits import Tensor, bytes_held, fresh_cache, losses_of, texts_at_once, tokens_at_once
+from linearizer.model.token_loop import read_tokens
 
 MAX_BRANCH_BYTES = 2**28  # of the copies of a cache's layer that a text goes on from at once
 Pieces = Iterator[tuple[int, list[Tensor]]]  # where a piece begins, and each subject's logits of it
@@ -93,6 +94,13 @@ def read(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> T
     with subject.at_work() as model, torch.inference_mode():
         given = {"input_ids": ids.to(model.device), "past_key_values": cache, "use_cache": cache is not None}
         return model(**given, logits_to_keep=keep).logits.float()
+
+
+def read_into_cache(subject: Subject, ids: Tensor, cache: Cache) -> None:
+    """Let a subject read on, without its logits."""
+    with subject.at_work() as model:
+        for _ in read_tokens(model, ids, cache):
+            pass
 
 
 def read_losses(subjects: Sequence[Subject], ids: Tensor) -> list[Tensor]:

@@ -16,8 +16,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import TextError
-from linearizer.evaluate.needle import PIECE
-from linearizer.evaluate.reading import read
+from linearizer.evaluate.reading import read, read_into_cache
 from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import fresh_cache
 from linearizer.model.text import first_tokens
@@ -93,7 +92,7 @@ def hide_many_keys(words: Sequence[str], depth: float, drawn: random.Random) -> 
 
 
 def hide_many_values(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
-    """One key has several values, all told from the depth on; they are asked for in their order."""
+    """One key has several values, all stated from the depth on; the question asks for them in their order."""
     key, *values = words[: VALUES + 1]
     places = sorted(depth + (1 - depth) * 0.9 * drawn.random() for _ in values)
     facts = [
@@ -142,17 +141,17 @@ def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) 
     def tokens(text: str) -> Tensor:
         return torch.tensor(tokenizer(text, add_special_tokens=False)["input_ids"], dtype=window.dtype)
 
-    facts = [(depth, tokens(told)) for depth, told in sorted(puzzle.facts, key=lambda pair: pair[0])]
+    facts = [(depth, tokens(fact_tokens)) for depth, fact_tokens in sorted(puzzle.facts, key=lambda pair: pair[0])]
     answer = [tokens(f" {word}") for word in puzzle.answer]
     end = torch.cat([tokens(puzzle.question), *answer])
     first = first_tokens(tokenizer)
-    room = len(window) - len(end) - sum(len(told) for _, told in facts)
+    room = len(window) - len(end) - sum(len(fact_tokens) for _, fact_tokens in facts)
     if room <= first:
         raise TextError(f"a task does not fit into a text of {len(window)} tokens: ask for longer ones with --lengths")
     pieces, before = [], 0
-    for depth, told in facts:
+    for depth, fact_tokens in facts:
         place = max(before, first + int(depth * (room - first)))
-        pieces += [window[before:place], told]
+        pieces += [window[before:place], fact_tokens]
         before = place
     return torch.cat([*pieces, window[before:room], end])[None], [len(word) for word in answer]
 
@@ -161,8 +160,7 @@ def answered(subject: Subject, ids: Tensor, answer: Sequence[int]) -> float:
     """Give the share of the answer's words that a subject would have written."""
     cache, count = fresh_cache(subject.model), sum(answer)
     begin = ids.shape[1] - count - 1
-    for start in range(0, begin, PIECE):
-        read(subject, ids[:, start : min(start + PIECE, begin)], cache, keep=1)
+    read_into_cache(subject, ids[:, :begin], cache)
     likeliest = read(subject, ids[:, begin:], cache)[0, :-1].argmax(-1).cpu()
     right = (likeliest == ids[0, begin + 1 :]).split(list(answer))
     return sum(bool(word.all()) for word in right) / len(right)

@@ -1,4 +1,4 @@
-"""Where a finished run is measured: its student, its teacher if that is still to be had, its controls, its text."""
+"""The setup of an evaluation: student, teacher where it is available, controls, and texts."""
 
 from __future__ import annotations
 
@@ -125,7 +125,7 @@ class Setup:
         source = absolute_source(source or plan.text)  # so is the plan's own
         if source != plan.text or source == "self":
             if source == "self" and self.teacher is None:
-                raise TextError("'self' is text that the teacher writes, which is not to be had: name another source")
+                raise TextError("'self' is text that the teacher writes, which is not available: name another source")
             new = seed + plan.seed + 1  # other texts than those of the training
             return read_texts(source, self.tokenizer, length, count, least=1, model=self.teacher, seed=new)
         first = first_tokens(self.tokenizer)

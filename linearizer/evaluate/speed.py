@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from linearizer.evaluate.reading import read
+from linearizer.evaluate.reading import read, read_into_cache
 from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import bytes_held, fresh_cache, vocabulary
 from linearizer.model.memory import PeakMemory, free_bytes, run_if_it_fits
@@ -26,7 +26,6 @@ from linearizer.run.results import Breakeven, Course, Pace, Speed
 Tensor = torch.Tensor
 LENGTHS = (1024, 4096, 16384, 65536, 131072)
 WRITTEN = 16  # tokens; the first is not timed
-PIECE = 2048  # tokens that a model reads at a time
 MAX_BATCH = 64
 MAX_MEMORY_SHARE = 0.8  # of the free memory
 
@@ -114,8 +113,7 @@ class Meter:
         with self.subject.at_work() as model:  # once: to make the model ready is no part of a token's time
             subject, cache, peak = Subject(self.subject.name, model), fresh_cache(model), PeakMemory(device)
             begin = self.clock(device)
-            for piece in ids[:, : length - WRITTEN].split(PIECE, dim=1):
-                read(subject, piece, cache, keep=1)
+            read_into_cache(subject, ids[:, : length - WRITTEN], cache)
             read_all = self.clock(device)
             read(subject, ids[:, length - WRITTEN : length - WRITTEN + 1], cache, keep=1)
             first = self.clock(device)

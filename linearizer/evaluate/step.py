@@ -134,7 +134,7 @@ def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
 
 
 def subjects_and_rivals(setup: Setup, request: Request, length: int) -> list[Subject]:
-    """List who is compared where texts are read: with rivals, unless a student has just been made."""
+    """List the subjects of a part that reads texts: with rivals, unless a student has just been made."""
     return [*setup.subjects(length), *([] if request.short else setup.rivals())]
 
 

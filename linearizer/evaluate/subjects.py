@@ -1,4 +1,4 @@
-"""Who is compared: the teacher, the student, and the same model with other heads in place: its controls."""
+"""The subjects of an evaluation: the teacher, the student, and controls, which are the model with other heads."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from linearizer.runtime.attention_interface import attending
 
 @dataclass(frozen=True)
 class Subject:
-    """One of those that go through the same code on the same text."""
+    """A model that goes through the same code on the same text as all other subjects."""
 
     name: str
     model: PreTrainedModel

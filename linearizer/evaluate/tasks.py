@@ -33,7 +33,7 @@ def measure_tasks(
     seed: int = 0,
     batch: int = 8,
 ) -> Steps[Tasks]:
-    """Let all do the same tasks; a folder may hold tasks of one's own."""
+    """Let all subjects do the same tasks; a folder may hold tasks of the user."""
     manager = find_tasks(names, folder)
     import lm_eval
     from lm_eval.models.huggingface import HFLM
@@ -61,7 +61,7 @@ def measure_tasks(
 
 
 def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
-    """Give lm_eval's manager of tasks, with all that were named loaded once: data that cannot be had is known now."""
+    """Give lm_eval's manager of tasks, and load the named tasks once: missing data is then known before measuring."""
     if folder is not None and not folder.is_dir():
         raise RequestError(f"--task-folder {str(folder)!r} is no folder: name one that holds tasks as YAML files")
     try:
@@ -85,7 +85,7 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
             get_task_dict(list(names), manager)
     except Exception as error:  # each task loads its data in its own way, with errors of many types
         raise RequestError(
-            f"the data of {', '.join(names)} cannot be had ({first_line(error)}): connect, or name a folder with "
+            f"the data of {', '.join(names)} cannot be loaded ({first_line(error)}): connect, or name a folder with "
             "tasks and data of your own with --task-folder"
         ) from error
     return manager

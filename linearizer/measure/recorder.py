@@ -71,7 +71,7 @@ class LayerRecord:
         """Add a batch whose first text is number `first`; query and key contain the scaling."""
         texts, length = len(query), query.shape[2]
         if self.keeps_text and first == 0:
-            self.text = LayerSamples(*(x[0].clone().cpu() for x in (query, key, value)))
+            self.text = LayerSamples(query[0].clone().cpu(), key[0].clone().cpu(), value[0].clone().cpu())
         drawn = ((self.keys, key, self.draw.keys), (self.values, value, self.draw.keys))
         for sample, vectors, positions in (*drawn, (self.queries, query, self.draw.queries)):
             slots, places = within(positions, first * length, (first + texts) * length)

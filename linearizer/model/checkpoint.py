@@ -186,13 +186,13 @@ def load_around(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
     config = LinearizedConfig.from_pretrained(run.checkpoint)
     student = LinearizedForCausalLM.from_teacher(teacher, config, run.plan.seed)
     own = {name for name in student.state_dict() if is_own(name)}
-    found: dict[str, torch.Tensor] = {}
+    weights: dict[str, torch.Tensor] = {}
     for path in weight_files(run.checkpoint):
         with safe_open(path, "pt") as file:
-            found |= {name: file.get_tensor(name) for name in own & set(file.keys())}
-    if missing := sorted(own - found.keys()):
+            weights |= {name: file.get_tensor(name) for name in own & set(file.keys())}
+    if missing := sorted(own - weights.keys()):
         raise RequestError(f"{run.checkpoint} lacks {len(missing)} weights, such as {missing[0]}: write it again")
-    student.load_state_dict(found, strict=False)
+    student.load_state_dict(weights, strict=False)
     return student.eval()
 
 

@@ -27,7 +27,7 @@ def choose_device(device: str) -> str:
     try:
         torch.ones((), device=device).item()  # the device "meta" holds no numbers
     except (RuntimeError, AssertionError) as error:
-        raise RequestError(f"device {device!r} is not to be had here: name cpu, or leave it out") from error
+        raise RequestError(f"device {device!r} is not available here: name cpu, or leave it out") from error
     return device
 
 

@@ -153,8 +153,8 @@ def weight_files(source: Source) -> tuple[Path, ...]:
     if source.folder is not None:
         return tuple(source.folder / file for file in source.weights.files)
     assert source.repo_id is not None
-    found = [try_to_load_from_cache(source.repo_id, file, revision=source.revision) for file in source.weights.files]
-    return tuple(Path(path) for path in found if isinstance(path, str)) if None not in found else ()
+    paths = [try_to_load_from_cache(source.repo_id, file, revision=source.revision) for file in source.weights.files]
+    return tuple(Path(path) for path in paths if isinstance(path, str)) if None not in paths else ()
 
 
 def cache_folder() -> Path:
@@ -192,7 +192,7 @@ def explain_hub_errors(name: str, token: str | None = None) -> Iterator[None]:
     except HfHubHTTPError as error:
         status = error.response.status_code
         remedy = f"the token in use was refused, so {SIGN_IN} again" if status in (401, 403) else "try again later"
-        raise ModelNotAvailable(f"{name!r} cannot be had, the Hub answered {status}: {remedy}") from error
+        raise ModelNotAvailable(f"{name!r} cannot be loaded, the Hub answered {status}: {remedy}") from error
     except HFValidationError as error:
         raise ModelNotAvailable(f"{name!r} is neither a folder here nor an id of the Hub: {NAMES}") from error
     except (HTTPError, OfflineModeIsEnabled, ConnectionError) as error:
@@ -342,4 +342,4 @@ def _unreachable(name: str) -> ModelNotAvailable:
     for folder in snapshots.glob(revision or "*"):
         if (folder / CONFIG).exists() and ((folder / SINGLE).exists() or (folder / INDEX).exists()):
             remedy = f"a copy is in the cache, so name its folder instead ({folder}), or connect"
-    return ModelNotAvailable(f"{name!r} cannot be had, no network: {remedy}")
+    return ModelNotAvailable(f"{name!r} cannot be loaded, no network: {remedy}")

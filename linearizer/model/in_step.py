@@ -131,7 +131,7 @@ def in_step(model: PreTrainedModel, passes: Sequence[Callable[[], T]]) -> list[T
     before = attending.now()
     own = [Pass(work, before) for work in passes]
     if isinstance(current := threading.current_thread(), Pass):
-        current.wait_for(None, own)  # whoever runs that pass runs these, too
+        current.wait_for(None, own)  # the thread that runs this pass runs these, too
         return [each.result for each in own]  # type: ignore[misc]
     threads: list[Pass[Any]] = []
     try:

@@ -14,13 +14,13 @@ PIECE = 2048  # tokens that are read at once: a longer piece takes more memory, 
 Choose = Callable[[Tensor], Tensor]  # logits (texts, vocabulary) -> next tokens (texts, 1)
 
 
-def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, piece: int = PIECE) -> Iterator[int]:
+def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Iterator[int]:
     """Read tokens (texts, tokens) that follow what the cache holds; yield after each piece how many were read."""
-    for start in range(0, ids.shape[1], piece):
+    for start in range(0, ids.shape[1], PIECE):
         with torch.inference_mode():
-            part = ids[:, start : start + piece].to(model.device)
+            part = ids[:, start : start + PIECE].to(model.device)
             model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        yield min(start + piece, ids.shape[1])
+        yield min(start + PIECE, ids.shape[1])
 
 
 def write_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, choose: Choose) -> Iterator[Tensor]:

@@ -78,7 +78,7 @@ class JudgedStatus(RunStatus):
 class EvaluationStatus(RunStatus):
     """How an evaluation goes, and what was measured so far."""
 
-    found: dict[str, dict] | None = None
+    evaluation: dict[str, dict] | None = None
 
 
 @dataclass(frozen=True)
@@ -328,7 +328,7 @@ def evaluation_status(run: str, secret: str = "", profile: Profile = None, token
     opened = identify_visitor(secret, profile, token).find_run(run)
     status = control.status(opened).evaluation
     state = RunStatus(run, None) if status is None else describe_status(status)
-    return EvaluationStatus(**asdict(state), found=opened.evaluation_parts)
+    return EvaluationStatus(**asdict(state), evaluation=opened.evaluation_parts)
 
 
 def stop_evaluation(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:

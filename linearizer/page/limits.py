@@ -98,7 +98,7 @@ def check_plan(visitor: Visitor, plan: Plan, inspection: Inspection, root: Path,
     check_turn(visitor, root, limits)
 
 
-def check_request(visitor: Visitor, request: Request, root: Path, limits: Limits = LIMITS) -> None:
+def check_request(visitor: Visitor, request: Request, root: Path) -> None:
     """Refuse an evaluation that a public Space cannot do for one visitor among many."""
     if not on_space():
         return
@@ -115,7 +115,7 @@ def check_request(visitor: Visitor, request: Request, root: Path, limits: Limits
     for name, amount in {**amounts, "curve_steps": request.curve_steps}.items():
         if amount > MAX_OF_REQUEST[name]:
             raise RequestError(f"{name} {amount} is more than this Space serves ({MAX_OF_REQUEST[name]}): {ELSEWHERE}")
-    check_turn(visitor, root, limits)
+    check_turn(visitor, root)
 
 
 def check_turn(visitor: Visitor, root: Path, limits: Limits = LIMITS) -> None:

@@ -215,7 +215,6 @@ def possible_actions(status: Status) -> dict[str, bool]:
         "resume": status.state in ("stopped", "failed", "lost"),
         "pay": False,  # until resuming has asked
         "use": status.state == "running" and training and not status.run.has_request("use"),
-        "delete": not status.live,
         "student": status.run.checkpoint.is_dir(),
     }
 

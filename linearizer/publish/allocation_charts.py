@@ -44,7 +44,7 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 NOTHING: Mapping[int, Sequence[str]] = {}
-MAX_POINTS = 300  # of a line: more cannot be told apart
+MAX_POINTS = 300  # of a line: more cannot be seen
 MIN_DRAWN_KL = 1e-6  # nats per token: a smaller kl is drawn there
 LAYER_ENTRY = 56  # pixels of "layer 10", so that a phone has several in a row of the legend
 

@@ -275,7 +275,7 @@ def describe_licence(teacher: Teacher) -> str:
         return "The card of the teacher states no licence: ask its author before you use or share the student."
     link = terms.get("license_link")
     at = f" (<{link}>)" if isinstance(link, str) and re.fullmatch(LINK, link) else ""
-    gated = " The teacher is gated: whoever uses the student accepts the terms on the teacher's page." * teacher.gated
+    gated = " The teacher is gated: users of the student must accept the terms on the teacher's page." * teacher.gated
     return f"The weights are the teacher's, and so is the licence: {escape_markdown(name)}{at}.{gated}"
 
 

@@ -144,7 +144,7 @@ def subject_bars(name: str, labels: Sequence[str], values: Sequence[float], form
 
 
 def bar_marker(colour: str, pattern: str) -> dict[str, Any]:
-    """Describe bars that are told apart by a pattern, too."""
+    """Describe bars that differ by a pattern, too."""
     shape = {"shape": pattern, "size": 5, "fillmode": "overlay", "fgcolor": "rgba(255,255,255,0.55)"}
     return {"color": colour, "line": {"width": 0}, "pattern": shape}
 

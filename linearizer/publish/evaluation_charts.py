@@ -154,7 +154,7 @@ def new_lengths_figure(lengths: Sequence[int]) -> Figure:
 
 
 def draw_scores(part: Part[Tasks]) -> Figure:
-    """Draw the first metric of every task as bars: accuracy where there is subject."""
+    """Draw the first metric of every task as bars: accuracy where a task has it."""
     tasks = part.result
     figure = new_figure(340, barmode="group", scattermode="group", bargap=0.25)
     for subject in tasks.subjects:

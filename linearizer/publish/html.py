@@ -72,9 +72,9 @@ def table(
     )
 
 
-def folded(title: str, content: str, is_open: bool = False) -> str:
+def folded(title: str, content: str) -> str:
     """Fold HTML under a title."""
-    return f'<details class="lz-fold"{" open" * is_open}><summary>{escape(title)}</summary>{content}</details>'
+    return f'<details class="lz-fold"><summary>{escape(title)}</summary>{content}</details>'
 
 
 def part_lead(name: str) -> str:

@@ -120,7 +120,7 @@ def draw_longer_texts(part: Part[Recall]) -> Figure | None:
 
 
 def draw_needle_maps(part: Part[Needle]) -> Figure:
-    """Draw a map for every subject, depth down and length across, with the share found in every cell."""
+    """Draw a map for every subject, depth down and length across, with the recalled share in every cell."""
     needle = part.result
     names = [subject.name for subject in needle.subjects]
     down = -(-len(names) // 2)
@@ -137,7 +137,7 @@ def draw_needle_maps(part: Part[Needle]) -> Figure:
             z=shares,
             text=[["–" if share is None else f"{share:.0%}" for share in row] for row in shares],
             texttemplate="%{text}",
-            hovertemplate=f"{names[place]}: %{{text}} found<br>depth %{{y}} of %{{x}} tokens<extra></extra>",
+            hovertemplate=f"{names[place]}: %{{text}} recalled<br>depth %{{y}} of %{{x}} tokens<extra></extra>",
             row=place // 2 + 1,
             col=place % 2 + 1,
             **MAP_CELLS,

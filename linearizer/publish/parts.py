@@ -39,109 +39,123 @@ SHARES = (
     "Shares of tokens in repeated runs of four; of different tokens; of different pairs; and of tokens that the "
     "teacher would choose."
 )
-CHARTS = {
-    "language": (
-        Chart("Loss", "Next-token loss, lower is better; the bars are 95 % intervals.", language_charts.draw_losses),
-        Chart(
-            "Loss by position",
-            "The loss of a student that forgets grows with the position of a token; the bars are 95 % intervals.",
-            language_charts.draw_loss_by_position,
-        ),
-        Chart(
-            "Calibration",
-            "How often the likeliest token came, by its probability; on the dotted line both agree.",
-            language_charts.draw_calibration,
-        ),
-    ),
-    "recall": (
-        Chart(
-            "Recall",
-            "Loss on a passage that is repeated after a number of tokens; low where the passage is remembered.",
-            language_charts.draw_recall,
-        ),
-        Chart(
-            "Longer texts",
-            "Loss beyond the length of the training texts; open markers lie beyond the teacher's positions.",
-            language_charts.draw_longer_texts,
-        ),
-    ),
-    "needle": (
-        Chart(
-            "Pairs hidden in text",
-            "Share of a hidden value that is found when its key is given, by depth and length of the text; * marks "
-            "lengths beyond the teacher's positions.",
-            language_charts.draw_needle_maps,
-        ),
-    ),
-    "generation": (
-        Chart(
-            "Where they leave the teacher",
-            "Tokens before the first that is not the teacher's; a marker for each text.",
-            evaluation_charts.draw_first_differences,
-        ),
-        Chart(
-            "What they write: the likeliest tokens",
-            SHARES,
-            partial(evaluation_charts.draw_written_shares, sampled=False),
-        ),
-        Chart("What they write: drawn tokens", SHARES, partial(evaluation_charts.draw_written_shares, sampled=True)),
-    ),
-    "approximation": (
-        Chart(
-            "Error of every head",
-            "Share of attention that is misplaced, layer by KV head; the number is in the cell.",
-            evaluation_charts.draw_error_maps,
-        ),
-        Chart(
-            "Error by features",
-            "The error if every KV head had this number of features and nothing else; the dotted line is what the "
-            "profile predicts.",
-            evaluation_charts.draw_error_curve,
-        ),
-    ),
-    "speed": (
-        Chart(
-            "Writing",
-            f"Tokens written per second, one text at a time, by its length. {EXTRAPOLATED}",
-            partial(evaluation_charts.draw_rates, of="write_rate"),
-        ),
-        Chart(
-            "Reading",
-            f"Tokens read per second of a prompt, by its length. {EXTRAPOLATED}",
-            partial(evaluation_charts.draw_rates, of="read_rate"),
-        ),
-        Chart(
-            "Memory",
-            "Bytes of the state or cache by the length of the text. Open markers are computed from the shape.",
-            evaluation_charts.draw_memory,
-        ),
-    ),
-    "tasks": (Chart("Scores", "The score in every task, with standard errors.", evaluation_charts.draw_scores),),
-}
 PART_VIEWS = {
     "language": PartView(
-        "Language", "How well is the next token predicted?", tables.language_tables, CHARTS["language"]
+        "Language",
+        "How well is the next token predicted?",
+        tables.language_tables,
+        (
+            Chart(
+                "Loss", "Next-token loss, lower is better; the bars are 95 % intervals.", language_charts.draw_losses
+            ),
+            Chart(
+                "Loss by position",
+                "The loss of a student that forgets grows with the position of a token; the bars are 95 % intervals.",
+                language_charts.draw_loss_by_position,
+            ),
+            Chart(
+                "Calibration",
+                "How often the likeliest token came, by its probability; on the dotted line both agree.",
+                language_charts.draw_calibration,
+            ),
+        ),
     ),
-    "recall": PartView("Recall", "How far back is a passage remembered?", tables.recall_tables, CHARTS["recall"]),
+    "recall": PartView(
+        "Recall",
+        "How far back is a passage remembered?",
+        tables.recall_tables,
+        (
+            Chart(
+                "Recall",
+                "Loss on a passage that is repeated after a number of tokens; low where the passage is remembered.",
+                language_charts.draw_recall,
+            ),
+            Chart(
+                "Longer texts",
+                "Loss beyond the length of the training texts; open markers lie beyond the teacher's positions.",
+                language_charts.draw_longer_texts,
+            ),
+        ),
+    ),
     "needle": PartView(
-        "Hidden pairs", "Is the value of a key found again, wherever it stood?", tables.needle_tables, CHARTS["needle"]
+        "Hidden pairs",
+        "Is the value of a key recalled, wherever it stood?",
+        tables.needle_tables,
+        (
+            Chart(
+                "Pairs hidden in text",
+                "Share of a hidden value that is recalled when its key is given, by depth and length of the text; * "
+                "marks lengths beyond the teacher's positions.",
+                language_charts.draw_needle_maps,
+            ),
+        ),
     ),
     "generation": PartView(
-        "Writing", "Does the student write as its teacher does?", tables.generation_tables, CHARTS["generation"]
+        "Writing",
+        "Does the student write as its teacher does?",
+        tables.generation_tables,
+        (
+            Chart(
+                "Where they leave the teacher",
+                "Tokens before the first that is not the teacher's; a marker for each text.",
+                evaluation_charts.draw_first_differences,
+            ),
+            Chart(
+                "What they write: the likeliest tokens",
+                SHARES,
+                partial(evaluation_charts.draw_written_shares, sampled=False),
+            ),
+            Chart(
+                "What they write: drawn tokens", SHARES, partial(evaluation_charts.draw_written_shares, sampled=True)
+            ),
+        ),
     ),
     "approximation": PartView(
         "Approximation",
         "How far is the attention of every head from its teacher's?",
         tables.approximation_tables,
-        CHARTS["approximation"],
+        (
+            Chart(
+                "Error of every head",
+                "Share of attention that is misplaced, layer by KV head; the number is in the cell.",
+                evaluation_charts.draw_error_maps,
+            ),
+            Chart(
+                "Error by features",
+                "The error if every KV head had this number of features and nothing else; the dotted line is what the "
+                "profile predicts.",
+                evaluation_charts.draw_error_curve,
+            ),
+        ),
     ),
     "speed": PartView(
         "Speed and memory",
         "How fast is the student, and how much memory does it need, on this machine?",
         tables.speed_tables,
-        CHARTS["speed"],
+        (
+            Chart(
+                "Writing",
+                f"Tokens written per second, one text at a time, by its length. {EXTRAPOLATED}",
+                partial(evaluation_charts.draw_rates, of="write_rate"),
+            ),
+            Chart(
+                "Reading",
+                f"Tokens read per second of a prompt, by its length. {EXTRAPOLATED}",
+                partial(evaluation_charts.draw_rates, of="read_rate"),
+            ),
+            Chart(
+                "Memory",
+                "Bytes of the state or cache by the length of the text. Open markers are computed from the shape.",
+                evaluation_charts.draw_memory,
+            ),
+        ),
     ),
-    "tasks": PartView("Tasks", "How does the student score on public tasks?", tables.tasks_tables, CHARTS["tasks"]),
+    "tasks": PartView(
+        "Tasks",
+        "How does the student score on public tasks?",
+        tables.tasks_tables,
+        (Chart("Scores", "The score in every task, with standard errors.", evaluation_charts.draw_scores),),
+    ),
 }
 
 

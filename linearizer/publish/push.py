@@ -25,22 +25,14 @@ MODEL_TYPE = "linearized"  # of every student
 REPLACED_SUFFIXES = (".safetensors", ".safetensors.index.json", ".py")  # of an earlier push, if the new one lacks them
 
 
-def owners(token: str | None = None) -> tuple[str, ...]:
-    """Name the accounts that can own a publication: the signed-in account, then its organisations."""
-    return upload.list_owners(token)
-
-
 def preview(run: Run, repo_id: str, private: bool = True, token: str | None = None) -> Preview:
     """Check that a run can be published, and list what would be sent; send nothing.
 
     Where nobody is signed in, what would be sent is listed all the same.
     """
+    check_student(run)
     signed_in = upload.is_signed_in(token)
-    if signed_in:
-        place = find_model_place(run, repo_id, private, token)
-    else:
-        check_student(run)
-        place = upload.name_place(repo_id, private)
+    place = find_model_place(repo_id, private, token) if signed_in else upload.name_place(repo_id, private)
     files = model_files(run, place.repo_id)
     notes = list_notes(run, place)
     return build_preview(place, files, notes if signed_in else (*notes, upload.unchecked_note()), signed_in)
@@ -49,7 +41,8 @@ def preview(run: Run, repo_id: str, private: bool = True, token: str | None = No
 def publish(run: Run, repo_id: str, *, private: bool = True, token: str | None = None) -> Steps[Published]:
     """Publish the student of a run. Calling it again after an interruption sends only what is missing."""
     yield Progress("publish", 0, 1, "checks")
-    place = find_model_place(run, repo_id, private, token)
+    check_student(run)
+    place = find_model_place(repo_id, private, token)
     files = model_files(run, place.repo_id)
     obsolete = [name for name in place.files if name.endswith(REPLACED_SUFFIXES) and name not in files]
     revision = yield from upload.upload(place, files, "Publish a linearized model", obsolete, token)
@@ -79,10 +72,7 @@ def publish_space(repo_id: str, *, private: bool = True, token: str | None = Non
 
 def check_target(repo_id: str, token: str | None = None) -> str:
     """Check before a student is made that it can be published there, privately, and give the repository's full name."""
-    place = upload.find_place(repo_id, True, token)
-    if not place.fresh and not holds_student(place, token):
-        upload.refuse_other_content(place)
-    return place.repo_id
+    return find_model_place(repo_id, True, token).repo_id
 
 
 def check_student(run: Run) -> None:
@@ -96,9 +86,8 @@ def check_student(run: Run) -> None:
     check_weights(run, but=files_on_hub(run))  # these are compared with the Hub's
 
 
-def find_model_place(run: Run, repo_id: str, private: bool, token: str | None) -> Place:
+def find_model_place(repo_id: str, private: bool, token: str | None) -> Place:
     """Find the repository for a student: a new one, or one that holds an earlier student."""
-    check_student(run)
     place = upload.find_place(repo_id, private, token)
     if not place.fresh and not holds_student(place, token):
         upload.refuse_other_content(place)

@@ -92,10 +92,10 @@ def recall_tables(part: Part[results.Recall]) -> list[Table]:
 
 
 def needle_tables(part: Part[results.Needle]) -> list[Table]:
-    """The share of the value that was found, a block for each subject."""
+    """Lay out the share of the value that was recalled, a block for each subject."""
     needle = part.result
     marks = ["*" if beyond else "" for beyond in needle.extrapolated]
-    rows: Rows = [("found, at depth", *(f"{depth:.0%}" for depth in needle.depths), "loss", "when new")]
+    rows: Rows = [("recalled, at depth", *(f"{depth:.0%}" for depth in needle.depths), "loss", "when new")]
     for subject in needle.subjects:
         for length, mark, *cells in zip(
             needle.lengths, marks, subject.correct, subject.loss, subject.surprise, strict=True

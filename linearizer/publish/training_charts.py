@@ -21,12 +21,13 @@ from linearizer.publish.chart_style import (
 )
 from linearizer.run import head_bytes
 from linearizer.run.head_bytes import Layer
+from linearizer.run.state_size import STATED_LENGTHS
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 ERRORS = {"attention_error": "attention error", "kl": "KL to the teacher"}  # by the key in a step's event
-MAX_STEPS_DRAWN = 300  # more cannot be told apart
+MAX_STEPS_DRAWN = 300  # more cannot be seen
 
 
 def thin_events(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
@@ -78,13 +79,13 @@ def draw_errors(events: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def draw_memory(layers: Sequence[Layer], fixed: int, growth: int = 0, longest: int = 131072) -> Figure:
+def draw_memory(layers: Sequence[Layer], fixed: int, growth: int = 0) -> Figure:
     """Draw the bytes of the teacher's cache and of the student's state over the length of a text.
 
     The state takes `fixed` bytes, and `growth` bytes for every token of its softmax heads.
     """
     figure = new_figure(280)
-    lengths = [1 << step for step in range(5, longest.bit_length())]
+    lengths = [1 << step for step in range(5, STATED_LENGTHS[-1].bit_length())]
     caches = [head_bytes.cache_bytes(layers, length) for length in lengths]
     states = [fixed + growth * length for length in lengths]
     for name, values in (("teacher", caches), ("student", states)):

@@ -1,4 +1,4 @@
-"""Where runs lie, and how one is found by its name."""
+"""Finds runs by their names, and names new ones."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from linearizer.errors import FolderError
 from linearizer.run.folder import Run
 
-SHOWN = 9  # names of runs, where one that is not there was asked for
+SHOWN = 9  # names of runs that an error lists
 
 
 def runs_root() -> Path:
@@ -37,7 +37,7 @@ def find_run(name: str, root: Path | None = None) -> Run:
 
 
 def fresh_folder(model: str, budget: str, root: Path | None = None) -> Path:
-    """Choose a folder for a run that is not there yet."""
+    """Choose a folder for a new run."""
     name = f"{model.rstrip('/').split('/')[-1].replace('@', '-')}-{budget}"
     root = root or runs_root()
     return next(path for n in count(1) if not (path := root / (name if n == 1 else f"{name}-{n}")).exists())

@@ -15,7 +15,7 @@ import time
 from dataclasses import dataclass
 from pathlib import Path
 
-LOCK_SECONDS = 0.5  # seconds: whoever asks whether a lock is held holds it for a moment
+LOCK_SECONDS = 0.5  # seconds: a process that checks a lock holds it for a moment
 
 
 OPEN: set[int] = set()  # files that locks are on

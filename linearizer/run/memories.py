@@ -17,7 +17,7 @@ class Memory:
     """How many numbers a memory keeps for one KV head; `rows` are what a budget buys more or less of."""
 
     about: str
-    reference: str = ""  # from whom it is; none: as the recipe of its name says
+    reference: str = ""  # none: that of the recipe of its name
     columns: int = 0  # of a row, beside one for each number of a value
     matrices: int = 1
     moments: bool = False  # mean and variance of keys, and mean of values
@@ -30,7 +30,7 @@ class Memory:
 
     @property
     def origin(self) -> str:
-        """Say what it is, and from whom."""
+        """Say what it is, with its reference."""
         return f"{self.about} ({self.reference})" if self.reference else self.about
 
     def numbers(self, rows: int, key_dim: int, value_dim: int, group: int) -> int:

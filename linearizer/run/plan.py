@@ -179,7 +179,7 @@ class Plan(JsonProduct):
     )
     prices: str = option(
         "estimated",
-        "how the prices of heads are found: from gradients, the dear ones among them measured; or all measured",
+        "how heads are priced: estimated by gradients, and the largest estimates measured; or all measured",
         choices=("estimated", "measured"),
         group=MEASURING,
     )

@@ -21,11 +21,11 @@ class Recipe:
     label: str  # on the page
     about: str  # what it is
     choices: Mapping[str, Any] = field(default_factory=dict)
-    reference: str = ""  # from whom it is: authors, title, where it was published; none: ours
+    reference: str = ""  # authors, title, where it was published; none: ours
 
     @property
     def origin(self) -> str:
-        """Say what it is, and from whom."""
+        """Say what it is, with its reference."""
         return f"{self.about} ({self.reference})" if self.reference else self.about
 
 
@@ -173,7 +173,7 @@ RECIPES: Mapping[str, Recipe] = {
 }
 CHOSEN = frozenset(name for recipe in RECIPES.values() for name in recipe.choices)  # the options that recipes decide
 
-NOT_EXPRESSED: Mapping[str, str] = {  # method -> why no option of a head can be it
+NOT_EXPRESSED: Mapping[str, str] = {  # method -> why no head can hold it
     "local linear attention": "its correction needs every key of the text again, so the state would grow",
     "SAS's simulated heads, PEAA": "they mix KV heads, and a group of queries reads its own KV head alone",
     "sigmoid and softplus attention, far": "their kernels are no sum of products, so no state of fixed size is exact",

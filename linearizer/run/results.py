@@ -41,7 +41,7 @@ class Tail:
 
 @dataclass(frozen=True)
 class Predictions:
-    """One subject, in nats; what is held against the teacher is None for whom there is none."""
+    """One subject, in nats; comparisons with the teacher are None where there is no teacher."""
 
     name: str
     state_bytes: int | None  # of cache or state at the end of a text; None: a teacher's, which was not stored
@@ -121,7 +121,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class Written:
-    """What one subject wrote; what is held against the teacher is None for whom there is none."""
+    """What one subject wrote; comparisons with the teacher are None where there is no teacher."""
 
     name: str
     sampled: bool  # drawn, or the likeliest tokens

@@ -30,7 +30,7 @@ class Share:
         return list(layers[self.number * len(layers) // self.count : (self.number + 1) * len(layers) // self.count])
 
     def part_of(self, costs: Mapping[int, float]) -> list[int]:
-        """List the layers that fall to this process by what each costs: the dearest first, to whoever has least."""
+        """List the layers of this process by what each costs: the dearest first, each to the process with the least."""
         loads, own = [0.0] * self.count, []
         for layer in sorted(costs, key=lambda layer: (-costs[layer], layer)):
             least = min(range(self.count), key=loads.__getitem__)

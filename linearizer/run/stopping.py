@@ -23,7 +23,7 @@ MIN_EVENT_SECONDS = 0.25  # seconds between two events of a step, and more in a 
 EVENT_SHARE = 1e-3  # of the time that the step has taken
 MIN_GUESS_SECONDS = 2.0  # seconds of a step after which the rest of it can be guessed
 STOP_POLL_SECONDS = 0.2  # seconds between two looks for a request where nothing is yielded
-INTERRUPT_SECONDS = 1.0  # seconds until whoever did not stop at once is interrupted again
+INTERRUPT_SECONDS = 1.0  # seconds until work that did not stop is interrupted again
 
 
 class SliceOver(Exception):

@@ -28,7 +28,7 @@ def serve(
     teacher: bool = False,
     ready: Callable[[str, str], None] = lambda url, name: None,
 ) -> None:
-    """Serve a run's student behind an endpoint like OpenAI's; `ready` is told its address and the model's name."""
+    """Serve a run's student behind an endpoint like OpenAI's; `ready` receives its address and the model's name."""
     if max_state_bytes < 0:
         raise RequestError(f"max-state-bytes = {max_state_bytes} is less than nothing: give 0 to keep no states")
     with listen(host, port) as listening, quiet():

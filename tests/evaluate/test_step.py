@@ -287,7 +287,7 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, said):
     assert code == 0, err
     parts = run.evaluation_parts
     assert list(parts) == [part for part in step.PARTS if part != "tasks"]
-    for word in ("found, at depth", "leaves the teacher", "rows misplaced", "reads tokens/s", "by its shape"):
+    for word in ("recalled, at depth", "leaves the teacher", "rows misplaced", "reads tokens/s", "by its shape"):
         assert word in out
     assert parts["needle"]["lengths"] == [160, 192] and len(parts["needle"]["subjects"][0]["correct"][0]) == 5
     curve = parts["approximation"]["curve"]
@@ -303,7 +303,7 @@ def test_a_teacher_too_short_for_pairs_is_measured_in_all_else(tmp_path, said, c
     capsys.readouterr()
     code, out, err = said("evaluate", tmp_path / "run", "--texts", "1", "--seconds", "0.1")
     assert code == 0, err
-    assert "found, at depth" not in out and "reads tokens/s" in out
+    assert "recalled, at depth" not in out and "reads tokens/s" in out
     assert "4 pairs do not fit" in refused(said, tmp_path / "run", "--parts", "needle")
 
 

@@ -103,7 +103,7 @@ def test_a_folder_that_is_none_is_refused(tmp_path):
 
 def test_data_that_cannot_be_had_is_told_before_anything_is_measured(tmp_path):
     (tmp_path / "far.yaml").write_text((FOLDER / "colours.yaml").read_text().replace("tests/support/tasks/", "absent/"))
-    with pytest.raises(RequestError, match="the data of colours cannot be had .*--task-folder"):
+    with pytest.raises(RequestError, match="the data of colours cannot be loaded .*--task-folder"):
         find_tasks(["colours"], tmp_path)
 
 

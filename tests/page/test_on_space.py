@@ -197,7 +197,7 @@ def test_one_visitor_never_sees_or_touches_anothers(space, trained_run):
             client.predict(run, None, options, ANN, api_name="/evaluate_run")
     assert client.predict(run, ["language"], QUICK, ANN, api_name="/evaluate_run") in control.LIVE
     result = evaluated(client, run, ANN)
-    assert [subject["name"] for subject in result["found"]["language"]["subjects"]][:2] == ["teacher", "student"]
+    assert [subject["name"] for subject in result["evaluation"]["language"]["subjects"]][:2] == ["teacher", "student"]
     assert "/" + "runs" not in str(result)
 
 

@@ -215,7 +215,7 @@ def test_a_preview_sends_nothing_and_lists_what_would_be_sent(hub, run):
 
 def test_owners_are_the_account_and_where_it_may_write(hub, run):
     hub.organisations["me"] = {"lab": "write", "club": "read"}
-    assert push.owners(ME) == ("me", "lab")
+    assert upload.list_owners(ME) == ("me", "lab")
     assert publish(run, "lab/student").repo_id == "lab/student" and hub.repos["models", "lab/student"].private
     assert "choose from me, lab" in refused(run, "club/student")
 

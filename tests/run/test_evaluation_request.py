@@ -7,7 +7,7 @@ import pytest
 from linearizer.errors import RequestError
 from linearizer.jobs import control
 from linearizer.jobs.forecast import EvaluationForecast, RunForecast, forecast_evaluation, part_seconds
-from linearizer.page import actions, cards, limits, plan_cards, run_state
+from linearizer.page import actions, cards, limits, plan_cards
 from linearizer.page.evaluation_cards import evaluation_card, times_line
 from linearizer.page.visitors import find_visitor
 from linearizer.run.evaluation_request import Request
@@ -108,7 +108,7 @@ def test_an_evaluation_that_works_too_long_is_stopped_and_its_run_is_kept(run, t
         assert not run.has_request("stop")
         limits.enforce_limits(tmp_path, begun + 30 * 24 * 3600)
         assert run.has_request("stop") and control.state_of(evaluation) == "stopping" and run.has_file("plan.json")
-        assert not run_state.possible_actions(control.status(run))["delete"]
+        assert control.status(run).live
 
 
 def test_the_page_says_how_an_evaluation_is(run):
