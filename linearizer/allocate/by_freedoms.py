@@ -64,7 +64,7 @@ def check_amounts(layers: Sequence[Layer], budget: Any, features: Any, strategy:
     check_amount(name, amount, least)
     for name, amount in (("window", window), ("sinks", sinks)):
         if not is_count(amount) or amount > MAX_AMOUNT:
-            raise BudgetError(f"{name} {amount!r} cannot be: give a whole number of tokens, 0 or more")
+            raise BudgetError(f"{name} {amount!r} is not allowed: give a whole number of tokens, 0 or more")
     if not any(map(heads_replaced, layers)):
         raise BudgetError("the model bounds every layer itself: there is nothing to allocate")
     bytes_for_features(layers, budget, features, window + sinks)

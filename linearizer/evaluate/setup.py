@@ -113,7 +113,8 @@ class Setup:
             return False
         if inspection.positions == "learned":
             raise RequestError(
-                f"length {length} cannot be: {inspection.name!r} has learned {most} positions; ask for at most {most}"
+                f"length {length} is not allowed: {inspection.name!r} has learned {most} positions; ask for at "
+                f"most {most}"
             )
         return True
 

@@ -122,7 +122,7 @@ def make_offer(
         push = check_target(push, account.token)
     minutes = minutes or guess_minutes(plan, inspection, hardware)
     if not 1 <= minutes <= MAX_MINUTES:
-        raise RequestError(f"a job of {minutes} minutes cannot be: give 1 to {MAX_MINUTES}; {NOTHING_BEGUN}")
+        raise RequestError(f"a job of {minutes} minutes is not allowed: give 1 to {MAX_MINUTES}; {NOTHING_BEGUN}")
     return HubJob(account.name, hardware.name, minutes, hardware.usd_per_hour, push)
 
 

@@ -39,9 +39,9 @@ STATE_SENTENCES = {
 }
 STEP_SENTENCES = {
     "profile": "measures the teacher",
-    "try": "tries sinks",
+    "try": "tries numbers of sinks",
     "price": "prices every head",
-    "exchange": "tries exchanges",
+    "exchange": "tries whole students",
     "gates": "learns gates",
     "distill": "trains the features",
     "evaluate": "judges the student",

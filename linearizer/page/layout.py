@@ -45,20 +45,23 @@ def actions_of_run(ui: SimpleNamespace) -> None:
     """Place what a run can be asked for above the steps, where every screen shows it."""
     with gr.Row(elem_id="acts", elem_classes="lz-acts"):
         ui.stop = gr.Button("Stop", visible=False, elem_id="stop", size="md")
-        ui.use = gr.Button("Use what we have", visible=False, elem_id="use", size="md")
+        ui.use = gr.Button("End training now", visible=False, elem_id="use", size="md")
         ui.resume = gr.Button("Resume", variant="primary", visible=False, elem_id="resume", size="md")
         ui.pay = gr.Button("Agree, and begin another job", variant="primary", visible=False, elem_id="pay", size="md")
 
 
 def profile_step(ui: SimpleNamespace) -> None:
-    lead("What does each head need?", "The teacher reads text, and every head is measured by itself.")
+    about = (
+        "A head is a part of the model that looks back at earlier tokens. The teacher reads text, and each is measured."
+    )
+    lead("What does each head need?", about)
     ui.deciding = gr.HTML(elem_id="deciding")
     with gr.Row():
         with gr.Column(min_width=320) as ui.prices_place:
             ui.prices = chart(
-                "Kl of every head",
-                "Thousandths of a nat per token that the model's output loses if this head alone holds an equal "
-                "share of the budget: the more, the more bytes are worth here.",
+                "Price of every head",
+                "The kl at the model's output, in thousandths of a nat per token, if this head alone gets an equal "
+                "share of the budget. Bytes are worth most where it is large.",
                 later="It is drawn once all heads are priced.",
             )
         with gr.Column(min_width=320):
@@ -81,7 +84,8 @@ def profile_step(ui: SimpleNamespace) -> None:
     )
     ui.curves = chart(
         "How many features it takes",
-        "N(λ): a finer λ, to the right, takes more features in each layer. The map has one λ.",
+        "The features that each layer needs, by the error λ that is allowed: a smaller one, to the right, takes more. "
+        "The map shows them at one λ.",
         later=later,
     )
 
@@ -96,7 +100,7 @@ def distil_step(ui: SimpleNamespace) -> None:
     ui.losses = chart(
         "Loss of each layer", "Distance to the smallest possible loss; a line for each layer.", None, later
     )
-    about = "Of attention, in the mean over layers, or KL at the model's output, in nats."
+    about = "The mean error of attention over the layers, or the KL at the model's output, in nats."
     ui.error = chart("Error", about, None, later)
     ui.to_compare = gr.Button("Continue", variant="primary", elem_id="to-compare", interactive=False)
 

@@ -68,8 +68,8 @@ def choose_model(ui: SimpleNamespace) -> None:
 def choose_plan(ui: SimpleNamespace) -> None:
     lead(
         "How much may it remember?",
-        "One number: the student’s whole state takes the bytes of the teacher’s cache at so many tokens. On "
-        "longer text the student is the smaller one.",
+        "One number: the student’s memory, its state, takes as many bytes as the teacher’s memory, its cache, after so "
+        "many tokens. On longer texts the student’s is the smaller one.",
     )
     with gr.Row():
         with gr.Column(scale=3, min_width=300):
@@ -86,8 +86,8 @@ def choose_plan(ui: SimpleNamespace) -> None:
         with gr.Column(scale=4, min_width=300):
             ui.budget_card = gr.HTML(message_box("Choose a model first."), elem_id="budget-card")
     compared = (
-        "All three spend the same bytes, so their students can be compared: by kl, the distance from the teacher, "
-        "which is 0 for a student that predicts as its teacher does."
+        "All three spend the same bytes, so their students can be compared by kl, the distance from the teacher: it is "
+        "0 for a student that predicts as its teacher does."
     )
     lead("In which way?", compared, "h3")
     ui.way = gr.Radio(
@@ -106,9 +106,9 @@ def choose_plan(ui: SimpleNamespace) -> None:
     ui.efforts = gr.HTML(elem_id="efforts")
     ui.machine = gr.HTML(elem_id="machine")
     with gr.Accordion("Advanced", open=False, elem_id="advanced"):
-        gr.HTML('<p class="lz-faint">What is left empty is left to the way that was chosen.</p>')
+        gr.HTML('<p class="lz-faint">An empty field is decided by the way chosen above.</p>')
         ui.fields = plan_form.place_options()
-    with gr.Accordion("Do this elsewhere, or take a plan in", open=False, elem_id="elsewhere"):
+    with gr.Accordion("Do this elsewhere, or load a plan", open=False, elem_id="elsewhere"):
         ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1, wrap_lines=True)
         ui.plan = gr.Code(
             "",
@@ -118,7 +118,7 @@ def choose_plan(ui: SimpleNamespace) -> None:
             wrap_lines=True,
         )
         ui.taken = gr.UploadButton(
-            "Take a plan.json in", file_types=[".json"], type="binary", size="md", elem_id="take-plan"
+            "Load a plan.json", file_types=[".json"], type="binary", size="md", elem_id="take-plan"
         )
     hub_jobs.place_job(ui)
     ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")

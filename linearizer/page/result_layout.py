@@ -51,7 +51,7 @@ def read_part(ui: SimpleNamespace) -> None:
         with gr.Row(elem_classes="lz-acts"):
             ui.read = gr.Button("Read", variant="primary", elem_id="read", interactive=False)
             ui.file = gr.UploadButton(
-                "Take a text file", file_types=["text"], type="binary", size="lg", elem_id="take-document"
+                "Load a text file", file_types=["text"], type="binary", size="lg", elem_id="take-document"
             )
         ui.reading = gr.HTML(elem_id="reading")
         ui.question = gr.Textbox("", label="Continue after the document", lines=2, elem_id="question")
@@ -66,9 +66,9 @@ def evaluate_part(ui: SimpleNamespace) -> None:
     """Place what a student costs, the parts that were measured, and the choices of a further evaluation."""
     lead(
         "Evaluate",
-        "What the student kept. The same code measures teacher and student beside what else one could do: a plain "
-        "window of equal bytes, the student before its training, and the teacher’s cache in 2, 3 and 4 bits, which "
-        "still grows. The texts were kept from training.",
+        "How much of its teacher the student kept. The same code measures both, and what could stand in the student’s "
+        "place: a plain window of equal bytes, the student before its training, and the teacher’s cache in 2, 3 and 4 "
+        "bits, which still grows. The texts were kept from training.",
     )
     later = "It is drawn once the student is judged."
     with gr.Row():
@@ -112,7 +112,7 @@ def evaluate_part(ui: SimpleNamespace) -> None:
 
 
 def publish_part(ui: SimpleNamespace) -> None:
-    lead("Publish", "The student, as a model of the Hub, with a card that says all of this.")
+    lead("Publish", "The student becomes a model of the Hub, with a card that shows these results.")
     with gr.Accordion("Publish to the Hub", open=False, elem_id="publish-part") as ui.publish_part:
         with gr.Row():
             ui.owner = gr.Dropdown([], label="Owner", allow_custom_value=True, elem_id="owner")

@@ -173,7 +173,7 @@ def find_student(visitor: Visitor, name: str) -> Run:
     """Open a run that has a student."""
     run = visitor.find_run(name)
     if not run.checkpoint.is_dir():
-        raise RequestError("this run has no student yet: wait until it is done, or use what it has")
+        raise RequestError("this run has no student yet: wait until it is done, or end its training")
     return run
 
 

@@ -48,8 +48,8 @@ class Visitor:
         """The folder of this visitor's runs."""
         if self.folder is None:
             raise RequestError(
-                f"nobody is known here: sign in, or send a secret of your own of at least {MIN_SECRET_CHARACTERS} "
-                "characters, by which you find your runs again"
+                "this Space does not know you: sign in, or send a secret of your own of at least "
+                f"{MIN_SECRET_CHARACTERS} characters, by which you find your runs again"
             )
         return self.folder
 

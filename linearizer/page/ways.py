@@ -23,14 +23,15 @@ class Way:
 WAYS = {
     "measured": Way(
         "Measured memory, no training",
-        "Every KV head gets a window, or a window with slots, by what it costs the model’s output.",
+        "Every head, a part of the model that looks back at the text, keeps a window of the newest tokens, and slots "
+        "of merged older tokens where these pay.",
         "Expect the student nearest to its teacher.",
         "best",
     ),
     "features": Way(
         "Train linear features",
-        "Linear attention proper: degrees of freedom share out the features, and each layer is trained; its loss is "
-        "drawn.",
+        "Linear attention: every head sums older text up in features, more of them where its attention needs more. "
+        "Each layer is trained, and its loss is drawn.",
         "Expect more distance to the teacher, above all with a small budget.",
         "features",
     ),

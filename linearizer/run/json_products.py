@@ -56,7 +56,7 @@ def typed(kind: Any, value: Any, name: str) -> Any:
         return {key: typed(arguments[1], each, f"{name}.{key}") for key, each in value.items()}
     if kind is Any or (origin is Literal and value in arguments) or (isinstance(kind, type) and is_a(kind, value)):
         return value
-    raise RequestError(f"{name} {shown(value)} cannot be: give {in_words(kind)}")
+    raise RequestError(f"{name} {shown(value)} is not allowed: give {in_words(kind)}")
 
 
 def read_fields(kind: Any, given: Mapping[str, Any], prefix: str = "") -> Any:

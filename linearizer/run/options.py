@@ -103,7 +103,7 @@ class Option:
         """Say which value was received and which are allowed."""
         received, choices = f"{self.name.replace('_', ' ')} {shown(value)}", list(map(str, self.limits.choices))
         if not choices or isinstance(value, (list, tuple)) or (self.is_list and not isinstance(value, self.value_kind)):
-            return self.limits.error(f"{received} cannot be: give {self.allowed}")
+            return self.limits.error(f"{received} is not allowed: give {self.allowed}")
         near = get_close_matches(str(value), choices, 1)
         meant = f" (did you mean {near[0]!r}?)" if near else ""
         return self.limits.error(f"{received} is none of {', '.join(choices)}{meant}")

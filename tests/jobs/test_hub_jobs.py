@@ -227,7 +227,7 @@ def test_what_can_be_refused_is_refused_before_anything_is_sent(begin, hub, tmp_
         ({"yes": False}, r"a job on cpu-basic costs me \$0.01 an hour, and at most \$0.01 for 15 minutes: add --yes"),
         ({"flavor": "h1000"}, r"no hardware 'h1000': choose from .*l4x1 \(\$0.80 an hour\)"),
         ({"flavor": "tiny"}, "tiny has a disk of 1 GB, and 12 GB are needed"),
-        ({"minutes": 9999}, "a job of 9999 minutes cannot be: give 1 to 420"),
+        ({"minutes": 9999}, "a job of 9999 minutes is not allowed: give 1 to 420"),
         ({"token": "hf_read_me", "push": "mine"}, "the token of 'me' may only read"),
         ({"owner": "theirs"}, "jobs of 'theirs' cannot be had, 'me' is signed in: name 'me', or sign in as 'theirs'"),
         ({"push": "ann/hers"}, "'ann' is not an owner that 'me' may publish for"),

@@ -118,7 +118,7 @@ def test_a_run_is_stopped_and_resumed(local, browser):
         assert control.state_of(Run(runs / name)) == "stopped"
         page.get_by_role("button", name="Resume").click()
         shown(page, "#now", "trains the features", LONG)
-        page.get_by_role("button", name="Use what we have").click()
+        page.get_by_role("button", name="End training now").click()
         shown(page, "#now", "done", LONG)
         page.click("#step-4-button")
         shown(page, "#training", f"of {STEPS} steps")

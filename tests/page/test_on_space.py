@@ -97,9 +97,9 @@ def test_visitors_of_a_space_see_only_their_own(space):
     for name, *given in (("run_status",), ("stop_run",), ("resume_run",), ("delete_run",), ("share_budget", 64)):
         with pytest.raises(AppError, match="none of your runs"):
             client.predict(run, *given, BOB, api_name=f"/{name}")
-        with pytest.raises(AppError, match="nobody is known here"):
+        with pytest.raises(AppError, match="this Space does not know you"):
             client.predict(run, *given, api_name=f"/{name}")
-    with pytest.raises(AppError, match="nobody is known here"):
+    with pytest.raises(AppError, match="this Space does not know you"):
         client.predict("short", api_name="/list_runs")
     assert ended(client, run, ANN)["state"] == "done"
 

@@ -50,7 +50,7 @@ def test_an_account_is_told_from_a_secret_of_the_same_letters(space):
 
 @pytest.mark.parametrize("secret", ["", "short", None, 5, {"a": 1}, ["a" * 16]])
 def test_who_cannot_be_known_again_has_no_runs(space, secret):
-    with pytest.raises(RequestError, match="nobody is known here"):
+    with pytest.raises(RequestError, match="this Space does not know you"):
         find_visitor(secret=secret).home  # noqa: B018
 
 

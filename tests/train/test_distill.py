@@ -156,9 +156,9 @@ def test_text_shorter_than_a_batch_is_refused():
     "wrong,said",
     [
         (dict(loss="kl"), "'kl' is none of softmax"),
-        (dict(batch=0), "batch 0 cannot be: give a whole number, at least 1"),
+        (dict(batch=0), "batch 0 is not allowed: give a whole number, at least 1"),
         (dict(steps=-1), "steps -1 cannot be"),
-        (dict(window_dropout=1.5), "window dropout 1.5 cannot be: give a number, at least 0 and at most 1"),
+        (dict(window_dropout=1.5), "window dropout 1.5 is not allowed: give a number, at least 0 and at most 1"),
         (dict(decay="step"), "'step' is none of cosine"),
         (dict(rates={"speed": 1.0}), "not for speed"),
         (dict(rate=float("nan")), "have to be finite"),
