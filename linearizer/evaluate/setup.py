@@ -25,7 +25,7 @@ from linearizer.model.text import first_tokens, pack_texts, read_documents, read
 from linearizer.run.allocation import Allocation
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
-from linearizer.run.plan import absolute_source
+from linearizer.run.names import absolute_source
 from linearizer.run.results import MadeWith, Recall
 from linearizer.runtime.few_bits import BY_AXIS
 from linearizer.runtime.layer_student import LayerStudent

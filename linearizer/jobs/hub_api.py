@@ -19,7 +19,7 @@ from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabl
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.model.hub import access_token
 from linearizer.publish.hub_errors import is_temporary, redact, sign_in_advice
-from linearizer.publish.upload import organisations_of, without_bars
+from linearizer.publish.repository import organisations_of, without_bars
 
 BUCKET = "linearizer-runs"  # of every account, private
 LABEL = "linearizer-run"  # of a job: the id of its run

@@ -41,7 +41,7 @@ from yaml import YAMLError
 from linearizer.errors import ModelNotAvailable, TextError, first_line
 from linearizer.model.safetensors import INDEX, SINGLE, Weights, check_format, damaged_weights, weigh_folder
 from linearizer.run.json_products import shown
-from linearizer.run.plan import id_of_address
+from linearizer.run.names import id_of_address
 
 if TYPE_CHECKING:
     from datasets import IterableDatasetDict

@@ -206,7 +206,7 @@ def take_back_answer(memory: Memory, profile: Profile, token: Token) -> tuple[st
 @refusals_on_page()
 def list_owners(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any, str]:
     """List the accounts under which the visitor may publish."""
-    from linearizer.publish import upload
+    from linearizer.publish import repository
 
     visitor = read_visitor(memory, profile, token)
     name = run_name(memory)
@@ -216,7 +216,7 @@ def list_owners(memory: Memory, profile: Profile, token: Token) -> tuple[Any, An
         note = "To publish, sign in at the top right. What would be sent can be shown without."
         return gr.Dropdown(choices=[]), suggested, html.message_box(note)
     try:
-        owners = list(upload.list_owners(visitor.token))
+        owners = list(repository.list_owners(visitor.token))
     except PublishError as error:
         return gr.Dropdown(choices=[]), suggested, html.message_box(str(error))
     return gr.Dropdown(choices=owners, value=owners[0] if owners else None), suggested, ""

@@ -21,7 +21,8 @@ from linearizer.run import events
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.hub_job import read_hub_job
-from linearizer.run.plan import Plan, id_of_address
+from linearizer.run.names import id_of_address
+from linearizer.run.plan import Plan
 
 if TYPE_CHECKING:
     from linearizer.run.inspection import Inspection

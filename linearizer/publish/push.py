@@ -9,11 +9,20 @@ from dataclasses import asdict
 from linearizer.amounts import size
 from linearizer.errors import FaultError, RequestError
 from linearizer.progress import Progress, Steps
-from linearizer.publish import space, upload
+from linearizer.publish import space
 from linearizer.publish.card import card_files, write_snippet
 from linearizer.publish.card_metadata import Teacher
 from linearizer.publish.publication import Preview, Published
-from linearizer.publish.upload import Content, HubFile, Place
+from linearizer.publish.repository import (
+    Repository,
+    fetch_file,
+    find_repository,
+    is_signed_in,
+    name_repository,
+    refuse_other_content,
+    unchecked_note,
+)
+from linearizer.publish.upload import Content, HubFile, size_of, upload
 from linearizer.publish.verdict import judge_run
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
@@ -31,48 +40,48 @@ def preview(run: Run, repo_id: str, private: bool = True, token: str | None = No
     Where nobody is signed in, what would be sent is listed all the same.
     """
     check_student(run)
-    signed_in = upload.is_signed_in(token)
-    place = find_model_place(repo_id, private, token) if signed_in else upload.name_place(repo_id, private)
-    files = model_files(run, place.repo_id)
-    notes = list_notes(run, place)
-    return build_preview(place, files, notes if signed_in else (*notes, upload.unchecked_note()), signed_in)
+    signed_in = is_signed_in(token)
+    repo = find_model_repository(repo_id, private, token) if signed_in else name_repository(repo_id, private)
+    files = model_files(run, repo.repo_id)
+    notes = list_notes(run, repo)
+    return build_preview(repo, files, notes if signed_in else (*notes, unchecked_note()), signed_in)
 
 
 def publish(run: Run, repo_id: str, *, private: bool = True, token: str | None = None) -> Steps[Published]:
     """Publish the student of a run. Calling it again after an interruption sends only what is missing."""
     yield Progress("publish", 0, 1, "checks")
     check_student(run)
-    place = find_model_place(repo_id, private, token)
-    files = model_files(run, place.repo_id)
-    obsolete = [name for name in place.files if name.endswith(REPLACED_SUFFIXES) and name not in files]
-    revision = yield from upload.upload(place, files, "Publish a linearized model", obsolete, token)
-    check_config(run, place, revision, token)
-    done = Published(place.repo_id, revision, f"{place.url}/tree/{revision}", write_snippet(place.repo_id, revision))
-    run.log(EventName.PUBLISHED, **asdict(done), private=place.private)
+    repo = find_model_repository(repo_id, private, token)
+    files = model_files(run, repo.repo_id)
+    obsolete = [name for name in repo.files if name.endswith(REPLACED_SUFFIXES) and name not in files]
+    revision = yield from upload(repo, files, "Publish a linearized model", obsolete, token)
+    check_config(run, repo, revision, token)
+    done = Published(repo.repo_id, revision, f"{repo.url}/tree/{revision}", write_snippet(repo.repo_id, revision))
+    run.log(EventName.PUBLISHED, **asdict(done), private=repo.private)
     return done
 
 
 def preview_space(repo_id: str, private: bool = True, token: str | None = None) -> Preview:
     """Check that this app can be published, and list what would be sent; send nothing."""
-    signed_in = upload.is_signed_in(token)
-    place = find_space_place(repo_id, private, token) if signed_in else upload.name_place(repo_id, private, "space")
-    notes = () if signed_in else (upload.unchecked_note(),)
-    return build_preview(place, space.list_files(place.repo_id), notes, signed_in)
+    signed_in = is_signed_in(token)
+    repo = find_space_repository(repo_id, private, token) if signed_in else name_repository(repo_id, private, "space")
+    notes = () if signed_in else (unchecked_note(),)
+    return build_preview(repo, space.list_files(repo.repo_id), notes, signed_in)
 
 
 def publish_space(repo_id: str, *, private: bool = True, token: str | None = None) -> Steps[Published]:
     """Publish this app as a Space."""
     yield Progress("publish", 0, 1, "checks")
-    place = find_space_place(repo_id, private, token)
-    files = space.list_files(place.repo_id)
-    obsolete = [name for name in place.files if name.startswith("linearizer/") and name not in files]
-    revision = yield from upload.upload(place, files, "Publish Linearizer as a Space", obsolete, token)
-    return Published(place.repo_id, revision, place.url, place.url)
+    repo = find_space_repository(repo_id, private, token)
+    files = space.list_files(repo.repo_id)
+    obsolete = [name for name in repo.files if name.startswith("linearizer/") and name not in files]
+    revision = yield from upload(repo, files, "Publish Linearizer as a Space", obsolete, token)
+    return Published(repo.repo_id, revision, repo.url, repo.url)
 
 
 def check_target(repo_id: str, token: str | None = None) -> str:
     """Check before a student is made that it can be published there, privately, and give the repository's full name."""
-    return find_model_place(repo_id, True, token).repo_id
+    return find_model_repository(repo_id, True, token).repo_id
 
 
 def check_student(run: Run) -> None:
@@ -86,31 +95,31 @@ def check_student(run: Run) -> None:
     check_weights(run, but=files_on_hub(run))  # these are compared with the Hub's
 
 
-def find_model_place(repo_id: str, private: bool, token: str | None) -> Place:
+def find_model_repository(repo_id: str, private: bool, token: str | None) -> Repository:
     """Find the repository for a student: a new one, or one that holds an earlier student."""
-    place = upload.find_place(repo_id, private, token)
-    if not place.fresh and not holds_student(place, token):
-        upload.refuse_other_content(place)
-    return place
+    repo = find_repository(repo_id, private, token)
+    if not repo.fresh and not holds_student(repo, token):
+        refuse_other_content(repo)
+    return repo
 
 
-def holds_student(place: Place, token: str | None) -> bool:
+def holds_student(repo: Repository, token: str | None) -> bool:
     """Tell whether a repository holds an earlier student."""
-    if CONFIG not in place.files or place.head is None:
+    if CONFIG not in repo.files or repo.head is None:
         return False
     try:
-        config = json.loads(upload.fetch_file(place, CONFIG, place.head, token).read_text(encoding="utf-8"))
+        config = json.loads(fetch_file(repo, CONFIG, repo.head, token).read_text(encoding="utf-8"))
     except ValueError:
         return False
     return isinstance(config, dict) and config.get("model_type") == MODEL_TYPE
 
 
-def find_space_place(repo_id: str, private: bool, token: str | None) -> Place:
+def find_space_repository(repo_id: str, private: bool, token: str | None) -> Repository:
     """Find the Space for this app: a new one, or one that holds an earlier version of the app."""
-    place = upload.find_place(repo_id, private, token, kind="space")
-    if not place.fresh and not {"app.py", "linearizer/__main__.py"} <= place.files:
-        upload.refuse_other_content(place)
-    return place
+    repo = find_repository(repo_id, private, token, kind="space")
+    if not repo.fresh and not {"app.py", "linearizer/__main__.py"} <= repo.files:
+        refuse_other_content(repo)
+    return repo
 
 
 def model_files(run: Run, repo_id: str) -> dict[str, Content]:
@@ -135,12 +144,14 @@ def files_on_hub(run: Run) -> dict[str, HubFile]:
     }
 
 
-def build_preview(place: Place, files: Mapping[str, Content], notes: tuple[str, ...], checked: bool = True) -> Preview:
+def build_preview(
+    repo: Repository, files: Mapping[str, Content], notes: tuple[str, ...], checked: bool = True
+) -> Preview:
     """Describe the files that would be sent."""
-    sizes = tuple((name, upload.size_of(content)) for name, content in sorted(files.items()))
+    sizes = tuple((name, size_of(content)) for name, content in sorted(files.items()))
     card = files["README.md"]
     assert isinstance(card, bytes)
-    return Preview(place.repo_id, place.private, card.decode(), sizes, sum(size for _, size in sizes), notes, checked)
+    return Preview(repo.repo_id, repo.private, card.decode(), sizes, sum(size for _, size in sizes), notes, checked)
 
 
 def list_warnings(run: Run) -> tuple[str, ...]:
@@ -149,15 +160,15 @@ def list_warnings(run: Run) -> tuple[str, ...]:
     return () if verdict is None or verdict.kind != "bad" else (verdict.sentence,)
 
 
-def list_notes(run: Run, place: Place) -> tuple[str, ...]:
+def list_notes(run: Run, repo: Repository) -> tuple[str, ...]:
     """List what a user should know before a student is published, what speaks against it first."""
     teacher = Teacher.of(run)
     notes = [*list_warnings(run)]
-    if place.head is not None and not place.fresh:
-        notes.append(f"{place.repo_id} holds an earlier student: it stays in the history, at revision {place.head}")
-    if copied := sum(upload.size_of(file) for file in files_on_hub(run).values()):
+    if repo.head is not None and not repo.fresh:
+        notes.append(f"{repo.repo_id} holds an earlier student: it stays in the history, at revision {repo.head}")
+    if copied := sum(size_of(file) for file in files_on_hub(run).values()):
         notes.append(f"{size(copied)} of it are files of {teacher.name}, which the Hub copies if it can")
-    if not place.private:
+    if not repo.private:
         notes.append("everyone will see it")
     if teacher.gated:
         notes.append(f"{teacher.name} is gated: check that its licence lets you share what is made from it")
@@ -168,10 +179,10 @@ def list_notes(run: Run, place: Place) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def check_config(run: Run, place: Place, revision: str, token: str | None) -> None:
+def check_config(run: Run, repo: Repository, revision: str, token: str | None) -> None:
     """Load the published config as users will, and compare it with the run's."""
     from linearizer.runtime.modeling_linearized import LinearizedConfig
 
-    published = LinearizedConfig.from_pretrained(upload.fetch_file(place, CONFIG, revision, token).parent)
+    published = LinearizedConfig.from_pretrained(fetch_file(repo, CONFIG, revision, token).parent)
     if published.to_dict() != LinearizedConfig.from_pretrained(run.checkpoint).to_dict():
-        raise FaultError(f"{place.repo_id!r} at {revision} has another config than the run: publish again")
+        raise FaultError(f"{repo.repo_id!r} at {revision} has another config than the run: publish again")

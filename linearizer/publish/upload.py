@@ -1,4 +1,4 @@
-"""All network code that writes: where an account may publish, and files as one commit of a repository of the Hub.
+"""All network code that writes: files as one commit of a repository of the Hub.
 
 An upload that broke is repeated by the same call: the client asks the Hub which large files it has, and skips them.
 """
@@ -8,55 +8,34 @@ from __future__ import annotations
 import hashlib
 import threading
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Mapping
 from concurrent.futures import Future, wait
-from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import (
-    CommitOperationAdd,
-    CommitOperationCopy,
-    CommitOperationDelete,
-    HfApi,
-    constants,
-    hf_hub_download,
-)
-from huggingface_hub.errors import RepositoryNotFoundError
-from huggingface_hub.utils import (
-    are_progress_bars_disabled,
-    disable_progress_bars,
-    enable_progress_bars,
-    get_session,
-    hf_raise_for_status,
-    validate_repo_id,
-)
+from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi, constants
+from huggingface_hub.utils import get_session, hf_raise_for_status
 
-from linearizer.errors import FaultError, PublishError
-from linearizer.model.hub import HUB_SECONDS, access_token
+from linearizer.errors import FaultError
+from linearizer.model.hub import access_token
 from linearizer.progress import Progress, Steps
 from linearizer.publish.hub_errors import (
     HUB_ERRORS,
-    NOTHING_SENT,
     explain_errors,
     find_cause,
     is_temporary,
     name_reason,
     requested_wait,
-    sign_in_advice,
 )
+from linearizer.publish.repository import KEPT, Info, Repository, list_files, without_bars
 
-Info = Any  # ModelInfo or SpaceInfo
 Product = TypeVar("Product")
 
 LARGE_BYTES = 10**7  # a file of at least this size is uploaded alone, so that progress is shown after it
-NOBODY = "YOUR-ACCOUNT"  # owns what is named while nobody is signed in
-INITIAL_FILES = {".gitattributes", "README.md"}  # of a repository that was just created
 RETRY_SECONDS = (1, 2, 4, 8, 16)  # pauses before a commit that the Hub could not serve is tried again
 MAX_WAIT_SECONDS = 120  # a longer wait that the Hub asks for is an error
 HEARTBEAT_SECONDS = 1.0  # between two reports of progress while a request is under way
-KEPT = "what is here is untouched, and what has arrived is not sent again"
 COPYING = "src_repo_id" in CommitOperationCopy.__annotations__  # not so in older clients
 
 
@@ -74,137 +53,30 @@ class HubFile:
 Content = Path | bytes | HubFile
 
 
-@dataclass(frozen=True)
-class Place:
-    """A repository of the Hub, existing or to be created, that the account may write."""
-
-    repo_id: str
-    private: bool
-    kind: str  # "model" or "space"
-    head: str | None  # its latest commit; None: it does not exist yet
-    files: frozenset[str]
-
-    @property
-    def fresh(self) -> bool:
-        """Tell whether the repository holds nothing that a user put there."""
-        return self.files <= INITIAL_FILES
-
-    @property
-    def url(self) -> str:
-        """Return the address of the repository's page."""
-        return f"{constants.ENDPOINT}/{'spaces/' if self.kind == 'space' else ''}{self.repo_id}"
-
-
-def list_owners(token: str | None = None) -> tuple[str, ...]:
-    """Name the signed-in account, and the organisations that it may write to."""
-    chosen = access_token(token)
-    if not chosen:
-        raise PublishError(f"nobody is signed in, so nothing can be published: {sign_in_advice()}")
-    with explain_errors("the Hub"):
-        me = HfApi(token=chosen).whoami()
-    token_facts = (me.get("auth") or {}).get("accessToken") or {}  # the token of a Space's visitor has none
-    if token_facts.get("role") == "read":
-        raise PublishError(
-            f"the token of {me['name']!r} may only read: make one that may write at "
-            f"{constants.ENDPOINT}/settings/tokens, then {sign_in_advice()} with it; {NOTHING_SENT}"
-        )
-    return me["name"], *organisations_of(me)
-
-
-def organisations_of(me: Mapping[str, Any]) -> list[str]:
-    """Name the organisations that an account may write to."""
-    return [org["name"] for org in me.get("orgs", ()) if org.get("roleInOrg") != "read"]
-
-
-def is_signed_in(token: str | None = None) -> bool:
-    """Tell whether there is a token to publish with."""
-    return bool(access_token(token))
-
-
-def name_place(name: str, private: bool, kind: str = "model") -> Place:
-    """Name a repository that the Hub is not asked about, since nobody is signed in."""
-    repo_id = name if "/" in name else f"{NOBODY}/{name}"
-    with explain_errors(repr(repo_id)):
-        validate_repo_id(repo_id)
-    return Place(repo_id, private, kind, None, frozenset())
-
-
-def unchecked_note() -> str:
-    """Say what was not checked without an account, and how to sign in."""
-    return f"nobody is signed in, so the Hub was not asked whether this may be published there: {sign_in_advice()}"
-
-
-def find_place(name: str, private: bool, token: str | None = None, kind: str = "model") -> Place:
-    """Find the repository NAME or OWNER/NAME, and check that the account may write there; send nothing."""
-    owners = list_owners(token)
-    repo_id = name if "/" in name else f"{owners[0]}/{name}"
-    with explain_errors(repr(repo_id)):
-        validate_repo_id(repo_id)
-        owner = repo_id.partition("/")[0]
-        if owner not in owners:
-            raise PublishError(
-                f"{owner!r} is not an owner that {owners[0]!r} may publish for: choose from {', '.join(owners)}"
-            )
-        hub = HfApi(token=access_token(token))
-        try:
-            info = hub.repo_info(repo_id, repo_type=kind, timeout=HUB_SECONDS)
-        except RepositoryNotFoundError:
-            return Place(repo_id, private, kind, None, frozenset())
-        hub.auth_check(repo_id, repo_type=kind, write=True)
-    if bool(info.private) != private:
-        visibility, remedy = ("private", "leave out --public") if info.private else ("public", "add --public")
-        raise PublishError(
-            f"{repo_id!r} exists and is {visibility}: {remedy}, change that in its settings, or choose another name; "
-            f"{NOTHING_SENT}"
-        )
-    return Place(repo_id, private, kind, info.sha, frozenset(list_files(info)))
-
-
-def list_files(info: Info) -> dict[str, Any]:
-    """List the files of a repository by name."""
-    return {file.rfilename: file for file in info.siblings or ()}
-
-
-def refuse_other_content(place: Place) -> None:
-    """Raise the error for a repository that holds something else."""
-    some = ", ".join(sorted(place.files - INITIAL_FILES)[:3])
-    raise PublishError(
-        f"{place.repo_id!r} exists and holds something else ({len(place.files)} files: {some}, …): choose another "
-        f"name, or delete it on its settings page; {NOTHING_SENT}"
-    )
-
-
-def fetch_file(place: Place, path: str, revision: str, token: str | None = None) -> Path:
-    """Download one small file of a repository."""
-    with explain_errors(repr(place.repo_id), KEPT), without_bars():
-        chosen = access_token(token)
-        return Path(hf_hub_download(place.repo_id, path, revision=revision, repo_type=place.kind, token=chosen))
-
-
 def upload(
-    place: Place, files: Mapping[str, Content], message: str, obsolete: Collection[str], token: str | None
+    repo: Repository, files: Mapping[str, Content], message: str, obsolete: Collection[str], token: str | None
 ) -> Steps[str]:
     """Make a repository hold these files as of one commit, check them by their hashes, and return the revision.
 
     What another model holds is copied by the Hub, and sent only where the Hub cannot copy it.
     """
     hub = HfApi(token=access_token(token))
-    with explain_errors(repr(place.repo_id)):
-        check_card(place, files["README.md"])
-        if place.head is None:
-            sdk = "gradio" if place.kind == "space" else None
-            hub.create_repo(place.repo_id, private=place.private, repo_type=place.kind, space_sdk=sdk)
-    with explain_errors(repr(place.repo_id), KEPT), without_bars():
+    with explain_errors(repr(repo.repo_id)):
+        check_card(repo, files["README.md"])
+        if repo.head is None:
+            sdk = "gradio" if repo.kind == "space" else None
+            hub.create_repo(repo.repo_id, private=repo.private, repo_type=repo.kind, space_sdk=sdk)
+    with explain_errors(repr(repo.repo_id), KEPT), without_bars():
         start = Progress("publish", 0, len(files), "files")
         copies = yield from watch(lambda: list_copies(hub, files), start)
         if copies:
             try:
-                return (yield from send(hub, place, files, copies, message, obsolete))
+                return (yield from send(hub, repo, files, copies, message, obsolete))
             except Exception as error:
                 if not is_of_copying(error):
                     raise
                 yield replace(start, details={"because": "the Hub cannot copy the teacher's files, so they are sent"})
-        return (yield from send(hub, place, files, {}, message, obsolete))
+        return (yield from send(hub, repo, files, {}, message, obsolete))
 
 
 def list_copies(hub: HfApi, files: Mapping[str, Content]) -> dict[str, HubFile]:
@@ -223,7 +95,7 @@ def list_copies(hub: HfApi, files: Mapping[str, Content]) -> dict[str, HubFile]:
 
 def send(
     hub: HfApi,
-    place: Place,
+    repo: Repository,
     files: Mapping[str, Content],
     copies: Mapping[str, HubFile],
     message: str,
@@ -239,9 +111,9 @@ def send(
         file = files[addition.path_in_repo]
         if isinstance(file, HubFile) and addition.upload_info.sha256.hex() != file.sha256:
             raise ValueError(f"{file.path.name} has changed since the run wrote it")
-    yield from upload_large_files(hub, place, additions)
-    revision = yield from commit(hub, place, additions, copies, message, obsolete)
-    yield from check_files(hub, place, revision, additions, copies)
+    yield from upload_large_files(hub, repo, additions)
+    revision = yield from commit(hub, repo, additions, copies, message, obsolete)
+    yield from check_files(hub, repo, revision, additions, copies)
     return revision
 
 
@@ -262,19 +134,19 @@ def size_of(content: Content) -> int:
     return len(content) if isinstance(content, bytes) else content.stat().st_size
 
 
-def check_card(place: Place, content: Content) -> None:
+def check_card(repo: Repository, content: Content) -> None:
     """Let the Hub check the metadata of a card before the repository is created; the client does so only later."""
     content = path_or_bytes(content)
     text = content.decode() if isinstance(content, bytes) else content.read_text(encoding="utf-8")
     address = f"{constants.ENDPOINT}/api/validate-yaml"
-    answer = get_session().post(address, json={"content": text, "repoType": place.kind})
+    answer = get_session().post(address, json={"content": text, "repoType": repo.kind})
     if answer.status_code == 400:
         faults = "; ".join(str(error.get("message")) for error in answer.json().get("errors", ()))
         raise ValueError(f"the metadata of its card: {faults}")
     hf_raise_for_status(answer)
 
 
-def upload_large_files(hub: HfApi, place: Place, additions: list[CommitOperationAdd]) -> Steps[None]:
+def upload_large_files(hub: HfApi, repo: Repository, additions: list[CommitOperationAdd]) -> Steps[None]:
     """Upload what is too large for a commit, one file after the other; the client retries by itself."""
     total, done = sum(file.upload_info.size for file in additions), 0
     small = [file for file in additions if file.upload_info.size < LARGE_BYTES]
@@ -283,7 +155,7 @@ def upload_large_files(hub: HfApi, place: Place, additions: list[CommitOperation
         yield at
 
         def upload_group(group: list[CommitOperationAdd] = group) -> None:
-            hub.preupload_lfs_files(place.repo_id, group, repo_type=place.kind, free_memory=False)
+            hub.preupload_lfs_files(repo.repo_id, group, repo_type=repo.kind, free_memory=False)
 
         yield from watch(upload_group, at)
         done += sum(file.upload_info.size for file in group)
@@ -291,7 +163,7 @@ def upload_large_files(hub: HfApi, place: Place, additions: list[CommitOperation
 
 def commit(
     hub: HfApi,
-    place: Place,
+    repo: Repository,
     additions: list[CommitOperationAdd],
     copies: Mapping[str, HubFile],
     message: str,
@@ -300,7 +172,7 @@ def commit(
     """Make one commit, none if the repository holds all files already: the answer to an earlier try may be lost."""
 
     def commit_once() -> str:
-        info = hub.repo_info(place.repo_id, repo_type=place.kind, files_metadata=True)
+        info = hub.repo_info(repo.repo_id, repo_type=repo.kind, files_metadata=True)
         deletions = [CommitOperationDelete(path) for path in obsolete if path in list_files(info)]
         differing = list_differing(info, additions, copies)
         if info.sha and not deletions and not differing:
@@ -311,10 +183,10 @@ def commit(
             if name in differing
         ]
         return hub.create_commit(
-            place.repo_id,
+            repo.repo_id,
             [*additions, *copied, *deletions],
             commit_message=message,
-            repo_type=place.kind,
+            repo_type=repo.kind,
             parent_commit=info.sha,
         ).oid
 
@@ -325,15 +197,15 @@ def commit(
 
 
 def check_files(
-    hub: HfApi, place: Place, revision: str, additions: list[CommitOperationAdd], copies: Mapping[str, HubFile]
+    hub: HfApi, repo: Repository, revision: str, additions: list[CommitOperationAdd], copies: Mapping[str, HubFile]
 ) -> Steps[None]:
     """Compare what the Hub holds with what was sent and copied, by hash."""
     at = Progress("publish", 0, len(additions) + len(copies), "files checked")
     info = yield from retry(
-        lambda: hub.repo_info(place.repo_id, repo_type=place.kind, revision=revision, files_metadata=True), at
+        lambda: hub.repo_info(repo.repo_id, repo_type=repo.kind, revision=revision, files_metadata=True), at
     )
     for path in list_differing(info, additions, copies):
-        raise FaultError(f"{place.repo_id!r} at {revision} does not hold {path} as it was sent: try again; {KEPT}")
+        raise FaultError(f"{repo.repo_id!r} at {revision} does not hold {path} as it was sent: try again; {KEPT}")
 
 
 def list_differing(info: Info, additions: list[CommitOperationAdd], copies: Mapping[str, HubFile]) -> list[str]:
@@ -396,16 +268,3 @@ def watch(call: Callable[[], Product], at: Progress) -> Steps[Product]:
     while not wait([answer], HEARTBEAT_SECONDS).done:
         yield replace(at, details={**at.details, "seconds": round(time.monotonic() - began)})
     return answer.result()
-
-
-@contextmanager
-def without_bars() -> Iterator[None]:
-    """Keep the Hub's client from drawing bars: our own progress shows what it does."""
-    if are_progress_bars_disabled():
-        yield
-        return
-    disable_progress_bars()
-    try:
-        yield
-    finally:
-        enable_progress_bars()

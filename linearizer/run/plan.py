@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
@@ -15,6 +13,7 @@ from linearizer.run.files import unseal
 from linearizer.run.head_bytes import BITS, SINKS
 from linearizer.run.json_products import JsonProduct, check_names
 from linearizer.run.memories import MEMORIES
+from linearizer.run.names import absolute_path, absolute_source
 from linearizer.run.options import check_options, differences, option, options_of
 from linearizer.run.profile import Gauge, Normalise, Per
 from linearizer.run.recipes import CHOSEN, RECIPES
@@ -29,7 +28,6 @@ MIN_SAMPLES, USUAL_SAMPLES = 32, 1024
 MAX_MINUTES = 365 * 24 * 60  # a year
 ALLOCATION = "what heads hold"  # options by which an allocation is decided anew, from what a run has measured
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
-ADDRESS = re.compile(r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob)/([\w.-]+)(?:/.*)?)?/?")
 BY_RECIPE, ALL = "the recipe's", "all"
 YIELDING = ("texts", "length", "samples")  # options that, where they are left out, shrink to what a text has
 HEALING_RANK = 8  # of the adapters that make up for what heads without features lost
@@ -427,22 +425,3 @@ def with_absolute_paths(plan: Plan) -> Plan:
     """Name the folders and files of a plan so that they are found from any folder that the run is resumed in."""
     model = plan.model if plan.model == "demo" else absolute_path(plan.model)
     return replace(plan, model=model, text=absolute_source(plan.text))
-
-
-def absolute_source(source: str) -> str:
-    """Name a source of text so that it is found from any folder."""
-    kind, _, rest = source.partition(":")
-    place, colon, more = (rest, "", "") if kind == "file" else rest.partition(":")
-    return f"{kind}:{absolute_path(place)}{colon}{more}" if kind in ("file", "dataset") else source
-
-
-def absolute_path(name: str) -> str:
-    """Write out where a file or folder lies; a name that is none stays."""
-    path = os.path.expanduser(name)
-    return os.path.abspath(path) if name and os.path.exists(path) else name
-
-
-def id_of_address(name: str) -> str:
-    """Turn the address of a model's page on the Hub into its id, with the revision that it names."""
-    page = ADDRESS.fullmatch(name)
-    return f"{page[1]}@{page[2]}" if page and page[2] else page[1] if page else name

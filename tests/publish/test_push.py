@@ -19,7 +19,7 @@ from linearizer.model.checkpoint import load
 from linearizer.model.hub import find_model
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
-from linearizer.publish import push, upload
+from linearizer.publish import push, repository, upload
 from linearizer.run.plan import Plan
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, copy_run, files_of, publish, refused, written
 
@@ -215,7 +215,7 @@ def test_a_preview_sends_nothing_and_lists_what_would_be_sent(hub, run):
 
 def test_owners_are_the_account_and_where_it_may_write(hub, run):
     hub.organisations["me"] = {"lab": "write", "club": "read"}
-    assert upload.list_owners(ME) == ("me", "lab")
+    assert repository.list_owners(ME) == ("me", "lab")
     assert publish(run, "lab/student").repo_id == "lab/student" and hub.repos["models", "lab/student"].private
     assert "choose from me, lab" in refused(run, "club/student")
 
