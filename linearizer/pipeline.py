@@ -20,7 +20,7 @@ from linearizer.allocate.step import PRICING, TrainOffers, allocate, help_pricin
 from linearizer.errors import FolderError, LinearizerError, RequestError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.setup import Setup, assembled
-from linearizer.evaluate.side_by_side import compare
+from linearizer.evaluate.side_by_side import write_in_turns
 from linearizer.evaluate.step import JUDGING, judge, measure_parts
 from linearizer.measure.profile import profile_settings
 from linearizer.measure.step import fit_to_text, measure_teacher, min_texts
@@ -28,7 +28,7 @@ from linearizer.model import checkpoint, kept_state
 from linearizer.model.devices import choose_dtype
 from linearizer.model.hub import Source, cache_folder, download_bytes, find_model, weight_files
 from linearizer.model.inspect import inspect_model
-from linearizer.model.kept_state import Answer, Reading
+from linearizer.model.kept_state import Answer
 from linearizer.model.quiet import quiet
 from linearizer.model.streaming import OFFLOADED, place_weights, spreads, streams
 from linearizer.model.teacher import (
@@ -56,7 +56,7 @@ from linearizer.run.plan import USUAL_LENGTH, YIELDING, Plan, with_absolute_path
 from linearizer.run.profile import Profile
 from linearizer.run.results import Part
 from linearizer.run.sharing import ALONE, HELPED, Helpers, Share
-from linearizer.run.state_size import StateSize
+from linearizer.run.state_size import Reading, StateSize
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import write_digests
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
@@ -372,13 +372,16 @@ def compare_run(
     run: Run, prompt: str, new_tokens: int, seed: int, sample: bool, token: str | None = None
 ) -> Steps[Comparison]:
     """Continue a prompt with the teacher and with the student of a run."""
-    if not run.checkpoint.is_dir() or (allocation := run.allocation) is None:
+    if not run.checkpoint.is_dir():
         raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
+    state = StateSize.of(run.require_allocation(), run.layers)
     with quiet():
         teacher = load(run.plan, token, run.inspection)
         student = checkpoint.load_beside(run, teacher.model)
-        state = StateSize.of(allocation, run.layers)
-        return (yield from compare(teacher.model, student, teacher.tokenizer, state, prompt, new_tokens, seed, sample))
+        models = teacher.model, student, teacher.tokenizer, state
+        for comparison in write_in_turns(*models, prompt, new_tokens, seed, sample):
+            yield Progress("compare", comparison.student.tokens, new_tokens, "tokens")
+    return comparison
 
 
 def read(run: Run, text: str, path: Path, more: bool = False) -> Steps[Reading]:

@@ -15,10 +15,9 @@ from linearizer.amounts import columns, duration, from_length, size
 from linearizer.progress import Progress, Steps
 from linearizer.run import events
 from linearizer.run.events import EventName
-from linearizer.run.state_size import ROW_TITLES, StateSize
+from linearizer.run.state_size import ROW_TITLES, Reading, StateSize
 
 if TYPE_CHECKING:
-    from linearizer.model.kept_state import Reading
     from linearizer.publish.publication import Preview
     from linearizer.run.allocation import Allocation
     from linearizer.run.comparison import Comparison

@@ -11,7 +11,7 @@ from itertools import islice
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
-from linearizer.errors import FolderError, ModelNotAvailable, RequestError, TextError
+from linearizer.errors import ModelNotAvailable, RequestError, TextError
 from linearizer.evaluate.cache_in_few_bits import caches_in_few_bits
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.subjects import Subject, window_control
@@ -54,10 +54,7 @@ class Setup:
 
     @cached_property
     def allocation(self) -> Allocation:
-        allocation = self.run.allocation
-        if allocation is None:
-            raise FolderError(f"{str(self.run.folder)!r} has lost its allocation.json: start a new run")
-        return allocation
+        return self.run.require_allocation()
 
     @cached_property
     def untrained(self) -> tuple[LayerStudent, ...] | None:

@@ -12,8 +12,7 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.model.logits import fresh_cache
 from linearizer.model.token_loop import generate_tokens
-from linearizer.progress import Progress, Steps
-from linearizer.run.comparison import Both, Comparison, Difference, Side
+from linearizer.run.comparison import Comparison, Difference, Side
 from linearizer.run.state_size import StateSize
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
@@ -44,31 +43,6 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int)
     return ids
 
 
-def compare(
-    teacher: PreTrainedModel,
-    student: LinearizedForCausalLM,
-    tokenizer: PreTrainedTokenizerBase,
-    state: StateSize,
-    prompt: str,
-    new_tokens: int = 64,
-    seed: int = 0,
-    sample: bool = False,
-) -> Steps[Comparison]:
-    """Let both models continue a prompt, one after the other."""
-    ids = prompt_ids(tokenizer, prompt, new_tokens)
-    sides: list[Side] = []
-    written: list[list[int]] = []
-    for done, (model, size) in enumerate(((teacher, state.teacher_bytes), (student, state.student_bytes))):
-        yield Progress("compare", done, 2, "models")
-        writer = Writer(model, tokenizer, size, ids, new_tokens, seed, sample, softmax=model is student.base)
-        while writer.write_token():
-            pass
-        sides.append(writer.side())
-        written.append(writer.written)
-    yield Progress("compare", 2, 2, "models")
-    return Comparison(prompt, ids.shape[1], sides[0], sides[1], find_difference(tokenizer, written[0], written[1]))
-
-
 def write_in_turns(
     teacher: PreTrainedModel,
     student: LinearizedForCausalLM,
@@ -78,8 +52,11 @@ def write_in_turns(
     new_tokens: int = 64,
     seed: int = 0,
     sample: bool = False,
-) -> Iterator[Both]:
-    """Let both models continue a prompt, a token each in turn; yield a few times a second what they have written."""
+) -> Iterator[Comparison]:
+    """Let both models continue a prompt, a token each in turn; yield a few times a second what they have written.
+
+    The last comparison is of all that they write.
+    """
     ids = prompt_ids(tokenizer, prompt, new_tokens)
     try:
         writers = [
@@ -87,20 +64,20 @@ def write_in_turns(
             for model, size in ((teacher, state.teacher_bytes), (student, state.student_bytes))
         ]
 
-        def both(done: bool) -> Both:
+        def compare() -> Comparison:
             difference = find_difference(tokenizer, writers[0].written, writers[1].written)
-            return Both(writers[0].side(), writers[1].side(), done, difference)
+            return Comparison(prompt, ids.shape[1], writers[0].side(), writers[1].side(), difference)
 
         updated = time.monotonic()
         while any([writer.write_token() for writer in writers]):
             if time.monotonic() - updated >= UPDATE_SECONDS:
-                yield both(False)
+                yield compare()
                 updated = time.monotonic()
     except LinearizerError:
         raise
     except Exception as error:  # models of others raise errors of many types
         raise FaultError(f"writing broke off ({type(error).__name__}): try again, with fewer tokens") from error
-    yield both(True)
+    yield compare()
 
 
 class Writer:

@@ -16,17 +16,9 @@ from linearizer.model.token_loop import generate_tokens, read_tokens
 from linearizer.progress import Progress, Steps
 from linearizer.run.files import writing
 from linearizer.run.head_bytes import CACHED, Layer, cache_bytes
+from linearizer.run.state_size import Reading
 from linearizer.runtime.cache import MAX_TURNS, LinearizedCache, LinearizedLayer
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-
-
-@dataclass(frozen=True)
-class Reading:
-    """What a student has read, and what it takes to remember it in the layers that have a student."""
-
-    tokens: int
-    state_bytes: int
-    cache_bytes: int  # of a teacher of the same dtype that has read as many tokens
 
 
 @dataclass(frozen=True)
@@ -40,7 +32,7 @@ class Answer:
 
 
 def measure(student: LinearizedForCausalLM, layers: tuple[Layer, ...], cache: LinearizedCache) -> Reading:
-    """Count what was read into a cache, and its bytes."""
+    """Count what was read into a cache, and its bytes, in the student's own dtype as in the teacher's."""
     held = sum(layer.bytes() for layer in cache.layers if isinstance(layer, LinearizedLayer))
     tokens = cache.get_seq_length()
     return Reading(tokens, held, cache_bytes(layers, tokens) * student.dtype.itemsize // CACHED)

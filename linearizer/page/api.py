@@ -33,6 +33,7 @@ from linearizer.run.evaluation_request import PARTS, Request
 from linearizer.run.inspection import Inspection
 from linearizer.run.options import options_of
 from linearizer.run.plan import Plan
+from linearizer.run.state_size import Reading
 
 Choice = str | int | float | bool | list[str] | list[int] | None
 Fact = str | int | float | bool | list | dict | None
@@ -89,15 +90,6 @@ class Sides:
     student: Side
     difference: Difference | None
     why_slower: str
-
-
-@dataclass(frozen=True)
-class ReadDocument:
-    """What a student has read, and the bytes that remember it."""
-
-    tokens: int
-    state_bytes: int
-    cache_bytes: int  # that the teacher's cache would take
 
 
 def search_models(query: str, profile: Profile = None, token: Token = None) -> list[str]:
@@ -250,11 +242,12 @@ def compare_models(
     return Sides(last.teacher, last.student, last.difference, why)
 
 
-def read_document(run: str, text: str, secret: str = "", profile: Profile = None, token: Token = None) -> ReadDocument:
+def read_document(run: str, text: str, secret: str = "", profile: Profile = None, token: Token = None) -> Reading:
     """Let the student of a run read a document once; its state is kept with the run, for `ask_document`."""
     for step in students.read_document(identify_visitor(secret, profile, token), run, str(text)):
         last = step
-    return ReadDocument(**asdict(last))
+    assert isinstance(last, Reading), "the last value is what was read"
+    return last
 
 
 def ask_document(
@@ -279,9 +272,9 @@ def ask_document(
     return text
 
 
-def take_back_answer(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> ReadDocument:
+def take_back_answer(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> Reading:
     """Let the state of a document forget the prompt and the answer that it kept last."""
-    return ReadDocument(**asdict(students.take_back_answer(identify_visitor(secret, profile, token), run)))
+    return students.take_back_answer(identify_visitor(secret, profile, token), run)
 
 
 def preview_publication(

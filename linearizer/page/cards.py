@@ -22,7 +22,7 @@ from linearizer.run.plan import Plan
 from linearizer.run.results import Language, Recall
 
 if TYPE_CHECKING:
-    from linearizer.run.comparison import Both, Difference, Side
+    from linearizer.run.comparison import Comparison, Difference, Side
 
 STATE_SIGNS = {
     "queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?",
@@ -190,7 +190,7 @@ def writing_card(side: Side | None, difference: Difference | None, own: str) -> 
     return f"<p>{escape(difference.alike)}<mark>{escape(own)}</mark>{escape(rest)}</p>"
 
 
-def comparison_note(both: Both, why_slower: str) -> str:
+def comparison_note(both: Comparison, why_slower: str) -> str:
     """Say from which token on the two texts differ, and why the student is the slower one, where it is."""
     count = min(both.teacher.tokens, both.student.tokens)
     if both.difference is None:

@@ -20,7 +20,7 @@ from linearizer.progress import Progress
 from linearizer.publish import html
 
 if TYPE_CHECKING:
-    from linearizer.run.comparison import Both
+    from linearizer.run.comparison import Comparison
 
 SOON_SECONDS = 0.2  # until the page polls, once something was asked
 IDLE_POLL_SECONDS = 5.0  # between two polls where nothing is at work
@@ -154,7 +154,7 @@ def compare_models(
             yield *show_sides(both), cards.comparison_note(both, why)
 
 
-def show_sides(both: Both) -> tuple[str, str, str, str]:
+def show_sides(both: Comparison) -> tuple[str, str, str, str]:
     """Show what both have written so far, and how fast."""
     first = both.difference
     teacher = cards.writing_card(both.teacher, first, first.teacher if first else "")

@@ -17,12 +17,11 @@ from linearizer.run.files import parse_json
 from linearizer.run.folder import Run
 from linearizer.run.options import options_of
 from linearizer.run.plan import Plan
-from linearizer.run.state_size import StateSize
+from linearizer.run.state_size import Reading, StateSize
 
 if TYPE_CHECKING:
-    from linearizer.model.kept_state import Reading
     from linearizer.progress import Progress
-    from linearizer.run.comparison import Both, Side
+    from linearizer.run.comparison import Comparison, Side
     from linearizer.runtime.cache import LinearizedCache
 
 COMPARISON_SECONDS = 120  # that ZeroGPU lends its device to a comparison, or to the reading of a document
@@ -62,7 +61,9 @@ def sample_prompts() -> dict[str, str]:
 
 
 @zerogpu.with_device(COMPARISON_SECONDS)
-def compare_models(visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool) -> Iterator[Both]:
+def compare_models(
+    visitor: Visitor, name: str, prompt: str, tokens: int, seed: int, sample: bool
+) -> Iterator[Comparison]:
     """Let the teacher and the student of a run continue a prompt, side by side."""
     from linearizer.evaluate.side_by_side import write_in_turns
 
@@ -70,9 +71,7 @@ def compare_models(visitor: Visitor, name: str, prompt: str, tokens: int, seed: 
     check_prompt(prompt, tokens, seed)
     with hold_comparison_lock():
         pair = load_pair(run, visitor)
-        if (allocation := run.allocation) is None:
-            raise RequestError("this run has lost its allocation.json: start a new run")
-        state = StateSize.of(allocation, run.layers)
+        state = StateSize.of(run.require_allocation(), run.layers)
         yield from write_in_turns(pair.teacher, pair.student, pair.tokenizer, state, prompt, tokens, seed, sample)
 
 
@@ -112,11 +111,7 @@ def save_document(run: Run, cache: LinearizedCache, begins: str | None = None) -
 
 def count_bytes(run: Run, tokens: int) -> Reading:
     """Count what a student has read as everything on the page is counted: from shapes."""
-    from linearizer.model.kept_state import Reading
-
-    if (allocation := run.allocation) is None:
-        raise RequestError("this run has lost its allocation.json: start a new run")
-    state = StateSize.of(allocation, run.layers)
+    state = StateSize.of(run.require_allocation(), run.layers)
     return Reading(tokens, state.student_bytes(tokens), state.teacher_bytes(tokens))
 
 

@@ -29,18 +29,10 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
+    """What both models have written so far."""
+
     prompt: str
     prompt_tokens: int
     teacher: Side
     student: Side
-    difference: Difference | None = None
-
-
-@dataclass(frozen=True)
-class Both:
-    """What the two models have written so far."""
-
-    teacher: Side
-    student: Side
-    done: bool
     difference: Difference | None = None

@@ -186,6 +186,12 @@ class Run:
     def allocation(self) -> Allocation | None:
         return self.parse_file("allocation.json", Allocation.from_json) if self.has_file("allocation.json") else None
 
+    def require_allocation(self) -> Allocation:
+        """Read the allocation of a run that has a student."""
+        if (allocation := self.allocation) is None:
+            raise FolderError(f"{str(self.folder)!r} has lost its allocation.json: start a new run")
+        return allocation
+
     @property
     def evaluation_parts(self) -> dict[str, dict[str, Any]]:
         """The measured parts of the evaluation: those of the judging, and those that `linearizer evaluate` added."""

@@ -14,6 +14,15 @@ STATED_LENGTHS = (4096, 32768, 131072)  # tokens of text for which sizes are sta
 
 
 @dataclass(frozen=True)
+class Reading:
+    """What a student has read, and the bytes that remember it in the layers that have a student."""
+
+    tokens: int
+    state_bytes: int
+    cache_bytes: int  # of a teacher that has read as many tokens
+
+
+@dataclass(frozen=True)
 class StateSize:
     """Bytes of a student's state, `fixed` and `growth` for every token, beside its teacher's cache.
 

@@ -7,8 +7,7 @@ import pytest
 import torch
 
 from linearizer.errors import FaultError, RequestError
-from linearizer.evaluate.side_by_side import compare, find_difference, write_in_turns
-from linearizer.progress import finish
+from linearizer.evaluate.side_by_side import Writer, find_difference, write_in_turns
 from linearizer.run.head_bytes import cache_bytes
 from linearizer.run.state_size import StateSize
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of
@@ -46,14 +45,19 @@ def test_the_first_token_that_differs_is_found():
 
 @pytest.mark.parametrize("sample", [False, True])
 def test_both_write_what_they_write_one_after_the_other(pair, state, sample):
-    expected = finish(compare(*pair, Tokens(), state, "5 6 7 8", 12, seed=3, sample=sample))
-    for both in write_in_turns(*pair, Tokens(), state, "5 6 7 8", 12, seed=3, sample=sample):
-        last = both
-    assert last.done
-    assert last.teacher.text == expected.teacher.text and last.difference == expected.difference
-    assert last.student.text == expected.student.text
-    assert last.teacher.state_bytes == expected.teacher.state_bytes
-    assert last.student.state_bytes == expected.student.state_bytes
+    alone = []
+    for model, size in zip(pair, (state.teacher_bytes, state.student_bytes), strict=True):
+        writer = Writer(model, Tokens(), size, torch.tensor([[5, 6, 7, 8]]), 12, 3, sample)
+        while writer.write_token():
+            pass
+        alone.append(writer)
+    teacher, student = (writer.side() for writer in alone)
+    *_, last = write_in_turns(*pair, Tokens(), state, "5 6 7 8", 12, seed=3, sample=sample)
+    assert last.teacher.text == teacher.text
+    assert last.difference == find_difference(Tokens(), *(writer.written for writer in alone))
+    assert last.student.text == student.text
+    assert last.teacher.state_bytes == teacher.state_bytes
+    assert last.student.state_bytes == student.state_bytes
     assert last.teacher.tokens == last.student.tokens == 12
 
 
@@ -72,9 +76,8 @@ def test_what_was_told_grows_to_what_was_written(pair, state):
 
 
 def test_it_tells_at_most_ten_times_a_second(pair, state):
-    begun, updates = time.monotonic(), 0
-    for both in write_in_turns(*pair, Tokens(), state, "5 6", 150):
-        updates += not both.done
+    begun = time.monotonic()
+    updates = len(list(write_in_turns(*pair, Tokens(), state, "5 6", 150))) - 1  # the last is not one of them
     assert 1 <= updates <= 10 * (time.monotonic() - begun)
 
 
