@@ -25,6 +25,7 @@ from linearizer.jobs.hub_api import Hardware
 from linearizer.page import actions, sending, students
 from linearizer.page.calls import Profile, Token, identify_visitor, refusals_in_api
 from linearizer.page.limits import MAX_COMPARED_TOKENS, MAX_PROMPT_CHARACTERS
+from linearizer.page.visitors import Visitor
 from linearizer.publish import html
 from linearizer.publish.publication import Preview, Published
 from linearizer.publish.verdict import Verdict
@@ -92,29 +93,23 @@ class Sides:
     why_slower: str
 
 
-def search_models(query: str, profile: Profile = None, token: Token = None) -> list[str]:
+def search_models(visitor: Visitor, query: str) -> list[str]:
     """Find models by a part of their name: on the Hub, and among local folders where the machine is yours."""
-    return actions.search_models(identify_visitor("", profile, token), str(query))
+    return actions.search_models(visitor, str(query))
 
 
-def inspect_model(model: str, profile: Profile = None, token: Token = None) -> Inspection:
+def inspect_model(visitor: Visitor, model: str) -> Inspection:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
-    return actions.examine_model(identify_visitor("", profile, token), str(model)).inspection
+    return actions.examine_model(visitor, str(model)).inspection
 
 
 def estimate_run(
-    model: str,
-    budget: int = 256,
-    effort: str = "Quick",
-    options: dict[str, Choice] | None = None,
-    profile: Profile = None,
-    token: Token = None,
+    visitor: Visitor, model: str, budget: int = 256, effort: str = "Quick", options: dict[str, Choice] | None = None
 ) -> Estimate:
     """Forecast a run: seconds, bytes of memory, disk and download; with the command line that does the same.
 
     budget: {budget}. effort: {efforts}. options: {plan}.
     """
-    visitor = identify_visitor("", profile, token)
     plan = actions.make_plan(str(model), read_whole_number(budget), effort, check_options(options))
     examined = actions.examine_model(visitor, plan.model)
     examined.inspection.require_support()
@@ -123,28 +118,23 @@ def estimate_run(
 
 
 def start_run(
-    model: str,
-    budget: int = 256,
-    effort: str = "Quick",
-    options: dict[str, Choice] | None = None,
-    secret: str = "",
-    profile: Profile = None,
-    token: Token = None,
+    visitor: Visitor, model: str, budget: int = 256, effort: str = "Quick", options: dict[str, Choice] | None = None
 ) -> str:
     """Start a run and return its name at once; the run goes on without a connection.
 
     budget: {budget}. effort: {efforts}. options: {plan}.
     """
-    visitor, asked = identify_visitor(secret, profile, token), check_options(options)
+    asked = check_options(options)
     return actions.start_run(visitor, actions.make_plan(str(model), read_whole_number(budget), effort, asked), asked)
 
 
-def list_hardware(profile: Profile = None, token: Token = None) -> list[Hardware]:
+def list_hardware(visitor: Visitor) -> list[Hardware]:
     """List what jobs of the Hub can run on, and what each costs in an hour now."""
-    return list(actions.list_hardware(identify_visitor("", profile, token)))
+    return list(actions.list_hardware(visitor))
 
 
 def start_job(
+    visitor: Visitor,
     model: str,
     flavor: str,
     most_usd: float,
@@ -153,9 +143,6 @@ def start_job(
     options: dict[str, Choice] | None = None,
     minutes: int = 0,
     push: str = "",
-    secret: str = "",
-    profile: Profile = None,
-    token: Token = None,
 ) -> str:
     """Start a run in a job of the Hub on your account, and return its name at once.
 
@@ -163,78 +150,68 @@ def start_job(
     gives. minutes: after which the Hub ends the job; 0: twice the forecast. push: the repository that the job publishes
     the student in, privately; empty: none. budget: {budget}. effort: {efforts}. options: {plan}.
     """
-    visitor, asked = identify_visitor(secret, profile, token), check_options(options)
+    asked = check_options(options)
     plan = actions.make_plan(str(model), read_whole_number(budget), effort, asked)
     job = str(flavor), read_whole_number(minutes) or None, str(push).strip() or None
     return actions.start_job(visitor, plan, asked, *job, read_number(most_usd))
 
 
-def run_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> JudgedStatus:
+def run_status(visitor: Visitor, run: str) -> JudgedStatus:
     """Say what a run is doing: state, place in the queue, newest progress, error, disk, where it was published, how it
     was judged, and the verdict on its student.
     """
     from linearizer.publish.verdict import judge_run
 
-    opened = identify_visitor(secret, profile, token).find_run(run)
+    opened = visitor.find_run(run)
     evaluation = opened.evaluation_parts if opened.has_file("evaluation.json") else None
     verdict = judge_run(opened) if evaluation else None
     return JudgedStatus(**asdict(describe_status(control.status(opened))), verdict=verdict, evaluation=evaluation)
 
 
-def list_runs(secret: str = "", profile: Profile = None, token: Token = None) -> list[RunStatus]:
+def list_runs(visitor: Visitor) -> list[RunStatus]:
     """List your runs, the newest first."""
-    return [describe_status(status) for status in control.runs_in(identify_visitor(secret, profile, token).home)]
+    return [describe_status(status) for status in control.runs_in(visitor.home)]
 
 
-def stop_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
+def stop_run(visitor: Visitor, run: str) -> str:
     """Ask a run to finish its step, save and stop; return its state."""
-    return actions.ask_run(identify_visitor(secret, profile, token), run, "stop")
+    return actions.ask_run(visitor, run, "stop")
 
 
-def use_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
+def use_run(visitor: Visitor, run: str) -> str:
     """End a run's training at this step, and judge and save the student as it is; return its state."""
-    return actions.ask_run(identify_visitor(secret, profile, token), run, "use")
+    return actions.ask_run(visitor, run, "use")
 
 
-def resume_run(run: str, secret: str = "", pay: bool = False, profile: Profile = None, token: Token = None) -> str:
+def resume_run(visitor: Visitor, run: str, *, pay: bool = False) -> str:
     """Go on with a run that was stopped, lost or failed; return its state. pay: agree to what another job costs."""
-    return actions.ask_run(identify_visitor(secret, profile, token), run, "pay" if pay else "resume")
+    return actions.ask_run(visitor, run, "pay" if pay else "resume")
 
 
-def delete_run(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
+def delete_run(visitor: Visitor, run: str) -> str:
     """Delete a run that is not at work; return its name."""
-    actions.delete_run(identify_visitor(secret, profile, token), run)
+    actions.delete_run(visitor, run)
     return run
 
 
-def share_budget(
-    run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None
-) -> dict[str, Fact]:
+def share_budget(visitor: Visitor, run: str, budget: int) -> dict[str, Fact]:
     """Share another budget out among the heads of a measured run; the model is not touched. budget: {budget}."""
-    shares = actions.share_budget(identify_visitor(secret, profile, token).find_run(run), read_whole_number(budget))
+    shares = actions.share_budget(visitor.find_run(run), read_whole_number(budget))
     return shares.allocation.summary(shares.layers, shares.length)
 
 
-def branch_run(run: str, budget: int, secret: str = "", profile: Profile = None, token: Token = None) -> str:
+def branch_run(visitor: Visitor, run: str, budget: int) -> str:
     """Start a run with another budget from what a run has measured, and return its name. budget: {budget}."""
-    return actions.branch_run(identify_visitor(secret, profile, token), run, read_whole_number(budget))
+    return actions.branch_run(visitor, run, read_whole_number(budget))
 
 
 def compare_models(
-    run: str,
-    prompt: str,
-    tokens: int = 64,
-    seed: int = 0,
-    sample: bool = False,
-    secret: str = "",
-    profile: Profile = None,
-    token: Token = None,
+    visitor: Visitor, run: str, prompt: str, tokens: int = 64, seed: int = 0, sample: bool = False
 ) -> Sides:
     """Let teacher and student continue a prompt: what each wrote, tokens a second, seconds to the first, bytes held.
 
     prompt: {prompt}. tokens: {tokens}. seed: {seed}.
     """
-    visitor = identify_visitor(secret, profile, token)
     choices = str(prompt), read_whole_number(tokens), read_whole_number(seed), bool(sample)
     for both in students.compare_models(visitor, run, *choices):
         last = both
@@ -242,56 +219,42 @@ def compare_models(
     return Sides(last.teacher, last.student, last.difference, why)
 
 
-def read_document(run: str, text: str, secret: str = "", profile: Profile = None, token: Token = None) -> Reading:
+def read_document(visitor: Visitor, run: str, text: str) -> Reading:
     """Let the student of a run read a document once; its state is kept with the run, for `ask_document`."""
-    for step in students.read_document(identify_visitor(secret, profile, token), run, str(text)):
+    for step in students.read_document(visitor, run, str(text)):
         last = step
     assert isinstance(last, Reading), "the last value is what was read"
     return last
 
 
 def ask_document(
-    run: str,
-    prompt: str,
-    tokens: int = 64,
-    seed: int = 0,
-    sample: bool = False,
-    keep: bool = False,
-    secret: str = "",
-    profile: Profile = None,
-    token: Token = None,
+    visitor: Visitor, run: str, prompt: str, tokens: int = 64, seed: int = 0, sample: bool = False, keep: bool = False
 ) -> str:
     """Let the student continue a prompt after the document that it read, as often as you like; return what it wrote.
 
     prompt: {prompt}. tokens: {tokens}. seed: {seed}. keep: the state remembers prompt and answer, too.
     """
-    visitor, text = identify_visitor(secret, profile, token), ""
+    text = ""
     choices = str(prompt), read_whole_number(tokens), read_whole_number(seed), bool(sample), bool(keep)
     for text in students.ask_document(visitor, run, *choices):  # noqa: B007
         pass
     return text
 
 
-def take_back_answer(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> Reading:
+def take_back_answer(visitor: Visitor, run: str) -> Reading:
     """Let the state of a document forget the prompt and the answer that it kept last."""
-    return students.take_back_answer(identify_visitor(secret, profile, token), run)
+    return students.take_back_answer(visitor, run)
 
 
-def preview_publication(
-    run: str, repo_id: str, private: bool = True, secret: str = "", profile: Profile = None, token: Token = None
-) -> Preview:
+def preview_publication(visitor: Visitor, run: str, repo_id: str, private: bool = True) -> Preview:
     """Show what publishing a run as OWNER/NAME would send: card, files, bytes, notes. Nothing is sent."""
     from linearizer.publish import push
 
-    visitor = identify_visitor(secret, profile, token)
     return push.preview(visitor.find_run(run), str(repo_id), bool(private), visitor.token)
 
 
-def publish_run(
-    run: str, repo_id: str, private: bool = True, secret: str = "", profile: Profile = None, token: Token = None
-) -> Published:
+def publish_run(visitor: Visitor, run: str, repo_id: str, private: bool = True) -> Published:
     """Publish a run as OWNER/NAME, and return once what is there was checked: repository, revision, link, snippet."""
-    visitor = identify_visitor(secret, profile, token)
     publication = sending.begin_publication(visitor.find_own_run(run), str(repo_id), bool(private), visitor.token)
     while not publication.over:
         time.sleep(0.1)
@@ -301,32 +264,26 @@ def publish_run(
 
 
 def evaluate_run(
-    run: str,
-    parts: list[str] | None = None,
-    options: dict[str, Choice] | None = None,
-    secret: str = "",
-    profile: Profile = None,
-    token: Token = None,
+    visitor: Visitor, run: str, parts: list[str] | None = None, options: dict[str, Choice] | None = None
 ) -> str:
     """Start an evaluation of a finished run and return its state at once; it goes on without a connection.
 
     parts: some of {parts}; none: all but tasks. options: {request}.
     """
-    visitor = identify_visitor(secret, profile, token)
     return actions.start_evaluation(visitor, run, {**check_options(options), **({"parts": parts} if parts else {})})
 
 
-def evaluation_status(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> EvaluationStatus:
+def evaluation_status(visitor: Visitor, run: str) -> EvaluationStatus:
     """Say how the evaluation of a run goes, with the results so far; state is null if none was started."""
-    opened = identify_visitor(secret, profile, token).find_run(run)
+    opened = visitor.find_run(run)
     status = control.status(opened).evaluation
     state = RunStatus(run, None) if status is None else describe_status(status)
     return EvaluationStatus(**asdict(state), evaluation=opened.evaluation_parts)
 
 
-def stop_evaluation(run: str, secret: str = "", profile: Profile = None, token: Token = None) -> str:
+def stop_evaluation(visitor: Visitor, run: str) -> str:
     """Stop the evaluation of a run, which keeps the parts that are finished; return its state."""
-    return actions.stop_evaluation(identify_visitor(secret, profile, token), run)
+    return actions.stop_evaluation(visitor, run)
 
 
 ENDPOINTS = (
@@ -334,6 +291,11 @@ ENDPOINTS = (
     use_run, resume_run, delete_run, evaluate_run, evaluation_status, stop_evaluation, share_budget, branch_run,
     compare_models, read_document, ask_document, take_back_answer, preview_publication, publish_run,
 )  # fmt: skip
+SECRET = inspect.Parameter("secret", inspect.Parameter.POSITIONAL_OR_KEYWORD, default="", annotation=str)
+ACCOUNT = (
+    SECRET.replace(name="profile", default=None, annotation=Profile),
+    SECRET.replace(name="token", default=None, annotation=Token),
+)  # Gradio gives both where a visitor signed in
 ONE_AT_A_TIME = (compare_models, read_document, ask_document, take_back_answer)
 
 
@@ -341,28 +303,34 @@ def add_endpoints() -> None:
     """Make every step an endpoint under its own name."""
     for function in ENDPOINTS:
         gr.api(
-            refusals_in_api()(send_plain(function)),
+            refusals_in_api()(serve(function)),
             api_name=function.__name__,
             api_description=(inspect.getdoc(function) or "").format_map(described_options()),
             concurrency_limit=1 if function in ONE_AT_A_TIME else 4,
         )
 
 
-def send_plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    """Send dataclasses as dictionaries."""
+def serve(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Find the visitor of an endpoint by what a call says of them, and send dataclasses as dictionaries."""
+    types, own = get_type_hints(function), list(inspect.signature(function).parameters.values())[1:]
+    by_name = [each for each in own if each.kind is each.KEYWORD_ONLY]  # the secret stands before these
+    ordered = [*(each for each in own if each not in by_name), SECRET, *by_name, *ACCOUNT]
+    parameters = [each.replace(kind=SECRET.kind, annotation=types.get(each.name, each.annotation)) for each in ordered]
+    signature = inspect.Signature(parameters, return_annotation=types["return"])
 
     def plain(value: Any) -> Any:
         return asdict(value) if is_dataclass(value) and not isinstance(value, type) else value
 
     @wraps(function)
     def call(*arguments: Any, **named: Any) -> Any:
-        result = function(*arguments, **named)
+        bound = signature.bind(*arguments, **named)
+        bound.apply_defaults()
+        visitor = identify_visitor(*(bound.arguments.pop(each.name) for each in (SECRET, *ACCOUNT)))
+        result = function(visitor, **bound.arguments)
         return [plain(each) for each in result] if isinstance(result, list) else plain(result)
 
-    types = get_type_hints(function)  # Gradio reads them where the names in a signature mean nothing
-    signature = inspect.signature(function)
-    parameters = [each.replace(annotation=types[name]) for name, each in signature.parameters.items()]
-    call.__signature__ = signature.replace(parameters=parameters, return_annotation=types["return"])  # type: ignore[attr-defined]
+    call.__signature__ = signature  # type: ignore[attr-defined]
+    call.__annotations__ = {each.name: each.annotation for each in parameters} | {"return": types["return"]}
     return call
 
 
