@@ -6,9 +6,9 @@ they differ. An end of text is a token like any other: texts keep one length.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from itertools import islice
+from statistics import fmean
 
 import torch
 
@@ -62,8 +62,8 @@ def judged(
         name=name,
         sampled=sampled,
         diverged=None if expected is None else tuple(map(agreeing, texts, expected)),
-        repeated=mean([1 - variety(text, REPEATED) for text in texts.tolist()]),
-        distinct=tuple(mean([variety(text, size) for text in texts.tolist()]) for size in GRAMS),
+        repeated=fmean(1 - variety(text, REPEATED) for text in texts.tolist()),
+        distinct=tuple(fmean(variety(text, size) for text in texts.tolist()) for size in GRAMS),
         loss=loss,
         likeliest=likeliest,
     )
@@ -78,7 +78,3 @@ def variety(text: Sequence[int], size: int) -> float:
     """Share of the runs of so many tokens that are different."""
     runs = [tuple(text[begin : begin + size]) for begin in range(len(text) - size + 1)]
     return len(set(runs)) / len(runs) if runs else 1.0
-
-
-def mean(values: Sequence[float]) -> float:
-    return math.fsum(values) / len(values)

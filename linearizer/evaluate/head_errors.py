@@ -186,22 +186,7 @@ def spearman(first: Sequence[float], second: Sequence[float]) -> float | None:
     """Correlate the ranks of two lists, equal values sharing theirs; None where a list is constant or too short."""
     if len(first) != len(second):
         raise ValueError(f"lists of {len(first)} and {len(second)} values have no ranks to compare")
-    a, b = ranks(first), ranks(second)
-    a, b = ([value - (len(a) + 1) / 2 for value in each] for each in (a, b))
-    size = math.sqrt(math.fsum(x * x for x in a) * math.fsum(x * x for x in b))
-    return math.fsum(x * y for x, y in zip(a, b, strict=True)) / size if len(a) > 2 and size > 0 else None
-
-
-def ranks(values: Sequence[float]) -> list[float]:
-    """Number values from 1 by their order; equal ones get the mean of their numbers."""
-    order = sorted(range(len(values)), key=values.__getitem__)
-    numbers = [0.0] * len(values)
-    begin = 0
-    while begin < len(order):
-        end = begin
-        while end < len(order) and values[order[end]] == values[order[begin]]:
-            end += 1
-        for place in order[begin:end]:
-            numbers[place] = (begin + 1 + end) / 2
-        begin = end
-    return numbers
+    values = torch.tensor([list(first), list(second)], dtype=torch.float64)
+    above = (values[:, :, None] - values[:, None]).sign().sum(-1)  # twice a rank, less its mean
+    size = above.square().sum(-1).prod().sqrt().item()
+    return above.prod(0).sum().item() / size if len(first) > 2 and size > 0 else None

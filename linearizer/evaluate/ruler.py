@@ -11,6 +11,7 @@ import re
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from statistics import fmean, stdev
 
 import torch
 from transformers import PreTrainedTokenizerBase
@@ -168,7 +169,4 @@ def answered(subject: Subject, ids: Tensor, answer: Sequence[int]) -> float:
 
 def mean_and_error(shares: Sequence[float]) -> tuple[float, float | None]:
     """Give the mean and its standard error, where there are several."""
-    mean = sum(shares) / len(shares)
-    if len(shares) < 2:
-        return mean, None
-    return mean, (sum((share - mean) ** 2 for share in shares) / (len(shares) - 1) / len(shares)) ** 0.5
+    return fmean(shares), stdev(shares) / len(shares) ** 0.5 if len(shares) > 1 else None

@@ -40,6 +40,7 @@ from yaml import YAMLError
 
 from linearizer.errors import ModelNotAvailable, TextError, first_line
 from linearizer.model.safetensors import INDEX, SINGLE, Weights, check_format, damaged_weights, weigh_folder
+from linearizer.run.files import find_carried
 from linearizer.run.json_products import shown
 from linearizer.run.names import id_of_address
 
@@ -326,11 +327,9 @@ def _terms(card: Any) -> dict[str, Any]:
 
 
 def _demo_folder() -> Path:
-    """Find the embedded model: beside the package in a checkout, inside it where it was installed."""
-    package = Path(__file__).parents[1]
-    for folder in (package.parent / "assets" / "demo-model", package / "assets" / "demo-model"):
-        if folder.is_dir():
-            return folder
+    """Find the embedded model."""
+    if (folder := find_carried("assets/demo-model")).is_dir():
+        return folder
     raise ModelNotAvailable("'demo' was not installed with this package: run from a checkout of the project")
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from linearizer.errors import RequestError
+from linearizer.run.files import find_carried
 from linearizer.run.folder import Run
 
 EXAMPLE_NAME = "example-run"  # of its folder, too
@@ -15,10 +16,7 @@ EXAMPLE_NOTE = (
 
 
 def example_folder() -> Path:
-    """Say where the example lies: beside the package in a checkout, inside it where it was installed."""
-    package = Path(__file__).parents[1]
-    beside = package.parent / "assets" / "example-run"
-    return beside if beside.is_dir() else package / "assets" / "example-run"
+    return find_carried(f"assets/{EXAMPLE_NAME}")
 
 
 def has_example() -> bool:

@@ -1,4 +1,4 @@
-"""Writing files: whole or not at all, and what the system says about it in a sentence."""
+"""Files: written whole or not at all, what the system says about it in a sentence, and what the package carries."""
 
 from __future__ import annotations
 
@@ -16,6 +16,12 @@ from linearizer.errors import FolderError
 
 SEAL = "sha256"  # the name of a digest in a JSON object
 UNFINISHED = ".unfinished"  # ends the name of what is being written; a killed process leaves it behind
+
+
+def find_carried(name: str) -> Path:
+    """Find what comes with the package: inside it where it was installed, beside it in a checkout."""
+    package = Path(__file__).parents[1]
+    return package / name if (package / name).exists() else package.parent / name
 
 
 def parse_json(text: str | bytes) -> Any:
