@@ -15,9 +15,9 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation, heads_replaced, is_count
 from linearizer.run.head_bytes import Head, Layer
+from linearizer.run.plan import MAX_TOKENS
 from linearizer.run.profile import Curve, Profile
 
-MAX_AMOUNT = 2**40  # tokens or features: more is no budget but a mistake
 TILE = 16  # features that a kernel computes at once
 LEVELS = (-100.0, 100.0)  # logarithms: the first asks for less than a tile of anything, the last exceeds any budget
 
@@ -63,7 +63,7 @@ def check_amounts(layers: Sequence[Layer], budget: Any, features: Any, strategy:
     name, amount, least = ("features", features, TILE) if budget is None else ("budget", budget, 1)
     check_amount(name, amount, least)
     for name, amount in (("window", window), ("sinks", sinks)):
-        if not is_count(amount) or amount > MAX_AMOUNT:
+        if not is_count(amount) or amount > MAX_TOKENS:
             raise BudgetError(f"{name} {amount!r} is not allowed: give a whole number of tokens, 0 or more")
     if not any(map(heads_replaced, layers)):
         raise BudgetError("the model bounds every layer itself: there is nothing to allocate")
@@ -72,8 +72,8 @@ def check_amounts(layers: Sequence[Layer], budget: Any, features: Any, strategy:
 
 def check_amount(name: str, amount: Any, least: int) -> None:
     """Refuse a budget or number of features that is no whole number, or out of bounds."""
-    if not is_count(amount) or not least <= amount <= MAX_AMOUNT:
-        raise BudgetError(f"{name} {amount!r} buys nothing: give a whole number from {least} to {MAX_AMOUNT}")
+    if not is_count(amount) or not least <= amount <= MAX_TOKENS:
+        raise BudgetError(f"{name} {amount!r} buys nothing: give a whole number from {least} to {MAX_TOKENS}")
 
 
 def check_profile(profile: Profile, layers: Sequence[Layer]) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from linearizer.allocate.by_freedoms import allocate_by_freedoms, check_amount, check_amounts
+from linearizer.allocate.by_freedoms import allocate_by_freedoms, check_amounts
 from linearizer.allocate.by_gates import allocate_by_gates
 from linearizer.allocate.by_prices import OffersOfHeads, allocate_by_prices, check_least_budget
 from linearizer.errors import BudgetError, RequestError
@@ -20,7 +20,6 @@ from linearizer.run.prices import Prices
 def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
     """Refuse a budget that the plan's strategy cannot spend, whatever will be measured."""
     if plan.rules.spends_tokens:
-        check_amount("budget", plan.budget, 1)
         least = min(sinks_to_try(plan)) if plan.rules.decided_by == "prices" else plan.kept_sinks
         check_least_budget(layers, plan.budget or 0, least, min(plan.kept_bits, *fewer_bits(plan, layers), 16))
     else:

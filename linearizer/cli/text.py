@@ -82,27 +82,24 @@ def show_progress(steps: Steps[Product]) -> Product:
 
 def describe_inspection(inspection: Inspection) -> str:
     """Describe a model."""
-    shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in inspection.layers})
-    windowed = sum(layer.native_window is not None for layer in inspection.layers)
-    heads = "; ".join(f"{query} query heads on {kv} KV heads of size {dim}" for query, kv, dim in shapes)
     facts = [
         ("model", inspection.name + (f" at {inspection.revision}" if inspection.revision else "")),
-        ("architecture", f"{inspection.architecture} ({inspection.model_type}){part_of(inspection)}"),
+        ("architecture", f"{inspection.architecture} ({inspection.model_type}){describe_tower(inspection)}"),
         ("supported", "yes" + ("" if inspection.tested else ", by its interface; its family is not among the tested"))
         if inspection.supported
         else ("supported", f"no, because {inspection.reason}: {inspection.remedy}"),
-        ("layers", f"{len(inspection.layers)}" + (f", {windowed} of them windowed by itself" if windowed else "")),
-        ("attention", heads or "unknown"),
-        ("positions", f"{inspection.positions or 'unknown'}, at most {inspection.max_positions or 'any'}"),
-        ("parameters", f"{inspection.parameters:,} ({size(inspection.weight_bytes)} to download){working(inspection)}"),
-        ("licence", (inspection.licence or "not stated") + (", gated" if inspection.gated else "")),
+        *inspection.describe_shape(),
+        (
+            "parameters",
+            f"{inspection.parameters:,} ({size(inspection.weight_bytes)} to download){describe_working(inspection)}",
+        ),
         ("KV cache", f"{inspection.cache_bytes_per_token:,} bytes a token"),
     ]
     if inspection.supported:
-        facts.insert(8, ("memory", describe_memory(inspection)))
+        facts.insert(-1, ("memory", describe_memory(inspection)))
     if inspection.quantised:
         held = "as they are" if inspection.packed else "expanded while they load"
-        facts.insert(7, ("quantised", f"{inspection.quantised}; its weights are held {held}"))
+        facts.insert(-1, ("quantised", f"{inspection.quantised}; its weights are held {held}"))
     lines = [f"{name:13}{text}" for name, text in facts]
     for budget in inspection.budgets:
         lines.append(
@@ -112,13 +109,13 @@ def describe_inspection(inspection: Inspection) -> str:
     return "\n".join(lines)
 
 
-def part_of(inspection: Inspection) -> str:
+def describe_tower(inspection: Inspection) -> str:
     """Say of a text tower what it is a part of."""
     whole = inspection.tower_of
     return f", the text tower of {whole}: its student reads no pictures" if whole else ""
 
 
-def working(inspection: Inspection) -> str:
+def describe_working(inspection: Inspection) -> str:
     """Say how many parameters of a mixture of experts work for a token."""
     return f", {inspection.active:,} at work for a token" if inspection.resting else ""
 

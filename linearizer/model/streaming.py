@@ -146,24 +146,24 @@ def check_quantised_fit(config: PreTrainedConfig, source: Source, dtype: torch.d
         )
 
 
-def bytes_in_memory(inspection: Inspection, asked: str = "auto", device: str = "auto") -> int:
+def bytes_in_memory(inspection: Inspection, dtype: str = "auto", device: str = "auto") -> int:
     """Compute what the weights of an inspected model take in the type that they are computed in here."""
     if inspection.packed:
         return inspection.weight_bytes
     stored = torch.float32 if inspection.number_bytes == 4 else torch.bfloat16
-    chosen = asked if device_kind(device) == "cuda" else choose_dtype(asked, stored, device)
+    chosen = dtype if device_kind(device) == "cuda" else choose_dtype(dtype, stored, device)
     return inspection.parameters * (stored if chosen == "auto" else getattr(torch, chosen)).itemsize
 
 
-def streams(inspection: Inspection, asked: str = "auto", device: str = "auto") -> bool:
+def streams(inspection: Inspection, dtype: str = "auto", device: str = "auto") -> bool:
     """Tell whether a model will be read block by block here, as far as its size tells."""
-    return inspection.quantised is None and bytes_in_memory(inspection, asked, device) > bytes_for_weights(device)
+    return inspection.quantised is None and bytes_in_memory(inspection, dtype, device) > bytes_for_weights(device)
 
 
-def spreads(inspection: Inspection, asked: str = "auto", device: str = "auto") -> bool:
+def spreads(inspection: Inspection, dtype: str = "auto", device: str = "auto") -> bool:
     """Tell whether a model will be spread over several devices here, as far as its size tells."""
     rooms = list(rooms_for_weights(device).values())
-    return inspection.quantised is None and rooms[0] < bytes_in_memory(inspection, asked, device) <= sum(rooms)
+    return inspection.quantised is None and rooms[0] < bytes_in_memory(inspection, dtype, device) <= sum(rooms)
 
 
 def is_placed(model: nn.Module) -> bool:

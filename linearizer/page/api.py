@@ -41,7 +41,7 @@ Fact = str | int | float | bool | list | dict | None
 
 
 @dataclass(frozen=True)
-class Estimate:
+class RunEstimate:
     """What a run will take, and how to do the same elsewhere."""
 
     seconds: float
@@ -105,7 +105,7 @@ def inspect_model(visitor: Visitor, model: str) -> Inspection:
 
 def estimate_run(
     visitor: Visitor, model: str, budget: int = 256, effort: str = "Quick", options: dict[str, Choice] | None = None
-) -> Estimate:
+) -> RunEstimate:
     """Forecast a run: seconds, bytes of memory, disk and download; with the command line that does the same.
 
     budget: {budget}. effort: {efforts}. options: {plan}.
@@ -114,7 +114,7 @@ def estimate_run(
     examined = actions.examine_model(visitor, plan.model)
     examined.inspection.require_support()
     forecast = actions.forecast_run(plan, examined)
-    return Estimate(**asdict(forecast), command=plan.command(), plan=plan)
+    return RunEstimate(**asdict(forecast), command=plan.command(), plan=plan)
 
 
 def start_run(

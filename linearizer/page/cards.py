@@ -78,9 +78,7 @@ def run_card(status: Status | None, name: str, now: float) -> str:
         return '<p class="lz-empty">No run yet. Choose a model and a budget, then press Start.</p>'
     plan = status.run.plan
     dial = f"{plan.budget} tokens of cache" if plan.features is None else f"{plan.features} features"
-    state = STATE_SENTENCES[status.state]
-    if status.state == "queued" and status.place:
-        state += f": place {status.place}" if status.place > 1 else ": it is next"
+    state = state_sentence(status)
     moving = status.step if status.state in LIVE else None
     loud = announcement(f"{plan.model}: {state}{quarters_done(moving) if moving else ''}")
     lines = [f'<p class="lz-state lz-now lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>']
@@ -102,6 +100,12 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     if status.saved is not None and status.state != "done":
         pairs.insert(3, ("last saved", ago(status.saved, now)))
     return "".join(lines) + values_list(pairs, "lz-list")
+
+
+def state_sentence(status: Status) -> str:
+    """Say what a run or an evaluation is doing, and its place in the queue."""
+    place = ": it is next" if status.place == 1 else f": place {status.place}" if status.place else ""
+    return STATE_SENTENCES[status.state] + place * (status.state == "queued")
 
 
 def state_sign(state: str) -> str:

@@ -15,7 +15,7 @@ from linearizer.publish.parts import PART_VIEWS
 if TYPE_CHECKING:
     from linearizer.jobs.forecast import EvaluationForecast
 
-STATE_SENTENCES = {
+ENDED_SENTENCES = {
     "stopped": "Stopped; the parts that were finished are kept. Press Evaluate to go on.",
     "lost": "Its process is gone; the parts that were finished are kept. Press Evaluate to go on.",
 }
@@ -26,9 +26,7 @@ def evaluation_card(status: Status | None) -> str:
     if status is None:
         return ""
     if status.state in LIVE:
-        state = cards.STATE_SENTENCES[status.state]
-        if status.state == "queued" and status.place:
-            state += f": place {status.place}" if status.place > 1 else ": it is next"
+        state = cards.state_sentence(status)
         loud = html.announcement(f"Evaluation: {state}")
         line = f'<p class="lz-state lz-{status.state}"{loud}>{cards.state_sign(status.state)} {escape(state)}</p>'
         return line + ("" if status.step is None or status.state == "queued" else progress_bar(status.step))
@@ -37,7 +35,7 @@ def evaluation_card(status: Status | None) -> str:
     if status.state == "done":
         return html.message_box("Evaluated. The card of the student holds it, too, once it is published.", "good")
     why = f"{status.error}. " if status.state == "stopped" and status.error else ""
-    return html.message_box(why + STATE_SENTENCES[status.state])
+    return html.message_box(why + ENDED_SENTENCES[status.state])
 
 
 def progress_bar(step: Mapping[str, Any]) -> str:

@@ -29,17 +29,11 @@ def parameters_of(inspection: Inspection) -> str:
 
 def model_card(inspection: Inspection) -> str:
     """Say what a model is, and whether it can be linearized."""
-    shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in inspection.layers})
-    heads = "; ".join(f"{query} query on {kv} KV heads, {dim} wide" for query, kv, dim in shapes) or "unknown"
-    windowed = sum(layer.native_window is not None for layer in inspection.layers)
     pairs = [
         ("parameters", parameters_of(inspection)),
-        ("layers", str(len(inspection.layers)) + (f", {windowed} with windows of their own" if windowed else "")),
-        ("heads", heads),
-        ("positions", f"{inspection.positions or 'unknown'}, up to {inspection.max_positions or 'any length'}"),
+        *inspection.describe_shape(),
         ("cache", f"{size(inspection.cache_bytes_per_token)} a token"),
         ("weights", size(inspection.weight_bytes)),
-        ("licence", (inspection.licence or "not stated") + (" · gated" if inspection.gated else "")),
     ]
     if not inspection.supported:
         verdict = message_box(f"Not supported, because {inspection.reason}: {inspection.remedy}.", "bad")

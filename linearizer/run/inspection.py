@@ -59,6 +59,18 @@ class Inspection(JsonProduct):
         """The bytes of a number in a floating type, as far as its files tell: a smaller number is packed."""
         return 4 if self.weight_bytes >= 3 * self.parameters else 2
 
+    def describe_shape(self) -> list[tuple[str, str]]:
+        """Say of layers, attention and positions what they are, as pairs of a name and words."""
+        shapes = sorted({(layer.query_heads, layer.kv_heads, layer.key_dim) for layer in self.layers})
+        heads = "; ".join(f"{query} query heads on {kv} KV heads of size {dim}" for query, kv, dim in shapes)
+        windowed = sum(layer.native_window is not None for layer in self.layers)
+        return [
+            ("layers", str(len(self.layers)) + (f", {windowed} with windows of their own" if windowed else "")),
+            ("attention", heads or "unknown"),
+            ("positions", f"{self.positions or 'unknown'}, at most {self.max_positions or 'any number'}"),
+            ("licence", (self.licence or "not stated") + (", gated" if self.gated else "")),
+        ]
+
     def require_support(self) -> None:
         """Raise an error that says why the model cannot be linearized, if it cannot."""
         if not self.supported:
