@@ -20,7 +20,7 @@ from linearizer.model.hub import find_model
 from linearizer.pipeline import linearize, profile, reallocate
 from linearizer.progress import Progress, finish
 from linearizer.run.files import remove
-from linearizer.run.folder import Trained, trained
+from linearizer.run.folder import Trained, read_training
 from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import USUAL_LENGTH, USUAL_TEXTS, Plan
 from linearizer.run.stopping import Pace
@@ -125,7 +125,7 @@ def test_training_that_ends_early_trains_with_no_later_loss(begin):
     control.use_now(run)
     assert "distill" not in {progress.step for progress in steps}
     ends = [(event["phase"], event["steps"]) for event in run.events() if event["event"] == "distilled"]
-    assert ends == [(0, 1), (1, 0)] and trained(run).asked == 8 and not run.has_request("use")
+    assert ends == [(0, 1), (1, 0)] and read_training(run).asked == 8 and not run.has_request("use")
 
 
 def test_a_damaged_state_of_a_training_that_had_ended_costs_no_step(begin):
@@ -157,12 +157,12 @@ def stop_at(run, step, done):
 def test_a_training_that_was_done_does_not_end_the_one_of_another_budget_early(begin):
     run, other = begin(plan=Plan("demo", steps=4, **QUICK)), Plan("demo", steps=4, **{**QUICK, "budget": 48})
     stop_at(run, "evaluate", 1)
-    assert trained(run) == Trained(4, 4)
+    assert read_training(run) == Trained(4, 4)
     reallocate(run, other)
-    assert trained(run) == Trained(0, 0)
+    assert read_training(run) == Trained(0, 0)
     stop_at(run, "distill", 2)
     assert [progress.done for progress in linearize(run) if progress.step == "distill"] == [3, 4]
-    assert trained(run) == Trained(4, 4) and run.done
+    assert read_training(run) == Trained(4, 4) and run.done
 
 
 def test_what_was_measured_of_one_allocation_is_not_said_of_another(begin):

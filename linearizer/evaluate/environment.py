@@ -18,13 +18,13 @@ def environment(model: torch.nn.Module) -> dict[str, Any]:
     weight = next(model.parameters())
     versions = {"python": platform.python_version(), "linearizer": linearizer.__version__}
     return {
-        "versions": {**versions, **{name: version for name in PACKAGES if (version := has(name))}},
-        "device": device_name(weight.device),
+        "versions": {**versions, **{name: version for name in PACKAGES if (version := find_version(name))}},
+        "device": describe_device(weight.device),
         "dtype": str(weight.dtype).removeprefix("torch."),
     }
 
 
-def has(package: str) -> str | None:
+def find_version(package: str) -> str | None:
     """Give the version of a package, or None where it is not installed."""
     try:
         return version(package)
@@ -32,7 +32,7 @@ def has(package: str) -> str | None:
         return None
 
 
-def device_name(device: torch.device) -> str:
+def describe_device(device: torch.device) -> str:
     """Name a device as its maker does."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)

@@ -35,7 +35,7 @@ def measure_generation(
         for subject in subjects:
             texts = write(subject, prompts, new_tokens, seed if sampled else None)
             first = texts if subject is teacher else first
-            judgements.append(judged(subject.name, sampled, prompts, texts, teacher, first))
+            judgements.append(judge_texts(subject.name, sampled, prompts, texts, teacher, first))
             done += 1
             yield Progress("generation", done, 2 * len(subjects), "texts")
     return Generation(len(prompts), prompts.shape[1], new_tokens, tuple(judgements))
@@ -49,7 +49,7 @@ def write(subject: Subject, prompts: Tensor, count: int, seed: int | None) -> Te
         return torch.cat(list(islice(tokens, count)), 1).cpu()
 
 
-def judged(
+def judge_texts(
     name: str, sampled: bool, prompts: Tensor, texts: Tensor, teacher: Subject | None, expected: Tensor | None
 ) -> Written:
     """Look at what was written."""
@@ -61,7 +61,7 @@ def judged(
     return Written(
         name=name,
         sampled=sampled,
-        diverged=None if expected is None else tuple(map(agreeing, texts, expected)),
+        diverged=None if expected is None else tuple(map(count_alike_tokens, texts, expected)),
         repeated=fmean(1 - variety(text, REPEATED) for text in texts.tolist()),
         distinct=tuple(fmean(variety(text, size) for text in texts.tolist()) for size in GRAMS),
         loss=loss,
@@ -69,7 +69,7 @@ def judged(
     )
 
 
-def agreeing(text: Tensor, expected: Tensor) -> int:
+def count_alike_tokens(text: Tensor, expected: Tensor) -> int:
     """Count the tokens before the first that differs."""
     return int((text == expected).long().cumprod(0).sum())
 

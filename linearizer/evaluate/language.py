@@ -59,13 +59,13 @@ def measure_language(
             for texts, own in zip(batches_by_subject, scores_by_subject, strict=True):
                 texts.append(own)
         yield Progress("language", first + len(some), len(split), "batches")
-    scores = [joined(batches, 0) for batches in batches_by_subject]
+    scores = [join_scores(batches, 0) for batches in batches_by_subject]
     unit, owners = owners_of(documents)
     resampled = Resampled(owners, seed)
     teacher = scores[0].loss if subjects[0].allocation is None else None
     edges = doubling_edges(windows.shape[1] - 1)
     rows = tuple(
-        described(subject, own, teacher, edges, resampled, subject.state_bytes(layers, windows.shape[1]))
+        describe_predictions(subject, own, teacher, edges, resampled, subject.state_bytes(layers, windows.shape[1]))
         for subject, own in zip(subjects, scores, strict=True)
     )
     return Language(scores[0].loss.numel(), edges, unit, int(owners.max()) + 1, rows)
@@ -82,7 +82,7 @@ def read_scores(subjects: Sequence[Subject], ids: Tensor, read: Read = read_toge
         expected = logits[0] if subjects[0].allocation is None else None
         for place, given in enumerate(logits):
             parts[place].append(scores_of(given, expected, following))
-    return [joined(pieces, 1) for pieces in parts]
+    return [join_scores(pieces, 1) for pieces in parts]
 
 
 def scores_of(given: Tensor, expected: Tensor | None, following: Tensor) -> Scores:
@@ -96,12 +96,12 @@ def scores_of(given: Tensor, expected: Tensor | None, following: Tensor) -> Scor
     return Scores(*(x.double().cpu() for x in (loss, best.exp(), likeliest == following, kl, agreement)))
 
 
-def joined(parts: Sequence[Scores], dim: int) -> Scores:
+def join_scores(parts: Sequence[Scores], dim: int) -> Scores:
     """Put scores together, of texts (0) or of tokens (1)."""
     return Scores(*(torch.cat(column, dim) for column in zip(*parts, strict=True)))
 
 
-def described(
+def describe_predictions(
     subject: Subject, own: Scores, teacher: Tensor | None, edges: Sequence[int], over: Resampled, state: int
 ) -> Predictions:
     """Reduce the scores of one subject."""

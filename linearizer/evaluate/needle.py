@@ -95,11 +95,11 @@ def measure_needle(
         lengths=tuple(sorted(lengths)),
         depths=DEPTHS,
         extrapolated=tuple(length > positions for length in sorted(lengths)),
-        subjects=tuple(grid(subject.name, cells) for subject, cells in zip(subjects, rows, strict=True)),
+        subjects=tuple(lay_out_grid(subject.name, cells) for subject, cells in zip(subjects, rows, strict=True)),
     )
 
 
-def grid(name: str, table: Sequence[Sequence[Answer | None]]) -> Grid:
+def lay_out_grid(name: str, table: Sequence[Sequence[Answer | None]]) -> Grid:
     """Lay out the answers of one subject."""
 
     def column(of: Callable[[Answer], float]) -> tuple[tuple[float | None, ...], ...]:

@@ -62,7 +62,7 @@ def measure_ruler(
             puzzle = KINDS[kind](drawn.sample(words, FEWEST_WORDS), depth, drawn)
             ids, answer = lay_out(puzzle, windows[number % len(windows), :length], tokenizer)
             for own, subject in zip(shares, subjects, strict=True):
-                own.append(answered(subject, ids, answer))
+                own.append(score_answer(subject, ids, answer))
         for rows, own in zip(scores, shares, strict=True):
             rows.append(Score(f"{kind}, {length} tokens", f"depth {depth:.0%}", *mean_and_error(own), len(own)))
         yield Progress("ruler", done + 1, len(cells), "cells")
@@ -157,7 +157,7 @@ def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) 
     return torch.cat([*pieces, window[before:room], end])[None], [len(word) for word in answer]
 
 
-def answered(subject: Subject, ids: Tensor, answer: Sequence[int]) -> float:
+def score_answer(subject: Subject, ids: Tensor, answer: Sequence[int]) -> float:
     """Give the share of the answer's words that a subject would have written."""
     cache, count = fresh_cache(subject.model), sum(answer)
     begin = ids.shape[1] - count - 1

@@ -56,7 +56,7 @@ def measure_speed(
     return Speed(tuple(lengths), beyond, seconds, tuple(courses), breakeven_of(subjects, layers, courses))
 
 
-def now(device: torch.device) -> float:
+def finish_and_read_clock(device: torch.device) -> float:
     """Give the time at which the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
@@ -71,7 +71,7 @@ class Meter:
     layers: Sequence[Layer]
     seconds: float
     seed: int
-    clock: Callable[[torch.device], float] = now
+    clock: Callable[[torch.device], float] = finish_and_read_clock
 
     def measure_pace(self, length: int, before: Sequence[Pace]) -> Pace:
         """Measure a length, or extrapolate from shorter ones where memory or time does not suffice."""

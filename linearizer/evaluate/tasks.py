@@ -55,7 +55,7 @@ def measure_tasks(
                 torch_random_seed=seed,
                 fewshot_random_seed=seed,
             )
-        scores.append(scored(subject.name, results, names))
+        scores.append(collect_scores(subject.name, results, names))
     yield Progress("tasks", len(subjects), len(subjects), "models")
     return Tasks(tuple(names), limit, few_shot, tuple(scores))
 
@@ -91,7 +91,7 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
     return manager
 
 
-def scored(name: str, results: Mapping[str, Any], names: Sequence[str]) -> Scored:
+def collect_scores(name: str, results: Mapping[str, Any], names: Sequence[str]) -> Scored:
     """Read the scores of what was asked for: of a tag, those of its tasks."""
     members = results.get("group_subtasks", {})
     tasks = [own for task in names for own in ([task] if task in results["results"] else members.get(task, []))]

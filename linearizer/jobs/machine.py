@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from linearizer.evaluate.environment import device_name
+from linearizer.evaluate.environment import describe_device
 from linearizer.jobs.forecast import RunForecast
 from linearizer.model.devices import choose_device, choose_dtype
 from linearizer.model.memory import free_bytes
@@ -42,7 +42,7 @@ def describe_machine(plan: Plan, stored: torch.dtype | None, runs: Path) -> Mach
         dtype = str(stored or torch.float32).removeprefix("torch.")
     place = next(path for path in (runs.absolute(), *runs.absolute().parents) if path.is_dir())
     return Machine(
-        device_name(device),
+        describe_device(device),
         torch.cuda.is_available(),
         dtype,
         describe_kernels(device),

@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 from linearizer.errors import RequestError
 from linearizer.model.streaming import is_streamed
 from linearizer.model.swap import fixed_answer, replace_student
-from linearizer.model.sweep import Chain, calls_of, held, hidden_of, sweep_forward
+from linearizer.model.sweep import Chain, calls_of, hidden_of, hold_weights, sweep_forward
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 
 Tensor = torch.Tensor
@@ -103,7 +103,7 @@ def by_blocks(
             inside = set(block.modules())
             index = next(index for index, module in enumerate(modules) if module in inside)
             own = recordings.get(index)
-            with held(block):
+            with hold_weights(block):
                 for batch, before in enumerate(given):
                     start, ((_, *args), kwargs) = before.pop().detach().requires_grad_(), calls[batch][place]
                     answer = hidden_of(block(start, *args, **kwargs))

@@ -26,7 +26,7 @@ from linearizer.model.swap import (
     make_layer_student,
     replace_student,
 )
-from linearizer.model.sweep import held
+from linearizer.model.sweep import hold_weights
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import BLOCK, Head, Layer
@@ -54,25 +54,25 @@ def options_to_price(
     What `fewer` bits cost is measured once for a head, with its whole cache, and added to the price of what it holds.
     """
     most = 3 * length // 4
-    windows = [Head(window=window, bits=bits) for window in [*doubling(SMALLEST, most), most]]
+    windows = [Head(window=window, bits=bits) for window in [*list_doublings(SMALLEST, most), most]]
     rounded = [Head(softmax=True, bits=count) for count in fewer]
     least = min(BLOCK, max(SMALLEST, length // 8))
-    slim = [(least, count) for count in [*doubling(least, most), most]]
-    even = [(count, count) for count in doubling(2 * least, length // 2)]
+    slim = [(least, count) for count in [*list_doublings(least, most), most]]
+    even = [(count, count) for count in list_doublings(2 * least, length // 2)]
     held: list[Head] = []
     for memory in memories:
         rows = MEMORIES[memory].most_rows(key_dim)
         beside = sorted({(window, min(count, rows)) for window, count in slim + even})
         held += [Head(window, count, bits=bits, memory=memory) for window, count in beside]
     if far == "slots" and least > SMALLEST:
-        slim += [(least // 2, count) for count in doubling(least // 4, 2 * least)]
+        slim += [(least // 2, count) for count in list_doublings(least // 4, 2 * least)]
         slim.append((least, length - least))
     if far:
         held = [Head(window=window, bits=bits, **{far: count}) for window, count in slim + even] + held  # type: ignore[arg-type]
     return tuple(windows + held + rounded)
 
 
-def doubling(first: int, end: int) -> list[int]:
+def list_doublings(first: int, end: int) -> list[int]:
     """List first, 2 · first, 4 · first, … below an end."""
     return [first << step for step in range(30) if first << step < end]
 
@@ -146,7 +146,7 @@ class HeadPricer:
     ) -> Iterator[tuple[int, int, float]]:
         """Yield head, number of the option, and kl, for the heads of a layer and the options that are wanted."""
         blocks = self.answers.blocks
-        with attending(self.teacher, IMPLEMENTATION), held(blocks[index]) if blocks else nullcontext():
+        with attending(self.teacher, IMPLEMENTATION), hold_weights(blocks[index]) if blocks else nullcontext():
             with self.answers.skipping(index, after=index):
                 inputs = attention_inputs(self.modules[index], self.teacher, self.texts)
             with self.answers.skipping(index):

@@ -12,7 +12,7 @@ import torch
 from torch import nn
 
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
-from linearizer.measure.recorder import LayerRecord, Recorder, draw_tokens
+from linearizer.measure.recorder import LayerRecord, Recorder, draw_sample
 from linearizer.model.samples import LayerSamples, Samples
 from linearizer.model.streaming import is_streamed
 from linearizer.model.sweep import Chain, calls_of, chain_of, run_blocks, sweep_forward
@@ -53,7 +53,7 @@ def measure_profile(
 ) -> Steps[Measurement]:
     """Measure the attention of a model on texts; the samples may keep the whole first text besides."""
     windows = tuple(window for window in (16 << power for power in range(30)) if window < texts.shape[1])
-    draw = draw_tokens(texts, settings.samples, settings.rows, settings.sinks, settings.seed)
+    draw = draw_sample(texts, settings.samples, settings.rows, settings.sinks, settings.seed)
     recorder = Recorder(layers, draw, windows, keep_text)
     size = max(1, batch_tokens // texts.shape[1])
     if is_streamed(model) and (chain := chain_of(model, texts)):
@@ -102,7 +102,9 @@ def record_batch(model: nn.Module, ids: torch.Tensor, first: int, recorder: Reco
 def profile_layers(recorder: Recorder, settings: ProfileSettings) -> Steps[dict[int, LayerProfile]]:
     """Turn the records of the layers into profiles, sample by sample."""
     samples = [
-        (index, sample) for index, record in sorted(recorder.records.items()) for sample in samples_of(record, settings)
+        (index, sample)
+        for index, record in sorted(recorder.records.items())
+        for sample in list_samples(record, settings)
     ]
     curves: dict[int, list[Freedoms]] = {index: [] for index in recorder.records}
     with one_core_per_head() as pool:
@@ -137,7 +139,7 @@ def one_core_per_head() -> Iterator[ThreadPoolExecutor]:
         torch.set_num_threads(cores)  # later threads begin with the number that a worker sets
 
 
-def samples_of(record: LayerRecord, settings: ProfileSettings) -> Sequence[Callable[[], torch.Tensor]]:
+def list_samples(record: LayerRecord, settings: ProfileSettings) -> Sequence[Callable[[], torch.Tensor]]:
     """List functions that make the samples of a layer: of its KV heads, then of its query heads with per="query"."""
     gauge = settings.gauge
     samples = [partial(head_points, record.queries, record.keys, head, gauge) for head in range(len(record.keys))]
@@ -173,7 +175,7 @@ def measure_freedoms(points: torch.Tensor, settings: ProfileSettings, device: to
     points = points.to(device if device.type == "cuda" else "cpu")  # other accelerators have no float64
     ridges = (*settings.ridges, settings.reference)
     *counts, at_reference = degrees_of_freedom(points, ridges, settings.normalise, settings.reference).tolist()
-    return Freedoms(rounded(counts), at_reference > len(points) / 4)
+    return Freedoms(round_to_six_digits(counts), at_reference > len(points) / 4)
 
 
 def layer_profile(record: LayerRecord, curves: list[Freedoms], settings: ProfileSettings) -> LayerProfile:
@@ -181,9 +183,9 @@ def layer_profile(record: LayerRecord, curves: list[Freedoms], settings: Profile
     heads, queries = curves[: len(record.keys)], curves[len(record.keys) :]
     if settings.per == "query" and is_multi_head(record):
         queries = heads
-    attention = [rounded(row) for row in record.attention_means().tolist()]
+    attention = [round_to_six_digits(row) for row in record.attention_means().tolist()]
     shares = record.far_shares()
-    far = [(None, None)] * len(heads) if shares is None else [rounded(row) for row in shares.tolist()]
+    far = [(None, None)] * len(heads) if shares is None else [round_to_six_digits(row) for row in shares.tolist()]
     profiles = tuple(
         HeadProfile(curve.counts, curve.saturated, sink_mass, tuple(window_mass), entropy, *errors)
         for curve, (entropy, sink_mass, *window_mass), errors in zip(heads, attention, far, strict=True)
@@ -191,7 +193,7 @@ def layer_profile(record: LayerRecord, curves: list[Freedoms], settings: Profile
     return LayerProfile(profiles, tuple(curve.counts for curve in queries))
 
 
-def rounded(numbers: list[float]) -> tuple[float, ...]:
+def round_to_six_digits(numbers: list[float]) -> tuple[float, ...]:
     """Keep six digits, so that a profile stays a few kilobytes."""
     return tuple(float(f"{number:.6g}") for number in numbers)
 

@@ -30,7 +30,7 @@ class Draw:
     rows: torch.Tensor  # (rows,) the queries whose whole attention is computed
 
 
-def draw_tokens(texts: torch.Tensor, samples: int, rows: int, sinks: int, seed: int) -> Draw:
+def draw_sample(texts: torch.Tensor, samples: int, rows: int, sinks: int, seed: int) -> Draw:
     """Draw tokens of texts (texts, tokens) that are no sinks, without replacement."""
     eligible = torch.arange(texts.numel()).view(texts.shape)[:, sinks:].flatten()
     if texts.shape[1] <= sinks:
@@ -74,11 +74,11 @@ class LayerRecord:
             self.text = LayerSamples(query[0].clone().cpu(), key[0].clone().cpu(), value[0].clone().cpu())
         drawn = ((self.keys, key, self.draw.keys), (self.values, value, self.draw.keys))
         for sample, vectors, positions in (*drawn, (self.queries, query, self.draw.queries)):
-            slots, places = within(positions, first * length, (first + texts) * length)
+            slots, places = find_within(positions, first * length, (first + texts) * length)
             places = places.to(vectors.device)
             sample[:, slots] = vectors[places // length, :, places % length].transpose(0, 1).cpu()
         for text in range(texts):
-            _, rows = within(self.draw.rows, (first + text) * length, (first + text + 1) * length)
+            _, rows = find_within(self.draw.rows, (first + text) * length, (first + text + 1) * length)
             self.add_attention(query[text], key[text], value[text], rows.to(query.device))
 
     def add_attention(self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, rows: torch.Tensor) -> None:
@@ -100,7 +100,7 @@ class LayerRecord:
         return self.far[:, 1:] / self.far[:, :1] if (self.far[:, 0] > 0).all() else None
 
 
-def within(positions: torch.Tensor, begin: int, end: int) -> tuple[slice, torch.Tensor]:
+def find_within(positions: torch.Tensor, begin: int, end: int) -> tuple[slice, torch.Tensor]:
     """Find the rising positions in begin … end - 1: their slots in the sample, and their distance from `begin`."""
     low, high = torch.searchsorted(positions, torch.tensor([begin, end])).tolist()
     return slice(low, high), positions[low:high] - begin

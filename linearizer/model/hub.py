@@ -41,7 +41,7 @@ from yaml import YAMLError
 from linearizer.errors import ModelNotAvailable, TextError, first_line
 from linearizer.model.safetensors import INDEX, SINGLE, Weights, check_format, damaged_weights, weigh_folder
 from linearizer.run.files import find_carried
-from linearizer.run.json_products import shown
+from linearizer.run.json_products import quote
 from linearizer.run.names import id_of_address
 
 if TYPE_CHECKING:
@@ -101,7 +101,7 @@ def find_model(name: str, token: str | None = None) -> Source:
     if os.path.isfile(path):
         raise ModelNotAvailable(f"{name!r} is a file: name the folder that holds it")
     if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
-        raise ModelNotAvailable(f"{shown(name)} is no name of a model: {NAMES}")
+        raise ModelNotAvailable(f"{quote(name)} is no name of a model: {NAMES}")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "@/" in name:
         raise ModelNotAvailable(f"{name!r} is no folder here: {NAMES}")
     return _remote(name, token)
@@ -226,7 +226,7 @@ def check_data_files(identifier: str, token: str | None) -> None:
     configs = (DatasetCard.load(readme).data.get("configs") if readme.is_file() else None) or ()
     for path in (text for config in configs for text in list_texts(config)):
         if path.startswith(("/", "~")) or "://" in path or ".." in path.split("/"):
-            raise TextError(f"{identifier!r} names files outside of itself ({shown(path)}): name another data set")
+            raise TextError(f"{identifier!r} names files outside of itself ({quote(path)}): name another data set")
 
 
 def list_texts(value: Any) -> Iterator[str]:

@@ -22,7 +22,7 @@ from linearizer.model.layers import blocks_of
 from linearizer.model.logits import vocabulary
 from linearizer.model.streaming import is_streamed
 from linearizer.model.swap import is_fixed
-from linearizer.model.sweep import held
+from linearizer.model.sweep import hold_weights
 from linearizer.runtime.attention_interface import attention_modules
 
 T = TypeVar("T")
@@ -167,7 +167,7 @@ def go_on_together(
         let_go_on(ready[0], threads, attending)
         return
     last = max((thread.block for thread in waiting if thread.block is not None), key=blocks.index)
-    with held(last):
+    with hold_weights(last):
         for thread in waiting:
             if thread.block is last:
                 let_go_on(thread, threads, attending)

@@ -75,11 +75,11 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
         tower_of=whole_of(config),
         quantised=describe_quantisation(config),
         packed=is_packed(config),
-        links=model is None or links(config, model, source),
+        links=model is None or can_link_weights(config, model, source),
     )
 
 
-def links(config: PreTrainedConfig, model: PreTrainedModel, source: Source) -> bool:
+def can_link_weights(config: PreTrainedConfig, model: PreTrainedModel, source: Source) -> bool:
     """Tell whether a student loads from its teacher's files: it knows what these call the weights of its decoder.
 
     It does not know what else the teacher's class translates, as names outside of the decoder.

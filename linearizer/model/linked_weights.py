@@ -60,9 +60,11 @@ def save_streamed(student: LinearizedForCausalLM, folder: Path, most: int, store
         for name, x in held.items()
     }
     elsewhere = {
-        f"{name}.{part}": (hook, part) for name, module, hook in offload_hooks(student) for part in own(module)
+        f"{name}.{part}": (hook, part)
+        for name, module, hook in offload_hooks(student)
+        for part in names_of_parameters(module)
     }
-    parts = in_files({name: x.numel() * types[name].itemsize for name, x in held.items()}, most)
+    parts = share_out_to_files({name: x.numel() * types[name].itemsize for name, x in held.items()}, most)
     for file, names in parts.items():
         read = {name: elsewhere[name][0].weights_map[elsewhere[name][1]] for name in names if held[name].is_meta}
         tensors = {name: read.get(name, held[name]).detach().to("cpu", types[name]).contiguous() for name in names}
@@ -71,7 +73,7 @@ def save_streamed(student: LinearizedForCausalLM, folder: Path, most: int, store
         write_index(folder, [folder / file for file in parts], {})
 
 
-def in_files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
+def share_out_to_files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
     """Lay tensors, in their order, into files of no more than `most` bytes, as far as a tensor allows."""
     parts: list[list[str]] = [[]]
     for name, count in sizes.items():
@@ -83,7 +85,7 @@ def in_files(sizes: Mapping[str, int], most: int) -> dict[str, list[str]]:
     return {f"model-{place:05}-of-{len(parts):05}.safetensors": names for place, names in enumerate(parts, 1)}
 
 
-def own(module: torch.nn.Module) -> list[str]:
+def names_of_parameters(module: torch.nn.Module) -> list[str]:
     """List the names of a module's own parameters."""
     return [name for name, _ in module.named_parameters(recurse=False)]
 

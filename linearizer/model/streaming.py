@@ -49,7 +49,7 @@ def measure_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Weights:
     blocks = set(blocks_of(model))
     sizes = [sum(x.numel() for x in block.parameters()) for block in blocks]
     whole = sum(x.numel() for x in model.parameters())
-    parts = dict(outermost(model, blocks))
+    parts = dict(list_outermost_parts(model, blocks))
     names = {name: "block" if module in blocks else "" for name, module in parts.items()}
     bytes_of = {name: dtype.itemsize * sum(x.numel() for x in part.parameters()) for name, part in parts.items()}
     streamed = whole - sum(sizes) + 2 * max(sizes, default=0)
@@ -57,13 +57,13 @@ def measure_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Weights:
     return Weights(whole * dtype.itemsize, streamed * dtype.itemsize, merged, names, bytes_of)
 
 
-def outermost(module: nn.Module, blocks: set[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:
+def list_outermost_parts(module: nn.Module, blocks: set[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:
     """List the blocks of a model, and the largest of its other parts that contain none."""
     if module in blocks or not blocks & set(module.modules()):
         yield name, module
     else:
         for part, child in module.named_children():
-            yield from outermost(child, blocks, f"{name}.{part}".lstrip("."))
+            yield from list_outermost_parts(child, blocks, f"{name}.{part}".lstrip("."))
 
 
 def rooms_for_weights(device: str) -> dict[str, int]:
@@ -85,7 +85,7 @@ def bytes_for_weights(device: str) -> int:
     return sum(rooms_for_weights(device).values())
 
 
-def spread(weights: Weights, rooms: Mapping[str, int]) -> dict[str, str] | None:
+def spread_blocks(weights: Weights, rooms: Mapping[str, int]) -> dict[str, str] | None:
     """Lay the blocks of a model over several devices, in their order, and all else on the first; None: no room.
 
     Each is filled by the same share, so that all have memory left to compute with.
@@ -115,7 +115,7 @@ def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, 
         return None
     if source.parameters * dtype.itemsize <= free or (weights := measure_weights(config, dtype)).whole <= free:
         return None
-    if len(rooms) > 1 and (places := spread(weights, rooms)) is not None:
+    if len(rooms) > 1 and (places := spread_blocks(weights, rooms)) is not None:
         return places
     place = torch.device(choose_device(device))
     if weights.streamed > free or "block" not in weights.blocks.values():

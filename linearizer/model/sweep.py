@@ -127,7 +127,7 @@ def echoing(block: nn.Module, chain: Chain) -> Iterator[None]:
 
 
 @contextmanager
-def held(block: nn.Module) -> Iterator[None]:
+def hold_weights(block: nn.Module) -> Iterator[None]:
     """Hold the weights of a block on the device while this lasts; they may lie there already."""
     hooks = list(offload_hooks(block))
     for _, module, hook in hooks:
@@ -153,7 +153,7 @@ def sweep_forward(
     """
     hidden = [given[0][0][0] for given in calls]
     for place, block in enumerate(chain.blocks):
-        with held(block):
+        with hold_weights(block):
             for batch, given in enumerate(calls):
                 (_, *args), kwargs = given[place]
                 enter(batch, place, hidden[batch])

@@ -81,7 +81,7 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
     for tokens in STATED_LENGTHS:
         state = most * max(target, tokens) // target if grows else most
         rows.append(size_row(tokens, head_bytes.cache_bytes(layers, tokens), state, "≤"))
-    begin = head_bytes.meeting(most, head_bytes.cache_bytes(layers, 1))
+    begin = head_bytes.find_breakeven(most, head_bytes.cache_bytes(layers, 1))
     length = f" up to {target:,} tokens, more beyond" if grows else ", whatever the length"
     smaller = from_length(begin if not grows or (plan.budget or 0) < target else None)
     return cost_card(features, most / unit, f"at most {size(most)}{length}", smaller, rows)

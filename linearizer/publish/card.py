@@ -24,7 +24,7 @@ from linearizer.publish.tables import Table, describe_environment
 from linearizer.publish.verdict import judge_run
 from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
-from linearizer.run.folder import Run, Trained, trained
+from linearizer.run.folder import Run, Trained, read_training
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
@@ -66,7 +66,7 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
     allocation, layers, teacher = run.allocation, run.layers, Teacher.of(run)
     assert allocation is not None
     plan = public_plan(run.plan, teacher)
-    parts, training = public_parts(run.results), trained(run)
+    parts, training = public_parts(run.results), read_training(run)
     title = repo_id.partition("/")[2] if repo_id else f"{teacher.name}, linearized"
     head = build_metadata(plan, teacher, title, parts).to_yaml(line_break="\n")
     body = Template((Path(__file__).parent / "card.md").read_text(encoding="utf-8")).substitute(

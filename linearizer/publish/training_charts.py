@@ -92,7 +92,7 @@ def draw_memory(layers: Sequence[Layer], fixed: int, growth: int = 0) -> Figure:
         title = "cache of the teacher" if name == "teacher" else "state of the student"
         line = subject_line(name, "%{customdata} after %{x} tokens") | {"name": title, "mode": "lines"}
         figure.add_scatter(x=lengths, y=values, customdata=[size(value) for value in values], **line)
-    begin = head_bytes.meeting(fixed, head_bytes.cache_bytes(layers, 1) - growth)
+    begin = head_bytes.find_breakeven(fixed, head_bytes.cache_bytes(layers, 1) - growth)
     if begin and lengths[0] <= begin <= lengths[-1]:
         figure.add_scatter(
             x=[begin],

@@ -361,7 +361,7 @@ class Trained:
         return self.done < self.asked
 
 
-def trained(run: Run) -> Trained:
+def read_training(run: Run) -> Trained:
     """Read from the log of a run how its training ended; a resumed phase counts as it ended last."""
     ends = {event.get("phase", 0): event for event in events_of_student(run.events(), EventName.DISTILLED)}
     done = sum(event["steps"] for event in ends.values())

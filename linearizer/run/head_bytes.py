@@ -101,7 +101,7 @@ def head_bytes(head: Head, layer: Layer, sinks: int, length: int) -> int:
 
 def state_bytes(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks: int, length: int) -> int:
     """Bytes that a student holds once `length` tokens have been read, in the layers that it replaces."""
-    return sum(head_bytes(head, layer, sinks, length) for head, layer in each(heads, layers))
+    return sum(head_bytes(head, layer, sinks, length) for head, layer in pair_with_layers(heads, layers))
 
 
 def cache_operations(layers: Sequence[Layer], length: int) -> int:
@@ -112,7 +112,7 @@ def cache_operations(layers: Sequence[Layer], length: int) -> int:
 
 def state_operations(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks: int, length: int) -> int:
     """Multiplications and additions of a student's attention for one new token after `length` others."""
-    return sum(head_operations(head, layer, sinks, length) for head, layer in each(heads, layers))
+    return sum(head_operations(head, layer, sinks, length) for head, layer in pair_with_layers(heads, layers))
 
 
 def head_operations(head: Head, layer: Layer, sinks: int, length: int) -> int:
@@ -141,24 +141,24 @@ def breakeven_tokens(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], s
     """Give the length from which on the teacher's cache is no smaller than the student's state; None: never."""
     fixed = state_bytes(heads, layers, sinks, 0)
     growth = cache_bytes(layers, 1) - (state_bytes(heads, layers, sinks, 1) - fixed)
-    return meeting(fixed, growth)
+    return find_breakeven(fixed, growth)
 
 
 def breakeven_operations(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks: int) -> int | None:
     """Give the length from which on the teacher's attention is no cheaper per token; None: never."""
     fixed = state_operations(heads, layers, sinks, 0)
     growth = cache_operations(layers, 1) - (state_operations(heads, layers, sinks, 1) - fixed)
-    return meeting(fixed, growth)
+    return find_breakeven(fixed, growth)
 
 
-def meeting(fixed: int, growth: int) -> int | None:
+def find_breakeven(fixed: int, growth: int) -> int | None:
     """Give the least n with growth · n ≥ fixed."""
     if fixed == 0:
         return 0
     return -(-fixed // growth) if growth > 0 else None
 
 
-def each(heads: Sequence[Sequence[Head]], layers: Sequence[Layer]) -> Iterator[tuple[Head, Layer]]:
+def pair_with_layers(heads: Sequence[Sequence[Head]], layers: Sequence[Layer]) -> Iterator[tuple[Head, Layer]]:
     """Pair every head with its layer."""
     for row, layer in zip(heads, layers, strict=True):
         for head in row:

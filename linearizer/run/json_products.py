@@ -31,7 +31,7 @@ class JsonProduct:
     def from_json(cls: type[P], text: str) -> P:
         """Read what `to_json` wrote; an error names the field that is missing, unknown or of another kind."""
         try:
-            return typed(cls, parse_json(text), "it")
+            return read_value(cls, parse_json(text), "it")
         except (ValueError, RequestError) as error:
             raise RequestError(f"the {cls.__name__.lower()} cannot be read ({error}): {cls.json_remedy}") from error
 
@@ -43,20 +43,20 @@ def field_types(kind: type) -> Mapping[str, Any]:
     return {field.name: hints[field.name] for field in fields(kind)}
 
 
-def typed(kind: Any, value: Any, name: str) -> Any:
+def read_value(kind: Any, value: Any, name: str) -> Any:
     """Give a plain value the type of a field, lists as tuples; `name` says in messages whose value it is."""
     origin, arguments = get_origin(kind), get_args(kind)
     if is_dataclass(kind) and isinstance(value, Mapping):
         return read_fields(kind, value, "" if name == "it" else f"{name}.")
     if origin in (Union, UnionType):
-        return None if value is None else typed(without_none(kind), value, name)
+        return None if value is None else read_value(without_none(kind), value, name)
     if origin is tuple and isinstance(value, (list, tuple)):
-        return tuple(typed(arguments[0], each, f"{name}[{place}]") for place, each in enumerate(value))
+        return tuple(read_value(arguments[0], each, f"{name}[{place}]") for place, each in enumerate(value))
     if origin in (dict, Mapping) and isinstance(value, Mapping):
-        return {key: typed(arguments[1], each, f"{name}.{key}") for key, each in value.items()}
+        return {key: read_value(arguments[1], each, f"{name}.{key}") for key, each in value.items()}
     if kind is Any or (origin is Literal and value in arguments) or (isinstance(kind, type) and is_a(kind, value)):
         return value
-    raise RequestError(f"{name} {shown(value)} is not allowed: give {in_words(kind)}")
+    raise RequestError(f"{name} {quote(value)} is not allowed: give {in_words(kind)}")
 
 
 def read_fields(kind: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
@@ -66,7 +66,7 @@ def read_fields(kind: Any, given: Mapping[str, Any], prefix: str = "") -> Any:
     needed = [each.name for each in fields(kind) if each.default is MISSING and each.default_factory is MISSING]
     if missing := [prefix + name for name in needed if name not in given]:
         raise RequestError(f"{', '.join(missing)} is missing")
-    return kind(**{name: typed(types[name], value, prefix + name) for name, value in given.items()})
+    return kind(**{name: read_value(types[name], value, prefix + name) for name, value in given.items()})
 
 
 def check_names(kind: Any, given: Iterable[str]) -> None:
@@ -102,7 +102,7 @@ def in_words(kind: Any) -> str:
     return WORDS.get(get_origin(kind) or kind, "a dictionary")
 
 
-def shown(value: object) -> str:
+def quote(value: object) -> str:
     """Repeat a value in a message, cut where it is long."""
     text = repr(value)
     return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"

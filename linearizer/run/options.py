@@ -9,7 +9,7 @@ from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
 from linearizer.errors import RequestError
-from linearizer.run.json_products import field_types, in_words, is_optional, shown, typed, without_none
+from linearizer.run.json_products import field_types, in_words, is_optional, quote, read_value, without_none
 
 TRUTH = {"true": True, "false": False}  # as text
 
@@ -80,7 +80,7 @@ class Option:
     def check(self, value: Any) -> None:
         """Refuse a value that is of another kind or out of bounds."""
         try:
-            typed(self.kind, value, self.name)
+            read_value(self.kind, value, self.name)
         except RequestError as error:
             raise self.refusal(value) from error
         for each in value if self.is_list else () if value is None else (value,):
@@ -101,7 +101,7 @@ class Option:
 
     def refusal(self, value: Any) -> RequestError:
         """Say which value was received and which are allowed."""
-        received, choices = f"{self.name.replace('_', ' ')} {shown(value)}", list(map(str, self.limits.choices))
+        received, choices = f"{self.name.replace('_', ' ')} {quote(value)}", list(map(str, self.limits.choices))
         if not choices or isinstance(value, (list, tuple)) or (self.is_list and not isinstance(value, self.value_kind)):
             return self.limits.error(f"{received} is not allowed: give {self.allowed}")
         near = get_close_matches(str(value), choices, 1)

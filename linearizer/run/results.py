@@ -299,11 +299,11 @@ def read_part(name: str, plain: Mapping[str, Any]) -> Part:
     """Read what `Part.to_plain` laid out."""
     fields = dict(plain["asked"])
     made_with = read_fields(MadeWith, fields.pop("made_with"), "made_with.")
-    read = select(plain, TextRead)
+    read = select_fields(plain, TextRead)
     source = read_fields(TextRead, read) if "text" in read else None
-    return Part(fields, made_with, read_fields(RESULTS[name], select(plain, RESULTS[name])), source)
+    return Part(fields, made_with, read_fields(RESULTS[name], select_fields(plain, RESULTS[name])), source)
 
 
-def select(plain: Mapping[str, Any], kind: type) -> dict[str, Any]:
+def select_fields(plain: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """Take the values of the fields of one dataclass."""
     return {field.name: plain[field.name] for field in fields(kind) if field.name in plain}

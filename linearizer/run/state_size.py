@@ -8,7 +8,7 @@ from dataclasses import dataclass
 
 from linearizer.amounts import growing, size
 from linearizer.run.allocation import Allocation
-from linearizer.run.head_bytes import Layer, cache_bytes, meeting
+from linearizer.run.head_bytes import Layer, cache_bytes, find_breakeven
 
 STATED_LENGTHS = (4096, 32768, 131072)  # tokens of text for which sizes are stated
 
@@ -46,7 +46,7 @@ class StateSize:
     @property
     def breakeven(self) -> int | None:
         """The length from which on the teacher's cache is no smaller; None: never."""
-        return meeting(self.fixed, self.cache - self.growth) if self.cache > self.growth else None
+        return find_breakeven(self.fixed, self.cache - self.growth) if self.cache > self.growth else None
 
     @property
     def in_words(self) -> str:

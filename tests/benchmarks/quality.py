@@ -31,7 +31,7 @@ from linearizer.allocate.decide import allocate_alike
 from linearizer.errors import BudgetError, RequestError
 from linearizer.evaluate.cache_in_few_bits import caches_in_few_bits
 from linearizer.evaluate.environment import environment
-from linearizer.evaluate.language import joined, read_scores, tail_of
+from linearizer.evaluate.language import join_scores, read_scores, tail_of
 from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.subjects import Subject
 from linearizer.measure.profile import profile_settings
@@ -341,7 +341,7 @@ def score(student, held, original, as_teacher=False):
     """Give what teacher and student say of every token."""
     subjects = subjects_of(student, original, as_teacher)
     found = [read_scores(subjects, ids) for ids in held.split(4)]
-    return [joined([some[place] for some in found], 0) for place in (0, -1)]
+    return [join_scores([some[place] for some in found], 0) for place in (0, -1)]
 
 
 def own_teacher(plan, teacher, student, allocation):

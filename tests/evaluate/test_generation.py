@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import set_seed
 
-from linearizer.evaluate.generation import agreeing, measure_generation, variety, write
+from linearizer.evaluate.generation import count_alike_tokens, measure_generation, variety, write
 from linearizer.evaluate.subjects import Subject
 from linearizer.model.logits import logits_of, losses_of
 from linearizer.progress import finish
@@ -55,7 +55,7 @@ def test_what_the_student_writes_is_scored_by_the_teacher(subjects):
     logits = logits_of(subjects[0].model, torch.cat([prompts, texts], 1))[:, 11:-1]
     assert result.loss == pytest.approx(losses_of(logits, texts).mean().item(), abs=1e-4)
     own = write(subjects[0], prompts, 8, None)
-    assert result.diverged == tuple(agreeing(a, b) for a, b in zip(texts, own, strict=True))
+    assert result.diverged == tuple(count_alike_tokens(a, b) for a, b in zip(texts, own, strict=True))
 
 
 def test_without_a_teacher_only_the_text_itself_is_judged(subjects):
@@ -66,5 +66,5 @@ def test_without_a_teacher_only_the_text_itself_is_judged(subjects):
 def test_variety_and_agreement_count_tokens():
     assert variety([1, 2, 3, 4], 2) == 1 and variety([1, 1, 1, 1], 1) == 0.25 and variety([1, 2, 1, 2], 2) == 2 / 3
     assert variety([1], 4) == 1
-    assert agreeing(torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])) == 2
-    assert agreeing(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])) == 0
+    assert count_alike_tokens(torch.tensor([1, 2, 3]), torch.tensor([1, 2, 4])) == 2
+    assert count_alike_tokens(torch.tensor([1, 2, 3]), torch.tensor([0, 2, 3])) == 0

@@ -10,7 +10,7 @@ import torch
 
 from linearizer.errors import RequestError
 from linearizer.evaluate.subjects import Subject
-from linearizer.evaluate.tasks import find_tasks, measure_tasks, scored
+from linearizer.evaluate.tasks import collect_scores, find_tasks, measure_tasks
 from linearizer.model import checkpoint
 from linearizer.model.hub import find_model
 from linearizer.model.logits import logits_of
@@ -110,12 +110,12 @@ def test_data_that_cannot_be_had_is_told_before_anything_is_measured(tmp_path):
 def test_of_a_tag_its_tasks_are_read_and_names_are_kept():
     row = {"alias": "a", "acc,none": 0.5, "acc_stderr,none": "N/A", "f1,strict": 0.25, "sample_len": 4}
     results = {"results": {"a": row, "b": {**row, "acc,none": 1.0}}, "group_subtasks": {"both": ["a", "b"]}}
-    result = scored("student", results, ["both"])
+    result = collect_scores("student", results, ["both"])
     assert [(s.task, s.metric, s.value, s.error) for s in result.scores][:2] == [
         ("a", "acc", 0.5, None),
         ("a", "f1 (strict)", 0.25, None),
     ]
-    assert result.accuracy == 0.75 and scored("x", {"results": {"a": {"f1,x": 1}}}, ["a"]).accuracy is None
+    assert result.accuracy == 0.75 and collect_scores("x", {"results": {"a": {"f1,x": 1}}}, ["a"]).accuracy is None
 
 
 def test_without_the_harness_it_is_said_how_to_install_it(monkeypatch):

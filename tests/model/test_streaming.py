@@ -232,7 +232,7 @@ def test_blocks_are_laid_over_devices_in_their_order_and_by_their_room():
     weights = streaming.Weights(0, 0, False, blocks, {name: 20 if kind else 10 for name, kind in blocks.items()})
 
     def places(*rooms):
-        found = streaming.spread(weights, {f"cuda:{place}": room for place, room in enumerate(rooms)})
+        found = streaming.spread_blocks(weights, {f"cuda:{place}": room for place, room in enumerate(rooms)})
         return None if found is None else [found[name].removeprefix("cuda:") for name in blocks]
 
     assert places(80, 80) == list("00001110")
