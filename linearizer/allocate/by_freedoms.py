@@ -80,7 +80,7 @@ def check_profile(profile: Profile, layers: Sequence[Layer]) -> None:
     """Refuse a profile of another model."""
     heads = [len(layer.heads) for layer in profile.layers]
     if heads != [heads_replaced(layer) for layer in layers]:
-        raise RequestError(f"the profile is of another model (KV heads by layer: {heads}): measure this one")
+        raise RequestError(f"the profile is of another model (KV heads by layer: {heads}): measure this model")
 
 
 @dataclass(frozen=True)

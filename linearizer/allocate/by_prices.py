@@ -218,8 +218,8 @@ def offers_for_head(
     for head, kl in held:
         for bits, more in rounding.items():
             if bits == prices.options[0].bits or not head.features:
-                one = replace(head, bits=bits)
-                yield Offer(one, head_bytes(one, layer, prices.sinks, length), max(kl, 0.0) + more)
+                option = replace(head, bits=bits)
+                yield Offer(option, head_bytes(option, layer, prices.sinks, length), max(kl, 0.0) + more)
 
 
 def series_of(head: Head) -> str:

@@ -172,10 +172,7 @@ def options_of(run: Run, teacher: Teacher, texts: torch.Tensor) -> tuple[Head, .
 def measure_dear_prices(
     run: Run, teacher: Teacher, texts: torch.Tensor, prices: Prices, begin: Begin, share: Share = ALL
 ) -> Steps[list[DearPrice]]:
-    """Measure the dear offers beside what would be bought by estimated prices: estimates can hardly order them.
-
-    Of a share, those of some layers.
-    """
+    """Measure dear offers of a share of the layers, beside what estimated prices buy: these hardly order them."""
     layers = teacher.inspection.layers
     offers = offers_by_prices(run, run.plan, prices, layers)
     dear = dear_offers(prices, layers, allocate_by_prices(offers), run.plan.target_tokens(run.positions))

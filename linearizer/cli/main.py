@@ -93,7 +93,7 @@ def parser() -> Parser:
     command.add_argument("model", metavar="MODEL", help=model_help)
     command.set_defaults(serve=serve_inspect)
 
-    command = commands.add_parser("run", help="all the steps: profile, allocate, student, checkpoint")
+    command = commands.add_parser("run", help="all the steps: measure, allocate, train if the recipe does, judge, save")
     command.add_argument("model", metavar="MODEL", help=model_help)
     add_run_options(command)
     command.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
@@ -165,7 +165,7 @@ def parser() -> Parser:
         "`transformers serve` serves none: it loads no code of a checkpoint.",
     )
     command.add_argument("run", metavar="RUN", help=run_help)
-    command.add_argument("--port", type=int, default=PORT, help="the port; 0: any free one (default: %(default)s)")
+    command.add_argument("--port", type=int, default=PORT, help="the port; 0: any free port (default: %(default)s)")
     command.add_argument("--host", default=HOST, help="the address to listen at (default: this machine alone)")
     command.add_argument(
         "--max-state-bytes",
@@ -186,7 +186,7 @@ def parser() -> Parser:
 
     command = commands.add_parser("app", help="the page: all of this in a browser")
     command.add_argument("--host", help="the address to listen at (default: this machine alone)")
-    command.add_argument("--port", type=port, help="the port (default: the first free one from 7860 on)")
+    command.add_argument("--port", type=port, help="the port (default: the first free port from 7860 on)")
     command.set_defaults(serve=serve_app)
 
     for command in commands.choices.values():

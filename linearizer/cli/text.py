@@ -85,7 +85,10 @@ def describe_inspection(inspection: Inspection) -> str:
     facts = [
         ("model", inspection.name + (f" at {inspection.revision}" if inspection.revision else "")),
         ("architecture", f"{inspection.architecture} ({inspection.model_type}){describe_tower(inspection)}"),
-        ("supported", "yes" + ("" if inspection.tested else ", by its interface; its family is not among the tested"))
+        (
+            "supported",
+            "yes" + ("" if inspection.tested else ", by its interface; its family is not among the tested families"),
+        )
         if inspection.supported
         else ("supported", f"no, because {inspection.reason}: {inspection.remedy}"),
         *inspection.describe_shape(),
@@ -286,7 +289,7 @@ def describe_preview(preview: Preview) -> str:
 
 
 def print_stream(pieces: Generator[str, None, Product], silent: bool) -> Product:
-    """Print a text as it comes, and return the product at its end; a silent one only returns it."""
+    """Print a text as it comes, unless `silent`, and return the product at its end."""
     with closing(pieces):
         try:
             while True:

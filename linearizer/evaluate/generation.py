@@ -1,7 +1,7 @@
 """What is written: where a student leaves its teacher's path, whether it repeats itself, what the teacher thinks of it.
 
-All go on from the same prompts. Where tokens are drawn, all draw with the same noise, so that they part only where
-they differ. An end of text is a token like any other: texts keep one length.
+All subjects go on from the same prompts, and draw tokens with the same noise, so that they part only where they differ.
+An end of text is a token like any other: texts keep one length.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ REPEATED = 4  # tokens in a row that count as repeated when they come again
 def measure_generation(
     subjects: Sequence[Subject], prompts: Tensor, new_tokens: int, seed: int = 0
 ) -> Steps[Generation]:
-    """Let all continue prompts (texts, tokens): with their likeliest tokens, and with drawn ones."""
+    """Let all subjects continue prompts (texts, tokens): with their likeliest tokens, and with drawn ones."""
     teacher = subjects[0] if subjects[0].allocation is None else None
     judgements, done = [], 0
     for sampled in (False, True):

@@ -47,7 +47,7 @@ def measure_language(
     seed: int = 0,
     read: Read = read_together,
 ) -> Steps[Language]:
-    """Let all predict the same texts (texts, tokens); `documents` numbers the document of every token."""
+    """Let all subjects predict the same texts (texts, tokens); `documents` numbers the document of every token."""
     batches_by_subject: list[list[Scores]] = [[] for _ in subjects]
     split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
     yield Progress("language", 0, len(split), "batches")

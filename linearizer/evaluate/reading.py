@@ -25,7 +25,7 @@ Read = Callable[[Sequence[Subject], Tensor], Pieces]
 
 @torch.inference_mode()
 def read_together(subjects: Sequence[Subject], ids: Tensor) -> Pieces:
-    """Let all read the same texts: where a piece begins, and each one's logits (texts, tokens, vocabulary) of it.
+    """Let all subjects read the same texts: where a piece begins, and the logits of each (texts, tokens, vocabulary).
 
     Texts whose logits would be too many are read in pieces, each subject remembering in a cache of its own kind.
     """
@@ -38,7 +38,7 @@ def read_together(subjects: Sequence[Subject], ids: Tensor) -> Pieces:
 
 @torch.inference_mode()
 def read_into(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache]) -> Pieces:
-    """Let all read the same texts into their caches, in pieces of whose logits there are not too many."""
+    """Let all subjects read the same texts into their caches, in pieces of whose logits there are not too many."""
     size = tokens_at_once(subjects[0].model, len(ids))
     for begin in range(0, ids.shape[1], size):
         piece = ids[:, begin : begin + size]
@@ -46,14 +46,14 @@ def read_into(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache])
 
 
 def read_alike(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache | None]) -> list[Tensor]:
-    """Let all read on from what their caches hold; give the logits of each. Streamed weights are read once for all."""
+    """Let all subjects read on from what their caches hold, and give their logits; streamed weights are read once."""
     pairs = zip(subjects, caches, strict=True)
     return in_step(subjects[0].model, [partial(read, subject, ids, cache) for subject, cache in pairs])
 
 
 @torch.inference_mode()
 def read_branches(subject: Subject, ends: Tensor, cache: Cache) -> Tensor:  # (texts, branches, tokens, vocabulary)
-    """Let one go on from what its cache holds with several ends of each text (texts, branches, tokens)."""
+    """Let a subject go on from what its cache holds with several ends of each text (texts, branches, tokens)."""
     at_once = max(1, MAX_BRANCH_BYTES * len(cache.layers) // max(bytes_held(cache), 1))
     logits = []
     for some in ends.split(at_once, 1):
@@ -90,7 +90,7 @@ def branching(model: PreTrainedModel, cache: Cache, branches: int) -> Iterator[C
 
 
 def read(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> Tensor:
-    """Let one read on from what its cache holds; give the logits of the last `keep` tokens, or of all."""
+    """Let a subject read on from what its cache holds; give the logits of the last `keep` tokens, or of all."""
     with subject.at_work() as model, torch.inference_mode():
         given = {"input_ids": ids.to(model.device), "past_key_values": cache, "use_cache": cache is not None}
         return model(**given, logits_to_keep=keep).logits.float()

@@ -148,7 +148,7 @@ def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) 
     first = first_tokens(tokenizer)
     room = len(window) - len(end) - sum(len(fact_tokens) for _, fact_tokens in facts)
     if room <= first:
-        raise TextError(f"a task does not fit into a text of {len(window)} tokens: ask for longer ones with --lengths")
+        raise TextError(f"a task does not fit into a text of {len(window)} tokens: ask for longer --lengths")
     pieces, before = [], 0
     for depth, fact_tokens in facts:
         place = max(before, first + int(depth * (room - first)))

@@ -133,8 +133,8 @@ class Setup:
         windows = list(islice(stream, skipped, skipped + count))
         if not windows:
             raise TextError(
-                f"{source!r} holds no text beyond what the student was trained on, or less than one window of {length} "
-                "tokens: ask for shorter ones, or name another source with --text"
+                f"{source!r} holds no text beyond what the student was trained on, or less than a text of {length} "
+                "tokens: ask for a shorter --length, or name another source with --text"
             )
         return torch.stack(windows)
 

@@ -38,7 +38,8 @@ def prompt_ids(tokenizer: PreTrainedTokenizerBase, prompt: str, new_tokens: int)
     ids: torch.Tensor = tokenizer(prompt, return_tensors="pt")["input_ids"]
     if ids.shape[1] == 0 or new_tokens < 1:
         raise RequestError(
-            f"there is nothing to compare: prompt {prompt!r}, {new_tokens} new tokens; give at least one"
+            f"there is nothing to compare: prompt {prompt!r}, {new_tokens} new tokens; give a prompt, and at least one "
+            "new token"
         )
     return ids
 

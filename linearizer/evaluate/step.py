@@ -210,7 +210,7 @@ def measure_speed_part(setup: Setup, request: Request) -> Steps[Measured]:
 
 
 def measure_tasks_part(setup: Setup, request: Request) -> Steps[Measured]:
-    """Let all do tasks of the harness, and those that are generated here of the run's text."""
+    """Let all subjects do tasks of the harness, and tasks that are generated here from the run's text."""
     folder = None if request.task_folder is None else Path(request.task_folder)
     subjects, scored = setup.subjects(setup.usual_length), []
     if harness := tasks_of_harness(request):

@@ -1,4 +1,4 @@
-"""A student that reads a text once, keeps its state in a file, and answers from it as often as one asks."""
+"""A student reads a text once, keeps its state in a file, and answers from it any number of times."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def write_answer(
     Afterwards the cache has read all of them.
     """
     if new_tokens < 1:
-        raise RequestError(f"an answer of {new_tokens} tokens is none: ask for at least one")
+        raise RequestError(f"an answer of {new_tokens} tokens is not allowed: ask for at least one token")
     ids, written = tokenize(tokenizer, prompt, cache), []
     stream = TextStream(tokenizer, ids[0].tolist())
     for _ in read_tokens(student, ids[:, :-1], cache):
@@ -93,7 +93,7 @@ def load_state(student: LinearizedForCausalLM, path: Path) -> LinearizedCache:
     try:
         return student.load_cache(str(path))
     except FileNotFoundError as error:
-        raise FolderError(f"there is no state {str(path)!r}: `linearizer read` writes one") from error
+        raise FolderError(f"there is no state {str(path)!r}: `linearizer read` writes a state") from error
     except OSError as error:
         raise FolderError(
             f"{str(path)!r} cannot be read ({error.strerror or error}): name the file of a state"

@@ -243,7 +243,7 @@ def _rows(path: Path, file: IO[str]) -> Iterator[str]:
         except ValueError as error:
             raise TextError(f"{str(path)!r} has no JSON in line {number} ({error}): repair that line") from error
         if not isinstance(row, dict) or not isinstance(row.get("text"), str):
-            raise TextError(f'{str(path)!r} has no string named "text" in line {number}: each line needs one')
+            raise TextError(f'{str(path)!r} has no string named "text" in line {number}: each line needs it')
         yield row["text"]
 
 

@@ -370,7 +370,7 @@ def read_whole_number(number: object) -> int:
 
 def read_number(number: object, kind: str = "number") -> float:
     if isinstance(number, bool) or not isinstance(number, int | float) or number != number or abs(number) > 2**53:
-        raise RequestError(f"{str(number)[:40]!r} is no {kind}: give one")
+        raise RequestError(f"{str(number)[:40]!r} is no {kind}: give a {kind}")
     return number
 
 

@@ -181,7 +181,7 @@ def evaluation_table(language: Language, recall: Recall | None) -> str:
         for subject in language.subjects
     ]
     head = ("model", "state", "loss", "KL to the teacher", "agreement", *gaps)
-    note = "On text that was kept from training, in nats per token; window: a plain one that takes the student's bytes"
+    note = "On text that was kept from training, in nats per token; window: a plain window of the student's bytes"
     return folded("In numbers", table(note, head, cells))
 
 

@@ -279,7 +279,7 @@ def compare_runs(memory: Memory, first: str | None, second: str | None, profile:
 def resume_run(memory: Memory, name: str | None, profile: Profile, token: Token) -> str:
     """Go on with a run of the list."""
     if not name:
-        raise RequestError("no run was chosen: choose the one to resume")
+        raise RequestError("no run was chosen: choose the run to resume")
     visitor = read_visitor(memory, profile, token)
     actions.ask_run(visitor, name, "resume")
     return describe_runs(visitor)[0]
@@ -289,7 +289,7 @@ def resume_run(memory: Memory, name: str | None, profile: Profile, token: Token)
 def ask_to_delete(memory: Memory, name: str | None, profile: Profile, token: Token) -> tuple[Any, str]:
     """Ask once more before a run is deleted."""
     if not name:
-        raise RequestError("no run was chosen: choose the one to delete")
+        raise RequestError("no run was chosen: choose the run to delete")
     run = read_visitor(memory, profile, token).find_run(name)
     return gr.Column(visible=True), runs_cards.deleting_card(control.status(run))
 

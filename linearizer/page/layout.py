@@ -84,7 +84,8 @@ def profile_step(ui: SimpleNamespace) -> None:
     )
     ui.curves = chart(
         "How many features it takes",
-        "The features that each layer needs, by the error λ that is allowed: a smaller one, to the right, takes more. "
+        "The features that each layer needs, by the error λ that is allowed: a smaller error, to the right, takes "
+        "more. "
         "The map shows them at one λ.",
         later=later,
     )

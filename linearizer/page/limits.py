@@ -57,7 +57,9 @@ class Limits:
                 try:
                     given[name] = float(text)
                 except ValueError as error:
-                    raise RequestError(f"{VARIABLE_PREFIX}{name.upper()} {text!r} is no number: give one") from error
+                    raise RequestError(
+                        f"{VARIABLE_PREFIX}{name.upper()} {text!r} is no number: give a number"
+                    ) from error
         return Limits(**given)
 
     def in_words(self) -> str:
@@ -123,9 +125,9 @@ def check_turn(visitor: Visitor, root: Path, limits: Limits = LIMITS) -> None:
     """Refuse more runs or disk than a visitor may use, and any run while the queue is full."""
     mine = control.runs_in(visitor.home)
     if sum(status.live for status in mine) >= limits.runs:
-        raise RequestError(f"{limits.runs:g} runs of yours are at work or wait: let one end, or stop it")
+        raise RequestError(f"{limits.runs:g} runs of yours are at work or wait: wait until a run ends, or stop it")
     if sum(status.disk_bytes for status in mine) > limits.disk * 1e9:
-        raise RequestError(f"your runs fill {limits.disk:g} GB: delete one under `Runs`")
+        raise RequestError(f"your runs fill {limits.disk:g} GB: delete a run under `Runs`")
     waiting = sum(status.live for folder in visitor_folders(root) for status in control.runs_in(folder))
     if waiting >= limits.queue:
         raise RequestError(f"{waiting} runs wait here already: try again later, or {ELSEWHERE}")

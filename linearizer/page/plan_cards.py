@@ -38,7 +38,7 @@ def model_card(inspection: Inspection) -> str:
     if not inspection.supported:
         verdict = message_box(f"Not supported, because {inspection.reason}: {inspection.remedy}.", "bad")
     else:
-        tested = "" if inspection.tested else " by its interface; its family is not among those we test"
+        tested = "" if inspection.tested else " by its interface; its family is not among the tested families"
         verdict = message_box(f"Supported{tested}.", "good")
     kind = inspection.architecture + (f" · {inspection.revision[:8]}" if inspection.revision else "")
     kind += f" · the text tower of {inspection.tower_of}: it reads no pictures" if inspection.tower_of else ""

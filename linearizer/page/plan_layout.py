@@ -69,7 +69,7 @@ def choose_plan(ui: SimpleNamespace) -> None:
     lead(
         "How much may it remember?",
         "One number: the student’s memory, its state, takes as many bytes as the teacher’s memory, its cache, after so "
-        "many tokens. On longer texts the student’s is the smaller one.",
+        "many tokens. On longer texts the student’s memory is smaller.",
     )
     with gr.Row():
         with gr.Column(scale=3, min_width=300):

@@ -28,7 +28,7 @@ RATES = {"reads, tokens/s": "read_rate", "writes, tokens/s": "write_rate"}
 def runs_table(statuses: Sequence[Status], now: float | None = None) -> str:
     """List runs, the newest first, each with a link to it, how far it is, and what judging measured."""
     if not statuses:
-        return message_box("No runs yet: the first page begins one.")
+        return message_box("No runs yet: start a run on the first page.")
     now = time.time() if now is None else now
     rows = []
     for status in statuses:
@@ -113,7 +113,7 @@ def comparison_card(first: Run, second: Run) -> str:
 
 
 def show_option(value: object) -> str:
-    """Write an option of a plan; one that was left out is the recipe's or measured."""
+    """Write an option of a plan; an option that was left out is the recipe's, or measured."""
     return "left out" if value is None else "yes" if value is True else "no" if value is False else str(value)
 
 

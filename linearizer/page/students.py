@@ -160,7 +160,7 @@ def find_reader(visitor: Visitor, name: str) -> Run:
     """Open a run whose student has read a document."""
     run = find_student(visitor, name)
     if not run.has_file(str(DOCUMENT)):
-        raise RequestError("this student has read no document yet: give it one, and press Read")
+        raise RequestError("this student has read no document yet: give it a document, and press Read")
     return run
 
 
@@ -191,7 +191,7 @@ def explain_speed(run: Run, teacher: Side, student: Side) -> str:
         return ""
     reasons, state = [], StateSize.of(allocation, run.layers)
     if state.breakeven is None or student.tokens_read < state.breakeven:
-        until = "" if state.breakeven is None else f" (from {state.breakeven:,} tokens on it is the larger one)"
+        until = "" if state.breakeven is None else f" (from {state.breakeven:,} tokens on it is larger)"
         reasons.append(
             f"after {student.tokens_read:,} tokens its teacher's cache is still smaller than its state{until}"
         )
@@ -206,7 +206,7 @@ def explain_speed(run: Run, teacher: Side, student: Side) -> str:
         reasons.append("its state has to be kept up to date")
     device = run.evaluation_file["made_with"].get("device", "")
     if device.startswith("cpu"):
-        reasons.append("the kernels that do this in one go need a GPU")
+        reasons.append("the kernels that do this at once need a GPU")
     measured = parts["speed"].result.breakeven if "speed" in parts else None
     later = ""
     if measured is not None and measured.writing:

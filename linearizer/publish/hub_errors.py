@@ -57,7 +57,7 @@ def describe_error(what: str, error: BaseException, kept: str) -> LinearizerErro
     remedy = {
         401: f"the token in use was refused: {sign_in_advice()} again",
         402: f"the account's plan does not allow it ({detail}): change the plan, or choose another owner",
-        403: f"the token in use may not write there ({detail}): use one that may, or choose another owner",
+        403: f"the token in use may not write there ({detail}): use another token, or choose another owner",
         404: "it is not there, or not to be seen with this token: check the name, and whether it was deleted meanwhile",
         409: f"the name is taken, or it is being changed by someone else ({detail}): try again, or choose another name",
         412: "someone else has changed it meanwhile: look at it, then try again",

@@ -58,7 +58,7 @@ def list_owners(token: str | None = None) -> tuple[str, ...]:
     token_facts = (me.get("auth") or {}).get("accessToken") or {}  # the token of a Space's visitor has none
     if token_facts.get("role") == "read":
         raise PublishError(
-            f"the token of {me['name']!r} may only read: make one that may write at "
+            f"the token of {me['name']!r} may only read: make a token that may write at "
             f"{constants.ENDPOINT}/settings/tokens, then {sign_in_advice()} with it; {NOTHING_SENT}"
         )
     return me["name"], *organisations_of(me)

@@ -31,7 +31,7 @@ def find_run(name: str, root: Path | None = None) -> Run:
     elif known:
         said = f"{str(root)!r} has {', '.join(known[:SHOWN])}{', …' if len(known) > SHOWN else ''}"
     else:
-        said = f"{str(root)!r} has none; start one with `linearizer run MODEL`"
+        said = f"{str(root)!r} has none; start a run with `linearizer run MODEL`"
     held = "that folder holds no run; " if os.path.isdir(name) else ""
     raise FolderError(f"there is no run {name!r}: {held}{said}")
 

@@ -63,7 +63,7 @@ class Run:
     def open(folder: Path) -> Run:
         """Open an existing run."""
         if not (folder / "plan.json").is_file():
-            raise FolderError(f"{str(folder)!r} holds no run: start one with `linearizer run MODEL --out {folder}`")
+            raise FolderError(f"{str(folder)!r} holds no run: start a run with `linearizer run MODEL --out {folder}`")
         return Run(folder)
 
     @staticmethod
@@ -346,7 +346,7 @@ def newest_request(run: Run) -> tuple[dict[str, Any], bool, tuple[str, ...]]:
                 done.append(event["part"])
             if "request" in event:
                 return event["request"], event.get("again", False), tuple(done)
-    raise RequestError(f"{str(run.folder)!r} was not asked for an evaluation: `linearizer evaluate` asks for one")
+    raise RequestError(f"{str(run.folder)!r} has no request for an evaluation: `linearizer evaluate` makes it")
 
 
 @dataclass(frozen=True)

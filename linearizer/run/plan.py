@@ -181,7 +181,9 @@ class Plan(JsonProduct):
         choices=("estimated", "measured"),
         group=MEASURING,
     )
-    exchanges: int = option(12, "allocations near the chosen one that are measured, too", least=0, group=MEASURING)
+    exchanges: int = option(
+        12, "allocations near the chosen allocation that are measured, too", least=0, group=MEASURING
+    )
     seed: int = option(0, "the seed of everything that is drawn at random", least=0, most=2**63 - 1, group=MACHINE)
     device: str = option("auto", "auto, cpu, cuda, cuda:1, …", group=MACHINE)
     dtype: str = option(
@@ -282,14 +284,14 @@ class Plan(JsonProduct):
 
     @property
     def kept_sinks(self) -> int:
-        """The sinks asked for, or the most that are kept."""
+        """The plan's sinks, or the most that are kept."""
         if self.sinks is not None:
             return self.sinks
         return 0 if self.budget is None else min(SINKS, self.budget // 8)
 
     @property
     def kept_window(self) -> int:
-        """The window asked for, or what with the sinks is half of the budget, less where features need the room."""
+        """The plan's window, or what with the sinks is half of the budget, less where features need the room."""
         if self.window is not None:
             return self.window
         return (
@@ -300,11 +302,11 @@ class Plan(JsonProduct):
 
     @property
     def kept_texts(self) -> int:
-        """The texts asked for, or the usual number."""
+        """The plan's number of texts, or the usual number."""
         return self.texts or USUAL_TEXTS
 
     def kept_length(self, positions: int | None) -> int:
-        """The tokens of a text that were asked for, or the usual number, within the model's positions."""
+        """The plan's tokens of a text, or the usual number, within the model's positions."""
         length = self.length or USUAL_LENGTH
         return min(length, positions or length)
 
@@ -318,17 +320,17 @@ class Plan(JsonProduct):
 
     @property
     def kept_samples(self) -> int:
-        """The samples asked for, or as many of the usual number as the texts have tokens for."""
+        """The plan's samples, or as many of the usual number as the texts have tokens for."""
         return self.samples or min(USUAL_SAMPLES, self.most_samples())
 
     @property
     def sizes(self) -> Mapping[str, int]:
-        """The numbers asked for, or the usual ones, of what yields to a text."""
+        """The numbers of the options that yield to a text, usual numbers where they are left out."""
         return {"texts": self.kept_texts, "length": self.kept_length(None), "samples": self.kept_samples}
 
     @property
     def kept_bits(self) -> int:
-        """The bits asked for, or those that options are priced with."""
+        """The plan's bits, or the bits that options are priced with."""
         return self.bits or self.rules.bits[0]
 
     @property
@@ -366,12 +368,12 @@ class Plan(JsonProduct):
 
     @property
     def kept_loss(self) -> str:
-        """The loss asked for, or the one that suits what is trained."""
+        """The plan's loss, or the loss that suits what is trained."""
         return self.loss or ("logits" if self.heals else "output" if self.memories else "softmax")
 
     @property
     def kept_lora(self) -> int:
-        """The rank of adapters asked for, or that of those that make up for what the heads lost."""
+        """The plan's rank of adapters, or that of adapters that make up for what the heads lost."""
         return (HEALING_RANK if self.heals else 0) if self.lora is None else self.lora
 
     @property
@@ -417,7 +419,7 @@ def parse_plan(name: str, content: bytes) -> Plan:
 
 
 def choices_of(recipe: str) -> Mapping[str, Any]:
-    """Give the choices of a recipe; an unknown one has none, and is refused by the plan."""
+    """Give the choices of a recipe; an unknown recipe has none, and is refused by the plan."""
     return RECIPES[recipe].choices if recipe in RECIPES else {}
 
 

@@ -102,7 +102,7 @@ class Pace:
         self.since, self.first, self.done = 0.0, 0, 0
 
     def due(self, progress: Progress) -> bool:
-        """Tell whether an event is to be logged: the first, the last, one that warns, and some between."""
+        """Tell whether an event is to be logged: the first, the last, every warning, and some between."""
         now, part = time.monotonic(), (progress.step, progress.unit)
         if part != self.part or progress.done < self.done:
             self.since, self.first = now, progress.done

@@ -154,7 +154,7 @@ def refusal_of(error: RequestValidationError) -> Refusal:
     place = [name for name in names if name != "str" and not name.startswith("list[")]  # pydantic names what it tried
     reason = first["msg"].removeprefix("Value error, ")
     if not place and first["type"] != "value_error":
-        return Refusal(400, "the body is no JSON object: send one, with the content type application/json")
+        return Refusal(400, "the body is no JSON object: send an object, with the content type application/json")
     return Refusal(400, f"{'.'.join(place)}: {reason}" if place else reason, place[0] if place else None)
 
 

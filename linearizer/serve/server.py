@@ -30,7 +30,7 @@ def serve(
 ) -> None:
     """Serve a run's student behind an endpoint like OpenAI's; `ready` receives its address and the model's name."""
     if max_state_bytes < 0:
-        raise RequestError(f"max-state-bytes = {max_state_bytes} is less than nothing: give 0 to keep no states")
+        raise RequestError(f"max-state-bytes = {max_state_bytes} is below 0: give 0 to keep no states")
     with listen(host, port) as listening, quiet():
         if teacher:
             loaded = load(run.plan, inspection=run.inspection)
@@ -48,7 +48,7 @@ def serve(
 def listen(host: str, port: int) -> socket.socket:
     """Take an address before anything is loaded."""
     if not 0 <= port <= 65535:
-        raise RequestError(f"--port {port} is no port: name one from 1 to 65535, or 0 for any that is free")
+        raise RequestError(f"--port {port} is no port: give a number from 1 to 65535, or 0 for any free port")
     try:
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         return socket.create_server((host, port), family=family)

@@ -130,7 +130,7 @@ def test_one_that_cannot_be_served_says_why_and_harms_nothing(run, tmp_path):
 
 
 def test_without_a_request_there_is_nothing_to_go_on_with(run):
-    with pytest.raises(RequestError, match="was not asked for an evaluation"):
+    with pytest.raises(RequestError, match="has no request for an evaluation"):
         control.evaluate(run)
 
 

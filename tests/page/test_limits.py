@@ -123,7 +123,7 @@ def test_the_owner_of_a_space_sets_its_limits_by_variables():
     result = Limits.of({"LINEARIZER_SPACE_MINUTES": "90", "LINEARIZER_SPACE_QUEUE": "3"})
     assert (result.minutes, result.queue, result.runs) == (90, 3, Limits().runs)
     assert "90 minutes of work each" in result.in_words()
-    with pytest.raises(RequestError, match="LINEARIZER_SPACE_DAYS 'many' is no number: give one"):
+    with pytest.raises(RequestError, match="LINEARIZER_SPACE_DAYS 'many' is no number: give a number"):
         Limits.of({"LINEARIZER_SPACE_DAYS": "many"})
 
 

@@ -112,7 +112,7 @@ def test_a_hub_that_stays_broken_is_a_sentence(hub, run, status, place):
     ("name", "token", "sentence"),
     [
         ("me/student", None, "nobody is signed in, so nothing can be published: sign in"),
-        ("me/student", "hf_read_me", "the token of 'me' may only read: make one that may write at http"),
+        ("me/student", "hf_read_me", "the token of 'me' may only read: make a token that may write at http"),
         ("me/student", "hf_wrong", "the token in use was refused: sign in"),
         ("org/student", ME, "'org' is not an owner that 'me' may publish for: choose from me"),
         ("me/no such", ME, "'me/no such' is no name for a repository: write OWNER/NAME"),
