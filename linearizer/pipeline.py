@@ -372,8 +372,7 @@ def compare_run(
     run: Run, prompt: str, new_tokens: int, seed: int, sample: bool, token: str | None = None
 ) -> Steps[Comparison]:
     """Continue a prompt with the teacher and with the student of a run."""
-    if not run.checkpoint.is_dir():
-        raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
+    run.require_student()
     state = StateSize.of(run.require_allocation(), run.layers)
     with quiet():
         teacher = load(run.plan, token, run.inspection)

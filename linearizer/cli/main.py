@@ -211,8 +211,7 @@ def plan_of(arguments: argparse.Namespace) -> tuple[Path, Plan]:
         plan = read_plan(arguments.plan).changed(**changes)
     if arguments.resume and arguments.out is None:
         raise RequestError("--resume needs --out: name the run's folder")
-    dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"
-    return arguments.out or fresh_folder(plan.model, dial), plan
+    return arguments.out or fresh_folder(plan), plan
 
 
 def work_until_stopped(steps: Steps[Product], how: str) -> Product:

@@ -154,8 +154,7 @@ class Setup:
 @contextmanager
 def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
     """Load what a run made, and its teacher."""
-    if not run.checkpoint.is_dir():
-        raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
+    run.require_student()
     with quiet():
         try:
             teacher = load(run.plan, token, run.inspection)

@@ -87,7 +87,7 @@ def evaluate(
 ) -> None:
     """Begin to evaluate a run's student, in a process unless otherwise; without a request the newest goes on."""
     if not run.checkpoint.is_dir():
-        raise RequestError(f"{str(run.folder)!r} has no student yet: wait until it is done, or use what it has")
+        raise RequestError(f"{str(run.folder)!r} has no student yet: wait until it is done, or end its training")
     if request is None:
         newest_request(run)  # raises where there is none
         begin(run.evaluating, token)

@@ -77,7 +77,6 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     if status is None:
         return '<p class="lz-empty">No run yet. Choose a model and a budget, then press Start.</p>'
     plan = status.run.plan
-    dial = f"{plan.budget} tokens of cache" if plan.features is None else f"{plan.features} features"
     state = state_sentence(status)
     moving = status.step if status.state in LIVE else None
     loud = announcement(f"{plan.model}: {state}{quarters_done(moving) if moving else ''}")
@@ -88,7 +87,7 @@ def run_card(status: Status | None, name: str, now: float) -> str:
         lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
     pairs = [
         ("model", plan.model),
-        ("budget", dial),
+        ("budget", plan.dial),
         ("begun", ago(status.begun, now)),
         ("disk", size(status.disk_bytes)),
         ("name", name),

@@ -63,12 +63,9 @@ def start_job(memory: Memory, profile: Profile, token: Token, *choices: Any) -> 
     """Begin a job whose cap was agreed to; from here on the page only watches."""
     cap, flavor, minutes, push, chosen, *form = choices
     visitor, job = read_visitor(memory, profile, token), read_job(flavor, minutes, push)
-    return watch_run(memory, actions.start_job(visitor, read_plan(chosen, *form), read_asked(form), *job, cap))
-
-
-def read_asked(form: list[Any]) -> dict[str, Any]:
-    """Give the options that were written under Advanced."""
-    return plan_form.read_options(tuple(form[-len(plan_form.OPTIONS) :]))
+    return watch_run(
+        memory, actions.start_job(visitor, read_plan(chosen, *form), plan_form.read_written(form), *job, cap)
+    )
 
 
 def read_job(flavor: str | None, minutes: str | None, push: str | None) -> tuple[str, int | None, str | None]:

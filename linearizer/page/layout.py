@@ -43,7 +43,7 @@ def header(level: str = "h1") -> None:
 
 def actions_of_run(ui: SimpleNamespace) -> None:
     """Place what a run can be asked for above the steps, where every screen shows it."""
-    with gr.Row(elem_id="acts", elem_classes="lz-acts"):
+    with gr.Row(elem_id="acts"):
         ui.stop = gr.Button("Stop", visible=False, elem_id="stop", size="md")
         ui.use = gr.Button("End training now", visible=False, elem_id="use", size="md")
         ui.resume = gr.Button("Resume", variant="primary", visible=False, elem_id="resume", size="md")
@@ -75,7 +75,7 @@ def profile_step(ui: SimpleNamespace) -> None:
     later = "It is drawn once all heads are measured."
     ui.bars = chart("What each KV head holds", "The dotted line is an equal share for every head.", "bars", later)
     ui.other_card = gr.HTML(elem_id="other-card")
-    with gr.Row(elem_classes="lz-acts"):
+    with gr.Row():
         ui.to_distil = gr.Button("Continue", variant="primary", elem_id="to-distil", interactive=False)
         ui.branch = gr.Button("Begin another run with this budget", elem_id="branch", interactive=False)
     gr.HTML(

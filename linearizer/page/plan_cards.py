@@ -116,10 +116,9 @@ def efforts_table(forecasts: Mapping[str, RunForecast], chosen: str, lent: bool 
 
 def plan_card(plan: Plan) -> str:
     """Show the plan of a run: what it asks for beside the recipe's choices, and how to do the same elsewhere."""
-    dial = f"{plan.budget} tokens of cache" if plan.features is None else f"{plan.features} features per KV head"
     pairs = [
         ("model", plan.model),
-        ("budget", dial),
+        ("budget", plan.dial),
         ("state", "may grow" if plan.may_grow else "never grows"),
         ("recipe", f"{plan.recipe}: {RECIPES[plan.recipe].label}"),
         *((("reference", RECIPES[plan.recipe].reference),) if RECIPES[plan.recipe].reference else ()),

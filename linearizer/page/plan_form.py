@@ -5,7 +5,7 @@ Every field holds text, and empty text leaves the option to the recipe, so that 
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Collection, Sequence
 from dataclasses import asdict
 from typing import Any
 
@@ -55,7 +55,12 @@ def place_option(option: Option) -> gr.components.Component:
     return gr.Textbox("", placeholder=usual, max_lines=1, **shared)
 
 
-def read_options(values: tuple[Any, ...]) -> dict[str, Any]:
+def read_written(form: Sequence[Any]) -> dict[str, Any]:
+    """Read the options that were written under Advanced, whose fields are the last of the form."""
+    return read_options(form[-len(OPTIONS) :])
+
+
+def read_options(values: Sequence[Any]) -> dict[str, Any]:
     """Read the fields; what is empty is left out."""
     written = {name: str(value or "").strip() for name, value in zip(OPTIONS, values, strict=True)}
     return {name: OPTIONS[name].parse(text) for name, text in written.items() if text}

@@ -121,7 +121,7 @@ def show_command(chosen: ChosenModel | None, *choices: Any) -> tuple[str, str]:
 @refusals_on_page()
 def start_run(memory: Memory, profile: Profile, token: Token, *choices: Any) -> tuple[Any, ...]:
     """Start a run of the form; from here on the page only watches."""
-    plan, asked = read_plan(*choices), plan_form.read_options(choices[-len(plan_form.OPTIONS) :])
+    plan, asked = read_plan(*choices), plan_form.read_written(choices)
     return watch_run(memory, actions.start_run(read_visitor(memory, profile, token), plan, asked))
 
 

@@ -25,7 +25,7 @@ def compare_step(ui: SimpleNamespace) -> None:
         ui.sample = gr.Checkbox(
             False, label="Draw tokens", info="instead of the likeliest token", scale=2, min_width=180
         )
-    with gr.Row(elem_classes="lz-acts"):
+    with gr.Row():
         ui.compare = gr.Button("Write", variant="primary", elem_id="compare", interactive=False)
         ui.stop_writing = gr.Button("Stop writing", elem_id="stop-writing")
     with gr.Row():
@@ -48,7 +48,7 @@ def read_part(ui: SimpleNamespace) -> None:
             "from that state, so nothing is read again.</p>"
         )
         ui.document = gr.Textbox("", label="Document", lines=4, max_lines=8, elem_id="document")
-        with gr.Row(elem_classes="lz-acts"):
+        with gr.Row():
             ui.read = gr.Button("Read", variant="primary", elem_id="read", interactive=False)
             ui.file = gr.UploadButton(
                 "Load a text file", file_types=["text"], type="binary", size="lg", elem_id="take-document"
@@ -56,7 +56,7 @@ def read_part(ui: SimpleNamespace) -> None:
         ui.reading = gr.HTML(elem_id="reading")
         ui.question = gr.Textbox("", label="Continue after the document", lines=2, elem_id="question")
         ui.keep = gr.Checkbox(False, label="The state remembers question and answer", elem_id="keep")
-        with gr.Row(elem_classes="lz-acts"):
+        with gr.Row():
             ui.ask = gr.Button("Ask", variant="primary", elem_id="ask", interactive=False)
             ui.take_back = gr.Button("Take the last answer back", elem_id="take-back", interactive=False)
         ui.answer = gr.HTML(elem_id="answer")
@@ -87,7 +87,7 @@ def evaluate_part(ui: SimpleNamespace) -> None:
         with gr.Column(visible=False, elem_id=f"part-{part}") as ui.part_places[part]:
             gr.HTML(part_lead(part))
             ui.part_charts[part] = []
-            with gr.Row(elem_classes="lz-charts"):
+            with gr.Row():
                 for figure in view.charts:
                     with gr.Column(min_width=440) as place:
                         ui.part_charts[part] += [place, chart(figure.title, figure.text)]

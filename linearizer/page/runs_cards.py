@@ -36,9 +36,8 @@ def runs_table(statuses: Sequence[Status], now: float | None = None) -> str:
         if plan is None:  # it is damaged
             what = [escape(without_folders(status.error or "")), "", ""]
         else:
-            dial = f"{plan.budget} tokens" if plan.features is None else f"{plan.features} features"
             link = f'<a href="../?run={escape(name, quote=True)}">{escape(plan.model)}</a>'
-            what = [link, escape(plan.recipe), escape(dial + ", may grow" * plan.may_grow)]
+            what = [link, escape(plan.recipe), escape(plan.dial + ", may grow" * plan.may_grow)]
         rows.append(
             [
                 *what,

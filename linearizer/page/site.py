@@ -106,7 +106,7 @@ def runs_page(page: gr.Blocks) -> None:
         delete = gr.Button("Delete …", elem_id="delete", scale=1, min_width=150)
     with gr.Column(visible=False, elem_id="sure") as sure:
         question = gr.HTML()
-        with gr.Row(elem_classes="lz-acts"):
+        with gr.Row():
             keep = gr.Button("Keep it", elem_id="keep")
             confirm = gr.Button("Delete it for good", variant="stop", elem_id="confirm")
     gr.on([page.load, gr.Timer(5).tick], handlers.list_runs, memory, [listed, chosen, *pair], **QUICK)

@@ -73,8 +73,7 @@ class Visitor:
         home = self.home
         if on_space():
             return home / f"r{secrets.token_urlsafe(16)}"
-        dial = f"{plan.budget}" if plan.features is None else f"c{plan.features}"
-        return fresh_folder(re.sub(r"[^A-Za-z0-9._@+/-]", "-", plan.model), dial, home)
+        return fresh_folder(plan, home)
 
 
 def find_visitor(account: str | None = None, token: str | None = None, secret: str = "") -> Visitor:

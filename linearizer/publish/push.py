@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from linearizer.amounts import size
-from linearizer.errors import FaultError, RequestError
+from linearizer.errors import FaultError
 from linearizer.progress import Progress, Steps
 from linearizer.publish import space
 from linearizer.publish.card import card_files, write_snippet
@@ -86,8 +86,8 @@ def check_target(repo_id: str, token: str | None = None) -> str:
 
 def check_student(run: Run) -> None:
     """Refuse a run that has no student to publish."""
-    if not (run.checkpoint / CONFIG).is_file() or run.allocation is None:
-        raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
+    run.require_student()
+    run.require_allocation()
     if run.has_file(HUB_JOB):
         from linearizer.model.checkpoint import link_missing_weights
 

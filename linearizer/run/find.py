@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import os
+import re
 from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
 
 from linearizer.errors import FolderError
 from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 
 SHOWN = 9  # names of runs that an error lists
 
@@ -36,8 +38,9 @@ def find_run(name: str, root: Path | None = None) -> Run:
     raise FolderError(f"there is no run {name!r}: {held}{said}")
 
 
-def fresh_folder(model: str, budget: str, root: Path | None = None) -> Path:
-    """Choose a folder for a new run."""
-    name = f"{model.rstrip('/').split('/')[-1].replace('@', '-')}-{budget}"
+def fresh_folder(plan: Plan, root: Path | None = None) -> Path:
+    """Choose a folder for a new run, by its model and its dial."""
+    model = re.sub(r"[^A-Za-z0-9._+/-]", "-", plan.model).rstrip("/").split("/")[-1]
+    name = f"{model}-{plan.budget}" if plan.features is None else f"{model}-c{plan.features}"
     root = root or runs_root()
     return next(path for n in count(1) if not (path := root / (name if n == 1 else f"{name}-{n}")).exists())

@@ -186,6 +186,11 @@ class Run:
     def allocation(self) -> Allocation | None:
         return self.parse_file("allocation.json", Allocation.from_json) if self.has_file("allocation.json") else None
 
+    def require_student(self) -> None:
+        """Refuse a run that has no student."""
+        if not self.checkpoint.is_dir():
+            raise RequestError(f"{str(self.folder)!r} has no student yet: `linearizer run --resume` makes it")
+
     def require_allocation(self) -> Allocation:
         """Read the allocation of a run that has a student."""
         if (allocation := self.allocation) is None:

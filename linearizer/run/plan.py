@@ -338,6 +338,11 @@ class Plan(JsonProduct):
         """Bits that heads may have instead, where that pays."""
         return () if self.bits else self.rules.fewer
 
+    @property
+    def dial(self) -> str:
+        """What the plan spends, in words."""
+        return f"{self.budget} tokens of cache" if self.features is None else f"{self.features} features per KV head"
+
     def target_tokens(self, positions: int) -> int:
         """The length at which the bytes of softmax heads count; `positions` are the model's."""
         return self.target_length or positions

@@ -157,7 +157,7 @@ def test_text_shorter_than_a_batch_is_refused():
     [
         (dict(loss="kl"), "'kl' is none of softmax"),
         (dict(batch=0), "batch 0 is not allowed: give a whole number, at least 1"),
-        (dict(steps=-1), "steps -1 cannot be"),
+        (dict(steps=-1), "steps -1 is not allowed"),
         (dict(window_dropout=1.5), "window dropout 1.5 is not allowed: give a number, at least 0 and at most 1"),
         (dict(decay="step"), "'step' is none of cosine"),
         (dict(rates={"speed": 1.0}), "not for speed"),
