@@ -86,8 +86,8 @@ def check_target(repo_id: str, token: str | None = None) -> str:
 
 def check_student(run: Run) -> None:
     """Refuse a run that has no student to publish."""
-    run.require_student()
-    run.require_allocation()
+    if not (run.checkpoint / CONFIG).is_file() or run.allocation is None:
+        raise RequestError(f"{str(run.folder)!r} has no student yet: `linearizer run --resume` makes it")
     if run.has_file(HUB_JOB):
         from linearizer.model.checkpoint import link_missing_weights
 
