@@ -7,7 +7,7 @@ import sys
 from collections.abc import Callable, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
-from typing import TYPE_CHECKING, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 from linearizer.cli import runs
 from linearizer.cli.options import (
@@ -45,6 +45,11 @@ if TYPE_CHECKING:
     from linearizer.run.folder import Run
 
 Product = TypeVar("Product")
+Serve = Callable[[argparse.Namespace], None]
+OPERANDS = {
+    "model": "a Hub id, id@revision, a local folder, or demo",
+    "run": "a run's name as `linearizer runs` shows it, or its folder",
+}
 
 
 class Parser(argparse.ArgumentParser):
@@ -86,66 +91,49 @@ def add_writing_options(command: argparse.ArgumentParser, about: str, tokens: in
 def parser() -> Parser:
     root = Parser(prog="linearizer", description="Turn a causal language model into one with a state of fixed size.")
     commands = root.add_subparsers(required=True, metavar="COMMAND")
-    model_help = "a Hub id, id@revision, a local folder, or demo"
-    run_help = "a run's name as `linearizer runs` shows it, or its folder"
 
-    command = commands.add_parser("inspect", help="what a model is, and whether it can be linearized")
-    command.add_argument("model", metavar="MODEL", help=model_help)
-    command.set_defaults(serve=serve_inspect)
+    def add(name: str, serve: Serve, about: str, operand: str = "", description: str | None = None) -> Any:
+        """Add a command, whose first operand may be a model or a run."""
+        command = commands.add_parser(name, help=about, description=description)
+        command.set_defaults(serve=serve)
+        if operand:
+            command.add_argument(operand, metavar=operand.upper(), help=OPERANDS[operand])
+        return command
 
-    command = commands.add_parser("run", help="all the steps: measure, allocate, train if the recipe does, judge, save")
-    command.add_argument("model", metavar="MODEL", help=model_help)
+    add("inspect", serve_inspect, "what a model is, and whether it can be linearized", "model")
+
+    about = "all the steps: measure, allocate, train if the recipe does, judge, save"
+    command = add("run", serve_run, about, "model")
     add_run_options(command)
     command.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
     add_job_options(command)
-    command.set_defaults(serve=serve_run)
 
-    command = commands.add_parser("runs", help="see, attach to, stop, resume and delete runs")
-    runs.add_options(command)
-    command.set_defaults(serve=runs.serve_runs)
+    runs.add_options(add("runs", runs.serve_runs, "see, attach to, stop, resume and delete runs"))
 
-    command = commands.add_parser("profile", help="measure how many degrees of freedom each head uses")
-    command.add_argument("model", metavar="MODEL", help=model_help)
-    add_run_options(command)
-    command.set_defaults(serve=serve_profile)
+    add_run_options(add("profile", serve_profile, "measure how many degrees of freedom each head uses", "model"))
 
-    command = commands.add_parser(
-        "allocate",
-        help="share out another budget, from what a run has measured",
-        description="Share out another budget, from what a run has measured; other options stay as in its plan.",
+    about = "share out another budget, from what a run has measured"
+    description = "Share out another budget, from what a run has measured; other options stay as in its plan."
+    add_allocation_options(add("allocate", serve_allocate, about, "run", description))
+
+    add_evaluate_options(
+        add("evaluate", serve_evaluate, "what the student kept, what it costs, where it breaks", "run")
     )
-    command.add_argument("run", metavar="RUN", help=run_help)
-    add_allocation_options(command)
-    command.set_defaults(serve=serve_allocate)
 
-    command = commands.add_parser("evaluate", help="what the student kept, what it costs, where it breaks")
-    command.add_argument("run", metavar="RUN", help=run_help)
-    add_evaluate_options(command)
-    command.set_defaults(serve=serve_evaluate)
-
-    command = commands.add_parser("compare", help="teacher and student continue the same prompt")
-    command.add_argument("run", metavar="RUN", help=run_help)
+    command = add("compare", serve_compare, "teacher and student continue the same prompt", "run")
     command.add_argument("--prompt", default="The", help="what both continue (default: %(default)s)")
     add_writing_options(command, "how many tokens they write", 64)
-    command.set_defaults(serve=serve_compare)
 
-    command = commands.add_parser(
-        "read",
-        help="the student reads a text once, and its state is written to a file",
-        description="Let a run's student read a text once, and write its state to a file for `linearizer ask`.",
-    )
-    command.add_argument("run", metavar="RUN", help=run_help)
+    about = "the student reads a text once, and its state is written to a file"
+    description = "Let a run's student read a text once, and write its state to a file for `linearizer ask`."
+    command = add("read", serve_read, about, "run", description)
     command.add_argument("file", metavar="FILE", help="the text: a file, or - for standard input")
     command.add_argument("--state", type=Path, required=True, help="the file of the state")
     command.add_argument("--more", action="store_true", help="read on after what the state has read")
-    command.set_defaults(serve=serve_read)
 
-    command = commands.add_parser(
-        "ask",
-        help="the student writes on after a prompt, and after the text of a state",
-        description="Let a run's student write on after a prompt, and with --state after the text of that state.",
-    )
-    command.add_argument("run", metavar="RUN", help=run_help)
+    about = "the student writes on after a prompt, and after the text of a state"
+    description = "Let a run's student write on after a prompt, and with --state after the text of that state."
+    command = add("ask", serve_ask, about, "run", description)
     wanted = command.add_mutually_exclusive_group(required=True)
     wanted.add_argument("--prompt", help="what it continues")
     wanted.add_argument(
@@ -154,17 +142,17 @@ def parser() -> Parser:
     command.add_argument("--state", type=Path, help="a file that `linearizer read` wrote")
     command.add_argument("--keep", action="store_true", help="let the state have read prompt and answer, too")
     add_writing_options(command, "how many tokens it writes", 256)
-    command.set_defaults(serve=serve_ask)
 
-    command = commands.add_parser(
+    command = add(
         "serve",
-        help="an endpoint like OpenAI's: chat and completions, streamed or not, for any number of clients",
+        serve_serve,
+        "an endpoint like OpenAI's: chat and completions, streamed or not, for any number of clients",
+        "run",
         description="Serve a run's student behind an endpoint like OpenAI's. Requests are computed together, and the "
         "states of conversations are kept, so that a next turn reads only what is new. vLLM serves a student "
         "that never grows, too: pip install 'linearizer[vllm]', then vllm serve RUN/checkpoint --enforce-eager. "
         "`transformers serve` serves none: it loads no code of a checkpoint.",
     )
-    command.add_argument("run", metavar="RUN", help=run_help)
     command.add_argument("--port", type=int, default=PORT, help="the port; 0: any free port (default: %(default)s)")
     command.add_argument("--host", default=HOST, help="the address to listen at (default: this machine alone)")
     command.add_argument(
@@ -174,20 +162,17 @@ def parser() -> Parser:
         help="for states kept between requests (default: %(default)s)",
     )
     command.add_argument("--teacher", action="store_true", help="serve the teacher instead, to compare with")
-    command.set_defaults(serve=serve_serve)
 
-    command = commands.add_parser("push", help="publish a run's student on the Hub, private unless --public")
-    command.add_argument("run", metavar="RUN", nargs="?", help=run_help)
+    command = add("push", serve_push, "publish a run's student on the Hub, private unless --public")
+    command.add_argument("run", metavar="RUN", nargs="?", help=OPERANDS["run"])
     command.add_argument("name", metavar="OWNER/NAME", nargs="?", help="the repository; NAME alone is your own")
     command.add_argument("--space", metavar="OWNER/NAME", help="instead of a run: publish this app as a Space")
     command.add_argument("--public", action="store_true", help="let everyone see it")
     command.add_argument("--dry-run", action="store_true", help="show what would be sent, and send nothing")
-    command.set_defaults(serve=serve_push)
 
-    command = commands.add_parser("app", help="the page: all of this in a browser")
+    command = add("app", serve_app, "the page: all of this in a browser")
     command.add_argument("--host", help="the address to listen at (default: this machine alone)")
     command.add_argument("--port", type=port, help="the port (default: the first free port from 7860 on)")
-    command.set_defaults(serve=serve_app)
 
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print the product, and nothing else")

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import asdict
 
 from linearizer.amounts import size
-from linearizer.errors import FaultError
+from linearizer.errors import FaultError, RequestError
 from linearizer.progress import Progress, Steps
 from linearizer.publish import space
 from linearizer.publish.card import card_files, write_snippet
