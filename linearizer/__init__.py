@@ -16,7 +16,8 @@ if TYPE_CHECKING:
     from linearizer.errors import LinearizerError
     from linearizer.jobs.hub_start import run_in_job
     from linearizer.model.checkpoint import load
-    from linearizer.pipeline import ask, begin, inspect, linearize, read
+    from linearizer.model.kept_state import ask, read
+    from linearizer.pipeline import begin, inspect, linearize
     from linearizer.progress import finish
     from linearizer.run.folder import Run
     from linearizer.run.plan import Plan
@@ -40,13 +41,13 @@ HOMES = {
     "LinearizerError": "errors",
     "Plan": "run.plan",
     "Run": "run.folder",
-    "ask": "pipeline",
+    "ask": "model.kept_state",
     "begin": "pipeline",
     "finish": "progress",
     "inspect": "pipeline",
     "linearize": "pipeline",
     "load": "model.checkpoint",
-    "read": "pipeline",
+    "read": "model.kept_state",
     "run_in_job": "jobs.hub_start",
 }
 

@@ -1,12 +1,12 @@
 """The table of contents: begin -> profile -> allocate -> make the student -> train -> judge -> save.
 
 Each step stores its product in the folder of the run, and a step whose product is stored is not repeated. Afterwards a
-student is evaluated, and compared with its teacher; it reads a text once and answers from its state.
+student is evaluated, and compared with its teacher.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Collection, Generator, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
@@ -17,18 +17,17 @@ import torch
 
 from linearizer.allocate.decide import check_dials, decide
 from linearizer.allocate.step import PRICING, TrainOffers, allocate, help_pricing
-from linearizer.errors import FolderError, LinearizerError, RequestError
+from linearizer.errors import LinearizerError, RequestError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.setup import Setup, assembled
 from linearizer.evaluate.side_by_side import write_in_turns
 from linearizer.evaluate.step import JUDGING, judge, measure_parts
 from linearizer.measure.profile import profile_settings
 from linearizer.measure.step import fit_to_text, measure_teacher, min_texts
-from linearizer.model import checkpoint, kept_state
+from linearizer.model import checkpoint
 from linearizer.model.devices import choose_dtype
 from linearizer.model.hub import Source, cache_folder, download_bytes, find_model, weight_files
 from linearizer.model.inspect import inspect_model
-from linearizer.model.kept_state import Answer
 from linearizer.model.quiet import quiet
 from linearizer.model.streaming import OFFLOADED, place_weights, spreads, streams
 from linearizer.model.teacher import (
@@ -56,7 +55,7 @@ from linearizer.run.plan import USUAL_LENGTH, YIELDING, Plan, with_absolute_path
 from linearizer.run.profile import Profile
 from linearizer.run.results import Part
 from linearizer.run.sharing import ALONE, HELPED, Helpers, Share
-from linearizer.run.state_size import Reading, StateSize
+from linearizer.run.state_size import StateSize
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import write_digests
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
@@ -381,63 +380,6 @@ def compare_run(
         for comparison in write_in_turns(*models, prompt, new_tokens, seed, sample):
             yield Progress("compare", comparison.student.tokens, new_tokens, "tokens")
     return comparison
-
-
-def read(run: Run, text: str, path: Path, more: bool = False) -> Steps[Reading]:
-    """Let the student of a run read a text and write its state to a file; `more`: after what the file holds.
-
-    What was read in addition can be taken back.
-    """
-    kept_state.check_place(path)
-    if path.exists() and not more:
-        raise FolderError(f"{str(path)!r} is there already: add --more to read on after it, or name another file")
-    student, tokenizer = checkpoint.load_of_run(run)
-    cache = student.empty_cache()
-    if more:
-        cache = kept_state.load_state(student, path)
-        cache.begin_turn()
-    yield from kept_state.read_text(student, tokenizer, text, cache)
-    kept_state.save_state(cache, path)
-    return kept_state.measure(student, run.layers, cache)
-
-
-def ask(
-    run: Run,
-    prompt: str,
-    path: Path | None = None,
-    keep: bool = False,
-    new_tokens: int = 256,
-    seed: int = 0,
-    sample: bool = False,
-) -> Generator[str, None, Answer]:
-    """Let the student of a run continue a prompt, after the text whose state is in a file; yield what it writes.
-
-    `keep` writes the state that has read prompt and answer, too, back to the file; they can be taken back.
-    """
-    if keep and path is None:
-        raise RequestError("there is no state to keep the answer in: name its file with --state")
-    if keep and path is not None:
-        kept_state.check_place(path)
-    student, tokenizer = checkpoint.load_of_run(run)
-    cache = student.empty_cache() if path is None else kept_state.load_state(student, path)
-    if keep:
-        cache.begin_turn()
-    with quiet():
-        written = yield from kept_state.write_answer(student, tokenizer, prompt, cache, new_tokens, seed, sample)
-    if keep and path is not None:
-        kept_state.save_state(cache, path)
-    text = tokenizer.decode(written, skip_special_tokens=True)
-    return Answer(prompt, text, len(written), kept_state.measure(student, run.layers, cache))
-
-
-def take_back(run: Run, path: Path) -> Reading:
-    """Return a state in a file to where it was before what was read or kept last."""
-    kept_state.check_place(path)
-    student, _ = checkpoint.load_of_run(run)
-    cache = kept_state.load_state(student, path)
-    kept_state.take_back(cache)
-    kept_state.save_state(cache, path)
-    return kept_state.measure(student, run.layers, cache)
 
 
 @contextmanager

@@ -350,7 +350,7 @@ def serve_compare(arguments: argparse.Namespace) -> None:
 
 
 def serve_read(arguments: argparse.Namespace) -> None:
-    from linearizer import pipeline
+    from linearizer.model import kept_state
     from linearizer.model.text import decode_text, read_whole
 
     run = find_run(arguments.run)
@@ -358,22 +358,22 @@ def serve_read(arguments: argparse.Namespace) -> None:
         text = decode_text("standard input", sys.stdin.buffer.read())
     else:
         text = read_whole(Path(arguments.file))
-    reading = show_progress(pipeline.read(run, text, arguments.state, arguments.more))
+    reading = show_progress(kept_state.read(run, text, arguments.state, arguments.more))
     print_product(arguments, asdict(reading), describe_reading(reading, arguments.run, arguments.state))
 
 
 def serve_ask(arguments: argparse.Namespace) -> None:
-    from linearizer import pipeline
+    from linearizer.model import kept_state
 
     run = find_run(arguments.run)
     if arguments.take_back:
         if arguments.state is None:
             raise RequestError("there is no state to take back: name its file with --state")
-        reading = pipeline.take_back(run, arguments.state)
+        reading = kept_state.take_back(run, arguments.state)
         print_product(arguments, asdict(reading), describe_reading(reading, arguments.run, arguments.state))
         return
     how = arguments.keep, arguments.tokens, arguments.seed, arguments.sample
-    answer = print_stream(pipeline.ask(run, arguments.prompt, arguments.state, *how), arguments.json)
+    answer = print_stream(kept_state.ask(run, arguments.prompt, arguments.state, *how), arguments.json)
     if arguments.json:
         print_product(arguments, asdict(answer), "")
 

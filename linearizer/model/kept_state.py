@@ -11,10 +11,13 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import FolderError, RequestError, TextError
+from linearizer.model import checkpoint
+from linearizer.model.quiet import quiet
 from linearizer.model.text_stream import TextStream
 from linearizer.model.token_loop import generate_tokens, read_tokens
 from linearizer.progress import Progress, Steps
 from linearizer.run.files import writing
+from linearizer.run.folder import Run
 from linearizer.run.head_bytes import CACHED, Layer, cache_bytes
 from linearizer.run.state_size import Reading
 from linearizer.runtime.cache import MAX_TURNS, LinearizedCache, LinearizedLayer
@@ -29,6 +32,63 @@ class Answer:
     text: str
     tokens: int  # that were written
     reading: Reading
+
+
+def read(run: Run, text: str, path: Path, more: bool = False) -> Steps[Reading]:
+    """Let the student of a run read a text and write its state to a file; `more`: after what the file holds.
+
+    What was read in addition can be taken back.
+    """
+    check_place(path)
+    if path.exists() and not more:
+        raise FolderError(f"{str(path)!r} is there already: add --more to read on after it, or name another file")
+    student, tokenizer = checkpoint.load_of_run(run)
+    cache = student.empty_cache()
+    if more:
+        cache = load_state(student, path)
+        cache.begin_turn()
+    yield from read_text(student, tokenizer, text, cache)
+    save_state(cache, path)
+    return measure(student, run.layers, cache)
+
+
+def ask(
+    run: Run,
+    prompt: str,
+    path: Path | None = None,
+    keep: bool = False,
+    new_tokens: int = 256,
+    seed: int = 0,
+    sample: bool = False,
+) -> Generator[str, None, Answer]:
+    """Let the student of a run continue a prompt, after the text whose state is in a file; yield what it writes.
+
+    `keep` writes the state that has read prompt and answer, too, back to the file; they can be taken back.
+    """
+    if keep and path is None:
+        raise RequestError("there is no state to keep the answer in: name its file with --state")
+    if keep and path is not None:
+        check_place(path)
+    student, tokenizer = checkpoint.load_of_run(run)
+    cache = student.empty_cache() if path is None else load_state(student, path)
+    if keep:
+        cache.begin_turn()
+    with quiet():
+        written = yield from write_answer(student, tokenizer, prompt, cache, new_tokens, seed, sample)
+    if keep and path is not None:
+        save_state(cache, path)
+    text = tokenizer.decode(written, skip_special_tokens=True)
+    return Answer(prompt, text, len(written), measure(student, run.layers, cache))
+
+
+def take_back(run: Run, path: Path) -> Reading:
+    """Return a state in a file to where it was before what was read or kept last."""
+    check_place(path)
+    student, _ = checkpoint.load_of_run(run)
+    cache = load_state(student, path)
+    take_back_turn(cache)
+    save_state(cache, path)
+    return measure(student, run.layers, cache)
 
 
 def measure(student: LinearizedForCausalLM, layers: tuple[Layer, ...], cache: LinearizedCache) -> Reading:
@@ -102,7 +162,7 @@ def load_state(student: LinearizedForCausalLM, path: Path) -> LinearizedCache:
         raise RequestError(str(error)) from error
 
 
-def take_back(cache: LinearizedCache) -> None:
+def take_back_turn(cache: LinearizedCache) -> None:
     """Take back what a state read or kept last."""
     if not cache.turns:
         raise RequestError(

@@ -152,7 +152,7 @@ def take_back_answer(visitor: Visitor, name: str) -> Reading:
     run = find_reader(visitor, name)
     with hold_comparison_lock():
         cache = kept_state.load_state(load_pair(run, visitor).student, run.folder / DOCUMENT)
-        kept_state.take_back(cache)
+        kept_state.take_back_turn(cache)
         return save_document(run, cache)
 
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load
 
-from linearizer import finish, pipeline
+from linearizer import ask, finish, read
 from linearizer.model.kept_state import load_state
 from linearizer.model.text import read_whole
 from linearizer.run.folder import Run
@@ -65,10 +65,10 @@ def test_a_state_reads_on(quick_run, text, tmp_path, said, monkeypatch):
 
 def test_python_asks_too(quick_run, tmp_path):
     run = Run.open(quick_run)
-    reading = finish(pipeline.read(run, "The import statement finds a module.", tmp_path / "state"))
+    reading = finish(read(run, "The import statement finds a module.", tmp_path / "state"))
     assert reading.tokens > 4
-    written = "".join(pipeline.ask(run, " It", tmp_path / "state", new_tokens=6, sample=True, seed=3))
-    assert written == "".join(pipeline.ask(run, " It", tmp_path / "state", new_tokens=6, sample=True, seed=3))
+    written = "".join(ask(run, " It", tmp_path / "state", new_tokens=6, sample=True, seed=3))
+    assert written == "".join(ask(run, " It", tmp_path / "state", new_tokens=6, sample=True, seed=3))
 
 
 def test_what_cannot_be_is_said(quick_run, text, tmp_path, said):
