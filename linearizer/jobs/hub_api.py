@@ -124,7 +124,7 @@ class Account:
         if self.name not in (me, *organisations):
             allowed = f" or one of its organisations ({', '.join(organisations)})" if organisations else ""
             raise RequestError(
-                f"jobs of {self.name!r} cannot be had, {me!r} is signed in: name {me!r}{allowed}, or sign in as "
+                f"jobs of {self.name!r} cannot be used, {me!r} is signed in: name {me!r}{allowed}, or sign in as "
                 f"{self.name!r} or a member who may write; {NOTHING_BEGUN}"
             )
         self.bucket = f"{self.name}/{BUCKET}"
@@ -223,9 +223,9 @@ def explain_errors(what: str, kept: str = NOTHING_BEGUN) -> Iterator[None]:
     except HfHubHTTPError as error:
         raise refusal(what, error, kept) from error
     except UNREACHABLE as error:
-        raise FaultError(f"{what} cannot be had, the Hub does not answer: connect, then try again; {kept}") from error
+        raise FaultError(f"{what} cannot be used, the Hub does not answer: connect, then try again; {kept}") from error
     except (RuntimeError, OSError) as error:
-        raise FaultError(f"{what} cannot be had ({redact(error)}): try again; {kept}") from error
+        raise FaultError(f"{what} cannot be used ({redact(error)}): try again; {kept}") from error
 
 
 def refusal(what: str, error: HfHubHTTPError, kept: str) -> LinearizerError:
@@ -233,11 +233,11 @@ def refusal(what: str, error: HfHubHTTPError, kept: str) -> LinearizerError:
     status = error.response.status_code
     detail = re.sub(r"hf_\w+", "…", " ".join((error.server_message or "it does not say why").split()))[:200].rstrip(".")
     if is_temporary(error):
-        return FaultError(f"{what} cannot be had now, the Hub answered {status} ({detail}): try again later; {kept}")
+        return FaultError(f"{what} cannot be used now, the Hub answered {status} ({detail}): try again later; {kept}")
     remedy = {
         401: f"the token in use was refused: {sign_in_advice()} again",
         402: f"the account has no credit for it ({detail}): add some at {constants.ENDPOINT}/settings/billing",
         403: f"the token in use may not do that ({detail}): sign in again and allow jobs, or use a token with the "
         f"permission to run jobs and to write, from {constants.ENDPOINT}/settings/tokens",
     }.get(status, f"the Hub does not accept it ({status}: {detail})")
-    return RequestError(f"{what} cannot be had, {remedy}; {kept}")
+    return RequestError(f"{what} cannot be used, {remedy}; {kept}")

@@ -128,7 +128,7 @@ def test_a_run_is_attached_to_again_stopped_and_goes_on_in_another_job(begin, hu
             "has no credit for it .injected fault.: add some at .*/settings/billing; nothing was begun",
         ),
         (403, "may not do that .injected fault.: sign in again and allow jobs, or use a token with the permission"),
-        (503, "cannot be had now, the Hub answered 503 .*: try again later; "),
+        (503, "cannot be used now, the Hub answered 503 .*: try again later; "),
     ],
 )
 def test_a_job_that_the_hub_refuses_costs_nothing(queued, hub, status, sentence):
@@ -202,7 +202,7 @@ def test_a_job_whose_beginning_was_not_noted_is_followed_and_no_other_begun(queu
 def test_what_was_not_agreed_to_begins_no_job(queued, hub):
     queued.log(EventName.QUEUED)
     assert "resume it and agree to that" in follow(queued).error and not hub.jobs
-    assert "jobs of 'me' cannot be had, 'ann' is signed in: name 'ann', or" in follow(queued, "hf_fake_ann").error
+    assert "jobs of 'me' cannot be used, 'ann' is signed in: name 'ann', or" in follow(queued, "hf_fake_ann").error
     assert "nobody is signed in, so no job can be begun" in follow(queued, None).error
     hub.buckets[f"me/{BUCKET}"] = {"private": False, "files": {}}
     queued.log(EventName.QUEUED, cap=OFFER.cap)
@@ -229,7 +229,7 @@ def test_what_can_be_refused_is_refused_before_anything_is_sent(begin, hub, tmp_
         ({"flavor": "tiny"}, "tiny has a disk of 1 GB, and 12 GB are needed"),
         ({"minutes": 9999}, "a job of 9999 minutes is not allowed: give 1 to 420"),
         ({"token": "hf_read_me", "push": "mine"}, "the token of 'me' may only read"),
-        ({"owner": "theirs"}, "jobs of 'theirs' cannot be had, 'me' is signed in: name 'me', or sign in as 'theirs'"),
+        ({"owner": "theirs"}, "jobs of 'theirs' cannot be used, 'me' is signed in: name 'me', or sign in as 'theirs'"),
         ({"push": "ann/hers"}, "'ann' is not an owner that 'me' may publish for"),
         ({"plan": Plan(str(tmp_path), **QUICK)}, "the model .* is on this machine, which a job cannot read"),
         ({"plan": Plan("demo", text="file:mine.txt", **QUICK)}, "the text 'file:mine.txt' is on this machine"),
