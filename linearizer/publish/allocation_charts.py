@@ -32,6 +32,7 @@ from linearizer.publish.chart_style import (
     new_figure,
     round_ticks,
     subject_line,
+    thin_points,
     tick_label,
 )
 from linearizer.run import head_bytes
@@ -44,7 +45,6 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 NOTHING: Mapping[int, Sequence[str]] = {}
-MAX_POINTS = 300  # of a line: more cannot be seen
 MIN_DRAWN_KL = 1e-6  # nats per token: a smaller kl is drawn there
 LAYER_ENTRY = 56  # pixels of "layer 10", so that a phone has several in a row of the legend
 
@@ -213,8 +213,7 @@ def draw_frontier(
 ) -> Figure:
     """Draw the kl that is predicted for every number of bytes, and what was measured at those of one run."""
     figure = new_figure(320)
-    every = -(-len(points) // MAX_POINTS)
-    shown = [*points[:-1:every], points[-1]]
+    shown = thin_points(points)
     token = head_bytes.cache_bytes(layers, 1)
     figure.add_scatter(
         x=[held for held, _ in shown],

@@ -5,18 +5,20 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from itertools import pairwise
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from linearizer.amounts import size
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
+T = TypeVar("T")
 # Okabe and Ito's order of hues, at a lightness that stands out from white and from black by 3:1.
 BLUE, ORANGE, GREY, GREEN, PURPLE = "#2a83c4", "#cf6f10", "#7c8796", "#12906f", "#b0639a"
 MAP_COLOURS = ((0.0, "#26355d"), (0.35, "#2a6f97"), (0.65, "#2ea39a"), (1.0, "#b9e8a4"))  # lightness rises all the way
 LAYER_COLOURS = ((0.0, "#6a5fb5"), (0.5, "#2a83c4"), (1.0, "#17937f"))  # the same, seen as lines on white and on black
 LAYER_DASHES = ("solid", "dash", "dot", "dashdot")
+MAX_POINTS = 300  # of a line: more cannot be seen
 MAX_LABELLED = 16  # lines, or heads of a layer, beside which numbers can be read
 FAINT = "rgba(128,138,150,0.22)"
 MARGIN = {"l": 56, "r": 16, "t": 20, "b": 44}  # pixels
@@ -77,6 +79,12 @@ def base_layout(height: int, **layout: Any) -> dict[str, Any]:
         "dragmode": False,
         **layout,
     }
+
+
+def thin_points(points: Sequence[T]) -> list[T]:
+    """Keep at most MAX_POINTS of the points of a line, the first and the last among them."""
+    every = max(1, -(-len(points) // (MAX_POINTS - 1)))
+    return [*points[:-1:every], *points[-1:]]
 
 
 def layer_colour(number: int, count: int) -> str:

@@ -18,6 +18,7 @@ from linearizer.publish.chart_style import (
     new_figure,
     steps_axis,
     subject_line,
+    thin_points,
 )
 from linearizer.run import head_bytes
 from linearizer.run.head_bytes import Layer
@@ -27,19 +28,12 @@ if TYPE_CHECKING:
     from plotly.graph_objects import Figure
 
 ERRORS = {"attention_error": "attention error", "kl": "KL to the teacher"}  # by the key in a step's event
-MAX_STEPS_DRAWN = 300  # more cannot be seen
-
-
-def thin_events(events: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Keep at most MAX_STEPS_DRAWN events, the newest among them."""
-    every = -(-len(events) // MAX_STEPS_DRAWN) or 1
-    return list(events[(len(events) - 1) % every :: every])
 
 
 def draw_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the loss of every layer, above the least possible, over the steps of a training."""
     figure = new_figure(340, showlegend=False)
-    shown = thin_events([event for event in events if event.get("layers")])
+    shown = thin_points([event for event in events if event.get("layers")])
     names = sorted({name for event in shown for name in event["layers"]}, key=int)
     for place, name in enumerate(names):
         values = [event["layers"].get(name) for event in shown]
@@ -66,7 +60,7 @@ def draw_errors(events: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the error of the latest loss that has one over the steps of a training."""
     figure = new_figure(240, showlegend=False)
     name = next((name for event in reversed(events) for name in ERRORS if event.get(name) is not None), "kl")
-    shown = thin_events([event for event in events if event.get(name) is not None])
+    shown = thin_points([event for event in events if event.get(name) is not None])
     figure.add_scatter(
         x=[event["done"] for event in shown],
         y=[event[name] for event in shown],

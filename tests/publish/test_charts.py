@@ -173,7 +173,7 @@ def test_hover_labels_can_be_read():
 
 def test_a_long_training_is_thinned_to_what_can_be_seen_and_keeps_its_end():
     line = training_charts.draw_errors(STEPS).data[0]
-    assert len(line.x) <= training_charts.MAX_STEPS_DRAWN
+    assert len(line.x) <= chart_style.MAX_POINTS
     assert line.x[-1] == 1000
     assert line.y[-1] == pytest.approx(0.001)
 
