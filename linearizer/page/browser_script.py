@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 
-STEPS = ("Model", "Budget", "Profile", "Distil", "Result")
+STEPS = ("Model", "Budget", "Measure", "Train", "Result")
 # ids of the elements that speak
 SPOKEN_PARTS = (
     "note",

@@ -200,7 +200,7 @@ def draw_part(name: str, part: Part) -> tuple[str, list[str | None]]:
 
 
 def step_of_page(status: Status) -> int:
-    """Tell which step of the page a run is at: 3 profile, 4 distil, 5 compare."""
+    """Tell which step of the page a run is at: 3 measure, 4 train, 5 result."""
     if status.state == "done":
         return 5
     step = status.step["event"] if status.step else EventName.PROFILE
