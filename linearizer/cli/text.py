@@ -11,7 +11,7 @@ from contextlib import closing
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
-from linearizer.amounts import columns, duration, from_length, size
+from linearizer.amounts import columns, duration, size
 from linearizer.progress import Progress, Steps
 from linearizer.run import events
 from linearizer.run.events import EventName
@@ -186,9 +186,7 @@ def describe_allocation(allocation: Allocation, layers: Sequence[Layer]) -> str:
 def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
     """Describe a student's state in one line."""
     state = StateSize.of(allocation, layers)
-    begin = from_length(state.breakeven)
-    smaller = "never smaller than the cache" if begin == "never" else f"smaller than the cache {begin}"
-    return f"{allocation.strategy}: {describe_heads(allocation)}; state {state.in_words}; {smaller}"
+    return f"{allocation.strategy}: {describe_heads(allocation)}; state {state.in_words}; {state.beside_cache}"
 
 
 def describe_head(head: Head) -> str:

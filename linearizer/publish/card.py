@@ -15,7 +15,7 @@ from string import Template
 from typing import Any
 
 import linearizer
-from linearizer.amounts import from_length, number
+from linearizer.amounts import number
 from linearizer.model.hub import DEMO
 from linearizer.publish.allocation_picture import draw_picture
 from linearizer.publish.card_metadata import LINK, Teacher, build_metadata, one_line, public_terms
@@ -161,14 +161,11 @@ def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
     heads = [head for row in allocation.heads for head in row]
     whole = sum(head.softmax for head in heads)
     size = StateSize.of(allocation, layers)
-    begin = from_length(size.breakeven)
     growing = f"{whole} of {len(heads)} KV heads keep their whole cache and grow with the text. " if whole else ""
     state = f"{growing}The state takes {size.in_words}"
-    smaller = (
-        "never smaller than the teacher's cache" if begin == "never" else f"smaller than the teacher's cache {begin}"
-    )
     mean = f" Mean features per KV head: {allocation.features_mean:.1f}." if any(h.features for h in heads) else ""
-    return f"{state}; it is {smaller}.{mean} The strategy {escape_markdown(allocation.strategy)} divided the budget."
+    divided = f"The strategy {escape_markdown(allocation.strategy)} divided the budget."
+    return f"{state}; it is {size.beside_cache}.{mean} {divided}"
 
 
 def list_heads(allocation: Allocation) -> str:

@@ -6,7 +6,7 @@ import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from linearizer.amounts import growing, size
+from linearizer.amounts import from_length, growing, size
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Layer, cache_bytes, find_breakeven
 
@@ -47,6 +47,13 @@ class StateSize:
     def breakeven(self) -> int | None:
         """The length from which on the teacher's cache is no smaller; None: never."""
         return find_breakeven(self.fixed, self.cache - self.growth) if self.cache > self.growth else None
+
+    @property
+    def beside_cache(self) -> str:
+        """Say from which length on the state is smaller than the teacher's cache."""
+        if self.breakeven is None:
+            return "never smaller than the teacher's cache"
+        return f"smaller than the teacher's cache {from_length(self.breakeven)}"
 
     @property
     def in_words(self) -> str:

@@ -75,7 +75,7 @@ def test_the_tables_say_what_was_found(done, said):
     assert [subject["name"] for subject in evaluation] == ["teacher", "student", "window"]
     assert evaluation[2]["state_bytes"] <= evaluation[1]["state_bytes"] <= 64 * 4096
     assert "8 query heads on 4 KV heads of size 32" in said("inspect", "demo")[1]
-    assert "smaller than the cache from" in said("allocate", done)[1]
+    assert "smaller than the teacher's cache from" in said("allocate", done)[1]
     assert "remembers" in said("compare", done, "--tokens", "3", "--sample")[1]
 
 

@@ -101,7 +101,11 @@ def test_the_terminal_the_page_and_the_card_say_alike_what_grows_and_from_where_
     assert f">{smaller}<" in page and f"<td>{size(long)}</td>" in page
     for said in (text, on_card):  # what grows is stated at three lengths
         assert (f"{size(long)} after 128k" in said) == (" after 4k, " in said) == (result["bytes_a_token"] > 0)
-    assert text.endswith("never smaller than the cache" if smaller == "never" else f"smaller than the cache {smaller}")
+    assert text.endswith(
+        "never smaller than the teacher's cache"
+        if smaller == "never"
+        else f"smaller than the teacher's cache {smaller}"
+    )
     sentence = (
         "it is never smaller than" if smaller == "never" else f"it is smaller than the teacher's cache {smaller}."
     )
