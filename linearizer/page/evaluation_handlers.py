@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Mapping
 from typing import Any
 
@@ -12,7 +11,7 @@ from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
 from linearizer.page import actions, evaluation_cards, run_state
 from linearizer.page.calls import Profile, Token, refusals_on_page
-from linearizer.page.handlers import SOON_SECONDS, Memory, plot_json, read_visitor, run_name
+from linearizer.page.handlers import SOON_SECONDS, Memory, plot_json, read_visitor, run_name, watched_run
 from linearizer.page.run_state import PART_PREFIX
 from linearizer.publish import html
 from linearizer.publish.parts import PART_VIEWS
@@ -72,13 +71,8 @@ def part_marks(parts: Mapping[str, run_state.Piece]) -> dict[str, str]:
 
 def draw_parts(memory: Memory, seen: dict[str, Any], profile: Profile, token: Token) -> list[Any]:
     """Show the parts that are new since this page was last drawn."""
-    name = run_name(memory)
-    pieces: Mapping[str, run_state.Piece] = {}
-    if name is not None:
-        try:
-            pieces = run_state.read_pieces(read_visitor(memory, profile, token).find_run(name), time.time())
-        except LinearizerError:  # it was deleted; poll_run says so
-            name = None
+    watched = watched_run(memory, profile, token)
+    name, pieces = (None, {}) if watched is None else (run_name(memory), watched[1])
     live = name is not None and pieces["evaluating"].value in control.LIVE
     student = name is not None and pieces["can"].value["student"]
     new, before = part_marks(pieces), seen.get("marks", {}) if seen.get("run") == name else None

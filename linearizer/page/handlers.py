@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Iterator
 from html import escape
 from typing import TYPE_CHECKING, Any
@@ -11,13 +12,14 @@ from gradio.components.plot import PlotData
 
 from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestError
 from linearizer.jobs import control
-from linearizer.page import actions, cards, plan_cards, runs_cards, sending, students, warmup
+from linearizer.page import actions, cards, plan_cards, run_state, runs_cards, sending, students, warmup
 from linearizer.page.calls import Profile, Token, identify_visitor, refusals_on_page
 from linearizer.page.example import EXAMPLE_NAME, has_example
 from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import MIN_SECRET_CHARACTERS, Visitor, new_secret, on_space
 from linearizer.progress import Progress
 from linearizer.publish import html
+from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
     from linearizer.run.comparison import Comparison
@@ -36,6 +38,17 @@ def read_visitor(memory: object, profile: Profile, token: Token) -> Visitor:
 def run_name(memory: object) -> str | None:
     name = memory.get("run") if isinstance(memory, dict) else None
     return name if isinstance(name, str) and name else None
+
+
+def watched_run(memory: Memory, profile: Profile, token: Token) -> tuple[Run, dict[str, run_state.Piece]] | None:
+    """Give the run that a page watches, with its pieces; None without a run, or where it was deleted."""
+    if (name := run_name(memory)) is None:
+        return None
+    try:
+        run = read_visitor(memory, profile, token).find_run(name)
+        return run, run_state.read_pieces(run, time.time())
+    except LinearizerError:
+        return None
 
 
 def plot_json(figure: str | None) -> Any:

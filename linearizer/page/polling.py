@@ -19,7 +19,15 @@ from linearizer.jobs import control
 from linearizer.page import cards, evaluation_handlers, plan_cards, run_state, sending
 from linearizer.page.calls import Profile, Token
 from linearizer.page.example import EXAMPLE_NOTE, is_example
-from linearizer.page.handlers import IDLE_POLL_SECONDS, Memory, draw_shares, plot_json, read_visitor, run_name
+from linearizer.page.handlers import (
+    IDLE_POLL_SECONDS,
+    Memory,
+    draw_shares,
+    plot_json,
+    read_visitor,
+    run_name,
+    watched_run,
+)
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.publish import html
 from linearizer.run.folder import Run
@@ -72,28 +80,18 @@ def poll_run(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, 
 
 def draw_curves(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any]:
     """Draw how training goes."""
-    name = run_name(memory)
-    if name is None:
-        return None, None
-    try:
-        parts = run_state.read_pieces(read_visitor(memory, profile, token).find_run(name), time.time())
-    except LinearizerError:  # it was deleted; poll_run says so
-        return None, None
-    return plot_json(parts["losses"].value), plot_json(parts["error"].value)
+    watched = watched_run(memory, profile, token)
+    return (None, None) if watched is None else tuple(plot_json(watched[1][name].value) for name in ("losses", "error"))
 
 
 def draw_changes(
     memory: Memory, seen: dict[str, str], at: float, touched: bool, profile: Profile, token: Token
 ) -> list[Any]:
     """Send the pieces that are new since this page was last drawn."""
-    name = run_name(memory)
-    if name is None:  # where nothing was shown yet, steps stay as the visitor has opened them
-        return show_no_run() if seen else in_order({})
-    try:
-        run = read_visitor(memory, profile, token).find_run(name)
-        parts = run_state.read_pieces(run, time.time())
-    except LinearizerError:  # it was deleted; poll_run says so
-        return show_no_run()
+    if (watched := watched_run(memory, profile, token)) is None:
+        # where nothing was shown yet, steps stay as the visitor has opened them
+        return show_no_run() if seen or run_name(memory) else in_order({})
+    run, parts = watched
     if seen.get("id") != parts["id"].mark:  # it may have the name of a run that was deleted
         seen = {name: step for name, step in seen.items() if name == "shown"}
     new = {key: part.value for key, part in parts.items() if seen.get(key) != part.mark}
