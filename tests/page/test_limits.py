@@ -90,7 +90,7 @@ def test_a_visitor_whose_runs_fill_their_share_of_the_disk_is_refused_and_nobody
     run = begun()
     (run.folder / "state" / "large").write_bytes(b"x" * 2000)
     limits.check_turn(find_visitor(secret=ANN), space, Limits(disk=1e-5))
-    with pytest.raises(RequestError, match="your runs fill 1e-06 GB: delete one under `Runs`"):
+    with pytest.raises(RequestError, match="your runs fill 1e-06 GB: delete a run under `Runs`"):
         limits.check_turn(find_visitor(secret=ANN), space, Limits(disk=1e-6))
     limits.check_turn(find_visitor(secret=BOB), space, Limits(disk=1e-6))
 
