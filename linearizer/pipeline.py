@@ -86,9 +86,8 @@ def begin(
     """Begin a run, or open the run to resume. All that can be refused before the work is refused here, and only here.
 
     plan.json holds what is decided here: the revision of the model, the type to compute in, and the numbers of texts,
-    of their tokens and of samples. Those of the three that the plan leaves out shrink to what the text has, and so do
-    those that are `yielding`, whose values nobody asked for either. What depends on a machine is decided by `settle`,
-    where the work is not `here`.
+    of their tokens and of samples. These three numbers shrink to what the text has where the plan leaves them out, or
+    where `yielding` names them. Where the work is not `here`, `settle` decides what depends on the machine.
     """
     plan = with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
@@ -104,10 +103,10 @@ def begin(
     model = f"{source.repo_id}@{source.revision}" if source.repo_id else plan.model
     dtype = decide_dtype(plan, source, config) if here else plan.dtype
     left_out: dict[str, Any] = dict.fromkeys(yielding)
-    asked = replace(plan, **left_out)
-    yielding = [name for name in YIELDING if getattr(asked, name) is None]
+    given = replace(plan, **left_out)
+    yielding = [name for name in YIELDING if getattr(given, name) is None]
     decided = replace(fit_plan(plan, source, inspection, yielding, token), model=model, dtype=dtype)
-    run = Run.create(folder, decided, inspection, asked, settled=here)
+    run = Run.create(folder, decided, inspection, given, settled=here)
     try:
         if here:
             check_disks(folder, plan, source, inspection)
@@ -118,7 +117,7 @@ def begin(
 
 
 def settle(run: Run, token: str | None = None) -> None:
-    """Decide here what depends on the machine, for a run that was begun on another one."""
+    """Decide here what depends on the machine, for a run that was begun on another machine."""
     if run.settled:
         return
     plan, source = run.plan, find_model(run.plan.model, token)
@@ -219,7 +218,7 @@ def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection
 
 
 def linearize(run: Run, token: str | None = None, held: bool = False, helpers: Helpers = ALONE) -> Steps[Allocation]:
-    """Make the student of a run from where the run stands; `held` tells that the caller holds its lock.
+    """Make the student of a run from where the run stands; `held`: the caller holds its lock.
 
     The work begins at once. `jobs.control.start` and the command line wait for their turn at the device. Helpers are
     other processes, with a device each, that work on some of the layers.

@@ -169,7 +169,7 @@ def inverse(rate: float | None) -> float | None:
 
 
 def breakeven_of(subjects: Sequence[Subject], layers: Sequence[Layer], courses: Sequence[Course]) -> Breakeven | None:
-    """Compare the first student with the teacher, if there is one."""
+    """Compare the first student with the teacher, if there is a teacher."""
     if subjects[0].allocation is not None or len(subjects) < 2:
         return None
     held = subjects[1].allocation

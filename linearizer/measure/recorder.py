@@ -17,7 +17,7 @@ from linearizer.run.head_bytes import Layer
 from linearizer.runtime.attention_interface import observing
 
 SCORES = 2**23  # attention scores that are held at once
-FAR_ROWS = 4  # of so many rows one says how far a plain mass and plain values are off
+FAR_ROWS = 4  # every fourth row says how far a plain mass and plain values are off
 
 
 @dataclass(frozen=True)

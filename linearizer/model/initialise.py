@@ -46,7 +46,7 @@ def initialise(student: LinearizedForCausalLM, samples: Samples, seed: int = 0) 
 def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, index: int) -> None:
     """Initialise the axes, slots and feature maps of a layer, which has this number.
 
-    Every head draws for itself, so that one that holds an option gets the same values beside any others.
+    Every head draws for itself, so that a head with an option gets the same values beside any other heads.
     """
     queries = samples.queries.unflatten(0, (len(samples.keys), -1)).flatten(1, 2).float()  # (kv heads, samples, dim)
     if student.axes is not None and samples.values is not None:

@@ -107,7 +107,7 @@ class BlockAnswers:
 
     @contextmanager
     def skipping(self, until: int, after: int | None = None) -> Iterator[None]:
-        """Let the blocks before one, and those after another, give their kept answers while this lasts."""
+        """Let the blocks before a number, and after another, give their kept answers while this lasts."""
         with ExitStack() as stack:
             for index, (block, answer) in enumerate(zip(self.blocks, self.answers, strict=True)):
                 if index < until or (after is not None and index > after):

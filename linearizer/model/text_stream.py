@@ -5,7 +5,7 @@ from __future__ import annotations
 from transformers import PreTrainedTokenizerBase
 
 UNFINISHED = "\ufffd"  # what a decoder writes for bytes that are no letter yet
-CONTEXT = 8  # tokens before the first one
+CONTEXT = 8  # tokens before the first token that comes
 MOST_UNFINISHED = 16  # tokens that one letter may take: bytes that are no letter are written as such after these
 
 

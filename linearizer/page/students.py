@@ -98,7 +98,7 @@ def read_document(visitor: Visitor, name: str, text: str) -> Iterator[Progress |
 
 
 def save_document(run: Run, cache: LinearizedCache, begins: str | None = None) -> Reading:
-    """Write the state of a document, and what the page says of it: the same beginning unless it is a new one."""
+    """Write the state of a document, and what the page says of it: a new document has a new beginning."""
     from linearizer.model import kept_state
 
     kept_state.save_state(cache, run.folder / DOCUMENT)

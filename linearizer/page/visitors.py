@@ -1,4 +1,4 @@
-"""Which runs belong to a visitor: on your own machine all; on a Space those in a folder that nobody else can guess.
+"""The runs of a visitor: on your own machine all runs; on a Space the runs in a folder that nobody else can guess.
 
 A name that comes from a browser is one folder's name: it never leads out of the visitor's own.
 """

@@ -1,8 +1,8 @@
 """Runs and evaluations on ZeroGPU: a thread of the server asks for the device, one slice of time after the other.
 
 A slice resumes what is saved, works until its time is nearly over, and saves. In the end the student has the same bits
-as one from a single piece of work, and finished parts of an evaluation are kept. The time counts against the visitor
-who started or resumed the work. The owner of a Space sets by LINEARIZER_SLICE how many seconds a slice has, and by
+as from a single piece of work, and finished parts of an evaluation are kept. The time counts against the visitor who
+started or resumed the work. The owner of a Space sets by LINEARIZER_SLICE how many seconds a slice has, and by
 LINEARIZER_SLICE_SHARE what share of them is worked.
 """
 

@@ -53,7 +53,7 @@ def build_metadata(plan: Plan, teacher: Teacher, title: str, parts: Mapping[str,
 
 
 def public_terms(teacher: Teacher) -> dict[str, Any]:
-    """Copy the teacher's licence and language; a relative link to its licence becomes an absolute one."""
+    """Copy the teacher's licence and language; a relative link to its licence becomes absolute."""
     terms = {
         name: one_line(value) if isinstance(value, str) else [one_line(each) for each in value]
         for name, value in teacher.terms.items()
@@ -104,7 +104,7 @@ def find_student(part: Part) -> Any:
 
 
 def is_on_hub(text: str) -> bool:
-    """Tell a data set of the Hub from one that only its owner has."""
+    """Tell a data set of the Hub from data that only its owner has."""
     return text.startswith("dataset:") and "/" in text.split(":")[1]
 
 

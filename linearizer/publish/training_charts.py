@@ -57,7 +57,7 @@ def draw_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
 
 
 def draw_errors(events: Sequence[Mapping[str, Any]]) -> Figure:
-    """Draw the error of the latest loss that has one over the steps of a training."""
+    """Draw the error over the steps of a training, for the latest loss that has an error."""
     figure = new_figure(240, showlegend=False)
     name = next((name for event in reversed(events) for name in ERRORS if event.get(name) is not None), "kl")
     shown = thin_points([event for event in events if event.get(name) is not None])

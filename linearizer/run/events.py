@@ -69,7 +69,7 @@ def append_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
 
 
 def append_line(path: Path, line: bytes) -> None:
-    """Append a line, which begins after one that was cut off."""
+    """Append a line, and end a line before it that was cut off."""
     with writing(path), path.open("ab+") as file:
         torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
         file.write((b"\n" if torn else b"") + line + b"\n")
