@@ -27,7 +27,7 @@ def fit_memory(group: FeatureGroup, text: LayerSamples | None) -> None:
     """Set the masses of a group's memory, and the scales of its values; without a text it weighs next to nothing."""
     rule = group.feature_map
     assert isinstance(rule, MatrixRule)
-    if text is None or text.values is None or text.keys.shape[-2] <= group.window + group.sinks + 1:
+    if text is None or text.keys.shape[-2] <= group.window + group.sinks + 1:
         rule.mass += NEGLIGIBLE
         return
     device = rule.mass.device

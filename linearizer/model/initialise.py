@@ -49,7 +49,7 @@ def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, in
     Every head draws for itself, so that a head with an option gets the same values beside any other heads.
     """
     queries = samples.queries.unflatten(0, (len(samples.keys), -1)).flatten(1, 2).float()  # (kv heads, samples, dim)
-    if student.axes is not None and samples.values is not None:
+    if student.axes is not None:
         for head, bits in enumerate(student.axes.bits):
             if bits in BY_AXIS:
                 initialise_axes(student.axes, head, queries[head], samples.keys[head], samples.values[head])

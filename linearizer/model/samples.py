@@ -12,7 +12,7 @@ from linearizer.model.safetensors import read_tensors
 from linearizer.run.folder import Run
 
 SAMPLES = "state/samples.safetensors"  # of a run's folder
-NEEDED, PARTS = ("queries", "keys"), ("queries", "keys", "values")
+PARTS = ("queries", "keys", "values")
 TEXT = "text."  # how the names of the parts of a whole text begin
 
 
@@ -22,7 +22,7 @@ class LayerSamples:
 
     queries: torch.Tensor  # (query heads, samples / 2, key_dim)
     keys: torch.Tensor  # (kv heads, samples / 2, key_dim)
-    values: torch.Tensor | None = None  # (kv heads, samples / 2, value_dim) of the keys' tokens; None: of older runs
+    values: torch.Tensor  # (kv heads, samples / 2, value_dim) of the keys' tokens
     text: LayerSamples | None = None  # all tokens of one text in their order, where memories are fitted to it
 
 
@@ -36,25 +36,22 @@ class Samples:
         """Name every tensor, as safetensors wants them."""
         named: dict[str, torch.Tensor] = {}
         for index, layer in enumerate(self.layers):
-            if layer is not None:
-                parts = {part: getattr(layer, part) for part in PARTS}
-                parts |= {TEXT + part: getattr(layer.text, part) for part in PARTS if layer.text is not None}
-                named |= {f"{index}.{part}": x for part, x in parts.items() if x is not None}
+            for prefix, part_of in (("", layer), (TEXT, layer and layer.text)):
+                if part_of is not None:
+                    named |= {f"{index}.{prefix}{part}": getattr(part_of, part) for part in PARTS}
         return named
 
     @staticmethod
     def of_tensors(tensors: Mapping[str, torch.Tensor], layers: int) -> Samples:
         """Rebuild the samples from their `tensors`."""
 
-        def layer(index: int) -> LayerSamples:
-            queries, keys = (tensors[f"{index}.{part}"] for part in NEEDED)
-            text = None
-            if f"{index}.{TEXT}keys" in tensors:
-                asks, seen, values = (tensors[f"{index}.{TEXT}{part}"] for part in PARTS)
-                text = LayerSamples(asks, seen, values)
-            return LayerSamples(queries, keys, tensors.get(f"{index}.values"), text)
+        def read(index: int, prefix: str = "", text: LayerSamples | None = None) -> LayerSamples | None:
+            if f"{index}.{prefix}keys" not in tensors:
+                return None
+            queries, keys, values = (tensors[f"{index}.{prefix}{part}"] for part in PARTS)
+            return LayerSamples(queries, keys, values, text)
 
-        return Samples(tuple(layer(index) if f"{index}.keys" in tensors else None for index in range(layers)))
+        return Samples(tuple(read(index, "", read(index, TEXT)) for index in range(layers)))
 
 
 def samples_of(run: Run) -> Samples:
