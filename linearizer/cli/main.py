@@ -16,7 +16,9 @@ from linearizer.cli.options import (
     add_evaluate_options,
     add_job_options,
     add_run_options,
+    add_writing_options,
     plan_changes,
+    read_port,
 )
 from linearizer.cli.text import (
     describe_allocation,
@@ -71,21 +73,6 @@ def main(words: Sequence[str] | None = None) -> int:
         print("linearizer: stopped", file=sys.stderr)  # noqa: T201
         return Stopped.exit_code
     return 0
-
-
-def port(text: str) -> int:
-    """Read the number of a port."""
-    number = int(text)
-    if not 0 < number < 2**16:
-        raise ValueError
-    return number
-
-
-def add_writing_options(command: argparse.ArgumentParser, about: str, tokens: int) -> None:
-    """Add how many tokens are written, and how they are chosen."""
-    command.add_argument("--tokens", type=int, default=tokens, help=f"{about} (default: %(default)s)")
-    command.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
-    command.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
 
 
 def parser() -> Parser:
@@ -172,7 +159,7 @@ def parser() -> Parser:
 
     command = add("app", serve_app, "the page: all of this in a browser")
     command.add_argument("--host", help="the address to listen at (default: this machine alone)")
-    command.add_argument("--port", type=port, help="the port (default: the first free port from 7860 on)")
+    command.add_argument("--port", type=read_port, help="the port (default: the first free port from 7860 on)")
 
     for command in commands.choices.values():
         command.add_argument("--json", action="store_true", help="print the product, and nothing else")

@@ -108,6 +108,20 @@ def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
 
 
+def read_port(text: str) -> int:
+    """Read the number of a port."""
+    if not text.isdecimal() or not 0 < int(text) < 2**16:
+        raise argparse.ArgumentTypeError(f"{text!r} is no port: give a number from 1 to 65535")
+    return int(text)
+
+
+def add_writing_options(command: argparse.ArgumentParser, about: str, tokens: int) -> None:
+    """Add how many tokens are written, and how they are chosen."""
+    command.add_argument("--tokens", type=int, default=tokens, help=f"{about} (default: %(default)s)")
+    command.add_argument("--sample", action="store_true", help="draw tokens instead of taking the likeliest")
+    command.add_argument("--seed", type=int, default=0, help="of the drawing (default: %(default)s)")
+
+
 def add_option(add_argument: Add, option: Option) -> None:
     """Add one option as its field describes it."""
     text = option.help.replace("%", "%%")

@@ -74,6 +74,12 @@ def test_steps_of_a_folder_that_is_no_run_are_refused(tmp_path, said):
         assert code == 2 and "holds no run" in err
 
 
+def test_a_port_that_is_none_is_refused_with_the_ports_that_there_are(said):
+    for port in ("0", "65536", "many"):
+        code, _, err = said("app", "--port", port)
+        assert code == 2 and f"{port!r} is no port: give a number from 1 to 65535" in err
+
+
 def spoil(folder, of, value):
     """Copy the demo model with one weight changed, whose name ends in `of`; give that name."""
     from linearizer.model.hub import find_model
