@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from linearizer.run.folder import Run
     from linearizer.run.head_bytes import Head, Layer
     from linearizer.run.inspection import Inspection
-    from linearizer.run.profile import LayerProfile, Profile
+    from linearizer.run.profile import Profile
 
 Product = TypeVar("Product")
 
@@ -156,8 +156,9 @@ def describe_profile(profile: Profile) -> str:
             sum(values) / len(layer.heads)
             for values in zip(*((h.sink_mass, h.window_mass[-1], h.entropy) for h in layer.heads), strict=True)
         )
-        far = [[error for error in own if error is not None] for own in zip(*far_errors_of(layer), strict=True)]
-        off = (f"{sum(own) / len(own):.2g}" if own else "" for own in far)
+        far = ([head.mass_error for head in layer.heads], [head.values_error for head in layer.heads])
+        known = ([error for error in own if error is not None] for own in far)
+        off = (f"{sum(own) / len(own):.2g}" if own else "" for own in known)
         rows.append((index, counts, f"{sinks:.0%}", f"{window:.0%}", f"{entropy:.2f}", *off))
     text = columns(rows) + f"\ndegrees of freedom at λ = {profile.settings.reference:g}, from {profile.tokens:,} tokens"
     text += (
@@ -167,11 +168,6 @@ def describe_profile(profile: Profile) -> str:
     if any(head.saturated for layer in profile.layers for head in layer.heads):
         text += f"\n* more than a quarter of the {profile.settings.samples} samples: ask for more with --samples"
     return text
-
-
-def far_errors_of(layer: LayerProfile) -> list[tuple[float | None, float | None]]:
-    """List the errors of the far mass and of far values of a layer's heads."""
-    return [(head.mass_error, head.values_error) for head in layer.heads]
 
 
 def describe_allocation(allocation: Allocation, layers: Sequence[Layer]) -> str:

@@ -296,6 +296,7 @@ ACCOUNT = (
     SECRET.replace(name="profile", default=None, annotation=Profile),
     SECRET.replace(name="token", default=None, annotation=Token),
 )  # Gradio gives both where a visitor signed in
+OF_NO_RUN = (search_models, inspect_model, estimate_run, list_hardware)  # whose calls send no secret
 ONE_AT_A_TIME = (compare_models, read_document, ask_document, take_back_answer)
 
 
@@ -314,7 +315,8 @@ def serve(function: Callable[..., Any]) -> Callable[..., Any]:
     """Find the visitor of an endpoint by what a call says of them, and send dataclasses as dictionaries."""
     types, own = get_type_hints(function), list(inspect.signature(function).parameters.values())[1:]
     by_name = [each for each in own if each.kind is each.KEYWORD_ONLY]  # the secret stands before these
-    ordered = [*(each for each in own if each not in by_name), SECRET, *by_name, *ACCOUNT]
+    secret = [] if function in OF_NO_RUN else [SECRET]
+    ordered = [*(each for each in own if each not in by_name), *secret, *by_name, *ACCOUNT]
     parameters = [each.replace(kind=SECRET.kind, annotation=types.get(each.name, each.annotation)) for each in ordered]
     signature = inspect.Signature(parameters, return_annotation=types["return"])
 
@@ -325,7 +327,7 @@ def serve(function: Callable[..., Any]) -> Callable[..., Any]:
     def call(*arguments: Any, **named: Any) -> Any:
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
-        visitor = identify_visitor(*(bound.arguments.pop(each.name) for each in (SECRET, *ACCOUNT)))
+        visitor = identify_visitor(*(bound.arguments.pop(each.name, each.default) for each in (SECRET, *ACCOUNT)))
         result = function(visitor, **bound.arguments)
         return [plain(each) for each in result] if isinstance(result, list) else plain(result)
 

@@ -18,7 +18,6 @@ from linearizer.publish.verdict import Verdict
 from linearizer.run.files import parse_json
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
-from linearizer.run.plan import Plan
 from linearizer.run.results import Language, Recall
 
 if TYPE_CHECKING:
@@ -65,11 +64,6 @@ DECIDING = {
     "budget": "This recipe gives every head the same, so no measurement decides. Degrees of freedom decide the "
     "features of the recipes features and paper.",
 }
-
-
-def deciding_note(plan: Plan) -> str:
-    """Say what decides in a run what its heads hold."""
-    return message_box(DECIDING[plan.rules.decided_by])
 
 
 def run_card(status: Status | None, name: str, now: float) -> str:

@@ -120,7 +120,7 @@ class RunState:
             self.notes = allocation_charts.describe_far_errors(profile)
             self.put("curves", "measured", lambda: allocation_charts.draw_freedom_curves(profile).to_json())
         self.put("map", (len(self.freedoms), bool(self.notes), self.run.has_file("inspection.json")), self.map)
-        self.put("deciding", "by the plan", lambda: cards.deciding_note(run.plan))
+        self.put("deciding", "by the plan", lambda: html.message_box(cards.DECIDING[run.plan.rules.decided_by]))
         if "prices" not in self.pieces and run.has_file("prices.json"):
             self.put("prices", "measured", self.price_map)
         if "measured" in self.pieces or decidable(run):
