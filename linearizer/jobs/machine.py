@@ -16,6 +16,7 @@ from linearizer.model.memory import free_bytes
 from linearizer.model.streaming import rooms_for_weights
 from linearizer.run.plan import Plan
 from linearizer.runtime.kernel_dispatch import FeatureAttention
+from linearizer.runtime.kernel_in_c import find_compiler
 
 
 @dataclass(frozen=True)
@@ -25,7 +26,7 @@ class Machine:
     device: str  # as its maker names it
     has_gpu: bool
     dtype: str  # that is computed in
-    kernels: str  # whether Triton's kernels serve, in words
+    kernels: str  # whether kernels serve, in words
     free_memory: int  # bytes, of the device, or of all GPUs where any will do
     free_disk: int  # bytes, where runs are
 
@@ -53,10 +54,12 @@ def describe_machine(plan: Plan, stored: torch.dtype | None, runs: Path) -> Mach
 
 def describe_kernels(device: torch.device) -> str:
     """Say whether kernels serve on a device, and why not."""
+    if os.environ.get("LINEARIZER_KERNELS") == "0":
+        return "none: LINEARIZER_KERNELS=0 keeps them off"
+    if device.type == "cpu":
+        return "in C, each tried on first use" if find_compiler() else "none: there is no C compiler"
     if device.type != "cuda":
         return "none: they need a GPU"
     if FeatureAttention is None:
         return "none: Triton is not installed"
-    if os.environ.get("LINEARIZER_KERNELS") == "0":
-        return "none: LINEARIZER_KERNELS=0 keeps them off"
     return "Triton's, each tried on first use"

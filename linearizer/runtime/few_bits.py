@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from .kernel_in_c import codes_in_c, may_run_in_c, pack_in_c, unpack_in_c
 from .state import made_once, number, working_dtype
 
 MAX_CODE = 127
@@ -126,7 +127,8 @@ def codes_of(x: Tensor, bits: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
     if not work.numel():
         return work, work.new_zeros(*work.shape[:-1], 1, dtype=torch.int32 if own[0] == 8 else work.dtype)
     if own[0] != 8:
-        return codes_by_largest(work, limits_of_heads(own, work.shape[-1], work.dtype, work.device))
+        limits = limits_of_heads(own, work.shape[-1], work.dtype, work.device)
+        return codes_in_c(work, limits) or codes_by_largest(work, limits)
     exponent = exponents_of(work)
     return (work * power_of(whole(127, x) - exponent)).round_(), exponent
 
@@ -194,11 +196,29 @@ def limits_of_heads(bits: tuple[int, ...], dim: int, dtype: torch.dtype, device:
         return limits[0] if len(bits) == 1 else limits[:, None]
 
 
+@made_once
+def places_in_bytes(bits: int, dim: int, device: torch.device) -> Tensor:
+    """Say of each number of a vector in which byte it lies, how far from the low end, and what is its own there."""
+    each, places = dim // sum(map(len, LAYOUT[bits])), []
+    for group, counts in enumerate(LAYOUT[bits]):
+        for index, count in enumerate(counts):
+            shift = sum(counts[index + 1 :])
+            places += [(group * each + byte, shift, 2**count - 1) for byte in range(each)]
+    with torch.inference_mode(False):
+        return torch.tensor(places, device=device).mT.contiguous()
+
+
 def pack_codes(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
     """Write numbers and scales as bytes."""
     if bits == 8:
         return torch.cat([codes, scale.to(codes.dtype)], -1).to(torch.int8)
-    whole = (codes + limits_of(bits, codes.shape[-1], codes.dtype, codes.device)).to(torch.uint8)
+    dim, device = codes.shape[-1], codes.device
+    limits = limits_of(bits, dim, codes.dtype, device)
+    if may_run_in_c(codes, scale):
+        width = byte_count(bits, dim) + SCALE_BYTES
+        if (rows := pack_in_c(codes, scale, limits, places_in_bytes(bits, dim, device), width)) is not None:
+            return rows
+    whole = (codes + limits).to(torch.uint8)
     parts, bytes = iter(whole.chunk(sum(map(len, LAYOUT[bits])), -1)), []
     for counts in LAYOUT[bits]:
         joined = next(parts)
@@ -212,6 +232,10 @@ def codes_in(x: Tensor, bits: int) -> Tensor:
     """Read the numbers (…, dim) of what `pack_codes` wrote."""
     if bits == 8:
         return x[..., :-1]
+    dim = (x.shape[-1] - SCALE_BYTES) // len(LAYOUT[bits]) * sum(map(len, LAYOUT[bits]))
+    limits = limits_of(bits, dim, torch.float32, x.device)
+    if may_run_in_c(x) and (codes := unpack_in_c(x, limits, places_in_bytes(bits, dim, x.device))) is not None:
+        return codes
     whole: list[Tensor] = []
     for byte, counts in zip(x[..., :-SCALE_BYTES].chunk(len(LAYOUT[bits]), -1), LAYOUT[bits], strict=True):
         free = 8
@@ -219,8 +243,7 @@ def codes_in(x: Tensor, bits: int) -> Tensor:
             free -= count
             part = byte >> free if free else byte
             whole.append(part if free + count == 8 else part & ((1 << count) - 1))
-    codes = torch.cat(whole, -1).float()
-    return codes.sub_(limits_of(bits, codes.shape[-1], codes.dtype, codes.device))
+    return torch.cat(whole, -1).float().sub_(limits)
 
 
 def scales_in(x: Tensor, bits: int) -> Tensor:

@@ -1,4 +1,4 @@
-"""The one place that chooses between kernels and PyTorch, for texts and single tokens, features and slots.
+"""The one place that chooses between Triton's kernels and PyTorch, for texts and single tokens, features and slots.
 
 kernel_serves_…  tells whether a kernel may do the work: there is one for such tensors, and its trial found it right
                  (kernel_trial.py)

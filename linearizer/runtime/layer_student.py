@@ -261,6 +261,8 @@ class LayerStudent(nn.Module):
         if memory is not None:
             memory += [None] * (len(self.groups) - len(memory))
         left = [(index, group) for index, group in enumerate(self.groups) if index not in done]
+        if not left:
+            return out.flatten(1, 2)
         few = {index: (group.heads, group.bits) for index, group in left if int(group.bits) < 16}  # type: ignore[arg-type]
         small = FewBits.of(query, key, value, few, self.axes, scale**0.5, self.exact_values)  # type: ignore[arg-type]
         parts = self.read_with_slots(left, memory, query, key, value, small, scale, real)

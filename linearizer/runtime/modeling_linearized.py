@@ -18,7 +18,8 @@ The words of these files:
 
 Files: modeling_linearized, attention_interface, layer_student and cache connect it to transformers. Attention exists
 for {features, slots} × {texts, single tokens} × {PyTorch, Triton kernels}, which the names of the files say;
-token_buffer lets all windows and slots of a layer attend with a token at once.
+token_buffer lets all windows and slots of a layer attend with a token at once. kernel_…_in_c do on a CPU what PyTorch
+does in many small operations.
 """
 
 import torch

@@ -1,4 +1,4 @@
-"""Slots, which all older tokens are merged into, and how they merge: the reference of kernel_slots_merging.py.
+"""Slots, which all older tokens are merged into, and how they merge: the reference of the kernels that do it.
 
 A slot is a token until it is merged: then it has the mean key and the mean value of several, the weight Σ 1, and the
 spread Σ |metric·(k - mean)|² / weight of their keys, metric being such that |metric·x|² is the mean of (q·x)² over

@@ -26,10 +26,15 @@ from .few_bits import (
     scales_in,
     unpack_vectors,
 )
+from .kernel_in_c import may_run_in_c
+from .kernel_token_in_c import TokenInC
+from .kernel_trial import passes_trial
 from .slots_merging import Merging
 from .slots_torch import block_leaves, merge_leaving, slot_levels
 from .state import EMPTY, as_slice, first_places, is_traced, must_be_copied, number, tensors, working_dtype
 from .state_in_few_bits import Axes, pack_counts, unpack_counts
+
+TRIAL_ROWS, TRIAL_SCALE = 12, 0.5
 
 Tensor = torch.Tensor
 
@@ -69,13 +74,14 @@ class TokenBuffer:
     bits: int  # of a number in keys and values; of those along axes, the least
     kinds: int  # buffers that the layer has, one for 16 bits, one for 8, and one for fewer
     axis_bytes: AxisBytes | None
+    in_c: TokenInC | None  # what attends in place of PyTorch
 
     @classmethod
     def of(
-        cls, some: dict[int, WindowGroup], all_heads: int, dtype: torch.dtype, scale: float, axes: Axes | None,
-        kinds: int,
-    ) -> TokenBuffer:  # fmt: skip
-        """Lay the states of some groups, by their indices, into a buffer; `dtype` is that of their levels."""
+        cls, some: dict[int, WindowGroup], q: Tensor, k: Tensor, v: Tensor, scale: float, axes: Axes | None, kinds: int
+    ) -> TokenBuffer:
+        """Lay the states of some groups, by their indices, into a buffer, for tokens of a layer like q, k and v."""
+        all_heads, dtype = k.shape[1], working_dtype(k)
         groups = list(some.values())
         first = groups[0].state
         names_of = [
@@ -113,7 +119,12 @@ class TokenBuffer:
         axis_bytes, least = None, min(bits.values())
         if axes is not None and least in BY_AXIS:
             axis_bytes = axes(AxisBytes.of, axes, order, tuple(bits[head] for head in order), scale, dtype)
-        kept = first.count, first.count.tolist(), ring, windows, least, kinds, axis_bytes
+        in_c = None
+        if q.dtype == k.dtype == v.dtype == dtype and token_in_c_is_right(q, v, least):
+            dims, sinks = (k.shape[-1], v.shape[-1]), first.sink_k.shape[-2]
+            given = order, all_heads, windows, sinks, q.shape[2], dims, least, scale, axis_bytes
+            in_c = TokenInC.of(buffers, level, *given)
+        kept = first.count, first.count.tolist(), ring, windows, least, kinds, axis_bytes, in_c
         made = cls(groups, list(some), spots, order, chosen, buffers, level, views, *kept)
         for index in range(len(groups)):
             made.see(index, [place - 1 for place in made.places])
@@ -130,23 +141,37 @@ class TokenBuffer:
                 return False
         return True
 
-    def attend(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Attend with a token: q (batch, heads, group, dim), multiplied by the scale; k, v (batch, heads, dim)."""
-        before, after = self.places, [place + 1 for place in self.places]
-        leaving = [i for i, group in enumerate(self.groups) if any(merges(group, place) for place in before)]
-        for index in leaving:
-            self.merge(index, k.dtype if self.axis_bytes is None else self.level.dtype)
-            self.see_merged(index, before)
-        own = self.ring + self.count[:, None] % self.windows
-        self.remember(own.flatten(), k, v)
-        self.level.view(-1).index_fill_(0, own[0].flatten(), 0.0)
+    def attend(self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+        """Attend with a token, into `out`; q (batch, heads, group, 1, dim), k and v are those of the whole layer."""
+        before = self.places
         for index, group in enumerate(self.groups):
+            if any(merges(group, place) for place in before):
+                self.merge(index, k.dtype if self.axis_bytes is None else self.level.dtype)
+                self.see_merged(index, before)
             if any(sink_leaves(group, place) for place in before):
                 self.see(index, before)
-        self.count, self.places = self.count + 1, after
+        if self.in_c is None:
+            self.attend_in_torch(q, k, v, scale, out)
+        else:
+            self.in_c.attend(q, k, v, out, before)
+        self.count, self.places = self.count + 1, [place + 1 for place in before]
         for group in self.groups:
             group.state.count = self.count
-        return self.look(q)
+
+    def attend_in_torch(self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+        """Remember the token, then let its queries look at all rows."""
+        if self.chosen is not None:
+            q, k, v = (x.index_select(1, self.chosen) for x in (q, k, v))
+        if self.axis_bytes is None:
+            q = q * number(scale, q.dtype, q.device)
+        own = self.ring + self.count[:, None] % self.windows
+        self.remember(own.flatten(), k[..., 0, :], v[..., 0, :])
+        self.level.view(-1).index_fill_(0, own[0].flatten(), 0.0)
+        part = self.look(q[..., 0, :])
+        if self.chosen is None:
+            out[..., 0, :] = part
+        else:
+            out[..., 0, :].index_copy_(1, self.chosen, part.to(out.dtype))
 
     def remember(self, own: Tensor, k: Tensor, v: Tensor) -> None:
         """Write a token into the rings, at these rows."""
@@ -339,6 +364,41 @@ class AxisSide:
         return torch.cat([high, torch.addcmul(whole, high, self.base, value=-1)], -1), scales
 
 
+def token_in_c_is_right(q: Tensor, v: Tensor, bits: int) -> bool:
+    """Try the kernel in C for such queries and values."""
+    if not may_run_in_c(q, v):
+        return False
+    group, (key_dim, value_dim) = q.shape[2], (q.shape[-1], v.shape[-1])
+
+    def compute(by_kernel: bool, dtype: torch.dtype) -> Sequence[Tensor]:
+        generator = torch.Generator("cpu").manual_seed(0)
+        drawn = [torch.randn(1, 2, TRIAL_ROWS, dim, generator=generator, device="cpu") for dim in (key_dim, value_dim)]
+        ask = torch.randn(1, 2, group, 1, key_dim, generator=generator, device="cpu").to(dtype)
+        k, v = (x.to(dtype) for x in drawn)
+        axis_bytes, together = None, [torch.stack([k, v])] if key_dim == value_dim else [k[None], v[None]]
+        if bits in BY_AXIS:
+            axes = Axes([bits] * 2, key_dim, value_dim)
+            axes.reset()
+            axis_bytes = AxisBytes.of(axes, [0, 1], (bits, bits), TRIAL_SCALE, dtype)
+            sides = zip(axis_bytes.sides, together, strict=True)
+            together = [side.pack_vectors(x) for side, x in sides]
+        elif bits < 16:
+            together = [pack_vectors(x, bits) for x in together]
+        level, windows = k.new_zeros(1, 2, TRIAL_ROWS), torch.full((2,), TRIAL_ROWS - 2)
+        ring = (torch.arange(2 * len(together[0])) * TRIAL_ROWS + 1).view(-1, 1, 2)
+        sizes = [0, 1], 2, windows, 1, group, (key_dim, value_dim), bits, TRIAL_SCALE, axis_bytes
+        in_c = TokenInC.of(together, level, *sizes) if by_kernel else None
+        kept = torch.tensor([5]), [5], ring, windows, bits, 1, axis_bytes, in_c
+        buffer, out = (
+            TokenBuffer([], [], [], [0, 1], None, together, level, [], *kept),
+            v.new_empty(1, 2, group, 1, value_dim),
+        )
+        buffer.attend(ask, k[:, :, :1], v[:, :, :1], TRIAL_SCALE, out)
+        return [out]
+
+    return passes_trial("single tokens in C", q, (group, key_dim, value_dim, bits), compute)
+
+
 def order_heads(groups: list[list[int]]) -> tuple[list[int], list[Any]]:
     """Order the heads of groups as in their layer, where those of each group are evenly spaced then; say where each
     group's heads lie, as a slice, which selects without a copy."""
@@ -377,17 +437,8 @@ def attend_token_in_buffer(
     if torch.is_grad_enabled() or is_traced():
         return []
     served: list[int] = []
-    for buffer in held_buffers(memory) or make_buffers(groups, memory, k, scale, axes, done):
-        heads, asks, new_k, new_v = buffer.chosen, q, k, v
-        if heads is not None:
-            asks, new_k, new_v = (x.index_select(1, heads) for x in (q, k, v))
-        if buffer.axis_bytes is None:
-            asks = asks * number(scale, asks.dtype, asks.device)
-        part = buffer.attend(asks[..., 0, :], new_k[..., 0, :], new_v[..., 0, :])
-        if heads is None:
-            out[..., 0, :] = part
-        else:
-            out[..., 0, :].index_copy_(1, heads, part.to(out.dtype))
+    for buffer in held_buffers(memory) or make_buffers(groups, memory, (q, k, v), scale, axes, done):
+        buffer.attend(q, k, v, scale, out)
         served += buffer.indices
     return served
 
@@ -401,14 +452,15 @@ def held_buffers(memory: list) -> list[TokenBuffer]:
 
 
 def make_buffers(
-    groups: Sequence[Any], memory: list, k: Tensor, scale: float, axes: Axes | None, done: Sequence[int]
-) -> list[TokenBuffer]:
+    groups: Sequence[Any], memory: list, token: tuple[Tensor, Tensor, Tensor], scale: float, axes: Axes | None,
+    done: Sequence[int],
+) -> list[TokenBuffer]:  # fmt: skip
     """Lay the states of windows and slots into buffers, one for those of 16 bits, of 8, of fewer, once all sinks are
     there."""
     kinds: dict[int, dict[int, WindowGroup]] = {}  # by the bits of a number, 4 to 6 alike
     for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
         held = None if index in done else group.window_group(scale, state)
-        if held is not None and held.window and state.sink_k.device == k.device:
+        if held is not None and held.window and state.sink_k.device == token[1].device:
             state.token_buffer = None
             kinds.setdefault(min(BY_AXIS) if group.bits in BY_AXIS else group.bits, {})[index] = held
     made = []
@@ -416,6 +468,6 @@ def make_buffers(
         own = list(some.values())
         first = own[0].state
         if min(first.count.tolist()) >= first.sink_k.shape[-2]:
-            first.token_buffer = TokenBuffer.of(some, k.shape[1], working_dtype(k), scale, axes, len(kinds))
+            first.token_buffer = TokenBuffer.of(some, *token, scale, axes, len(kinds))
             made.append(first.token_buffer)
     return made

@@ -34,8 +34,10 @@ def answers(bare, tmp_path_factory):
         bare,
         """
         import sys
+        import torch
         from safetensors.torch import load_file, save_file
         from transformers import AutoModelForCausalLM
+        torch.set_grad_enabled(False)
         try:
             import linearizer
             raise SystemExit("the environment is not bare")

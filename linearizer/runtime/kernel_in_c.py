@@ -1,0 +1,239 @@
+"""Kernels in C for a CPU, which the compiler of the machine makes on first use.
+
+There a student's attention is many small operations, whose calls take longer than their work. Each kernel is a function
+of whole numbers (what they count is said in its source) and addresses of tensors; it returns whether there was memory.
+Without a compiler, or with LINEARIZER_KERNELS=0, PyTorch does the work; a trial comes first, as for any kernel.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import hashlib
+import os
+import platform
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .state import is_traced
+
+COMPILERS = ("cc", "gcc", "clang")
+FLAGS = ("-O3", "-shared", "-fPIC", "-fno-math-errno", "-fno-trapping-math", "-lm")
+KINDS = {torch.float32: "float", torch.float64: "double"}  # that are computed with
+
+Tensor = torch.Tensor
+Kernel = Callable[[Any, Any], int]
+
+COMMON = r"""
+#include <math.h>
+#include <stdint.h>
+#include <stdlib.h>
+#include <string.h>
+
+typedef REAL vec __attribute__((vector_size(32), aligned(32), may_alias));
+enum { LANES = 32 / sizeof(REAL), TILE = 2 * LANES };
+
+static const REAL EMPTY = -1e30, TINIEST = 0x1p-100, TRIED[3] = {1.0, 0.85, 0.7};
+
+static long padded(long size, long by) { return (size + by - 1) / by * by; }
+
+static REAL as_bf16(REAL x) {
+    float y = (float)x;
+    uint32_t bits;
+    memcpy(&bits, &y, 4);
+    bits = (bits + 0x7FFF + ((bits >> 16) & 1)) & 0xFFFF0000u;
+    memcpy(&y, &bits, 4);
+    return y;
+}
+
+#define ROUND(x) (sizeof(REAL) == 4 ? (REAL)rintf((float)(x)) : (REAL)rint(x))
+#define ROUND_DOWN(x) (sizeof(REAL) == 4 ? (REAL)floorf((float)(x)) : (REAL)floor(x))
+
+/* The number half way between whole ones, none beyond its limit, that a number becomes. */
+static inline REAL code_of(REAL x, REAL scale, REAL limit) {
+    REAL code = ROUND_DOWN(x / (scale > TINIEST ? scale : TINIEST)) + (REAL)0.5;
+    return code < -limit ? -limit : code > limit ? limit : code;
+}
+
+/* The scale that moves a vector least, of those tried; vectors of few bits fill whole lanes. */
+static REAL best_scale(const REAL *x, long dim, const REAL *limits) {
+    REAL top = 0, best_error = INFINITY, best = 0, lanes[LANES] = {0};
+    for (long d = 0; d < dim; d += LANES)
+        for (long l = 0; l < LANES; l++) {
+            REAL share = (x[d + l] < 0 ? -x[d + l] : x[d + l]) / limits[d + l];
+            lanes[l] = share > lanes[l] ? share : lanes[l];
+        }
+    for (long l = 0; l < LANES; l++) top = lanes[l] > top ? lanes[l] : top;
+    for (int i = 0; i < 3; i++) {
+        REAL scale = as_bf16(top * TRIED[i]), error = 0;
+        if (!(scale > TINIEST)) scale = 0;
+        for (long l = 0; l < LANES; l++) lanes[l] = 0;
+        for (long d = 0; d < dim; d += LANES)
+            for (long l = 0; l < LANES; l++) {
+                REAL off = code_of(x[d + l], scale, limits[d + l]) * scale - x[d + l];
+                lanes[l] += off * off;
+            }
+        for (long l = 0; l < LANES; l++) error += lanes[l];
+        if (error < best_error) best_error = error, best = scale;
+    }
+    return best;
+}
+"""
+
+BYTES = r"""
+enum { COUNT, DIM, WIDTH, HEADS, TOKENS };
+enum { CODES, SCALES, LIMITS, INTO, X = INTO };
+enum { BYTE, SHIFT, MASK };
+
+int round_vectors(const int64_t *sizes, void **tensors) {
+    long dim = sizes[DIM];
+    for (long r = 0; r < sizes[COUNT]; r++) {
+        const REAL *limits = (REAL *)tensors[LIMITS] + r / sizes[TOKENS] % sizes[HEADS] * dim;
+        const REAL *x = (REAL *)tensors[X] + r * dim;
+        REAL scale = best_scale(x, dim, limits), *codes = (REAL *)tensors[CODES] + r * dim;
+        for (long d = 0; d < dim; d++) codes[d] = code_of(x[d], scale, limits[d]);
+        ((REAL *)tensors[SCALES])[r] = scale;
+    }
+    return 1;
+}
+
+int pack_codes(const int64_t *sizes, void **tensors) {
+    long dim = sizes[DIM], width = sizes[WIDTH];
+    const int64_t *byte = (int64_t *)tensors[INTO + 1] + BYTE * dim, *shift = byte + SHIFT * dim;
+    const REAL *limits = tensors[LIMITS];
+    for (long r = 0; r < sizes[COUNT]; r++) {
+        uint8_t *row = (uint8_t *)tensors[INTO] + r * width;
+        memset(row, 0, width);
+        for (long d = 0; d < dim; d++)
+            row[byte[d]] |= (uint8_t)(((REAL *)tensors[CODES])[r * dim + d] + limits[d]) << shift[d];
+        float scale = (float)((REAL *)tensors[SCALES])[r];
+        uint32_t bits;
+        memcpy(&bits, &scale, 4);
+        row[width - 2] = bits >> 16, row[width - 1] = bits >> 24;
+    }
+    return 1;
+}
+
+int unpack_codes(const int64_t *sizes, void **tensors) {
+    long dim = sizes[DIM];
+    const int64_t *byte = (int64_t *)tensors[INTO + 1] + BYTE * dim, *shift = byte + SHIFT * dim;
+    const int64_t *mask = byte + MASK * dim;
+    const REAL *limits = tensors[LIMITS];
+    for (long r = 0; r < sizes[COUNT]; r++) {
+        const uint8_t *row = (uint8_t *)tensors[INTO] + r * sizes[WIDTH];
+        for (long d = 0; d < dim; d++)
+            ((REAL *)tensors[CODES])[r * dim + d] = (row[byte[d]] >> shift[d] & mask[d]) - limits[d];
+    }
+    return 1;
+}
+"""
+
+
+def may_run_in_c(*tensors: Tensor) -> bool:
+    """Tell whether kernels in C may compute with tensors: they give no gradients."""
+    if any(x.device.type != "cpu" for x in tensors) or is_traced():
+        return False
+    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+        return False
+    return os.environ.get("LINEARIZER_KERNELS") != "0"
+
+
+def codes_in_c(x: Tensor, limits: Tensor) -> tuple[Tensor, Tensor] | None:
+    """Do what `codes_by_largest` of few_bits.py does, for limits (dim,) or (heads, 1, dim); None: PyTorch serves."""
+    if not may_run_in_c(x) or (kernel := load_kernel("round_vectors", BYTES, x.dtype)) is None:
+        return None
+    heads, tokens = (1, 1) if limits.dim() == 1 else (len(limits), x.shape[-2])
+    x, limits = x.contiguous(), limits.contiguous()
+    codes, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
+    kernel(whole_numbers(scale.numel(), x.shape[-1], 0, heads, tokens), addresses_of(codes, scale, limits, x))
+    return codes, scale
+
+
+def pack_in_c(codes: Tensor, scale: Tensor, limits: Tensor, places: Tensor, width: int) -> Tensor | None:
+    """Write codes (…, dim) and scales as rows of bytes; `places` (3, dim) gives the byte, shift and mask of each."""
+    if (kernel := load_kernel("pack_codes", BYTES, codes.dtype)) is None:
+        return None
+    codes, scale = codes.contiguous(), scale.to(codes.dtype).contiguous()
+    rows = torch.empty(*codes.shape[:-1], width, dtype=torch.uint8, device=codes.device)
+    kernel(whole_numbers(scale.numel(), codes.shape[-1], width), addresses_of(codes, scale, limits, rows, places))
+    return rows
+
+
+def unpack_in_c(rows: Tensor, limits: Tensor, places: Tensor) -> Tensor | None:
+    """Read the codes that `pack_in_c` wrote, in the type of the limits."""
+    if (kernel := load_kernel("unpack_codes", BYTES, limits.dtype)) is None:
+        return None
+    rows = rows.contiguous()
+    codes = torch.empty(*rows.shape[:-1], len(limits), dtype=limits.dtype, device=rows.device)
+    count = rows.shape[:-1].numel()
+    kernel(whole_numbers(count, len(limits), rows.shape[-1]), addresses_of(codes, codes, limits, rows, places))
+    return codes
+
+
+def whole_numbers(*numbers: int) -> Any:
+    """Lay numbers out as a kernel reads them."""
+    return (ctypes.c_int64 * len(numbers))(*numbers)
+
+
+def addresses_of(*tensors: Tensor) -> Any:
+    """Lay the addresses of tensors out as a kernel reads them; the tensors have to live on."""
+    return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+
+
+@functools.cache
+def load_kernel(name: str, source: str, work: torch.dtype) -> Kernel | None:
+    """Load a kernel that computes with a type, compiled by the first process that asks for it; None: no compiler."""
+    if work not in KINDS:
+        return None
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    folders = Path(home) / "linearizer", Path(tempfile.gettempdir()) / f"linearizer-{os.getuid()}"
+    for flags in (("-march=native",), ()):
+        command = [*FLAGS, *flags, f"-DREAL={KINDS[work]}"]
+        machine = platform.machine(), platform.processor(), cpu_flags(), *command
+        key = hashlib.sha256(repr((COMMON, source, machine)).encode()).hexdigest()[:24]
+        for folder in folders:
+            try:
+                return getattr(ctypes.CDLL(str(compiled(folder, key, COMMON + source, command))), name)
+            except (OSError, subprocess.SubprocessError):
+                continue
+    return None
+
+
+def find_compiler() -> str | None:
+    """Find a C compiler."""
+    return next((path for path in map(shutil.which, COMPILERS) if path), None)
+
+
+def cpu_flags() -> str:
+    """Say what instructions the processor has, where the system says so: a folder may be shared by machines."""
+    try:
+        with open("/proc/cpuinfo", encoding="utf-8") as lines:
+            return next((line for line in lines if line.startswith(("flags", "Features"))), "")
+    except OSError:
+        return ""
+
+
+def compiled(folder: Path, key: str, source: str, command: Sequence[str]) -> Path:
+    """Compile a source into a folder of this user, unless it is there."""
+    if not folder.is_absolute():
+        raise FileNotFoundError("this user has no home")
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    if folder.stat().st_uid != os.getuid():
+        raise PermissionError(f"{folder} is another user's")
+    library = folder / f"{key}.so"
+    if not library.exists():
+        if (compiler := find_compiler()) is None:
+            raise FileNotFoundError("no compiler")
+        with tempfile.TemporaryDirectory(dir=folder) as work:
+            made = Path(work) / "made.so"
+            (Path(work) / "source.c").write_text(source, encoding="utf-8")
+            given = [compiler, str(Path(work) / "source.c"), "-o", str(made), *command]
+            subprocess.run(given, check=True, capture_output=True, timeout=60)
+            os.replace(made, library)  # whole, whichever process is first
+    return library
