@@ -8,6 +8,7 @@ import argparse
 import json
 import tempfile
 import textwrap
+from contextlib import nullcontext
 from pathlib import Path
 
 from linearizer import pipeline
@@ -38,6 +39,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--readme", type=Path, default=README)
     parser.add_argument("--texts", type=int, default=TEXTS)
+    parser.add_argument("--work", type=Path, help="a folder that keeps the runs: a second call goes on (default: none)")
     arguments = parser.parse_args(arguments)
     content = arguments.readme.read_text(encoding="utf-8")
     before, _, rest = content.partition(BEGIN)
@@ -50,12 +52,13 @@ def main(arguments=None):
 def measured(arguments):
     """Run every recipe, and lay the table out."""
     rows, made = {}, None
-    with tempfile.TemporaryDirectory() as folder:
+    with tempfile.TemporaryDirectory() if arguments.work is None else nullcontext(arguments.work) as folder:
         text = Path(folder) / "text.jsonl"
+        text.parent.mkdir(parents=True, exist_ok=True)
         last = list(read_documents("builtin"))[-DOCUMENTS:]  # no recipe's measuring or training reaches there
         text.write_text("\n".join(json.dumps({"text": document}) for document in last), encoding="utf-8")
         for name in RECIPES:
-            run = pipeline.begin(Path(folder) / name, Plan.of(name, model="demo", budget=BUDGET))
+            run = pipeline.begin(Path(folder) / name, Plan.of(name, model="demo", budget=BUDGET), resume=True)
             finish(linearize(run))
             parts = ("language", "recall", "speed")
             results = finish(
