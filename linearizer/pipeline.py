@@ -170,21 +170,22 @@ def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
 
 
 def check_packed(plan: Plan, inspection: Inspection) -> None:
-    """Refuse adapters of weights that stay quantised."""
-    if plan.kept_lora and inspection.packed:
+    """Refuse to change weights that stay quantised."""
+    if plan.changes_weights and inspection.packed:
+        what, remedy = ("adapters", "--lora 0") if plan.kept_lora else ("what is fitted", "--steps 0")
         raise RequestError(
-            f"{inspection.name!r} is quantised ({inspection.quantised}), and adapters cannot be merged into such "
-            "weights: ask for --lora 0, or name the model that it was quantised from"
+            f"{inspection.name!r} is quantised ({inspection.quantised}), and {what} cannot be merged into such "
+            f"weights: ask for {remedy}, or name the model that it was quantised from"
         )
 
 
 def check_spread(plan: Plan) -> None:
     """Refuse what needs all weights, or a second copy of them, on one device, where several hold them together."""
-    if plan.kept_lora or plan.rules.decided_by == "gates":
+    if plan.changes_weights or plan.rules.decided_by == "gates":
+        what = "lora" if plan.kept_lora else "fitting them" if plan.changes_weights else "learning gates"
         raise RequestError(
-            f"the weights do not fit into the memory of one device and are spread over several, which "
-            f"{'lora' if plan.kept_lora else 'learning gates'} does not serve: choose another recipe, or leave "
-            "adapters out (--lora 0)"
+            f"the weights do not fit into the memory of one device and are spread over several, which {what} does not "
+            "serve: choose another recipe, or leave adapters (--lora 0) or training (--steps 0) out"
         )
 
 
@@ -258,17 +259,17 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
         learnt, judged = training_and_judging_texts(plan, teacher, token)
     yield from train(run, plan, student, allocation, learnt, helpers)
     helpers.close()
-    if plan.kept_lora:  # what is judged is what is saved
+    if plan.changes_weights:  # what is judged is what is saved
         checkpoint.round_weights(student, teacher.stored)
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
     run.write_evaluation(made_with={**made_with, **environment(student)})
     control = student
-    if plan.kept_lora:  # adapters changed the student's weights: the teacher and its window have their own
+    if plan.changes_weights:  # the teacher and its window have their own
         control = checkpoint.linearize(load(run.plan, token, run.inspection).model, layers, allocation)
     yield from judge(run, Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
     check_stop(run)
     checkpoint.restore_type(student, teacher.stored)
-    kept = teacher.inspection.links and not plan.kept_lora  # adapters change the weights
+    kept = teacher.inspection.links and not plan.changes_weights
     files = weight_files(teacher.source) if kept else ()
     checkpoint.save(student, teacher.tokenizer, run.checkpoint, files, teacher.stored)
     write_digests(run, files)

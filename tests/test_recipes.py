@@ -195,25 +195,30 @@ def test_minutes_are_no_steps_where_no_head_learns_and_refused_where_none_could(
             replace(plan, minutes=endless)
     for steps in (0, 10):
         with pytest.raises(RequestError, match="recipe 'best' with the strategy gain has nothing that learns"):
-            Plan.of(model="demo", budget=64, minutes=3, steps=steps, lora=0)
+            Plan.of(model="demo", budget=64, minutes=3, steps=steps, lora=0, loss="logits")
 
 
-def test_training_without_features_lets_adapters_make_up_for_what_heads_lost(tmp_path):
+def test_training_without_features_fits_what_layers_write_or_adapters(tmp_path):
     for recipe in ("best", "windows", "swa"):
-        (settings,) = training_settings(Plan.of(recipe, model="demo", budget=64, steps=10))
-        assert (settings.loss, settings.lora, settings.window_dropout) == ("logits", 8, 0.0)
-        assert Plan.of(recipe, model="demo", budget=64).kept_lora == 0
+        plan = Plan.of(recipe, model="demo", budget=64, steps=10)
+        for given, loss, rank in (({}, "squares", 0), ({"loss": "logits"}, "logits", 8), ({"lora": 4}, "logits", 4)):
+            (settings,) = training_settings(replace(plan, **given))
+            assert (settings.loss, settings.lora, settings.window_dropout) == (loss, rank, 0.0)
+        assert plan.changes_weights and not replace(plan, steps=0).changes_weights
     (settings,) = training_settings(Plan.of("features", model="demo", budget=64))
     assert (settings.loss, settings.lora) == ("softmax", 0) and settings.window_dropout
     run = pipeline.begin(tmp_path / "run", Plan.of("swa", **SMALL, steps=2))
     finish(pipeline.linearize(run))
     assert [event["steps"] for event in run.events() if event["event"] == "distilled"] == [2]
     card = " ".join((run.checkpoint / "README.md").read_text().split())
-    assert "trained adapters to make up for what the heads lost, for 2 steps" in card
+    assert "fitted what the layers write to what the teacher's layers write, by least squares" in card
+    assert "weights are unchanged, but for the two matrices of each layer that were fitted" in card
     before = teacher_module.load(run.plan).model.state_dict()
     (file,) = run.checkpoint.glob("*.safetensors")
     changed = {name for name, x in load_file(file).items() if not torch.equal(x.float(), before[name].float())}
-    assert changed and all(name.endswith("_proj.weight") and ".self_attn." in name for name in changed)
+    layers = range(len(run.inspection.layers))
+    ends = ("self_attn.o_proj.weight", "mlp.down_proj.weight")
+    assert changed == {f"model.layers.{layer}.{end}" for layer in layers for end in ends}
 
 
 def test_losses_share_all_steps_and_each_has_one():
@@ -228,6 +233,10 @@ def test_losses_share_all_steps_and_each_has_one():
             training_settings(replace(plan, loss=loss))
         assert len(training_settings(replace(plan, loss=loss, lora=0))) == 2
     assert [settings.lora for settings in training_settings(replace(plan, loss="logits+direct"))] == [8, 8]
+    assert [settings.lora for settings in training_settings(replace(plan, loss="softmax+squares"))] == [0, 0]
+    for loss in ("squares+direct", "direct+squares", "squares+softmax", "squares+squares"):
+        with pytest.raises(RequestError, match="squares changes the weights .* let it be the last"):
+            training_settings(replace(plan, loss=loss, lora=0))
     with pytest.raises(RequestError, match="steps 1 are too few for the losses softmax.direct, .* at least 2, or 0"):
         training_settings(replace(plan, steps=1))
 

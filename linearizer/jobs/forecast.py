@@ -168,7 +168,8 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
         pricing = max(2, plan.kept_texts // 2) * pricing_seconds(plan, layers, length, teacher, own)
     training = training_seconds(plan, layers, length, token, products)
     if plan.heals and plan.minutes is None:
-        training = plan.steps * plan.batch * (teacher + HEALING_PASSES * (teacher + own))
+        passes = HEALING_PASSES if plan.kept_lora else 1
+        training = plan.steps * plan.batch * (teacher + passes * (teacher + own))
     if plan.steps and plan.rules.decided_by == "prices":  # memories learn before they are priced, too
         training *= 1 + sum(bool(option.memory) for option in offered_options(plan, layers, length))
     return spectra + plan.kept_texts * teacher + pricing + training + judging + reading

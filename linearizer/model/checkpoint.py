@@ -173,7 +173,7 @@ def load_student(run: Run, device: str | torch.device = "cpu", **options: object
 
 def load_beside(run: Run, teacher: PreTrainedModel) -> LinearizedForCausalLM:
     """Load the student of a run to where its teacher lies; around its weights, where these lie at several places."""
-    if is_placed(teacher) and not run.plan.kept_lora:
+    if is_placed(teacher) and not run.plan.changes_weights:
         return load_around(run, teacher)
     return load_student(run, teacher.device, dtype=teacher.dtype)
 
@@ -213,7 +213,7 @@ def load_of_run(run: Run) -> tuple[LinearizedForCausalLM, PreTrainedTokenizerBas
     """
     plan, weights = run.plan, (run.inspection, run.plan.dtype, run.plan.device)
     with quiet():
-        if run.checkpoint.is_dir() and not plan.kept_lora and (spreads(*weights) or streams(*weights)):
+        if run.checkpoint.is_dir() and not plan.changes_weights and (spreads(*weights) or streams(*weights)):
             student = load_around(run, load_teacher_of(plan, inspection=run.inspection).model)
         else:
             student = load_student(run, choose_device(plan.device), dtype=plan.dtype)

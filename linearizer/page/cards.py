@@ -138,7 +138,7 @@ def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: floa
             return untrained_note("The plan asks for no training: continue to the last step.")
         allocation = status.run.allocation
         features = allocation and any(head.features for row in allocation.heads for head in row)
-        if allocation and not features and not status.run.plan.kept_lora:
+        if allocation and not features and not status.run.plan.changes_weights:
             return untrained_note("No head has features in this allocation, so there is nothing to train: continue.")
         return message_box("Training begins when the teacher is measured.")
     last = events[-1]

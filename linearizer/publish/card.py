@@ -229,9 +229,14 @@ def describe_production(allocation: Allocation, plan: Plan, training: Trained) -
     steps = f"{training.done:,} of {training.asked:,} steps" if training.early else f"{training.done:,} steps"
     done += [f"trained the features to match the teacher's attention, for {steps}"] * bool(training.done and featured)
     heals = bool(training.done and plan.heals)
-    done += [f"trained adapters to make up for what the heads lost, for {steps}"] * heals
-    adapted = f"The teacher's weights are unchanged; adapters of rank {plan.kept_lora} on q, k, v and o were trained"
-    weights = adapted if plan.kept_lora and training.done else "The teacher's weights are unchanged"
+    done += [f"trained adapters to make up for what the heads lost, for {steps}"] * (heals and plan.kept_lora > 0)
+    fitted = training.done and plan.changes_weights and not plan.kept_lora
+    done += ["fitted what the layers write to what the teacher's layers write, by least squares"] * bool(fitted)
+    weights = "The teacher's weights are unchanged"
+    if plan.kept_lora and training.done:
+        weights += f"; adapters of rank {plan.kept_lora} on q, k, v and o were trained"
+    if fitted:
+        weights += ", but for the two matrices of each layer that were fitted"
     return f"{join_words(done)}. {weights}"
 
 

@@ -28,12 +28,12 @@ FEATURE_NUMBERS: Mapping[str, Callable[[int, int], int]] = {  # of a head's map,
 def checkpoint_bytes(plan: Plan, inspection: Inspection, linked: bool = True) -> int:
     """Estimate what a student takes on the disk: its features, and its teacher's weights where they cannot be linked.
 
-    Weights that adapters changed are written anew, in no larger type than the teacher's.
+    Weights that training changed are written anew, in no larger type than the teacher's.
     """
     weights = 0 if linked and inspection.links else inspection.weight_bytes
     if not inspection.links and (inspection.tower_of or inspection.quantised):
         weights = inspection.parameters * inspection.number_bytes  # a part of the files, or more than they hold
-    if plan.kept_lora:
+    if plan.changes_weights:
         weights = min(inspection.weight_bytes, inspection.parameters * SIZES.get(plan.dtype, NUMBER))
     return weights + map_bytes(plan, inspection)
 

@@ -31,6 +31,7 @@ METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "t
 BY_RECIPE, ALL = "the recipe's", "all"
 YIELDING = ("texts", "length", "samples")  # options that, where they are left out, shrink to what a text has
 HEALING_RANK = 8  # of the adapters that make up for what heads without features lost
+FITTED = "squares"  # the loss in closed form
 FEATURE_MAPS = ("clusters", "codebook", "mlp", "prf", "performer", "dijiang", "hedgehog")
 
 
@@ -140,8 +141,8 @@ class Plan(JsonProduct):
     gauge: Gauge = option("centred", "keys as they are, or less their mean", default_text=BY_RECIPE, group=MEASURING)
     steps: int = option(
         0,
-        "steps of training; 0: none. Where heads hold no features, adapters learn to make up for what the heads lost: "
-        "a hundred steps bring a student of a small budget a little nearer to its teacher",
+        "steps of training; 0: none. Where heads hold no features, what the layers write is fitted to the teacher's on "
+        "as many texts, which makes up for a part of what the heads lost",
         least=0,
         most=MAX_STEPS,
         default_text=BY_RECIPE,
@@ -152,15 +153,16 @@ class Plan(JsonProduct):
     )
     loss: str | None = option(
         None,
-        "softmax, l2 or output: layer by layer; direct or logits: end to end; a+b: one after the other",
-        default_text=f"{BY_RECIPE}; logits where heads hold no features",
+        "softmax, l2 or output: layer by layer; squares: the maps by which layers write, in closed form; direct or "
+        "logits: end to end; a+b: one after the other",
+        default_text=f"{BY_RECIPE}; squares where heads hold no features",
         group=TRAINING,
     )
     lora: int | None = option(
         None,
         "rank of adapters on q, k, v and o that a loss end to end trains too; 0: none",
         least=0,
-        default_text=f"{BY_RECIPE}; {HEALING_RANK} where heads hold no features and are trained",
+        default_text=f"{BY_RECIPE}; {HEALING_RANK} where heads hold no features and are trained end to end",
         group=TRAINING,
     )
     batch: int = option(2, "texts of a step", least=1, group=TRAINING)
@@ -358,8 +360,8 @@ class Plan(JsonProduct):
 
     @property
     def may_learn(self) -> bool:
-        """Whether a student may hold what training changes: features, or adapters."""
-        return bool(self.kept_lora) or self.may_hold_features
+        """Whether a student may hold what training changes: features, or weights of its teacher."""
+        return self.changes_weights or self.may_hold_features
 
     @property
     def trains(self) -> bool:
@@ -374,12 +376,20 @@ class Plan(JsonProduct):
     @property
     def kept_loss(self) -> str:
         """The plan's loss, or the loss that suits what is trained."""
-        return self.loss or ("logits" if self.heals else "output" if self.memories else "softmax")
+        if self.heals:
+            return self.loss or ("logits" if self.lora else FITTED)
+        return self.loss or ("output" if self.memories else "softmax")
 
     @property
     def kept_lora(self) -> int:
         """The plan's rank of adapters, or that of adapters that make up for what the heads lost."""
-        return (HEALING_RANK if self.heals else 0) if self.lora is None else self.lora
+        adapts = self.heals and FITTED not in self.kept_loss.split("+")
+        return (HEALING_RANK if adapts else 0) if self.lora is None else self.lora
+
+    @property
+    def changes_weights(self) -> bool:
+        """Whether training changes the teacher's weights: by adapters, or where what layers write is fitted."""
+        return bool(self.kept_lora) or (self.trains and FITTED in self.kept_loss.split("+"))
 
     @property
     def texts_measured(self) -> int:

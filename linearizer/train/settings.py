@@ -13,7 +13,7 @@ import torch
 
 from linearizer.errors import RequestError
 from linearizer.run.options import check_options, differences, option
-from linearizer.run.plan import Plan
+from linearizer.run.plan import FITTED, Plan
 
 LAYERWISE, END_TO_END = ("softmax", "l2", "output"), ("direct", "logits")
 RATES: Mapping[str, float] = {  # by the name of a parameter in its feature map; z and log_weight: the paper's
@@ -54,7 +54,7 @@ MIN_PASSAGE_TOKENS = 16  # of a passage that is repeated
 class TrainingSettings:
     """How a student is trained."""
 
-    loss: str = option("softmax", choices=LAYERWISE + END_TO_END)
+    loss: str = option("softmax", choices=(*LAYERWISE, *END_TO_END, FITTED))
     steps: int = option(150, least=0)
     batch: int = option(2, "texts per step", least=1)
     rate: float = 1.0  # factor of all learning rates
@@ -155,6 +155,11 @@ def training_settings(plan: Plan) -> list[TrainingSettings]:
         raise RequestError(
             f"the losses {plan.kept_loss} hold the student against its teacher once adapters have changed the weights "
             "that both share: let nothing but direct follow the first end to end, or leave out lora"
+        )
+    if FITTED in losses and (losses[-1] != FITTED or {*losses[:-1]} - {*LAYERWISE}):
+        raise RequestError(
+            f"of the losses {plan.kept_loss}, {FITTED} changes the weights that others hold the student against, and "
+            f"needs them as they were: let it be the last, and let nothing but {', '.join(LAYERWISE)} come before it"
         )
     return [
         TrainingSettings(

@@ -23,13 +23,14 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.events import EventName
 from linearizer.run.files import parse_json, remove, writing
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan
+from linearizer.run.plan import FITTED, Plan
 from linearizer.run.sharing import ALL, ALONE, Helpers, Share
 from linearizer.run.stopping import log_progress
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.distill import TrainingResult, distill
 from linearizer.train.relay import HIDDEN
 from linearizer.train.settings import LAYERWISE, TrainingSettings, training_settings
+from linearizer.train.squares import fit_maps
 from linearizer.train.trainer import may_be_together
 
 OF = "-of-"  # between number and count of a share, in the name of its folder
@@ -72,6 +73,13 @@ def seconds_per_step(student: LinearizedForCausalLM, settings: TrainingSettings,
 
     Closing the training before its end leaves the teacher's weights as they were.
     """
+    if settings.loss == FITTED:
+        begun = time.perf_counter()
+        with closing(fit_maps(student, texts, settings)) as fitting:
+            for progress in fitting:
+                if progress.done == progress.total:
+                    break
+        return (time.perf_counter() - begun) / settings.steps
     with closing(distill(student, texts, settings)) as steps:
         times = [time.perf_counter() for _ in islice(steps, TIMED_STEPS - 1)]
     return (times[-1] - times[0]) / (len(times) - 1) if len(times) > 1 else 0.0
@@ -96,7 +104,9 @@ def phases(plan: Plan, allocation: Allocation) -> list[tuple[int, TrainingSettin
     """List the phases of a training in which there is something to train."""
     features = any(head.features for row in allocation.heads for head in row)
     numbered = enumerate(training_settings(plan))
-    return [(number, each) for number, each in numbered if each.steps and (each.lora or features)]
+    return [
+        (number, each) for number, each in numbered if each.steps and (each.lora or features or each.loss == FITTED)
+    ]
 
 
 def train_phase(
@@ -176,6 +186,8 @@ def train_share(
     run: Run, student: LinearizedForCausalLM, settings: TrainingSettings, texts: torch.Tensor, number: int, share: Share
 ) -> Steps[TrainingResult]:
     """Train a share of the layers in a phase, from where it stands to the steps at which it ended, perhaps early."""
+    if settings.loss == FITTED:
+        return fit_maps(student, texts, settings)
     folder = folder_of(run, number)
     trained = events.events_of_student(run.events(), EventName.DISTILLED) if folder.exists() else []
     ends = {event.get("phase", 0): event.get("shares", [event["steps"]]) for event in trained}

@@ -345,8 +345,8 @@ def score(student, held, original, as_teacher=False):
 
 
 def own_teacher(plan, teacher, student, allocation):
-    """Give a model whose weights are the teacher's: the student itself, unless adapters changed it."""
-    if not plan.kept_lora:
+    """Give a model whose weights are the teacher's: the student itself, unless training changed it."""
+    if not plan.changes_weights:
         return student
     return checkpoint.linearize(teacher_module.load(plan).model.float(), teacher.inspection.layers, allocation)
 

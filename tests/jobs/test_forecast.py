@@ -51,10 +51,12 @@ def test_a_student_s_speed_is_split_into_what_layers_and_what_heads_take():
 
 def test_a_forecast_counts_the_training_of_adapters_and_what_resuming_it_needs():
     result = inspection_of([Layer(32, 8, 64, 64)] * 16, parameters=10**9, weight_bytes=2 * 10**9)
-    speeds, plan = Speeds(1e11, 2e11, 1e5, 1e10, 1e9), Plan.of(model="demo", budget=64, device="cpu")
+    speeds, plan = Speeds(1e11, 2e11, 1e5, 1e10, 1e9), Plan.of(model="demo", budget=64, device="cpu", loss="logits")
     plain, healed, longer = (forecast_run(replace(plan, steps=steps), result, speeds, 0) for steps in (0, 50, 100))
     assert longer.seconds - healed.seconds > 0.9 * (healed.seconds - plain.seconds) > 100
     assert longer.disk_bytes == healed.disk_bytes > plain.disk_bytes + 10 * 8 * 16 * 4 * 2048
+    fitted = forecast_run(replace(plan, steps=50, loss=None), result, speeds, 0)  # in closed form: nothing to resume
+    assert plain.seconds < fitted.seconds < healed.seconds and fitted.disk_bytes < healed.disk_bytes
 
 
 def test_a_forecast_counts_the_memories_that_are_trained_before_they_are_priced():

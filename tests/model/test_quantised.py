@@ -183,6 +183,8 @@ def test_a_run_with_a_packed_teacher_ends_in_a_student_that_is_evaluated(tmp_pat
     assert Run.open(run.folder).results["language"].result.subjects[0].loss.mean > 0
     with pytest.raises(RequestError, match="adapters cannot be merged into such weights"):
         pipeline.begin(tmp_path / "other", Plan.of(recipe="lolcats", model=str(tmp_path / "teacher"), budget=64))
+    with pytest.raises(RequestError, match="what is fitted cannot be merged into such weights: ask for --steps 0"):
+        pipeline.begin(tmp_path / "other", Plan.of(model=str(tmp_path / "teacher"), budget=64, steps=2))
 
 
 def test_quantised_weights_that_memory_cannot_hold_are_refused(tmp_path, monkeypatch):

@@ -1,0 +1,81 @@
+"""What layers write is fitted in closed form: nearer to the teacher, the same bits again, undone where it stops."""
+
+import pytest
+import torch
+
+from linearizer.model.layers import blocks_of
+from linearizer.progress import finish
+from linearizer.run.head_bytes import Head
+from linearizer.runtime.attention_interface import attending
+from linearizer.train.settings import TrainingSettings
+from linearizer.train.squares import Squares, fit_maps
+from tests.support.models import WHOLE, tokens
+from tests.support.training import a_student, assert_equal_weights, weights
+
+LOSSY = [Head(window=4, slots=4, bits=4), Head(window=4, bits=5)]
+FIT = TrainingSettings(loss="squares", steps=6, batch=64, repeats=0.0)
+TEXT = tokens(384, 32)
+
+
+def last_hidden(student, ids):
+    return student.base.base_model(input_ids=ids, use_cache=False)[0]
+
+
+@torch.no_grad()
+def missing(student, teacher, ids):
+    return float((last_hidden(student, ids) - teacher).square().sum())
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gpt_neox", "olmo2", "gemma3_text"])
+def test_layers_come_nearer_to_the_teacher_also_on_other_text(family):
+    student, unseen = a_student(heads=LOSSY, family=family), tokens(8, 32, seed=1)
+    with torch.no_grad(), attending(student.base, "sdpa"):
+        teacher = last_hidden(student, unseen)
+    before = missing(student, teacher, unseen)
+    found = finish(fit_maps(student, TEXT, FIT))
+    assert found.steps == FIT.steps and sum(found.end.values()) < sum(found.start.values())
+    assert missing(student, teacher, unseen) < before
+
+
+@pytest.mark.parametrize(
+    "family, maps", [("llama", ["mlp.down_proj", "self_attn.o_proj"]), ("mixtral", ["self_attn.o_proj"])]
+)
+def test_no_other_map_changes_and_the_same_bits_come_again(family, maps):
+    students = [a_student(heads=LOSSY, family=family) for _ in range(2)]
+    before = weights(students[0])
+    for student in students:
+        finish(fit_maps(student, TEXT, FIT))
+    after = weights(students[0])
+    changed = sorted(name for name in before if not torch.equal(before[name], after[name]))
+    layers = range(len(blocks_of(students[0].base)))
+    assert changed == [f"model.layers.{layer}.{name}.weight" for layer in layers for name in maps]
+    assert_equal_weights(after, weights(students[1]))
+
+
+def test_a_student_that_holds_everything_stays_as_it_is():
+    student = a_student(heads=[WHOLE, WHOLE])
+    before = weights(student)
+    finish(fit_maps(student, TEXT, FIT))
+    for name, tensor in weights(student).items():
+        torch.testing.assert_close(tensor, before[name], atol=1e-5, rtol=1e-4)
+
+
+def test_a_fit_that_is_closed_leaves_the_teachers_weights():
+    student = a_student(heads=LOSSY)
+    before = weights(student)
+    fitting = fit_maps(student, TEXT, FIT)
+    next(fitting)
+    assert any(not torch.equal(tensor, before[name]) for name, tensor in weights(student).items())
+    fitting.close()
+    assert_equal_weights(weights(student), before)
+
+
+def test_what_is_added_is_the_least_squares_of_what_was_missing():
+    x, part = torch.randn(64, 8, generator=torch.Generator().manual_seed(0)), torch.nn.Linear(8, 5)
+    wanted = part.weight.detach() + torch.arange(40.0).view(5, 8) / 40
+    squares = Squares()
+    with torch.no_grad():
+        for half in x.split(32):
+            squares.add(half, half @ wanted.mT + part.bias - part(half))
+        squares.add_to(part, ridge=1e-6)
+    torch.testing.assert_close(part.weight.detach(), wanted, atol=1e-4, rtol=1e-4)
