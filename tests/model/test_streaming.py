@@ -8,7 +8,7 @@ import torch
 from accelerate.utils import OffloadedWeightsLoader
 from safetensors.torch import load_file, save_file
 
-from linearizer import pipeline
+from linearizer import ask, pipeline, read
 from linearizer.errors import ModelNotAvailable, RequestError
 from linearizer.measure import head_prices_by_gradient
 from linearizer.measure.head_prices_by_gradient import estimate_prices
@@ -258,8 +258,8 @@ def test_a_run_that_is_spread_over_devices_ends_in_the_bits_of_one_that_is_not(s
         asked = []
         for each in (run, Run(run.folder.parent / "whole")):
             state = each.folder.parent / f"{each.folder.name}.state"
-            reading = finish(pipeline.read(each, "Once upon a time", state))
-            asked.append((reading, finish(pipeline.ask(each, " there", state, new_tokens=4)).text))
+            reading = finish(read(each, "Once upon a time", state))
+            asked.append((reading, finish(ask(each, " there", state, new_tokens=4)).text))
         assert asked[0] == asked[1]
 
 
