@@ -20,18 +20,8 @@ from .feature_maps import NEAREST as NEAREST_FORM
 from .feature_maps import NONE as NO_FORM
 from .kernel_common import (
     ABSENT,
-    EMPTY,
-    Constants,
-    dims_at_once,
-    load_part,
-    load_tile,
-    on_device_of_first,
-    padded,
-    precision,
-    update_softmax,
-)
-from .kernel_token_common import (
     COUNT,
+    EMPTY,
     FAR,
     HEAD,
     HEADS,
@@ -40,13 +30,21 @@ from .kernel_token_common import (
     TYPES,
     WINDOW,
     WINDOW_K,
+    Constants,
     address,
     attend_near,
+    dims_at_once,
     load_new,
+    load_part,
+    load_tile,
     load_vector,
     new_exponent,
+    on_device_of_first,
+    padded,
     point_at_pair,
+    precision,
     store_token,
+    update_softmax,
 )
 from .kernel_token_table import TokenTable
 

@@ -14,9 +14,7 @@ try:  # as in kernel_common.py
 except ImportError:
     raise
 
-from .kernel_common import Constants, load_rows, load_vectors, on_device_of_first, precision, update_softmax
-from .kernel_slots_merging import SIZE, fill_rows, merge_rows, store_slots
-from .kernel_token_common import (
+from .kernel_common import (
     BLOCK,
     COUNT,
     FAR,
@@ -27,14 +25,21 @@ from .kernel_token_common import (
     TYPES,
     WINDOW,
     WINDOW_K,
+    Constants,
     address,
     attend_near,
     load_new,
+    load_rows,
+    load_vectors,
     new_exponent,
+    on_device_of_first,
     point_at_pair,
-    scores,
+    precision,
+    scores_with_new,
     store_token,
+    update_softmax,
 )
+from .kernel_text_slots import SIZE, fill_rows, merge_rows, store_slots
 from .kernel_token_features import token_layout
 from .kernel_token_table import TokenTable
 
@@ -90,7 +95,7 @@ def token_slots_kernel(table, token, layout, scratch, out_ptr, C: tl.constexpr):
         on = n0 + tl.arange(0, C.BN)
         weight = load_rows(weight_ptr, on, SLOTS)
         level = tl.log(tl.maximum(weight, 1.0)) + gain * load_rows(spread_ptr, on, SLOTS)
-        logits = scores(q, q_stride, slot_k, k, k_exponent, on, -1, og, SLOTS, C)
+        logits = scores_with_new(q, q_stride, slot_k, k, k_exponent, on, -1, og, SLOTS, C)
         values = load_vectors(slot_v, on, ov, SLOTS, C.DV, C.BITS == 8).to(C.ACC)
         live = (weight > 0)[None, :] & (og >= 0)[:, None]
         top, total, acc = update_softmax(top, total, acc, logits + level[None, :], live, values, C)

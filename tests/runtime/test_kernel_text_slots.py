@@ -5,7 +5,7 @@ import torch
 
 pytest.importorskip("triton")
 
-from linearizer.runtime import kernel_common, kernel_slots_merging, kernel_text_slots
+from linearizer.runtime import kernel_common, kernel_text_slots
 from linearizer.runtime.few_bits import round_vectors
 from linearizer.runtime.kernel_dispatch import attend_periods_by_kernel
 from linearizer.runtime.slots_merging import Merging
@@ -90,10 +90,10 @@ def test_of_pairs_that_cost_the_same_the_same_ones_are_merged():
 @pytest.mark.parametrize(
     "module, line, mutation",
     [
-        (kernel_slots_merging, "j[None, :] < i[:, None]", "j[None, :] > i[:, None]"),  # ties
-        (kernel_slots_merging, "tl.where(i[:, None] > j[None, :]", "tl.where(i[:, None] < j[None, :]"),
-        (kernel_slots_merging, "apart * apart * (apart * apart)", "apart * apart"),
-        (kernel_slots_merging, "tl.where(stays[None, :]", "tl.where((stays | True)[None, :]"),
+        (kernel_text_slots, "j[None, :] < i[:, None]", "j[None, :] > i[:, None]"),  # ties
+        (kernel_text_slots, "tl.where(i[:, None] > j[None, :]", "tl.where(i[:, None] < j[None, :]"),
+        (kernel_text_slots, "apart * apart * (apart * apart)", "apart * apart"),
+        (kernel_text_slots, "tl.where(stays[None, :]", "tl.where((stays | True)[None, :]"),
         (kernel_common, "- 133", "- 132"),
         (kernel_common, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
         (kernel_text_slots, "gain * load_rows", "0 * load_rows"),

@@ -10,8 +10,7 @@ pytest.importorskip("triton")
 from linearizer.runtime import (
     kernel_common,
     kernel_dispatch,
-    kernel_slots_merging,
-    kernel_token_common,
+    kernel_text_slots,
     kernel_token_slots,
     kernel_trial,
 )
@@ -233,13 +232,13 @@ def test_numbers_are_kept_as_pytorch_keeps_them():
     [
         (kernel_common, "- 133", "- 132"),
         (kernel_common, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
-        (kernel_token_common, "<= place - merged", "< place - merged"),
-        (kernel_token_common, "(os < C.S) & (os < merged)", "(os < C.S)"),
-        (kernel_token_common, "place < C.S, C.DV, C", "False, C.DV, C"),
-        (kernel_token_common, "place + 1, mask=before == last", "place + 1, mask=before >= 0"),
-        (kernel_token_common, "0, mask=before == last", "0, mask=before < 0"),
-        (kernel_token_common, "return out * C.SCALE", "return out"),
-        (kernel_token_common, "codes(x, power(-exponent)) * power(exponent)", "x"),
+        (kernel_common, "<= place - merged", "< place - merged"),
+        (kernel_common, "(os < C.S) & (os < merged)", "(os < C.S)"),
+        (kernel_common, "place < C.S, C.DV, C", "False, C.DV, C"),
+        (kernel_common, "place + 1, mask=before == last", "place + 1, mask=before >= 0"),
+        (kernel_common, "0, mask=before == last", "0, mask=before < 0"),
+        (kernel_common, "return out * C.SCALE", "return out"),
+        (kernel_common, "codes(x, power(-exponent)) * power(exponent)", "x"),
     ],
 )
 def test_a_mutated_token_fails(module, line, mutation, tmp_path, monkeypatch):
@@ -258,7 +257,7 @@ def test_a_mutated_token_fails(module, line, mutation, tmp_path, monkeypatch):
         (kernel_token_slots, "merged - block == place - WIDTH", "merged == place - WIDTH"),
         (kernel_token_slots, "(merged - block + i) % WIDTH", "i % WIDTH"),
         (kernel_token_slots, "merged - block + i >= C.S", "merged - block + i >= 0"),
-        (kernel_slots_merging, " * ROOT", ""),
+        (kernel_text_slots, " * ROOT", ""),
         (
             kernel_common,
             "x = codes(x, power(-exponent)[:, None])",

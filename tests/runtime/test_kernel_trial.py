@@ -11,9 +11,9 @@ pytest.importorskip("triton")
 from linearizer.runtime import (
     kernel_dispatch,
     kernel_slots_in_c,
-    kernel_slots_merging,
     kernel_text_features,
     kernel_text_gradients,
+    kernel_text_slots,
     kernel_token_features,
     kernel_token_slots,
     kernel_trial,
@@ -136,7 +136,7 @@ WRONG = {  # a line of each kernel, and what it is exchanged for
     "attention": (kernel_text_features, "mean * kept[:, None] + own_mean", "mean + own_mean"),
     "attention and its gradients": (kernel_text_gradients, "- delta_mean[None, :]", ""),
     "single tokens": (kernel_token_features, "tl.exp(w - new)[:, None] * old_v", "tl.exp(w - new)[:, None] * new_v"),
-    "slots": (kernel_slots_merging, "apart * apart * (apart * apart)", "values * values"),
+    "slots": (kernel_text_slots, "apart * apart * (apart * apart)", "values * values"),
     "single tokens and slots": (kernel_token_slots, "gain * load_rows", "0 * load_rows"),
     "losses of attention rows": (attention_loss_kernels, "weight = factor - p", "weight = 1.01 * factor - p"),
 }
