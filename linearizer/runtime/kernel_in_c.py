@@ -189,7 +189,7 @@ def addresses_of(*tensors: Tensor) -> Any:
 @functools.cache
 def load_kernel(name: str, source: str, work: torch.dtype) -> Kernel | None:
     """Load a kernel that computes with a type, compiled by the first process that asks for it; None: no compiler."""
-    if work not in KINDS:
+    if work not in KINDS or os.name != "posix":
         return None
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     folders = Path(home) / "linearizer", Path(tempfile.gettempdir()) / f"linearizer-{os.getuid()}"

@@ -86,3 +86,17 @@ def test_it_serves_no_gradients_and_may_be_kept_off(monkeypatch):
     assert not merges_in_c(held, k.clone().requires_grad_(), v, merging)
     monkeypatch.setenv("LINEARIZER_KERNELS", "0")
     assert not merges_in_c(held, k, v, merging)
+
+
+@needs_compiler
+def test_the_number_of_threads_changes_no_bit():
+    held, k, v, index, present, merging = drawn(20, 8, 16, 8, 5, torch.float32)
+    threads, merged = torch.get_num_threads(), []
+    try:
+        for count in (1, 2, 4):
+            torch.set_num_threads(count)
+            merged.append(merge_blocks_in_c(held, k, v, index, present, merging))
+    finally:
+        torch.set_num_threads(threads)
+    for other in merged[1:]:
+        assert_equal(other, merged[0], rtol=0, atol=0)
