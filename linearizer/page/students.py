@@ -184,6 +184,8 @@ def check_prompt(prompt: str, tokens: int, seed: int) -> None:
 
 def explain_speed(run: Run, teacher: Side, student: Side) -> str:
     """Say why the student writes more slowly than its teacher, where it does; nothing where it does not."""
+    from linearizer.runtime.kernel_in_c import find_compiler
+
     if not student.tokens_per_second or student.tokens_per_second >= teacher.tokens_per_second:
         return ""
     allocation, parts = run.allocation, run.results
@@ -205,8 +207,10 @@ def explain_speed(run: Run, teacher: Side, student: Side) -> str:
     if not reasons:
         reasons.append("its state has to be kept up to date")
     device = run.evaluation_file["made_with"].get("device", "")
-    if device.startswith("cpu"):
+    if device.startswith("cpu") and any(head.features for head in heads):
         reasons.append("the kernels that do this at once need a GPU")
+    elif device.startswith("cpu") and find_compiler() is None:
+        reasons.append("the kernels that do this at once need a C compiler")
     measured = parts["speed"].result.breakeven if "speed" in parts else None
     later = ""
     if measured is not None and measured.writing:
