@@ -41,6 +41,7 @@ START_SECONDS = 8.0  # until a process has imported everything and loaded a smal
 READ_RATE = 4e8  # bytes of weights in a second
 JUDGED_SHARE = 1.3  # of a text that is read once, and on from one place for every gap
 JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student and window
+LOGIT_OPERATIONS = 1000  # that judging takes for each entry of a token's logits, beside its product
 ESTIMATING_PASSES = 1 + 1.2 * DRAWS  # of a text, forward and back
 DEAR_SHARE = 0.5  # of the dear offers that may be measured
 EXCHANGE_SHARE = 0.6  # of a whole student that is run again: from the first layer on that differs
@@ -162,7 +163,8 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
         layer.kv_heads * (HEAD_SHARE + (1 - HEAD_SHARE) * layer.key_dim / STUDENT_SHAPES[0][2]) for layer in layers
     ]
     own = length * (sum(sizes) / speeds.students + len(layers) * speeds.calls)  # that a student takes besides
-    judging = JUDGING.texts * JUDGED_SHARE * (3 * teacher + 2 * own)
+    logits = length * LOGIT_OPERATIONS * inspection.vocabulary / speeds.products
+    judging = JUDGING.texts * JUDGED_SHARE * (3 * (teacher + logits) + 2 * own)
     pricing = 0.0
     if plan.rules.decided_by == "prices":
         pricing = max(2, plan.kept_texts // 2) * pricing_seconds(plan, layers, length, teacher, own)
