@@ -51,6 +51,11 @@ def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
     kind = content.get("model_type")
     if kind is not None and not isinstance(kind, str):
         raise UnsupportedModel(f"{source.name!r} has a {CONFIG} with a `model_type` that is no text: repair that file")
+    for part in (content, content.get("text_config")):
+        if isinstance(part, dict) and not isinstance(part.get("quantization_config", {}), dict | None):
+            raise UnsupportedModel(
+                f"{source.name!r} has a {CONFIG} with a `quantization_config` that is no object: repair that file"
+            )
     if kind not in CONFIG_MAPPING and "auto_map" in content:
         raise UnsupportedModel(
             f"{source.name!r} needs code from its repository, which is never run here: "

@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+from dataclasses import replace
 
 import pytest
 import torch
@@ -11,7 +12,7 @@ from transformers import AutoModelForCausalLM, BitsAndBytesConfig
 
 from linearizer import pipeline
 from linearizer.cli.text import describe_inspection
-from linearizer.errors import RequestError
+from linearizer.errors import RequestError, UnsupportedModel
 from linearizer.measure.head_prices_by_gradient import estimate_prices
 from linearizer.model import streaming
 from linearizer.model.checkpoint import save
@@ -47,6 +48,16 @@ def needs(package):
 
 
 BITS = [pytest.param(bits, marks=needs("bitsandbytes")) for bits in (4, 8)]
+
+
+@pytest.mark.parametrize("stated", ["awq", ["gptq"], 4])
+def test_a_quantisation_that_is_no_object_is_refused_in_a_sentence(stated, tmp_path):
+    source = find_model("demo")
+    content = json.loads((source.folder / "config.json").read_text())
+    for more in ({"quantization_config": stated}, {"text_config": {"quantization_config": stated}}):
+        (tmp_path / "config.json").write_text(json.dumps({**content, **more}))
+        with pytest.raises(UnsupportedModel, match="`quantization_config` that is no object: repair that file"):
+            load_config(replace(source, folder=tmp_path))
 
 
 def packed(bits, folder, **more):
