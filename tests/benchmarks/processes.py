@@ -8,6 +8,8 @@ does for itself would outweigh a much shorter one.
 
 import argparse
 import os
+import signal
+import sys
 import tempfile
 import threading
 import time
@@ -16,7 +18,8 @@ from hashlib import sha256
 from pathlib import Path
 from typing import NamedTuple
 
-os.environ["OMP_NUM_THREADS"] = "1"
+if __name__ == "__main__":  # before PyTorch is imported
+    os.environ["OMP_NUM_THREADS"] = "1"
 
 from linearizer import pipeline
 from linearizer.jobs import control
@@ -68,8 +71,7 @@ def measure(plan, processes, between):
     os.environ[PROCESSES] = str(processes)
     with tempfile.TemporaryDirectory() as folder:
         run = pipeline.begin(Path(folder) / "run", plan)
-        control.start(run)
-        with watched() as found:
+        with at_work(run), watched() as found:
             for _ in control.follow(run):
                 pass
         if (state := control.status(run)).state != "done":
@@ -81,6 +83,20 @@ def measure(plan, processes, between):
             files.append(run.folder / "prices.json")
         took = [at(series, last) - at(series, first) for series in found.values()]
         return Measured(last - first, max(took), sha256(b"".join(path.read_bytes() for path in files)).hexdigest())
+
+
+@contextmanager
+def at_work(run):
+    """Let a run work in the background while this lasts; what ends this process before ends the run, too."""
+    before = signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))
+    control.start(run)
+    try:
+        yield
+    finally:
+        while run.is_locked:  # it has not begun to look for requests, or has to end its step
+            run.make_request("stop")
+            time.sleep(0.1)
+        signal.signal(signal.SIGTERM, before)
 
 
 @contextmanager
