@@ -44,7 +44,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
 from linearizer.run.comparison import Comparison
-from linearizer.run.disk import checkpoint_bytes, resume_bytes
+from linearizer.run.disk import checkpoint_bytes, other_bytes, resume_bytes
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.files import check_room, remove
@@ -210,7 +210,7 @@ def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection
     download, weights = download_bytes(source), source.folder or cache_folder()
     weights = next(path for path in (weights, *weights.absolute().parents) if path.is_dir())
     together = weights.stat().st_dev == folder.stat().st_dev
-    needed = resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection, linked=together)
+    needed = resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection, together) + other_bytes(inspection)
     if together:
         check_room(folder, needed + download)
     else:

@@ -22,8 +22,9 @@ from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.head_prices import options_to_price
 from linearizer.measure.head_prices_by_gradient import DRAWS
 from linearizer.model.devices import device_kind
+from linearizer.model.logits import MAX_LOGITS
 from linearizer.model.streaming import bytes_for_weights, bytes_in_memory, streams
-from linearizer.run.disk import checkpoint_bytes, most_rows, resume_bytes
+from linearizer.run.disk import NUMBER, checkpoint_bytes, most_rows, other_bytes, resume_bytes
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
@@ -36,7 +37,11 @@ from linearizer.train.settings import TrainingSettings
 STUDENT_SHAPES = ((1, 256, 64), (8, 256, 64))  # KV heads, tokens, size of a head
 HEAD_SHARE = 0.25  # of a head's time that does not hang on its size, where that is 64
 SPECTRUM_POINTS = 512  # of the sample that the speed of degrees of freedom is measured on
-PROCESS_BYTES = 500e6  # of Python and PyTorch
+PROCESS_BYTES = 620e6  # of Python, PyTorch and what runs import
+JUDGED_LOGITS, PRICED_LOGITS = 6.5, 3.5  # copies of the logits of texts that are in memory at once
+PACKED_SHARE = 0.3  # of a block's weights that its largest matrix has: a CPU packs it anew for a product
+GRAPH_WIDTHS = 24  # numbers that a block's graph keeps of a token, in sizes of its hidden state
+LARGEST_FILE = 5e9  # bytes of weights that are read at once
 START_SECONDS = 8.0  # until a process has imported everything and loaded a small model
 READ_RATE = 4e8  # bytes of weights in a second
 JUDGED_SHARE = 1.3  # of a text that is read once, and on from one place for every gap
@@ -143,7 +148,7 @@ def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: f
     return RunForecast(
         START_SECONDS + run_seconds(plan, inspection, layers, length, speeds),
         run_memory(plan, inspection, layers, length),
-        resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection) + download,
+        resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection) + other_bytes(inspection) + download,
         download,
     )
 
@@ -221,13 +226,33 @@ def training_seconds(plan: Plan, layers: list[Layer], length: int, token: float,
 
 
 def run_memory(plan: Plan, inspection: Inspection, layers: list[Layer], length: int) -> float:
-    """Say how many bytes a run has in memory at once."""
-    sample = 6 * 8 * plan.kept_samples**2
-    rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * 4 * 3
-    weights = 2.0 * inspection.weight_bytes
+    """Say how many bytes a run has in memory at once: the weights, and what the dearest of its steps takes besides."""
+    weights: float = bytes_in_memory(inspection, plan.dtype, plan.device)
+    read = min(inspection.weight_bytes, LARGEST_FILE) if weights > inspection.weight_bytes else 0.0
     if streams(inspection, plan.dtype, plan.device):
-        weights = min(weights, bytes_for_weights(plan.device))
-    return PROCESS_BYTES + weights + max(sample, rows) + resume_bytes(plan, inspection)
+        weights, read = min(weights, bytes_for_weights(plan.device)), 0.0
+    sample = 6 * 8 * plan.kept_samples**2
+    token = NUMBER * inspection.vocabulary  # the bytes of its logits
+    judging = JUDGED_LOGITS * min(NUMBER * MAX_LOGITS, JUDGING.texts * length * token)
+    pricing = rows = graph = 0.0
+    if plan.rules.decided_by == "prices":
+        pricing = PRICED_LOGITS * max(2, plan.kept_texts // 2) * length * token
+    if plan.trains:
+        rows = max((layer.query_heads * length * length for layer in layers), default=0) * plan.batch * NUMBER * 3
+    if plan.kept_lora:  # the whole student is differentiated, and judged beside its teacher's own weights
+        width = max((layer.query_heads * layer.key_dim for layer in layers), default=0)
+        of_blocks = NUMBER * GRAPH_WIDTHS * width * len(inspection.layers)
+        graph = plan.batch * length * (of_blocks + 2 * JUDGED_LOGITS * token)
+        weights *= 2
+    work = max(sample, judging, pricing, rows, graph)
+    return PROCESS_BYTES + weights + max(read, work + packed_bytes(inspection)) + resume_bytes(plan, inspection)
+
+
+def packed_bytes(inspection: Inspection) -> float:
+    """Estimate the bytes of the largest matrix, in float32."""
+    block = PACKED_SHARE * inspection.active / max(1, len(inspection.layers))
+    width = max((layer.query_heads * layer.key_dim for layer in inspection.layers), default=0)
+    return NUMBER * max(block, inspection.vocabulary * width)
 
 
 def forecast_evaluation(run: Run, request: Request) -> EvaluationForecast:

@@ -12,7 +12,9 @@ from linearizer.run.plan import Plan
 NUMBER = 4  # bytes of a float32
 KEPT = 4  # numbers that training keeps of a parameter: itself, a good one of before, two moments
 FILES = 2  # of a state of training: the newest, and the one that is being written
+PRICED_SHARE = 3 / 4  # of a text: as many rows as heads with prices are offered
 SAVE_EVERY = 25  # steps, as TrainingSettings has it
+SMALL_FILES, TOKEN = 1_000_000, 64  # bytes of what every run writes, and of an entry in a tokenizer's file
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
 FEATURE_NUMBERS: Mapping[str, Callable[[int, int], int]] = {  # of a head's map, by the size of a key and its features
     "prf": lambda dim, features: features * (dim + 1),
@@ -38,6 +40,11 @@ def checkpoint_bytes(plan: Plan, inspection: Inspection, linked: bool = True) ->
     return weights + map_bytes(plan, inspection)
 
 
+def other_bytes(inspection: Inspection) -> int:
+    """Estimate what a run writes besides: a tokenizer, the runtime's code, tables and pictures."""
+    return SMALL_FILES + TOKEN * inspection.vocabulary
+
+
 def map_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate the size of the feature maps, if any, or of the memories, whose rows are what a query and a key are."""
     if not plan.may_hold_features:
@@ -49,6 +56,8 @@ def map_bytes(plan: Plan, inspection: Inspection) -> int:
 def most_rows(plan: Plan, layer: Layer) -> int:
     """Estimate how many features, or rows of a memory, a head of a layer may hold: as many as a budget has tokens."""
     rows = plan.features or plan.budget or 0
+    if plan.rules.decided_by == "prices":
+        rows = min(rows, int(PRICED_SHARE * plan.kept_length(None)))
     if plan.offered_memories and plan.priced_far_field != "features":
         rows = min(rows, max(MEMORIES[name].most_rows(layer.key_dim) for name in plan.offered_memories))
     return rows

@@ -162,6 +162,15 @@ def make_model(folder, config):
     config.architectures = ["LlamaForCausalLM" if isinstance(config, LlamaConfig) else "Qwen3ForCausalLM"]
     config.save_pretrained(folder)
     load_tokenizer(find_model("demo")).save_pretrained(folder)
+    fill_vocabulary(folder / "tokenizer.json", config.vocab_size)
+
+
+def fill_vocabulary(path, count):
+    """Give a tokenizer as many entries as its model knows; no text has the new ones."""
+    content = json.loads(path.read_text())
+    entries = content["model"]["vocab"]
+    entries |= {f"<unused token {number}>": number for number in range(len(entries), count)}
+    path.write_text(json.dumps(content, indent=2))
 
 
 def drawn(shape, generator):

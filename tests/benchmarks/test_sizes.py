@@ -1,16 +1,28 @@
 """Models of real configs are made shard by shard, and what their steps take stands beside the forecast."""
 
 import pytest
+import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
+from linearizer import pipeline
+from linearizer.jobs.forecast import PROCESS_BYTES, Speeds, forecast_run
+from linearizer.model.memory import PeakMemory
 from linearizer.model.probe import build_blueprint
+from linearizer.progress import finish
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 from tests.benchmarks import sizes
 from tests.support.families import GROUPED
 
 
 @pytest.mark.parametrize(
     "name, parameters",
-    [("SmolLM2-135M", 134_515_008), ("Qwen3-0.6B", 596_049_920), ("Llama-3.1-8B", 8_030_261_248)],
+    [
+        ("SmolLM2-135M", 134_515_008),
+        ("Qwen3-0.6B", 596_049_920),
+        ("Llama-3.1-8B", 8_030_261_248),
+        ("Llama-3.1-70B", 70_553_706_496),
+    ],
 )
 def test_shapes_have_the_parameters_of_the_real_models(name, parameters):
     assert sum(x.numel() for x in build_blueprint(sizes.SHAPES[name][0]).parameters()) == parameters
@@ -35,6 +47,27 @@ def test_steps_are_measured_beside_the_forecast_and_layers_counted_up_to_the_who
     assert measured[0]["memory"] > measured[0]["weights"] and measured[0]["disk"] > 0 and measured[0]["hashes"]
     said = sizes.table("tiny", config, [1, 2], measured)
     assert "tiny, 2 of 8 layers" in said and "all 8 layers (0.0 B parameters), by arithmetic" in said
+
+
+SPEEDS = Speeds(1e10, 1e10, 1e5, 1e9, 4e8)
+
+
+def test_the_disk_of_a_run_is_at_most_its_forecast_and_that_at_most_half_as_much_again(trained_run):
+    run, used = Run.open(trained_run), sizes.bytes_of(trained_run)
+    forecast = forecast_run(run.plan, run.inspection, SPEEDS, 0)
+    assert used <= forecast.disk_bytes <= 1.5 * used, (used, forecast)
+
+
+def test_the_memory_of_a_run_is_at_most_its_forecast_and_that_at_most_half_as_much_again(tmp_path):
+    config = LlamaConfig(**{**GROUPED, "num_hidden_layers": 2, "vocab_size": 32768, "dtype": "float32"})
+    sizes.make_model(tmp_path / "model", config)
+    options = dict(recipe="features", strategy="common-lambda", steps=2, texts=2, length=64, samples=128, budget=32)
+    run = pipeline.begin(tmp_path / "run", Plan.of(model=str(tmp_path / "model"), device="cpu", **options))
+    forecast = forecast_run(run.plan, run.inspection, SPEEDS, 0)
+    memory = PeakMemory(torch.device("cpu"))
+    finish(pipeline.linearize(run))
+    if (taken := memory.taken()) is not None:  # besides what a process takes that has imported everything
+        assert taken <= forecast.memory_bytes - PROCESS_BYTES <= 1.5 * taken, (taken, forecast)
 
 
 def test_a_table_takes_the_place_of_the_one_that_the_same_command_wrote_before():
