@@ -261,7 +261,7 @@ def serve_job(arguments: argparse.Namespace) -> None:
 
 
 def serve_run(arguments: argparse.Namespace) -> None:
-    if arguments.job:
+    if arguments.job is not None:
         serve_job(arguments)
         return
     if given := [name for name in ("job_minutes", "job_owner", "push", "yes") if getattr(arguments, name)]:

@@ -102,7 +102,8 @@ def describe_inspection(inspection: Inspection) -> str:
         facts.insert(-1, ("memory", describe_memory(inspection)))
     if inspection.quantised:
         held = "as they are" if inspection.packed else "expanded while they load"
-        facts.insert(-1, ("quantised", f"{inspection.quantised}; its weights are held {held}"))
+        more = f"; its weights are held {held}" if inspection.supported else ""
+        facts.insert(-1, ("quantised", inspection.quantised + more))
     lines = [f"{name:13}{text}" for name, text in facts]
     for budget in inspection.budgets:
         lines.append(

@@ -42,12 +42,19 @@ class Hardware:
     disk: str
     gpu: str  # empty: none
     usd_per_hour: float
+    gpus: int = 0
 
     @property
     def disk_bytes(self) -> float:
         """The bytes of its disk; 0: unknown."""
         found = re.fullmatch(r"([\d.]+)\s*([KMGT]B)", self.disk.strip().upper())
         return float(found[1]) * UNITS[found[2]] if found else 0.0
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Name the devices that a plan may ask for."""
+        numbered = [f"cuda:{number}" for number in range(self.gpus)]
+        return "auto", "cpu", *["cuda"] * bool(self.gpus), *numbered
 
     @property
     def in_words(self) -> str:
@@ -99,6 +106,7 @@ def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
             getattr(each, "ephemeral_storage", ""),
             describe_gpu(each.accelerator),
             each.unit_cost_usd * HOURS.get(each.unit_label, 60),
+            0 if each.accelerator is None else int(each.accelerator.quantity),
         )
         for each in machines
     )

@@ -118,9 +118,14 @@ def make_offer(
             f"{hardware.name} has a disk of {hardware.disk}, and {needed / 1e9:.0f} GB are needed: choose hardware "
             f"with a larger one; {NOTHING_BEGUN}"
         )
+    if plan.device not in hardware.devices:
+        raise RequestError(
+            f"{hardware.name} has no device {plan.device!r} ({hardware.gpu or 'no GPU'}): leave --device out, or "
+            f"choose other hardware; {NOTHING_BEGUN}"
+        )
     if push is not None:
         push = check_target(push, account.token)
-    minutes = minutes or guess_minutes(plan, inspection, hardware)
+    minutes = guess_minutes(plan, inspection, hardware) if minutes is None else minutes
     if not 1 <= minutes <= MAX_MINUTES:
         raise RequestError(f"a job of {minutes} minutes is not allowed: give 1 to {MAX_MINUTES}; {NOTHING_BEGUN}")
     return HubJob(account.name, hardware.name, minutes, hardware.usd_per_hour, push)

@@ -213,6 +213,7 @@ def test_other_methods_are_refused_by_name(method, tmp_path):
     refused = pipeline.inspect(str(tmp_path))
     assert not refused.supported and refused.reason == f"its weights are quantised by {method}, which is not served"
     assert refused.remedy == "name the model that it was quantised from"
+    assert "are held" not in describe_inspection(refused)
 
 
 def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
