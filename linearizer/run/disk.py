@@ -50,7 +50,16 @@ def map_bytes(plan: Plan, inspection: Inspection) -> int:
     if not plan.may_hold_features:
         return 0
     numbers = FEATURE_NUMBERS.get(plan.feature_map, lambda dim, rows: rows * (3 * dim + 4))
-    return NUMBER * sum(layer.kv_heads * numbers(layer.key_dim, most_rows(plan, layer)) for layer in inspection.layers)
+    return NUMBER * sum(layer.kv_heads * numbers(layer.key_dim, mean_rows(plan, layer)) for layer in inspection.layers)
+
+
+def mean_rows(plan: Plan, layer: Layer) -> int:
+    """Estimate how many features, or rows of a memory, the heads of a layer hold in the mean, beside their windows."""
+    rows = most_rows(plan, layer)
+    if plan.rules.decided_by != "freedoms" or plan.budget is None or plan.features:
+        return rows
+    tokens = plan.budget - plan.kept_window - plan.kept_sinks
+    return min(rows, tokens * (layer.key_dim + layer.value_dim) // (2 * layer.value_dim))
 
 
 def most_rows(plan: Plan, layer: Layer) -> int:
