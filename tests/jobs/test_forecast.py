@@ -72,10 +72,10 @@ def test_a_forecast_counts_the_memories_that_are_trained_before_they_are_priced(
 def test_a_memory_has_no_more_rows_than_its_keys_allow():
     layers = [Layer(32, 8, 64, 64)] * 16
     features, memory = (
-        Plan("demo", budget=1024, strategy=strategy, feature_map=name, loss="output", steps=9)
+        Plan("demo", budget=4096, strategy=strategy, feature_map=name, loss="output", steps=9)
         for strategy, name in (("fix", "prf"), ("memory", "gdn"))
     )
-    assert [most_rows(plan, layers[0]) for plan in (features, memory)] == [1024, 64]
+    assert [most_rows(plan, layers[0]) for plan in (features, memory)] == [4096, 64]
     result, speeds = inspection_of(layers), Speeds(1e11, 2e11, 1e5, 1e10, 1e9)
     both = [forecast_run(replace(plan, device="cpu"), result, speeds, 0) for plan in (features, memory)]
     assert both[1].memory_bytes < both[0].memory_bytes and both[1].seconds < both[0].seconds
