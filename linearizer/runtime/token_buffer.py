@@ -150,10 +150,10 @@ class TokenBuffer:
                 self.see_merged(index, before)
             if any(sink_leaves(group, place) for place in before):
                 self.see(index, before)
-        if self.in_c is None:
-            self.attend_in_torch(q, k, v, scale, out)
-        else:
+        if self.in_c is not None and q.dtype == k.dtype == v.dtype == self.level.dtype:
             self.in_c.attend(q, k, v, out, before)
+        else:  # under autocast, for one
+            self.attend_in_torch(q, k, v, scale, out)
         self.count, self.places = self.count + 1, [place + 1 for place in before]
         for group in self.groups:
             group.state.count = self.count

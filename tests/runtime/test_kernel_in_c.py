@@ -25,9 +25,9 @@ def uncompiled():
     load_kernel.cache_clear()
 
 
-def text(value_dim=DIM):
-    generator = torch.Generator().manual_seed(0)
-    shapes = (2 * len(HELD), LENGTH, DIM), (len(HELD), LENGTH, DIM), (len(HELD), LENGTH, value_dim)
+def text(value_dim=DIM, held=HELD):
+    generator, heads = torch.Generator().manual_seed(0), len(held)
+    shapes = (2 * heads, LENGTH, DIM), (heads, LENGTH, DIM), (heads, LENGTH, value_dim)
     return [torch.randn(2, *shape, generator=generator, dtype=torch.float64) for shape in shapes]
 
 
@@ -38,8 +38,8 @@ def read(student, given, memory, begin=0, end=LENGTH):
     return torch.cat(parts, -2)
 
 
-def layer(value_dim=DIM):
-    student = LayerStudent(HELD, 1, DIM, "prf", value_dim).double().eval()
+def layer(value_dim=DIM, held=HELD):
+    student = LayerStudent(held, 1, DIM, "prf", value_dim).double().eval()
     student.reset(torch.Generator().manual_seed(0))
     return student
 
@@ -70,6 +70,19 @@ def test_a_copied_state_leaves_the_first_alone():
     read(student, given, memory, end=20)
     copied = copy.deepcopy(memory)
     torch.testing.assert_close(read(student, given, copied, 20), read(student, given, memory, 20))
+
+
+@needs_compiler
+def test_a_token_of_another_type_attends_in_pytorch(monkeypatch):
+    held = [kind for kind in HELD if len(kind) > 4]
+    student, given = layer(held=held).float(), [x.float() for x in text(held=held)]
+    memory, other = [], []
+    read(student, given, memory, end=20)
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    read(student, given, other, end=20)
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        found, expected = (read(student, given, states, 20, 24) for states in (memory, other))
+    torch.testing.assert_close(found, expected, rtol=1e-2, atol=1e-2)
 
 
 @needs_compiler
