@@ -8,7 +8,9 @@ bits whichever of both has changed, so that results do not depend on how a text 
 from __future__ import annotations
 
 import functools
+import itertools
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 
 import torch
@@ -24,7 +26,7 @@ Tensor = torch.Tensor
 
 SOURCE = r"""
 enum { ROWS = 4 };
-enum { BATCH, HEADS, PERIODS, SLOTS, BLOCK, COLUMNS, KEY_DIM, VALUE_DIM, BITS, KEPT_BF16 };
+enum { FROM, TO, HEADS, PERIODS, SLOTS, BLOCK, COLUMNS, KEY_DIM, VALUE_DIM, BITS, KEPT_BF16 };
 enum { OLD_K, OLD_V, OLD_WEIGHT, OLD_SPREAD, NEW_K, NEW_V, INDEX, PRESENT, METRIC, LIMITS_K, LIMITS_V, OUT_K, OUT_V,
        OUT_WEIGHT, OUT_SPREAD };
 
@@ -255,7 +257,7 @@ static void merge_head(Head *h, long b, long head, const int64_t *sizes, void **
     }
 }
 
-/* Merge the blocks that come to heads, one after the other; return whether there was memory. */
+/* Merge the blocks that come to some heads of all texts, one after the other; return whether there was memory. */
 int merge_blocks(const int64_t *sizes, void **tensors) {
     Head h;
     h.room = padded(sizes[SLOTS] + sizes[BLOCK], TILE);
@@ -279,8 +281,8 @@ int merge_blocks(const int64_t *sizes, void **tensors) {
         h.spread = next;
         h.order = (long *)small, h.partner = h.order + h.room;
         h.changed = (char *)(h.partner + h.room), h.gone = h.changed + h.room;
-        for (long b = 0; b < sizes[BATCH]; b++)
-            for (long head = 0; head < sizes[HEADS]; head++) merge_head(&h, b, head, sizes, tensors);
+        for (long own = sizes[FROM]; own < sizes[TO]; own++)
+            merge_head(&h, own / sizes[HEADS], own % sizes[HEADS], sizes, tensors);
     }
     int done = memory && small;
     free(memory), free(small);
@@ -341,7 +343,7 @@ def merge_blocks_in_c(held: Slots, k: Tensor, v: Tensor, index: Tensor, present:
     (batch, heads, slots, key_dim), value_dim = held.k.shape, held.v.shape[-1]
     dims, bits = (key_dim, value_dim), merging.bits
     rounds = kept == torch.bfloat16 and work != kept
-    sizes = batch, heads, index.shape[1], slots, index.shape[2], k.shape[2], *dims, bits, rounds
+    sizes = heads, index.shape[1], slots, index.shape[2], k.shape[2], *dims, bits, rounds
     limits = [limits_of(bits, dim, work, k.device) if bits in BY_AXIS else held.weight for dim in dims]
     tokens = [x.to(work) for x in (held.k, held.v, held.weight, held.spread, k, v)]
     inputs = [x.contiguous() for x in (*tokens, index, present, merging.scaled.to(work), *limits)]
@@ -349,6 +351,15 @@ def merge_blocks_in_c(held: Slots, k: Tensor, v: Tensor, index: Tensor, present:
     out = [torch.empty(shape + more, dtype=work, device=k.device) for more in ((key_dim,), (value_dim,), (), ())]
     kernel = load_kernel("merge_blocks", SOURCE, work)
     assert kernel is not None
-    if not kernel(whole_numbers(*sizes), addresses_of(*inputs, *out)):
+    addresses, count = addresses_of(*inputs, *out), batch * heads
+    threads = min(torch.get_num_threads(), count if index.shape[1] > 1 else 1)  # one block is done before they begin
+    ends = [count * part // threads for part in range(threads + 1)]
+    parts = [whole_numbers(*pair, *sizes) for pair in itertools.pairwise(ends)]
+    if threads == 1:
+        done = [kernel(parts[0], addresses)]
+    else:
+        with ThreadPoolExecutor(threads) as pool:  # a kernel lets other threads of Python work meanwhile
+            done = [*pool.map(kernel, parts, [addresses] * threads)]
+    if not all(done):
         raise MemoryError("no memory to merge slots in")
     return Slots(*out)
