@@ -184,6 +184,7 @@ def test_text_and_window_that_cannot_be_are_refused_beside_the_field(local, brow
         page.keyboard.press("Tab")
         shown(page, "#budget-card", "too small for a window of 999999")
         field(page, "window").fill("")
+        field(page, "steps").fill("1")
         field(page, "batch").fill("1000000")
         page.keyboard.press("Tab")
         shown(page, "#machine", "Does not fit: it takes about")
