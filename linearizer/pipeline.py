@@ -28,6 +28,7 @@ from linearizer.model import checkpoint
 from linearizer.model.devices import choose_dtype
 from linearizer.model.hub import Source, cache_folder, download_bytes, find_model, weight_files
 from linearizer.model.inspect import inspect_model
+from linearizer.model.memory import keep_freed_memory
 from linearizer.model.quiet import quiet
 from linearizer.model.streaming import OFFLOADED, place_weights, spreads, streams
 from linearizer.model.teacher import (
@@ -243,6 +244,8 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
     shared = run.plan.trains and any(map(can_be_shared, training_settings(run.plan)))
     if shared or (run.prices is None and run.plan.rules.decided_by == "prices"):
         helpers.begin()  # they load the teacher while this process does
+        if helpers.count > 1:
+            keep_freed_memory()
     with interruptible(run):
         teacher = load(run.plan, token, run.inspection)
     layers = teacher.inspection.layers
@@ -290,6 +293,7 @@ def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> Lineari
 
 def help_with(run: Run, tasks: Iterable[str], share: Share, token: str | None = None) -> Steps[None]:
     """Do a share of the tasks that the process of a run hands to its helpers, with one teacher for all of them."""
+    keep_freed_memory()
     teacher = load(run.plan, token, run.inspection)
     student: LinearizedForCausalLM | None = None
     learnt: torch.Tensor | None = None

@@ -6,7 +6,7 @@ import ctypes
 import gc
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -16,7 +16,7 @@ from linearizer.run.stopping import is_out_of_memory
 
 Result = TypeVar("Result")
 CONTAINER = Path("/sys/fs/cgroup")
-HEAP = {-8: 1, -3: 2**18, -1: 2**18}  # by the numbers of malloc.h: heaps, bytes that are mapped, and that stay on top
+HEAPS, MAPPED, ON_TOP = -8, -3, -1  # options of malloc.h: heaps, bytes that are mapped, and bytes that stay on top
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
@@ -90,9 +90,19 @@ def trim_heap() -> None:
 
 def return_freed_memory() -> None:
     """Let what is freed go back to the system at once, from one heap for all threads: heaps keep much for later."""
+    change_heap({HEAPS: 1, MAPPED: 2**18, ON_TOP: 2**18})
+
+
+def keep_freed_memory() -> None:
+    """Keep what is freed for what is taken next: the system clears each page anew, which processes wait for in turn."""
+    change_heap({MAPPED: 2**25, ON_TOP: 2**30})
+
+
+def change_heap(options: Mapping[int, int]) -> None:
+    """Change how the C library takes memory, where it can be changed."""
     change = getattr(ctypes.CDLL(None), "mallopt", None)
     if change is not None:
-        for option, value in HEAP.items():
+        for option, value in options.items():
             change(option, value)
 
 
