@@ -13,7 +13,6 @@ call that read it or out of the state of a later one.
 
 from __future__ import annotations
 
-import functools
 import math
 from dataclasses import dataclass
 from functools import cached_property
@@ -69,23 +68,6 @@ class Rounded:
         """Give some heads, which have so many bits."""
         own = bits if self.bits < 16 else 16
         return Rounded(self.exact[:, heads], self.codes[:, heads], self.scale[:, heads], own)
-
-
-@functools.cache
-def plan_bytes(bits: int, dim: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
-    """Say what each number adds to so many bytes (dim, width), where it is read (dim, 2 · width), and by what each
-    byte is divided then (1, width)."""
-    pack, spread, base = [[0.0] * width for _ in range(dim)], [[0.0] * 2 * width for _ in range(dim)], [1.0] * width
-    number, byte, each = 0, width - byte_count(bits, dim), dim // sum(map(len, LAYOUT[bits]))
-    for counts in LAYOUT[bits]:
-        for place in range(byte, byte + each):
-            base[place] = 2.0 ** sum(counts[1:])
-            for index in range(len(counts)):
-                at = number + index * each + place - byte
-                pack[at][place], spread[at][index * width + place] = 1.0 if index else base[place], 1.0
-        number, byte = number + each * len(counts), byte + each
-    with torch.inference_mode(False):  # so that a later training may use it, too
-        return torch.tensor(pack), torch.tensor(spread), torch.tensor([base])
 
 
 def byte_count(bits: int, dim: int) -> int:

@@ -225,7 +225,7 @@ class TokenInC:
     ) -> TokenInC | None:  # fmt: skip
         """Prepare for a buffer of (keys and values, batch, heads, rows, …), or one for each; None: PyTorch serves.
 
-        `axes` (AxisBytes of token_buffer.py) is given where numbers have fewer than 8 bits.
+        `axes` (AxisBytes of state_in_few_bits.py) is given where numbers have fewer than 8 bits.
         """
         work = level.dtype
         if (bits == 16 and buffers[0].dtype != work) or not may_run_in_c(level, *buffers):

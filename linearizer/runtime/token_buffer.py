@@ -16,13 +16,8 @@ import torch
 
 from .few_bits import (
     BY_AXIS,
-    SCALE_BYTES,
-    byte_count,
-    codes_by_largest,
     codes_in,
-    limits_of_heads,
     pack_vectors,
-    plan_bytes,
     scales_in,
     unpack_vectors,
 )
@@ -32,7 +27,7 @@ from .kernel_trial import passes_trial
 from .slots_merging import Merging
 from .slots_torch import block_leaves, merge_leaving, slot_levels
 from .state import EMPTY, as_slice, first_places, is_traced, must_be_copied, number, tensors, working_dtype
-from .state_in_few_bits import Axes, pack_counts, unpack_counts
+from .state_in_few_bits import Axes, AxisBytes, pack_counts, unpack_counts
 
 TRIAL_ROWS, TRIAL_SCALE = 12, 0.5
 
@@ -264,104 +259,6 @@ class TokenBuffer:
         state.weight, state.spread = counts.get("weight", slots.weight), counts.get("spread", slots.spread)
         for own, new in zip(kept, self.joined(slots.k, slots.v), strict=True):
             own[..., window:, :] = pack_vectors(new, bits) if bits < 16 else new
-
-
-@dataclass(frozen=True)
-class AxisBytes:
-    """How heads of 4 to 6 bits take a token, in a few operations; all that depends on their axes is computed once.
-
-    Their bytes lie at the end of as many as the most take. A byte holds a high and a low number, of which the low may
-    have no bits; read, the high numbers of a vector come before the low, and queries and what is put out are turned so.
-    """
-
-    sides: tuple[AxisSide, ...]  # of keys and values together, or of each where they differ in size
-    ask: Tensor  # (heads, key_dim, numbers) what queries become, by the scale of the scores
-    key_middle: Tensor  # (heads, numbers, 1) of the numbers read, which begin at 0
-    back: Tensor  # (heads, numbers, value_dim)
-    middle: Tensor  # (heads, 1, value_dim) the mean of values
-    value_middle: Tensor  # (heads, 1, value_dim)
-
-    @staticmethod
-    def of(axes: Axes, heads: list[int], bits: tuple[int, ...], scale: float, dtype: torch.dtype) -> AxisBytes:
-        root = scale**0.5
-        of_keys, of_values = (
-            [x[heads].to(dtype) for x in side]
-            for side in (
-                (axes.key_axes, axes.key_steps, axes.key_middle),
-                (axes.value_axes, axes.value_steps, axes.value_middle),
-            )
-        )
-        (key_side, key_spread), (value_side, value_spread) = (
-            AxisSide.of(own, bits, factor) for own, factor in ((of_keys, root), (of_values, 1.0))
-        )
-        turned = (of_values[0] * of_values[1][:, None]).mT
-        alike = key_side.share.shape == value_side.share.shape
-        return AxisBytes(
-            (key_side.beside(value_side),) if alike else (key_side, value_side),
-            (of_keys[0] * (of_keys[1] * (scale / root))[:, None]) @ key_spread,
-            (key_side.limits[0, 0] @ key_spread).mT.contiguous(),
-            value_spread.mT @ turned,
-            of_values[2][:, None],
-            value_side.limits[0, 0] @ turned,
-        )
-
-    def attend(self, q: Tensor, buffers: list[Tensor], level: Tensor) -> Tensor:
-        """One softmax over rows of bytes (sides, batch, heads, rows, …): (batch, heads, group, value_dim)."""
-        shape = q.shape[:2]
-        read = [side.read(x) for side, x in zip(self.sides, buffers, strict=True)]
-        keys, values = (x.flatten(0, 1) for x in (read[0][0][0], read[-1][0][-1]))
-        key_scale, value_scale = (x.flatten(0, 1).mT for x in (read[0][1][0], read[-1][1][-1]))
-        asks = q @ self.ask
-        begin = (asks @ self.key_middle).flatten(0, 1)
-        logits = torch.baddbmm(begin, asks.flatten(0, 1), keys.mT, beta=-1)
-        weights = torch.addcmul(level.flatten(0, 1)[:, None], logits, key_scale).softmax(-1).mul_(value_scale)
-        out = torch.bmm(weights, values).unflatten(0, shape) @ self.back + self.middle
-        return torch.addcmul(out, weights.sum(-1, keepdim=True).unflatten(0, shape), self.value_middle, value=-1)
-
-
-@dataclass(frozen=True)
-class AxisSide:
-    """How keys, values or both become bytes: tensors (sides, 1, heads, …)."""
-
-    factor: Tensor  # (…, 1, 1) of keys as they come
-    middle: Tensor  # (…, 1, dim) less
-    enter: Tensor  # (…, dim, dim)
-    limits: Tensor  # (…, 1, dim)
-    pack: Tensor  # (…, dim, bytes) what a number, from 0 on, adds to bytes
-    share: Tensor  # (…, 1, bytes) of a byte that is its high number
-    base: Tensor  # (…, 1, bytes) the inverse
-
-    @staticmethod
-    def of(own: list[Tensor], bits: tuple[int, ...], factor: float) -> tuple[AxisSide, Tensor]:
-        """Give that of keys or values, of their axes, steps and middle; and where their numbers lie when they are read
-        (heads, dim, numbers)."""
-        axes, steps, middle = own
-        heads, dim = steps.shape
-        width = max(byte_count(own, dim) for own in bits)
-        plans = [plan_bytes(own, dim, width) for own in bits]
-        pack, spread, base = (torch.stack(each).to(axes) for each in zip(*plans, strict=True))
-        given = axes.new_full((heads, 1, 1), factor), -middle[:, None], axes / steps[:, None]
-        limits = limits_of_heads(bits, dim, axes.dtype, axes.device).expand(heads, 1, dim)
-        parts = (*given, limits, pack, 1 / base, base)
-        return AxisSide(*(x[None, None] for x in parts)), spread
-
-    def beside(self, other: AxisSide) -> AxisSide:
-        pairs = zip(vars(self).values(), vars(other).values(), strict=True)
-        return AxisSide(*(torch.cat(pair) for pair in pairs))
-
-    def pack_vectors(self, x: Tensor) -> Tensor:
-        """Write vectors (sides, batch, heads, tokens, dim) as bytes."""
-        numbers = torch.addcmul(self.middle, x.to(self.middle.dtype), self.factor) @ self.enter
-        codes, scale = codes_by_largest(numbers, self.limits)
-        bytes = (codes.add_(self.limits) @ self.pack).to(torch.uint8)
-        return torch.cat([bytes, scale.to(torch.bfloat16).view(torch.uint8)], -1)
-
-    def read(self, x: Tensor) -> tuple[Tensor, Tensor]:
-        """Read the numbers of bytes, the high before the low, and their scales."""
-        whole = x[..., :-SCALE_BYTES].to(self.base.dtype)
-        high = (whole * self.share).floor_()
-        scales = x[..., -SCALE_BYTES:].contiguous().view(torch.bfloat16).to(self.base.dtype)
-        return torch.cat([high, torch.addcmul(whole, high, self.base, value=-1)], -1), scales
 
 
 def token_in_c_is_right(q: Tensor, v: Tensor, bits: int) -> bool:
