@@ -18,7 +18,6 @@ from torch import nn
 
 from .few_bits import (
     BY_AXIS,
-    LAYOUT,
     SCALE_BYTES,
     Rounded,
     bits_by_number,
@@ -28,6 +27,7 @@ from .few_bits import (
     limits_of_heads,
     numbers_of,
     pack_vectors,
+    places_in_bytes,
     rotation,
     round_vectors,
     unpack_vectors,
@@ -348,14 +348,12 @@ class AxisSide:
 def plan_bytes(bits: int, dim: int, width: int) -> tuple[Tensor, Tensor, Tensor]:
     """Say what each number adds to so many bytes (dim, width), where it is read (dim, 2 · width), and by what each
     byte is divided then (1, width)."""
-    pack, spread, base = [[0.0] * width for _ in range(dim)], [[0.0] * 2 * width for _ in range(dim)], [1.0] * width
-    number, byte, each = 0, width - byte_count(bits, dim), dim // sum(map(len, LAYOUT[bits]))
-    for counts in LAYOUT[bits]:
-        for place in range(byte, byte + each):
-            base[place] = 2.0 ** sum(counts[1:])
-            for index in range(len(counts)):
-                at = number + index * each + place - byte
-                pack[at][place], spread[at][index * width + place] = 1.0 if index else base[place], 1.0
-        number, byte = number + each * len(counts), byte + each
+    byte, shift, largest = places_in_bytes(bits, dim, torch.device("cpu"))
+    number, place = torch.arange(dim), byte + width - byte_count(bits, dim)
+    is_low = (largest + 1 << shift) < 2**8
     with torch.inference_mode(False):  # so that a later training may use it, too
-        return torch.tensor(pack), torch.tensor(spread), torch.tensor([base])
+        pack, spread, base = torch.zeros(dim, width), torch.zeros(dim, 2 * width), torch.ones(1, width)
+        pack[number, place] = 2.0**shift
+        spread[number, place + width * is_low] = 1.0
+        base[0, place[~is_low]] = 2.0 ** shift[~is_low]
+        return pack, spread, base
