@@ -94,8 +94,8 @@ def profile_step(ui: SimpleNamespace) -> None:
 def distil_step(ui: SimpleNamespace) -> None:
     lead(
         "Training the student",
-        "Features learn from the teacher's queries, keys and values, one layer at a time. Without features, the student "
-        "fits copies of some of its teacher's weights.",
+        "Features learn from the teacher's queries, keys and values, one layer at a time. Without features, the "
+        "student fits copies of some of its teacher's weights.",
     )
     ui.training = gr.HTML(elem_id="training")
     later = "It is drawn once training has begun."
