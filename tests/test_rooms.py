@@ -21,7 +21,7 @@ SEAMS = {  # library -> the only places that may import it
     "fastapi": ["serve"],
     "uvicorn": ["serve"],
     "spaces": ["page/zerogpu.py"],
-    "huggingface_hub": ["model/hub.py", "publish", "jobs/hub_api.py"],
+    "huggingface_hub": ["model/hub.py", "model/hub_errors.py", "publish", "jobs/hub_api.py"],
     "PIL": ["publish"],
     "plotly": ["publish"],
     "datasets": ["model"],

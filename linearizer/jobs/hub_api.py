@@ -14,11 +14,11 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants
-from huggingface_hub.errors import HfHubHTTPError, HTTPError, OfflineModeIsEnabled
+from huggingface_hub.errors import HfHubHTTPError
 
-from linearizer.errors import FaultError, LinearizerError, RequestError
+from linearizer.errors import RequestError
 from linearizer.model.hub import access_token
-from linearizer.publish.hub_errors import is_temporary, redact, sign_in_advice
+from linearizer.model.hub_errors import HUB_ERRORS, Use, describe_error, sign_in_advice
 from linearizer.publish.repository import organisations_of, without_bars
 
 BUCKET = "linearizer-runs"  # of every account, private
@@ -28,8 +28,15 @@ UNITS = {"KB": 1e3, "MB": 1e6, "GB": 1e9, "TB": 1e12}
 ENDED = ("COMPLETED", "ERROR", "CANCELED", "DELETED")  # stages of a job
 NEEDED = ("run_job", "list_jobs_hardware", "create_bucket", "batch_bucket_files", "download_bucket_files")
 NOTHING_BEGUN = "nothing was begun, and nothing costs"
-UNREACHABLE = (HTTPError, OfflineModeIsEnabled, ConnectionError)
-TROUBLE = (HfHubHTTPError, *UNREACHABLE, RuntimeError, OSError)  # what a call may raise; Xet has no errors of its own
+TROUBLE = (*HUB_ERRORS, OSError)  # what a call may raise
+JOBS = Use(
+    "used",
+    remedies={
+        402: f"the account has no credit for it ({{detail}}): add some at {constants.ENDPOINT}/settings/billing",
+        403: "the token in use may not do that ({detail}): sign in again and allow jobs, or use a token with the "
+        f"permission to run jobs and to write, from {constants.ENDPOINT}/settings/tokens",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -228,24 +235,5 @@ def explain_errors(what: str, kept: str = NOTHING_BEGUN) -> Iterator[None]:
     """Turn an error of the Hub into a sentence."""
     try:
         yield
-    except HfHubHTTPError as error:
-        raise refusal(what, error, kept) from error
-    except UNREACHABLE as error:
-        raise FaultError(f"{what} cannot be used, the Hub does not answer: connect, then try again; {kept}") from error
-    except (RuntimeError, OSError) as error:
-        raise FaultError(f"{what} cannot be used ({redact(error)}): try again; {kept}") from error
-
-
-def refusal(what: str, error: HfHubHTTPError, kept: str) -> LinearizerError:
-    """Choose the sentence for a refusal of the Hub."""
-    status = error.response.status_code
-    detail = re.sub(r"hf_\w+", "…", " ".join((error.server_message or "it does not say why").split()))[:200].rstrip(".")
-    if is_temporary(error):
-        return FaultError(f"{what} cannot be used now, the Hub answered {status} ({detail}): try again later; {kept}")
-    remedy = {
-        401: f"the token in use was refused: {sign_in_advice()} again",
-        402: f"the account has no credit for it ({detail}): add some at {constants.ENDPOINT}/settings/billing",
-        403: f"the token in use may not do that ({detail}): sign in again and allow jobs, or use a token with the "
-        f"permission to run jobs and to write, from {constants.ENDPOINT}/settings/tokens",
-    }.get(status, f"the Hub does not accept it ({status}: {detail})")
-    return RequestError(f"{what} cannot be used, {remedy}; {kept}")
+    except TROUBLE as error:
+        raise describe_error(what, error, JOBS, kept) from error

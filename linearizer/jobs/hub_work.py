@@ -20,8 +20,8 @@ from linearizer.errors import LinearizerError
 from linearizer.jobs import control
 from linearizer.jobs.hub_api import TROUBLE, Account
 from linearizer.jobs.hub_follow import files_to_keep, folder_of, request_path
+from linearizer.model.hub_errors import redact
 from linearizer.progress import finish
-from linearizer.publish.hub_errors import redact
 from linearizer.run.events import EventName, read_events
 from linearizer.run.folder import Run
 

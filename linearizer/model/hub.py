@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,13 +24,8 @@ from huggingface_hub import (
 )
 from huggingface_hub.errors import (
     EntryNotFoundError,
-    GatedRepoError,
-    HfHubHTTPError,
     HFValidationError,
-    HTTPError,
-    LocalEntryNotFoundError,
-    OfflineModeIsEnabled,
-    RepositoryNotFoundError,
+    RemoteEntryNotFoundError,
     RevisionNotFoundError,
     SafetensorsParsingError,
 )
@@ -38,7 +33,8 @@ from huggingface_hub.file_download import repo_folder_name
 from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_status
 from yaml import YAMLError
 
-from linearizer.errors import ModelNotAvailable, TextError, first_line
+from linearizer.errors import ModelNotAvailable, TextError
+from linearizer.model.hub_errors import ANSWER_ERRORS, HUB_ERRORS, Use, describe_error, describe_missing, redact
 from linearizer.model.safetensors import INDEX, SINGLE, Weights, check_format, damaged_weights, weigh_folder
 from linearizer.run.files import find_carried
 from linearizer.run.json_products import quote
@@ -54,7 +50,6 @@ SEARCH_SECONDS = 4  # that the Hub may take to answer a search
 HUB_SECONDS = 10  # that the Hub may take to answer a request
 MAX_NAME_CHARACTERS = 250  # of an id with its revision
 NAMES = "name a folder, `org/name`, `org/name@revision` or `demo`"
-SIGN_IN = "sign in with `hf auth login`, or set HF_TOKEN"
 
 
 @dataclass(frozen=True)
@@ -122,9 +117,10 @@ def search_models(query: str, count: int, token: str | None = None) -> list[str]
         )
         hf_raise_for_status(answer)
         return [model["id"] for model in answer.json()]
-    except (HTTPError, OfflineModeIsEnabled, ConnectionError) as error:
-        raise ModelNotAvailable(
-            f"the Hub cannot be searched ({first_line(error)}): connect, or name a local folder or `demo`"
+    except HUB_ERRORS as error:
+        connect = "connect, or name a local folder or `demo`"
+        raise describe_error(
+            "the Hub", error, Use("searched", ModelNotAvailable, ModelNotAvailable, connect)
         ) from error
 
 
@@ -133,7 +129,7 @@ def fetch(source: Source, patterns: tuple[str, ...], token: str | None = None) -
     if source.folder is not None:
         return source.folder
     assert source.repo_id is not None
-    with explain_hub_errors(source.name, token):
+    with explain_model_errors(source.name, token):
         folder = snapshot_download(
             source.repo_id, revision=source.revision, allow_patterns=list(patterns), token=access_token(token)
         )
@@ -164,40 +160,24 @@ def cache_folder() -> Path:
 
 
 @contextmanager
-def explain_hub_errors(name: str, token: str | None = None) -> Iterator[None]:
+def explain_model_errors(name: str, token: str | None = None) -> Iterator[None]:
     """Turn errors of the Hub into one sentence: what was requested, why it failed, what to do."""
     page = f"{constants.ENDPOINT}/{name.partition('@')[0]}"
     try:
         yield
-    except GatedRepoError as error:
-        raise ModelNotAvailable(f"{name!r} is gated: accept its licence at {page}, then {SIGN_IN}") from error
-    except RepositoryNotFoundError as error:
-        if access_token(token):
-            raise ModelNotAvailable(
-                f"{name!r} is not on the Hub, or is private and the token in use may not see it: "
-                f"check the spelling, or use a token of its owner"
-            ) from error
-        raise ModelNotAvailable(
-            f"{name!r} is no folder here and not on the Hub, or it is private: check the spelling, or {SIGN_IN}"
-        ) from error
     except RevisionNotFoundError as error:
         raise ModelNotAvailable(
             f"{name!r} names a revision that the model does not have: see {page}/tree/main for its branches and commits"
         ) from error
-    except LocalEntryNotFoundError as error:
-        raise _unreachable(name) from error
-    except EntryNotFoundError as error:
+    except RemoteEntryNotFoundError as error:
         raise damaged_weights(name, "a file that it names is missing") from error
     except SafetensorsParsingError as error:
         raise damaged_weights(name, error) from error
-    except HfHubHTTPError as error:
-        status = error.response.status_code
-        remedy = f"the token in use was refused, so {SIGN_IN} again" if status in (401, 403) else "try again later"
-        raise ModelNotAvailable(f"{name!r} cannot be loaded, the Hub answered {status}: {remedy}") from error
     except HFValidationError as error:
         raise ModelNotAvailable(f"{name!r} is neither a folder here nor an id of the Hub: {NAMES}") from error
-    except (HTTPError, OfflineModeIsEnabled, ConnectionError) as error:
-        raise _unreachable(name) from error
+    except HUB_ERRORS as error:
+        use = Use("loaded", ModelNotAvailable, ModelNotAvailable, _find_copy(name), page=page)
+        raise describe_error(repr(name), error, replace(use, signed_in=bool(access_token(token)))) from error
 
 
 def stream_dataset(identifier: str, config: str | None, token: str | None = None) -> IterableDatasetDict:
@@ -243,22 +223,18 @@ def explain_dataset_errors(identifier: str, token: str | None = None) -> Iterato
     """Turn errors of a data set into one sentence."""
     from datasets.exceptions import DatasetNotFoundError, DatasetsError
 
+    signed_in = bool(access_token(token))
     try:
         yield
-    except GatedRepoError as error:
+    except DatasetNotFoundError as error:
+        raise TextError(describe_missing(repr(identifier), signed_in)) from error
+    except ANSWER_ERRORS as error:
         page = f"{constants.ENDPOINT}/datasets/{identifier}"
-        raise TextError(f"{identifier!r} is gated: accept its terms at {page}, then {SIGN_IN}") from error
-    except (DatasetNotFoundError, RepositoryNotFoundError) as error:
-        remedy = "use a token of its owner" if access_token(token) else SIGN_IN
-        raise TextError(
-            f"{identifier!r} is no data set of the Hub, or is private: check the spelling, or {remedy}"
-        ) from error
-    except (ConnectionError, HTTPError, OfflineModeIsEnabled) as error:
-        raise TextError(
-            f"{identifier!r} cannot be read, the Hub does not answer: connect, or use `builtin` or `file:PATH`"
-        ) from error
+        connect = "connect, or use `builtin` or `file:PATH`"
+        use = Use("read", TextError, TextError, connect, page=page, signed_in=signed_in)
+        raise describe_error(repr(identifier), error, use) from error
     except (DatasetsError, OSError, ValueError, RuntimeError) as error:
-        raise TextError(f"{identifier!r} cannot be read ({first_line(error)}): name another data set") from error
+        raise TextError(f"{identifier!r} cannot be read ({redact(error)}): name another data set") from error
 
 
 def _local(name: str, folder: Path) -> Source:
@@ -270,7 +246,7 @@ def _local(name: str, folder: Path) -> Source:
 
 def _remote(name: str, token: str | None) -> Source:
     repo_id, _, revision = name.partition("@")
-    with explain_hub_errors(name, token):
+    with explain_model_errors(name, token):
         hub = HfApi(token=access_token(token))
         info = hub.model_info(repo_id, revision=revision or None, files_metadata=True, timeout=HUB_SECONDS)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
@@ -333,12 +309,11 @@ def _demo_folder() -> Path:
     raise ModelNotAvailable("'demo' was not installed with this package: run from a checkout of the project")
 
 
-def _unreachable(name: str) -> ModelNotAvailable:
-    """Say that there is no network, and name a copy in the cache, where a pinned download has a folder of its own."""
+def _find_copy(name: str) -> str:
+    """Say what to do without a network: name a copy in the cache, where a pinned download has a folder of its own."""
     repo_id, _, revision = name.partition("@")
     snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type="model") / "snapshots"
-    remedy = "it is not in the cache either, so connect, or name a local folder"
     for folder in snapshots.glob(revision or "*"):
         if (folder / CONFIG).exists() and ((folder / SINGLE).exists() or (folder / INDEX).exists()):
-            remedy = f"a copy is in the cache, so name its folder instead ({folder}), or connect"
-    return ModelNotAvailable(f"{name!r} cannot be loaded, no network: {remedy}")
+            return f"a copy is in the cache, so name its folder instead ({folder}), or connect"
+    return "it is not in the cache either, so connect, or name a local folder"

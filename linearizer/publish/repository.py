@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from huggingface_hub import HfApi, constants, hf_hub_download
-from huggingface_hub.errors import RepositoryNotFoundError
+from huggingface_hub.errors import HFValidationError, RepositoryNotFoundError
 from huggingface_hub.utils import (
     are_progress_bars_disabled,
     disable_progress_bars,
@@ -19,12 +19,25 @@ from huggingface_hub.utils import (
 
 from linearizer.errors import PublishError
 from linearizer.model.hub import HUB_SECONDS, access_token
-from linearizer.publish.hub_errors import NOTHING_SENT, explain_errors, sign_in_advice
+from linearizer.model.hub_errors import HUB_ERRORS, Use, describe_error, redact, sign_in_advice
 
 Info = Any  # ModelInfo or SpaceInfo
 NOBODY = "YOUR-ACCOUNT"  # owns what is named while nobody is signed in
 INITIAL_FILES = {".gitattributes", "README.md"}  # of a repository that was just created
+NOTHING_SENT = "nothing was sent"
 KEPT = "what is here is untouched, and what has arrived is not sent again"
+
+WRITING = Use(
+    "written",
+    PublishError,
+    remedies={
+        402: "the account's plan does not allow it ({detail}): change the plan, or choose another owner",
+        403: "the token in use may not write there ({detail}): use another token, or choose another owner",
+        404: "it is not there, or not to be seen with this token: check the name, and whether it was deleted meanwhile",
+        409: "the name is taken, or it is being changed by someone else ({detail}): try again, or choose another name",
+        412: "someone else has changed it meanwhile: look at it, then try again",
+    },
+)
 
 
 @dataclass(frozen=True)
@@ -46,6 +59,24 @@ class Repository:
     def url(self) -> str:
         """Return the address of the repository's page."""
         return f"{constants.ENDPOINT}/{'spaces/' if self.kind == 'space' else ''}{self.repo_id}"
+
+
+@contextmanager
+def explain_errors(what: str, kept: str = NOTHING_SENT) -> Iterator[None]:
+    """Turn an error of the Hub into one sentence: what failed, why, what to do, and what was kept."""
+    try:
+        yield
+    except HFValidationError as error:
+        raise PublishError(
+            f"{what} is no name for a repository: write OWNER/NAME with letters, digits, - _ and ., 96 at most; {kept}"
+        ) from error
+    except HUB_ERRORS as error:
+        raise describe_error(what, error, WRITING, kept) from error
+    except (ValueError, OSError) as error:  # a card that the Hub refuses; a file that cannot be read
+        raise PublishError(
+            f"{what} cannot be written, something is wrong with what would be sent ({redact(error)}): repair it, "
+            f"then try again; {kept}"
+        ) from error
 
 
 def list_owners(token: str | None = None) -> tuple[str, ...]:

@@ -19,16 +19,9 @@ from huggingface_hub.utils import get_session, hf_raise_for_status
 
 from linearizer.errors import FaultError
 from linearizer.model.hub import access_token
+from linearizer.model.hub_errors import HUB_ERRORS, find_cause, is_temporary, name_reason, requested_wait
 from linearizer.progress import Progress, Steps
-from linearizer.publish.hub_errors import (
-    HUB_ERRORS,
-    explain_errors,
-    find_cause,
-    is_temporary,
-    name_reason,
-    requested_wait,
-)
-from linearizer.publish.repository import KEPT, Info, Repository, list_files, without_bars
+from linearizer.publish.repository import KEPT, Info, Repository, explain_errors, list_files, without_bars
 
 Product = TypeVar("Product")
 

@@ -128,7 +128,7 @@ def test_a_run_is_attached_to_again_stopped_and_goes_on_in_another_job(begin, hu
             "has no credit for it .injected fault.: add some at .*/settings/billing; nothing was begun",
         ),
         (403, "may not do that .injected fault.: sign in again and allow jobs, or use a token with the permission"),
-        (503, "cannot be used now, the Hub answered 503 .*: try again later; "),
+        (503, "cannot be used now, the Hub answered 503: try again later; "),
     ],
 )
 def test_a_job_that_the_hub_refuses_costs_nothing(queued, hub, status, sentence):

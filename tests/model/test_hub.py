@@ -76,8 +76,8 @@ def test_gated_model_is_open_to_who_has_access_and_says_so(hub, files):
         ("org/none", None, "'org/none' is no folder here and not on the Hub, or it is private: check the spelling"),
         ("org/none", OWNER, "'org/none' is not on the Hub, or is private and the token in use may not see it"),
         ("org/private", None, "'org/private' is no folder here and not on the Hub, or it is private"),
-        ("org/gated", None, "'org/gated' is gated: accept its licence at http"),
-        ("org/gated", "hf_fake_guest", "'org/gated' is gated: accept its licence at http"),
+        ("org/gated", None, "'org/gated' is gated: accept its terms at http"),
+        ("org/gated", "hf_fake_guest", "'org/gated' is gated: accept its terms at http"),
         ("org/open@v9", None, "'org/open@v9' names a revision that the model does not have"),
         ("no such/thing", None, "'no such/thing' is neither a folder here nor an id of the Hub"),
         ("./nowhere", None, "'./nowhere' is no folder here"),
@@ -95,6 +95,15 @@ def test_model_that_cannot_be_had_is_one_sentence(hub, files, name, token, sente
     assert sentence in str(caught.value) and "hf_fake" not in str(caught.value)
 
 
+def test_visitor_of_a_space_is_sent_to_its_button_and_to_no_terminal(hub, files, monkeypatch):
+    hub.add("org/gated", files, gated="manual")
+    monkeypatch.setenv("SPACE_ID", "org/space")
+    for name in ("org/gated", "org/none"):
+        with pytest.raises(ModelNotAvailable, match="press the button that signs in") as caught:
+            find_model(name)
+        assert "hf auth login" not in str(caught.value)
+
+
 def test_busy_hub_is_no_missing_model(hub, files):
     hub.add("org/open", files)
     hub.fail_next("/api/models/org/open", 503, times=9)
@@ -106,9 +115,9 @@ def test_without_network_the_error_says_whether_the_cache_has_it(hub, files, mon
     hub.add("org/cached", files)
     folder = fetch(find_model("org/cached"), ("*",))
     monkeypatch.setattr(huggingface_hub.constants, "ENDPOINT", "http://127.0.0.1:9")
-    with pytest.raises(ModelNotAvailable, match=f"no network: a copy is in the cache, .*{folder}"):
+    with pytest.raises(ModelNotAvailable, match=f"the Hub does not answer: a copy is in the cache, .*{folder}"):
         find_model("org/cached")
-    with pytest.raises(ModelNotAvailable, match="no network: it is not in the cache either"):
+    with pytest.raises(ModelNotAvailable, match="the Hub does not answer: it is not in the cache either"):
         find_model("org/uncached")
 
 
