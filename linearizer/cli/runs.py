@@ -16,11 +16,11 @@ from linearizer.cli.text import ProgressBar, describe_publication, describe_run,
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.jobs import control
 from linearizer.jobs.control import Status
+from linearizer.jobs.runs import delete_run, resume_run
 from linearizer.progress import Progress
 from linearizer.run import folder
 from linearizer.run.find import find_run, runs_root
 from linearizer.run.folder import Run
-from linearizer.run.hub_job import read_hub_job
 from linearizer.run.plan import Plan
 
 ACTIONS = {
@@ -63,37 +63,16 @@ def serve_runs(arguments: argparse.Namespace) -> None:
         attach(run, arguments.json)
         return
     if arguments.action == "delete":
-        delete(run)
+        delete_run(run)
         print_product(arguments, {"deleted": str(run.folder)}, f"{run.folder} is deleted")
         return
     if arguments.action == "resume":
-        resume(run, arguments.yes)
+        resume_run(run, yes=arguments.yes)
     else:
         {"stop": control.stop, "use": control.use_now}[arguments.action](run)
     done = {"stop": "will stop after its step", "resume": "is queued", "use": "will end its training after this step"}
     text = f"{run.folder} {done[arguments.action]}: linearizer runs attach {run.folder}"
     print_product(arguments, status_values(control.status(run)), text)
-
-
-def delete(run: Run) -> None:
-    """Delete a run, and what its jobs left on the Hub."""
-    if read_hub_job(run) is not None and not control.status(run).live:
-        from linearizer.jobs.hub_start import forget_in_bucket
-
-        forget_in_bucket(run)
-    control.delete(run)
-
-
-def resume(run: Run, yes: bool = False) -> None:
-    """Resume a run; where it is finished, resume the evaluation of its student."""
-    if read_hub_job(run) is not None and not run.done:
-        from linearizer.jobs.hub_start import resume_in_job
-
-        resume_in_job(run, yes=yes)
-    elif run.done and (there := control.status(run).evaluation) is not None and there.state != "done":
-        control.evaluate(run)
-    else:
-        control.start(run)
 
 
 def attach(run: Run, as_lines: bool = False) -> None:

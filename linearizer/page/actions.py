@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearizer.errors import BudgetError, LinearizerError, ModelNotAvailable, RequestError
-from linearizer.jobs import control
+from linearizer.jobs import control, runs
 from linearizer.page import limits, zerogpu, zerogpu_runs
 from linearizer.page.visitors import Visitor, on_space
 from linearizer.run.allocation import Allocation
@@ -19,7 +19,7 @@ from linearizer.run.files import writing
 from linearizer.run.find import runs_root
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Layer
-from linearizer.run.hub_job import HubJob, read_hub_job
+from linearizer.run.hub_job import HubJob
 from linearizer.run.options import options_of
 from linearizer.run.plan import YIELDING, Plan
 from linearizer.run.prices import Prices
@@ -248,12 +248,7 @@ def ask_run(visitor: Visitor, name: str, wish: str) -> str:
     if wish in ("resume", "pay"):
         if on_space():
             limits.check_turn(visitor, runs_root())
-        if read_hub_job(run) is None:
-            choose_start(run)(run, visitor.token)
-        else:
-            from linearizer.jobs import hub_start
-
-            hub_start.resume_in_job(run, visitor.token, yes=wish == "pay", agree="agree")
+        runs.resume_run(run, visitor.token, yes=wish == "pay", agree="agree", begin=choose_start(run))
     else:
         {"stop": control.stop, "use": control.use_now}[wish](run)
     return control.state_of(run)
@@ -261,12 +256,7 @@ def ask_run(visitor: Visitor, name: str, wish: str) -> str:
 
 def delete_run(visitor: Visitor, name: str) -> None:
     """Delete a run that is not at work, for good, and what its jobs left on the Hub."""
-    run = visitor.find_own_run(name)
-    if read_hub_job(run) is not None and not control.status(run).live:
-        from linearizer.jobs import hub_start
-
-        hub_start.forget_in_bucket(run, visitor.token)
-    control.delete(run)
+    runs.delete_run(visitor.find_own_run(name), visitor.token)
 
 
 def choose_start(run: Run) -> Callable[..., None]:
