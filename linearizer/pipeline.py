@@ -11,48 +11,36 @@ from contextlib import closing, contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
-from linearizer.allocate.decide import check_dials, decide
+from linearizer.allocate.decide import decide
 from linearizer.allocate.step import PRICING, TrainOffers, allocate, help_pricing
-from linearizer.errors import LinearizerError, RequestError
+from linearizer.door import check_disks, check_packed, check_plan, decide_dtype, fit_plan, with_absolute_paths
+from linearizer.errors import LinearizerError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.setup import Setup, assembled
 from linearizer.evaluate.side_by_side import write_in_turns
 from linearizer.evaluate.step import JUDGING, judge, measure_parts
-from linearizer.measure.profile import profile_settings
-from linearizer.measure.step import fit_to_text, measure_teacher, min_texts
+from linearizer.measure.step import measure_teacher, min_texts
 from linearizer.model import checkpoint
-from linearizer.model.devices import choose_dtype
-from linearizer.model.hub import Source, cache_folder, download_bytes, find_model, weight_files
+from linearizer.model.hub import find_model, weight_files
 from linearizer.model.inspect import inspect_model
 from linearizer.model.memory import keep_freed_memory
 from linearizer.model.quiet import quiet
-from linearizer.model.streaming import OFFLOADED, place_weights, spreads, streams
-from linearizer.model.teacher import (
-    Teacher,
-    computing_dtype,
-    load,
-    load_config,
-    load_tokenizer,
-    stored_dtype,
-    texts_of,
-)
-from linearizer.model.text import check_source, count_tokens, too_little_text
+from linearizer.model.streaming import spreads, streams
+from linearizer.model.teacher import Teacher, load, load_config, texts_of
 from linearizer.progress import Progress, Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
 from linearizer.run.comparison import Comparison
-from linearizer.run.disk import checkpoint_bytes, other_bytes, resume_bytes
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
-from linearizer.run.files import check_room, remove
+from linearizer.run.files import remove
 from linearizer.run.folder import Run, newest_request
-from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
-from linearizer.run.plan import USUAL_LENGTH, YIELDING, Plan, with_absolute_paths
+from linearizer.run.plan import YIELDING, Plan
 from linearizer.run.profile import Profile
 from linearizer.run.results import Part
 from linearizer.run.sharing import ALONE, HELPED, Helpers, Share
@@ -60,13 +48,9 @@ from linearizer.run.state_size import StateSize
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import write_digests
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.train.lora import check_peft
 from linearizer.train.offers import train_offers
-from linearizer.train.settings import LAYERWISE, training_settings
+from linearizer.train.settings import training_settings
 from linearizer.train.step import can_be_shared, help_training, initialise_student, plan_with_steps, train
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedConfig
 
 
 def inspect(model: str, token: str | None = None) -> Inspection:
@@ -125,98 +109,6 @@ def settle(run: Run, token: str | None = None) -> None:
     dtype = decide_dtype(plan, source, load_config(source, token))
     check_disks(run.folder, plan, source, run.inspection)
     run.settle(replace(plan, dtype=dtype))
-
-
-def decide_dtype(plan: Plan, source: Source, config: PreTrainedConfig) -> str:
-    """Choose the type that this machine computes in, and refuse what it cannot do with weights that it cannot hold."""
-    dtype = choose_dtype(plan.dtype, stored_dtype(config), plan.device)
-    places = place_weights(config, source, computing_dtype(dtype, config), plan.device)
-    if places is not None and OFFLOADED & set(places.values()):
-        check_streamed(plan)
-    elif places is not None:
-        check_spread(plan)
-    return dtype
-
-
-def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Collection[str], token: str | None) -> Plan:
-    """Shrink the options that yield to what the text of a plan has, and decide how many samples are drawn."""
-    positions = inspection.max_positions
-    plan = replace(plan, texts=plan.kept_texts, length=plan.length or USUAL_LENGTH)
-    if plan.text.partition(":")[0] in ("file", "dataset"):
-        needed = min_texts(plan) * plan.kept_length(positions)
-        tokens = count_tokens(plan.text, load_tokenizer(source, token), needed, token)
-        plan = fit_to_text(plan, tokens, positions, yielding)
-        least, length = min_texts(plan), plan.kept_length(positions)
-        if tokens < least * length:
-            raise too_little_text(plan.text, tokens, least, length)
-    samples = plan.kept_samples
-    if "samples" in yielding:
-        samples = min(samples, plan.most_samples(positions))
-    elif samples // 2 > (drawn := plan.drawn_tokens(positions)):
-        raise RequestError(
-            f"{plan.texts} texts of {plan.kept_length(positions)} tokens leave {drawn} tokens to draw from, and "
-            f"{samples} samples of a head need {samples // 2}: ask for fewer samples, or for more or longer texts"
-        )
-    return replace(plan, samples=samples)
-
-
-def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
-    """Refuse a plan that no work can serve."""
-    check_dials(plan, layers)
-    check_source(plan.text)
-    profile_settings(plan)
-    settings = training_settings(plan)
-    if plan.trains:
-        check_peft(max(each.lora for each in settings))
-
-
-def check_packed(plan: Plan, inspection: Inspection) -> None:
-    """Refuse to change weights that stay quantised."""
-    if plan.changes_weights and inspection.packed:
-        what, remedy = ("adapters", "--lora 0") if plan.kept_lora else ("what is fitted", "--steps 0")
-        raise RequestError(
-            f"{inspection.name!r} is quantised ({inspection.quantised}), and {what} cannot be merged into such "
-            f"weights: ask for {remedy}, or name the model that it was quantised from"
-        )
-
-
-def check_spread(plan: Plan) -> None:
-    """Refuse what needs all weights, or a second copy of them, on one device, where several hold them together."""
-    if plan.changes_weights or plan.rules.decided_by == "gates":
-        what = "lora" if plan.kept_lora else "fitting them" if plan.changes_weights else "learning gates"
-        raise RequestError(
-            f"the weights do not fit into the memory of one device and are spread over several, which {what} does not "
-            "serve: choose another recipe, or leave adapters (--lora 0) or training (--steps 0) out"
-        )
-
-
-def check_streamed(plan: Plan) -> None:
-    """Refuse what needs the gradients of a whole model, whose weights memory cannot hold."""
-    if plan.trains and plan.minutes is not None:
-        raise RequestError(
-            "the weights do not fit into memory and are read block by block, where every layer takes many steps at "
-            "once, whose time is not known before: ask for --steps in place of --minutes"
-        )
-    end_to_end = [each.loss for each in training_settings(plan) if plan.trains and each.loss not in LAYERWISE]
-    if end_to_end or plan.kept_lora or plan.rules.decided_by == "gates":
-        what = f"the loss {end_to_end[0]!r}" if end_to_end else "lora" if plan.kept_lora else "learning gates"
-        raise RequestError(
-            f"the weights do not fit into memory and are read block by block, which {what} cannot be computed with: "
-            f"train layer by layer ({', '.join(sorted(LAYERWISE))}), choose another recipe, or use a larger machine"
-        )
-
-
-def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection) -> None:
-    """Refuse a run that its own disk, or the disk of the models, has no room for."""
-    download, weights = download_bytes(source), source.folder or cache_folder()
-    weights = next(path for path in (weights, *weights.absolute().parents) if path.is_dir())
-    together = weights.stat().st_dev == folder.stat().st_dev
-    needed = resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection, together) + other_bytes(inspection)
-    if together:
-        check_room(folder, needed + download)
-    else:
-        check_room(folder, needed)
-        check_room(weights, download)
 
 
 def linearize(run: Run, token: str | None = None, held: bool = False, helpers: Helpers = ALONE) -> Steps[Allocation]:

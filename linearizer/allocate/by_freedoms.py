@@ -9,16 +9,13 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
 
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run import head_bytes
-from linearizer.run.allocation import Allocation, heads_replaced, is_count
-from linearizer.run.head_bytes import Head, Layer
-from linearizer.run.plan import MAX_TOKENS
+from linearizer.run.allocation import Allocation, heads_replaced
+from linearizer.run.head_bytes import TILE, Head, Layer
 from linearizer.run.profile import Curve, Profile
 
-TILE = 16  # features that a kernel computes at once
 LEVELS = (-100.0, 100.0)  # logarithms: the first asks for less than a tile of anything, the last exceeds any budget
 
 
@@ -37,9 +34,9 @@ def allocate_by_freedoms(
     """Spend a budget in tokens of cache, or a mean number of features beside window and sinks, on the KV heads.
 
     `ridge` is the fixed λ of the paper's strategies (the profile's reference by default); `paper_rounding` rounds
-    features to whole numbers as the paper does, which may exceed the budget a little.
+    features to whole numbers as the paper does, which may exceed the budget a little. The amounts are those of a plan.
     """
-    check_amounts(layers, budget, features, strategy, window, sinks)
+    check_room(layers, budget, features, window + sinks)
     check_profile(profile, layers)
     fixed = profile.settings.reference if ridge is None else ridge
     if not 0 < fixed < math.inf:
@@ -54,26 +51,11 @@ def allocate_by_freedoms(
     return Allocation(strategy, sinks, clip(heads, layers, paper_rounding) if strategy == "dof-clip" else heads)
 
 
-def check_amounts(layers: Sequence[Layer], budget: Any, features: Any, strategy: str, window: Any, sinks: Any) -> None:
-    """Refuse amounts that cannot be allocated to these layers, whatever their profile will be."""
-    if strategy not in UNITS_BY_STRATEGY:
-        raise BudgetError(f"there is no strategy {strategy!r}; there are {', '.join(UNITS_BY_STRATEGY)}")
-    if (budget is None) == (features is None):
-        raise BudgetError("give either a budget in tokens or a mean number of features, and not both")
-    name, amount, least = ("features", features, TILE) if budget is None else ("budget", budget, 1)
-    check_amount(name, amount, least)
-    for name, amount in (("window", window), ("sinks", sinks)):
-        if not is_count(amount) or amount > MAX_TOKENS:
-            raise BudgetError(f"{name} {amount!r} is not allowed: give a whole number of tokens, 0 or more")
+def check_room(layers: Sequence[Layer], budget: int | None, features: int | None, exact_tokens: int) -> None:
+    """Refuse layers and amounts that leave nothing to allocate, whatever will be measured."""
     if not any(map(heads_replaced, layers)):
         raise BudgetError("the model bounds every layer itself: there is nothing to allocate")
-    bytes_for_features(layers, budget, features, window + sinks)
-
-
-def check_amount(name: str, amount: Any, least: int) -> None:
-    """Refuse a budget or number of features that is no whole number, or out of bounds."""
-    if not is_count(amount) or not least <= amount <= MAX_TOKENS:
-        raise BudgetError(f"{name} {amount!r} buys nothing: give a whole number from {least} to {MAX_TOKENS}")
+    bytes_for_features(layers, budget, features, exact_tokens)
 
 
 def check_profile(profile: Profile, layers: Sequence[Layer]) -> None:

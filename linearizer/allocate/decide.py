@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import replace
 
-from linearizer.allocate.by_freedoms import allocate_by_freedoms, check_amounts
+from linearizer.allocate.by_freedoms import allocate_by_freedoms, check_room
 from linearizer.allocate.by_gates import allocate_by_gates
 from linearizer.allocate.by_prices import OffersOfHeads, allocate_by_prices, check_least_budget
 from linearizer.errors import BudgetError, RequestError
@@ -23,7 +23,7 @@ def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
         least = min(sinks_to_try(plan)) if plan.rules.decided_by == "prices" else plan.kept_sinks
         check_least_budget(layers, plan.budget or 0, least, min(plan.kept_bits, *fewer_bits(plan, layers), 16))
     else:
-        check_amounts(layers, plan.budget, plan.features, plan.strategy, plan.kept_window, plan.kept_sinks)
+        check_room(layers, plan.budget, plan.features, plan.kept_window + plan.kept_sinks)
 
 
 def decide(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> Allocation:

@@ -39,7 +39,8 @@ from linearizer.run.evaluation_request import Request
 from linearizer.run.files import write_whole
 from linearizer.run.find import find_run, fresh_folder
 from linearizer.run.options import options_of
-from linearizer.run.plan import DEFAULT_BUDGET, Plan, read_plan
+from linearizer.run.plan import DEFAULT_BUDGET, Plan
+from linearizer.run.plan_file import read_plan
 from linearizer.serve.defaults import HOST, MAX_STATE_BYTES, PORT
 
 if TYPE_CHECKING:

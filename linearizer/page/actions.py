@@ -126,9 +126,9 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
 
 def check_plan(plan: Plan, inspection: Inspection) -> None:
     """Refuse what the door would refuse of a plan, while its visitor still chooses."""
-    from linearizer import pipeline
+    from linearizer import door
 
-    pipeline.check_plan(plan, inspection.layers)
+    door.check_plan(plan, inspection.layers)
 
 
 def forecast_run(plan: Plan, model: Examined) -> RunForecast:

@@ -15,6 +15,7 @@ CACHED = 2  # bytes of a cached number
 BITS = (4, 5, 6, 8, 16)  # that a number in keys and values may have
 SUMMED = 4  # bytes of a number in a running state
 SINKS = 4  # tokens at the start of a text that most models lean on
+TILE = 16  # features that a kernel computes at once, and the fewest of a head
 BLOCK = 16  # tokens that leave a window at once where slots take them
 
 

@@ -5,27 +5,23 @@ from __future__ import annotations
 import shlex
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, fields, replace
-from pathlib import Path
 from typing import Any
 
 from linearizer.errors import BudgetError, RequestError
-from linearizer.run.files import unseal
-from linearizer.run.head_bytes import BITS, SINKS
+from linearizer.run.head_bytes import BITS, SINKS, TILE
 from linearizer.run.json_products import JsonProduct, check_names
 from linearizer.run.memories import MEMORIES
-from linearizer.run.names import absolute_path, absolute_source
 from linearizer.run.options import check_options, differences, option, options_of
 from linearizer.run.profile import Gauge, Normalise, Per
-from linearizer.run.recipes import CHOSEN, RECIPES
+from linearizer.run.recipes import CHOSEN, RECIPES, choices_of
 from linearizer.run.strategies import STRATEGIES, Strategy
 
 DEFAULT_BUDGET = 256  # tokens of cache, where a command or the page is given none
 MIN_FEATURES_IN_TOKENS = 18  # tokens of cache that take the bytes of the fewest features of a head
 MAX_TOKENS = 2**40  # a larger budget, window or number of features is a mistake
-MAX_STEPS = 10**9
 USUAL_TEXTS, USUAL_LENGTH = 8, 512
 MIN_SAMPLES, USUAL_SAMPLES = 32, 1024
-MAX_MINUTES = 365 * 24 * 60  # a year
+MAX_STEPS, MAX_MINUTES = 10**9, 365 * 24 * 60
 ALLOCATION = "what heads hold"  # options by which an allocation is decided anew, from what a run has measured
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
 BY_RECIPE, ALL = "the recipe's", "all"
@@ -54,7 +50,7 @@ class Plan(JsonProduct):
     features: int | None = option(
         None,
         "instead of a budget: the mean number of features per KV head, the paper's C",
-        least=1,
+        least=TILE,
         most=MAX_TOKENS,
         group=ALLOCATION,
         error=BudgetError,
@@ -148,9 +144,7 @@ class Plan(JsonProduct):
         default_text=BY_RECIPE,
         group=TRAINING,
     )
-    minutes: float | None = option(
-        None, "minutes of training, instead of steps", above=0, most=MAX_MINUTES, group=TRAINING
-    )
+    minutes: float | None = option(None, "minutes to train, not steps", above=0, most=MAX_MINUTES, group=TRAINING)
     loss: str | None = option(
         None,
         "softmax, l2 or output: layer by layer; squares: the maps by which layers write, in closed form; direct or "
@@ -183,9 +177,7 @@ class Plan(JsonProduct):
         choices=("estimated", "measured"),
         group=MEASURING,
     )
-    exchanges: int = option(
-        12, "allocations near the chosen allocation that are measured, too", least=0, group=MEASURING
-    )
+    exchanges: int = option(12, "neighbours of the chosen allocation that are measured, too", least=0, group=MEASURING)
     seed: int = option(0, "the seed of everything that is drawn at random", least=0, most=2**63 - 1, group=MACHINE)
     device: str = option("auto", "auto, cpu, cuda, cuda:1, …", group=MACHINE)
     dtype: str = option(
@@ -221,7 +213,7 @@ class Plan(JsonProduct):
                 f"a budget of {self.budget} tokens is too small for a window of {self.window} and {self.kept_sinks} "
                 f"sinks: ask for a window of at most {max(self.budget - self.kept_sinks, 0)}, or leave it out"
             )
-        if self.minutes is not None and not self.may_learn:
+        if self.minutes is not None and not (self.may_hold_features or self.changes_weights):
             raise RequestError(
                 f"recipe {self.recipe!r} with the strategy {self.strategy} has nothing that learns: leave out minutes, "
                 "or ask for another recipe, or for gain-features"
@@ -255,18 +247,16 @@ class Plan(JsonProduct):
                 f"the strategy {self.strategy} buys nothing by prices, by which memories are chosen: leave out "
                 "--memories, or ask for --strategy gain"
             )
-        losses = {"softmax", "l2"} & {*self.kept_loss.split("+")} if self.trains else set()
-        signed = [name for name in self.offered_memories if not MEMORIES[name].is_positive]
-        if "l2" in losses and self.offered_memories:
-            raise RequestError(
-                f"the loss l2 compares products of features, and {', '.join(self.offered_memories)} has none: ask for "
-                "--loss output"
-            )
-        if losses and signed:
-            raise RequestError(
-                f"{', '.join(signed)} has no rows of positive weights, which the loss softmax compares: ask for "
-                "--loss output"
-            )
+        signed = tuple(name for name in self.offered_memories if not MEMORIES[name].is_positive)
+        compared = {
+            "l2": ("products of features", self.offered_memories),
+            "softmax": ("rows of positive weights", signed),
+        }
+        for loss, (what, without) in compared.items():
+            if self.trains and loss in self.kept_loss.split("+") and without:
+                raise RequestError(
+                    f"{', '.join(without)} has no {what}, which the loss {loss} compares: ask for --loss output"
+                )
 
     @property
     def memory(self) -> str:
@@ -296,11 +286,8 @@ class Plan(JsonProduct):
         """The plan's window, or what with the sinks is half of the budget, less where features need the room."""
         if self.window is not None:
             return self.window
-        return (
-            0
-            if self.budget is None
-            else max(min(self.budget // 2, self.budget - MIN_FEATURES_IN_TOKENS) - self.kept_sinks, 0)
-        )
+        budget = self.budget or 0
+        return max(min(budget // 2, budget - MIN_FEATURES_IN_TOKENS) - self.kept_sinks, 0)
 
     @property
     def kept_texts(self) -> int:
@@ -359,11 +346,6 @@ class Plan(JsonProduct):
         return self.rules.far_field == "features" or bool(self.memories)
 
     @property
-    def may_learn(self) -> bool:
-        """Whether a student may hold what training changes: features, or weights of its teacher."""
-        return self.changes_weights or self.may_hold_features
-
-    @property
     def trains(self) -> bool:
         """Whether training is asked for, by steps or by minutes."""
         return bool(self.steps) or self.minutes is not None
@@ -414,31 +396,3 @@ class Plan(JsonProduct):
             if value is not True:
                 words.append(",".join(value) if isinstance(value, tuple) else str(value))
         return shlex.join(words)
-
-
-def read_plan(path: Path) -> Plan:
-    """Read a plan that a run, or the page, wrote to a file."""
-    try:
-        content = path.read_bytes()
-    except OSError as error:
-        raise RequestError(f"{str(path)!r} cannot be read ({error}): name a plan.json") from error
-    return parse_plan(str(path), content)
-
-
-def parse_plan(name: str, content: bytes) -> Plan:
-    """Parse the plan in a file, which may have been edited since it was written."""
-    try:
-        return Plan.from_json(unseal(content.decode(), check=False))
-    except (UnicodeDecodeError, RequestError) as error:
-        raise RequestError(f"{name!r} cannot be read ({error.__cause__ or error}): name a plan.json") from error
-
-
-def choices_of(recipe: str) -> Mapping[str, Any]:
-    """Give the choices of a recipe; an unknown recipe has none, and is refused by the plan."""
-    return RECIPES[recipe].choices if recipe in RECIPES else {}
-
-
-def with_absolute_paths(plan: Plan) -> Plan:
-    """Name the folders and files of a plan so that they are found from any folder that the run is resumed in."""
-    model = plan.model if plan.model == "demo" else absolute_path(plan.model)
-    return replace(plan, model=model, text=absolute_source(plan.text))

@@ -187,3 +187,8 @@ NOT_EXPRESSED: Mapping[str, str] = {  # method -> why no head can hold it
     "TTT-MLP, ParaRNN": "their memories are not linear in what is written, so a text cannot be read in chunks",
     "log-linear attention": "its state grows with the logarithm of the length",
 }
+
+
+def choices_of(recipe: str) -> Mapping[str, Any]:
+    """Give the choices of a recipe; an unknown recipe has none, and is refused by the plan."""
+    return RECIPES[recipe].choices if recipe in RECIPES else {}

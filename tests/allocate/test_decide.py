@@ -156,6 +156,6 @@ def test_a_memory_that_cannot_be_is_refused(inspection):
         Plan.of("gdn", model="demo", budget=64, feature_map="mlp")
     with pytest.raises(RequestError, match="no rows of positive weights, .* ask for --loss output"):
         Plan.of("gdn", model="demo", budget=64, loss="softmax")
-    with pytest.raises(RequestError, match="the loss l2 compares products of features, and cells has none"):
+    with pytest.raises(RequestError, match="cells has no products of features, which the loss l2 compares"):
         Plan.of("cells", model="demo", budget=64, loss="l2")
     assert Plan.of("cells", model="demo", budget=64, loss="softmax").kept_loss == "softmax"

@@ -14,6 +14,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from linearizer import pipeline
 from linearizer.cli.main import main
+from linearizer.door import with_absolute_paths
 from linearizer.errors import FolderError
 from linearizer.evaluate import step
 from linearizer.evaluate.reading import read_losses
@@ -23,7 +24,7 @@ from linearizer.model.hub import find_model
 from linearizer.model.text import read_texts
 from linearizer.progress import finish
 from linearizer.run.folder import Run
-from linearizer.run.plan import Plan, with_absolute_paths
+from linearizer.run.plan import Plan
 
 QUICK = ["--texts", "2", "--length", "64", "--samples", "128", "--dtype", "float32", "--steps", "2"]
 RIVALS = ["cache, 2 bits", "cache, 3 bits", "cache, 4 bits"]

@@ -12,7 +12,8 @@ from linearizer.page.plan_handlers import take_plan
 from linearizer.page.visitors import find_visitor
 from linearizer.page.ways import LISTED, WAYS, recipe_choices, recipe_of, way_of
 from linearizer.run.options import options_of
-from linearizer.run.plan import USUAL_TEXTS, YIELDING, Plan, parse_plan, read_plan
+from linearizer.run.plan import USUAL_TEXTS, YIELDING, Plan
+from linearizer.run.plan_file import parse_plan, read_plan
 from linearizer.run.recipes import RECIPES
 
 

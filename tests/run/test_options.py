@@ -1,6 +1,7 @@
 """Options say what they may be once: checks, help, commands and text derive from the fields of the plan."""
 
 import json
+import math
 import shlex
 from dataclasses import dataclass
 from pathlib import Path
@@ -100,6 +101,36 @@ def test_a_default_shrinks_to_what_the_texts_hold_and_only_a_number_that_was_giv
     assert usual.most_samples(positions=64) == 2 * 8 * (64 - usual.kept_sinks) // 8 * 8
     with pytest.raises(BudgetError, match="too small for a window of 999999 and 4 sinks: .* at most 60"):
         Plan.of("features", model="demo", budget=64, window=999999)
+
+
+@pytest.mark.parametrize(
+    "asked",
+    [
+        {"budget": 0},
+        {"budget": -5},
+        {"budget": math.nan},
+        {"budget": math.inf},
+        {"budget": 64.5},
+        {"budget": "64"},
+        {"budget": True},
+        {"budget": 10**30},
+        {"features": 15},
+        {"features": -16},
+        {"budget": 64, "features": 64},
+        {},
+        {"budget": 64, "strategy": "best"},
+        {"budget": 64, "window": 61},
+    ],
+)
+def test_what_buys_nothing_is_refused(asked):
+    with pytest.raises(BudgetError):
+        Plan.of("features", model="demo", **asked)
+
+
+@pytest.mark.parametrize("exact", [{"window": -1}, {"window": 1.5}, {"sinks": -1}, {"sinks": 1.5}])
+def test_tokens_that_cannot_be_kept_are_refused(exact):
+    with pytest.raises(RequestError, match="give a whole number, at least 0"):
+        Plan.of("features", model="demo", budget=64, **exact)
 
 
 def test_what_recipes_decide_is_said_to_be_theirs():
