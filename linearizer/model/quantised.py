@@ -69,8 +69,19 @@ def check_quantisation(config: PreTrainedConfig) -> None:
             f"its weights are quantised by {name}, and {missing[0]} is not installed",
             f"`pip install {missing[0].replace('_', '-')}`, or {BEFORE}",
         )
+    if name == "fp8":
+        check_blocks(quantisation_of(config).get("weight_block_size"))
     if method.read_here:
         check_few_bits(name, quantisation_of(config), BEFORE)
+
+
+def check_blocks(size: Any) -> None:
+    """Refuse blocks of fp8 weights that hold nothing, by which transformers would divide while it loads them."""
+    whole = isinstance(size, (list, tuple)) and all(type(count) is int and count > 0 for count in size)
+    if size is not None and not (whole and len(size) == 2):
+        raise Refused(
+            f"its config gives its fp8 weights blocks of {size!r}", "repair its config.json: name two numbers above 0"
+        )
 
 
 def describe_quantisation(config: PreTrainedConfig) -> str | None:

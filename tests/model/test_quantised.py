@@ -223,3 +223,13 @@ def test_a_package_that_is_missing_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(METHODS, "fp8", module.Method(True, ("no_such_package",)))
     refused = pipeline.inspect(str(tmp_path))
     assert "no_such_package is not installed" in refused.reason and "pip install no-such-package" in refused.remedy
+
+
+@pytest.mark.parametrize("size", [[0, 0], [128], [128, -1], [1.5, 2], "128", 128])
+def test_blocks_that_hold_no_weights_are_refused_before_they_are_read(size, tmp_path):
+    quantised("fp8", tmp_path)
+    config = json.loads((tmp_path / "config.json").read_text())
+    config["quantization_config"]["weight_block_size"] = size
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    refused = pipeline.inspect(str(tmp_path))
+    assert not refused.supported and refused.reason.startswith("its config gives its fp8 weights blocks of")
