@@ -24,10 +24,13 @@ def choose_device(device: str) -> str:
 
     if device == "auto":
         return "cuda" if torch.cuda.is_available() else "cpu"
+    unavailable = RequestError(f"device {device!r} is not available here: name cpu, or leave it out")
+    if device.startswith("cpu:"):  # which PyTorch takes as the CPU, whatever the number
+        raise unavailable
     try:
         torch.ones((), device=device).item()  # the device "meta" holds no numbers
     except (RuntimeError, AssertionError) as error:
-        raise RequestError(f"device {device!r} is not available here: name cpu, or leave it out") from error
+        raise unavailable from error
     return device
 
 

@@ -34,7 +34,7 @@ def test_a_device_has_one_name(visible, device, name, monkeypatch):
 
 
 def test_a_device_that_is_not_here_is_refused():
-    for options in ("magic", "cuda:99", "../cpu"):
+    for options in ("magic", "cuda:99", "../cpu", "cpu:0", "cpu:1"):
         with pytest.raises(RequestError, match="is not available here"):
             choose_device(options)
     assert choose_device("cpu") == "cpu" and choose_device("auto") in ("cpu", "cuda")
