@@ -14,6 +14,7 @@ from linearizer.measure.step import fit_to_text, min_texts
 from linearizer.model.devices import choose_dtype
 from linearizer.model.hub import Source, cache_folder, download_bytes
 from linearizer.model.streaming import OFFLOADED, place_weights
+from linearizer.model.sweep import is_chain
 from linearizer.model.teacher import computing_dtype, load_tokenizer, stored_dtype
 from linearizer.model.text import check_source, count_tokens, too_little_text
 from linearizer.run.disk import checkpoint_bytes, other_bytes, resume_bytes
@@ -21,7 +22,7 @@ from linearizer.run.files import check_room
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.names import absolute_path, absolute_source
-from linearizer.run.plan import USUAL_LENGTH, Plan
+from linearizer.run.plan import FITTED, USUAL_LENGTH, Plan
 from linearizer.train.lora import check_peft
 from linearizer.train.settings import LAYERWISE, training_settings
 
@@ -85,6 +86,15 @@ def check_packed(plan: Plan, inspection: Inspection) -> None:
         raise RequestError(
             f"{inspection.name!r} is quantised ({inspection.quantised}), and {what} cannot be merged into such "
             f"weights: ask for {remedy}, or name the model that it was quantised from"
+        )
+
+
+def check_chain(plan: Plan, inspection: Inspection, config: PreTrainedConfig) -> None:
+    """Refuse to fit what layers write where a layer is given more than what the layer before it writes."""
+    if plan.trains and FITTED in plan.kept_loss.split("+") and not is_chain(config):
+        raise RequestError(
+            f"the layers of {inspection.name!r} are no chain, so what they write cannot be fitted: ask for --loss "
+            "logits, or train nothing (--steps 0)"
         )
 
 

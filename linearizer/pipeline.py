@@ -15,9 +15,9 @@ from typing import Any
 
 import torch
 
+from linearizer import door
 from linearizer.allocate.decide import decide
 from linearizer.allocate.step import PRICING, TrainOffers, allocate, help_pricing
-from linearizer.door import check_disks, check_packed, check_plan, decide_dtype, fit_plan, with_absolute_paths
 from linearizer.errors import LinearizerError
 from linearizer.evaluate.environment import environment
 from linearizer.evaluate.setup import Setup, assembled
@@ -74,7 +74,7 @@ def begin(
     of their tokens and of samples. These three numbers shrink to what the text has where the plan leaves them out, or
     where `yielding` names them. Where the work is not `here`, `settle` decides what depends on the machine.
     """
-    plan = with_absolute_paths(plan)
+    plan = door.with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
         (run := Run(folder)).check_same(plan)
         return run
@@ -82,19 +82,20 @@ def begin(
     config = load_config(source, token)
     inspection = inspect_model(source, config)
     inspection.require_support()
-    check_plan(plan, inspection.layers)
-    check_packed(plan, inspection)
+    door.check_plan(plan, inspection.layers)
+    door.check_packed(plan, inspection)
+    door.check_chain(plan, inspection, config)
     check_limits(plan, inspection)
     model = f"{source.repo_id}@{source.revision}" if source.repo_id else plan.model
-    dtype = decide_dtype(plan, source, config) if here else plan.dtype
+    dtype = door.decide_dtype(plan, source, config) if here else plan.dtype
     left_out: dict[str, Any] = dict.fromkeys(yielding)
     given = replace(plan, **left_out)
     yielding = [name for name in YIELDING if getattr(given, name) is None]
-    decided = replace(fit_plan(plan, source, inspection, yielding, token), model=model, dtype=dtype)
+    decided = replace(door.fit_plan(plan, source, inspection, yielding, token), model=model, dtype=dtype)
     run = Run.create(folder, decided, inspection, given, settled=here)
     try:
         if here:
-            check_disks(folder, plan, source, inspection)
+            door.check_disks(folder, plan, source, inspection)
     except LinearizerError:
         run.remove_unstarted()
         raise
@@ -106,8 +107,8 @@ def settle(run: Run, token: str | None = None) -> None:
     if run.settled:
         return
     plan, source = run.plan, find_model(run.plan.model, token)
-    dtype = decide_dtype(plan, source, load_config(source, token))
-    check_disks(run.folder, plan, source, run.inspection)
+    dtype = door.decide_dtype(plan, source, load_config(source, token))
+    door.check_disks(run.folder, plan, source, run.inspection)
     run.settle(replace(plan, dtype=dtype))
 
 

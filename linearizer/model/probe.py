@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from copy import deepcopy
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,6 +19,7 @@ from linearizer.runtime.attention_interface import observing
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+Result = TypeVar("Result")
 WATCHED_TOKENS = 4
 
 
@@ -58,9 +59,14 @@ def build_blueprint(config: PreTrainedConfig) -> PreTrainedModel:
 
 def watch_blueprint(model: PreTrainedModel) -> list[AttentionLayer]:
     """Watch the layers of a model without weights."""
-    with MetaValues():
+    return run_blueprint(lambda: watch_layers(model))
+
+
+def run_blueprint(run: Callable[[], Result]) -> Result:
+    """Run code of a model without weights."""
+    with MetaValues(), quiet():
         try:
-            return watch_layers(model)
+            return run()
         except Refused:
             raise
         except Exception as error:  # the model's own code runs with numbers that it does not check

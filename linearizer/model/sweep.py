@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 import torch
@@ -17,8 +17,12 @@ from torch import nn
 
 from linearizer.model.layers import blocks_of
 from linearizer.model.logits import PROBE_TOKENS
+from linearizer.model.probe import WATCHED_TOKENS, build_blueprint, run_blueprint
 from linearizer.model.streaming import is_streamed, offload_hooks
 from linearizer.model.swap import fixed_answer
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedConfig
 
 Tensor = torch.Tensor
 Call = tuple[tuple, dict]  # the arguments of a block
@@ -98,6 +102,12 @@ def chain_of(model: nn.Module, texts: Tensor) -> Chain | None:
     if is_streamed(model):
         CHAINS[model] = chain
     return chain
+
+
+def is_chain(config: PreTrainedConfig) -> bool:
+    """Tell from the config of a model whether its blocks are a chain."""
+    model, tokens = build_blueprint(config), torch.zeros(1, WATCHED_TOKENS, dtype=torch.long)
+    return run_blueprint(lambda: chain_of(model, tokens)) is not None
 
 
 def run_blocks(model: nn.Module, ids: Tensor) -> None:
