@@ -32,11 +32,9 @@ if not torch.cuda.is_available():
 import pytest  # noqa: E402  (huggingface_hub reads the environment when it is imported, and pytest's plugins may)
 
 LONGEST = "page/test_on_space page/test_journey page cli jobs runtime test_ train publish model benchmarks".split()
-ONE_WORKER = {  # with a server of the page and a browser of its own: they take long to start
-    "tests/page/test_journey.py": ("api", "hub_jobs", "local_requests"),
-    "tests/page/test_access.py": ("evaluation", "steps"),
-}
-FIRST_OF = {f"tests/page/test_{name}.py": first for first, names in ONE_WORKER.items() for name in names}
+ONE_SERVER = "access api cards evaluation hub_jobs journey local_requests steps"  # and one browser, long to start
+ONE_SPACE = "limits on_space"
+FIRST_OF = {f"tests/page/test_{name}.py": names for names in (ONE_SERVER, ONE_SPACE) for name in names.split()}
 
 
 @pytest.fixture

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 from linearizer.cli.main import main
+from linearizer.jobs import control
 from linearizer.model.checkpoint import load
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
@@ -166,6 +167,7 @@ def test_a_killed_run_resumes_to_the_same_student(done, tmp_path, said):
     wait_for((folder / "profile.json").exists, process)
     process.kill()
     process.communicate()
+    assert control.status(Run(folder)).state == "lost"
     (folder / "allocation.json.unfinished").write_text("cut off wh")  # as a kill in the middle of a write leaves it
     code, _, err = said("run", "demo", "--budget", "64", "--out", folder, "--resume", *QUICK)
     assert code == 0, err

@@ -80,9 +80,16 @@ def test_whoever_leaves_leaves_the_run_at_work(root, said):
     assert wait_for(run, "done").step["event"] == "evaluate"
 
 
-def test_a_run_in_a_terminal_is_stopped_from_another(root, said):
+def test_a_run_in_a_terminal_is_waited_for_and_stopped_from_another(root, said):
     worker = terminal("run", "demo", *LONG, "--out", str(root / "mine"))
-    wait_until(lambda: (root / "mine" / "plan.json").exists())
+    wait_until(lambda: any(status.state == "running" for status in control.runs_in(root)))
+    second = terminal("run", "demo", *LONG, "--out", str(root / "second"))
+    wait_until(lambda: any(status.state == "queued" and status.place == 1 for status in control.runs_in(root)))
+    time.sleep(1)
+    second.send_signal(signal.SIGTERM)
+    _, err = second.communicate(timeout=180)
+    assert second.returncode == 130 and "waiting for the runs before this one: 1" in err
+    assert [event["event"] for event in Run(root / "second").events()] == ["queued", "stopped"]
     run = Run.open(root / "mine")
     wait_until(lambda: any(event["event"] == "distill" for event in run.events()))
     assert said("runs", "stop", root / "mine")[0] == 0
@@ -95,21 +102,6 @@ def test_a_run_in_a_terminal_is_stopped_from_another(root, said):
     wait_for(run, "running")
     assert said("runs", "stop", "mine")[0] == 0
     wait_for(run, "stopped")
-
-
-def test_a_run_in_a_terminal_waits_for_its_turn_and_says_so(root):
-    first = terminal("run", "demo", *LONG, "--out", str(root / "first"))
-    wait_until(lambda: any(status.state == "running" for status in control.runs_in(root)))
-    second = terminal("run", "demo", *LONG, "--out", str(root / "second"))
-    wait_until(lambda: any(status.state == "queued" and status.place == 1 for status in control.runs_in(root)))
-    time.sleep(1)
-    second.send_signal(signal.SIGTERM)
-    _, err = second.communicate(timeout=180)
-    assert second.returncode == 130 and "waiting for the runs before this one: 1" in err
-    assert [event["event"] for event in Run(root / "second").events()] == ["queued", "stopped"]
-    first.kill()
-    first.communicate()
-    assert control.status(Run(root / "first")).state == "lost"
 
 
 def test_a_run_that_failed_is_shown_with_its_reason(root, said):

@@ -55,9 +55,8 @@ def test_an_evaluation_is_watched_through_a_reload_and_its_charts_appear(local, 
 
 def test_it_is_stopped_and_goes_on_from_the_page(local, browser, done):
     url, runs, _ = local
-    client_of(url).predict(
-        done, ["language", "speed"], {**QUICK, "lengths": [64, 128, 256, 512, 1024, 2048]}, api_name="/evaluate_run"
-    )
+    long = {**QUICK, "seconds": 60, "lengths": [2**power for power in range(6, 14)]}
+    client_of(url).predict(done, ["language", "speed"], long, api_name="/evaluate_run")
     with looking(browser, f"{url}?run={done}") as page:
         page.click("#stop-evaluating", timeout=LONG)
         shown(page, "#evaluating", "Stopped; the parts that were finished are kept", LONG)
