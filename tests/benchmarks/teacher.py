@@ -11,7 +11,9 @@ FOLDER/model is a teacher that any command reads. Nothing is adopted: the report
 tokens falls with what stands before them, and whether a passage is copied over the longest gap.
 
 Before a step of training (results/teacher-4096-0.json) the demo copies over every gap, a little over the longest, and
-its loss falls as far as 2,048 tokens, but not to 4,096.
+its loss falls as far as 2,048 tokens, but not to 4,096. After 400
+steps (results/teacher-4096-400.json) it is lower at every place, but falls no more with longer text, and passages are
+copied better over 128 and 512 tokens, worse over longer gaps.
 """
 
 import argparse
