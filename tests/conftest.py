@@ -121,8 +121,8 @@ def made_once(tmp_path_factory, name, options):
 
 
 def pytest_xdist_auto_num_workers():
-    """Run two workers more than there are cores: many tests wait for processes, pages and clocks."""
-    return (os.cpu_count() or 1) + 2
+    """Run a worker more than there are cores: many tests wait for processes, pages and clocks."""
+    return (os.cpu_count() or 1) + 1
 
 
 def pytest_xdist_make_scheduler(config, log):

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 from io import BytesIO
 from typing import TYPE_CHECKING
 
@@ -43,7 +44,7 @@ def draw_picture(allocation: Allocation, layers: Sequence[Layer]) -> bytes:
         for number, head in enumerate(row):
             draw_cell(pen, LEFT + number * CELL, top, head, layer, allocation.sinks, most)
     out = BytesIO()
-    image.save(out, "PNG", optimize=True)
+    image.save(out, "PNG")
     return out.getvalue()
 
 
@@ -109,6 +110,7 @@ def write_text(
     pen.text((x, y), text, fill=colour, anchor=anchor, font=load_font(size))
 
 
+@cache
 def load_font(size: float) -> FreeTypeFont | ImageFont:
     """Load the font that Pillow carries."""
     from PIL import ImageFont

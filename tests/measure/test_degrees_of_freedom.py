@@ -40,10 +40,10 @@ def exact(points, ridges, normalise):
 
 
 @pytest.mark.parametrize("normalise", ["trace", "J", "none"])
-@pytest.mark.parametrize("duplicates", [0, 4])
+@pytest.mark.parametrize("duplicates", [0, 3])
 @pytest.mark.parametrize(("norm", "spread"), [(1, 0.3), (9, 0.8), (44, 0.25), (44, 2.0)])
 def test_freedoms_are_right_to_a_millionth_at_any_exponent(norm, spread, duplicates, normalise):
-    points = vectors(12, norm, spread, duplicates)
+    points = vectors(8, norm, spread, duplicates)
     points *= min(1, 2000**0.5 / points.norm(dim=-1).max())
     result = degrees_of_freedom(points, RIDGES, normalise)
     assert result.tolist() == pytest.approx(exact(points, RIDGES, normalise), abs=1e-6, rel=0)
