@@ -2,10 +2,12 @@
 
 from linearizer.run.memories import MEMORIES
 from linearizer.run.recipes import RECIPES
+from linearizer.run.strategies import STRATEGIES
 from tests.benchmarks.rivals import RULES
 from tests.benchmarks.shares import ABOUT
 
 STEPS, MEMORY_STEPS = 60, 300  # of every recipe that trains; of memories alone
+OURS = {"best": "gain", "windows": "windows"}  # recipes of ours that prices decide, and their strategies
 SINKS = {"sinks": 4}  # as these recipes have it; where heads are priced the number is measured
 
 
@@ -101,16 +103,46 @@ def describe_row(row):
             else "as it begins, untrained"
         )
         return f"{MEMORIES[changes['feature_map']].about}, beside the same window in every head; {trained}"
-    about = RECIPES[recipe].about
-    if changes.keys() & {"bits", "strategy"}:
-        about = about.replace(", in 4 to 8 bits a number", "")
-    if changes.get("steps"):
-        about = about.replace("; no training", "")
-    values = {name: ",".join(x) if isinstance(x, tuple) else x for name, x in changes.items()}
-    changed = ", ".join(f"{name} {value}" for name, value in values.items() if name not in ("sinks", "may_grow"))
-    return (
-        f"{about}{'; with ' * bool(changed)}{changed}{'; the same window and slots in every head' * ('uniform' in row)}"
+    if recipe in OURS:
+        return describe_priced(row)
+    changed = [
+        f"{name} {value}" + (f": {STRATEGIES[value].about}" if name == "strategy" else "")
+        for name, value in changes.items()
+        if name not in ("sinks", "may_grow")
+    ]
+    return "; with ".join(filter(None, [RECIPES[recipe].about, ", ".join(changed)]))
+
+
+def describe_priced(row):
+    """Say in a line what the KV heads of a row of ours hold, in how many bits, what decides it and what is trained."""
+    recipe, changes = ROWS[row]
+    strategy = STRATEGIES[changes.get("strategy", OURS[recipe])]
+    bits = (
+        f"{changes['bits']} bits"
+        if "bits" in changes
+        else "4 to 8 bits"
+        if strategy.fewer
+        else f"{strategy.bits[0]} bits"
     )
+    if "uniform" in row:
+        return f"ours: the same window and as many slots in every KV head, {bits} a number; no training"
+    memories = [f"a memory ({name})" for name in changes.get("memories", ())]
+    offered = [changes.get("feature_map", strategy.far_field), *memories]
+    held = ["a window"] + [f"a window with {' or '.join(offered)}"] * bool(strategy.far_field)
+    held += ["its whole cache"] * changes.get("may_grow", False)
+    parts = [f"ours: every KV head {', or '.join(held)}, {bits} a number, by its price"]
+    parts += ["every price measured"] * ("prices" in changes)
+    parts += [f"priced for texts of {changes.get('target_length')} tokens"] * ("target_length" in changes)
+    steps = changes.get("steps")
+    if not steps:
+        parts.append("no training")
+    elif changes.get("loss") == "logits":
+        parts.append(f"adapters trained on the teacher's logits, {steps} steps")
+    elif strategy.far_field == "features":
+        parts.append(f"far fields trained layer by layer, {steps} steps")
+    else:
+        parts.append(f"what layers write fitted to the teacher's by least squares, {steps} steps of two texts")
+    return "; ".join(parts)
 
 
 def share_of(row):
