@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.memories import MEMORIES
-from linearizer.run.plan import Plan
+from linearizer.run.plan import FITTED, Plan
 
 NUMBER = 4  # bytes of a float32
 KEPT = 4  # numbers that training keeps of a parameter: itself, a good one of before, two moments
@@ -81,7 +81,14 @@ def resume_bytes(plan: Plan, inspection: Inspection) -> int:
     )
     trained = map_bytes(plan, inspection) + adapter_bytes(plan, inspection)
     files = 0 if not plan.trains else 1 if plan.minutes is None and plan.steps <= SAVE_EVERY else FILES
-    return samples * NUMBER + KEPT * files * trained
+    return samples * NUMBER + KEPT * files * trained + fitted_bytes(plan, inspection)
+
+
+def fitted_bytes(plan: Plan, inspection: Inspection) -> int:
+    """Estimate the size of the maps that a fit in closed form keeps, by the most that they are of a model."""
+    if not plan.trains or FITTED not in plan.kept_loss.split("+"):
+        return 0
+    return inspection.active // 2 * SIZES.get(plan.dtype, inspection.number_bytes)
 
 
 def adapter_bytes(plan: Plan, inspection: Inspection) -> int:

@@ -8,6 +8,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -17,6 +18,7 @@ from linearizer.model.logits import check_logits
 from linearizer.model.safetensors import digest
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
+from linearizer.run.options import differences
 from linearizer.run.sharing import ALL, Share
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
@@ -133,15 +135,20 @@ def resume_training(trainer: Trainer, folder: Path, identity: Mapping[str, objec
     state = read_state(folder)
     if state is None:
         return None
-    differences = trainer.settings.differences(state.facts["settings"])
-    differences += [f"another {name}" for name in ("text", "student") if identity[name] != state.facts[name]]
-    if differences:
-        raise RequestError(
-            f"the training in {str(folder)!r} began with other choices ({'; '.join(differences)}): ask for the same, "
-            "or begin again in another folder"
-        )
+    check_identity(identity, state.facts, folder)
     trainer.restore(state)
     return state
+
+
+def check_identity(identity: Mapping[str, Any], facts: Mapping[str, Any], folder: Path) -> None:
+    """Refuse the state of another training."""
+    others = differences(identity["settings"], facts["settings"])
+    others += [f"another {name}" for name in ("text", "student") if identity[name] != facts[name]]
+    if others:
+        raise RequestError(
+            f"the training in {str(folder)!r} began with other choices ({'; '.join(others)}): ask for the same, or "
+            "begin again in another folder"
+        )
 
 
 @contextmanager

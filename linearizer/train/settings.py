@@ -7,12 +7,12 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 
 import torch
 
 from linearizer.errors import RequestError
-from linearizer.run.options import check_options, differences, option
+from linearizer.run.options import check_options, option
 from linearizer.run.plan import FITTED, Plan
 
 LAYERWISE, END_TO_END = ("softmax", "l2", "output"), ("direct", "logits")
@@ -85,10 +85,6 @@ class TrainingSettings:
         """Look up the learning rate of a parameter by its name in the model."""
         kind = "lora" if "lora_" in parameter else parameter.rpartition(".")[2]
         return self.rate * {**RATES, **self.rates}[kind]
-
-    def differences(self, other: Mapping[str, object]) -> list[str]:
-        """Describe the differences from other settings, given as plain values."""
-        return differences(asdict(self), other)
 
 
 def rate_share(settings: TrainingSettings, step: int) -> float:

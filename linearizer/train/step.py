@@ -186,8 +186,6 @@ def train_share(
     run: Run, student: LinearizedForCausalLM, settings: TrainingSettings, texts: torch.Tensor, number: int, share: Share
 ) -> Steps[TrainingResult]:
     """Train a share of the layers in a phase, from where it stands to the steps at which it ended, perhaps early."""
-    if settings.loss == FITTED:
-        return fit_maps(student, texts, settings)
     folder = folder_of(run, number)
     trained = events.events_of_student(run.events(), EventName.DISTILLED) if folder.exists() else []
     ends = {event.get("phase", 0): event.get("shares", [event["steps"]]) for event in trained}
@@ -197,6 +195,8 @@ def train_share(
         return step >= end or run.has_request("use")
 
     place = folder if share == ALL else folder / name_of(share)
+    if settings.loss == FITTED:
+        return fit_maps(student, texts, settings, folder=place, resume=place.exists(), enough=enough)
     return distill(student, texts, settings, folder=place, resume=place.exists(), enough=enough, share=share)
 
 
