@@ -41,6 +41,7 @@ from linearizer.run.find import find_run, fresh_folder
 from linearizer.run.options import options_of
 from linearizer.run.plan import DEFAULT_BUDGET, Plan
 from linearizer.run.plan_file import read_plan
+from linearizer.serve.address import listen
 from linearizer.serve.defaults import HOST, MAX_STATE_BYTES, PORT
 
 if TYPE_CHECKING:
@@ -319,6 +320,8 @@ def serve_app(arguments: argparse.Namespace) -> None:
 
     if zerogpu.on_zerogpu():
         zerogpu.import_spaces()  # before anything else looks for a device
+    if arguments.port is not None:
+        listen(arguments.host or HOST, arguments.port).close()  # Gradio's own sentence names its parameters
     from linearizer.page import site
 
     try:

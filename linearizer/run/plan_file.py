@@ -13,7 +13,7 @@ def read_plan(path: Path) -> Plan:
     try:
         content = path.read_bytes()
     except OSError as error:
-        raise RequestError(f"{str(path)!r} cannot be read ({error}): name a plan.json") from error
+        raise RequestError(f"{str(path)!r} cannot be read ({error.strerror}): name a plan.json") from error
     return parse_plan(str(path), content)
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 from collections.abc import Callable
 
 import uvicorn
@@ -12,6 +11,7 @@ from linearizer.model import checkpoint
 from linearizer.model.quiet import quiet
 from linearizer.model.teacher import load
 from linearizer.run.folder import Run
+from linearizer.serve.address import listen
 from linearizer.serve.defaults import HOST, MAX_STATE_BYTES, PORT
 from linearizer.serve.endpoint import Served, make_endpoint
 from linearizer.serve.engine import Engine
@@ -43,14 +43,3 @@ def serve(
             config = uvicorn.Config(app, log_level="warning", timeout_graceful_shutdown=CLOSING_SECONDS)
             ready(f"http://{f'[{host}]' if ':' in host else host}:{listening.getsockname()[1]}/v1", name)
             uvicorn.Server(config).run([listening])
-
-
-def listen(host: str, port: int) -> socket.socket:
-    """Take an address before anything is loaded."""
-    if not 0 <= port <= 65535:
-        raise RequestError(f"--port {port} is no port: give a number from 1 to 65535, or 0 for any free port")
-    try:
-        family = socket.AF_INET6 if ":" in host else socket.AF_INET
-        return socket.create_server((host, port), family=family)
-    except OSError as error:
-        raise RequestError(f"{host}:{port} cannot be listened at ({error}): name another --port or --host") from error

@@ -1,6 +1,7 @@
 """A bad request at the command line is answered with a sentence and exit code 2, and leaves nothing behind."""
 
 import shutil
+import socket
 
 import pytest
 from safetensors.torch import load_file, save_file
@@ -66,6 +67,18 @@ def test_a_folder_that_holds_something_else_is_left_as_it_is(tmp_path, said):
 def test_a_folder_that_cannot_be_written_is_refused(said):
     code, _, err = said("run", "demo", "--out", "/proc/run")
     assert code == 2 and "cannot be written" in err
+
+
+def test_the_page_is_refused_a_port_that_is_taken_before_gradio_is_asked(said):
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        code, _, err = said("app", "--port", port)
+    assert code == 2 and f"127.0.0.1:{port} cannot be listened at (Address already in use" in err
+
+
+def test_a_plan_that_is_missing_is_named_once(tmp_path, said):
+    code, _, err = said("run", "demo", "--plan", tmp_path / "none.json")
+    assert code == 2 and f"{str(tmp_path / 'none.json')!r} cannot be read (No such file or directory): name a" in err
 
 
 def test_steps_of_a_folder_that_is_no_run_are_refused(tmp_path, said):
