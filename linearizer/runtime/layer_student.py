@@ -13,10 +13,11 @@ from torch.nn.functional import scaled_dot_product_attention
 from .feature_maps import FEATURE_MAPS, FeatureMap, Folded
 from .few_bits import BY_AXIS
 from .kernel_dispatch import attend_token_of_layer, kernel_serves_text_slots, linear_attention, slot_attention
+from .kernel_slots_in_c import merges_in_c
 from .kernel_token_table import TokenGroup
 from .matrix_rule import RULES, MatrixRule, ScaledRule
 from .slots_merging import Merger, Merging
-from .slots_torch import read_text, read_together
+from .slots_torch import read_text, read_together, slots_of_state
 from .softmax_parts import get_folded
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice
 from .state_in_few_bits import Axes, FewBits, attend_in_few_bits, pack_state, unpack_state
@@ -254,7 +255,8 @@ class LayerStudent(nn.Module):
         a text together; the other groups attend one by one.
         """
         query = query.unflatten(1, (self.kv_heads, -1))
-        out = value.new_empty(*query.shape[:-1], value.shape[-1])
+        batch, _, each, tokens, _ = query.shape  # what is put out lies as its layer wants it, token by token
+        out = value.new_empty(batch, tokens, self.kv_heads, each, value.shape[-1]).permute(0, 2, 3, 1, 4)
         inputs = query, key, value, scale, real, out
         done = attend_token_of_layer(self.groups, memory, *inputs)  # type: ignore[arg-type]
         done += attend_token_in_buffer(self.groups, memory, *inputs, done, self.axes)  # type: ignore[arg-type]
@@ -269,7 +271,7 @@ class LayerStudent(nn.Module):
         for index, group in left:
             heads = as_slice(group.heads)  # type: ignore[arg-type]
             if index in parts:
-                part = parts[index]
+                part = parts.pop(index)
             else:
                 state = None if memory is None else memory[index]
                 if asks := small.get(index):
@@ -288,8 +290,13 @@ class LayerStudent(nn.Module):
         self, left: list, memory: list | None, query: Tensor, key: Tensor, value: Tensor, small: dict, scale: float,
         real: Tensor | None,
     ) -> dict[int, Tensor]:  # fmt: skip
-        """Let all heads with slots that no kernels serve read a text together; return what each group gives."""
+        """Let all heads with slots that no kernels serve read a text; return what each group gives.
+
+        They read together, so that they merge a block at once; but where a kernel merges, one group after the other,
+        which takes less memory.
+        """
         readings, states = {}, {}
+        parts: dict[int, Tensor] = {}
         as_token = query.shape[-2] == 1 and real is None and not torch.compiler.is_exporting()
         for index, group in left:
             if not isinstance(group, SlotGroup) or as_token:
@@ -305,9 +312,15 @@ class LayerStudent(nn.Module):
             state = group.empty(k, v) if state is None else state
             merging = group.merging(scale).unrounded if self.exact_values else group.merging(scale)
             inputs = q * scale, k, v, merging
-            if not kernel_serves_text_slots(*inputs, state):
-                readings[index], states[index] = read_text(*inputs, real, state), state
-        parts = dict(zip(readings, read_together(list(readings.values())), strict=True))
+            if kernel_serves_text_slots(*inputs, state):
+                continue
+            small.pop(index, None)
+            states[index], reading = state, read_text(*inputs, real, state)
+            if merges_in_c(slots_of_state(state), k, v, merging):
+                (parts[index],) = read_together([reading])
+            else:
+                readings[index] = reading
+        parts |= zip(readings, read_together(list(readings.values())), strict=True)
         if memory is not None:
             for index, state in states.items():
                 bits = self.groups[index].bits

@@ -74,7 +74,7 @@ def block_leaves(place: int, window: int, block: int) -> bool:
 def merge_leaving(state: SlotState, merging: Merging, places: Sequence[int]) -> Slots:
     """Give the slots of a state after the blocks have merged that leave before the tokens at these places attend."""
     window, block, device = merging.window, merging.block, state.weight.device
-    held, sinks = Slots(state.slot_k, state.slot_v, state.weight, state.spread), state.sink_k.shape[-2]
+    held, sinks = slots_of_state(state), state.sink_k.shape[-2]
     merge = merge_block
     if merges_in_c(held, state.window_k, state.window_v, merging):
         merge = merge_block_in_c
@@ -221,16 +221,20 @@ def merge_pieces(pieces: list[Piece]) -> list[Slots]:
 
 def may_merge_in_c(piece: Piece) -> bool:
     """Tell whether the kernel of a CPU may merge the blocks of a piece."""
-    state, columns = piece.state, piece.columns
-    held = Slots(state.slot_k, state.slot_v, state.weight, state.spread)
-    return merges_in_c(held, columns.k, columns.v, piece.merging)
+    return merges_in_c(slots_of_state(piece.state), piece.columns.k, piece.columns.v, piece.merging)
+
+
+def slots_of_state(state: SlotState) -> Slots:
+    """Give what a state holds in slots."""
+    return Slots(state.slot_k, state.slot_v, state.weight, state.spread)
 
 
 def merge_in_c(piece: Piece) -> Slots:
     """Merge the blocks that leave the windows as some periods begin, by the kernel of a CPU; update the state."""
     state, columns, leaving = piece.state, piece.columns, piece.leaving
-    held = Slots(state.slot_k, state.slot_v, state.weight, state.spread)
-    slots = merge_blocks_in_c(held, columns.k, columns.v, leaving.index, leaving.present, piece.merging)
+    slots = merge_blocks_in_c(
+        slots_of_state(state), columns.k, columns.v, leaving.index, leaving.present, piece.merging
+    )
     k, v, state.weight, state.spread = (x.unflatten(0, leaving.index.shape[:2])[:, -1].clone() for x in slots.all())
     state.slot_k, state.slot_v = k.to(state.slot_k.dtype), v.to(state.slot_v.dtype)
     return slots
