@@ -1,7 +1,7 @@
 """The table that decides: recipes × budgets × seeds at equal bytes, beside their controls.
 
   python -m tests.benchmarks.quality            hours; what is finished is kept, and a second call goes on within a row
-  python -m tests.benchmarks.quality --quick    minutes: a few rows, one budget, one seed
+  python -m tests.benchmarks.quality --quick    minutes: ours, a few controls and rivals at one budget, one seed
   python -m tests.benchmarks.quality --table    only write the table of what has been measured
   python -m tests.benchmarks.quality --table --merge A.json B.json    with what was measured into other files
   python -m tests.benchmarks.quality --anew …   measure again what had been measured by another version
@@ -70,6 +70,7 @@ BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
 TARGET, LENGTH, PASSAGE, HELD = 512, 512, 64, 8
 EDGES = (0, 64, 256)  # where the ranges of positions begin
 AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
+QUICK = ("best", "windows", "swa", "features", "h2o, 8 bits", "zsmerge, 8 bits", "cache, 2 bits")
 UNTRAINED = ("best", "windows", "swa", "slots", "evict", "duo", "cache", *RULES)
 READ_OTHERWISE = ("swa", "best", "best, 16 bits", "best, 16 bits, uniform", "features")  # rows of the second table
 LONGER = (2, 8)  # times the length, at which the bytes of a growing cache are stated, too
@@ -92,7 +93,7 @@ def main(arguments=None):
     parser.add_argument("--anew", action="store_true")
     arguments = parser.parse_args(arguments)
     if arguments.quick:
-        arguments.rows, arguments.budgets, arguments.seeds = ["best", "windows", "swa", "features"], [64], [0]
+        arguments.rows, arguments.budgets, arguments.seeds = list(QUICK), [64], [0]
     text = "" if arguments.text == "builtin" else "-" + re.sub(r"\W+", "-", arguments.text)
     name = Path(arguments.model).name + text + ("-quick" if arguments.quick else "")
     table = Table(arguments.out or RESULTS / f"quality-{name}")

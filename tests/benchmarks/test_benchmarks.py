@@ -62,6 +62,7 @@ def test_quality_judges_by_texts_that_the_positions_of_a_model_hold():
 
 def test_every_row_of_the_quality_table_is_described_in_a_line(tmp_path):
     lines = {row: describe_row(row) for row in quality.ROWS}
+    assert {*quality.QUICK} <= lines.keys()
     assert all(line and "\n" not in line and len(line) < 200 for line in lines.values())
     assert len({*lines.values()}) == len(lines), "a line says what sets a row apart from every other"
     assert "its whole cache" in lines["best, 8 bits --may-grow"] and "least squares" in lines["best, 100 steps"]
