@@ -83,7 +83,7 @@ def parser() -> Parser:
 
     def add(name: str, serve: Serve, about: str, operand: str = "", description: str | None = None) -> Any:
         """Add a command, whose first operand may be a model or a run."""
-        command = commands.add_parser(name, help=about, description=description)
+        command = commands.add_parser(name, help=about, description=description or f"{about[0].upper()}{about[1:]}.")
         command.set_defaults(serve=serve)
         if operand:
             command.add_argument(operand, metavar=operand.upper(), help=OPERANDS[operand])
@@ -320,8 +320,8 @@ def serve_app(arguments: argparse.Namespace) -> None:
 
     if zerogpu.on_zerogpu():
         zerogpu.import_spaces()  # before anything else looks for a device
-    if arguments.port is not None:
-        listen(arguments.host or HOST, arguments.port).close()  # Gradio's own sentence names its parameters
+    if arguments.port or arguments.host:  # Gradio's own sentence names its parameters
+        listen(arguments.host or HOST, arguments.port or 0).close()
     from linearizer.page import site
 
     try:

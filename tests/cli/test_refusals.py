@@ -76,6 +76,11 @@ def test_the_page_is_refused_a_port_that_is_taken_before_gradio_is_asked(said):
     assert code == 2 and f"127.0.0.1:{port} cannot be listened at (Address already in use" in err
 
 
+def test_the_page_is_refused_an_address_of_another_machine(said):
+    code, _, err = said("app", "--host", "192.0.2.1")
+    assert code == 2 and "192.0.2.1:0 cannot be listened at" in err
+
+
 def test_a_plan_that_is_missing_is_named_once(tmp_path, said):
     code, _, err = said("run", "demo", "--plan", tmp_path / "none.json")
     assert code == 2 and f"{str(tmp_path / 'none.json')!r} cannot be read (No such file or directory): name a" in err
