@@ -78,7 +78,7 @@ def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(local, browse
         shown(page, "#model-card", "Not supported, because")
         assert page.locator("#to-budget").is_disabled()
         name_model(model, "org/gated")
-        shown(page, "#model-card", "accept its licence")
+        shown(page, "#model-card", "accept its terms")
         name_model(model, "<img src=x onerror=alert(1)>")
         shown(page, "#model-card", "img src=x")
         assert page.locator("#model-card img").count() == 0
