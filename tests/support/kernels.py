@@ -15,7 +15,8 @@ from linearizer.runtime.feature_maps import FEATURE_MAPS
 def let_interpreter_prepare_once():
     """Let Triton's interpreter exchange the language's functions for a module once, not at every call of a function.
 
-    That is a third of its time, and what it exchanges for a function that a kernel calls, it never puts back.
+    That is a third of its time, and what it exchanges for a function that a kernel calls, it never puts back. A table
+    of types, too, is not written anew whenever it is looked into.
     """
     from triton.runtime import interpreter
 
@@ -28,6 +29,13 @@ def let_interpreter_prepare_once():
         return function.rewrite()(*args, **kwargs)
 
     interpreter.InterpretedFunction.__call__ = call
+    find, found = interpreter._get_np_dtype, {}
+
+    def find_once(kind):
+        name = kind.scalar.name
+        return found[name] if name in found else found.setdefault(name, find(kind))
+
+    interpreter._get_np_dtype = find_once
 
 
 ON_GPU = torch.cuda.is_available()
