@@ -9,7 +9,7 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -176,8 +176,9 @@ def explain_model_errors(name: str, token: str | None = None) -> Iterator[None]:
     except HFValidationError as error:
         raise ModelNotAvailable(f"{name!r} is neither a folder here nor an id of the Hub: {NAMES}") from error
     except HUB_ERRORS as error:
-        use = Use("loaded", ModelNotAvailable, ModelNotAvailable, _find_copy(name), page=page)
-        raise describe_error(repr(name), error, replace(use, signed_in=bool(access_token(token)))) from error
+        connect, signed_in = _find_copy(name), bool(access_token(token))
+        use = Use("loaded", ModelNotAvailable, ModelNotAvailable, connect, page=page, signed_in=signed_in)
+        raise describe_error(repr(name), error, use) from error
 
 
 def stream_dataset(identifier: str, config: str | None, token: str | None = None) -> IterableDatasetDict:

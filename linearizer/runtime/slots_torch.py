@@ -373,7 +373,7 @@ def reference(
     for text in range(len(q)):
         tokens = torch.arange(q.shape[-2]) if real is None else real[text].nonzero()[:, 0]
         kept = SlotState.empty(k[:1], v[:1], 0, 0, slots)
-        held = Slots(kept.slot_k, kept.slot_v, kept.weight, kept.spread)
+        held = slots_of_state(kept)
         for place, token in enumerate(tokens.tolist()):
             merged = max(0, (place - merging.window) // merging.block + 1) * merging.block
             if merged and place == merged - merging.block + merging.window:  # a block leaves the window
