@@ -28,27 +28,18 @@ def allocate_by_freedoms(
     strategy: str = "common-lambda",
     window: int = 0,
     sinks: int = 0,
-    ridge: float | None = None,
-    paper_rounding: bool = False,
 ) -> Allocation:
     """Spend a budget in tokens of cache, or a mean number of features beside window and sinks, on the KV heads.
 
-    `ridge` is the fixed λ of the paper's strategies (the profile's reference by default); `paper_rounding` rounds
-    features to whole numbers as the paper does, which may exceed the budget a little. The amounts are those of a plan.
+    The fixed λ of the paper's strategies is the reference of the profile. The amounts are those of a plan.
     """
     check_room(layers, budget, features, window + sinks)
     check_profile(profile, layers)
-    fixed = profile.settings.reference if ridge is None else ridge
-    if not 0 < fixed < math.inf:
-        raise BudgetError(f"ridge {ridge!r} is no λ: give a number above 0")
-    rows = [layer_units(profile, index, layer, strategy, -math.log(fixed)) for index, layer in enumerate(layers)]
+    rows = [layer_units(profile, index, layer, strategy) for index, layer in enumerate(layers)]
     units = [unit for row in rows for unit in row]
-    if paper_rounding:
-        counts = iter(round_as_paper(units, strategy, features))
-    else:
-        counts = iter(buy_tiles(units, bytes_for_features(layers, budget, features, window + sinks)))
+    counts = iter(buy_tiles(units, bytes_for_features(layers, budget, features, window + sinks)))
     heads = tuple(tuple(Head(window, count) for unit in row for count in [next(counts)] * unit.heads) for row in rows)
-    return Allocation(strategy, sinks, clip(heads, layers, paper_rounding) if strategy == "dof-clip" else heads)
+    return Allocation(strategy, sinks, clip(heads, layers) if strategy == "dof-clip" else heads)
 
 
 def check_room(layers: Sequence[Layer], budget: int | None, features: int | None, exact_tokens: int) -> None:
@@ -75,13 +66,14 @@ class Unit:
     need: float  # where one level adds tiles to several units, the greatest need comes first
 
 
-def layer_units(profile: Profile, index: int, layer: Layer, strategy: str, fixed_level: float) -> list[Unit]:
+def layer_units(profile: Profile, index: int, layer: Layer, strategy: str) -> list[Unit]:
     """Make the units of one layer as the strategy has it."""
     if layer.native_window is not None:
         return []
     ridges, measured = profile.settings.ridges, profile.layers[index]
     heads = [Curve.through(head.freedoms, ridges) for head in measured.heads]
     queries = [Curve.through(freedoms, ridges) for freedoms in measured.query_freedoms]
+    fixed_level = -math.log(profile.settings.reference)
     return UNITS_BY_STRATEGY[strategy](heads, queries, fixed_level, TILE * head_bytes.feature_bytes(layer))
 
 
@@ -161,18 +153,9 @@ def buy_tiles(units: Sequence[Unit], budget_bytes: int) -> list[int]:
     return [count * TILE for count in tiles]
 
 
-def round_as_paper(units: Sequence[Unit], strategy: str, features: int | None) -> list[int]:
-    """Round each layer's share of the mean dimension to a whole number."""
-    if features is None or strategy == "common-lambda":
-        raise BudgetError("the paper's rounding needs a mean number of features, and a strategy of the paper")
-    shares = [unit.features_at(0.0) for unit in units]
-    mean = math.fsum(shares) / len(shares)
-    return [max(1, round(features * share / mean)) for share in shares]
-
-
-def clip(heads: tuple[tuple[Head, ...], ...], layers: Sequence[Layer], exact: bool) -> tuple[tuple[Head, ...], ...]:
-    """Leave no head more features than its size, in whole tiles unless `exact`."""
-    limits = [layer.key_dim if exact else max(TILE, layer.key_dim // TILE * TILE) for layer in layers]
+def clip(heads: tuple[tuple[Head, ...], ...], layers: Sequence[Layer]) -> tuple[tuple[Head, ...], ...]:
+    """Leave no head more features than its size, in whole tiles."""
+    limits = [max(TILE, layer.key_dim // TILE * TILE) for layer in layers]
     return tuple(
         tuple(replace(head, features=min(head.features, limit)) for head in row)
         for row, limit in zip(heads, limits, strict=True)

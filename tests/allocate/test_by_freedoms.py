@@ -12,6 +12,7 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.run.allocation import Allocation, check_allocation
 from linearizer.run.head_bytes import Head, Layer, cache_bytes, feature_bytes
 from linearizer.run.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
+from tests.benchmarks.paper_fit import allocate_as_paper
 
 RIDGES = tuple(2.0**-exponent for exponent in range(0, 21, 2))
 NATIVE = Layer(4, 2, 16, 16, native_window=64)
@@ -129,10 +130,10 @@ def test_residue_of_fix_goes_to_the_neediest_heads():
     assert bought[needs.index(min(needs))] == 48
 
 
-def test_dof_rounds_as_the_paper_where_asked():
+def test_dof_is_within_a_tile_of_the_paper():
     peaks = [max(head.freedoms[4] for head in layer.heads) for layer in PROFILE.layers]  # λ = 2^-8
     expected = [round(64 * peak / (sum(peaks) / 3)) for peak in peaks]
-    exact = allocate_by_freedoms(PROFILE, LAYERS, features=64, strategy="dof", paper_rounding=True)
+    exact = allocate_as_paper(PROFILE, LAYERS, features=64, strategy="dof")
     assert features_of(exact) == [features for features in expected for _ in range(2)]
     tiled = features_of(allocate_by_freedoms(PROFILE, LAYERS, features=64, strategy="dof"))
     assert all(abs(ours - paper) <= 16 for ours, paper in zip(tiled, features_of(exact), strict=True))
@@ -143,7 +144,7 @@ def test_dof_reproduces_the_dimensions_that_the_paper_gave_gpt2():
     table = (130, 182, 35, 44, 42, 65, 92, 33, 28, 34, 46, 39)
     profile = profile_of([[(need, 0.0)] for need in table])
     layers = (Layer(1, 1, 64, 64),) * 12
-    result = allocate_by_freedoms(profile, layers, features=64, strategy="dof", paper_rounding=True)
+    result = allocate_as_paper(profile, layers, features=64, strategy="dof")
     assert all(abs(got - want) <= 1 for got, want in zip(features_of(result), table, strict=True))
 
 
@@ -173,18 +174,11 @@ def test_common_lambda_gives_each_head_its_own_freedoms():
     assert all(abs(features - freedoms) <= 16 for features, freedoms in zip(result, curves[0], strict=True))
 
 
-@pytest.mark.parametrize(
-    "asked",
-    [
-        {"budget": 64, "strategy": "dof", "ridge": 0.0},
-        {"budget": 64, "strategy": "dof", "ridge": math.nan},
-        {"features": 64, "strategy": "common-lambda", "paper_rounding": True},
-        {"budget": 64, "strategy": "dof", "paper_rounding": True},
-    ],
-)
-def test_what_buys_nothing_is_refused(asked):
-    with pytest.raises(BudgetError):
-        allocate_by_freedoms(PROFILE, LAYERS, **asked)
+def test_dof_reads_the_curves_at_the_reference_of_the_profile():
+    far = replace(PROFILE, settings=replace(PROFILE.settings, reference=2.0**-16))
+    expected = [max(head.freedoms[8] for head in layer.heads) for layer in PROFILE.layers]
+    features = features_of(allocate_as_paper(far, LAYERS, features=64, strategy="dof"))
+    assert features[::2] == [round(64 * need / (sum(expected) / 3)) for need in expected]
 
 
 @names

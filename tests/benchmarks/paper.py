@@ -12,6 +12,7 @@ import itertools
 import json
 import tempfile
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -37,7 +38,7 @@ from linearizer.runtime.attention_interface import attention_modules, observing
 from linearizer.train.distill import distill
 from linearizer.train.losses import AttentionInputs, rows_loss
 from linearizer.train.settings import TrainingSettings
-from tests.benchmarks.paper_fit import fit, head_freedoms, shown
+from tests.benchmarks.paper_fit import allocate_as_paper, fit, head_freedoms, shown
 
 PUBLISHED = json.loads((Path(__file__).with_suffix(".json")).read_text(encoding="utf-8"))
 TABLES = ("1", "2", "4", "5", "7", "11", "12")
@@ -110,9 +111,10 @@ class Paper:
         """Share features out as a row of the paper's tables does."""
         dof = {"max": "dof", "mean": "dof-mean"}[over or self.arguments.over]
         strategy = {"Fix": "fix", "DoF": dof, "DoF+clip": "dof-clip"}[name]
-        how = {"features": self.features, "strategy": strategy, "ridge": self.ridge}
-        exact = self.arguments.rounding == "paper"
-        return allocate_by_freedoms(profile or self.profile, self.layers, **how, paper_rounding=exact)
+        profile = profile or self.profile
+        profile = replace(profile, settings=replace(profile.settings, reference=self.ridge))
+        allocate = allocate_as_paper if self.arguments.rounding == "paper" else allocate_by_freedoms
+        return allocate(profile, self.layers, features=self.features, strategy=strategy)
 
     def subject(self, name, loss, feature_map="prf"):
         """Make a student of the paper, and train it; also note how long that took."""

@@ -3,8 +3,11 @@
 import itertools
 import math
 
+from linearizer.allocate.by_freedoms import layer_units
 from linearizer.amounts import columns
 from linearizer.evaluate.head_errors import spearman
+from linearizer.run.allocation import Allocation
+from linearizer.run.head_bytes import Head
 
 NORMALISE, GAUGE, SINKS, OVER = ("trace", "J", "none"), ("raw", "centred"), (0, 1, 4), ("max", "mean")
 HEADS_AT = 2.0**-8  # the λ of table 2
@@ -14,6 +17,19 @@ def head_freedoms(profile):
     """Degrees of freedom of every head at the λ of table 2: [layer][head]."""
     place = profile.settings.ridges.index(HEADS_AT)
     return [[curve[place] for curve in layer.query_freedoms] for layer in profile.layers if layer.heads]
+
+
+def allocate_as_paper(profile, layers, features, strategy):
+    """Round features to whole numbers as the paper does, not to tiles: they may exceed their mean a little."""
+    rows = [layer_units(profile, index, layer, strategy) for index, layer in enumerate(layers)]
+    shares = [unit.features_at(0.0) for row in rows for unit in row]
+    mean = math.fsum(shares) / len(shares)
+    heads = []
+    for row, layer in zip(rows, layers, strict=True):
+        most = layer.key_dim if strategy == "dof-clip" else math.inf
+        counts = [min(max(1, round(features * unit.features_at(0.0) / mean)), most) for unit in row]
+        heads.append(tuple(Head(0, count) for unit, count in zip(row, counts, strict=True) for _ in range(unit.heads)))
+    return Allocation(strategy, 0, tuple(heads))
 
 
 def fit(paper):
