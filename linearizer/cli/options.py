@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.run.evaluation_request import Request
-from linearizer.run.memories import MEMORIES
+from linearizer.run.memories import MEMORIES, beginning
 from linearizer.run.options import Option, options_of
 from linearizer.run.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
 from linearizer.run.quality import measured_quality
@@ -89,14 +89,14 @@ def describe_recipes() -> str:
 
 
 def measured_lines(name: str) -> list[str]:
-    """Say how a recipe or a memory did in the quality table."""
-    rows = measured_quality().get(name)
+    """Say how a recipe or a memory did in the quality table, and which other memory it begins like."""
+    alike, rows = [beginning(name)] * bool(beginning(name)), measured_quality().get(name)
     if not rows:
-        return ["not measured here yet"]
+        return [*alike, "not measured here yet"]
     cells = (
         f"{row.budget} tokens {row.kl:.3g} (recall {row.recall:.0%}{', untrained' * row.untrained})" for row in rows
     )
-    return [f"KL at the bytes of {', '.join(cells)}"]
+    return [*alike, f"KL at the bytes of {', '.join(cells)}"]
 
 
 def add_evaluate_options(command: argparse.ArgumentParser) -> None:

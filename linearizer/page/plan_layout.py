@@ -12,8 +12,8 @@ from linearizer.page.actions import EFFORTS
 from linearizer.page.example import EXAMPLE_NAME, has_example
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET, SEARCH_ABOUT, lead
 from linearizer.page.picture import PICTURE
-from linearizer.page.ways import USUAL_PAPER, recipe_choices, way_choices
-from linearizer.publish.html import message_box
+from linearizer.page.ways import USUAL_PAPER, further_memories, recipe_choices, way_choices
+from linearizer.publish.html import folded, message_box, table
 from linearizer.run.plan import DEFAULT_BUDGET
 
 EFFORT_INFO = "how much text is read, and how long training takes"
@@ -108,6 +108,9 @@ def choose_plan(ui: SimpleNamespace) -> None:
     with gr.Accordion("Advanced", open=False, elem_id="advanced"):
         gr.HTML('<p class="lz-faint">An empty field is decided by the way chosen above.</p>')
         ui.fields = plan_form.place_options()
+        head, name = ("feature map", "what it is, and how it did"), "Memories beside those of the recipes"
+        memories = table("", head, further_memories(), label=name, kind="lz-words lz-pair")
+        gr.HTML(folded(f"{name}, for Feature map", memories), elem_id="further-memories")
     with gr.Accordion("Do this elsewhere, or load a plan", open=False, elem_id="elsewhere"):
         ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1, wrap_lines=True)
         ui.plan = gr.Code(

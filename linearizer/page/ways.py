@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from linearizer.run.memories import MEMORIES, beginning
 from linearizer.run.quality import measured_quality
 from linearizer.run.recipes import RECIPES
 
@@ -84,6 +85,18 @@ def recipe_choices() -> list[tuple[str, str]]:
         recipe = RECIPES[name]
         label = recipe.label[:1].upper() + recipe.label[1:]
         about = recipe.about.replace("--may-grow", "“May grow”")
-        lines = label, about, recipe.reference or "Ours.", expected_quality(name)
+        lines = label, about, recipe.reference or "Ours.", begins_like(name), expected_quality(name)
         choices.append(("\n".join(filter(None, lines)), name))
     return choices
+
+
+def further_memories() -> list[tuple[str, str]]:
+    """List the memories that are no recipes: the name of each, then what it is, from whom and how it did."""
+    names = [name for name in MEMORIES if name not in RECIPES]
+    lines = ((f"{MEMORIES[name].origin}.", begins_like(name), expected_quality(name)) for name in names)
+    return [(name, " ".join(filter(None, of_memory))) for name, of_memory in zip(names, lines, strict=True)]
+
+
+def begins_like(name: str) -> str:
+    """Say as a sentence which other memory a memory is until it is trained."""
+    return f"{text[:1].upper()}{text[1:]}." if (text := beginning(name)) else ""

@@ -27,6 +27,7 @@ class Memory:
     holds_keys: bool = False  # in each row, beside the value
     is_wide: bool = False  # two rows from each product with a key
     is_positive: bool = False  # what a query reads is a mean of all tokens, by positive weights
+    begins_like: str = ""  # the memory that it is until it is trained, because its own gates then stand still
 
     @property
     def origin(self) -> str:
@@ -91,7 +92,7 @@ MEMORIES: Mapping[str, Memory] = {
         "Dao and Gu, Transformers are SSMs, ICML 2024, arXiv:2405.21060",
         taps=3,
     ),
-    "gla": Memory("a decay by token and channel"),
+    "gla": Memory("a decay by token and channel", begins_like="retnet"),
     "liger": Memory("decays that the keys themselves give"),
     "hgrn2": Memory(
         "what is not kept is written",
@@ -107,13 +108,15 @@ MEMORIES: Mapping[str, Memory] = {
         "the same, with eigenvalues down to -1",
         "Grazzi et al., State-Tracking in Linear RNNs Through Negative Eigenvalues, ICLR 2025, arXiv:2411.12537",
         moments=True,
+        begins_like="deltanet",
     ),
     "gdn": Memory("erases and writes, with a decay by token", moments=True),
-    "kda": Memory("erases and writes, with a decay by token and channel", moments=True),
+    "kda": Memory("erases and writes, with a decay by token and channel", moments=True, begins_like="gdn"),
     "gdn2": Memory(
         "the same, with gates of their own for what is erased and written",
         "Gated DeltaNet-2, 2026, arXiv:2605.22791",
         moments=True,
+        begins_like="gdn",
     ),
     "deltaproduct": Memory(
         "two steps of erasing and writing a token",
@@ -144,5 +147,12 @@ MEMORIES: Mapping[str, Memory] = {
         "gdn, with queries scaled by their place and norm, keys by their norm",
         "after Zhang et al., Selective Attention, NeurIPS 2024, arXiv:2411.12892",
         moments=True,
+        begins_like="gdn",
     ),
 }
+
+
+def beginning(name: str) -> str:
+    """Say which other memory the memory of a name is until it is trained; nothing where it is like no other."""
+    like = MEMORIES[name].begins_like if name in MEMORIES else ""
+    return f"until it is trained the same as {like}" if like else ""

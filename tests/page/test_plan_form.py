@@ -10,7 +10,8 @@ from linearizer.errors import RequestError
 from linearizer.page import actions, plan_form, plan_handlers
 from linearizer.page.plan_handlers import take_plan
 from linearizer.page.visitors import find_visitor
-from linearizer.page.ways import LISTED, WAYS, recipe_choices, recipe_of, way_of
+from linearizer.page.ways import LISTED, WAYS, further_memories, recipe_choices, recipe_of, way_of
+from linearizer.run.memories import MEMORIES
 from linearizer.run.options import options_of
 from linearizer.run.plan import USUAL_TEXTS, YIELDING, Plan
 from linearizer.run.plan_file import parse_plan, read_plan
@@ -35,6 +36,14 @@ def test_every_recipe_is_offered_with_its_reference():
     labels = {name: label for label, name in recipe_choices()}
     assert all(RECIPES[name].reference in labels[name] for name in LISTED)
     assert all(recipe_of(way_of(name), name) == name for name in RECIPES)
+
+
+def test_every_memory_is_said_with_its_reference_and_what_it_begins_like():
+    said = {name: label for label, name in recipe_choices()} | dict(further_memories())
+    assert all(memory.reference in said[name] for name, memory in MEMORIES.items())
+    assert all(
+        f"the same as {memory.begins_like}" in said[name] for name, memory in MEMORIES.items() if memory.begins_like
+    )
 
 
 @pytest.mark.parametrize("recipe", RECIPES)

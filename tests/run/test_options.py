@@ -150,6 +150,8 @@ def test_the_list_says_of_every_recipe_what_it_is_from_whom_and_how_it_did_in_th
     assert ended.value.code == 0 and all(recipe.origin in text for recipe in RECIPES.values())
     assert all(f"{name}: {why}" in text for name, why in NOT_EXPRESSED.items())
     assert all(memory.origin in text for name, memory in MEMORIES.items() if name not in RECIPES)
+    alike = [memory.begins_like for memory in MEMORIES.values() if memory.begins_like]
+    assert all(text.count(f"the same as {name}\n") == alike.count(name) > 0 for name in set(alike))
     records = json.loads(Path("tests/benchmarks/results/quality-demo.json").read_text())
     for name, row in [(each, row) for each in ("best", *MEMORIES) for row in measured.get(each, ())]:
         kind = f"{name}, {'untrained' if row.untrained else '300 steps'}" if name in MEMORIES else name

@@ -3,6 +3,7 @@
 import math
 from dataclasses import replace
 from importlib.util import find_spec, module_from_spec, spec_from_file_location
+from itertools import combinations
 from pathlib import Path
 
 import pytest
@@ -52,6 +53,18 @@ def read(q, k, v, memory, window=WINDOW, sinks=SINKS, real=None, cuts=()):
         piece = None if real is None else real[:, a:b]
         out.append(linear_attention(q[..., a:b, :], k[:, :, a:b], v[:, :, a:b], memory, window, piece, state))
     return torch.cat(out, -2), state
+
+
+def test_memories_begin_like_those_that_they_name_and_like_no_others():
+    def begun(name):
+        made = MatrixRule(2, DIM, VALUE_DIM, ROWS, RULES[name]).double()
+        made.reset(torch.Generator().manual_seed(1))
+        return read(*texts(11), ScaledRule(made, 0.7))[0]
+
+    out = {name: begun(name) for name in RULES}
+    found = {(a, b) for a, b in combinations(RULES, 2) if torch.allclose(out[a], out[b])}
+    first = {name: MEMORIES[name].begins_like or name for name in RULES}
+    assert found == {(a, b) for a, b in combinations(RULES, 2) if first[a] == first[b]}
 
 
 def steps_of(tokens=11, channels=True, memories=1, steps=1, seed=0, columns=VALUE_DIM):
