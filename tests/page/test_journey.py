@@ -32,7 +32,7 @@ LOAD_BACK = """
 def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_loads(local, browser, hub, tmp_path):
     url, runs, log = local
     with looking(browser, url) as page:
-        name = start(page, steps=3)
+        name = start(page, 3, "paper", "paper")  # far enough from its teacher to write another text
         page.wait_for_selector("#run-card .lz-state")
         page.reload()  # what was begun goes on, and the page finds it again
         page.wait_for_url(f"**/?run={name}")
@@ -49,7 +49,7 @@ def test_the_whole_journey_with_a_reload_in_the_middle_ends_in_a_model_that_load
         run = Run(runs / name)
         read, bytes = re.search(r"remembers after (\d+) tokens\s+(\S+ .?B)", page.inner_text("#teacher-card")).groups()
         assert bytes == size(int(read) * run.inspection.cache_bytes_per_token)  # in the units of every other card
-        shown(page, "#compare-note", "is marked", LONG)  # three steps teach little
+        shown(page, "#compare-note", "is marked", LONG)
         marked = [page.locator(f"#{side} mark").inner_text() for side in ("teacher", "student")]
         assert marked[0] != marked[1]
         page.get_by_role("button", name="A long text that needs memory").click()
@@ -110,7 +110,7 @@ def test_a_server_that_did_not_publish_a_run_shows_where_it_is(local, done, hub)
 def test_a_run_is_stopped_and_resumed(local, browser):
     url, runs, _ = local
     with looking(browser, url, viewport={"width": 390, "height": 844}) as page:  # all of it on a phone
-        name = start(page, steps=STEPS)
+        name = start(page, STEPS)
         page.click("#step-1-button")  # before the run is first drawn
         page.get_by_role("button", name="Stop", exact=True).click(timeout=LONG)
         shown(page, "#run-model", "demo")  # and it stays there

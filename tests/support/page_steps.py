@@ -30,11 +30,11 @@ def upload(page, button, content):
     chooser.value.set_files({"name": "plan.json", "mimeType": "application/json", "buffer": content})
 
 
-def start(page, steps):
+def start(page, steps, *way):
     choose_demo(page)
     page.click("#to-budget")
     page.get_by_label("Try it").check()
-    choose_way(page, "features")
+    choose_way(page, *way or ["features"])
     page.get_by_role("button", name="Advanced").click()
     for option, amount in {"texts": 2, "length": 64, "samples": 64, "steps": steps}.items():
         field(page, option).fill(str(amount))
