@@ -34,7 +34,6 @@ from linearizer.model.teacher import Teacher, load, load_config, texts_of
 from linearizer.progress import Progress, Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
-from linearizer.run.comparison import Comparison
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.files import remove
@@ -42,7 +41,7 @@ from linearizer.run.folder import Run, newest_request
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import YIELDING, Plan
 from linearizer.run.profile import Profile
-from linearizer.run.results import Part
+from linearizer.run.results import Comparison, Part
 from linearizer.run.sharing import ALONE, HELPED, Helpers, Share
 from linearizer.run.state_size import StateSize
 from linearizer.run.stopping import check_stop, interruptible, log_end

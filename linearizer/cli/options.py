@@ -11,9 +11,7 @@ from linearizer.run.evaluation_request import Request
 from linearizer.run.memories import MEMORIES, beginning
 from linearizer.run.options import Option, options_of
 from linearizer.run.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
-from linearizer.run.quality import measured_quality
-from linearizer.run.recipes import NOT_EXPRESSED, RECIPES
-from linearizer.run.strategies import STRATEGIES
+from linearizer.run.recipes import NOT_EXPRESSED, RECIPES, STRATEGIES, measured_quality
 
 Add = Callable[..., Any]  # argparse's add_argument, of a command or of a group
 

@@ -19,8 +19,8 @@ from linearizer.jobs.control import Status
 from linearizer.jobs.runs import delete_run, resume_run
 from linearizer.progress import Progress
 from linearizer.run import folder
-from linearizer.run.find import find_run, runs_root
 from linearizer.run.folder import Run
+from linearizer.run.names import find_run, runs_root
 from linearizer.run.plan import Plan
 
 ACTIONS = {

@@ -18,13 +18,13 @@ from linearizer.run.events import EventName
 from linearizer.run.state_size import ROW_TITLES, Reading, StateSize
 
 if TYPE_CHECKING:
-    from linearizer.publish.publication import Preview
+    from linearizer.publish.repository import Preview
     from linearizer.run.allocation import Allocation
-    from linearizer.run.comparison import Comparison
     from linearizer.run.folder import Run
     from linearizer.run.head_bytes import Head, Layer
     from linearizer.run.inspection import Inspection
     from linearizer.run.profile import Profile
+    from linearizer.run.results import Comparison
 
 Product = TypeVar("Product")
 

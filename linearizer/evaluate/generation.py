@@ -12,8 +12,7 @@ from statistics import fmean
 
 import torch
 
-from linearizer.evaluate.reading import read
-from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.subjects import Subject, read
 from linearizer.model.logits import fresh_cache, losses_of
 from linearizer.model.token_loop import choose_likeliest, draw_with_same_noise, write_tokens
 from linearizer.progress import Progress, Steps

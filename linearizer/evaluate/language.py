@@ -14,8 +14,7 @@ from typing import NamedTuple
 
 import torch
 
-from linearizer.evaluate.reading import Read, read_together
-from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.subjects import Read, Subject, read_together
 from linearizer.model.in_step import in_step, passes_at_once
 from linearizer.model.logits import kl_of, texts_at_once
 from linearizer.progress import Progress, Steps

@@ -14,8 +14,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from linearizer.errors import RequestError
-from linearizer.evaluate.reading import read, read_into_cache
-from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.subjects import Subject, read, read_into_cache
 from linearizer.model.logits import fresh_cache, losses_of
 from linearizer.model.memory import run_if_it_fits
 from linearizer.progress import Progress, Steps

@@ -8,8 +8,7 @@ from functools import partial
 
 import torch
 
-from linearizer.evaluate.reading import Pieces, read_branches, read_into, read_losses
-from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.subjects import Pieces, Subject, read_branches, read_into, read_losses
 from linearizer.model.in_step import in_step
 from linearizer.model.logits import fresh_cache, losses_of, texts_at_once
 from linearizer.model.memory import run_if_it_fits

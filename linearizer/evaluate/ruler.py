@@ -17,8 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import TextError
-from linearizer.evaluate.reading import read, read_into_cache
-from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.subjects import Subject, read, read_into_cache
 from linearizer.model.logits import fresh_cache
 from linearizer.model.text import first_tokens
 from linearizer.progress import Progress, Steps

@@ -11,8 +11,8 @@ from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import FaultError, LinearizerError, RequestError
 from linearizer.model.logits import fresh_cache
-from linearizer.model.token_loop import generate_tokens
-from linearizer.run.comparison import Comparison, Difference, Side
+from linearizer.model.token_loop import HALF_LETTER, generate_tokens
+from linearizer.run.results import Comparison, Difference, Side
 from linearizer.run.state_size import StateSize
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
@@ -28,7 +28,7 @@ def find_difference(
     place = next((place for place, (a, b) in enumerate(zip(teacher, student, strict=False)) if a != b), None)
     if place is None:
         return None
-    alike = tokenizer.decode(list(teacher[:place]), skip_special_tokens=True).rstrip("\ufffd")  # of half a letter
+    alike = tokenizer.decode(list(teacher[:place]), skip_special_tokens=True).rstrip(HALF_LETTER)
     tokens = (tokenizer.decode(list(ids[: place + 1]), skip_special_tokens=True) for ids in (teacher, student))
     return Difference(place, alike, *(text[len(alike) :] for text in tokens))
 

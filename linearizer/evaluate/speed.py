@@ -14,8 +14,7 @@ from functools import partial
 
 import torch
 
-from linearizer.evaluate.reading import read, read_into_cache
-from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.subjects import Subject, read, read_into_cache
 from linearizer.model.logits import bytes_held, fresh_cache, vocabulary
 from linearizer.model.memory import PeakMemory, free_bytes, run_if_it_fits
 from linearizer.progress import Progress, Steps

@@ -13,8 +13,7 @@ from transformers import PreTrainedTokenizerBase
 from linearizer.errors import FolderError, RequestError, TextError
 from linearizer.model import checkpoint
 from linearizer.model.quiet import quiet
-from linearizer.model.text_stream import TextStream
-from linearizer.model.token_loop import generate_tokens, read_tokens
+from linearizer.model.token_loop import TextStream, generate_tokens, read_tokens
 from linearizer.progress import Progress, Steps
 from linearizer.run.files import writing
 from linearizer.run.folder import Run

@@ -1,4 +1,4 @@
-"""Reads texts into a cache, piece by piece, and continues them, a token at a time."""
+"""Reads texts into a cache, piece by piece, and continues them, token by token, as text."""
 
 from __future__ import annotations
 
@@ -6,11 +6,14 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 Tensor = torch.Tensor
 PIECE = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
+HALF_LETTER = "\ufffd"  # what a decoder writes for bytes that are no letter yet
+CONTEXT = 8  # tokens before the first token that comes
+MAX_LETTER_TOKENS = 16  # bytes that are no letter are written as such after so many tokens
 Choose = Callable[[Tensor], Tensor]  # logits (texts, vocabulary) -> next tokens (texts, 1)
 
 
@@ -86,3 +89,34 @@ def generate_tokens(
         pad_token_id=model.generation_config.pad_token_id or 0,
         custom_generate=loop,
     )
+
+
+class TextStream:
+    """Decodes tokens one by one: a token may hold part of a letter, and its text may depend on those `before`."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, before: list[int]) -> None:
+        self.tokenizer = tokenizer
+        self.tokens = before[-CONTEXT:]  # the last ones that were written, then those that were not
+        self.written = len(self.tokens)  # how many of them were written
+
+    def add(self, token: int) -> str:
+        """Give the text that this token completes; "" while a letter is incomplete."""
+        self.tokens.append(token)
+        text = self.new_text()
+        if text.endswith(HALF_LETTER) and len(self.tokens) - self.written < MAX_LETTER_TOKENS:
+            return ""
+        self.tokens, self.written = self.tokens[self.written :], len(self.tokens) - self.written
+        return text
+
+    def rest(self) -> str:
+        """Give the text of what is incomplete at the end."""
+        text, self.tokens, self.written = self.new_text(), [], 0
+        return text
+
+    def new_text(self) -> str:
+        """Decode the tokens that were not written, in the sight of those before."""
+        before, all_of = (
+            self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
+            for tokens in (self.tokens[: self.written], self.tokens)
+        )
+        return all_of[len(before) :]

@@ -16,10 +16,10 @@ from linearizer.page.visitors import Visitor, on_space
 from linearizer.run.allocation import Allocation
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import writing
-from linearizer.run.find import runs_root
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Layer
 from linearizer.run.hub_job import HubJob
+from linearizer.run.names import runs_root
 from linearizer.run.options import options_of
 from linearizer.run.plan import YIELDING, Plan
 from linearizer.run.prices import Prices

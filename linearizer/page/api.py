@@ -27,13 +27,13 @@ from linearizer.page.calls import Profile, Token, identify_visitor, refusals_in_
 from linearizer.page.limits import MAX_COMPARED_TOKENS, MAX_PROMPT_CHARACTERS
 from linearizer.page.visitors import Visitor
 from linearizer.publish import html
-from linearizer.publish.publication import Preview, Published
+from linearizer.publish.repository import Preview, Published
 from linearizer.publish.verdict import Verdict
-from linearizer.run.comparison import Difference, Side
 from linearizer.run.evaluation_request import PARTS, Request
 from linearizer.run.inspection import Inspection
 from linearizer.run.options import options_of
 from linearizer.run.plan import Plan
+from linearizer.run.results import Difference, Side
 from linearizer.run.state_size import Reading
 
 Choice = str | int | float | bool | list[str] | list[int] | None

@@ -21,7 +21,7 @@ from linearizer.run.hub_job import read_hub_job
 from linearizer.run.results import Language, Recall
 
 if TYPE_CHECKING:
-    from linearizer.run.comparison import Comparison, Difference, Side
+    from linearizer.run.results import Comparison, Difference, Side
 
 STATE_SIGNS = {
     "queued": "◷", "running": "●", "stopping": "◑", "stopped": "■", "failed": "▲", "done": "✓", "lost": "?",

@@ -22,7 +22,7 @@ from linearizer.publish import html
 from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
-    from linearizer.run.comparison import Comparison
+    from linearizer.run.results import Comparison
 
 SOON_SECONDS = 0.2  # until the page polls, once something was asked
 IDLE_POLL_SECONDS = 5.0  # between two polls where nothing is at work

@@ -12,7 +12,7 @@ from linearizer.progress import Progress
 from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
-    from linearizer.publish.publication import Published
+    from linearizer.publish.repository import Published
 
 
 @dataclass

@@ -28,7 +28,7 @@ from linearizer.page.browser_script import ADDRESS, HEAD, REMEMBER, STEPS
 from linearizer.page.students import sample_prompts
 from linearizer.page.theme import CSS, OUTSIDE, theme
 from linearizer.page.visitors import on_space, signs_in
-from linearizer.run.find import runs_root
+from linearizer.run.names import runs_root
 from linearizer.serve.local_requests import LOCAL_HOSTS, LocalRequests
 
 # Gradio tells every part that ever showed progress of the progress of every event, which copies the figures in it

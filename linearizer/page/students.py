@@ -21,7 +21,7 @@ from linearizer.run.state_size import Reading, StateSize
 
 if TYPE_CHECKING:
     from linearizer.progress import Progress
-    from linearizer.run.comparison import Comparison, Side
+    from linearizer.run.results import Comparison, Side
     from linearizer.runtime.cache import LinearizedCache
 
 COMPARISON_SECONDS = 120  # that ZeroGPU lends its device to a comparison, or to the reading of a document

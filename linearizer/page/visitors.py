@@ -14,8 +14,8 @@ from pathlib import Path
 
 from linearizer.errors import RequestError
 from linearizer.page.example import EXAMPLE_NAME, example_folder, has_example, refuse_example
-from linearizer.run.find import fresh_folder, runs_root
 from linearizer.run.folder import Run
+from linearizer.run.names import fresh_folder, runs_root
 from linearizer.run.plan import Plan
 
 RUN_NAME = re.compile(r"[A-Za-z0-9_@+-][A-Za-z0-9._@+-]{0,199}")

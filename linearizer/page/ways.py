@@ -5,8 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from linearizer.run.memories import MEMORIES, beginning
-from linearizer.run.quality import measured_quality
-from linearizer.run.recipes import RECIPES
+from linearizer.run.recipes import RECIPES, measured_quality
 
 SHOWN_BUDGET = 64  # of the measurements on the demo model that are quoted
 

@@ -8,7 +8,7 @@ from html import escape
 
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.publish.tables import Table, describe_environment
-from linearizer.run.find import runs_root
+from linearizer.run.names import runs_root
 from linearizer.run.results import Part
 
 

@@ -12,8 +12,9 @@ from linearizer.progress import Progress, Steps
 from linearizer.publish import space
 from linearizer.publish.card import card_files, write_snippet
 from linearizer.publish.card_metadata import Teacher
-from linearizer.publish.publication import Preview, Published
 from linearizer.publish.repository import (
+    Preview,
+    Published,
     Repository,
     fetch_file,
     find_repository,

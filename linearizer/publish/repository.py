@@ -1,4 +1,7 @@
-"""The repositories of the Hub that an account may publish in: names, owners and files. Nothing is written here."""
+"""The repositories of the Hub that an account may publish in: names, owners and files; what would be published there.
+
+Nothing is written here.
+"""
 
 from __future__ import annotations
 
@@ -176,3 +179,26 @@ def without_bars() -> Iterator[None]:
         yield
     finally:
         enable_progress_bars()
+
+
+@dataclass(frozen=True)
+class Preview:
+    """What would be published, and where."""
+
+    repo_id: str
+    private: bool
+    card: str
+    files: tuple[tuple[str, int], ...]  # name, bytes
+    bytes: int
+    notes: tuple[str, ...] = ()  # what the user should know before publishing
+    checked: bool = True  # whether the Hub was asked if it may be published there, which needs an account
+
+
+@dataclass(frozen=True)
+class Published:
+    """What was published, at which revision, and the lines that load it."""
+
+    repo_id: str
+    revision: str
+    url: str
+    snippet: str

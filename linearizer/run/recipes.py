@@ -1,14 +1,63 @@
 """Recipes: published methods and ours, each as the choices of a plan; what is given besides takes precedence.
 
 Each is its authors' form, as far as one run can hold it, at the bytes that the budget gives. Where a model adapts, that
-is LoRA on q, k, v and o: the teacher's own weights stay.
+is LoRA on q, k, v and o: the teacher's own weights stay. A strategy says what heads may hold, and which measurement
+decides how the budget is shared out among them.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+import json
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from functools import cache
+from pathlib import Path
+from typing import Any, Literal
+
+SUMMARY = Path(__file__).with_name("quality.json")  # which the benchmark writes
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """How a budget becomes an allocation."""
+
+    about: str
+    decided_by: Literal["prices", "gates", "freedoms", "budget"]  # "budget": nothing has to be measured
+    far_field: Literal["slots", "features", ""] = ""  # what heads may hold beside a window
+    bits: tuple[int, ...] = (16,)  # that a number in keys and values may have; the first is the default
+    fewer: tuple[int, ...] = ()  # that heads may have where that pays, unless bits are asked for
+
+    @property
+    def spends_tokens(self) -> bool:
+        """Whether the budget is given in tokens of cache; otherwise it may be a mean number of features."""
+        return self.decided_by != "freedoms"
+
+    @property
+    def product(self) -> str:
+        """Name the product of a run that is measured last, and that decides; every run has a profile."""
+        return self.decided_by if self.decided_by in ("prices", "gates") else "profile"
+
+
+STRATEGIES: Mapping[str, Strategy] = {
+    "gain": Strategy(
+        "a window or slots by each head's price; with --may-grow softmax, too",
+        "prices",
+        "slots",
+        (8, 16, 6, 5, 4),
+        (6, 5, 4),
+    ),
+    "gain-features": Strategy("as gain, with features in place of slots", "prices", "features", (8, 16)),
+    "windows": Strategy("as gain, without slots", "prices", "", (16, 8, 6, 5, 4)),
+    "window": Strategy("the same window for every head", "budget", "", (16, 8, 6, 5, 4)),
+    "memory": Strategy("the same memory for every head, beside a window: --feature-map names it", "budget", "features"),
+    "duo": Strategy("softmax or a window by learned gates; needs --may-grow", "gates"),
+    "fix": Strategy("the same number of features for every head", "freedoms", "features"),
+    "dof": Strategy("features by the most degrees of freedom in a layer (the paper)", "freedoms", "features"),
+    "dof-clip": Strategy("as dof, but at most the head size", "freedoms", "features"),
+    "dof-mean": Strategy("features by the mean degrees of freedom of a layer", "freedoms", "features"),
+    "common-lambda": Strategy("features by degrees of freedom at one λ for all heads", "freedoms", "features"),
+}
+
 
 WITHOUT_WINDOW = {"window": 0, "sinks": 0}  # features alone, as these authors have it
 WITH_ADAPTERS = {"lora": 8, "steps": 60}
@@ -192,3 +241,21 @@ NOT_EXPRESSED: Mapping[str, str] = {  # method -> why no head can hold it
 def choices_of(recipe: str) -> Mapping[str, Any]:
     """Give the choices of a recipe; an unknown recipe has none, and is refused by the plan."""
     return RECIPES[recipe].choices if recipe in RECIPES else {}
+
+
+@dataclass(frozen=True)
+class Quality:
+    """How a recipe did with the demo model at one budget: means over seeds, from the quality table."""
+
+    budget: int  # tokens of the teacher's cache
+    kl: float  # nats from the teacher, at the output
+    recall: float  # what a student gains when a passage comes again, as a share of what its teacher gains
+    seeds: int
+    untrained: bool = False  # measured as the recipe begins: its training was not
+
+
+@cache
+def measured_quality() -> Mapping[str, Sequence[Quality]]:
+    """Read how each recipe did, by budget; a recipe that was not measured is missing."""
+    rows: dict[str, list[dict[str, Any]]] = json.loads(SUMMARY.read_text(encoding="utf-8"))
+    return {recipe: tuple(Quality(**row) for row in of_recipe) for recipe, of_recipe in rows.items()}

@@ -1,4 +1,7 @@
-"""What an evaluation measured of a student: one frozen dataclass for every part, as evaluation.json holds it."""
+"""What an evaluation measured of a student: one frozen dataclass for every part, as evaluation.json holds it.
+
+A comparison is what teacher and student wrote after the same prompt; no file holds it.
+"""
 
 from __future__ import annotations
 
@@ -307,3 +310,36 @@ def read_part(name: str, plain: Mapping[str, Any]) -> Part:
 def select_fields(plain: Mapping[str, Any], kind: type) -> dict[str, Any]:
     """Take the values of the fields of one dataclass."""
     return {field.name: plain[field.name] for field in fields(kind) if field.name in plain}
+
+
+@dataclass(frozen=True)
+class Side:
+    """What one model has written, its speed, and what it remembers, in the units of every other size."""
+
+    text: str
+    tokens: int
+    first_token_seconds: float
+    tokens_per_second: float  # after the first token
+    tokens_read: int
+    state_bytes: int  # of cache or state once these are read; in the layers that the student replaces
+
+
+@dataclass(frozen=True)
+class Difference:
+    """The first token that the student chose otherwise than its teacher."""
+
+    place: int  # tokens that both wrote alike
+    alike: str  # the text of these
+    teacher: str  # the token of each
+    student: str
+
+
+@dataclass(frozen=True)
+class Comparison:
+    """What both models have written so far."""
+
+    prompt: str
+    prompt_tokens: int
+    teacher: Side
+    student: Side
+    difference: Difference | None = None

@@ -9,7 +9,7 @@ from transformers import PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
 from linearizer.errors import first_line
-from linearizer.model.text_stream import TextStream
+from linearizer.model.token_loop import TextStream
 from linearizer.serve.sampling import Drawing
 
 

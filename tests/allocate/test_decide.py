@@ -14,7 +14,7 @@ from linearizer.run.head_bytes import cache_bytes
 from linearizer.run.memories import MEMORIES
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
-from linearizer.run.strategies import STRATEGIES
+from linearizer.run.recipes import STRATEGIES
 
 
 @pytest.fixture(scope="module")

@@ -19,7 +19,7 @@ from linearizer.model.checkpoint import load_student
 from linearizer.model.logits import kl_of
 from linearizer.model.teacher import load
 from linearizer.pipeline import training_and_judging_texts
-from linearizer.run.find import find_run
+from linearizer.run.names import find_run
 from linearizer.runtime.attention_interface import attending
 
 RESULTS = Path(__file__).parent / "results" / "dtypes-cpu.json"

@@ -21,9 +21,8 @@ from linearizer import pipeline
 from linearizer.allocate.by_freedoms import allocate_by_freedoms
 from linearizer.amounts import columns
 from linearizer.evaluate.head_errors import spearman
-from linearizer.evaluate.reading import read_losses
 from linearizer.evaluate.speed import Meter
-from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.subjects import Subject, read_losses
 from linearizer.measure.profile import measure_profile
 from linearizer.model.checkpoint import linearize, make_layer_students
 from linearizer.model.hub import find_model

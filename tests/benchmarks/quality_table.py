@@ -8,8 +8,7 @@ from pathlib import Path
 from linearizer.amounts import size
 from linearizer.run.files import write_whole
 from linearizer.run.memories import MEMORIES
-from linearizer.run.quality import SUMMARY
-from linearizer.run.recipes import RECIPES
+from linearizer.run.recipes import RECIPES, SUMMARY
 from tests.benchmarks.ablation import READOUTS
 from tests.benchmarks.quality_rows import MEMORY_STEPS, ROWS, describe_row
 

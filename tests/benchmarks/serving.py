@@ -28,7 +28,7 @@ from linearizer.model.checkpoint import load_of_run
 from linearizer.model.teacher import load
 from linearizer.model.text import read_texts
 from linearizer.progress import finish
-from linearizer.run.find import find_run
+from linearizer.run.names import find_run
 from linearizer.run.plan import Plan
 from linearizer.serve.endpoint import Served
 from linearizer.serve.engine import Engine

@@ -30,9 +30,8 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from linearizer.evaluate.language import doubling_edges
-from linearizer.evaluate.reading import read_losses
 from linearizer.evaluate.recall import RepeatReader
-from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.subjects import Subject, read_losses
 from linearizer.model import teacher as teacher_module
 from linearizer.model.devices import choose_device
 from linearizer.model.logits import losses_of

@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from linearizer.evaluate.reading import read
-from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.subjects import Subject, read
 from linearizer.model.swap import exchange_students
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, cache_bytes, head_bytes

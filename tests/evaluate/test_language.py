@@ -15,9 +15,8 @@ from linearizer.evaluate.language import (
     owners_of,
     read_scores,
 )
-from linearizer.evaluate.reading import read_losses, read_together
 from linearizer.evaluate.recall import RepeatReader, doubling_gaps, measure_longer, measure_recall
-from linearizer.evaluate.subjects import Subject, window_control
+from linearizer.evaluate.subjects import Subject, read_losses, read_together, window_control
 from linearizer.model import logits
 from linearizer.model.checkpoint import make_layer_students
 from linearizer.model.logits import kl_of, logits_of, losses_of

@@ -17,8 +17,8 @@ from linearizer.cli.main import main
 from linearizer.door import with_absolute_paths
 from linearizer.errors import FolderError
 from linearizer.evaluate import step
-from linearizer.evaluate.reading import read_losses
 from linearizer.evaluate.setup import assembled
+from linearizer.evaluate.subjects import read_losses
 from linearizer.jobs import control as jobs
 from linearizer.model.hub import find_model
 from linearizer.model.text import read_texts

@@ -6,9 +6,9 @@ import pytest
 
 from linearizer.jobs import control
 from linearizer.page import cards, runs_cards, students
-from linearizer.run.comparison import Side
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
+from linearizer.run.results import Side
 
 
 @pytest.fixture

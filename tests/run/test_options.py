@@ -15,9 +15,7 @@ from linearizer.run.evaluation_request import Request
 from linearizer.run.memories import MEMORIES
 from linearizer.run.options import check_options, option, options_of
 from linearizer.run.plan import ALLOCATION, BY_RECIPE, USUAL_SAMPLES, Plan
-from linearizer.run.quality import measured_quality
-from linearizer.run.recipes import CHOSEN, NOT_EXPRESSED, RECIPES
-from linearizer.run.strategies import STRATEGIES
+from linearizer.run.recipes import CHOSEN, NOT_EXPRESSED, RECIPES, STRATEGIES, measured_quality
 from linearizer.runtime.feature_maps import FEATURE_MAPS
 from linearizer.runtime.matrix_rule import RULES
 

@@ -4,7 +4,7 @@ import pytest
 from transformers import AutoTokenizer
 
 from linearizer.model.hub import find_model
-from linearizer.model.text_stream import UNFINISHED, TextStream
+from linearizer.model.token_loop import HALF_LETTER, TextStream
 
 
 @pytest.fixture(scope="module")
@@ -18,7 +18,7 @@ def test_pieces_add_up_to_the_text(tokenizer, text):
     stream = TextStream(tokenizer, tokenizer("Once")["input_ids"])
     pieces = [stream.add(token) for token in ids]
     assert "".join([*pieces, stream.rest()]) == text
-    assert not any(UNFINISHED in piece for piece in pieces)
+    assert not any(HALF_LETTER in piece for piece in pieces)
 
 
 def test_bytes_that_become_no_letter_are_not_held_for_ever(tokenizer):
