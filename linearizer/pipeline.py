@@ -19,8 +19,7 @@ from linearizer import door
 from linearizer.allocate.decide import decide
 from linearizer.allocate.step import PRICING, TrainOffers, allocate, help_pricing
 from linearizer.errors import LinearizerError
-from linearizer.evaluate.environment import environment
-from linearizer.evaluate.setup import Setup, assembled
+from linearizer.evaluate.setup import Setup, assembled, environment
 from linearizer.evaluate.side_by_side import write_in_turns
 from linearizer.evaluate.step import JUDGING, judge, measure_parts
 from linearizer.measure.step import measure_teacher, min_texts

@@ -2,21 +2,24 @@
 
 from __future__ import annotations
 
+import platform
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import cached_property
+from importlib.metadata import PackageNotFoundError, version
 from itertools import islice
+from typing import Any
 
 import torch
 from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 
+import linearizer
 from linearizer.errors import ModelNotAvailable, RequestError, TextError
 from linearizer.evaluate.cache_in_few_bits import caches_in_few_bits
-from linearizer.evaluate.environment import environment
 from linearizer.evaluate.subjects import Subject, window_control
 from linearizer.model import checkpoint
-from linearizer.model.devices import choose_device
+from linearizer.model.devices import choose_device, describe_device
 from linearizer.model.quiet import quiet
 from linearizer.model.samples import SAMPLES
 from linearizer.model.swap import exchange_students
@@ -33,6 +36,7 @@ from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.step import initialise_student
 
 RIVAL_BITS = (2, 3, 4)
+PACKAGES = ("torch", "transformers", "lm_eval")
 
 
 @dataclass(frozen=True)
@@ -149,6 +153,20 @@ class Setup:
         """Name the software, the device and the teacher of the measurements."""
         teacher = None if self.teacher is None else self.student.config.teacher
         return MadeWith(**environment(self.student), teacher=teacher, alone=self.alone)
+
+
+def environment(model: torch.nn.Module) -> dict[str, Any]:
+    """Name versions, device and type of number of a model that is measured: they tell why numbers differ."""
+    weight = next(model.parameters())
+    versions = {"python": platform.python_version(), "linearizer": linearizer.__version__}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):
+            versions[name] = version(name)
+    return {
+        "versions": versions,
+        "device": describe_device(weight.device),
+        "dtype": str(weight.dtype).removeprefix("torch."),
+    }
 
 
 @contextmanager

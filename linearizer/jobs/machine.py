@@ -9,9 +9,8 @@ from pathlib import Path
 
 import torch
 
-from linearizer.evaluate.environment import describe_device
 from linearizer.jobs.forecast import RunForecast
-from linearizer.model.devices import choose_device, choose_dtype
+from linearizer.model.devices import choose_device, choose_dtype, describe_device
 from linearizer.model.memory import free_bytes
 from linearizer.model.streaming import rooms_for_weights
 from linearizer.run.plan import Plan

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import platform
 import time
 from functools import cache
 from typing import TYPE_CHECKING
@@ -57,6 +58,16 @@ def slowness(dtype: torch.dtype) -> float:
             matrix @ matrix
             times.append(time.perf_counter() - begin)
     return min(seconds[dtype]) / min(seconds[torch.float32])
+
+
+def describe_device(device: torch.device) -> str:
+    """Name a device as its maker does."""
+    import torch
+
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    threads = torch.get_num_threads()
+    return f"{device.type} ({platform.machine()}, {threads} thread{'s' * (threads > 1)})"
 
 
 def device_kind(device: str) -> str:

@@ -12,7 +12,6 @@ from linearizer.jobs.control import LIVE, Status
 from linearizer.page.students import DOCUMENT_FACTS
 from linearizer.progress import Progress
 from linearizer.publish.html import announcement, folded, message_box, table, values_list
-from linearizer.publish.tables import state_size
 from linearizer.publish.training_charts import ERRORS
 from linearizer.publish.verdict import Verdict
 from linearizer.run.files import parse_json
@@ -165,7 +164,7 @@ def evaluation_table(language: Language, recall: Recall | None) -> str:
     cells = [
         [
             subject.name,
-            state_size(subject.state_bytes),
+            size(subject.state_bytes),
             f"{subject.loss.mean:.3f}",
             "–" if subject.kl is None else f"{subject.kl.mean:.4f}",
             "–" if subject.agreement is None else f"{subject.agreement.mean:.1%}",

@@ -46,7 +46,7 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
     rows: Rows = [("", "state", "loss", "95 %", "perplexity", "above teacher", "calibration")]
     for subject in language.subjects:
         low, high = subject.loss.interval
-        row = [subject.name, state_size(subject.state_bytes), f"{subject.loss.mean:.3f}", f"{low:.3f}–{high:.3f}"]
+        row = [subject.name, size(subject.state_bytes), f"{subject.loss.mean:.3f}", f"{low:.3f}–{high:.3f}"]
         rows.append(
             [*row, f"{subject.perplexity:.2f}", with_half_width(subject.excess), f"{subject.calibration_error:.3f}"]
         )
@@ -207,10 +207,6 @@ def size_or_dash(bytes: int | None) -> str:
 def format_mean(values: Sequence[float | None], form: str = ".3f") -> str:
     there = [value for value in values if value is not None]
     return f"{sum(there) / len(there):{form}}" if there else "–"
-
-
-def state_size(bytes: int | None) -> str:
-    return "grows" if bytes is None else size(bytes)
 
 
 def with_half_width(estimate: results.Estimate | None, form: str = ".3f") -> str:

@@ -47,7 +47,7 @@ class Predictions:
     """One subject, in nats; comparisons with the teacher are None where there is no teacher."""
 
     name: str
-    state_bytes: int | None  # of cache or state at the end of a text; None: a teacher's, which was not stored
+    state_bytes: int  # of cache or state at the end of a text
     loss: Estimate
     perplexity: float
     by_position: tuple[float, ...]  # loss in the ranges that begin at `edges`
@@ -57,7 +57,7 @@ class Predictions:
     agreement: Estimate | None  # how often the likeliest tokens are the same
     calibration_error: float  # |probability - correct|, averaged over the predictions
     bins: tuple[Bin, ...]
-    tail: Tail | None = None
+    tail: Tail | None
 
 
 @dataclass(frozen=True)

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from linearizer.evaluate.environment import environment
+from linearizer.evaluate.setup import environment
 from linearizer.run.head_bytes import Head
 from tests.support.models import student_of, teacher_of, tokens
 

@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 
 from linearizer.amounts import columns
-from linearizer.evaluate.environment import environment
+from linearizer.evaluate.setup import environment
 from linearizer.model.checkpoint import load_student
 from linearizer.model.logits import kl_of
 from linearizer.model.teacher import load

@@ -30,9 +30,9 @@ from linearizer.allocate import step
 from linearizer.allocate.decide import allocate_alike
 from linearizer.errors import BudgetError, RequestError
 from linearizer.evaluate.cache_in_few_bits import caches_in_few_bits
-from linearizer.evaluate.environment import environment
 from linearizer.evaluate.language import join_scores, read_scores, tail_of
 from linearizer.evaluate.recall import measure_recall
+from linearizer.evaluate.setup import environment
 from linearizer.evaluate.subjects import Subject
 from linearizer.measure.profile import profile_settings
 from linearizer.measure.step import measure_teacher

@@ -23,7 +23,7 @@ import torch
 
 from linearizer import pipeline
 from linearizer.amounts import columns
-from linearizer.evaluate.environment import environment
+from linearizer.evaluate.setup import environment
 from linearizer.model.checkpoint import load_of_run
 from linearizer.model.teacher import load
 from linearizer.model.text import read_texts

@@ -17,8 +17,7 @@ import torch
 
 from linearizer import pipeline
 from linearizer.amounts import size
-from linearizer.evaluate.environment import environment
-from linearizer.evaluate.setup import assembled
+from linearizer.evaluate.setup import assembled, environment
 from linearizer.evaluate.speed import Meter
 from linearizer.pipeline import linearize
 from linearizer.progress import finish

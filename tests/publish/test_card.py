@@ -25,7 +25,7 @@ def test_the_card_names_base_results_and_how_to_load(tmp_path):
     assert data.model_name == "student" and "linear-attention" in data.tags
     results = {result.metric_type: result.metric_value for result in data.eval_results}
     assert results["loss"] == 3.25 and results["recall_after_16"] == 2.0
-    assert "| teacher | grows | 3.000 |" in text and "| student | 4.1 kB | 3.250 |" in text
+    assert "| teacher | 65.5 kB | 3.000 |" in text and "| student | 4.1 kB | 3.250 |" in text
     assert results["loss_at_positions_64_and_later"] == 3.15 and "2 texts of 128 tokens" in text
     assert (
         write_snippet("me/student") in text and "1 of 4 KV heads keep their whole cache and grow with the text" in text

@@ -21,7 +21,7 @@ LOSSES = {"teacher": 3.0, "student": 3.25, "window": 3.5}
 def judged(text="builtin", **losses):
     """What is measured when a student is made: the losses of its subjects on a text."""
     losses = LOSSES | losses
-    states = {"teacher": None, "student": 4096, "window": 4000}
+    states = {"teacher": 65536, "student": 4096, "window": 4000}
     predicted = [{**predictions(name, loss), "state_bytes": states[name]} for name, loss in losses.items()]
     passages = [{"name": name, "first": [4.0], "second": [2.0]} for name in losses]
     recall = {**RECALL, "text": text, "gaps": [16], "subjects": passages, "longer": None}

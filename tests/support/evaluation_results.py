@@ -14,7 +14,7 @@ def estimate(mean):
 def predictions(name, loss):
     bins = [{"share": share, "probability": share + 0.1, "correct": share} for share in (0.2, 0.7)]
     return {
-        "name": name, "state_bytes": None if name == "teacher" else 262144, "loss": estimate(loss), "perplexity": 33.0,
+        "name": name, "state_bytes": 262144, "loss": estimate(loss), "perplexity": 33.0,
         "by_position": [loss + 0.1, loss - 0.1], "position_intervals": [[loss, loss + 0.3], [loss - 0.2, loss]],
         "excess": estimate(0.1), "kl": estimate(0.2),
         "agreement": estimate(0.8), "calibration_error": 0.04, "bins": bins,
