@@ -6,7 +6,6 @@ from dataclasses import replace
 import pytest
 import torch
 
-from linearizer.evaluate import reading
 from linearizer.evaluate.language import (
     Resampled,
     calibration,
@@ -171,7 +170,7 @@ def test_passages_are_read_on_from_one_place_while_language_is_measured(subjects
     for subject, other in zip(language.subjects, alone.subjects, strict=True):
         assert (subject.loss.mean, subject.kl.mean) == pytest.approx((other.loss.mean, other.kl.mean), abs=1e-5)
     read_anew = finish(measure_recall(result, ids, 5))
-    monkeypatch.setattr(reading, "MAX_BRANCH_BYTES", 1)  # a gap at a time
+    monkeypatch.setattr("linearizer.evaluate.subjects.MAX_BRANCH_BYTES", 1)  # a gap at a time
     for again in (read_anew, finish(measure_recall(result, ids, 5))):
         for subject, other in zip(reader.result().subjects, again.subjects, strict=True):
             assert subject.second == pytest.approx(other.second, abs=1e-4)
