@@ -44,7 +44,7 @@ from linearizer.run.results import Comparison, Part
 from linearizer.run.sharing import ALONE, HELPED, Helpers, Share
 from linearizer.run.state_size import StateSize
 from linearizer.run.stopping import check_stop, interruptible, log_end
-from linearizer.run.weight_digests import write_digests
+from linearizer.run.weight_digests import DIGESTS, write_digests
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.offers import train_offers
 from linearizer.train.settings import training_settings
@@ -119,8 +119,10 @@ def linearize(run: Run, token: str | None = None, held: bool = False, helpers: H
     if not run.done:
         with logged_work(run, held), closing(helpers):
             settle(run, token)
-            if not run.checkpoint.is_dir():  # otherwise the run was killed right after saving
+            if not run.checkpoint.is_dir():
                 yield from make_student(run, token, helpers)
+            elif not run.has_file(DIGESTS):  # the run was killed right after saving
+                write_digests(run)
             add_card(run)
             run.log(EventName.DONE)
     assert run.allocation is not None

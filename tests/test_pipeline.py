@@ -24,6 +24,7 @@ from linearizer.run.folder import Trained, read_training
 from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import USUAL_LENGTH, USUAL_TEXTS, Plan
 from linearizer.run.stopping import Pace
+from linearizer.run.weight_digests import DIGESTS, read_digests
 from linearizer.train.state_file import NEWEST
 from tests.support import runs
 from tests.support.hub import Handler
@@ -184,8 +185,11 @@ def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
     assert '"done"' in lines.pop()
     run.log_file.write_text("".join(lines))
     (run.checkpoint / "README.md").unlink()
+    digests = read_digests(run)
+    (run.folder / DIGESTS).unlink()
     assert control.status(run).state == "lost"
     assert list(linearize(run)) == []
+    assert digests and read_digests(run) == digests
     assert control.status(run).state == "done" and (run.checkpoint / "README.md").exists() and student(run) == made
 
 

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     from linearizer.publish.repository import Preview
     from linearizer.run.allocation import Allocation
     from linearizer.run.folder import Run
-    from linearizer.run.head_bytes import Head, Layer
+    from linearizer.run.head_bytes import Layer
     from linearizer.run.inspection import Inspection
     from linearizer.run.profile import Profile
     from linearizer.run.results import Comparison
@@ -173,9 +173,9 @@ def describe_profile(profile: Profile) -> str:
 
 def describe_allocation(allocation: Allocation, layers: Sequence[Layer]) -> str:
     """Describe what every head holds, and the bytes of all after some lengths of text."""
-    rows: list[Sequence[object]] = [("layer", "by KV head: window, + features or slots (s)")]
+    rows: list[Sequence[object]] = [("layer", "by KV head: window + what stands for older tokens")]
     for index, heads in enumerate(allocation.heads):
-        rows.append((index, "  ".join(map(describe_head, heads)) or "stays as it is"))
+        rows.append((index, " · ".join(head.in_brief for head in heads) or "stays as it is"))
     sizes = columns([ROW_TITLES, *StateSize.of(allocation, layers).rows()])
     return f"{columns(rows)}\n{describe_state(allocation, layers)}\n{sizes}"
 
@@ -184,17 +184,6 @@ def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
     """Describe a student's state in one line."""
     state = StateSize.of(allocation, layers)
     return f"{allocation.strategy}: {describe_heads(allocation)}; state {state.in_words}; {state.beside_cache}"
-
-
-def describe_head(head: Head) -> str:
-    """Describe what one head holds in a word."""
-    if head.softmax:
-        return "softmax"
-    return (
-        f"{head.window}+{head.slots}s"
-        if head.slots
-        else f"{head.window}+{head.features}{' ' * bool(head.memory)}{head.memory}"
-    )
 
 
 def describe_heads(allocation: Allocation) -> str:

@@ -18,13 +18,14 @@ from typing import Any
 from linearizer.errors import FolderError, RequestError
 from linearizer.jobs import processes, queue
 from linearizer.jobs.queue import Ticket
+from linearizer.run.evaluation_request import PARTS
 from linearizer.run.events import READ_BYTES, STEPS, Event, EventName, first_event, newest_events, read_events
 from linearizer.run.files import UNFINISHED, remove, writing
 from linearizer.run.folder import OWN, Run, newest_request
 from linearizer.run.locks import Lock
 from linearizer.run.plan import Plan
 
-PARTS = ("language", "recall", "longer", "needle", "generation", "approximation", "distill", "speed", "tasks")
+EVALUATION_STEPS = (*PARTS, "longer", "distill")  # with progress
 STATE_AFTER = {
     EventName.QUEUED: "queued",
     EventName.STARTED: "running",
@@ -211,7 +212,7 @@ def read_state(run: Run) -> tuple[str, LogState]:
 def read_log_state(run: Run) -> LogState:
     """Read the log from its end until the state and the newest progress are known; progress implies a start."""
     newest = last = step = None
-    steps = STEPS if run.job is None else PARTS
+    steps = STEPS if run.job is None else EVALUATION_STEPS
     for event in newest_events(run.log_file):
         if not run.owns_event(event):
             if run.job is not None and event["event"] in STEPS:
@@ -274,16 +275,14 @@ def status_or_damage(run: Run) -> Status | None:
         return Status(run, None, DAMAGED, None, None, str(error), changed, changed, sizes, None)
 
 
-def follow(run: Run, after: int = 0) -> Iterator[list[Event]]:
-    """Give the events of a run, or of its evaluation, from number `after` on, as they come, until it has ended."""
-    place, seen = 0, 0
+def follow(run: Run) -> Iterator[list[Event]]:
+    """Give the events of a run, or of its evaluation, as they come, until it has ended."""
+    place = 0
     while True:
         ended = not run.is_locked and state_of(run) not in LIVE  # read before the log, so that no event is missed
         events, place = read_events(run.log_file, place)
-        events = [event for event in events if run.owns_event(event)]
-        new, seen = events[max(0, after - seen) :], seen + len(events)
-        if new:
-            yield new
+        if own := [event for event in events if run.owns_event(event)]:
+            yield own
         if ended:
             return
         time.sleep(LOG_POLL_SECONDS)

@@ -24,7 +24,7 @@ from linearizer.measure.head_prices_by_gradient import DRAWS
 from linearizer.model.devices import device_kind
 from linearizer.model.logits import MAX_LOGITS
 from linearizer.model.streaming import bytes_for_weights, bytes_in_memory, streams
-from linearizer.run.disk import NUMBER, checkpoint_bytes, most_rows, other_bytes, resume_bytes
+from linearizer.run.disk import NUMBER, SAVE_EVERY, checkpoint_bytes, most_rows, other_bytes, resume_bytes
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
@@ -32,7 +32,6 @@ from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 from linearizer.runtime.layer_student import LayerStudent
-from linearizer.train.settings import TrainingSettings
 
 STUDENT_SHAPES = ((1, 256, 64), (8, 256, 64))  # KV heads, tokens, size of a head
 HEAD_SHARE = 0.25  # of a head's time that does not hang on its size, where that is 64
@@ -189,7 +188,7 @@ def sweeps(plan: Plan, layers: list[Layer]) -> float:
         priced = 1.0 if plan.prices == "measured" else DEAR_SHARE  # of the layers, from each on to the last
         count += 6 + priced * len(layers) / 2 + EXCHANGE_SHARE * plan.exchanges
     if plan.trains:
-        count += 3 + plan.steps / TrainingSettings().save_every
+        count += 3 + plan.steps / SAVE_EVERY
     return count
 
 

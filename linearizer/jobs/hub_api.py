@@ -54,8 +54,8 @@ class Hardware:
     @property
     def disk_bytes(self) -> float:
         """The bytes of its disk; 0: unknown."""
-        found = re.fullmatch(r"([\d.]+)\s*([KMGT]B)", self.disk.strip().upper())
-        return float(found[1]) * UNITS[found[2]] if found else 0.0
+        stated = re.fullmatch(r"([\d.]+)\s*([KMGT]B)", self.disk.strip().upper())
+        return float(stated[1]) * UNITS[stated[2]] if stated else 0.0
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -105,7 +105,7 @@ def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
     check_client()
     with explain_errors("the hardware of jobs"):
         machines = HfApi(token=access_token(token)).list_jobs_hardware()
-    found = (
+    offered = (
         Hardware(
             each.name,
             each.pretty_name,
@@ -117,7 +117,7 @@ def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
         )
         for each in machines
     )
-    return tuple(sorted(found, key=lambda each: each.usd_per_hour))
+    return tuple(sorted(offered, key=lambda each: each.usd_per_hour))
 
 
 def describe_gpu(accelerator: Any) -> str:

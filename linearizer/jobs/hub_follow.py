@@ -21,6 +21,7 @@ from typing import Any
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.jobs.hub_api import TROUBLE, Account, Job, explain_errors, job_environment, status_of
 from linearizer.model.hub_errors import redact
+from linearizer.model.safetensors import teacher_files
 from linearizer.publish.space import job_requirements, package_files
 from linearizer.publish.upload import path_or_bytes
 from linearizer.run.events import EventName, append_line, parse_line
@@ -28,7 +29,7 @@ from linearizer.run.files import UNFINISHED, remove
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import HubJob, agreed_cap, open_job, read_hub_job
 from linearizer.run.stopping import log_end
-from linearizer.run.weight_digests import DIGESTS, teacher_files
+from linearizer.run.weight_digests import DIGESTS
 
 IMAGE = "ghcr.io/astral-sh/uv:python3.12-bookworm"
 INSTALL = """set -e
@@ -323,12 +324,12 @@ class Follower:
         checkpoint = {name for name in wanted if name.startswith("checkpoint/")}
         self.bring({name: file for name, file in wanted.items() if name not in checkpoint}, self.run.folder)
         if checkpoint and not self.run.checkpoint.is_dir():
-            unfinished = self.run.folder / "checkpoint.unfinished"
+            unfinished = self.run.folder / f"checkpoint{UNFINISHED}"
             remove(unfinished)
             self.bring({name.removeprefix("checkpoint/"): wanted[name] for name in checkpoint}, unfinished)
             unfinished.rename(self.run.checkpoint)
         if "events.jsonl" in own:
-            log = self.run.folder / "events.jsonl.unfinished"
+            log = self.run.folder / f"events.jsonl{UNFINISHED}"
             self.account.fetch({log: own["events.jsonl"]})
             lines = log.read_text(encoding="utf-8").splitlines()
             log.unlink()
@@ -340,7 +341,7 @@ class Follower:
 
     def bring(self, files: dict[str, Any], folder: Path) -> None:
         """Fetch files into a folder, each whole or not at all."""
-        unfinished = {name: (folder / name).with_name((folder / name).name + ".unfinished") for name in files}
+        unfinished = {name: (folder / name).with_name((folder / name).name + UNFINISHED) for name in files}
         self.account.fetch({unfinished[name]: file for name, file in files.items()})
         for name, path in unfinished.items():
             path.replace(folder / name)

@@ -20,7 +20,7 @@ from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 
 MIN_MINUTES, MAX_MINUTES = 15, 7 * 60  # that a job may take: the token of a sign-in lasts for eight hours
-START_SECONDS = 300.0  # until a machine is there and has installed what it needs
+MACHINE_SECONDS = 300.0  # until a machine is there and has installed what it needs
 MARGIN = 2.0  # by which a forecast may be wrong
 GPU_PRODUCTS, GPU_SMALL_PRODUCTS = 8e12, 3e13  # in a second, of the slowest GPU on offer
 DOWNLOAD_RATE = 1e8  # bytes in a second, inside the Hub
@@ -135,7 +135,7 @@ def guess_minutes(plan: Plan, inspection: Inspection, hardware: Hardware) -> int
     """Give a job twice the time that the run is forecast to take on the slowest GPU on offer, or on a CPU like this."""
     here = measure_speeds("cpu")
     speeds = replace(here, products=GPU_PRODUCTS, small_products=GPU_SMALL_PRODUCTS) if hardware.gpu else here
-    seconds = START_SECONDS + inspection.weight_bytes / DOWNLOAD_RATE
+    seconds = MACHINE_SECONDS + inspection.weight_bytes / DOWNLOAD_RATE
     seconds += forecast_run(replace(plan, device="cpu"), inspection, speeds, 0).seconds
     return min(MAX_MINUTES, max(MIN_MINUTES, round(MARGIN * seconds / 60)))
 

@@ -14,6 +14,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
 from pathlib import Path
 
 from linearizer.errors import LinearizerError
@@ -106,14 +107,12 @@ class Keeper:
 
     def facts(self) -> dict[str, tuple[int, int]]:
         """Give size and time of every file to keep."""
-        found = {}
+        facts = {}
         for name, path in files_to_keep(self.run):
-            try:
-                facts = path.stat()
-            except FileNotFoundError:  # replaced meanwhile
-                continue
-            found[name] = facts.st_size, facts.st_mtime_ns
-        return found
+            with suppress(FileNotFoundError):  # replaced meanwhile
+                own = path.stat()
+                facts[name] = own.st_size, own.st_mtime_ns
+        return facts
 
     def save(self) -> None:
         """Send what has changed, and remove what is gone."""

@@ -19,7 +19,7 @@ from linearizer.run.files import writing
 from linearizer.run.locks import Lock, is_held, take_lock
 
 WORKING, AND = "now", "+"
-LOCK_SECONDS = 30.0  # the longest wait for other processes; each holds the lock for a moment
+WAIT_SECONDS = 30.0  # the longest wait for other processes; each holds the lock for a moment
 
 
 @dataclass
@@ -72,7 +72,7 @@ def take_ticket(run: Path) -> Ticket:
         path = queue_folder() / f"{int(number_of(present[-1])) + 1 if present else 1:08d}"
         with writing(path):
             path.write_text(str(run.resolve()), encoding="utf-8")
-            lock = take_lock(path, LOCK_SECONDS)
+            lock = take_lock(path, WAIT_SECONDS)
         assert lock is not None  # a check whether it is held takes a moment only
         return Ticket(path, lock)
 
@@ -123,10 +123,10 @@ def run_of(ticket: Path) -> str:
 def lock_queue() -> Iterator[None]:
     """Keep other processes from changing the tickets."""
     with writing(queue_folder()):
-        lock = take_lock(queue_folder() / "lock", LOCK_SECONDS)
+        lock = take_lock(queue_folder() / "lock", WAIT_SECONDS)
     if lock is None:
         raise FolderError(
-            f"{str(queue_folder())!r} has been locked for {LOCK_SECONDS:.0f} seconds: stop the process that holds it"
+            f"{str(queue_folder())!r} has been locked for {WAIT_SECONDS:.0f} seconds: stop the process that holds it"
         )
     with lock:
         yield

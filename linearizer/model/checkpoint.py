@@ -21,6 +21,7 @@ from linearizer.model.linked_weights import is_own, link_or_copy, save_around, s
 from linearizer.model.memory import free_bytes
 from linearizer.model.quantised import keep_as_stored, to_device
 from linearizer.model.quiet import quiet
+from linearizer.model.safetensors import teacher_files
 from linearizer.model.streaming import is_placed, is_streamed, spreads, streams
 from linearizer.model.teacher import load as load_teacher_of
 from linearizer.run.allocation import Allocation, check_allocation
@@ -29,7 +30,7 @@ from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.hub_job import FILE as HUB_JOB
 from linearizer.run.stopping import is_out_of_memory
-from linearizer.run.weight_digests import check_weights, teacher_files, weight_files
+from linearizer.run.weight_digests import check_weights, weight_files
 from linearizer.runtime.attention_interface import attention_modules, device_of
 from linearizer.runtime.layer_student import LayerStudent, generator_at
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM

@@ -16,9 +16,9 @@ import torch
 from safetensors.torch import save_file
 
 from linearizer.model.quiet import quiet
-from linearizer.model.safetensors import INDEX, SINGLE, read_header
+from linearizer.model.safetensors import INDEX, SINGLE, TEACHER_FILES, read_header
 from linearizer.model.streaming import offload_hooks
-from linearizer.run.weight_digests import TEACHER_FILES
+from linearizer.run.files import UNFINISHED
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 
 STUDENT = "student.safetensors"  # not SINGLE, which transformers prefers to an index
@@ -62,7 +62,7 @@ def save_streamed(student: LinearizedForCausalLM, folder: Path, most: int, store
     elsewhere = {
         f"{name}.{part}": (hook, part)
         for name, module, hook in offload_hooks(student)
-        for part in names_of_parameters(module)
+        for part, _ in module.named_parameters(recurse=False)
     }
     parts = share_out_to_files({name: x.numel() * types[name].itemsize for name, x in held.items()}, most)
     for file, names in parts.items():
@@ -85,11 +85,6 @@ def share_out_to_files(sizes: Mapping[str, int], most: int) -> dict[str, list[st
     return {f"model-{place:05}-of-{len(parts):05}.safetensors": names for place, names in enumerate(parts, 1)}
 
 
-def names_of_parameters(module: torch.nn.Module) -> list[str]:
-    """List the names of a module's own parameters."""
-    return [name for name, _ in module.named_parameters(recurse=False)]
-
-
 def is_own(name: str) -> bool:
     """Tell whether a weight is the student's own, not its teacher's."""
     return ".student." in name
@@ -100,7 +95,9 @@ def link_or_copy(file: Path, target: Path) -> None:
     try:
         os.link(file.resolve(), target)  # a symbolic link would end with the cache that it points into
     except OSError:
-        shutil.copyfile(file, target)
+        unfinished = target.with_name(target.name + UNFINISHED)
+        shutil.copyfile(file, unfinished)
+        unfinished.replace(target)
 
 
 def write_index(folder: Path, files: Sequence[Path], originals: dict[str, str]) -> None:

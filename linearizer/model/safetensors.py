@@ -20,6 +20,7 @@ if TYPE_CHECKING:
 
 SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
+TEACHER_FILES = "teacher_files"  # in the metadata of a student's index: its teacher's files, by their names there
 SEAL = "linearizer"  # the name of our entry in the metadata of a file
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
@@ -85,6 +86,12 @@ def weigh_folder(name: str, folder: Path) -> Weights:
     sizes = {tensor: size for file in files for tensor, size in _sizes(name, folder / file).items()}
     weight_bytes = sum((folder / file).stat().st_size for file in files)
     return Weights(files, sum(sizes.values()), weight_bytes, frozenset(sizes))
+
+
+def teacher_files(folder: Path) -> dict[str, str]:
+    """List the files of a checkpoint that are its teacher's, with their names in the teacher's repository."""
+    index = read_json(str(folder), folder / INDEX) if (folder / INDEX).is_file() else {}
+    return index.get("metadata", {}).get(TEACHER_FILES, {})
 
 
 def list_shards(name: str, index: dict[str, Any]) -> tuple[str, ...]:

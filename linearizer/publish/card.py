@@ -25,7 +25,7 @@ from linearizer.publish.verdict import judge_run
 from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, Trained, read_training
-from linearizer.run.head_bytes import Head, Layer
+from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
 from linearizer.run.results import Part
@@ -172,19 +172,9 @@ def list_heads(allocation: Allocation) -> str:
     """List what the heads hold, one line per layer."""
     rows = ["| layer | KV heads |", "|---|---|"]
     for index, heads in enumerate(allocation.heads):
-        held = " · ".join(map(describe_head, heads)) or "unchanged: the teacher itself has a window here"
+        held = " · ".join(head.in_brief for head in heads) or "unchanged: the teacher itself has a window here"
         rows.append(f"| {index} | {held} |")
     return "\n".join(rows)
-
-
-def describe_head(head: Head) -> str:
-    """Say what a head holds besides its sinks."""
-    few = f", {head.bits} bits" if head.bits < 8 else ""
-    if head.softmax:
-        return f"softmax{few}"
-    rows = f"rows of {head.memory}" if head.memory else "features"
-    far = (f"{count} {name}" for count, name in ((head.features, rows), (head.slots, "slots")) if count)
-    return (" + ".join([str(head.window)] * bool(head.window) + [*far]) or "nothing") + few
 
 
 def public_parts(parts: Mapping[str, Part]) -> dict[str, Part]:

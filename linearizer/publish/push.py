@@ -8,6 +8,7 @@ from dataclasses import asdict
 
 from linearizer.amounts import size
 from linearizer.errors import FaultError, RequestError
+from linearizer.model.safetensors import teacher_files
 from linearizer.progress import Progress, Steps
 from linearizer.publish import space
 from linearizer.publish.card import card_files, write_snippet
@@ -28,7 +29,7 @@ from linearizer.publish.verdict import judge_run
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE as HUB_JOB
-from linearizer.run.weight_digests import check_weights, read_digests, teacher_files
+from linearizer.run.weight_digests import check_weights, read_digests
 
 CONFIG = "config.json"
 MODEL_TYPE = "linearized"  # of every student

@@ -10,6 +10,7 @@ from pathlib import Path
 
 from linearizer.errors import RequestError
 from linearizer.publish.upload import Content
+from linearizer.run.files import find_carried
 
 PACKAGE = Path(__file__).parents[1]
 FITTED_FILES = ("README.md", "requirements.txt")  # rewritten for a Space
@@ -33,18 +34,14 @@ FRONT_MATTER: dict[str, object] = {
     "startup_duration_timeout": "30m",
     "pinned": False,
     "hf_oauth": True,
-    "hf_oauth_scopes": [
-        "contribute-repos",
-        "gated-repos",
-        "jobs",
-    ],  # write own new repositories; read gated ones
+    "hf_oauth_scopes": ["contribute-repos", "gated-repos", "jobs"],  # write new repositories; read gated ones
     "hf_oauth_expiration_minutes": 480,
 }
 
 
 def list_files(repo_id: str) -> dict[str, Content]:
     """List the files of a Space, from a checkout or from an installed package, which carries all but the pictures."""
-    project, assets = (find_carried(name) for name in CARRIED_FOLDERS)
+    project, assets = project_folder(), find_carried("assets")
     missing = [
         str(path) for path in (*(project / name for name in TOP_FILES), assets / "demo-model") if not path.exists()
     ]
@@ -73,17 +70,16 @@ def package_files() -> dict[str, Content]:
 
 def job_requirements(adapters: bool = False) -> list[str]:
     """List what a job of the Hub installs: what is installed here, so that two jobs of a run compute alike."""
-    lines = (find_carried("project") / "requirements.txt").read_text(encoding="utf-8").splitlines()
+    lines = (project_folder() / "requirements.txt").read_text(encoding="utf-8").splitlines()
     names = [re.match(r"[\w-]*", line)[0] for line in lines]  # type: ignore[index]
     kept = [name for name in names if name and name not in OF_THE_PAGE and name != "triton"]
     return [f"{name}=={version(name).partition('+')[0]}" for name in (*kept, *(["peft"] if adapters else []))]
 
 
-def find_carried(name: str) -> Path:
-    """Find a folder of the project: inside an installed package, beside the package in a checkout."""
-    if (PACKAGE / name).is_dir():
-        return PACKAGE / name
-    return PACKAGE.parent if name == "project" else PACKAGE.parent / name
+def project_folder() -> Path:
+    """Find what lies beside the package in a checkout, and inside it where it was installed."""
+    carried = find_carried("project")
+    return carried if carried.is_dir() else PACKAGE.parent
 
 
 def remove_missing_pictures(readme: str, files: Mapping[str, Content]) -> str:

@@ -18,7 +18,7 @@ from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOpera
 from huggingface_hub.utils import get_session, hf_raise_for_status
 
 from linearizer.errors import FaultError
-from linearizer.model.hub import access_token
+from linearizer.model.hub import HUB_SECONDS, access_token
 from linearizer.model.hub_errors import HUB_ERRORS, find_cause, is_temporary, name_reason, requested_wait
 from linearizer.progress import Progress, Steps
 from linearizer.publish.repository import KEPT, Info, Repository, explain_errors, list_files, without_bars
@@ -132,7 +132,7 @@ def check_card(repo: Repository, content: Content) -> None:
     content = path_or_bytes(content)
     text = content.decode() if isinstance(content, bytes) else content.read_text(encoding="utf-8")
     address = f"{constants.ENDPOINT}/api/validate-yaml"
-    answer = get_session().post(address, json={"content": text, "repoType": repo.kind})
+    answer = get_session().post(address, json={"content": text, "repoType": repo.kind}, timeout=HUB_SECONDS)
     if answer.status_code == 400:
         faults = "; ".join(str(error.get("message")) for error in answer.json().get("errors", ()))
         raise ValueError(f"the metadata of its card: {faults}")

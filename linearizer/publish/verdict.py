@@ -42,7 +42,7 @@ def judge_language(language: Language, state: StateSize) -> Verdict:
         return judge_alone(student, window, state)
     agreement, of_window = student.agreement.mean, window.agreement.mean
     agrees = f"grees with its teacher on {percent(student.agreement)} of tokens"
-    size = sentence_of(state)
+    size = f"{state.in_words}."
     if is_above(student.kl, window.kl):
         text = f"Worse than a plain window of the same bytes: a{agrees}, the window on {percent(window.agreement)}."
         return Verdict("bad", f"{text} {size} {ADVICE}", agreement, of_window, True)
@@ -59,7 +59,7 @@ def judge_alone(student: Predictions, window: Predictions, state: StateSize) -> 
     """Give the verdict where the teacher was not there to agree with."""
     worse = is_above(student.loss, window.loss)
     text = f"Loss {student.loss.mean:.3f} nats per token; a plain window of the same bytes {window.loss.mean:.3f}."
-    text = f"{text} {sentence_of(state)} The teacher was not there to compare with."
+    text = f"{text} {state.in_words}. The teacher was not there to compare with."
     return Verdict("bad" if worse else "note", text, None, None, worse)
 
 
@@ -70,7 +70,3 @@ def is_above(first: Estimate, second: Estimate) -> bool:
 
 def percent(share: Estimate) -> str:
     return f"{100 * share.mean:.1f} %"
-
-
-def sentence_of(state: StateSize) -> str:
-    return f"{state.in_words}."

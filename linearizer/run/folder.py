@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 from uuid import uuid4
@@ -35,6 +35,7 @@ from linearizer.run.files import UNFINISHED, parse_json, seal, unseal, write_who
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.locks import Lock
+from linearizer.run.options import differences
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 from linearizer.run.profile import Profile
@@ -136,9 +137,9 @@ class Run:
     def check_same(self, plan: Plan) -> None:
         """Refuse to resume with another plan than the run was begun with."""
         undecided = {name: value for name, value in self.given.items() if getattr(plan, name) == value}
-        if differences := plan.differences(replace(self.plan, **undecided)):
+        if others := differences(asdict(plan), asdict(replace(self.plan, **undecided))):
             raise RequestError(
-                f"{str(self.folder)!r} was begun with another plan ({'; '.join(differences)}): ask for the same, or "
+                f"{str(self.folder)!r} was begun with another plan ({'; '.join(others)}): ask for the same, or "
                 "name another folder"
             )
 

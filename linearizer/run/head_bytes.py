@@ -47,6 +47,16 @@ class Head:
         return min(self.window, max(BLOCK, self.slots // 8))
 
     @property
+    def in_brief(self) -> str:
+        """What the head holds besides its sinks: 16 + 48 slots, 4 bits."""
+        few = f", {self.bits} bits" if self.bits < 8 else ""
+        if self.softmax:
+            return f"softmax{few}"
+        rows = f"rows of {self.memory}" if self.memory else "features"
+        far = (f"{count} {name}" for count, name in ((self.features, rows), (self.slots, "slots")) if count)
+        return (" + ".join([str(self.window)] * bool(self.window) + [*far]) or "nothing") + few
+
+    @property
     def held(self) -> list[int | str] | str:
         """What a student's config says of this head."""
         if self.softmax:

@@ -11,7 +11,7 @@ from linearizer.errors import BudgetError, RequestError
 from linearizer.run.head_bytes import BITS, SINKS, TILE
 from linearizer.run.json_products import JsonProduct, check_names
 from linearizer.run.memories import MEMORIES
-from linearizer.run.options import check_options, differences, option, options_of
+from linearizer.run.options import check_options, option, options_of
 from linearizer.run.profile import Gauge, Normalise, Per
 from linearizer.run.recipes import CHOSEN, RECIPES, STRATEGIES, Strategy, choices_of
 
@@ -376,10 +376,6 @@ class Plan(JsonProduct):
     def texts_measured(self) -> int:
         """How many texts, from the first on, are measured; heads are priced, and gates learned, on two or more."""
         return max(self.kept_texts, 2) if self.rules.product in ("prices", "gates") else self.kept_texts
-
-    def differences(self, other: Plan) -> list[str]:
-        """Name the options that differ from another plan's."""
-        return differences(asdict(self), asdict(other))
 
     def command(self) -> str:
         """Write `linearizer run …` with the recipe and every option that is not the recipe's."""

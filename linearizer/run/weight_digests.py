@@ -14,10 +14,6 @@ from linearizer.run.files import parse_json
 from linearizer.run.folder import Run
 
 DIGESTS = "state/checkpoint.json"  # of a run's folder
-INDEX = "model.safetensors.index.json"
-TEACHER_FILES = (
-    "teacher_files"  # in the metadata of an index: the names that the teacher's files have in its repository
-)
 PIECE_BYTES = 1 << 20  # that are read at a time
 KNOWN_FILES = 256  # whose digests a process remembers
 
@@ -43,15 +39,8 @@ def check_weights(run: Run, but: Collection[str] = ()) -> None:
 
 
 def read_digests(run: Run) -> dict[str, str]:
-    """Read the digests of the weights that a run wrote; none where it wrote them before digests were noted."""
+    """Read the digests of the weights that a run wrote; none where it did not write them, as an example."""
     return run.parse_file(DIGESTS, parse_json, again=False) if run.has_file(DIGESTS) else {}
-
-
-def teacher_files(folder: Path) -> dict[str, str]:
-    """List the files of a checkpoint that are its teacher's, with their names in the teacher's repository."""
-    if not (folder / INDEX).is_file():
-        return {}
-    return parse_json((folder / INDEX).read_bytes())["metadata"].get(TEACHER_FILES, {})
 
 
 def weight_files(folder: Path) -> list[Path]:

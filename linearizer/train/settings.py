@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 import torch
 
 from linearizer.errors import RequestError
+from linearizer.run.disk import SAVE_EVERY
 from linearizer.run.options import check_options, option
 from linearizer.run.plan import FITTED, Plan
 
@@ -66,7 +67,7 @@ class TrainingSettings:
     )
     repeats: float = option(0.5, "share of the texts in which a passage is repeated", least=0, most=1)
     lora: int = option(0, "rank of adapters on q, k, v and o; end to end only", least=0)
-    save_every: int = option(25, "steps", least=1)
+    save_every: int = option(SAVE_EVERY, "steps", least=1)
     seed: int = 0
 
     def __post_init__(self) -> None:

@@ -5,11 +5,10 @@ from dataclasses import replace
 import pytest
 
 from linearizer.jobs.forecast import Speeds, forecast_run, matrix_size, students_speed
-from linearizer.run.disk import FEATURE_NUMBERS, SAVE_EVERY, most_rows
+from linearizer.run.disk import FEATURE_NUMBERS, most_rows
 from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
 from linearizer.runtime.feature_maps import FEATURE_MAPS
-from linearizer.train.settings import TrainingSettings
 from tests.support.runs import inspection_of
 
 
@@ -86,4 +85,3 @@ def test_a_memory_has_no_more_rows_than_its_keys_allow():
 def test_the_disk_that_feature_maps_take_is_that_of_their_numbers(name):
     made = FEATURE_MAPS[name](2, 16, 24)
     assert 2 * FEATURE_NUMBERS[name](16, 24) == sum(x.numel() for x in made.parameters())
-    assert TrainingSettings().save_every == SAVE_EVERY

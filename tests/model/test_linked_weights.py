@@ -3,13 +3,17 @@
 import errno
 import json
 import os
+import shutil
 
 import pytest
 import torch
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
+from linearizer.errors import ModelNotAvailable
 from linearizer.model.checkpoint import save
+from linearizer.model.linked_weights import link_or_copy
+from linearizer.model.safetensors import teacher_files
 from linearizer.run.head_bytes import Head
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
@@ -62,11 +66,27 @@ def test_what_only_the_teachers_class_can_name_is_written_anew(tmp_path):
     assert [path.name for path in checkpoint.glob("*.safetensors*")] == [MODEL] and loads_as(student, checkpoint)
 
 
+def across_disks(*paths):
+    raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
+
+
+def test_a_copy_that_was_broken_off_is_no_file_of_a_checkpoint(tmp_path, monkeypatch):
+    def copy_a_part(file, target):
+        target.write_bytes(file.read_bytes()[:3])
+        raise KeyboardInterrupt
+
+    (tmp_path / "file").write_bytes(b"weights")
+    monkeypatch.setattr(os, "link", across_disks)
+    with monkeypatch.context() as broken, pytest.raises(KeyboardInterrupt):
+        broken.setattr(shutil, "copyfile", copy_a_part)
+        link_or_copy(tmp_path / "file", tmp_path / MODEL)
+    assert not (tmp_path / MODEL).exists()
+    link_or_copy(tmp_path / "file", tmp_path / MODEL)
+    assert (tmp_path / MODEL).read_bytes() == b"weights" and len(list(tmp_path.iterdir())) == 2
+
+
 @torch.no_grad()
 def test_what_cannot_be_linked_is_copied(tmp_path, monkeypatch):
-    def across_disks(*paths):
-        raise OSError(errno.EXDEV, os.strerror(errno.EXDEV))
-
     monkeypatch.setattr(os, "link", across_disks)
     student, files, checkpoint = saved("llama", tmp_path)
     links = sorted(checkpoint.glob("teacher-*.safetensors"))
@@ -97,6 +117,9 @@ def test_the_index_names_the_files_that_are_the_teachers(tmp_path):
     assert list(index["metadata"]["teacher_files"].values()) == [file.name for file in files]
     sizes = [x.nbytes for path in checkpoint.glob("*.safetensors") for x in load_file(path).values()]
     assert index["metadata"]["total_size"] == sum(sizes)
+    (checkpoint / f"{MODEL}.index.json").write_text("{")
+    with pytest.raises(ModelNotAvailable, match="is no JSON"):
+        teacher_files(checkpoint)
 
 
 @torch.no_grad()
