@@ -19,7 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from linearizer.errors import TextError
 from linearizer.evaluate.subjects import Subject, read, read_into_cache
 from linearizer.model.logits import fresh_cache
-from linearizer.model.text import first_tokens
+from linearizer.model.text import start_tokens
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Score, Scored
 
@@ -144,7 +144,7 @@ def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) 
     facts = [(depth, tokens(fact_tokens)) for depth, fact_tokens in sorted(puzzle.facts, key=lambda pair: pair[0])]
     answer = [tokens(f" {word}") for word in puzzle.answer]
     end = torch.cat([tokens(puzzle.question), *answer])
-    first = first_tokens(tokenizer)
+    first = len(start_tokens(tokenizer))
     room = len(window) - len(end) - sum(len(fact_tokens) for _, fact_tokens in facts)
     if room <= first:
         raise TextError(f"a task does not fit into a text of {len(window)} tokens: ask for longer --lengths")

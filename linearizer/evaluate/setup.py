@@ -24,7 +24,7 @@ from linearizer.model.quiet import quiet
 from linearizer.model.samples import SAMPLES
 from linearizer.model.swap import exchange_students
 from linearizer.model.teacher import load
-from linearizer.model.text import first_tokens, pack_texts, read_documents, read_texts
+from linearizer.model.text import pack_texts, read_documents, read_texts, start_tokens
 from linearizer.run.allocation import Allocation
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
@@ -130,7 +130,7 @@ class Setup:
                 raise TextError("'self' is text that the teacher writes, which is not available: name another source")
             new = seed + plan.seed + 1  # other texts than those of the training
             return read_texts(source, self.tokenizer, length, count, least=1, model=self.teacher, seed=new)
-        first = first_tokens(self.tokenizer)
+        first = len(start_tokens(self.tokenizer))
         learnt = max(self.run.evaluation_file["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
         skipped = -(-learnt * (self.usual_length - first) // (length - first))
         stream = pack_texts(read_documents(source), self.tokenizer, length)

@@ -88,18 +88,18 @@ def access_token(token: str | None = None) -> str | bool:
 def find_model(name: str, token: str | None = None) -> Source:
     """Find `demo`, a local folder, `org/name` or `org/name@revision`, without downloading any weight."""
     if name == DEMO:
-        return _local(name, _demo_folder())
+        return describe_folder(name, find_demo())
     name = id_of_address(name)
     path = os.path.expanduser(name)
     if os.path.isdir(path):
-        return _local(name, Path(path))
+        return describe_folder(name, Path(path))
     if os.path.isfile(path):
         raise ModelNotAvailable(f"{name!r} is a file: name the folder that holds it")
     if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
         raise ModelNotAvailable(f"{quote(name)} is no name of a model: {NAMES}")
     if name.startswith((".", "/", "~")) or name.count("/") > 1 or "@/" in name:
         raise ModelNotAvailable(f"{name!r} is no folder here: {NAMES}")
-    return _remote(name, token)
+    return describe_repository(name, token)
 
 
 def search_models(query: str, count: int, token: str | None = None) -> list[str]:
@@ -176,7 +176,7 @@ def explain_model_errors(name: str, token: str | None = None) -> Iterator[None]:
     except HFValidationError as error:
         raise ModelNotAvailable(f"{name!r} is neither a folder here nor an id of the Hub: {NAMES}") from error
     except HUB_ERRORS as error:
-        connect, signed_in = _find_copy(name), bool(access_token(token))
+        connect, signed_in = advise_offline(name), bool(access_token(token))
         use = Use("loaded", ModelNotAvailable, ModelNotAvailable, connect, page=page, signed_in=signed_in)
         raise describe_error(repr(name), error, use) from error
 
@@ -238,14 +238,14 @@ def explain_dataset_errors(identifier: str, token: str | None = None) -> Iterato
         raise TextError(f"{identifier!r} cannot be read ({redact(error)}): name another data set") from error
 
 
-def _local(name: str, folder: Path) -> Source:
+def describe_folder(name: str, folder: Path) -> Source:
     if not (folder / CONFIG).is_file():
         raise ModelNotAvailable(f"{name!r} is a folder without {CONFIG}: name the folder of a model")
-    card = _read_card(folder / "README.md")
-    return Source(name, folder, None, None, _licence(card), False, weigh_folder(name, folder), _terms(card))
+    card = read_card(folder / "README.md")
+    return Source(name, folder, None, None, licence_of(card), False, weigh_folder(name, folder), terms_of(card))
 
 
-def _remote(name: str, token: str | None) -> Source:
+def describe_repository(name: str, token: str | None) -> Source:
     repo_id, _, revision = name.partition("@")
     with explain_model_errors(name, token):
         hub = HfApi(token=access_token(token))
@@ -254,12 +254,12 @@ def _remote(name: str, token: str | None) -> Source:
         if CONFIG not in sizes:
             raise ModelNotAvailable(f"{name!r} has no {CONFIG}: name a model that transformers can load")
         check_format(name, sizes)
-        weights = _weigh_remote(name, hub, info.id, info.sha, sizes)
+        weights = weigh_repository(name, hub, info.id, info.sha, sizes)
     card = info.card_data
-    return Source(name, None, info.id, info.sha, _licence(card), bool(info.gated), weights, _terms(card))
+    return Source(name, None, info.id, info.sha, licence_of(card), bool(info.gated), weights, terms_of(card))
 
 
-def _weigh_remote(name: str, hub: HfApi, repo_id: str, revision: str | None, sizes: dict[str, int]) -> Weights:
+def weigh_repository(name: str, hub: HfApi, repo_id: str, revision: str | None, sizes: dict[str, int]) -> Weights:
     try:
         headers = hub.get_safetensors_metadata(repo_id, revision=revision).files_metadata
     except (ValueError, AttributeError) as error:  # an index that is no JSON, or no object
@@ -275,7 +275,7 @@ def _weigh_remote(name: str, hub: HfApi, repo_id: str, revision: str | None, siz
     return Weights(tuple(sorted(headers)), parameters, sum(sizes[file] for file in headers), names)
 
 
-def _read_card(path: Path) -> Any:
+def read_card(path: Path) -> Any:
     """Read the metadata of a model's card; None where there is none, or it is damaged: nothing depends on it."""
     if not path.is_file():
         return None
@@ -285,15 +285,15 @@ def _read_card(path: Path) -> Any:
         return None
 
 
-def _licence(card: Any) -> str | None:
-    terms = _terms(card)
+def licence_of(card: Any) -> str | None:
+    terms = terms_of(card)
     licence = terms.get("license")
     if licence == "other":
         licence = terms.get("license_name") or licence
     return ", ".join(licence) if isinstance(licence, list) else licence
 
 
-def _terms(card: Any) -> dict[str, Any]:
+def terms_of(card: Any) -> dict[str, Any]:
     """Keep the terms that a student's card copies from its teacher's, if they are texts or lists of texts."""
     stated = {name: card.get(name) for name in TERMS} if card else {}
     return {
@@ -303,14 +303,14 @@ def _terms(card: Any) -> dict[str, Any]:
     }
 
 
-def _demo_folder() -> Path:
+def find_demo() -> Path:
     """Find the embedded model."""
     if (folder := find_carried("assets/demo-model")).is_dir():
         return folder
     raise ModelNotAvailable("'demo' was not installed with this package: run from a checkout of the project")
 
 
-def _find_copy(name: str) -> str:
+def advise_offline(name: str) -> str:
     """Say what to do without a network: name a copy in the cache, where a pinned download has a folder of its own."""
     repo_id, _, revision = name.partition("@")
     snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type="model") / "snapshots"

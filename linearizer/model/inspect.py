@@ -35,9 +35,11 @@ def inspect_model(source: Source, config: PreTrainedConfig) -> Inspection:
     return result
 
 
-def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
-    """Describe a model, and whether it is supported."""
-    model, seen, refusal = None, [], None
+def watch_if_supported(
+    source: Source, config: PreTrainedConfig
+) -> tuple[PreTrainedModel | None, list[AttentionLayer], Refused | None]:
+    """Build a model without weights, and watch its layers; give both as far as they came, and why it is refused."""
+    model, seen = None, []
     try:
         check_quantisation(config)
         check_config(config)
@@ -47,7 +49,13 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
         seen = watch_blueprint(model)
         check_windows([layer.shape.native_window for layer in seen])
     except Refused as refused:
-        refusal = refused
+        return model, seen, refused
+    return model, seen, None
+
+
+def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
+    """Describe a model, and whether it is supported."""
+    model, seen, refusal = watch_if_supported(source, config)
     layers = tuple(layer.shape for layer in seen)
     plain = whole_of(config) is None and method_of(config) is None  # else files hold more, or numbers that are packed
     return Inspection(

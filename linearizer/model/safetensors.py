@@ -83,7 +83,7 @@ def weigh_folder(name: str, folder: Path) -> Weights:
     missing = [file for file in files if not (folder / file).is_file()]
     if missing:
         raise damaged_weights(name, f"{INDEX} names {missing[0]}, which is missing")
-    sizes = {tensor: size for file in files for tensor, size in _sizes(name, folder / file).items()}
+    sizes = {tensor: size for file in files for tensor, size in read_sizes(name, folder / file).items()}
     weight_bytes = sum((folder / file).stat().st_size for file in files)
     return Weights(files, sum(sizes.values()), weight_bytes, frozenset(sizes))
 
@@ -151,7 +151,7 @@ def digest(tensors: Mapping[str, torch.Tensor], more: str = "") -> str:
     return hashed.hexdigest()
 
 
-def _sizes(name: str, path: Path) -> dict[str, int]:
+def read_sizes(name: str, path: Path) -> dict[str, int]:
     try:
         with safe_open(path, framework="pt") as weights:
             return {key: math.prod(weights.get_slice(key).get_shape()) for key in weights.keys()}  # noqa: SIM118

@@ -107,42 +107,18 @@ def load_teacher(
 
     `places` says where its parts lie; None: all on the device.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig
+    from transformers import GenerationConfig
 
     config = load_config(source, token)
     packed, read_here, quantised = is_packed(config), is_read_here(config), method_of(config) is not None
-    names = names_in_files(build_blueprint(config), source.weights.names) if whole_of(config) else None
-    folder = fetch(source, (CONFIG, GENERATION, INDEX, *source.weights.files), token)
-    missing = [file for file in source.weights.files if not (folder / file).is_file()]
-    if (folder / GENERATION).is_file():
-        read_json(source.name, folder / GENERATION)
-    if missing:  # without a network, the Hub's client returns the files that it has
-        raise ModelNotAvailable(f"{source.name!r} lacks {missing[0]}, no network: connect, or name a local folder")
+    folder = fetch_weights(source, token)
     with quiet():
         try:
-            made_by: Any = AutoModelForCausalLM
-            held = None
-            if read_here:
-                made_by, held = type(build_blueprint(config)), expanded(source, folder, config, dtype)
-            else:
-                expand_while_loading(config)
-            model, report = made_by.from_pretrained(
-                None if read_here else folder,
-                state_dict=held,
-                config=config,
-                dtype=dtype,
-                attn_implementation="sdpa",
-                trust_remote_code=False,
-                use_safetensors=True,
-                ignore_mismatched_sizes=True,  # _check_complete reads them in the report
-                output_loading_info=True,
-                device_map={"": device} if packed else places,
-                key_mapping=names,
-            )
+            model, report = read_model(source, folder, config, dtype, {"": device} if packed else places)
         except (SafetensorError, OSError) as error:
             raise damaged_weights(source.name, first_line(error)) from error
-    _check_complete(source.name, report)
-    _check_finite(source.name, model)
+    check_complete(source.name, report)
+    check_finite(source.name, model)
     model.requires_grad_(False).eval()
     if packed:
         keep_as_stored(model)
@@ -157,7 +133,44 @@ def load_teacher(
     return model
 
 
-def expanded(source: Source, folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype) -> dict[str, Any]:
+def fetch_weights(source: Source, token: str | None) -> Path:
+    """Download what a model needs beside its tokenizer, and check that all of it is there."""
+    folder = fetch(source, (CONFIG, GENERATION, INDEX, *source.weights.files), token)
+    missing = [file for file in source.weights.files if not (folder / file).is_file()]
+    if missing:  # without a network, the Hub's client returns the files that it has
+        raise ModelNotAvailable(f"{source.name!r} lacks {missing[0]}, no network: connect, or name a local folder")
+    if (folder / GENERATION).is_file():
+        read_json(source.name, folder / GENERATION)
+    return folder
+
+
+def read_model(
+    source: Source, folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype, places: Any
+) -> tuple[PreTrainedModel, dict[str, Any]]:
+    """Let transformers make a model of its files, or of weights that are expanded here; report what did not fit."""
+    from transformers import AutoModelForCausalLM
+
+    options: dict[str, Any] = {
+        "dtype": dtype,
+        "attn_implementation": "sdpa",
+        "trust_remote_code": False,
+        "use_safetensors": True,
+        "ignore_mismatched_sizes": True,  # check_complete reads them in the report
+        "output_loading_info": True,
+        "device_map": places,
+    }
+    if whole_of(config):
+        options["key_mapping"] = names_in_files(build_blueprint(config), source.weights.names)
+    if is_read_here(config):
+        held = read_expanded(source, folder, config, dtype)
+        return type(build_blueprint(config)).from_pretrained(None, state_dict=held, config=config, **options)
+    expand_while_loading(config)
+    return AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
+
+
+def read_expanded(
+    source: Source, folder: Path, config: PreTrainedConfig, dtype: str | torch.dtype
+) -> dict[str, torch.Tensor]:
     """Read weights of few bits, and let the config forget them."""
     stated, method = quantisation_of(config), method_of(config)
     del config.quantization_config
@@ -166,7 +179,7 @@ def expanded(source: Source, folder: Path, config: PreTrainedConfig, dtype: str 
     return expand_weights(source.name, paths, str(method), stated, build_blueprint(config), wanted)
 
 
-def _check_complete(name: str, report: dict) -> None:
+def check_complete(name: str, report: dict) -> None:
     """Refuse weights that do not fill the model: transformers would draw the others at random."""
     if report["missing_keys"]:
         missing = sorted(report["missing_keys"])
@@ -176,7 +189,7 @@ def _check_complete(name: str, report: dict) -> None:
         raise damaged_weights(name, f"{key} is stored as {tuple(stored)} and should be {tuple(expected)}")
 
 
-def _check_finite(name: str, model: torch.nn.Module) -> None:
+def check_finite(name: str, model: torch.nn.Module) -> None:
     held = ((key, parameter) for key, parameter in model.named_parameters() if not parameter.is_meta)
     for key, parameter in chain(held, streamed_weights(model)):
         if not torch.isfinite(parameter).all():

@@ -28,10 +28,10 @@ def check_source(source: str) -> None:
     """Refuse what is no source of text, or a file that is not there, before anything reads it."""
     kind, _, rest = source.partition(":")
     if kind == "file" and rest:
-        with _explain_file_errors(path := Path(os.path.expanduser(rest))), path.open("rb"):
+        with explain_file_errors(path := Path(os.path.expanduser(rest))), path.open("rb"):
             return
     if kind == "dataset" and rest:
-        _dataset_parts(rest)
+        split_dataset_name(rest)
     elif source not in ("builtin", "self"):
         raise unknown_source(source)
 
@@ -44,11 +44,11 @@ def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
     """Read the documents of `builtin`, `file:PATH` or `dataset:ID[:config][:split][:column]`."""
     kind, _, rest = source.partition(":")
     if source == "builtin":
-        return _builtin()
+        return read_builtin()
     if kind == "file" and rest:
-        return _not_empty(source, _file(Path(os.path.expanduser(rest))))
+        return refuse_empty(source, read_file(Path(os.path.expanduser(rest))))
     if kind == "dataset" and rest:
-        return _not_empty(source, _dataset(rest, token))
+        return refuse_empty(source, read_dataset(rest, token))
     if source == "self":
         raise TextError("'self' is text that the model itself writes, and there is no model here: name another source")
     raise unknown_source(source)
@@ -61,7 +61,7 @@ def pack_texts(
 
     Every text begins with the tokenizer's start token, if there is one, because models rely on it.
     """
-    start, end = _start(tokenizer), _end(tokenizer)
+    start, end = start_tokens(tokenizer), end_tokens(tokenizer)
     fresh = length - len(start)
     pending: list[int] = []
     for document in documents:
@@ -83,14 +83,9 @@ def count_tokens(source: str, tokenizer: PreTrainedTokenizerBase, most: int, tok
     return tokens
 
 
-def first_tokens(tokenizer: PreTrainedTokenizerBase) -> int:
-    """Count the start tokens that the tokenizer puts before every text."""
-    return len(_start(tokenizer))
-
-
 def document_numbers(texts: torch.Tensor, tokenizer: PreTrainedTokenizerBase) -> torch.Tensor:  # (texts, tokens)
     """Number the document of each token in consecutive texts; a document ends with an end token."""
-    end = _end(tokenizer)
+    end = end_tokens(tokenizer)
     ends = (texts == end[0]).long() if end else torch.zeros_like(texts)
     return (ends.flatten().cumsum(0) - ends.flatten()).view_as(texts)
 
@@ -147,7 +142,7 @@ def sample_from(
     from linearizer.model.logits import fresh_cache
     from linearizer.model.token_loop import draw_tokens, write_tokens
 
-    first = _start(tokenizer) or _end(tokenizer)
+    first = start_tokens(tokenizer) or end_tokens(tokenizer)
     if not first:
         raise TextError("'self' needs a token to start from, and this tokenizer has neither bos nor eos: use `builtin`")
     choose = draw_tokens(seed, model.device)
@@ -161,7 +156,7 @@ def sample_from(
 
 def read_whole(path: Path) -> str:
     """Read a file of text, or the texts of a file of JSON lines, as one text."""
-    return ("\n" if path.suffix == ".jsonl" else "").join(_file(path))
+    return ("\n" if path.suffix == ".jsonl" else "").join(read_file(path))
 
 
 def decode_text(name: str, content: bytes) -> str:
@@ -169,26 +164,26 @@ def decode_text(name: str, content: bytes) -> str:
     try:
         return content.decode("utf-8-sig")
     except UnicodeDecodeError as error:
-        raise _no_text(name, error) from error
+        raise undecodable(name, error) from error
 
 
-def _no_text(name: str, error: UnicodeDecodeError) -> TextError:
+def undecodable(name: str, error: UnicodeDecodeError) -> TextError:
     return TextError(f"{name!r} is no text in UTF-8 (byte {error.start}): convert it, or name another")
 
 
-def _start(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def start_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Give the start token that the tokenizer puts before every text, if there is one."""
     first = tokenizer("a", verbose=False)["input_ids"][:1]
     return first if first == [tokenizer.bos_token_id] else []
 
 
-def _end(tokenizer: PreTrainedTokenizerBase) -> list[int]:
+def end_tokens(tokenizer: PreTrainedTokenizerBase) -> list[int]:
     """Give the token that ends a document, or else the token that begins the next document."""
     token = tokenizer.bos_token_id if tokenizer.eos_token_id is None else tokenizer.eos_token_id
     return [] if token is None else [token]
 
 
-def _not_empty(source: str, documents: Iterator[str]) -> Iterator[str]:
+def refuse_empty(source: str, documents: Iterator[str]) -> Iterator[str]:
     empty = True
     for document in documents:
         if document.strip():
@@ -198,25 +193,25 @@ def _not_empty(source: str, documents: Iterator[str]) -> Iterator[str]:
         raise TextError(f"{source!r} holds no text: name a source that does, such as `builtin`")
 
 
-def _builtin() -> Iterator[str]:
+def read_builtin() -> Iterator[str]:
     """Read the topics of the language reference, which every CPython contains."""
     from pydoc_data.topics import topics
 
     yield from topics.values()
 
 
-def _file(path: Path) -> Iterator[str]:
-    with _explain_file_errors(path), path.open(encoding="utf-8-sig") as file:
-        yield from _rows(path, file) if path.suffix == ".jsonl" else _pieces(path, file)
+def read_file(path: Path) -> Iterator[str]:
+    with explain_file_errors(path), path.open(encoding="utf-8-sig") as file:
+        yield from read_rows(path, file) if path.suffix == ".jsonl" else read_pieces(path, file)
 
 
 @contextmanager
-def _explain_file_errors(path: Path) -> Iterator[None]:
+def explain_file_errors(path: Path) -> Iterator[None]:
     """Turn errors of a file of text into one sentence."""
     try:
         yield
     except UnicodeDecodeError as error:
-        raise _no_text(str(path), error) from error
+        raise undecodable(str(path), error) from error
     except IsADirectoryError as error:
         raise TextError(f"{str(path)!r} is a folder: name one file of it") from error
     except FileNotFoundError as error:
@@ -226,7 +221,7 @@ def _explain_file_errors(path: Path) -> Iterator[None]:
         raise TextError(f"{str(path)!r} cannot be read ({reason}): check the path and its permissions") from error
 
 
-def _pieces(path: Path, file: IO[str]) -> Iterator[str]:
+def read_pieces(path: Path, file: IO[str]) -> Iterator[str]:
     """Read a text in pieces of whole lines."""
     while piece := file.read(PIECE_CHARACTERS):
         if "\0" in piece:
@@ -234,7 +229,7 @@ def _pieces(path: Path, file: IO[str]) -> Iterator[str]:
         yield piece + file.readline(PIECE_CHARACTERS)
 
 
-def _rows(path: Path, file: IO[str]) -> Iterator[str]:
+def read_rows(path: Path, file: IO[str]) -> Iterator[str]:
     for number, line in enumerate(file, 1):
         if not line.strip():
             continue
@@ -247,7 +242,7 @@ def _rows(path: Path, file: IO[str]) -> Iterator[str]:
         yield row["text"]
 
 
-def _dataset_parts(spec: str) -> list[str]:
+def split_dataset_name(spec: str) -> list[str]:
     """Split ID[:config][:split][:column]; what is left out is empty."""
     parts = spec.split(":")
     if len(parts) > 4:
@@ -257,9 +252,9 @@ def _dataset_parts(spec: str) -> list[str]:
     return parts + [""] * (4 - len(parts))
 
 
-def _dataset(spec: str, token: str | None) -> Iterator[str]:
+def read_dataset(spec: str, token: str | None) -> Iterator[str]:
     """Stream a column of a data set; config, split and column of the specification may be left empty."""
-    identifier, config, split, column = _dataset_parts(spec)
+    identifier, config, split, column = split_dataset_name(spec)
     split, column = split or "train", column or "text"
     with explain_dataset_errors(identifier, token):
         splits = stream_dataset(identifier, config or None, token)

@@ -115,7 +115,6 @@ def draw_head_map(
     logs = [[None if count is None else math.log10(max(count, least)) for count in row] for row in rows]
     texts = [["" if count is None else cell_text(count, least) for count in row] for row in rows]
     low, high = (math.log10(max(min(known), least)), math.log10(max(*known, least))) if known else (0.0, 2.0)
-    ticks = round_ticks(10**low, 10**high)
     figure = new_figure(max(340, min(22 * len(layers) + 90, 720)))
     figure.add_heatmap(
         z=logs,
@@ -128,13 +127,7 @@ def draw_head_map(
         ygap=2,
         hoverongaps=False,
         hovertemplate=f"layer %{{y}}, KV head %{{x}}<br>%{{text}} {unit}%{{customdata}}<extra></extra>",
-        colorbar={
-            "title": {"text": unit, "side": "right"},
-            "tickvals": [math.log10(tick) for tick in ticks],
-            "ticktext": [*map(tick_label, ticks)],
-            "thickness": 10,
-            "outlinewidth": 0,
-        },
+        colorbar=log_colourbar(unit, round_ticks(10**low, 10**high)),
     )
     if heads <= MAX_LABELLED and len(layers) <= 48:
         write_numbers(figure, logs, texts, low, max(high, low + 0.05))
@@ -142,6 +135,12 @@ def draw_head_map(
     figure.update_xaxes(title="KV head", dtick=max(1, heads // 16), range=[-0.5, heads - 0.5])
     figure.update_yaxes(title="layer", dtick=max(1, len(layers) // 24), range=[len(layers) - 0.5, -0.5], showgrid=False)
     return figure
+
+
+def log_colourbar(unit: str, ticks: Sequence[float]) -> dict[str, Any]:
+    """Describe the scale of colours beside a map of logarithms."""
+    labels = {"tickvals": [math.log10(tick) for tick in ticks], "ticktext": [*map(tick_label, ticks)]}
+    return {"title": {"text": unit, "side": "right"}, **labels, "thickness": 10, "outlinewidth": 0}
 
 
 def cell_text(count: float, least: float) -> str:
