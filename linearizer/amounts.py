@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 
-def number(count: int) -> str:
+def count_in_words(count: int) -> str:
     """Parameters of a model: 7 million, 1.24 billion."""
     for unit, name in ((10**9, "billion"), (10**6, "million")):
         if count >= unit:

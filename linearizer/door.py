@@ -18,7 +18,7 @@ from linearizer.model.sweep import is_chain
 from linearizer.model.teacher import computing_dtype, load_tokenizer, stored_dtype
 from linearizer.model.text import check_source, count_tokens, too_little_text
 from linearizer.run.disk import checkpoint_bytes, other_bytes, resume_bytes
-from linearizer.run.files import check_room
+from linearizer.run.files import check_free_disk
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.names import absolute_path, absolute_source
@@ -131,7 +131,7 @@ def check_disks(folder: Path, plan: Plan, source: Source, inspection: Inspection
     together = weights.stat().st_dev == folder.stat().st_dev
     needed = resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection, together) + other_bytes(inspection)
     if together:
-        check_room(folder, needed + download)
+        check_free_disk(folder, needed + download)
     else:
-        check_room(folder, needed)
-        check_room(weights, download)
+        check_free_disk(folder, needed)
+        check_free_disk(weights, download)

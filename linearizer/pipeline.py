@@ -24,12 +24,12 @@ from linearizer.evaluate.side_by_side import write_in_turns
 from linearizer.evaluate.step import JUDGING, judge, measure_parts
 from linearizer.measure.step import measure_teacher, min_texts
 from linearizer.model import checkpoint
-from linearizer.model.hub import find_model, weight_files
+from linearizer.model.hub import find_model, local_weight_files
 from linearizer.model.inspect import inspect_model
 from linearizer.model.memory import keep_freed_memory
 from linearizer.model.quiet import quiet
 from linearizer.model.streaming import spreads, streams
-from linearizer.model.teacher import Teacher, load, load_config, texts_of
+from linearizer.model.teacher import Teacher, load_config, load_teacher_of, texts_of
 from linearizer.progress import Progress, Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
@@ -140,7 +140,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
         if helpers.count > 1:
             keep_freed_memory()
     with interruptible(run):
-        teacher = load(run.plan, token, run.inspection)
+        teacher = load_teacher_of(run.plan, token, run.inspection)
     layers = teacher.inspection.layers
     yield from measure_teacher(run, teacher, token)
     offers = offers_trainer(run, teacher, token)
@@ -161,12 +161,13 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
     run.write_evaluation(made_with={**made_with, **environment(student)})
     control = student
     if plan.changes_weights:  # the teacher and its window have their own
-        control = checkpoint.linearize(load(run.plan, token, run.inspection).model, layers, allocation)
+        unchanged = load_teacher_of(run.plan, token, run.inspection).model
+        control = checkpoint.put_student_into(unchanged, layers, allocation)
     yield from judge(run, Setup(run, student, control, teacher.tokenizer, control.base, None, judged))
     check_stop(run)
     checkpoint.restore_type(student, teacher.stored)
     kept = teacher.inspection.links and not plan.changes_weights
-    files = weight_files(teacher.source) if kept else ()
+    files = local_weight_files(teacher.source) if kept else ()
     checkpoint.save(student, teacher.tokenizer, run.checkpoint, files, teacher.stored)
     write_digests(run, files)
 
@@ -181,13 +182,13 @@ def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> Lineari
     name = teacher.source.repo_id or Path(teacher.source.name).name  # the path of a folder is not published
     origin = {"name": name, "revision": teacher.source.revision}
     layers = teacher.inspection.layers
-    return checkpoint.linearize(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
+    return checkpoint.put_student_into(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
 
 
 def help_with(run: Run, tasks: Iterable[str], share: Share, token: str | None = None) -> Steps[None]:
     """Do a share of the tasks that the process of a run hands to its helpers, with one teacher for all of them."""
     keep_freed_memory()
-    teacher = load(run.plan, token, run.inspection)
+    teacher = load_teacher_of(run.plan, token, run.inspection)
     student: LinearizedForCausalLM | None = None
     learnt: torch.Tensor | None = None
     for task in tasks:
@@ -220,7 +221,7 @@ def profile(run: Run, token: str | None = None, held: bool = False) -> Steps[Pro
     """Do the first step alone; the run stops with its profile."""
     with logged_work(run, held):
         with interruptible(run):
-            teacher = load(run.plan, token, run.inspection)
+            teacher = load_teacher_of(run.plan, token, run.inspection)
         measured = yield from measure_teacher(run, teacher, token)
         run.log(EventName.STOPPED)
     return measured
@@ -271,7 +272,7 @@ def compare_run(
     run.require_student()
     state = StateSize.of(run.require_allocation(), run.layers)
     with quiet():
-        teacher = load(run.plan, token, run.inspection)
+        teacher = load_teacher_of(run.plan, token, run.inspection)
         student = checkpoint.load_beside(run, teacher.model)
         models = teacher.model, student, teacher.tokenizer, state
         for comparison in write_in_turns(*models, prompt, new_tokens, seed, sample):

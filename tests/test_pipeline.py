@@ -23,7 +23,7 @@ from linearizer.run.files import remove
 from linearizer.run.folder import Trained, read_training
 from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import USUAL_LENGTH, USUAL_TEXTS, Plan
-from linearizer.run.stopping import Pace
+from linearizer.run.stopping import LogPace
 from linearizer.run.weight_digests import DIGESTS, read_digests
 from linearizer.train.state_file import NEWEST
 from tests.support import runs
@@ -284,7 +284,7 @@ def test_a_branch_that_moves_on_does_not_change_a_run_that_resumes(begin, hub):
 
 
 def test_the_log_of_a_long_step_stays_small():
-    pace = Pace()
+    pace = LogPace()
     shown = [done for done in range(1, 10_001) if pace.due(Progress("distill", done, 10_000, "steps"))]
     assert shown[0] == 1 and shown[-1] == 10_000 and len(shown) < 20
     assert all(pace.due(Progress("distill", 5, 10_000, "steps", {"events": ("out of memory",)})) for _ in range(3))
@@ -293,7 +293,7 @@ def test_the_log_of_a_long_step_stays_small():
 def test_the_rest_of_a_step_is_guessed_from_its_pace_and_anew_when_it_begins_anew(monkeypatch):
     clock = [0.0]
     monkeypatch.setattr(time, "monotonic", lambda: clock[0])
-    pace, left = Pace(), []
+    pace, left = LogPace(), []
     for number, done in enumerate([1, 2, 3, 1, 2]):
         clock[0] = 3.0 * number
         progress = Progress("price", done, 5, "prices")

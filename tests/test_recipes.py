@@ -56,7 +56,7 @@ def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path, monkeypatc
 def test_budgets_are_shared_out_once_all_is_measured_by_which_it_is_done(tmp_path):
     run = pipeline.begin(tmp_path / "run", Plan.of("windows", **SMALL))
     watched = RunState(run)
-    finish(measure_teacher(run, teacher_module.load(run.plan)))
+    finish(measure_teacher(run, teacher_module.load_teacher_of(run.plan)))
     assert "curves" in watched.read_pieces(60.0) and "measured" not in watched.read_pieces(60.0)
     with pytest.raises(RequestError, match="has not measured its heads yet"):
         actions.share_budget(run, 64)
@@ -69,7 +69,7 @@ def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_pa
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a child who liked to read. " * 30)
     plan = Plan.of("windows", **{**SMALL, "texts": 5, "text": f"file:{text}"})
-    teacher = teacher_module.load(plan)
+    teacher = teacher_module.load_teacher_of(plan)
     judged, measured = (
         pipeline.training_and_judging_texts(plan, teacher, None)[1],
         teacher_module.texts_of(plan, teacher, 5, None),
@@ -82,7 +82,7 @@ def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_pa
 @pytest.mark.parametrize("recipe", ["best", "duo"])
 def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(recipe, tmp_path):
     run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1, "samples": 120}, may_grow=True))
-    teacher = teacher_module.load(run.plan)
+    teacher = teacher_module.load_teacher_of(run.plan)
     judged = pipeline.training_and_judging_texts(run.plan, teacher, None)[1]
     seen = teacher_module.texts_of(run.plan, teacher, len(step.texts_to_price_on(run, teacher, None)), None)
     assert len(seen) == 2 and not (judged[:, None] == seen).all(-1).any()
@@ -90,7 +90,7 @@ def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(re
 
 def test_features_are_bought_where_they_are_the_better_price(tmp_path):
     run = pipeline.begin(tmp_path / "run", Plan.of("best", **SMALL, strategy="gain-features", steps=2))
-    teacher = teacher_module.load(run.plan)
+    teacher = teacher_module.load_teacher_of(run.plan)
     finish(measure_teacher(run, teacher))
     finish(step.price_heads(run, teacher, step.texts_to_price_on(run, teacher, None)))
     result = run.prices
@@ -113,7 +113,7 @@ def test_pricing_that_is_stopped_goes_on_to_the_same_prices(prices, tmp_path, mo
     monkeypatch.setattr(step, "options_to_price", lambda *offered: options_to_price(*offered)[::4])
     options = {**SMALL, "length": 32, "texts": 4, "prices": prices}
     run = pipeline.begin(tmp_path / "run", Plan.of("best", **options, strategy="gain-features", sinks=0))
-    teacher = teacher_module.load(run.plan)
+    teacher = teacher_module.load_teacher_of(run.plan)
     finish(measure_teacher(run, teacher))
     texts = step.texts_to_price_on(run, teacher, None)
     whole = finish(step.price_heads(run, teacher, texts))
@@ -213,7 +213,7 @@ def test_training_without_features_fits_what_layers_write_or_adapters(tmp_path):
     card = " ".join((run.checkpoint / "README.md").read_text().split())
     assert "fitted what the layers write to what the teacher's layers write, by least squares" in card
     assert "weights are unchanged, but for the two matrices of each layer that were fitted" in card
-    before = teacher_module.load(run.plan).model.state_dict()
+    before = teacher_module.load_teacher_of(run.plan).model.state_dict()
     (file,) = run.checkpoint.glob("*.safetensors")
     changed = {name for name, x in load_file(file).items() if not torch.equal(x.float(), before[name].float())}
     layers = range(len(run.inspection.layers))

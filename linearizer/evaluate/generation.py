@@ -12,7 +12,7 @@ from statistics import fmean
 
 import torch
 
-from linearizer.evaluate.subjects import Subject, read
+from linearizer.evaluate.subjects import Subject, read_logits
 from linearizer.model.logits import fresh_cache, losses_of
 from linearizer.model.token_loop import choose_likeliest, draw_with_same_noise, write_tokens
 from linearizer.progress import Progress, Steps
@@ -54,7 +54,7 @@ def judge_texts(
     """Look at what was written."""
     loss = likeliest = None
     if teacher is not None:
-        logits = read(teacher, torch.cat([prompts, texts], 1), None, keep=texts.shape[1] + 1)[:, :-1]
+        logits = read_logits(teacher, torch.cat([prompts, texts], 1), None, keep=texts.shape[1] + 1)[:, :-1]
         loss = losses_of(logits, texts).mean().item()
         likeliest = (logits.argmax(-1).cpu() == texts).double().mean().item()
     return Written(

@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from transformers import PreTrainedModel
 
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.layers import featured, number
+from linearizer.model.layers import featured, layer_number
 from linearizer.model.logits import logits_of
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
@@ -54,7 +54,7 @@ def measure_errors(teacher: PreTrainedModel, subjects: Sequence[Subject], window
     sums: list[dict[int, Tensor]] = [{} for _ in subjects]
 
     def observe(module: torch.nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, _: dict) -> None:
-        index = number(module)
+        index = layer_number(module)
         for own, kept in zip(layers, sums, strict=True):
             if index in own:
                 new = head_errors(own[index], q.float(), k.float(), v.float(), scale)
@@ -70,7 +70,7 @@ def measure_errors(teacher: PreTrainedModel, subjects: Sequence[Subject], window
 def layer_students(subject: Subject) -> dict[int, LayerStudent]:
     """Give the student of each layer of a subject."""
     with subject.at_work() as model:
-        students = {number(module): getattr(module, "student", None) for module in attention_modules(model)}
+        students = {layer_number(module): getattr(module, "student", None) for module in attention_modules(model)}
     return {index: student for index, student in students.items() if student is not None}
 
 

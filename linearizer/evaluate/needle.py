@@ -14,7 +14,7 @@ import torch
 from transformers.cache_utils import Cache
 
 from linearizer.errors import RequestError
-from linearizer.evaluate.subjects import Subject, read, read_into_cache
+from linearizer.evaluate.subjects import Subject, read_into_cache, read_logits
 from linearizer.model.logits import fresh_cache, losses_of
 from linearizer.model.memory import run_if_it_fits
 from linearizer.progress import Progress, Steps
@@ -28,7 +28,7 @@ MIN_NEEDLE_TOKENS = 2 * (PAIRS + 1) * (KEY + VALUE)  # tokens of a text: half of
 
 
 @dataclass(frozen=True)
-class Answer:
+class PairScore:
     """How well a subject recalls a pair, mean over the texts."""
 
     correct: float  # share of the value's tokens that the subject would have written
@@ -82,7 +82,7 @@ def measure_needle(
 ) -> Steps[Needle]:
     """Ask all subjects for pairs at every depth of every length; a subject out of memory misses all longer texts."""
     cells = [(length, depth) for length in sorted(lengths) for depth in DEPTHS]
-    answers: list[list[Answer | None]] = [[] for _ in subjects]
+    answers: list[list[PairScore | None]] = [[] for _ in subjects]
     for done, (length, depth) in enumerate(cells):
         hidden = hide_pairs(windows[:, :length], depth, seed + done)
         for row, subject in zip(answers, subjects, strict=True):
@@ -98,16 +98,16 @@ def measure_needle(
     )
 
 
-def lay_out_grid(name: str, table: Sequence[Sequence[Answer | None]]) -> Grid:
+def lay_out_grid(name: str, table: Sequence[Sequence[PairScore | None]]) -> Grid:
     """Lay out the answers of one subject."""
 
-    def column(of: Callable[[Answer], float]) -> tuple[tuple[float | None, ...], ...]:
+    def column(of: Callable[[PairScore], float]) -> tuple[tuple[float | None, ...], ...]:
         return tuple(tuple(None if cell is None else of(cell) for cell in row) for row in table)
 
     return Grid(name, column(lambda a: a.correct), column(lambda a: a.loss), column(lambda a: a.surprise))
 
 
-def ask_subject(subject: Subject, hidden: HiddenPairs) -> Answer:
+def ask_subject(subject: Subject, hidden: HiddenPairs) -> PairScore:
     """Score how a subject predicts the value when the pair is new, and again at the question."""
     ids, cache = hidden.ids, fresh_cache(subject.model)
     pair, question = hidden.place, ids.shape[1] - KEY - VALUE
@@ -115,10 +115,10 @@ def ask_subject(subject: Subject, hidden: HiddenPairs) -> Answer:
     again = read_from(subject, ids, cache, pair + KEY + VALUE, question)
     value = ids[:, -VALUE:].to(again.device)
     correct = (again.argmax(-1) == value).double().mean().item()
-    return Answer(correct, losses_of(again, value).mean().item(), losses_of(new, value).mean().item())
+    return PairScore(correct, losses_of(again, value).mean().item(), losses_of(new, value).mean().item())
 
 
 def read_from(subject: Subject, ids: Tensor, cache: Cache, begin: int, pair: int) -> Tensor:
     """Read text up to a pair, and the pair; give the logits that predict its value (texts, VALUE, vocabulary)."""
     read_into_cache(subject, ids[:, begin:pair], cache)
-    return read(subject, ids[:, pair : pair + KEY + VALUE], cache)[:, KEY - 1 : -1]
+    return read_logits(subject, ids[:, pair : pair + KEY + VALUE], cache)[:, KEY - 1 : -1]

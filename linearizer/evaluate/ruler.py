@@ -17,7 +17,7 @@ import torch
 from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import TextError
-from linearizer.evaluate.subjects import Subject, read, read_into_cache
+from linearizer.evaluate.subjects import Subject, read_into_cache, read_logits
 from linearizer.model.logits import fresh_cache
 from linearizer.model.text import start_tokens
 from linearizer.progress import Progress, Steps
@@ -82,13 +82,13 @@ def frequent_words(tokenizer: PreTrainedTokenizerBase, windows: Tensor) -> list[
 
 def hide_one_key(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
     key, value = words[:2]
-    return Puzzle([(depth, fact(key, value))], ask(key), [value])
+    return Puzzle([(depth, fact(key, value))], ask_for(key), [value])
 
 
 def hide_many_keys(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
     pairs = list(zip(words[:KEYS], words[KEYS : 2 * KEYS], strict=True))
     others = [(drawn.random(), fact(*pair)) for pair in pairs[1:]]
-    return Puzzle([(depth, fact(*pairs[0])), *others], ask(pairs[0][0]), [pairs[0][1]])
+    return Puzzle([(depth, fact(*pairs[0])), *others], ask_for(pairs[0][0]), [pairs[0][1]])
 
 
 def hide_many_values(words: Sequence[str], depth: float, drawn: random.Random) -> Puzzle:
@@ -131,7 +131,7 @@ def fact(key: str, value: str) -> str:
     return f" The secret word of {key} is {value}."
 
 
-def ask(key: str) -> str:
+def ask_for(key: str) -> str:
     return f" The secret word of {key} is"
 
 
@@ -161,7 +161,7 @@ def score_answer(subject: Subject, ids: Tensor, answer: Sequence[int]) -> float:
     cache, count = fresh_cache(subject.model), sum(answer)
     begin = ids.shape[1] - count - 1
     read_into_cache(subject, ids[:, :begin], cache)
-    likeliest = read(subject, ids[:, begin:], cache)[0, :-1].argmax(-1).cpu()
+    likeliest = read_logits(subject, ids[:, begin:], cache)[0, :-1].argmax(-1).cpu()
     right = (likeliest == ids[0, begin + 1 :]).split(list(answer))
     return sum(bool(word.all()) for word in right) / len(right)
 

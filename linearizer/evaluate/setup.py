@@ -23,7 +23,7 @@ from linearizer.model.devices import choose_device, describe_device
 from linearizer.model.quiet import quiet
 from linearizer.model.samples import SAMPLES
 from linearizer.model.swap import exchange_students
-from linearizer.model.teacher import load
+from linearizer.model.teacher import load_teacher_of
 from linearizer.model.text import pack_texts, read_documents, read_texts, start_tokens
 from linearizer.run.allocation import Allocation
 from linearizer.run.folder import Run
@@ -175,7 +175,7 @@ def assembled(run: Run, token: str | None = None) -> Iterator[Setup]:
     run.require_student()
     with quiet():
         try:
-            teacher = load(run.plan, token, run.inspection)
+            teacher = load_teacher_of(run.plan, token, run.inspection)
         except ModelNotAvailable as error:
             student = checkpoint.load_student(run, choose_device(run.plan.device), dtype=run.plan.dtype)
             tokenizer = AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)

@@ -14,7 +14,7 @@ from functools import partial
 
 import torch
 
-from linearizer.evaluate.subjects import Subject, read, read_into_cache
+from linearizer.evaluate.subjects import Subject, read_into_cache, read_logits
 from linearizer.model.logits import bytes_held, fresh_cache, vocabulary
 from linearizer.model.memory import PeakMemory, free_bytes, run_if_it_fits
 from linearizer.progress import Progress, Steps
@@ -114,10 +114,10 @@ class Meter:
             begin = self.clock(device)
             read_into_cache(subject, ids[:, : length - WRITTEN], cache)
             read_all = self.clock(device)
-            read(subject, ids[:, length - WRITTEN : length - WRITTEN + 1], cache, keep=1)
+            read_logits(subject, ids[:, length - WRITTEN : length - WRITTEN + 1], cache, keep=1)
             first = self.clock(device)
             for token in ids[:, length - WRITTEN + 1 :].split(1, dim=1):
-                read(subject, token, cache, keep=1)
+                read_logits(subject, token, cache, keep=1)
             end = self.clock(device)
         return Pace(
             length,

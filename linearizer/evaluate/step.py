@@ -50,7 +50,7 @@ def measure_parts(
     for place, name in enumerate(request.chosen, 1):
         if name == "needle" and not request.parts and setup.run.positions < MIN_NEEDLE_TOKENS:
             continue  # nobody named the part, and the teacher reads no text that is long enough
-        part = PARTS[name]
+        part = PART_MEASURES[name]
         fields = {**{field: getattr(request, field) for field in part.uses}, "subjects": setup.names}
         fields = json.loads(json.dumps(fields))  # as it is stored: a tuple becomes a list
         made_with, stored = setup.made_with(), run.results.get(name)
@@ -257,7 +257,7 @@ class PartMeasure:
 
 
 ON_TEXT = ("text", "length", "texts", "seed")
-PARTS = {
+PART_MEASURES = {
     "language": PartMeasure(measure_language_part, ON_TEXT),
     "recall": PartMeasure(measure_recall_part, (*ON_TEXT, "short")),
     "needle": PartMeasure(measure_needle_part, ("text", "texts", "seed", "lengths")),

@@ -94,7 +94,7 @@ def read_into(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache])
 def read_alike(subjects: Sequence[Subject], ids: Tensor, caches: Sequence[Cache | None]) -> list[Tensor]:
     """Let all subjects read on from what their caches hold, and give their logits; streamed weights are read once."""
     pairs = zip(subjects, caches, strict=True)
-    return in_step(subjects[0].model, [partial(read, subject, ids, cache) for subject, cache in pairs])
+    return in_step(subjects[0].model, [partial(read_logits, subject, ids, cache) for subject, cache in pairs])
 
 
 @torch.inference_mode()
@@ -104,7 +104,7 @@ def read_branches(subject: Subject, ends: Tensor, cache: Cache) -> Tensor:  # (t
     logits = []
     for some in ends.split(at_once, 1):
         with branching(subject.model, cache, some.shape[1]) as own:
-            logits.append(read(subject, some.flatten(0, 1), own).unflatten(0, some.shape[:2]))
+            logits.append(read_logits(subject, some.flatten(0, 1), own).unflatten(0, some.shape[:2]))
     return torch.cat(logits, 1)
 
 
@@ -135,7 +135,7 @@ def branching(model: PreTrainedModel, cache: Cache, branches: int) -> Iterator[C
         yield own
 
 
-def read(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> Tensor:
+def read_logits(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> Tensor:
     """Let a subject read on from what its cache holds; give the logits of the last `keep` tokens, or of all."""
     with subject.at_work() as model, torch.inference_mode():
         given = {"input_ids": ids.to(model.device), "past_key_values": cache, "use_cache": cache is not None}

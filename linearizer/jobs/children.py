@@ -111,12 +111,12 @@ class Children:
                     product = end.value
                     break
                 self.look(newest)
-                yield together(newest)
+                yield join_progress(newest)
             while any(child.tasks for child in self.started):
                 time.sleep(POLL_SECONDS)
                 self.look(newest)
                 if any(newest):
-                    yield together(newest)
+                    yield join_progress(newest)
         except BaseException:
             steps.close()
             self.close()
@@ -212,7 +212,7 @@ class Child:
             self.reader.join()
 
 
-def together(newest: Sequence[Progress | None]) -> Progress:
+def join_progress(newest: Sequence[Progress | None]) -> Progress:
     """Put the progress of several processes on one task together."""
     known = [progress for progress in newest if progress is not None]
     alike = [progress for progress in known if (progress.step, progress.unit) == (known[0].step, known[0].unit)]

@@ -21,7 +21,7 @@ from linearizer.jobs.queue import Ticket
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.events import READ_BYTES, STEPS, Event, EventName, first_event, newest_events, read_events
 from linearizer.run.files import UNFINISHED, remove, writing
-from linearizer.run.folder import OWN, Run, newest_request
+from linearizer.run.folder import FILES_OF_RUN, Run, newest_request
 from linearizer.run.locks import Lock
 from linearizer.run.plan import Plan
 
@@ -72,7 +72,7 @@ def start(run: Run, token: str | None = None, **details: Any) -> None:
     lock, ticket = lock_and_queue(run, **details)
     with lock, ticket.lock:  # the process that is started holds them, too
         try:
-            start_process(run, lock, ticket, token)
+            start_worker(run, lock, ticket, token)
         except OSError as error:
             ticket.path.unlink(missing_ok=True)
             run.log(EventName.FAILED, error=f"no process could be started ({error.strerror}): free memory, then resume")
@@ -116,7 +116,7 @@ def lock_and_queue(run: Run, **details: Any) -> tuple[Lock, Ticket]:
     return lock, ticket
 
 
-def start_process(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
+def start_worker(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
     """Start the process of a run."""
     request = {"folder": str(run.folder), "job": run.job, "ticket": str(ticket.path), "token": token}
     with (run.folder / "worker.log").open("wb") as log:
@@ -147,7 +147,7 @@ def delete(run: Run) -> None:
     Run.open(run.folder)
     last = ["plan.json", "lock"]  # while these are present, deleting can be repeated
     with run.take_lock(), writing(run.folder):
-        for name in [*sorted(OWN.difference(last)), *last]:
+        for name in [*sorted(FILES_OF_RUN.difference(last)), *last]:
             for path in (run.folder / name, run.folder / (name + UNFINISHED)):
                 remove(path)
         if not any(run.folder.iterdir()):
@@ -157,7 +157,7 @@ def delete(run: Run) -> None:
 def status(run: Run) -> Status:
     """Give the status of a run."""
     Run.open(run.folder)
-    state, log_state = read_state(run)
+    state, log_state = read_lock_and_log(run)
     first, files = first_event(run.log_file), files_of(run.folder)
     begun = first["time"] if first else max((stat.st_mtime for stat in files.values()), default=0.0)
     training = run.folder / "state" / "training"
@@ -182,7 +182,7 @@ def status(run: Run) -> Status:
 
 def state_of(run: Run) -> str:
     """Give the state of a run in one word."""
-    return read_state(run)[0]
+    return read_lock_and_log(run)[0]
 
 
 @dataclass(frozen=True)
@@ -195,7 +195,7 @@ class LogState:
     step: Event | None
 
 
-def read_state(run: Run) -> tuple[str, LogState]:
+def read_lock_and_log(run: Run) -> tuple[str, LogState]:
     """Give the state of a run by its lock and its log, and by its log alone."""
     while True:
         held = run.is_locked

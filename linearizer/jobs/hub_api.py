@@ -103,7 +103,7 @@ def check_client() -> None:
 def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
     """Ask the Hub which machines jobs can have, and what each costs now; the cheapest first."""
     check_client()
-    with explain_errors("the hardware of jobs"):
+    with explain_job_errors("the hardware of jobs"):
         machines = HfApi(token=access_token(token)).list_jobs_hardware()
     offered = (
         Hardware(
@@ -132,7 +132,7 @@ class Account:
         check_client()
         self.token = require_token(token)
         self.api = HfApi(token=self.token)
-        with explain_errors("the Hub"):
+        with explain_job_errors("the Hub"):
             signed_in = self.api.whoami()
         me, organisations = signed_in["name"], organisations_of(signed_in)
         self.name: str = owner or me
@@ -146,7 +146,7 @@ class Account:
 
     def make_bucket(self) -> None:
         """Make the bucket unless it is there, and refuse one that others can see."""
-        with explain_errors(f"the bucket {self.bucket!r}"):
+        with explain_job_errors(f"the bucket {self.bucket!r}"):
             self.api.create_bucket(self.bucket, private=True, exist_ok=True)
             if not self.api.bucket_info(self.bucket).private:
                 raise RequestError(
@@ -180,7 +180,7 @@ class Account:
         self, image: str, command: list[str], flavor: str, minutes: int, run_id: str, environment: Mapping[str, str]
     ) -> Job:
         """Begin a job, which the account pays; the token is a secret of the job."""
-        with explain_errors(f"a job on {flavor}"):
+        with explain_job_errors(f"a job on {flavor}"):
             return described(
                 self.api.run_job(
                     image=image,
@@ -231,7 +231,7 @@ def job_environment() -> dict[str, str]:
 
 
 @contextmanager
-def explain_errors(what: str, kept: str = NOTHING_BEGUN) -> Iterator[None]:
+def explain_job_errors(what: str, kept: str = NOTHING_BEGUN) -> Iterator[None]:
     """Turn an error of the Hub into a sentence."""
     try:
         yield

@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.errors import FaultError, RequestError, Stopped
-from linearizer.jobs.hub_api import TROUBLE, Account, Job, explain_errors, job_environment, status_of
+from linearizer.jobs.hub_api import TROUBLE, Account, Job, explain_job_errors, job_environment, status_of
 from linearizer.model.hub_errors import redact
 from linearizer.model.safetensors import teacher_files
 from linearizer.publish.space import job_requirements, package_files
@@ -57,7 +57,7 @@ PAUSES = (1.0, 2.0, 5.0, 10.0, 30.0)  # between tries to read from the Hub
 MAX_WORDS = 200  # characters that are quoted of a job's last words
 
 
-def folder_of(run_id: str) -> str:
+def bucket_folder(run_id: str) -> str:
     """Name the folder of a run in a bucket."""
     return f"runs/{run_id}/run"
 
@@ -74,7 +74,7 @@ def follow_job(run: Run, token: str | None) -> None:
         assert hub_job is not None
         account = Account(token, hub_job.owner)
         kept = f"what was finished is kept in the bucket {account.bucket!r}, and a job at work goes on: resume the run"
-        with explain_errors("the job", kept):
+        with explain_job_errors("the job", kept):
             begun = open_job(run)
             if begun is not None:
                 had_ended = Follower(run, account, hub_job, begun["id"]).follow(again=True)
@@ -104,7 +104,7 @@ def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
     """Send the code and the folder of a run, and give the command of its job."""
     code = pack_code(demo=run.plan.model == "demo")
     name = f"code/{sha256(code).hexdigest()[:20]}.zip"
-    place = folder_of(run.id)
+    place = bucket_folder(run.id)
     there = set(account.list_files(f"runs/{run.id}"))
     newer = any(path.startswith(f"{place}/state/") for path in there)  # than the state here
     files: dict[str, Path | bytes] = {
@@ -313,8 +313,8 @@ class Follower:
 
     def bring_products(self) -> None:
         """Fetch what the job left in the bucket, but for what only resuming needs; add the lines that the log lost."""
-        place = folder_of(self.run.id) + "/"
-        there = self.account.list_files(folder_of(self.run.id))
+        place = bucket_folder(self.run.id) + "/"
+        there = self.account.list_files(bucket_folder(self.run.id))
         own = {path.removeprefix(place): file for path, file in there.items()}
         wanted = {
             name: file

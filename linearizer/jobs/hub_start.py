@@ -12,7 +12,7 @@ from linearizer import pipeline
 from linearizer.errors import NotAgreed, RequestError
 from linearizer.jobs import control
 from linearizer.jobs.forecast import forecast_run, measure_speeds
-from linearizer.jobs.hub_api import NOTHING_BEGUN, TROUBLE, Account, Hardware, explain_errors, list_hardware
+from linearizer.jobs.hub_api import NOTHING_BEGUN, TROUBLE, Account, Hardware, explain_job_errors, list_hardware
 from linearizer.publish.push import check_target
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import HubJob, newest_job, open_job, read_hub_job, write_hub_job
@@ -149,7 +149,7 @@ def resume_in_job(run: Run, token: str | None = None, yes: bool = False, agree: 
         write_hub_job(run, job)
     elif open_job(run) is None:
         account = Account(token, job.owner)
-        with explain_errors("the jobs of this run"):
+        with explain_job_errors("the jobs of this run"):
             live = account.find_live_job(run.id)
         if live is None:
             raise NotAgreed(f"the run needs another job, and {job.in_words}: {agree} to begin it; {NOTHING_BEGUN}")

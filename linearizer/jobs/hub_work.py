@@ -20,7 +20,7 @@ from pathlib import Path
 from linearizer.errors import LinearizerError
 from linearizer.jobs import control
 from linearizer.jobs.hub_api import TROUBLE, Account
-from linearizer.jobs.hub_follow import files_to_keep, folder_of, request_path
+from linearizer.jobs.hub_follow import bucket_folder, files_to_keep, request_path
 from linearizer.model.hub_errors import redact
 from linearizer.progress import finish
 from linearizer.run.events import EventName, read_events
@@ -52,7 +52,7 @@ def main(arguments: Sequence[str]) -> int:
         time.sleep(control.LOG_POLL_SECONDS)
     note_loss(run)
     if run.done and push:
-        publish(run, push, account.token)
+        publish_student(run, push, account.token)
     print_events(run, place)
     keeper.save_last()
     return 0 if control.state_of(run) in ("done", "stopped") else 1
@@ -60,7 +60,7 @@ def main(arguments: Sequence[str]) -> int:
 
 def fetch_run(account: Account, run_id: str) -> Run:
     """Bring the folder of a run from the bucket."""
-    folder, place = Path(tempfile.mkdtemp(prefix="linearizer-")) / "run", folder_of(run_id)
+    folder, place = Path(tempfile.mkdtemp(prefix="linearizer-")) / "run", bucket_folder(run_id)
     (folder / "state").mkdir(parents=True)
     there = account.list_files(place)
     account.fetch({folder / path.removeprefix(f"{place}/"): file for path, file in there.items()})
@@ -85,7 +85,7 @@ def note_loss(run: Run) -> None:
         sys.stderr.write(run.read("worker.log"))
 
 
-def publish(run: Run, repo_id: str, token: str) -> None:
+def publish_student(run: Run, repo_id: str, token: str) -> None:
     """Publish the student; where that fails, the run is done all the same, and its log says why."""
     from linearizer.model.checkpoint import link_missing_weights
     from linearizer.publish import push
@@ -117,7 +117,7 @@ class Keeper:
     def save(self) -> None:
         """Send what has changed, and remove what is gone."""
         with self.saving:
-            now, place = self.facts(), folder_of(self.run_id)
+            now, place = self.facts(), bucket_folder(self.run_id)
             changed: dict[str, Path | bytes] = {
                 f"{place}/{name}": self.run.folder / name for name in now if now[name] != self.saved.get(name)
             }

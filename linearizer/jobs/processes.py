@@ -25,7 +25,7 @@ from typing import IO, Any
 CAN_FORK = sys.platform == "linux"
 # Whether there are GPUs is asked without beginning to use them, which would leave none to processes that are forked.
 COUNT_ONLY = {"PYTORCH_NVML_BASED_CUDA_CHECK": "1"}
-OWN = "LINEARIZER_"  # how the environment's variables begin that this package reads: a request brings them
+OWN_PREFIX = "LINEARIZER_"  # how the environment's variables begin that this package reads: a request brings them
 
 
 class ForkingProcess:
@@ -47,7 +47,7 @@ class ForkingProcess:
                     stderr=log,  # what ends it while it imports is told by the run that it was begun for
                     pass_fds=[theirs.fileno()],
                     start_new_session=True,
-                    env={**environment(), **COUNT_ONLY},
+                    env={**environment_to_import(), **COUNT_ONLY},
                 )
         except BaseException:
             connection.close()
@@ -117,13 +117,15 @@ def end() -> None:
 
 def inherited() -> tuple[dict[str, str], str, str]:
     """Give what a process inherits that libraries may read when they are imported, and what it runs."""
-    kept = {name: value for name, value in environment().items() if not name.startswith((OWN, "PYTEST_"))}
+    kept = {
+        name: value for name, value in environment_to_import().items() if not name.startswith((OWN_PREFIX, "PYTEST_"))
+    }
     return kept, os.getcwd(), sys.executable
 
 
 def own_environment() -> dict[str, str]:
     """Give the variables that this package reads."""
-    return {name: value for name, value in os.environ.items() if name.startswith(OWN)}
+    return {name: value for name, value in os.environ.items() if name.startswith(OWN_PREFIX)}
 
 
 def replace_own_environment(values: Mapping[str, str]) -> None:
@@ -133,7 +135,7 @@ def replace_own_environment(values: Mapping[str, str]) -> None:
     os.environ.update(values)
 
 
-def environment() -> dict[str, str]:
+def environment_to_import() -> dict[str, str]:
     """Let a process import this package, and nothing from the working directory."""
     home, paths = Path(__file__).parents[2], os.environ.get("PYTHONPATH")
     if home.name not in ("site-packages", "dist-packages"):  # a process finds those, after the standard library

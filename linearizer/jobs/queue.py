@@ -87,12 +87,12 @@ def place_of(run: Path) -> int | None:
 
 def tickets_before(own: Path) -> list[Path]:
     """List the live tickets before a ticket that may be for one of the same devices."""
-    devices = devices_of(own)
+    devices = devices_of_ticket(own)
     return [
         path
         for path in sorted(tickets())
         if number_of(path) < number_of(own)
-        and (not devices or not devices_of(path) or devices & devices_of(path))
+        and (not devices or not devices_of_ticket(path) or devices & devices_of_ticket(path))
         and is_held(path)
     ]
 
@@ -106,7 +106,7 @@ def number_of(ticket: Path) -> str:
     return ticket.name.partition("@")[0]
 
 
-def devices_of(ticket: Path) -> set[str]:
+def devices_of_ticket(ticket: Path) -> set[str]:
     """Name the devices of a ticket; none while they are unknown."""
     return set(filter(None, ticket.name.removesuffix(f"@{WORKING}").partition("@")[2].split(AND)))
 

@@ -11,7 +11,7 @@ from torch import nn
 
 from linearizer.errors import FaultError, RequestError, TextError
 from linearizer.measure.far_errors import far_errors
-from linearizer.model.layers import number
+from linearizer.model.layers import layer_number
 from linearizer.model.samples import LayerSamples
 from linearizer.run.head_bytes import Layer
 from linearizer.runtime.attention_interface import observing
@@ -153,7 +153,7 @@ class Recorder:
         others: dict,
     ) -> None:
         """Record one layer of a batch."""
-        index = number(module)
+        index = layer_number(module)
         layer = self.layers[index]
         if layer.native_window is not None:
             return

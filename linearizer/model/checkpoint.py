@@ -23,7 +23,7 @@ from linearizer.model.quantised import keep_as_stored, to_device
 from linearizer.model.quiet import quiet
 from linearizer.model.safetensors import teacher_files
 from linearizer.model.streaming import is_placed, is_streamed, spreads, streams
-from linearizer.model.teacher import load as load_teacher_of
+from linearizer.model.teacher import load_teacher_of
 from linearizer.run.allocation import Allocation, check_allocation
 from linearizer.run.files import parse_json, replacing, writing
 from linearizer.run.folder import Run
@@ -42,7 +42,7 @@ AutoConfig.register(LinearizedConfig.model_type, LinearizedConfig, exist_ok=True
 AutoModelForCausalLM.register(LinearizedConfig, LinearizedForCausalLM, exist_ok=True)
 
 
-def linearize(
+def put_student_into(
     teacher: PreTrainedModel,
     layers: Sequence[Layer],
     allocation: Allocation,

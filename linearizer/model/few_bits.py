@@ -121,12 +121,12 @@ def add_one(words: Tensor, zeros: Tensor, bits: int) -> Tensor:
 def expand_awq(parts: Mapping[str, Tensor]) -> Tensor:  # (inputs, outputs)
     """Expand a matrix of AWQ."""
     scales = parts[SCALES].float()
-    numbers, zeros = (in_order(unpack(parts[part].T, 4)).T for part in (PACKED, ZEROS))
+    numbers, zeros = (reorder_words(unpack(parts[part].T, 4)).T for part in (PACKED, ZEROS))
     size = len(numbers) // len(scales)
     return (numbers.float() - zeros.float().repeat_interleave(size, 0)) * scales.repeat_interleave(size, 0)
 
 
-def in_order(numbers: Tensor) -> Tensor:
+def reorder_words(numbers: Tensor) -> Tensor:
     """Bring the numbers of AWQ's words, which lie along the first dimension, into the order of the outputs."""
     return numbers.unflatten(0, (-1, len(AWQ_ORDER)))[:, list(AWQ_ORDER)].flatten(0, 1)
 

@@ -36,9 +36,9 @@ def fit_memory(group: FeatureGroup, text: LayerSamples | None) -> None:
     far = slice(group.window + group.sinks, None)  # rows for which some tokens are far
     whole, near = (attend(q, k, v, window, group.sinks) for window in (k.shape[-2], group.window))
     rule.value_scale.fill_(0.0)
-    plain = read_text(group, q, k, v)
+    plain = read_with_memory(group, q, k, v)
     rule.value_scale.fill_(1.0)
-    full = read_text(group, q, k, v)
+    full = read_with_memory(group, q, k, v)
     near_mass, exact = near[1][:, :, far], whole[0][:, :, far] - near[0][:, :, far]
     mass = full.bound[0][:, :, far] + (near_mass if full.is_share else 0.0)
     away, more = plain.sum[0][:, :, far] - near[0][:, :, far], (full.sum - plain.sum)[0][:, :, far]
@@ -70,7 +70,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, window: int, sinks: int) -> tuple[Te
     return torch.stack(outputs), torch.stack(masses)
 
 
-def read_text(group: FeatureGroup, q: Tensor, k: Tensor, v: Tensor) -> Reading:
+def read_with_memory(group: FeatureGroup, q: Tensor, k: Tensor, v: Tensor) -> Reading:
     """Let a memory read a text whose tokens leave the window one after the other: what each row sees of it."""
     memory, window, place = group.memory(1.0), group.window, torch.arange(k.shape[-2], device=k.device)[None]
     assert isinstance(memory, ScaledRule)

@@ -145,7 +145,7 @@ def download_bytes(source: Source) -> int:
     return source.weight_bytes * sum(not isinstance(path, str) for path in cached) // len(files)
 
 
-def weight_files(source: Source) -> tuple[Path, ...]:
+def local_weight_files(source: Source) -> tuple[Path, ...]:
     """List the files of a model's weights where they lie on this machine; none if one of them is not here any more."""
     if source.folder is not None:
         return tuple(source.folder / file for file in source.weights.files)

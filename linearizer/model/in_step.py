@@ -136,7 +136,7 @@ def in_step(model: PreTrainedModel, passes: Sequence[Callable[[], T]]) -> list[T
     threads: list[Pass[Any]] = []
     try:
         with stopped_at_blocks(model):
-            begin(own, threads, attending)
+            begin_passes(own, threads, attending)
             while waiting := [thread for thread in threads if not thread.done]:
                 go_on_together(waiting, threads, attending, blocks_of(model))
     finally:
@@ -147,7 +147,7 @@ def in_step(model: PreTrainedModel, passes: Sequence[Callable[[], T]]) -> list[T
     return [each.result for each in own]  # type: ignore[misc]
 
 
-def begin(new: Sequence[Pass[Any]], threads: list[Pass[Any]], attending: Attending) -> None:
+def begin_passes(new: Sequence[Pass[Any]], threads: list[Pass[Any]], attending: Attending) -> None:
     """Let passes run up to the first block that each needs."""
     threads += new
     for thread in new:
@@ -181,7 +181,7 @@ def let_go_on(thread: Pass[Any], threads: list[Pass[Any]], attending: Attending)
         thread.go_on()
     finally:
         thread.attending = attending.now()
-    begin(thread.parts, threads, attending)
+    begin_passes(thread.parts, threads, attending)
 
 
 @contextmanager

@@ -14,7 +14,7 @@ import math
 import torch
 
 from linearizer.model.fit_memory import fit_memory
-from linearizer.model.layers import featured, number
+from linearizer.model.layers import featured, layer_number
 from linearizer.model.samples import LayerSamples, Samples, samples_of
 from linearizer.model.swap import Begin
 from linearizer.run.folder import Run
@@ -37,9 +37,9 @@ Tensor = torch.Tensor
 def initialise(student: LinearizedForCausalLM, samples: Samples, seed: int = 0) -> None:
     """Initialise the layers of a student from samples of the teacher's queries and keys."""
     for module in attention_modules(student.base):
-        layer_student, layer_samples = getattr(module, "student", None), samples.layers[number(module)]
+        layer_student, layer_samples = getattr(module, "student", None), samples.layers[layer_number(module)]
         if layer_student is not None and layer_samples is not None:
-            initialise_layer(layer_student, layer_samples, seed, number(module))
+            initialise_layer(layer_student, layer_samples, seed, layer_number(module))
 
 
 @torch.no_grad()

@@ -15,7 +15,7 @@ from linearizer.runtime.layer_student import FeatureGroup, LayerStudent
 UNIT = 256  # a weight so many times larger than it is loses no bfloat16 digits to a bias
 
 
-def number(attention: nn.Module) -> int:
+def layer_number(attention: nn.Module) -> int:
     """Give the number of the layer that an attention module belongs to."""
     return cast(int, attention.layer_idx)
 
@@ -40,7 +40,7 @@ def output_projections(model: nn.Module, ids: torch.Tensor) -> dict[int, nn.Modu
 
     def observe(module: nn.Module, *_: object) -> None:
         nonlocal attended
-        attended = number(module)
+        attended = layer_number(module)
 
     def enter(index: int, part: nn.Module, args: tuple) -> None:
         nonlocal attended
@@ -50,7 +50,7 @@ def output_projections(model: nn.Module, ids: torch.Tensor) -> dict[int, nn.Modu
     with torch.no_grad(), observing(model, observe), ExitStack() as stack:
         for module in attention_modules(model):
             for part in matrices(module):
-                stack.callback(part.register_forward_pre_hook(partial(enter, number(module))).remove)
+                stack.callback(part.register_forward_pre_hook(partial(enter, layer_number(module))).remove)
         getattr(model, "base_model", model)(input_ids=ids, use_cache=False)
     return projections
 

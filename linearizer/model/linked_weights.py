@@ -21,8 +21,8 @@ from linearizer.model.streaming import offload_hooks
 from linearizer.run.files import UNFINISHED
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 
-STUDENT = "student.safetensors"  # not SINGLE, which transformers prefers to an index
-TEACHER = "teacher-{number:05}-of-{count:05}.safetensors"
+STUDENT_FILE = "student.safetensors"  # not SINGLE, which transformers prefers to an index
+TEACHER_FILE = "teacher-{number:05}-of-{count:05}.safetensors"
 
 
 def save_around(student: LinearizedForCausalLM, folder: Path, files: Sequence[Path]) -> bool:
@@ -33,8 +33,8 @@ def save_around(student: LinearizedForCausalLM, folder: Path, files: Sequence[Pa
     student.save_pretrained(folder, state_dict={name: x for name, x in student.state_dict().items() if is_own(name)})
     held = []
     if (folder / SINGLE).exists():  # a student of windows has no weights of its own
-        held.append((folder / SINGLE).rename(folder / STUDENT))
-    originals = {TEACHER.format(number=place + 1, count=len(files)): file for place, file in enumerate(files)}
+        held.append((folder / SINGLE).rename(folder / STUDENT_FILE))
+    originals = {TEACHER_FILE.format(number=place + 1, count=len(files)): file for place, file in enumerate(files)}
     for name, file in originals.items():
         link_or_copy(file, folder / name)
         held.append(folder / name)

@@ -14,13 +14,13 @@ import torch
 
 from linearizer.run.stopping import is_out_of_memory
 
-Result = TypeVar("Result")
+Product = TypeVar("Product")
 CONTAINER = Path("/sys/fs/cgroup")
 HEAPS, MAPPED, ON_TOP = -8, -3, -1  # options of malloc.h: heaps, bytes that are mapped, and bytes that stay on top
 STATUS, CLEAR = Path("/proc/self/status"), Path("/proc/self/clear_refs")
 
 
-def run_if_it_fits(work: Callable[[], Result]) -> Result | None:
+def run_if_it_fits(work: Callable[[], Product]) -> Product | None:
     """Run a function; if memory runs out, free what it had taken and return None."""
     try:
         return work()

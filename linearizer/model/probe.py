@@ -19,7 +19,7 @@ from linearizer.runtime.attention_interface import observing
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
-Result = TypeVar("Result")
+Product = TypeVar("Product")
 WATCHED_TOKENS = 4
 
 
@@ -62,7 +62,7 @@ def watch_blueprint(model: PreTrainedModel) -> list[AttentionLayer]:
     return run_blueprint(lambda: watch_layers(model))
 
 
-def run_blueprint(run: Callable[[], Result]) -> Result:
+def run_blueprint(run: Callable[[], Product]) -> Product:
     """Run code of a model without weights."""
     with MetaValues(), quiet():
         try:

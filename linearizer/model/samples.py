@@ -12,7 +12,7 @@ from linearizer.model.safetensors import read_tensors
 from linearizer.run.folder import Run
 
 SAMPLES = "state/samples.safetensors"  # of a run's folder
-PARTS = ("queries", "keys", "values")
+TENSORS = ("queries", "keys", "values")
 TEXT = "text."  # how the names of the parts of a whole text begin
 
 
@@ -38,7 +38,7 @@ class Samples:
         for index, layer in enumerate(self.layers):
             for prefix, part_of in (("", layer), (TEXT, layer and layer.text)):
                 if part_of is not None:
-                    named |= {f"{index}.{prefix}{part}": getattr(part_of, part) for part in PARTS}
+                    named |= {f"{index}.{prefix}{part}": getattr(part_of, part) for part in TENSORS}
         return named
 
     @staticmethod
@@ -48,7 +48,7 @@ class Samples:
         def read(index: int, prefix: str = "", text: LayerSamples | None = None) -> LayerSamples | None:
             if f"{index}.{prefix}keys" not in tensors:
                 return None
-            queries, keys, values = (tensors[f"{index}.{prefix}{part}"] for part in PARTS)
+            queries, keys, values = (tensors[f"{index}.{prefix}{part}"] for part in TENSORS)
             return LayerSamples(queries, keys, values, text)
 
         return Samples(tuple(read(index, "", read(index, TEXT)) for index in range(layers)))

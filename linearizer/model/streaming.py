@@ -33,7 +33,7 @@ FILLED = 0.8  # of what is free, that weights may take: the rest is for what is 
 
 
 @dataclass(frozen=True)
-class Weights:
+class WeightSizes:
     """The bytes of a model's weights in the type that it computes in."""
 
     whole: int
@@ -43,7 +43,7 @@ class Weights:
     parts: Mapping[str, int]  # the bytes of each of these
 
 
-def measure_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Weights:
+def measure_weights(config: PreTrainedConfig, dtype: torch.dtype) -> WeightSizes:
     """Compute what the weights of a model take, from its config alone."""
     model = build_blueprint(config)
     blocks = set(blocks_of(model))
@@ -54,7 +54,7 @@ def measure_weights(config: PreTrainedConfig, dtype: torch.dtype) -> Weights:
     bytes_of = {name: dtype.itemsize * sum(x.numel() for x in part.parameters()) for name, part in parts.items()}
     streamed = whole - sum(sizes) + 2 * max(sizes, default=0)
     merged = any(".experts." in name and x.ndim == 3 for name, x in model.named_parameters())
-    return Weights(whole * dtype.itemsize, streamed * dtype.itemsize, merged, names, bytes_of)
+    return WeightSizes(whole * dtype.itemsize, streamed * dtype.itemsize, merged, names, bytes_of)
 
 
 def list_outermost_parts(module: nn.Module, blocks: set[nn.Module], name: str = "") -> Iterator[tuple[str, nn.Module]]:
@@ -85,7 +85,7 @@ def bytes_for_weights(device: str) -> int:
     return sum(rooms_for_weights(device).values())
 
 
-def spread_blocks(weights: Weights, rooms: Mapping[str, int]) -> dict[str, str] | None:
+def spread_blocks(weights: WeightSizes, rooms: Mapping[str, int]) -> dict[str, str] | None:
     """Lay the blocks of a model over several devices, in their order, and all else on the first; None: no room.
 
     Each is filled by the same share, so that all have memory left to compute with.

@@ -19,11 +19,12 @@ TESTED = frozenset(
     "cohere gemma gemma3_text glm4 gpt2 gpt_bigcode gpt_neox granite llama mistral mixtral olmo2 opt phi phi3 "
     "qwen2 qwen3 qwen3_moe smollm3 stablelm starcoder2".split()
 )
-SOFTMAX = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])
+SOFTMAX_LAYERS = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])
 OTHER_INPUTS = ("text", "vision", "audio", "image", "video", "vq")  # in the names of the parts of a multimodal config
 CAPPED = "it caps the scores of its attention (soft-capping), which features cannot follow"
-SINKS = "its heads have learned sinks, which take weight that no token has"
-ALTERED = {"softcap": CAPPED, "s_aux": SINKS, "sinks": SINKS}  # by the argument that a layer passes to its attention
+LEARNED_SINKS = "its heads have learned sinks, which take weight that no token has"
+# by the argument that a layer passes to its attention
+ALTERED = {"softcap": CAPPED, "s_aux": LEARNED_SINKS, "sinks": LEARNED_SINKS}
 ALIBI = "its positions are ALiBi, which its code adds to the scores outside transformers' attention interface"
 ENCODER = "it is an encoder, which reads in both directions"
 ANOTHER = "name a decoder-only language model with plain softmax attention, such as llama, qwen3 or gpt2"
@@ -54,7 +55,7 @@ def check_config(config: PreTrainedConfig) -> None:
         raise Refused(f"its config gives it {config.num_hidden_layers} layers", "repair its config.json")
     if MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._is_stateful:
         raise Refused("it is already recurrent, in part or in whole, with a state of fixed size", "use it as it is")
-    odd = sorted(set(getattr(config, "layer_types", None) or ()) - SOFTMAX)
+    odd = sorted(set(getattr(config, "layer_types", None) or ()) - SOFTMAX_LAYERS)
     if odd:
         raise Refused(f"it has layers that are no softmax attention ({', '.join(odd)})")
     if has_alibi(config):

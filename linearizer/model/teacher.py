@@ -118,7 +118,7 @@ def load_teacher(
         except (SafetensorError, OSError) as error:
             raise damaged_weights(source.name, first_line(error)) from error
     check_complete(source.name, report)
-    check_finite(source.name, model)
+    check_finite_weights(source.name, model)
     model.requires_grad_(False).eval()
     if packed:
         keep_as_stored(model)
@@ -189,7 +189,7 @@ def check_complete(name: str, report: dict) -> None:
         raise damaged_weights(name, f"{key} is stored as {tuple(stored)} and should be {tuple(expected)}")
 
 
-def check_finite(name: str, model: torch.nn.Module) -> None:
+def check_finite_weights(name: str, model: torch.nn.Module) -> None:
     held = ((key, parameter) for key, parameter in model.named_parameters() if not parameter.is_meta)
     for key, parameter in chain(held, streamed_weights(model)):
         if not torch.isfinite(parameter).all():
@@ -209,7 +209,7 @@ class Teacher:
     stored: torch.dtype | None  # the type of its weights where they are stored, if its config says so
 
 
-def load(plan: Plan, token: str | None = None, inspection: Inspection | None = None) -> Teacher:
+def load_teacher_of(plan: Plan, token: str | None = None, inspection: Inspection | None = None) -> Teacher:
     """Load the teacher of a plan; without its inspection, refuse a model that cannot be linearized first."""
     source = find_model(plan.model, token)
     config = load_config(source, token)

@@ -46,7 +46,7 @@ def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
     if source == "builtin":
         return read_builtin()
     if kind == "file" and rest:
-        return refuse_empty(source, read_file(Path(os.path.expanduser(rest))))
+        return refuse_empty(source, read_text_file(Path(os.path.expanduser(rest))))
     if kind == "dataset" and rest:
         return refuse_empty(source, read_dataset(rest, token))
     if source == "self":
@@ -156,7 +156,7 @@ def sample_from(
 
 def read_whole(path: Path) -> str:
     """Read a file of text, or the texts of a file of JSON lines, as one text."""
-    return ("\n" if path.suffix == ".jsonl" else "").join(read_file(path))
+    return ("\n" if path.suffix == ".jsonl" else "").join(read_text_file(path))
 
 
 def decode_text(name: str, content: bytes) -> str:
@@ -200,9 +200,9 @@ def read_builtin() -> Iterator[str]:
     yield from topics.values()
 
 
-def read_file(path: Path) -> Iterator[str]:
+def read_text_file(path: Path) -> Iterator[str]:
     with explain_file_errors(path), path.open(encoding="utf-8-sig") as file:
-        yield from read_rows(path, file) if path.suffix == ".jsonl" else read_pieces(path, file)
+        yield from read_rows(path, file) if path.suffix == ".jsonl" else read_in_pieces(path, file)
 
 
 @contextmanager
@@ -221,7 +221,7 @@ def explain_file_errors(path: Path) -> Iterator[None]:
         raise TextError(f"{str(path)!r} cannot be read ({reason}): check the path and its permissions") from error
 
 
-def read_pieces(path: Path, file: IO[str]) -> Iterator[str]:
+def read_in_pieces(path: Path, file: IO[str]) -> Iterator[str]:
     """Read a text in pieces of whole lines."""
     while piece := file.read(PIECE_CHARACTERS):
         if "\0" in piece:

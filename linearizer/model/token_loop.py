@@ -10,7 +10,7 @@ from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerB
 from transformers.cache_utils import Cache
 
 Tensor = torch.Tensor
-PIECE = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
+PIECE_TOKENS = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
 HALF_LETTER = "\ufffd"  # what a decoder writes for bytes that are no letter yet
 CONTEXT = 8  # tokens before the first token that comes
 MAX_LETTER_TOKENS = 16  # bytes that are no letter are written as such after so many tokens
@@ -19,11 +19,11 @@ Choose = Callable[[Tensor], Tensor]  # logits (texts, vocabulary) -> next tokens
 
 def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Iterator[int]:
     """Read tokens (texts, tokens) that follow what the cache holds; yield after each piece how many were read."""
-    for start in range(0, ids.shape[1], PIECE):
+    for start in range(0, ids.shape[1], PIECE_TOKENS):
         with torch.inference_mode():
-            part = ids[:, start : start + PIECE].to(model.device)
+            part = ids[:, start : start + PIECE_TOKENS].to(model.device)
             model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
-        yield min(start + PIECE, ids.shape[1])
+        yield min(start + PIECE_TOKENS, ids.shape[1])
 
 
 def write_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, choose: Choose) -> Iterator[Tensor]:

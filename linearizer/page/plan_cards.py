@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from html import escape
 from typing import TYPE_CHECKING
 
-from linearizer.amounts import duration, from_length, number, size
+from linearizer.amounts import count_in_words, duration, from_length, size
 from linearizer.publish.html import announcement, folded, message_box, table, values_list
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
@@ -23,8 +23,8 @@ if TYPE_CHECKING:
 
 def parameters_of(inspection: Inspection) -> str:
     """Say how many parameters a model has, and how many of a mixture's work for a token."""
-    at_work = f", {number(inspection.active)} at work for a token" if inspection.resting else ""
-    return number(inspection.parameters) + at_work
+    at_work = f", {count_in_words(inspection.active)} at work for a token" if inspection.resting else ""
+    return count_in_words(inspection.parameters) + at_work
 
 
 def model_card(inspection: Inspection) -> str:

@@ -99,7 +99,7 @@ class RunState:
         if not live or now - self.drawn > CURVE_SECONDS or now < self.drawn:
             self.drawn = now
             mark = (len(self.training), self.training[-1]["done"] if self.training else 0)
-            self.put("losses", mark, lambda: self.figure("draw_losses"))
+            self.put("losses", mark, lambda: self.figure("draw_training_losses"))
             self.put("error", mark, lambda: self.figure("draw_errors"))
         self.draw_evaluation()
         read = run.folder / DOCUMENT_FACTS
@@ -177,7 +177,7 @@ class RunState:
         if allocation is not None:
             layers, fixed = self.run.layers, allocation.state_bytes(self.run.layers, 0)
             growth = allocation.growth(layers)
-            self.put("memory", mark, lambda: training_charts.draw_memory(layers, fixed, growth).to_json())
+            self.put("memory", mark, lambda: training_charts.draw_state_size(layers, fixed, growth).to_json())
             priced = self.run.plan.rules.decided_by == "prices" and self.run.has_file("prices.json")
             if priced and language is not None:
                 self.put("frontier", mark, lambda: self.frontier(allocation, language.result))

@@ -232,14 +232,14 @@ def hold_comparison_lock() -> Iterator[None]:
 
 def load_pair(run: Run, visitor: Visitor) -> Pair:
     """Load the teacher and the student of a run, unless they were loaded last."""
-    from linearizer import pipeline
     from linearizer.model import checkpoint
     from linearizer.model.quiet import quiet
+    from linearizer.model.teacher import load_teacher_of
 
     if not LOADED_PAIRS or LOADED_PAIRS[0].run_key != run.key:
         LOADED_PAIRS.clear()
         with quiet():
-            teacher = pipeline.load(run.plan, visitor.token, run.inspection)
+            teacher = load_teacher_of(run.plan, visitor.token, run.inspection)
             student = checkpoint.load_beside(run, teacher.model)
         LOADED_PAIRS.append(Pair(run.key, teacher.model, student, teacher.tokenizer))
     return LOADED_PAIRS[0]

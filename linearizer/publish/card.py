@@ -15,10 +15,10 @@ from string import Template
 from typing import Any
 
 import linearizer
-from linearizer.amounts import number
+from linearizer.amounts import count_in_words
 from linearizer.model.hub import DEMO
 from linearizer.publish.allocation_picture import draw_picture
-from linearizer.publish.card_metadata import LINK, Teacher, build_metadata, one_line, public_terms
+from linearizer.publish.card_metadata import LINK, CitedTeacher, build_metadata, one_line, public_terms
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.publish.tables import Table, describe_environment
 from linearizer.publish.verdict import judge_run
@@ -31,7 +31,7 @@ from linearizer.run.plan import Plan
 from linearizer.run.results import Part
 from linearizer.run.state_size import ROW_TITLES, StateSize
 
-PICTURE = "allocation.png"
+PICTURE_FILE = "allocation.png"
 MEASURED_AT_ONCE = {"language", "recall"}  # parts that every run measures; their tables are not folded
 SUBJECTS_NOTE = (
     "The same code measured all subjects on the same text, which was not used for training, with one seed. The "
@@ -58,12 +58,12 @@ def add_card(run: Run) -> None:
 def card_files(run: Run, repo_id: str | None = None) -> dict[str, bytes]:
     """Write the card for a repository, or for the folder of the checkpoint, and draw its picture."""
     assert run.allocation is not None
-    return {"README.md": write_card(run, repo_id).encode(), PICTURE: draw_picture(run.allocation, run.layers)}
+    return {"README.md": write_card(run, repo_id).encode(), PICTURE_FILE: draw_picture(run.allocation, run.layers)}
 
 
 def write_card(run: Run, repo_id: str | None = None) -> str:
     """Write the card of a run's student."""
-    allocation, layers, teacher = run.allocation, run.layers, Teacher.of(run)
+    allocation, layers, teacher = run.allocation, run.layers, CitedTeacher.of(run)
     assert allocation is not None
     plan = public_plan(run.plan, teacher)
     parts, training = public_parts(run.results), read_training(run)
@@ -73,7 +73,7 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
         title=escape_markdown(title),
         verdict="" if (verdict := judge_run(run)) is None else f"> {verdict.sentence}\n\n",
         summary=describe_student(allocation, layers, teacher) + describe_teacher(run.inspection),
-        alternative=f"Layers down, KV heads across. {describe_state(allocation, layers)}",
+        alternative=f"Layers down, KV heads across. {describe_size(allocation, layers)}",
         memory=table_markdown(Table([ROW_TITLES, *StateSize.of(allocation, layers).rows()])),
         allocation=list_heads(allocation),
         snippet=write_snippet(repo_id or "PATH/OF/THIS/FOLDER"),
@@ -93,7 +93,7 @@ def describe_teacher(inspection: Inspection) -> str:
     """Say of a mixture, of a text tower and of quantised weights what the student is, and is held against."""
     sentences = []
     if inspection.resting:
-        active, total = number(inspection.active), number(inspection.parameters)
+        active, total = count_in_words(inspection.active), count_in_words(inspection.parameters)
         sentences.append(f" Its experts are the teacher's: {active} of {total} parameters work for a token.")
     if inspection.tower_of:
         sentences.append(f" Its teacher is the text tower of {inspection.tower_of}: it reads no pictures.")
@@ -114,7 +114,7 @@ def write_snippet(name: str, revision: str | None = None) -> str:
     )
 
 
-def public_plan(plan: Plan, teacher: Teacher) -> Plan:
+def public_plan(plan: Plan, teacher: CitedTeacher) -> Plan:
     """Pin the teacher of a plan, and remove the folders of this machine from it."""
     model = f"{teacher.repo_id}@{teacher.revision}" if teacher.repo_id else teacher.name
     fields = {**asdict(plan), "model": model, "text": public_text(plan.text)}
@@ -133,7 +133,7 @@ def public_text(source: str) -> str:
     return one_line(f"file:{Path(path).name}" if kind == "file" else source)
 
 
-def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: Teacher) -> str:
+def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: CitedTeacher) -> str:
     """Describe in one paragraph what the student is."""
     if teacher.repo_id:
         page = f"https://huggingface.co/{teacher.repo_id}"
@@ -152,11 +152,11 @@ def describe_student(allocation: Allocation, layers: Sequence[Layer], teacher: T
     bits = "" if allocation.bits_in_words == "16" else f", with {allocation.bits_in_words} bits a number"
     return (
         f"This is {origin}, with its attention replaced: instead of caching the keys and values of every token, its KV "
-        f"heads keep {join_words(kept)}{bits}. {describe_state(allocation, layers)}"
+        f"heads keep {join_words(kept)}{bits}. {describe_size(allocation, layers)}"
     )
 
 
-def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
+def describe_size(allocation: Allocation, layers: Sequence[Layer]) -> str:
     """Describe the size of the student's state."""
     heads = [head for row in allocation.heads for head in row]
     whole = sum(head.softmax for head in heads)
@@ -258,7 +258,7 @@ def list_limits(allocation: Allocation, training: Trained, examined: bool) -> st
     return "\n".join(f"- {line}" for line in limits)
 
 
-def describe_licence(teacher: Teacher) -> str:
+def describe_licence(teacher: CitedTeacher) -> str:
     """Describe the licence of the student, which is its teacher's."""
     terms = public_terms(teacher)
     name = terms.get("license_name") or terms.get("license")

@@ -20,7 +20,7 @@ LINK = r"https?://[\w./~%#?=&:+@-]+"
 
 
 @dataclass(frozen=True)
-class Teacher:
+class CitedTeacher:
     """The teacher of a student, as far as the card names it."""
 
     name: str
@@ -30,13 +30,13 @@ class Teacher:
     terms: dict[str, Any]
 
     @staticmethod
-    def of(run: Run) -> Teacher:
+    def of(run: Run) -> CitedTeacher:
         teacher = run.inspection
         repo_id = teacher.name.partition("@")[0] if teacher.revision else None
-        return Teacher(repo_id or Path(teacher.name).name, repo_id, teacher.revision, teacher.gated, teacher.terms)
+        return CitedTeacher(repo_id or Path(teacher.name).name, repo_id, teacher.revision, teacher.gated, teacher.terms)
 
 
-def build_metadata(plan: Plan, teacher: Teacher, title: str, parts: Mapping[str, Part]) -> ModelCardData:
+def build_metadata(plan: Plan, teacher: CitedTeacher, title: str, parts: Mapping[str, Part]) -> ModelCardData:
     """Describe the student to the Hub."""
     results = list_results(plan, parts)
     return ModelCardData(
@@ -52,7 +52,7 @@ def build_metadata(plan: Plan, teacher: Teacher, title: str, parts: Mapping[str,
     )
 
 
-def public_terms(teacher: Teacher) -> dict[str, Any]:
+def public_terms(teacher: CitedTeacher) -> dict[str, Any]:
     """Copy the teacher's licence and language; a relative link to its licence becomes absolute."""
     terms = {
         name: one_line(value) if isinstance(value, str) else [one_line(each) for each in value]
@@ -85,7 +85,7 @@ def list_results(plan: Plan, parts: Mapping[str, Part]) -> list[EvalResult]:
 def list_measures(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, float]]:
     """List the results of the student: the text, the name of the measure, and its value."""
     if (part := parts.get("language")) is not None and part.read is not None:
-        text, edges, student = part.read.text, part.result.edges, find_student(part)
+        text, edges, student = part.read.text, part.result.edges, student_of(part)
         yield text, "loss", student.loss.mean
         ends = [*(f"{edge - 1}" for edge in edges[1:]), ""]
         if len(ends) > 1:
@@ -95,11 +95,11 @@ def list_measures(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, float]]
             if estimate is not None:
                 yield text, name, estimate.mean
     if (part := parts.get("recall")) is not None and part.read is not None:
-        for gap, loss in zip(part.result.gaps, find_student(part).second, strict=True):
+        for gap, loss in zip(part.result.gaps, student_of(part).second, strict=True):
             yield part.read.text, f"recall after {gap}", loss
 
 
-def find_student(part: Part) -> Any:
+def student_of(part: Part) -> Any:
     return next(subject for subject in part.result.subjects if subject.name == "student")
 
 

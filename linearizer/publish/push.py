@@ -12,7 +12,7 @@ from linearizer.model.safetensors import teacher_files
 from linearizer.progress import Progress, Steps
 from linearizer.publish import space
 from linearizer.publish.card import card_files, write_snippet
-from linearizer.publish.card_metadata import Teacher
+from linearizer.publish.card_metadata import CitedTeacher
 from linearizer.publish.repository import (
     Preview,
     Published,
@@ -57,7 +57,7 @@ def publish(run: Run, repo_id: str, *, private: bool = True, token: str | None =
     files = model_files(run, repo.repo_id)
     obsolete = [name for name in repo.files if name.endswith(REPLACED_SUFFIXES) and name not in files]
     revision = yield from upload(repo, files, "Publish a linearized model", obsolete, token)
-    check_config(run, repo, revision, token)
+    check_published_config(run, repo, revision, token)
     done = Published(repo.repo_id, revision, f"{repo.url}/tree/{revision}", write_snippet(repo.repo_id, revision))
     run.log(EventName.PUBLISHED, **asdict(done), private=repo.private)
     return done
@@ -68,14 +68,14 @@ def preview_space(repo_id: str, private: bool = True, token: str | None = None) 
     signed_in = is_signed_in(token)
     repo = find_space_repository(repo_id, private, token) if signed_in else name_repository(repo_id, private, "space")
     notes = () if signed_in else (unchecked_note(),)
-    return build_preview(repo, space.list_files(repo.repo_id), notes, signed_in)
+    return build_preview(repo, space.list_space_files(repo.repo_id), notes, signed_in)
 
 
 def publish_space(repo_id: str, *, private: bool = True, token: str | None = None) -> Steps[Published]:
     """Publish this app as a Space."""
     yield Progress("publish", 0, 1, "checks")
     repo = find_space_repository(repo_id, private, token)
-    files = space.list_files(repo.repo_id)
+    files = space.list_space_files(repo.repo_id)
     obsolete = [name for name in repo.files if name.startswith("linearizer/") and name not in files]
     revision = yield from upload(repo, files, "Publish Linearizer as a Space", obsolete, token)
     return Published(repo.repo_id, revision, repo.url, repo.url)
@@ -136,7 +136,7 @@ def model_files(run: Run, repo_id: str) -> dict[str, Content]:
 
 def files_on_hub(run: Run) -> dict[str, HubFile]:
     """List the weight files of a checkpoint that are those of a teacher on the Hub."""
-    teacher, digests = Teacher.of(run), read_digests(run)
+    teacher, digests = CitedTeacher.of(run), read_digests(run)
     if teacher.repo_id is None or teacher.revision is None:
         return {}
     return {
@@ -164,7 +164,7 @@ def list_warnings(run: Run) -> tuple[str, ...]:
 
 def list_notes(run: Run, repo: Repository) -> tuple[str, ...]:
     """List what a user should know before a student is published, what speaks against it first."""
-    teacher = Teacher.of(run)
+    teacher = CitedTeacher.of(run)
     notes = [*list_warnings(run)]
     if repo.head is not None and not repo.fresh:
         notes.append(f"{repo.repo_id} holds an earlier student: it stays in the history, at revision {repo.head}")
@@ -181,7 +181,7 @@ def list_notes(run: Run, repo: Repository) -> tuple[str, ...]:
     return tuple(notes)
 
 
-def check_config(run: Run, repo: Repository, revision: str, token: str | None) -> None:
+def check_published_config(run: Run, repo: Repository, revision: str, token: str | None) -> None:
     """Load the published config as users will, and compare it with the run's."""
     from linearizer.runtime.modeling_linearized import LinearizedConfig
 

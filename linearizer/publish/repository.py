@@ -65,7 +65,7 @@ class Repository:
 
 
 @contextmanager
-def explain_errors(what: str, kept: str = NOTHING_SENT) -> Iterator[None]:
+def explain_publish_errors(what: str, kept: str = NOTHING_SENT) -> Iterator[None]:
     """Turn an error of the Hub into one sentence: what failed, why, what to do, and what was kept."""
     try:
         yield
@@ -87,7 +87,7 @@ def list_owners(token: str | None = None) -> tuple[str, ...]:
     chosen = access_token(token)
     if not chosen:
         raise PublishError(f"nobody is signed in, so nothing can be published: {sign_in_advice()}")
-    with explain_errors("the Hub"):
+    with explain_publish_errors("the Hub"):
         me = HfApi(token=chosen).whoami()
     token_facts = (me.get("auth") or {}).get("accessToken") or {}  # the token of a Space's visitor has none
     if token_facts.get("role") == "read":
@@ -111,7 +111,7 @@ def is_signed_in(token: str | None = None) -> bool:
 def name_repository(name: str, private: bool, kind: str = "model") -> Repository:
     """Name a repository that the Hub is not asked about, since nobody is signed in."""
     repo_id = name if "/" in name else f"{NOBODY}/{name}"
-    with explain_errors(repr(repo_id)):
+    with explain_publish_errors(repr(repo_id)):
         validate_repo_id(repo_id)
     return Repository(repo_id, private, kind, None, frozenset())
 
@@ -125,7 +125,7 @@ def find_repository(name: str, private: bool, token: str | None = None, kind: st
     """Find the repository NAME or OWNER/NAME, and check that the account may write there; send nothing."""
     owners = list_owners(token)
     repo_id = name if "/" in name else f"{owners[0]}/{name}"
-    with explain_errors(repr(repo_id)):
+    with explain_publish_errors(repr(repo_id)):
         validate_repo_id(repo_id)
         owner = repo_id.partition("/")[0]
         if owner not in owners:
@@ -163,7 +163,7 @@ def refuse_other_content(repo: Repository) -> None:
 
 def fetch_file(repo: Repository, path: str, revision: str, token: str | None = None) -> Path:
     """Download one small file of a repository."""
-    with explain_errors(repr(repo.repo_id), KEPT), without_bars():
+    with explain_publish_errors(repr(repo.repo_id), KEPT), without_bars():
         chosen = access_token(token)
         return Path(hf_hub_download(repo.repo_id, path, revision=revision, repo_type=repo.kind, token=chosen))
 

@@ -39,7 +39,7 @@ FRONT_MATTER: dict[str, object] = {
 }
 
 
-def list_files(repo_id: str) -> dict[str, Content]:
+def list_space_files(repo_id: str) -> dict[str, Content]:
     """List the files of a Space, from a checkout or from an installed package, which carries all but the pictures."""
     project, assets = project_folder(), find_carried("assets")
     missing = [

@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 ERRORS = {"attention_error": "attention error", "kl": "KL to the teacher"}  # by the key in a step's event
 
 
-def draw_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
+def draw_training_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
     """Draw the loss of every layer, above the least possible, over the steps of a training."""
     figure = new_figure(340, showlegend=False)
     shown = thin_points([event for event in events if event.get("layers")])
@@ -73,7 +73,7 @@ def draw_errors(events: Sequence[Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def draw_memory(layers: Sequence[Layer], fixed: int, growth: int = 0) -> Figure:
+def draw_state_size(layers: Sequence[Layer], fixed: int, growth: int = 0) -> Figure:
     """Draw the bytes of the teacher's cache and of the student's state over the length of a text.
 
     The state takes `fixed` bytes, and `growth` bytes for every token of its softmax heads.

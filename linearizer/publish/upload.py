@@ -21,7 +21,7 @@ from linearizer.errors import FaultError
 from linearizer.model.hub import HUB_SECONDS, access_token
 from linearizer.model.hub_errors import HUB_ERRORS, find_cause, is_temporary, name_reason, requested_wait
 from linearizer.progress import Progress, Steps
-from linearizer.publish.repository import KEPT, Info, Repository, explain_errors, list_files, without_bars
+from linearizer.publish.repository import KEPT, Info, Repository, explain_publish_errors, list_files, without_bars
 
 Product = TypeVar("Product")
 
@@ -54,12 +54,12 @@ def upload(
     What another model holds is copied by the Hub, and sent only where the Hub cannot copy it.
     """
     hub = HfApi(token=access_token(token))
-    with explain_errors(repr(repo.repo_id)):
+    with explain_publish_errors(repr(repo.repo_id)):
         check_card(repo, files["README.md"])
         if repo.head is None:
             sdk = "gradio" if repo.kind == "space" else None
             hub.create_repo(repo.repo_id, private=repo.private, repo_type=repo.kind, space_sdk=sdk)
-    with explain_errors(repr(repo.repo_id), KEPT), without_bars():
+    with explain_publish_errors(repr(repo.repo_id), KEPT), without_bars():
         start = Progress("publish", 0, len(files), "files")
         copies = yield from watch(lambda: list_copies(hub, files), start)
         if copies:

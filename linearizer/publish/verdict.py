@@ -10,7 +10,7 @@ from linearizer.run.folder import Run
 from linearizer.run.results import Estimate, Language, Part, Predictions
 from linearizer.run.state_size import StateSize
 
-ALIKE = 0.02  # of a kl: a smaller difference says nothing
+ALIKE_SHARE = 0.02  # of a kl: a smaller difference says nothing
 NEAR, FAR = 0.9, 0.5  # agreement from which on a student is near its teacher, and below which it is far from it
 ADVICE = "Another recipe, a larger budget or more training may do better."
 
@@ -65,7 +65,7 @@ def judge_alone(student: Predictions, window: Predictions, state: StateSize) -> 
 
 def is_above(first: Estimate, second: Estimate) -> bool:
     """Tell whether a mean is above another by more than says nothing."""
-    return first.mean > second.mean + ALIKE * abs(second.mean)
+    return first.mean > second.mean + ALIKE_SHARE * abs(second.mean)
 
 
 def percent(share: Estimate) -> str:

@@ -111,7 +111,7 @@ def remove(path: Path) -> None:
             path.unlink(missing_ok=True)
 
 
-def check_room(folder: Path, needed: int) -> None:
+def check_free_disk(folder: Path, needed: int) -> None:
     """Refuse to start what the disk has no room for."""
     free = shutil.disk_usage(folder).free
     if free < needed:

@@ -42,7 +42,7 @@ from linearizer.run.profile import Profile
 from linearizer.run.results import RESULTS, Part, read_part
 
 Product = TypeVar("Product")
-OWN = {
+FILES_OF_RUN = {
     "begun.json", "plan.json", "inspection.json", "profile.json", "prices.json", "gates.json", "allocation.json",
     "evaluation.json", "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log", "hub_job.json",
 }  # fmt: skip
@@ -76,7 +76,7 @@ class Run:
                 f"{str(folder)!r} holds a run already: add --resume to go on with it, or name another folder"
             )
         present = {path.name.removesuffix(UNFINISHED) for path in folder.iterdir()} if folder.is_dir() else set()
-        if folder.exists() and (not folder.is_dir() or present - OWN):
+        if folder.exists() and (not folder.is_dir() or present - FILES_OF_RUN):
             raise FolderError(f"{str(folder)!r} holds something else: name a folder that is new or empty")
         return begun
 

@@ -13,7 +13,7 @@ from linearizer.errors import RequestError
 from linearizer.run.files import parse_json
 
 P = TypeVar("P", bound="JsonProduct")
-SHOWN = 40  # characters of a wrong value that a message repeats
+MAX_SHOWN = 40  # characters of a wrong value that a message repeats
 WORDS = {int: "a whole number", float: "a number", str: "text", bool: "true or false", dict: "a dictionary"}
 
 
@@ -105,4 +105,4 @@ def in_words(kind: Any) -> str:
 def quote(value: object) -> str:
     """Repeat a value in a message, cut where it is long."""
     text = repr(value)
-    return text if len(text) <= SHOWN else f"{text[:SHOWN]}…"
+    return text if len(text) <= MAX_SHOWN else f"{text[:MAX_SHOWN]}…"

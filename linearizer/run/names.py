@@ -12,7 +12,7 @@ from linearizer.errors import FolderError
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 
-SHOWN = 9  # names of runs that an error lists
+MAX_NAMES = 9  # names of runs that an error lists
 
 
 def runs_root() -> Path:
@@ -31,7 +31,7 @@ def find_run(name: str, root: Path | None = None) -> Run:
     if near:
         said = f"did you mean {' or '.join(near)}?"
     elif known:
-        said = f"{str(root)!r} has {', '.join(known[:SHOWN])}{', …' if len(known) > SHOWN else ''}"
+        said = f"{str(root)!r} has {', '.join(known[:MAX_NAMES])}{', …' if len(known) > MAX_NAMES else ''}"
     else:
         said = f"{str(root)!r} has none; start a run with `linearizer run MODEL`"
     held = "that folder holds no run; " if os.path.isdir(name) else ""

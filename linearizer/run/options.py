@@ -15,7 +15,7 @@ TRUTH = {"true": True, "false": False}  # as text
 
 
 @dataclass(frozen=True)
-class Limits:
+class FieldLimits:
     """What a field says of itself beside its name, type and default."""
 
     about: str = ""  # its meaning, with the unit
@@ -30,7 +30,7 @@ class Limits:
 
 def option(default: Any, about: str = "", **limits: Any) -> Any:
     """Declare a field of a dataclass; `limits` are the fields of Limits."""
-    return field(default=default, metadata={"limits": Limits(about, **limits)})
+    return field(default=default, metadata={"limits": FieldLimits(about, **limits)})
 
 
 @dataclass(frozen=True)
@@ -40,7 +40,7 @@ class Option:
     name: str
     kind: Any  # the type of the field
     default: Any
-    limits: Limits
+    limits: FieldLimits
 
     @property
     def flag(self) -> str:
@@ -129,7 +129,7 @@ def options_of(kind: Any) -> Mapping[str, Option]:
     """Describe the fields of a dataclass by their names; a field that says nothing takes every value of its type."""
     options = {}
     for declared in fields(kind):
-        of_type, limits = field_types(kind)[declared.name], declared.metadata.get("limits", Limits())
+        of_type, limits = field_types(kind)[declared.name], declared.metadata.get("limits", FieldLimits())
         if get_origin(of_type) is Literal:
             limits = replace(limits, choices=get_args(of_type))
         default = None if declared.default is MISSING else declared.default

@@ -70,7 +70,7 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def log_progress(run: Run, steps: Steps[Product]) -> Steps[Product]:
     """Write a step's progress into the run's log, too, and end it early if the run is to stop."""
-    pace = Pace()
+    pace = LogPace()
     with closing(steps):  # a step that is stopped saves its state
         while True:
             try:
@@ -94,7 +94,7 @@ def check_stop(run: Run) -> None:
         raise FolderError(f"{str(run.folder)!r} was deleted while it was worked on: start a new run")
 
 
-class Pace:
+class LogPace:
     """Chooses the events of a step to log, so that the log of a long run stays small."""
 
     def __init__(self) -> None:

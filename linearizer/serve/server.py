@@ -9,7 +9,7 @@ import uvicorn
 from linearizer.errors import RequestError
 from linearizer.model import checkpoint
 from linearizer.model.quiet import quiet
-from linearizer.model.teacher import load
+from linearizer.model.teacher import load_teacher_of
 from linearizer.run.folder import Run
 from linearizer.serve.address import listen
 from linearizer.serve.defaults import HOST, MAX_STATE_BYTES, PORT
@@ -33,7 +33,7 @@ def serve(
         raise RequestError(f"max-state-bytes = {max_state_bytes} is below 0: give 0 to keep no states")
     with listen(host, port) as listening, quiet():
         if teacher:
-            loaded = load(run.plan, inspection=run.inspection)
+            loaded = load_teacher_of(run.plan, inspection=run.inspection)
             model, tokenizer = loaded.model, loaded.tokenizer
         else:
             model, tokenizer = checkpoint.load_of_run(run)

@@ -12,7 +12,7 @@ import torch
 
 from linearizer.model import checkpoint
 from linearizer.model.initialise import begin_of, initialise
-from linearizer.model.layers import featured, number
+from linearizer.model.layers import featured, layer_number
 from linearizer.model.safetensors import read_tensors, write_tensors
 from linearizer.model.samples import samples_of
 from linearizer.model.swap import Begin, remove_students
@@ -68,7 +68,9 @@ def train_each(run: Run, teacher: Teacher, texts: torch.Tensor, options: Sequenc
         rows = tuple((option,) * heads_replaced(layer) for layer in layers)
         with attending(model, model.config._attn_implementation):  # so that it is the teacher again afterwards
             try:
-                student = checkpoint.linearize(model, layers, Allocation(plan.strategy, sinks, rows), seed=plan.seed)
+                student = checkpoint.put_student_into(
+                    model, layers, Allocation(plan.strategy, sinks, rows), seed=plan.seed
+                )
                 initialise(student, samples, plan.seed)
                 for done in distill(student, texts, settings, folder=folder, resume=folder.exists()):
                     done_before, total = place * settings.steps, len(options) * settings.steps
@@ -81,7 +83,7 @@ def train_each(run: Run, teacher: Teacher, texts: torch.Tensor, options: Sequenc
 def parameters_of(student: LinearizedForCausalLM) -> Learned:
     """Name the parameters of the memories of a student whose heads all hold the same."""
     maps = {
-        number(module): featured(module.student)[0].feature_map  # type: ignore[arg-type]
+        layer_number(module): featured(module.student)[0].feature_map  # type: ignore[arg-type]
         for module in attention_modules(student.base)
         if hasattr(module, "student")
     }

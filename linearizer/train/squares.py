@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.model.layers import matrices, number, output_projections
+from linearizer.model.layers import layer_number, matrices, output_projections
 from linearizer.model.logits import PROBE_TOKENS
 from linearizer.model.safetensors import read_tensors, write_tensors
 from linearizer.model.swap import FixedOutput, replace_student
@@ -110,7 +110,7 @@ def fit_maps(
         remove_fits(folder)
     fits = read_fits(folder, identity) if folder is not None and resume else []
     before: dict[nn.Parameter, Tensor] = {}
-    numbers = [number(module) for module in attention_modules(student.base)]
+    numbers = [layer_number(module) for module in attention_modules(student.base)]
 
     def steps_done() -> int:
         return settings.steps * len(fits) // len(numbers)
@@ -161,7 +161,7 @@ def fit_blocks(
             if place < known:
                 hidden = pass_through(student, whole, hidden, given, fits[place], before)
                 continue
-            block = block_of(base, whole, module, outputs.get(number(module)), hidden[0][0], given[0][0])
+            block = block_of(base, whole, module, outputs.get(layer_number(module)), hidden[0][0], given[0][0])
             weights = [cast(nn.Parameter, part.weight) for part in (block.output, block.last) if part is not None]
             before.update({weight: weight.detach().clone() for weight in weights})
             hidden, start, end = fit_block(base, block, hidden, given)
@@ -169,7 +169,7 @@ def fit_blocks(
         seconds = (time.monotonic() - begun) / (place + 1 - known)
         details = {
             "loss": end,
-            "layers": {number(each): fit.end for each, fit in zip(attention_modules(base), fits, strict=False)},
+            "layers": {layer_number(each): fit.end for each, fit in zip(attention_modules(base), fits, strict=False)},
             "tokens_per_second": sum(ids.numel() for ids in batches) / seconds,
             "seconds_left": seconds * (len(chain.blocks) - place - 1),
             "events": (),

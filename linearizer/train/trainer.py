@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from linearizer.errors import FaultError
-from linearizer.model.layers import featured, number, output_projections
+from linearizer.model.layers import featured, layer_number, output_projections
 from linearizer.model.logits import PROBE_TOKENS
 from linearizer.model.memory import is_out_of_memory
 from linearizer.model.streaming import is_streamed
@@ -104,7 +104,7 @@ class Trainer:
         def observe(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, _: dict
         ) -> None:
-            index, step = number(module), steps[batch]
+            index, step = layer_number(module), steps[batch]
             if (optimizer := self.active().get(index)) is None:
                 return
             keep = window_share(self.settings, step)
@@ -197,7 +197,7 @@ class Trainer:
         def observe(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, _: dict
         ) -> None:
-            if (index := number(module)) in active:
+            if (index := layer_number(module)) in active:
                 inputs = AttentionInputs(query, key, value, scale)
                 new = normaliser_of(kind, module.student, inputs, self.projections.get(index))  # type: ignore[arg-type]
                 before = normalisers.get(index, torch.zeros_like(new) if kind == "output" else new)
@@ -230,7 +230,7 @@ class Trainer:
         def observe(
             module: nn.Module, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scale: float, _: dict
         ) -> None:
-            index = number(module)
+            index = layer_number(module)
             if index not in active:
                 return
             inputs = AttentionInputs(query, key, value, scale)
@@ -245,7 +245,7 @@ class Trainer:
         if len(waiting) > 1 and are_alike(groups, list(waiting.values())):
             return losses | self.differentiate_together(waiting, groups, keep, share, normalisers)
         return losses | {
-            number(module): self.differentiate(module, inputs, keep, share, normalisers.get(number(module)))
+            layer_number(module): self.differentiate(module, inputs, keep, share, normalisers.get(layer_number(module)))
             for module, inputs in waiting.items()
         }
 
@@ -258,7 +258,7 @@ class Trainer:
         normalisers: Mapping[int, torch.Tensor],
     ) -> dict[int, LayerLoss]:
         """Compute and differentiate the losses of layers whose memories are alike."""
-        indices = [number(module) for module in waiting]
+        indices = [layer_number(module) for module in waiting]
         projections = [self.projections[index] for index in indices]
         with torch.enable_grad():
             own = [normalisers.get(index) for index in indices]
@@ -272,7 +272,7 @@ class Trainer:
         self, module: nn.Module, inputs: AttentionInputs, keep: float, share: float, normaliser: torch.Tensor | None
     ) -> LayerLoss:
         """Compute and differentiate the loss of one layer."""
-        index = number(module)
+        index = layer_number(module)
         with torch.enable_grad():
             arguments = module.student, inputs, self.projections.get(index), keep, normaliser
             result = layer_loss(self.settings.loss, *arguments)  # type: ignore[arg-type]
@@ -363,7 +363,7 @@ def make_optimizers(
 def trained_parameters(student: LinearizedForCausalLM) -> dict[int, dict[str, nn.Parameter]]:
     """Name the parameters that are trained, by layer, of the layers that have any."""
     named = {
-        number(module): {name: p for name, p in module.named_parameters() if p.requires_grad}
+        layer_number(module): {name: p for name, p in module.named_parameters() if p.requires_grad}
         for module in attention_modules(student.base)
     }
     return {index: parameters for index, parameters in named.items() if parameters}

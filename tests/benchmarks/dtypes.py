@@ -17,7 +17,7 @@ from linearizer.amounts import columns
 from linearizer.evaluate.setup import environment
 from linearizer.model.checkpoint import load_student
 from linearizer.model.logits import kl_of
-from linearizer.model.teacher import load
+from linearizer.model.teacher import load_teacher_of
 from linearizer.pipeline import training_and_judging_texts
 from linearizer.run.names import find_run
 from linearizer.runtime.attention_interface import attending
@@ -47,7 +47,7 @@ def main(arguments=None):
 @torch.inference_mode()
 def measure(run):
     """Give a row for teacher and student in each dtype."""
-    ids, logits = training_and_judging_texts(run.plan, load(run.plan, None, run.inspection), None)[1], {}
+    ids, logits = training_and_judging_texts(run.plan, load_teacher_of(run.plan, None, run.inspection), None)[1], {}
     for dtype in DTYPES:
         student, name = load_student(run, dtype=dtype), str(dtype).removeprefix("torch.")
         logits["student", name] = read(student, ids)

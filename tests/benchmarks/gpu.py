@@ -26,7 +26,7 @@ import torch
 
 from linearizer.evaluate.speed import Meter
 from linearizer.evaluate.subjects import Subject
-from linearizer.model.checkpoint import linearize
+from linearizer.model.checkpoint import put_student_into
 from linearizer.model.memory import run_if_it_fits
 from linearizer.model.quiet import quiet
 from linearizer.run.allocation import Allocation
@@ -188,7 +188,7 @@ def students(tiny):
     layer = Layer(own.num_attention_heads, own.num_key_value_heads, own.head_dim, own.head_dim)
     layers = (layer,) * own.num_hidden_layers
     row = tuple(HELD[head % len(HELD)] for head in range(layer.kv_heads))
-    student = linearize(teacher.eval(), layers, allocation := Allocation("by hand", 4, (row,) * len(layers)))
+    student = put_student_into(teacher.eval(), layers, allocation := Allocation("by hand", 4, (row,) * len(layers)))
     subjects = (Subject("teacher", student.base, softmax=True), Subject("student", student, allocation))
     for batch in (1,) if tiny else (1, 8, 64):
         for length in (64,) if tiny else (2048, 8192, 32768, 131072):

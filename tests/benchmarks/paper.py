@@ -17,18 +17,18 @@ from pathlib import Path
 
 import torch
 
-from linearizer import pipeline
 from linearizer.allocate.by_freedoms import allocate_by_freedoms
 from linearizer.amounts import columns
 from linearizer.evaluate.head_errors import spearman
 from linearizer.evaluate.speed import Meter
 from linearizer.evaluate.subjects import Subject, read_losses
 from linearizer.measure.profile import measure_profile
-from linearizer.model.checkpoint import linearize, make_layer_students
+from linearizer.model.checkpoint import make_layer_students, put_student_into
 from linearizer.model.hub import find_model
-from linearizer.model.layers import number
+from linearizer.model.layers import layer_number
 from linearizer.model.logits import logits_of
 from linearizer.model.quiet import quiet
+from linearizer.model.teacher import load_teacher_of
 from linearizer.model.text import read_texts
 from linearizer.progress import finish
 from linearizer.run.plan import Plan
@@ -51,7 +51,7 @@ class Paper:
         self.arguments = arguments
         with tempfile.TemporaryDirectory() as folder:
             name = tiny_gpt2(folder) if arguments.model == "tiny" else arguments.model
-            self.teacher = pipeline.load(
+            self.teacher = load_teacher_of(
                 Plan.of("paper", model=name, features=64, device=arguments.device, dtype=arguments.dtype)
             )
         self.layers = self.teacher.inspection.layers
@@ -90,7 +90,7 @@ class Paper:
         teacher = Subject("teacher", self.teacher.model)
         self.teacher_loss, self.teacher_seconds = self.loss_of(teacher), self.seconds_to_write(teacher)
         fix = self.allocation("Fix")
-        self.student = linearize(self.teacher.model, self.layers, fix, "prf", arguments.seed)
+        self.student = put_student_into(self.teacher.model, self.layers, fix, "prf", arguments.seed)
 
     def measure(self, normalise, gauge, sinks, samples, seed):
         """Run algorithm 1 as far as the degrees of freedom."""
@@ -220,13 +220,13 @@ def table_12(paper):
 
 def kernel_errors(paper, subject):
     """Mean squared error of the kernel in every layer, on text that was kept from training."""
-    students = dict(zip((number(m) for m in attention_modules(paper.student.base)), subject.heads, strict=True))
+    students = dict(zip((layer_number(m) for m in attention_modules(paper.student.base)), subject.heads, strict=True))
     result = {}
 
     def observe(module, q, k, v, scale, _):
-        group = students[number(module)].groups[0]
+        group = students[layer_number(module)].groups[0]
         loss, _ = rows_loss("l2", group, AttentionInputs(q, k, v, scale), 1.0)
-        result[str(number(module) + 1)] = loss.item()
+        result[str(layer_number(module) + 1)] = loss.item()
 
     with observing(paper.student.base, observe):
         logits_of(paper.student.base, paper.judged[:2])

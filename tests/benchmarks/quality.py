@@ -38,7 +38,7 @@ from linearizer.measure.profile import profile_settings
 from linearizer.measure.step import measure_teacher
 from linearizer.model import checkpoint
 from linearizer.model import teacher as teacher_module
-from linearizer.model.layers import number
+from linearizer.model.layers import layer_number
 from linearizer.model.quiet import quiet
 from linearizer.model.safetensors import digest
 from linearizer.model.swap import exchange_students
@@ -176,7 +176,7 @@ def prepared(work, plan, row):
     fitted = {"fitted": True} if plan.offered_memories else {}  # memories, to a text that the samples keep
     key = digest({}, json.dumps({**seen, **asdict(profile_settings(plan)), **fitted}))[:16]
     base, folder = work / f"{Path(plan.model).name}-{key}", work / "run"
-    run, teacher = begun(folder, plan), teacher_module.load(plan)
+    run, teacher = begun(folder, plan), teacher_module.load_teacher_of(plan)
     if not base.exists():
         finish(measure_teacher(run, teacher))
         shutil.copytree(folder, base)
@@ -239,14 +239,16 @@ def kept_readings(work) -> Iterator[None]:
         if kept.exists():
             tensors = load_file(kept)
             for module in attention_modules(trainer.base):
-                query, key, value, scale = (tensors[f"{number(module)}.{part}"] for part in "qkvs")
+                query, key, value, scale = (tensors[f"{layer_number(module)}.{part}"] for part in "qkvs")
                 observe(module, query, key, value, scale.item(), {})
             return
         tensors = {}
 
         def keep(module, query, key, value, scale, others):
             given = query, key, value, torch.tensor(scale, dtype=torch.float64)
-            tensors.update({f"{number(module)}.{part}": x.contiguous() for part, x in zip("qkvs", given, strict=True)})
+            tensors.update(
+                {f"{layer_number(module)}.{part}": x.contiguous() for part, x in zip("qkvs", given, strict=True)}
+            )
             observe(module, query, key, value, scale, others)
 
         read(trainer, ids, keep)
@@ -269,7 +271,7 @@ def made(work, run, teacher, row):
         allocation = finish(step.allocate(run, teacher, None, offers_of(run, teacher)))
     if row.startswith("slots"):
         allocation = with_slots(allocation, layers)
-    student = checkpoint.linearize(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
+    student = checkpoint.put_student_into(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
     texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.kept_length(None), None)
     with kept_readings(work) if plan.memory else nullcontext():
         finish(train_step.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
@@ -349,7 +351,9 @@ def own_teacher(plan, teacher, student, allocation):
     """Give a model whose weights are the teacher's: the student itself, unless training changed it."""
     if not plan.changes_weights:
         return student
-    return checkpoint.linearize(teacher_module.load(plan).model.float(), teacher.inspection.layers, allocation)
+    return checkpoint.put_student_into(
+        teacher_module.load_teacher_of(plan).model.float(), teacher.inspection.layers, allocation
+    )
 
 
 def judged_teacher(work, plan, original, held):

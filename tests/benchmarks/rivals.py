@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from linearizer.model.layers import number
+from linearizer.model.layers import layer_number
 from linearizer.run.head_bytes import Layer, token_bytes
 from linearizer.runtime.attention_interface import observing
 from linearizer.runtime.few_bits import round_vectors
@@ -275,7 +275,7 @@ def attention_when_repeated(student: LinearizedForCausalLM, ids: Tensor) -> list
             module: nn.Module, q: Tensor, k: Tensor, v: Tensor, scale: float, _: dict, chunk: Tensor = chunk
         ) -> None:
             weights = attention_of(q[:, :, tokens:], k, scale)[..., chunk]
-            most.setdefault(number(module), []).append(weights.amax((2, 3)))
+            most.setdefault(layer_number(module), []).append(weights.amax((2, 3)))
 
         with observing(student.base, observe):
             student.base.base_model(input_ids=torch.cat([ids, ids[:, chunk]], 1), use_cache=False)

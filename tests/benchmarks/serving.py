@@ -25,7 +25,7 @@ from linearizer import pipeline
 from linearizer.amounts import columns
 from linearizer.evaluate.setup import environment
 from linearizer.model.checkpoint import load_of_run
-from linearizer.model.teacher import load
+from linearizer.model.teacher import load_teacher_of
 from linearizer.model.text import read_texts
 from linearizer.progress import finish
 from linearizer.run.names import find_run
@@ -76,7 +76,7 @@ def measure_all(run, arguments):
     for context in arguments.context:
         texts = draw_texts(tokenizer, context, max(arguments.at_once))
         for count, name in product(arguments.at_once, arguments.subject):
-            model = student if name == "student" else load(run.plan, None, run.inspection).model
+            model = student if name == "student" else load_teacher_of(run.plan, None, run.inspection).model
             row = {"context": context, "at once": count, "subject": name}
             row |= measure(name, model, tokenizer, texts[:count].tolist(), arguments.written)
             rows[place(row)] = row

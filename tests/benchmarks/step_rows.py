@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
-from linearizer.model.checkpoint import linearize
+from linearizer.model.checkpoint import put_student_into
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.runtime.attention_interface import attending
@@ -26,7 +26,7 @@ def layerwise_steps(quick):
     dim, features = config.head_dim, 128 if GPU else 64
     layer = Layer(config.num_attention_heads, config.num_key_value_heads, dim, dim)
     heads = (Head(features=features),) * config.num_key_value_heads
-    student = linearize(teacher.requires_grad_(False), [layer] * 2, Allocation("by hand", 0, (heads,) * 2))
+    student = put_student_into(teacher.requires_grad_(False), [layer] * 2, Allocation("by hand", 0, (heads,) * 2))
     ids = torch.randint(0, 256, (batch, tokens), generator=torch.Generator().manual_seed(0))
 
     def forward():

@@ -80,7 +80,7 @@ def main(arguments=None):
 
 def begun(asked, state):
     """Load the teacher with positions for longer texts, and the weights that were reached."""
-    teacher = teacher_module.load(Plan.of("swa", model=asked.model, budget=64, dtype="float32"))
+    teacher = teacher_module.load_teacher_of(Plan.of("swa", model=asked.model, budget=64, dtype="float32"))
     model = teacher.model
     model.config.rope_parameters = {
         "rope_type": "yarn",

@@ -54,7 +54,7 @@ def test_agreement_is_full_with_oneself_and_unknown_of_another_shape():
 
 def test_quality_judges_by_texts_that_the_positions_of_a_model_hold():
     plan = Plan.of("swa", model="demo", budget=32, length=512)
-    teacher = teacher_module.load(plan)
+    teacher = teacher_module.load_teacher_of(plan)
     few = replace(teacher, inspection=replace(teacher.inspection, max_positions=256))
     assert quality.held_out(plan, teacher).shape == (quality.HELD, 512)
     assert quality.held_out(plan, few).shape == (quality.HELD, 256)

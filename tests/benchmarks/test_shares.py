@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from linearizer.evaluate.subjects import Subject, read
+from linearizer.evaluate.subjects import Subject, read_logits
 from linearizer.model.swap import exchange_students
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, cache_bytes, head_bytes
@@ -77,7 +77,7 @@ def test_an_oracle_keeps_the_newest_tokens_and_those_that_it_foresees():
     rivals = [Rival([8] * layer.kv_heads, "kvzip") for layer in student.students()]
     subject, cache = Subject("oracle", student, Allocation("", 0, ())), student.empty_cache()
     with exchange_students(student.base, rivals), foreseeing(student, rivals):
-        read(subject, ids, cache)
+        read_logits(subject, ids, cache)
     most = attention_when_repeated(student, ids)
     assert len(most) == len(rivals) and most[0].shape == (2, len(rivals[0].tokens), 24)
     for layer, own in zip(cache.layers, most, strict=True):

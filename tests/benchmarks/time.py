@@ -98,7 +98,7 @@ def measured(arguments, name, folder):
         run.plan, run.inspection, measure_speeds(run.plan.device, partial(clock, arguments.device)), 0
     )
     begun = clock(arguments.device)
-    teacher = teacher_module.load(run.plan)
+    teacher = teacher_module.load_teacher_of(run.plan)
     loading = clock(arguments.device) - begun
     pass_time = pass_seconds(arguments, run.plan, teacher)
     dtype = str(teacher.model.dtype).removeprefix("torch.")

@@ -129,7 +129,7 @@ def test_a_part_that_is_there_as_asked_is_not_measured_again(run, said, monkeypa
     said("evaluate", run.folder, "--parts", "language", "--texts", "2")
     before = run.evaluation_parts["language"]
     with monkeypatch.context() as patch:
-        patch.setitem(step.PARTS, "language", step.PartMeasure(lambda *_: pytest.fail(), step.ON_TEXT))
+        patch.setitem(step.PART_MEASURES, "language", step.PartMeasure(lambda *_: pytest.fail(), step.ON_TEXT))
         said("evaluate", run.folder, "--parts", "language,recall", "--texts", "2")
     assert list(run.evaluation_parts) == ["language", "recall"]
     said("evaluate", run.folder, "--parts", "language", "--texts", "2", "--again")
@@ -287,7 +287,7 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, said):
     code, out, err = said("evaluate", run.folder, *small)
     assert code == 0, err
     parts = run.evaluation_parts
-    assert list(parts) == [part for part in step.PARTS if part != "tasks"]
+    assert list(parts) == [part for part in step.PART_MEASURES if part != "tasks"]
     for word in ("recalled, at depth", "leaves the teacher", "rows misplaced", "reads tokens/s", "by its shape"):
         assert word in out
     assert parts["needle"]["lengths"] == [160, 192] and len(parts["needle"]["subjects"][0]["correct"][0]) == 5

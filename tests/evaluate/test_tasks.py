@@ -49,7 +49,7 @@ def subjects():
     teacher = teacher_of("llama", vocab_size=4096)
     layers = layers_of(teacher)
     allocation = allocation_of(layers, MIXED, 2)
-    student = checkpoint.linearize(teacher_of("llama", vocab_size=4096), layers, allocation)
+    student = checkpoint.put_student_into(teacher_of("llama", vocab_size=4096), layers, allocation)
     return [Subject("teacher", teacher), Subject("student", student, allocation)]
 
 

@@ -14,7 +14,7 @@ from linearizer.jobs.children import devices_of
 from linearizer.measure.head_prices import measure_prices
 from linearizer.measure.step import measure_teacher
 from linearizer.model.devices import device_name
-from linearizer.model.teacher import load
+from linearizer.model.teacher import load_teacher_of
 from linearizer.progress import Progress, finish
 from linearizer.run.head_bytes import Head
 from linearizer.run.plan import Plan
@@ -110,7 +110,7 @@ def test_a_child_sees_the_device_that_is_its_own_by_the_name_that_it_has_here(vi
 def test_several_processes_estimate_the_prices_of_one(count, tmp_path, monkeypatch):
     monkeypatch.setattr(InTurn, "count", count)
     run = pipeline.begin(tmp_path / "run", PLAN)
-    teacher = load(run.plan)
+    teacher = load_teacher_of(run.plan)
     finish(measure_teacher(run, teacher))
     texts = step.texts_to_price_on(run, teacher, None)
     whole = finish(step.price_heads(run, teacher, texts))
@@ -130,10 +130,10 @@ def test_shares_of_layers_are_measured_as_all_of_them():
 def test_progress_of_all_is_put_together():
     own = Progress("price", 5, 10, "prices")
     other = Progress("price", 2, 8, "prices")
-    assert children.together([own, None, other]) == Progress("price", 7, 18, "prices")
+    assert children.join_progress([own, None, other]) == Progress("price", 7, 18, "prices")
     first = Progress("distill", 5, 10, "steps", {"loss": 1.0, "layers": {0: 0.5}})
     second = Progress("distill", 3, 10, "steps", {"loss": 2.0, "layers": {"1": 0.25}})
-    both = children.together([first, second])
+    both = children.join_progress([first, second])
     assert (both.done, both.total, both.details) == (3, 10, {"loss": 1.0, "layers": {"0": 0.5, "1": 0.25}})
 
 

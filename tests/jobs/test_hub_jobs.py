@@ -12,7 +12,7 @@ from linearizer import pipeline, run_in_job
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control, hub_follow, hub_start
 from linearizer.jobs.hub_api import BUCKET, Account
-from linearizer.jobs.hub_follow import folder_of, follow_job
+from linearizer.jobs.hub_follow import bucket_folder, follow_job
 from linearizer.model.checkpoint import load_of_run
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
@@ -260,7 +260,7 @@ def test_lines_that_the_log_lost_come_from_the_bucket(queued, hub):
 
         def begin_and_lose(self, *how):
             kept = queued.log_file.read_text() + line + "\n"
-            self.send({f"{folder_of(queued.id)}/events.jsonl": kept.encode()})
+            self.send({f"{bucket_folder(queued.id)}/events.jsonl": kept.encode()})
             return begin(self, *how)
 
         patch.setattr(Account, "begin_job", begin_and_lose)

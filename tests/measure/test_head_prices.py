@@ -8,7 +8,7 @@ from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.subjects import Subject
 from linearizer.measure.head_prices import measure_prices, options_to_price, with_repeats
 from linearizer.measure.whole_student import improve_by_exchanges, measure_students
-from linearizer.model.checkpoint import linearize
+from linearizer.model.checkpoint import put_student_into
 from linearizer.model.layers import blocks_of
 from linearizer.model.logits import kl_of, logits_of
 from linearizer.model.text import repeated_passages
@@ -36,7 +36,9 @@ def test_a_price_is_the_divergence_of_that_student(family):
             for option in (0, 1):
                 rows = [list(row) for row in allocation_of(layers, [WHOLE], 2).heads]
                 rows[index][head] = OPTIONS[option]
-                student = linearize(teacher_of(family), layers, Allocation("by hand", 2, tuple(map(tuple, rows))))
+                student = put_student_into(
+                    teacher_of(family), layers, Allocation("by hand", 2, tuple(map(tuple, rows)))
+                )
                 cost = kl_of(expected, logits_of(student, windows)).mean().item()
                 assert prices.kl[index][head][option] == pytest.approx(cost, rel=1e-3, abs=1e-6)
     assert all(
@@ -75,7 +77,7 @@ def test_an_exchange_measures_whole_students_and_keeps_the_best():
     others = iter([*tried[1:], None])
     best, cost = finish(improve_by_exchanges(teacher, windows, layers, tried[0], lambda _: next(others), 5, begin))
     assert best == tried[1]
-    student = linearize(teacher_of("llama"), layers, best)
+    student = put_student_into(teacher_of("llama"), layers, best)
     assert cost == pytest.approx(
         kl_of(logits_of(teacher, windows), logits_of(student, windows)).mean().item(), rel=1e-3
     )

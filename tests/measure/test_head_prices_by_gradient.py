@@ -20,7 +20,7 @@ OPTIONS = (Head(window=8), Head(window=32), Head(window=16, slots=16))
 def both():
     """Prices of the demo model's heads, measured and estimated on the same text."""
     plan = Plan("demo", budget=64, dtype="float32")
-    teacher = teacher_module.load(plan)
+    teacher = teacher_module.load_teacher_of(plan)
     windows = teacher_module.texts_of(Plan("demo", budget=64, length=128), teacher, 3, None)
     given = (teacher.model, windows, teacher.inspection.layers, OPTIONS, 4, begin)
     return finish(measure_prices(*given)), finish(estimate_prices(*given)), given

@@ -6,7 +6,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from linearizer.errors import FolderError, RequestError
-from linearizer.model.checkpoint import linearize, load, restore_type, save
+from linearizer.model.checkpoint import load, put_student_into, restore_type, save
 from linearizer.model.hub import find_model
 from linearizer.model.teacher import load_teacher, load_tokenizer
 from linearizer.run.allocation import Allocation
@@ -128,7 +128,7 @@ def test_weights_that_were_computed_with_in_float32_are_saved_as_the_teacher_has
     stored = load_teacher(find_model("demo"))
     teacher = load_teacher(find_model("demo"), "float32")
     layers = layers_of(teacher)
-    student = linearize(teacher, layers, Allocation("by hand", 4, ((Head(window=28, features=32),) * 4,) * 8))
+    student = put_student_into(teacher, layers, Allocation("by hand", 4, ((Head(window=28, features=32),) * 4,) * 8))
     restore_type(student, torch.bfloat16)
     save(student, None, tmp_path / "checkpoint")
     loaded = load(tmp_path / "checkpoint")
@@ -158,7 +158,7 @@ def test_the_demo_model_keeps_its_tokenizer_and_generation_settings(tmp_path):
     teacher, tokenizer = load_teacher(source), load_tokenizer(source)
     layers = layers_of(teacher)
     heads = ((Head(window=28, features=32),) * 4,) * 8
-    student = linearize(teacher, layers, Allocation("by hand", 4, heads))
+    student = put_student_into(teacher, layers, Allocation("by hand", 4, heads))
     save(student, tokenizer, tmp_path / "checkpoint")
     again = AutoTokenizer.from_pretrained(tmp_path / "checkpoint")
     text = "The quick brown fox"

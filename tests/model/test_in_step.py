@@ -15,7 +15,7 @@ from linearizer.measure.head_prices import measure_prices
 from linearizer.measure.whole_student import measure_students
 from linearizer.model import logits as logits_module
 from linearizer.model import streaming
-from linearizer.model.checkpoint import linearize, make_layer_students
+from linearizer.model.checkpoint import make_layer_students, put_student_into
 from linearizer.model.hub import find_model
 from linearizer.model.in_step import in_step
 from linearizer.model.logits import logits_of, vocabulary
@@ -96,7 +96,7 @@ def test_judging_reads_each_weight_twice_whatever_the_number_of_texts_and_subjec
     rows = [allocation_of(layers, [option], 2) for option in OPTIONS]
     monkeypatch.setattr(logits_module, "MAX_LOGITS", 2 * 24 * vocabulary(pair[0]))  # two texts at a time
     for model in pair:
-        student = linearize(model, layers, rows[0])
+        student = put_student_into(model, layers, rows[0])
         heads = [make_layer_students(student, layers, row) for row in rows]
         others = [Subject(str(place), student, *both) for place, both in enumerate(zip(rows, heads, strict=True))]
         subjects = [Subject("teacher", student.base, softmax=True), *others]

@@ -138,7 +138,7 @@ def test_streamed_weights_that_cannot_be_linked_are_written_file_by_file(tmp_pat
     monkeypatch.setattr(module, "MAX_SHARD", 50_000)
     teacher = load_teacher(source, torch.float32, places=place_weights(config, source, torch.float32, "cpu"))
     layers = layers_of(teacher)
-    student = module.linearize(teacher, layers, allocation_of(layers, MIXED, 2))
+    student = module.put_student_into(teacher, layers, allocation_of(layers, MIXED, 2))
     save(student, None, tmp_path / "checkpoint", [tmp_path / "teacher" / MODEL], torch.bfloat16)
     files = sorted((tmp_path / "checkpoint").glob("*.safetensors"))
     assert len(files) > 3 and files[0].name == f"model-00001-of-{len(files):05}.safetensors"

@@ -150,13 +150,13 @@ def test_packed_weights_stay_as_they_are_and_have_gradients(bits, tmp_path):
 @pytest.mark.parametrize("bits", BITS)
 @torch.no_grad()
 def test_a_student_of_packed_weights_loads_from_its_teachers_files(bits, tmp_path):
-    from linearizer.model.checkpoint import linearize
+    from linearizer.model.checkpoint import put_student_into
 
     packed(bits, tmp_path)
     source = find_model(str(tmp_path / "teacher"))
     teacher = load_teacher(source, torch.float32)
     layers = layers_of(teacher)
-    student = linearize(teacher, layers, allocation_of(layers, MIXED, 2))
+    student = put_student_into(teacher, layers, allocation_of(layers, MIXED, 2))
     files = sorted((tmp_path / "teacher").glob("*.safetensors"))
     save(student, None, tmp_path / "checkpoint", files)
     shutil.rmtree(tmp_path / "teacher")

@@ -229,7 +229,7 @@ def two_devices(monkeypatch):
 
 def test_blocks_are_laid_over_devices_in_their_order_and_by_their_room():
     blocks = {"embed": "", **{f"block.{index}": "block" for index in range(6)}, "head": ""}
-    weights = streaming.Weights(0, 0, False, blocks, {name: 20 if kind else 10 for name, kind in blocks.items()})
+    weights = streaming.WeightSizes(0, 0, False, blocks, {name: 20 if kind else 10 for name, kind in blocks.items()})
 
     def places(*rooms):
         found = streaming.spread_blocks(weights, {f"cuda:{place}": room for place, room in enumerate(rooms)})

@@ -42,11 +42,11 @@ def everything():
         "prices": allocation_charts.draw_price_map(PRICES, LAYERS, PRICES.options[0]),
         "frontier": allocation_charts.draw_frontier([(100, 1.0), (900, 0.1)], 500, {"student": 0.2}, LAYERS),
         "bars": allocation_charts.draw_allocation(MIXED, LAYERS, FIX),
-        "losses": training_charts.draw_losses(STEPS),
+        "losses": training_charts.draw_training_losses(STEPS),
         "error": training_charts.draw_errors(STEPS),
         "positions": language_charts.draw_loss_by_position(TYPED["language"]),
         "recall": language_charts.draw_recall(TYPED["recall"]),
-        "memory": training_charts.draw_memory(LAYERS, 10**6),
+        "memory": training_charts.draw_state_size(LAYERS, 10**6),
     }
 
 
@@ -80,7 +80,7 @@ def test_every_number_on_the_map_can_be_read_on_its_cell():
 
 
 def test_lines_of_layers_differ_by_more_than_colour():
-    for figure in (allocation_charts.draw_freedom_curves(PROFILE), training_charts.draw_losses(STEPS)):
+    for figure in (allocation_charts.draw_freedom_curves(PROFILE), training_charts.draw_training_losses(STEPS)):
         first, second = figure.data
         assert first.line.dash != second.line.dash and first.line.color != second.line.color
 
@@ -180,7 +180,7 @@ def test_a_long_training_is_thinned_to_what_can_be_seen_and_keeps_its_end():
 
 def test_losses_have_a_line_for_each_layer_and_none_where_a_layer_gave_up():
     events = [*STEPS[:5], {"event": "distill", "done": 6, "layers": {"0": 0.1}}]
-    lines = training_charts.draw_losses(events).data
+    lines = training_charts.draw_training_losses(events).data
     assert [line.name for line in lines] == ["layer 0", "layer 2"]
     assert lines[1].y[-1] is None
 
@@ -207,10 +207,10 @@ def test_an_evaluation_with_a_control_of_another_name_is_drawn():
 
 
 def test_memory_crosses_where_the_student_breaks_even():
-    figure = training_charts.draw_memory(LAYERS, head_bytes.cache_bytes(LAYERS, 300))
+    figure = training_charts.draw_state_size(LAYERS, head_bytes.cache_bytes(LAYERS, 300))
     assert figure.data[2].x == (300,)
     assert "300" in figure.layout.annotations[0].text
-    never = training_charts.draw_memory(LAYERS, 1000, growth=head_bytes.cache_bytes(LAYERS, 1))
+    never = training_charts.draw_state_size(LAYERS, 1000, growth=head_bytes.cache_bytes(LAYERS, 1))
     assert len(never.data) == 2
 
 

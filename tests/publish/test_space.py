@@ -74,7 +74,7 @@ def test_a_space_holds_the_project_and_nothing_of_a_working_copy(hub, checkout):
 
 
 def test_its_front_matter_asks_for_the_least(checkout):
-    card = RepoCard(space.list_files("me/app")["README.md"].decode())
+    card = RepoCard(space.list_space_files("me/app")["README.md"].decode())
     matter = card.data.to_dict()
     assert (matter["sdk"], matter["app_file"], matter["hf_oauth"]) == ("gradio", "app.py", True)
     assert matter["hf_oauth_scopes"] == ["contribute-repos", "gated-repos", "jobs"]
@@ -84,7 +84,7 @@ def test_its_front_matter_asks_for_the_least(checkout):
 
 def test_its_requirements_are_the_projects_without_what_a_space_has(checkout):
     own = (checkout / "requirements.txt").read_text().splitlines()
-    sent = space.list_files("me/app")["requirements.txt"].decode().splitlines()
+    sent = space.list_space_files("me/app")["requirements.txt"].decode().splitlines()
     assert [line for line in sent if line not in own] == [space.TORCH]
     assert [line.partition(">")[0] for line in own if line not in sent] == ["gradio", "torch", "triton"]
 
@@ -121,7 +121,7 @@ def test_an_installed_package_publishes_the_same_space_and_what_was_sent_shows_t
     )
     assert pushed.returncode == 0, pushed.stderr
     repo = hub.repos["spaces", "me/app"]
-    sent, own = repo.commits[repo.branches["main"]], space.list_files("me/app")
+    sent, own = repo.commits[repo.branches["main"]], space.list_space_files("me/app")
     pictures = {name for name in own if name.endswith((".png", ".svg"))}
     assert set(sent) - {".gitattributes"} == set(own) - pictures
     assert "](assets/page" in own["README.md"].decode() and b"](assets/page" not in sent["README.md"]

@@ -27,7 +27,7 @@ ASKED = dict(
 def stopped(tmp_path_factory):
     """A run that was stopped once it was profiled, and its teacher."""
     run = pipeline.begin(tmp_path_factory.mktemp("stopped") / "run", Plan.of(**ASKED))
-    teacher = teacher_module.load(run.plan)
+    teacher = teacher_module.load_teacher_of(run.plan)
     finish(measure_teacher(run, teacher))
     return run, teacher
 
@@ -118,7 +118,7 @@ def test_what_is_made_anew_is_what_was_lost(run):
         ):
             samples.samples_of(run)
         (run.folder / "profile.json").unlink()
-        finish(measure_teacher(run, teacher_module.load(run.plan)))
+        finish(measure_teacher(run, teacher_module.load_teacher_of(run.plan)))
         assert (run.read("profile.json"), (run.folder / SAMPLES).read_bytes()) == before
 
 

@@ -95,7 +95,7 @@ def test_the_terminal_the_page_and_the_card_say_alike_what_grows_and_from_where_
     result = allocation.summary(LAYERS, 100)
     assert (result["state_bytes"], result["state_tokens"]) == (after, 100)
     assert result["bytes_a_token"] == allocation.state_bytes(LAYERS, 8) - allocation.state_bytes(LAYERS, 7)
-    on_card = card.describe_state(allocation, LAYERS)
+    on_card = card.describe_size(allocation, LAYERS)
     text, page = describe_state(allocation, LAYERS), allocation_card(allocation, LAYERS)
     assert f"; state {state}" in text and state in page and f"The state takes {state}" in on_card
     assert f">{smaller}<" in page and f"<td>{size(long)}</td>" in page

@@ -69,12 +69,12 @@ def test_a_resized_vocabulary_has_a_loss():
 
 
 def test_a_checkpoint_does_not_tell_where_its_teacher_lay(tiny_llama, tmp_path):
-    from linearizer.model.checkpoint import linearize
+    from linearizer.model.checkpoint import put_student_into
     from tests.support.models import allocation_of, layers_of
 
     teacher = AutoModelForCausalLM.from_pretrained(tiny_llama, attn_implementation="sdpa")
     layers = layers_of(teacher)
-    save(linearize(teacher, layers, allocation_of(layers, MIXED, 2)), None, tmp_path / "checkpoint")
+    save(put_student_into(teacher, layers, allocation_of(layers, MIXED, 2)), None, tmp_path / "checkpoint")
     assert str(tiny_llama) not in (tmp_path / "checkpoint" / "config.json").read_text()
 
 

@@ -3,7 +3,7 @@
 import torch
 from transformers import AutoModelForCausalLM
 
-from linearizer.model.checkpoint import linearize
+from linearizer.model.checkpoint import put_student_into
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.runtime.attention_interface import observing
@@ -49,7 +49,7 @@ def student_of(family, heads=MIXED, sinks=2, feature_map="prf", **overrides):
     """A family's student whose KV heads hold `heads` in turn."""
     teacher = teacher_of(family, **overrides)
     layers = layers_of(teacher)
-    return linearize(teacher, layers, allocation_of(layers, heads, sinks), feature_map)
+    return put_student_into(teacher, layers, allocation_of(layers, heads, sinks), feature_map)
 
 
 def tokens(batch, length, seed=0):

@@ -30,7 +30,7 @@ def test_memories_are_trained_priced_and_bought_beside_slots(tmp_path, monkeypat
     few = [Head(4, bits=8), Head(16, bits=8), Head(4, slots=8, bits=8), Head(4, 8, bits=8, memory="gdn")]
     monkeypatch.setattr(step, "options_to_price", lambda *given: tuple(few))
     run = pipeline.begin(tmp_path / "run", Plan.of("best", memories=("gdn",), steps=2, **SMALL))
-    teacher, option = teacher_module.load(run.plan), few[-1]
+    teacher, option = teacher_module.load_teacher_of(run.plan), few[-1]
     finish(measure_teacher(run, teacher))
     texts = pipeline.training_and_judging_texts(run.plan, teacher, None)[0]
     before = teacher.model.state_dict().keys()
