@@ -13,7 +13,7 @@ from tests.benchmarks.paper import PUBLISHED, main
 from tests.benchmarks.paper_fit import agreement
 from tests.benchmarks.quality_rows import describe_row
 
-SMALL = ["--length", "32", "--texts", "4", "--samples", "64", "--steps", "1", "--judged", "2"]
+SMALL = "--length 16 --texts 2 --samples 48 --steps 1 --judged 2".split()
 
 
 def test_the_published_figures_have_the_marks_that_were_told_of_them():
