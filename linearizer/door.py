@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection
+from collections.abc import Callable, Collection
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -14,12 +14,10 @@ from linearizer.measure.step import fit_to_text, min_texts
 from linearizer.model.devices import choose_dtype
 from linearizer.model.hub import Source, cache_folder, download_bytes
 from linearizer.model.streaming import OFFLOADED, place_weights
-from linearizer.model.sweep import is_chain
 from linearizer.model.teacher import computing_dtype, load_tokenizer, stored_dtype
 from linearizer.model.text import check_source, count_tokens, too_little_text
 from linearizer.run.disk import checkpoint_bytes, other_bytes, resume_bytes
 from linearizer.run.files import check_free_disk
-from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.names import absolute_path, absolute_source
 from linearizer.run.plan import FITTED, USUAL_LENGTH, Plan
@@ -69,14 +67,16 @@ def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Colle
     return replace(plan, samples=samples)
 
 
-def check_plan(plan: Plan, layers: tuple[Layer, ...]) -> None:
-    """Refuse a plan that no work can serve."""
-    check_dials(plan, layers)
+def check_plan(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool]) -> None:
+    """Refuse a plan that no work can serve; whether the layers are a chain takes a while to tell."""
+    check_dials(plan, inspection.layers)
     check_source(plan.text)
     profile_settings(plan)
     settings = training_settings(plan)
     if plan.trains:
         check_peft(max(each.lora for each in settings))
+    check_packed(plan, inspection)
+    check_chain(plan, inspection, is_chain)
 
 
 def check_packed(plan: Plan, inspection: Inspection) -> None:
@@ -89,9 +89,9 @@ def check_packed(plan: Plan, inspection: Inspection) -> None:
         )
 
 
-def check_chain(plan: Plan, inspection: Inspection, config: PreTrainedConfig) -> None:
+def check_chain(plan: Plan, inspection: Inspection, is_chain: Callable[[], bool]) -> None:
     """Refuse to fit what layers write where a layer is given more than what the layer before it writes."""
-    if plan.trains and FITTED in plan.kept_loss.split("+") and not is_chain(config):
+    if plan.trains and FITTED in plan.kept_loss.split("+") and not is_chain():
         raise RequestError(
             f"the layers of {inspection.name!r} are no chain, so what they write cannot be fitted: ask for --loss "
             "logits, or train nothing (--steps 0)"

@@ -29,6 +29,7 @@ from linearizer.model.inspect import inspect_model
 from linearizer.model.memory import keep_freed_memory
 from linearizer.model.quiet import quiet
 from linearizer.model.streaming import spreads, streams
+from linearizer.model.sweep import is_chain
 from linearizer.model.teacher import Teacher, load_config, load_teacher_of, texts_of
 from linearizer.progress import Progress, Steps
 from linearizer.publish.card import add_card
@@ -80,9 +81,7 @@ def begin(
     config = load_config(source, token)
     inspection = inspect_model(source, config)
     inspection.require_support()
-    door.check_plan(plan, inspection.layers)
-    door.check_packed(plan, inspection)
-    door.check_chain(plan, inspection, config)
+    door.check_plan(plan, inspection, partial(is_chain, config))
     check_limits(plan, inspection)
     model = f"{source.repo_id}@{source.revision}" if source.repo_id else plan.model
     dtype = door.decide_dtype(plan, source, config) if here else plan.dtype

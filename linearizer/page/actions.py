@@ -6,6 +6,7 @@ import os
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import asdict, dataclass, replace
+from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -16,7 +17,7 @@ from linearizer.page.visitors import Visitor, on_space
 from linearizer.run.allocation import Allocation
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import writing
-from linearizer.run.folder import Run
+from linearizer.run.folder import UNBOUNDED, Run
 from linearizer.run.head_bytes import Layer
 from linearizer.run.hub_job import HubJob
 from linearizer.run.names import runs_root
@@ -25,7 +26,7 @@ from linearizer.run.plan import YIELDING, Plan
 from linearizer.run.prices import Prices
 
 if TYPE_CHECKING:
-    import torch
+    from transformers import PreTrainedConfig
 
     from linearizer.jobs.forecast import EvaluationForecast, RunForecast
     from linearizer.jobs.hub_api import Hardware
@@ -77,20 +78,30 @@ def list_local_models(query: str) -> list[str]:
     return [str(path) for path in paths if (path / "config.json").is_file()][:MAX_MODELS_FOUND]
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False)  # Gradio hashes what it keeps for a visitor: by identity, as configs have no hash
 class Examined:
-    """A model before a run: what it is, the type of its weights, and the bytes that are still to be downloaded."""
+    """A model before a run: what it is, its config, and the bytes that are still to be downloaded."""
 
     inspection: Inspection
-    stored: torch.dtype | None
+    config: PreTrainedConfig
     download: int
+
+    @property
+    def positions(self) -> int:
+        return self.inspection.max_positions or UNBOUNDED
+
+    @cached_property
+    def is_chain(self) -> bool:
+        from linearizer.model.sweep import is_chain
+
+        return is_chain(self.config)
 
 
 def examine_model(visitor: Visitor, model: str) -> Examined:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
     from linearizer.model import hub
     from linearizer.model.inspect import inspect_model
-    from linearizer.model.teacher import load_config, stored_dtype
+    from linearizer.model.teacher import load_config
 
     model = (model or "").strip()
     if not model:
@@ -99,7 +110,7 @@ def examine_model(visitor: Visitor, model: str) -> Examined:
     source = hub.find_model(model, visitor.token)
     config = load_config(source, visitor.token)
     inspection = inspect_model(source, config)
-    return Examined(inspection, stored_dtype(config), hub.download_bytes(source) if inspection.supported else 0)
+    return Examined(inspection, config, hub.download_bytes(source) if inspection.supported else 0)
 
 
 def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) -> Plan:
@@ -124,11 +135,11 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
     return plan
 
 
-def check_plan(plan: Plan, inspection: Inspection) -> None:
+def check_plan(plan: Plan, model: Examined) -> None:
     """Refuse what the door would refuse of a plan, while its visitor still chooses."""
     from linearizer import door
 
-    door.check_plan(plan, inspection.layers)
+    door.check_plan(plan, model.inspection, lambda: model.is_chain)
 
 
 def forecast_run(plan: Plan, model: Examined) -> RunForecast:
@@ -144,8 +155,9 @@ def forecast_run(plan: Plan, model: Examined) -> RunForecast:
 def describe_machine(plan: Plan, model: Examined) -> Machine:
     """Describe what a plan would run on here."""
     from linearizer.jobs import machine
+    from linearizer.model.teacher import stored_dtype
 
-    return machine.describe_machine(plan, model.stored, runs_root())
+    return machine.describe_machine(plan, stored_dtype(model.config), runs_root())
 
 
 def start_run(visitor: Visitor, plan: Plan, asked: Collection[str] = ()) -> str:

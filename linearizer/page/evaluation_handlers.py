@@ -10,8 +10,8 @@ import gradio as gr
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
 from linearizer.page import actions, evaluation_cards, run_state
-from linearizer.page.calls import Profile, Token, refusals_on_page
-from linearizer.page.handlers import SOON_SECONDS, Memory, plot_json, read_visitor, run_name, watched_run
+from linearizer.page.calls import Browser, handler
+from linearizer.page.handlers import SOON_SECONDS, plot_json, watched_run
 from linearizer.page.run_state import PART_PREFIX
 from linearizer.publish import html
 from linearizer.publish.parts import PART_VIEWS
@@ -30,36 +30,28 @@ def read_choices(parts: list[str], texts: float, tasks: str, limit: float | None
     return {"parts": list(parts), "texts": int(texts), "seconds": SPEED_SECONDS, **limited}
 
 
-@refusals_on_page()
-def start_evaluation(
-    memory: Memory, parts: list[str], texts: float, tasks: str, limit: float | None, profile: Profile, token: Token
-) -> Any:
+@handler
+def start_evaluation(browser: Browser, parts: list[str], texts: float, tasks: str, limit: float | None) -> Any:
     """Start an evaluation, which goes on without the page."""
-    actions.start_evaluation(
-        read_visitor(memory, profile, token), run_name(memory) or "", read_choices(parts, texts, tasks, limit)
-    )
+    actions.start_evaluation(browser.visitor, browser.run_name, read_choices(parts, texts, tasks, limit))
     return gr.Timer(SOON_SECONDS)
 
 
-@refusals_on_page()
-def stop_evaluation(memory: Memory, profile: Profile, token: Token) -> Any:
+@handler
+def stop_evaluation(browser: Browser) -> Any:
     """Stop an evaluation; its finished parts are kept."""
-    actions.stop_evaluation(read_visitor(memory, profile, token), run_name(memory) or "")
+    actions.stop_evaluation(browser.visitor, browser.run_name)
     return gr.Timer(SOON_SECONDS)
 
 
-def forecast_evaluation(
-    memory: Memory, parts: list[str], texts: float, tasks: str, limit: float | None, profile: Profile, token: Token
-) -> str:
+@handler
+def forecast_evaluation(browser: Browser, parts: list[str], texts: float, tasks: str, limit: float | None) -> str:
     """Say how long the chosen parts will take, where there is a student."""
-    name = run_name(memory)
-    if name is None:
-        return ""
     try:
-        visitor, choices = read_visitor(memory, profile, token), read_choices(parts, texts, tasks, limit)
-        if not visitor.find_run(name).checkpoint.is_dir():
+        if not browser.run_name or not browser.find_run().checkpoint.is_dir():
             return ""
-        return evaluation_cards.times_line(actions.forecast_evaluation(visitor, name, choices))
+        choices = read_choices(parts, texts, tasks, limit)
+        return evaluation_cards.times_line(actions.forecast_evaluation(browser.visitor, browser.run_name, choices))
     except LinearizerError as error:
         return html.message_box(str(error))
 
@@ -69,10 +61,11 @@ def part_marks(parts: Mapping[str, run_state.Piece]) -> dict[str, str]:
     return {part: parts[PART_PREFIX + part].mark for part in PART_VIEWS if PART_PREFIX + part in parts}
 
 
-def draw_parts(memory: Memory, seen: dict[str, Any], profile: Profile, token: Token) -> list[Any]:
+@handler
+def draw_parts(browser: Browser, seen: dict[str, Any]) -> list[Any]:
     """Show the parts that are new since this page was last drawn."""
-    watched = watched_run(memory, profile, token)
-    name, pieces = (None, {}) if watched is None else (run_name(memory), watched[1])
+    watched = watched_run(browser)
+    name, pieces = (None, {}) if watched is None else (browser.run_name, watched[1])
     live = name is not None and pieces["evaluating"].value in control.LIVE
     student = name is not None and pieces["can"].value["student"]
     new, before = part_marks(pieces), seen.get("marks", {}) if seen.get("run") == name else None

@@ -13,7 +13,7 @@ from gradio.components.plot import PlotData
 from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestError
 from linearizer.jobs import control
 from linearizer.page import actions, cards, plan_cards, run_state, runs_cards, sending, students, warmup
-from linearizer.page.calls import Profile, Token, identify_visitor, refusals_on_page
+from linearizer.page.calls import Browser, Memory, handler, refusals_on_page
 from linearizer.page.example import EXAMPLE_NAME, has_example
 from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import MIN_SECRET_CHARACTERS, Visitor, new_secret, on_space
@@ -26,26 +26,14 @@ if TYPE_CHECKING:
 
 SOON_SECONDS = 0.2  # until the page polls, once something was asked
 IDLE_POLL_SECONDS = 5.0  # between two polls where nothing is at work
-Memory = dict[str, Any]  # what a browser keeps: {"secret", "run"}
 
 
-def read_visitor(memory: object, profile: Profile, token: Token) -> Visitor:
-    """Identify the visitor. A browser's memory may hold anything."""
-    kept = memory if isinstance(memory, dict) else {}
-    return identify_visitor(kept.get("secret") or "", profile, token)
-
-
-def run_name(memory: object) -> str | None:
-    name = memory.get("run") if isinstance(memory, dict) else None
-    return name if isinstance(name, str) and name else None
-
-
-def watched_run(memory: Memory, profile: Profile, token: Token) -> tuple[Run, dict[str, run_state.Piece]] | None:
+def watched_run(browser: Browser) -> tuple[Run, dict[str, run_state.Piece]] | None:
     """Give the run that a page watches, with its pieces; None without a run, or where it was deleted."""
-    if (name := run_name(memory)) is None:
+    if not browser.run_name:
         return None
     try:
-        run = read_visitor(memory, profile, token).find_run(name)
+        run = browser.find_run()
         return run, run_state.read_pieces(run, time.time())
     except LinearizerError:
         return None
@@ -56,42 +44,39 @@ def plot_json(figure: str | None) -> Any:
     return None if figure is None else PlotData(type="plotly", plot=figure)
 
 
-def open_page(memory: Memory, address: str | None, profile: Profile, token: Token) -> tuple[Memory, Any, Any]:
+@handler
+def open_page(browser: Browser, address: str | None) -> tuple[Memory, Any, Any]:
     """Show the run that the address names, or that this browser watched last."""
     warmup.begin_import()
-    kept = {"secret": "", "run": None} | (memory if isinstance(memory, dict) else {})
-    if on_space() and len(str(kept["secret"])) < MIN_SECRET_CHARACTERS:
-        kept["secret"] = new_secret()
-    named = address or run_name(kept)
-    note = ""
-    kept["run"] = None
-    if named:
+    secret, note = str(browser.memory.get("secret") or ""), ""
+    if on_space() and len(secret) < MIN_SECRET_CHARACTERS:
+        secret = new_secret()
+    kept: Memory = {"secret": secret, "run": address or browser.run_name or None}
+    if kept["run"]:
         try:
-            kept["run"] = read_visitor(kept, profile, token).find_run(named).folder.name
+            kept["run"] = Browser(kept, browser.profile, browser.token).find_run().folder.name
         except LinearizerError as error:
+            kept["run"] = None
             note = html.message_box(str(error), "bad") if address else ""
-    return (
-        kept,
-        gr.HTML(note, visible=True if note else "hidden"),
-        gr.Timer(SOON_SECONDS if kept["run"] else IDLE_POLL_SECONDS, active=True),
-    )
+    poll_seconds = SOON_SECONDS if kept["run"] else IDLE_POLL_SECONDS
+    return kept, gr.HTML(note, visible=True if note else "hidden"), gr.Timer(poll_seconds, active=True)
 
 
-@refusals_on_page()
-def search_models(memory: Memory, key: gr.KeyUpData, profile: Profile, token: Token) -> Any:
+@handler
+def search_models(browser: Browser, key: gr.KeyUpData) -> Any:
     """Search while the visitor types; without a network the field says so."""
     try:
-        names, about = actions.search_models(read_visitor(memory, profile, token), key.input_value), SEARCH_ABOUT
+        names, about = actions.search_models(browser.visitor, key.input_value), SEARCH_ABOUT
     except RequestError as error:  # what was typed may be a folder, or in the cache
         names, about = [], html.without_folders(str(error))
     return gr.Dropdown(choices=names, info=about)
 
 
-def watch_run(memory: Memory, name: str | None) -> tuple[Any, ...]:
+def watch_run(browser: Browser, name: str | None) -> tuple[Any, ...]:
     """Show a run from its profile step on; nothing of it was drawn yet."""
     step = 3 if name else 1
     return (
-        {**memory, "run": name},
+        {**browser.memory, "run": name},
         {"shown": str(step)},
         gr.Tabs(selected=step),
         gr.Timer(SOON_SECONDS, active=True),
@@ -100,37 +85,36 @@ def watch_run(memory: Memory, name: str | None) -> tuple[Any, ...]:
     )
 
 
-@refusals_on_page()
-def branch_run(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[Any, ...]:
+@handler
+def branch_run(browser: Browser, budget: float) -> tuple[Any, ...]:
     """Start a run with another budget from what this one has measured."""
-    return watch_run(
-        memory, actions.branch_run(read_visitor(memory, profile, token), run_name(memory) or "", int(budget))
-    )
+    return watch_run(browser, actions.branch_run(browser.visitor, browser.run_name, int(budget)))
 
 
-def leave_run(memory: Memory) -> tuple[Any, ...]:
+@handler
+def leave_run(browser: Browser) -> tuple[Any, ...]:
     """Stop watching a run, which goes on."""
-    return watch_run(memory, None)
+    return watch_run(browser, None)
 
 
 def ask_run(wish: str) -> Callable:
     """Make the handler of a button that stops a run, resumes it, or ends its training."""
 
-    def handler(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any, Any]:
+    @handler
+    def ask(browser: Browser) -> tuple[Any, Any, Any]:
         try:
-            actions.ask_run(read_visitor(memory, profile, token), run_name(memory) or "", wish)
+            actions.ask_run(browser.visitor, browser.run_name, wish)
         except NotAgreed as question:
             return gr.skip(), gr.HTML(html.message_box(str(question)), visible=True), gr.Button(visible=True)
         return gr.Timer(SOON_SECONDS), gr.HTML("", visible="hidden"), gr.Button(visible=False)
 
-    return refusals_on_page()(handler)
+    return ask
 
 
-@refusals_on_page()
-def share_budget(memory: Memory, budget: float, profile: Profile, token: Token) -> tuple[str, bool]:
+@handler
+def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
     """Share out another budget without the model. The bars travel with the card, and the browser draws them."""
-    name = run_name(memory)
-    run = read_visitor(memory, profile, token).find_run(name) if name else None
+    run = browser.find_run() if browser.run_name else None
     if run is None or not run.has_file("profile.json"):
         return "", False
     try:
@@ -140,7 +124,7 @@ def share_budget(memory: Memory, budget: float, profile: Profile, token: Token) 
     return card + html.hidden_data("figure", figure), True
 
 
-def draw_shares(run: Any, budget: int | None = None) -> tuple[str, str]:
+def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
     """Draw how a budget, or that of the run, is shared out, and say which bytes it takes."""
     from linearizer.publish import allocation_charts
 
@@ -151,20 +135,24 @@ def draw_shares(run: Any, budget: int | None = None) -> tuple[str, str]:
     )
 
 
+@handler
 def compare_models(
-    memory: Memory, prompt: str, tokens: float, seed: float, sample: bool, profile: Profile, token: Token
+    browser: Browser, prompt: str, tokens: float, seed: float, sample: bool
 ) -> Iterator[tuple[str, str, str, str, str]]:
     """Let teacher and student write."""
     empty, both = cards.side_card(None), None
     yield "", empty, "", empty, ""
-    with refusals_on_page():
-        visitor, name = read_visitor(memory, profile, token), run_name(memory) or ""
-        choices = prompt or "", int(tokens or 0), int(seed or 0), bool(sample)
-        for both in students.compare_models(visitor, name, *choices):
-            yield *show_sides(both), ""
-        if both is not None:
-            why = students.explain_speed(visitor.find_run(name), both.teacher, both.student)
-            yield *show_sides(both), cards.comparison_note(both, why)
+    choices = read_drawing(prompt, tokens, seed, sample)
+    for both in students.compare_models(browser.visitor, browser.run_name, *choices):
+        yield *show_sides(both), ""
+    if both is not None:
+        why = students.explain_speed(browser.find_run(), both.teacher, both.student)
+        yield *show_sides(both), cards.comparison_note(both, why)
+
+
+def read_drawing(prompt: str, tokens: float, seed: float, sample: bool) -> tuple[str, int, int, bool]:
+    """Read a prompt and how its continuation is drawn; a field of the page may be empty."""
+    return prompt or "", int(tokens or 0), int(seed or 0), bool(sample)
 
 
 def show_sides(both: Comparison) -> tuple[str, str, str, str]:
@@ -175,15 +163,14 @@ def show_sides(both: Comparison) -> tuple[str, str, str, str]:
     return teacher, cards.side_card(both.teacher), student, cards.side_card(both.student)
 
 
-def read_document(memory: Memory, text: str, profile: Profile, token: Token) -> Iterator[tuple[str, Any, Any]]:
+@handler
+def read_document(browser: Browser, text: str) -> Iterator[tuple[str, Any, Any]]:
     """Let the student read a document; its state is kept with the run."""
-    with refusals_on_page():
-        visitor, name = read_visitor(memory, profile, token), run_name(memory) or ""
-        for step in students.read_document(visitor, name, text or ""):
-            if isinstance(step, Progress):
-                yield cards.document_bar(step), gr.skip(), gr.skip()
-        asks = gr.Button(interactive=True)
-        yield cards.reading_card(visitor.find_run(name)), asks, asks
+    for step in students.read_document(browser.visitor, browser.run_name, text or ""):
+        if isinstance(step, Progress):
+            yield cards.document_bar(step), gr.skip(), gr.skip()
+    asks = gr.Button(interactive=True)
+    yield cards.reading_card(browser.find_run()), asks, asks
 
 
 @refusals_on_page()
@@ -194,58 +181,54 @@ def take_document(content: bytes | None) -> str:
     return decode_text("the file", content if isinstance(content, bytes) else b"")
 
 
+@handler
 def ask_document(
-    memory: Memory, prompt: str, tokens: float, seed: float, sample: bool, keep: bool, profile: Profile, token: Token
+    browser: Browser, prompt: str, tokens: float, seed: float, sample: bool, keep: bool
 ) -> Iterator[tuple[str, Any]]:
     """Let the student continue a prompt after the document that it read."""
-    with refusals_on_page():
-        visitor, name = read_visitor(memory, profile, token), run_name(memory) or ""
-        choices, answer = (prompt or "", int(tokens or 0), int(seed or 0), bool(sample), bool(keep)), ""
-        for text in students.ask_document(visitor, name, *choices):
-            answer = f"<p>{escape(text)}</p>"
-            yield answer, gr.skip()
-        if keep:
-            yield answer, cards.reading_card(visitor.find_run(name))
+    choices, answer = read_drawing(prompt, tokens, seed, sample), ""
+    for text in students.ask_document(browser.visitor, browser.run_name, *choices, bool(keep)):
+        answer = f"<p>{escape(text)}</p>"
+        yield answer, gr.skip()
+    if keep:
+        yield answer, cards.reading_card(browser.find_run())
 
 
-@refusals_on_page()
-def take_back_answer(memory: Memory, profile: Profile, token: Token) -> tuple[str, str]:
+@handler
+def take_back_answer(browser: Browser) -> tuple[str, str]:
     """Let the state forget the question and the answer that it kept last."""
-    visitor, name = read_visitor(memory, profile, token), run_name(memory) or ""
-    students.take_back_answer(visitor, name)
-    return "", cards.reading_card(visitor.find_run(name))
+    students.take_back_answer(browser.visitor, browser.run_name)
+    return "", cards.reading_card(browser.find_run())
 
 
-@refusals_on_page()
-def list_owners(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any, str]:
-    """List the accounts under which the visitor may publish."""
+@handler
+def list_owners(browser: Browser) -> tuple[Any, str, str]:
+    """List the accounts under which the visitor may publish, and suggest a name."""
     from linearizer.publish import repository
 
-    visitor = read_visitor(memory, profile, token)
-    name = run_name(memory)
-    run = visitor.find_run(name or "")
-    suggested = f"{run.plan.model.partition('@')[0].rstrip('/').split('/')[-1]}-linearized"
-    if on_space() and visitor.token is None:
+    model, token = browser.find_run().plan.model, browser.visitor.token
+    suggested, owners, note = f"{model.partition('@')[0].rstrip('/').split('/')[-1]}-linearized", [], ""
+    if on_space() and token is None:
         note = "To publish, sign in at the top right. What would be sent can be shown without."
-        return gr.Dropdown(choices=[]), suggested, html.message_box(note)
-    try:
-        owners = list(repository.list_owners(visitor.token))
-    except PublishError as error:
-        return gr.Dropdown(choices=[]), suggested, html.message_box(str(error))
-    return gr.Dropdown(choices=owners, value=owners[0] if owners else None), suggested, ""
+    else:
+        try:
+            owners = list(repository.list_owners(token))
+        except PublishError as error:
+            note = str(error)
+    listed = gr.Dropdown(choices=owners, value=owners[0]) if owners else gr.Dropdown(choices=[])
+    return listed, suggested, html.message_box(note) if note else ""
 
 
-@refusals_on_page()
-def preview_publication(
-    memory: Memory, owner: str, repo: str, private: bool, profile: Profile, token: Token
-) -> tuple[str, str, str, Any]:
+@handler
+def preview_publication(browser: Browser, owner: str, repo: str, private: bool) -> tuple[str, str, str, Any]:
     """Show what publishing would send."""
     from linearizer.publish import push
 
-    visitor = read_visitor(memory, profile, token)
-    run = visitor.find_run(run_name(memory) or "")
-    preview = push.preview(run, repo_id_of(owner, repo), private, visitor.token)
-    warnings = push.list_warnings(run)
+    run = browser.find_run()
+    preview, warnings = (
+        push.preview(run, repo_id_of(owner, repo), private, browser.visitor.token),
+        push.list_warnings(run),
+    )
     notes = "".join(html.message_box(note, "bad" if note in warnings else "note") for note in preview.notes)
     return notes, cards.files_table(preview.files, preview.bytes), preview.card, gr.Button(interactive=preview.checked)
 
@@ -255,19 +238,18 @@ def repo_id_of(owner: str | None, repo: str | None) -> str:
     return "/".join(part for part in ((owner or "").strip(), (repo or "").strip()) if part)
 
 
-@refusals_on_page()
-def publish_run(memory: Memory, owner: str, repo: str, private: bool, profile: Profile, token: Token) -> Any:
+@handler
+def publish_run(browser: Browser, owner: str, repo: str, private: bool) -> Any:
     """Publish; the page may be closed meanwhile."""
-    visitor = read_visitor(memory, profile, token)
-    run = visitor.find_own_run(run_name(memory) or "")
-    sending.begin_publication(run, repo_id_of(owner, repo), private, visitor.token)
+    run = browser.visitor.find_own_run(browser.run_name)
+    sending.begin_publication(run, repo_id_of(owner, repo), private, browser.visitor.token)
     return gr.Timer(SOON_SECONDS)
 
 
-@refusals_on_page()
-def list_runs(memory: Memory, profile: Profile, token: Token) -> tuple[str, Any, Any, Any]:
+@handler
+def list_runs(browser: Browser) -> tuple[str, Any, Any, Any]:
     """List the visitor's runs; what was chosen to be compared or deleted stays."""
-    table, names, idle = describe_runs(read_visitor(memory, profile, token))
+    table, names, idle = describe_runs(browser.visitor)
     return table, gr.Dropdown(choices=idle), gr.Dropdown(choices=names), gr.Dropdown(choices=names)
 
 
@@ -279,38 +261,34 @@ def describe_runs(visitor: Visitor) -> tuple[str, list[str], list[str]]:
     return runs_cards.runs_table(statuses), [*names, *([EXAMPLE_NAME] if has_example() else [])], idle
 
 
-@refusals_on_page()
-def compare_runs(memory: Memory, first: str | None, second: str | None, profile: Profile, token: Token) -> str:
+@handler
+def compare_runs(browser: Browser, first: str | None, second: str | None) -> str:
     """Set two runs side by side."""
     if not first or not second:
         return ""
-    visitor = read_visitor(memory, profile, token)
-    return runs_cards.comparison_card(visitor.find_run(str(first)), visitor.find_run(str(second)))
+    return runs_cards.comparison_card(browser.visitor.find_run(first), browser.visitor.find_run(second))
 
 
-@refusals_on_page()
-def resume_run(memory: Memory, name: str | None, profile: Profile, token: Token) -> str:
+@handler
+def resume_run(browser: Browser, name: str | None) -> str:
     """Go on with a run of the list."""
     if not name:
         raise RequestError("no run was chosen: choose the run to resume")
-    visitor = read_visitor(memory, profile, token)
-    actions.ask_run(visitor, name, "resume")
-    return describe_runs(visitor)[0]
+    actions.ask_run(browser.visitor, name, "resume")
+    return describe_runs(browser.visitor)[0]
 
 
-@refusals_on_page()
-def ask_to_delete(memory: Memory, name: str | None, profile: Profile, token: Token) -> tuple[Any, str]:
+@handler
+def ask_to_delete(browser: Browser, name: str | None) -> tuple[Any, str]:
     """Ask once more before a run is deleted."""
     if not name:
         raise RequestError("no run was chosen: choose the run to delete")
-    run = read_visitor(memory, profile, token).find_run(name)
-    return gr.Column(visible=True), runs_cards.deleting_card(control.status(run))
+    return gr.Column(visible=True), runs_cards.deleting_card(control.status(browser.visitor.find_run(name)))
 
 
-@refusals_on_page()
-def delete_run(memory: Memory, name: str | None, profile: Profile, token: Token) -> tuple[str, Any, Any]:
+@handler
+def delete_run(browser: Browser, name: str | None) -> tuple[str, Any, Any]:
     """Delete a run for good."""
-    visitor = read_visitor(memory, profile, token)
-    actions.delete_run(visitor, name or "")
-    table, _, idle = describe_runs(visitor)
+    actions.delete_run(browser.visitor, name or "")
+    table, _, idle = describe_runs(browser.visitor)
     return table, gr.Dropdown(choices=idle, value=None), gr.Column(visible=False)

@@ -9,8 +9,8 @@ import gradio as gr
 
 from linearizer.errors import RequestError
 from linearizer.page import actions, plan_form
-from linearizer.page.calls import Profile, Token, refusals_on_page
-from linearizer.page.handlers import Memory, read_visitor, watch_run
+from linearizer.page.calls import Browser, handler
+from linearizer.page.handlers import watch_run
 from linearizer.page.plan_handlers import read_plan
 from linearizer.page.visitors import signs_in
 from linearizer.publish import html
@@ -41,31 +41,28 @@ def place_job(ui: SimpleNamespace) -> None:
             ui.start_job = gr.Button("Agree, and begin the job", variant="primary", elem_id="job-start")
 
 
-@refusals_on_page()
-def list_hardware(memory: Memory, profile: Profile, token: Token) -> Any:
+@handler
+def list_hardware(browser: Browser) -> Any:
     """Ask the Hub what jobs can run on."""
-    offered = actions.list_hardware(read_visitor(memory, profile, token))
-    return gr.Dropdown(choices=[(each.in_words, each.name) for each in offered])
+    return gr.Dropdown(choices=[(each.in_words, each.name) for each in actions.list_hardware(browser.visitor)])
 
 
-@refusals_on_page()
-def offer_job(memory: Memory, profile: Profile, token: Token, *choices: Any) -> tuple[Any, str, float]:
+@handler
+def offer_job(browser: Browser, *choices: Any) -> tuple[Any, str, float]:
     """Say what a job costs at most."""
     flavor, minutes, push, chosen, *form = choices
-    plan, visitor = read_plan(chosen, *form), read_visitor(memory, profile, token)
-    job = actions.offer_job(visitor, plan, chosen.model.inspection, *read_job(flavor, minutes, push))
+    plan = read_plan(chosen, *form)
+    job = actions.offer_job(browser.visitor, plan, chosen.inspection, *read_job(flavor, minutes, push))
     sentence = job.in_words + (f"; it publishes {job.push}" if job.push else "")
     return gr.Column(visible=True), html.message_box(sentence[0].upper() + sentence[1:] + "."), job.cap
 
 
-@refusals_on_page()
-def start_job(memory: Memory, profile: Profile, token: Token, *choices: Any) -> tuple[Any, ...]:
+@handler
+def start_job(browser: Browser, *choices: Any) -> tuple[Any, ...]:
     """Begin a job whose cap was agreed to; from here on the page only watches."""
     cap, flavor, minutes, push, chosen, *form = choices
-    visitor, job = read_visitor(memory, profile, token), read_job(flavor, minutes, push)
-    return watch_run(
-        memory, actions.start_job(visitor, read_plan(chosen, *form), plan_form.read_written(form), *job, cap)
-    )
+    plan, asked, job = read_plan(chosen, *form), plan_form.read_written(form), read_job(flavor, minutes, push)
+    return watch_run(browser, actions.start_job(browser.visitor, plan, asked, *job, cap))
 
 
 def read_job(flavor: str | None, minutes: str | None, push: str | None) -> tuple[str, int | None, str | None]:

@@ -11,12 +11,12 @@ import gradio as gr
 from linearizer.amounts import duration
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.page import actions, plan_cards, plan_form, zerogpu
-from linearizer.page.calls import Profile, Token, refusals_on_page
-from linearizer.page.handlers import Memory, read_visitor, run_name, watch_run
+from linearizer.page.actions import Examined
+from linearizer.page.calls import Browser, handler, refusals_on_page
+from linearizer.page.handlers import watch_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.ways import WAYS, recipe_of, way_choices
 from linearizer.publish import html
-from linearizer.run.folder import UNBOUNDED
 from linearizer.run.plan import YIELDING, Plan
 from linearizer.run.plan_file import parse_plan
 
@@ -24,29 +24,21 @@ if TYPE_CHECKING:
     from linearizer.jobs.forecast import RunForecast
 
 
-class ChosenModel:
-    """A model that was examined. Gradio hashes what it keeps for a visitor, and an inspection holds a dictionary."""
-
-    def __init__(self, model: actions.Examined) -> None:
-        self.model, self.name, self.layers = model, model.inspection.name, model.inspection.layers
-        self.positions = model.inspection.max_positions or UNBOUNDED
-
-
-@refusals_on_page()
-def show_model(model: str | None, memory: Memory, profile: Profile, token: Token) -> tuple[Any, ...]:
+@handler
+def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
     """Say what a model is."""
     closed = gr.Button(interactive=False), gr.Tab(interactive=False), gr.skip()  # the second step needs a model
     if not model:
         return html.message_box("No model is named: type one, or take the demo."), None, *closed
     try:
-        examined = actions.examine_model(read_visitor(memory, profile, token), model)
+        examined = actions.examine_model(browser.visitor, model)
     except RequestError as error:
         return html.message_box(str(error), "bad"), None, *closed
     inspection = examined.inspection
     most = max(2 * MIN_BUDGET, min(MAX_BUDGET, inspection.max_positions or MAX_BUDGET))
     return (
         plan_cards.model_card(inspection),
-        ChosenModel(examined) if inspection.supported else None,
+        examined if inspection.supported else None,
         gr.Button(interactive=inspection.supported),
         gr.Tab(interactive=inspection.supported),
         gr.Slider(maximum=most),
@@ -54,29 +46,29 @@ def show_model(model: str | None, memory: Memory, profile: Profile, token: Token
 
 
 def read_plan(
-    chosen: ChosenModel | None, budget: float, effort: str, may_grow: bool, way: str, listed: str, *fields: Any
+    chosen: Examined | None, budget: float, effort: str, may_grow: bool, way: str, listed: str, *fields: Any
 ) -> Plan:
     """Read the form: what is chosen in sight, and the fields under Advanced."""
     if chosen is None:
         raise RequestError("no model was chosen yet: choose one in the first step")
     options = {"may_grow": may_grow, "recipe": recipe_of(way, listed), **plan_form.read_options(fields)}
-    return actions.make_plan(chosen.name, int(budget), effort, options)
+    return actions.make_plan(chosen.inspection.name, int(budget), effort, options)
 
 
-def show_budget(chosen: ChosenModel | None, *choices: Any) -> str:
+def show_budget(chosen: Examined | None, *choices: Any) -> str:
     """Say what a budget means, while the slider moves."""
     if chosen is None:
         return html.message_box("Choose a model first.")
     try:
         plan = read_plan(chosen, *choices)
-        actions.check_plan(plan, chosen.model.inspection)
+        actions.check_plan(plan, chosen)
     except LinearizerError as error:
         return html.message_box(str(error), "bad")
-    return plan_cards.budget_card(plan, chosen.layers, chosen.positions)
+    return plan_cards.budget_card(plan, chosen.inspection.layers, chosen.positions)
 
 
 def show_plan(
-    chosen: ChosenModel | None, budget: float, effort: str, may_grow: bool, way: str, listed: str, *fields: Any
+    chosen: Examined | None, budget: float, effort: str, may_grow: bool, way: str, listed: str, *fields: Any
 ) -> tuple[Any, ...]:
     """Say what a budget means, and what each way and each effort takes here; each plan is forecast once."""
     ways, recipes = gr.Radio(choices=way_choices({})), gr.Radio(visible=way in WAYS and WAYS[way].recipe is None)
@@ -87,13 +79,13 @@ def show_plan(
     @cache
     def forecast(effort: str, way: str) -> RunForecast:
         plan = read_plan(chosen, budget, effort, may_grow, way, listed, *fields)
-        actions.check_plan(plan, chosen.model.inspection)
-        return actions.forecast_run(plan, chosen.model)
+        actions.check_plan(plan, chosen)
+        return actions.forecast_run(plan, chosen)
 
     try:
         efforts = {name: forecast(name, way) for name in actions.EFFORTS}
         plan = read_plan(chosen, budget, effort, may_grow, way, listed, *fields)
-        machine = None if zerogpu.on_zerogpu() else actions.describe_machine(plan, chosen.model)
+        machine = None if zerogpu.on_zerogpu() else actions.describe_machine(plan, chosen)
     except LinearizerError:  # what is wrong stands in the card
         return card, "", "", ways, recipes
     times = {name: time_of(partial(forecast, effort, name)) for name in WAYS}
@@ -110,7 +102,7 @@ def time_of(forecast: Callable[[], RunForecast]) -> str:
         return ""
 
 
-def show_command(chosen: ChosenModel | None, *choices: Any) -> tuple[str, str]:
+def show_command(chosen: Examined | None, *choices: Any) -> tuple[str, str]:
     """Show the command line and the plan that do the same elsewhere."""
     try:
         plan = read_plan(chosen, *choices)
@@ -119,17 +111,17 @@ def show_command(chosen: ChosenModel | None, *choices: Any) -> tuple[str, str]:
     return plan.command(), plan.to_json()
 
 
-@refusals_on_page()
-def start_run(memory: Memory, profile: Profile, token: Token, *choices: Any) -> tuple[Any, ...]:
+@handler
+def start_run(browser: Browser, *choices: Any) -> tuple[Any, ...]:
     """Start a run of the form; from here on the page only watches."""
     plan, asked = read_plan(*choices), plan_form.read_written(choices)
-    return watch_run(memory, actions.start_run(read_visitor(memory, profile, token), plan, asked))
+    return watch_run(browser, actions.start_run(browser.visitor, plan, asked))
 
 
-@refusals_on_page()
-def change_run(memory: Memory, profile: Profile, token: Token) -> tuple[Any, ...]:
+@handler
+def change_run(browser: Browser) -> tuple[Any, ...]:
     """Take the choices of the run that is watched, for another run."""
-    run = read_visitor(memory, profile, token).find_run(run_name(memory) or "")
+    run = browser.find_run()
     return plan_form.write_plan(run.plan, [name for name in YIELDING if run.given[name] is not None])
 
 

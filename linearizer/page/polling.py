@@ -17,30 +17,16 @@ import gradio as gr
 from linearizer.errors import LinearizerError
 from linearizer.jobs import control
 from linearizer.page import cards, evaluation_handlers, plan_cards, run_state, sending
-from linearizer.page.calls import Profile, Token
+from linearizer.page.calls import Browser, handler
 from linearizer.page.example import EXAMPLE_NOTE, is_example
-from linearizer.page.handlers import (
-    IDLE_POLL_SECONDS,
-    Memory,
-    draw_shares,
-    plot_json,
-    read_visitor,
-    run_name,
-    watched_run,
-)
+from linearizer.page.handlers import IDLE_POLL_SECONDS, draw_shares, plot_json, watched_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.publish import html
 from linearizer.run.folder import Run
 from linearizer.run.plan import DEFAULT_BUDGET
 
 POLL_SECONDS = 3.0  # between two polls of a run at work
-PLOTS = {
-    "map": "map",
-    "prices": "prices",
-    "curves": "curves",
-    "memory": "memory_plot",
-    "frontier": "frontier",
-}  # pieces
+PLOTS = {piece: piece for piece in ("map", "prices", "curves", "frontier")} | {"memory": "memory_plot"}
 BUTTONS = ("stop", "resume", "use", "pay")
 OUTPUTS = (  # of draw_changes: the names of parts of the page
     "seen", "timer", "walk", "note", *BUTTONS, *PLOTS.values(), "evaluation", "frontier_place", "prices_place",
@@ -48,22 +34,17 @@ OUTPUTS = (  # of draw_changes: the names of parts of the page
     "take_back", "reading", "sent", "snippet", "step_2", "step_3", "step_4", "step_5", "model_choice", "model_of_run",
     "run_model", "plan_choice", "plan_of_run", "run_plan",
 )  # fmt: skip
-POLLED_PIECES = (
-    "card",
-    "training",
-    "losses",
-    "error",
-    "evaluating card",
-)  # that poll_run sends itself
+POLLED_PIECES = ("card", "training", "losses", "error", "evaluating card")  # that poll_run sends itself
 
 
-def poll_run(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, str, str, str, str]:
+@handler
+def poll_run(browser: Browser) -> tuple[str, str, str, str, str, str]:
     """Return three cards, and the marks of what the page, its curves and its evaluation should show."""
-    name = run_name(memory)
-    if name is None:
+    name = browser.run_name
+    if not name:
         return cards.run_card(None, "", 0.0), "", "", "none", "none", "none"
     try:
-        run = read_visitor(memory, profile, token).find_run(name)
+        run = browser.find_run()
         parts = run_state.read_pieces(run, time.time())
     except LinearizerError as error:
         return html.message_box(str(error), "bad"), "", "", "gone", "none", "none"
@@ -78,19 +59,19 @@ def poll_run(memory: Memory, profile: Profile, token: Token) -> tuple[str, str, 
     return *shown, mark, f"{name} {parts['losses'].mark}", examined
 
 
-def draw_curves(memory: Memory, profile: Profile, token: Token) -> tuple[Any, Any]:
+@handler
+def draw_curves(browser: Browser) -> tuple[Any, Any]:
     """Draw how training goes."""
-    watched = watched_run(memory, profile, token)
+    watched = watched_run(browser)
     return (None, None) if watched is None else tuple(plot_json(watched[1][name].value) for name in ("losses", "error"))
 
 
-def draw_changes(
-    memory: Memory, seen: dict[str, str], at: float, touched: bool, profile: Profile, token: Token
-) -> list[Any]:
+@handler
+def draw_changes(browser: Browser, seen: dict[str, str], at: float, touched: bool) -> list[Any]:
     """Send the pieces that are new since this page was last drawn."""
-    if (watched := watched_run(memory, profile, token)) is None:
+    if (watched := watched_run(browser)) is None:
         # where nothing was shown yet, steps stay as the visitor has opened them
-        return show_no_run() if seen or run_name(memory) else in_order({})
+        return show_no_run() if seen or browser.run_name else in_order({})
     run, parts = watched
     if seen.get("id") != parts["id"].mark:  # it may have the name of a run that was deleted
         seen = {name: step for name, step in seen.items() if name == "shown"}

@@ -133,7 +133,7 @@ def wire(site: gr.Blocks, ui: SimpleNamespace) -> None:
 def wire_model(ui: SimpleNamespace) -> None:
     outputs = [ui.model_card, ui.inspection, ui.to_budget, ui.step_2, ui.budget]
     ui.model.key_up(handlers.search_models, ui.memory, ui.model, **{**QUICK, "trigger_mode": "always_last"})
-    ui.model.change(plan_handlers.show_model, [ui.model, ui.memory], outputs, show_progress_on=ui.model_card, **SLOW)
+    ui.model.change(plan_handlers.show_model, [ui.memory, ui.model], outputs, show_progress_on=ui.model_card, **SLOW)
     ui.demo.click(lambda: "demo", None, ui.model, **QUICK)
     for number, button in ((2, ui.to_budget), (4, ui.to_distil), (5, ui.to_compare)):
         button.click(partial(open_step, number), None, [ui.walk, vars(ui)[f"step_{number}"]], **QUICK)

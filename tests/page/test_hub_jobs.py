@@ -5,7 +5,6 @@ import pytest
 from linearizer.errors import NotAgreed, RequestError
 from linearizer.jobs import control
 from linearizer.page import actions, hub_jobs, limits, plan_form, run_state
-from linearizer.page.plan_handlers import ChosenModel
 from linearizer.page.visitors import find_visitor
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
@@ -59,7 +58,7 @@ def test_the_form_asks_before_it_begins_a_job(ann, monkeypatch):
     monkeypatch.delenv("SPACE_ID")
     monkeypatch.setenv("HF_TOKEN", "hf_fake_ann")
     assert "l4x1" in str(hub_jobs.list_hardware({}, None, None).choices)
-    chosen = ChosenModel(actions.examine_model(find_visitor(), "demo"))
+    chosen = actions.examine_model(find_visitor(), "demo")
     form = (chosen, 64, "Try it", False, "measured", "paper", *([""] * len(plan_form.OPTIONS)))
     column, question, cap = hub_jobs.offer_job({}, None, None, "l4x1", "30", " mine ", *form)
     assert column.visible and cap == 0.4 and "A job on l4x1 costs ann $0.80 an hour" in question

@@ -7,6 +7,7 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.errors import RequestError
+from linearizer.model import sweep
 from linearizer.page import actions, plan_form, plan_handlers
 from linearizer.page.plan_handlers import take_plan
 from linearizer.page.visitors import find_visitor
@@ -84,13 +85,23 @@ def test_the_page_refuses_numbers_that_were_asked_for_and_shrinks_those_of_an_ef
 def test_a_slider_that_moves_forecasts_nothing_and_then_each_plan_is_forecast_once(monkeypatch):
     forecast, asked = actions.forecast_run, []
     monkeypatch.setattr(actions, "forecast_run", lambda plan, model: asked.append(plan) or forecast(plan, model))
-    chosen = plan_handlers.ChosenModel(actions.examine_model(find_visitor(), "demo"))
+    chosen = actions.examine_model(find_visitor(), "demo")
     form = (64, "Quick", False, "features", "paper", *[""] * len(plan_form.OPTIONS))
     card = plan_handlers.show_budget(chosen, *form)
     assert "from 64 tokens on" in card and asked == []
     shown, efforts, *_ = plan_handlers.show_plan(chosen, *form)
     assert shown == card and all(name in efforts for name in actions.EFFORTS)
     assert len(asked) == len(set(asked)) == len(actions.EFFORTS) + len(WAYS) - 1
+
+
+def test_the_page_refuses_while_it_is_chosen_what_the_door_refuses(monkeypatch):
+    looked = []
+    monkeypatch.setattr(sweep, "is_chain", looked.append)
+    chosen = actions.examine_model(find_visitor(), "demo")
+    form = (64, "Quick", False, "measured", "paper", *("4" if name == "steps" else "" for name in plan_form.OPTIONS))
+    for _ in range(2):
+        assert "are no chain, so what they write cannot be fitted" in plan_handlers.show_budget(chosen, *form)
+    assert looked == [chosen.config]  # it takes a while
 
 
 def test_a_plan_in_features_is_taken_in():

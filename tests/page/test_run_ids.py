@@ -7,7 +7,7 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.jobs import control
-from linearizer.page import polling, run_state, sending, students
+from linearizer.page import calls, polling, run_state, sending, students
 from linearizer.page.visitors import find_visitor
 from linearizer.publish import push
 from linearizer.run.folder import Run
@@ -46,8 +46,8 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
     assert sending.latest_publication(run) is None and not sending.is_publishing(run)
     new = run_state.read_pieces(run, 60.0)
     assert "evaluation" not in new and "curves" not in new and new["id"].mark != seen["id"]
-    monkeypatch.setattr(polling, "read_visitor", lambda *_: someone)
-    drawn = polling.draw_changes({"run": "demo-64"}, seen, 3.0, False, None, None)[0]
+    monkeypatch.setattr(calls, "identify_visitor", lambda *_: someone)
+    drawn = polling.draw_changes({"run": "demo-64"}, None, None, seen, 3.0, False)[0]
     assert set(drawn) == set(new)  # nothing of the first is taken as shown
 
     control.delete(run)
@@ -57,5 +57,5 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
 
 def test_only_a_page_that_leaves_a_run_closes_the_steps_behind_the_first():
     step = polling.OUTPUTS.index("step_2")
-    fresh, left = (polling.draw_changes({"run": None}, seen, 2, False, None, None) for seen in ({}, {"shown": "1"}))
+    fresh, left = (polling.draw_changes({"run": None}, None, None, seen, 2, False) for seen in ({}, {"shown": "1"}))
     assert "interactive" not in fresh[step] and left[step].interactive is False

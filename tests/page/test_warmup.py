@@ -5,7 +5,7 @@ import sys
 
 FIRST = """
 import threading, time
-from linearizer.page import calls, handlers
+from linearizer.page import calls
 
 def visit(ask, at):
     time.sleep(at)
@@ -15,7 +15,7 @@ def visit(ask, at):
     except ImportError as error:
         wrong.append(error)
 
-doors = [lambda: handlers.read_visitor({}, None, None), lambda: calls.identify_visitor("", None, None)]
+doors = [lambda: calls.Browser({}).visitor, lambda: calls.identify_visitor("", None, None)]
 wrong = []
 visitors = [threading.Thread(target=visit, args=[doors[n % 2], n * 0.05]) for n in range(12)]
 for one in visitors:
