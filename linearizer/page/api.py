@@ -37,6 +37,7 @@ from linearizer.run.results import Difference, Side
 from linearizer.run.state_size import Reading
 
 Choice = str | int | float | bool | list[str] | list[int] | None
+Options = dict[str, Choice] | None
 Fact = str | int | float | bool | list | dict | None
 
 
@@ -95,37 +96,35 @@ class Sides:
 
 def search_models(visitor: Visitor, query: str) -> list[str]:
     """Find models by a part of their name: on the Hub, and among local folders where the machine is yours."""
-    return actions.search_models(visitor, str(query))
+    return actions.search_models(visitor, query)
 
 
 def inspect_model(visitor: Visitor, model: str) -> Inspection:
     """Say what a model is and whether it can be linearized; no weight is downloaded."""
-    return actions.examine_model(visitor, str(model)).inspection
+    return actions.examine_model(visitor, model).inspection
 
 
 def estimate_run(
-    visitor: Visitor, model: str, budget: int = 256, effort: str = "Quick", options: dict[str, Choice] | None = None
+    visitor: Visitor, model: str, budget: int = 256, effort: str = "Quick", options: Options = None
 ) -> RunEstimate:
     """Forecast a run: seconds, bytes of memory, disk and download; with the command line that does the same.
 
     budget: {budget}. effort: {efforts}. options: {plan}.
     """
-    plan = actions.make_plan(str(model), read_whole_number(budget), effort, check_options(options))
+    plan = actions.make_plan(model, budget, effort, options or {})
     examined = actions.examine_model(visitor, plan.model)
     examined.inspection.require_support()
     forecast = actions.forecast_run(plan, examined)
     return RunEstimate(**asdict(forecast), command=plan.command(), plan=plan)
 
 
-def start_run(
-    visitor: Visitor, model: str, budget: int = 256, effort: str = "Quick", options: dict[str, Choice] | None = None
-) -> str:
+def start_run(visitor: Visitor, model: str, budget: int = 256, effort: str = "Quick", options: Options = None) -> str:
     """Start a run and return its name at once; the run goes on without a connection.
 
     budget: {budget}. effort: {efforts}. options: {plan}.
     """
-    asked = check_options(options)
-    return actions.start_run(visitor, actions.make_plan(str(model), read_whole_number(budget), effort, asked), asked)
+    asked = options or {}
+    return actions.start_run(visitor, actions.make_plan(model, budget, effort, asked), asked)
 
 
 def list_hardware(visitor: Visitor) -> list[Hardware]:
@@ -140,7 +139,7 @@ def start_job(
     most_usd: float,
     budget: int = 256,
     effort: str = "Quick",
-    options: dict[str, Choice] | None = None,
+    options: Options = None,
     minutes: int = 0,
     push: str = "",
 ) -> str:
@@ -150,10 +149,10 @@ def start_job(
     gives. minutes: after which the Hub ends the job; 0: twice the forecast. push: the repository that the job publishes
     the student in, privately; empty: none. budget: {budget}. effort: {efforts}. options: {plan}.
     """
-    asked = check_options(options)
-    plan = actions.make_plan(str(model), read_whole_number(budget), effort, asked)
-    job = str(flavor), read_whole_number(minutes) or None, str(push).strip() or None
-    return actions.start_job(visitor, plan, asked, *job, read_number(most_usd))
+    asked = options or {}
+    plan = actions.make_plan(model, budget, effort, asked)
+    job = flavor, minutes or None, push.strip() or None
+    return actions.start_job(visitor, plan, asked, *job, most_usd)
 
 
 def run_status(visitor: Visitor, run: str) -> JudgedStatus:
@@ -165,12 +164,12 @@ def run_status(visitor: Visitor, run: str) -> JudgedStatus:
     opened = visitor.find_run(run)
     evaluation = opened.evaluation_parts if opened.has_file("evaluation.json") else None
     verdict = judge_run(opened) if evaluation else None
-    return JudgedStatus(**asdict(describe_status(control.status(opened))), verdict=verdict, evaluation=evaluation)
+    return JudgedStatus(**describe_status(control.status(opened)), verdict=verdict, evaluation=evaluation)
 
 
 def list_runs(visitor: Visitor) -> list[RunStatus]:
     """List your runs, the newest first."""
-    return [describe_status(status) for status in control.runs_in(visitor.home)]
+    return [RunStatus(**describe_status(status)) for status in control.runs_in(visitor.home)]
 
 
 def stop_run(visitor: Visitor, run: str) -> str:
@@ -196,13 +195,13 @@ def delete_run(visitor: Visitor, run: str) -> str:
 
 def share_budget(visitor: Visitor, run: str, budget: int) -> dict[str, Fact]:
     """Share another budget out among the heads of a measured run; the model is not touched. budget: {budget}."""
-    shares = actions.share_budget(visitor.find_run(run), read_whole_number(budget))
+    shares = actions.share_budget(visitor.find_run(run), budget)
     return shares.allocation.summary(shares.layers, shares.length)
 
 
 def branch_run(visitor: Visitor, run: str, budget: int) -> str:
     """Start a run with another budget from what a run has measured, and return its name. budget: {budget}."""
-    return actions.branch_run(visitor, run, read_whole_number(budget))
+    return actions.branch_run(visitor, run, budget)
 
 
 def compare_models(
@@ -212,8 +211,7 @@ def compare_models(
 
     prompt: {prompt}. tokens: {tokens}. seed: {seed}.
     """
-    choices = str(prompt), read_whole_number(tokens), read_whole_number(seed), bool(sample)
-    for both in students.compare_models(visitor, run, *choices):
+    for both in students.compare_models(visitor, run, prompt, tokens, seed, sample):
         last = both
     why = students.explain_speed(visitor.find_run(run), last.teacher, last.student)
     return Sides(last.teacher, last.student, last.difference, why)
@@ -221,7 +219,7 @@ def compare_models(
 
 def read_document(visitor: Visitor, run: str, text: str) -> Reading:
     """Let the student of a run read a document once; its state is kept with the run, for `ask_document`."""
-    for step in students.read_document(visitor, run, str(text)):
+    for step in students.read_document(visitor, run, text):
         last = step
     assert isinstance(last, Reading), "the last value is what was read"
     return last
@@ -235,8 +233,7 @@ def ask_document(
     prompt: {prompt}. tokens: {tokens}. seed: {seed}. keep: the state remembers prompt and answer, too.
     """
     text = ""
-    choices = str(prompt), read_whole_number(tokens), read_whole_number(seed), bool(sample), bool(keep)
-    for text in students.ask_document(visitor, run, *choices):  # noqa: B007
+    for text in students.ask_document(visitor, run, prompt, tokens, seed, sample, keep):  # noqa: B007
         pass
     return text
 
@@ -250,12 +247,12 @@ def preview_publication(visitor: Visitor, run: str, repo_id: str, private: bool 
     """Show what publishing a run as OWNER/NAME would send: card, files, bytes, notes. Nothing is sent."""
     from linearizer.publish import push
 
-    return push.preview(visitor.find_run(run), str(repo_id), bool(private), visitor.token)
+    return push.preview(visitor.find_run(run), repo_id, private, visitor.token)
 
 
 def publish_run(visitor: Visitor, run: str, repo_id: str, private: bool = True) -> Published:
     """Publish a run as OWNER/NAME, and return once what is there was checked: repository, revision, link, snippet."""
-    publication = sending.begin_publication(visitor.find_own_run(run), str(repo_id), bool(private), visitor.token)
+    publication = sending.begin_publication(visitor.find_own_run(run), repo_id, private, visitor.token)
     while not publication.over:
         time.sleep(0.1)
     if publication.published is None:
@@ -263,22 +260,20 @@ def publish_run(visitor: Visitor, run: str, repo_id: str, private: bool = True) 
     return publication.published
 
 
-def evaluate_run(
-    visitor: Visitor, run: str, parts: list[str] | None = None, options: dict[str, Choice] | None = None
-) -> str:
+def evaluate_run(visitor: Visitor, run: str, parts: list[str] | None = None, options: Options = None) -> str:
     """Start an evaluation of a finished run and return its state at once; it goes on without a connection.
 
     parts: some of {parts}; none: all but tasks. options: {request}.
     """
-    return actions.start_evaluation(visitor, run, {**check_options(options), **({"parts": parts} if parts else {})})
+    return actions.start_evaluation(visitor, run, {**(options or {}), **({"parts": parts} if parts else {})})
 
 
 def evaluation_status(visitor: Visitor, run: str) -> EvaluationStatus:
     """Say how the evaluation of a run goes, with the results so far; state is null if none was started."""
     opened = visitor.find_run(run)
     status = control.status(opened).evaluation
-    state = RunStatus(run, None) if status is None else describe_status(status)
-    return EvaluationStatus(**asdict(state), evaluation=opened.evaluation_parts)
+    state = {"run": run, "state": None} if status is None else describe_status(status)
+    return EvaluationStatus(**state, evaluation=opened.evaluation_parts)
 
 
 def stop_evaluation(visitor: Visitor, run: str) -> str:
@@ -315,6 +310,7 @@ def serve(function: Callable[..., Any]) -> Callable[..., Any]:
     """Find the visitor of an endpoint by what a call says of them, and send dataclasses as dictionaries."""
     types, own = get_type_hints(function), list(inspect.signature(function).parameters.values())[1:]
     by_name = [each for each in own if each.kind is each.KEYWORD_ONLY]  # the secret stands before these
+    readers = {each.name: READERS[types[each.name]] for each in own if types[each.name] in READERS}
     secret = [] if function in OF_NO_RUN else [SECRET]
     ordered = [*(each for each in own if each not in by_name), *secret, *by_name, *ACCOUNT]
     parameters = [each.replace(kind=SECRET.kind, annotation=types.get(each.name, each.annotation)) for each in ordered]
@@ -328,7 +324,8 @@ def serve(function: Callable[..., Any]) -> Callable[..., Any]:
         bound = signature.bind(*arguments, **named)
         bound.apply_defaults()
         visitor = identify_visitor(*(bound.arguments.pop(each.name, each.default) for each in (SECRET, *ACCOUNT)))
-        result = function(visitor, **bound.arguments)
+        sent = {name: readers[name](value) if name in readers else value for name, value in bound.arguments.items()}
+        result = function(visitor, **sent)
         return [plain(each) for each in result] if isinstance(result, list) else plain(result)
 
     call.__signature__ = signature  # type: ignore[attr-defined]
@@ -359,11 +356,11 @@ def list_options(options: dict[str, Any]) -> str:
     return f"a dictionary of {'; '.join(named)}"
 
 
-def describe_status(status: Status) -> RunStatus:
+def describe_status(status: Status) -> dict[str, Any]:
     """Describe a status in plain numbers and words, without paths of this machine."""
-    facts = {key: getattr(status, key) for key in ("state", "place", "step", "begun", "changed", "disk_bytes", "saved")}
-    error = status.error and html.without_folders(status.error)
-    return RunStatus(run=status.run.folder.name, **facts, error=error, published=status.published)
+    same = ("state", "place", "step", "begun", "changed", "disk_bytes", "saved", "published")
+    facts = {name: getattr(status, name) for name in same}
+    return {"run": status.run.folder.name, **facts, "error": status.error and html.without_folders(status.error)}
 
 
 def read_whole_number(number: object) -> int:
@@ -376,10 +373,12 @@ def read_number(number: object, kind: str = "number") -> float:
     return number
 
 
-def check_options(options: object) -> dict[str, Any]:
-    """Check that options are a dictionary, and take None as an empty one."""
-    if options is None:
-        return {}
-    if not isinstance(options, dict):
-        raise RequestError("options are a dictionary of a plan's choices, such as {'steps': 20}")
-    return options
+def read_options(options: object) -> Options:
+    if options is None or isinstance(options, dict):
+        return options
+    raise RequestError("options are a dictionary of a plan's choices, such as {'steps': 20}")
+
+
+READERS: dict[Any, Callable[[Any], Any]] = {
+    str: str, bool: bool, int: read_whole_number, float: read_number, Options: read_options,
+}  # fmt: skip
