@@ -1,9 +1,10 @@
-"""The HTML of a run: what it does, what it trains, what it came to, and what its models write."""
+"""The HTML of a run: what it does, what it trains, what it came to, what its models write, how it is evaluated."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from dataclasses import asdict
 from html import escape
 from typing import TYPE_CHECKING, Any
 
@@ -11,7 +12,8 @@ from linearizer.amounts import ago, duration, size
 from linearizer.jobs.control import LIVE, Status
 from linearizer.page.students import DOCUMENT_FACTS
 from linearizer.progress import Progress
-from linearizer.publish.html import announcement, folded, message_box, table, values_list
+from linearizer.publish.html import announcement, folded, message_box, table, values_list, without_folders
+from linearizer.publish.parts import PART_VIEWS
 from linearizer.publish.training_charts import ERRORS
 from linearizer.publish.verdict import Verdict
 from linearizer.run.files import parse_json
@@ -20,6 +22,7 @@ from linearizer.run.hub_job import read_hub_job
 from linearizer.run.results import Language, Recall
 
 if TYPE_CHECKING:
+    from linearizer.jobs.forecast import EvaluationForecast
     from linearizer.run.results import Comparison, Difference, Side
 
 STATE_SIGNS = {
@@ -46,12 +49,10 @@ STEP_SENTENCES = {
 }
 
 
-def shares_note(decided: bool) -> str:
-    """Say whose allocation is shown: the run's own, or what is predicted for a budget."""
-    own, other = "What this run holds.", "What this budget would buy, as predicted from what was measured."
-    return f'<p class="lz-faint">{own if decided else other}</p>'
-
-
+EVALUATION_ENDS = {
+    "stopped": "Stopped; the parts that were finished are kept. Press Evaluate to go on.",
+    "lost": "Its process is gone; the parts that were finished are kept. Press Evaluate to go on.",
+}
 DECIDING = {
     "prices": "This run decides by kl: a head's price is the kl at the model's output if it alone holds an option, and "
     "the budget goes where a byte saves most of it. Degrees of freedom decide nothing here; they decide the features "
@@ -65,6 +66,12 @@ DECIDING = {
 }
 
 
+def shares_note(decided: bool) -> str:
+    """Say whose allocation is shown: the run's own, or what is predicted for a budget."""
+    own, other = "What this run holds.", "What this budget would buy, as predicted from what was measured."
+    return f'<p class="lz-faint">{own if decided else other}</p>'
+
+
 def run_card(status: Status | None, name: str, now: float) -> str:
     """Say what a run is doing."""
     if status is None:
@@ -75,7 +82,7 @@ def run_card(status: Status | None, name: str, now: float) -> str:
     loud = announcement(f"{plan.model}: {state}{quarters_done(moving) if moving else ''}")
     lines = [f'<p class="lz-state lz-now lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>']
     if moving:
-        lines.append(progress_bar(moving, now))
+        lines.append(step_bar(moving, now))
     if status.error and status.state in ("failed", "stopped"):
         lines.append(message_box(status.error, "bad" if status.state == "failed" else "note"))
     pairs = [
@@ -106,22 +113,28 @@ def state_sign(state: str) -> str:
 
 def quarters_done(step: Mapping[str, Any]) -> str:
     """Say in quarters how far a step is, so that a screen reader speaks only four times."""
-    done, total = int(step["done"]), max(1, int(step["total"]))
-    return f", {STEP_SENTENCES.get(step['event'], str(step['event']))}, {25 * (4 * done // total)} %"
+    return f", {STEP_SENTENCES.get(step['event'], step['event'])}, {25 * int(4 * share_done(step))} %"
 
 
-def progress_bar(step: Mapping[str, Any], now: float) -> str:
+def share_done(step: Mapping[str, Any]) -> float:
+    return min(1.0, step["done"] / max(1, step["total"]))
+
+
+def step_bar(step: Mapping[str, Any], now: float) -> str:
     """Draw how far a step is, and say how long it will take."""
-    done, total = int(step["done"]), max(1, int(step["total"]))
-    what = STEP_SENTENCES.get(step["event"], str(step["event"]))
-    left = step.get("seconds_left")
-    text = f"{done:,} of {total:,} {step.get('unit', '')}"
-    if isinstance(left, float) and math.isfinite(left) and done < total:
+    left, text = step.get("seconds_left"), f"{step['done']:,} of {step['total']:,} {step.get('unit', '')}"
+    if isinstance(left, float) and math.isfinite(left) and step["done"] < step["total"]:
         text += f" · {duration(max(1.0, left - (now - step['time'])))} left"
+    return progress_bar(STEP_SENTENCES.get(step["event"], step["event"]), share_done(step), text)
+
+
+def progress_bar(title: str, share: float | None, text: str = "", loud: str = "") -> str:
+    """Draw how far some work is, where that is known."""
+    value = "" if share is None else f' value="{share:.3f}" max="1"'
+    below = f'<p class="lz-faint lz-now">{escape(text)}</p>' if text else ""
     return (
-        f'<p class="lz-step lz-now">{escape(what)}</p>'
-        f'<progress aria-label="{escape(what)}" value="{done}" max="{total}"></progress>'
-        f'<p class="lz-faint lz-now">{escape(text)}</p>'
+        f'<p class="lz-step lz-now"{loud}>{escape(title)}</p><progress aria-label="{escape(title, quote=True)}"{value}>'
+        f"</progress>{below}"
     )
 
 
@@ -200,10 +213,7 @@ def comparison_note(both: Comparison, why_slower: str) -> str:
 
 def document_bar(step: Progress) -> str:
     """Draw how much of a document is read."""
-    return (
-        f'<progress aria-label="reading" value="{step.done}" max="{max(1, step.total)}"></progress>'
-        f'<p class="lz-faint">{step.done:,} of {step.total:,} tokens read</p>'
-    )
+    return progress_bar("reads the document", share_done(asdict(step)), f"{step.done:,} of {step.total:,} tokens")
 
 
 def reading_card(run: Run) -> str:
@@ -254,8 +264,40 @@ def sending_card(repo_id: str, step: Progress | None, error: str | None) -> str:
     """Say how publishing goes."""
     if error is not None:
         return message_box(f"{error}. What was sent is kept: press Publish again.", "bad")
-    share = f' value="{step.done}" max="{max(1, step.total)}"' if step is not None else ""
-    loud = announcement(f"Sending to {repo_id}.")
-    return (
-        f'<p class="lz-step"{loud}>Sending to {escape(repo_id)}</p><progress aria-label="publishing"{share}></progress>'
-    )
+    share = None if step is None else share_done(asdict(step))
+    return progress_bar(f"Sending to {repo_id}", share, loud=announcement(f"Sending to {repo_id}."))
+
+
+def evaluation_card(status: Status | None) -> str:
+    """Say how far an evaluation is, or how it ended."""
+    if status is None:
+        return ""
+    if status.state in LIVE:
+        state, step = state_sentence(status), status.step
+        loud = announcement(f"Evaluation: {state}")
+        line = f'<p class="lz-state lz-{status.state}"{loud}>{state_sign(status.state)} {escape(state)}</p>'
+        return line + ("" if step is None or status.state == "queued" else part_bar(step))
+    if status.state == "failed":
+        return message_box(status.error or "it failed", "bad")
+    if status.state == "done":
+        return message_box("Evaluated. The card of the student holds it, too, once it is published.", "good")
+    why = f"{status.error}. " if status.state == "stopped" and status.error else ""
+    return message_box(why + EVALUATION_ENDS[status.state])
+
+
+def part_bar(step: Mapping[str, Any]) -> str:
+    """Draw how far the parts of an evaluation are, and how far the part at work is."""
+    place, parts = int(step.get("place", 1)), max(1, int(step.get("parts", 1)))
+    view = PART_VIEWS.get(str(step.get("part")))
+    text = f"part {place} of {parts}: {step['done']:,} of {step['total']:,} {step.get('unit', '')}"
+    return progress_bar(view.title if view else step["event"], (place - 1 + share_done(step)) / parts, text)
+
+
+def times_line(forecast: EvaluationForecast) -> str:
+    """Say how long the chosen parts will take, and from what that is estimated; nothing where it is unknown."""
+    if not forecast.seconds:
+        return ""
+    pairs = [(PART_VIEWS[part].title, f"about {duration(took)}") for part, took in forecast.seconds.items()]
+    facts = values_list([*pairs, ("in all", f"about {duration(sum(forecast.seconds.values()))}")], "lz-wide")
+    device = f", on {without_folders(forecast.device)}" if forecast.device else ""
+    return f'{facts}<p class="lz-faint">Estimated from the time that judging this student took{escape(device)}.</p>'

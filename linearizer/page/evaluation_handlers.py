@@ -9,7 +9,7 @@ import gradio as gr
 
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control
-from linearizer.page import actions, evaluation_cards, run_state
+from linearizer.page import actions, cards, run_state
 from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import SOON_SECONDS, plot_json, watched_run
 from linearizer.page.run_state import PART_PREFIX
@@ -51,7 +51,7 @@ def forecast_evaluation(browser: Browser, parts: list[str], texts: float, tasks:
         if not browser.run_name or not browser.find_run().checkpoint.is_dir():
             return ""
         choices = read_choices(parts, texts, tasks, limit)
-        return evaluation_cards.times_line(actions.forecast_evaluation(browser.visitor, browser.run_name, choices))
+        return cards.times_line(actions.forecast_evaluation(browser.visitor, browser.run_name, choices))
     except LinearizerError as error:
         return html.message_box(str(error))
 

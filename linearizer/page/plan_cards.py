@@ -21,16 +21,11 @@ if TYPE_CHECKING:
     from linearizer.run.inspection import Inspection
 
 
-def parameters_of(inspection: Inspection) -> str:
-    """Say how many parameters a model has, and how many of a mixture's work for a token."""
-    at_work = f", {count_in_words(inspection.active)} at work for a token" if inspection.resting else ""
-    return count_in_words(inspection.parameters) + at_work
-
-
 def model_card(inspection: Inspection) -> str:
     """Say what a model is, and whether it can be linearized."""
+    at_work = f", {count_in_words(inspection.active)} at work for a token" if inspection.resting else ""
     pairs = [
-        ("parameters", parameters_of(inspection)),
+        ("parameters", count_in_words(inspection.parameters) + at_work),
         *inspection.describe_shape(),
         ("cache", f"{size(inspection.cache_bytes_per_token)} a token"),
         ("weights", size(inspection.weight_bytes)),
@@ -49,15 +44,11 @@ def model_card(inspection: Inspection) -> str:
     )
 
 
-def feature_unit(layers: Sequence[Layer]) -> int:
-    """Bytes of one feature for every KV head."""
-    return sum(layer.kv_heads * head_bytes.feature_bytes(layer) for layer in layers if layer.native_window is None)
-
-
-def cost_card(features: float, worth: float, state: str, smaller: str, rows: Sequence[Sequence[str]]) -> str:
+def cost_card(features: float, state: str, smaller: str, rows: Sequence[Sequence[str]]) -> str:
     """Say what a state is, and what teacher and student remember of long texts."""
-    held = ("mean features per KV head", features) if features else ("worth in features per KV head", worth)
-    pairs = [("state", state), ("smaller than the cache", smaller), (held[0], f"{held[1]:.1f}")]
+    pairs = [("state", state), ("smaller than the cache", smaller)]
+    if features:
+        pairs.append(("mean features per KV head", f"{features:.1f}"))
     loud = announcement(f"state {state}, smaller than the cache {smaller}")
     return f"<div{loud}>{values_list(pairs, 'lz-wide')}{table('Memory of teacher and student', ROW_TITLES, rows)}</div>"
 
@@ -68,7 +59,7 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
     Where heads may grow, the state takes no more than the budget at the plan's target length. It is a fixed part and a
     part in proportion to the length, so at a greater length it takes at most as many times more.
     """
-    unit = feature_unit(layers)
+    unit = sum(layer.kv_heads * head_bytes.feature_bytes(layer) for layer in layers if layer.native_window is None)
     kept = head_bytes.cache_bytes(layers, plan.kept_sinks + plan.kept_window)
     if plan.budget is None:
         features, most = float(plan.features or 0), kept + (plan.features or 0) * unit
@@ -84,14 +75,13 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
     begin = head_bytes.find_breakeven(most, head_bytes.cache_bytes(layers, 1))
     length = f" up to {target:,} tokens, more beyond" if grows else ", whatever the length"
     smaller = from_length(begin if not grows or (plan.budget or 0) < target else None)
-    return cost_card(features, most / unit, f"at most {size(most)}{length}", smaller, rows)
+    return cost_card(features, f"at most {size(most)}{length}", smaller, rows)
 
 
 def allocation_card(allocation: Allocation, layers: Sequence[Layer]) -> str:
     """Say what an allocation is and costs."""
     state = StateSize.of(allocation, layers)
-    worth, smaller = state.fixed / feature_unit(layers), from_length(state.breakeven)
-    return cost_card(allocation.features_mean, worth, state.in_words, smaller, state.rows())
+    return cost_card(allocation.features_mean, state.in_words, from_length(state.breakeven), state.rows())
 
 
 def efforts_table(forecasts: Mapping[str, RunForecast], chosen: str, lent: bool = False) -> str:
@@ -100,13 +90,8 @@ def efforts_table(forecasts: Mapping[str, RunForecast], chosen: str, lent: bool 
     A GPU that is `lent` is not there to be measured.
     """
     rows = [
-        [
-            f"{name} ✓" if name == chosen else name,
-            duration(forecast.seconds),
-            size(forecast.memory_bytes),
-            size(forecast.disk_bytes),
-        ]
-        for name, forecast in forecasts.items()
+        [name + " ✓" * (name == chosen), duration(each.seconds), size(each.memory_bytes), size(each.disk_bytes)]
+        for name, each in forecasts.items()
     ]
     load = next((forecast.download_bytes for forecast in forecasts.values()), 0)
     note = f"{size(load)} of it to download" if load else "nothing to download"

@@ -19,7 +19,7 @@ from linearizer.allocate.by_prices import kl_by_bytes
 from linearizer.allocate.decide import decidable, offers_of
 from linearizer.jobs import control
 from linearizer.jobs.control import LIVE, Status
-from linearizer.page import cards, evaluation_cards
+from linearizer.page import cards
 from linearizer.page.students import DOCUMENT_FACTS
 from linearizer.publish import html
 from linearizer.publish.parts import PART_VIEWS
@@ -106,7 +106,7 @@ class RunState:
         self.put("reading", read.stat().st_mtime_ns if read.is_file() else "", lambda: cards.reading_card(run))
         state = "" if status.evaluation is None else status.evaluation.state
         self.put("evaluating", state, lambda: state)
-        progress = evaluation_cards.evaluation_card(status.evaluation)
+        progress = cards.evaluation_card(status.evaluation)
         self.put("evaluating card", progress, lambda: progress)
 
     def draw_profile(self) -> None:

@@ -8,7 +8,7 @@ from linearizer.errors import RequestError
 from linearizer.jobs import control
 from linearizer.jobs.forecast import EvaluationForecast, RunForecast, forecast_evaluation, part_seconds
 from linearizer.page import actions, cards, limits, plan_cards
-from linearizer.page.evaluation_cards import evaluation_card, times_line
+from linearizer.page.cards import evaluation_card, times_line
 from linearizer.page.visitors import find_visitor
 from linearizer.run.evaluation_request import Request
 from linearizer.run.folder import Run
