@@ -4,19 +4,21 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from types import SimpleNamespace
+from typing import Any
 
 import gradio as gr
 
 from linearizer.page import hub_jobs, plan_form
 from linearizer.page.actions import EFFORTS
-from linearizer.page.example import EXAMPLE_NAME, has_example
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET, SEARCH_ABOUT, lead
-from linearizer.page.picture import PICTURE
+from linearizer.page.visitors import EXAMPLE_NAME, has_example
 from linearizer.page.ways import USUAL_PAPER, further_memories, recipe_choices, way_choices
 from linearizer.publish.html import folded, message_box, table
 from linearizer.run.plan import DEFAULT_BUDGET
 
-EFFORT_INFO = "how much text is read, and how long training takes"
+LENGTHS = ("a page", "a chapter", "a book")  # that was read, in the picture of the landing page
+CACHES, STATE = (22, 62, 150), 22  # heights of its bars
+WIDTH, GROUND, STEP = 44, 178, 132
 
 
 def place_choice(ui: SimpleNamespace, name: str, text: str, place: Callable[[SimpleNamespace], None]) -> None:
@@ -45,27 +47,61 @@ def choose_model(ui: SimpleNamespace) -> None:
     gr.HTML(
         '<div class="lz-hero"><div><p>A language model keeps every token that it has read, so its memory grows with '
         "the text. Linearizer turns a model of the Hub into a student whose memory stays the same, and measures what "
-        f"that costs before anything is published.</p>{example if has_example() else ''}</div>{PICTURE}</div>",
+        f"that costs before anything is published.</p>{example if has_example() else ''}</div>{draw_picture()}</div>",
         elem_id="hero",
     )
     lead("Which model?", "Search the Hub, name a local folder, or take the demo. Nothing is downloaded yet.")
     with gr.Row(equal_height=False, elem_classes="lz-pick"):
-        ui.model = gr.Dropdown(
-            choices=[],
-            value=None,
-            allow_custom_value=True,
-            label="Model",
-            info=SEARCH_ABOUT,
-            scale=5,
-            min_width=260,
-            elem_id="model",
-        )
+        typed: dict[str, Any] = {"allow_custom_value": True, "scale": 5, "min_width": 260}
+        ui.model = gr.Dropdown([], value=None, label="Model", info=SEARCH_ABOUT, elem_id="model", **typed)
         ui.demo = gr.Button("Take the demo", scale=1, min_width=180, elem_id="demo")
     ui.model_card = gr.HTML(elem_id="model-card")
     ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
 
 
+def draw_picture() -> str:
+    """Sketch what a teacher and its student keep while a text is read, after three lengths of it."""
+    bars = []
+    for place, (length, cache) in enumerate(zip(LENGTHS, CACHES, strict=True)):
+        left = 26 + place * STEP
+        for x, height, kind in ((left, cache, "teacher"), (left + WIDTH + 6, STATE, "student")):
+            bars.append(
+                f'<rect class="lz-{kind}-bar" x="{x}" y="{GROUND - height}" width="{WIDTH}" height="{height}" rx="4"/>'
+            )
+        bars.append(f'<text x="{left + WIDTH + 3}" y="{GROUND + 20}" text-anchor="middle">{length}</text>')
+    legend = (
+        '<rect class="lz-teacher-bar" x="26" y="6" width="12" height="12" rx="3"/><text x="44" y="16">teacher: its '
+        'cache grows</text><rect class="lz-student-bar" x="26" y="26" width="12" height="12" rx="3"/>'
+        '<text x="44" y="36">student: its state stays</text>'
+    )
+    return (
+        '<svg class="lz-picture" viewBox="0 0 420 204" role="img" aria-label="A sketch: the cache of the teacher grows '
+        'with the text that it reads, and the state of the student stays the same.">'
+        f'{legend}<line x1="16" x2="404" y1="{GROUND}" y2="{GROUND}"/>{"".join(bars)}</svg>'
+    )
+
+
 def choose_plan(ui: SimpleNamespace) -> None:
+    place_budget(ui)
+    place_ways(ui)
+    with gr.Accordion("Advanced", open=False, elem_id="advanced"):
+        gr.HTML('<p class="lz-faint">An empty field is decided by the way chosen above.</p>')
+        ui.fields = plan_form.place_options()
+        head, name = ("feature map", "what it is, and how it did"), "Memories beside those of the recipes"
+        memories = table("", head, further_memories(), label=name, kind="lz-words lz-pair")
+        gr.HTML(folded(f"{name}, for Feature map", memories), elem_id="further-memories")
+    with gr.Accordion("Do this elsewhere, or load a plan", open=False, elem_id="elsewhere"):
+        ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1, wrap_lines=True)
+        ui.plan = gr.Code("", language="json", label="plan.json, for --plan", lines=3, wrap_lines=True)
+        ui.taken = gr.UploadButton(
+            "Load a plan.json", file_types=[".json"], type="binary", size="md", elem_id="take-plan"
+        )
+    hub_jobs.place_job(ui)
+    ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")
+
+
+def place_budget(ui: SimpleNamespace) -> None:
+    """Place the slider, and what its budget means."""
     lead(
         "How much may it remember?",
         "One number: the student’s memory, its state, takes as many bytes as the teacher’s memory, its cache, after so "
@@ -85,6 +121,10 @@ def choose_plan(ui: SimpleNamespace) -> None:
             )
         with gr.Column(scale=4, min_width=300):
             ui.budget_card = gr.HTML(message_box("Choose a model first."), elem_id="budget-card")
+
+
+def place_ways(ui: SimpleNamespace) -> None:
+    """Place the ways to a student and the efforts, and what each takes here."""
     compared = (
         "All three spend the same bytes, so their students can be compared by kl, the distance from the teacher: it is "
         "0 for a student that predicts as its teacher does."
@@ -94,34 +134,9 @@ def choose_plan(ui: SimpleNamespace) -> None:
         way_choices({}), value="measured", show_label=False, label="Way", elem_id="way", elem_classes="lz-tiles"
     )
     ui.listed = gr.Radio(
-        recipe_choices(),
-        value=USUAL_PAPER,
-        label="Recipe",
-        visible=False,
-        elem_id="recipe",
-        elem_classes="lz-tiles",
+        recipe_choices(), value=USUAL_PAPER, label="Recipe", visible=False, elem_id="recipe", elem_classes="lz-tiles"
     )
-    lead("How thorough?", f"The effort decides {EFFORT_INFO}.", "h3")
+    lead("How thorough?", "The effort decides how much text is read, and how long training takes.", "h3")
     ui.effort = gr.Radio(list(EFFORTS), value="Quick", show_label=False, label="How thorough", elem_id="effort")
     ui.efforts = gr.HTML(elem_id="efforts")
     ui.machine = gr.HTML(elem_id="machine")
-    with gr.Accordion("Advanced", open=False, elem_id="advanced"):
-        gr.HTML('<p class="lz-faint">An empty field is decided by the way chosen above.</p>')
-        ui.fields = plan_form.place_options()
-        head, name = ("feature map", "what it is, and how it did"), "Memories beside those of the recipes"
-        memories = table("", head, further_memories(), label=name, kind="lz-words lz-pair")
-        gr.HTML(folded(f"{name}, for Feature map", memories), elem_id="further-memories")
-    with gr.Accordion("Do this elsewhere, or load a plan", open=False, elem_id="elsewhere"):
-        ui.command = gr.Code("", language="shell", label="The same, from a command line", lines=1, wrap_lines=True)
-        ui.plan = gr.Code(
-            "",
-            language="json",
-            label="plan.json, for --plan",
-            lines=3,
-            wrap_lines=True,
-        )
-        ui.taken = gr.UploadButton(
-            "Load a plan.json", file_types=[".json"], type="binary", size="md", elem_id="take-plan"
-        )
-    hub_jobs.place_job(ui)
-    ui.start = gr.Button("Start", variant="primary", size="lg", elem_id="start")

@@ -18,13 +18,17 @@ from linearizer.errors import LinearizerError
 from linearizer.jobs import control
 from linearizer.page import cards, evaluation_handlers, plan_cards, run_state, sending
 from linearizer.page.calls import Browser, handler
-from linearizer.page.example import EXAMPLE_NOTE, is_example
 from linearizer.page.handlers import IDLE_POLL_SECONDS, draw_shares, plot_json, watched_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
+from linearizer.page.visitors import is_example
 from linearizer.publish import html
 from linearizer.run.folder import Run
 from linearizer.run.plan import DEFAULT_BUDGET
 
+EXAMPLE_NOTE = (
+    "This is a finished example that comes with Linearizer: a run of the demo model, as it was measured. Its weights "
+    "are left out, so it can be looked at in every step, but neither compared, evaluated further nor published."
+)
 POLL_SECONDS = 3.0  # between two polls of a run at work
 PLOTS = {piece: piece for piece in ("map", "prices", "curves", "frontier")} | {"memory": "memory_plot"}
 BUTTONS = ("stop", "resume", "use", "pay")

@@ -227,7 +227,7 @@ def wire_compare(ui: SimpleNamespace) -> None:
     ui.publish.click(handlers.publish_run, target, ui.timer, **ONCE)
 
 
-def serve(port: int | None = None, host: str | None = None, wait: bool = True) -> Any:
+def serve(port: int | None = None, host: str | None = None) -> None:
     """Show the page; on a Space limits are kept, and no token is used but its visitor's own."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)  # else statistics of all events are made at every event
@@ -238,7 +238,7 @@ def serve(port: int | None = None, host: str | None = None, wait: bool = True) -
     history = {"run_history": False} if "run_history" in known else {}  # Gradio would keep what was asked, in browsers
     site = build().queue(max_size=64, api_open=True)
     site._queue.sleep_when_free = QUEUE_SECONDS
-    return site.launch(
+    site.launch(
         server_name=host or ("0.0.0.0" if on_space() else None),
         server_port=port,
         theme=theme(),
@@ -247,12 +247,10 @@ def serve(port: int | None = None, host: str | None = None, wait: bool = True) -
         **history,
         footer_links=["api", "settings"],
         show_error=False,
-        prevent_thread_lock=not wait,
         allowed_paths=[],
         enable_monitoring=False,
         max_file_size="1mb",
         state_session_capacity=MAX_SESSIONS,
         app_kwargs={} if on_space() or host not in LOCAL_HOSTS else {"middleware": [Middleware(LocalRequests)]},
-        quiet=not wait,
         ssr_mode=False,
     )

@@ -92,7 +92,8 @@ CSS = """
 @media (max-width: 1100px) { #now:not(:empty) { display: block; } }
 #sidebar:not(.open) .sidebar-content { visibility: hidden; }
 .lz-pick { align-items: flex-end !important; }
-#to-budget, #start, #to-distil, #to-compare, #change-model, #change-plan { max-width: 22rem; }
+#to-budget, #start, #to-distil, #to-compare, #change-model, #change-plan, #take-plan, #job-offer, #job-start {
+  max-width: 22rem; }
 #steps > .tab-wrapper { margin-bottom: .75rem; }
 #steps > .tab-wrapper button[role=tab] { font-size: 1rem; padding: .6rem 1rem; color: var(--body-text-color-subdued); }
 #steps > .tab-wrapper button.selected { color: var(--body-text-color) !important; font-weight: 600; }
@@ -148,8 +149,7 @@ progress::-moz-progress-bar { background: var(--slider-color); }
   margin-top: 1.5rem; }
 .lz-table { width: 100%; border-collapse: collapse; font-variant-numeric: tabular-nums; font-size: .95rem; }
 .lz-table caption { text-align: left; color: var(--body-text-color-subdued); font-size: .82rem; padding: .4rem 0;
-  white-space: normal; }
-.lz-table caption { max-width: calc(100vw - 4.5rem); }
+  white-space: normal; max-width: calc(100vw - 4.5rem); }
 .slider_input_container { padding-block: 4px; }
 .lz-table, .lz-table tr, .lz-table thead, .lz-table tbody { border: 0 !important; background: none !important; }
 .lz-table th, .lz-table td { padding: .5rem .75rem .5rem 0 !important; text-align: right; font-weight: 400;
@@ -211,6 +211,7 @@ progress::-moz-progress-bar { background: var(--slider-color); }
 .lz-options > .form, .lz-options:not(:has(> .form)) { display: grid !important; gap: 1rem 1.25rem;
   grid-template-columns: repeat(auto-fill, minmax(16rem, 1fr));
   align-items: end; }
+@media (min-width: 800px) { #flavor { grid-column: span 2; } }
 input:checked:hover { background-color: var(--checkbox-background-color-selected) !important;
   border-color: var(--checkbox-border-color-selected) !important; }
 input[type=range]::-webkit-slider-thumb { background: var(--slider-color) !important; }
@@ -224,12 +225,13 @@ a:focus-visible, .lz-scroll:focus-visible, [role=tab]:focus-visible, .wrap:has(>
   .lz-hero { grid-template-columns: 1fr; gap: 1rem; } .lz-tiles .wrap, #recipe .wrap { grid-template-columns: 1fr; }
 }
 @media (max-width: 640px) {
-  #to-budget, #start, #to-distil, #to-compare, #change-model, #change-plan { max-width: none; }
+  #to-budget, #start, #to-distil, #to-compare, #change-model, #change-plan, #take-plan, #job-offer, #job-start {
+    max-width: none; }
   #steps > .tab-wrapper button { font-size: .8rem !important; padding: .5rem .25rem !important; font-weight: 500; }
   .lz-tiles .wrap label { padding: .9rem .75rem !important; gap: .5rem; }
   .lz-tiles .wrap label span::first-line { font-size: .95rem; }
   .lz-table th, .lz-table td { padding-right: .4rem !important; font-size: .86rem; }
-  .lz-card { padding: 1rem; } #sign-in { position: absolute; right: 3rem; top: .75rem; width: auto; }
+  .lz-card { padding: 1rem; }
   .lz-lead h1, .lz-lead h2 { font-size: 1.4rem; }
   .lz-facts, .lz-facts.lz-wide { grid-template-columns: 1fr 1fr; gap: .75rem 1rem; }
 }

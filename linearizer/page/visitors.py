@@ -1,6 +1,7 @@
 """The runs of a visitor: on your own machine all runs; on a Space the runs in a folder that nobody else can guess.
 
-A name that comes from a browser is one folder's name: it never leads out of the visitor's own.
+A name that comes from a browser is one folder's name: it never leads out of the visitor's own. Beside their own runs,
+all visitors see a finished example, which comes with the package: a run of the demo model without its weights.
 """
 
 from __future__ import annotations
@@ -13,13 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from linearizer.errors import RequestError
-from linearizer.page.example import EXAMPLE_NAME, example_folder, has_example, refuse_example
+from linearizer.run.files import find_carried
 from linearizer.run.folder import Run
 from linearizer.run.names import fresh_folder, runs_root
 from linearizer.run.plan import Plan
 
 RUN_NAME = re.compile(r"[A-Za-z0-9_@+-][A-Za-z0-9._@+-]{0,199}")
 MIN_SECRET_CHARACTERS = 16
+EXAMPLE_NAME = "example-run"  # of its folder, too
 
 
 def on_space() -> bool:
@@ -30,6 +32,18 @@ def on_space() -> bool:
 def signs_in() -> bool:
     """Tell whether visitors can sign in: a Space that was given an application of the Hub."""
     return on_space() and bool(os.environ.get("OAUTH_CLIENT_ID"))
+
+
+def example_folder() -> Path:
+    return find_carried(f"assets/{EXAMPLE_NAME}")
+
+
+def has_example() -> bool:
+    return (example_folder() / "plan.json").is_file()
+
+
+def is_example(run: Run) -> bool:
+    return run.folder == example_folder()
 
 
 @dataclass(frozen=True)
@@ -64,8 +78,10 @@ class Visitor:
 
     def find_own_run(self, name: str) -> Run:
         """Open one of this visitor's runs, to change it."""
-        run = self.find_run(name)
-        refuse_example(run)
+        if is_example(run := self.find_run(name)):
+            raise RequestError(
+                "this is the example that comes with Linearizer, and is only read: start a run of your own"
+            )
         return run
 
     def fresh_folder(self, plan: Plan) -> Path:

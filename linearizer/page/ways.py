@@ -38,7 +38,7 @@ WAYS = {
     "paper": Way(
         "Reproduce a paper",
         "A published method in its authors’ form, at the same bytes.",
-        "Expect a point to compare with.",
+        "Expect a student to compare ours with.",
         None,
     ),
 }
@@ -82,9 +82,9 @@ def recipe_choices() -> list[tuple[str, str]]:
     choices = []
     for name in sorted(LISTED, key=lambda name: not RECIPES[name].reference):  # published methods first
         recipe = RECIPES[name]
-        label = recipe.label[:1].upper() + recipe.label[1:]
-        about = recipe.about.replace("--may-grow", "“May grow”")
-        lines = label, about, recipe.reference or "Ours.", begins_like(name), expected_quality(name)
+        about = recipe.about.replace("--may-grow", "“May grow”") + "."
+        quality = begins_like(name), expected_quality(name)
+        lines = upper_first(recipe.label), upper_first(about), recipe.reference or "Ours.", *quality
         choices.append(("\n".join(filter(None, lines)), name))
     return choices
 
@@ -98,4 +98,8 @@ def further_memories() -> list[tuple[str, str]]:
 
 def begins_like(name: str) -> str:
     """Say as a sentence which other memory a memory is until it is trained."""
-    return f"{text[:1].upper()}{text[1:]}." if (text := beginning(name)) else ""
+    return f"{upper_first(text)}." if (text := beginning(name)) else ""
+
+
+def upper_first(text: str) -> str:
+    return text[:1].upper() + text[1:]

@@ -88,7 +88,7 @@ RECIPES: Mapping[str, Recipe] = {
         "what each head costs the model",
         "ours: every KV head a window, or a window with slots, in 4 to 8 bits a number, by its price; no training",
     ),
-    "windows": Recipe("the same, windows alone", "as best, without slots", {"strategy": "windows"}),
+    "windows": Recipe("windows alone, by their prices", "as best, without slots", {"strategy": "windows"}),
     "features": Recipe(
         "degrees of freedom, trained features",
         "ours: window, sinks and learned features by a common λ, trained by layer",

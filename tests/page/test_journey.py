@@ -7,7 +7,7 @@ import shutil
 from linearizer.amounts import size
 from linearizer.jobs import control
 from linearizer.page import cards, polling, run_state
-from linearizer.page.example import EXAMPLE_NAME
+from linearizer.page.visitors import EXAMPLE_NAME
 from linearizer.run.folder import Run
 from tests.support.bare_environment import make_bare_environment, run_bare
 from tests.support.page_server import FITS, LONG, client_of, looking, shown, wait_until_true
