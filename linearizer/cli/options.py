@@ -14,6 +14,11 @@ from linearizer.run.plan import ALLOCATION, MACHINE, MEASURING, TRAINING, Plan
 from linearizer.run.recipes import NOT_EXPRESSED, RECIPES, STRATEGIES, measured_quality
 
 Add = Callable[..., Any]  # argparse's add_argument, of a command or of a group
+AddCommand = Callable[..., Any]  # adds a command: its name, what serves it, what it is, its operand, its description
+OPERANDS = {
+    "model": "a Hub id, id@revision, a local folder, or demo",
+    "run": "a run's name as `linearizer runs` shows it, or its folder",
+}
 
 
 def add_allocation_options(command: argparse.ArgumentParser) -> None:

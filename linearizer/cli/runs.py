@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.amounts import columns, duration, size
+from linearizer.cli.options import AddCommand
 from linearizer.cli.text import ProgressBar, describe_publication, describe_run, print_product
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.jobs import control
@@ -33,7 +34,8 @@ ACTIONS = {
 }
 
 
-def add_options(command: argparse.ArgumentParser) -> None:
+def add_command(add: AddCommand) -> None:
+    command = add("runs", serve_runs, "see, attach to, stop, resume and delete runs")
     said = "; ".join(f"{name}: {text}" for name, text in ACTIONS.items())
     command.add_argument("action", metavar="ACTION", nargs="?", default="list", choices=list(ACTIONS), help=said)
     command.add_argument("run", metavar="RUN", nargs="?", help="a run's folder, or its name under the root")

@@ -110,7 +110,8 @@ def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):
     plan = actions.make_plan(
         "demo", 64, "Try it", {"recipe": "features", "window": 8, "text": "self", "dtype": "float32"}
     )
-    from linearizer.cli.main import begin_run, parser
+    from linearizer.cli.main import parser
+    from linearizer.cli.run_commands import begin_run
 
     words = plan.command().split()[1:]
     assert begin_run(parser().parse_args([*words, "--out", str(root / "again")])).plan == plan

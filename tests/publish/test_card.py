@@ -8,7 +8,8 @@ from huggingface_hub import ModelCard
 from markdown_it import MarkdownIt
 from PIL import Image
 
-from linearizer.cli.main import parser, plan_changes
+from linearizer.cli.main import parser
+from linearizer.cli.options import plan_changes
 from linearizer.publish.allocation_picture import EMPTY, FEATURES, SLOTS, WHOLE, WINDOW, draw_picture
 from linearizer.publish.card import escape_markdown, write_card, write_snippet
 from linearizer.run.allocation import Allocation

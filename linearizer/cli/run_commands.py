@@ -1,0 +1,204 @@
+"""The commands that make and judge a student: inspect, run, profile, allocate, evaluate."""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, TypeVar
+
+from linearizer.cli import runs
+from linearizer.cli.options import (
+    AddCommand,
+    ListRecipes,
+    add_allocation_options,
+    add_evaluate_options,
+    add_job_options,
+    add_run_options,
+    plan_changes,
+)
+from linearizer.cli.text import (
+    describe_allocation,
+    describe_inspection,
+    describe_profile,
+    describe_run,
+    print_product,
+    show_progress,
+    verdict_lines,
+)
+from linearizer.errors import RequestError, Stopped
+from linearizer.jobs import control
+from linearizer.run.evaluation_request import Request
+from linearizer.run.files import write_whole
+from linearizer.run.names import find_run, fresh_folder
+from linearizer.run.options import options_of
+from linearizer.run.plan import DEFAULT_BUDGET, Plan
+from linearizer.run.plan_file import read_plan
+
+if TYPE_CHECKING:
+    from linearizer.progress import Steps
+    from linearizer.run.folder import Run
+
+Product = TypeVar("Product")
+
+
+def add_commands(add: AddCommand) -> None:
+    add("inspect", serve_inspect, "what a model is, and whether it can be linearized", "model")
+    run = add("run", serve_run, "all the steps: measure, allocate, train if the recipe does, judge, save", "model")
+    add_run_options(run)
+    run.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
+    add_job_options(run)
+    add_run_options(add("profile", serve_profile, "measure how many degrees of freedom each head uses", "model"))
+    about = "share out another budget, from what a run has measured"
+    description = "Share out another budget, from what a run has measured; other options stay as in its plan."
+    add_allocation_options(add("allocate", serve_allocate, about, "run", description))
+    about = "what the student kept, what it costs, where it breaks"
+    add_evaluate_options(add("evaluate", serve_evaluate, about, "run"))
+
+
+def begin_run(arguments: argparse.Namespace) -> Run:
+    """Begin the run that the arguments describe, or open the run to resume."""
+    from linearizer import pipeline
+
+    folder, plan = plan_of(arguments)
+    return pipeline.begin(folder, plan, resume=arguments.resume)
+
+
+def plan_of(arguments: argparse.Namespace) -> tuple[Path, Plan]:
+    """Give the folder and the plan of the run that the arguments describe."""
+    changes = plan_changes(arguments)
+    if arguments.plan is None:
+        plan = Plan.of(**{"budget": DEFAULT_BUDGET, **changes})
+    else:
+        plan = read_plan(arguments.plan).changed(**changes)
+    if arguments.resume and arguments.out is None:
+        raise RequestError("--resume needs --out: name the run's folder")
+    return arguments.out or fresh_folder(plan), plan
+
+
+def work_until_stopped(steps: Steps[Product], how: str) -> Product:
+    """Run steps with their progress shown; where the user stops them, say how to go on."""
+    try:
+        return show_progress(steps)
+    except KeyboardInterrupt as stopped:
+        raise Stopped(f"stopped; what was finished is kept: repeat {how} to go on") from stopped
+
+
+def work_in_turn(run: Run, steps: Steps[Product]) -> Product:
+    """Work on a run in this process, when its device is free."""
+    from linearizer.jobs.worker import work_in_foreground
+
+    return work_until_stopped(work_in_foreground(run, steps), f"the command with --resume --out {run.folder}")
+
+
+def serve_inspect(arguments: argparse.Namespace) -> None:
+    from linearizer import pipeline
+
+    inspection = pipeline.inspect(arguments.model)
+    print_product(arguments, asdict(inspection), describe_inspection(inspection))
+    inspection.require_support()
+
+
+def serve_run(arguments: argparse.Namespace) -> None:
+    if arguments.job is not None:
+        serve_job(arguments)
+        return
+    if given := [name for name in ("job_minutes", "job_owner", "push", "yes") if getattr(arguments, name)]:
+        raise RequestError(f"--{given[0].replace('_', '-')} is for a job of the Hub: add --job, or leave it out")
+    if arguments.detach:
+        run = begin_run(arguments)
+        start_in_background(arguments, run, lambda: control.start(run))
+        return
+    from linearizer import pipeline
+    from linearizer.jobs.children import Children
+    from linearizer.progress import finish
+    from linearizer.publish.verdict import judge_run
+
+    run = begin_run(arguments)
+    steps = pipeline.linearize(run, held=not run.done, helpers=Children(run))
+    allocation = finish(steps) if run.done else work_in_turn(run, steps)
+    product = {
+        "run": str(run.folder),
+        "checkpoint": str(run.checkpoint),
+        "verdict": None if (verdict := judge_run(run)) is None else asdict(verdict),
+        **allocation.summary(run.layers, run.plan.target_tokens(run.positions)),
+        "evaluation": run.evaluation_parts,
+    }
+    print_product(arguments, product, describe_run(run))
+
+
+def serve_job(arguments: argparse.Namespace) -> None:
+    """Begin a run in a job of the Hub, or list what jobs can run on."""
+    from linearizer.jobs.hub_api import list_hardware
+    from linearizer.jobs.hub_start import run_in_job
+
+    if arguments.job == ListRecipes.WORD:
+        offered = list_hardware()
+        text = "\n".join(f"{each.name:16}{each.in_words}" for each in offered)
+        print_product(arguments, [asdict(each) for each in offered], text)
+        return
+    folder, plan = plan_of(arguments)
+    run = run_in_job(
+        folder,
+        plan,
+        arguments.job,
+        minutes=arguments.job_minutes,
+        push=arguments.push,
+        owner=arguments.job_owner,
+        yes=arguments.yes,
+        resume=arguments.resume,
+    )
+    if arguments.detach:
+        start_in_background(arguments, run, lambda: None)
+    else:
+        runs.attach(run, arguments.json)
+
+
+def start_in_background(arguments: argparse.Namespace, run: Run, start: Callable[[], None]) -> None:
+    """Start a process of its own for a run or an evaluation, and say how to attach to it."""
+    start()
+    text = f"{run.folder} is queued: linearizer runs attach {run.folder}"
+    print_product(arguments, {"run": str(run.folder), "state": control.state_of(run)}, text)
+
+
+def serve_profile(arguments: argparse.Namespace) -> None:
+    from linearizer import pipeline
+
+    run = begin_run(arguments)
+    profile = work_in_turn(run, pipeline.profile(run, held=True))
+    print_product(arguments, asdict(profile), describe_profile(profile) + f"\nin {run.folder}")
+
+
+def serve_allocate(arguments: argparse.Namespace) -> None:
+    from linearizer import pipeline
+
+    run = find_run(arguments.run)
+    plan = replace(run.plan, **plan_changes(arguments))
+    allocation, length = pipeline.reallocate(run, plan), plan.target_tokens(run.positions)
+    print_product(arguments, allocation.summary(run.layers, length), describe_allocation(allocation, run.layers))
+
+
+def serve_evaluate(arguments: argparse.Namespace) -> None:
+    from linearizer.jobs.worker import work_in_foreground
+    from linearizer.pipeline import evaluate
+    from linearizer.publish.parts import evaluation_report
+
+    run = find_run(arguments.run)
+    request = Request.of({name: value for name, value in vars(arguments).items() if name in options_of(Request)})
+    if arguments.detach and arguments.charts:
+        raise RequestError("--charts is written when the evaluation ends: repeat the command without --detach then")
+    if arguments.detach:
+        start_in_background(arguments, run.evaluating, lambda: control.evaluate(run, asdict(request), arguments.again))
+        return
+    steps = evaluate(run, request, request.chosen if arguments.again else (), held=True)
+    how = {"request": asdict(request), "again": arguments.again}
+    work_until_stopped(work_in_foreground(run.evaluating, steps, **how), f"`linearizer evaluate {run.folder}`")
+    results = run.results
+    parts = {name: results[name] for name in request.chosen if name in results}
+    if arguments.charts:
+        from linearizer.publish.evaluation_page import write_page
+
+        write_whole(arguments.charts, write_page(run, parts))
+    report = "\n\n".join([*verdict_lines(run), evaluation_report(parts)])
+    print_product(arguments, {name: part.to_plain() for name, part in parts.items()}, report)

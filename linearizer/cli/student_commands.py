@@ -1,0 +1,179 @@
+"""The commands that use a student, or show all of this on a page: compare, read, ask, serve, push, app."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from dataclasses import asdict
+from pathlib import Path
+
+from linearizer.cli.options import OPERANDS, AddCommand, add_writing_options, read_port
+from linearizer.cli.text import (
+    describe_comparison,
+    describe_preview,
+    describe_reading,
+    print_product,
+    print_stream,
+    show_progress,
+)
+from linearizer.errors import RequestError, Stopped
+from linearizer.run.names import find_run
+from linearizer.serve.address import listen
+from linearizer.serve.defaults import HOST, MAX_STATE_BYTES, PORT
+
+
+def add_commands(add: AddCommand) -> None:
+    command = add("compare", serve_compare, "teacher and student continue the same prompt", "run")
+    command.add_argument("--prompt", default="The", help="what both continue (default: %(default)s)")
+    add_writing_options(command, "how many tokens they write", 64)
+    add_read(add)
+    add_ask(add)
+    add_serve(add)
+    add_push(add)
+    command = add("app", serve_app, "the page: all of this in a browser")
+    command.add_argument("--host", help="the address to listen at (default: this machine alone)")
+    command.add_argument("--port", type=read_port, help="the port (default: the first free port from 7860 on)")
+
+
+def serve_compare(arguments: argparse.Namespace) -> None:
+    from linearizer import pipeline
+
+    run = find_run(arguments.run)
+    comparison = show_progress(
+        pipeline.compare_run(run, arguments.prompt, arguments.tokens, arguments.seed, arguments.sample)
+    )
+    print_product(arguments, asdict(comparison), describe_comparison(comparison))
+
+
+def add_read(add: AddCommand) -> None:
+    about = "the student reads a text once, and its state is written to a file"
+    description = "Let a run's student read a text once, and write its state to a file for `linearizer ask`."
+    command = add("read", serve_read, about, "run", description)
+    command.add_argument("file", metavar="FILE", help="the text: a file, or - for standard input")
+    command.add_argument("--state", type=Path, required=True, help="the file of the state")
+    command.add_argument("--more", action="store_true", help="read on after what the state has read")
+
+
+def serve_read(arguments: argparse.Namespace) -> None:
+    from linearizer.model import kept_state
+    from linearizer.model.text import decode_text, read_whole
+
+    run = find_run(arguments.run)
+    if arguments.file == "-":
+        text = decode_text("standard input", sys.stdin.buffer.read())
+    else:
+        text = read_whole(Path(arguments.file))
+    reading = show_progress(kept_state.read(run, text, arguments.state, arguments.more))
+    print_product(arguments, asdict(reading), describe_reading(reading, arguments.run, arguments.state))
+
+
+def add_ask(add: AddCommand) -> None:
+    about = "the student writes on after a prompt, and after the text of a state"
+    description = "Let a run's student write on after a prompt, and with --state after the text of that state."
+    command = add("ask", serve_ask, about, "run", description)
+    wanted = command.add_mutually_exclusive_group(required=True)
+    wanted.add_argument("--prompt", help="what it continues")
+    wanted.add_argument(
+        "--take-back", action="store_true", help="return the state to before the last --keep, or `read --more`"
+    )
+    command.add_argument("--state", type=Path, help="a file that `linearizer read` wrote")
+    command.add_argument("--keep", action="store_true", help="let the state have read prompt and answer, too")
+    add_writing_options(command, "how many tokens it writes", 256)
+
+
+def serve_ask(arguments: argparse.Namespace) -> None:
+    from linearizer.model import kept_state
+
+    run = find_run(arguments.run)
+    if arguments.take_back:
+        if arguments.state is None:
+            raise RequestError("there is no state to take back: name its file with --state")
+        reading = kept_state.take_back(run, arguments.state)
+        print_product(arguments, asdict(reading), describe_reading(reading, arguments.run, arguments.state))
+        return
+    how = arguments.keep, arguments.tokens, arguments.seed, arguments.sample
+    answer = print_stream(kept_state.ask(run, arguments.prompt, arguments.state, *how), arguments.json)
+    if arguments.json:
+        print_product(arguments, asdict(answer), "")
+
+
+def add_serve(add: AddCommand) -> None:
+    command = add(
+        "serve",
+        serve_serve,
+        "an endpoint like OpenAI's: chat and completions, streamed or not, for any number of clients",
+        "run",
+        description="Serve a run's student behind an endpoint like OpenAI's. Requests are computed together, and the "
+        "states of conversations are kept, so that a next turn reads only what is new. vLLM serves a student "
+        "that never grows, too: pip install 'linearizer[vllm]', then vllm serve RUN/checkpoint --enforce-eager. "
+        "`transformers serve` serves none: it loads no code of a checkpoint.",
+    )
+    command.add_argument("--port", type=int, default=PORT, help="the port; 0: any free port (default: %(default)s)")
+    command.add_argument("--host", default=HOST, help="the address to listen at (default: this machine alone)")
+    command.add_argument(
+        "--max-state-bytes",
+        type=int,
+        default=MAX_STATE_BYTES,
+        help="for states kept between requests (default: %(default)s)",
+    )
+    command.add_argument("--teacher", action="store_true", help="serve the teacher instead, to compare with")
+
+
+def serve_serve(arguments: argparse.Namespace) -> None:
+    from linearizer.serve.server import serve
+
+    def say(url: str, model: str) -> None:
+        print_product(arguments, {"url": url, "model": model}, f"{model} is served at {url}: ctrl-C ends it")
+        sys.stdout.flush()
+
+    run = find_run(arguments.run)
+    serve(run, arguments.port, arguments.host, arguments.max_state_bytes, arguments.teacher, say)
+
+
+def add_push(add: AddCommand) -> None:
+    command = add("push", serve_push, "publish a run's student on the Hub, private unless --public")
+    command.add_argument("run", metavar="RUN", nargs="?", help=OPERANDS["run"])
+    command.add_argument("name", metavar="OWNER/NAME", nargs="?", help="the repository; NAME alone is your own")
+    command.add_argument("--space", metavar="OWNER/NAME", help="instead of a run: publish this app as a Space")
+    command.add_argument("--public", action="store_true", help="let everyone see it")
+    command.add_argument("--dry-run", action="store_true", help="show what would be sent, and send nothing")
+
+
+def serve_push(arguments: argparse.Namespace) -> None:
+    from linearizer.publish import push
+
+    if (arguments.space is None) == (arguments.name is None) or (
+        arguments.space is not None and arguments.run is not None
+    ):
+        raise RequestError("push needs RUN and OWNER/NAME, or --space OWNER/NAME alone; see `linearizer push --help`")
+    private = not arguments.public
+    run = None if arguments.run is None else find_run(arguments.run)
+    if arguments.dry_run:
+        preview = push.preview(run, arguments.name, private) if run else push.preview_space(arguments.space, private)
+        print_product(arguments, asdict(preview), describe_preview(preview))
+        return
+    for warning in push.list_warnings(run) if run else ():
+        print(f"linearizer: warning: {warning}", file=sys.stderr)  # noqa: T201
+    try:
+        if run:
+            published = show_progress(push.publish(run, arguments.name, private=private))
+        else:
+            published = show_progress(push.publish_space(arguments.space, private=private))
+    except KeyboardInterrupt as stopped:
+        raise Stopped("stopped; what has arrived is not sent again: repeat the command to go on") from stopped
+    print_product(arguments, asdict(published), f"{published.url}\n\n{published.snippet}" if run else published.url)
+
+
+def serve_app(arguments: argparse.Namespace) -> None:
+    from linearizer.page import zerogpu
+
+    if zerogpu.on_zerogpu():
+        zerogpu.import_spaces()  # before anything else looks for a device
+    if arguments.port or arguments.host:  # Gradio's own sentence names its parameters
+        listen(arguments.host or HOST, arguments.port or 0).close()
+    from linearizer.page import site
+
+    try:
+        site.serve(arguments.port, arguments.host)
+    except OSError as error:
+        raise RequestError(f"the page cannot be shown ({error}): name another --port") from error
