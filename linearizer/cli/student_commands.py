@@ -18,8 +18,7 @@ from linearizer.cli.text import (
 )
 from linearizer.errors import RequestError, Stopped
 from linearizer.run.names import find_run
-from linearizer.serve.address import listen
-from linearizer.serve.defaults import HOST, MAX_STATE_BYTES, PORT
+from linearizer.serve.address import HOST, MAX_STATE_BYTES, PORT, listen
 
 
 def add_commands(add: AddCommand) -> None:

@@ -1,10 +1,13 @@
-"""Takes an address of this machine before anything slow begins."""
+"""The defaults of the endpoint, and an address of this machine, taken before anything slow begins or is imported."""
 
 from __future__ import annotations
 
 import socket
 
 from linearizer.errors import RequestError
+
+HOST, PORT = "127.0.0.1", 8000
+MAX_STATE_BYTES = 2**30  # of states kept between requests
 
 
 def listen(host: str, port: int) -> socket.socket:

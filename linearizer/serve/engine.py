@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from linearizer.model.logits import fresh_cache
+from linearizer.serve.cache_rows import join_caches, keep_rows, real_tokens, take_row
 from linearizer.serve.kept_states import KeptStates
 from linearizer.serve.prompts import Prompts
 from linearizer.serve.row import Row
-from linearizer.serve.rows import join_caches, keep_rows, real_tokens, take_row
 from linearizer.serve.sampling import choose_tokens
 
 MAX_ROWS = 32  # texts in the batch

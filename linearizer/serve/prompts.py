@@ -12,9 +12,9 @@ import torch
 from transformers import PreTrainedModel
 
 from linearizer.model.logits import fresh_cache
+from linearizer.serve.cache_rows import join_caches, real_tokens, take_row
 from linearizer.serve.kept_states import KeptStates
 from linearizer.serve.row import Row
-from linearizer.serve.rows import join_caches, real_tokens, take_row
 
 PIECE = 512  # states are kept at multiples of so many tokens
 FEWEST = 64  # tokens that a prompt reads at once, if it has as many: fewer take hardly less time

@@ -11,8 +11,7 @@ from linearizer.model import checkpoint
 from linearizer.model.quiet import quiet
 from linearizer.model.teacher import load_teacher_of
 from linearizer.run.folder import Run
-from linearizer.serve.address import listen
-from linearizer.serve.defaults import HOST, MAX_STATE_BYTES, PORT
+from linearizer.serve.address import HOST, MAX_STATE_BYTES, PORT, listen
 from linearizer.serve.endpoint import Served, make_endpoint
 from linearizer.serve.engine import Engine
 from linearizer.serve.local_requests import LOCAL_HOSTS

@@ -24,7 +24,7 @@ from linearizer.errors import RequestError
 from linearizer.model.checkpoint import load
 from linearizer.runtime.cache import LinearizedCache
 from linearizer.runtime.state_file import places
-from linearizer.serve.rows import join_caches, take_row
+from linearizer.serve.cache_rows import join_caches, take_row
 
 Tensor = torch.Tensor
 PLACE = "student.0.states"  # its name among vLLM's layers, which must hold one number
@@ -120,9 +120,9 @@ class VllmStudent(nn.Module, HasInnerState, IsAttentionFree):
         for some in [writing] * bool(writing) + [[i] for i in range(len(counts)) if i not in writing]:
             states = [self.states.read(rows[i], read[i]) for i in some if read[i]]
             cache = join_caches(states) if len(states) > 1 else states[0] if states else self.student.empty_cache()
-            found = self.read([ids[i] for i in some], [places_of[i] for i in some], cache)
+            answers = self.read([ids[i] for i in some], [places_of[i] for i in some], cache)
             for index, i in enumerate(some):
-                logits[i] = found[index]
+                logits[i] = answers[index]
                 self.states.write(rows[i], take_row(cache, index, read[i] + counts[i]) if len(some) > 1 else cache)
         whole = torch.cat([logits[i] for i in range(len(counts))])
         return nn.functional.pad(whole, (0, 0, 0, len(input_ids) - len(whole)))

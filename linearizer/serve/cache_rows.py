@@ -15,19 +15,10 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from linearizer.runtime.cache import Change, LinearizedCache, copy_layer, keeps_state
+from linearizer.runtime.cache import LinearizedCache, copy_layer, keeps_state
 from linearizer.runtime.state import tensors
 
 Tensor = torch.Tensor
-
-
-def fork_cache(cache: Cache, change: Change = lambda name, x: x.clone()) -> Cache:
-    """Copy a cache of a student or a teacher; what the copy reads does not change this one."""
-    if isinstance(cache, LinearizedCache):
-        return cache.copied(change)
-    other = copy.copy(cache)
-    other.layers = [copy_layer(layer, change) for layer in cache.layers]
-    return other
 
 
 def join_caches(caches: Sequence[Cache]) -> Cache:
@@ -75,8 +66,16 @@ def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
 
 
 def take_row(cache: Cache, row: int, tokens: int) -> Cache:
-    """Copy one row of a batch, which has read so many tokens."""
-    other = fork_cache(cache, lambda name, x: x[row : row + 1].clone())
+    """Copy one row of a batch, which has read so many tokens; what the copy reads does not change the batch."""
+
+    def copied(name: str, x: Tensor) -> Tensor:
+        return x[row : row + 1].clone()
+
+    if isinstance(cache, LinearizedCache):
+        other: Cache = cache.copied(copied)
+    else:
+        other = copy.copy(cache)
+        other.layers = [copy_layer(layer, copied) for layer in cache.layers]
     cut_padding(other, tokens)
     return other
 
