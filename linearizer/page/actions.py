@@ -209,12 +209,7 @@ def list_hardware(visitor: Visitor) -> tuple[Hardware, ...]:
 
 
 def offer_job(
-    visitor: Visitor,
-    plan: Plan,
-    inspection: Inspection,
-    flavor: str,
-    minutes: int | None,
-    push: str | None,
+    visitor: Visitor, plan: Plan, inspection: Inspection, flavor: str, minutes: int | None, push: str | None
 ) -> HubJob:
     """Say what a job for a plan costs a visitor at most."""
     from linearizer.jobs import hub_start

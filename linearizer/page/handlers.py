@@ -15,14 +15,7 @@ from linearizer.jobs import control
 from linearizer.page import actions, cards, plan_cards, run_state, runs_cards, sending, students, warmup
 from linearizer.page.calls import Browser, Memory, handler, refusals_on_page
 from linearizer.page.layout import SEARCH_ABOUT
-from linearizer.page.visitors import (
-    EXAMPLE_NAME,
-    MIN_SECRET_CHARACTERS,
-    Visitor,
-    has_example,
-    new_secret,
-    on_space,
-)
+from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, has_example, new_secret, on_space
 from linearizer.progress import Progress
 from linearizer.publish import html
 from linearizer.run.folder import Run

@@ -81,8 +81,7 @@ def deleting_card(status: Status) -> str:
     held = "student, measurements and log" if status.run.checkpoint.is_dir() else "measurements and log"
     name, model = status.run.folder.name, status.plan.model if status.plan else "damaged"
     return message_box(
-        f"Delete {name} ({model}, {size(status.disk_bytes)}) for good? Its {held} will be gone.{hub}",
-        "bad",
+        f"Delete {name} ({model}, {size(status.disk_bytes)}) for good? Its {held} will be gone.{hub}", "bad"
     )
 
 

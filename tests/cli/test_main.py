@@ -188,9 +188,7 @@ def test_two_processes_never_write_one_run(done, tmp_path, said):
     shutil.copytree(done, tmp_path / "run")
     shutil.rmtree(tmp_path / "run" / "checkpoint")
     with subprocess.Popen(
-        [sys.executable, "-c", HOLD_LOCK, tmp_path / "run"],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
+        [sys.executable, "-c", HOLD_LOCK, tmp_path / "run"], stdin=subprocess.PIPE, stdout=subprocess.PIPE
     ) as other:
         other.stdout.readline()
         code, _, err = said("run", "demo", "--budget", "64", "--out", tmp_path / "run", "--resume", *QUICK)
