@@ -54,9 +54,9 @@ EVALUATION_ENDS = {
     "lost": "Its process is gone; the parts that were finished are kept. Press Evaluate to go on.",
 }
 DECIDING = {
-    "prices": "This run decides by kl: a head's price is the kl at the model's output if it alone holds an option, and "
-    "the budget goes where a byte saves most of it. Degrees of freedom decide nothing here; they decide the features "
-    "of the recipes features and paper.",
+    "prices": "This run decides by kl. The price of an option is the kl at the model's output if one head alone holds "
+    "it, and the budget goes where a byte saves the most kl. Degrees of freedom decide nothing here; they decide the "
+    "features of the recipes features and paper.",
     "freedoms": "This run decides by degrees of freedom: they say how many features a head's attention needs for a "
     "given error, and a head with more of them gets more features.",
     "gates": "This run decides by learned gates: the heads with the largest gates keep their whole cache. Degrees of "

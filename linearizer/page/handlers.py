@@ -38,6 +38,11 @@ def watched_run(browser: Browser) -> tuple[Run, dict[str, run_state.Piece]] | No
         return None
 
 
+def show_note(box: str) -> gr.HTML:
+    """Show a message above the steps, or none."""
+    return gr.HTML(box, visible=True if box else "hidden")
+
+
 def plot_json(figure: str | None) -> Any:
     """Send a figure that is JSON already."""
     return None if figure is None else PlotData(type="plotly", plot=figure)
@@ -58,7 +63,7 @@ def open_page(browser: Browser, address: str | None) -> tuple[Memory, Any, Any]:
             kept["run"] = None
             note = html.message_box(str(error), "bad") if address else ""
     poll_seconds = SOON_SECONDS if kept["run"] else IDLE_POLL_SECONDS
-    return kept, gr.HTML(note, visible=True if note else "hidden"), gr.Timer(poll_seconds, active=True)
+    return kept, show_note(note), gr.Timer(poll_seconds, active=True)
 
 
 @handler
@@ -80,7 +85,7 @@ def watch_run(browser: Browser, name: str | None) -> tuple[Any, ...]:
         gr.Tabs(selected=step),
         gr.Timer(SOON_SECONDS, active=True),
         False,
-        gr.HTML("", visible="hidden"),  # what was said of another run
+        show_note(""),  # what was said of another run
     )
 
 
@@ -104,8 +109,8 @@ def ask_run(wish: str) -> Callable:
         try:
             actions.ask_run(browser.visitor, browser.run_name, wish)
         except NotAgreed as question:
-            return gr.skip(), gr.HTML(html.message_box(str(question)), visible=True), gr.Button(visible=True)
-        return gr.Timer(SOON_SECONDS), gr.HTML("", visible="hidden"), gr.Button(visible=False)
+            return gr.skip(), show_note(html.message_box(str(question))), gr.Button(visible=True)
+        return gr.Timer(SOON_SECONDS), show_note(""), gr.Button(visible=False)
 
     return ask
 

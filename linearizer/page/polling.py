@@ -18,7 +18,7 @@ from linearizer.errors import LinearizerError
 from linearizer.jobs import control
 from linearizer.page import cards, evaluation_handlers, plan_cards, run_state, sending
 from linearizer.page.calls import Browser, handler
-from linearizer.page.handlers import IDLE_POLL_SECONDS, draw_shares, plot_json, watched_run
+from linearizer.page.handlers import IDLE_POLL_SECONDS, draw_shares, plot_json, show_note, watched_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.visitors import is_example
 from linearizer.publish import html
@@ -124,9 +124,8 @@ def show_attached(run: Run | None) -> dict[str, Any]:
     if run is None:
         return {**shown, "run_model": "", "run_plan": ""}
     by_prices = gr.Column(visible=run.plan.rules.decided_by == "prices")
-    label = html.message_box(EXAMPLE_NOTE) if is_example(run) else ""
     shown |= {"frontier_place": by_prices, "prices_place": by_prices}
-    shown["note"] = gr.HTML(label, visible=True if label else "hidden")
+    shown["note"] = show_note(html.message_box(EXAMPLE_NOTE) if is_example(run) else "")
     shown["run_plan"] = plan_cards.plan_card(run.plan)
     if run.has_file("inspection.json"):
         shown |= {"run_model": plan_cards.model_card(run.inspection), "other": slider_of(run)}
