@@ -141,9 +141,8 @@ def add_push(add: AddCommand) -> None:
 def serve_push(arguments: argparse.Namespace) -> None:
     from linearizer.publish import push
 
-    if (arguments.space is None) == (arguments.name is None) or (
-        arguments.space is not None and arguments.run is not None
-    ):
+    given = [name for name in ("run", "name", "space") if getattr(arguments, name) is not None]
+    if given not in (["run", "name"], ["space"]):
         raise RequestError("push needs RUN and OWNER/NAME, or --space OWNER/NAME alone; see `linearizer push --help`")
     private = not arguments.public
     run = None if arguments.run is None else find_run(arguments.run)

@@ -82,46 +82,35 @@ def show_progress(steps: Steps[Product]) -> Product:
 
 def describe_inspection(inspection: Inspection) -> str:
     """Describe a model."""
+    tower, revision = inspection.tower_of, inspection.revision
+    part = f", the text tower of {tower}: its student reads no pictures" if tower else ""
+    working = f", {inspection.active:,} at work for a token" if inspection.resting else ""
+    files = f"{size(inspection.weight_bytes)} in its files"
     facts = [
-        ("model", inspection.name + (f" at {inspection.revision}" if inspection.revision else "")),
-        ("architecture", f"{inspection.architecture} ({inspection.model_type}){describe_tower(inspection)}"),
-        (
-            "supported",
-            "yes" + ("" if inspection.tested else ", by its interface; its family is not among the tested families"),
-        )
-        if inspection.supported
-        else ("supported", f"no, because {inspection.reason}: {inspection.remedy}"),
+        ("model", inspection.name + (f" at {revision}" if revision else "")),
+        ("architecture", f"{inspection.architecture} ({inspection.model_type}){part}"),
+        ("supported", describe_support(inspection)),
         *inspection.describe_shape(),
-        (
-            "parameters",
-            f"{inspection.parameters:,} ({size(inspection.weight_bytes)} to download){describe_working(inspection)}",
-        ),
-        ("KV cache", f"{inspection.cache_bytes_per_token:,} bytes a token"),
+        ("parameters", f"{inspection.parameters:,} ({files}){working}"),
     ]
     if inspection.supported:
-        facts.insert(-1, ("memory", describe_memory(inspection)))
+        facts.append(("memory", describe_memory(inspection)))
     if inspection.quantised:
         held = "as they are" if inspection.packed else "expanded while they load"
         more = f"; its weights are held {held}" if inspection.supported else ""
-        facts.insert(-1, ("quantised", inspection.quantised + more))
-    lines = [f"{name:13}{text}" for name, text in facts]
+        facts.append(("quantised", inspection.quantised + more))
+    facts.append(("KV cache", f"{inspection.cache_bytes_per_token:,} bytes a token"))
     for budget in inspection.budgets:
-        lines.append(
-            f"{'budget ' + str(budget.tokens):13}{size(budget.bytes)} of state, or {budget.features_mean:.1f} features "
-            "per KV head"
-        )
-    return "\n".join(lines)
+        features = f"{budget.features_mean:.1f} features per KV head"
+        facts.append((f"budget {budget.tokens}", f"{size(budget.bytes)} of state, or {features}"))
+    return "\n".join(f"{name:13}{text}" for name, text in facts)
 
 
-def describe_tower(inspection: Inspection) -> str:
-    """Say of a text tower what it is a part of."""
-    whole = inspection.tower_of
-    return f", the text tower of {whole}: its student reads no pictures" if whole else ""
-
-
-def describe_working(inspection: Inspection) -> str:
-    """Say how many parameters of a mixture of experts work for a token."""
-    return f", {inspection.active:,} at work for a token" if inspection.resting else ""
+def describe_support(inspection: Inspection) -> str:
+    """Say whether a model can be linearized, and if not, why, and what to do instead."""
+    if not inspection.supported:
+        return f"no, because {inspection.reason}: {inspection.remedy}"
+    return "yes" if inspection.tested else "yes, by its interface; its family is not among the tested families"
 
 
 def describe_memory(inspection: Inspection) -> str:
