@@ -25,7 +25,7 @@ from linearizer.model.devices import choose_device, device_kind, device_name, vi
 from linearizer.progress import Progress, Steps
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.run.sharing import HELPED, Share
+from linearizer.run.sharing import HELPED, Helpers, Share
 
 Product = TypeVar("Product")
 PROCESSES = "LINEARIZER_PROCESSES"  # how many work on the layers of a run; else one for each GPU
@@ -73,7 +73,7 @@ def seen_by(number: int, device: str) -> dict[str, str]:
     return {"CUDA_VISIBLE_DEVICES": visible_name(number)} if device_kind(device) == "cuda" else {}
 
 
-class Children:
+class Children(Helpers):
     """The processes that help with a run."""
 
     def __init__(self, run: Run, token: str | None = None) -> None:

@@ -65,16 +65,6 @@ class Source:
     weights: Weights
     terms: dict[str, Any] = field(default_factory=dict)  # TERMS, as far as its author states them
 
-    @property
-    def parameters(self) -> int:
-        """The count of numbers in the weights."""
-        return self.weights.parameters
-
-    @property
-    def weight_bytes(self) -> int:
-        """The bytes of the weight files."""
-        return self.weights.bytes
-
 
 def access_token(token: str | None = None) -> str | bool:
     """Choose the token to send: the argument, or the user's own at their own machine, or none (False)."""
@@ -142,7 +132,7 @@ def download_bytes(source: Source) -> int:
         return 0
     files = source.weights.files
     cached = (try_to_load_from_cache(source.repo_id, file, revision=source.revision) for file in files)
-    return source.weight_bytes * sum(not isinstance(path, str) for path in cached) // len(files)
+    return source.weights.bytes * sum(not isinstance(path, str) for path in cached) // len(files)
 
 
 def local_weight_files(source: Source) -> tuple[Path, ...]:

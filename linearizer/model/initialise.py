@@ -59,14 +59,13 @@ def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, in
             for place, head in enumerate(group.heads):
                 student.set_metric(group, place, query_metric(queries[head]))
     for group in featured(student):
-        if isinstance(group.feature_map, Codebook):
-            for place, head in enumerate(group.heads):
-                keys, generator = samples.keys[head].float(), generator_at(seed, index, head)
-                initialise_codebook(group.feature_map, place, queries[head], keys, generator)
+        for place, head in enumerate(group.heads):
+            given = place, queries[head], samples.keys[head].float(), generator_at(seed, index, head)
+            if isinstance(group.feature_map, Codebook):
+                initialise_codebook(group.feature_map, *given)
+            elif isinstance(group.feature_map, MatrixRule):
+                initialise_rule(group.feature_map, *given)
         if isinstance(group.feature_map, MatrixRule):
-            for place, head in enumerate(group.heads):
-                keys, generator = samples.keys[head].float(), generator_at(seed, index, head)
-                initialise_rule(group.feature_map, place, queries[head], keys, generator)
             fit_memory(group, samples.text)
 
 

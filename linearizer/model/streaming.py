@@ -113,7 +113,7 @@ def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, 
     if method is not None:
         check_quantised_fit(config, source, dtype, free)
         return None
-    if source.parameters * dtype.itemsize <= free or (weights := measure_weights(config, dtype)).whole <= free:
+    if source.weights.parameters * dtype.itemsize <= free or (weights := measure_weights(config, dtype)).whole <= free:
         return None
     if len(rooms) > 1 and (places := spread_blocks(weights, rooms)) is not None:
         return places
@@ -137,7 +137,7 @@ def place_weights(config: PreTrainedConfig, source: Source, dtype: torch.dtype, 
 
 def check_quantised_fit(config: PreTrainedConfig, source: Source, dtype: torch.dtype, free: int) -> None:
     """Refuse quantised weights that memory cannot hold: they are not streamed."""
-    needed = source.weight_bytes if is_packed(config) else measure_weights(config, dtype).whole
+    needed = source.weights.bytes if is_packed(config) else measure_weights(config, dtype).whole
     if needed > free:
         raise RequestError(
             f"its quantised weights take {needed / 1e9:.2f} GB here, where {free / 1e9:.2f} GB of memory may be taken, "

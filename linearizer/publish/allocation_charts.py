@@ -263,7 +263,10 @@ def draw_allocation(
     places = [(i, j) for i, row in enumerate(allocation.heads) for j in range(len(row))]
     names = [f"layer {i}, KV head {j}: {describe_head(allocation.heads[i][j])}" for i, j in places]
     kl = [choice_kl(prices, layers, i, j, allocation.heads[i][j]) for i, j in places]
-    level = fix_tokens(fix, layers) if fix is not None else []
+    level: list[float] = []
+    if fix is not None:
+        alike = head_bytes.pair_with_layers(fix.heads, layers)
+        level = [fix.sinks + head.window + far_tokens(head, layer) for head, layer in alike]
     bars, top = stack_bars(allocation, layers, names, level)
     lines = [draw_fix_line(level)] if level else []
     if drawn_kl := [max(value, MIN_DRAWN_KL) for value in kl if value is not None]:
@@ -326,7 +329,7 @@ def stack_bars(
     allocation: Allocation, layers: Sequence[Layer], names: Sequence[str], level: Sequence[float]
 ) -> tuple[list[dict[str, Any]], float]:
     """Stack exact tokens, features and whole caches of every head; return the top of their axis, too."""
-    held = [(head, layer) for row, layer in zip(allocation.heads, layers, strict=True) for head in row]
+    held = list(head_bytes.pair_with_layers(allocation.heads, layers))
     exact = [0.0 if head.softmax else float(head.window + allocation.sinks) for head, _ in held]
     far = [0.0 if head.softmax else far_tokens(head, layer) for head, layer in held]
     features = [amount if head.features else 0.0 for amount, (head, _) in zip(far, held, strict=True)]
@@ -352,12 +355,3 @@ def stack_bars(
         if any(heights)
     ]
     return bars, top
-
-
-def fix_tokens(fix: Allocation, layers: Sequence[Layer]) -> list[float]:
-    """Return what Fix gives each KV head, in tokens of cache."""
-    return [
-        fix.sinks + head.window + far_tokens(head, layer)
-        for row, layer in zip(fix.heads, layers, strict=True)
-        for head in row
-    ]

@@ -8,7 +8,7 @@ from io import BytesIO
 from typing import TYPE_CHECKING
 
 from linearizer.run.allocation import Allocation
-from linearizer.run.head_bytes import Head, Layer, head_bytes
+from linearizer.run.head_bytes import Head, Layer, head_bytes, pair_with_layers
 
 if TYPE_CHECKING:
     from PIL.ImageDraw import ImageDraw
@@ -33,7 +33,8 @@ def draw_picture(allocation: Allocation, layers: Sequence[Layer]) -> bytes:
     write_text(pen, LEFT - 12, TOP - 16, "KV head", FAINT, anchor="rm")
     for number in range(heads):
         write_text(pen, LEFT + number * CELL + (CELL - GAP) / 2, TOP - 16, str(number), FAINT)
-    most = max((held for row in list_head_bytes(allocation, layers) for held in row), default=1) or 1
+    fixed = (pair for pair in pair_with_layers(allocation.heads, layers) if not pair[0].softmax)
+    most = max((head_bytes(head, layer, 0, 0) for head, layer in fixed), default=1) or 1
     for index, (row, layer) in enumerate(zip(allocation.heads, layers, strict=True)):
         top = TOP + index * HEIGHT
         write_text(pen, LEFT - 12, top + (HEIGHT - GAP) / 2, f"layer {index}", FAINT, anchor="rm")
@@ -46,14 +47,6 @@ def draw_picture(allocation: Allocation, layers: Sequence[Layer]) -> bytes:
     out = BytesIO()
     image.save(out, "PNG")
     return out.getvalue()
-
-
-def list_head_bytes(allocation: Allocation, layers: Sequence[Layer]) -> list[list[int]]:
-    """List the bytes of every head without its sinks, by layer; heads with their whole cache are left out."""
-    return [
-        [head_bytes(head, layer, 0, 0) for head in row if not head.softmax]
-        for row, layer in zip(allocation.heads, layers, strict=True)
-    ]
 
 
 def list_kinds(allocation: Allocation) -> list[tuple[str, str]]:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol, TypeVar
+from typing import Any, TypeVar
 
 from linearizer.progress import Steps
 
@@ -43,12 +43,13 @@ class Share:
 ALL = Share()
 
 
-class Helpers(Protocol):
-    """Other processes that work on the layers of a run."""
+class Helpers:
+    """Other processes that work on the layers of a run: here there are none."""
 
     @property
     def count(self) -> int:
         """The number of processes, with that of the run itself."""
+        return 1
 
     def begin(self) -> None:
         """Let the others load the teacher, before there is a task for them."""
@@ -61,27 +62,10 @@ class Helpers(Protocol):
 
         Give its product, and those of the others in their order, as JSON can write them.
         """
+        return (yield from steps), []
 
     def close(self) -> None:
         """End the others."""
 
 
-class Nobody:
-    """No helpers."""
-
-    count = 1
-
-    def begin(self) -> None:
-        pass
-
-    def prepare(self, task: str) -> None:
-        pass
-
-    def beside(self, task: str, steps: Steps[Product]) -> Steps[tuple[Product, list[Any]]]:
-        return (yield from steps), []
-
-    def close(self) -> None:
-        pass
-
-
-ALONE: Helpers = Nobody()
+ALONE = Helpers()

@@ -22,31 +22,32 @@ def asked_for_weights(hub):
 
 def test_demo_is_found_without_a_network(hub):
     source = find_model("demo")
-    assert (source.parameters, source.licence, source.revision) == (6_951_168, "apache-2.0", None)
+    assert (source.weights.parameters, source.licence, source.revision) == (6_951_168, "apache-2.0", None)
     assert not hub.requests
 
 
 def test_local_folder_is_weighed_from_its_headers(tiny_llama):
     source = find_model(str(tiny_llama))
-    assert source.folder == tiny_llama and source.parameters == 108_992
-    assert source.weight_bytes == sum(path.stat().st_size for path in tiny_llama.glob("*.safetensors"))
+    assert source.folder == tiny_llama and source.weights.parameters == 108_992
+    assert source.weights.bytes == sum(path.stat().st_size for path in tiny_llama.glob("*.safetensors"))
     assert len(source.weights.files) > 1
 
 
 def test_model_of_the_hub_is_pinned_and_weighed_without_its_weights(hub, files):
     commit = hub.add("org/tiny", files)
     source = find_model("org/tiny")
-    assert (source.revision, source.repo_id, source.parameters, source.licence) == (commit, "org/tiny", 108_992, "mit")
-    assert source.weight_bytes == sum(len(data) for name, data in files.items() if name.endswith(".safetensors"))
+    assert (source.revision, source.repo_id, source.licence) == (commit, "org/tiny", "mit")
+    assert source.weights.parameters == 108_992
+    assert source.weights.bytes == sum(len(data) for name, data in files.items() if name.endswith(".safetensors"))
     assert not list(fetch(source, ("config.json",)).glob("*.safetensors"))
 
 
 def test_what_is_left_to_download_is_known(hub, files, tiny_llama):
     hub.add("org/heavy", {**files, "note.txt": b"a repository of its own"})
     source = find_model("org/heavy")
-    assert download_bytes(find_model(str(tiny_llama))) == 0 and download_bytes(source) == source.weight_bytes
+    assert download_bytes(find_model(str(tiny_llama))) == 0 and download_bytes(source) == source.weights.bytes
     fetch(source, (source.weights.files[0],))
-    assert 0 < download_bytes(source) < source.weight_bytes
+    assert 0 < download_bytes(source) < source.weights.bytes
     fetch(source, source.weights.files)
     assert download_bytes(source) == 0
 

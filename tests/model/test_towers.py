@@ -71,7 +71,7 @@ def test_a_tower_gives_text_the_logits_of_its_whole_model(family, tmp_path):
     tower = load_teacher(source)
     assert torch.equal(tower(tokens(2, 20)).logits, whole(input_ids=tokens(2, 20)).logits)
     verify_teacher(tower, inspection)
-    assert inspection.parameters == sum(x.numel() for x in tower.parameters()) < source.parameters
+    assert inspection.parameters == sum(x.numel() for x in tower.parameters()) < source.weights.parameters
     assert inspection.tower_of == type(whole).__name__ and inspection.architecture == type(tower).__name__
     said = f"the text tower of {type(whole).__name__}"
     assert said in describe_inspection(inspection) and said in describe_teacher(inspection)
