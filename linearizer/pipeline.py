@@ -124,8 +124,7 @@ def linearize(run: Run, token: str | None = None, held: bool = False, helpers: H
                 write_digests(run)
             add_card(run)
             run.log(EventName.DONE)
-    assert run.allocation is not None
-    return run.allocation
+    return run.require_allocation()
 
 
 def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps[None]:

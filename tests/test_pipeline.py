@@ -191,6 +191,9 @@ def test_a_run_killed_when_all_but_the_last_was_done_is_done_at_once(begin):
     assert list(linearize(run)) == []
     assert digests and read_digests(run) == digests
     assert control.status(run).state == "done" and (run.checkpoint / "README.md").exists() and student(run) == made
+    (run.folder / "allocation.json").unlink()
+    with pytest.raises(FolderError, match=r"has lost its allocation\.json: start a new run"):
+        list(linearize(run))
 
 
 def test_a_run_that_was_only_measured_waits_to_be_resumed(begin):

@@ -31,10 +31,10 @@ from linearizer.errors import RequestError, Stopped
 from linearizer.jobs import control
 from linearizer.run.evaluation_request import Request
 from linearizer.run.files import write_whole
+from linearizer.run.folder import read_plan
 from linearizer.run.names import find_run, fresh_folder
 from linearizer.run.options import options_of
 from linearizer.run.plan import DEFAULT_BUDGET, Plan
-from linearizer.run.plan_file import read_plan
 
 if TYPE_CHECKING:
     from linearizer.progress import Steps

@@ -27,6 +27,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
+from linearizer.run.profile import Profile
 from linearizer.run.results import Part, Result, Tasks, TextRead
 from linearizer.run.stopping import interruptible, log_progress
 from linearizer.train.distill import distill
@@ -168,8 +169,7 @@ def measure_generation_part(setup: Setup, request: Request) -> Steps[Measured]:
 def measure_approximation_part(setup: Setup, request: Request) -> Steps[Measured]:
     """Measure every head before and after its training, and the error as a function of the features."""
     length, windows, read = request_texts(setup, request, MAX_APPROXIMATION_TEXTS)
-    profile = setup.run.profile
-    assert profile is not None, "a finished run has one"
+    profile = setup.run.parse_file("profile.json", Profile.from_json)
     teacher = setup.student.base if setup.teacher is None else setup.teacher
     students = [subject for subject in setup.subjects(length) if subject.allocation is not None]
     approximation = yield from measure_approximation(teacher, students, windows, profile)

@@ -17,8 +17,8 @@ from linearizer.page.handlers import watch_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.ways import WAYS, recipe_of, way_choices
 from linearizer.publish import html
+from linearizer.run.folder import parse_plan
 from linearizer.run.plan import YIELDING, Plan
-from linearizer.run.plan_file import parse_plan
 
 if TYPE_CHECKING:
     from linearizer.jobs.forecast import RunForecast

@@ -57,14 +57,13 @@ def add_card(run: Run) -> None:
 
 def card_files(run: Run, repo_id: str | None = None) -> dict[str, bytes]:
     """Write the card for a repository, or for the folder of the checkpoint, and draw its picture."""
-    assert run.allocation is not None
-    return {"README.md": write_card(run, repo_id).encode(), PICTURE_FILE: draw_picture(run.allocation, run.layers)}
+    picture = draw_picture(run.require_allocation(), run.layers)
+    return {"README.md": write_card(run, repo_id).encode(), PICTURE_FILE: picture}
 
 
 def write_card(run: Run, repo_id: str | None = None) -> str:
     """Write the card of a run's student."""
-    allocation, layers, teacher = run.allocation, run.layers, CitedTeacher.of(run)
-    assert allocation is not None
+    allocation, layers, teacher = run.require_allocation(), run.layers, CitedTeacher.of(run)
     plan = public_plan(run.plan, teacher)
     parts, training = public_parts(run.results), read_training(run)
     title = repo_id.partition("/")[2] if repo_id else f"{teacher.name}, linearized"

@@ -1,4 +1,4 @@
-"""What the page's HTML is made of: every word that came from outside is escaped."""
+"""What the page's HTML is made of, with its glossary: every word that came from outside is escaped."""
 
 from __future__ import annotations
 
@@ -10,6 +10,22 @@ from linearizer.publish.parts import PART_VIEWS
 from linearizer.publish.tables import Table, describe_environment
 from linearizer.run.names import runs_root
 from linearizer.run.results import Part
+
+GLOSSARY = {  # the README holds the same table
+    "teacher, student": "the model as it was; the same model once its heads hold a state of fixed size",
+    "KV head": "one head of keys and values, with the group of query heads that read it; each "
+    "holds what was bought for it",
+    "cache": "the keys and values of every token, which a teacher keeps",
+    "window, sinks": "the newest tokens and the first few, which a head keeps exactly",
+    "far field": "what a head keeps of all tokens older than its window: slots, features, or a memory that a "
+    "rule updates",
+    "slot": "one key and value that stand for several older tokens, with their number",
+    "feature": "one of the functions whose products stand for exp(q·k) in linear attention",
+    "degrees of freedom": "how many features a head's attention needs for a given error; they decide those of "
+    "`paper` and `features`",
+    "kl": "nats by which the student's next-token distribution differs from its teacher's, at the model's output",
+    "budget": "tokens of the teacher's cache whose bytes the student's state may take",
+}
 
 
 def message_box(text: str, kind: str = "note") -> str:
@@ -96,3 +112,15 @@ def table_html(caption: str, content: Table) -> str:
     head, *rows = [[str(cell) for cell in row] for row in content.rows]
     notes = "".join(f'<p class="lz-faint">{escape(without_folders(note))}</p>' for note in content.notes)
     return table("", head, rows, label=caption) + notes
+
+
+def glossary_html() -> str:
+    """Lay out a "?" that opens the glossary; the browser itself opens and closes it, with the keyboard, too."""
+    words = "".join(
+        f"<dt>{escape(word)}</dt><dd>{escape(meaning).replace('`', '')}</dd>" for word, meaning in GLOSSARY.items()
+    )
+    return (
+        '<button type="button" class="lz-ask" popovertarget="glossary" aria-label="Glossary">?</button>'
+        '<div id="glossary" class="lz-glossary" popover role="dialog" aria-label="Glossary">'
+        f"<h2>Glossary</h2><dl>{words}</dl></div>"
+    )

@@ -330,6 +330,23 @@ class Run:
             (self.folder / name).unlink(missing_ok=True)
 
 
+def read_plan(path: Path) -> Plan:
+    """Read a plan from a file, which may have been edited since it was written."""
+    try:
+        content = path.read_bytes()
+    except OSError as error:
+        raise RequestError(f"{str(path)!r} cannot be read ({error.strerror}): name a plan.json") from error
+    return parse_plan(str(path), content)
+
+
+def parse_plan(name: str, content: bytes) -> Plan:
+    """Parse the content of such a file."""
+    try:
+        return Plan.from_json(unseal(content.decode(), check=False))
+    except (UnicodeDecodeError, RequestError) as error:
+        raise RequestError(f"{name!r} cannot be read ({error.__cause__ or error}): name a plan.json") from error
+
+
 def read_evaluation(text: str) -> dict[str, dict[str, Any]]:
     """Parse an evaluation: dictionaries by their names."""
     held = parse_json(text)

@@ -12,10 +12,10 @@ from linearizer.page import actions, plan_form, plan_handlers
 from linearizer.page.plan_handlers import take_plan
 from linearizer.page.visitors import find_visitor
 from linearizer.page.ways import LISTED, WAYS, further_memories, recipe_choices, recipe_of, way_of
+from linearizer.run.folder import parse_plan, read_plan
 from linearizer.run.memories import MEMORIES
 from linearizer.run.options import options_of
 from linearizer.run.plan import USUAL_TEXTS, YIELDING, Plan
-from linearizer.run.plan_file import parse_plan, read_plan
 from linearizer.run.recipes import RECIPES
 
 

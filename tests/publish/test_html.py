@@ -2,7 +2,7 @@
 
 from pathlib import Path
 
-from linearizer.publish.glossary import GLOSSARY, glossary_html
+from linearizer.publish.html import GLOSSARY, glossary_html
 
 README = Path(__file__).parents[2] / "README.md"
 
