@@ -40,7 +40,7 @@ def size(count: float) -> str:
 
 
 def growing(fixed: int, growth: int) -> str:
-    """Bytes, with those that every token adds: 98.6 kB, or 1.20 kB + 64 B a token."""
+    """Bytes, and the bytes that every token adds: 98.6 kB, or 1.20 kB + 64 B a token."""
     return f"{size(fixed)} + {size(growth)} a token" if growth else size(fixed)
 
 

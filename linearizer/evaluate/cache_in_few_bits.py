@@ -75,7 +75,7 @@ class CacheInFewBits(nn.Module):
 
 
 def rounded_before(place: Tensor, group: int) -> Tensor:
-    """Count the tokens that are rounded when the token at a place attends: whole groups of those not recent."""
+    """Count the tokens that are rounded when the token at a place attends: whole groups, and no recent token."""
     return (place + 1 - RECENT).clamp_min(0) // group * group
 
 

@@ -1,4 +1,4 @@
-"""What is written: where a student leaves its teacher's path, whether it repeats itself, what the teacher thinks of it.
+"""How a student writes: where it leaves its teacher's path, whether it repeats itself, its loss by the teacher.
 
 All subjects go on from the same prompts, and draw tokens with the same noise, so that they part only where they differ.
 An end of text is a token like any other: texts keep one length.
@@ -26,7 +26,7 @@ REPEATED = 4  # tokens in a row that count as repeated when they come again
 def measure_generation(
     subjects: Sequence[Subject], prompts: Tensor, new_tokens: int, seed: int = 0
 ) -> Steps[Generation]:
-    """Let all subjects continue prompts (texts, tokens): with their likeliest tokens, and with drawn ones."""
+    """Let all subjects continue prompts (texts, tokens): with their likeliest tokens, and with drawn tokens."""
     teacher = subjects[0] if subjects[0].allocation is None else None
     judgements, done = [], 0
     for sampled in (False, True):

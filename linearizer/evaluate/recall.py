@@ -28,7 +28,7 @@ def doubling_gaps(length: int, passage: int) -> tuple[int, ...]:
 def measure_recall(
     subjects: Sequence[Subject], windows: Tensor, passage: int, gaps: Sequence[int] = ()
 ) -> Steps[Recall]:
-    """Measure how much better a passage is predicted when it comes the second time; no gaps: those that double."""
+    """Measure how much better a passage is predicted when it comes the second time; no gaps: gaps that double."""
     reader = RepeatReader.of(subjects, windows.shape[1], passage, gaps)
     split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
     for done, ids in enumerate(split):

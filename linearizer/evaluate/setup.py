@@ -128,7 +128,7 @@ class Setup:
         if source != plan.text or source == "self":
             if source == "self" and self.teacher is None:
                 raise TextError("'self' is text that the teacher writes, which is not available: name another source")
-            new = seed + plan.seed + 1  # other texts than those of the training
+            new = seed + plan.seed + 1  # other texts than the texts of the training
             return read_texts(source, self.tokenizer, length, count, least=1, model=self.teacher, seed=new)
         first = len(start_tokens(self.tokenizer))
         learnt = max(self.run.evaluation_file["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)

@@ -1,6 +1,6 @@
 """Speed and memory of teacher and student on this device, by the length of the text.
 
-Lengths are measured as far as memory and time go. Longer ones are marked, and extrapolated from the measured ones: the
+Lengths are measured as far as memory and time go. Longer lengths are marked, and extrapolated from the measured: the
 time of a token is a line in the length, rising for a teacher that reads its whole cache and level for a student.
 """
 
@@ -73,7 +73,7 @@ class Meter:
     clock: Callable[[torch.device], float] = finish_and_read_clock
 
     def measure_pace(self, length: int, before: Sequence[Pace]) -> Pace:
-        """Measure a length, or extrapolate from shorter ones where memory or time does not suffice."""
+        """Measure a length, or extrapolate from shorter lengths where memory or time does not suffice."""
         ended = before[-1].extrapolated if before else None
         if ended is None and before:
             ended = self.reason_to_end(before[-1], length / before[-1].length, length / before[-1].length)

@@ -43,7 +43,7 @@ Measured = tuple[Result, TextRead | None]  # None: the part reads no text of a s
 def measure_parts(
     run: Run, setup: Setup, request: Request, anew: tuple[str, ...] = (), step: str | None = None
 ) -> Steps[dict[str, Part]]:
-    """Measure and store the parts of a request, except those that are stored for the same request; return all parts.
+    """Measure and store the parts of a request, unless they are stored for the same request; return all parts.
 
     `anew` names parts that are measured even so; `step` is the step of a run that the parts belong to.
     """

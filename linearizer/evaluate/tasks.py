@@ -92,7 +92,7 @@ def find_tasks(names: Sequence[str], folder: Path | None) -> Any:
 
 
 def collect_scores(name: str, results: Mapping[str, Any], names: Sequence[str]) -> Scored:
-    """Read the scores of what was asked for: of a tag, those of its tasks."""
+    """Read the scores of the tasks that were asked for; a tag stands for its tasks."""
     members = results.get("group_subtasks", {})
     tasks = [own for task in names for own in ([task] if task in results["results"] else members.get(task, []))]
     scores = []

@@ -243,7 +243,7 @@ def quote_last_line(run: Run) -> str:
 
 
 def files_of(folder: Path) -> dict[Path, os.stat_result]:
-    """List the files of a run, without those that vanish meanwhile."""
+    """List the files of a run; a file that vanishes meanwhile is left out."""
     files = {}
     for place, _, names in os.walk(folder):
         for path in (Path(place) / name for name in names):

@@ -216,7 +216,7 @@ def pricing_seconds(plan: Plan, layers: list[Layer], length: int, teacher: float
 
 
 def training_seconds(plan: Plan, layers: list[Layer], length: int, token: float, speed: float) -> float:
-    """Say how many seconds training takes, by the operations that a pass takes for a token, and those of a second."""
+    """Say how many seconds training takes: a token takes some operations, and a second has room for `speed` of them."""
     if plan.minutes is not None:
         return 60 * plan.minutes
     share = 1 if plan.features else 0.5  # of a budget, which windows take, too

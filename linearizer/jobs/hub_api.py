@@ -84,7 +84,7 @@ class Job:
 
 
 def require_token(token: str | None) -> str:
-    """Give the token of who is signed in."""
+    """Give the token of the account that is signed in."""
     chosen = access_token(token)
     if not chosen:
         raise RequestError(f"nobody is signed in, so no job can be begun: {sign_in_advice()}")
@@ -126,7 +126,7 @@ def describe_gpu(accelerator: Any) -> str:
 
 
 class Account:
-    """The jobs of an account, and its bucket; of an organisation where its member names it as who pays."""
+    """The jobs and the bucket of an account; of an organisation, where a member of it says that it pays."""
 
     def __init__(self, token: str | None, owner: str | None = None) -> None:
         check_client()

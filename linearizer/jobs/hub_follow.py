@@ -159,7 +159,7 @@ class Follower:
 
     def __init__(self, run: Run, account: Account, hub_job: HubJob, job_id: str) -> None:
         self.run, self.account, self.hub_job, self.id = run, account, hub_job, job_id
-        self.known: Counter[str] = Counter()  # lines that are there, of those that are read again
+        self.known: Counter[str] = Counter()  # lines that are there already, and will be read again
         self.held: list[str] = []  # lines from the end of the run on
         self.words = ""  # that the job wrote last and that are no event
         self.news: queue.Queue[tuple[str, Any]] = queue.Queue()
@@ -238,7 +238,7 @@ class Follower:
         return Counter([*self.run.log_file.read_text(encoding="utf-8").splitlines(), *self.held])
 
     def take(self, line: str) -> None:
-        """Append a line of the job to the run's log, unless it is there; keep those that end the run for the end."""
+        """Append a line of the job to the run's log, unless it is there; hold lines that end the run until the end."""
         line = line.strip()
         event = parse_line(line.encode())
         if event is None:

@@ -1,11 +1,10 @@
 """Start the processes of runs and of their helpers, each a fork of a process that has imported what runs need.
 
 The imports take seconds of processor time: the first run of a page or program waits for them, all others begin at once.
-`worker.main` is the process that forks. For each new process it is sent the open files: a pipe with the request, those
-that the request is about, and the file for standard error. It ends with the process that began it; runs outlive both.
-A run that was forked keeps a process that forks of its own, as it was before any work, and its helpers come from that.
-Only on Linux can a process fork safely once libraries are loaded: elsewhere each has a process of its own, begun the
-same way.
+`worker.main` is the process that forks. For each new process it is sent the open files: a pipe with the request, the
+files that the request is about, and the file for standard error. It ends with the process that began it; runs outlive
+both. A run that was forked keeps a fork of itself, made before any work, and its helpers are forked from that. Only on
+Linux can a process fork safely once libraries are loaded: elsewhere each process imports for itself.
 """
 
 from __future__ import annotations
@@ -69,7 +68,7 @@ def start_process(
 ) -> IO[str]:
     """Start a process with some open files; give the pipe that its request went through, which no other can read.
 
-    It gets the variables that this package reads, and those that are given.
+    The process gets the variables that this package reads, and the variables that are given.
     """
     read, write = os.pipe()
     try:
@@ -129,7 +128,7 @@ def own_environment() -> dict[str, str]:
 
 
 def replace_own_environment(values: Mapping[str, str]) -> None:
-    """Let this process have these variables, of those that this package reads."""
+    """Replace the variables that this package reads by others."""
     for name in own_environment():
         del os.environ[name]
     os.environ.update(values)
@@ -138,6 +137,6 @@ def replace_own_environment(values: Mapping[str, str]) -> None:
 def environment_to_import() -> dict[str, str]:
     """Let a process import this package, and nothing from the working directory."""
     home, paths = Path(__file__).parents[2], os.environ.get("PYTHONPATH")
-    if home.name not in ("site-packages", "dist-packages"):  # a process finds those, after the standard library
+    if home.name not in ("site-packages", "dist-packages"):  # which a process searches after the standard library
         paths = os.pathsep.join(filter(None, (str(home), paths)))
     return {**os.environ, "PYTHONPATH": paths or "", "PYTHONSAFEPATH": "1"}

@@ -98,7 +98,7 @@ def tickets_before(own: Path) -> list[Path]:
 
 
 def tickets() -> Iterator[Path]:
-    """List all tickets, with those of dead processes."""
+    """List all tickets, also the tickets of dead processes."""
     return (path for path in queue_folder().glob("[0-9]*") if number_of(path).isdigit())
 
 

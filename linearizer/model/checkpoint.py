@@ -151,7 +151,7 @@ def link_missing_weights(run: Run, token: str | None = None, in_job: bool = Fals
 
 
 def load_student(run: Run, device: str | torch.device = "cpu", **options: object) -> LinearizedForCausalLM:
-    """Load the student of a run to a device, and refuse weights that are not those that the run wrote."""
+    """Load the student of a run to a device, and refuse weights that have changed since the run wrote them."""
     run.require_student()
     link_missing_weights(run)
     needed, free = loaded_bytes(run.checkpoint, options.get("dtype")), free_bytes(torch.device("cpu"))

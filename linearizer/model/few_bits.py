@@ -52,7 +52,7 @@ def layout_of(method: str, stated: Mapping[str, Any]) -> str:
 def expand_weights(
     name: str, paths: Sequence[Path], method: str, stated: Mapping[str, Any], model: PreTrainedModel, dtype: torch.dtype
 ) -> dict[str, Tensor]:
-    """Read the weights of a quantised model as those of an ordinary model, in a type; `model` needs no weights."""
+    """Read the weights of a quantised model as an ordinary model has them, in a type; `model` needs no weights."""
     modules = dict(model.named_modules())
     with ExitStack() as stack:
         files = [stack.enter_context(safe_open(path, "pt")) for path in paths]

@@ -37,7 +37,7 @@ class WeightSizes:
     """The bytes of a model's weights in the type that it computes in."""
 
     whole: int
-    streamed: int  # all but those of its blocks, and two blocks
+    streamed: int  # of all that is no block, and of two blocks
     merged: bool  # whether loading merges some, as the experts of mixtures, so that no file holds them as they are used
     blocks: Mapping[str, str]  # the names of the modules that are no blocks, and of the blocks: "" or "block"
     parts: Mapping[str, int]  # the bytes of each of these

@@ -92,11 +92,11 @@ def generate_tokens(
 
 
 class TextStream:
-    """Decodes tokens one by one: a token may hold part of a letter, and its text may depend on those `before`."""
+    """Decodes token by token: a token may hold part of a letter, and its text may depend on the tokens `before`."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, before: list[int]) -> None:
         self.tokenizer = tokenizer
-        self.tokens = before[-CONTEXT:]  # the last ones that were written, then those that were not
+        self.tokens = before[-CONTEXT:]  # the last that were written, then all that were not
         self.written = len(self.tokens)  # how many of them were written
 
     def add(self, token: int) -> str:
@@ -114,7 +114,7 @@ class TextStream:
         return text
 
     def new_text(self) -> str:
-        """Decode the tokens that were not written, in the sight of those before."""
+        """Decode the tokens that were not written, after the tokens before them."""
         before, all_of = (
             self.tokenizer.decode(tokens, skip_special_tokens=True, clean_up_tokenization_spaces=False)
             for tokens in (self.tokens[: self.written], self.tokens)

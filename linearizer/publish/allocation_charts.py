@@ -210,7 +210,7 @@ def draw_freedom_curves(profile: Profile) -> Figure:
 def draw_frontier(
     points: Sequence[tuple[int, float]], bytes: int, measured: Mapping[str, float], layers: Sequence[Layer]
 ) -> Figure:
-    """Draw the kl that is predicted for every number of bytes, and what was measured at those of one run."""
+    """Draw the kl that is predicted for every number of bytes, and the kl that was measured at the bytes of one run."""
     figure = new_figure(320)
     shown = thin_points(points)
     token = head_bytes.cache_bytes(layers, 1)

@@ -185,7 +185,7 @@ def public_parts(parts: Mapping[str, Part]) -> dict[str, Part]:
 
 
 def write_evaluation(parts: Mapping[str, Part]) -> str:
-    """Write the parts of an evaluation as tables; those of parts that were requested later are folded."""
+    """Write the parts of an evaluation as tables; the tables of parts that were requested later are folded."""
     if not parts:
         return "The student was not evaluated."
     shown = [SUBJECTS_NOTE]

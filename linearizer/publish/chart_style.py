@@ -88,7 +88,7 @@ def thin_points(points: Sequence[T]) -> list[T]:
 
 
 def layer_colour(number: int, count: int) -> str:
-    """Choose the colour of a layer's line between those of the first layer and the last."""
+    """Choose the colour of a layer's line, between the colours of the first layer and of the last."""
     return blend_colours(LAYER_COLOURS, number / max(1, count - 1))
 
 

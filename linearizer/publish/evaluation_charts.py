@@ -64,7 +64,7 @@ def draw_written_shares(part: Part[Generation], sampled: bool) -> Figure:
 
 
 def draw_error_maps(part: Part[Approximation]) -> Figure:
-    """Draw the errors of the student, beside those of the untrained student."""
+    """Draw the errors of the student, beside the errors of the untrained student."""
     named = {subject.name: subject for subject in part.result.subjects}
     shown = [named[name] for name in ("untrained", "student") if name in named]
     names = ["before training", "after training"] if len(shown) > 1 else [""]

@@ -135,7 +135,7 @@ def model_files(run: Run, repo_id: str) -> dict[str, Content]:
 
 
 def files_on_hub(run: Run) -> dict[str, HubFile]:
-    """List the weight files of a checkpoint that are those of a teacher on the Hub."""
+    """List the weight files of a checkpoint that a teacher on the Hub holds, too."""
     teacher, digests = CitedTeacher.of(run), read_digests(run)
     if teacher.repo_id is None or teacher.revision is None:
         return {}

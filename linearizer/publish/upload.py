@@ -94,7 +94,7 @@ def send(
     message: str,
     obsolete: Collection[str],
 ) -> Steps[str]:
-    """Send all files but those to copy, make one commit of both, and check what the Hub then holds."""
+    """Send the files that are not copied, make one commit of both kinds, and check what the Hub then holds."""
     sent = {name: path_or_bytes(content) for name, content in sorted(files.items()) if name not in copies}
     additions = yield from watch(
         lambda: [CommitOperationAdd(name, content) for name, content in sent.items()],  # computes hashes

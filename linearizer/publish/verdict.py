@@ -35,7 +35,7 @@ def judge_run(run: Run) -> Verdict | None:
 
 
 def judge_language(language: Language, state: StateSize) -> Verdict:
-    """Give the verdict on a student from its predictions and those of a window of the same bytes."""
+    """Give the verdict on a student: compare its predictions with the predictions of a window of the same bytes."""
     named = {subject.name: subject for subject in language.subjects}
     student, window = named["student"], named["window"]
     if student.kl is None or student.agreement is None or window.kl is None or window.agreement is None:

@@ -200,7 +200,7 @@ class Run:
 
     @property
     def evaluation_parts(self) -> dict[str, dict[str, Any]]:
-        """The measured parts of the evaluation: those of the judging, and those that `linearizer evaluate` added."""
+        """The measured parts of the evaluation: from judging, and from `linearizer evaluate`."""
         return self.evaluation_file["parts"]
 
     @property

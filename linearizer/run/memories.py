@@ -43,7 +43,7 @@ class Memory:
         return self.matrices * rows * columns + kept
 
     def most_rows(self, key_dim: int) -> int:
-        """Count the rows beyond which further ones would repeat them."""
+        """Count the rows beyond which further rows would repeat them."""
         return MOST_CELLS if self.holds_keys else 2 * key_dim if self.is_wide else key_dim
 
 

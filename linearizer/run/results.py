@@ -82,7 +82,7 @@ class Repeated:
 
 @dataclass(frozen=True)
 class Longer:
-    """Loss by position in texts that are longer than those of the training."""
+    """Loss by position in texts that are longer than the texts of the training."""
 
     trained: int  # tokens of a text of the training
     edges: tuple[int, ...]  # where the ranges of positions begin
@@ -174,7 +174,7 @@ class Approximation:
 
     subjects: tuple[Errors, ...]
     predicted: tuple[PredictedErrors, ...]  # of each subject
-    correlation: tuple[float | None, ...]  # of each subject's row errors with the predicted ones: Spearman's
+    correlation: tuple[float | None, ...]  # of each subject's row errors with the predicted errors: Spearman's
     curve: FeatureCurve | None = None  # where the samples that features begin with are kept
 
 

@@ -60,7 +60,7 @@ class Helpers:
     def beside(self, task: str, steps: Steps[Product]) -> Steps[tuple[Product, list[Any]]]:
         """Let the others do their shares of a task while the steps of this process's share are taken.
 
-        Give its product, and those of the others in their order, as JSON can write them.
+        Give its product, and the products of the others in their order, as JSON can write them.
         """
         return (yield from steps), []
 

@@ -28,7 +28,7 @@ def write_digests(run: Run, linked: Sequence[Path] = ()) -> None:
 
 
 def check_weights(run: Run, but: Collection[str] = ()) -> None:
-    """Refuse weights that are not those that the run wrote; `but` names files that are not checked."""
+    """Refuse weights that have changed since the run wrote them; `but` names files that are not checked."""
     present = {path.name: path for path in weight_files(run.checkpoint)}
     for name, digest in read_digests(run).items():
         if name not in but and (name not in present or digest_of(present[name]) != digest):
