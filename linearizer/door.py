@@ -1,4 +1,4 @@
-"""What is decided and refused before any work of a run, which `pipeline.begin` asks for in order."""
+"""The decisions and refusals before any work of a run, which `pipeline.begin` asks for in order."""
 
 from __future__ import annotations
 

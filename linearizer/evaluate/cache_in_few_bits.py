@@ -29,7 +29,7 @@ Tensor = torch.Tensor
 
 @dataclass
 class RoundedCache:
-    """What one layer remembers: the first tokens rounded, of the others what they were."""
+    """The memory of one layer: the first tokens rounded, the others as they were."""
 
     old_k: Tensor  # (batch, KV heads, tokens in whole groups, dim)
     old_v: Tensor
@@ -110,7 +110,7 @@ def caches_in_few_bits(model: LinearizedForCausalLM, layers: Sequence[Layer], bi
 
 @dataclass(frozen=True)
 class CacheAllocation(Allocation):
-    """What the control holds: every token, rounded to so many bits."""
+    """The contents of the control: every token, rounded to so many bits."""
 
     rounded_to: int = 16
 

@@ -29,7 +29,7 @@ FIRST_EDGE = 64
 
 
 class Scores(NamedTuple):
-    """What one subject said of every predicted token: (texts, tokens - 1), fp64."""
+    """The scores of one subject for every predicted token: (texts, tokens - 1), fp64."""
 
     loss: Tensor
     probability: Tensor  # of the likeliest token

@@ -1,4 +1,4 @@
-"""What is remembered over a distance: a passage that comes again, and text longer than the features were trained on."""
+"""Memory over a distance: a passage that comes again, and text longer than the features were trained on."""
 
 from __future__ import annotations
 

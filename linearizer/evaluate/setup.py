@@ -98,7 +98,7 @@ class Setup:
         return subjects
 
     def rivals(self) -> list[Subject]:
-        """What else takes fewer bytes than the teacher's cache, and grows: the cache in few bits."""
+        """The rivals that take fewer bytes than the teacher's cache, and grow: the cache in few bits."""
         return caches_in_few_bits(self.control, self.layers, RIVAL_BITS)
 
     @property

@@ -42,7 +42,7 @@ LOST_ERROR = "its process is gone (killed, or the machine was): resume it, and i
 
 @dataclass(frozen=True)
 class Status:
-    """What a run is doing, and what it has come to."""
+    """The state of a run, and how far it has come."""
 
     run: Run
     plan: Plan | None  # None where the run is damaged

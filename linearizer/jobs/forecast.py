@@ -1,4 +1,4 @@
-"""What a run or an evaluation will take on this machine, within a factor of about two.
+"""Forecasts of a run or an evaluation on this machine, right within a factor of about two.
 
 A run: from the sizes of its model and the speeds of this machine. An evaluation: from the time that judging the same
 student took.
@@ -64,7 +64,7 @@ Clock = Callable[[], float]
 
 @dataclass(frozen=True)
 class Speeds:
-    """What this machine does in a second."""
+    """Amounts of work that this machine does in a second."""
 
     products: float  # multiplications and additions of matrices in float32
     small_products: float  # likewise in bfloat16
@@ -76,7 +76,7 @@ class Speeds:
 
 @dataclass(frozen=True)
 class RunForecast:
-    """What a run will take."""
+    """Time, memory, disk and download of a run."""
 
     seconds: float
     memory_bytes: float

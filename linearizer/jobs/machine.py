@@ -1,4 +1,4 @@
-"""What work runs on here: the device, the type it computes in, whether kernels serve, and what is free."""
+"""The machine that work runs on: its device, the type that it computes in, its kernels, and what is free."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from linearizer.runtime.kernel_in_c import find_compiler
 
 @dataclass(frozen=True)
 class Machine:
-    """What a plan would run on."""
+    """The device of a plan, with what is free on it."""
 
     device: str  # as its maker names it
     has_gpu: bool

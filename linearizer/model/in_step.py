@@ -37,7 +37,7 @@ class Abandoned(BaseException):
 
 
 class Attending:
-    """What attends in a model just now, which can be put back."""
+    """The state of a model's attention just now, which can be put back."""
 
     def __init__(self, model: nn.Module) -> None:
         configs = {id(module.config): module.config for module in model.modules() if hasattr(module, "config")}

@@ -25,7 +25,7 @@ from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 
 @dataclass(frozen=True)
 class Answer:
-    """What a student has written, and what it had read before and then."""
+    """The text that a student has written, and what it has read with it."""
 
     prompt: str
     text: str

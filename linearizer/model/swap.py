@@ -87,7 +87,7 @@ def make_layer_student(
 
 
 class BlockAnswers:
-    """What the blocks of a model answered to some texts, so that the model can run again from a block on."""
+    """The answers of a model's blocks to some texts: with them the model can run again from a block on."""
 
     def __init__(self, model: PreTrainedModel) -> None:
         self.blocks = blocks_of(model)

@@ -42,7 +42,7 @@ class Chain:
 
 
 class Calls:
-    """What the blocks of a model are given and answer, while the model runs."""
+    """The arguments and answers of a model's blocks, while the model runs."""
 
     def __init__(self, blocks: Sequence[nn.Module]) -> None:
         self.blocks = blocks

@@ -1,4 +1,4 @@
-"""What the page's HTML is made of, with its glossary: every word that came from outside is escaped."""
+"""The pieces of the page's HTML, with its glossary: every word that came from outside is escaped."""
 
 from __future__ import annotations
 

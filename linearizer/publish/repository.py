@@ -183,7 +183,7 @@ def without_bars() -> Iterator[None]:
 
 @dataclass(frozen=True)
 class Preview:
-    """What would be published, and where."""
+    """The files that would be published, and where."""
 
     repo_id: str
     private: bool
@@ -196,7 +196,7 @@ class Preview:
 
 @dataclass(frozen=True)
 class Published:
-    """What was published, at which revision, and the lines that load it."""
+    """The repository that was published, its revision, and the lines that load it."""
 
     repo_id: str
     revision: str

@@ -17,7 +17,7 @@ ADVICE = "Another recipe, a larger budget or more training may do better."
 
 @dataclass(frozen=True)
 class Verdict:
-    """What a student is worth, beside a plain window of the same bytes."""
+    """The worth of a student beside a plain window of the same bytes."""
 
     kind: Literal["good", "note", "bad"]
     sentence: str

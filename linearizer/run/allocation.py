@@ -16,7 +16,7 @@ from linearizer.run.memories import MEMORIES
 
 @dataclass(frozen=True)
 class Allocation(JsonProduct):
-    """What every KV head of every layer holds; a native layer, which the teacher bounds itself, has no heads here."""
+    """The contents of every KV head of every layer; a native layer, which the teacher bounds itself, has none here."""
 
     json_remedy = "allocate again"
 

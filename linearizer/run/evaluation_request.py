@@ -15,7 +15,7 @@ PARTS = ("language", "recall", "needle", "generation", "approximation", "speed",
 
 @dataclass(frozen=True)
 class Request:
-    """What to measure, and on what."""
+    """The parts to measure, and the text to measure them on."""
 
     parts: tuple[str, ...] = option(
         (), "the parts to measure", choices=PARTS, default_text="all; tasks where some are named"

@@ -1,4 +1,4 @@
-"""What attention costs: bytes of state, operations per token, and the length at which a student breaks even.
+"""The costs of attention: bytes of state, operations per token, and the length at which a student breaks even.
 
 Keys and values of a cache are priced at two bytes a number (bf16); of a state at two, or at 4 to 8 bits and a byte
 or two for the scale of each vector. The running state is priced at four (fp32).
@@ -32,7 +32,7 @@ class Layer:
 
 @dataclass(frozen=True)
 class Head:
-    """What one KV head of a student holds: an exact window, far-field features or slots, or its whole cache."""
+    """The contents of one KV head of a student: an exact window, far-field features or slots, or its whole cache."""
 
     window: int = 0
     features: int = 0
@@ -58,7 +58,7 @@ class Head:
 
     @property
     def held(self) -> list[int | str] | str:
-        """What a student's config says of this head."""
+        """The entry of this head in a student's config."""
         if self.softmax:
             return "softmax" if self.bits == 16 else f"softmax {self.bits}"
         if self.bits != 16 or self.memory:

@@ -15,7 +15,7 @@ FILE = "hub_job.json"
 
 @dataclass(frozen=True)
 class HubJob(JsonProduct):
-    """What its owner agreed to: a job costs at most `cap`, and a resumed run may need another job."""
+    """The terms that a run's owner agreed to: a job costs at most `cap`, and a resumed run may need another job."""
 
     owner: str  # the account that pays, and that the bucket belongs to
     flavor: str  # of the hardware

@@ -1,4 +1,4 @@
-"""What is known of a model from its config and the sizes of its files."""
+"""Facts about a model from its config and the sizes of its files."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from linearizer.run.json_products import JsonProduct
 
 @dataclass(frozen=True)
 class Budget:
-    """What the bytes of a cache of so many tokens buy."""
+    """A budget in tokens of cache: its bytes, and the features that they buy."""
 
     tokens: int
     bytes: int
@@ -21,7 +21,7 @@ class Budget:
 
 @dataclass(frozen=True)
 class Inspection(JsonProduct):
-    """What is known of a model without its weights; its layers only as far as its code could be followed."""
+    """Facts about a model without its weights; its layers only as far as its code could be followed."""
 
     name: str
     revision: str | None

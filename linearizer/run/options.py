@@ -16,7 +16,7 @@ TRUTH = {"true": True, "false": False}  # as text
 
 @dataclass(frozen=True)
 class FieldLimits:
-    """What a field says of itself beside its name, type and default."""
+    """The facts about a field beside its name, type and default."""
 
     about: str = ""  # its meaning, with the unit
     least: float | None = None

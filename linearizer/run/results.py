@@ -1,4 +1,4 @@
-"""What an evaluation measured of a student: one frozen dataclass for every part, as evaluation.json holds it.
+"""The results of an evaluation: one frozen dataclass for every part, as evaluation.json holds it.
 
 A comparison is what teacher and student wrote after the same prompt; no file holds it.
 """
@@ -124,7 +124,7 @@ class Needle:
 
 @dataclass(frozen=True)
 class Written:
-    """What one subject wrote; comparisons with the teacher are None where there is no teacher."""
+    """Measures of what one subject wrote; comparisons with the teacher are None where there is no teacher."""
 
     name: str
     sampled: bool  # drawn, or the likeliest tokens
@@ -236,7 +236,7 @@ class Score:
 
 @dataclass(frozen=True)
 class Scored:
-    """What one subject scored."""
+    """The scores of one subject."""
 
     name: str
     scores: tuple[Score, ...]
@@ -294,17 +294,17 @@ class Part(Generic[R]):
 
     def to_plain(self) -> dict[str, Any]:
         """Lay the part out as evaluation.json holds it."""
-        fields = {**self.asked, "made_with": asdict(self.made_with)}
-        return {"asked": fields, **({} if self.read is None else asdict(self.read)), **asdict(self.result)}
+        asked = {**self.asked, "made_with": asdict(self.made_with)}
+        return {"asked": asked, **({} if self.read is None else asdict(self.read)), **asdict(self.result)}
 
 
 def read_part(name: str, plain: Mapping[str, Any]) -> Part:
     """Read what `Part.to_plain` laid out."""
-    fields = dict(plain["asked"])
-    made_with = read_fields(MadeWith, fields.pop("made_with"), "made_with.")
+    asked = dict(plain["asked"])
+    made_with = read_fields(MadeWith, asked.pop("made_with"), "made_with.")
     read = select_fields(plain, TextRead)
     source = read_fields(TextRead, read) if "text" in read else None
-    return Part(fields, made_with, read_fields(RESULTS[name], select_fields(plain, RESULTS[name])), source)
+    return Part(asked, made_with, read_fields(RESULTS[name], select_fields(plain, RESULTS[name])), source)
 
 
 def select_fields(plain: Mapping[str, Any], kind: type) -> dict[str, Any]:
@@ -336,7 +336,7 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What both models have written so far."""
+    """The texts of both models so far."""
 
     prompt: str
     prompt_tokens: int

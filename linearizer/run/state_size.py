@@ -1,4 +1,4 @@
-"""What teacher and student remember of a text, in bytes, by its length: the one count that is stated everywhere."""
+"""Bytes that teacher and student remember of a text, by its length: the one count that is stated everywhere."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ STATED_LENGTHS = (4096, 32768, 131072)  # tokens of text for which sizes are sta
 
 @dataclass(frozen=True)
 class Reading:
-    """What a student has read, and the bytes that remember it in the layers that have a student."""
+    """The tokens that a student has read, and the bytes that remember them in the layers that have a student."""
 
     tokens: int
     state_bytes: int

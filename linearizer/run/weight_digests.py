@@ -39,7 +39,7 @@ def check_weights(run: Run, but: Collection[str] = ()) -> None:
 
 
 def read_digests(run: Run) -> dict[str, str]:
-    """Read the digests of the weights that a run wrote; none where it did not write them, as an example."""
+    """Read the digests of the weights that a run wrote; none until they are noted."""
     return run.parse_file(DIGESTS, parse_json, again=False) if run.has_file(DIGESTS) else {}
 
 
