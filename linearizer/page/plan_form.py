@@ -13,7 +13,7 @@ import gradio as gr
 
 from linearizer.errors import RequestError
 from linearizer.page import actions
-from linearizer.page.ways import recipe_of, way_of
+from linearizer.page.ways import field_title, name_fields, recipe_of, way_of
 from linearizer.run.options import Option, options_of
 from linearizer.run.plan import ALLOCATION, DEFAULT_BUDGET, MACHINE, MEASURING, TRAINING, Plan
 
@@ -39,12 +39,12 @@ def place_options() -> dict[str, gr.components.Component]:
 
 def place_option(option: Option) -> gr.components.Component:
     """Place the field of one option."""
-    usual = "as thorough as chosen" if option.name in BY_EFFORT else option.usual
-    about = option.limits.about
+    usual = "as thorough as chosen" if option.name in BY_EFFORT else name_fields(option.usual)
+    about = name_fields(option.limits.about)
     if len(usual) > WIDE:
         about, usual = f"{about}; usual: {usual}", ""
     shared: dict[str, Any] = {
-        "label": option.name.replace("_", " ").capitalize(),
+        "label": field_title(option.name),
         "info": about,
         "min_width": 250,
         "elem_id": f"option-{option.name}",

@@ -15,7 +15,7 @@ from linearizer.page.actions import Examined
 from linearizer.page.calls import Browser, handler, refusals_on_page
 from linearizer.page.handlers import watch_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
-from linearizer.page.ways import WAYS, recipe_of, way_choices
+from linearizer.page.ways import WAYS, name_fields, recipe_of, way_choices
 from linearizer.publish import html
 from linearizer.run.folder import parse_plan
 from linearizer.run.plan import YIELDING, Plan
@@ -63,7 +63,7 @@ def show_budget(chosen: Examined | None, *choices: Any) -> str:
         plan = read_plan(chosen, *choices)
         actions.check_plan(plan, chosen)
     except LinearizerError as error:
-        return html.message_box(str(error), "bad")
+        return html.message_box(name_fields(str(error)), "bad")
     return plan_cards.budget_card(plan, chosen.inspection.layers, chosen.positions)
 
 

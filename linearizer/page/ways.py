@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from dataclasses import dataclass
 
 from linearizer.run.memories import MEMORIES, beginning
@@ -82,9 +83,8 @@ def recipe_choices() -> list[tuple[str, str]]:
     choices = []
     for name in sorted(LISTED, key=lambda name: not RECIPES[name].reference):  # published methods first
         recipe = RECIPES[name]
-        about = recipe.about.replace("--may-grow", "“May grow”") + "."
-        quality = begins_like(name), expected_quality(name)
-        lines = upper_first(recipe.label), upper_first(about), recipe.reference or "Ours.", *quality
+        about, quality = f"{upper_first(name_fields(recipe.about))}.", (begins_like(name), expected_quality(name))
+        lines = upper_first(recipe.label), about, recipe.reference or "Ours.", *quality
         choices.append(("\n".join(filter(None, lines)), name))
     return choices
 
@@ -99,6 +99,15 @@ def further_memories() -> list[tuple[str, str]]:
 def begins_like(name: str) -> str:
     """Say as a sentence which other memory a memory is until it is trained."""
     return f"{upper_first(text)}." if (text := beginning(name)) else ""
+
+
+def name_fields(text: str) -> str:
+    """Name options as the fields of the page do: `--may-grow` is “May grow”."""
+    return re.sub(r"--([a-z-]+)", lambda flag: f"“{field_title(flag[1])}”", text)
+
+
+def field_title(option: str) -> str:
+    return option.replace("_", " ").replace("-", " ").capitalize()
 
 
 def upper_first(text: str) -> str:

@@ -225,8 +225,8 @@ class Plan(JsonProduct):
             )
         if self.rules.decided_by == "gates" and not self.may_grow:
             raise RequestError(
-                "duo lets heads keep their whole cache by its nature, so its state grows with the text: add --may-grow "
-                "(on the page: May grow), or ask for another recipe"
+                "duo lets heads keep their whole cache by its nature, so its state grows with the text: add "
+                "--may-grow, or ask for another recipe"
             )
 
     def check_memory(self) -> None:

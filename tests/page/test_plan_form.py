@@ -36,6 +36,7 @@ def test_every_recipe_is_offered_with_its_reference():
     assert {*LISTED, *(way.recipe for way in WAYS.values() if way.recipe)} == set(RECIPES)
     labels = {name: label for label, name in recipe_choices()}
     assert all(RECIPES[name].reference in labels[name] for name in LISTED)
+    assert "needs “May grow”." in labels["duo"] and not any("--" in label for label in labels.values())
     assert all(recipe_of(way_of(name), name) == name for name in RECIPES)
 
 
@@ -100,7 +101,7 @@ def test_the_page_refuses_while_it_is_chosen_what_the_door_refuses(monkeypatch):
     chosen = actions.examine_model(find_visitor(), "demo")
     form = (64, "Quick", False, "measured", "paper", *("4" if name == "steps" else "" for name in plan_form.OPTIONS))
     for _ in range(2):
-        assert "are no chain, so what they write cannot be fitted" in plan_handlers.show_budget(chosen, *form)
+        assert "cannot be fitted: ask for “Loss” logits" in plan_handlers.show_budget(chosen, *form)
     assert looked == [chosen.config]  # it takes a while
 
 

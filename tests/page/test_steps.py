@@ -206,7 +206,7 @@ def test_what_grows_is_a_visible_choice_and_its_sizes_say_so(local, browser):
         assert "≤ 1.05 MB" not in row and "≤" in row
         page.get_by_label("Never grows").check()
         choose_way(page, "paper", "duo")
-        shown(page, "#budget-card", "on the page: May grow")
+        shown(page, "#budget-card", "add “May grow”, or ask for another recipe")
 
 
 def test_a_narrow_screen_shows_everything_in_both_schemes(local, browser, done):
