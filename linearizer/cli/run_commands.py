@@ -85,7 +85,7 @@ def work_until_stopped(steps: Steps[Product], how: str) -> Product:
         raise Stopped(f"stopped; what was finished is kept: repeat {how} to go on") from stopped
 
 
-def work_in_turn(run: Run, steps: Steps[Product]) -> Product:
+def work_here(run: Run, steps: Steps[Product]) -> Product:
     """Work on a run in this process, when its device is free."""
     from linearizer.jobs.worker import work_in_foreground
 
@@ -117,7 +117,7 @@ def serve_run(arguments: argparse.Namespace) -> None:
 
     run = begin_run(arguments)
     steps = pipeline.linearize(run, held=not run.done, helpers=Children(run))
-    allocation = finish(steps) if run.done else work_in_turn(run, steps)
+    allocation = finish(steps) if run.done else work_here(run, steps)
     product = {
         "run": str(run.folder),
         "checkpoint": str(run.checkpoint),
@@ -166,7 +166,7 @@ def serve_profile(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
 
     run = begin_run(arguments)
-    profile = work_in_turn(run, pipeline.profile(run, held=True))
+    profile = work_here(run, pipeline.profile(run, held=True))
     print_product(arguments, asdict(profile), describe_profile(profile) + f"\nin {run.folder}")
 
 

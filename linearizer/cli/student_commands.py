@@ -172,6 +172,6 @@ def serve_app(arguments: argparse.Namespace) -> None:
     from linearizer.page import site
 
     try:
-        site.serve(arguments.port, arguments.host)
+        site.serve_page(arguments.port, arguments.host)
     except OSError as error:
         raise RequestError(f"the page cannot be shown ({error}): name another --port") from error

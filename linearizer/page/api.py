@@ -299,14 +299,14 @@ def add_endpoints() -> None:
     """Make every step an endpoint under its own name."""
     for function in ENDPOINTS:
         gr.api(
-            refusals_in_api()(serve(function)),
+            refusals_in_api()(as_endpoint(function)),
             api_name=function.__name__,
             api_description=(inspect.getdoc(function) or "").format_map(described_options()),
             concurrency_limit=1 if function in ONE_AT_A_TIME else 4,
         )
 
 
-def serve(function: Callable[..., Any]) -> Callable[..., Any]:
+def as_endpoint(function: Callable[..., Any]) -> Callable[..., Any]:
     """Find the visitor of an endpoint by what a call says of them, and send dataclasses as dictionaries."""
     types, own = get_type_hints(function), list(inspect.signature(function).parameters.values())[1:]
     by_name = [each for each in own if each.kind is each.KEYWORD_ONLY]  # the secret stands before these

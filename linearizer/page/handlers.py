@@ -253,11 +253,11 @@ def publish_run(browser: Browser, owner: str, repo: str, private: bool) -> Any:
 @handler
 def list_runs(browser: Browser) -> tuple[str, Any, Any, Any]:
     """List the visitor's runs; what was chosen to be compared or deleted stays."""
-    table, names, idle = describe_runs(browser.visitor)
+    table, names, idle = lay_out_runs(browser.visitor)
     return table, gr.Dropdown(choices=idle), gr.Dropdown(choices=names), gr.Dropdown(choices=names)
 
 
-def describe_runs(visitor: Visitor) -> tuple[str, list[str], list[str]]:
+def lay_out_runs(visitor: Visitor) -> tuple[str, list[str], list[str]]:
     """Lay out a visitor's runs, and name all that can be compared, and those that nothing works on."""
     statuses = control.runs_in(visitor.home)
     names = [status.run.folder.name for status in statuses if status.plan is not None]
@@ -279,7 +279,7 @@ def resume_run(browser: Browser, name: str | None) -> str:
     if not name:
         raise RequestError("no run was chosen: choose the run to resume")
     actions.ask_run(browser.visitor, name, "resume")
-    return describe_runs(browser.visitor)[0]
+    return lay_out_runs(browser.visitor)[0]
 
 
 @handler
@@ -294,5 +294,5 @@ def ask_to_delete(browser: Browser, name: str | None) -> tuple[Any, str]:
 def delete_run(browser: Browser, name: str | None) -> tuple[str, Any, Any]:
     """Delete a run for good."""
     actions.delete_run(browser.visitor, name or "")
-    table, _, idle = describe_runs(browser.visitor)
+    table, _, idle = lay_out_runs(browser.visitor)
     return table, gr.Dropdown(choices=idle, value=None), gr.Column(visible=False)

@@ -11,7 +11,7 @@ from linearizer.errors import RequestError
 from linearizer.page import actions, plan_form
 from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import watch_run
-from linearizer.page.plan_handlers import read_plan
+from linearizer.page.plan_handlers import read_form
 from linearizer.page.visitors import signs_in
 from linearizer.publish import html
 
@@ -51,7 +51,7 @@ def list_hardware(browser: Browser) -> Any:
 def offer_job(browser: Browser, *choices: Any) -> tuple[Any, str, float]:
     """Say what a job costs at most."""
     flavor, minutes, push, chosen, *form = choices
-    plan = read_plan(chosen, *form)
+    plan = read_form(chosen, *form)
     job = actions.offer_job(browser.visitor, plan, chosen.inspection, *read_job(flavor, minutes, push))
     sentence = job.in_words + (f"; it publishes {job.push}" if job.push else "")
     return gr.Column(visible=True), html.message_box(sentence[0].upper() + sentence[1:] + "."), job.cap
@@ -61,7 +61,7 @@ def offer_job(browser: Browser, *choices: Any) -> tuple[Any, str, float]:
 def start_job(browser: Browser, *choices: Any) -> tuple[Any, ...]:
     """Begin a job whose cap was agreed to; from here on the page only watches."""
     cap, flavor, minutes, push, chosen, *form = choices
-    plan, asked, job = read_plan(chosen, *form), plan_form.read_written(form), read_job(flavor, minutes, push)
+    plan, asked, job = read_form(chosen, *form), plan_form.read_written(form), read_job(flavor, minutes, push)
     return watch_run(browser, actions.start_job(browser.visitor, plan, asked, *job, cap))
 
 

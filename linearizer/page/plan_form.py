@@ -57,10 +57,10 @@ def place_option(option: Option) -> gr.components.Component:
 
 def read_written(form: Sequence[Any]) -> dict[str, Any]:
     """Read the options that were written under Advanced, whose fields are the last of the form."""
-    return read_options(form[-len(OPTIONS) :])
+    return read_fields(form[-len(OPTIONS) :])
 
 
-def read_options(values: Sequence[Any]) -> dict[str, Any]:
+def read_fields(values: Sequence[Any]) -> dict[str, Any]:
     """Read the fields; what is empty is left out."""
     written = {name: str(value or "").strip() for name, value in zip(OPTIONS, values, strict=True)}
     return {name: OPTIONS[name].parse(text) for name, text in written.items() if text}

@@ -45,13 +45,13 @@ def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
     )
 
 
-def read_plan(
+def read_form(
     chosen: Examined | None, budget: float, effort: str, may_grow: bool, way: str, listed: str, *fields: Any
 ) -> Plan:
     """Read the form: what is chosen in sight, and the fields under Advanced."""
     if chosen is None:
         raise RequestError("no model was chosen yet: choose one in the first step")
-    options = {"may_grow": may_grow, "recipe": recipe_of(way, listed), **plan_form.read_options(fields)}
+    options = {"may_grow": may_grow, "recipe": recipe_of(way, listed), **plan_form.read_fields(fields)}
     return actions.make_plan(chosen.inspection.name, int(budget), effort, options)
 
 
@@ -60,7 +60,7 @@ def show_budget(chosen: Examined | None, *choices: Any) -> str:
     if chosen is None:
         return html.message_box("Choose a model first.")
     try:
-        plan = read_plan(chosen, *choices)
+        plan = read_form(chosen, *choices)
         actions.check_plan(plan, chosen)
     except LinearizerError as error:
         return html.message_box(name_fields(str(error)), "bad")
@@ -78,13 +78,13 @@ def show_plan(
 
     @cache
     def forecast(effort: str, way: str) -> RunForecast:
-        plan = read_plan(chosen, budget, effort, may_grow, way, listed, *fields)
+        plan = read_form(chosen, budget, effort, may_grow, way, listed, *fields)
         actions.check_plan(plan, chosen)
         return actions.forecast_run(plan, chosen)
 
     try:
         efforts = {name: forecast(name, way) for name in actions.EFFORTS}
-        plan = read_plan(chosen, budget, effort, may_grow, way, listed, *fields)
+        plan = read_form(chosen, budget, effort, may_grow, way, listed, *fields)
         machine = None if zerogpu.on_zerogpu() else actions.describe_machine(plan, chosen)
     except LinearizerError:  # what is wrong stands in the card
         return card, "", "", ways, recipes
@@ -105,7 +105,7 @@ def time_of(forecast: Callable[[], RunForecast]) -> str:
 def show_command(chosen: Examined | None, *choices: Any) -> tuple[str, str]:
     """Show the command line and the plan that do the same elsewhere."""
     try:
-        plan = read_plan(chosen, *choices)
+        plan = read_form(chosen, *choices)
     except LinearizerError:  # what is wrong stands beside the slider
         return "", ""
     return plan.command(), plan.to_json()
@@ -114,7 +114,7 @@ def show_command(chosen: Examined | None, *choices: Any) -> tuple[str, str]:
 @handler
 def start_run(browser: Browser, *choices: Any) -> tuple[Any, ...]:
     """Start a run of the form; from here on the page only watches."""
-    plan, asked = read_plan(*choices), plan_form.read_written(choices)
+    plan, asked = read_form(*choices), plan_form.read_written(choices)
     return watch_run(browser, actions.start_run(browser.visitor, plan, asked))
 
 

@@ -47,7 +47,7 @@ def choose_model(ui: SimpleNamespace) -> None:
     gr.HTML(
         '<div class="lz-hero"><div><p>A language model keeps every token that it has read, so its memory grows with '
         "the text. Linearizer turns a model of the Hub into a student whose memory stays the same, and measures what "
-        f"that costs before anything is published.</p>{example if has_example() else ''}</div>{draw_picture()}</div>",
+        f"that costs before anything is published.</p>{example if has_example() else ''}</div>{sketch_memory()}</div>",
         elem_id="hero",
     )
     lead("Which model?", "Search the Hub, name a local folder, or take the demo. Nothing is downloaded yet.")
@@ -59,7 +59,7 @@ def choose_model(ui: SimpleNamespace) -> None:
     ui.to_budget = gr.Button("Continue", variant="primary", interactive=False, elem_id="to-budget")
 
 
-def draw_picture() -> str:
+def sketch_memory() -> str:
     """Sketch what a teacher and its student keep while a text is read, after three lengths of it."""
     bars = []
     for place, (length, cache) in enumerate(zip(LENGTHS, CACHES, strict=True)):

@@ -35,12 +35,13 @@ def compare_step(ui: SimpleNamespace) -> None:
                 setattr(ui, side, gr.HTML(elem_id=side))
                 setattr(ui, f"{side}_card", gr.HTML(elem_id=f"{side}-card"))
     ui.compare_note = gr.HTML(elem_id="compare-note")
-    read_part(ui)
-    evaluate_part(ui)
-    publish_part(ui)
+    place_reading(ui)
+    place_results(ui)
+    place_evaluation(ui)
+    place_publishing(ui)
 
 
-def read_part(ui: SimpleNamespace) -> None:
+def place_reading(ui: SimpleNamespace) -> None:
     """Place what a student reads once, and the questions that it then answers from its state."""
     with gr.Accordion("Read a document once, ask often", open=False, elem_id="read-part"):
         gr.HTML(
@@ -62,8 +63,8 @@ def read_part(ui: SimpleNamespace) -> None:
         ui.answer = gr.HTML(elem_id="answer")
 
 
-def evaluate_part(ui: SimpleNamespace) -> None:
-    """Place what a student costs, the parts that were measured, and the choices of a further evaluation."""
+def place_results(ui: SimpleNamespace) -> None:
+    """Place what a student costs, and the parts that were measured."""
     lead(
         "Evaluate",
         "How much of its teacher the student kept. The same code measures both, and what could stand in the student’s "
@@ -92,6 +93,10 @@ def evaluate_part(ui: SimpleNamespace) -> None:
                     with gr.Column(min_width=440) as place:
                         ui.part_charts[part] += [place, chart(figure.title, figure.text)]
             ui.part_tables[part] = gr.HTML()
+
+
+def place_evaluation(ui: SimpleNamespace) -> None:
+    """Place the choices of a further evaluation."""
     lead(
         "Measure more",
         "The evaluation goes on when you close the page. After a stop it resumes at the part that was not finished.",
@@ -111,7 +116,7 @@ def evaluate_part(ui: SimpleNamespace) -> None:
     ui.evaluating = gr.HTML(elem_id="evaluating")
 
 
-def publish_part(ui: SimpleNamespace) -> None:
+def place_publishing(ui: SimpleNamespace) -> None:
     lead("Publish", "The student becomes a model of the Hub, with a card that shows these results.")
     with gr.Accordion("Publish to the Hub", open=False, elem_id="publish-part") as ui.publish_part:
         with gr.Row():

@@ -227,7 +227,7 @@ def wire_compare(ui: SimpleNamespace) -> None:
     ui.publish.click(handlers.publish_run, target, ui.timer, **ONCE)
 
 
-def serve(port: int | None = None, host: str | None = None) -> None:
+def serve_page(port: int | None = None, host: str | None = None) -> None:
     """Show the page; on a Space limits are kept, and no token is used but its visitor's own."""
     os.environ.setdefault("GRADIO_ANALYTICS_ENABLED", "False")
     os.environ["GRADIO_ANALYTICS_CACHE_FREQUENCY"] = str(10**9)  # else statistics of all events are made at every event

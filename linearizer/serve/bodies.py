@@ -84,7 +84,7 @@ class CompletionBody(Body):
         return [tokenizer(each, verbose=False)["input_ids"] if isinstance(each, str) else each for each in prompts]
 
 
-class Part(BaseModel):
+class TextPart(BaseModel):
     type: Literal["text"]
     text: str
 
@@ -93,7 +93,7 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[Part]
+    content: str | list[TextPart]
 
     def plain(self) -> dict[str, str]:
         """Give the message as chat templates know it."""

@@ -23,7 +23,7 @@ def plan_of(values):
     """Read the form as the page does when Start is pressed."""
     model, budget, effort, may_grow, way, listed, *fields = values
     listed = listed if isinstance(listed, str) else ""
-    options = {"may_grow": may_grow, "recipe": recipe_of(way, listed), **plan_form.read_options(tuple(fields))}
+    options = {"may_grow": may_grow, "recipe": recipe_of(way, listed), **plan_form.read_fields(tuple(fields))}
     return actions.make_plan(model, budget, effort, options)
 
 
