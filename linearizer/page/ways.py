@@ -84,7 +84,7 @@ def recipe_choices() -> list[tuple[str, str]]:
     for name in sorted(LISTED, key=lambda name: not RECIPES[name].reference):  # published methods first
         recipe = RECIPES[name]
         about, quality = f"{upper_first(name_fields(recipe.about))}.", (begins_like(name), expected_quality(name))
-        lines = upper_first(recipe.label), about, recipe.reference or "Ours.", *quality
+        lines = upper_first(recipe.label), about, upper_first(recipe.reference) or "Ours.", *quality
         choices.append(("\n".join(filter(None, lines)), name))
     return choices
 
