@@ -147,11 +147,11 @@ def training_card(status: Status, events: Sequence[Mapping[str, Any]], now: floa
     """Say how a training goes."""
     if not events:
         if not status.run.plan.trains:
-            return untrained_note("The plan asks for no training: continue to the last step.")
+            return untrained_note("The plan asks for no training, so there is nothing to see here.")
         allocation = status.run.allocation
         features = allocation and any(head.features for row in allocation.heads for head in row)
         if allocation and not features and not status.run.plan.changes_weights:
-            return untrained_note("No head has features in this allocation, so there is nothing to train: continue.")
+            return untrained_note("No head has features in this allocation, so there is nothing to train.")
         return message_box("Training begins when the teacher is measured.")
     last = events[-1]
     pairs = [("step", f"{last['done']} of {last['total']}"), ("tokens a second", f"{last['tokens_per_second']:,.0f}")]

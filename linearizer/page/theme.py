@@ -169,7 +169,7 @@ progress::-moz-progress-bar { background: var(--slider-color); }
 .js-plotly-plot .modebar-container { display: none; }
 .lz-chart .lz-later { font-weight: 500; margin-top: .25rem; }
 .lz-figure:not(:has(.empty)) .lz-later, #step-5:not(:has(#compare:disabled)) #awaited,
-#note:has(.lz-message) ~ #steps #awaited { display: none; }
+#note:has(.lz-message) ~ #steps #awaited, #step-5:has(#compare:disabled) #stop-writing { display: none; }
 #step-4:has(.lz-untrained) .lz-chart { display: none; }
 #teacher, #student, #answer { font-family: var(--font-mono); font-size: .9rem; line-height: 1.5; height: 15rem;
   overflow-y: auto !important;

@@ -26,7 +26,7 @@ def test_what_waits_says_what_for(waiting):
 def test_a_step_that_has_nothing_to_show_yet_says_what_will_be_there(tmp_path):
     plans = {
         "Training begins when the teacher is measured.": Plan.of("features", model="demo", budget=64),
-        "The plan asks for no training: continue to the last step.": Plan("demo", budget=64),
+        "The plan asks for no training, so there is nothing to see here.": Plan("demo", budget=64),
     }
     for place, (sentence, plan) in enumerate(plans.items()):
         run = Run.create(tmp_path / str(place), plan)
