@@ -99,8 +99,8 @@ class RunState:
         if not live or now - self.drawn > CURVE_SECONDS or now < self.drawn:
             self.drawn = now
             mark = (len(self.training), self.training[-1]["done"] if self.training else 0)
-            self.put("losses", mark, lambda: self.figure("draw_training_losses"))
-            self.put("error", mark, lambda: self.figure("draw_errors"))
+            self.put("losses", mark, lambda: self.draw_training("draw_training_losses"))
+            self.put("error", mark, lambda: self.draw_training("draw_errors"))
         self.draw_evaluation()
         read = run.folder / DOCUMENT_FACTS
         self.put("reading", read.stat().st_mtime_ns if read.is_file() else "", lambda: cards.reading_card(run))
@@ -119,16 +119,16 @@ class RunState:
             self.freedoms = allocation_charts.read_freedoms(profile)
             self.notes = allocation_charts.describe_far_errors(profile)
             self.put("curves", "measured", lambda: allocation_charts.draw_freedom_curves(profile).to_json())
-        self.put("map", (len(self.freedoms), bool(self.notes), self.run.has_file("inspection.json")), self.map)
+        self.put("map", (len(self.freedoms), bool(self.notes), self.run.has_file("inspection.json")), self.draw_map)
         self.put("deciding", "by the plan", lambda: html.message_box(cards.DECIDING[run.plan.rules.decided_by]))
         if "prices" not in self.pieces and run.has_file("prices.json"):
-            self.put("prices", "measured", self.price_map)
+            self.put("prices", "measured", self.draw_prices)
         if "measured" in self.pieces or decidable(run):
             self.put("measured", "yes", lambda: True)
             path = run.folder / "allocation.json"
             self.put("shares", path.stat().st_mtime_ns if path.is_file() else "predicted", lambda: True)
 
-    def price_map(self) -> str | None:
+    def draw_prices(self) -> str | None:
         """Draw the kl of every head, all by the option that an equal share of the budget buys."""
         from linearizer.publish import allocation_charts
 
@@ -138,7 +138,7 @@ class RunState:
         option = allocation_charts.priced_alike(prices, layers, self.run.plan.budget or 0)
         return allocation_charts.draw_price_map(prices, layers, option).to_json()
 
-    def map(self) -> str | None:
+    def draw_map(self) -> str | None:
         """Draw the degrees of freedom that are measured so far."""
         from linearizer.publish import allocation_charts
 
@@ -148,7 +148,7 @@ class RunState:
             else None
         )
 
-    def figure(self, name: str) -> str | None:
+    def draw_training(self, name: str) -> str | None:
         """Draw the training."""
         from linearizer.publish import training_charts
 
@@ -180,9 +180,9 @@ class RunState:
             self.put("memory", mark, lambda: training_charts.draw_state_size(layers, fixed, growth).to_json())
             priced = self.run.plan.rules.decided_by == "prices" and self.run.has_file("prices.json")
             if priced and language is not None:
-                self.put("frontier", mark, lambda: self.frontier(allocation, language.result))
+                self.put("frontier", mark, lambda: self.draw_frontier(allocation, language.result))
 
-    def frontier(self, allocation: Allocation, language: Language) -> str:
+    def draw_frontier(self, allocation: Allocation, language: Language) -> str:
         """Draw the kl that the prices predict for every budget, and what judging measured at this run's."""
         from linearizer.publish import allocation_charts
 

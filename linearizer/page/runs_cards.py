@@ -42,7 +42,7 @@ def runs_table(statuses: Sequence[Status], now: float | None = None) -> str:
             [
                 *what,
                 f"{state_sign(status.state)} {escape(state_words(status))}",
-                *judged_of(status.run),
+                *quality_cells(status.run),
                 escape(ago(status.begun, now)),
                 escape(size(status.disk_bytes)),
                 f"<code>{escape(name)}</code>",
@@ -62,7 +62,7 @@ def state_words(status: Status) -> str:
     return f"{STEP_SENTENCES.get(status.step['event'], status.state)}, {100 * done // total} %"
 
 
-def judged_of(run: Run) -> tuple[str, str]:
+def quality_cells(run: Run) -> tuple[str, str]:
     """Say the kl and the agreement of a run's student; a dash where it is not judged."""
     try:
         part = run.results.get("language")

@@ -94,6 +94,7 @@ def test_what_comes_from_outside_is_escaped(root):
         runs_cards.runs_table([status]),
         cards.files_table([(odd, 1)], 1),
         cards.sending_card(odd, None, odd),
+        cards.sending_card(odd, None, None),
         cards.published_card({"repo_id": odd, "revision": odd, "url": odd}),
         html.table(odd, [odd], [[odd, odd]]),
     ):
