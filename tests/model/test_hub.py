@@ -164,7 +164,7 @@ def test_pickles_beside_safetensors_do_no_harm(tiny_llama, tmp_path):
     folder = tmp_path / "both"
     shutil.copytree(tiny_llama, folder)
     torch.save({}, folder / "pytorch_model.bin")
-    assert find_model(str(folder)).parameters == 108_992
+    assert find_model(str(folder)).weights.parameters == 108_992
 
 
 def test_token_of_the_user_is_used_at_home_but_never_on_a_space(monkeypatch):
