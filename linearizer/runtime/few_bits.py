@@ -232,7 +232,12 @@ def scales_in(x: Tensor, bits: int) -> Tensor:
     """Read the scales (…, 1), as fp32."""
     if bits == 8:
         return power(x[..., -1:])
-    return x[..., -SCALE_BYTES:].contiguous().view(torch.bfloat16).float()
+    return view_scales(x).float()
+
+
+def view_scales(x: Tensor) -> Tensor:
+    """View the last bytes of rows as scales: a copy of them, as numbers of two bytes have to begin at an even one."""
+    return x[..., -SCALE_BYTES:].clone(memory_format=torch.contiguous_format).view(torch.bfloat16)
 
 
 def power(exponent: Tensor) -> Tensor:

@@ -37,7 +37,7 @@ COMMON = r"""
 #include <string.h>
 
 typedef REAL vec __attribute__((vector_size(32), aligned(32), may_alias));
-enum { LANES = 32 / sizeof(REAL), TILE = 2 * LANES };
+enum { LANES = 32 / sizeof(REAL), TILE = 2 * LANES, ROWS = 4 };
 
 static const REAL EMPTY = -1e30, TINIEST = 0x1p-100, TRIED[3] = {1.0, 0.85, 0.7};
 
@@ -83,6 +83,42 @@ static REAL best_scale(const REAL *x, long dim, const REAL *limits) {
         if (error < best_error) best_error = error, best = scale;
     }
     return best;
+}
+
+/* e^x for x that is at most 0; 0 where that nearly underflows. */
+static inline REAL exponential(REAL x) {
+    if (sizeof(REAL) == 8) return exp(x);
+    float y = x < -87 ? -87 : x, whole = rintf(y * 1.44269504f), r = y - whole * 0.693359375f + whole * 2.12194440e-4f;
+    float sum = 1.9875691500e-4f;
+    sum = sum * r + 1.3981999507e-3f, sum = sum * r + 8.3334519073e-3f, sum = sum * r + 4.1665795894e-2f;
+    sum = sum * r + 1.6666665459e-1f, sum = sum * r + 5.0000001201e-1f, sum = sum * r * r + r + 1;
+    int32_t bits = ((int32_t)whole + 127) << 23;
+    float power;
+    memcpy(&power, &bits, 4);
+    return x < -87 ? 0 : sum * power;
+}
+
+/* Sums of products of ROWS rows, whose numbers lie `step` apart, with some columns of a matrix, in the order of rows of
+   that: the same bits for a row, whichever are beside it. */
+static inline __attribute__((always_inline)) void multiply_columns(
+    const REAL *const *a, long step, long inner, const REAL *b, long width, int count, REAL *out, long out_width,
+    int more) {
+    vec sum[ROWS][2];
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < count; c++) sum[r][c] = more ? *(vec *)(out + r * out_width + c * LANES) : (vec){0};
+    for (long d = 0; d < inner; d++)
+        for (int r = 0; r < ROWS; r++)
+            for (int c = 0; c < count; c++) sum[r][c] += a[r][d * step] * *(const vec *)(b + d * width + c * LANES);
+    for (int r = 0; r < ROWS; r++)
+        for (int c = 0; c < count; c++) *(vec *)(out + r * out_width + c * LANES) = sum[r][c];
+}
+
+/* The same with all columns, which fill whole lanes, added to what is there if there is more. */
+static void multiply(const REAL *const *a, long step, long inner, const REAL *b, long width, long columns, REAL *out,
+                     long out_width, int more) {
+    long j = 0;
+    for (; j + TILE <= columns; j += TILE) multiply_columns(a, step, inner, b + j, width, 2, out + j, out_width, more);
+    if (j < columns) multiply_columns(a, step, inner, b + j, width, 1, out + j, out_width, more);
 }
 """
 
@@ -181,9 +217,9 @@ def whole_numbers(*numbers: int) -> Any:
     return (ctypes.c_int64 * len(numbers))(*numbers)
 
 
-def addresses_of(*tensors: Tensor) -> Any:
+def addresses_of(*tensors: Tensor | None) -> Any:
     """Lay the addresses of tensors out as a kernel reads them; the tensors have to live on."""
-    return (ctypes.c_void_p * len(tensors))(*(x.data_ptr() for x in tensors))
+    return (ctypes.c_void_p * len(tensors))(*(None if x is None else x.data_ptr() for x in tensors))
 
 
 @functools.cache

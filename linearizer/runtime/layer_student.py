@@ -4,6 +4,7 @@ Every KV head is one of four kinds: an exact window, a window and features, a wi
 merged into, or softmax over all tokens. Heads that hold the same are a group and are computed together.
 """
 
+from functools import partial
 from typing import Any
 
 import torch
@@ -11,13 +12,15 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .feature_maps import FEATURE_MAPS, FeatureMap, Folded
-from .few_bits import BY_AXIS
+from .few_bits import BY_AXIS, round_vectors
 from .kernel_dispatch import attend_token_of_layer, kernel_serves_text_slots, linear_attention, slot_attention
-from .kernel_slots_in_c import merges_in_c
+from .kernel_in_c import may_run_in_c
+from .kernel_layer_in_c import read_in_c
 from .kernel_token_table import TokenGroup
+from .kernel_trial import kernels_accept, passes_trial
 from .matrix_rule import RULES, MatrixRule, ScaledRule
 from .slots_merging import Merger, Merging
-from .slots_torch import read_text, read_together, slots_of_state
+from .slots_torch import read_text, read_together
 from .softmax_parts import get_folded
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice
 from .state_in_few_bits import Axes, FewBits, attend_in_few_bits, pack_state, unpack_state
@@ -25,6 +28,8 @@ from .token_buffer import WindowGroup, attend_token_in_buffer
 
 Tensor = torch.Tensor
 SOFTMAX = "softmax"
+TRIAL_HELD = ([6, 0, 5, 3], [7, 0, 0, 0])  # of heads on which the kernel in C is tried, of each number of bits
+TRIAL_ENDS, TRIAL_SCALE = (17, 18, 30), 0.5  # of the calls for its text
 
 
 def generator_at(seed: int, *place: int) -> torch.Generator:
@@ -206,10 +211,13 @@ class LayerStudent(nn.Module):
         for each in self.groups:
             for head in each.heads:  # type: ignore[union-attr]
                 bits[head] = each.bits  # type: ignore[assignment]
+        self.kinds_of_bits = sorted({*bits})
         self.axes = Axes(bits, key_dim, value_dim or key_dim) if {*bits} & {*BY_AXIS} else None
         self.exact_values = (
             False  # values of any size, as they are: only to measure attention's weights, without memory
         )
+        self.in_c: bool | None = None  # whether the kernel in C reads; None: where a trial finds it right
+        self.found_right: set[tuple] = set()  # the types and sizes for which a trial did
 
     def reset(self, generator: torch.Generator) -> None:
         """Draw new features."""
@@ -251,14 +259,18 @@ class LayerStudent(nn.Module):
     ) -> Tensor:
         """Attend and update `memory`, a list with the state of every group.
 
-        A token of several groups may be one launch of a kernel, or a few operations in a buffer; heads with slots read
-        a text together; the other groups attend one by one.
+        Many groups may read in one call of a kernel; in PyTorch a token of many is a few operations in a buffer, heads
+        with slots read a text together, and the other groups attend one by one.
         """
         query = query.unflatten(1, (self.kv_heads, -1))
         batch, _, each, tokens, _ = query.shape  # what is put out lies as its layer wants it, token by token
         out = value.new_empty(batch, tokens, self.kv_heads, each, value.shape[-1]).permute(0, 2, 3, 1, 4)
         inputs = query, key, value, scale, real, out
         done = attend_token_of_layer(self.groups, memory, *inputs)  # type: ignore[arg-type]
+        if self.reads_in_c(query, key, value):
+            done += read_in_c(self.groups, memory, *inputs, self.axes, self.exact_values)  # type: ignore[arg-type]
+        if len(done) == len(self.groups):
+            return out.flatten(1, 2)
         done += attend_token_in_buffer(self.groups, memory, *inputs, done, self.axes)  # type: ignore[arg-type]
         if memory is not None:
             memory += [None] * (len(self.groups) - len(memory))
@@ -286,15 +298,51 @@ class LayerStudent(nn.Module):
             out[:, heads] = part.to(out.dtype)
         return out.flatten(1, 2)
 
+    def reads_in_c(self, q: Tensor, k: Tensor, v: Tensor) -> bool:
+        """Tell whether the kernel in C may read such a text; the first call tries it, beside PyTorch."""
+        if not may_run_in_c(q, k, v) or kernels_accept(q, k, v):
+            return False
+        if self.in_c is not None:
+            return self.in_c
+        group, *dims = sizes = q.shape[2], q.shape[-1], q.shape[-1] if self.exact_values else v.shape[-1]
+        if (q.dtype, *sizes) in self.found_right:
+            return True
+
+        def compute(bits: int, by_kernel: bool, dtype: torch.dtype) -> list[Tensor]:
+            trial: Any = LayerStudent([[*kind, bits] for kind in TRIAL_HELD], 1, dims[0], "prf", dims[1])
+            trial.reset(generator := generator_at(0))
+            trial.in_c, heads, tokens = by_kernel, len(TRIAL_HELD), TRIAL_ENDS[-1]
+            if bits in BY_AXIS:  # an error of a sum may change what a spread, of two bytes there, is rounded to
+                trial.groups[0].merger.gain.zero_()
+            asks = torch.randn(1, heads * group, tokens, dims[0], generator=generator)
+            kept = trial.stable(
+                bits, TRIAL_SCALE, *(torch.randn(1, heads, tokens, x, generator=generator) for x in dims)
+            )
+            text, memory = [x.to(q.dtype).to(dtype) for x in (asks, *kept)], []  # type: ignore[var-annotated]
+            trial.to(dtype)
+            edges = zip((0, *TRIAL_ENDS), TRIAL_ENDS, strict=False)
+            return [trial(*(x[:, :, begin:end] for x in text), TRIAL_SCALE, None, memory) for begin, end in edges]
+
+        if not all(
+            passes_trial("heads in C", q, (*sizes, bits), partial(compute, bits)) for bits in self.kinds_of_bits
+        ):
+            return False
+        self.found_right.add((q.dtype, *sizes))
+        return True
+
+    def stable(self, bits: int, scale: float, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Give keys and values that no error of a sum lets heads of so many bits round otherwise: rounded ones."""
+        if self.axes is None:
+            return (k, v) if bits == 16 else (round_vectors(k), round_vectors(v))
+        enter, back, _, enter_v, back_v, _ = self.axes.turned(k.dtype)
+        return round_vectors(k @ enter, bits) @ back / scale**0.5, round_vectors(v @ enter_v, bits) @ back_v
+
     def read_with_slots(
         self, left: list, memory: list | None, query: Tensor, key: Tensor, value: Tensor, small: dict, scale: float,
         real: Tensor | None,
     ) -> dict[int, Tensor]:  # fmt: skip
-        """Let all heads with slots that no kernels serve read a text; return what each group gives.
-
-        They read together, so that they merge a block at once; but where a kernel merges, one group after the other,
-        which takes less memory.
-        """
+        """Let all heads with slots that no kernels serve read a text, so that they merge a block at once; return what
+        each group gives."""
         readings, states = {}, {}
         parts: dict[int, Tensor] = {}
         as_token = query.shape[-2] == 1 and real is None and not torch.compiler.is_exporting()
@@ -316,10 +364,7 @@ class LayerStudent(nn.Module):
                 continue
             small.pop(index, None)
             states[index], reading = state, read_text(*inputs, real, state)
-            if merges_in_c(slots_of_state(state), k, v, merging):
-                (parts[index],) = read_together([reading])
-            else:
-                readings[index] = reading
+            readings[index] = reading
         parts |= zip(readings, read_together(list(readings.values())), strict=True)
         if memory is not None:
             for index, state in states.items():

@@ -18,8 +18,8 @@ The words of these files:
 
 Files: modeling_linearized, attention_interface, layer_student and cache connect it to transformers. Attention exists
 for {features, slots} × {texts, single tokens} × {PyTorch, Triton kernels}, which the names of the files say;
-token_buffer lets all windows and slots of a layer attend with a token at once. kernel_…_in_c do on a CPU what PyTorch
-does in many small operations.
+token_buffer lets all windows and slots of a layer attend with a token at once. On a CPU kernel_layer_in_c reads texts
+and tokens with all of them, in place of many small operations of PyTorch.
 """
 
 import torch

@@ -10,7 +10,6 @@ from dataclasses import dataclass
 
 import torch
 
-from .kernel_slots_in_c import merge_block_in_c, merge_blocks_in_c, merges_in_c
 from .slots_merging import (
     Merging,
     Rounding,
@@ -75,21 +74,18 @@ def merge_leaving(state: SlotState, merging: Merging, places: Sequence[int]) -> 
     """Give the slots of a state after the blocks have merged that leave before the tokens at these places attend."""
     window, block, device = merging.window, merging.block, state.weight.device
     held, sinks = slots_of_state(state), state.sink_k.shape[-2]
-    merge = merge_block
-    if merges_in_c(held, state.window_k, state.window_v, merging):
-        merge = merge_block_in_c
     if len({*places}) == 1 and block <= window:  # a stretch of the ring, which may go on at its begin
         first, begin = places[0] - window, (places[0] - window) % window
         k, v = (x[:, :, begin : begin + block] for x in (state.window_k, state.window_v))
         if (more := begin + block - window) > 0:
             k, v = torch.cat([k, state.window_k[:, :, :more]], 2), torch.cat([v, state.window_v[:, :, :more]], 2)
         comes = torch.tensor([first + place >= sinks for place in range(block)], device=device)
-        return merge(held, k, v, comes.expand(len(places), -1), merging)
+        return merge_block(held, k, v, comes.expand(len(places), -1), merging)
     comes = torch.tensor([block_leaves(place, window, block) for place in places], device=device)[:, None]
     place = torch.tensor([place - window for place in places], device=device)[:, None]
     place = place + torch.arange(block, device=device)
     k, v = (take_tokens(x, place % window) for x in (state.window_k, state.window_v))
-    return merge(held, k, v, comes & (place >= sinks), merging)
+    return merge_block(held, k, v, comes & (place >= sinks), merging)
 
 
 def slot_levels(held: SlotState | Slots, merging: Merging) -> Tensor:
@@ -203,10 +199,10 @@ def attend_pieces(pieces: list[Piece]) -> list[Tensor]:
 
 def merge_pieces(pieces: list[Piece]) -> list[Slots]:
     """Merge the blocks of all pieces, those that merge alike together; update the states."""
-    slots = {index: merge_in_c(piece) for index, piece in enumerate(pieces) if may_merge_in_c(piece)}
+    slots: dict[int, Slots] = {}
     alike: dict[tuple, list[list[int]]] = {}
     rows = [piece.state.weight.shape[2] + piece.merging.block for piece in pieces]
-    for index in sorted({*range(len(pieces))} - {*slots}, key=lambda index: -rows[index]):
+    for index in sorted(range(len(pieces)), key=lambda index: -rows[index]):
         piece = pieces[index]
         groups = alike.setdefault((piece.merging.block, piece.state.slot_k.dtype), [])
         heads = piece.state.weight.shape[:2].numel()
@@ -219,25 +215,9 @@ def merge_pieces(pieces: list[Piece]) -> list[Slots]:
     return [slots[index] for index in range(len(pieces))]
 
 
-def may_merge_in_c(piece: Piece) -> bool:
-    """Tell whether the kernel of a CPU may merge the blocks of a piece."""
-    return merges_in_c(slots_of_state(piece.state), piece.columns.k, piece.columns.v, piece.merging)
-
-
 def slots_of_state(state: SlotState) -> Slots:
     """Give what a state holds in slots."""
     return Slots(state.slot_k, state.slot_v, state.weight, state.spread)
-
-
-def merge_in_c(piece: Piece) -> Slots:
-    """Merge the blocks that leave the windows as some periods begin, by the kernel of a CPU; update the state."""
-    state, columns, leaving = piece.state, piece.columns, piece.leaving
-    slots = merge_blocks_in_c(
-        slots_of_state(state), columns.k, columns.v, leaving.index, leaving.present, piece.merging
-    )
-    k, v, state.weight, state.spread = (x.unflatten(0, leaving.index.shape[:2])[:, -1].clone() for x in slots.all())
-    state.slot_k, state.slot_v = k.to(state.slot_k.dtype), v.to(state.slot_v.dtype)
-    return slots
 
 
 def merge_blocks(pieces: list[Piece]) -> list[Slots]:

@@ -31,6 +31,7 @@ from .few_bits import (
     rotation,
     round_vectors,
     unpack_vectors,
+    view_scales,
 )
 from .state import as_slice, is_exact, least_count, remember_token, tensors, working_dtype
 
@@ -95,6 +96,17 @@ class Axes(nn.Module):
         v = v.to(working_dtype(v))
         axes, steps, middle = (x[heads].to(v.dtype) for x in (self.value_axes, self.value_steps, self.value_middle))
         return query, key, (v - middle[:, None]) @ (axes / steps[:, None])
+
+    def turned(self, dtype: torch.dtype) -> list[Tensor]:
+        """Give what takes keys apart, what puts them together, (heads, dim, dim), and their middle; then of values."""
+        parts = []
+        for axes, steps, middle in (
+            (self.key_axes, self.key_steps, self.key_middle),
+            (self.value_axes, self.value_steps, self.value_middle),
+        ):
+            axes, steps = axes.to(dtype), steps.to(dtype)[:, None]
+            parts += [axes / steps, (axes * steps).mT.contiguous(), middle.to(dtype).contiguous()]
+        return parts
 
     def back(self, out: Tensor, heads: Any) -> Tensor:
         """Give what some heads put out, (batch, heads, group, tokens, dim), of the mean of values that they kept."""
@@ -340,7 +352,7 @@ class AxisSide:
         """Read the numbers of bytes, the high before the low, and their scales."""
         whole = x[..., :-SCALE_BYTES].to(self.base.dtype)
         high = (whole * self.share).floor_()
-        scales = x[..., -SCALE_BYTES:].contiguous().view(torch.bfloat16).to(self.base.dtype)
+        scales = view_scales(x).to(self.base.dtype)
         return torch.cat([high, torch.addcmul(whole, high, self.base, value=-1)], -1), scales
 
 

@@ -21,15 +21,10 @@ from .few_bits import (
     scales_in,
     unpack_vectors,
 )
-from .kernel_in_c import may_run_in_c
-from .kernel_token_in_c import TokenInC
-from .kernel_trial import passes_trial
 from .slots_merging import Merging
 from .slots_torch import block_leaves, merge_leaving, slot_levels
 from .state import EMPTY, as_slice, first_places, is_traced, must_be_copied, number, tensors, working_dtype
 from .state_in_few_bits import Axes, AxisBytes, pack_counts, unpack_counts
-
-TRIAL_ROWS, TRIAL_SCALE = 12, 0.5
 
 Tensor = torch.Tensor
 
@@ -69,7 +64,6 @@ class TokenBuffer:
     bits: int  # of a number in keys and values; of those along axes, the least
     kinds: int  # buffers that the layer has, one for 16 bits, one for 8, and one for fewer
     axis_bytes: AxisBytes | None
-    in_c: TokenInC | None  # what attends in place of PyTorch
 
     @classmethod
     def of(
@@ -114,12 +108,7 @@ class TokenBuffer:
         axis_bytes, least = None, min(bits.values())
         if axes is not None and least in BY_AXIS:
             axis_bytes = axes(AxisBytes.of, axes, order, tuple(bits[head] for head in order), scale, dtype)
-        in_c = None
-        if q.dtype == k.dtype == v.dtype == dtype and token_in_c_is_right(q, v, least):
-            dims, sinks = (k.shape[-1], v.shape[-1]), first.sink_k.shape[-2]
-            given = order, all_heads, windows, sinks, q.shape[2], dims, least, scale, axis_bytes
-            in_c = TokenInC.of(buffers, level, *given)
-        kept = first.count, first.count.tolist(), ring, windows, least, kinds, axis_bytes, in_c
+        kept = first.count, first.count.tolist(), ring, windows, least, kinds, axis_bytes
         made = cls(groups, list(some), spots, order, chosen, buffers, level, views, *kept)
         for index in range(len(groups)):
             made.see(index, [place - 1 for place in made.places])
@@ -145,15 +134,12 @@ class TokenBuffer:
                 self.see_merged(index, before)
             if any(sink_leaves(group, place) for place in before):
                 self.see(index, before)
-        if self.in_c is not None and q.dtype == k.dtype == v.dtype == self.level.dtype:
-            self.in_c.attend(q, k, v, out, before)
-        else:  # under autocast, for one
-            self.attend_in_torch(q, k, v, scale, out)
+        self.attend_rows(q, k, v, scale, out)
         self.count, self.places = self.count + 1, [place + 1 for place in before]
         for group in self.groups:
             group.state.count = self.count
 
-    def attend_in_torch(self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
+    def attend_rows(self, q: Tensor, k: Tensor, v: Tensor, scale: float, out: Tensor) -> None:
         """Remember the token, then let its queries look at all rows."""
         if self.chosen is not None:
             q, k, v = (x.index_select(1, self.chosen) for x in (q, k, v))
@@ -259,41 +245,6 @@ class TokenBuffer:
         state.weight, state.spread = counts.get("weight", slots.weight), counts.get("spread", slots.spread)
         for own, new in zip(kept, self.joined(slots.k, slots.v), strict=True):
             own[..., window:, :] = pack_vectors(new, bits) if bits < 16 else new
-
-
-def token_in_c_is_right(q: Tensor, v: Tensor, bits: int) -> bool:
-    """Try the kernel in C for such queries and values."""
-    if not may_run_in_c(q, v):
-        return False
-    group, (key_dim, value_dim) = q.shape[2], (q.shape[-1], v.shape[-1])
-
-    def compute(by_kernel: bool, dtype: torch.dtype) -> Sequence[Tensor]:
-        generator = torch.Generator("cpu").manual_seed(0)
-        drawn = [torch.randn(1, 2, TRIAL_ROWS, dim, generator=generator, device="cpu") for dim in (key_dim, value_dim)]
-        ask = torch.randn(1, 2, group, 1, key_dim, generator=generator, device="cpu").to(dtype)
-        k, v = (x.to(dtype) for x in drawn)
-        axis_bytes, together = None, [torch.stack([k, v])] if key_dim == value_dim else [k[None], v[None]]
-        if bits in BY_AXIS:
-            axes = Axes([bits] * 2, key_dim, value_dim)
-            axes.reset()
-            axis_bytes = AxisBytes.of(axes, [0, 1], (bits, bits), TRIAL_SCALE, dtype)
-            sides = zip(axis_bytes.sides, together, strict=True)
-            together = [side.pack_vectors(x) for side, x in sides]
-        elif bits < 16:
-            together = [pack_vectors(x, bits) for x in together]
-        level, windows = k.new_zeros(1, 2, TRIAL_ROWS), torch.full((2,), TRIAL_ROWS - 2)
-        ring = (torch.arange(2 * len(together[0])) * TRIAL_ROWS + 1).view(-1, 1, 2)
-        sizes = [0, 1], 2, windows, 1, group, (key_dim, value_dim), bits, TRIAL_SCALE, axis_bytes
-        in_c = TokenInC.of(together, level, *sizes) if by_kernel else None
-        kept = torch.tensor([5]), [5], ring, windows, bits, 1, axis_bytes, in_c
-        buffer, out = (
-            TokenBuffer([], [], [], [0, 1], None, together, level, [], *kept),
-            v.new_empty(1, 2, group, 1, value_dim),
-        )
-        buffer.attend(ask, k[:, :, :1], v[:, :, :1], TRIAL_SCALE, out)
-        return [out]
-
-    return passes_trial("single tokens in C", q, (group, key_dim, value_dim, bits), compute)
 
 
 def order_heads(groups: list[list[int]]) -> tuple[list[int], list[Any]]:

@@ -10,14 +10,12 @@ pytest.importorskip("triton")
 
 from linearizer.runtime import (
     kernel_dispatch,
-    kernel_slots_in_c,
     kernel_text_features,
     kernel_text_gradients,
     kernel_text_slots,
     kernel_token_features,
     kernel_token_slots,
     kernel_trial,
-    token_buffer,
 )
 from linearizer.runtime.kernel_dispatch import linear_attention, slot_attention
 from linearizer.runtime.slots_merging import Merging
@@ -36,9 +34,7 @@ DEVICE = "cuda" if ON_GPU else "cpu"
 
 @pytest.fixture(autouse=True)
 def untried(monkeypatch):
-    """Nothing is known yet, and Triton's interpreter counts as a device, which has no kernels in C."""
-    for module in (kernel_slots_in_c, token_buffer):
-        monkeypatch.setattr(module, "may_run_in_c", lambda *tensors: False)
+    """Nothing is known yet, and Triton's interpreter counts as a device."""
     monkeypatch.setattr(kernel_trial, "_verdicts", {})
     monkeypatch.setattr(kernel_trial, "DEVICES", {DEVICE})
     monkeypatch.setattr(kernel_text_features, "SEGMENT", 32)

@@ -1,4 +1,4 @@
-"""Heads of a layer that hold windows and slots of all sizes read together, and give what each gives alone."""
+"""Heads of a layer with windows and slots of all sizes read together in PyTorch, and give what each gives alone."""
 
 import copy
 
@@ -17,6 +17,12 @@ MIXED = [  # along axes, beside heads of 8 bits and of 16
     [9, 0, 0, 0, 5],
 ]  # fmt: skip
 GROUP, SINKS, SCALE, LENGTH = 2, 2, 0.5, 40
+
+
+@pytest.fixture(autouse=True)
+def in_pytorch(monkeypatch):
+    """No kernel reads in PyTorch's place."""
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
 
 
 def layer(held=HELD, dim=4, value_dim=0):

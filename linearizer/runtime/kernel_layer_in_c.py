@@ -1,0 +1,390 @@
+"""Reading by heads with windows, alone or with slots, on a CPU by a kernel in C: what PyTorch does, up to rounding.
+
+In PyTorch a layer that reads takes hundreds of operations, whose calls take longer than their work. The kernel reads a
+text or a token for all these heads of a layer: it takes keys and values as they will be kept, merges the blocks that
+leave, attends, and writes the states. What a row sees is summed in the order of places, so that results depend neither
+on how a text was cut into calls nor on the number of threads. The reference are slots_torch.py and features_torch.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+
+from .few_bits import BY_AXIS, SCALE_BYTES, byte_count, limits_of, places_in_bytes
+from .kernel_in_c import Kernel, addresses_of, load_kernel, whole_numbers
+from .kernel_state_in_c import SOURCE as STATE
+from .slots_merging import Merging
+from .state import ExactState, FeatureState, SlotState, tensors, working_dtype
+from .state_in_few_bits import Axes
+
+VECTORS = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v")
+HELD = (*VECTORS, "weight", "spread")  # of states, in the order of the kernel
+TOKENS, STRIDES, OF_CALL = 3, slice(9, 25), slice(1, 7)  # where a call's own sizes and tensors lie
+
+Tensor = torch.Tensor
+
+SOURCE = (
+    STATE
+    + r"""
+enum { NEXT, GROUPS, TEXTS, TOKENS, EACH, SINKS, KEY_DIM, VALUE_DIM, KEEPS, OF_Q, OF_K = OF_Q + 4, OF_V = OF_K + 4,
+       OF_OUT = OF_V + 4, LAYER_SIZES = OF_OUT + 4 };
+enum { HEADS, WINDOW, SLOTS, BLOCK, KEY_BITS, VALUE_BITS, SLOT_BITS, KEPT_BF16, GROUP_SIZES };
+enum { FACTORS, Q, K, V, OUT, COUNT, PRESENT, ENTER_K, BACK_K, MIDDLE_K, ENTER_V, BACK_V, MIDDLE_V, LAYER_TENSORS };
+enum { SCALE, ROOT };
+
+typedef struct {
+    const REAL *k, *v;
+    long count, k_width, v_width;
+} Part;
+
+static Side side_of(const int64_t *sizes, const int64_t *group, void **tensors, void **of, int v, long head) {
+    Side s = {.bits = group[KEY_BITS + v], .dim = sizes[KEY_DIM + v]};
+    s.size = padded(s.dim, LANES), s.limits = of[LIMITS_K + v];
+    s.width = s.bits == 16 ? s.dim * (long)sizeof(REAL) : s.dim + 1;
+    if (s.bits < 8) {
+        s.byte = of[PLACES_K + v], s.shift = s.byte + s.dim, s.mask = s.shift + s.dim;
+        s.width = s.byte[s.dim - 1] + 3;
+        void **axes = tensors + (v ? ENTER_V : ENTER_K);
+        s.enter = (REAL *)axes[0] + head * s.dim * s.dim, s.back = (REAL *)axes[1] + head * s.dim * s.dim;
+        s.middle = (REAL *)axes[2] + head * s.dim;
+    }
+    return s;
+}
+
+/* Hide a token from some rows. */
+static void hide(REAL *logits, long from, long to) {
+    for (long row = from > 0 ? from : 0; row < to; row++) logits[row] = EMPTY;
+}
+
+/* Let rows of tokens from a place on attend, and put out what they read; column after column, so that no row depends on
+   another. */
+static void attend(Reader *r, const int64_t *sizes, const REAL *q, REAL *out, long place, long found, REAL by) {
+    long each = r->each, used = found * each, rows = padded(used, LANES), last = place + found - 1, merged = 0, j = 0;
+    const REAL *a[ROWS];
+    Slots *slots = &r->slots;
+    if (slots->most && place >= r->window) merged = ((place - r->window) / r->block + 1) * r->block;
+    long from = slots->most ? merged : place - r->window + 1, behind = slots->most ? merged : last - r->window + 1;
+    from = from < 0 ? 0 : from > last + 1 || !r->window ? last + 1 : from, behind = behind < 0 ? 0 : behind;
+    long near = last + 1 - from, begin = from % r->room, whole = r->room - begin < near ? r->room - begin : near;
+    Part parts[PARTS] = {
+        {r->key.sinks, r->value.sinks, behind < r->sinks ? behind : r->sinks, r->key.size, r->value.size},
+        {r->key.ring + begin * r->key.size, r->value.ring + begin * r->value.size, whole, r->key.size, r->value.size},
+        {r->key.ring, r->value.ring, near - whole, r->key.size, r->value.size},
+        {slots->rows + slots->key + slots->value, slots->rows + slots->key, slots->count, slots->width, slots->width}};
+    REAL *asks = r->asks, *logits = r->logits;
+    for (long row = 0; row < rows; row++) {
+        long token = r->tokens[row < used ? row / each : 0];
+        const REAL *own = q + token * sizes[OF_Q + 3] + row % each * sizes[OF_Q + 2];
+        for (long d = 0; d < r->key.dim; d++) asks[d * rows + row] = row < used ? own[d] * by : 0;
+    }
+    if (r->key.bits < 8) {
+        REAL *turned = asks + padded(r->key.dim, ROWS) * rows;
+        for (long d = 0; d < r->key.dim; d += ROWS) {
+            for (int m = 0; m < ROWS; m++) a[m] = r->key.back + (d + m) * r->key.dim;
+            multiply(a, 1, r->key.dim, asks, rows, rows, turned + d * rows, rows, 0);
+        }
+        asks = turned;
+    }
+    for (Part *part = parts; part < parts + PARTS; part++) {
+        for (long i = 0; i < part->count; i += ROWS) {
+            for (long m = 0; m < ROWS; m++) a[m] = part->k + (i + m < part->count ? i + m : i) * part->k_width;
+            multiply(a, 1, r->key.dim, asks, rows, rows, logits + (j + i) * rows, rows, 0);
+        }
+        for (long i = 0; i < part->count; i++, j++) {
+            REAL *own = logits + j * rows;
+            long at = part == parts ? i : part == parts + 1 ? from + i : from + whole + i;
+            if (part == parts + 3) {
+                for (long row = 0; row < rows; row++) own[row] += r->level[i];
+            } else if (part == parts) {
+                if (!slots->most) hide(own, 0, (at + r->window - place) * each);
+            } else {
+                hide(own, 0, (at - place) * each);
+                if (!slots->most) hide(own, (at + r->window - place) * each, used);
+            }
+        }
+    }
+    memcpy(r->top, logits, rows * sizeof(REAL)), memset(r->sum, 0, rows * sizeof(REAL));
+    for (REAL *own = logits; own < logits + j * rows; own += rows)
+        for (long row = 0; row < rows; row++) r->top[row] = own[row] > r->top[row] ? own[row] : r->top[row];
+    for (REAL *own = logits; own < logits + j * rows; own += rows)
+        for (long row = 0; row < rows; row++) own[row] = exponential(own[row] - r->top[row]), r->sum[row] += own[row];
+    long size = r->value.size;
+    REAL *read = r->read, *turned = read + ROWS * size;
+    for (long row = 0; row < used; row += ROWS) {
+        j = 0;
+        for (Part *part = parts; part < parts + PARTS; part++) {
+            for (int m = 0; m < ROWS; m++) a[m] = logits + j * rows + row + m;
+            if (part->count) multiply(a, rows, part->count, part->v, part->v_width, size, read, size, j > 0);
+            j += part->count;
+        }
+        for (int m = 0; m < ROWS; m++)
+            for (long d = 0; d < size; d++) read[m * size + d] /= r->sum[row + m];
+        if (r->value.bits < 8) {
+            for (int m = 0; m < ROWS; m++) a[m] = read + m * size;
+            multiply(a, 1, r->value.dim, r->value.back, size, size, turned, size, 0);
+        }
+        for (long m = 0; m < ROWS && row + m < used; m++) {
+            REAL *own = out + r->tokens[(row + m) / each] * sizes[OF_OUT + 3] + (row + m) % each * sizes[OF_OUT + 2];
+            const REAL *given = (r->value.bits < 8 ? turned : read) + m * size;
+            for (long d = 0; d < r->value.dim; d++) own[d] = given[d] + (r->value.bits < 8 ? r->value.middle[d] : 0);
+        }
+    }
+}
+
+/* Let a block of tokens from a place on leave the window. */
+static void merge_block(Reader *r, long from) {
+    for (long p = from; p < from + r->block; p++) {
+        long at = p % r->room;
+        if (p >= r->sinks)
+            add_slot(&r->slots, r->key.ring + at * r->key.size, r->value.ring + at * r->value.size, 1, 0);
+    }
+    merge_slots(&r->slots);
+}
+
+static void level_slots(Reader *r, REAL gain) {
+    const Slots *s = &r->slots;
+    for (long i = 0; i < s->count; i++)
+        r->level[i] = (sizeof(REAL) == 4 ? logf(s->weight[i]) : log(s->weight[i])) + gain * s->spread[i];
+}
+
+static void prepare_merging(Slots *s, const REAL *metric, REAL factor) {
+    memset(s->columns, 0, (s->key + s->value) * s->room * sizeof(REAL));
+    memset(s->metric, 0, s->key_dim * s->key * sizeof(REAL));
+    for (long r = 0; r < s->key_dim; r++)
+        for (long c = 0; c < s->key_dim; c++) s->metric[c * s->key + r] = metric[r * s->key_dim + c] * factor;
+}
+
+/* Let one head of a text read. */
+static int read_head(const int64_t *sizes, void **tensors, const int64_t *group, void **of, long b, long h) {
+    const double *factors = tensors[FACTORS];
+    long head = ((int64_t *)of[HEAD])[h], tokens = sizes[TOKENS], zeros;
+    Reader r = {side_of(sizes, group, tensors, of, 0, head), side_of(sizes, group, tensors, of, 1, head)};
+    Slots *slots = &r.slots;
+    r.of = of, r.window = group[WINDOW], r.block = group[BLOCK], r.sinks = sizes[SINKS], r.each = sizes[EACH];
+    r.own = b * group[HEADS] + h, r.chunk = ROWS_AT_ONCE / r.each > 0 ? ROWS_AT_ONCE / r.each : 1;
+    r.chunk = r.chunk < tokens ? r.chunk : tokens, r.room = r.window + r.chunk;
+    slots->most = group[SLOTS], slots->room = slots->most ? padded(slots->most + r.block, TILE) : 0;
+    slots->key = r.key.size, slots->value = r.value.size, slots->width = 2 * r.key.size + r.value.size;
+    slots->key_dim = r.key.dim, slots->value_dim = r.value.dim, slots->bits = group[SLOT_BITS];
+    slots->kept_bf16 = group[KEPT_BF16], slots->limits_k = r.key.limits, slots->limits_v = r.value.limits;
+    char *memory = aligned_alloc(32, lay_out(&r, 0, &zeros));
+    if (!memory) return 0;
+    lay_out(&r, memory, &zeros), memset(memory, 0, zeros);
+
+    const REAL *q = (REAL *)tensors[Q] + b * sizes[OF_Q] + head * sizes[OF_Q + 1];
+    const REAL *k = (REAL *)tensors[K] + b * sizes[OF_K] + head * sizes[OF_K + 1];
+    const REAL *v = (REAL *)tensors[V] + b * sizes[OF_V] + head * sizes[OF_V + 1];
+    REAL *out = (REAL *)tensors[OUT] + b * sizes[OF_OUT] + head * sizes[OF_OUT + 1];
+    const uint8_t *present = tensors[PRESENT] ? (uint8_t *)tensors[PRESENT] + b * tokens : 0;
+    REAL root = factors[ROOT], by = r.key.bits < 8 ? factors[SCALE] / factors[ROOT] : factors[SCALE], gain = 0;
+    long before = sizes[KEEPS] ? ((int64_t *)tensors[COUNT])[b] : 0, place = before, merged = !before, prepared = 0;
+    if (slots->most) gain = ((REAL *)of[GAIN])[h];
+    if (sizes[KEEPS]) read_state(&r, before);
+    level_slots(&r, gain);
+    for (long t = 0; t < tokens;) {
+        long found = 0, limit = r.chunk, leaves = slots->most && place >= r.window && !((place - r.window) % r.block);
+        if (slots->most) {  /* rows that see the same slots */
+            long ahead = place < r.window ? r.window - place : r.block - (place - r.window) % r.block;
+            limit = ahead < limit ? ahead : limit;
+        }
+        for (; t < tokens && found < limit; t++) {
+            if (!present || present[t]) {
+                r.tokens[found++] = t;
+                continue;
+            }
+            for (long g = 0; g < r.each; g++)
+                memset(out + t * sizes[OF_OUT + 3] + g * sizes[OF_OUT + 2], 0, r.value.dim * sizeof(REAL));
+        }
+        if (!found) break;
+        if (leaves) {
+            if (!prepared)
+                prepare_merging(slots, (REAL *)of[METRIC] + h * r.key.dim * r.key.dim, r.key.bits < 8 ? 1 : root);
+            prepared = merged = 1;
+            merge_block(&r, place - r.window), level_slots(&r, gain);
+        }
+        take_tokens(&r, &r.key, k, sizes[OF_K + 3], found, root, place);
+        take_tokens(&r, &r.value, v, sizes[OF_V + 3], found, 1, place);
+        attend(&r, sizes, q, out, place, found, by);
+        place += found;
+    }
+    if (sizes[KEEPS]) write_state(&r, before, place, merged);
+    free(memory);
+    return 1;
+}
+
+/* Let all heads of a layer read that no other thread has begun. */
+int read_heads(int64_t *sizes, void **tensors) {
+    int done = 1;
+    for (;;) {
+        long next = __atomic_fetch_add(&sizes[NEXT], 1, __ATOMIC_RELAXED);
+        int64_t *group = sizes + LAYER_SIZES, *end = group + sizes[GROUPS] * GROUP_SIZES;
+        void **of = tensors + LAYER_TENSORS;
+        for (; group < end && next >= sizes[TEXTS] * group[HEADS]; group += GROUP_SIZES, of += GROUP_TENSORS)
+            next -= sizes[TEXTS] * group[HEADS];
+        if (group == end) return done;
+        done &= read_head(sizes, tensors, group, of, next / group[HEADS], next % group[HEADS]);
+    }
+}
+"""
+)
+
+
+@dataclass(slots=True)
+class LayerInC:
+    """What the kernel needs of some heads of a layer; all but a call's own lies at the same addresses."""
+
+    kernel: Kernel
+    sizes: Any
+    addresses: Any
+    work: torch.dtype
+    jobs: int  # heads of texts, which threads share
+    count: Tensor | None  # (batch,) tokens read, as all states have it
+    windows: dict[int, Tensor | None]  # of the state of each group that is served: while they are its own, all holds
+    kept: list  # what lives at the addresses
+
+    def __reduce__(self) -> tuple:
+        """Become nothing in a copy, whose tensors lie elsewhere."""
+        return type(None), ()
+
+    @staticmethod
+    def of(
+        groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, axes: Axes | None,
+        exact_values: bool,
+    ) -> LayerInC | None:  # fmt: skip
+        """Prepare for the groups that are served, and give them states of their own; None: PyTorch serves all."""
+        work, served, count = working_dtype(k), {}, torch.zeros(len(k), dtype=torch.long, device="cpu")
+        if (kernel := load_kernel("read_heads", SOURCE, work)) is None:
+            return None
+        for index, group in enumerate(groups):
+            state = None if memory is None or index >= len(memory) else memory[index]
+            held = group.window_group(scale, state)
+            if held is None or (held.merging is not None and held.merging.block > group.window):
+                continue
+            layout = layout_of(group, held.merging, k, v, work)
+            if state is not None and any(getattr(state, name).shape != shape for name, (shape, _) in layout.items()):
+                continue  # PyTorch refuses it
+            if q.shape[-2] > 1 or k.dtype == work or group.bits < 16:  # a state in another type changes it at each call
+                served[index] = group, held.merging, state, layout
+                count = count if state is None else state.count.contiguous()
+        if not served:
+            return None
+        if memory is not None:
+            memory += [None] * (len(groups) - len(memory))
+        dims, sinks = (k.shape[-1], v.shape[-1]), next(group.sinks for group, *_ in served.values())
+        sizes = [0, len(served), len(k), 0, q.shape[2], sinks, *dims, int(memory is not None), *[0] * 16]
+        kept = [torch.tensor([scale, scale**0.5], dtype=torch.float64, device="cpu"), *[None] * 6]
+        kept += [None] * 6 if axes is None else axes(axes.turned, work)
+        windows: dict[int, Tensor | None] = {}
+        for index, (group, merging, state, layout) in served.items():
+            bits, own, room = (group.bits, 16 if exact_values else group.bits), {}, (group.window, 0, 0)
+            if merging is not None:
+                room, own = (group.window, group.slots, group.block), {"metric": merging.metric, "gain": merging.gain}
+                own = {name: x.to(work).contiguous() for name, x in own.items()}
+            if memory is not None:
+                memory[index] = state = own_state(state, layout, count)
+                own |= tensors(state)
+            windows[index] = own.get("window_k")
+            sizes += [len(group.heads), *room, *bits, bits[1], int(group.bits == 16 and k.dtype != work)]
+            few = [(each, dim) if each in BY_AXIS else None for each, dim in zip(bits, dims, strict=True)]
+            kept += [torch.tensor(group.heads, device="cpu"), own.get("metric"), own.get("gain")]
+            kept += [None if pair is None else limits_of(*pair, work, k.device) for pair in few]
+            kept += [None if pair is None else places_in_bytes(*pair, k.device) for pair in few]
+            kept += [own.get(name) for name in HELD]
+        jobs = sum(len(k) * len(group.heads) for group, *_ in served.values())
+        return LayerInC(
+            kernel,
+            whole_numbers(*sizes),
+            addresses_of(*kept),
+            work,
+            jobs,
+            count if memory is not None else None,
+            windows,
+            kept,
+        )
+
+    def holds(self, memory: list, k: Tensor) -> bool:
+        """Tell whether the states still lie at the addresses: all that changes one replaces its count, too."""
+        if self.count is None or len(self.count) != len(k) or self.work != working_dtype(k):
+            return False
+        states = ((memory[index], window) for index, window in self.windows.items())
+        return all(state.count is self.count and state.window_k is window for state, window in states)
+
+    def read(self, memory: list | None, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, out: Tensor) -> None:
+        """Read a text or a token into `out`, q, k, v and out being those of the whole layer, and update the states."""
+        work, tokens = self.work, q.shape[-2]
+        given = [x.to(work) if x.stride(-1) == 1 else x.to(work).contiguous() for x in (q, k, v)] + [out.to(work)]
+        strides = [x.stride() if x.dim() == 5 else (*x.stride()[:2], 0, *x.stride()[2:]) for x in given]
+        self.sizes[0], self.sizes[TOKENS], self.sizes[STRIDES] = 0, tokens, [y for x in strides for y in x[:4]]
+        rest = self.count, None if real is None else real.contiguous()
+        self.addresses[OF_CALL] = [None if x is None else x.data_ptr() for x in (*given, *rest)]
+        threads = min(torch.get_num_threads(), self.jobs) if tokens > 1 else 1  # a token is read before they begin
+        if threads == 1:
+            done = [self.kernel(self.sizes, self.addresses)]
+        else:
+            with ThreadPoolExecutor(threads) as pool:  # a kernel lets other threads of Python work meanwhile
+                done = [*pool.map(self.kernel, [self.sizes] * threads, [self.addresses] * threads)]
+        if not all(done):
+            raise MemoryError("no memory to attend in")
+        if out.dtype != work:
+            out.copy_(given[3])
+        if memory is None or self.count is None:
+            return
+        self.count = self.count + (tokens if real is None else real.sum(-1))
+        for index in self.windows:
+            memory[index].count = self.count
+            for name, x in tensors(memory[index]).items() if k.dtype != work else ():
+                if name in VECTORS and x.is_floating_point():
+                    setattr(memory[index], name, x.to(k.dtype))
+
+
+def layout_of(group: Any, merging: Merging | None, k: Tensor, v: Tensor, work: torch.dtype) -> dict[str, tuple]:
+    """Give the shape and the type of what a group keeps."""
+    shape, bits = (len(k), len(group.heads)), group.bits
+    rows, kept = {"sink": group.sinks, "window": group.window}, {}
+    if merging is None:
+        kept = {"level": ((*shape, 0), work), "mean": ((*shape, 0, v.shape[-1]), work)}
+    else:
+        rows["slot"], kind = group.slots, torch.int16 if bits in BY_AXIS else work
+        kept = {name: ((*shape, group.slots), kind) for name in ("weight", "spread")}
+    kind = work if bits == 16 else torch.uint8 if bits in BY_AXIS else torch.int8
+    for side, dim in (("k", k.shape[-1]), ("v", v.shape[-1])):
+        width = dim if bits == 16 else dim + 1 if bits == 8 else byte_count(bits, dim) + SCALE_BYTES
+        kept |= {f"{name}_{side}": ((*shape, count, width), kind) for name, count in rows.items()}
+    return kept
+
+
+def own_state(state: ExactState | None, layout: dict[str, tuple], count: Tensor) -> Any:
+    """Give a state that nothing else shares; before the first token one of anything, which the kernel writes over."""
+    if state is None:
+        kept = {name: torch.empty(shape, dtype=kind, device="cpu") for name, (shape, kind) in layout.items()}
+        return (SlotState if "weight" in layout else FeatureState)(count=count, **kept)
+    kinds, how = {name: kind for name, (_, kind) in layout.items()}, {"memory_format": torch.contiguous_format}
+    return replace(
+        state, count=count, **{name: getattr(state, name).to(kinds[name], copy=True, **how) for name in kinds}
+    )
+
+
+def read_in_c(
+    groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
+    out: Tensor, axes: Axes | None, exact_values: bool = False,
+) -> list[int]:  # fmt: skip
+    """Read with all heads that the kernel serves, into `out`; return the indices of their groups.
+
+    q (batch, heads, group, tokens, dim), k, v and out are those of the whole layer, `memory` has the states of groups.
+    """
+    plans = [state.layer_in_c for state in memory or () if getattr(state, "layer_in_c", None) is not None]
+    if len(plans) == 1 and plans[0].holds(memory, k):
+        plan = plans[0]
+    else:
+        plan = LayerInC.of(groups, memory, q, k, v, scale, axes, exact_values)
+        if plan is None:
+            return []
+        if memory is not None:
+            memory[min(plan.windows)].layer_in_c = plan
+    plan.read(memory, q, k, v, real, out)
+    return list(plan.windows)

@@ -1,0 +1,374 @@
+"""What heads take and keep, in C: rows of numbers or bytes, slots that merge, and the state of one head.
+
+Slots merge as slots_merging.py says, up to rounding; what pairs cost is kept from one block to the next. A pair costs
+the same bits whichever of both has changed, so that results do not depend on how a text was cut into calls.
+kernel_layer_in_c.py reads with it.
+"""
+
+SOURCE = r"""
+enum {  /* tensors of a group of heads */
+       HEAD, METRIC, GAIN, LIMITS_K, LIMITS_V, PLACES_K, PLACES_V, SINK_K, SINK_V, WINDOW_K, WINDOW_V, SLOT_K,
+       SLOT_V, WEIGHT, SPREAD, GROUP_TENSORS };
+enum { ROWS_AT_ONCE = 32, PARTS = 4 };
+
+static const REAL TINY = 1e-30, MOST_TOKENS = 32767;
+
+/* The slots of one head: rows of metric·k, v and k, each padded to whole vectors; and what distances are made of. */
+typedef struct {
+    long count, room, most, key, value, width;  /* slots held, places for them, how many stay; padded sizes */
+    long key_dim, value_dim, bits, kept_bf16;
+    const REAL *limits_k, *limits_v;
+    REAL *rows, *columns, *cost;                /* (room, width), (key + value, room), (room, room) */
+    REAL *key_square, *value_square, *weight, *inverse, *spread, *dots, *sums;
+    REAL *metric;                               /* (key_dim, key), turned */
+    char *changed, *gone;
+    long *order, *partner;
+} Slots;
+
+static void round_vector(REAL *x, long dim, long bits, long kept_bf16, const REAL *limits) {
+    if (kept_bf16)
+        for (long d = 0; d < dim; d++) x[d] = as_bf16(x[d]);
+    if (bits == 16) return;
+    if (bits == 8) {
+        float top = 0, scale;
+        for (long d = 0; d < dim; d++) top = fabsf((float)x[d]) > top ? fabsf((float)x[d]) : top;
+        uint32_t number;
+        memcpy(&number, &top, 4);
+        number = (number + 0x1FFFF) & 0x7F800000u;
+        memcpy(&scale, &number, 4);
+        scale = fminf(fmaxf(scale * 0x1p-6f, 0x1p-24f), 0x1p121f);
+        for (long d = 0; d < dim; d++) x[d] = ROUND(x[d] / (REAL)scale) * (REAL)scale;
+        return;
+    }
+    REAL scale = best_scale(x, dim, limits);
+    for (long d = 0; d < dim; d++) x[d] = code_of(x[d], scale, limits[d]) * scale;
+}
+
+/* How the keys or the values of one head are taken, and kept in rows of a state; and what is exact of them. */
+typedef struct {
+    long bits, dim, size, width;            /* of a row: padded numbers, bytes */
+    const REAL *limits, *enter, *back, *middle;
+    const int64_t *byte, *shift, *mask;
+    REAL *sinks, *ring, *taken, *turned;
+} Side;
+
+static void read_row(const Side *s, const char *row, REAL *x) {
+    if (s->bits == 16) {
+        memcpy(x, row, s->width);
+    } else if (s->bits == 8) {
+        REAL scale = (REAL)ldexpf(1, ((const int8_t *)row)[s->dim]);
+        for (long d = 0; d < s->dim; d++) x[d] = ((const int8_t *)row)[d] * scale;
+    } else {
+        const uint8_t *bytes = (const uint8_t *)row;
+        uint32_t number = (uint32_t)(bytes[s->width - 2] | bytes[s->width - 1] << 8) << 16;
+        float scale;
+        memcpy(&scale, &number, 4);
+        for (long d = 0; d < s->dim; d++)
+            x[d] = ((REAL)(bytes[s->byte[d]] >> s->shift[d] & s->mask[d]) - s->limits[d]) * scale;
+    }
+}
+
+/* Write a vector that was rounded before. */
+static void write_row(const Side *s, const REAL *x, char *row) {
+    if (s->bits == 16) {
+        memcpy(row, x, s->width);
+    } else if (s->bits == 8) {
+        float top = 0;
+        int32_t number;
+        for (long d = 0; d < s->dim; d++) top = fabsf((float)x[d]) > top ? fabsf((float)x[d]) : top;
+        memcpy(&number, &top, 4);
+        number = (number + 0x1FFFF - (133 << 23)) >> 23;
+        number = number < -24 ? -24 : number > 121 ? 121 : number;
+        REAL by = (REAL)ldexpf(1, -number);
+        for (long d = 0; d < s->dim; d++) row[d] = (int8_t)ROUND(x[d] * by);
+        row[s->dim] = (int8_t)number;
+    } else {
+        uint8_t *bytes = (uint8_t *)row;
+        REAL scale = best_scale(x, s->dim, s->limits);
+        float rounded = (float)scale;
+        uint32_t number;
+        memcpy(&number, &rounded, 4);
+        memset(bytes, 0, s->width);
+        for (long d = 0; d < s->dim; d++)
+            bytes[s->byte[d]] |= (uint8_t)(code_of(x[d], scale, s->limits[d]) + s->limits[d]) << s->shift[d];
+        bytes[s->width - 2] = number >> 16, bytes[s->width - 1] = number >> 24;
+    }
+}
+
+static void add_slot(Slots *s, const REAL *k, const REAL *v, REAL weight, REAL spread) {
+    REAL *row = s->rows + s->count * s->width;
+    memcpy(row + s->key, v, s->value * sizeof(REAL));
+    memcpy(row + s->key + s->value, k, s->key * sizeof(REAL));
+    s->weight[s->count] = weight, s->spread[s->count] = spread, s->changed[s->count++] = 1;
+}
+
+/* Complete a slot whose v and k are in its row. */
+static void measure_slot(Slots *s, long i) {
+    REAL *row = s->rows + i * s->width, *k = row + s->key + s->value;
+    vec *seen = (vec *)row;
+    memset(row, 0, s->key * sizeof(REAL));
+    for (long c = 0; c < s->key_dim; c++) {
+        const vec *metric = (const vec *)(s->metric + c * s->key);
+        for (long r = 0; r < s->key / LANES; r++) seen[r] += k[c] * metric[r];
+    }
+    REAL key = 0, value = 0;
+    for (long d = 0; d < s->key; d++) key += row[d] * row[d];
+    for (long d = 0; d < s->value; d++) value += row[s->key + d] * row[s->key + d];
+    s->key_square[i] = key, s->value_square[i] = value, s->inverse[i] = 1 / s->weight[i];
+    for (long d = 0; d < s->key + s->value; d++) s->columns[d * s->room + i] = row[d];
+}
+
+/* Products of some slots with all, over some of the columns: the same bits for a pair, whichever is a row. */
+static void multiply_slots(const Slots *s, long from, long to, const long *some, REAL *out) {
+    const REAL *rows[ROWS], *columns = s->columns + from * s->room;
+    for (int r = 0; r < ROWS; r++) rows[r] = columns + some[r];
+    multiply(rows, s->room, to - from, columns, s->room, padded(s->count, LANES), out, s->room, 0);
+}
+
+/* Compute what merging costs each pair of which a slot has changed. */
+static void measure_pairs(Slots *s) {
+    long n = s->count, found = 0, some[ROWS];
+    REAL *key = s->dots, *value = s->dots + ROWS * s->room;
+    for (long i = 0; i < n; i++)
+        if (s->changed[i]) measure_slot(s, i);
+    for (long i = 0; i < n || found;) {
+        for (; i < n && found < ROWS; i++)
+            if (s->changed[i]) some[found++] = i;
+        if (!found) break;
+        for (long r = found; r < ROWS; r++) some[r] = some[0];
+        multiply_slots(s, 0, s->key, some, key);
+        multiply_slots(s, s->key, s->key + s->value, some, value);
+        for (long r = 0; r < found; r++) {
+            REAL *cost = s->cost + some[r] * s->room, *kk = key + r * s->room, *vv = value + r * s->room;
+            REAL a = s->key_square[some[r]], b = s->value_square[some[r]], own = s->inverse[some[r]];
+            for (long j = 0; j < n; j++) {
+                REAL x = a + s->key_square[j] - 2 * kk[j], y = b + s->value_square[j] - 2 * vv[j];
+                x = x * x / (own + s->inverse[j]);
+                cost[j] = x * x * (y > TINY ? y : TINY);
+            }
+            cost[some[r]] = INFINITY;
+            for (long j = 0; j < n; j++) s->cost[j * s->room + some[r]] = cost[j];
+            s->changed[some[r]] = 0;
+        }
+        found = 0;
+    }
+}
+
+/* Choose which slots go, and into which that stay. */
+static void choose_pairs(Slots *s, long most) {
+    long n = s->count, chosen = 0;
+    REAL lanes[LANES];
+    memset(s->gone, 0, n);
+    for (long i = 0; i < n; i++) {
+        REAL best = INFINITY;
+        const REAL *cost = s->cost + i * s->room;
+        for (long j = i / LANES * LANES; j < i; j++) best = cost[j] < best ? cost[j] : best;
+        for (long l = 0; l < LANES; l++) lanes[l] = INFINITY;
+        for (long j = 0; j < i / LANES * LANES; j += LANES)
+            for (long l = 0; l < LANES; l++) lanes[l] = cost[j + l] < lanes[l] ? cost[j + l] : lanes[l];
+        for (long l = 0; l < LANES; l++) best = lanes[l] < best ? lanes[l] : best;
+        s->dots[i] = best;
+        long at = chosen < most ? chosen : most;
+        while (at > 0 && best < s->dots[s->order[at - 1]]) at--;
+        if (at == most) continue;
+        chosen = chosen < most ? chosen + 1 : most;
+        for (long o = chosen - 1; o > at; o--) s->order[o] = s->order[o - 1];
+        s->order[at] = i;
+    }
+    for (long o = 0; o < most; o++) s->gone[s->order[o]] = 1;
+    for (long o = 0; o < most; o++) {
+        const REAL *cost = s->cost + s->order[o] * s->room;
+        long partner = -1;
+        for (long j = 0; j < n; j++)
+            if (!s->gone[j] && (partner < 0 || cost[j] < cost[partner])) partner = j;
+        s->partner[o] = partner;
+    }
+}
+
+/* Merge what goes into what stays. */
+static void merge_pairs(Slots *s, long most) {
+    for (long o = 0; o < most; o++) {
+        long into = s->partner[o];
+        if (into < 0) continue;
+        REAL *row = s->rows + into * s->width, total = s->weight[into];
+        REAL square = total * s->key_square[into], spread = total * s->spread[into];
+        for (long d = 0; d < s->width; d++) s->sums[d] = total * row[d];
+        for (long p = o; p < most; p++) {
+            if (s->partner[p] != into) continue;
+            long from = s->order[p];
+            REAL weight = s->weight[from], *other = s->rows + from * s->width;
+            square += weight * s->key_square[from], spread += weight * s->spread[from], total += weight;
+            for (long d = 0; d < s->width; d++) s->sums[d] += weight * other[d];
+            s->partner[p] = -1;
+        }
+        for (long d = 0; d < s->width; d++) row[d] = s->sums[d] / total;
+        spread = square / total + spread / total;
+        REAL of_mean = 0;
+        for (long d = 0; d < s->key; d++) of_mean += row[d] * row[d];
+        spread = spread > of_mean ? spread - of_mean : 0;
+        if (s->bits < 8) spread = as_bf16(spread), total = total > MOST_TOKENS ? MOST_TOKENS : total;
+        s->weight[into] = total, s->spread[into] = spread, s->changed[into] = 1;
+        round_vector(row + s->key, s->value_dim, s->bits, s->kept_bf16, s->limits_v);
+        round_vector(row + s->key + s->value, s->key_dim, s->bits, s->kept_bf16, s->limits_k);
+    }
+}
+
+/* Close the gaps that slots left which went. */
+static void close_gaps(Slots *s) {
+    long n = s->count, kept = 0, first;
+    for (long i = 0; i < n; i++)
+        if (!s->gone[i]) s->order[kept++] = i;
+    for (first = 0; first < kept && s->order[first] == first;) first++;
+    for (long i = 0; i < kept; i++) {
+        long from = s->order[i];
+        if (from != i) {
+            memcpy(s->rows + i * s->width, s->rows + from * s->width, s->width * sizeof(REAL));
+            s->key_square[i] = s->key_square[from], s->value_square[i] = s->value_square[from];
+            s->weight[i] = s->weight[from], s->inverse[i] = s->inverse[from], s->spread[i] = s->spread[from];
+            s->changed[i] = s->changed[from];
+            memcpy(s->cost + i * s->room, s->cost + from * s->room, first * sizeof(REAL));
+        }
+        REAL *to = s->cost + i * s->room, *cost = s->cost + from * s->room;
+        for (long j = first; j < kept; j++) to[j] = cost[s->order[j]];
+    }
+    for (long d = 0; d < s->key + s->value; d++) {
+        REAL *column = s->columns + d * s->room;
+        for (long j = first; j < kept; j++) column[j] = column[s->order[j]];
+    }
+    s->count = kept;
+}
+
+/* Merge the cheapest pairs until as many slots are left as may stay. */
+static void merge_slots(Slots *s) {
+    long most = s->count - s->most;
+    if (most <= 0) return;
+    measure_pairs(s);
+    choose_pairs(s, most);
+    merge_pairs(s, most);
+    close_gaps(s);
+}
+
+typedef struct {
+    Side key, value;
+    Slots slots;
+    long window, block, room, sinks, each, own, chunk;  /* room: of the rings; own: the head in a state */
+    void **of;                                          /* tensors of the group */
+    REAL *asks, *logits, *top, *sum, *read, *level;
+    long *tokens;
+} Reader;
+
+/* The row of a state's tensor; there are `rows` for each head. */
+static char *row_of(const Reader *r, const Side *s, int tensor, long rows, long row) {
+    return (char *)r->of[tensor + (s == &r->value)] + (r->own * rows + row) * s->width;
+}
+
+/* Lay out what reading takes in memory, and count its bytes; the first part begins with zeros. */
+static long lay_out(Reader *r, char *memory, long *zeros) {
+    long used = 0, most = r->slots.most, room = r->slots.room, key = r->key.size, value = r->value.size;
+    long rows = padded(r->chunk * r->each, LANES), tokens = r->sinks + r->room + room + PARTS * ROWS;
+    Slots *slots = &r->slots;
+#define TAKE(x, count) (x = (void *)(memory + used), used += padded((count) * (long)sizeof *(x), 32))
+    TAKE(r->key.sinks, r->sinks * key), TAKE(r->value.sinks, r->sinks * value);
+    TAKE(r->key.ring, r->room * key), TAKE(r->value.ring, r->room * value);
+    TAKE(r->key.taken, ROWS * key), TAKE(r->value.taken, ROWS * value);
+    *zeros = used;
+    TAKE(r->key.turned, ROWS * key), TAKE(r->value.turned, ROWS * value), TAKE(r->tokens, r->chunk);
+    TAKE(r->asks, 2 * padded(r->key.dim, ROWS) * rows), TAKE(r->logits, tokens * rows), TAKE(r->top, rows);
+    TAKE(r->sum, rows), TAKE(r->read, 2 * ROWS * value), TAKE(r->level, room);
+    if (!most) return used;
+    TAKE(slots->rows, room * slots->width), TAKE(slots->columns, (key + value) * room), TAKE(slots->cost, room * room);
+    TAKE(slots->key_square, room), TAKE(slots->value_square, room), TAKE(slots->weight, room);
+    TAKE(slots->inverse, room), TAKE(slots->spread, room), TAKE(slots->dots, 2 * ROWS * room);
+    TAKE(slots->sums, slots->width), TAKE(slots->metric, r->key.dim * key), TAKE(slots->changed, room);
+    TAKE(slots->gone, room), TAKE(slots->order, room), TAKE(slots->partner, room);
+#undef TAKE
+    return used;
+}
+
+/* Read what a state holds after so many tokens; before the first, write what nothing is. */
+static void read_state(Reader *r, long count) {
+    for (int v = 0; v < 2; v++) {
+        Side *s = v ? &r->value : &r->key;
+        if (count) {
+            for (long i = 0; i < r->sinks && i < count; i++)
+                read_row(s, row_of(r, s, SINK_K, r->sinks, i), s->sinks + i * s->size);
+            for (long p = count > r->window ? count - r->window : 0; p < count; p++)
+                read_row(s, row_of(r, s, WINDOW_K, r->window, p % r->window), s->ring + p % r->room * s->size);
+            continue;
+        }
+        for (long i = 0; i < r->sinks; i++) write_row(s, s->taken, row_of(r, s, SINK_K, r->sinks, i));
+        for (long i = 0; i < r->window; i++) write_row(s, s->taken, row_of(r, s, WINDOW_K, r->window, i));
+    }
+    Slots *slots = &r->slots;
+    for (long i = 0; count && i < slots->most; i++) {
+        REAL *row = slots->rows + slots->count * slots->width, weight, spread;
+        long at = r->own * slots->most + i;
+        if (slots->bits < 8) {
+            uint32_t number = (uint32_t)((uint16_t *)r->of[SPREAD])[at] << 16;
+            float read;
+            memcpy(&read, &number, 4);
+            weight = ((int16_t *)r->of[WEIGHT])[at], spread = read;
+        } else {
+            weight = ((REAL *)r->of[WEIGHT])[at], spread = ((REAL *)r->of[SPREAD])[at];
+        }
+        if (!(weight > 0)) continue;
+        memset(row, 0, slots->width * sizeof(REAL));
+        read_row(&r->value, row_of(r, &r->value, SLOT_K, slots->most, i), row + slots->key);
+        read_row(&r->key, row_of(r, &r->key, SLOT_K, slots->most, i), row + slots->key + slots->value);
+        slots->weight[slots->count] = weight, slots->spread[slots->count] = spread, slots->changed[slots->count++] = 1;
+    }
+}
+
+/* Write what has changed from a place on. */
+static void write_state(Reader *r, long from, long to, int merged) {
+    Slots *slots = &r->slots;
+    for (int v = 0; v < 2; v++) {
+        Side *s = v ? &r->value : &r->key;
+        for (long p = from; p < to && p < r->sinks; p++)
+            write_row(s, s->sinks + p * s->size, row_of(r, s, SINK_K, r->sinks, p));
+        for (long p = to - from > r->window ? to - r->window : from; p < to; p++)
+            write_row(s, s->ring + p % r->room * s->size, row_of(r, s, WINDOW_K, r->window, p % r->window));
+        if (!merged) continue;
+        memset(s->taken, 0, s->size * sizeof(REAL));
+        for (long i = 0; i < slots->most; i++) {
+            const REAL *row = slots->rows + i * slots->width + slots->key + (v ? 0 : slots->value);
+            write_row(s, i < slots->count ? row : s->taken, row_of(r, s, SLOT_K, slots->most, i));
+        }
+    }
+    for (long i = 0; merged && i < slots->most; i++) {
+        long at = r->own * slots->most + i;
+        REAL weight = i < slots->count ? slots->weight[i] : 0, spread = i < slots->count ? slots->spread[i] : 0;
+        if (slots->bits < 8) {
+            float given = (float)spread;
+            uint32_t number;
+            memcpy(&number, &given, 4);
+            ((int16_t *)r->of[WEIGHT])[at] = (int16_t)weight, ((uint16_t *)r->of[SPREAD])[at] = number >> 16;
+        } else {
+            ((REAL *)r->of[WEIGHT])[at] = weight, ((REAL *)r->of[SPREAD])[at] = spread;
+        }
+    }
+}
+
+/* Take the keys or the values of some tokens into the ring, as they will be kept. */
+static void take_tokens(Reader *r, Side *s, const REAL *x, long apart, long found, REAL factor, long place) {
+    const REAL *rows[ROWS];
+    for (int m = 0; m < ROWS; m++) rows[m] = s->taken + m * s->size;
+    for (long i = 0; i < found; i += ROWS) {
+        long some = found - i < ROWS ? found - i : ROWS;
+        for (long m = 0; m < some; m++) {
+            REAL *row = s->taken + m * s->size;
+            memcpy(row, x + r->tokens[i + m] * apart, s->dim * sizeof(REAL));
+            if (s->bits < 8)
+                for (long d = 0; d < s->dim; d++) row[d] = row[d] * factor - s->middle[d];
+        }
+        if (s->bits < 8) multiply(rows, 1, s->dim, s->enter, s->size, s->size, s->turned, s->size, 0);
+        for (long m = 0; m < some; m++) {
+            long p = place + i + m;
+            REAL *row = s->ring + p % r->room * s->size;
+            memcpy(row, (s->bits < 8 ? s->turned : s->taken) + m * s->size, s->size * sizeof(REAL));
+            round_vector(row, s->dim, s->bits, 0, s->limits);
+            if (p < r->sinks) memcpy(s->sinks + p * s->size, row, s->size * sizeof(REAL));
+        }
+    }
+}
+"""
