@@ -35,6 +35,7 @@ from linearizer.run.prices import SMALLEST, KlOfLayer, Prices
 from linearizer.run.sharing import ALL, Share
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 
+MANY = 4  # blocks of slots
 Place = tuple[int, int, int]  # layer, KV head, option
 
 
@@ -51,6 +52,7 @@ def options_to_price(
     The largest are three quarters of a text: the few heads that recall need that much. With slots a head may also hold
     a whole text, token by token: in few bits that takes no more than what merges its last quarter in many.
     `far` names what holds older tokens: "slots", "features", or "" for nothing but `memories`.
+    Beside many slots the window is two blocks: a smaller one would merge its tokens more often.
     What `fewer` bits cost is measured once for a head, with its whole cache, and added to the price of what it holds.
     """
     most = 3 * length // 4
@@ -65,10 +67,14 @@ def options_to_price(
         beside = sorted({(window, min(count, rows)) for window, count in slim + even})
         held += [Head(window, count, bits=bits, memory=memory) for window, count in beside]
     if far == "slots" and least > SMALLEST:
+        wide = 2 * least
+        narrow, many = ([pair for pair in slim if (pair[1] > MANY * least) == is_many] for is_many in (False, True))
+        slim = [*narrow, *((wide, count) for _, count in [narrow[-1], *many])]
         slim += [(least // 2, count) for count in list_doublings(least // 4, 2 * least)]
-        slim.append((least, length - least))
+        slim.append((wide, length - wide))
     if far:
-        held = [Head(window=window, bits=bits, **{far: count}) for window, count in slim + even] + held  # type: ignore[arg-type]
+        pairs = dict.fromkeys(slim + even)
+        held = [Head(window=window, bits=bits, **{far: count}) for window, count in pairs] + held  # type: ignore[arg-type]
     return tuple(windows + held + rounded)
 
 

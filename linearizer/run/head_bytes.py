@@ -16,7 +16,7 @@ BITS = (4, 5, 6, 8, 16)  # that a number in keys and values may have
 SUMMED = 4  # bytes of a number in a running state
 SINKS = 4  # tokens at the start of a text that most models lean on
 TILE = 16  # features that a kernel computes at once, and the fewest of a head
-BLOCK = 16  # tokens that leave a window at once where slots take them
+BLOCK = 16  # tokens that leave a window at once, at the least, where slots take them and the window has room
 
 
 @dataclass(frozen=True)
@@ -43,8 +43,11 @@ class Head:
 
     @property
     def block(self) -> int:
-        """How many tokens are merged at once; more where there are many slots, since each time costs slots²."""
-        return min(self.window, max(BLOCK, self.slots // 8))
+        """How many tokens are merged at once; more where there are many slots, since each time costs slots².
+
+        Half of a window stays exact: a head that looks at the token before would find it merged where all have left.
+        """
+        return min(max(1, self.window // 2), max(BLOCK, self.slots // 8))
 
     @property
     def in_brief(self) -> str:
