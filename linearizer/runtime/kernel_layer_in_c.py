@@ -293,7 +293,7 @@ class LayerInC:
             few = [(each, dim) if each in BY_AXIS else None for each, dim in zip(bits, dims, strict=True)]
             kept += [torch.tensor(group.heads, device="cpu"), own.get("metric"), own.get("gain")]
             kept += [None if pair is None else limits_of(*pair, work, k.device) for pair in few]
-            kept += [None if pair is None else places_in_bytes(*pair, k.device) for pair in few]
+            kept += [None if pair is None else places_in_bytes(*pair, k.device).to(torch.int32) for pair in few]
             kept += [own.get(name) for name in HELD]
         jobs = sum(len(k) * len(group.heads) for group, *_ in served.values())
         return LayerInC(

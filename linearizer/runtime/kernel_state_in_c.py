@@ -48,7 +48,7 @@ static void round_vector(REAL *x, long dim, long bits, long kept_bf16, const REA
 typedef struct {
     long bits, dim, size, width;            /* of a row: padded numbers, bytes */
     const REAL *limits, *enter, *back, *middle;
-    const int64_t *byte, *shift, *mask;
+    const int32_t *byte, *shift, *mask;
     REAL *sinks, *ring, *taken, *turned;
 } Side;
 
@@ -63,8 +63,10 @@ static void read_row(const Side *s, const char *row, REAL *x) {
         uint32_t number = (uint32_t)(bytes[s->width - 2] | bytes[s->width - 1] << 8) << 16;
         float scale;
         memcpy(&scale, &number, 4);
+        int32_t whole[s->width];  /* which vectors of numbers are gathered from */
+        for (long w = 0; w < s->width - 2; w++) whole[w] = bytes[w];
         for (long d = 0; d < s->dim; d++)
-            x[d] = ((REAL)(bytes[s->byte[d]] >> s->shift[d] & s->mask[d]) - s->limits[d]) * scale;
+            x[d] = ((REAL)(whole[s->byte[d]] >> s->shift[d] & s->mask[d]) - s->limits[d]) * scale;
     }
 }
 

@@ -2,6 +2,7 @@
 
 Makes the demo's student at the bytes of a budget for every far field, or takes that of a run. Both take turns in one
 process on one thread, and the processor's time counts, so that the ratios hold on a machine that does other work.
+Memory is measured in a turn of its own, in which what is freed goes back at once: what the heap keeps would count, too.
 Writes results/speed-cpu.json after every row; rows of other fields, lengths and batches stay (speed_chart.py draws it).
 """
 
@@ -19,6 +20,7 @@ from linearizer import pipeline
 from linearizer.amounts import size
 from linearizer.evaluate.setup import assembled, environment
 from linearizer.evaluate.speed import Meter
+from linearizer.model.memory import keep_freed_memory, return_freed_memory
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.run.folder import Run
@@ -93,21 +95,25 @@ def measured(setup, arguments):
         meter.time_texts(min(arguments.lengths), 1)  # what is done once is not timed
     for batch in arguments.batches:
         for length in arguments.lengths:
+            return_freed_memory()
+            peaks = {name: meter.time_texts(length, batch).peak_bytes for name, meter in meters.items()}
+            keep_freed_memory()
             paces, begin = {name: [] for name in SUBJECTS}, time.process_time()
             for turn in range(arguments.turns):
                 if turn and time.process_time() - begin > ENOUGH:
                     break
                 for name, meter in meters.items():
                     paces[name].append(meter.time_texts(length, batch))
-            row = {"length": length, "batch": batch} | {name: best(result) for name, result in paces.items()}
+            row = {"length": length, "batch": batch} | {
+                name: best(result, peaks[name]) for name, result in paces.items()
+            }
             yield row | ratios(row)
 
 
-def best(paces):
-    """The fastest reading and writing, and the smallest peak: what else the machine does only adds to them."""
-    pace = asdict(paces[0])
+def best(paces, peak):
+    """The fastest reading and writing: what else the machine does only adds to their time."""
+    pace = asdict(paces[0]) | {"peak_bytes": peak}
     pace["read_rate"], pace["write_rate"] = max(p.read_rate for p in paces), max(p.write_rate for p in paces)
-    pace["peak_bytes"] = None if pace["peak_bytes"] is None else min(p.peak_bytes for p in paces)
     return {name: pace[name] for name in ("read_rate", "write_rate", "peak_bytes", "state_bytes")}
 
 
