@@ -173,11 +173,13 @@ int unpack_codes(const int64_t *sizes, void **tensors) {
 
 def may_run_in_c(*tensors: Tensor) -> bool:
     """Tell whether kernels in C may compute with tensors: they give no gradients."""
-    if any(x.device.type != "cpu" for x in tensors) or is_traced():
+    if is_traced() or os.environ.get("LINEARIZER_KERNELS") == "0":
         return False
-    if torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
-        return False
-    return os.environ.get("LINEARIZER_KERNELS") != "0"
+    gradients = torch.is_grad_enabled()
+    for x in tensors:  # a generator would take longer than all of this, at each token of each layer
+        if not x.is_cpu or (gradients and x.requires_grad):
+            return False
+    return True
 
 
 def codes_in_c(x: Tensor, limits: Tensor) -> tuple[Tensor, Tensor] | None:

@@ -246,6 +246,7 @@ class LayerInC:
     count: Tensor | None  # (batch,) tokens read, as all states have it
     windows: dict[int, Tensor | None]  # of the state of each group that is served: while they are its own, all holds
     kept: list  # what lives at the addresses
+    strides: Any = None  # of the last call's tensors
 
     def __reduce__(self) -> tuple:
         """Become nothing in a copy, whose tensors lie elsewhere."""
@@ -317,9 +318,15 @@ class LayerInC:
     def read(self, memory: list | None, q: Tensor, k: Tensor, v: Tensor, real: Tensor | None, out: Tensor) -> None:
         """Read a text or a token into `out`, q, k, v and out being those of the whole layer, and update the states."""
         work, tokens = self.work, q.shape[-2]
-        given = [x.to(work) if x.stride(-1) == 1 else x.to(work).contiguous() for x in (q, k, v)] + [out.to(work)]
-        strides = [x.stride() if x.dim() == 5 else (*x.stride()[:2], 0, *x.stride()[2:]) for x in given]
-        self.sizes[0], self.sizes[TOKENS], self.sizes[STRIDES] = 0, tokens, [y for x in strides for y in x[:4]]
+        if not q.dtype == k.dtype == v.dtype == work:
+            q, k, v = (x.to(work) for x in (q, k, v))
+        given = [*(x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v)), out.to(work)]
+        strides = [x.stride() for x in given]
+        if strides != self.strides:
+            self.strides = strides
+            each = [x if len(x) == 5 else (*x[:2], 0, *x[2:]) for x in strides]
+            self.sizes[STRIDES] = [y for x in each for y in x[:4]]
+        self.sizes[0], self.sizes[TOKENS] = 0, tokens
         rest = self.count, None if real is None else real.contiguous()
         self.addresses[OF_CALL] = [None if x is None else x.data_ptr() for x in (*given, *rest)]
         threads = min(torch.get_num_threads(), self.jobs) if tokens > 1 else 1  # a token is read before they begin
@@ -337,9 +344,9 @@ class LayerInC:
         self.count = self.count + (tokens if real is None else real.sum(-1))
         for index in self.windows:
             memory[index].count = self.count
-            for name, x in tensors(memory[index]).items() if k.dtype != work else ():
+            for name, x in tensors(memory[index]).items() if out.dtype != work else ():
                 if name in VECTORS and x.is_floating_point():
-                    setattr(memory[index], name, x.to(k.dtype))
+                    setattr(memory[index], name, x.to(out.dtype))
 
 
 def layout_of(group: Any, merging: Merging | None, k: Tensor, v: Tensor, work: torch.dtype) -> dict[str, tuple]:
