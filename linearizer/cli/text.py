@@ -185,7 +185,7 @@ def describe_heads(allocation: Allocation) -> str:
         "left softmax": [head for head in heads if head.softmax],
     }
     counts = ", ".join(f"{len(held)} KV heads {kind}" for kind, held in kinds.items() if held)
-    return f"{counts}, {allocation.sinks} sinks, {allocation.bits_in_words} bits a number"
+    return f"{counts}, {allocation.sinks} sink{'s' * (allocation.sinks != 1)}, {allocation.bits_in_words} bits a number"
 
 
 def describe_run(run: Run) -> str:
