@@ -118,10 +118,10 @@ def ask_run(wish: str) -> Callable:
 @handler
 def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
     """Share out another budget without the model. The bars travel with the card, and the browser draws them."""
-    run = browser.find_run() if browser.run_name else None
-    if run is None or not run.has_file("profile.json"):
-        return "", False
     try:
+        run = browser.find_run() if browser.run_name else None
+        if run is None or not run.has_file("profile.json"):
+            return "", False
         figure, card = draw_shares(run, int(budget))
     except LinearizerError as error:
         return html.message_box(str(error), "bad"), True
@@ -253,7 +253,10 @@ def publish_run(browser: Browser, owner: str, repo: str, private: bool) -> Any:
 @handler
 def list_runs(browser: Browser) -> tuple[str, Any, Any, Any]:
     """List the visitor's runs; what was chosen to be compared or deleted stays."""
-    table, names, idle = lay_out_runs(browser.visitor)
+    try:
+        table, names, idle = lay_out_runs(browser.visitor)
+    except LinearizerError as error:
+        return html.message_box(str(error), "bad"), *[gr.skip()] * 3
     return table, gr.Dropdown(choices=idle), gr.Dropdown(choices=names), gr.Dropdown(choices=names)
 
 
@@ -270,7 +273,10 @@ def compare_runs(browser: Browser, first: str | None, second: str | None) -> str
     """Set two runs side by side."""
     if not first or not second:
         return ""
-    return runs_cards.comparison_card(browser.visitor.find_run(first), browser.visitor.find_run(second))
+    try:
+        return runs_cards.comparison_card(browser.visitor.find_run(first), browser.visitor.find_run(second))
+    except LinearizerError as error:
+        return html.message_box(str(error), "bad")
 
 
 @handler

@@ -34,7 +34,7 @@ from linearizer.serve.local_requests import LOCAL_HOSTS, LocalRequests
 # Gradio tells every part that ever showed progress of the progress of every event, which copies the figures in it
 # again and again: so an event without progress names no part for it, and an event with progress names one.
 HIDDEN: dict[str, Any] = {"show_progress": "hidden", "show_progress_on": [], "api_visibility": "private"}
-QUICK: dict[str, Any] = {**HIDDEN, "queue": False}
+QUICK: dict[str, Any] = {**HIDDEN, "queue": False}  # of these Gradio shows no error: they return sentences
 SLOW: dict[str, Any] = {"show_progress": "minimal", "api_visibility": "private", "concurrency_limit": 4}
 PAIR = (("One run", "first"), ("Another run", "second"))
 QUEUE_SECONDS = 0.02  # between two looks of an idle server for work: Gradio looks a thousand times a second

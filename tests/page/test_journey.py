@@ -190,6 +190,9 @@ def test_runs_are_listed_opened_and_deleted(local, browser, done):
         facts = page.locator("#compared tbody tr").all_inner_texts()
         for fact in ("kl, nats per token", "agreement", "state", "heads hold", "writes, tokens/s", "recipe"):
             assert any(fact in row for row in facts), fact
+        page.locator("#second input").fill("none")
+        page.locator("#second input").press("Enter")
+        shown(page, "#compared", "'none' is none of your runs")
         page.locator(f"#runs a[href$='run={done}']").click()
         shown(page, "#run-card", "done")
 

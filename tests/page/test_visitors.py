@@ -5,7 +5,7 @@ import time
 import pytest
 
 from linearizer.errors import ModelNotAvailable, RequestError
-from linearizer.page import actions, cards, plan_cards, runs_cards
+from linearizer.page import actions, cards, handlers, plan_cards, runs_cards
 from linearizer.page.visitors import find_visitor, new_secret
 from linearizer.publish import html
 from linearizer.run.folder import Run
@@ -100,6 +100,13 @@ def test_what_comes_from_outside_is_escaped(root):
     ):
         assert "<img" not in shown
         assert "<b>" not in shown
+
+
+def test_a_list_without_a_visitor_says_so(space):
+    listed, *choices = handlers.list_runs({}, None, None)
+    assert "this Space does not know you" in listed and len(choices) == 3
+    assert "this Space does not know you" in handlers.compare_runs({}, None, None, "one", "other")
+    assert "this Space does not know you" in handlers.share_budget({"run": "one"}, None, None, 64)[0]
 
 
 def test_a_sentence_does_not_tell_where_runs_are_kept(space):
