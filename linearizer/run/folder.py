@@ -97,10 +97,13 @@ class Run:
             (folder / "state").mkdir(parents=True, exist_ok=True)
         run, given = Run(folder), given or plan
         decided = {name: getattr(given, name) for name in DECIDED}
-        run.write_product("begun.json", json.dumps({"id": uuid4().hex, **decided, **({} if settled else UNSETTLED)}))
-        if inspection is not None:
-            run.write_product("inspection.json", inspection.to_json())
-        run.write_product("plan.json", plan.to_json())  # last: with it the folder is a run
+        with run.take_lock():
+            Run.is_begun(folder)  # another process may have begun a run here meanwhile
+            begun = {"id": uuid4().hex, **decided, **({} if settled else UNSETTLED)}
+            run.write_product("begun.json", json.dumps(begun))
+            if inspection is not None:
+                run.write_product("inspection.json", inspection.to_json())
+            run.write_product("plan.json", plan.to_json())  # last: with it the folder is a run
         return run
 
     @property

@@ -1,0 +1,22 @@
+"""A folder holds one run, however many begin one there."""
+
+from concurrent.futures import ThreadPoolExecutor
+
+from linearizer.errors import FolderError
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
+
+
+def test_of_many_that_begin_a_run_in_one_folder_at_once_only_one_does(tmp_path):
+    def create(budget):
+        try:
+            return Run.create(tmp_path / "run", Plan("demo", budget=budget))
+        except FolderError as refused:
+            return refused
+
+    with ThreadPoolExecutor(8) as pool:
+        results = list(pool.map(create, range(64, 72)))
+    runs = [result for result in results if isinstance(result, Run)]
+    assert len(runs) == 1 and runs[0].plan.budget == 64 + results.index(runs[0])
+    refusals = [str(result) for result in results if result not in runs]
+    assert all("holds a run already" in text or "is being written by another process" in text for text in refusals)
