@@ -173,8 +173,10 @@ def find_student(visitor: Visitor, name: str) -> Run:
 
 
 def check_prompt(prompt: str, tokens: int, seed: int) -> None:
-    """Refuse a prompt and an answer that are too long for a page."""
+    """Refuse, before models are loaded, a prompt that says nothing, and what is too long for a page."""
     options_of(Plan)["seed"].check(seed)
+    if not prompt.strip():
+        raise RequestError("the prompt is empty: write what is to be continued")
     if len(prompt) > limits.MAX_PROMPT_CHARACTERS or not 1 <= tokens <= limits.MAX_COMPARED_TOKENS:
         raise RequestError(
             f"a prompt of {len(prompt)} characters and {tokens} tokens cannot be compared here: give up to "

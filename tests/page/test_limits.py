@@ -110,11 +110,18 @@ def test_a_visitor_and_all_together_have_only_so_many_runs_at_work(space):
                 limits.check_turn(find_visitor(secret="c" * 16), space, few)
 
 
-@pytest.mark.parametrize(("prompt", "tokens"), [("x" * 5000, 8), ("x", 300), ("x", 0)])
-def test_a_comparison_that_is_too_long_is_refused(space, prompt, tokens):
+TOO_LONG = "a prompt of {} characters and {} tokens cannot be compared here"
+EMPTY = "the prompt is empty: write what is to be continued"
+
+
+@pytest.mark.parametrize(
+    ("prompt", "tokens", "sentence"),
+    [("x" * 5000, 8, TOO_LONG), ("x", 300, TOO_LONG), ("x", 0, TOO_LONG), ("", 8, EMPTY), ("\n ", 8, EMPTY)],
+)
+def test_a_comparison_that_is_too_long_or_of_nothing_is_refused(space, prompt, tokens, sentence):
     run = begun()
     run.checkpoint.mkdir()
-    with pytest.raises(RequestError, match=f"a prompt of {len(prompt)} characters and {tokens} tokens cannot"):
+    with pytest.raises(RequestError, match=sentence.format(len(prompt), tokens)):
         next(students.compare_models(find_visitor(secret=ANN), run.folder.name, prompt, tokens, 0, False))
 
 
