@@ -9,18 +9,7 @@ from __future__ import annotations
 import json
 
 STEPS = ("Model", "Budget", "Measure", "Train", "Result")
-# ids of the elements that speak
-SPOKEN_PARTS = (
-    "note",
-    "model-card",
-    "budget-card",
-    "other-card",
-    "run-card",
-    "verdict",
-    "evaluating",
-    "preview-note",
-    "sent",
-)
+SPOKEN_PARTS = "note model-card budget-card other-card run-card verdict evaluating preview-note sent".split()  # by id
 REMEMBER = """(memory) => {
   const here = new URL(window.location);
   memory && memory.run ? here.searchParams.set('run', memory.run) : here.searchParams.delete('run');
