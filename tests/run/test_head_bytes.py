@@ -9,6 +9,7 @@ from linearizer.publish import card
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
+from linearizer.runtime.slots_torch import block_leaves
 
 LAYER = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16)
 BOUNDED = Layer(query_heads=4, kv_heads=2, key_dim=8, value_dim=16, native_window=32)
@@ -110,3 +111,16 @@ def test_the_terminal_the_page_and_the_card_say_alike_what_grows_and_from_where_
         "it is never smaller than" if smaller == "never" else f"it is smaller than the teacher's cache {smaller}."
     )
     assert sentence in on_card
+
+
+@pytest.mark.parametrize("slots", [4, 20, 400])
+@pytest.mark.parametrize("window", [2, 7, 16, 40])
+def test_half_of_a_window_stays_exact_beside_slots(window, slots):
+    head = Head(window=window, slots=slots)
+    exact = [place - merged for place in range(window, 200) for merged in [merged_before(place, head)]]
+    assert min(exact) >= window // 2 and max(exact) < window
+
+
+def merged_before(place, head):
+    """Count the tokens that have left the window of a head when the token at a place attends."""
+    return sum(head.block for before in range(place + 1) if block_leaves(before, head.window, head.block))
