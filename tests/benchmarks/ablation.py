@@ -9,10 +9,12 @@ Each is so for as long as a context lasts:
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, field
 from typing import Any
+from unittest.mock import patch
 
 import torch
 from torch import nn
@@ -91,6 +93,13 @@ def exchanged(owner: Any, name: str, other: Callable) -> Iterator[None]:
 
 
 @contextmanager
+def without_kernels() -> Iterator[None]:
+    """While this lasts, let PyTorch do all work: what is exchanged in it, kernels would pass by."""
+    with patch.dict(os.environ, {"LINEARIZER_KERNELS": "0"}):
+        yield
+
+
+@contextmanager
 def with_readout(kind: str) -> Iterator[None]:
     """While this lasts, let exact tokens and slots be weighed by another function of their logits than a softmax."""
 
@@ -105,7 +114,8 @@ def with_readout(kind: str) -> Iterator[None]:
             weights = weights / weights.sum(-1, keepdim=True).clamp_min(torch.finfo(q.dtype).tiny)
         return multiply_by_head(weights, v.to(q.dtype))
 
-    with exchanged(slots_torch, "attend_seen", attend_seen), exchanged(features_torch, "attend_seen", attend_seen):
+    both = exchanged(slots_torch, "attend_seen", attend_seen), exchanged(features_torch, "attend_seen", attend_seen)
+    with without_kernels(), both[0], both[1]:
         yield
 
 
@@ -117,7 +127,8 @@ def with_gaussian_mass(student: LinearizedForCausalLM, texts: Tensor) -> Iterato
     def read(memory: LogSums, state: FeatureState, q: Tensor, k: Tensor, v: Tensor, comes: Tensor, place: Any) -> Any:
         return mass.of_features(chunk(memory, state, q, k, v, comes, place), memory, state, q, k, comes)
 
-    with exchanged(slots_torch, "attend_rows", mass.of_slots), exchanged(LogSums, "chunk", read), torch.no_grad():
+    own = exchanged(slots_torch, "attend_rows", mass.of_slots), exchanged(LogSums, "chunk", read)
+    with without_kernels(), own[0], own[1], torch.no_grad():
         student(texts, use_cache=False)
         mass.fits = False
         yield
