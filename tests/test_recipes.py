@@ -252,7 +252,7 @@ def test_what_cannot_be_is_said():
 def test_no_recipe_grows_unless_asked_and_duo_says_that_it_must():
     for name in RECIPES.keys() - {"duo"}:
         assert not Plan.of(name, model="demo", budget=64).may_grow
-    with pytest.raises(RequestError, match="duo lets heads keep their whole cache .*: add --may-grow .*or ask for"):
+    with pytest.raises(RequestError, match="duo lets heads keep their whole cache .*: add --may-grow, or ask for"):
         Plan.of("duo", model="demo", budget=64)
     assert Plan.of("duo", model="demo", budget=64, may_grow=True).may_grow
 

@@ -162,7 +162,7 @@ def test_a_state_of_few_bits_goes_on_as_the_full_pass(family, held):
     torch.testing.assert_close(torch.cat(pieces, 1), full, atol=1e-5, rtol=0)
     exact = [replace(head, bits=16) for head in held]
     off = (full - student_of(family, exact).double()(ids, use_cache=False).logits).abs()
-    assert 1e-4 < off.mean() < (0.1 if held is SMALL else 0.9)  # it is not the student of 16 bits, and near it
+    assert 1e-4 < off.mean() < (0.2 if held is SMALL else 0.9)  # it is not the student of 16 bits, and near it
 
 
 def test_gradients_of_heads_of_few_bits_beside_others_are_finite():
