@@ -41,7 +41,7 @@ def main(arguments: Sequence[str]) -> int:
     run = fetch_run(account, run_id)
     signal.signal(signal.SIGTERM, lambda *_: run.make_request("stop"))
     keeper = Keeper(run, account, run_id)
-    threading.Thread(target=keeper.keep, daemon=True).start()
+    keeper.thread.start()
     place = read_events(run.log_file)[1]
     ended = run.done
     if not ended:
@@ -104,6 +104,7 @@ class Keeper:
         self.run, self.account, self.run_id = run, account, run_id
         self.saved = self.facts()  # what the bucket has
         self.over, self.saving = threading.Event(), threading.Lock()
+        self.thread = threading.Thread(target=self.keep, daemon=True)
 
     def facts(self) -> dict[str, tuple[int, int]]:
         """Give size and time of every file to keep."""
@@ -151,6 +152,7 @@ class Keeper:
     def save_last(self) -> None:
         """Save what there is at the end."""
         self.over.set()
+        self.thread.join(SAVE_SECONDS)  # a thread at work while Python ends can turn its exit code into a failure
         for pause in LAST_PAUSES:
             try:
                 self.save()

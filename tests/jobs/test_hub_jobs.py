@@ -104,7 +104,8 @@ def test_a_run_is_attached_to_again_stopped_and_goes_on_in_another_job(begin, hu
     assert wait_for(run, "stopped").error == "enough" and [*hub.jobs] == ["job0"]
     wait_until(lambda: not run.is_locked)
     lines = run.log_file.read_text().splitlines()
-    assert len(lines) == len(set(lines)) and hub.jobs["job0"].stage == "COMPLETED"
+    job = hub.jobs["job0"]
+    assert len(lines) == len(set(lines)) and job.stage == "COMPLETED", (job.message, job.lines)
     last = max(event["done"] for event in run.events() if event["event"] == "distill")
     with pytest.raises(
         RequestError, match="needs another job, and a job on cpu-basic costs me .* add --yes to begin it"
