@@ -214,7 +214,7 @@ def begun(folder, plan):
     try:
         return pipeline.begin(folder, plan, resume=True)
     except RequestError:
-        shutil.rmtree(folder)
+        shutil.rmtree(folder, ignore_errors=True)  # a refusal leaves none
         return pipeline.begin(folder, plan)
 
 
