@@ -5,17 +5,8 @@ import torch
 
 from linearizer.runtime import kernel_in_c
 from linearizer.runtime.few_bits import BY_AXIS, codes_by_largest, limits_of_heads, pack_vectors, unpack_vectors
-from linearizer.runtime.kernel_in_c import BYTES, codes_in_c, find_compiler, load_kernel
-
-needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler here")
-
-
-@pytest.fixture
-def uncompiled():
-    """Forget which kernels there are, before and after."""
-    load_kernel.cache_clear()
-    yield
-    load_kernel.cache_clear()
+from linearizer.runtime.kernel_in_c import BYTES, codes_in_c, load_kernel
+from tests.support.kernels import needs_compiler
 
 
 @needs_compiler

@@ -6,26 +6,17 @@ import pytest
 import torch
 
 from linearizer.runtime import kernel_in_c, layer_student
-from linearizer.runtime.kernel_in_c import find_compiler, load_kernel
+from linearizer.runtime.kernel_in_c import load_kernel
 from linearizer.runtime.kernel_layer_in_c import SOURCE
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.state import tensors
+from tests.support.kernels import needs_compiler
 
 HELD = [[8, 0, 6, 4], [9, 0], [12, 0, 10, 4], [5, 0, 7, 4, 8], [9, 0, 0, 0, 8], [6, 0, 3, 2, 6], [40, 0, 9, 16, 5],
         [9, 0, 0, 0, 4], [0, 0, 0, 0, 16]]  # fmt: skip
 EXACT = [kind for kind in HELD if len(kind) < 5 or kind[4] >= 8]  # whose sizes may be any
 LENGTH, SINKS, GROUP, SCALE = 60, 2, 2, 0.4
 NAME = "layer_in_c"
-
-needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler here")
-
-
-@pytest.fixture
-def uncompiled():
-    """Forget which kernels there are, before and after."""
-    load_kernel.cache_clear()
-    yield
-    load_kernel.cache_clear()
 
 
 def layer(held=HELD, dim=8, value_dim=8, dtype=torch.float64):

@@ -7,9 +7,11 @@ import importlib.util
 import sys
 from pathlib import Path
 
+import pytest
 import torch
 
 from linearizer.runtime.feature_maps import FEATURE_MAPS
+from linearizer.runtime.kernel_in_c import find_compiler
 
 
 def let_interpreter_prepare_once():
@@ -39,6 +41,7 @@ def let_interpreter_prepare_once():
 
 
 ON_GPU = torch.cuda.is_available()
+needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C compiler here")
 if not ON_GPU:
     let_interpreter_prepare_once()
 DEVICE, EXACT = ("cuda", torch.float32) if ON_GPU else ("cpu", torch.float64)
