@@ -34,7 +34,7 @@ RANK = 8  # of the gates' maps
 HALF_LIFE = 256.0  # tokens, before training
 SLOWNESS = 16.0  # log decays are logsigmoid(gate) / SLOWNESS
 ROUTES = 2  # memories that a token writes and reads, of those that are routed to
-WRITTEN_AT_ONCE, WRITTEN_BY_CHANNEL = 64, 16  # rows of a chunk: with decays by channel more would overflow
+WRITTEN_AT_ONCE, WRITTEN_BY_CHANNEL = 64, 16  # rows of a chunk: by channel, pairs of rows take more
 BEGIN_SCALE = 0.1  # of what the matrix adds to the mean of values, before training
 
 
