@@ -1,7 +1,7 @@
 """How well the next token is predicted: loss, divergence, agreement and calibration, with their spread over the text.
 
 All subjects go through the same code on the same tokens. The first may be the teacher, with which the others are
-compared. Intervals hold 95 % of the means over documents that are drawn again with replacement: tokens of one document
+compared. Intervals hold 95% of the means over documents that are drawn again with replacement: tokens of one document
 are alike.
 """
 
@@ -168,7 +168,7 @@ class Resampled:
         self.weights.scatter_add_(1, drawn, torch.ones_like(drawn, dtype=torch.float64))
 
     def estimate(self, scores: Tensor, tokens: slice = slice(None)) -> Estimate:  # noqa: B008
-        """Give the mean of scores (texts, tokens), or of some tokens, and between what 95 % of the drawn means lie."""
+        """Give the mean of scores (texts, tokens), or of some tokens, and between what 95% of the drawn means lie."""
         scores, owners = scores[:, tokens], self.owners[:, tokens].flatten()
         sums = torch.zeros(self.count, dtype=torch.float64).index_add_(0, owners, scores.flatten())
         sizes = torch.bincount(owners, minlength=self.count).double()

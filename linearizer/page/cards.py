@@ -113,7 +113,7 @@ def state_sign(state: str) -> str:
 
 def quarters_done(step: Mapping[str, Any]) -> str:
     """Say in quarters how far a step is, so that a screen reader speaks only four times."""
-    return f", {STEP_SENTENCES.get(step['event'], step['event'])}, {25 * int(4 * share_done(step))} %"
+    return f", {STEP_SENTENCES.get(step['event'], step['event'])}, {25 * int(4 * share_done(step))}%"
 
 
 def share_done(step: Mapping[str, Any]) -> float:

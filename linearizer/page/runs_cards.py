@@ -59,7 +59,7 @@ def state_words(status: Status) -> str:
     if status.step is None or status.state not in LIVE:
         return status.state
     done, total = int(status.step["done"]), max(1, int(status.step["total"]))
-    return f"{STEP_SENTENCES.get(status.step['event'], status.state)}, {100 * done // total} %"
+    return f"{STEP_SENTENCES.get(status.step['event'], status.state)}, {100 * done // total}%"
 
 
 def quality_cells(run: Run) -> tuple[str, str]:

@@ -23,13 +23,13 @@ if TYPE_CHECKING:
 
 
 def draw_losses(part: Part[Language]) -> Figure:
-    """Draw the loss of every subject with its 95 % interval."""
+    """Draw the loss of every subject with its 95% interval."""
     language = part.result
     figure = new_figure(90 + 34 * len(language.subjects), showlegend=False)
     for subject in language.subjects:
         low, high = subject.loss.interval
         mean = subject.loss.mean
-        look = subject_line(subject.name, f"%{{x:.3f}} nats, 95 %: {low:.3f} to {high:.3f}") | {"mode": "markers+text"}
+        look = subject_line(subject.name, f"%{{x:.3f}} nats, 95%: {low:.3f} to {high:.3f}") | {"mode": "markers+text"}
         bars = {"type": "data", "array": [high - mean], "arrayminus": [mean - low], "color": look["line"]["color"]}
         number = {"text": [f"{mean:.3f}"], "textposition": "top center"}
         figure.add_scatter(x=[mean], y=[look["name"]], error_x=bars, **number, **look)

@@ -46,11 +46,11 @@ PART_VIEWS = {
         tables.language_tables,
         (
             Chart(
-                "Loss", "Next-token loss, lower is better; the bars are 95 % intervals.", language_charts.draw_losses
+                "Loss", "Next-token loss, lower is better; the bars are 95% intervals.", language_charts.draw_losses
             ),
             Chart(
                 "Loss by position",
-                "The loss of a student that forgets grows with the position of a token; the bars are 95 % intervals.",
+                "The loss of a student that forgets grows with the position of a token; the bars are 95% intervals.",
                 language_charts.draw_loss_by_position,
             ),
             Chart(

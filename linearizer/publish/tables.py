@@ -43,7 +43,7 @@ def describe_texts(part: Part) -> str:
 
 def language_tables(part: Part[results.Language]) -> list[Table]:
     language = part.result
-    rows: Rows = [("", "state", "loss", "95 %", "perplexity", "above teacher", "calibration")]
+    rows: Rows = [("", "state", "loss", "95%", "perplexity", "above teacher", "calibration")]
     for subject in language.subjects:
         low, high = subject.loss.interval
         row = [subject.name, size(subject.state_bytes), f"{subject.loss.mean:.3f}", f"{low:.3f}–{high:.3f}"]
@@ -52,7 +52,7 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
         )
     ranges: Rows = [("loss from token", *language.edges)]
     ranges += [(subject.name, *(f"{loss:.3f}" for loss in subject.by_position)) for subject in language.subjects]
-    over = f"95 % intervals from {language.count} {language.drawn}, drawn again"
+    over = f"95% intervals from {language.count} {language.drawn}, drawn again"
     state = "state: what is remembered at the end of a text; the teacher's grows with every token"
     near = [tail_table(language)] * any(subject.kl is not None for subject in language.subjects)
     return [Table(rows, (state,)), *near, Table(ranges, (f"{describe_texts(part)}; {over}",))]
@@ -60,7 +60,7 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
 
 def tail_table(language: results.Language) -> Table:
     """Show how near each subject is to the teacher, token by token."""
-    rows: Rows = [("beside the teacher", "KL", "KL, 99 %", "KL, 99.9 %", "RMS Δp", "same top token")]
+    rows: Rows = [("beside the teacher", "KL", "KL, 99%", "KL, 99.9%", "RMS Δp", "same top token")]
     for subject in language.subjects:
         tail = subject.tail
         far = (
@@ -69,7 +69,7 @@ def tail_table(language: results.Language) -> Table:
             else (f"{tail.kl_99:.4f}", f"{tail.kl_999:.4f}", f"{tail.probability_change:.2%}")
         )
         rows.append((subject.name, with_half_width(subject.kl, ".4f"), *far, with_half_width(subject.agreement, ".1%")))
-    note = "99 % and 99.9 % of the tokens have a smaller KL; Δp: change in the probability of the token that came"
+    note = "99% and 99.9% of the tokens have a smaller KL; Δp: change in the probability of the token that came"
     return Table(rows, (note,))
 
 

@@ -69,4 +69,4 @@ def is_above(first: Estimate, second: Estimate) -> bool:
 
 
 def percent(share: Estimate) -> str:
-    return f"{100 * share.mean:.1f} %"
+    return f"{100 * share.mean:.1f}%"

@@ -37,8 +37,8 @@ class Bin:
 class Tail:
     """What a mean hides of how a subject differs from the teacher; quantised weights are judged by the same."""
 
-    kl_99: float  # nats that 99 % of the tokens stay below
-    kl_999: float  # 99.9 %
+    kl_99: float  # nats that 99% of the tokens stay below
+    kl_999: float  # 99.9%
     probability_change: float  # of the token that came: the root of the mean square
 
 

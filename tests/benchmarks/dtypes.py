@@ -2,7 +2,7 @@
 
 Slots merge the pairs that cost least, so that a rounding may choose another pair, and what follows differs by more than
 the rounding. A teacher has no such steps: how far it is from itself says what rounding alone does. KL in nats, the mean
-over tokens of texts that were kept from training, with half of a 95 % interval over texts; and how often the likeliest
+over tokens of texts that were kept from training, with half of a 95% interval over texts; and how often the likeliest
 token is the same. Writes results/dtypes-cpu.json.
 """
 
@@ -74,7 +74,7 @@ def read(model, ids):
 
 
 def far(exact, found):
-    """Give the mean KL, and 95 % of its error over texts."""
+    """Give the mean KL, and 95% of its error over texts."""
     texts = kl_of(exact, found).mean(-1)
     return f"{texts.mean():.2e} ± {1.96 * texts.std() / len(texts) ** 0.5:.0e}"
 

@@ -82,7 +82,7 @@ class Table:
     def block(self, budget, kind):
         """The rows of one budget that were judged on the same text, their teacher first."""
         gaps = [f"recall at {gap}" for gap in GAPS]
-        tails = ("KL, 99 %", "KL, 99.9 %", "RMS Δp")
+        tails = ("KL, 99%", "KL, 99.9%", "RMS Δp")
         names = ("", "loss", "<64", "64–256", ">256", "KL", *tails, "agrees", *gaps)
         names = (*names, "no far field", "no window", "state", "s", "seeds")
         rows = [row for row in kind if self.of(row, budget)]

@@ -80,7 +80,7 @@ def row_of(parts, name):
     seconds = dict(zip(parts["recall"].result.gaps, recall.second, strict=True))
     return (
         size(pace.state_bytes),
-        f"{100 * language.agreement.mean:.1f} %",
+        f"{100 * language.agreement.mean:.1f}%",
         f"{kl.mean:.3f} ± {(kl.interval[1] - kl.interval[0]) / 2:.3f}",
         f"{language.loss.mean:.3f}",
         *(f"{seconds[gap]:.2f}" for gap in GAPS),
@@ -93,7 +93,7 @@ def note(language):
     versions = ", ".join(f"{name} {made.versions[name]}" for name in ("torch", "transformers"))
     text = (
         f"The demo model at the bytes of {BUDGET} tokens of cache; {read.texts} texts of {read.length} "
-        f"tokens that were held out from training, seed {read.seed}; ± half the width of a 95 % interval "
+        f"tokens that were held out from training, seed {read.seed}; ± half the width of a 95% interval "
         f"over {language.result.drawn}. State: after {LENGTH} tokens. {made.dtype} on "
         f"{made.device}, {versions}."
     )

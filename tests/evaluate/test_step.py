@@ -120,7 +120,7 @@ def test_all_are_measured_and_it_is_said_with_what(run, said):
 
 def test_the_tables_name_all_that_are_compared(run, said):
     out = said("evaluate", run.folder, "--parts", "language,recall", "--texts", "2")[1]
-    for word in ("teacher", "student", "window", "untrained", "calibration", "seed 0", "torch", "95 %"):
+    for word in ("teacher", "student", "window", "untrained", "calibration", "seed 0", "torch", "95%"):
         assert word in out
     assert run.done and jobs.status(run).state == "done"
 

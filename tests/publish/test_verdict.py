@@ -38,10 +38,10 @@ def verdict(student, window, state=FIXED):
             (0.001, 0.979),
             (0.15, 0.826),
             "good",
-            "Agrees with its teacher on 97.9 % of tokens; a plain window of the same bytes on 82.6 %. 228 kB, whatever "
+            "Agrees with its teacher on 97.9% of tokens; a plain window of the same bytes on 82.6%. 228 kB, whatever "
             "the length.",
         ),
-        ((0.1, 0.8), (0.2, 0.7), "note", "Agrees with its teacher on 80.0 %"),
+        ((0.1, 0.8), (0.2, 0.7), "note", "Agrees with its teacher on 80.0%"),
         ((1.5, 0.3), (2.0, 0.2), "bad", "That is far from its teacher."),
         (
             (0.2, 0.826),
