@@ -2,6 +2,7 @@
 
   python -m tests.benchmarks.quality            hours; what is finished is kept, and a second call goes on within a row
   python -m tests.benchmarks.quality --quick    minutes: ours, a few controls and rivals at one budget, one seed
+  python -m tests.benchmarks.quality --length 4096   on texts of another length, in a table of its own
   python -m tests.benchmarks.quality --table    only write the table of what has been measured
   python -m tests.benchmarks.quality --table --merge A.json B.json    with what was measured into other files
   python -m tests.benchmarks.quality --anew …   measure again what had been measured by another version
@@ -62,13 +63,12 @@ from tests.benchmarks.ablation import (
     without_window,
 )
 from tests.benchmarks.quality_rows import ROWS, STEPS, is_control, share_of
-from tests.benchmarks.quality_table import GAPS, GAUSSIAN, RESULTS, Table
+from tests.benchmarks.quality_table import GAUSSIAN, LENGTH, PASSAGE, RESULTS, Table, edges_of, gaps_of
 from tests.benchmarks.rivals import RULES, Rival, foreseeing, tokens_within
 from tests.benchmarks.shares import PRICES, price_heads, share_out, with_slots
 
 BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
-TARGET, LENGTH, PASSAGE, HELD = 512, 512, 64, 8
-EDGES = (0, 64, 256)  # where the ranges of positions begin
+HELD = 8  # texts
 AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
 QUICK = ("best", "windows", "swa", "features", "h2o, 8 bits", "zsmerge, 8 bits", "cache, 2 bits")
 UNTRAINED = ("best", "windows", "swa", "slots", "evict", "duo", "cache", *RULES)
@@ -80,6 +80,7 @@ def main(arguments=None):
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--model", default="demo")
     parser.add_argument("--text", default="builtin")
+    parser.add_argument("--length", type=int, default=LENGTH, help="tokens of the texts, and of what is priced for")
     parser.add_argument("--rows", nargs="*", choices=ROWS, default=list(ROWS))
     parser.add_argument("--budgets", nargs="*", type=int, default=list(BUDGETS))
     parser.add_argument("--seeds", nargs="*", type=int, default=list(SEEDS))
@@ -95,8 +96,9 @@ def main(arguments=None):
     if arguments.quick:
         arguments.rows, arguments.budgets, arguments.seeds = list(QUICK), [64], [0]
     text = "" if arguments.text == "builtin" else "-" + re.sub(r"\W+", "-", arguments.text)
-    name = Path(arguments.model).name + text + ("-quick" if arguments.quick else "")
-    table = Table(arguments.out or RESULTS / f"quality-{name}")
+    length = f"-{arguments.length}" if arguments.length != LENGTH else ""
+    name = Path(arguments.model).name + text + length + ("-quick" if arguments.quick else "")
+    table = Table(arguments.out or RESULTS / f"quality-{name}", arguments.length)
     for path in arguments.merge:
         for record in json.loads(path.read_text()):
             table.add(record)
@@ -115,7 +117,8 @@ def measure(arguments, row, budget, seed):
     """Make one student, and put it and its teacher through the same text."""
     recipe, changes = ROWS[row]
     trains = {"steps": STEPS} if RECIPES[recipe].choices.get("steps") else {}
-    given = {"length": LENGTH, "target_length": TARGET, "samples": 1024, "text": arguments.text, **trains, **changes}
+    length = arguments.length
+    given = {"length": length, "target_length": length, "samples": 1024, "text": arguments.text, **trains, **changes}
     record = {"row": row, "budget": budget, "seed": seed}
     try:
         plan = Plan.of(recipe, model=arguments.model, budget=budget, seed=seed, **given)
@@ -128,11 +131,11 @@ def measure(arguments, row, budget, seed):
             student, allocation = made(arguments.work, run, teacher, row)
             record |= {"seconds": time.perf_counter() - begun, "measuring": measuring}
             original = own_teacher(plan, teacher, student, allocation)
-            with controlled(student, teacher, allocation, row, budget) as remembered:
+            with controlled(student, teacher, allocation, row, budget, length) as remembered:
                 record |= judged(student, held, original)
             record["teacher"] = judged_teacher(arguments.work, plan, original, held)
-            record["state"] = remembered[LENGTH]
-            record["later"] = {length: bytes for length, bytes in remembered.items() if length != LENGTH}
+            record["state"] = remembered.pop(length)
+            record["later"] = remembered
             record["paid"] = cache_bytes(teacher.inspection.layers, budget)
             for name, ablation in (("no far", without_far), ("no window", without_window)):
                 if not is_control(row) and has_both(allocation) and row.partition(",")[0] not in MEMORIES:
@@ -284,14 +287,14 @@ def held_out(plan, teacher):
 
 
 @contextmanager
-def controlled(student, teacher, allocation, row, budget) -> Iterator[dict[int, int]]:
+def controlled(student, teacher, allocation, row, budget, length) -> Iterator[dict[int, int]]:
     """While this lasts, let a control that is no student of its own take the student's place; give its bytes."""
     kind, rule = row.partition(",")[0], row.partition("(")[2].rstrip(")")
-    layers, lengths = [layer for layer in teacher.inspection.layers if layer.native_window is None], (LENGTH,)
+    layers, lengths = [layer for layer in teacher.inspection.layers if layer.native_window is None], (length,)
     if kind == "cache":
         (subject,) = caches_in_few_bits(student, teacher.inspection.layers, [int(row.split()[1])])
         heads, allocation = subject.heads, subject.allocation
-        lengths = (LENGTH, *(times * LENGTH for times in LONGER))
+        lengths = (length, *(times * length for times in LONGER))
     elif kind in RULES:
         shares = [
             [
@@ -318,9 +321,9 @@ def controlled(student, teacher, allocation, row, budget) -> Iterator[dict[int, 
 def judged(student, held, original, as_teacher=False):
     """Loss by position, divergence from the teacher in `original`, agreement, and loss on passages that come again."""
     expected, scores = score(student, held, original, as_teacher)
-    gaps = [gap for gap in GAPS if 2 * PASSAGE + gap <= held.shape[1]]
+    gaps = gaps_of(held.shape[1])
     (recall,) = finish(measure_recall(subjects_of(student, original, as_teacher)[-1:], held, PASSAGE, gaps)).subjects
-    edges = [edge for edge in EDGES if edge < scores.loss.shape[1]]
+    edges = edges_of(held.shape[1])
     return {
         "loss": scores.loss.mean().item(),
         "by_position": [scores.loss[:, a:b].mean().item() for a, b in zip(edges, [*edges[1:], None], strict=True)],

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from itertools import pairwise
 from pathlib import Path
 
 from linearizer.amounts import size
@@ -14,7 +15,7 @@ from tests.benchmarks.quality_rows import MEMORY_STEPS, ROWS, describe_row
 
 RESULTS = Path(__file__).parent / "results"
 LONG = " at 8192"  # how rows end that are priced for longer texts
-GAPS = (64, 128, 256, 320)
+LENGTH, PASSAGE = 512, 64  # of texts, unless another is asked for, and of what comes again in them
 GAUSSIAN = "Gaussian mass"
 READ_OTHERWISE = (
     "Read otherwise: KL where far fields have the mass of Gaussian keys in place of their own, or where the weights of "
@@ -25,8 +26,8 @@ READ_OTHERWISE = (
 class Table:
     """What has been measured, kept in a file."""
 
-    def __init__(self, path):
-        self.path = path
+    def __init__(self, path, length=LENGTH):
+        self.path, self.length = path, length
         self.records = json.loads(self.file("json").read_text()) if self.file("json").exists() else []
 
     def file(self, kind):
@@ -81,9 +82,11 @@ class Table:
 
     def block(self, budget, kind):
         """The rows of one budget that were judged on the same text, their teacher first."""
-        gaps = [f"recall at {gap}" for gap in GAPS]
+        edges = edges_of(self.length)
+        places = (f"<{edges[1]}", *(f"{a}–{b}" for a, b in pairwise(edges[1:])), f">{edges[-1]}")
         tails = ("KL, 99%", "KL, 99.9%", "RMS Δp")
-        names = ("", "loss", "<64", "64–256", ">256", "KL", *tails, "agrees", *gaps)
+        gaps = [f"recall at {gap}" for gap in gaps_of(self.length)]
+        names = ("", "loss", *places, "KL", *tails, "agrees", *gaps)
         names = (*names, "no far field", "no window", "state", "s", "seeds")
         rows = [row for row in kind if self.of(row, budget)]
         if not rows:
@@ -123,8 +126,8 @@ class Table:
         tails = [r["tail"] for r in result if "tail" in r]  # of none that was measured before tails were
         for measure, digits in (("kl_99", 3), ("kl_999", 3), ("probability_change", 4)):
             cells.append(cell([tail[measure] for tail in tails], digits) if tails else "")
-        cells.append(cell([100 * r["agreement"] for r in result], 1) + " %")
-        cells += [cell([100 * share(r, i) for r in result], 0) + " %" for i in range(len(result[0]["recall"]))]
+        cells.append(cell([100 * r["agreement"] for r in result], 1) + "%")
+        cells += [cell([100 * share(r, i) for r in result], 0) + "%" for i in range(len(result[0]["recall"]))]
         for ablation in ("no far", "no window"):
             kept = [r[ablation]["loss"] for r in result if ablation in r]
             cells.append(cell(kept, 3) if kept else "")
@@ -144,6 +147,17 @@ class Table:
                 figure.add_trace(Scatter(x=[b for b, _ in points], y=means, name=row, mode="lines+markers"))
         figure.update_xaxes(title="tokens of cache", type="log").update_yaxes(title="KL to the teacher", type="log")
         return figure
+
+
+def edges_of(length):
+    """List where the ranges of positions begin."""
+    return [edge for edge in (0, 64, 256, 1024) if 2 * edge <= length]
+
+
+def gaps_of(length):
+    """List the tokens between a passage and its second time, the last as many as fit after some text."""
+    some = (64, 128, 256) if length <= LENGTH else (64, 256, 1024)
+    return [*(gap for gap in some if 2 * gap <= length), length - 3 * PASSAGE]
 
 
 def mean_quality(budget, records):
