@@ -48,7 +48,7 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
 from linearizer.run.head_bytes import cache_bytes, head_bytes, token_bytes
 from linearizer.run.memories import MEMORIES
-from linearizer.run.plan import Plan
+from linearizer.run.plan import USUAL_TEXTS, Plan
 from linearizer.run.recipes import RECIPES
 from linearizer.runtime.attention_interface import attention_modules
 from linearizer.train import step as train_step
@@ -68,7 +68,7 @@ from tests.benchmarks.rivals import RULES, Rival, foreseeing, tokens_within
 from tests.benchmarks.shares import PRICES, price_heads, share_out, with_slots
 
 BUDGETS, SEEDS = (64, 32, 128, 16), (0, 1, 2)
-HELD = 8  # texts
+HELD, LEAST_TEXTS = 8, 4  # texts to judge by, and to measure at least
 AHEAD = 160 * LENGTH  # tokens of text that belong to measuring and training
 QUICK = ("best", "windows", "swa", "features", "h2o, 8 bits", "zsmerge, 8 bits", "cache, 2 bits")
 UNTRAINED = ("best", "windows", "swa", "slots", "evict", "duo", "cache", *RULES)
@@ -117,8 +117,9 @@ def measure(arguments, row, budget, seed):
     """Make one student, and put it and its teacher through the same text."""
     recipe, changes = ROWS[row]
     trains = {"steps": STEPS} if RECIPES[recipe].choices.get("steps") else {}
-    length = arguments.length
-    given = {"length": length, "target_length": length, "samples": 1024, "text": arguments.text, **trains, **changes}
+    length, texts = arguments.length, max(LEAST_TEXTS, USUAL_TEXTS * LENGTH // arguments.length)
+    given = {"length": length, "target_length": length, "texts": texts, "samples": 1024, "text": arguments.text}
+    given |= {**trains, **changes}
     record = {"row": row, "budget": budget, "seed": seed}
     try:
         plan = Plan.of(recipe, model=arguments.model, budget=budget, seed=seed, **given)

@@ -5,10 +5,10 @@
 
 Rotations that are slow beside --trained tokens turn slower, fast ones as ever (YaRN, 2309.00071), so that no distance
 has an angle that the model has not seen; scores are a little larger, since there are more tokens. A step takes a text
-of --length tokens out of one document, so that what stands far before helps; in half of them passages come again, over
-all gaps. A second call with the same folder goes on to the same bits; FOLDER/model is a teacher that any command
-reads. Nothing is adopted: the report says whether the loss of the same tokens falls with what stands before them, and
-whether a passage is copied over the longest gap.
+of --length tokens out of one document, so that what stands far before helps. Passages come again over all gaps: a few
+in half of the texts, and many in most of the last texts. A second call with the same folder goes on to the same bits;
+FOLDER/model is a teacher that any command reads. Nothing is adopted: the report says whether the loss of the same
+tokens falls with what stands before them, and whether a passage is copied over the longest gap.
 """
 
 import argparse
@@ -35,7 +35,8 @@ from linearizer.run.plan import Plan
 from linearizer.train.state_file import TrainingState, read_state, write_state
 
 RESULTS = Path(__file__).parent / "results"
-REPEATING = 0.5  # of the texts
+REPEATING = (0.5, 512), (0.8, 192)  # in the first steps and the last: of the texts, and tokens to a passage
+FIRST = 0.57  # of the steps
 PASSAGE = 64
 RATE, WARMUP = 2e-4, 20  # then the learning rate falls to nothing
 SAVED_SECONDS = 240
@@ -153,14 +154,15 @@ def draw_text(documents, asked, step):
     number = int((room.cumsum(0) <= place).sum())
     begin = place - int(room[:number].sum())
     text = documents[number][begin : begin + asked.length].clone()
-    if torch.rand((), generator=generator) < REPEATING:
-        repeat(text, generator)
+    share, tokens = REPEATING[step >= FIRST * asked.steps]
+    if torch.rand((), generator=generator) < share:
+        repeat(text, max(2, asked.length // tokens), generator)
     return text[None]
 
 
-def repeat(text, generator):
-    """Let passages of 16 to 256 tokens come again in a text, in place, over gaps of any size, often short ones."""
-    for _ in range(max(2, len(text) // 512)):
+def repeat(text, passages, generator):
+    """Let some passages of 16 to 256 tokens come again in a text, in place, over gaps of any size, often short ones."""
+    for _ in range(passages):
         size = min(int(16 * 16 ** torch.rand((), generator=generator)), len(text) // 4)
         most, share = len(text) - size, torch.rand(2, generator=generator)
         gap = int(size * (most / size) ** share[0]) if share[1] < 0.5 else int(size + (most - size) * share[0])
