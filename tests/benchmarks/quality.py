@@ -140,9 +140,9 @@ def measure(arguments, row, budget, seed):
             record["paid"] = cache_bytes(teacher.inspection.layers, budget)
             for name, ablation in (("no far", without_far), ("no window", without_window)):
                 if not is_control(row) and has_both(allocation) and row.partition(",")[0] not in MEMORIES:
-                    with ablation(student):
-                        record[name] = judged(student, held, original)
-            if row in READ_OTHERWISE:
+                    with ablation(student), torch.inference_mode():
+                        record[name] = {"loss": score(student, held, original)[1].loss.mean().item()}
+            if row in READ_OTHERWISE and length == LENGTH:
                 with torch.inference_mode():
                     record["read otherwise"] = read_otherwise(plan, student, teacher, allocation, held, original)
             record["made_with"] = environment(student)
