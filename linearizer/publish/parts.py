@@ -45,9 +45,7 @@ PART_VIEWS = {
         "How well is the next token predicted?",
         tables.language_tables,
         (
-            Chart(
-                "Loss", "Next-token loss, lower is better; the bars are 95% intervals.", language_charts.draw_losses
-            ),
+            Chart("Loss", "Next-token loss, lower is better; the bars are 95% intervals.", language_charts.draw_losses),
             Chart(
                 "Loss by position",
                 "The loss of a student that forgets grows with the position of a token; the bars are 95% intervals.",
