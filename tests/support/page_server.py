@@ -246,9 +246,10 @@ def wrong(page, rules):
 
 
 def bad(message, origin):
-    """Tell errors from what Gradio says of a Space that the Hub does not have, and of scripts from elsewhere."""
+    """Tell errors from what Gradio says of a Space that the Hub does not have, of streams and of other scripts."""
     elsewhere = not message.location.get("url", origin).startswith((origin, "data:", "blob:"))
-    return message.type == "error" and message.text != "Space not found" and not elsewhere
+    expected = message.text == "Space not found" or message.text.startswith("AbortError")
+    return message.type == "error" and not expected and not elsewhere
 
 
 def where(message):
