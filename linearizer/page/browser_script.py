@@ -1,4 +1,4 @@
-"""What the browser does by itself: keep the run in the address, speak what changes, keep the focus in sight.
+"""What the browser does by itself: keep the run in the address, speak what changes, take what is typed, keep the focus in sight.
 
 Pieces of the page carry in `data-heard` what a screen reader should speak. One live region, which stays in place,
 speaks it when it is new; a piece that is drawn anew every few seconds is not spoken anew.
@@ -68,6 +68,17 @@ function clampSlider(dial, place, sent) {  // who types 64 types 6 first, which 
   if (range) sent[place] = Math.min(Math.max(sent[place], range.min), range.max);
   return sent;
 }
+function takeTyped(event) {  // Gradio's Enter would take the first suggestion before an arrow key has chosen any
+  const field = event.target, box = field.closest?.('#model');
+  if (!box) return;
+  const arrow = ['ArrowUp', 'ArrowDown'].includes(event.key), chosen = 'chosen' in box.dataset;
+  if (arrow) box.dataset.chosen = '';
+  else if (event.key !== 'Enter') delete box.dataset.chosen;
+  if (chosen || !(arrow ? box.querySelector('li.active') : event.key === 'Enter')) return;
+  event.stopPropagation();
+  if (!arrow) field.blur();  // which takes what the field says
+}
+document.addEventListener('keydown', takeTyped, true);
 function focusStep(step, tries = 100) {
   setTimeout(() => {
     const title = document.querySelector(`#step-${step} h2`), at = document.activeElement;

@@ -14,7 +14,7 @@ from linearizer.page.visitors import on_space, signs_in
 from linearizer.publish.html import glossary_html
 from linearizer.run.plan import DEFAULT_BUDGET
 
-SEARCH_ABOUT = "type to search; Enter takes what you typed"
+SEARCH_ABOUT = "type to search; Enter takes what you typed, or what an arrow key chose"
 MIN_BUDGET, MAX_BUDGET = 32, 4096  # tokens of cache that the slider reaches
 
 

@@ -91,6 +91,7 @@ CSS = """
 #now { display: none; margin: .5rem 0 0; font-size: .95rem; font-weight: 500; font-variant-numeric: tabular-nums; }
 @media (max-width: 1100px) { #now:not(:empty) { display: block; } }
 #sidebar:not(.open) .sidebar-content { visibility: hidden; }
+#model:not([data-chosen]) li.active:not(:hover) { background: none; }
 .lz-pick { align-items: flex-end !important; }
 #to-budget, #start, #to-distil, #to-compare, #change-model, #change-plan, #take-plan, #job-offer, #job-start {
   max-width: 22rem; }

@@ -3,6 +3,7 @@
 import re
 import time
 
+from linearizer.model.hub import find_demo
 from linearizer.page import plan_form
 from linearizer.page.ways import WAYS
 from linearizer.publish.allocation_charts import describe_head
@@ -98,6 +99,30 @@ def test_an_unsupported_model_and_a_gated_one_are_refused_in_words(local, browse
         shown(page, "#model", "the Hub cannot be searched")
         assert time.monotonic() - begun < 10
         assert model.input_value() == "xhttps://huggingface.co/org/falcon"  # what was typed stays
+
+
+def test_enter_takes_the_typed_model_unless_an_arrow_key_chose_a_suggestion(local, browser, hub, tmp_path):
+    for name in ("org/longer-name", "org/long", "org/other"):
+        hub.add(name, find_demo())
+    with looking(browser, local.url) as page:
+        model = page.get_by_label("Model", exact=True)
+        suggestion = page.get_by_role("option", name="org/longer-name")
+        model.press_sequentially("org/lo", delay=50)
+        suggestion.wait_for()
+        model.press_sequentially("ng")  # the suggestions are still those of less
+        model.press("Enter")
+        shown(page, "#model-card h3", "org/long")
+        assert model.input_value() == "org/long"
+        model.press("Backspace")
+        suggestion.wait_for()
+        model.press("ArrowDown")
+        model.press("Enter")
+        shown(page, "#model-card h3", "org/longer-name")
+        for _ in range(20):  # whatever is suggested by now, an empty field names nothing
+            page.click("#demo")
+            page.wait_for_selector("#to-budget:enabled")
+            name_model(model, "")
+            shown(page, "#model-card", "No model is named")
 
 
 def test_the_profile_step_shows_what_the_run_holds_until_the_slider_moves(local, browser, done):
