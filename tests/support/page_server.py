@@ -187,7 +187,7 @@ def looking(browser, url, viewport=SCREEN, color_scheme="light", anew=False, **h
     page.emulate_media(color_scheme=color_scheme, reduced_motion="reduce")
     listening = {
         "console": lambda message: wrong.append(where(message)) if bad(message, origin) else None,
-        "pageerror": lambda error: None if "AbortError" in str(error) else wrong.append(f"{error} {error.stack}"),
+        "pageerror": lambda error: None if error.name == "AbortError" else wrong.append(f"{error} {error.stack}"),
     }
     for event, listener in listening.items():
         page.on(event, listener)
