@@ -16,7 +16,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.model.in_step import in_step, passes_at_once
-from linearizer.model.layers import layer_number as layer_number
+from linearizer.model.layers import layer_number
 from linearizer.model.logits import kl_of, logits_of
 from linearizer.model.swap import (
     Begin,
