@@ -60,17 +60,16 @@ class CacheInFewBits(nn.Module):
         old_v = torch.cat([held.old_v, round_rows(new_v[:, :, :more], self.bits)], 2)
         if memory is not None:
             memory[:] = [RoundedCache(old_k, old_v, new_k[:, :, more:], new_v[:, :, more:])]
-        both = torch.cat([old_k, new_k], 2), torch.cat([old_v, new_v], 2)
-        of_both = torch.cat([torch.arange(x.shape[2], device=k.device) for x in (old_k, new_k)])
-        is_old = torch.arange(len(of_both), device=k.device) < old_k.shape[2]
         parts = []
         for rows, asks in zip(torch.arange(first, tokens, device=k.device).split(ROWS), q.split(ROWS, 2), strict=True):
-            rounded = rounded_before(rows, self.group)[:, None]  # of each row, how many tokens
-            exact = (of_both + begin >= rounded) & (of_both + begin <= rows[:, None])
+            rounded = rounded_before(rows, self.group)  # of each row, how many tokens
+            old, new = slice(int(rounded[-1])), slice(int(rounded[0]) - begin, int(rows[-1]) + 1 - begin)
+            keys, values = (torch.cat([x[:, :, old], y[:, :, new]], 2) for x, y in ((old_k, new_k), (old_v, new_v)))
+            own = torch.arange(tokens, device=k.device)[:, None]
+            seen = torch.cat([own[old] < rounded, (own[begin:][new] >= rounded) & (own[begin:][new] <= rows)]).mT
             asks = (asks * scale).unflatten(1, (k.shape[1], -1))  # (batch, KV heads, group, rows, dim)
-            logits = asks @ both[0][:, :, None].mT
-            logits.masked_fill_(~torch.where(is_old, of_both < rounded, exact), -torch.inf)
-            parts.append((logits.softmax(-1) @ both[1][:, :, None]).flatten(1, 2))
+            logits = (asks @ keys[:, :, None].mT).masked_fill_(~seen, -torch.inf)
+            parts.append((logits.softmax(-1) @ values[:, :, None]).flatten(1, 2))
         return rotate(torch.cat(parts, 2)).to(dtype)
 
 
