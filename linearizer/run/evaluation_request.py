@@ -18,7 +18,7 @@ class Request:
     """The parts to measure, and the text to measure them on."""
 
     parts: tuple[str, ...] = option(
-        (), "the parts to measure", choices=PARTS, default_text="all; tasks where some are named"
+        (), "the parts to measure", choices=PARTS, default_text="all; tasks only if --tasks names some"
     )
     text: str | None = option(
         None,
