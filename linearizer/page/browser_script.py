@@ -1,4 +1,4 @@
-"""What the browser does by itself: keep the run in the address, speak what changes, take what is typed, keep the focus in sight.
+"""What the browser does by itself: keep the run in the address, speak changes, take what is typed, show the focus.
 
 Pieces of the page carry in `data-heard` what a screen reader should speak. One live region, which stays in place,
 speaks it when it is new; a piece that is drawn anew every few seconds is not spoken anew.

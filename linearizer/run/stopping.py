@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Iterator
 from contextlib import closing, contextmanager
+from types import FrameType
 from typing import TypeVar
 
 from linearizer.errors import FaultError, FolderError, LinearizerError, Stopped
@@ -24,6 +25,7 @@ EVENT_SHARE = 1e-3  # of the time that the step has taken
 MIN_GUESS_SECONDS = 2.0  # seconds of a step after which the rest of it can be guessed
 STOP_POLL_SECONDS = 0.2  # seconds between two looks for a request where nothing is yielded
 INTERRUPT_SECONDS = 1.0  # seconds until work that did not stop is interrupted again
+INTERRUPT = signal.SIGUSR1  # not SIGINT, which a shell lets its background jobs ignore
 
 
 class SliceOver(Exception):
@@ -132,13 +134,17 @@ def interruptible(run: Run) -> Iterator[None]:
         return
     over = threading.Event()
 
+    def interrupt(number: int, frame: FrameType | None) -> None:
+        raise KeyboardInterrupt
+
     def watch() -> None:
         while not over.wait(STOP_POLL_SECONDS):
             if run.has_request("stop"):
-                signal.pthread_kill(main, signal.SIGINT)  # and again: a download waits for its threads after the first
+                signal.pthread_kill(main, INTERRUPT)  # and again: a download waits for its threads after the first
                 over.wait(INTERRUPT_SECONDS)
 
     main, watcher = threading.get_ident(), threading.Thread(target=watch, daemon=True)
+    before = signal.signal(INTERRUPT, interrupt)
     watcher.start()
     try:
         try:
@@ -146,6 +152,7 @@ def interruptible(run: Run) -> Iterator[None]:
         finally:
             over.set()
             watcher.join()
+            signal.signal(INTERRUPT, before)
     except KeyboardInterrupt:
         check_stop(run)
         raise

@@ -1,0 +1,25 @@
+"""A request to stop ends what yields nothing."""
+
+import signal
+import time
+
+import pytest
+
+from linearizer.errors import Stopped
+from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
+from linearizer.run.stopping import interruptible
+
+
+@pytest.mark.parametrize("handler", [signal.default_int_handler, signal.SIG_IGN])  # a shell's background jobs ignore it
+def test_a_request_to_stop_interrupts_work_whatever_becomes_of_ctrl_c(tmp_path, handler):
+    run = Run.create(tmp_path / "run", Plan("demo", budget=64))
+    before = {number: signal.getsignal(number) for number in (signal.SIGINT, signal.SIGUSR1)}
+    signal.signal(signal.SIGINT, handler)
+    try:
+        run.make_request("stop", "because")
+        with pytest.raises(Stopped, match="because"), interruptible(run):
+            time.sleep(60)
+    finally:
+        signal.signal(signal.SIGINT, before[signal.SIGINT])
+    assert signal.getsignal(signal.SIGUSR1) == before[signal.SIGUSR1]
