@@ -1,7 +1,8 @@
 """Generated tasks in the manner of RULER (Hsieh et al. 2024): facts hidden in text, and a question at its end.
 
 Words are drawn from the text itself: the model knows them, whatever its language. A task is scored by the share of the
-answer's words whose every token is the likeliest, at each depth of each length.
+answer's words whose every token is the likeliest, at each depth of each length, and by the loss of the answer at all
+depths: that also tells models apart which are too small to be right.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ from dataclasses import dataclass
 from statistics import fmean, stdev
 
 import torch
+from torch.nn.functional import cross_entropy
 from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import TextError
@@ -24,6 +26,7 @@ from linearizer.progress import Progress, Steps
 from linearizer.run.results import Score, Scored
 
 RULER = "ruler"  # the name among tasks
+LOSS = "loss of the answer"  # in nats a token
 SAMPLES = 8  # of a task at a depth and a length
 DEPTHS = (0.1, 0.5, 0.9)  # of the text before the fact that is asked about
 KEYS, VALUES, HOPS, LISTED, COMMON = 6, 4, 4, 12, 5
@@ -54,16 +57,23 @@ def measure_ruler(
     words = frequent_words(tokenizer, windows)
     cells = [(kind, length, depth) for kind in KINDS for length in sorted(lengths) for depth in DEPTHS]
     scores: list[list[Score]] = [[] for _ in subjects]
+    losses: list[list[float]] = [[] for _ in subjects]  # of the answers to a task at a length
     for done, (kind, length, depth) in enumerate(cells):
         drawn = random.Random(f"{seed} {kind} {length} {depth}")
         shares: list[list[float]] = [[] for _ in subjects]
         for number in range(samples or SAMPLES):
             puzzle = KINDS[kind](drawn.sample(words, FEWEST_WORDS), depth, drawn)
             ids, answer = lay_out(puzzle, windows[number % len(windows), :length], tokenizer)
-            for own, subject in zip(shares, subjects, strict=True):
-                own.append(score_answer(subject, ids, answer))
-        for rows, own in zip(scores, shares, strict=True):
-            rows.append(Score(f"{kind}, {length} tokens", f"depth {depth:.0%}", *mean_and_error(own), len(own)))
+            for place, subject in enumerate(subjects):
+                share, loss = score_answer(subject, ids, answer)
+                shares[place].append(share)
+                losses[place].append(loss)
+        for rows, own, lost in zip(scores, shares, losses, strict=True):
+            task = f"{kind}, {length} tokens"
+            rows.append(Score(task, f"depth {depth:.0%}", *mean_and_error(own), len(own)))
+            if depth == DEPTHS[-1]:
+                rows.append(Score(task, LOSS, *mean_and_error(lost), len(lost)))
+                lost.clear()
         yield Progress("ruler", done + 1, len(cells), "cells")
     return [Scored(subject.name, tuple(rows), None) for subject, rows in zip(subjects, scores, strict=True)]
 
@@ -156,14 +166,14 @@ def lay_out(puzzle: Puzzle, window: Tensor, tokenizer: PreTrainedTokenizerBase) 
     return torch.cat([*pieces, window[before:room], end])[None], [len(word) for word in answer]
 
 
-def score_answer(subject: Subject, ids: Tensor, answer: Sequence[int]) -> float:
-    """Give the share of the answer's words that a subject would have written."""
+def score_answer(subject: Subject, ids: Tensor, answer: Sequence[int]) -> tuple[float, float]:
+    """Give the share of the answer's words that a subject would have written, and the loss of the answer's tokens."""
     cache, count = fresh_cache(subject.model), sum(answer)
     begin = ids.shape[1] - count - 1
     read_into_cache(subject, ids[:, :begin], cache)
-    likeliest = read_logits(subject, ids[:, begin:], cache)[0, :-1].argmax(-1).cpu()
-    right = (likeliest == ids[0, begin + 1 :]).split(list(answer))
-    return sum(bool(word.all()) for word in right) / len(right)
+    logits, wanted = read_logits(subject, ids[:, begin:], cache)[0, :-1].cpu(), ids[0, begin + 1 :]
+    right = (logits.argmax(-1) == wanted).split(list(answer))
+    return sum(bool(word.all()) for word in right) / len(right), cross_entropy(logits.float(), wanted).item()
 
 
 def mean_and_error(shares: Sequence[float]) -> tuple[float, float | None]:

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from linearizer.errors import TextError
-from linearizer.evaluate.ruler import DEPTHS, KINDS, frequent_words, lay_out, measure_ruler
+from linearizer.evaluate.ruler import DEPTHS, KINDS, LOSS, frequent_words, lay_out, measure_ruler
 from linearizer.model.hub import find_model
 from linearizer.model.teacher import load_tokenizer
 from linearizer.model.text import read_texts
@@ -48,7 +48,7 @@ def test_texts_keep_their_length_and_hold_facts_question_and_answer(tokenizer, w
 
 def test_every_task_is_scored_by_depth_and_length_alike_for_all(scored, tokenizer, windows):
     rows = [(score.task, score.metric) for score in scored[0].scores]
-    assert len(set(rows)) == len(rows) == len(KINDS) * len(LENGTHS) * len(DEPTHS)
+    assert len(set(rows)) == len(rows) == len(KINDS) * len(LENGTHS) * (len(DEPTHS) + 1)
     assert rows == [(score.task, score.metric) for score in scored[1].scores]
     again = finish(measure_ruler([looking_up()], tokenizer, windows, LENGTHS, samples=2, seed=1))
     assert again[0].scores == scored[0].scores
@@ -61,6 +61,8 @@ def test_what_stands_in_the_text_is_found_and_what_is_out_of_sight_is_not(scored
                 {(score.task, score.metric): score.value for score in own.scores if score.task.startswith(kind)}
                 for own in scored
             )
+            for task in {task for task, _ in whole}:
+                assert whole.pop((task, LOSS)) < near.pop((task, LOSS))
             assert set(whole.values()) == {1.0}, number
             assert near[f"{kind}, 320 tokens", "depth 10%"] == 0 and near[f"{kind}, 320 tokens", "depth 90%"] == 1
 
