@@ -19,9 +19,10 @@ which may stand anywhere; None means that every token is real. A token's place i
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 
@@ -31,16 +32,14 @@ from .softmax_parts import (
     Memory,
     Reading,
     attend_seen,
-    combine_parts,
+    combine,
     compute_either,
     exact_part,
     far_logits_exactly,
     fold_unless_training,
     join_rows,
-    largest_logit,
     log_mass,
-    mask_logits,
-    multiply_by_head,
+    seen_logits,
     softmax_over,
     split_rows,
 )
@@ -63,7 +62,8 @@ from .state import (
 )
 
 CHUNK = 128
-BLOCKS_AT_ONCE = 32  # of rows with windows alone: more take memory
+BLOCKS_AT_ONCE = 32  # of rows with windows: more take memory
+LEAST_BLOCK, MOST_BLOCK = 16, 64  # rows of windows beside a memory: a row is compared with all columns of its block
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Columns, Any, Any, int], Tensor]
@@ -102,8 +102,8 @@ def attend_chunks(
     """Attend in PyTorch, one chunk after the other, or all at once where there is nothing but a window."""
     if memory is None and columns.window:
         return attend_windows(q, columns, state, max(1, chunk // 2))
-    starts = range(0, q.shape[-2], chunk)
-    parts = (attend_chunk(q[..., i : i + chunk, :], columns, memory, state, i) for i in starts)
+    near, starts = read_windows(q, columns, state), range(0, q.shape[-2], chunk)
+    parts = (attend_chunk(q[..., i : i + chunk, :], near.rows(i, i + chunk), columns, memory, state, i) for i in starts)
     if torch.is_grad_enabled():
         return torch.cat(list(parts), -2)
     out = q.new_empty(*q.shape[:-1], columns.v.shape[-1], dtype=working_dtype(q))
@@ -113,7 +113,33 @@ def attend_chunks(
 
 
 def attend_windows(q: Tensor, columns: Columns, state: FeatureState, size: int) -> Tensor:
-    """Attend to windows and sinks, in blocks of `size` rows, many blocks at once.
+    """Attend to windows and sinks, in blocks of `size` rows, many blocks at once."""
+    out = [join_rows(attend_seen(*each), len(each.q) // len(q)) for each in split_windows(q, columns, state, size)]
+    return torch.cat(out, -2)[..., : q.shape[-2], :]
+
+
+def read_windows(q: Tensor, columns: Columns, state: ExactState) -> Reading:
+    """Read windows and sinks, to meet what is far: in smaller blocks the smaller the windows are."""
+    if not columns.window and not state.sink_k.shape[-2]:
+        return Reading.of_nothing(q.to(working_dtype(q)), columns.v.shape[-1])
+    size, parts = min(max(columns.window, LEAST_BLOCK), MOST_BLOCK), []
+    for each in split_windows(q, columns, state, size):
+        read = Reading.of(seen_logits(each.q, each.k, each.late), each.v)
+        parts.append(read.changed(partial(join_rows, parts=len(each.q) // len(q))))
+    return Reading.joined(parts).rows(0, q.shape[-2])
+
+
+class Block(NamedTuple):
+    """Rows, the columns and sinks that one of them may see, and how many places each of these comes too late for it."""
+
+    q: Tensor  # (batch · blocks, heads, group, rows, dim)
+    k: Tensor  # (batch · blocks, heads, columns, dim)
+    v: Tensor
+    late: Tensor  # (batch · blocks, rows, columns)
+
+
+def split_windows(q: Tensor, columns: Columns, state: ExactState, size: int) -> Iterator[Block]:
+    """Give rows in blocks of `size`, many blocks at once; the last rows are given again until a block is full.
 
     The row of token t has its own column `window` to the right of it.
     """
@@ -121,7 +147,6 @@ def attend_windows(q: Tensor, columns: Columns, state: FeatureState, size: int) 
     row, near = torch.arange(size, device=device), torch.arange(size + window - 1, device=device)
     outside = torch.maximum(row[:, None] - near, near - row[:, None] - window + 1)  # by so many columns
     sinks = torch.arange(state.sink_k.shape[-2], device=device)
-    out = []
     for begins in torch.arange(0, tokens, size, device=device).split(BLOCKS_AT_ONCE):
         count, rows = len(begins), begins[:, None] + row
         index = (begins[:, None] + 1 + near).clamp(max=columns.k.shape[-2] - 1)
@@ -138,32 +163,31 @@ def attend_windows(q: Tensor, columns: Columns, state: FeatureState, size: int) 
             for x, held in ((columns.k, state.sink_k), (columns.v, state.sink_v))
         )
         asks = split_rows(q.index_select(-2, rows.flatten().clamp(max=tokens - 1)).to(working_dtype(q)), count)
-        out.append(join_rows(attend_seen(asks, k, v, late.flatten(0, 1)), count))
-    return torch.cat(out, -2)[..., :tokens, :]
+        yield Block(asks, k, v, late.flatten(0, 1))
 
 
-def attend_chunk(q: Tensor, columns: Columns, memory: Features | Memory | None, state: Any, start: int) -> Tensor:
-    """Attend with the rows from `start`; move the columns that are then behind every window into the state.
+def attend_chunk(
+    q: Tensor, near: Reading, columns: Columns, memory: Features | Memory | None, state: Any, start: int
+) -> Tensor:
+    """Let what is near meet what is far; move the columns that are then behind every window into the state.
 
     The row of token t has its own column `window` to the right of it; columns up to t are behind its window.
     """
-    q, size = q.to(working_dtype(q)), q.shape[-2]
-    near = [sink_part(q, columns, state, start)] if state.sink_k.shape[-2] else []
-    near += [window_part(q, columns, start)] if columns.window else []
     if memory is None:
-        return combine_parts(near) if near else columns.v.new_zeros(*q.shape[:-1], columns.v.shape[-1])
+        return combine(near)
+    q, size = q.to(working_dtype(q)), q.shape[-2]
     k, v = (x[:, :, start : start + size].to(q.dtype) for x in (columns.k, columns.v))
     comes = columns.filled(start, start + size) & (columns.place(start, start + size) >= state.sink_k.shape[-2])
     place = columns.place(start + columns.window, start + columns.window + size)
     far = as_memory(memory).chunk(state, q, k, v, comes, place)
     if far.is_share:
-        far.bound = far.bound + (log_mass(near) if near else 0.0)
+        far.bound = far.bound + near.lse
     if far.exactly is None:
-        return combine_parts(near, far)
+        return combine(near, far)
     exactly, filled = far.exactly, columns.filled(start + columns.window, start + columns.window + size)
-    low = (torch.maximum(largest_logit(near), far.lse) if near else far.lse) < far.bound
+    low = torch.maximum(near.bound, far.lse) < far.bound
     lost = (low & filled[:, None, None, :, None]).any()
-    return compute_either(lost, lambda: combine_parts([*near, *exactly()]), lambda: combine_parts(near, far))
+    return compute_either(lost, lambda: combine(near, *exactly()), lambda: combine(near, far))
 
 
 @dataclass(frozen=True)
@@ -181,10 +205,10 @@ class LogSums:
             w = w.masked_fill(~comes[:, None, :, None], ABSENT)
         far, level, mean = FarField.of(u, w, v, state), state.level, state.mean
 
-        def exactly() -> list[tuple[Tensor, Tensor]]:
+        def exactly() -> list[Reading]:
             size = w.shape[-2]
             away = far_logits_exactly(u, w).masked_fill(~columns_behind(size, size, 0, q), EMPTY)
-            return [(away, v), (u + level[:, :, None, None], mean)]
+            return [Reading.of(away, v), Reading.of(u + level[:, :, None, None], mean)]
 
         far.reading.exactly = exactly
         total = far.key.sum(-2).clamp_min(torch.finfo(q.dtype).tiny)
@@ -204,23 +228,6 @@ class LogSums:
 def as_memory(far: Features | Memory) -> Memory:
     """Give the memory of a far field: a feature map alone stands for that of its features."""
     return far if hasattr(far, "chunk") else LogSums(far)  # type: ignore[return-value]
-
-
-def sink_part(q: Tensor, columns: Columns, state: FeatureState, start: int) -> tuple[Tensor, Tensor]:
-    """Logits and values of the sinks, for the rows that they are behind the window of."""
-    gone = torch.arange(state.sink_k.shape[-2], device=q.device) <= columns.place(start, start + q.shape[-2])[..., None]
-    return mask_logits(multiply_by_head(q, state.sink_k.to(q.dtype).mT), gone), state.sink_v
-
-
-def window_part(q: Tensor, columns: Columns, start: int) -> tuple[Tensor, Tensor]:
-    """Logits and values of the windows of all rows: of the columns from the one after `start`."""
-    size, window = q.shape[-2], columns.window
-    start, stop = start + 1, start + size + window if window else start + 1
-    inside = columns_behind(size, stop - start, window - 1, q) & ~columns_behind(size, stop - start, -1, q)
-    inside = inside & columns.filled(start, stop)[:, None]
-    return mask_logits(multiply_by_head(q, columns.k[:, :, start:stop].to(q.dtype).mT), inside), columns.v[
-        :, :, start:stop
-    ]
 
 
 def columns_behind(rows: int, columns: int, shift: int, like: Tensor) -> Tensor:

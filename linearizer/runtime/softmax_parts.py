@@ -30,12 +30,40 @@ class Reading:
     bound: Tensor  # (batch, heads, group, rows, 1)
     total: Tensor  # Σ e^(logit - bound)
     sum: Tensor  # Σ e^(logit - bound) v
-    exactly: Callable[[], list[tuple[Tensor, Tensor]]] | None = None
+    exactly: Callable[[], list[Reading]] | None = None
     is_share: bool = False
+
+    @staticmethod
+    def of(logits: Tensor, values: Tensor) -> Reading:
+        """Read tokens, given as logits and values."""
+        bound = logits.detach().amax(-1, keepdim=True)
+        weights = exp_without_underflow(logits - bound)
+        return Reading(bound, weights.sum(-1, keepdim=True), multiply_by_head(weights, values.to(weights.dtype)))
+
+    @staticmethod
+    def of_nothing(q: Tensor, dim: int) -> Reading:
+        return Reading(
+            q.new_full((*q.shape[:-1], 1), EMPTY), q.new_zeros(*q.shape[:-1], 1), q.new_zeros(*q.shape[:-1], dim)
+        )
 
     @property
     def lse(self) -> Tensor:
-        return self.total.detach().log() + self.bound
+        """The logarithm of the mass."""
+        return self.total.clamp_min(torch.finfo(self.total.dtype).tiny).log() + self.bound
+
+    def rows(self, start: int, stop: int) -> Reading:
+        """Give what some of the rows see."""
+        return self.changed(lambda x: x[..., start:stop, :])
+
+    def changed(self, change: Callable[[Tensor], Tensor]) -> Reading:
+        """Change the three tensors alike."""
+        return Reading(change(self.bound), change(self.total), change(self.sum))
+
+    @staticmethod
+    def joined(parts: list[Reading]) -> Reading:
+        """Give the readings of rows that follow each other as a reading."""
+        bound, total, sums = ([getattr(part, name) for part in parts] for name in ("bound", "total", "sum"))
+        return Reading(torch.cat(bound, -2), torch.cat(total, -2), torch.cat(sums, -2))
 
 
 class Memory(Protocol):
@@ -182,18 +210,19 @@ def attend_seen(q: Tensor, k: Tensor, v: Tensor, late: Tensor, level: Tensor | N
     token comes too late to be seen, 0 or less where it is; level (batch, heads, slots). A row that sees nothing gets a
     mean of something.
     """
-    logits = multiply_by_head(q, k.to(q.dtype).mT)
-    tokens = late.shape[-1]
-    logits[..., :tokens] += late.to(logits.dtype).clamp_min_(0).mul_(EMPTY)[:, None, None]  # faster than to choose
+    logits = seen_logits(q, k, late)
     if level is not None:
-        logits[..., tokens:] += level[:, :, None, None]
+        logits[..., late.shape[-1] :] += level[:, :, None, None]
     return multiply_by_head(logits.softmax(-1), v.to(q.dtype))
 
 
-def largest_logit(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
-    """The largest logit of each row: (batch, heads, group, rows, 1)."""
-    empty = parts[0][0].new_full((*parts[0][0].shape[:-1], 1), EMPTY)
-    return torch.stack([empty, *(x.detach().amax(-1, keepdim=True) for x, _ in parts if x.shape[-1])]).amax(0)
+def seen_logits(q: Tensor, k: Tensor, late: Tensor) -> Tensor:
+    """Logits of columns, near EMPTY where a token comes too late."""
+    logits = multiply_by_head(q, k.to(q.dtype).mT)
+    logits[..., : late.shape[-1]] += (
+        late.to(logits.dtype).clamp_min_(0).mul_(EMPTY)[:, None, None]
+    )  # faster than to choose
+    return logits
 
 
 def log_mass(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
@@ -201,16 +230,11 @@ def log_mass(parts: list[tuple[Tensor, Tensor]]) -> Tensor:
     return torch.cat([logits for logits, _ in parts], -1).logsumexp(-1, keepdim=True)
 
 
-def combine_parts(parts: list[tuple[Tensor, Tensor]], far: Reading | None = None) -> Tensor:
-    """One softmax over all parts, given as logits and values, and what is far: (…, rows, value_dim)."""
-    tops = ([largest_logit(parts)] if parts else []) + ([far.lse] if far is not None else [])
-    top = torch.maximum(tops[0], tops[-1])
+def combine(*readings: Reading) -> Tensor:
+    """One softmax over all that was read: (…, rows, value_dim)."""
+    top = functools.reduce(torch.maximum, [each.lse.detach() for each in readings])
     total, out = torch.zeros_like(top), torch.zeros_like(top)
-    if far is not None:
-        scale = (far.bound - top).clamp_max(0).exp()  # only above 0 in rows that see nothing
-        total, out = scale * far.total, scale * far.sum
-    for logits, values in parts:
-        weights = exp_without_underflow(logits - top)
-        total = total + weights.sum(-1, keepdim=True)
-        out = out + multiply_by_head(weights, values.to(weights.dtype))
+    for each in readings:
+        share = (each.bound - top).clamp_max(0).exp()  # only above 0 in rows that see nothing
+        total, out = total + share * each.total, out + share * each.sum
     return out / total.clamp_min(torch.finfo(top.dtype).tiny)  # a row that sees nothing gets 0
