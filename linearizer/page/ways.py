@@ -9,6 +9,7 @@ from linearizer.run.memories import MEMORIES, beginning
 from linearizer.run.recipes import RECIPES, measured_quality
 
 SHOWN_BUDGET = 64  # of the measurements on the demo model that are quoted
+TITLES = {"per": "Degrees of freedom per", "lora": "Rank of adapters", "dtype": "Type of number"}  # of some options
 
 
 @dataclass(frozen=True)
@@ -107,7 +108,8 @@ def name_fields(text: str) -> str:
 
 
 def field_title(option: str) -> str:
-    return option.replace("_", " ").replace("-", " ").capitalize()
+    name = option.replace("_", "-")
+    return TITLES.get(name, name.replace("-", " ").capitalize())
 
 
 def upper_first(text: str) -> str:
