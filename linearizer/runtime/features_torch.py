@@ -63,7 +63,7 @@ from .state import (
 
 CHUNK = 128
 BLOCKS_AT_ONCE = 32  # of rows with windows: more take memory
-LEAST_BLOCK, MOST_BLOCK = 16, 64  # rows of windows beside a memory: a row is compared with all columns of its block
+BLOCK = 32  # rows of windows beside a memory: each is compared with all columns of the block
 
 Tensor = torch.Tensor
 Attend = Callable[[Tensor, Columns, Any, Any, int], Tensor]
@@ -119,11 +119,11 @@ def attend_windows(q: Tensor, columns: Columns, state: FeatureState, size: int) 
 
 
 def read_windows(q: Tensor, columns: Columns, state: ExactState) -> Reading:
-    """Read windows and sinks, to meet what is far: in smaller blocks the smaller the windows are."""
+    """Read windows and sinks, to meet what is far."""
     if not columns.window and not state.sink_k.shape[-2]:
         return Reading.of_nothing(q.to(working_dtype(q)), columns.v.shape[-1])
-    size, parts = min(max(columns.window, LEAST_BLOCK), MOST_BLOCK), []
-    for each in split_windows(q, columns, state, size):
+    parts = []
+    for each in split_windows(q, columns, state, BLOCK):
         read = Reading.of(seen_logits(each.q, each.k, each.late), each.v)
         parts.append(read.changed(partial(join_rows, parts=len(each.q) // len(q))))
     return Reading.joined(parts).rows(0, q.shape[-2])
