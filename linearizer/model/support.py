@@ -16,8 +16,9 @@ if TYPE_CHECKING:
 
 # Kinds that are tested from end to end; other kinds that pass the same checks are served, too.
 TESTED = frozenset(
-    "cohere gemma gemma3_text glm4 gpt2 gpt_bigcode gpt_neox granite llama mistral mixtral olmo2 opt phi phi3 "
-    "qwen2 qwen3 qwen3_moe smollm3 stablelm starcoder2".split()
+    "apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 gemma gemma3_text glm glm4 glm4_moe gpt2 "
+    "gpt_bigcode gpt_neox granite granitemoe helium hunyuan_v1_dense llama minimax_m2 mistral mixtral nemotron olmo "
+    "olmo2 olmo3 olmoe opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2".split()
 )
 SOFTMAX_LAYERS = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])
 OTHER_INPUTS = ("text", "vision", "audio", "image", "video", "vq")  # in the names of the parts of a multimodal config
@@ -26,6 +27,7 @@ LEARNED_SINKS = "its heads have learned sinks, which take weight that no token h
 # by the argument that a layer passes to its attention
 ALTERED = {"softcap": CAPPED, "s_aux": LEARNED_SINKS, "sinks": LEARNED_SINKS}
 ALIBI = "its positions are ALiBi, which its code adds to the scores outside transformers' attention interface"
+MASKED = "its layers mask tokens by numbers of their own, which a state of fixed size cannot follow"
 ENCODER = "it is an encoder, which reads in both directions"
 ANOTHER = "name a decoder-only language model with plain softmax attention, such as llama, qwen3 or gpt2"
 
@@ -83,6 +85,9 @@ def check_attention(query: torch.Tensor, key: torch.Tensor, others: Mapping[str,
     for argument, reason in ALTERED.items():
         if others.get(argument) is not None:
             raise Refused(reason)
+    mask = others.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and (mask.dtype != torch.bool or mask.shape[1] > 1):  # not transformers' own
+        raise Refused(MASKED)
     if query.shape[1] % key.shape[1]:
         raise Refused(
             f"its {query.shape[1]} query heads cannot share {key.shape[1]} KV heads evenly",

@@ -107,9 +107,12 @@ def padding_only(
     return new[:, None, None].bool()
 
 
-def serve_decoder(decoder: nn.Module, linearized: Sequence[bool]) -> None:
-    """Let a decoder give its layers the cache of students, whoever calls it."""
-    decoder.linearized = tuple(linearized)  # type: ignore[assignment]
+def serve_decoder(base: PreTrainedModel, linearized: Sequence[bool]) -> None:
+    """Let the decoder of a model give its layers the cache of students, whoever calls it."""
+    decoder: Any = base.get_decoder()
+    if not isinstance(decoder, PreTrainedModel):  # modernbert-decoder gives its head
+        decoder = base.base_model
+    decoder.linearized = tuple(linearized)
     names = tuple(inspect.signature(type(decoder).forward).parameters)[1:]
     decoder.register_forward_pre_hook(partial(give_cache, names), with_kwargs=True)
 
@@ -156,7 +159,7 @@ def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple
     return args, kwargs
 
 
-# observe(attention module, query, key, value, scaling, the other arguments that the layer passed)
+# observe(attention module, query, key, value, scaling, the mask and the other arguments that the layer passed)
 Observer = Callable[[nn.Module, torch.Tensor, torch.Tensor, torch.Tensor, float, dict], None]
 
 
@@ -171,7 +174,7 @@ def observed(
 ) -> tuple[torch.Tensor, None]:
     """Show a layer's queries, keys and values to its observer, then attend as the model does by itself."""
     observe: Observer = module.observe  # type: ignore[assignment]
-    observe(module, query, key, value, score_scale(query, scaling), kwargs)
+    observe(module, query, key, value, score_scale(query, scaling), {"attention_mask": attention_mask, **kwargs})
     return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, **kwargs)
 
 

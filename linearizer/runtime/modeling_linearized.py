@@ -142,7 +142,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
                 sizes = held["key_dim"], config.feature_map, held.get("value_dim", held["key_dim"])
                 module.student = LayerStudent(held["heads"], config.sinks, *sizes)
                 module.register_forward_pre_hook(hand_over_state, with_kwargs=True)
-        serve_decoder(base.get_decoder(), [held is not None for held in config.layers])
+        serve_decoder(base, [held is not None for held in config.layers])
         self.post_init()
 
     def hold(self, base: PreTrainedModel) -> None:

@@ -20,8 +20,10 @@ from tests.support.families import FAMILIES, WINDOW, tiny_config
 
 MIXTURES = ("mixtral", "qwen3_moe")
 LEARNED = ("gpt2", "gpt_bigcode", "opt")
-PARTIAL = ("gpt_neox", "phi", "stablelm", "glm4")
-ONE_TO_ONE = ("gpt2", "gpt_neox", "opt")
+PARTIAL = ("gpt_neox", "phi", "stablelm", "glm", "glm4", "glm4_moe", "nemotron")
+ONE_TO_ONE = ("gpt2", "gpt_neox", "opt", "deepseek_v2", "deepseek_v3")
+WINDOWS = dict.fromkeys(("cohere2", "exaone4", "olmo3"), [WINDOW, WINDOW, None]) | {"gemma3_text": [WINDOW, None, None]}
+VALUES = {"deepseek_v2": 12, "deepseek_v3": 12}  # the size of a value, where it is not that of a key
 
 
 def inspect(config):
@@ -41,9 +43,9 @@ def test_family_is_supported_with_the_shapes_that_its_model_shows(family):
     config = tiny_config(family)
     inspection = inspect(config)
     assert inspection.supported and inspection.tested, inspection.reason
-    windows = [WINDOW, None, None] if family == "gemma3_text" else [None] * 3
-    assert inspection.layers == tuple(Layer(4, kv_heads(family), 16, 16, window) for window in windows)
-    scale = {"opt": 1.0, "granite": 0.1, "gemma3_text": 32**-0.5}.get(family, 16**-0.5)
+    sizes = kv_heads(family), 16, VALUES.get(family, 16)
+    assert inspection.layers == tuple(Layer(4, *sizes, window) for window in WINDOWS.get(family, [None] * 3))
+    scale = {"opt": 1.0, "granite": 0.1, "granitemoe": 0.1, "gemma3_text": 32**-0.5}.get(family, 16**-0.5)
     assert inspection.scalings == pytest.approx([scale] * 3)
     assert inspection.max_positions == 256
     assert inspection.vocabulary == config.get_text_config().vocab_size
@@ -128,6 +130,7 @@ REFUSED = {
     "gptj": (dict(model_type="gptj", n_layer=2, rotary_dim=8), INTERFACE),
     "gemma2": (dict(model_type="gemma2"), "soft-capping"),
     "gpt_oss": (dict(model_type="gpt_oss"), "learned sinks"),
+    "doge": (dict(model_type="doge", num_hidden_layers=2), f"({INTERFACE}|its layers mask tokens)"),
     "t5": (dict(model_type="t5"), "it is an encoder–decoder"),
     "bart": (dict(model_type="bart"), "it is an encoder–decoder"),
     "gpt2 that reads another text": (dict(model_type="gpt2", add_cross_attention=True), "it is an encoder–decoder"),

@@ -2,7 +2,7 @@
 
 from transformers import AutoConfig, PreTrainedConfig
 
-WINDOW = 8  # of the native sliding layers of gemma3_text
+WINDOW = 8  # of native sliding layers
 
 SIZES = dict(
     vocab_size=128,
@@ -17,7 +17,8 @@ SIZES = dict(
     pad_token_id=0,
 )
 GROUPED = {**SIZES, "num_key_value_heads": 2, "head_dim": 16}
-PARTIAL = {"rope_type": "default", "rope_theta": 10000.0, "partial_rotary_factor": 0.5}
+PLAIN = {"rope_type": "default", "rope_theta": 10000.0}
+PARTIAL = {**PLAIN, "partial_rotary_factor": 0.5}
 GPT = dict(
     vocab_size=128,
     n_embd=64,
@@ -29,7 +30,12 @@ GPT = dict(
     eos_token_id=2,
     pad_token_id=0,
 )
+FEW = {**SIZES, "num_key_value_heads": 2}
+SLIDING = {"sliding_window": WINDOW, "layer_types": ["sliding_attention", "sliding_attention", "full_attention"]}
 EXPERTS = dict(num_local_experts=4, num_experts_per_tok=2)
+ROUTED = dict(n_routed_experts=4, num_experts_per_tok=2, moe_intermediate_size=32, n_group=1, topk_group=1)
+EXPERT_SIZES = ("moe_intermediate_size", "shared_expert_intermediate_size")
+LATENT = dict(q_lora_rank=16, kv_lora_rank=16, qk_rope_head_dim=8, qk_nope_head_dim=8, v_head_dim=12)
 
 FAMILIES: dict[str, dict] = {
     "gpt2": GPT,
@@ -54,15 +60,35 @@ FAMILIES: dict[str, dict] = {
         "sliding_window": WINDOW,
         "layer_types": ["sliding_attention", "full_attention", "full_attention"],
     },
-    "phi": {**SIZES, "num_key_value_heads": 2, "rope_parameters": PARTIAL},
-    "phi3": {**SIZES, "num_key_value_heads": 2, "original_max_position_embeddings": 256},
-    "olmo2": {**SIZES, "num_key_value_heads": 2},
-    "granite": {**SIZES, "num_key_value_heads": 2, "attention_multiplier": 0.1},
-    "smollm3": {**SIZES, "num_key_value_heads": 2, "no_rope_layers": [1, 1, 0]},
-    "stablelm": {**SIZES, "num_key_value_heads": 2, "rope_parameters": PARTIAL},
-    "starcoder2": {**SIZES, "num_key_value_heads": 2, "sliding_window": None},
-    "cohere": {**SIZES, "num_key_value_heads": 2, "logit_scale": 1.0},
+    "phi": {**FEW, "rope_parameters": PARTIAL},
+    "phi3": {**FEW, "original_max_position_embeddings": 256},
+    "olmo2": FEW,
+    "granite": {**FEW, "attention_multiplier": 0.1},
+    "smollm3": {**FEW, "no_rope_layers": [1, 1, 0]},
+    "stablelm": {**FEW, "rope_parameters": PARTIAL},
+    "starcoder2": {**FEW, "sliding_window": None},
+    "cohere": {**FEW, "logit_scale": 1.0},
     "glm4": {**GROUPED, "rope_parameters": PARTIAL},
+    "apertus": {**FEW, "rope_parameters": PLAIN},
+    "arcee": GROUPED,
+    "cohere2": {**GROUPED, **SLIDING, "logit_scale": 1.0},
+    "deepseek_v2": {**SIZES, "num_key_value_heads": 4, **ROUTED, **LATENT, "topk_method": "greedy"},
+    "deepseek_v3": {**SIZES, "num_key_value_heads": 4, **ROUTED, **LATENT, "first_k_dense_replace": 1},
+    "ernie4_5": GROUPED,
+    "exaone4": {**GROUPED, **SLIDING},
+    "glm": {**GROUPED, "rope_parameters": PARTIAL},
+    "glm4_moe": {**GROUPED, **ROUTED, "rope_parameters": PARTIAL},
+    "granitemoe": {**FEW, **EXPERTS, "attention_multiplier": 0.1},
+    "helium": GROUPED,
+    "hunyuan_v1_dense": GROUPED,
+    "minimax_m2": {**GROUPED, **EXPERTS},
+    "nemotron": {**FEW, "rope_parameters": PARTIAL},
+    "olmo": FEW,
+    "olmo3": {**FEW, **SLIDING},
+    "olmoe": {**FEW, "num_experts": 4, "num_experts_per_tok": 2},
+    "phimoe": {**FEW, **EXPERTS},
+    "qwen2_moe": {**FEW, "num_experts": 4, "num_experts_per_tok": 2, **dict.fromkeys(EXPERT_SIZES, 32)},
+    "seed_oss": GROUPED,
 }
 
 

@@ -1,0 +1,78 @@
+"""Of all kinds of models that transformers has: what inspection takes is served rightly, though no list names it."""
+
+import pytest
+import torch
+from transformers import CONFIG_MAPPING, AutoConfig, AutoModelForCausalLM
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from linearizer.model.hub import Source
+from linearizer.model.inspect import inspect_model
+from linearizer.model.safetensors import Weights
+from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
+from tests.support.families import EXPERTS, FAMILIES, GPT, GROUPED, LATENT, ROUTED, WINDOW
+from tests.support.models import tokens
+
+LENGTH = 40
+LEAST = 25  # kinds that have to be compared
+KINDS = sorted({*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES} - {*FAMILIES})
+SMALL = {
+    **{**GPT, **GROUPED, **EXPERTS, **ROUTED, **LATENT, "num_experts": 4, "moe_num_experts": 4},
+    **{"d_model": 64, "n_layers": 3, "num_layers": 3, "n_heads": 4, "num_heads": 4, "ffn_hidden_size": 96, "moe_k": 2},
+    **{"first_k_dense_replace": 1, "moe_topk": 2, "original_max_position_embeddings": 256, "sliding_window": WINDOW},
+    **{"cls_token_id": 1, "sep_token_id": 2},
+}
+WITHOUT = ((), ("head_dim",), ("num_key_value_heads",), ("head_dim", "num_key_value_heads"), ("layer_types",))
+
+
+def small_config(kind):
+    """Build a config of a kind of which nothing is known with the usual sizes that it has; None where that fails."""
+    try:
+        usual = CONFIG_MAPPING[kind]()
+        sizes = {name: size for name, size in SMALL.items() if getattr(usual, name, None) is not None}
+    except Exception:
+        return None
+    if kinds := getattr(usual, "layer_types", None):
+        sizes["layer_types"] = [kinds[0], kinds[-1], kinds[-1]]
+    for names in WITHOUT:
+        try:
+            config = AutoConfig.for_model(kind, **{name: x for name, x in sizes.items() if name not in names})
+            with torch.device("meta"):
+                AutoModelForCausalLM.from_config(config)
+            return config
+        except Exception:
+            continue
+    return None
+
+
+@torch.no_grad()
+def differences(config, inspection):
+    """Compare logits of a model with those of a student whose windows cover the text, read at once and in pieces."""
+    torch.manual_seed(0)
+    teacher, ids = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval(), tokens(2, LENGTH)
+    expected = teacher(ids).logits
+    layers = [
+        None
+        if layer.native_window
+        else dict(heads=[[LENGTH, 0]] * layer.kv_heads, key_dim=layer.key_dim, value_dim=layer.value_dim)
+        for layer in inspection.layers
+    ]
+    student = LinearizedForCausalLM.from_teacher(teacher, LinearizedConfig(base=teacher.config, layers=layers), 0)
+    cache = student.empty_cache()
+    pieces = [student(some, past_key_values=cache).logits for some in ids.split((9, 1, LENGTH - 10), 1)]
+    scale = expected.std()
+    return [float((logits - expected).abs().max() / scale) for logits in (student(ids).logits, torch.cat(pieces, 1))]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_a_kind_that_inspection_takes_has_a_student_that_is_its_teacher():
+    same, others = [], {}
+    for kind in KINDS:
+        if config := small_config(kind):
+            source = Source("tiny", None, "org/tiny", "c0ffee", "mit", False, Weights((), 1234, 5678))
+            if (inspection := inspect_model(source, config)).supported:
+                found = differences(config, inspection)
+                if max(found) < 1e-3:
+                    same.append(kind)
+                else:
+                    others[kind] = found
+    assert not others and len(same) >= LEAST, (same, others)
