@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 # Kinds that are tested from end to end; other kinds that pass the same checks are served, too.
 TESTED = frozenset(
     "apertus arcee cohere cohere2 deepseek_v2 deepseek_v3 ernie4_5 exaone4 gemma gemma3_text glm glm4 glm4_moe gpt2 "
-    "gpt_bigcode gpt_neox granite granitemoe helium hunyuan_v1_dense llama minimax_m2 mistral mixtral nemotron olmo "
+    "gpt_bigcode gpt_neox granite helium hunyuan_v1_dense llama minimax_m2 mistral mixtral olmo "
     "olmo2 olmo3 olmoe opt phi phi3 phimoe qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 stablelm starcoder2".split()
 )
 SOFTMAX_LAYERS = frozenset(["attention", "full_attention", "sliding_attention", "chunked_attention"])

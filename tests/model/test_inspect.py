@@ -20,7 +20,7 @@ from tests.support.families import FAMILIES, WINDOW, tiny_config
 
 MIXTURES = ("mixtral", "qwen3_moe")
 LEARNED = ("gpt2", "gpt_bigcode", "opt")
-PARTIAL = ("gpt_neox", "phi", "stablelm", "glm", "glm4", "glm4_moe", "nemotron")
+PARTIAL = ("gpt_neox", "phi", "stablelm", "glm", "glm4", "glm4_moe")
 ONE_TO_ONE = ("gpt2", "gpt_neox", "opt", "deepseek_v2", "deepseek_v3")
 WINDOWS = dict.fromkeys(("cohere2", "exaone4", "olmo3"), [WINDOW, WINDOW, None]) | {"gemma3_text": [WINDOW, None, None]}
 VALUES = {"deepseek_v2": 12, "deepseek_v3": 12}  # the size of a value, where it is not that of a key
@@ -45,7 +45,7 @@ def test_family_is_supported_with_the_shapes_that_its_model_shows(family):
     assert inspection.supported and inspection.tested, inspection.reason
     sizes = kv_heads(family), 16, VALUES.get(family, 16)
     assert inspection.layers == tuple(Layer(4, *sizes, window) for window in WINDOWS.get(family, [None] * 3))
-    scale = {"opt": 1.0, "granite": 0.1, "granitemoe": 0.1, "gemma3_text": 32**-0.5}.get(family, 16**-0.5)
+    scale = {"opt": 1.0, "granite": 0.1, "gemma3_text": 32**-0.5}.get(family, 16**-0.5)
     assert inspection.scalings == pytest.approx([scale] * 3)
     assert inspection.max_positions == 256
     assert inspection.vocabulary == config.get_text_config().vocab_size
