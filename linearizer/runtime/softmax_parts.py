@@ -21,10 +21,10 @@ Tensor = torch.Tensor
 
 @dataclass
 class Reading:
-    """What rows see of a far field, to meet exact tokens in one softmax: e^bound · total is its mass.
+    """What rows see of some tokens, near or far, to meet others in one softmax: e^bound · total is their mass.
 
-    Where `exactly` is given, a row none of whose logits reaches `bound` may have lost terms, and takes those parts in
-    place of the reading. `is_share`: the mass is a share of what the row sees exactly.
+    Where `exactly` is given, a row none of whose logits reaches `bound` may have lost terms, and takes those readings
+    in place of this one. `is_share`: the mass is a share of what the row sees exactly.
     """
 
     bound: Tensor  # (batch, heads, group, rows, 1)
@@ -219,9 +219,8 @@ def attend_seen(q: Tensor, k: Tensor, v: Tensor, late: Tensor, level: Tensor | N
 def seen_logits(q: Tensor, k: Tensor, late: Tensor) -> Tensor:
     """Logits of columns, near EMPTY where a token comes too late."""
     logits = multiply_by_head(q, k.to(q.dtype).mT)
-    logits[..., : late.shape[-1]] += (
-        late.to(logits.dtype).clamp_min_(0).mul_(EMPTY)[:, None, None]
-    )  # faster than to choose
+    more = late.to(logits.dtype).clamp_min_(0).mul_(EMPTY)  # faster than to choose
+    logits[..., : late.shape[-1]] += more[:, None, None]
     return logits
 
 
