@@ -47,11 +47,13 @@ def inspection_of(layers, **facts):
 
 
 def wait_for(run, *states, seconds=180):
-    """Wait until a run is in one of some states, and give its status."""
+    """Wait until a run is in one of some states, and give its status; where it ended, its process is gone, too."""
     last = time.monotonic() + seconds
     while (result := control.status(run)).state not in states:
         assert time.monotonic() < last and result.state not in ENDED, (result, log_of(run))
         time.sleep(0.02)
+    if result.state in ENDED:
+        wait_until(lambda: not run.is_locked)  # the log says the end before the ticket is removed
     return result
 
 
