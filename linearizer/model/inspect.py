@@ -78,7 +78,7 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
         cache_bytes_per_token=cache_bytes(layers, 1),
         budgets=tuple(budget_of(layers, tokens) for tokens in BUDGETS) if refusal is None else (),
         terms=source.terms,
-        vocabulary=getattr(config.get_text_config(), "vocab_size", 0),
+        vocabulary=getattr(config.get_text_config(decoder=True), "vocab_size", 0),
         resting=0 if model is None else count_resting(model),
         tower_of=whole_of(config),
         quantised=describe_quantisation(config),

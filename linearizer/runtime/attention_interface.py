@@ -19,7 +19,7 @@ from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedM
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from .cache import empty_cache, keeps_state
+from .cache import LinearizedCache, empty_cache, keeps_state
 
 # Checkpoints bring a copy of this file each; the names keep them apart in one process.
 _COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
@@ -31,7 +31,6 @@ NOT_SERVED = (
 NO_WEIGHTS = (
     "a linearized model computes no weights between tokens: leave output_attentions out, or ask its teacher for them"
 )
-CACHE_ARGUMENTS = ("past_key_values", "layer_past")  # GPT-NeoX and GPT-BigCode use the second name
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -152,10 +151,10 @@ def restarts(positions: torch.Tensor) -> bool:
 
 
 def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
-    """Give an attention module the cache layer that is its own (a forward pre-hook)."""
-    for name in CACHE_ARGUMENTS:
-        if kwargs.get(name) is not None:
-            kwargs["linear_state"] = kwargs[name].layers[module.layer_idx].memory
+    """Give an attention module the state that is its own (a forward pre-hook); each kind has its name for the cache."""
+    for given in [*args, *kwargs.values()]:
+        if isinstance(given, LinearizedCache):
+            kwargs["linear_state"] = given.layers[int(module.layer_idx)].memory  # type: ignore[arg-type]
     return args, kwargs
 
 

@@ -177,9 +177,19 @@ def empty_cache(
     base_config: object, linearized: Sequence[bool], model: PreTrainedModel | None = None
 ) -> LinearizedCache:
     """Make a cache with a fixed-size layer where a layer has a student, and the teacher's own kind elsewhere."""
-    own = DynamicCache(config=base_config).layers if not all(linearized) else []
+    own = native_layers(base_config) if not all(linearized) else []
     layers = [LinearizedLayer() if mine else own[index] for index, mine in enumerate(linearized)]
     return LinearizedCache(layers, MadeBy(model) if model is not None else no_model)
+
+
+def native_layers(base_config: Any) -> list[CacheLayerMixin]:
+    """Make the layers of a teacher's own cache."""
+    layers = DynamicCache(config=base_config).layers
+    if not layers:  # transformers before 5.14 gives layers[:-0] where none shares its keys
+        base_config = copy.copy(base_config)
+        base_config.num_kv_shared_layers = -base_config.num_hidden_layers
+        layers = DynamicCache(config=base_config).layers
+    return layers
 
 
 class MadeBy:
