@@ -44,6 +44,7 @@ def main(fd: int) -> None:
         import_module("linearizer.pipeline")
     gc.freeze()  # what was imported stays shared
     serve(socket.socket(fileno=fd))
+    os._exit(0)  # the bindings of libraries that end with the process would write into the log of a run
 
 
 def serve(connection: socket.socket) -> None:

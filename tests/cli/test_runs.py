@@ -15,7 +15,7 @@ from linearizer.model.hub import find_model
 from linearizer.pipeline import begin
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from tests.support.runs import process_of, wait_for, wait_for_event, wait_until
+from tests.support.runs import log_of, process_of, wait_for, wait_for_event, wait_until
 
 QUICK = "--recipe features --budget 64 --texts 2 --length 64 --samples 128 --dtype float32".split()
 LONG = [*QUICK, "--steps", "100000"]
@@ -48,6 +48,7 @@ def test_a_run_in_the_background_outlives_who_started_it_and_is_followed_to_its_
     assert os.getsid(int(process_of(run).name)) != starter.pid
     code, out, err = said("runs", "attach", "demo-64")
     assert (code, err) == (0, "") and "the student is in" in out
+    assert log_of(run) == ""  # also the process that forked the run's has ended
     code, out, _ = said("runs")
     lines = [line.split() for line in out.splitlines()]
     assert lines[0] == ["run", "model", "budget", "state", "progress", "disk", "age"]
