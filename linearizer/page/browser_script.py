@@ -28,7 +28,13 @@ function observe(part, act, mark = 'watched') {
   const all = {childList: true, subtree: true, characterData: true, attributeFilter: ['data-heard', 'data-figure']};
   new MutationObserver(act).observe(part, all);  // what has the same shape, Gradio changes in place
 }
+const widths = new ResizeObserver(changes => {  // Plotly follows the window, but not the panel at its side
+  for (const {target} of changes)
+    if (target.offsetParent && target.clientWidth !== target.querySelector('svg')?.clientWidth)
+      window.Plotly?.Plots.resize(target);
+});
 function completeMarkup() {  // Gradio names a place without a figure, but does not say what it is
+  for (const chart of document.querySelectorAll('.js-plotly-plot')) widths.observe(chart);
   for (const place of document.querySelectorAll('.empty[aria-label]:not([role])')) place.setAttribute('role', 'img');
   for (const place of document.querySelectorAll('.cm-scroller[tabindex="-1"]')) place.tabIndex = 0;  // code scrolls
 }

@@ -167,3 +167,22 @@ def test_a_narrow_screen_says_what_the_run_does_without_the_sidebar(local, brows
         wait_until_true(page, "document.querySelector('#now').innerText.includes('done')")
         assert page.locator("#heard").get_attribute("role") == "status"
         assert not page.locator("#sidebar #leave").is_visible()
+
+
+CHARTS_FIT = """(() => {
+  const charts = [...document.querySelectorAll('.js-plotly-plot')].filter(chart => chart.offsetParent);
+  return charts.length > 2 && charts.every(chart => chart.querySelector('svg').clientWidth === chart.clientWidth);
+})()"""
+
+
+def test_charts_keep_the_width_of_their_place_whatever_changes_it(local, browser, done):
+    with looking(browser, f"{local.url}?run={done}", viewport={"width": 1280, "height": 860}) as page:
+        wait_until_true(page, CHARTS_FIT)
+        for width in (700, 1280):  # narrow, the panel at the side lies above the page; wide, beside it
+            page.set_viewport_size({"width": width, "height": 860})
+            page.wait_for_timeout(1000)  # the panel moves
+            wait_until_true(page, CHARTS_FIT)
+        for _ in range(2):
+            page.click("#sidebar .toggle-button")
+            page.wait_for_timeout(1000)
+            wait_until_true(page, CHARTS_FIT)
