@@ -16,10 +16,11 @@ from typing import Any
 import torch
 from torch import nn
 from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from .cache import LinearizedCache, empty_cache, keeps_state
+from .cache import empty_cache, keeps_state
 
 # Checkpoints bring a copy of this file each; the names keep them apart in one process.
 _COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
@@ -153,7 +154,7 @@ def restarts(positions: torch.Tensor) -> bool:
 def hand_over_state(module: nn.Module, args: tuple, kwargs: dict) -> tuple[tuple, dict]:
     """Give an attention module the state that is its own (a forward pre-hook); each kind has its name for the cache."""
     for given in [*args, *kwargs.values()]:
-        if isinstance(given, LinearizedCache):
+        if isinstance(given, Cache):  # perhaps of another copy of this code
             kwargs["linear_state"] = given.layers[int(module.layer_idx)].memory  # type: ignore[arg-type]
     return args, kwargs
 
