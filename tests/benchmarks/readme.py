@@ -58,7 +58,9 @@ def measured(arguments):
         last = list(read_documents("builtin"))[-DOCUMENTS:]  # no recipe's measuring or training reaches there
         text.write_text("\n".join(json.dumps({"text": document}) for document in last), encoding="utf-8")
         for name in RECIPES:
-            run = pipeline.begin(Path(folder) / name, Plan.of(name, model="demo", budget=BUDGET, dtype="bfloat16"), resume=True)
+            run = pipeline.begin(
+                Path(folder) / name, Plan.of(name, model="demo", budget=BUDGET, dtype="bfloat16"), resume=True
+            )
             finish(linearize(run))
             parts = ("language", "recall", "speed")
             results = finish(
