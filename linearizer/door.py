@@ -20,7 +20,7 @@ from linearizer.run.disk import checkpoint_bytes, other_bytes, resume_bytes
 from linearizer.run.files import check_free_disk
 from linearizer.run.inspection import Inspection
 from linearizer.run.names import absolute_path, absolute_source
-from linearizer.run.plan import FITTED, USUAL_LENGTH, Plan
+from linearizer.run.plan import FITTED, Plan
 from linearizer.train.lora import check_peft
 from linearizer.train.settings import LAYERWISE, training_settings
 
@@ -48,8 +48,8 @@ def decide_dtype(plan: Plan, source: Source, config: PreTrainedConfig) -> str:
 def fit_plan(plan: Plan, source: Source, inspection: Inspection, yielding: Collection[str], token: str | None) -> Plan:
     """Shrink the options that yield to what the text of a plan has, and decide how many samples are drawn."""
     positions = inspection.max_positions
-    plan = replace(plan, texts=plan.kept_texts, length=plan.length or USUAL_LENGTH)
-    if plan.text.partition(":")[0] in ("file", "dataset"):
+    plan = replace(plan, texts=plan.kept_texts, length=plan.length or plan.usual_length)
+    if plan.text != "self":
         needed = min_texts(plan) * plan.kept_length(positions)
         tokens = count_tokens(plan.text, load_tokenizer(source, token), needed, token)
         plan = fit_to_text(plan, tokens, positions, yielding)

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 
 from linearizer import door
+from linearizer.allocate.choose import choose_student
 from linearizer.allocate.decide import decide
 from linearizer.allocate.step import PRICING, TrainOffers, allocate, help_pricing
 from linearizer.errors import LinearizerError
@@ -34,6 +35,7 @@ from linearizer.model.teacher import Teacher, load_config, load_teacher_of, text
 from linearizer.progress import Progress, Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
+from linearizer.run.candidates import CANDIDATES
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.files import remove
@@ -144,6 +146,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
     offers = offers_trainer(run, teacher, token)
     allocation = run.allocation or (yield from allocate(run, teacher, token, offers, helpers))
     run.write_product("allocation.json", allocation.to_json())
+    allocation = yield from choose_student(run, teacher, allocation, token)
     run.log(EventName.ALLOCATED, strategy=allocation.strategy, features_mean=allocation.features_mean)
     if shared:
         helpers.prepare("student")
@@ -237,6 +240,7 @@ def reallocate(run: Run, plan: Plan) -> Allocation:
             if changed:  # another student needs another training, of other length
                 remove(run.folder / "state" / "training")
                 remove(run.folder / "state" / "steps.json")
+                remove(run.folder / CANDIDATES)
             run.write_product("plan.json", plan.to_json())
             run.write_product("allocation.json", allocation.to_json())
     return allocation

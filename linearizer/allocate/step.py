@@ -9,6 +9,7 @@ from collections.abc import Callable, Sequence
 import torch
 
 from linearizer.allocate.by_prices import MIN_KL, allocate_by_prices, correct_prices, dear_offers, exchange_once
+from linearizer.allocate.choose import texts_priced
 from linearizer.allocate.decide import allocate_alike, decide, fewer_bits, offers_by_prices, offers_of, sinks_to_try
 from linearizer.errors import RequestError
 from linearizer.measure.gates import learn_gates
@@ -36,6 +37,7 @@ from linearizer.run.sharing import ALL, ALONE, Helpers, Share
 from linearizer.run.stopping import interruptible, log_progress
 
 GATE_STEPS = 60
+MOST_REPEATED = 64  # tokens of a passage that comes again: short ones come again at many distances
 PRICING = ("prices", "dear-prices")  # tasks of helpers
 DearPrice = tuple[int, int, int, float]  # layer, KV head, option, kl
 LAYERS = "state/prices"  # a file for each layer that is priced, and for each group of texts, until all are
@@ -88,8 +90,9 @@ def allocate_with_gates(run: Run, teacher: Teacher, token: str | None) -> Steps[
 def texts_to_price_on(run: Run, teacher: Teacher, token: str | None) -> torch.Tensor:
     """Take half of the profiled texts, and repeat passages in half of these."""
     with interruptible(run):
-        texts = texts_of(run.plan, teacher, max(2, run.plan.kept_texts // 2), token)
-    return with_repeats(texts, max(2, texts.shape[1] // 16), run.plan.seed)
+        texts = texts_of(run.plan, teacher, texts_priced(run.plan), token)
+    passage = max(2, min(texts.shape[1] // 16, MOST_REPEATED))
+    return with_repeats(texts, passage, run.plan.seed)
 
 
 def begin_offers(run: Run, train_offers: TrainOffers | None, options: Sequence[Head], sinks: int) -> Steps[Begin]:

@@ -205,6 +205,8 @@ def describe_run(run: Run) -> str:
         if exchanged
         else ""
     )
+    if candidates := run.candidates:
+        kl += f"{candidates.in_words}\n"
     state = "\n".join([*verdict_lines(run), describe_state(run.allocation, run.layers)])
     text = f"{state}\n{kl}{evaluation}\nthe student is in {run.checkpoint}"
     text += f"\nsee it write: linearizer compare {run.folder}"

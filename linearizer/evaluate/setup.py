@@ -24,7 +24,7 @@ from linearizer.model.quiet import quiet
 from linearizer.model.samples import SAMPLES
 from linearizer.model.swap import exchange_students
 from linearizer.model.teacher import load_teacher_of
-from linearizer.model.text import pack_texts, read_documents, read_texts, start_tokens
+from linearizer.model.text import pack_texts, read_for_length, read_texts, start_tokens
 from linearizer.run.allocation import Allocation
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
@@ -133,7 +133,7 @@ class Setup:
         first = len(start_tokens(self.tokenizer))
         learnt = max(self.run.evaluation_file["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
         skipped = -(-learnt * (self.usual_length - first) // (length - first))
-        stream = pack_texts(read_documents(source), self.tokenizer, length)
+        stream = pack_texts(read_for_length(source, self.usual_length), self.tokenizer, length)
         windows = list(islice(stream, skipped, skipped + count))
         if not windows:
             raise TextError(

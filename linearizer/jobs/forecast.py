@@ -48,6 +48,7 @@ JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student
 LOGIT_OPERATIONS = 1000  # that judging takes for each entry of a token's logits, beside its product
 ESTIMATING_PASSES = 1 + 1.2 * DRAWS  # of a text, forward and back
 DEAR_SHARE = 0.5  # of the dear offers that may be measured
+COMPARED = 4  # students that are measured before one of them is made
 EXCHANGE_SHARE = 0.6  # of a whole student that is run again: from the first layer on that differs
 HEALING_PASSES = 3  # of the student, forward and back, for every text that adapters are trained on
 TRAINING_FACTOR = 25.0  # of the products of the features: losses compare rows with all keys
@@ -186,7 +187,7 @@ def sweeps(plan: Plan, layers: list[Layer]) -> float:
     count = 7.0  # until it is profiled, and of all that is judged together the texts and what follows them
     if plan.rules.decided_by == "prices":
         priced = 1.0 if plan.prices == "measured" else DEAR_SHARE  # of the layers, from each on to the last
-        count += 6 + priced * len(layers) / 2 + EXCHANGE_SHARE * plan.exchanges
+        count += 6 + COMPARED + priced * len(layers) / 2 + EXCHANGE_SHARE * plan.exchanges
     if plan.trains:
         count += 3 + plan.steps / SAVE_EVERY
     return count
@@ -208,7 +209,7 @@ def offered_options(plan: Plan, layers: list[Layer], length: int) -> tuple[Head,
 def pricing_seconds(plan: Plan, layers: list[Layer], length: int, teacher: float, own: float) -> float:
     """Say how many seconds sinks, prices and exchanges take for a text."""
     heads, offered = sum(layer.kv_heads for layer in layers), len(offered_options(plan, layers, length))
-    students = len(sinks_to_try(plan)) + 1 + EXCHANGE_SHARE * plan.exchanges
+    students = len(sinks_to_try(plan)) + 1 + EXCHANGE_SHARE * plan.exchanges + COMPARED
     priced = ESTIMATING_PASSES + MOST_DEAR * DEAR_SHARE / 2
     if plan.prices == "measured":
         priced = heads * offered / 2

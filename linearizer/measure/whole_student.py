@@ -19,7 +19,6 @@ from linearizer.run.head_bytes import Layer
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules, device_of
 
 
-@torch.inference_mode()
 def measure_students(
     teacher: PreTrainedModel,
     texts: torch.Tensor,
@@ -28,14 +27,28 @@ def measure_students(
     begin: Begin,
 ) -> Steps[list[float]]:
     """Measure the kl of each allocation's student, in nats per token."""
-    kl: list[float] = []
+    kl = yield from kl_by_token(teacher, texts, layers, allocations, begin, EventName.TRY)
+    return [own.mean().item() for own in kl]
+
+
+@torch.inference_mode()
+def kl_by_token(
+    teacher: PreTrainedModel,
+    texts: torch.Tensor,
+    layers: Sequence[Layer],
+    allocations: Sequence[Allocation],
+    begin: Begin,
+    step: EventName = EventName.CHECK,
+) -> Steps[list[torch.Tensor]]:  # (texts, tokens) for each allocation
+    """Measure the kl of each allocation's student at every token, in nats."""
+    kl: list[torch.Tensor] = []
     expected = logits_of(teacher, texts)
     size = passes_at_once(teacher, texts.numel())
     for done in range(0, len(allocations), size):
-        yield Progress(EventName.TRY, done, len(allocations), "students")
+        yield Progress(step, done, len(allocations), "students")
         some = allocations[done : done + size]
         given = [(teacher, texts, layers, allocation, begin, expected) for allocation in some]
-        kl += in_step(teacher, [partial(kl_of_student, *each) for each in given])
+        kl += in_step(teacher, [partial(tokens_kl_of_student, *each) for each in given])
     return kl
 
 
@@ -85,7 +98,19 @@ def kl_of_student(
     expected: torch.Tensor,
 ) -> float:
     """Measure the kl of one student's logits against the expected logits, in nats per token."""
-    return kl_of(expected, logits_of_student(teacher, texts, layers, allocation, begin)).mean().item()
+    return tokens_kl_of_student(teacher, texts, layers, allocation, begin, expected).mean().item()
+
+
+def tokens_kl_of_student(
+    teacher: PreTrainedModel,
+    texts: torch.Tensor,
+    layers: Sequence[Layer],
+    allocation: Allocation,
+    begin: Begin,
+    expected: torch.Tensor,
+) -> torch.Tensor:  # (texts, tokens)
+    """Measure the kl of one student's logits at every token."""
+    return kl_of(expected, logits_of_student(teacher, texts, layers, allocation, begin))
 
 
 def logits_of_student(

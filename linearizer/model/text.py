@@ -14,6 +14,7 @@ import torch
 from linearizer.errors import TextError
 from linearizer.model.hub import explain_dataset_errors, stream_dataset
 from linearizer.run.files import parse_json
+from linearizer.run.plan import USUAL_LENGTH
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel, PreTrainedTokenizerBase
@@ -21,6 +22,8 @@ if TYPE_CHECKING:
 SOURCES = "`builtin`, `file:PATH`, `dataset:ID[:config][:split][:column]` or `self`"
 PIECE_CHARACTERS = 1 << 16  # read at a time
 ROWS = 16  # texts sampled at a time
+LONG_CHARACTERS = 3  # for a token of a text: a document that has fewer may be shorter than a text
+SORTED_CHARACTERS = 1 << 22  # of a source, among whose documents the long ones come first
 SAMPLED = 32  # texts that a model writes where fewer will do, since they take long
 
 
@@ -52,6 +55,32 @@ def read_documents(source: str, *, token: str | None = None) -> Iterator[str]:
     if source == "self":
         raise TextError("'self' is text that the model itself writes, and there is no model here: name another source")
     raise unknown_source(source)
+
+
+def read_for_length(source: str, length: int, *, token: str | None = None) -> Iterator[str]:
+    """Read the documents of a source for texts of `length` tokens; a plain file is one document in its own order."""
+    documents, path = read_documents(source, token=token), source.partition(":")[2]
+    if length <= USUAL_LENGTH or (source.startswith("file:") and not path.endswith(".jsonl")):
+        return documents
+    return put_long_first(documents, length)
+
+
+def put_long_first(documents: Iterable[str], length: int) -> Iterator[str]:
+    """Put documents that have a text of `length` tokens to themselves before the others, a part of a source at a time.
+
+    What is remembered across the border of two documents is worth nothing.
+    """
+    most, rest, characters = LONG_CHARACTERS * length, list[str](), 0
+    for document in documents:
+        if len(document) >= most:
+            yield document
+        else:
+            rest.append(document)
+        characters += len(document)
+        if characters >= SORTED_CHARACTERS:
+            yield from rest
+            rest, characters = [], 0
+    yield from rest
 
 
 def pack_texts(
@@ -108,7 +137,7 @@ def read_texts(
     if source == "self" and model is not None:
         return sample_from(model, tokenizer, length, max(least, min(count, SAMPLED)), seed)
     texts: list[torch.Tensor] = []
-    packed = pack_texts(read_documents(source, token=token), tokenizer, length)
+    packed = pack_texts(read_for_length(source, length, token=token), tokenizer, length)
     while len(texts) < count:
         try:
             texts.append(next(packed))

@@ -44,6 +44,7 @@ STEP_SENTENCES = {
     "price": "prices every head",
     "exchange": "tries whole students",
     "gates": "learns gates",
+    "check": "compares it with plain students",
     "distill": "trains the features",
     "evaluate": "judges the student",
 }

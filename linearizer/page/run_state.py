@@ -204,7 +204,7 @@ def step_of_page(status: Status) -> int:
     if status.state == "done":
         return 5
     step = status.step["event"] if status.step else EventName.PROFILE
-    return 3 if step in (EventName.PROFILE, EventName.TRY, EventName.PRICE, EventName.EXCHANGE, EventName.GATES) else 4
+    return 4 if step in (EventName.DISTILL, EventName.EVALUATE) else 3
 
 
 def possible_actions(status: Status) -> dict[str, bool]:

@@ -35,6 +35,7 @@ class EventName(str, Enum):
     TRY = "try"
     PRICE = "price"
     EXCHANGE = "exchange"
+    CHECK = "check"
     GATES = "gates"
     DISTILL = "distill"
     EVALUATE = "evaluate"
@@ -45,6 +46,7 @@ class EventName(str, Enum):
     PRICED = "priced"
     DROPPED = "dropped"  # a damaged file is not used
     EXCHANGED = "exchanged"
+    CHECKED = "checked"  # the student that was allocated, with plain students of the same bytes
     ALLOCATED = "allocated"
     TIMED = "timed"
     DISTILLED = "distilled"
@@ -59,7 +61,9 @@ class EventName(str, Enum):
     __str__ = str.__str__
 
 
-STEPS = tuple(map(EventName, ("profile", "try", "price", "exchange", "gates", "distill", "evaluate")))  # with progress
+STEPS = tuple(
+    map(EventName, ("profile", "try", "price", "exchange", "gates", "check", "distill", "evaluate"))
+)  # with progress
 Event = dict[str, Any]  # {"time": seconds since 1970, "event": its name, …}
 
 

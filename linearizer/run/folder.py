@@ -22,6 +22,7 @@ from uuid import uuid4
 from linearizer.errors import FolderError, RequestError
 from linearizer.run import locks
 from linearizer.run.allocation import Allocation
+from linearizer.run.candidates import CANDIDATES, Candidates
 from linearizer.run.events import (
     Event,
     EventName,
@@ -44,7 +45,8 @@ from linearizer.run.results import RESULTS, Part, read_part
 Product = TypeVar("Product")
 FILES_OF_RUN = {
     "begun.json", "plan.json", "inspection.json", "profile.json", "prices.json", "gates.json", "allocation.json",
-    "evaluation.json", "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log", "hub_job.json",
+    "candidates.json", "evaluation.json", "events.jsonl", "state", "checkpoint", "lock", "stop", "use", "worker.log",
+    "hub_job.json",
 }  # fmt: skip
 DECIDED = ("model", "dtype", "texts", "length", "samples")  # choices of a plan that `pipeline.begin` makes definite
 ENDS = (EventName.STARTED, EventName.DONE)  # the newest of these tells whether a run is done
@@ -189,6 +191,11 @@ class Run:
     @property
     def allocation(self) -> Allocation | None:
         return self.parse_file("allocation.json", Allocation.from_json) if self.has_file("allocation.json") else None
+
+    @property
+    def candidates(self) -> Candidates | None:
+        """What was measured of the allocation beside plain allocations."""
+        return self.parse_file(CANDIDATES, Candidates.from_json) if self.has_file(CANDIDATES) else None
 
     def require_student(self) -> None:
         """Refuse a run that has no student."""

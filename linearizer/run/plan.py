@@ -19,6 +19,8 @@ DEFAULT_BUDGET = 256  # tokens of cache, where a command or the page is given no
 MIN_FEATURES_IN_TOKENS = 18  # tokens of cache that take the bytes of the fewest features of a head
 MAX_TOKENS = 2**40  # a larger budget, window or number of features is a mistake
 USUAL_TEXTS, USUAL_LENGTH = 8, 512
+FEWEST_TEXTS = 4  # where they are long: two to price heads on, and two to compare students on
+BUDGETS_IN_LENGTH = 8  # tokens of a text for each token of the budget: what fits into a state whole has no price
 MIN_SAMPLES, USUAL_SAMPLES = 32, 1024
 MAX_STEPS, MAX_MINUTES = 10**9, 365 * 24 * 60
 ALLOCATION = "what heads hold"  # options by which an allocation is decided anew, from what a run has measured
@@ -109,14 +111,14 @@ class Plan(JsonProduct):
         None,
         "how many texts to measure",
         least=1,
-        default_text=f"{USUAL_TEXTS}, fewer where the text is short",
+        default_text=f"{USUAL_TEXTS}, fewer where texts are long, or the source is short",
         group=MEASURING,
     )
     length: int | None = option(
         None,
         "tokens of a text, at most what the model's positions allow",
         least=1,
-        default_text=f"{USUAL_LENGTH}, fewer where the text is short",
+        default_text=f"{BUDGETS_IN_LENGTH} times the budget, at least {USUAL_LENGTH}; fewer where the source is short",
         group=MEASURING,
     )
     samples: int | None = option(
@@ -290,12 +292,18 @@ class Plan(JsonProduct):
 
     @property
     def kept_texts(self) -> int:
-        """The plan's number of texts, or the usual number."""
-        return self.texts or USUAL_TEXTS
+        """The plan's number of texts, or a number that leaves about as many tokens whatever their length."""
+        shared = USUAL_TEXTS * USUAL_LENGTH // (self.length or self.usual_length)
+        return self.texts or min(USUAL_TEXTS, max(FEWEST_TEXTS, shared))
+
+    @property
+    def usual_length(self) -> int:
+        """The tokens of a text where the plan names no number: several times what the state can hold whole."""
+        return max(USUAL_LENGTH, BUDGETS_IN_LENGTH * (self.budget or 0))
 
     def kept_length(self, positions: int | None) -> int:
         """The plan's tokens of a text, or the usual number, within the model's positions."""
-        length = self.length or USUAL_LENGTH
+        length = self.length or self.usual_length
         return min(length, positions or length)
 
     def drawn_tokens(self, positions: int | None) -> int:

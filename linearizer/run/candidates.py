@@ -1,0 +1,44 @@
+"""What was measured of an allocation beside plain allocations of the same bytes, and which of them was made."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from linearizer.run.json_products import JsonProduct
+
+CANDIDATES = "candidates.json"  # of a run's folder
+
+
+@dataclass(frozen=True)
+class Candidate:
+    """An allocation and its kl in nats per token, over each length."""
+
+    name: str
+    kl: tuple[float, ...]
+
+    @property
+    def mean(self) -> float:
+        """The mean over the lengths: a student is to be good at all of them."""
+        return sum(self.kl) / len(self.kl)
+
+
+@dataclass(frozen=True)
+class Candidates(JsonProduct):
+    """All allocations that were measured, on texts that no head was priced on."""
+
+    json_remedy = "measure them again"
+
+    lengths: tuple[int, ...]  # tokens from the start of a text
+    measured: tuple[Candidate, ...]
+
+    @property
+    def kept(self) -> Candidate:
+        """The candidate with the smallest kl; where several have it, the first."""
+        return min(self.measured, key=lambda candidate: candidate.mean)
+
+    @property
+    def in_words(self) -> str:
+        """Name the kept candidate and the kl of all, over each length."""
+        lengths = ", ".join(f"{length:,}" for length in self.lengths)
+        rows = "; ".join(f"{each.name} " + ", ".join(f"{kl:.4f}" for kl in each.kl) for each in self.measured)
+        return f"Kept: {self.kept.name}. KL over {lengths} tokens of text that was not priced: {rows}."
