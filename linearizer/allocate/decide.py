@@ -63,7 +63,7 @@ def allocate_alike(layers: Sequence[Layer], plan: Plan, sinks: int) -> Allocatio
 
     def row(layer: Layer) -> tuple[Head, ...]:
         token = token_bytes(layer, plan.kept_bits)
-        room = (plan.budget or 0) * token_bytes(layer) - sinks * token
+        room = ((plan.budget or 0) - sinks) * token_bytes(layer)
         unit = {"": 0, "slots": slot_bytes(layer, plan.kept_bits), "features": feature_bytes(layer)}[far_field]
         count = room // (token + unit) if unit else 0
         slots, features = (count if far_field == far else 0 for far in ("slots", "features"))

@@ -30,7 +30,6 @@ from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.names import absolute_source
 from linearizer.run.results import MadeWith, Recall
-from linearizer.runtime.few_bits import BY_AXIS
 from linearizer.runtime.layer_student import LayerStudent
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.step import initialise_student
@@ -87,7 +86,7 @@ class Setup:
     def subjects(self, length: int) -> list[Subject]:
         """Teacher, student, a plain window that takes the student's bytes at this length, the student untrained."""
         control = window_control(self.allocation, self.layers, length)
-        begun = control.bits in BY_AXIS and self.run.has_file(SAMPLES)  # or it would be a worse control than it is
+        begun = control.bits < 16 and self.run.has_file(SAMPLES)  # or it would be a worse control than it is
         heads = self.begun(control) if begun else checkpoint.make_layer_students(self.control, self.layers, control)
         softmax = self.teacher is self.control.base
         subjects = [] if self.teacher is None else [Subject("teacher", self.teacher, softmax=softmax)]

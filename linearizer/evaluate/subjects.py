@@ -55,13 +55,14 @@ class Subject:
 
 def window_control(allocation: Allocation, layers: Sequence[Layer], length: int) -> Allocation:
     """Give every head a plain window and sinks, in the student's bits, that together take its bytes at a length."""
-    bits = allocation.bits
-    bytes_per_token = sum(
-        len(row) * token_bytes(layer, bits) for row, layer in zip(allocation.heads, layers, strict=True)
+    bits, room = allocation.bits, allocation.state_bytes(layers, length)
+    of_token, of_sink = (
+        max(1, sum(len(row) * token_bytes(layer, own) for row, layer in zip(allocation.heads, layers, strict=True)))
+        for own in (bits, 16)
     )
-    tokens = allocation.state_bytes(layers, length) // max(bytes_per_token, 1)
-    sinks = min(SINKS, tokens // 8)  # its own: a student with slots may need none
-    rows = tuple((Head(window=max(tokens - sinks, 1), bits=bits),) * len(row) for row in allocation.heads)
+    sinks = min(SINKS, room // of_token // 8)  # its own: a student with slots may need none
+    window = max((room - sinks * of_sink) // of_token, 1)
+    rows = tuple((Head(window=window, bits=bits),) * len(row) for row in allocation.heads)
     return Allocation("window", sinks, rows)
 
 

@@ -1,6 +1,6 @@
 """Initialises slots, axes and feature maps from a sample of a layer's queries, keys and values, without training.
 
-  axes   directions in which keys and values differ most, and in which queries look at keys
+  turns  the mean of keys and values, and in each direction how far keys spread beside how large queries are
   slots  the metric of the queries: |metric·x|² is the mean of (q·x)²
   codebook, clusters  centres of the keys, by k-means in that metric
   memories  keys in the directions that queries tell apart best; routes to centres of the keys; weights by a text
@@ -20,14 +20,13 @@ from linearizer.model.swap import Begin
 from linearizer.run.folder import Run
 from linearizer.runtime.attention_interface import attention_modules
 from linearizer.runtime.feature_maps import Clusters, Codebook
-from linearizer.runtime.few_bits import BY_AXIS, bits_by_number
 from linearizer.runtime.layer_student import LayerStudent, SlotGroup, generator_at
 from linearizer.runtime.matrix_rule import MatrixRule
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.runtime.state_in_few_bits import Axes
+from linearizer.runtime.state_in_few_bits import Turns
 
 KMEANS_ROUNDS = 8
-RIDGE = 0.01  # of the mean variance, which every axis has besides: no sample shows all differences
+RIDGE = 0.01  # of the mean square, which every direction has besides: no sample shows all differences
 SHARPNESS = 4.0  # of a key's assignment to centres, while training: nearly that of inference
 
 Tensor = torch.Tensor
@@ -44,15 +43,13 @@ def initialise(student: LinearizedForCausalLM, samples: Samples, seed: int = 0) 
 
 @torch.no_grad()
 def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, index: int) -> None:
-    """Initialise the axes, slots and feature maps of a layer, which has this number.
+    """Initialise the turns, slots and feature maps of a layer, which has this number.
 
     Every head draws for itself, so that a head with an option gets the same values beside any other heads.
     """
     queries = samples.queries.unflatten(0, (len(samples.keys), -1)).flatten(1, 2).float()  # (kv heads, samples, dim)
-    if student.axes is not None:
-        for head, bits in enumerate(student.axes.bits):
-            if bits in BY_AXIS:
-                initialise_axes(student.axes, head, queries[head], samples.keys[head], samples.values[head])
+    if student.turns is not None:
+        initialise_turns(student.turns, queries, samples.keys, samples.values)
     for group in student.groups:
         if isinstance(group, SlotGroup):
             group.merger.reset()
@@ -69,23 +66,19 @@ def initialise_layer(student: LayerStudent, samples: LayerSamples, seed: int, in
             fit_memory(group, samples.text)
 
 
-def initialise_axes(axes: Axes, head: int, q: Tensor, k: Tensor, v: Tensor) -> None:
-    """Initialise the axes of one head, from the axis of the largest difference that a query sees, or of values, on."""
-    for kind, x, seen in (("key", k.double(), q.double()), ("value", v.double(), None)):
-        own, steps, middle = (getattr(axes, f"{kind}_{name}") for name in ("axes", "steps", "middle"))
-        around, dim = x - x.mean(0), x.shape[-1]
-        spread = around.mT @ around / len(x)
-        spread += RIDGE * spread.diagonal().mean().clamp_min(1e-12) * torch.eye(dim)
-        weight = torch.eye(dim).double() if seen is None else seen.mT @ seen / len(seen)
-        both = spread if seen is None else spread / spread.trace() + weight / weight.trace().clamp_min(1e-12)
-        vectors = torch.linalg.eigh(both)[1]
-        variance = (vectors * (spread @ vectors)).sum(0)
-        order = (variance * (vectors * (weight @ vectors)).sum(0)).argsort(descending=True)
-        bits = bits_by_number(axes.bits[head], dim)
-        place = bits.argsort(descending=True, stable=True)  # of the axis that differs most, and so on
-        own[head][:, place] = vectors[:, order].to(own)
-        steps[head, place] = (variance[order].sqrt() * 2.0 ** (1 - bits[place])).to(steps)
-        middle[head] = x.mean(0).to(middle)
+def initialise_turns(turns: Turns, q: Tensor, k: Tensor, v: Tensor) -> None:
+    """Initialise how all heads turn what they take, from queries, keys and values (heads, samples, dim).
+
+    Keys that are divided, and queries that are multiplied, by the root of how far keys spread ÷ how large queries are
+    become equally large in each direction: then rounding keys costs every direction alike.
+    """
+    spread, size = (
+        (x + RIDGE * x.mean(-1, keepdim=True) + 1e-12).sqrt()
+        for x in (k.double().var(1, correction=0), q.double().square().mean(1))
+    )
+    turns.key_steps.copy_((spread / size).sqrt())
+    turns.key_middle.copy_(k.double().mean(1))
+    turns.value_middle.copy_(v.double().mean(1))
 
 
 def initialise_codebook(codebook: Codebook, head: int, q: Tensor, k: Tensor, generator: torch.Generator) -> None:

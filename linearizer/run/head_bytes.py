@@ -1,7 +1,7 @@
 """The costs of attention: bytes of state, operations per token, and the length at which a student breaks even.
 
-Keys and values of a cache are priced at two bytes a number (bf16); of a state at two, or at 4 to 8 bits and a byte
-or two for the scale of each vector. The running state is priced at four (fp32).
+Keys and values of a cache are priced at two bytes a number (bf16), and so are sinks; of a state at two, or at 4 to 8
+bits and a byte or two for the scale of each vector. The running state is priced at four (fp32).
 """
 
 from __future__ import annotations
@@ -108,9 +108,10 @@ def cache_bytes(layers: Sequence[Layer], tokens: int) -> int:
 def head_bytes(head: Head, layer: Layer, sinks: int, length: int) -> int:
     """Bytes that one head holds once `length` tokens have been read."""
     if head.softmax:
-        return length * token_bytes(layer, head.bits)
+        kept_twice = sinks * token_bytes(layer) if head.bits < 16 else 0
+        return length * token_bytes(layer, head.bits) + kept_twice
     far = far_bytes(head, layer) + head.slots * slot_bytes(layer, head.bits)
-    return (sinks + head.window) * token_bytes(layer, head.bits) + far
+    return sinks * token_bytes(layer) + head.window * token_bytes(layer, head.bits) + far
 
 
 def state_bytes(heads: Sequence[Sequence[Head]], layers: Sequence[Layer], sinks: int, length: int) -> int:

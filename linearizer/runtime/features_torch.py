@@ -54,6 +54,7 @@ from .state import (
     is_traced,
     lay_columns,
     least_count,
+    remember_sink,
     remember_sinks,
     remember_token,
     remember_window,
@@ -255,7 +256,8 @@ def attend_token_with_features(
             old_k, old_v = take_tokens(state.window_k, slot), take_tokens(state.window_v, slot)
         comes = (place - window >= sinks)[:, None] if least - window < sinks else None
         far = as_memory(memory).token(state, q, old_k.to(q.dtype), old_v.to(q.dtype), comes, place[:, None])
-    remember_token(state, k, v, least)
+    remember_sink(state, k, v, least)
+    remember_token(state, k, v)
     state.count = place + 1
 
     parts, rows = [], q[..., 0, :]

@@ -2,10 +2,9 @@
 
 A vector becomes numbers of few digits times one scale. In 8 bits they are whole, from -127 to 127, and the scale is a
 power of two, the least that lets its largest number fit: every such number is exact in bf16, fp16 and fp32. In 4 to 6
-bits vectors come along the axes of their head (state_in_few_bits.py): along few axes they differ much, along most of
-them little, so that numbers have bits by their axis, and 4 to 6 in the mean (LAYOUT). They lie half way between whole
-ones, and the scale has 8 digits; the number that is largest beside what its bits hold is the last that they hold, or is
-cut off, whichever moves the vector least.
+bits they lie half way between whole ones, and the scale has 8 digits; of a few scales, which cut off more or fewer of
+the largest numbers, that is taken which moves the vector least. Vectors whose numbers are about equally large lose
+least, so heads turn them first (state_in_few_bits.py).
 
 What is rounded once stays what it is when it is rounded again: so a token is the same whether it is attended to in the
 call that read it or out of the state of a later one.
@@ -14,65 +13,25 @@ call that read it or out of the state of a later one.
 from __future__ import annotations
 
 import math
-from dataclasses import dataclass
-from functools import cached_property
 from typing import Any
 
 import torch
 
-from .kernel_in_c import codes_in_c, may_run_in_c, pack_in_c, unpack_in_c
 from .state import made_once, number, working_dtype
 
 MAX_CODE = 127
 LOWEST, HIGHEST = -24, 121  # exponents: below the first fp16 has no numbers, above the second fp32 has none
-LAYOUT = {  # of the bytes that some numbers of a vector fill: the bits of each number in them
-    4: ((6, 2), (5, 3)),
-    5: ((8,), (8,), (6, 2), (5, 3), (4, 4)),
-    6: ((8,), (8,), (8,), (8,), (5, 3), (4, 4)),
-}
-BY_AXIS = tuple(LAYOUT)  # bits in which vectors come along the axes of their head
-SCALE_BYTES = 2  # of a vector that is
+FEWER = (4, 5, 6)  # bits of a number whose four lowest lie two numbers to a byte, the others in bytes after them
+SCALE_BYTES = 2  # after the numbers of such a vector
 TRIED = (1.0, 0.85, 0.7)  # of the scale that lets all numbers fit: what is larger is cut off for the sake of the others
 TINIEST = 2.0**-100  # the least scale: what is smaller is 0
 
 Tensor = torch.Tensor
 
 
-@dataclass(frozen=True)
-class Rounded:
-    """Vectors of so many bits a number, to compute with and to keep."""
-
-    exact: Tensor  # (…, dim) what was rounded
-    codes: Tensor  # (…, dim)
-    scale: Tensor  # (…, 1) of 8 bits its exponent
-    bits: int
-
-    @staticmethod
-    def of(x: Tensor, bits: int | tuple[int, ...]) -> Rounded:
-        """Round vectors (…, dim), or (…, heads, tokens, dim) to the bits of each head, all 8 or none."""
-        return Rounded(x, *codes_of(x.detach(), bits), bits if isinstance(bits, int) else bits[0])
-
-    @staticmethod
-    def unrounded(x: Tensor) -> Rounded:
-        return Rounded(x, x, x[..., :1], 16)
-
-    @cached_property
-    def numbers(self) -> Tensor:  # (…, dim)
-        return self.exact if self.bits == 16 else numbers_of(self.exact, self.codes, self.scale, self.bits)
-
-    @cached_property
-    def bytes(self) -> Tensor:  # (…, bytes)
-        return pack_codes(self.codes, self.scale, self.bits)
-
-    def part(self, heads: Any, bits: int) -> Rounded:
-        """Give some heads, which have so many bits."""
-        own = bits if self.bits < 16 else 16
-        return Rounded(self.exact[:, heads], self.codes[:, heads], self.scale[:, heads], own)
-
-
-def byte_count(bits: int, dim: int) -> int:
-    """Count the bytes of the numbers of a vector."""
-    return dim // sum(map(len, LAYOUT[bits])) * len(LAYOUT[bits])
+def can_turn(bits: int, *dims: int) -> bool:
+    """Tell whether vectors are turned before they are rounded: where their numbers fill bytes of bits."""
+    return bits < 16 and not any(dim % 8 for dim in dims)
 
 
 def round_vectors(x: Tensor, bits: int = 8) -> Tensor:
@@ -92,7 +51,7 @@ def numbers_of(x: Tensor, codes: Tensor, scale: Tensor, bits: int) -> Tensor:
 
 def pack_vectors(x: Tensor, bits: int = 8) -> Tensor:
     """Write vectors (…, dim) as bytes: their whole numbers, then the scale."""
-    return Rounded.of(x, bits).bytes
+    return pack_codes(*codes_of(x.detach(), bits), bits)
 
 
 def unpack_vectors(x: Tensor, dtype: torch.dtype, bits: int = 8) -> Tensor:
@@ -100,17 +59,13 @@ def unpack_vectors(x: Tensor, dtype: torch.dtype, bits: int = 8) -> Tensor:
     return (codes_in(x, bits) * scales_in(x, bits)).to(dtype)
 
 
-def codes_of(x: Tensor, bits: int | tuple[int, ...]) -> tuple[Tensor, Tensor]:
-    """Give the whole numbers of vectors, and the scale of each or its exponent: (…, dim), (…, 1).
-
-    Of several bits, 8 or fewer, each is that of a head: (…, heads, tokens, dim).
-    """
-    work, own = x.to(working_dtype(x)), bits if isinstance(bits, tuple) else (bits,)
+def codes_of(x: Tensor, bits: int) -> tuple[Tensor, Tensor]:
+    """Give the numbers of few digits of vectors, and the scale of each or its exponent: (…, dim), (…, 1)."""
+    work = x.to(working_dtype(x))
     if not work.numel():
-        return work, work.new_zeros(*work.shape[:-1], 1, dtype=torch.int32 if own[0] == 8 else work.dtype)
-    if own[0] != 8:
-        limits = limits_of_heads(own, work.shape[-1], work.dtype, work.device)
-        return codes_in_c(work, limits) or codes_by_largest(work, limits)
+        return work, work.new_zeros(*work.shape[:-1], 1, dtype=torch.int32 if bits == 8 else work.dtype)
+    if bits != 8:
+        return codes_by_error(work, limit_of(bits))
     exponent = exponents_of(work)
     return (work * power_of(whole(127, x) - exponent)).round_(), exponent
 
@@ -138,15 +93,20 @@ def whole(value: int, like: Tensor) -> Any:
     return number(value, torch.int32, like.device)
 
 
-def codes_by_largest(x: Tensor, limits: Tensor) -> tuple[Tensor, Tensor]:
-    """Give numbers half way between whole ones, none beyond its limit, and the scale that was best of those tried."""
-    top = (x.abs() / limits).amax(-1, keepdim=True)[..., None]
+def codes_by_error(x: Tensor, limit: float) -> tuple[Tensor, Tensor]:
+    """Give numbers half way between whole ones, none beyond a limit, and the scale that was best of those tried."""
+    top = x.abs().amax(-1, keepdim=True)[..., None] / limit
     tried = (top * shares_tried(x.dtype, x.device)).to(torch.bfloat16).to(x.dtype)
-    tried, limits = torch.nn.functional.threshold(tried, TINIEST, 0.0), limits[..., None, :]
-    codes = (x[..., None, :] / tried.clamp_min(TINIEST)).floor_().add_(0.5).clamp_(-limits, limits)
+    tried = torch.nn.functional.threshold(tried, TINIEST, 0.0)
+    codes = (x[..., None, :] / tried.clamp_min(TINIEST)).floor_().add_(0.5).clamp_(-limit, limit)
     best = (codes * tried).sub_(x[..., None, :]).square_().sum(-1).argmin(-1)[..., None, None]
     codes = codes.gather(-2, best.expand(*best.shape[:-1], x.shape[-1]))[..., 0, :]
     return codes, tried.gather(-2, best)[..., 0]
+
+
+def limit_of(bits: int) -> float:
+    """Give the largest number of 4 to 6 bits."""
+    return (2**bits - 1) / 2
 
 
 @made_once
@@ -156,57 +116,22 @@ def shares_tried(dtype: torch.dtype, device: torch.device) -> Tensor:
 
 
 @made_once
-def bits_by_number(bits: int, dim: int) -> Tensor:
-    """Give the bits of each number of a vector, as its bytes hold them."""
-    each = [count for byte in LAYOUT[bits] for count in byte]
-    with torch.inference_mode(False):  # so that a later training may use it, too
-        return torch.tensor(each).repeat_interleave(dim // len(each))
-
-
-@made_once
-def limits_of(bits: int, dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Give the largest number that each number of a vector may be."""
+def places_in_byte(bits: int, device: torch.device) -> Tensor:
+    """Say by how much each part of a byte is shifted that holds what numbers have beyond their four lowest bits."""
     with torch.inference_mode(False):
-        return ((2.0 ** bits_by_number(bits, dim) - 1) / 2).to(dtype).to(device)
-
-
-@made_once
-def limits_of_heads(bits: tuple[int, ...], dim: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Give the same for heads of several bits: (heads, 1, dim), or (dim,)."""
-    with torch.inference_mode(False):
-        limits = torch.stack([limits_of(own, dim, dtype, device) for own in bits])
-        return limits[0] if len(bits) == 1 else limits[:, None]
-
-
-@made_once
-def places_in_bytes(bits: int, dim: int, device: torch.device) -> Tensor:
-    """Say of each number of a vector in which byte it lies, how far from the low end, and what is its own there."""
-    each, places = dim // sum(map(len, LAYOUT[bits])), []
-    for group, counts in enumerate(LAYOUT[bits]):
-        for index, count in enumerate(counts):
-            shift = sum(counts[index + 1 :])
-            places += [(group * each + byte, shift, 2**count - 1) for byte in range(each)]
-    with torch.inference_mode(False):
-        return torch.tensor(places, device=device).mT.contiguous()
+        return torch.arange(0, 8, bits - 4, dtype=torch.uint8, device=device)[:, None]
 
 
 def pack_codes(codes: Tensor, scale: Tensor, bits: int) -> Tensor:
-    """Write numbers and scales as bytes."""
+    """Write numbers and scales as bytes: the low four bits of two numbers in each, the others, then the scale."""
     if bits == 8:
         return torch.cat([codes, scale.to(codes.dtype)], -1).to(torch.int8)
-    dim, device = codes.shape[-1], codes.device
-    limits = limits_of(bits, dim, codes.dtype, device)
-    if may_run_in_c(codes, scale):
-        width = byte_count(bits, dim) + SCALE_BYTES
-        if (rows := pack_in_c(codes, scale, limits, places_in_bytes(bits, dim, device), width)) is not None:
-            return rows
-    whole = (codes + limits).to(torch.uint8)
-    parts, bytes = iter(whole.chunk(sum(map(len, LAYOUT[bits])), -1)), []
-    for counts in LAYOUT[bits]:
-        joined = next(parts)
-        for count in counts[1:]:
-            joined = joined << count | next(parts)
-        bytes.append(joined)
+    whole = (codes + limit_of(bits)).to(torch.uint8)
+    first, second = (whole & 15).chunk(2, -1)
+    bytes = [first | second << 4]
+    if bits > 4:
+        place = places_in_byte(bits, codes.device)
+        bytes.append(((whole >> 4).unflatten(-1, (len(place), -1)) << place).sum(-2, dtype=torch.uint8))
     return torch.cat([*bytes, scale.to(torch.bfloat16).view(torch.uint8)], -1)
 
 
@@ -214,18 +139,13 @@ def codes_in(x: Tensor, bits: int) -> Tensor:
     """Read the numbers (…, dim) of what `pack_codes` wrote."""
     if bits == 8:
         return x[..., :-1]
-    dim = (x.shape[-1] - SCALE_BYTES) // len(LAYOUT[bits]) * sum(map(len, LAYOUT[bits]))
-    limits = limits_of(bits, dim, torch.float32, x.device)
-    if may_run_in_c(x) and (codes := unpack_in_c(x, limits, places_in_bytes(bits, dim, x.device))) is not None:
-        return codes
-    whole: list[Tensor] = []
-    for byte, counts in zip(x[..., :-SCALE_BYTES].chunk(len(LAYOUT[bits]), -1), LAYOUT[bits], strict=True):
-        free = 8
-        for count in counts:
-            free -= count
-            part = byte >> free if free else byte
-            whole.append(part if free + count == 8 else part & ((1 << count) - 1))
-    return torch.cat(whole, -1).float().sub_(limits)
+    half = (x.shape[-1] - SCALE_BYTES) * 4 // bits
+    low, high = x[..., :half], x[..., half:-SCALE_BYTES]
+    whole = torch.cat([low & 15, low >> 4], -1)
+    if bits > 4:
+        parts = high[..., None, :] >> places_in_byte(bits, x.device) & 2 ** (bits - 4) - 1
+        whole |= parts.flatten(-2) << 4
+    return whole.float().sub_(limit_of(bits))
 
 
 def scales_in(x: Tensor, bits: int) -> Tensor:

@@ -2,7 +2,7 @@
 blocks; and of those for one token: their table, keys and values that may be bytes, the window and the sinks.
 
 A program for one token serves a KV head and reads its row of the table (kernel_token_table.py). BITS is 8 where keys
-and values are kept as bytes (few_bits.py); the new token is rounded as it is read.
+and values are kept as bytes (few_bits.py), but for sinks; the new token is rounded as it is read.
 """
 
 from __future__ import annotations
@@ -74,6 +74,7 @@ class Constants:
     ROOT: Any = None  # what keys are multiplied by before their distances are measured
     BITS: Any = None  # of a number in keys and values that are kept
     KEPT: Any = None  # type of keys and values that are kept
+    SINK: Any = None  # type of sinks
     MADE: Any = None  # type of folded features and metrics
     ACC: Any = None  # type of sums
     PRECISION: Any = None  # of products of fp32 numbers
@@ -291,6 +292,13 @@ def point_at_pair(row_ptr, column: tl.constexpr, at, C: tl.constexpr):
 
 
 @triton.jit
+def point_at_sinks(row_ptr, at, C: tl.constexpr):
+    """The keys and the values of the sinks of a text and head."""
+    keys, values = address(row_ptr, SINK_K, C.SINK), address(row_ptr, SINK_K + 1, C.SINK)
+    return keys + at * C.S * C.D, values + at * C.S * C.DV
+
+
+@triton.jit
 def load_vector(pointer, row, o, live, width: tl.constexpr, C: tl.constexpr):
     """One key or value that is kept, if it is `live`."""
     if C.BITS == 8:
@@ -333,29 +341,41 @@ def load_new(pointer, o, exponent, width: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def load_new_sink(pointer, o, width: tl.constexpr, C: tl.constexpr):
+    """Some numbers of the new key or value, as a sink is kept."""
+    return tl.load(pointer + o, mask=o < width, other=0.0).to(C.SINK).to(C.ACC)
+
+
+@triton.jit
 def replace_row(tile, index, slot, new):
     """A tile (index, dim) with the row `slot` replaced."""
     return tl.where((index == slot)[:, None], new[None, :], tile)
 
 
 @triton.jit
-def scores_with_new(q, q_stride, kept, new, exponent, index, slot, og, STOP, C: tl.constexpr):
+def scores_with_new(
+    q, q_stride, kept, new, exponent, index, slot, og, STOP, C: tl.constexpr, are_sinks: tl.constexpr = False
+):
     """q·k for rows `index` of the keys that are kept, STOP of them, with the new one in the place of the row `slot`."""
     out = tl.zeros([og.shape[0], index.shape[0]], C.ACC)
     for d in tl.static_range(0, C.DP, C.DS):
         od = d + tl.arange(0, C.DS)
         rows = load_part(q, og, od, C.G, q_stride, C.D)
-        tile = load_vectors(kept, index, od, STOP, C.D, C.BITS == 8).to(rows.dtype)
-        tile = replace_row(tile, index, slot, load_new(new, od, exponent, C.D, C).to(rows.dtype))
+        if are_sinks:
+            tile, own = load_tile(kept, index, od, STOP, C.D), load_new_sink(new, od, C.D, C)
+        else:
+            tile, own = load_vectors(kept, index, od, STOP, C.D, C.BITS == 8), load_new(new, od, exponent, C.D, C)
+        tile = replace_row(tile.to(rows.dtype), index, slot, own.to(rows.dtype))
         out = tl.dot(rows, tl.trans(tile), acc=out, out_dtype=C.ACC, input_precision=C.PRECISION)
     return out * C.SCALE
 
 
 @triton.jit
-def attend_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og, C: tl.constexpr):
-    """Let query heads see the window from the place `merged` on, and the sinks before it, the new token among them.
+def attend_near(row_ptr, at, q, q_stride, k, k_exponent, v, new_v, place, merged, WIDTH, og, C: tl.constexpr):
+    """Let query heads see the sinks, and the window from the place `merged` on, the new token among them.
 
-    `at` is the number of the text and head in tensors of the state, WIDTH the window. Gives a running softmax.
+    Sinks are seen where they are kept, not in the window. `at` is the number of the text and head in tensors of the
+    state, WIDTH the window. Gives a running softmax.
     """
     ov = tl.arange(0, C.VP)
     top = tl.full([og.shape[0]], EMPTY, C.ACC)
@@ -366,16 +386,17 @@ def attend_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, W
     for s0 in range(0, tl.minimum(place + 1, WIDTH), C.BN):
         os = s0 + tl.arange(0, C.BN)
         logits = scores_with_new(q, q_stride, window_k, k, k_exponent, os, slot, og, WIDTH, C)
-        v = replace_row(load_vectors(window_v, os, ov, WIDTH, C.DV, C.BITS == 8).to(C.ACC), os, slot, new_v)
-        live = ((place - os + ring) % ring <= place - merged) & (os < WIDTH)
-        top, total, acc = update_softmax(top, total, acc, logits, live[None, :] & (og >= 0)[:, None], v, C)
+        values = replace_row(load_vectors(window_v, os, ov, WIDTH, C.DV, C.BITS == 8).to(C.ACC), os, slot, new_v)
+        live = ((place - os + ring) % ring <= place - tl.maximum(merged, C.S)) & (os < WIDTH)
+        top, total, acc = update_softmax(top, total, acc, logits, live[None, :] & (og >= 0)[:, None], values, C)
     if C.S > 0:
         os = tl.arange(0, C.SP)
-        sink_k, sink_v = point_at_pair(row_ptr, SINK_K, at * C.S, C)
-        logits = scores_with_new(q, q_stride, sink_k, k, k_exponent, os, place, og, C.S, C)
-        v = replace_row(load_vectors(sink_v, os, ov, C.S, C.DV, C.BITS == 8).to(C.ACC), os, place, new_v)
-        gone = (os < C.S) & (os < merged)
-        top, total, acc = update_softmax(top, total, acc, logits, gone[None, :] & (og >= 0)[:, None], v, C)
+        sink_k, sink_v = point_at_sinks(row_ptr, at, C)
+        logits = scores_with_new(q, q_stride, sink_k, k, k_exponent, os, place, og, C.S, C, True)
+        values = load_tile(sink_v, os, ov, C.S, C.DV).to(C.ACC)
+        values = replace_row(values, os, place, load_new_sink(v, ov, C.DV, C))
+        live = (os < C.S) & (os <= place)
+        top, total, acc = update_softmax(top, total, acc, logits, live[None, :] & (og >= 0)[:, None], values, C)
     return top, total, acc
 
 
@@ -393,9 +414,9 @@ def store_token(row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_
     store_vector(window_k, slot, od, new_k, k_exponent, WIDTH > 0, C.D, C)
     store_vector(window_v, slot, ov, new_v, v_exponent, WIDTH > 0, C.DV, C)
     if C.S > 0:
-        sink_k, sink_v = point_at_pair(row_ptr, SINK_K, at * C.S, C)
-        store_vector(sink_k, place, od, new_k, k_exponent, place < C.S, C.D, C)
-        store_vector(sink_v, place, ov, new_v, v_exponent, place < C.S, C.DV, C)
+        sink_k, sink_v = point_at_sinks(row_ptr, at, C)
+        tl.store(sink_k + place * C.D + od, new_k.to(C.SINK), mask=od < tl.where(place < C.S, C.D, 0))
+        tl.store(sink_v + place * C.DV + ov, new_v.to(C.SINK), mask=ov < tl.where(place < C.S, C.DV, 0))
     last = tl.load(row_ptr + HEADS) - 1
     count, ticket = address(row_ptr, COUNT, tl.int64), tl.load(row_ptr + TICKET) * tl.num_programs(1)
     before = tl.atomic_add(ticket_ptr + ticket + tl.program_id(1), 1)

@@ -17,14 +17,14 @@ import torch
 
 from .feature_maps import NONE, Folded
 from .features_torch import CHUNK, attend_chunks, attend_text_with_features, attend_token_with_features
-from .few_bits import BY_AXIS, round_vectors, unpack_vectors
+from .few_bits import FEWER, round_vectors, unpack_vectors
 from .kernel_token_table import TokenGroup, get_table
 from .kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
 from .slots_merging import MAX_MERGED_ROWS, Merging
 from .slots_torch import Piece, attend_periods, attend_text_with_slots, attend_token_with_slots
 from .softmax_parts import Features, get_folded
-from .state import ABSENT, Columns, ExactState, FeatureState, SlotState, working_dtype
-from .state_in_few_bits import pack_state
+from .state import ABSENT, Columns, ExactState, FeatureState, SlotState, as_slice, working_dtype
+from .state_in_few_bits import Turns, as_sink, pack_state
 
 try:
     from .kernel_text_gradients import FeatureAttention
@@ -121,7 +121,7 @@ def kernel_serves_text_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, 
         run_slot_merging is None
         or torch.is_grad_enabled()
         or slots + block > MAX_MERGED_ROWS
-        or merging.bits in BY_AXIS
+        or merging.bits in FEWER
         or not kernels_accept(q, k, v, state.slot_k)
     ):
         return False
@@ -185,7 +185,7 @@ def token_features_are_right(q: Tensor, sizes: TrialSizes, shares: int, scale: f
                     attend_token_with_features_by_kernel(token_q, k, v, text.features, TRIAL_WINDOW, state, scale)
                 )
             else:
-                k, v = (round_vectors(x) if bits == 8 else x for x in (k, v))
+                k, v = (x if bits == 16 else as_sink(x) if t < sizes.sinks else round_vectors(x) for x in (k, v))
                 out.append(attend_token_with_features(token_q * scale, k, v, text.features, TRIAL_WINDOW, state))
         return [torch.cat(out, -2).to(dtype), state.level, state.mean]
 
@@ -251,7 +251,7 @@ def token_slots_are_right(q: Tensor, v: Tensor, held: TokenGroup, scale: float =
             if by_kernels:
                 out.append(attend_token_with_slots_by_kernel(token_q, k, v, own, state, scale))
             else:
-                k, v = (round_vectors(x) if bits == 8 else x for x in (k, v))
+                k, v = (x if bits == 16 else as_sink(x) if t < sizes.sinks else round_vectors(x) for x in (k, v))
                 out.append(attend_token_with_slots(token_q * scale, k, v, own, state))
         slots = (unpack_vectors(x, dtype) if x.dtype == torch.int8 else x for x in (state.slot_k, state.slot_v))
         return [torch.cat(out, -2).to(dtype), *slots, state.weight]
@@ -274,35 +274,43 @@ def attend_token_with_slots_by_kernel(
 
 def attend_token_of_layer(
     groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
-    out: Tensor,
+    out: Tensor, turns: Turns | None = None,
 ) -> list[int]:  # fmt: skip
     """Attend with a token, one launch for all heads of a kind, into `out`; return the indices of the groups served.
 
     q (batch, heads, group, 1, dim), k, v and out are those of the whole layer, and their heads' states in `memory`.
+    Heads that turn what they take are given it turned.
     """
     if run_token_features is None or real is not None or q.shape[-2] > 1 or memory is None or len(memory) < len(groups):
         return []
     if torch.is_grad_enabled() or not kernels_accept(q, k, v):
         return []
-    kinds: dict[tuple[int, bool], dict[int, TokenGroup]] = {}
+    kinds: dict[tuple[int, bool, bool], dict[int, TokenGroup]] = {}
     for index, (group, state) in enumerate(zip(groups, memory, strict=False)):
         held = group.token_group(scale, state)
-        if held is None or held.state.sink_k.dtype not in (k.dtype, torch.int8):
+        if held is None or held.state.window_k.dtype not in (k.dtype, torch.int8):
             continue
         if held.state.sink_k.device != k.device:  # PyTorch refuses it; to a kernel it would be addresses
             continue
         if held.merging is None or can_merge(held):
-            kinds.setdefault((held.bits, held.merging is None), {})[index] = held
+            kinds.setdefault((held.bits, held.merging is None, group.turns), {})[index] = held
     done: list[int] = []
-    for (bits, plain), some in kinds.items():
+    for (bits, plain, turned), some in kinds.items():
         first, *_ = states = list(some.values())
-        shares = shares_of([held.folded for held in states if held.folded is not None])
-        if plain and token_features_are_right(q, sizes_of(q, v, first.state), shares, scale, bits):
-            launch_token_features(q, k, v, out, states, scale)
-        elif not plain and token_slots_are_right(q, v, first, scale):
-            launch_token_slots(q, k, v, out, states, scale)
+        shares, given = shares_of([held.folded for held in states if held.folded is not None]), (q, k, v, out)
+        if turned and turns is not None:
+            asks, keys, values = turns(turns.turn, q, k, v, scale**0.5)
+            given = asks, keys, values, torch.empty(out.shape, dtype=values.dtype, device=out.device)
+        if plain and token_features_are_right(given[0], sizes_of(q, v, first.state), shares, scale, bits):
+            launch_token_features(*given, states, scale)
+        elif not plain and token_slots_are_right(given[0], v, first, scale):
+            launch_token_slots(*given, states, scale)
         else:
             continue
+        if turned and turns is not None:
+            for index in some:
+                heads = as_slice(groups[index].heads)
+                out[:, heads] = turns(turns.turn_back, given[3][:, heads], heads).to(out.dtype)
         done += some
     return done
 
@@ -317,7 +325,7 @@ def launch_token_features(
     shares = GIVEN if u is not None else shares_of(folded)
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     made = folded[0].query.dtype if folded else torch.float32
-    run_token_features(q, k, v, out, get_table(groups), state.sink_k, state.level, shares, scale, u, w, made)
+    run_token_features(q, k, v, out, get_table(groups), state, shares, scale, u, w, made)
 
 
 @torch.compiler.disable
@@ -328,7 +336,7 @@ def launch_token_slots(q: Tensor, k: Tensor, v: Tensor, out: Tensor, groups: lis
     room = max(slots + block for _, slots, block in (held.sizes() for held in groups))
     q, k, v = (x if x.stride(-1) == 1 else x.contiguous() for x in (q, k, v))
     table = get_table(groups)
-    run_token_slots(q, k, v, out, table, state.sink_k, state.weight, room, merging.metric.dtype, merging.root, scale)
+    run_token_slots(q, k, v, out, table, state, room, merging.metric.dtype, merging.root, scale)
 
 
 def shares_of(folded: Sequence[Folded]) -> int:

@@ -55,28 +55,29 @@ static REAL as_bf16(REAL x) {
 #define ROUND(x) (sizeof(REAL) == 4 ? (REAL)rintf((float)(x)) : (REAL)rint(x))
 #define ROUND_DOWN(x) (sizeof(REAL) == 4 ? (REAL)floorf((float)(x)) : (REAL)floor(x))
 
-/* The number half way between whole ones, none beyond its limit, that a number becomes. */
+/* The number half way between whole ones, none beyond a limit, that a number becomes. */
 static inline REAL code_of(REAL x, REAL scale, REAL limit) {
     REAL code = ROUND_DOWN(x / (scale > TINIEST ? scale : TINIEST)) + (REAL)0.5;
     return code < -limit ? -limit : code > limit ? limit : code;
 }
 
 /* The scale that moves a vector least, of those tried; vectors of few bits fill whole lanes. */
-static REAL best_scale(const REAL *x, long dim, const REAL *limits) {
+static REAL best_scale(const REAL *x, long dim, REAL limit) {
     REAL top = 0, best_error = INFINITY, best = 0, lanes[LANES] = {0};
     for (long d = 0; d < dim; d += LANES)
         for (long l = 0; l < LANES; l++) {
-            REAL share = (x[d + l] < 0 ? -x[d + l] : x[d + l]) / limits[d + l];
-            lanes[l] = share > lanes[l] ? share : lanes[l];
+            REAL size = x[d + l] < 0 ? -x[d + l] : x[d + l];
+            lanes[l] = size > lanes[l] ? size : lanes[l];
         }
     for (long l = 0; l < LANES; l++) top = lanes[l] > top ? lanes[l] : top;
+    top /= limit;
     for (int i = 0; i < 3; i++) {
         REAL scale = as_bf16(top * TRIED[i]), error = 0;
         if (!(scale > TINIEST)) scale = 0;
         for (long l = 0; l < LANES; l++) lanes[l] = 0;
         for (long d = 0; d < dim; d += LANES)
             for (long l = 0; l < LANES; l++) {
-                REAL off = code_of(x[d + l], scale, limits[d + l]) * scale - x[d + l];
+                REAL off = code_of(x[d + l], scale, limit) * scale - x[d + l];
                 lanes[l] += off * off;
             }
         for (long l = 0; l < LANES; l++) error += lanes[l];
@@ -122,54 +123,6 @@ static void multiply(const REAL *const *a, long step, long inner, const REAL *b,
 }
 """
 
-BYTES = r"""
-enum { COUNT, DIM, WIDTH, HEADS, TOKENS };
-enum { CODES, SCALES, LIMITS, INTO, X = INTO };
-enum { BYTE, SHIFT, MASK };
-
-int round_vectors(const int64_t *sizes, void **tensors) {
-    long dim = sizes[DIM];
-    for (long r = 0; r < sizes[COUNT]; r++) {
-        const REAL *limits = (REAL *)tensors[LIMITS] + r / sizes[TOKENS] % sizes[HEADS] * dim;
-        const REAL *x = (REAL *)tensors[X] + r * dim;
-        REAL scale = best_scale(x, dim, limits), *codes = (REAL *)tensors[CODES] + r * dim;
-        for (long d = 0; d < dim; d++) codes[d] = code_of(x[d], scale, limits[d]);
-        ((REAL *)tensors[SCALES])[r] = scale;
-    }
-    return 1;
-}
-
-int pack_codes(const int64_t *sizes, void **tensors) {
-    long dim = sizes[DIM], width = sizes[WIDTH];
-    const int64_t *byte = (int64_t *)tensors[INTO + 1] + BYTE * dim, *shift = byte + SHIFT * dim;
-    const REAL *limits = tensors[LIMITS];
-    for (long r = 0; r < sizes[COUNT]; r++) {
-        uint8_t *row = (uint8_t *)tensors[INTO] + r * width;
-        memset(row, 0, width);
-        for (long d = 0; d < dim; d++)
-            row[byte[d]] |= (uint8_t)(((REAL *)tensors[CODES])[r * dim + d] + limits[d]) << shift[d];
-        float scale = (float)((REAL *)tensors[SCALES])[r];
-        uint32_t bits;
-        memcpy(&bits, &scale, 4);
-        row[width - 2] = bits >> 16, row[width - 1] = bits >> 24;
-    }
-    return 1;
-}
-
-int unpack_codes(const int64_t *sizes, void **tensors) {
-    long dim = sizes[DIM];
-    const int64_t *byte = (int64_t *)tensors[INTO + 1] + BYTE * dim, *shift = byte + SHIFT * dim;
-    const int64_t *mask = byte + MASK * dim;
-    const REAL *limits = tensors[LIMITS];
-    for (long r = 0; r < sizes[COUNT]; r++) {
-        const uint8_t *row = (uint8_t *)tensors[INTO] + r * sizes[WIDTH];
-        for (long d = 0; d < dim; d++)
-            ((REAL *)tensors[CODES])[r * dim + d] = (row[byte[d]] >> shift[d] & mask[d]) - limits[d];
-    }
-    return 1;
-}
-"""
-
 
 def may_run_in_c(*tensors: Tensor) -> bool:
     """Tell whether kernels in C may compute with tensors: they give no gradients."""
@@ -180,38 +133,6 @@ def may_run_in_c(*tensors: Tensor) -> bool:
         if not x.is_cpu or (gradients and x.requires_grad):
             return False
     return True
-
-
-def codes_in_c(x: Tensor, limits: Tensor) -> tuple[Tensor, Tensor] | None:
-    """Do what `codes_by_largest` of few_bits.py does, for limits (dim,) or (heads, 1, dim); None: PyTorch serves."""
-    if not may_run_in_c(x) or (kernel := load_kernel("round_vectors", BYTES, x.dtype)) is None:
-        return None
-    heads, tokens = (1, 1) if limits.dim() == 1 else (len(limits), x.shape[-2])
-    x, limits = x.contiguous(), limits.contiguous()
-    codes, scale = torch.empty_like(x), x.new_empty(*x.shape[:-1], 1)
-    kernel(whole_numbers(scale.numel(), x.shape[-1], 0, heads, tokens), addresses_of(codes, scale, limits, x))
-    return codes, scale
-
-
-def pack_in_c(codes: Tensor, scale: Tensor, limits: Tensor, places: Tensor, width: int) -> Tensor | None:
-    """Write codes (…, dim) and scales as rows of bytes; `places` (3, dim) gives the byte, shift and mask of each."""
-    if (kernel := load_kernel("pack_codes", BYTES, codes.dtype)) is None:
-        return None
-    codes, scale = codes.contiguous(), scale.to(codes.dtype).contiguous()
-    rows = torch.empty(*codes.shape[:-1], width, dtype=torch.uint8, device=codes.device)
-    kernel(whole_numbers(scale.numel(), codes.shape[-1], width), addresses_of(codes, scale, limits, rows, places))
-    return rows
-
-
-def unpack_in_c(rows: Tensor, limits: Tensor, places: Tensor) -> Tensor | None:
-    """Read the codes that `pack_in_c` wrote, in the type of the limits."""
-    if (kernel := load_kernel("unpack_codes", BYTES, limits.dtype)) is None:
-        return None
-    rows = rows.contiguous()
-    codes = torch.empty(*rows.shape[:-1], len(limits), dtype=limits.dtype, device=rows.device)
-    count = rows.shape[:-1].numel()
-    kernel(whole_numbers(count, len(limits), rows.shape[-1]), addresses_of(codes, codes, limits, rows, places))
-    return codes
 
 
 def whole_numbers(*numbers: int) -> Any:

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from .few_bits import BY_AXIS, SCALE_BYTES, byte_count, limits_of, places_in_bytes
+from .few_bits import FEWER, SCALE_BYTES
 from .kernel_in_c import Kernel, addresses_of, load_kernel, whole_numbers
 from .kernel_state_in_c import SOURCE as STATE
 from .slots_merging import Merging
 from .state import ExactState, FeatureState, SlotState, tensors, working_dtype
-from .state_in_few_bits import Axes
+from .state_in_few_bits import SINK_TYPE, Turns
 
 VECTORS = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v")
 HELD = (*VECTORS, "weight", "spread")  # of states, in the order of the kernel
@@ -44,14 +44,12 @@ typedef struct {
 
 static Side side_of(const int64_t *sizes, const int64_t *group, void **tensors, void **of, int v, long head) {
     Side s = {.bits = group[KEY_BITS + v], .dim = sizes[KEY_DIM + v]};
-    s.size = padded(s.dim, LANES), s.limits = of[LIMITS_K + v];
-    s.width = s.bits == 16 ? s.dim * (long)sizeof(REAL) : s.dim + 1;
-    if (s.bits < 8) {
-        s.byte = of[PLACES_K + v], s.shift = s.byte + s.dim, s.mask = s.shift + s.dim;
-        s.width = s.byte[s.dim - 1] + 3;
-        void **axes = tensors + (v ? ENTER_V : ENTER_K);
-        s.enter = (REAL *)axes[0] + head * s.dim * s.dim, s.back = (REAL *)axes[1] + head * s.dim * s.dim;
-        s.middle = (REAL *)axes[2] + head * s.dim;
+    s.size = padded(s.dim, LANES), s.width = s.bits == 16 ? s.dim * (long)sizeof(REAL) : s.dim + 1;
+    if (s.bits < 8) s.width = s.dim * s.bits / 8 + 2;
+    void **turns = tensors + (v ? ENTER_V : ENTER_K);
+    if (s.bits < 16 && turns[0]) {
+        s.enter = (REAL *)turns[0] + head * s.dim * s.dim, s.back = (REAL *)turns[1] + head * s.dim * s.dim;
+        s.middle = (REAL *)turns[2] + head * s.dim;
     }
     return s;
 }
@@ -82,7 +80,7 @@ static void attend(Reader *r, const int64_t *sizes, const REAL *q, REAL *out, lo
         const REAL *own = q + token * sizes[OF_Q + 3] + row % each * sizes[OF_Q + 2];
         for (long d = 0; d < r->key.dim; d++) asks[d * rows + row] = row < used ? own[d] * by : 0;
     }
-    if (r->key.bits < 8) {
+    if (r->key.back) {
         REAL *turned = asks + padded(r->key.dim, ROWS) * rows;
         for (long d = 0; d < r->key.dim; d += ROWS) {
             for (int m = 0; m < ROWS; m++) a[m] = r->key.back + (d + m) * r->key.dim;
@@ -124,14 +122,14 @@ static void attend(Reader *r, const int64_t *sizes, const REAL *q, REAL *out, lo
         }
         for (int m = 0; m < ROWS; m++)
             for (long d = 0; d < size; d++) read[m * size + d] /= r->sum[row + m];
-        if (r->value.bits < 8) {
+        if (r->value.back) {
             for (int m = 0; m < ROWS; m++) a[m] = read + m * size;
             multiply(a, 1, r->value.dim, r->value.back, size, size, turned, size, 0);
         }
         for (long m = 0; m < ROWS && row + m < used; m++) {
             REAL *own = out + r->tokens[(row + m) / each] * sizes[OF_OUT + 3] + (row + m) % each * sizes[OF_OUT + 2];
-            const REAL *given = (r->value.bits < 8 ? turned : read) + m * size;
-            for (long d = 0; d < r->value.dim; d++) own[d] = given[d] + (r->value.bits < 8 ? r->value.middle[d] : 0);
+            const REAL *given = (r->value.back ? turned : read) + m * size;
+            for (long d = 0; d < r->value.dim; d++) own[d] = given[d] + (r->value.back ? r->value.middle[d] : 0);
         }
     }
 }
@@ -171,7 +169,7 @@ static int read_head(const int64_t *sizes, void **tensors, const int64_t *group,
     slots->most = group[SLOTS], slots->room = slots->most ? padded(slots->most + r.block, TILE) : 0;
     slots->key = r.key.size, slots->value = r.value.size, slots->width = 2 * r.key.size + r.value.size;
     slots->key_dim = r.key.dim, slots->value_dim = r.value.dim, slots->bits = group[SLOT_BITS];
-    slots->kept_bf16 = group[KEPT_BF16], slots->limits_k = r.key.limits, slots->limits_v = r.value.limits;
+    slots->kept_bf16 = group[KEPT_BF16];
     char *memory = aligned_alloc(32, lay_out(&r, 0, &zeros));
     if (!memory) return 0;
     lay_out(&r, memory, &zeros), memset(memory, 0, zeros);
@@ -181,7 +179,7 @@ static int read_head(const int64_t *sizes, void **tensors, const int64_t *group,
     const REAL *v = (REAL *)tensors[V] + b * sizes[OF_V] + head * sizes[OF_V + 1];
     REAL *out = (REAL *)tensors[OUT] + b * sizes[OF_OUT] + head * sizes[OF_OUT + 1];
     const uint8_t *present = tensors[PRESENT] ? (uint8_t *)tensors[PRESENT] + b * tokens : 0;
-    REAL root = factors[ROOT], by = r.key.bits < 8 ? factors[SCALE] / factors[ROOT] : factors[SCALE], gain = 0;
+    REAL root = factors[ROOT], by = r.key.back ? factors[SCALE] / factors[ROOT] : factors[SCALE], gain = 0;
     long before = sizes[KEEPS] ? ((int64_t *)tensors[COUNT])[b] : 0, place = before, merged = !before, prepared = 0;
     if (slots->most) gain = ((REAL *)of[GAIN])[h];
     if (sizes[KEEPS]) read_state(&r, before);
@@ -203,7 +201,7 @@ static int read_head(const int64_t *sizes, void **tensors, const int64_t *group,
         if (!found) break;
         if (leaves) {
             if (!prepared)
-                prepare_merging(slots, (REAL *)of[METRIC] + h * r.key.dim * r.key.dim, r.key.bits < 8 ? 1 : root);
+                prepare_merging(slots, (REAL *)of[METRIC] + h * r.key.dim * r.key.dim, r.key.back ? 1 : root);
             prepared = merged = 1;
             merge_block(&r, place - r.window), level_slots(&r, gain);
         }
@@ -254,7 +252,7 @@ class LayerInC:
 
     @staticmethod
     def of(
-        groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, axes: Axes | None,
+        groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, turns: Turns | None,
         exact_values: bool,
     ) -> LayerInC | None:  # fmt: skip
         """Prepare for the groups that are served, and give them states of their own; None: PyTorch serves all."""
@@ -279,7 +277,7 @@ class LayerInC:
         dims, sinks = (k.shape[-1], v.shape[-1]), next(group.sinks for group, *_ in served.values())
         sizes = [0, len(served), len(k), 0, q.shape[2], sinks, *dims, int(memory is not None), *[0] * 16]
         kept = [torch.tensor([scale, scale**0.5], dtype=torch.float64, device="cpu"), *[None] * 6]
-        kept += [None] * 6 if axes is None else axes(axes.turned, work)
+        kept += [None] * 6 if turns is None else turns(turns.matrices, work)
         windows: dict[int, Tensor | None] = {}
         for index, (group, merging, state, layout) in served.items():
             bits, own, room = (group.bits, 16 if exact_values else group.bits), {}, (group.window, 0, 0)
@@ -291,10 +289,7 @@ class LayerInC:
                 own |= tensors(state)
             windows[index] = own.get("window_k")
             sizes += [len(group.heads), *room, *bits, bits[1], int(group.bits == 16 and k.dtype != work)]
-            few = [(each, dim) if each in BY_AXIS else None for each, dim in zip(bits, dims, strict=True)]
             kept += [torch.tensor(group.heads, device="cpu"), own.get("metric"), own.get("gain")]
-            kept += [None if pair is None else limits_of(*pair, work, k.device) for pair in few]
-            kept += [None if pair is None else places_in_bytes(*pair, k.device).to(torch.int32) for pair in few]
             kept += [own.get(name) for name in HELD]
         jobs = sum(len(k) * len(group.heads) for group, *_ in served.values())
         return LayerInC(
@@ -356,12 +351,14 @@ def layout_of(group: Any, merging: Merging | None, k: Tensor, v: Tensor, work: t
     if merging is None:
         kept = {"level": ((*shape, 0), work), "mean": ((*shape, 0, v.shape[-1]), work)}
     else:
-        rows["slot"], kind = group.slots, torch.int16 if bits in BY_AXIS else work
+        rows["slot"], kind = group.slots, torch.int16 if bits in FEWER else work
         kept = {name: ((*shape, group.slots), kind) for name in ("weight", "spread")}
-    kind = work if bits == 16 else torch.uint8 if bits in BY_AXIS else torch.int8
+    kind = work if bits == 16 else torch.uint8 if bits in FEWER else torch.int8
     for side, dim in (("k", k.shape[-1]), ("v", v.shape[-1])):
-        width = dim if bits == 16 else dim + 1 if bits == 8 else byte_count(bits, dim) + SCALE_BYTES
+        width = dim if bits == 16 else dim + 1 if bits == 8 else dim * bits // 8 + SCALE_BYTES
         kept |= {f"{name}_{side}": ((*shape, count, width), kind) for name, count in rows.items()}
+        if bits < 16:
+            kept[f"sink_{side}"] = ((*shape, group.sinks, dim), SINK_TYPE)
     return kept
 
 
@@ -378,7 +375,7 @@ def own_state(state: ExactState | None, layout: dict[str, tuple], count: Tensor)
 
 def read_in_c(
     groups: Sequence[Any], memory: list | None, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None,
-    out: Tensor, axes: Axes | None, exact_values: bool = False,
+    out: Tensor, turns: Turns | None, exact_values: bool = False,
 ) -> list[int]:  # fmt: skip
     """Read with all heads that the kernel serves, into `out`; return the indices of their groups.
 
@@ -388,7 +385,7 @@ def read_in_c(
     if len(plans) == 1 and plans[0].holds(memory, k):
         plan = plans[0]
     else:
-        plan = LayerInC.of(groups, memory, q, k, v, scale, axes, exact_values)
+        plan = LayerInC.of(groups, memory, q, k, v, scale, turns, exact_values)
         if plan is None:
             return []
         if memory is not None:

@@ -7,8 +7,7 @@ kernel_layer_in_c.py reads with it.
 
 SOURCE = r"""
 enum {  /* tensors of a group of heads */
-       HEAD, METRIC, GAIN, LIMITS_K, LIMITS_V, PLACES_K, PLACES_V, SINK_K, SINK_V, WINDOW_K, WINDOW_V, SLOT_K,
-       SLOT_V, WEIGHT, SPREAD, GROUP_TENSORS };
+       HEAD, METRIC, GAIN, SINK_K, SINK_V, WINDOW_K, WINDOW_V, SLOT_K, SLOT_V, WEIGHT, SPREAD, GROUP_TENSORS };
 enum { ROWS_AT_ONCE = 32, PARTS = 4 };
 
 static const REAL TINY = 1e-30, MOST_TOKENS = 32767;
@@ -17,7 +16,6 @@ static const REAL TINY = 1e-30, MOST_TOKENS = 32767;
 typedef struct {
     long count, room, most, key, value, width;  /* slots held, places for them, how many stay; padded sizes */
     long key_dim, value_dim, bits, kept_bf16;
-    const REAL *limits_k, *limits_v;
     REAL *rows, *columns, *cost;                /* (room, width), (key + value, room), (room, room) */
     REAL *key_square, *value_square, *weight, *inverse, *spread, *dots, *sums;
     REAL *metric;                               /* (key_dim, key), turned */
@@ -25,7 +23,9 @@ typedef struct {
     long *order, *partner;
 } Slots;
 
-static void round_vector(REAL *x, long dim, long bits, long kept_bf16, const REAL *limits) {
+static REAL limit_of(long bits) { return ((1 << bits) - 1) / (REAL)2; }
+
+static void round_vector(REAL *x, long dim, long bits, long kept_bf16) {
     if (kept_bf16)
         for (long d = 0; d < dim; d++) x[d] = as_bf16(x[d]);
     if (bits == 16) return;
@@ -40,15 +40,14 @@ static void round_vector(REAL *x, long dim, long bits, long kept_bf16, const REA
         for (long d = 0; d < dim; d++) x[d] = ROUND(x[d] / (REAL)scale) * (REAL)scale;
         return;
     }
-    REAL scale = best_scale(x, dim, limits);
-    for (long d = 0; d < dim; d++) x[d] = code_of(x[d], scale, limits[d]) * scale;
+    REAL limit = limit_of(bits), scale = best_scale(x, dim, limit);
+    for (long d = 0; d < dim; d++) x[d] = code_of(x[d], scale, limit) * scale;
 }
 
 /* How the keys or the values of one head are taken, and kept in rows of a state; and what is exact of them. */
 typedef struct {
     long bits, dim, size, width;            /* of a row: padded numbers, bytes */
-    const REAL *limits, *enter, *back, *middle;
-    const int32_t *byte, *shift, *mask;
+    const REAL *enter, *back, *middle;      /* of heads that turn what they take */
     REAL *sinks, *ring, *taken, *turned;
 } Side;
 
@@ -63,10 +62,13 @@ static void read_row(const Side *s, const char *row, REAL *x) {
         uint32_t number = (uint32_t)(bytes[s->width - 2] | bytes[s->width - 1] << 8) << 16;
         float scale;
         memcpy(&scale, &number, 4);
-        int32_t whole[s->width];  /* which vectors of numbers are gathered from */
-        for (long w = 0; w < s->width - 2; w++) whole[w] = bytes[w];
-        for (long d = 0; d < s->dim; d++)
-            x[d] = ((REAL)(whole[s->byte[d]] >> s->shift[d] & s->mask[d]) - s->limits[d]) * scale;
+        REAL limit = limit_of(s->bits);
+        long half = s->dim / 2, more = s->bits - 4, part = s->dim * more / 8;  /* bytes of what is above four bits */
+        uint8_t whole[s->dim];
+        for (long d = 0; d < half; d++) whole[d] = bytes[d] & 15, whole[half + d] = bytes[d] >> 4;
+        for (long shift = 0, d = 0; d < s->dim && more; shift += more, d += part)
+            for (long p = 0; p < part; p++) whole[d + p] |= (bytes[half + p] >> shift & ((1 << more) - 1)) << 4;
+        for (long d = 0; d < s->dim; d++) x[d] = ((REAL)whole[d] - limit) * scale;
     }
 }
 
@@ -86,14 +88,45 @@ static void write_row(const Side *s, const REAL *x, char *row) {
         row[s->dim] = (int8_t)number;
     } else {
         uint8_t *bytes = (uint8_t *)row;
-        REAL scale = best_scale(x, s->dim, s->limits);
+        REAL limit = limit_of(s->bits), scale = best_scale(x, s->dim, limit);
+        long half = s->dim / 2, more = s->bits - 4, part = s->dim * more / 8;
+        uint8_t whole[s->dim];
         float rounded = (float)scale;
         uint32_t number;
         memcpy(&number, &rounded, 4);
         memset(bytes, 0, s->width);
-        for (long d = 0; d < s->dim; d++)
-            bytes[s->byte[d]] |= (uint8_t)(code_of(x[d], scale, s->limits[d]) + s->limits[d]) << s->shift[d];
+        for (long d = 0; d < s->dim; d++) whole[d] = (uint8_t)(code_of(x[d], scale, limit) + limit);
+        for (long d = 0; d < half; d++) bytes[d] = (whole[d] & 15) | whole[half + d] << 4;
+        for (long shift = 0, d = 0; d < s->dim && more; shift += more, d += part)
+            for (long p = 0; p < part; p++) bytes[half + p] |= (whole[d + p] >> 4) << shift;
         bytes[s->width - 2] = number >> 16, bytes[s->width - 1] = number >> 24;
+    }
+}
+
+/* Sinks are exact, or of 16 bits where the others have fewer. */
+static void read_sink(const Side *s, const char *sinks, long row, REAL *x) {
+    if (s->bits == 16) {
+        memcpy(x, sinks + row * s->width, s->width);
+        return;
+    }
+    for (long d = 0; d < s->dim; d++) {
+        uint32_t number = (uint32_t)((const uint16_t *)sinks)[row * s->dim + d] << 16;
+        float y;
+        memcpy(&y, &number, 4);
+        x[d] = y;
+    }
+}
+
+static void write_sink(const Side *s, const REAL *x, char *sinks, long row) {
+    if (s->bits == 16) {
+        memcpy(sinks + row * s->width, x, s->width);
+        return;
+    }
+    for (long d = 0; d < s->dim; d++) {
+        float y = (float)x[d];
+        uint32_t number;
+        memcpy(&number, &y, 4);
+        ((uint16_t *)sinks)[row * s->dim + d] = number >> 16;
     }
 }
 
@@ -210,8 +243,8 @@ static void merge_pairs(Slots *s, long most) {
         spread = spread > of_mean ? spread - of_mean : 0;
         if (s->bits < 8) spread = as_bf16(spread), total = total > MOST_TOKENS ? MOST_TOKENS : total;
         s->weight[into] = total, s->spread[into] = spread, s->changed[into] = 1;
-        round_vector(row + s->key, s->value_dim, s->bits, s->kept_bf16, s->limits_v);
-        round_vector(row + s->key + s->value, s->key_dim, s->bits, s->kept_bf16, s->limits_k);
+        round_vector(row + s->key, s->value_dim, s->bits, s->kept_bf16);
+        round_vector(row + s->key + s->value, s->key_dim, s->bits, s->kept_bf16);
     }
 }
 
@@ -264,6 +297,8 @@ static char *row_of(const Reader *r, const Side *s, int tensor, long rows, long 
     return (char *)r->of[tensor + (s == &r->value)] + (r->own * rows + row) * s->width;
 }
 
+static char *sinks_of(const Reader *r, const Side *s) { return (char *)r->of[SINK_K + (s == &r->value)]; }
+
 /* Lay out what reading takes in memory, and count its bytes; the first part begins with zeros. */
 static long lay_out(Reader *r, char *memory, long *zeros) {
     long used = 0, most = r->slots.most, room = r->slots.room, key = r->key.size, value = r->value.size;
@@ -293,12 +328,15 @@ static void read_state(Reader *r, long count) {
         Side *s = v ? &r->value : &r->key;
         if (count) {
             for (long i = 0; i < r->sinks && i < count; i++)
-                read_row(s, row_of(r, s, SINK_K, r->sinks, i), s->sinks + i * s->size);
-            for (long p = count > r->window ? count - r->window : 0; p < count; p++)
-                read_row(s, row_of(r, s, WINDOW_K, r->window, p % r->window), s->ring + p % r->room * s->size);
+                read_sink(s, sinks_of(r, s), r->own * r->sinks + i, s->sinks + i * s->size);
+            for (long p = count > r->window ? count - r->window : 0; p < count; p++) {
+                REAL *row = s->ring + p % r->room * s->size;
+                if (p < r->sinks) memcpy(row, s->sinks + p * s->size, s->size * sizeof(REAL));
+                else read_row(s, row_of(r, s, WINDOW_K, r->window, p % r->window), row);
+            }
             continue;
         }
-        for (long i = 0; i < r->sinks; i++) write_row(s, s->taken, row_of(r, s, SINK_K, r->sinks, i));
+        for (long i = 0; i < r->sinks; i++) write_sink(s, s->taken, sinks_of(r, s), r->own * r->sinks + i);
         for (long i = 0; i < r->window; i++) write_row(s, s->taken, row_of(r, s, WINDOW_K, r->window, i));
     }
     Slots *slots = &r->slots;
@@ -327,7 +365,7 @@ static void write_state(Reader *r, long from, long to, int merged) {
     for (int v = 0; v < 2; v++) {
         Side *s = v ? &r->value : &r->key;
         for (long p = from; p < to && p < r->sinks; p++)
-            write_row(s, s->sinks + p * s->size, row_of(r, s, SINK_K, r->sinks, p));
+            write_sink(s, s->sinks + p * s->size, sinks_of(r, s), r->own * r->sinks + p);
         for (long p = to - from > r->window ? to - r->window : from; p < to; p++)
             write_row(s, s->ring + p % r->room * s->size, row_of(r, s, WINDOW_K, r->window, p % r->window));
         if (!merged) continue;
@@ -360,16 +398,20 @@ static void take_tokens(Reader *r, Side *s, const REAL *x, long apart, long foun
         for (long m = 0; m < some; m++) {
             REAL *row = s->taken + m * s->size;
             memcpy(row, x + r->tokens[i + m] * apart, s->dim * sizeof(REAL));
-            if (s->bits < 8)
+            if (s->enter)
                 for (long d = 0; d < s->dim; d++) row[d] = row[d] * factor - s->middle[d];
         }
-        if (s->bits < 8) multiply(rows, 1, s->dim, s->enter, s->size, s->size, s->turned, s->size, 0);
+        if (s->enter) multiply(rows, 1, s->dim, s->enter, s->size, s->size, s->turned, s->size, 0);
         for (long m = 0; m < some; m++) {
             long p = place + i + m;
             REAL *row = s->ring + p % r->room * s->size;
-            memcpy(row, (s->bits < 8 ? s->turned : s->taken) + m * s->size, s->size * sizeof(REAL));
-            round_vector(row, s->dim, s->bits, 0, s->limits);
-            if (p < r->sinks) memcpy(s->sinks + p * s->size, row, s->size * sizeof(REAL));
+            memcpy(row, (s->enter ? s->turned : s->taken) + m * s->size, s->size * sizeof(REAL));
+            if (p >= r->sinks) {
+                round_vector(row, s->dim, s->bits, 0);
+                continue;
+            }
+            for (long d = 0; d < s->dim && s->bits < 16; d++) row[d] = as_bf16(row[d]);
+            memcpy(s->sinks + p * s->size, row, s->size * sizeof(REAL));
         }
     }
 }

@@ -47,6 +47,7 @@ from .kernel_common import (
     update_softmax,
 )
 from .kernel_token_table import TokenTable
+from .state import ExactState, FeatureState
 
 Tensor = torch.Tensor
 NONE, NEAREST, HALVES = tl.constexpr(NO_FORM), tl.constexpr(NEAREST_FORM), tl.constexpr(HALVES_FORM)
@@ -134,7 +135,7 @@ def token_features_kernel(table, token, layout, scratch_ptr, out_ptr, C: tl.cons
     k_exponent, v_exponent = new_exponent(k, C.D, C.DP, C), new_exponent(v, C.DV, C.VP, C)
     new_v = load_new(v, ov, v_exponent, C.DV, C)
     merged = tl.maximum(place - WIDTH + 1, 0)
-    top, total, acc = attend_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og, C)
+    top, total, acc = attend_near(row_ptr, at, q, q_stride, k, k_exponent, v, new_v, place, merged, WIDTH, og, C)
     slot = place % tl.maximum(WIDTH, 1)
     old_k, old_v = point_at_pair(row_ptr, WINDOW_K, at * WIDTH + slot, C)
     old_v = tl.where(WIDTH > 0, load_vector(old_v, 0, ov, WIDTH > 0, C.DV, C).to(C.ACC), new_v)
@@ -195,16 +196,17 @@ def token_features_kernel(table, token, layout, scratch_ptr, out_ptr, C: tl.cons
     store_token(row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_ptr, C)
 
 
-def token_layout(q: Tensor, k: Tensor, v: Tensor, sink_k: Tensor) -> tuple[tuple, dict]:
+def token_layout(q: Tensor, k: Tensor, v: Tensor, state: ExactState) -> tuple[tuple, dict]:
     """Say how the heads of a layer lie, q (batch, heads, group, 1, dim), k, v (batch, heads, 1, dim), and their sizes.
 
-    sink_k is that of any of the states.
+    `state` is any of the states.
     """
     layout = q.shape[1], *q.stride()[:3], *k.stride()[:2], *v.stride()[:2]
     group, dim, value_dim = q.shape[2], q.shape[-1], v.shape[-1]
     sizes = {"G": group, "GP": padded(group), "D": dim, "DP": padded(dim), "DS": dims_at_once(q), "DV": value_dim}
-    small, sinks = sink_k.dtype == torch.int8, sink_k.shape[-2]
-    kept = {"S": sinks, "SP": padded(sinks), "BITS": 8 if small else 16, "KEPT": TYPES[sink_k.dtype]}
+    small, sinks = state.window_k.dtype == torch.int8, state.sink_k.shape[-2]
+    kept = {"BITS": 8 if small else 16, "KEPT": TYPES[state.window_k.dtype], "SINK": TYPES[state.sink_k.dtype]}
+    kept |= {"S": sinks, "SP": padded(sinks)}
     return layout, {
         **sizes,
         "VP": padded(value_dim),
@@ -220,14 +222,14 @@ def tile_size(q: Tensor, v: Tensor) -> int:
 
 @on_device_of_first
 def run_token_features(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: TokenTable, sink_k: Tensor, level: Tensor, shares: int,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: TokenTable, state: FeatureState, shares: int,
     scale: float = 1.0, u: Tensor | None = None, w: Tensor | None = None, made: torch.dtype = torch.float32,
 ) -> None:  # fmt: skip
     """Attend with one token to what some heads of a layer hold, and bring all of it up to date in place.
 
-    level is that of any of the states. Where features are not folded, `shares` is -1, and u and w are given.
+    `state` is any of the states. Where features are not folded, `shares` is -1, and u and w are given.
     """
-    layout, sizes = token_layout(q, k, v, sink_k)
+    layout, sizes = token_layout(q, k, v, state)
     small = sizes["BITS"] == 8
     sizes |= {"DS": min(sizes["DS"], 32), "MS": 16 if small else tile_size(q, v)}  # with more at once registers spill
     scratch = q.new_empty(q.shape[0], table.rows.shape[0], q.shape[-1]) if small else None
@@ -237,7 +239,7 @@ def run_token_features(
         layout,
         scratch,
         out,
-        Constants(**sizes, SHARES=shares, MADE=TYPES[made], SCALE=scale, **precision(level)),
+        Constants(**sizes, SHARES=shares, MADE=TYPES[made], SCALE=scale, **precision(state.level)),
         num_warps=8,
         num_stages=1,
     )

@@ -42,6 +42,7 @@ from .kernel_common import (
 from .kernel_text_slots import SIZE, fill_rows, merge_rows, store_slots
 from .kernel_token_features import token_layout
 from .kernel_token_table import TokenTable
+from .state import SlotState
 
 Tensor = torch.Tensor
 SLOT_K, WEIGHT, SPREAD, METRIC, GAIN = (tl.constexpr(REST.value + n) for n in (0, 2, 3, 4, 5))
@@ -89,7 +90,7 @@ def token_slots_kernel(table, token, layout, scratch, out_ptr, C: tl.constexpr):
     k, v = k_ptr + batch * k_batch + head * k_head, v_ptr + batch * v_batch + head * v_head
     k_exponent, v_exponent = new_exponent(k, C.D, C.DP, C), new_exponent(v, C.DV, C.VP, C)
     new_v = load_new(v, ov, v_exponent, C.DV, C)
-    top, total, acc = attend_near(row_ptr, at, q, q_stride, k, k_exponent, new_v, place, merged, WIDTH, og, C)
+    top, total, acc = attend_near(row_ptr, at, q, q_stride, k, k_exponent, v, new_v, place, merged, WIDTH, og, C)
     gain = tl.load(address(row_ptr, GAIN, C.MADE) + own).to(C.ACC)
     for n0 in range(0, SLOTS, C.BN):
         on = n0 + tl.arange(0, C.BN)
@@ -107,16 +108,16 @@ def token_slots_kernel(table, token, layout, scratch, out_ptr, C: tl.constexpr):
 
 @on_device_of_first
 def run_token_slots(
-    q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: TokenTable, sink_k: Tensor, weight: Tensor, room: int,
-    made: torch.dtype, root: float, scale: float = 1.0,
+    q: Tensor, k: Tensor, v: Tensor, out: Tensor, table: TokenTable, state: SlotState, room: int, made: torch.dtype,
+    root: float, scale: float = 1.0,
 ) -> None:  # fmt: skip
     """Attend with one token to what some heads of a layer hold, and bring all of it up to date in place.
 
-    sink_k and weight are those of any of the states, slots and a block's tokens are at most `room`.
+    `state` is any of the states, slots and a block's tokens are at most `room`.
     """
-    layout, sizes = token_layout(q, k, v, sink_k)
+    layout, sizes = token_layout(q, k, v, state)
     heads, width = table.rows.shape[0], 2 * k.shape[-1] + v.shape[-1]
-    numbers = torch.empty(q.shape[0], heads, (2 * width + 4) * room, dtype=weight.dtype, device=q.device)
+    numbers = torch.empty(q.shape[0], heads, (2 * width + 4) * room, dtype=state.weight.dtype, device=q.device)
     places = torch.empty(q.shape[0], heads, 2 * room, dtype=torch.int32, device=q.device)
     merging = {"B": SIZE, "K": 16}
     token_slots_kernel[heads, q.shape[0]](
@@ -125,7 +126,7 @@ def run_token_slots(
         layout,
         (numbers, places, room),
         out,
-        Constants(**sizes, **merging, MADE=TYPES[made], SCALE=scale, ROOT=root, **precision(weight)),
+        Constants(**sizes, **merging, MADE=TYPES[made], SCALE=scale, ROOT=root, **precision(state.weight)),
         num_warps=8,
         num_stages=1,
     )

@@ -35,7 +35,7 @@ class TokenGroup:
 
     @property
     def bits(self) -> int:
-        return 8 if self.state.sink_k.dtype == torch.int8 else 16
+        return 8 if self.state.window_k.dtype == torch.int8 else 16
 
     def sizes(self) -> tuple[int, int, int]:
         """Window; features or slots; the tokens of a block."""

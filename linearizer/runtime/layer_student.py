@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .feature_maps import FEATURE_MAPS, FeatureMap, Folded
-from .few_bits import BY_AXIS, round_vectors
+from .few_bits import FEWER, can_turn, round_vectors
 from .kernel_dispatch import attend_token_of_layer, kernel_serves_text_slots, linear_attention, slot_attention
 from .kernel_in_c import may_run_in_c
 from .kernel_layer_in_c import read_in_c
@@ -23,7 +23,15 @@ from .slots_merging import Merger, Merging
 from .slots_torch import read_text, read_together
 from .softmax_parts import get_folded
 from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice
-from .state_in_few_bits import Axes, FewBits, attend_in_few_bits, pack_state, unpack_state
+from .state_in_few_bits import (
+    FewBits,
+    Turns,
+    attend_in_few_bits,
+    first_columns,
+    first_tokens,
+    pack_state,
+    unpack_state,
+)
 from .token_buffer import WindowGroup, attend_token_in_buffer
 
 Tensor = torch.Tensor
@@ -54,6 +62,9 @@ class FeatureGroup(nn.Module):
             self.feature_map = MatrixRule(len(heads), key_dim, value_dim or key_dim, features, RULES[feature_map])
         elif features:
             self.feature_map = FEATURE_MAPS[feature_map](len(heads), key_dim, features)
+        self.turns = (
+            can_turn(bits, key_dim, value_dim or key_dim) and not features
+        )  # they are made of keys as they come
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: ExactState | None
@@ -93,12 +104,12 @@ class SlotGroup(nn.Module):
     """KV heads of one layer that merge what leaves their window; heads are their indices in the layer."""
 
     def __init__(
-        self, heads: list[int], window: int, slots: int, block: int, sinks: int, key_dim: int, bits: int
+        self, heads: list[int], window: int, slots: int, block: int, sinks: int, key_dim: int, bits: int, value_dim: int
     ) -> None:
         super().__init__()
         self.bits = bits
         self.heads, self.window, self.slots, self.block, self.sinks = heads, window, slots, block, sinks
-        self.merger = Merger(len(heads), key_dim)
+        self.merger, self.turns = Merger(len(heads), key_dim), can_turn(bits, key_dim, value_dim)
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SlotState | None
@@ -111,7 +122,8 @@ class SlotGroup(nn.Module):
 
     def merging(self, scale: float) -> Merging:
         metric, gain = self.merger()
-        return Merging(metric, gain, self.window, self.block, scale**0.5, self.bits)
+        root = 1.0 if self.turns else scale**0.5  # turned keys are multiplied by it
+        return Merging(metric, gain, self.window, self.block, root, self.bits)
 
     def window_group(self, scale: float, state: SlotState) -> WindowGroup:
         return WindowGroup(self.heads, state, self.merging(scale), self.bits)
@@ -123,9 +135,10 @@ class SlotGroup(nn.Module):
 class SoftmaxGroup(nn.Module):
     """Softmax heads: KV heads of one layer that keep their whole cache."""
 
-    def __init__(self, heads: list[int], bits: int = 16) -> None:
+    def __init__(self, heads: list[int], bits: int, sinks: int, key_dim: int, value_dim: int) -> None:
         super().__init__()
-        self.heads, self.bits = heads, bits
+        self.heads, self.bits, self.turns = heads, bits, can_turn(bits, key_dim, value_dim)
+        self.sinks = sinks if bits < 16 else 0  # that are kept apart
 
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SoftmaxState | None
@@ -149,7 +162,7 @@ class SoftmaxGroup(nn.Module):
             scale=scale,
             enable_gqa=True,
         )
-        return out.unflatten(1, q.shape[1:3]), SoftmaxState(k, v, real)
+        return out.unflatten(1, q.shape[1:3]), SoftmaxState(k, v, real, *first_columns(k, v, real, self.sinks))
 
     def window_group(self, scale: float, state: SoftmaxState) -> WindowGroup | None:
         """Return nothing: the whole cache is no window."""
@@ -198,21 +211,19 @@ class LayerStudent(nn.Module):
 
         def group(kind: tuple[Any, ...] | str, heads: list[int]) -> nn.Module:
             if isinstance(kind, str):
-                return SoftmaxGroup(heads, int(kind.removeprefix(SOFTMAX) or 16))
+                return SoftmaxGroup(heads, int(kind.removeprefix(SOFTMAX) or 16), sinks, key_dim, value_dim or key_dim)
             usual: list[Any] = [0, 0, 0, 0, 16, ""]
             window, features, slots, block, bits, memory = [*kind, *usual[len(kind) :]]
             if slots:
-                return SlotGroup(heads, window, slots, block, sinks, key_dim, bits)
+                return SlotGroup(heads, window, slots, block, sinks, key_dim, bits, value_dim or key_dim)
             return FeatureGroup(heads, window, features, sinks, key_dim, memory or feature_map, bits, value_dim)
 
-        self.kv_heads, bits = len(held), [16] * len(held)
+        self.kv_heads, self.sinks = len(held), sinks
         self.merges = any(not isinstance(kind, str) and any(kind[2:3]) for kind in kinds)
         self.groups = nn.ModuleList(group(kind, heads) for kind, heads in kinds.items())
-        for each in self.groups:
-            for head in each.heads:  # type: ignore[union-attr]
-                bits[head] = each.bits  # type: ignore[assignment]
-        self.kinds_of_bits = sorted({*bits})
-        self.axes = Axes(bits, key_dim, value_dim or key_dim) if {*bits} & {*BY_AXIS} else None
+        self.kinds_of_bits = sorted({int(each.bits) for each in self.groups})  # type: ignore[arg-type]
+        turned = any(each.turns for each in self.groups)
+        self.turns = Turns(len(held), key_dim, value_dim or key_dim) if turned else None
         self.exact_values = (
             False  # values of any size, as they are: only to measure attention's weights, without memory
         )
@@ -222,7 +233,7 @@ class LayerStudent(nn.Module):
     def reset(self, generator: torch.Generator) -> None:
         """Draw new features."""
         for module in self.modules():
-            if isinstance(module, (FeatureMap, MatrixRule, Merger, Axes)):
+            if isinstance(module, (FeatureMap, MatrixRule, Merger, Turns)):
                 module.reset(generator)
         for group in self.groups:
             if isinstance(group, SlotGroup):
@@ -232,8 +243,8 @@ class LayerStudent(nn.Module):
     @torch.no_grad()
     def set_metric(self, group: SlotGroup, place: int, metric: Tensor) -> None:
         """Let a head of a group, by its place there, merge by a metric of keys that are multiplied by `root`."""
-        if self.axes is not None and group.bits in BY_AXIS:
-            metric = self.axes.metric_along(metric, group.heads[place])
+        if self.turns is not None and group.turns:
+            metric = self.turns.turn_metric(metric, group.heads[place])
         group.merger.metric[place] = metric.to(group.merger.metric)
 
     def forward(
@@ -266,19 +277,25 @@ class LayerStudent(nn.Module):
         batch, _, each, tokens, _ = query.shape  # what is put out lies as its layer wants it, token by token
         out = value.new_empty(batch, tokens, self.kv_heads, each, value.shape[-1]).permute(0, 2, 3, 1, 4)
         inputs = query, key, value, scale, real, out
-        done = attend_token_of_layer(self.groups, memory, *inputs)  # type: ignore[arg-type]
+        done = attend_token_of_layer(self.groups, memory, *inputs, self.turns)  # type: ignore[arg-type]
         if self.reads_in_c(query, key, value):
-            done += read_in_c(self.groups, memory, *inputs, self.axes, self.exact_values)  # type: ignore[arg-type]
+            done += read_in_c(self.groups, memory, *inputs, self.turns, self.exact_values)  # type: ignore[arg-type]
         if len(done) == len(self.groups):
             return out.flatten(1, 2)
-        done += attend_token_in_buffer(self.groups, memory, *inputs, done, self.axes)  # type: ignore[arg-type]
+        done += attend_token_in_buffer(self.groups, memory, *inputs, done, self.turns)  # type: ignore[arg-type]
         if memory is not None:
             memory += [None] * (len(self.groups) - len(memory))
         left = [(index, group) for index, group in enumerate(self.groups) if index not in done]
         if not left:
             return out.flatten(1, 2)
-        few = {index: (group.heads, group.bits) for index, group in left if int(group.bits) < 16}  # type: ignore[arg-type]
-        small = FewBits.of(query, key, value, few, self.axes, scale**0.5, self.exact_values)  # type: ignore[arg-type]
+        small = {
+            index: FewBits.of(
+                query, key, value, group.bits, group.heads, self.turns if group.turns else None, scale**0.5,
+                self.exact_values,
+            )
+            for index, group in left
+            if int(group.bits) < 16  # type: ignore[arg-type]
+        }  # fmt: skip
         parts = self.read_with_slots(left, memory, query, key, value, small, scale, real)
         for index, group in left:
             heads = as_slice(group.heads)  # type: ignore[arg-type]
@@ -286,15 +303,14 @@ class LayerStudent(nn.Module):
                 part = parts.pop(index)
             else:
                 state = None if memory is None else memory[index]
-                if asks := small.get(index):
-                    q, k, v = asks.query, asks.key, asks.value
-                    part, state = attend_in_few_bits(group, q, k, v, scale, real, state, memory is not None)
+                if few := small.get(index):
+                    part, state = attend_in_few_bits(group, few, scale, real, state, memory is not None, self.sinks)
                 else:
                     part, state = group(query[:, heads], key[:, heads], value[:, heads], scale, real, state)
                 if memory is not None:
                     memory[index] = state
-            if self.axes is not None and group.bits in BY_AXIS and not self.exact_values:
-                part = self.axes(self.axes.back, part, heads)
+            if self.turns is not None and group.turns and not self.exact_values:
+                part = self.turns(self.turns.turn_back, part, heads)
             out[:, heads] = part.to(out.dtype)
         return out.flatten(1, 2)
 
@@ -312,7 +328,7 @@ class LayerStudent(nn.Module):
             trial: Any = LayerStudent([[*kind, bits] for kind in TRIAL_HELD], 1, dims[0], "prf", dims[1])
             trial.reset(generator := generator_at(0))
             trial.in_c, heads, tokens = by_kernel, len(TRIAL_HELD), TRIAL_ENDS[-1]
-            if bits in BY_AXIS:  # an error of a sum may change what a spread, of two bytes there, is rounded to
+            if bits in FEWER:  # an error of a sum may change what a spread, of two bytes there, is rounded to
                 trial.groups[0].merger.gain.zero_()
             asks = torch.randn(1, heads * group, tokens, dims[0], generator=generator)
             kept = trial.stable(
@@ -332,9 +348,9 @@ class LayerStudent(nn.Module):
 
     def stable(self, bits: int, scale: float, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
         """Give keys and values that no error of a sum lets heads of so many bits round otherwise: rounded ones."""
-        if self.axes is None:
-            return (k, v) if bits == 16 else (round_vectors(k), round_vectors(v))
-        enter, back, _, enter_v, back_v, _ = self.axes.turned(k.dtype)
+        if self.turns is None:
+            return k, v
+        enter, back, _, enter_v, back_v, _ = self.turns.matrices(k.dtype)
         return round_vectors(k @ enter, bits) @ back / scale**0.5, round_vectors(v @ enter_v, bits) @ back_v
 
     def read_with_slots(
@@ -350,11 +366,12 @@ class LayerStudent(nn.Module):
             if not isinstance(group, SlotGroup) or as_token:
                 continue
             heads = as_slice(group.heads)
+            state = None if memory is None else memory[index]
             if few := small.get(index):
-                q, k, v = few.query, few.key.numbers, few.value.numbers
+                q, first = few.query, first_tokens(state, query.shape[-2], real, self.sinks, query)
+                k, v = few.beside_sinks(first)
             else:
                 q, k, v = query[:, heads], key[:, heads], value[:, heads]
-            state = None if memory is None else memory[index]
             if state is not None and few:
                 state = unpack_state(state, group.bits, k.dtype, v.dtype)
             state = group.empty(k, v) if state is None else state

@@ -41,7 +41,7 @@ from .layer_student import LayerStudent, generator_at
 from .matrix_rule import RULES, MatrixRule
 from .slots_merging import Merger
 from .state_file import read_state
-from .state_in_few_bits import Axes
+from .state_in_few_bits import Turns
 
 NOT_BATCHED = (
     "continuous batching keeps keys in pages, and a linearized model keeps a state: "
@@ -170,7 +170,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Draw what no checkpoint gave: here the base's weights outside of its decoder, and features."""
-        if not isinstance(module, (FeatureMap, MatrixRule, Merger, Axes)):
+        if not isinstance(module, (FeatureMap, MatrixRule, Merger, Turns)):
             self.base._init_weights(module)
         elif not any(getattr(parameter, "_is_hf_initialized", False) for parameter in module.parameters()):
             module.reset(torch.Generator().manual_seed(int(torch.randint(2**31, ()))))

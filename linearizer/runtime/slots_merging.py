@@ -24,7 +24,6 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
-from .few_bits import BY_AXIS
 from .state import first_rows, made_once
 from .state_in_few_bits import round_slots
 
@@ -55,7 +54,7 @@ class Merger(nn.Module):
 
 @dataclass(frozen=True)
 class Merging:
-    """How some heads merge: metric (for keys that are multiplied by `root`, or kept by axes) and gain, and sizes."""
+    """How some heads merge: metric (for keys that are multiplied by `root`) and gain, and sizes."""
 
     metric: Tensor  # (heads, dim, dim)
     gain: Tensor  # (heads,)
@@ -67,7 +66,7 @@ class Merging:
     @property
     def scaled(self) -> Tensor:
         """The metric for keys as they are kept."""
-        return self.metric if self.bits in BY_AXIS else self.metric * self.root
+        return self.metric * self.root
 
     @property
     def unrounded(self) -> Merging:

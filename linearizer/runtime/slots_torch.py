@@ -29,6 +29,7 @@ from .state import (
     first_places,
     first_rows,
     lay_columns,
+    remember_sink,
     remember_sinks,
     remember_token,
     remember_window,
@@ -51,7 +52,8 @@ def attend_token_with_slots(q: Tensor, k: Tensor, v: Tensor, merging: Merging, s
     if any(block_leaves(place, window, block) for place in places):
         slots = merge_leaving(state, merging, places)
         state.slot_k, state.slot_v, state.weight, state.spread = slots.all()
-    remember_token(state, k, v, min(places))
+    remember_sink(state, k, v, min(places))
+    remember_token(state, k, v)
     merged, place = torch.tensor([max(period, 0) * block for period in periods], device=q.device), state.count
     state.count = place + 1
 

@@ -110,11 +110,13 @@ class SlotState(ExactState):
 
 @dataclass
 class SoftmaxState:
-    """The whole cache of softmax heads."""
+    """The whole cache of softmax heads; those of few bits have their sinks once more, exactly."""
 
     k: Tensor  # (batch, heads, tokens, dim)
     v: Tensor
     real: Tensor  # (batch, tokens)
+    sink_k: Tensor  # (batch, heads, sinks, dim)
+    sink_v: Tensor
 
 
 @dataclass
@@ -206,22 +208,34 @@ def first_rows(count: int, size: int, device: torch.device) -> Tensor:
         return torch.arange(count, device=device) * size
 
 
-def remember_token(state: ExactState, k: Tensor, v: Tensor, least: int) -> None:
-    """Write one token of every text into the ring and among the sinks, in place.
+def remember_token(state: ExactState, k: Tensor, v: Tensor) -> None:
+    """Write one token of every text into the ring, in place."""
+    if not (window := state.window_k.shape[-2]):
+        return
+    own_tensors(state, ("window_k", "window_v"))
+    rows, slot = torch.arange(len(k), device=k.device), state.count % window
+    state.window_k[rows, :, slot], state.window_v[rows, :, slot] = k[:, :, 0], v[:, :, 0]
+
+
+def remember_sink(state: ExactState, k: Tensor, v: Tensor, least: int) -> None:
+    """Write one token of every text among the sinks, in place, where it is one of them.
 
     No text has read fewer than `least` tokens before it.
     """
-    sinks, window, rows = state.sink_k.shape[-2], state.window_k.shape[-2], torch.arange(len(k), device=k.device)
-    for name in ("sink_k", "sink_v", "window_k", "window_v"):
+    if least >= (sinks := state.sink_k.shape[-2]):
+        return
+    own_tensors(state, ("sink_k", "sink_v"))
+    rows, slot = torch.arange(len(k), device=k.device), state.count.clamp(max=sinks - 1)
+    first = (state.count < sinks)[:, None, None]
+    for held, x in ((state.sink_k, k), (state.sink_v, v)):
+        held[rows, :, slot] = torch.where(first, x[:, :, 0].to(held.dtype), held[rows, :, slot])
+
+
+def own_tensors(state: ExactState, names: tuple[str, ...]) -> None:
+    """Copy tensors of a state that must not be written over."""
+    for name in names:
         if must_be_copied(getattr(state, name)):
             setattr(state, name, getattr(state, name).clone())
-    if window:
-        slot = state.count % window
-        state.window_k[rows, :, slot], state.window_v[rows, :, slot] = k[:, :, 0], v[:, :, 0]
-    if least < sinks:
-        slot, first = state.count.clamp(max=sinks - 1), (state.count < sinks)[:, None, None]
-        state.sink_k[rows, :, slot] = torch.where(first, k[:, :, 0], state.sink_k[rows, :, slot])
-        state.sink_v[rows, :, slot] = torch.where(first, v[:, :, 0], state.sink_v[rows, :, slot])
 
 
 def must_be_copied(x: Tensor) -> bool:

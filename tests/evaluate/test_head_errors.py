@@ -77,10 +77,10 @@ def test_the_rows_of_few_bits_are_those_of_the_keys_that_are_kept(bits, length):
     student = LayerStudent([[length, 0, 0, 0, bits], [5, 0, 6, 4, bits]], 2, 8, "prf")
     student.reset(torch.Generator().manual_seed(0))
     rows, outputs = head_errors(student, q, k, v, 0.3)
-    groups = {0: ([0, 1], bits)}
-    kept = FewBits.of(q.unflatten(1, (2, 2)), k, v, groups, student.axes, 0.3**0.5, exact_values=False)[0]
+    kept = FewBits.of(q.unflatten(1, (2, 2)), k, v, bits, [0, 1], student.turns, 0.3**0.5, exact_values=False)
+    keys, _ = kept.beside_sinks(torch.arange(length)[None] < 2)
     above = torch.ones(length, length).triu(1).bool()
-    pairs = (q.unflatten(1, (2, 2)), k), (kept.query, kept.key.numbers)
+    pairs = (q.unflatten(1, (2, 2)), k), (kept.query, keys)
     exact, own = ((x[0, 0] @ y[0, 0].mT * 0.3).masked_fill(above, -torch.inf).softmax(-1) for x, y in pairs)
     assert rows[0].item() == pytest.approx((exact - own).abs().sum(-1).mean().item() / 2, rel=1e-3)
     assert rows[0] < rows[1] < 1 and 0 < outputs[0] < outputs[1]
