@@ -341,9 +341,24 @@ def load_new(pointer, o, exponent, width: tl.constexpr, C: tl.constexpr):
 
 
 @triton.jit
+def as_sink(x, C: tl.constexpr):
+    """Numbers in the type of sinks."""
+    if C.BITS == 8:  # bf16, which the interpreter makes of fp32 alone
+        return x.to(tl.float32).to(C.SINK)
+    else:
+        return x.to(C.SINK)
+
+
+@triton.jit
+def of_sink(x, C: tl.constexpr):
+    """Numbers of sinks, to compute with."""
+    return x.to(tl.float32).to(C.ACC) if C.BITS == 8 else x.to(C.ACC)
+
+
+@triton.jit
 def load_new_sink(pointer, o, width: tl.constexpr, C: tl.constexpr):
     """Some numbers of the new key or value, as a sink is kept."""
-    return tl.load(pointer + o, mask=o < width, other=0.0).to(C.SINK).to(C.ACC)
+    return of_sink(as_sink(tl.load(pointer + o, mask=o < width, other=0.0), C), C)
 
 
 @triton.jit
@@ -362,7 +377,7 @@ def scores_with_new(
         od = d + tl.arange(0, C.DS)
         rows = load_part(q, og, od, C.G, q_stride, C.D)
         if are_sinks:
-            tile, own = load_tile(kept, index, od, STOP, C.D), load_new_sink(new, od, C.D, C)
+            tile, own = of_sink(load_tile(kept, index, od, STOP, C.D), C), load_new_sink(new, od, C.D, C)
         else:
             tile, own = load_vectors(kept, index, od, STOP, C.D, C.BITS == 8), load_new(new, od, exponent, C.D, C)
         tile = replace_row(tile.to(rows.dtype), index, slot, own.to(rows.dtype))
@@ -393,7 +408,7 @@ def attend_near(row_ptr, at, q, q_stride, k, k_exponent, v, new_v, place, merged
         os = tl.arange(0, C.SP)
         sink_k, sink_v = point_at_sinks(row_ptr, at, C)
         logits = scores_with_new(q, q_stride, sink_k, k, k_exponent, os, place, og, C.S, C, True)
-        values = load_tile(sink_v, os, ov, C.S, C.DV).to(C.ACC)
+        values = of_sink(load_tile(sink_v, os, ov, C.S, C.DV), C)
         values = replace_row(values, os, place, load_new_sink(v, ov, C.DV, C))
         live = (os < C.S) & (os <= place)
         top, total, acc = update_softmax(top, total, acc, logits, live[None, :] & (og >= 0)[:, None], values, C)
@@ -415,8 +430,8 @@ def store_token(row_ptr, at, k, k_exponent, v, v_exponent, place, WIDTH, ticket_
     store_vector(window_v, slot, ov, new_v, v_exponent, WIDTH > 0, C.DV, C)
     if C.S > 0:
         sink_k, sink_v = point_at_sinks(row_ptr, at, C)
-        tl.store(sink_k + place * C.D + od, new_k.to(C.SINK), mask=od < tl.where(place < C.S, C.D, 0))
-        tl.store(sink_v + place * C.DV + ov, new_v.to(C.SINK), mask=ov < tl.where(place < C.S, C.DV, 0))
+        tl.store(sink_k + place * C.D + od, as_sink(new_k, C), mask=od < tl.where(place < C.S, C.D, 0))
+        tl.store(sink_v + place * C.DV + ov, as_sink(new_v, C), mask=ov < tl.where(place < C.S, C.DV, 0))
     last = tl.load(row_ptr + HEADS) - 1
     count, ticket = address(row_ptr, COUNT, tl.int64), tl.load(row_ptr + TICKET) * tl.num_programs(1)
     before = tl.atomic_add(ticket_ptr + ticket + tl.program_id(1), 1)

@@ -232,9 +232,9 @@ def test_numbers_are_kept_as_pytorch_keeps_them():
     [
         (kernel_common, "- 133", "- 132"),
         (kernel_common, "0x7E0000, 1, 0", "0x7E0000, 0, 0"),
-        (kernel_common, "<= place - merged", "< place - merged"),
-        (kernel_common, "(os < C.S) & (os < merged)", "(os < C.S)"),
-        (kernel_common, "place < C.S, C.DV, C", "False, C.DV, C"),
+        (kernel_common, "<= place - tl.maximum(merged, C.S)", "< place - tl.maximum(merged, C.S)"),
+        (kernel_common, "tl.maximum(merged, C.S)", "merged"),
+        (kernel_common, "tl.where(place < C.S, C.DV, 0)", "0"),
         (kernel_common, "place + 1, mask=before == last", "place + 1, mask=before >= 0"),
         (kernel_common, "0, mask=before == last", "0, mask=before < 0"),
         (kernel_common, "return out * C.SCALE", "return out"),

@@ -82,18 +82,18 @@ def everything(dim, features, dtype, whole, window=64, sinks=4):
     kernel_text_features.run_text_features(*inputs[:7], None, None, level, mean, window)
     first = (q[..., :1, :], token, token, q[..., :1, :])
     for bits in (16, 8):
-        near = (draw(*x.shape[:-1], dim + 1, dtype=torch.int8) if bits == 8 else x for x in (sink, sink, ring, ring))
+        near = kept_in(bits, (sink, sink), (ring, ring))
         held = TokenGroup([*range(heads)], FeatureState(count, *near, level, mean), window)
         for shares in MAPS if whole else MAPS[:1] if bits == 16 else MAPS[-1:]:
             kernel_token_features.run_token_features(
-                *first, get_table([held]), held.state.sink_k, level, shares, dim**-0.5
+                *first, get_table([held]), held.state, shares, dim**-0.5
             )
     given = u[..., :1, :], w[..., :1, :]
-    kernel_token_features.run_token_features(*first, get_table([held]), sink, level, -1, 1.0, *given)
+    kernel_token_features.run_token_features(*first, get_table([held]), held.state, -1, 1.0, *given)
     metric = draw(heads, dim, dim).float()
     slots(q, k, sink, count, window, metric)
     for bits in (16, 8) if whole else (8,):
-        slot_step(q[..., :1, :], token, count, (sink, sink, ring, ring), window, metric, bits)
+        slot_step(q[..., :1, :], token, count, (sink, ring), window, metric, bits)
     for squared in (False, True):
         attention_loss_kernels.losses(u, w, q, k[:, :, window:], window, sinks, squared)
 
@@ -131,17 +131,27 @@ def slots(q, k, sink, count, window, metric, periods=64, size=64, block=16):
     )
 
 
+def kept_in(bits, sinks, others):
+    """Sinks, and what else a state holds of keys and values, as heads of so many bits keep them."""
+    if bits == 16:
+        return [*sinks, *others]
+    return [x.to(torch.bfloat16) for x in sinks] + [
+        draw(*x.shape[:-1], x.shape[-1] + 1, dtype=torch.int8) for x in others
+    ]
+
+
 def slot_step(q, k, count, near, window, metric, bits, size=64):
     """Attend to slots with one token, and merge a block."""
     heads, dim = metric.shape[:2]
     slot, number = draw(1, heads, size, dim, dtype=q.dtype), draw(1, heads, size).float()
-    kept = [draw(*x.shape[:-1], dim + 1, dtype=torch.int8) if bits == 8 else x for x in (*near, slot, slot)]
+    sink, ring = near
+    kept = kept_in(bits, (sink, sink), (ring, ring, slot, slot))
     held = TokenGroup(
         [*range(heads)], SlotState(count, *kept, number, number), window, merging=Merging(metric, metric, window, 16)
     )
     merged = held.sizes()[1] + held.sizes()[2]
     kernel_token_slots.run_token_slots(
-        q, k, k, q, get_table([held]), kept[0], number, merged, torch.float32, dim**-0.25, dim**-0.5
+        q, k, k, q, get_table([held]), held.state, merged, torch.float32, dim**-0.25, dim**-0.5
     )
 
 
