@@ -386,12 +386,13 @@ def scores_with_new(
 
 
 @triton.jit
-def attend_near(row_ptr, at, q, q_stride, k, k_exponent, v, new_v, place, merged, WIDTH, og, C: tl.constexpr):
+def attend_near(row_ptr, at, q, q_stride, token, place, merged, WIDTH, og, C: tl.constexpr):
     """Let query heads see the sinks, and the window from the place `merged` on, the new token among them.
 
     Sinks are seen where they are kept, not in the window. `at` is the number of the text and head in tensors of the
     state, WIDTH the window. Gives a running softmax.
     """
+    k, k_exponent, v, new_v = token
     ov = tl.arange(0, C.VP)
     top = tl.full([og.shape[0]], EMPTY, C.ACC)
     total = tl.zeros([og.shape[0]], C.ACC)

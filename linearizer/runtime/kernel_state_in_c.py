@@ -189,6 +189,9 @@ static void measure_pairs(Slots *s) {
     }
 }
 
+/* By what an error of a slot counts for more than one of the oldest (slots_merging.RECENCY). */
+static REAL recency(long place) { return (REAL)(place + 1) * (REAL)(place + 1); }
+
 /* Choose which slots go, and into which that stay. */
 static void choose_pairs(Slots *s, long most) {
     long n = s->count, chosen = 0;
@@ -202,7 +205,7 @@ static void choose_pairs(Slots *s, long most) {
         for (long j = 0; j < i / LANES * LANES; j += LANES)
             for (long l = 0; l < LANES; l++) lanes[l] = cost[j + l] < lanes[l] ? cost[j + l] : lanes[l];
         for (long l = 0; l < LANES; l++) best = lanes[l] < best ? lanes[l] : best;
-        s->dots[i] = best;
+        s->dots[i] = best *= recency(i);
         long at = chosen < most ? chosen : most;
         while (at > 0 && best < s->dots[s->order[at - 1]]) at--;
         if (at == most) continue;
@@ -213,10 +216,12 @@ static void choose_pairs(Slots *s, long most) {
     for (long o = 0; o < most; o++) s->gone[s->order[o]] = 1;
     for (long o = 0; o < most; o++) {
         const REAL *cost = s->cost + s->order[o] * s->room;
-        long partner = -1;
-        for (long j = 0; j < n; j++)
-            if (!s->gone[j] && (partner < 0 || cost[j] < cost[partner])) partner = j;
-        s->partner[o] = partner;
+        REAL least = INFINITY;
+        s->partner[o] = -1;
+        for (long j = 0; j < n; j++) {
+            REAL own = cost[j] * recency(j > s->order[o] ? j : s->order[o]);
+            if (!s->gone[j] && (s->partner[o] < 0 || own < least)) s->partner[o] = j, least = own;
+        }
     }
 }
 

@@ -53,13 +53,15 @@ def squared_distances(x_ptr, i, j, N, W, D, least: tl.constexpr, C: tl.constexpr
 
 
 @triton.jit
-def pair_costs(x_ptr, weight_ptr, i, j, N, W, C: tl.constexpr):
+def pair_costs(x_ptr, weight_ptr, place_ptr, i, j, N, W, C: tl.constexpr):
     """Compute what merging pairs costs (slots_merging.py); infinite for empty slots and a slot with itself."""
     own, other = load_rows(weight_ptr, i, N), load_rows(weight_ptr, j, N)
     apart = squared_distances(x_ptr, i, j, N, W, C.D, 0.0, C)
     values = squared_distances(x_ptr + C.D, i, j, N, W, C.DV, LEAST, C)
     light = 1 / tl.maximum(own, 1.0)[:, None] + 1 / tl.maximum(other, 1.0)[None, :]
     cost = apart * apart * (apart * apart) * values / light / light
+    newer = tl.maximum(load_rows(place_ptr, i, N)[:, None], load_rows(place_ptr, j, N)[None, :])
+    cost = cost * newer * newer  # slots_merging.RECENCY
     never = (own == 0)[:, None] | (other == 0)[None, :] | (i[:, None] == j[None, :])
     return tl.where(never, INFINITE, cost)
 
@@ -89,14 +91,28 @@ def sum_by_target(value_ptr, target_ptr, i, N, C: tl.constexpr):
 
 
 @triton.jit
-def choose_targets(x_ptr, weight_ptr, value_ptr, gone_ptr, target_ptr, surplus, N, W, C: tl.constexpr):
+def number_slots(weight_ptr, place_ptr, N, C: tl.constexpr):
+    """Number the slots that are not empty, from 1 on."""
+    for i0 in range(0, N, C.B):
+        i = i0 + tl.arange(0, C.B)
+        place = tl.zeros([C.B], C.ACC)
+        for j0 in range(0, i0 + 1, C.B):
+            j = j0 + tl.arange(0, C.B)
+            counts = (load_rows(weight_ptr, j, N) > 0)[None, :] & (j[None, :] <= i[:, None])
+            place += tl.sum(tl.where(counts, 1.0, 0.0).to(C.ACC), 1)
+        tl.store(place_ptr + i, place, mask=i < N)
+    tl.debug_barrier()
+
+
+@triton.jit
+def choose_targets(x_ptr, weight_ptr, value_ptr, place_ptr, gone_ptr, target_ptr, surplus, N, W, C: tl.constexpr):
     """Choose the slot that each goes into: the `surplus` cheapest into one that stays, the others into themselves."""
     for i0 in range(0, N, C.B):
         i = i0 + tl.arange(0, C.B)
         best = tl.full([C.B], INFINITE, C.ACC)
         for j0 in range(0, i0 + 1, C.B):
             j = j0 + tl.arange(0, C.B)
-            cost = tl.where(i[:, None] > j[None, :], pair_costs(x_ptr, weight_ptr, i, j, N, W, C), INFINITE)
+            cost = tl.where(i[:, None] > j[None, :], pair_costs(x_ptr, weight_ptr, place_ptr, i, j, N, W, C), INFINITE)
             best = tl.minimum(tl.min(cost, 1), best)
         tl.store(value_ptr + i, best, mask=i < N)
     tl.debug_barrier()
@@ -110,7 +126,7 @@ def choose_targets(x_ptr, weight_ptr, value_ptr, gone_ptr, target_ptr, surplus, 
         for j0 in range(0, N, C.B):
             j = j0 + tl.arange(0, C.B)
             stays = tl.load(gone_ptr + j, mask=j < N, other=1) == 0
-            cost = tl.where(stays[None, :], pair_costs(x_ptr, weight_ptr, i, j, N, W, C), INFINITE)
+            cost = tl.where(stays[None, :], pair_costs(x_ptr, weight_ptr, place_ptr, i, j, N, W, C), INFINITE)
             least = tl.min(cost, 1)
             partner = tl.where(least < best, tl.argmin(cost, 1).to(tl.int32) + j0, partner)
             best = tl.minimum(least, best)
@@ -223,7 +239,8 @@ def merge_rows(rows_ptr, numbers_ptr, places_ptr, MOST, N, W, SLOTS, C: tl.const
     side = 0
     if full > SLOTS:
         x, out, target = rows_ptr, rows_ptr + MOST * W, places_ptr + MOST
-        choose_targets(x, weight, value, places_ptr, target, full - SLOTS, N, W, C)
+        number_slots(weight, total, N, C)
+        choose_targets(x, weight, value, total, places_ptr, target, full - SLOTS, N, W, C)
         join_slots(x, out, weight, spread, total, value, target, N, W, C)
         side = 1
     return side

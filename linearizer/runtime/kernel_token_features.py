@@ -135,7 +135,7 @@ def token_features_kernel(table, token, layout, scratch_ptr, out_ptr, C: tl.cons
     k_exponent, v_exponent = new_exponent(k, C.D, C.DP, C), new_exponent(v, C.DV, C.VP, C)
     new_v = load_new(v, ov, v_exponent, C.DV, C)
     merged = tl.maximum(place - WIDTH + 1, 0)
-    top, total, acc = attend_near(row_ptr, at, q, q_stride, k, k_exponent, v, new_v, place, merged, WIDTH, og, C)
+    top, total, acc = attend_near(row_ptr, at, q, q_stride, (k, k_exponent, v, new_v), place, merged, WIDTH, og, C)
     slot = place % tl.maximum(WIDTH, 1)
     old_k, old_v = point_at_pair(row_ptr, WINDOW_K, at * WIDTH + slot, C)
     old_v = tl.where(WIDTH > 0, load_vector(old_v, 0, ov, WIDTH > 0, C.DV, C).to(C.ACC), new_v)

@@ -90,7 +90,7 @@ def token_slots_kernel(table, token, layout, scratch, out_ptr, C: tl.constexpr):
     k, v = k_ptr + batch * k_batch + head * k_head, v_ptr + batch * v_batch + head * v_head
     k_exponent, v_exponent = new_exponent(k, C.D, C.DP, C), new_exponent(v, C.DV, C.VP, C)
     new_v = load_new(v, ov, v_exponent, C.DV, C)
-    top, total, acc = attend_near(row_ptr, at, q, q_stride, k, k_exponent, v, new_v, place, merged, WIDTH, og, C)
+    top, total, acc = attend_near(row_ptr, at, q, q_stride, (k, k_exponent, v, new_v), place, merged, WIDTH, og, C)
     gain = tl.load(address(row_ptr, GAIN, C.MADE) + own).to(C.ACC)
     for n0 in range(0, SLOTS, C.BN):
         on = n0 + tl.arange(0, C.BN)

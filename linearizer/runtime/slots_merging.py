@@ -29,6 +29,7 @@ from .state_in_few_bits import round_slots
 
 MAX_MERGED_ROWS = 512  # slots and tokens of a block that one program of a kernel merges at most
 GAIN = 0.25  # half of what a Gaussian spread of keys calls for: measured best, since no query sees the mean spread
+RECENCY = 2  # power of the place of the newer of two slots by which what merging them costs is multiplied
 TINY = 1e-30  # a squared distance of values that counts as none: infinity times it is infinite
 
 Tensor = torch.Tensor
@@ -226,13 +227,26 @@ def merging_costs(rows: Tensor, dims: tuple[int, int], full: bool) -> Tensor:
     """Compute what merging each pair costs, infinite with empty slots, unless all are full: (rows, slots, slots).
 
     The error that a query sees grows with the weight of a pair, and with the distances of its keys (to queries) and
-    of its values; the product of both is its fourth power, which takes no roots.
+    of its values; the product of both is its fourth power, which takes no roots. Slots stand in the order of their
+    tokens, and an error of newer ones counts for more, as more queries look at them: or what is read last would be
+    remembered as coarsely as what was read first, and the worse the longer a text is.
     """
     seen, v, weight = rows[..., : dims[0]], rows[..., dims[0] : sum(dims)], rows[..., -1]
     far = rows[..., -5] if full else rows[..., -5].masked_fill(weight == 0, math.inf)  # an empty one is far away
     inverse = (weight if full else weight.clamp_min(1)).reciprocal()
     keys = squared_distances(seen, far).square_().div_(inverse[..., None] + inverse[:, None]).square_()
-    return keys.mul_(squared_distances(v, rows[..., -4]).clamp_min_(TINY))
+    cost = keys.mul_(squared_distances(v, rows[..., -4]).clamp_min_(TINY))
+    if full:
+        return cost.mul_(newer_places(weight.shape[-1], cost.dtype, cost.device))
+    place = (weight > 0).cumsum(-1).to(cost.dtype)
+    return cost.mul_(torch.maximum(place[..., None], place[:, None]) ** RECENCY)
+
+
+@made_once
+def newer_places(size: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    """Give the weight of an error by the place of the newer slot of each pair: (size, size)."""
+    place = torch.arange(1, size + 1, dtype=dtype, device=device)
+    return torch.maximum(place[:, None], place) ** RECENCY
 
 
 @made_once

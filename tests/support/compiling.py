@@ -85,9 +85,7 @@ def everything(dim, features, dtype, whole, window=64, sinks=4):
         near = kept_in(bits, (sink, sink), (ring, ring))
         held = TokenGroup([*range(heads)], FeatureState(count, *near, level, mean), window)
         for shares in MAPS if whole else MAPS[:1] if bits == 16 else MAPS[-1:]:
-            kernel_token_features.run_token_features(
-                *first, get_table([held]), held.state, shares, dim**-0.5
-            )
+            kernel_token_features.run_token_features(*first, get_table([held]), held.state, shares, dim**-0.5)
     given = u[..., :1, :], w[..., :1, :]
     kernel_token_features.run_token_features(*first, get_table([held]), held.state, -1, 1.0, *given)
     metric = draw(heads, dim, dim).float()
