@@ -22,6 +22,7 @@ from linearizer.model.token_loop import read_tokens
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import SINKS, Head, Layer, cache_bytes, token_bytes
 from linearizer.runtime.attention_interface import attending
+from linearizer.runtime.cache import CACHE
 
 MAX_BRANCH_BYTES = 2**28  # of the copies of a cache's layer that a text goes on from at once
 
@@ -139,7 +140,7 @@ def branching(model: PreTrainedModel, cache: Cache, branches: int) -> Iterator[C
 def read_logits(subject: Subject, ids: Tensor, cache: Cache | None, keep: int = 0) -> Tensor:
     """Let a subject read on from what its cache holds; give the logits of the last `keep` tokens, or of all."""
     with subject.at_work() as model, torch.inference_mode():
-        given = {"input_ids": ids.to(model.device), "past_key_values": cache, "use_cache": cache is not None}
+        given = {"input_ids": ids.to(model.device), CACHE: cache, "use_cache": cache is not None}
         return model(**given, logits_to_keep=keep).logits.float()
 
 

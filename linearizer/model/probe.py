@@ -15,6 +15,7 @@ from linearizer.model.quiet import quiet
 from linearizer.model.support import Refused, check_attention, check_layers, check_modules
 from linearizer.run.head_bytes import Layer
 from linearizer.runtime.attention_interface import observing
+from linearizer.runtime.cache import CACHE
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
@@ -94,7 +95,7 @@ def watch_layers(model: PreTrainedModel) -> list[AttentionLayer]:
     check_modules(model)
     tokens = torch.zeros(1, WATCHED_TOKENS, dtype=torch.long, device=model.device)
     with torch.no_grad(), quiet(), observing(model, observe):
-        cache = getattr(model(tokens, use_cache=True), "past_key_values", None)
+        cache = getattr(model(tokens, use_cache=True), CACHE, None)
     cached = {i for i, layer in enumerate(getattr(cache, "layers", ())) if getattr(layer, "keys", None) is not None}
     check_layers([layer.index for layer in seen], cached, getattr(model.config, "num_hidden_layers", 0))
     return sorted(seen, key=lambda layer: layer.index)

@@ -9,6 +9,8 @@ import torch
 from transformers import GenerationConfig, PreTrainedModel, PreTrainedTokenizerBase
 from transformers.cache_utils import Cache
 
+from linearizer.runtime.cache import CACHE
+
 Tensor = torch.Tensor
 PIECE_TOKENS = 2048  # tokens that are read at once: a longer piece takes more memory, and hardly less time
 HALF_LETTER = "\ufffd"  # what a decoder writes for bytes that are no letter yet
@@ -22,7 +24,7 @@ def read_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache) -> Iterator[i
     for start in range(0, ids.shape[1], PIECE_TOKENS):
         with torch.inference_mode():
             part = ids[:, start : start + PIECE_TOKENS].to(model.device)
-            model(input_ids=part, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            model(input_ids=part, use_cache=True, logits_to_keep=1, **{CACHE: cache})
         yield min(start + PIECE_TOKENS, ids.shape[1])
 
 
@@ -30,7 +32,7 @@ def write_tokens(model: PreTrainedModel, ids: Tensor, cache: Cache, choose: Choo
     """Yield the next token of every text (texts, 1), without end; `ids` (texts, tokens) follow what the cache holds."""
     while True:
         with torch.inference_mode():
-            out = model(input_ids=ids, past_key_values=cache, use_cache=True, logits_to_keep=1)
+            out = model(input_ids=ids, use_cache=True, logits_to_keep=1, **{CACHE: cache})
             ids = choose(out.logits[:, -1].float())
         yield ids
 
@@ -83,11 +85,11 @@ def generate_tokens(
     return model.generate(
         ids,
         attention_mask=torch.ones_like(ids),
-        past_key_values=cache,
         max_new_tokens=new_tokens,
         do_sample=sample,
         pad_token_id=model.generation_config.pad_token_id or 0,
         custom_generate=loop,
+        **{CACHE: cache},
     )
 
 

@@ -20,7 +20,7 @@ from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
 
-from .cache import empty_cache, keeps_state
+from .cache import CACHE, empty_cache, keeps_state, take_cache
 
 # Checkpoints bring a copy of this file each; the names keep them apart in one process.
 _COPY = hashlib.sha256(__name__.encode()).hexdigest()[:8]
@@ -122,7 +122,7 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
     if decoder.config._attn_implementation != IMPLEMENTATION:
         return None  # it attends as the teacher that it was
     kwargs = {**dict(zip(names, args, strict=False)), **kwargs}
-    mask, positions, cache = (kwargs.get(name) for name in ("attention_mask", "position_ids", "past_key_values"))
+    mask, positions, cache = kwargs.get("attention_mask"), kwargs.get("position_ids"), take_cache(kwargs)
     if mask is not None and getattr(mask, "ndim", None) != 2:
         raise ValueError(NOT_SERVED)
     if kwargs.get("output_attentions"):
@@ -134,16 +134,16 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
         use_cache = kwargs.get("use_cache")
         recomputes = decoder.training and getattr(decoder, "gradient_checkpointing", False)
         if (decoder.config.use_cache if use_cache is None else use_cache) and not recomputes:
-            cache = kwargs["past_key_values"] = empty_cache(decoder.config, decoder.linearized)
+            cache = empty_cache(decoder.config, decoder.linearized)
     elif [keeps_state(layer) for layer in getattr(cache, "layers", [])] != [*decoder.linearized]:
         raise ValueError(
             f"a linearized model keeps a state, not keys, and cannot use a {type(cache).__name__}: "
-            "leave past_key_values out, or pass model.empty_cache()"
+            f"leave {CACHE} out, or pass model.empty_cache()"
         )
     if cache is not None and mask is None and positions is not None and not torch.compiler.is_exporting():
         if not cache.get_seq_length() and restarts(positions):
             raise ValueError(NOT_SERVED)  # without a cache transformers sees it
-    return (), kwargs
+    return (), {**kwargs, CACHE: cache}
 
 
 def restarts(positions: torch.Tensor) -> bool:

@@ -9,18 +9,21 @@ import weakref
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import fields, replace
 from functools import partial
+from inspect import signature
 from itertools import islice
 from typing import Any
 
 import torch
 from torch.utils._pytree import SequenceKey, register_pytree_node
-from transformers import PreTrainedModel, cache_utils
+from transformers import GenerationMixin, PreTrainedModel, cache_utils
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
 from .state import FeatureState, MatrixState, SlotState, SoftmaxState, change_tensors, tensors, working_dtype
 from .state_file import FORMAT, write_state
 from .state_in_few_bits import KEPT_AS_BYTES, KEYS_AND_VALUES
 
+# What transformers calls a cache, as an argument and in what a model gives: past_key_values before 5.24.
+CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 MAX_TURNS = 8  # that can be taken back
 OF_OWN_LAYERS = {"is_initialized", "sliding_window", "cumulative_length", "record_past"}  # what a graph takes as fixed
 STATES = {kind.__name__: kind for kind in (FeatureState, MatrixState, SlotState, SoftmaxState)}
@@ -155,6 +158,12 @@ class LinearizedCache(Cache):
     def copied(self, change: Change) -> "LinearizedCache":
         """Give another cache, whose tensors are what `change` makes of these."""
         return LinearizedCache([copy_layer(layer, change) for layer in self.layers], self.model)
+
+
+def take_cache(given: dict) -> Cache | None:
+    """Take the cache out of the arguments of a call, by the new name or the old: libraries of any age call."""
+    cache, older = given.pop("cache", None), given.pop("past_key_values", None)
+    return older if cache is None else cache
 
 
 def keeps_state(layer: object) -> bool:

@@ -35,7 +35,7 @@ from transformers import (
 from transformers.cache_utils import Cache
 
 from .attention_interface import IMPLEMENTATION, attention_modules, device_of, hand_over_state, serve_decoder
-from .cache import LinearizedCache, empty_cache
+from .cache import CACHE, LinearizedCache, empty_cache, take_cache
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .layer_student import LayerStudent, generator_at
 from .matrix_rule import RULES, MatrixRule
@@ -122,7 +122,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
     _supports_attention_backend = True
     _is_stateful = True  # the state cannot be rolled back
     _keep_in_fp32_modules_strict = ("student",)
-    _skip_keys_device_placement = ("past_key_values", "linear_state")
+    _skip_keys_device_placement = ("cache", "past_key_values", "linear_state")
 
     def __init__(self, config: LinearizedConfig, base: PreTrainedModel | None = None) -> None:
         super().__init__(config)
@@ -214,16 +214,18 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         input_ids: torch.Tensor | None = None,
         attention_mask: torch.Tensor | None = None,
         position_ids: torch.Tensor | None = None,
-        past_key_values: Cache | None = None,
+        cache: Cache | None = None,
         inputs_embeds: torch.Tensor | None = None,
         labels: torch.Tensor | None = None,
         use_cache: bool | None = None,
         logits_to_keep: int | torch.Tensor = 0,
+        past_key_values: Cache | None = None,  # the older name of the cache
         **kwargs: object,
     ) -> object:
         use_cache = self.config.use_cache if use_cache is None else use_cache
-        if past_key_values is None and use_cache:
-            past_key_values = self.empty_cache()
+        cache = past_key_values if cache is None else cache
+        if cache is None and use_cache:
+            cache = self.empty_cache()
         for name in ("output_hidden_states", "return_dict"):
             if kwargs.get(name) is None and getattr(self.config, name) != getattr(self.base.config, name):
                 kwargs[name] = getattr(self.config, name)
@@ -231,11 +233,11 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             input_ids=input_ids,
             attention_mask=attention_mask,
             position_ids=position_ids,
-            past_key_values=past_key_values,
             inputs_embeds=inputs_embeds,
             labels=labels,
             use_cache=use_cache,
             logits_to_keep=logits_to_keep,
+            **{CACHE: cache},
             **kwargs,
         )
 
@@ -254,8 +256,9 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             raise ValueError(
                 f"cache_implementation={wanted!r}: a linearized model has a cache of its own; leave it out"
             )
-        if model_kwargs.get("past_key_values") is None and generation_config.use_cache is not False:
-            model_kwargs["past_key_values"] = self.empty_cache()
+        cache = take_cache(model_kwargs)
+        if cache is not None or generation_config.use_cache is not False:
+            model_kwargs[CACHE] = self.empty_cache() if cache is None else cache
 
     def set_attn_implementation(self, attn_implementation: str | dict, *args: object, **kwargs: object) -> None:
         raise ValueError(

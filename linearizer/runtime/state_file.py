@@ -77,8 +77,9 @@ def read_state(model: PreTrainedModel, path: str | os.PathLike) -> Any:
     refuse_other_model(path, facts, held.pop(WEIGHTS, torch.empty(0)), model)
     sizes = [*json.loads(facts.get("turns", "[]")), (int(facts["tokens"]), int(facts["texts"]))]
     start = torch.zeros(1, 1, dtype=torch.long, device=model.get_input_embeddings().weight.device)
+    cache = model.empty_cache()
     with torch.no_grad():
-        cache = model(input_ids=start, past_key_values=model.empty_cache(), logits_to_keep=1).past_key_values
+        model(input_ids=start, cache=cache, use_cache=True, logits_to_keep=1)
     states, last = [cache.fork() if tokens else model.empty_cache() for tokens, _ in sizes], len(sizes) - 1
     expected = {name_in_file(name, turn, last) for turn, state in enumerate(states) for name in places(state)}
     if expected != held.keys():

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
 from linearizer.model.logits import fresh_cache
+from linearizer.runtime.cache import CACHE
 from linearizer.serve.cache_rows import join_caches, keep_rows, real_tokens, take_row
 from linearizer.serve.kept_states import KeptStates
 from linearizer.serve.prompts import Prompts
@@ -127,9 +128,9 @@ class Engine:
             input_ids=ids[:, None],
             position_ids=read[:, None],
             attention_mask=real_tokens(cache, read, 1),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{CACHE: cache},
         )
         logits = out.logits[:, -1].float()
         broken = logits.isnan().any(-1).tolist()

@@ -12,6 +12,7 @@ import torch
 from transformers import PreTrainedModel
 
 from linearizer.model.logits import fresh_cache
+from linearizer.runtime.cache import CACHE
 from linearizer.serve.cache_rows import join_caches, real_tokens, take_row
 from linearizer.serve.kept_states import KeptStates
 from linearizer.serve.row import Row
@@ -97,9 +98,9 @@ class Prompts:
             input_ids=torch.tensor([row.prompt[row.read : row.read + count] for row in rows], device=device),
             position_ids=read[:, None] + torch.arange(count, device=device),
             attention_mask=real_tokens(cache, read, count),
-            past_key_values=cache,
             use_cache=True,
             logits_to_keep=1,
+            **{CACHE: cache},
         )
         for index, row in enumerate(rows):
             row.read += count

@@ -36,9 +36,10 @@ class States(MambaBase):
     def __init__(self, student: Any) -> None:
         self.student = student
         self.kv_cache: tuple[Tensor, ...] = ()
+        self.sample = student.empty_cache()
         with torch.inference_mode():
             ids = torch.zeros(1, 1, dtype=torch.long, device=student.device)
-            self.sample = student(ids, past_key_values=student.empty_cache()).past_key_values
+            student(ids, cache=self.sample, use_cache=True)
         tensors = [getattr(*place) for place in places(self.sample).values()]
         self.sizes = [x.numel() * x.element_size() for x in tensors]
 
@@ -130,7 +131,7 @@ class VllmStudent(nn.Module, HasInnerState, IsAttentionFree):
     def read(self, ids: Sequence[Tensor], positions: Sequence[Tensor], cache: LinearizedCache) -> Tensor:
         """Give the logits of equally many tokens of some texts: (texts, tokens, vocabulary)."""
         given = {"input_ids": torch.stack(list(ids)).long(), "position_ids": torch.stack(list(positions)).long()}
-        logits: Tensor = self.student(**given, past_key_values=cache, use_cache=True).logits
+        logits: Tensor = self.student(**given, cache=cache, use_cache=True).logits
         return logits
 
     def compute_logits(self, hidden_states: Tensor) -> Tensor:
