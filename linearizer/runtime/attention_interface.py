@@ -132,7 +132,8 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
         kwargs["attention_mask"] = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
     if cache is None:
         use_cache = kwargs.get("use_cache")
-        recomputes = decoder.training and getattr(decoder, "gradient_checkpointing", False)
+        learns = decoder.training and torch.is_grad_enabled()
+        recomputes = learns and getattr(decoder, "gradient_checkpointing", False)
         if (decoder.config.use_cache if use_cache is None else use_cache) and not recomputes:
             cache = empty_cache(decoder.config, decoder.linearized)
     elif [keeps_state(layer) for layer in getattr(cache, "layers", [])] != [*decoder.linearized]:

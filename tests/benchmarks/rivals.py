@@ -17,6 +17,7 @@ from torch import nn
 from linearizer.model.layers import layer_number
 from linearizer.run.head_bytes import Layer, token_bytes
 from linearizer.runtime.attention_interface import observing
+from linearizer.runtime.cache import CACHE
 from linearizer.runtime.few_bits import round_vectors
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.runtime.state import tensors, working_dtype
@@ -250,7 +251,7 @@ def foreseeing(student: LinearizedForCausalLM, rivals: Sequence[Rival]) -> Itera
     """While this lasts, let rivals know of each text, before it is read, what its repetition attends to."""
 
     def foresee(_: nn.Module, args: tuple, given: dict) -> None:
-        cache = given.get("past_key_values")
+        cache = given.get(CACHE)
         if cache is None or not cache.get_seq_length():
             for rival, most in zip(rivals, attention_when_repeated(student, given["input_ids"]), strict=True):
                 rival.foreseen = most

@@ -9,6 +9,7 @@ from linearizer.evaluate.subjects import Subject
 from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
 from linearizer.run.results import Pace
+from linearizer.runtime.cache import CACHE
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of
 
 
@@ -62,10 +63,10 @@ def test_a_row_ends_where_memory_does_and_the_others_go_on(mixed):
     subjects, layers = mixed
     honest = subjects[0].model.forward
 
-    def forward(input_ids, past_key_values=None, **more):
-        if past_key_values.get_seq_length() + input_ids.shape[1] > 80 or len(input_ids) > 2:
+    def forward(input_ids, **more):
+        if more[CACHE].get_seq_length() + input_ids.shape[1] > 80 or len(input_ids) > 2:
             raise torch.OutOfMemoryError("out of memory")
-        return honest(input_ids=input_ids, past_key_values=past_key_values, **more)
+        return honest(input_ids=input_ids, **more)
 
     subjects[0].model.forward = forward
     try:

@@ -93,10 +93,10 @@ def test_saving_what_was_loaded_keeps_it_loadable(bare, tmp_path):
         second = AutoModelForCausalLM.from_pretrained("second", trust_remote_code=True)
         ids = torch.arange(3, 30)[None]
         assert torch.equal(first(ids).logits, second(ids).logits)
-        cache = first(ids).past_key_values
+        first(ids, cache=(cache := first.empty_cache()))
         cache.save("state")
         more = [(first, cache), (second, second.load_cache("state")), (first, cache.fork())]
-        logits = [model(ids[:, :4], past_key_values=state).logits for model, state in reversed(more)]
+        logits = [model(ids[:, :4], cache=state).logits for model, state in reversed(more)]
         assert torch.equal(logits[0], logits[1]) and torch.equal(logits[0], logits[2])
         """,
         cwd=tmp_path,

@@ -10,6 +10,7 @@ from transformers import AutoModelForCausalLM
 
 from linearizer.model.checkpoint import load, save
 from linearizer.run.head_bytes import Head
+from linearizer.runtime.cache import CACHE
 from linearizer.runtime.feature_maps import FEATURE_MAPS
 from tests.support.families import FAMILIES
 from tests.support.models import MIXED, student_of, teacher_of, tokens
@@ -33,7 +34,7 @@ def test_its_parts_are_found_where_the_teachers_are(family):
     whole = student(ids, output_hidden_states=True).hidden_states[-1]
     for part in (student.base_model, student.get_decoder()):
         first = part(ids[:, :12])  # its default keeps a cache
-        second = part(ids[:, 12:], past_key_values=first.past_key_values)
+        second = part(ids[:, 12:], past_key_values=first[CACHE])
         result = torch.cat([first.last_hidden_state, second.last_hidden_state], 1)
         torch.testing.assert_close(result, whole, **CLOSE)
 
@@ -116,7 +117,7 @@ def test_autocast_is_close_to_full_precision(heads, dtype):
         exact = student(ids, **given).logits
         with torch.autocast("cpu", dtype):
             first = student(ids[:, :20], **{name: x[:, :20] for name, x in given.items()})
-            kept = {"past_key_values": first.past_key_values, **{name: x[:, :21] for name, x in given.items()}}
+            kept = {"past_key_values": first[CACHE], **{name: x[:, :21] for name, x in given.items()}}
             result = torch.cat([first.logits, student(ids[:, 20:21], **kept).logits], 1)
             loss = student(ids, labels=ids, **given).loss
         loss.backward()
@@ -188,7 +189,7 @@ def test_an_exported_graph_takes_a_state_of_any_text_and_gives_the_next(tmp_path
         tokens(2, 32),
         torch.arange(32).expand(2, -1),
     )
-    begun = [student(ids[:, :read], use_cache=True).past_key_values for read in (7, 17)]
+    begun = [student(ids[:, :read], use_cache=True)[CACHE] for read in (7, 17)]
     for size in (1, 3):
         given = dict(input_ids=ids[:, :size], position_ids=places[:, :size], past_key_values=begun[0].fork())
         graph = torch.export.export(student, (), {**given, "use_cache": True}, strict=False)
@@ -202,7 +203,7 @@ def test_an_exported_graph_takes_a_state_of_any_text_and_gives_the_next(tmp_path
                 before = state
                 out = run(input_ids=ids[:, part], position_ids=places[:, part], past_key_values=state, use_cache=True)
                 torch.testing.assert_close(out.logits, student(ids[:, part], past_key_values=own).logits, **CLOSE)
-                state = out.past_key_values
+                state = out[CACHE]
                 assert before.layers[0].memory[0].count.tolist() == [part.start] * 2  # a graph changes no state
             assert state.get_seq_length() == own.get_seq_length() == start + 3 * size
 
@@ -232,7 +233,7 @@ def test_it_is_compiled(kind):
     torch.compiler.reset()
     compiled = torch.compile(student, backend="eager")
     first = compiled(ids[:, :22])
-    parts = [compiled(ids[:, i : i + 1], past_key_values=first.past_key_values).logits for i in (22, 23)]
+    parts = [compiled(ids[:, i : i + 1], past_key_values=first[CACHE]).logits for i in (22, 23)]
     torch.testing.assert_close(torch.cat([first.logits, *parts], 1), student(ids).logits, **CLOSE)
     if kind == "features":
         return  # a compiler takes its time, and `generate` calls no other forward

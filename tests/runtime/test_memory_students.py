@@ -10,6 +10,7 @@ from linearizer.model.initialise import initialise_rule
 from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
 from linearizer.run.memories import MEMORIES
+from linearizer.runtime.cache import CACHE
 from linearizer.runtime.matrix_rule import RULES, MatrixRule
 from linearizer.train.distill import distill
 from linearizer.train.settings import TrainingSettings
@@ -42,7 +43,7 @@ def test_a_checkpoint_and_a_saved_state_hold_memories(tmp_path):
     save(student, None, tmp_path / "checkpoint")
     again = load(tmp_path / "checkpoint")
     first, second = tokens(1, 12), tokens(1, 5, seed=1)
-    cache = student(first, use_cache=True).past_key_values
+    cache = student(first, use_cache=True)[CACHE]
     dim, exact = student.config.layers[0]["key_dim"], 2 + 4  # sinks and window, in float32 as the tiny model
     group = student.base.config.num_attention_heads // student.base.config.num_key_value_heads
     held = [4 * (exact * 2 * dim + MEMORIES[memory].numbers(6, dim, dim, group)) for memory in ("gdn", "lawcat")]

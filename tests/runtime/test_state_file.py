@@ -135,7 +135,7 @@ def test_generate_goes_on_from_a_loaded_state(tmp_path):
     ids, cache = read(student)
     expected = student.generate(ids, max_new_tokens=8, do_sample=False)[:, LENGTH:]
     cache.save(tmp_path / "state")
-    given = dict(past_key_values=student.load_cache(tmp_path / "state"), attention_mask=torch.ones_like(ids))
+    given = dict(cache=student.load_cache(tmp_path / "state"), attention_mask=torch.ones_like(ids))
     written = student.generate(ids[:, READ:], max_new_tokens=8, do_sample=False, **given)
     assert torch.equal(written[:, LENGTH - READ :], expected)
 

@@ -10,7 +10,7 @@ import torch
 from transformers import DynamicCache
 
 from linearizer.run.head_bytes import Head
-from linearizer.runtime.cache import LinearizedLayer
+from linearizer.runtime.cache import CACHE, LinearizedLayer
 from tests.support.families import FAMILIES
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 
@@ -40,6 +40,29 @@ def test_cached_decoding_in_pieces_is_the_full_pass(family):
     pieces = [student(ids[:, a:b], past_key_values=cache).logits for a, b in zip(edges, edges[1:], strict=False)]
     torch.testing.assert_close(torch.cat(pieces, 1), full, **CLOSE)
     assert cache.get_seq_length() == 30
+
+
+@pytest.mark.parametrize("name", ["cache", "past_key_values"])
+@pytest.mark.parametrize("family", ["llama", "gpt2"])
+@torch.no_grad()
+def test_a_cache_is_taken_by_its_new_name_and_by_its_old_one(family, name):
+    student, ids = shared_student_of(family), tokens(2, 30)
+    decoder, part = student.get_decoder(), ids.split((9, 21), 1)
+    whole = student(ids, output_hidden_states=True, use_cache=False)
+    for model, expected in ((student, whole.logits), (decoder, whole.hidden_states[-1])):
+        first = model(part[0], use_cache=True)
+        second = model(part[1], use_cache=True, **{name: first[CACHE]})
+        assert second[CACHE] is first[CACHE] and first[CACHE].get_seq_length() == 30
+        torch.testing.assert_close(torch.cat([first[0], second[0]], 1), expected, **CLOSE)
+
+
+@torch.no_grad()
+def test_a_decoder_set_to_recompute_its_layers_attends_as_ever_where_nothing_is_learned():
+    student, ids = student_of("llama"), tokens(2, 30)
+    expected = student(ids, output_hidden_states=True).hidden_states[-1]
+    older = "gradient_checkpointing_enable"  # of transformers
+    getattr(student.train(), "activation_checkpointing_enable", getattr(student, older))()
+    torch.testing.assert_close(student.get_decoder()(ids)[0], expected, **CLOSE)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -107,9 +130,9 @@ def test_a_conversation_continues_from_its_cache():
     student, first, second = student_of("llama"), tokens(1, 9), tokens(1, 6, seed=1)
     cache = student.empty_cache()
     settings = dict(max_new_tokens=5, do_sample=False, eos_token_id=None)
-    reply = student.generate(first, attention_mask=torch.ones_like(first), past_key_values=cache, **settings)
+    reply = student.generate(first, attention_mask=torch.ones_like(first), cache=cache, **settings)
     prompt = torch.cat([reply, second], 1)
-    continued = student.generate(prompt, attention_mask=torch.ones_like(prompt), past_key_values=cache, **settings)
+    continued = student.generate(prompt, attention_mask=torch.ones_like(prompt), cache=cache, **settings)
     afresh = student.generate(prompt, attention_mask=torch.ones_like(prompt), **settings)
     assert torch.equal(continued, afresh)
 
@@ -117,8 +140,8 @@ def test_a_conversation_continues_from_its_cache():
 def test_what_a_fixed_state_cannot_do_is_refused_with_a_sentence():
     student, ids = student_of("llama"), tokens(1, 9)
     mask = torch.ones_like(ids)
-    with pytest.raises(ValueError, match="cannot use a DynamicCache: leave past_key_values out"):
-        student(ids, past_key_values=DynamicCache())
+    with pytest.raises(ValueError, match=f"cannot use a DynamicCache: leave {CACHE} out"):
+        student(ids, cache=DynamicCache())
     with pytest.raises(ValueError, match="has a cache of its own"):
         student.generate(ids, attention_mask=mask, max_new_tokens=2, cache_implementation="static")
     with pytest.raises(ValueError, match="cannot forget tokens"):

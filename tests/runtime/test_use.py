@@ -7,6 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from linearizer.run.head_bytes import Head
+from linearizer.runtime.cache import CACHE
 from tests.support.models import MIXED, student_of, tokens
 
 SMALL = [
@@ -60,7 +61,7 @@ def test_a_call_may_hold_nothing_but_padding(heads):
         part = slice(start, start + 4)
         given = dict(attention_mask=real[:, : part.stop], position_ids=place[:, part])
         result = student(ids[:, part], past_key_values=state, use_cache=True, **given)
-        state = result.past_key_values
+        state = result[CACHE]
         out.append(result.logits)
     torch.testing.assert_close(torch.cat(out, 1)[:, 9:], student(ids[:, 9:]).logits, atol=1e-4, rtol=1e-4)
 
@@ -88,7 +89,7 @@ def test_a_vocabulary_that_grew_is_saved_and_loaded(tmp_path):
 def test_a_text_read_in_inference_goes_on_outside_of_it(heads):
     student, ids = student_of("llama", heads), tokens(1, 20)
     with torch.inference_mode():
-        state = student(ids[:, :12]).past_key_values
+        state = student(ids[:, :12])[CACHE]
     with torch.no_grad():
         out = [student(ids[:, t : t + 1], past_key_values=state).logits for t in range(12, 20)]
         torch.testing.assert_close(torch.cat(out, 1), student(ids).logits[:, 12:], atol=1e-4, rtol=1e-4)
@@ -101,7 +102,7 @@ def test_gradients_pass_through_single_tokens():
         state, loss = None, 0.0
         for start, stop in zip(cuts, cuts[1:], strict=False):
             out = student(ids[:, start:stop], past_key_values=state, use_cache=True)
-            state, loss = out.past_key_values, loss + out.logits.sin().sum()
+            state, loss = out[CACHE], loss + out.logits.sin().sum()
         result.append(torch.autograd.grad(loss, features_of(student)))
     for whole, single in zip(*result, strict=True):
         torch.testing.assert_close(single, whole, atol=1e-3, rtol=1e-3)

@@ -5,6 +5,7 @@ from transformers import LlamaForCausalLM
 from transformers.modeling_outputs import CausalLMOutput
 
 from linearizer.evaluate.subjects import Subject
+from linearizer.runtime.cache import CACHE
 from tests.support.families import tiny_config
 
 
@@ -13,9 +14,9 @@ class LooksUp(LlamaForCausalLM):
 
     reach, most = 10**9, 10**9
 
-    def forward(self, input_ids, past_key_values, logits_to_keep=0, **_):
-        seen = [*getattr(past_key_values, "seen", []), *input_ids[0].tolist()]
-        past_key_values.seen = seen
+    def forward(self, input_ids, logits_to_keep=0, **given):
+        cache = given[CACHE]
+        cache.seen = seen = [*getattr(cache, "seen", []), *input_ids[0].tolist()]
         if len(seen) > self.most:
             raise torch.OutOfMemoryError("out of memory")
         logits = torch.zeros(1, input_ids.shape[1], 4096)
