@@ -140,7 +140,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         for module, held in zip(modules, config.layers, strict=True):
             if held is not None:
                 sizes = held["key_dim"], config.feature_map, held.get("value_dim", held["key_dim"])
-                module.student = LayerStudent(held["heads"], config.sinks, *sizes)
+                module.student = LayerStudent(held["heads"], config.sinks, *sizes).float()  # in a model of any dtype
                 module.register_forward_pre_hook(hand_over_state, with_kwargs=True)
         serve_decoder(base, [held is not None for held in config.layers])
         self.post_init()

@@ -34,7 +34,7 @@ def test_its_parts_are_found_where_the_teachers_are(family):
     whole = student(ids, output_hidden_states=True).hidden_states[-1]
     for part in (student.base_model, student.get_decoder()):
         first = part(ids[:, :12])  # its default keeps a cache
-        second = part(ids[:, 12:], past_key_values=first[CACHE])
+        second = part(ids[:, 12:], **{CACHE: first[CACHE]})
         result = torch.cat([first.last_hidden_state, second.last_hidden_state], 1)
         torch.testing.assert_close(result, whole, **CLOSE)
 

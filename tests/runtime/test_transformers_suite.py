@@ -30,7 +30,6 @@ EXCLUDED = {  # why each test cannot hold for a student
     "test_beam_search_generate_dict_outputs_use_cache": NO_KEYS,
     "test_greedy_generate_dict_outputs_use_cache": NO_KEYS,
     "test_past_key_values_format": NO_KEYS,
-    "test_cache_format": NO_KEYS,
     "test_generate_with_static_cache": NO_STATIC_CACHE,
     "test_generate_with_quant_cache": NO_STATIC_CACHE,
     "test_generate_from_inputs_embeds_with_static_cache": NO_STATIC_CACHE,
@@ -44,6 +43,7 @@ EXCLUDED = {  # why each test cannot hold for a student
     "test_eager_padding_matches_padding_free_with_position_ids": NO_PACKING,
     "test_sdpa_padding_matches_padding_free_with_position_ids": NO_PACKING,
     "test_custom_4d_attention_mask": NO_PACKING,
+    "test_tied_weights_are_sharded_together": "a student is on one device, and its layers on several, but no tensor is",
 }
 
 
