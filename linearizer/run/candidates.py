@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from linearizer.run.json_products import JsonProduct
 
 CANDIDATES = "candidates.json"  # of a run's folder
+ROUNDING = 1e-3  # nats per token, which half precision alone costs
 
 
 @dataclass(frozen=True)
@@ -17,9 +19,12 @@ class Candidate:
     kl: tuple[float, ...]
 
     @property
-    def mean(self) -> float:
-        """The mean over the lengths: a student is to be good at all of them."""
-        return sum(self.kl) / len(self.kl)
+    def score(self) -> float:
+        """The mean logarithm over the lengths: a student is to be good at all of them, also where all have a large kl.
+
+        What is smaller than rounding is alike.
+        """
+        return sum(math.log(max(kl, ROUNDING)) for kl in self.kl) / len(self.kl)
 
 
 @dataclass(frozen=True)
@@ -33,8 +38,8 @@ class Candidates(JsonProduct):
 
     @property
     def kept(self) -> Candidate:
-        """The candidate with the smallest kl; where several have it, the first."""
-        return min(self.measured, key=lambda candidate: candidate.mean)
+        """The candidate with the smallest kl by ratios; where several have it, the first."""
+        return min(self.measured, key=lambda candidate: candidate.score)
 
     @property
     def in_words(self) -> str:
