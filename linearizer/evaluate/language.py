@@ -8,8 +8,9 @@ are alike.
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
+from itertools import pairwise
 from typing import NamedTuple
 
 import torch
@@ -19,13 +20,16 @@ from linearizer.model.in_step import in_step, passes_at_once
 from linearizer.model.logits import kl_of, texts_at_once
 from linearizer.progress import Progress, Steps
 from linearizer.run.head_bytes import Layer
-from linearizer.run.results import Bin, Estimate, Language, Predictions, Tail
+from linearizer.run.results import Bin, Estimate, Language, LengthResult, Predictions, ShortPredictions, Tail
 
 Tensor = torch.Tensor
 DRAWN = 1000  # times that the documents are drawn again
 FEWEST = 8  # documents; where there are fewer, texts are drawn instead
 BINS = 10  # of the probability of the likeliest token
 FIRST_EDGE = 64
+STRAIN = 0.05  # nats by which a window predicts better than a teacher that reads longer texts than it has learned to
+NORMAL = 1.96  # 95% of a normal distribution lie between - and + so many deviations
+NO_CONTROLS: Mapping[int, Subject] = {}
 
 
 class Scores(NamedTuple):
@@ -45,8 +49,15 @@ def measure_language(
     layers: Sequence[Layer],
     seed: int = 0,
     read: Read = read_together,
+    lengths: Sequence[int] = (),
+    controls: Mapping[int, Subject] = NO_CONTROLS,
 ) -> Steps[Language]:
-    """Let all subjects predict the same texts (texts, tokens); `documents` numbers the document of every token."""
+    """Let all subjects predict the same texts (texts, tokens); `documents` numbers the document of every token.
+
+    They are compared over texts of `lengths`, too. Where the bytes of the student grow, so do those of a window like
+    it: `controls` are the windows of shorter lengths.
+    """
+    shown, subjects = len(subjects), [*subjects, *controls.values()]
     batches_by_subject: list[list[Scores]] = [[] for _ in subjects]
     split = windows.split(texts_at_once(subjects[0].model, windows.shape[1]))
     yield Progress("language", 0, len(split), "batches")
@@ -63,11 +74,55 @@ def measure_language(
     resampled = Resampled(owners, seed)
     teacher = scores[0].loss if subjects[0].allocation is None else None
     edges = doubling_edges(windows.shape[1] - 1)
+    pairs = list(zip(subjects, scores, strict=True))
     rows = tuple(
         describe_predictions(subject, own, teacher, edges, resampled, subject.state_bytes(layers, windows.shape[1]))
-        for subject, own in zip(subjects, scores, strict=True)
+        for subject, own in pairs[:shown]
     )
-    return Language(scores[0].loss.numel(), edges, unit, int(owners.max()) + 1, rows)
+    own_windows = dict(zip(controls, pairs[shown:], strict=True))
+    by_length = tuple(
+        compare_at(length, before, pairs[:shown], documents, seed, own_windows.get(length))
+        for before, length in pairwise((1, *sorted(lengths)))
+    )
+    return Language(scores[0].loss.numel(), edges, unit, int(owners.max()) + 1, rows, by_length)
+
+
+def compare_at(
+    length: int,
+    shorter: int,
+    scored: Sequence[tuple[Subject, Scores]],
+    documents: Tensor,
+    seed: int,
+    control: tuple[Subject, Scores] | None = None,
+) -> LengthResult:
+    """Compare all subjects over texts of one length: what reads a text onwards scores its beginning as a whole text.
+
+    A `control` takes the place of the window. The next `shorter` length says which tokens only this length has.
+    """
+    named = {subject.name: (subject, begin_of_scores(own, length)) for subject, own in scored}
+    if control is not None:
+        named["window"] = control[0], begin_of_scores(control[1], length)
+    unit, owners = owners_of(documents[:, :length])
+    over = Resampled(owners, seed)
+    known = scored[0][0].allocation is None
+    rows = tuple(shorten_predictions(name, own, over, known) for name, (_, own) in named.items())
+    (_, student), (window, beside) = named["student"], named["window"]
+    apart = student.kl - beside.kl if known else student.loss - beside.loss
+    beyond = over.estimate_apart(beside.loss - named["teacher"][1].loss, slice(shorter - 1, None)) if known else None
+    strained = beyond is not None and beyond.interval[1] < -STRAIN
+    difference = over.estimate_apart(apart)
+    return LengthResult(length, unit, over.count, window.exact_tokens, rows, difference, strained)
+
+
+def shorten_predictions(name: str, own: Scores, over: Resampled, known: bool) -> ShortPredictions:
+    """Reduce the scores of one subject on the beginnings of texts; the teacher may be `known`."""
+    kl, agreement = (over.estimate(scores) if known else None for scores in (own.kl, own.agreement))
+    return ShortPredictions(name, over.estimate(own.loss), kl, agreement)
+
+
+def begin_of_scores(scores: Scores, length: int) -> Scores:
+    """Take the scores of the first tokens of each text; the last of these predicts nothing that is there."""
+    return Scores(*(column[:, : length - 1] for column in scores))
 
 
 def read_scores(subjects: Sequence[Subject], ids: Tensor, read: Read = read_together) -> list[Scores]:
@@ -176,3 +231,16 @@ class Resampled:
         means = ((self.weights @ sums) / drawn)[drawn > 0]
         low, high = means.quantile(means.new_tensor([0.025, 0.975])).tolist()
         return Estimate(scores.mean().item(), (low, high))
+
+    def estimate_apart(self, differences: Tensor, tokens: slice = slice(None)) -> Estimate | None:  # noqa: B008
+        """Estimate a mean difference, with room for how little few documents say; None where there is only one."""
+        if self.count < 2:
+            return None
+        mean, (low, high) = (drawn := self.estimate(differences, tokens)).mean, drawn.interval
+        wider = student_t(self.count - 1) / NORMAL * math.sqrt(self.count / (self.count - 1))
+        return Estimate(mean, (mean - wider * (mean - low), mean + wider * (high - mean)))
+
+
+def student_t(freedoms: int) -> float:
+    """Compute within 2% between what numbers, - and +, 95% of Student's t lie, by powers of 1 / freedoms."""
+    return NORMAL + sum(share / freedoms**power for power, share in enumerate((2.37, 2.82, 2.56, 3.0), 1))

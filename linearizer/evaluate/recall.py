@@ -42,24 +42,27 @@ def measure_recall(
 class RepeatReader:
     """Reads texts once, and from the same place on also passages that stood in them: all gaps share what is before.
 
-    A text ends in a passage, a gap of other text, and the passage again in place of its own last tokens.
+    The first `length` tokens of a text end in a passage, a gap of other text, and the passage again in place of their
+    own last tokens. What follows them in the text is read last.
     """
 
     names: tuple[str, ...]
     passage: int
     gaps: tuple[int, ...]
     losses: list[list[tuple[Tensor, Tensor]]]  # [subject][batch]: (texts, gaps), the first time and the second
+    length: int
 
     @staticmethod
     def of(subjects: Sequence[Subject], length: int, passage: int, gaps: Sequence[int] = ()) -> RepeatReader:
         gaps = tuple(gaps) or doubling_gaps(length, passage)
-        return RepeatReader(tuple(subject.name for subject in subjects), passage, gaps, [[] for _ in subjects])
+        return RepeatReader(tuple(subject.name for subject in subjects), passage, gaps, [[] for _ in subjects], length)
 
     def read(self, subjects: Sequence[Subject], ids: Tensor) -> Pieces:
         """Let all read some texts to their own ends, and keep how well they predicted the passages meanwhile."""
-        repeated = torch.stack([repeated_passages(ids, self.passage, gap) for gap in self.gaps], 1)
-        ends = torch.cat([ids[:, None], repeated], 1)[..., -self.passage :]  # the text's own is the first
-        before = ids.shape[1] - self.passage
+        begun = ids[:, : self.length]
+        repeated = torch.stack([repeated_passages(begun, self.passage, gap) for gap in self.gaps], 1)
+        ends = torch.cat([begun[:, None], repeated], 1)[..., -self.passage :]  # the text's own is the first
+        before = self.length - self.passage
         caches = [fresh_cache(subject.model) for subject in subjects]
         losses: list[list[Tensor]] = [[] for _ in subjects]
         for begin, logits in read_into(subjects, ids[:, :before], caches):
@@ -75,7 +78,11 @@ class RepeatReader:
             given, following = logits_of_ends[:, 1:, :-1], ends[:, 1:, 1:]
             again = losses_of(given.flatten(0, 1), following.flatten(0, 1)).unflatten(0, given.shape[:2])
             kept.append((self.first_losses(torch.cat(own, 1)), again.double().mean(-1).cpu()))
-        yield before, last
+        if self.length == ids.shape[1]:
+            yield before, last
+            return
+        for begin, logits in read_into(subjects, ids[:, before:], caches):  # branches leave the caches as they were
+            yield before + begin, logits
 
     def first_losses(self, losses: Tensor) -> Tensor:
         """Give the mean loss on every passage where it first stands, from the losses before a text's end."""

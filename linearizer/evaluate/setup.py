@@ -85,16 +85,25 @@ class Setup:
 
     def subjects(self, length: int) -> list[Subject]:
         """Teacher, student, a plain window that takes the student's bytes at this length, the student untrained."""
-        control = window_control(self.allocation, self.layers, length)
-        begun = control.bits < 16 and self.run.has_file(SAMPLES)  # or it would be a worse control than it is
-        heads = self.begun(control) if begun else checkpoint.make_layer_students(self.control, self.layers, control)
         softmax = self.teacher is self.control.base
         subjects = [] if self.teacher is None else [Subject("teacher", self.teacher, softmax=softmax)]
         subjects.append(Subject("student", self.student, self.allocation))
-        subjects.append(Subject(control.strategy, self.control, control, heads))
+        subjects.append(self.window(length))
         if self.untrained is not None:
             subjects.append(Subject("untrained", self.control, self.allocation, self.untrained))
         return subjects
+
+    def window(self, length: int) -> Subject:
+        """A plain window that takes the student's bytes at this length."""
+        control = window_control(self.allocation, self.layers, length)
+        begun = control.bits < 16 and self.run.has_file(SAMPLES)  # or it would be a worse control than it is
+        heads = self.begun(control) if begun else checkpoint.make_layer_students(self.control, self.layers, control)
+        return Subject(control.strategy, self.control, control, heads)
+
+    @property
+    def grows(self) -> bool:
+        """Whether the student's bytes grow with the text."""
+        return self.allocation.growth(self.layers) > 0
 
     def rivals(self) -> list[Subject]:
         """The rivals that take fewer bytes than the teacher's cache, and grow: the cache in few bits."""

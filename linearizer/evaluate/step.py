@@ -19,10 +19,10 @@ from linearizer.evaluate.recall import RepeatReader, measure_longer, measure_rec
 from linearizer.evaluate.ruler import RULER, measure_ruler
 from linearizer.evaluate.setup import Setup
 from linearizer.evaluate.speed import LENGTHS, measure_speed
-from linearizer.evaluate.subjects import Subject
+from linearizer.evaluate.subjects import Subject, read_together
 from linearizer.evaluate.tasks import find_tasks, measure_tasks
 from linearizer.model.samples import SAMPLES
-from linearizer.model.text import document_numbers
+from linearizer.model.text import document_numbers, start_tokens
 from linearizer.progress import Progress, Steps
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
@@ -98,16 +98,21 @@ def measure_whole_part(
 
 
 def measure_language_part(setup: Setup, request: Request) -> Steps[Measured]:
-    length, windows, read = request_texts(setup, request)
+    """Read each text once: what is read of a passage that comes again is kept for the part recall."""
+    judged = texts_to_judge(setup, request)
+    windows, most, length = judged.windows, judged.windows.shape[1], judged.length
     documents = document_numbers(windows, setup.tokenizer)
-    subjects = subjects_and_rivals(setup, request, length)
+    subjects = subjects_and_rivals(setup, request, most)
+    controls = {each: setup.window(each) for each in judged.lengths if setup.grows and each < most}
     given = (subjects, windows, documents, setup.layers, request.seed)
+    compared = (judged.lengths, controls)
     if "recall" not in request.chosen:
-        return (yield from measure_language(*given)), read
-    reader = RepeatReader.of(subjects, length, passage_tokens(length))
-    language = yield from measure_language(*given, read=reader.read)
-    setup.recall_read[texts_asked(request)] = reader.result()
-    return language, read
+        return (yield from measure_language(*given, read_together, *compared)), judged.read
+    reader = RepeatReader.of([*subjects, *controls.values()], length, passage_tokens(length))
+    language = yield from measure_language(*given, reader.read, *compared)
+    recall = reader.result()
+    setup.recall_read[texts_asked(request)] = replace(recall, subjects=recall.subjects[: len(subjects)])
+    return language, judged.read
 
 
 def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
@@ -115,11 +120,12 @@ def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
 
     What was measured of passages while the language part read the same texts is not measured again.
     """
-    length, windows, read = request_texts(setup, request)
+    judged = texts_to_judge(setup, request)
+    length, read = judged.length, replace(judged.read, length=judged.length)
     recall = setup.recall_read.pop(texts_asked(request), None)
     if recall is None:
-        subjects = subjects_and_rivals(setup, request, length)
-        recall = yield from measure_recall(subjects, windows, passage_tokens(length))
+        subjects = subjects_and_rivals(setup, request, judged.windows.shape[1])
+        recall = yield from measure_recall(subjects, judged.windows[:, :length], passage_tokens(length))
     else:
         yield Progress("recall", 1, 1, "batches")
     trained, positions = setup.usual_length, setup.run.positions
@@ -132,6 +138,38 @@ def measure_recall_part(setup: Setup, request: Request) -> Steps[Measured]:
         return recall, read
     longer = yield from measure_longer(subjects_and_rivals(setup, request, long), windows, trained, positions)
     return replace(recall, longer=longer), read
+
+
+@dataclass(frozen=True)
+class TextsToJudge:
+    """Texts that are read once, and the lengths of their beginnings that students are judged at."""
+
+    windows: torch.Tensor  # (texts, tokens)
+    length: int  # tokens of a text before texts were joined
+    lengths: tuple[int, ...]
+    read: TextRead
+
+
+def texts_to_judge(setup: Setup, request: Request) -> TextsToJudge:
+    """Take the texts of a request; where it names no length, join them in pairs as far as positions reach.
+
+    So a student is judged at a quarter of its texts' length, at the length, and at twice the length, in as many tokens.
+    """
+    length, windows, read = request_texts(setup, request)
+    joined = windows if request.length else join_pairs(setup, request, windows)
+    lengths = tuple(sorted({max(2, length // 4), length, joined.shape[1]}))
+    read = replace(read, texts=joined.shape[0], length=joined.shape[1])
+    return TextsToJudge(joined, length, lengths, read)
+
+
+def join_pairs(setup: Setup, request: Request, windows: torch.Tensor) -> torch.Tensor:
+    """Join texts that follow each other, two at a time, unless the model has too few positions for them."""
+    first = len(start_tokens(setup.tokenizer))
+    pairs, joined = len(windows) // 2, 2 * windows.shape[1] - first
+    # what a model writes itself begins anew with every text
+    if not pairs or joined > setup.run.positions or (request.text or setup.run.plan.text) == "self":
+        return windows
+    return torch.cat([windows[: 2 * pairs : 2], windows[1 : 2 * pairs : 2, first:]], 1)
 
 
 def subjects_and_rivals(setup: Setup, request: Request, length: int) -> list[Subject]:

@@ -63,6 +63,11 @@ class Allocation(JsonProduct):
         """Count the bytes of the student's state after `length` tokens."""
         return head_bytes.state_bytes(self.heads, layers, self.sinks, length)
 
+    @property
+    def exact_tokens(self) -> int:
+        """The most tokens that a head keeps exactly: its window and the sinks."""
+        return self.sinks + max((head.window for row in self.heads for head in row), default=0)
+
     def breakeven_tokens(self, layers: Sequence[Layer]) -> int | None:
         """Find the length from which on the teacher's cache is no smaller; None: never."""
         return head_bytes.breakeven_tokens(self.heads, layers, self.sinks)

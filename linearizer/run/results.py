@@ -61,6 +61,30 @@ class Predictions:
 
 
 @dataclass(frozen=True)
+class ShortPredictions:
+    """One subject on the beginnings of texts, in nats; comparisons are None where there is no teacher."""
+
+    name: str
+    loss: Estimate
+    kl: Estimate | None
+    agreement: Estimate | None
+
+
+@dataclass(frozen=True)
+class LengthResult:
+    """All subjects on texts of one length, which are the beginnings of all texts."""
+
+    length: int  # tokens
+    drawn: str  # what the intervals are over: documents or texts
+    count: int  # how many of these there are
+    window: int  # tokens that a window of the student's bytes holds at this length, with its sinks
+    subjects: tuple[ShortPredictions, ...]
+    # the student's kl less that of the window, token by token; the losses where there is no teacher
+    difference: Estimate | None  # None: one text or document shows no difference
+    strained: bool = False  # whether the teacher itself predicts what only these texts have worse than the window does
+
+
+@dataclass(frozen=True)
 class Language:
     """All subjects on one text."""
 
@@ -69,6 +93,11 @@ class Language:
     drawn: str  # what the intervals are over: documents or texts
     count: int  # how many of these there are
     subjects: tuple[Predictions, ...]
+    lengths: tuple[LengthResult, ...] = ()  # from short to long, the last whole texts; none in files of older versions
+
+    def at(self, length: int) -> LengthResult | None:
+        """Give what was measured on texts of a length."""
+        return next((result for result in self.lengths if result.length == length), None)
 
 
 @dataclass(frozen=True)
