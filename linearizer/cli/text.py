@@ -13,8 +13,6 @@ from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from linearizer.amounts import columns, duration, size
 from linearizer.progress import Progress, Steps
-from linearizer.run import events
-from linearizer.run.events import EventName
 from linearizer.run.state_size import ROW_TITLES, Reading, StateSize
 
 if TYPE_CHECKING:
@@ -192,21 +190,14 @@ def describe_run(run: Run) -> str:
     """Describe a finished run: its state, its evaluation, and where the student is."""
     assert run.allocation is not None
     from linearizer.publish.parts import PART_VIEWS
+    from linearizer.publish.prediction import kl_sentences
     from linearizer.publish.tables import write_tables
 
     parts = run.results
     evaluation = "\n\n".join(
         write_tables(PART_VIEWS[part].tables(parts[part])) for part in ("language", "recall") if part in parts
     )
-    exchanged = events.events_of_student(run.events(), EventName.EXCHANGED)
-    kl = (
-        f"KL on the text that heads were priced on: {exchanged[-1]['predicted']:.4f} predicted, "
-        f"{exchanged[-1]['measured']:.4f} measured\n"
-        if exchanged
-        else ""
-    )
-    if candidates := run.candidates:
-        kl += f"{candidates.in_words}\n"
+    kl = "".join(f"{sentence}\n" for sentence in kl_sentences(run))
     state = "\n".join([*verdict_lines(run), describe_state(run.allocation, run.layers)])
     text = f"{state}\n{kl}{evaluation}\nthe student is in {run.checkpoint}"
     text += f"\nsee it write: linearizer compare {run.folder}"

@@ -43,7 +43,7 @@ GRAPH_WIDTHS = 24  # numbers that a block's graph keeps of a token, in sizes of 
 LARGEST_FILE = 5e9  # bytes of weights that are read at once
 START_SECONDS = 8.0  # until a process has imported everything and loaded a small model
 READ_RATE = 4e8  # bytes of weights in a second
-JUDGED_SHARE = 1.3  # of a text that is read once, and on from one place for every gap
+JUDGED_SHARE = 1.2  # of a text: it is read once, in a pair with another, and on from one place for every gap
 JUDGING_PASSES = JUDGING.texts * JUDGED_SHARE * 3  # of a text: teacher, student and window
 LOGIT_OPERATIONS = 1000  # that judging takes for each entry of a token's logits, beside its product
 ESTIMATING_PASSES = 1 + 1.2 * DRAWS  # of a text, forward and back
@@ -169,7 +169,9 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
     ]
     own = length * (sum(sizes) / speeds.students + len(layers) * speeds.calls)  # that a student takes besides
     logits = length * LOGIT_OPERATIONS * inspection.vocabulary / speeds.products
-    judging = JUDGING.texts * JUDGED_SHARE * (3 * (teacher + logits) + 2 * own)
+    joined = 2 * length <= (inspection.max_positions or 2 * length)  # texts in pairs, of which a teacher sees all
+    longer = length * attention / products if joined else 0.0
+    judging = JUDGING.texts * JUDGED_SHARE * (3 * (teacher + logits) + longer + 2 * own)
     pricing = 0.0
     if plan.rules.decided_by == "prices":
         pricing = max(2, plan.kept_texts // 2) * pricing_seconds(plan, layers, length, teacher, own)
@@ -184,7 +186,7 @@ def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length:
 
 def sweeps(plan: Plan, layers: list[Layer]) -> float:
     """Say how often a run reads all weights that are read block by block; texts share a reading."""
-    count = 7.0  # until it is profiled, and of all that is judged together the texts and what follows them
+    count = 8.0  # until it is profiled, and of all that is judged together the texts in two parts, and passages
     if plan.rules.decided_by == "prices":
         priced = 1.0 if plan.prices == "measured" else DEAR_SHARE  # of the layers, from each on to the last
         count += 6 + COMPARED + priced * len(layers) / 2 + EXCHANGE_SHARE * plan.exchanges

@@ -12,8 +12,10 @@ from linearizer.amounts import ago, duration, size
 from linearizer.jobs.control import LIVE, Status
 from linearizer.page.students import DOCUMENT_FACTS
 from linearizer.progress import Progress
-from linearizer.publish.html import announcement, folded, message_box, table, values_list, without_folders
+from linearizer.publish.html import announcement, folded, message_box, table, table_html, values_list, without_folders
 from linearizer.publish.parts import PART_VIEWS
+from linearizer.publish.prediction import candidates_table, read_corrections
+from linearizer.publish.tables import length_table
 from linearizer.publish.training_charts import ERRORS
 from linearizer.publish.verdict import Verdict
 from linearizer.run.files import parse_json
@@ -171,6 +173,14 @@ def verdict_card(verdict: Verdict | None) -> str:
     return "" if verdict is None else f'<div class="lz-verdict">{message_box(verdict.sentence, verdict.kind)}</div>'
 
 
+def candidates_card(run: Run) -> str:
+    """Say what was predicted and measured of a student, and why its allocation was kept; the others are folded."""
+    lines = "".join(f'<p class="lz-faint">{escape(each.in_words)}.</p>' for each in read_corrections(run))
+    if (candidates := run.candidates) is None:
+        return lines
+    return lines + folded(candidates.why, table_html("Allocations that were measured", candidates_table(candidates)))
+
+
 def evaluation_table(language: Language, recall: Recall | None) -> str:
     """Compare the student with its teacher and a plain window of the same bytes."""
     gaps = [f"recall after {gap}" for gap in recall.gaps] if recall else []
@@ -188,7 +198,8 @@ def evaluation_table(language: Language, recall: Recall | None) -> str:
     ]
     head = ("model", "state", "loss", "KL to the teacher", "agreement", *gaps)
     note = "On text that was kept from training, in nats per token; window: a plain window of the student's bytes"
-    return folded("In numbers", table(note, head, cells))
+    by_length = table_html("By length", length_table(language.lengths)) if language.lengths else ""
+    return folded("In numbers", table(note, head, cells) + by_length)
 
 
 def writing_card(side: Side | None, difference: Difference | None, own: str) -> str:

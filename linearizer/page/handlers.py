@@ -131,12 +131,13 @@ def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
 def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
     """Draw how a budget, or that of the run, is shared out, and say which bytes it takes."""
     from linearizer.publish import allocation_charts
+    from linearizer.publish.prediction import predict_kl
 
     shares = actions.share_budget(run, budget)
     figure = allocation_charts.draw_allocation(shares.allocation, shares.layers, shares.fix, shares.prices)
-    return figure.to_json(), cards.shares_note(shares.decided) + plan_cards.allocation_card(
-        shares.allocation, shares.layers
-    )
+    kl = predict_kl(run, shares.allocation, budget)
+    card = cards.shares_note(shares.decided) + plan_cards.allocation_card(shares.allocation, shares.layers, kl)
+    return figure.to_json(), card + (cards.candidates_card(run) if shares.decided else "")
 
 
 @handler

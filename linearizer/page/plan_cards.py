@@ -44,9 +44,9 @@ def model_card(inspection: Inspection) -> str:
     )
 
 
-def cost_card(features: float, state: str, smaller: str, rows: Sequence[Sequence[str]]) -> str:
-    """Say what a state is, and what teacher and student remember of long texts."""
-    pairs = [("state", state), ("smaller than the cache", smaller)]
+def cost_card(features: float, state: str, smaller: str, rows: Sequence[Sequence[str]], kl: str = "") -> str:
+    """Say what a state is, its kl where that is known, and what teacher and student remember of long texts."""
+    pairs = [("state", state), ("smaller than the cache", smaller), *[("kl, nats", kl)] * bool(kl)]
     if features:
         pairs.append(("mean features per KV head", f"{features:.1f}"))
     loud = announcement(f"state {state}, smaller than the cache {smaller}")
@@ -78,10 +78,10 @@ def budget_card(plan: Plan, layers: Sequence[Layer], positions: int) -> str:
     return cost_card(features, f"at most {size(most)}{length}", smaller, rows)
 
 
-def allocation_card(allocation: Allocation, layers: Sequence[Layer]) -> str:
+def allocation_card(allocation: Allocation, layers: Sequence[Layer], kl: str = "") -> str:
     """Say what an allocation is and costs."""
     state = StateSize.of(allocation, layers)
-    return cost_card(allocation.features_mean, state.in_words, from_length(state.breakeven), state.rows())
+    return cost_card(allocation.features_mean, state.in_words, from_length(state.breakeven), state.rows(), kl)
 
 
 def efforts_table(forecasts: Mapping[str, RunForecast], chosen: str, lent: bool = False) -> str:

@@ -76,7 +76,8 @@ def place_results(ui: SimpleNamespace) -> None:
         with gr.Column(min_width=320, visible=False) as ui.frontier_place:
             ui.frontier = chart(
                 "What a budget buys",
-                "The kl that the prices predict for every budget; the markers were measured, at this run's bytes.",
+                "The kl that the prices predict for every budget, times what whole students were measured to differ "
+                "by; the markers were measured, at this run's bytes and on texts of its length.",
                 later=later,
             )
         with gr.Column(min_width=320):

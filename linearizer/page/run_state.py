@@ -23,9 +23,11 @@ from linearizer.page import cards
 from linearizer.page.students import DOCUMENT_FACTS
 from linearizer.publish import html
 from linearizer.publish.parts import PART_VIEWS
+from linearizer.publish.prediction import find_correction
 from linearizer.publish.verdict import judge_run
 from linearizer.run import events
 from linearizer.run.allocation import Allocation
+from linearizer.run.candidates import CANDIDATES
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
 from linearizer.run.results import Language, Part
@@ -126,7 +128,8 @@ class RunState:
         if "measured" in self.pieces or decidable(run):
             self.put("measured", "yes", lambda: True)
             path = run.folder / "allocation.json"
-            self.put("shares", path.stat().st_mtime_ns if path.is_file() else "predicted", lambda: True)
+            decided = path.stat().st_mtime_ns if path.is_file() else "predicted"
+            self.put("shares", (decided, run.has_file(CANDIDATES)), lambda: True)
 
     def draw_prices(self) -> str | None:
         """Draw the kl of every head, all by the option that an equal share of the budget buys."""
@@ -168,7 +171,7 @@ class RunState:
         language, recall = parts.get("language"), parts.get("recall")
         if language is not None:
             table = cards.evaluation_table(language.result, None if recall is None else recall.result)
-            self.put("evaluation", mark, lambda: table)
+            self.put("evaluation", mark, lambda: table + cards.candidates_card(self.run))
             self.put("verdict", mark, lambda: cards.verdict_card(judge_run(self.run)))
         for name, part in parts.items():
             draw = cache(partial(draw_part, name, part))
@@ -189,8 +192,11 @@ class RunState:
         plan, layers = self.run.plan, self.run.layers
         points = kl_by_bytes(offers_of(self.run, plan, layers))
         held = allocation.state_bytes(layers, plan.target_tokens(self.run.positions) if plan.may_grow else 0)
-        kl = {each.name: each.kl.mean for each in language.subjects if each.kl is not None and each.name in SAME_BYTES}
-        return allocation_charts.draw_frontier(points, held, kl, layers).to_json()
+        judged = language.at(plan.kept_length(self.run.positions)) or language  # as long as what prices predict
+        kl = {each.name: each.kl.mean for each in judged.subjects if each.kl is not None and each.name in SAME_BYTES}
+        correction = find_correction(self.run)
+        factor = 1.0 if correction is None else correction.factor
+        return allocation_charts.draw_frontier(points, held, kl, layers, factor).to_json()
 
 
 def draw_part(name: str, part: Part) -> tuple[str, list[str | None]]:

@@ -65,13 +65,12 @@ def state_words(status: Status) -> str:
 def quality_cells(run: Run) -> tuple[str, str]:
     """Say the kl and the agreement of a run's student; a dash where it is not judged."""
     try:
-        part = run.results.get("language")
+        verdict = judge_run(run)
     except LinearizerError:  # a damaged file of one run must not hide the others
         return "–", "–"
-    student = next((each for each in part.result.subjects if each.name == "student"), None) if part else None
-    if student is None or student.kl is None or student.agreement is None:
+    if verdict is None or verdict.kl is None or verdict.agreement is None:
         return "–", "–"
-    return f"{student.kl.mean:.4f}", f"{student.agreement.mean:.1%}"
+    return f"{verdict.kl:.4f}", f"{verdict.agreement:.1%}"
 
 
 def deleting_card(status: Status) -> str:
@@ -122,10 +121,9 @@ def run_facts(run: Run) -> dict[str, str]:
     if "language" in parts:
         language: Language = parts["language"].result
         subjects = {subject.name: subject for subject in language.subjects}
-        student = subjects["student"]
-        if student.kl is not None and student.agreement is not None:
-            facts["kl, nats per token"] = f"{student.kl.mean:.4f}"
-            facts["agreement with the teacher"] = f"{student.agreement.mean:.1%}"
+        if (verdict := judge_run(run)) is not None and verdict.kl is not None and verdict.agreement is not None:
+            facts["kl, nats per token"] = f"{verdict.kl:.4f} on texts of {verdict.length:,} tokens"
+            facts["agreement with the teacher"] = f"{verdict.agreement:.1%}"
         facts |= {f"loss of the {name}, nats": f"{subjects[name].loss.mean:.3f}" for name in BESIDE if name in subjects}
     if allocation is not None:
         state = StateSize.of(allocation, layers)

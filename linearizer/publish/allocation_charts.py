@@ -208,11 +208,18 @@ def draw_freedom_curves(profile: Profile) -> Figure:
 
 
 def draw_frontier(
-    points: Sequence[tuple[int, float]], bytes: int, measured: Mapping[str, float], layers: Sequence[Layer]
+    points: Sequence[tuple[int, float]],
+    bytes: int,
+    measured: Mapping[str, float],
+    layers: Sequence[Layer],
+    factor: float = 1.0,
 ) -> Figure:
-    """Draw the kl that is predicted for every number of bytes, and the kl that was measured at the bytes of one run."""
+    """Draw the kl that is predicted for every number of bytes, and the kl that was measured at the bytes of one run.
+
+    Predictions are multiplied by a `factor`, by which whole students were measured to differ from them.
+    """
     figure = new_figure(320)
-    shown = thin_points(points)
+    shown = [(held, factor * kl) for held, kl in thin_points(points)]
     token = head_bytes.cache_bytes(layers, 1)
     figure.add_scatter(
         x=[held for held, _ in shown],
@@ -220,7 +227,7 @@ def draw_frontier(
         customdata=[f"{size(held)}, {held / token:.0f} tokens of cache" for held, _ in shown],
         mode="lines",
         line={"color": GREEN, "width": 2},
-        name="predicted from the prices",
+        name="predicted from the prices" + (f", × {factor:.2g} as measured" if factor != 1 else ""),
         hovertemplate="kl %{y:.2g} with %{customdata}<extra>predicted</extra>",
     )
     for name, kl in measured.items():

@@ -20,6 +20,7 @@ from linearizer.model.hub import DEMO
 from linearizer.publish.allocation_picture import draw_picture
 from linearizer.publish.card_metadata import LINK, CitedTeacher, build_metadata, one_line, public_terms
 from linearizer.publish.parts import PART_VIEWS
+from linearizer.publish.prediction import candidates_table, read_corrections
 from linearizer.publish.tables import Table, describe_environment
 from linearizer.publish.verdict import judge_run
 from linearizer.run.allocation import Allocation
@@ -79,6 +80,7 @@ def write_card(run: Run, repo_id: str | None = None) -> str:
         evaluation=write_evaluation(parts),
         limits=list_limits(allocation, training, bool(parts.keys() - MEASURED_AT_ONCE)),
         made=describe_production(allocation, plan, training),
+        chosen=describe_choice(run),
         again=describe_repetition(training),
         version=linearizer.__version__,
         command=plan.command(),
@@ -227,6 +229,16 @@ def describe_production(allocation: Allocation, plan: Plan, training: Trained) -
     if fitted:
         weights += ", but for the two matrices of each layer that were fitted"
     return f"{join_words(done)}. {weights}"
+
+
+def describe_choice(run: Run) -> str:
+    """Say what was predicted and measured of the student, and why its allocation was kept: the others are folded."""
+    lines = [f"{correction.in_words}." for correction in read_corrections(run)]
+    if (candidates := run.candidates) is None:
+        return "".join(f"{line}\n\n" for line in lines)
+    table = table_markdown(candidates_table(candidates))
+    folded = f"<details><summary>{html.escape(candidates.why)}</summary>\n\n{table}\n\n</details>"
+    return "".join(f"{line}\n\n" for line in [*lines, folded])
 
 
 def describe_repetition(training: Trained) -> str:

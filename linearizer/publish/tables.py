@@ -55,6 +55,7 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
     over = f"95% intervals from {language.count} {language.drawn}, drawn again"
     state = "state: what is remembered at the end of a text; the teacher's grows with every token"
     near = [tail_table(language)] * any(subject.kl is not None for subject in language.subjects)
+    near += [length_table(language.lengths)] * bool(language.lengths)
     return [Table(rows, (state,)), *near, Table(ranges, (f"{describe_texts(part)}; {over}",))]
 
 
@@ -71,6 +72,30 @@ def tail_table(language: results.Language) -> Table:
         rows.append((subject.name, with_half_width(subject.kl, ".4f"), *far, with_half_width(subject.agreement, ".1%")))
     note = "99% and 99.9% of the tokens have a smaller KL; Δp: change in the probability of the token that came"
     return Table(rows, (note,))
+
+
+def length_table(lengths: Sequence[results.LengthResult]) -> Table:
+    """Show how near each subject is to the teacher over texts of each length; without a teacher, its loss."""
+    what = "loss" if any(subject.kl is None for subject in lengths[0].subjects) else "KL"
+    rows: Rows = [(f"{what} over texts of … tokens", *(f"{result.length:,}" for result in lengths))]
+    for subjects in zip(*(result.subjects for result in lengths), strict=True):
+        cells = (with_half_width(subject.kl or subject.loss, ".4f") for subject in subjects)
+        rows.append((subjects[0].name, *cells))
+    rows.append(("student less window, 95%", *(in_interval(result.difference) for result in lengths)))
+    rows.append(("tokens of the window", *(f"{result.window:,}" for result in lengths)))
+    counted = "; ".join(f"{result.count} {result.drawn} at {result.length:,}" for result in lengths)
+    notes = [f"the difference is paired: drawn again are {counted}, the same for both"]
+    if strained := [f"{result.length:,}" for result in lengths if result.strained]:
+        notes.append(f"the teacher itself predicts worse than the window at the end of texts of {', '.join(strained)}")
+    return Table(rows, tuple(notes))
+
+
+def in_interval(estimate: results.Estimate | None) -> str:
+    """A mean and its interval, with signs; a dash where one text or document shows no difference."""
+    if estimate is None:
+        return "–"
+    low, high = estimate.interval
+    return f"{estimate.mean:+.4f} ({low:+.4f} to {high:+.4f})"
 
 
 def recall_tables(part: Part[results.Recall]) -> list[Table]:

@@ -43,7 +43,14 @@ class Candidates(JsonProduct):
 
     @property
     def in_words(self) -> str:
-        """Name the kept candidate and the kl of all, over each length."""
+        """Name the kept candidate, say why, and give the kl of all over each length."""
         lengths = ", ".join(f"{length:,}" for length in self.lengths)
         rows = "; ".join(f"{each.name} " + ", ".join(f"{kl:.4f}" for kl in each.kl) for each in self.measured)
-        return f"Kept: {self.kept.name}. KL over {lengths} tokens of text that was not priced: {rows}."
+        return f"{self.why} KL over the first {lengths} tokens of text that was not priced: {rows}."
+
+    @property
+    def why(self) -> str:
+        """Name the kept candidate, and say why it was kept."""
+        if (count := len(self.measured)) == 1:
+            return f"Kept: {self.kept.name}, the only allocation of these bytes."
+        return f"Kept: {self.kept.name}, the smallest KL of {count} allocations of the same bytes."
