@@ -110,10 +110,11 @@ def describe_lengths(results: Sequence[LengthResult]) -> str:
     """Say at which lengths a student was judged, which of them are no test, and that longer texts were not judged."""
     whole = [result for result in results if fits_whole(result)]
     strained = [result for result in results if result.strained]
-    no_test = [fit_in_words(whole)] * (0 < len(whole) < len(results))
-    no_test += [f"the teacher itself predicts the last tokens of {texts_of(strained)} worse than a window does"] * bool(
-        strained
-    )
+    no_test = []
+    if 0 < len(whole) < len(results):
+        no_test.append(fit_in_words(whole))
+    if strained:
+        no_test.append(f"the teacher itself predicts the end of {texts_of(strained)} worse than a window does")
     but = f" ({'; '.join(no_test)})" if no_test else ""
     return f"Judged on {texts_of(results)}{but}; longer than {results[-1].length:,} tokens: not judged."
 
@@ -150,7 +151,7 @@ def no_test_in_words(result: LengthResult) -> str:
     """Say why texts of a length show nothing of what a student forgets."""
     if fits_whole(result):
         return f"{fit_in_words([result])}, so nothing is shown of what it forgets"
-    return f"the teacher itself predicts {texts_of([result])} worse than a window does"
+    return f"the teacher itself predicts the end of {texts_of([result])} worse than a window does"
 
 
 def fit_in_words(results: Sequence[LengthResult]) -> str:

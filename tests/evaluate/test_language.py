@@ -9,10 +9,12 @@ import torch
 from linearizer.evaluate.language import (
     Resampled,
     calibration,
+    compare_at,
     doubling_edges,
     measure_language,
     owners_of,
     read_scores,
+    student_t,
 )
 from linearizer.evaluate.recall import RepeatReader, doubling_gaps, measure_longer, measure_recall
 from linearizer.evaluate.subjects import Subject, read_losses, read_together, window_control
@@ -59,6 +61,98 @@ def test_loss_divergence_and_agreement_are_those_of_the_logits(subjects):
     assert own.tail.probability_change == pytest.approx((given - expected).square().mean().sqrt().item(), abs=1e-6)
     assert own.perplexity == pytest.approx(math.exp(own.loss.mean))
     assert own.excess.mean == pytest.approx(own.loss.mean - result.subjects[0].loss.mean, abs=1e-6)
+
+
+def test_the_beginning_of_a_text_is_scored_as_a_text_that_ends_there(subjects):
+    held, layers = subjects
+    ids = tokens(4, 40)
+    own = [held[0], held[1], Subject("window", *fixed_window(held[1].model, layers))]
+    reader = RepeatReader.of(own, 20, 5)
+    documents = torch.zeros_like(ids)
+    language = finish(measure_language(own, ids, documents, layers, 0, reader.read, (10, 20, 40)))
+    assert [result.length for result in language.lengths] == [10, 20, 40]
+    for result in language.lengths:
+        short = measured((own, layers), ids[:, : result.length])
+        for subject, alone in zip(result.subjects, short.subjects, strict=True):
+            for name in ("loss", "kl", "agreement"):
+                mine, other = getattr(subject, name), getattr(alone, name)
+                assert mine.mean == pytest.approx(other.mean, abs=1e-5), (result.length, subject.name, name)
+                assert mine.interval == pytest.approx(other.interval, abs=1e-5)
+    again = finish(measure_recall(own, ids[:, :20], 5))
+    for subject, other in zip(reader.result().subjects, again.subjects, strict=True):
+        assert subject.second == pytest.approx(other.second, abs=1e-4)
+
+
+def fixed_window(model, layers):
+    """A plain window of six tokens in place of the heads of a student."""
+    allocation = allocation_of(layers, [Head(window=6)], 2)
+    return model, allocation, make_layer_students(model, layers, allocation)
+
+
+def test_student_and_window_are_compared_by_the_same_texts_and_few_texts_say_little(subjects):
+    held, layers = subjects
+    own = [held[0], held[1], Subject("window", *fixed_window(held[1].model, layers))]
+
+    def compared(ids):
+        return finish(measure_language(own, ids, torch.zeros_like(ids), layers, lengths=(ids.shape[1],))).lengths[0]
+
+    def apart(result):
+        named = {each.name: each for each in result.subjects}
+        return named["student"].kl.mean - named["window"].kl.mean
+
+    result = compared(tokens(8, 40))
+    named = {each.name: each.kl.interval for each in result.subjects}
+    low, high = result.difference.interval
+    assert result.difference.mean == pytest.approx(apart(result)) and low < apart(result) < high
+    assert high - low < sum(b - a for a, b in (named["student"], named["window"]))
+    assert (result.drawn, result.count, result.window, result.strained) == ("texts", 8, 8, False)
+    both = compared(ids := tokens(2, 40)).difference
+    first, second = (compared(text) for text in ids.split(1))
+    assert first.difference is second.difference is None
+    assert both.interval[1] - both.interval[0] > 8 * abs(apart(first) - apart(second))
+
+
+def test_a_student_against_itself_is_neither_better_nor_worse(subjects):
+    held, layers = subjects
+    own = [held[0], held[1], Subject("window", held[1].model, held[1].allocation)]
+    ids = tokens(4, 40)
+    result = finish(measure_language(own, ids, torch.zeros_like(ids), layers, lengths=(10, 40)))
+    assert all(each.difference.mean == 0 and each.difference.interval == (0, 0) for each in result.lengths)
+
+
+def test_where_the_state_grows_each_length_has_a_window_of_its_own(subjects):
+    held, layers = subjects
+    control = window_control(held[1].allocation, layers, 10)
+    own = Subject("window", held[1].model, control, make_layer_students(held[1].model, layers, control))
+    ids = tokens(3, 40)
+    given = (held, ids, torch.zeros_like(ids), layers, 0, read_together, (10, 40), {10: own})
+    result = finish(measure_language(*given))
+    assert len(result.subjects) == 3 and [each.window for each in result.lengths] == [
+        own.exact_tokens,
+        held[2].exact_tokens,
+    ]
+    short = measured(([held[0], held[1], own], layers), ids[:, :10]).subjects[2]
+    assert result.lengths[0].subjects[2].kl.mean == pytest.approx(short.kl.mean, abs=1e-5)
+
+
+def test_a_teacher_that_predicts_worse_than_a_window_is_strained_from_there_on(subjects):
+    held, layers = subjects
+    ids = tokens(4, 40)
+    scores = dict(zip(("teacher", "student", "window"), read_scores(held, ids), strict=True))
+    late = torch.arange(39) >= 19
+
+    def strain(loss):
+        teacher = scores["teacher"]._replace(loss=scores["window"].loss + loss * late)
+        scored = [(subject, scores[subject.name]) for subject in held[1:]]
+        scored = [(held[0], teacher), *scored]
+        return [compare_at(at, before, scored, torch.zeros_like(ids), 0).strained for before, at in ((1, 20), (20, 40))]
+
+    assert strain(0.2) == [False, True] and strain(-0.2) == strain(0.01) == [False, False]
+
+
+def test_the_interval_of_few_documents_is_wide_as_student_t_says():
+    known = {1: 12.706, 2: 4.303, 3: 3.182, 7: 2.365, 30: 2.042}
+    assert {freedoms: student_t(freedoms) for freedoms in known} == pytest.approx(known, rel=0.02)
 
 
 def test_a_teacher_is_its_own_equal(subjects):

@@ -22,6 +22,14 @@ def predictions(name, loss):
     }  # fmt: skip
 
 
+def at_length(length, difference=(-0.1, -0.12, -0.08), names=NAMES):
+    mean, *interval = difference
+    subjects = [{"name": name, "loss": estimate(3.4), "kl": estimate(0.2), "agreement": estimate(0.8)}
+                for name in names]  # fmt: skip
+    return {"length": length, "drawn": "texts", "count": 2, "window": 20, "subjects": subjects,
+            "difference": {"mean": mean, "interval": interval}, "strained": False}  # fmt: skip
+
+
 def paces(name, extrapolated):
     predicted = {"predicted_bytes": 4000 if name == "teacher" else 500, "predicted_operations": 7}
     measured = {"batch": 1, "read_rate": 900.0, "write_rate": 90.0, "peak_bytes": 2000, "state_bytes": 1000}
@@ -49,6 +57,7 @@ def scored(name, value):
 LANGUAGE = {
     **ON_TEXT, "tokens": 254, "edges": [0, 64], "drawn": "texts", "count": 2,
     "subjects": [predictions(name, 3.4 + 0.1 * place) for place, name in enumerate(NAMES)],
+    "lengths": [at_length(32), at_length(128)],
 }  # fmt: skip
 RECALL = {
     **ON_TEXT, "passage": 8, "gaps": [16, 32],
