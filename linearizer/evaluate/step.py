@@ -34,6 +34,7 @@ from linearizer.train.distill import distill
 from linearizer.train.settings import training_settings
 
 JUDGING = Request(("language", "recall"), short=True)  # of a student that has just been made
+FEWEST_PAIRS = 2  # of texts that are joined: a single text shows no difference
 MAX_WRITTEN_TOKENS = 96
 MAX_APPROXIMATION_TEXTS = 2
 CURVE_FEATURES = (8, 16, 32, 64, 128, 256)
@@ -163,11 +164,11 @@ def texts_to_judge(setup: Setup, request: Request) -> TextsToJudge:
 
 
 def join_pairs(setup: Setup, request: Request, windows: torch.Tensor) -> torch.Tensor:
-    """Join texts that follow each other, two at a time, unless the model has too few positions for them."""
+    """Join texts that follow each other, two at a time, unless they are few or the model has too few positions."""
     first = len(start_tokens(setup.tokenizer))
     pairs, joined = len(windows) // 2, 2 * windows.shape[1] - first
     # what a model writes itself begins anew with every text
-    if not pairs or joined > setup.run.positions or (request.text or setup.run.plan.text) == "self":
+    if pairs < FEWEST_PAIRS or joined > setup.run.positions or (request.text or setup.run.plan.text) == "self":
         return windows
     return torch.cat([windows[: 2 * pairs : 2], windows[1 : 2 * pairs : 2, first:]], 1)
 

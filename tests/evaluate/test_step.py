@@ -209,8 +209,29 @@ def test_a_run_is_judged_on_text_that_nothing_was_measured_on(tmp_path, model):
     with assembled(run) as setup:
         texts = read_texts("builtin", setup.tokenizer, 64, run.plan.texts + 8)[run.plan.texts :]
         assert torch.equal(setup.windows(None, 64, 8, 0), texts)
-        losses = [loss.mean().item() for loss in read_losses(setup.subjects(64), texts)]
+        judged = step.texts_to_judge(setup, step.JUDGING)
+        losses = [loss.mean().item() for loss in read_losses(setup.subjects(64), judged.windows)]
+        alone = [loss[:, :15].mean().item() for loss in read_losses(setup.subjects(64), texts[::2, :16])]
     assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
+    lengths = run.results["language"].result.lengths
+    assert [result.length for result in lengths] == [16, 64, 128]  # a quarter of a text, a text and two
+    assert [subject.loss.mean for subject in lengths[0].subjects] == pytest.approx(alone, abs=1e-5)
+
+
+def test_texts_follow_each_other_in_pairs_where_positions_reach_and_there_are_enough(finished):
+    with assembled(Run.open(finished)) as setup:
+        texts = setup.windows(None, 64, 8, 0)
+
+        def taken(**asked):
+            judged = step.texts_to_judge(setup, step.Request(**asked))
+            return tuple(judged.windows.shape), judged.lengths, (judged.read.texts, judged.read.length)
+
+        assert torch.equal(step.texts_to_judge(setup, step.Request()).windows.flatten(), texts.flatten())
+        assert taken() == ((4, 128), (16, 64, 128), (4, 128))
+        assert taken(texts=3) == ((3, 64), (16, 64), (3, 64))  # two pairs would take four
+        assert taken(length=64) == ((8, 64), (16, 64), (8, 64))
+        assert taken(length=100, texts=2)[1] == (25, 100)
+        assert taken(text="self", texts=4) == ((4, 64), (16, 64), (4, 64))
 
 
 def test_what_judging_measured_is_not_measured_again_as_it_was_asked(tmp_path, model, said):
@@ -301,7 +322,9 @@ def test_a_teacher_too_short_for_pairs_is_measured_in_all_else(tmp_path, said, c
     model = save_gpt2(tmp_path / "model", 96)
     how = ["--recipe", "swa", "--budget", "32", "--out", str(tmp_path / "run"), *QUICK[:-2]]
     assert main(["run", str(model), *how]) == 0
-    capsys.readouterr()
+    judged = Run.open(tmp_path / "run").results["language"].result.lengths
+    assert [result.length for result in judged] == [16, 64]  # 128 tokens are more than its positions
+    assert "longer than 64 tokens: not judged" in capsys.readouterr().out
     code, out, err = said("evaluate", tmp_path / "run", "--texts", "1", "--seconds", "0.1")
     assert code == 0, err
     assert "recalled, at depth" not in out and "reads tokens/s" in out
@@ -313,7 +336,7 @@ def test_controls_have_the_teachers_weights_where_adapters_changed_the_students(
     assert main(["run", str(model), "--budget", "32", *how, "--out", str(tmp_path / "run"), *QUICK]) == 0
     run = Run.open(tmp_path / "run")
     with assembled(run) as setup:
-        texts = setup.windows(None, 64, 8, 0)
+        texts = step.texts_to_judge(setup, step.JUDGING).windows
         losses = [loss.mean().item() for loss in read_losses(setup.subjects(64)[:3], texts)]
         assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
         own, control, teacher = (
