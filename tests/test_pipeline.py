@@ -213,7 +213,7 @@ def test_a_run_deleted_while_it_is_worked_on_ends_and_stays_deleted(begin):
 
 def test_what_the_disk_has_no_room_for_is_refused_before_anything_is_loaded(begin, hub, tmp_path):
     with pytest.raises(FolderError, match=r"GB free, and \d+\.\d+ GB are needed: make room"):
-        begin(plan=Plan("demo", budget=64, texts=10**12, samples=8 * 10**12))
+        begin(plan=Plan("demo", budget=64, text="self", texts=10**12, samples=8 * 10**12))
     assert not (tmp_path / "run").exists()
 
 

@@ -172,11 +172,14 @@ def serve_profile(arguments: argparse.Namespace) -> None:
 
 def serve_allocate(arguments: argparse.Namespace) -> None:
     from linearizer import pipeline
+    from linearizer.publish.prediction import predict_kl
 
     run = find_run(arguments.run)
     plan = replace(run.plan, **plan_changes(arguments))
     allocation, length = pipeline.reallocate(run, plan), plan.target_tokens(run.positions)
-    print_product(arguments, allocation.summary(run.layers, length), describe_allocation(allocation, run.layers))
+    kl = predict_kl(run, plan, allocation)
+    text = describe_allocation(allocation, run.layers) + (f"\nkl, nats: {kl}" if kl else "")
+    print_product(arguments, allocation.summary(run.layers, length), text)
 
 
 def serve_evaluate(arguments: argparse.Namespace) -> None:

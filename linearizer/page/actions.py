@@ -297,6 +297,7 @@ def forecast_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any])
 class Shares:
     """A budget shared out among the heads, and what it is compared with."""
 
+    plan: Plan  # of the run, with that budget
     allocation: Allocation
     fix: Allocation | None
     layers: tuple[Layer, ...]
@@ -330,7 +331,7 @@ def share_budget(run: Run, budget: int | None = None) -> Shares:
         )
     except BudgetError:  # windows come in smaller pieces than features
         fix = None
-    return Shares(allocation, fix, layers, run.prices, plan.target_tokens(run.positions), decided is not None)
+    return Shares(plan, allocation, fix, layers, run.prices, plan.target_tokens(run.positions), decided is not None)
 
 
 def require_profile(run: Run) -> Profile:

@@ -197,7 +197,8 @@ def evaluation_table(language: Language, recall: Recall | None) -> str:
         for subject in language.subjects
     ]
     head = ("model", "state", "loss", "KL to the teacher", "agreement", *gaps)
-    note = "On text that was kept from training, in nats per token; window: a plain window of the student's bytes"
+    texts = f"texts of {language.lengths[-1].length:,} tokens" if language.lengths else "text"
+    note = f"On {texts} kept from training, in nats per token; window: a plain window of the student's bytes"
     by_length = table_html("By length", length_table(language.lengths)) if language.lengths else ""
     return folded("In numbers", table(note, head, cells) + by_length)
 

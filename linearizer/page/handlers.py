@@ -135,7 +135,7 @@ def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
 
     shares = actions.share_budget(run, budget)
     figure = allocation_charts.draw_allocation(shares.allocation, shares.layers, shares.fix, shares.prices)
-    kl = predict_kl(run, shares.allocation, budget)
+    kl = predict_kl(run, shares.plan, shares.allocation)
     card = cards.shares_note(shares.decided) + plan_cards.allocation_card(shares.allocation, shares.layers, kl)
     return figure.to_json(), card + (cards.candidates_card(run) if shares.decided else "")
 

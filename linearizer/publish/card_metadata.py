@@ -94,6 +94,10 @@ def list_measures(parts: Mapping[str, Part]) -> Iterator[tuple[str, str, float]]
         for name, estimate in (("KL to the teacher", student.kl), ("agreement with the teacher", student.agreement)):
             if estimate is not None:
                 yield text, name, estimate.mean
+        for result in part.result.lengths[:-1]:
+            own = next(subject for subject in result.subjects if subject.name == "student")
+            if own.kl is not None:
+                yield text, f"KL to the teacher over the first {result.length} tokens", own.kl.mean
     if (part := parts.get("recall")) is not None and part.read is not None:
         for gap, loss in zip(part.result.gaps, student_of(part).second, strict=True):
             yield part.read.text, f"recall after {gap}", loss

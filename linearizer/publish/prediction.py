@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 
 from linearizer.allocate.decide import offers_of
 from linearizer.errors import LinearizerError
@@ -11,6 +11,7 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.candidates import Candidates
 from linearizer.run.events import EventName, events_of_student
 from linearizer.run.folder import Run
+from linearizer.run.plan import Plan
 
 PRICED_ON = "the text that heads were priced on"
 
@@ -52,12 +53,11 @@ def find_correction(run: Run) -> Correction | None:
     return next(reversed(read_corrections(run)), None)
 
 
-def predict_kl(run: Run, allocation: Allocation, budget: int | None = None) -> str:
-    """Say what kl prices predict of an allocation, multiplied as this run measured; nothing where they predict none."""
-    if run.plan.rules.decided_by != "prices":
+def predict_kl(run: Run, plan: Plan, allocation: Allocation) -> str:
+    """Say what kl prices predict of an allocation by a plan, times what this run measured; nothing without prices."""
+    if plan.rules.decided_by != "prices":
         return ""
     try:
-        plan = run.plan if budget is None else replace(run.plan, budget=budget)
         offers = offers_of(run, plan, run.layers)
         predicted = offers.kl(offers.levels(allocation))
     except (LinearizerError, ValueError):  # a plain allocation was kept, which is not made of priced offers

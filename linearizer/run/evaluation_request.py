@@ -25,7 +25,9 @@ class Request:
         "the text, as of `linearizer run`",
         default_text="the run's own, where its training did not reach",
     )
-    length: int | None = option(None, "tokens of a text", least=16, default_text="as the run's own")
+    length: int | None = option(
+        None, "tokens of a text", least=16, default_text="as the run's own; language is also judged at twice that"
+    )
     texts: int = option(8, "how many texts", least=1)
     short: bool = option(False, "leave out texts of twice the length, which recall reads besides")
     lengths: tuple[int, ...] = option(
