@@ -108,7 +108,18 @@ def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, said):
     assert (
         len(held) > 3 and any(head.slots for head in held) and run.allocation.state_bytes(run.layers, 512) <= 24 * 4096
     )
-    steps = ["queued", "started", "profiled", "tried", "priced", "exchanged", "allocated", "evaluated", "done"]
+    steps = [
+        "queued",
+        "started",
+        "profiled",
+        "tried",
+        "priced",
+        "exchanged",
+        "checked",
+        "allocated",
+        "evaluated",
+        "done",
+    ]
     assert milestones(run) == steps
     (tried,) = (event for event in run.events() if event["event"] == "tried")
     assert min(tried["sinks"], key=tried["sinks"].get) == str(tried["kept"]) == str(run.allocation.sinks)

@@ -8,6 +8,7 @@ from linearizer.amounts import size
 from linearizer.jobs import control
 from linearizer.page import cards, polling, run_state
 from linearizer.page.visitors import EXAMPLE_NAME
+from linearizer.publish.verdict import judge_run
 from linearizer.run.folder import Run
 from tests.support.bare_environment import make_bare_environment, run_bare
 from tests.support.page_server import FITS, LONG, client_of, looking, shown, wait_until_true
@@ -181,8 +182,8 @@ def test_runs_are_listed_opened_and_deleted(local, browser, done):
         page.goto(f"{url}runs")
         shown(page, "#runs", done)
         row = page.locator("#runs tbody tr", has=page.locator(f"a[href$='run={done}']")).inner_text()
-        student = Run(runs / done).results["language"].result.subjects[1]
-        assert "features" in row and f"{student.kl.mean:.4f}" in row and f"{student.agreement.mean:.1%}" in row
+        verdict = judge_run(Run(runs / done))
+        assert "features" in row and f"{verdict.kl:.4f}" in row and f"{verdict.agreement:.1%}" in row
         for place, name in (("#first", done), ("#second", EXAMPLE_NAME)):
             page.locator(f"{place} input").fill(name)
             page.locator(f"{place} input").press("Enter")

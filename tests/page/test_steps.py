@@ -174,7 +174,7 @@ def test_a_visitor_looks_at_the_finished_example_from_the_landing_page(local, br
         shown(page, "#hero", "keeps every token that it has read")
         assert page.locator("#hero svg[role=img]").get_attribute("aria-label")
         page.click("#example")
-        shown(page, "#verdict", "Agrees with its teacher")
+        shown(page, "#verdict", "agrees with its teacher")
         shown(page, "#note", "a finished example that comes with Linearizer")
         assert page.locator("#compare").is_disabled() and page.locator("#evaluate").is_disabled()
         empty = "getComputedStyle(document.querySelector('#student'), '::before').content"
