@@ -55,7 +55,7 @@ def language_tables(part: Part[results.Language]) -> list[Table]:
     over = f"95% intervals from {language.count} {language.drawn}, drawn again"
     state = "state: what is remembered at the end of a text; the teacher's grows with every token"
     near = [tail_table(language)] * any(subject.kl is not None for subject in language.subjects)
-    near += [length_table(language.lengths)] * bool(language.lengths)
+    near += [length_table(language.lengths)] if language.lengths else []
     return [Table(rows, (state,)), *near, Table(ranges, (f"{describe_texts(part)}; {over}",))]
 
 

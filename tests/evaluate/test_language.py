@@ -17,7 +17,9 @@ from linearizer.evaluate.language import (
     student_t,
 )
 from linearizer.evaluate.recall import RepeatReader, doubling_gaps, measure_longer, measure_recall
+from linearizer.evaluate.step import passage_tokens
 from linearizer.evaluate.subjects import Subject, read_losses, read_together, window_control
+from linearizer.jobs.forecast import JUDGED_SHARE
 from linearizer.model import logits
 from linearizer.model.checkpoint import make_layer_students
 from linearizer.model.logits import kl_of, logits_of, losses_of
@@ -269,6 +271,20 @@ def test_passages_are_read_on_from_one_place_while_language_is_measured(subjects
         for subject, other in zip(reader.result().subjects, again.subjects, strict=True):
             assert subject.second == pytest.approx(other.second, abs=1e-4)
             assert subject.first == pytest.approx(other.first, abs=1e-4)
+
+
+def test_a_forecast_of_judging_counts_the_tokens_that_it_reads(subjects):
+    result, layers = subjects
+    ids, reader = tokens(2, 128), RepeatReader.of(result, 64, passage_tokens(64))  # four texts of 64 tokens, in pairs
+    counted: list[int] = []
+    hook = (
+        result[0]
+        .model.get_input_embeddings()
+        .register_forward_pre_hook(lambda _, args: counted.append(args[0].numel()))
+    )
+    finish(measure_language(result, ids, torch.zeros_like(ids), layers, 0, reader.read, (16, 64, 128)))
+    hook.remove()
+    assert sum(counted) / (4 * 64) == pytest.approx(JUDGED_SHARE, abs=0.05)
 
 
 def test_recall_and_longer_text_are_measured_for_all(subjects):
