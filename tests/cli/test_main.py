@@ -132,7 +132,7 @@ def test_a_budget_is_shared_out_by_what_each_head_costs(tmp_path, said):
     code, _, err = said("allocate", folder, "--budget", "200", "--bits", "16")
     assert code == 2 and "measured with 8 bits" in err
     code, _, err = said("run", "demo", "--budget", "1", "--sinks", "2", *SMALL)
-    assert code == 2 and "take 2" in err
+    assert code == 2 and "take 4" in err
 
 
 def test_a_run_is_not_mixed_with_another(done, said):
