@@ -85,7 +85,7 @@ def begin(
     inspection.require_support()
     door.check_plan(plan, inspection, partial(is_chain, config))
     check_limits(plan, inspection)
-    model = f"{source.repo_id}@{source.revision}" if source.repo_id else plan.model
+    model = source.pinned or plan.model
     dtype = door.decide_dtype(plan, source, config) if here else plan.dtype
     left_out: dict[str, Any] = dict.fromkeys(yielding)
     given = replace(plan, **left_out)
@@ -182,6 +182,7 @@ def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> Lineari
     """Put an untrained student into the layers of a teacher."""
     name = teacher.source.repo_id or Path(teacher.source.name).name  # the path of a folder is not published
     origin = {"name": name, "revision": teacher.source.revision}
+    origin |= {"file": teacher.inspection.gguf} if teacher.inspection.gguf else {}
     layers = teacher.inspection.layers
     return checkpoint.put_student_into(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
 

@@ -16,7 +16,7 @@ from linearizer.run.recipes import NOT_EXPRESSED, RECIPES, STRATEGIES, measured_
 Add = Callable[..., Any]  # argparse's add_argument, of a command or of a group
 AddCommand = Callable[..., Any]  # adds a command: its name, what serves it, what it is, its operand, its description
 OPERANDS = {
-    "model": "a Hub id, id@revision, a local folder, or demo",
+    "model": "a Hub id, id@revision, id:FILE.gguf, a local folder or GGUF file, or demo",
     "run": "a run's name as `linearizer runs` shows it, or its folder",
 }
 

@@ -197,7 +197,7 @@ def sweeps(plan: Plan, layers: list[Layer]) -> float:
 
 def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     """Give the speed of products in the type that a plan computes in."""
-    if plan.dtype == "auto" and inspection.weight_bytes < 3 * inspection.parameters:  # two bytes each
+    if plan.dtype == "auto" and inspection.number_bytes == 2:
         return max(speeds.products, speeds.small_products)
     return speeds.products if plan.dtype in ("auto", "float32") else speeds.small_products
 

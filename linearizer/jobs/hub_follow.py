@@ -119,7 +119,8 @@ def send_run(run: Run, account: Account, hub_job: HubJob) -> list[str]:
     if not account.has_files([name]):
         files[name] = code
     account.send(files, obsolete - set(files))
-    install = INSTALL.format(packages=" ".join(job_requirements(run.plan.kept_lora > 0)))
+    more = ["peft"] * (run.plan.kept_lora > 0) + ["gguf"] * (run.inspection.gguf is not None)
+    install = INSTALL.format(packages=" ".join(job_requirements(*more)))
     return ["sh", "-c", install, "job", "-c", BEGIN, account.bucket, name, run.id, hub_job.push or ""]
 
 

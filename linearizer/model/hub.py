@@ -19,6 +19,7 @@ from huggingface_hub import (
     ModelCard,
     constants,
     get_token,
+    hf_hub_url,
     snapshot_download,
     try_to_load_from_cache,
 )
@@ -34,14 +35,31 @@ from huggingface_hub.utils import build_hf_headers, get_session, hf_raise_for_st
 from yaml import YAMLError
 
 from linearizer.errors import ModelNotAvailable, TextError
+from linearizer.model.gguf_files import (
+    read_head,
+    read_local_head,
+    stand_ins,
+    weigh_head,
+    write_stand_in,
+)
 from linearizer.model.hub_errors import ANSWER_ERRORS, HUB_ERRORS, Use, describe_error, describe_missing, redact
-from linearizer.model.safetensors import INDEX, SINGLE, Weights, check_format, damaged_weights, weigh_folder
+from linearizer.model.safetensors import (
+    GGUF,
+    INDEX,
+    SINGLE,
+    Weights,
+    check_format,
+    check_other_format,
+    damaged_weights,
+    weigh_folder,
+)
 from linearizer.run.files import find_carried
 from linearizer.run.json_products import quote
-from linearizer.run.names import id_of_address
+from linearizer.run.names import HubName, id_of_address
 
 if TYPE_CHECKING:
     from datasets import IterableDatasetDict
+    from huggingface_hub.hf_api import ModelInfo
 
 DEMO = "demo"
 CONFIG = "config.json"
@@ -49,7 +67,7 @@ TERMS = ("license", "license_name", "license_link", "language")  # of a model's 
 SEARCH_SECONDS = 4  # that the Hub may take to answer a search
 HUB_SECONDS = 10  # that the Hub may take to answer a request
 MAX_NAME_CHARACTERS = 250  # of an id with its revision
-NAMES = "name a folder, `org/name`, `org/name@revision` or `demo`"
+NAMES = "name a folder, a GGUF file, `org/name`, `org/name@revision`, `org/name:FILE.gguf` or `demo`"
 
 
 @dataclass(frozen=True)
@@ -64,6 +82,14 @@ class Source:
     gated: bool
     weights: Weights
     terms: dict[str, Any] = field(default_factory=dict)  # TERMS, as far as its author states them
+    head: Path | None = None  # of a GGUF file: the file itself, or a stand-in that holds all but its weights
+
+    @property
+    def pinned(self) -> str | None:
+        """The name by which the Hub gives the same weights at any time; None for a local model."""
+        if self.repo_id is None:
+            return None
+        return str(HubName(self.repo_id, self.revision, self.weights.files[0] if self.head else None))
 
 
 def access_token(token: str | None = None) -> str | bool:
@@ -76,7 +102,7 @@ def access_token(token: str | None = None) -> str | bool:
 
 
 def find_model(name: str, token: str | None = None) -> Source:
-    """Find `demo`, a local folder, `org/name` or `org/name@revision`, without downloading any weight."""
+    """Find `demo`, a local folder or GGUF file, or a model of the Hub (see HubName), without downloading any weight."""
     if name == DEMO:
         return describe_folder(name, find_demo())
     name = id_of_address(name)
@@ -84,12 +110,12 @@ def find_model(name: str, token: str | None = None) -> Source:
     if os.path.isdir(path):
         return describe_folder(name, Path(path))
     if os.path.isfile(path):
-        raise ModelNotAvailable(f"{name!r} is a file: name the folder that holds it")
+        return describe_file(name, Path(path))
     if len(name) > MAX_NAME_CHARACTERS or not name.isprintable():
         raise ModelNotAvailable(f"{quote(name)} is no name of a model: {NAMES}")
-    if name.startswith((".", "/", "~")) or name.count("/") > 1 or "@/" in name:
+    if name.startswith((".", "/", "~")) or HubName.of(name).repo_id.count("/") > 1 or "@/" in name:
         raise ModelNotAvailable(f"{name!r} is no folder here: {NAMES}")
-    return describe_repository(name, token)
+    return describe_hub_file(name, token) if HubName.of(name).file else describe_repository(name, token)
 
 
 def search_models(query: str, count: int, token: str | None = None) -> list[str]:
@@ -152,7 +178,7 @@ def cache_folder() -> Path:
 @contextmanager
 def explain_model_errors(name: str, token: str | None = None) -> Iterator[None]:
     """Turn errors of the Hub into one sentence: what was requested, why it failed, what to do."""
-    page = f"{constants.ENDPOINT}/{name.partition('@')[0]}"
+    page = f"{constants.ENDPOINT}/{HubName.of(name).repo_id}"
     try:
         yield
     except RevisionNotFoundError as error:
@@ -230,18 +256,71 @@ def explain_dataset_errors(identifier: str, token: str | None = None) -> Iterato
 
 def describe_folder(name: str, folder: Path) -> Source:
     if not (folder / CONFIG).is_file():
+        check_other_format(name, [path.name for path in folder.iterdir()])
         raise ModelNotAvailable(f"{name!r} is a folder without {CONFIG}: name the folder of a model")
     card = read_card(folder / "README.md")
     return Source(name, folder, None, None, licence_of(card), False, weigh_folder(name, folder), terms_of(card))
 
 
-def describe_repository(name: str, token: str | None) -> Source:
-    repo_id, _, revision = name.partition("@")
+def describe_file(name: str, path: Path) -> Source:
+    """Describe a GGUF file of this machine."""
+    if path.suffix != f".{GGUF}":
+        raise ModelNotAvailable(f"{name!r} is a file: name the folder that holds it, or a GGUF file")
+    head = read_local_head(name, path)
+    weights = weigh_head(path.name, head, path.stat().st_size)
+    terms = terms_of(head.terms)
+    return Source(name, path.parent, None, None, licence_of(terms), False, weights, terms, path)
+
+
+def describe_hub_file(name: str, token: str | None) -> Source:
+    """Describe a GGUF file of the Hub, of which no more than its head is fetched."""
+    asked = HubName.of(name)
+    file = str(asked.file)
     with explain_model_errors(name, token):
-        hub = HfApi(token=access_token(token))
-        info = hub.model_info(repo_id, revision=revision or None, files_metadata=True, timeout=HUB_SECONDS)
+        info = find_repository(asked, token)
+        sizes = {each.rfilename: each.size or 0 for each in info.siblings or ()}
+        if file not in sizes:
+            held = sorted(each for each in sizes if each.endswith(f".{GGUF}"))
+            raise ModelNotAvailable(f"{name!r} names a file that is not there: it has {', '.join(held) or 'no GGUF'}")
+        path = find_head(name, HubName(info.id, info.sha, file), sizes[file], token)
+    head = read_local_head(name, path)
+    terms = {**terms_of(head.terms), **terms_of(info.card_data)}
+    weights = weigh_head(file, head, sizes[file])
+    return Source(name, None, info.id, info.sha, licence_of(terms), bool(info.gated), weights, terms, path)
+
+
+def find_head(name: str, pinned: HubName, size: int, token: str | None) -> Path:
+    """Give a file of the Hub where it is in the cache, or else its stand-in."""
+    file = str(pinned.file)
+    if isinstance(cached := try_to_load_from_cache(pinned.repo_id, file, revision=pinned.revision), str):
+        return Path(cached)
+    path = stand_ins() / repo_folder_name(repo_id=pinned.repo_id, repo_type="model") / str(pinned.revision) / file
+    if not path.exists():
+        address = hf_hub_url(pinned.repo_id, file, revision=pinned.revision)
+
+        def read(count: int) -> bytes:
+            headers = {**build_hf_headers(token=access_token(token)), "range": f"bytes=0-{count - 1}"}
+            answer = get_session().get(address, headers=headers, timeout=HUB_SECONDS)
+            hf_raise_for_status(answer)
+            return answer.content
+
+        _, data = read_head(name, size, read)
+        write_stand_in(path, data, size)
+    return path
+
+
+def find_repository(asked: HubName, token: str | None) -> ModelInfo:
+    """Ask the Hub what is in a model's repository."""
+    hub = HfApi(token=access_token(token))
+    return hub.model_info(asked.repo_id, revision=asked.revision, files_metadata=True, timeout=HUB_SECONDS)
+
+
+def describe_repository(name: str, token: str | None) -> Source:
+    with explain_model_errors(name, token):
+        hub, info = HfApi(token=access_token(token)), find_repository(HubName.of(name), token)
         sizes = {file.rfilename: file.size or 0 for file in info.siblings or ()}
         if CONFIG not in sizes:
+            check_other_format(name, sizes)
             raise ModelNotAvailable(f"{name!r} has no {CONFIG}: name a model that transformers can load")
         check_format(name, sizes)
         weights = weigh_repository(name, hub, info.id, info.sha, sizes)
@@ -302,9 +381,11 @@ def find_demo() -> Path:
 
 def advise_offline(name: str) -> str:
     """Say what to do without a network: name a copy in the cache, where a pinned download has a folder of its own."""
-    repo_id, _, revision = name.partition("@")
-    snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=repo_id, repo_type="model") / "snapshots"
-    for folder in snapshots.glob(revision or "*"):
+    asked = HubName.of(name)
+    snapshots = Path(constants.HF_HUB_CACHE) / repo_folder_name(repo_id=asked.repo_id, repo_type="model") / "snapshots"
+    for folder in snapshots.glob(asked.revision or "*"):
+        if asked.file and (folder / asked.file).exists():
+            return f"a copy is in the cache, so name that file instead ({folder / asked.file}), or connect"
         if (folder / CONFIG).exists() and ((folder / SINGLE).exists() or (folder / INDEX).exists()):
             return f"a copy is in the cache, so name its folder instead ({folder}), or connect"
     return "it is not in the cache either, so connect, or name a local folder"

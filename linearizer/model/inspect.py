@@ -9,7 +9,7 @@ import torch
 from linearizer.errors import UnsupportedModel
 from linearizer.model.hub import Source
 from linearizer.model.probe import AttentionLayer, build_blueprint, watch_blueprint, watch_layers
-from linearizer.model.quantised import check_quantisation, describe_quantisation, is_packed, method_of
+from linearizer.model.quantised import check_quantisation, describe_quantisation, gguf_file, is_packed, method_of
 from linearizer.model.support import TESTED, Refused, check_config, check_windows
 from linearizer.model.towers import names_in_files, whole_of
 from linearizer.run.head_bytes import Layer, cache_bytes, feature_bytes
@@ -83,6 +83,7 @@ def build_and_inspect(source: Source, config: PreTrainedConfig) -> Inspection:
         tower_of=whole_of(config),
         quantised=describe_quantisation(config),
         packed=is_packed(config),
+        gguf=gguf_file(config),
         links=model is None or can_link_weights(config, model, source),
     )
 

@@ -7,6 +7,7 @@ from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from linearizer.model.few_bits import check_few_bits
+from linearizer.model.safetensors import GGUF
 from linearizer.model.support import Refused
 
 if TYPE_CHECKING:
@@ -32,6 +33,7 @@ METHODS = {
     "compressed-tensors": Method(True, ("compressed_tensors",)),
     "gptq": Method(True, read_here=True),
     "awq": Method(True, read_here=True),
+    GGUF: Method(True, ("gguf",)),
 }
 
 
@@ -61,7 +63,7 @@ def check_quantisation(config: PreTrainedConfig) -> None:
     """Refuse quantised weights that cannot be loaded here, or that no student's checkpoint can hold."""
     if (name := method_of(config)) is None:
         return
-    if (method := METHODS.get(name)) is None:
+    if (method := METHODS.get(name)) is None or (name == GGUF and gguf_file(config) is None):
         raise Refused(f"its weights are quantised by {name}, which is not served", BEFORE)
     missing = [package for package in method.packages if find_spec(package) is None]
     if missing:
@@ -73,6 +75,11 @@ def check_quantisation(config: PreTrainedConfig) -> None:
         check_blocks(quantisation_of(config).get("weight_block_size"))
     if method.read_here:
         check_few_bits(name, quantisation_of(config), BEFORE)
+
+
+def gguf_file(config: PreTrainedConfig) -> str | None:
+    """Name the GGUF file that a config was read from."""
+    return quantisation_of(config).get("file") if method_of(config) == GGUF else None
 
 
 def check_blocks(size: Any) -> None:
@@ -93,6 +100,8 @@ def describe_quantisation(config: PreTrainedConfig) -> str | None:
         return f"bitsandbytes, {4 if content.get('load_in_4bit') else 8} bits"
     if METHODS.get(method, Method(False)).read_here:
         return f"{method}, {content.get('bits', content.get('w_bit', 4))} bits"
+    if gguf_file(config):
+        return f"GGUF, {content['stored']}"
     return method
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import math
+import os
 from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -22,6 +23,7 @@ SINGLE = "model.safetensors"
 INDEX = "model.safetensors.index.json"
 TEACHER_FILES = "teacher_files"  # in the metadata of a student's index: its teacher's files, by their names there
 SEAL = "linearizer"  # the name of our entry in the metadata of a file
+GGUF = "gguf"  # a format, and how quantisation by it is called
 PICKLES = (".bin", ".pt", ".pth", ".ckpt", ".pkl")
 
 
@@ -45,11 +47,20 @@ def check_format(name: str, files: Collection[str]) -> None:
             f"{name!r} holds its weights only as a pickle ({pickles[0]}), which can run any code when it is opened: "
             f"ask its author for safetensors, or convert it yourself with save_pretrained where that code is harmless"
         )
-    others = sorted(file for file in files if file.endswith((".safetensors", ".gguf", ".h5", ".msgpack", ".onnx")))
+    check_other_format(name, files)
+    others = sorted(file for file in files if file.endswith((".safetensors", ".h5", ".msgpack", ".onnx")))
     present = f"only {others[0]}" if others else "no weights at all"
     raise ModelNotAvailable(
         f"{name!r} holds {present}, but neither {SINGLE} nor {INDEX}: name a model that transformers can load"
     )
+
+
+def check_other_format(name: str, files: Collection[str]) -> None:
+    """Say how the files of a model are named that holds its weights as GGUF alone."""
+    held = sorted(file for file in files if file.endswith(f".{GGUF}"))
+    if held:
+        full = os.path.join(name, held[0]) if os.path.isdir(name) else f"{name}:{held[0]}"
+        raise ModelNotAvailable(f"{name!r} holds its weights as GGUF: name one of its files, such as {full!r}")
 
 
 def read_json(name: str, path: Path) -> dict[str, Any]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +14,7 @@ from safetensors import SafetensorError
 from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
 from linearizer.model.devices import choose_device
 from linearizer.model.few_bits import expand_weights
+from linearizer.model.gguf_files import load_gguf_config, load_gguf_tokenizer, read_gguf
 from linearizer.model.hub import CONFIG, Source, fetch, find_model
 from linearizer.model.inspect import inspect_model, verify_teacher
 from linearizer.model.memory import return_freed_memory
@@ -46,6 +48,8 @@ def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
     import transformers
     from transformers import CONFIG_MAPPING, AutoConfig
 
+    if source.head is not None:
+        return load_gguf_config(source.name, source.head)
     folder = fetch(source, (CONFIG,), token)
     content = read_json(source.name, folder / CONFIG)
     kind = content.get("model_type")
@@ -85,14 +89,18 @@ def load_tokenizer(source: Source, token: str | None = None) -> PreTrainedTokeni
     """Load a model's tokenizer."""
     from transformers import AutoTokenizer
 
-    folder = fetch(source, (CONFIG, *TOKENIZER), token)
+    if source.head is not None:
+        load, remedy = partial(load_gguf_tokenizer, source.head), "name a file that has one"
+    else:
+        folder = fetch(source, (CONFIG, *TOKENIZER), token)
+        load = partial(AutoTokenizer.from_pretrained, folder, trust_remote_code=False)
+        remedy = "put its tokenizer's files beside its weights"
     with quiet():
         try:
-            return AutoTokenizer.from_pretrained(folder, trust_remote_code=False)
+            return load()
         except Exception as error:  # each kind reads its files in its own way, with errors of many types
             raise ModelNotAvailable(
-                f"{source.name!r} has no tokenizer that can be loaded ({first_line(error)}): "
-                f"put its tokenizer's files beside its weights"
+                f"{source.name!r} has no tokenizer that can be loaded ({first_line(error)}): {remedy}"
             ) from error
 
 
@@ -139,7 +147,7 @@ def fetch_weights(source: Source, token: str | None) -> Path:
     missing = [file for file in source.weights.files if not (folder / file).is_file()]
     if missing:  # without a network, the Hub's client returns the files that it has
         raise ModelNotAvailable(f"{source.name!r} lacks {missing[0]}, no network: connect, or name a local folder")
-    if (folder / GENERATION).is_file():
+    if source.head is None and (folder / GENERATION).is_file():
         read_json(source.name, folder / GENERATION)
     return folder
 
@@ -164,6 +172,8 @@ def read_model(
     if is_read_here(config):
         held = read_expanded(source, folder, config, dtype)
         return type(build_blueprint(config)).from_pretrained(None, state_dict=held, config=config, **options)
+    if source.head is not None:
+        return read_gguf(folder / source.weights.files[0], config, {**options, "dtype": computing_dtype(dtype, config)})
     expand_while_loading(config)
     return AutoModelForCausalLM.from_pretrained(folder, config=config, **options)
 
@@ -175,7 +185,7 @@ def read_expanded(
     stated, method = quantisation_of(config), method_of(config)
     del config.quantization_config
     paths = [folder / file for file in source.weights.files]
-    wanted = dtype if isinstance(dtype, torch.dtype) else computing_dtype(dtype, config)
+    wanted = computing_dtype(dtype, config)
     return expand_weights(source.name, paths, str(method), stated, build_blueprint(config), wanted)
 
 
@@ -225,8 +235,10 @@ def load_teacher_of(plan: Plan, token: str | None = None, inspection: Inspection
     return Teacher(source, inspection, model, tokenizer, stored_dtype(config))
 
 
-def computing_dtype(dtype: str, config: PreTrainedConfig) -> torch.dtype:
+def computing_dtype(dtype: str | torch.dtype, config: PreTrainedConfig) -> torch.dtype:
     """Give the type that a model computes in, where this is asked for."""
+    if isinstance(dtype, torch.dtype):
+        return dtype
     return (stored_dtype(config) or torch.float32) if dtype == "auto" else getattr(torch, dtype)
 
 

@@ -21,7 +21,7 @@ from linearizer.run import events
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
 from linearizer.run.hub_job import read_hub_job
-from linearizer.run.names import id_of_address
+from linearizer.run.names import HubName, id_of_address
 from linearizer.run.plan import Plan
 
 if TYPE_CHECKING:
@@ -78,7 +78,9 @@ def check_model(name: str, text: str = "builtin") -> None:
     if not on_space():
         return
     name = id_of_address(name)
-    outside = name != "demo" and (name.startswith((".", "/", "~")) or name.count("/") != 1 or Path(name).exists())
+    outside = name != "demo" and (
+        name.startswith((".", "/", "~")) or HubName.of(name).repo_id.count("/") != 1 or Path(name).exists()
+    )
     if outside or "\0" in name:
         raise RequestError("on a Space a model is named by its id on the Hub, `org/name`, or is the demo")
     kind, _, rest = text.partition(":")
@@ -90,9 +92,9 @@ def check_plan(visitor: Visitor, plan: Plan, inspection: Inspection, root: Path,
     """Refuse what a public Space cannot do for one visitor among many."""
     if not on_space():
         return
-    if inspection.weight_bytes > limits.gigabytes * 1e9:
+    if inspection.expanded_bytes > limits.gigabytes * 1e9:
         raise RequestError(
-            f"{inspection.name!r} has {inspection.weight_bytes / 1e9:.1f} GB of weights, and this Space serves up to "
+            f"{inspection.name!r} has {inspection.expanded_bytes / 1e9:.1f} GB of weights, and this Space serves up to "
             f"{limits.gigabytes:g} GB: choose a smaller model, or {ELSEWHERE}"
         )
     for field, most in MAX_OF_PLAN.items():

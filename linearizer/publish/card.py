@@ -28,6 +28,7 @@ from linearizer.run.files import write_whole
 from linearizer.run.folder import Run, Trained, read_training
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
+from linearizer.run.names import HubName
 from linearizer.run.plan import Plan
 from linearizer.run.results import Part
 from linearizer.run.state_size import ROW_TITLES, StateSize
@@ -98,7 +99,13 @@ def describe_teacher(inspection: Inspection) -> str:
         sentences.append(f" Its experts are the teacher's: {active} of {total} parameters work for a token.")
     if inspection.tower_of:
         sentences.append(f" Its teacher is the text tower of {inspection.tower_of}: it reads no pictures.")
-    if inspection.quantised:
+    if inspection.gguf:
+        file, stored = escape_markdown(inspection.gguf), escape_markdown(str(inspection.quantised).partition(", ")[2])
+        sentences.append(
+            f" Its teacher was read from the GGUF file {file} ({stored}), whose weights were dequantised: all that is "
+            "said of the teacher here is said of these weights, not of those that the file was made from."
+        )
+    elif inspection.quantised:
         held = "stay so" if inspection.packed else "were expanded"
         sentences.append(
             f" Its teacher's weights are quantised ({inspection.quantised}) and {held}: all that is said of the "
@@ -117,7 +124,7 @@ def write_snippet(name: str, revision: str | None = None) -> str:
 
 def public_plan(plan: Plan, teacher: CitedTeacher) -> Plan:
     """Pin the teacher of a plan, and remove the folders of this machine from it."""
-    model = f"{teacher.repo_id}@{teacher.revision}" if teacher.repo_id else teacher.name
+    model = str(HubName(teacher.repo_id, teacher.revision, teacher.file)) if teacher.repo_id else teacher.name
     fields = {**asdict(plan), "model": model, "text": public_text(plan.text)}
     public: dict[str, Any] = {
         name: one_line(value) if isinstance(value, str) else value for name, value in fields.items()

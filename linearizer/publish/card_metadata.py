@@ -12,6 +12,7 @@ from typing import Any
 from huggingface_hub import EvalResult, ModelCardData
 
 from linearizer.run.folder import Run
+from linearizer.run.names import HubName
 from linearizer.run.plan import Plan
 from linearizer.run.results import Part
 
@@ -28,12 +29,15 @@ class CitedTeacher:
     revision: str | None
     gated: bool
     terms: dict[str, Any]
+    file: str | None = None  # of its weights, where it is one of several in a repository
 
     @staticmethod
     def of(run: Run) -> CitedTeacher:
         teacher = run.inspection
-        repo_id = teacher.name.partition("@")[0] if teacher.revision else None
-        return CitedTeacher(repo_id or Path(teacher.name).name, repo_id, teacher.revision, teacher.gated, teacher.terms)
+        asked = HubName.of(teacher.name) if teacher.revision else None
+        repo_id, file = (asked.repo_id, asked.file) if asked else (None, None)
+        name = repo_id or Path(teacher.name).name
+        return CitedTeacher(name, repo_id, teacher.revision, teacher.gated, teacher.terms, file)
 
 
 def build_metadata(plan: Plan, teacher: CitedTeacher, title: str, parts: Mapping[str, Part]) -> ModelCardData:

@@ -68,12 +68,12 @@ def package_files() -> dict[str, Content]:
     return files
 
 
-def job_requirements(adapters: bool = False) -> list[str]:
+def job_requirements(*more: str) -> list[str]:
     """List what a job of the Hub installs: what is installed here, so that two jobs of a run compute alike."""
     lines = (project_folder() / "requirements.txt").read_text(encoding="utf-8").splitlines()
     names = [re.match(r"[\w-]*", line)[0] for line in lines]  # type: ignore[index]
     kept = [name for name in names if name and name not in OF_THE_PAGE and name != "triton"]
-    return [f"{name}=={version(name).partition('+')[0]}" for name in (*kept, *(["peft"] if adapters else []))]
+    return [f"{name}=={version(name).partition('+')[0]}" for name in (*kept, *more)]
 
 
 def project_folder() -> Path:

@@ -36,7 +36,7 @@ def checkpoint_bytes(plan: Plan, inspection: Inspection, linked: bool = True) ->
     if not inspection.links and (inspection.tower_of or inspection.quantised):
         weights = inspection.parameters * inspection.number_bytes  # a part of the files, or more than they hold
     if plan.changes_weights:
-        weights = min(inspection.weight_bytes, inspection.parameters * SIZES.get(plan.dtype, NUMBER))
+        weights = min(inspection.expanded_bytes, inspection.parameters * SIZES.get(plan.dtype, NUMBER))
     return weights + map_bytes(plan, inspection)
 
 

@@ -47,6 +47,7 @@ class Inspection(JsonProduct):
     packed: bool = False  # whether they stay so while it computes
     links: bool = True  # whether a student loads from its files as they are
     vocabulary: int = 0  # entries; 0 where its config does not say
+    gguf: str | None = None  # the file of its weights, where that is one of GGUF
     resting: int = 0  # parameters that a token does without: of the experts that it is not sent to
 
     @property
@@ -56,8 +57,18 @@ class Inspection(JsonProduct):
 
     @property
     def number_bytes(self) -> int:
-        """The bytes of a number in a floating type, as far as its files tell: a smaller number is packed."""
-        return 4 if self.weight_bytes >= 3 * self.parameters else 2
+        """The bytes of a number in a floating type, as far as its files tell: a smaller number is packed.
+
+        The small numbers of a GGUF file are expanded to float32.
+        """
+        small = self.gguf is not None and self.weight_bytes < 1.5 * self.parameters
+        return 4 if small or self.weight_bytes >= 3 * self.parameters else 2
+
+    @property
+    def expanded_bytes(self) -> int:
+        """The bytes of its weights once they are held: more than its files have, where these are expanded."""
+        expanded = self.quantised is not None and not self.packed
+        return self.parameters * self.number_bytes if expanded else self.weight_bytes
 
     def describe_shape(self) -> list[tuple[str, str]]:
         """Say of layers, attention and positions what they are, as pairs of a name and words."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import re
+from dataclasses import dataclass
 from difflib import get_close_matches
 from itertools import count
 from pathlib import Path
@@ -46,7 +47,31 @@ def fresh_folder(plan: Plan, root: Path | None = None) -> Path:
     return next(path for n in count(1) if not (path := root / (name if n == 1 else f"{name}-{n}")).exists())
 
 
-ADDRESS = re.compile(r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob)/([\w.-]+)(?:/.*)?)?/?")
+ADDRESS = re.compile(
+    r"https?://(?:huggingface\.co|hf\.co)/([\w.-]+/[\w.-]+)(?:/(?:tree|blob|resolve)/([\w.-]+)(?:/(.*))?)?/?"
+)
+GGUF_NAME = re.compile(r"([^:@]+)(?:@([^:@]+))?:([^:@]+\.gguf)(?:@([^:@]+))?")
+
+
+@dataclass(frozen=True)
+class HubName:
+    """A model of the Hub: its repository, a revision, and the file of its weights where these are GGUF."""
+
+    repo_id: str
+    revision: str | None = None
+    file: str | None = None
+
+    @staticmethod
+    def of(name: str) -> HubName:
+        """Read `org/name`, `org/name@revision`, `org/name:FILE.gguf` or `org/name:FILE.gguf@revision`."""
+        if found := GGUF_NAME.fullmatch(name):
+            return HubName(found[1], found[2] or found[4], found[3])
+        repo_id, _, revision = name.partition("@")
+        return HubName(repo_id, revision or None)
+
+    def __str__(self) -> str:
+        file, revision = (f":{self.file}" if self.file else ""), (f"@{self.revision}" if self.revision else "")
+        return f"{self.repo_id}{file}{revision}"
 
 
 def absolute_source(source: str) -> str:
@@ -63,6 +88,9 @@ def absolute_path(name: str) -> str:
 
 
 def id_of_address(name: str) -> str:
-    """Turn the address of a model's page on the Hub into its id, with the revision that it names."""
+    """Turn the address of a model's page on the Hub into its id, with the revision and the GGUF file that it names."""
     page = ADDRESS.fullmatch(name)
-    return f"{page[1]}@{page[2]}" if page and page[2] else page[1] if page else name
+    if page is None:
+        return name
+    file = (page[3] or "").partition("?")[0]
+    return str(HubName(page[1], page[2], file if file.endswith(".gguf") else None))

@@ -140,7 +140,7 @@ def identify(model: Any) -> dict[str, str]:
     config = model.config
     base = {name: value for name, value in config.to_dict()["base"].items() if name not in VOLATILE}
     described = [base, config.layers, config.sinks, config.feature_map]
-    teacher = "@".join(filter(None, (config.teacher.get("name"), config.teacher.get("revision"))))
+    teacher = "@".join(filter(None, map(config.teacher.get, ("name", "revision", "file"))))
     return {
         "teacher": teacher or "unnamed",
         "revision": getattr(config, "_commit_hash", None) or "",

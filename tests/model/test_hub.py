@@ -140,7 +140,7 @@ DAMAGES = {
     "no config": (lambda f: without(f, "config.json"), r"(a folder without|has no) config\.json"),
     "no weights": (lambda f: {"config.json": f["config.json"]}, "holds no weights at all"),
     "pickle": (lambda f: {"config.json": f["config.json"], "pytorch_model.bin": b"x"}, "a pickle .* can run any code"),
-    "other format": (lambda f: {"config.json": f["config.json"], "m.gguf": b"x"}, "holds only m.gguf"),
+    "other format": (lambda f: {"config.json": f["config.json"], "m.gguf": b"x"}, "holds its weights as GGUF"),
 }
 
 
