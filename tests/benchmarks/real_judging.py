@@ -1,0 +1,134 @@
+"""How the benchmark on a real model judges: token by token beside its teacher, by needles, and by RULER's tasks.
+
+What a teacher says of a text is computed once, and kept as what its output embedding is given: a few megabytes where
+the logits of 8,192 tokens take 1.6 GB. Logits are made of it again piece by piece.
+"""
+
+import random
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+
+from linearizer.errors import UnsupportedModel
+from linearizer.evaluate.language import read_scores
+from linearizer.evaluate.needle import DEPTHS, HiddenPairs, ask_subject
+from linearizer.evaluate.ruler import LOSS, measure_ruler
+from linearizer.evaluate.subjects import Subject, read_logits
+from linearizer.model.logits import fresh_cache, logits_of
+from linearizer.model.safetensors import digest
+from linearizer.progress import finish
+
+PIECE = 512  # tokens of a text that are read, and whose logits are held, at once
+FIRST_PLACE = 256
+FACT, QUESTION = "\nThe secret number is{}. Remember it.\n", "\nThe secret number is"
+DIGITS = 6
+
+
+def edges_of(lengths):
+    """List where places in a text begin: at 0, 256, 512, 1024, … below the longest length, and at the other lengths."""
+    most = max(lengths)
+    doubling = (FIRST_PLACE << step for step in range(30))
+    return sorted({0, *(edge for edge in doubling if edge < most), *(each for each in lengths if each < most)})
+
+
+@torch.inference_mode()
+def teacher_readings(folder, load, ids):
+    """Give what a teacher's output embedding is given for every token of a text, once computed: (tokens, dim)."""
+    kept = Path(folder) / f"{digest({'ids': ids})[:24]}.safetensors"
+    if not kept.exists():
+        kept.parent.mkdir(parents=True, exist_ok=True)
+        model, given = load(), []
+        cache = fresh_cache(model)
+        with watched(model.get_output_embeddings(), given):
+            for piece in ids.split(PIECE, 1):
+                read_logits(Subject("teacher", model), piece, cache)
+        save_file({"given": torch.cat(given, 1)[0].contiguous()}, unfinished := kept.with_suffix(".part"))
+        unfinished.replace(kept)
+    return load_file(kept)["given"]
+
+
+@contextmanager
+def watched(module, given):
+    """While this lasts, keep what a module is given."""
+    hook = module.register_forward_pre_hook(lambda _, args: given.append(args[0].float()))
+    try:
+        yield
+    finally:
+        hook.remove()
+
+
+@torch.inference_mode()
+def check_readings(model):
+    """Refuse a teacher whose logits are more than what its output embedding makes."""
+    ids, given, output = torch.arange(16)[None], [], model.get_output_embeddings()
+    with watched(output, given):
+        expected = logits_of(model, ids)
+    if not torch.allclose(output(given[0].to(output.weight.dtype)).float(), expected, atol=1e-4):
+        raise UnsupportedModel("the model changes the logits of its output embedding: this benchmark does not judge it")
+
+
+def read_by_place(subject, readings, ids, edges):
+    """Give loss, kl and agreement of a subject on a text, by place, beside what the teacher was read to say."""
+
+    def read(_, ids):
+        cache, output = fresh_cache(subject.model), subject.model.get_output_embeddings()
+        for begin in range(0, ids.shape[1], PIECE):
+            expected = output(readings[begin : begin + PIECE].to(output.weight.dtype)).float()[None]
+            given = expected if subject.softmax else read_logits(subject, ids[:, begin : begin + PIECE], cache)
+            yield begin, [expected, given]
+
+    teacher = Subject("teacher", subject.model, softmax=True)
+    with torch.inference_mode():
+        _, scores = read_scores([teacher, subject], ids, read)
+    places = [slice(a, b) for a, b in zip(edges, [*edges[1:], ids.shape[1]], strict=True)]
+    return {
+        "edges": [*edges, ids.shape[1]],
+        "counts": [scores.loss[:, place].numel() for place in places],
+        **{
+            name: [getattr(scores, name)[:, place].mean().item() for place in places]
+            for name in ("loss", "kl", "agreement")
+        },
+    }
+
+
+def hide_number(window, depth, tokenizer, seed):
+    """Hide a number of six digits at a depth of a text (1, tokens), and end in the question for it."""
+    drawn = random.Random(f"{seed} {depth}")
+    number = " " + "".join(str(drawn.randrange(1, 10)) for _ in range(DIGITS))
+
+    def tokens(text):
+        return torch.tensor([tokenizer(text, add_special_tokens=False)["input_ids"]], dtype=window.dtype)
+
+    key, value, rest = tokens(QUESTION), tokens(number), tokens(FACT.split("{}")[1])
+    fact = torch.cat([key, value, rest], 1)
+    room = window.shape[1] - fact.shape[1] - key.shape[1] - value.shape[1]
+    place = min(room - 1, max(1, round(depth * room)))
+    ids = torch.cat([window[:, :place], fact, window[:, place:room], key, value], 1)
+    return HiddenPairs(ids, place, key.shape[1], value.shape[1])
+
+
+def ask_for_numbers(subject, windows, tokenizer, count):
+    """Ask for `count` numbers at each of five depths: the share that is told whole, and of tokens that are right."""
+    whole, right = [], []
+    for place, depth in enumerate(DEPTHS):
+        hidden = [hide_number(windows[i % len(windows)][None], depth, tokenizer, 10 * i + place) for i in range(count)]
+        scores = [ask_subject(subject, each).correct for each in hidden]
+        whole.append(sum(score == 1 for score in scores) / count)
+        right.append(sum(scores) / count)
+    return {"depths": list(DEPTHS), "whole": whole, "right": right, "count": count}
+
+
+def do_tasks(subject, windows, tokenizer, count):
+    """Do RULER's tasks on texts of one length: the share that is right over all depths, and the loss of answers."""
+    length = windows.shape[1]
+    (scored,) = finish(measure_ruler([subject], tokenizer, windows, [length], count))
+    result = {}
+    for score in scored.scores:
+        kind = result.setdefault(score.task.partition(",")[0], {"right": []})
+        if score.metric == LOSS:
+            kind["loss"] = score.value
+        else:
+            kind["right"].append(score.value)
+    return {kind: {"right": sum(own["right"]) / len(own["right"]), "loss": own["loss"]} for kind, own in result.items()}

@@ -1,0 +1,189 @@
+"""The table of the benchmark on a real model: what was measured of every row, budget and document, and its summary."""
+
+from __future__ import annotations
+
+import json
+import math
+from itertools import pairwise
+
+import torch
+
+from linearizer.amounts import size
+from linearizer.evaluate.language import Resampled
+from linearizer.run.files import write_whole
+from tests.benchmarks.quality_rows import ROWS, describe_row
+from tests.benchmarks.quality_table import Table
+
+TEACHER, BESIDE = "teacher", "swa"  # the row that differences are taken from is of the same budget
+ABOUT = (
+    "KL is to the teacher, in nats a token; brackets hold 95% of the means over documents that are drawn again with "
+    "replacement, and differences are paired: the same documents were drawn for both rows. A document is read once, "
+    "and its first tokens are the shorter texts. A needle is a number of six digits: the share of numbers that are "
+    "told whole, by depth. RULER: the share of right answers over its tasks and depths, and the loss of the answers. "
+    "Seconds are those of making the student, without judging it; passes are the tokens that went through the model "
+    "for that, over the tokens of the texts that the run measured."
+)
+
+
+class RealTable(Table):
+    """Records by row and budget; a row that has no budget has 0."""
+
+    def find(self, row, budget):
+        """Give the record of a row, or an empty one."""
+        found = [r for r in self.records if (r["row"], r["budget"]) == (row, budget)]
+        empty = {"row": row, "budget": budget, "seed": 0, "texts": {}, "state": {}, "needle": {}, "ruler": {}}
+        return found[0] if found else empty
+
+    def write(self):
+        """Write the records and the table; return the table."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        write_whole(self.file("json"), json.dumps([self.summed_up(record) for record in self.records], indent=0) + "\n")
+        write_whole(self.file("md"), text := self.markdown())
+        return text
+
+    def summed_up(self, record):
+        """Add to a record what its documents say together."""
+        others = {name: value for name, value in record.items() if name != "summary"}
+        summary = {}
+        for length in lengths_of(record):
+            summary[str(length)] = {
+                "kl": self.estimate(record, "kl", length),
+                "kl less swa": self.difference(record, length),
+                "agreement": self.estimate(record, "agreement", length),
+                "loss": self.estimate(record, "loss", length),
+            }
+        return {**others, "summary": summary}
+
+    def estimate(self, record, measure, length, other=None):
+        """Give mean and interval of a measure over documents, or of its difference from another record's."""
+        names = sorted(name for name in record["texts"] if other is None or name in other["texts"])
+        own = [mean_until(record["texts"][name], measure, length) for name in names]
+        theirs = [0.0 if other is None else mean_until(other["texts"][name], measure, length) for name in names]
+        values = [a - b for a, b in zip(own, theirs, strict=True) if a is not None and b is not None]
+        if not values:
+            return None
+        owners = torch.arange(len(values))[:, None]
+        found = Resampled(owners, 0).estimate(torch.tensor(values, dtype=torch.float64)[:, None])
+        return {"mean": found.mean, "interval": found.interval, "documents": len(values)}
+
+    def difference(self, record, length):
+        """Give how much larger the KL of a row is than that of swa at its budget; None where that is not known."""
+        other = self.find(BESIDE, record["budget"])
+        if record["row"] in (TEACHER, BESIDE) or not other["texts"]:
+            return None
+        return self.estimate(record, "kl", length, other)
+
+    def markdown(self):
+        """Write a block for every budget, and what the rows are."""
+        budgets = sorted({record["budget"] for record in self.records})
+        blocks = [self.block(budget) for budget in budgets]
+        rows = [row for row in ROWS if any(record["row"] == row for record in self.records)]
+        lines = [f"- `{row}`: {describe_row(row)}" for row in rows]
+        documents = sorted({name for record in self.records for name in record["texts"]})
+        judged = f"Judged on {len(documents)} documents: {', '.join(map(shorten, documents))}."
+        return "\n\n".join([ABOUT, judged, *blocks, "\n".join(["What the rows are", "", *lines])]) + "\n"
+
+    def block(self, budget):
+        """Write the rows of a budget, or those that have none."""
+        order = [TEACHER, *ROWS]
+        records = [record for record in self.records if record["budget"] == budget]
+        records = sorted(records, key=lambda record: order.index(record["row"]))
+        title = f"## Budget {budget}" if budget else "## The teacher, and its whole cache in few bits, which grows"
+        kl, loss, tasks = self.kl_table(records), self.place_table(records), self.task_table(records)
+        return "\n\n".join([title, kl, *loss, *tasks])
+
+    def kl_table(self, records):
+        lengths = sorted({length for record in records for length in lengths_of(record)})
+        head = ["", "state"]
+        for length in lengths:
+            head += [f"KL, {length}", f"less swa, {length}", f"agrees, {length}"]
+        lines = []
+        for record in records:
+            cells = [record["row"], held(record)]
+            for length in lengths:
+                cells += [in_words(self.estimate(record, "kl", length)), in_words(self.difference(record, length))]
+                agreement = self.estimate(record, "agreement", length)
+                cells.append(f"{100 * agreement['mean']:.1f}%" if agreement else "")
+            made = record.get("made", {})
+            cells += [f"{made['seconds']:.0f}" if made else "", f"{made['passes']:.1f}" if made else ""]
+            lines.append(cells)
+        return grid([*head, "s", "passes"], lines)
+
+    def place_table(self, records):
+        """Write loss, and KL, by place in the text."""
+        edges = max((text["edges"] for record in records for text in record["texts"].values()), key=len, default=[0])
+        if len(edges) < 2:
+            return []
+        head = [f"{a}–{b}" for a, b in pairwise(edges)]
+        tables = []
+        for measure, digits in (("loss", 3), ("kl", 4)):
+            lines = []
+            for record in records:
+                some = [text[measure] for text in record["texts"].values() if text["edges"] == edges]
+                means = [sum(column) / len(column) for column in zip(*some, strict=True)]
+                lines.append([record["row"], *(f"{mean:.{digits}f}" for mean in means)])
+            tables.append(f"{measure.upper() if measure == 'kl' else 'Loss'} by place\n\n" + grid(["", *head], lines))
+        return tables
+
+    def task_table(self, records):
+        """Write needles by depth and RULER's tasks, at every length."""
+        tables = []
+        for length in sorted({int(length) for record in records for length in record["needle"]}):
+            some = [
+                (record["row"], record["needle"][str(length)]) for record in records if str(length) in record["needle"]
+            ]
+            head = ["", *(f"{depth:.0%}" for depth in some[0][1]["depths"]), "numbers a depth"]
+            lines = [[row, *(f"{share:.0%}" for share in own["whole"]), str(own["count"])] for row, own in some]
+            tables.append(f"Needles in {length} tokens\n\n" + grid(head, lines))
+        for length in sorted({int(length) for record in records for length in record["ruler"]}):
+            some = [
+                (record["row"], record["ruler"][str(length)]) for record in records if str(length) in record["ruler"]
+            ]
+            kinds = list(some[0][1]["tasks"])
+            lines = []
+            for row, own in some:
+                tasks = [own["tasks"][kind] for kind in kinds]
+                lines.append([row, *(f"{task['right']:.0%}, {task['loss']:.2f}" for task in tasks)])
+            tables.append(f"RULER in {length} tokens\n\n" + grid(["", *kinds], lines))
+        return tables
+
+
+def lengths_of(record):
+    """List the lengths at which the documents of a record were judged."""
+    return sorted(map(int, record["state"]))
+
+
+def mean_until(text, measure, length):
+    """Give the mean of a measure over the first tokens of a document; None where it was not read that far."""
+    if length not in text["edges"]:
+        return None
+    places = text["edges"].index(length)
+    counts = text["counts"][:places]
+    return math.fsum(a * b for a, b in zip(text[measure], counts, strict=False)) / sum(counts)
+
+
+def held(record):
+    """Say how many bytes are held after the longest text, and after the shortest where they grow."""
+    sizes = [record["state"][str(length)] for length in lengths_of(record)]
+    if not sizes:
+        return ""
+    first = f"{size(sizes[0])} at {lengths_of(record)[0]}, " if sizes[0] != sizes[-1] else ""
+    return f"{first}{size(sizes[-1])}"
+
+
+def in_words(estimate):
+    """Write a mean and its interval."""
+    if estimate is None:
+        return ""
+    low, high = estimate["interval"]
+    return f"{estimate['mean']:.4f} [{low:.4f}, {high:.4f}]"
+
+
+def shorten(name):
+    return name if len(name) <= 40 else f"{name[:38]}…"
+
+
+def grid(head, lines):
+    """Write a table in Markdown."""
+    rows = [head, ["---", *["--:"] * (len(head) - 1)], *lines]
+    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
