@@ -134,7 +134,7 @@ def parse_head(data: bytes) -> Head:
     reader = Reader(data)
     if reader.take(4) != MAGIC:
         raise ValueError("it does not begin as a GGUF file")
-    version, tensors, count = reader.number("<I"), 0, 0
+    version = reader.number("<I")
     if version not in VERSIONS:
         raise ValueError(f"it has version {version} of the format, where {VERSIONS[0]} and {VERSIONS[1]} are read")
     tensors, count = reader.number("<Q"), reader.number("<Q")
@@ -146,7 +146,7 @@ def parse_head(data: bytes) -> Head:
     alignment = metadata.get("general.alignment", ALIGNMENT)
     if not isinstance(alignment, int) or alignment < 1 or not entries:
         raise ValueError("it holds no tensors" if not entries else f"it has an alignment of {alignment}")
-    return Head(metadata, tuple(entries), math.ceil(reader.place / alignment) * alignment)
+    return Head(metadata, tuple(entries), -(-reader.place // alignment) * alignment)
 
 
 def read_tensor(reader: Reader) -> Tensor:
@@ -207,10 +207,11 @@ def read_head(name: str, size: int, read: Callable[[int], bytes]) -> tuple[Head,
 
 def check_head(name: str, head: Head) -> None:
     """Refuse what transformers would read as another model than the one in the file."""
-    if head.metadata.get("split.count", 1) > 1:
+    parts = head.metadata.get("split.count", 1)
+    if parts not in (0, 1):
         raise UnsupportedModel(
-            f"{name!r} is one of {head.metadata['split.count']} parts of a model, which transformers does not join: "
-            f"name a file that holds all of it, or {MADE_FROM}"
+            f"{name!r} is one of {parts} parts of a model, which transformers does not join: name a file that holds "
+            f"all of it, or {MADE_FROM}"
         )
     kind = str(head.metadata.get("general.architecture"))
     scaling = head.metadata.get(f"{kind}.rope.scaling.type", "none")
