@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 import sys
 from dataclasses import asdict
 from pathlib import Path
@@ -18,7 +19,13 @@ from linearizer.cli.text import (
 )
 from linearizer.errors import RequestError, Stopped
 from linearizer.run.names import find_run
-from linearizer.serve.address import HOST, MAX_STATE_BYTES, PORT, listen
+from linearizer.serve.address import HOST, MAX_SECONDS, MAX_STATE_BYTES, PORT, listen
+
+KEY_VARIABLE = "LINEARIZER_API_KEY"
+UNGUARDED = (
+    "linearizer: warning: whoever reaches this address may use the student, and learns by what is read from the cache "
+    f"which texts others sent: set --api-key, or {KEY_VARIABLE}"
+)
 
 
 def add_commands(add: AddCommand) -> None:
@@ -103,7 +110,9 @@ def add_serve(add: AddCommand) -> None:
         "an endpoint like OpenAI's: chat and completions, streamed or not, for any number of clients",
         "run",
         description="Serve a run's student behind an endpoint like OpenAI's. Requests are computed together, and the "
-        "states of conversations are kept, so that a next turn reads only what is new. vLLM serves a student "
+        "states of conversations are kept, so that a next turn reads only what is new. Beside OpenAI's fields it "
+        "serves top_k, min_p, repetition_penalty and chat_template_kwargs; it ignores fields that say nothing of the "
+        "text (user, metadata, …) and refuses all others. Prometheus reads /metrics. vLLM serves a student "
         "that never grows, too: pip install 'linearizer[vllm]', then vllm serve RUN/checkpoint --enforce-eager. "
         "`transformers serve` serves none: it loads no code of a checkpoint.",
     )
@@ -115,18 +124,31 @@ def add_serve(add: AddCommand) -> None:
         default=MAX_STATE_BYTES,
         help="for states kept between requests (default: %(default)s)",
     )
+    command.add_argument(
+        "--max-seconds", type=float, default=MAX_SECONDS, help="after which a request ends (default: %(default)g)"
+    )
+    command.add_argument(
+        "--api-key",
+        default=os.environ.get(KEY_VARIABLE),
+        metavar="KEY",
+        help=f"that requests must carry (default: ${KEY_VARIABLE}, which other users of this machine cannot read)",
+    )
     command.add_argument("--teacher", action="store_true", help="serve the teacher instead, to compare with")
 
 
 def serve_serve(arguments: argparse.Namespace) -> None:
+    from linearizer.serve.local_requests import LOCAL_HOSTS
     from linearizer.serve.server import serve
 
     def say(url: str, model: str) -> None:
+        if arguments.host not in LOCAL_HOSTS and arguments.api_key is None:
+            print(UNGUARDED, file=sys.stderr)  # noqa: T201
         print_product(arguments, {"url": url, "model": model}, f"{model} is served at {url}: ctrl-C ends it")
         sys.stdout.flush()
 
     run = find_run(arguments.run)
-    serve(run, arguments.port, arguments.host, arguments.max_state_bytes, arguments.teacher, say)
+    limits = arguments.max_state_bytes, arguments.teacher, arguments.max_seconds, arguments.api_key
+    serve(run, arguments.port, arguments.host, *limits, say)
 
 
 def add_push(add: AddCommand) -> None:

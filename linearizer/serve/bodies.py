@@ -1,11 +1,26 @@
-"""What a request to the endpoint may say, in the words of OpenAI's API, and the prompts that it means."""
+"""What a request to the endpoint may say, in the words of OpenAI's API, and the prompts that it means.
+
+A field is served (top_k, min_p, repetition_penalty and chat_template_kwargs, too, which other servers know), ignored
+where it says nothing of the text by its nature (IGNORED), or refused: an answer that leaves out what was asked for
+looks like one that does not.
+"""
 
 from __future__ import annotations
 
+import inspect
 from abc import ABC, abstractmethod
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, model_validator
+from pydantic import (
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    StrictInt,
+    ValidationInfo,
+    field_validator,
+    model_validator,
+)
 from transformers import PreTrainedTokenizerBase
 
 from linearizer.errors import RequestError, first_line
@@ -19,8 +34,22 @@ NEUTRAL: dict[str, tuple[Any, ...]] = {
     "tool_choice": ("none", "auto"), "function_call": ("none", "auto"), "parallel_tool_calls": (True, False),
     "response_format": ({"type": "text"},), "modalities": (["text"],),
 }  # fmt: skip
-# Options that say nothing of the text.
-IGNORED = {"user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key"}
+# Options that say nothing of the text: who asks, what is stored or cached, what it costs, and how fast it comes.
+IGNORED = {
+    "user", "metadata", "store", "service_tier", "safety_identifier", "prompt_cache_key", "prompt_cache_retention",
+    "prediction", "keep_alive", "request_id", "chat_id", "session_id",
+}  # fmt: skip
+
+
+def refuse_truth(value: Any) -> Any:
+    """Refuse true and false where a number belongs, which Python takes for 1 and 0."""
+    if isinstance(value, bool):
+        raise ValueError(f"{str(value).lower()} is no number")
+    return value
+
+
+Whole = Annotated[int, BeforeValidator(refuse_truth)]
+Number = Annotated[float, BeforeValidator(refuse_truth)]
 
 
 class StreamOptions(BaseModel):
@@ -33,10 +62,13 @@ class Body(BaseModel, ABC):
     model_config = ConfigDict(extra="forbid")
 
     model: str
-    max_tokens: int | None = Field(None, ge=1)
-    temperature: float | None = Field(None, ge=0, le=2, allow_inf_nan=False)
-    top_p: float | None = Field(None, gt=0, le=1, allow_inf_nan=False)
-    seed: int | None = None
+    max_tokens: Whole | None = Field(None, ge=1)
+    temperature: Number | None = Field(None, ge=0, le=2, allow_inf_nan=False)
+    top_p: Number | None = Field(None, gt=0, le=1, allow_inf_nan=False)
+    top_k: Whole | None = Field(None, ge=-1)  # 0 and -1: all
+    min_p: Number | None = Field(None, ge=0, le=1, allow_inf_nan=False)
+    repetition_penalty: Number | None = Field(None, gt=0, allow_inf_nan=False)
+    seed: Whole | None = None
     stop: str | list[str] | None = None
     stream: bool | None = None
     stream_options: StreamOptions | None = None
@@ -70,7 +102,16 @@ class Body(BaseModel, ABC):
 
 
 class CompletionBody(Body):
-    prompt: str | list[int] | list[str] | list[list[int]]
+    prompt: str | list[StrictInt] | list[str] | list[list[StrictInt]]
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def refuse_long_lists(cls, prompt: Any, info: ValidationInfo) -> Any:
+        """Refuse, before each is looked at, more tokens than the model has positions."""
+        most = max((info.context or {}).get("positions", 0), MAX_PROMPTS)
+        if isinstance(prompt, list) and len(prompt) > most:
+            raise ValueError(f"{len(prompt)} tokens or prompts are more than the {most} of the model: shorten it")
+        return prompt
 
     @property
     def new_tokens(self) -> int | None:
@@ -93,17 +134,25 @@ class Message(BaseModel):
     model_config = ConfigDict(extra="ignore")
 
     role: Literal["system", "developer", "user", "assistant"]
-    content: str | list[TextPart]
+    content: str | list[TextPart] | None = None
+
+    @model_validator(mode="after")
+    def refuse_nothing(self) -> Message:
+        if self.content is None and self.role != "assistant":  # which may have called a tool in place of speaking
+            raise ValueError(f"a message of role {self.role!r} has no content: give a text")
+        return self
 
     def plain(self) -> dict[str, str]:
         """Give the message as chat templates know it."""
-        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content)
+        text = self.content if isinstance(self.content, str) else "".join(part.text for part in self.content or [])
         return {"role": "system" if self.role == "developer" else self.role, "content": text}
 
 
 class ChatBody(Body):
     messages: list[Message] = Field(min_length=1)
-    max_completion_tokens: int | None = Field(None, ge=1)
+    max_completion_tokens: Whole | None = Field(None, ge=1)
+    reasoning_effort: str | None = None  # for the template, if it asks for it
+    chat_template_kwargs: dict[str, Any] | None = None
 
     @property
     def new_tokens(self) -> int | None:
@@ -113,9 +162,13 @@ class ChatBody(Body):
         """Give the tokens of the conversation, as the model's own template writes it."""
         if not tokenizer.chat_template:
             raise RequestError("this model has no chat template: send the whole text as a prompt to /v1/completions")
+        wanted = {"reasoning_effort": self.reasoning_effort} if self.reasoning_effort is not None else {}
+        wanted |= self.chat_template_kwargs or {}
+        if own := wanted.keys() & inspect.signature(tokenizer.apply_chat_template).parameters.keys():
+            raise RequestError(f"chat_template_kwargs may not set {min(own)}: name variables of the template only")
         try:
             text = tokenizer.apply_chat_template(
-                [message.plain() for message in self.messages], tokenize=False, add_generation_prompt=True
+                [message.plain() for message in self.messages], tokenize=False, add_generation_prompt=True, **wanted
             )
         except Exception as error:  # a template is a program, and refuses in its own way
             raise RequestError(f"the model's chat template refuses these messages ({first_line(error)})") from error

@@ -15,31 +15,26 @@ from uuid import uuid4
 
 from fastapi import FastAPI, Request
 from fastapi.concurrency import run_in_threadpool
-from fastapi.exceptions import RequestValidationError
-from fastapi.responses import JSONResponse, StreamingResponse
+from fastapi.responses import JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from linearizer.errors import RequestError
 from linearizer.model.logits import vocabulary
+from linearizer.serve.access import KeyHolders
+from linearizer.serve.address import MAX_SECONDS
 from linearizer.serve.bodies import Body, ChatBody, CompletionBody
 from linearizer.serve.engine import Engine
 from linearizer.serve.local_requests import REFUSAL, LocalRequests
+from linearizer.serve.metrics import CONTENT_TYPE, Counted, Metrics
+from linearizer.serve.reading import Refusal, read_body
 from linearizer.serve.row import Piece, Row
 from linearizer.serve.sampling import Drawing
 
 STOPPED = "the server was stopped before the answer was complete: ask again when it is back"
-
-
-class Refusal(Exception):
-    """An error in the shape of OpenAI's API."""
-
-    def __init__(self, status: int, message: str, param: str | None = None, code: str | None = None) -> None:
-        super().__init__(message)
-        kind = "invalid_request_error" if status < 500 else "server_error"
-        self.status = status
-        self.content = {"error": {"message": message, "type": kind, "param": param, "code": code}}
+RETRY_SECONDS = 5  # after which a client that was turned away may ask again
+WRONG_KEY = "this server asks for its key, and the request has none or another: send it as the API key"
 
 
 @dataclass(frozen=True)
@@ -51,6 +46,8 @@ class Served:
     tokenizer: PreTrainedTokenizerBase
     positions: int  # tokens of the longest text
     engine: Engine
+    max_seconds: float = MAX_SECONDS  # of a request
+    metrics: Metrics = field(default_factory=Metrics)
     since: int = field(default_factory=lambda: int(time.time()))
 
     @property
@@ -64,6 +61,17 @@ class Served:
         about = {"object": "model", "created": self.since, "owned_by": "linearizer"}
         return {"id": self.name, **about, "max_model_len": self.positions}
 
+    @property
+    def gauges(self) -> dict[str, tuple[str, float]]:
+        """What is measured now, for Prometheus."""
+        engine = self.engine
+        return {
+            "rows": ("Texts that are being written.", len(engine.rows)),
+            "waiting_rows": ("Texts whose prompts are not read.", engine.unread),
+            "kept_states": ("States that are kept between requests.", len(engine.kept.states)),
+            "kept_state_bytes": ("Bytes of memory of these states.", engine.kept.bytes),
+        }
+
 
 @dataclass
 class Work:
@@ -72,6 +80,7 @@ class Work:
     body: Body
     rows: list[Row]
     received: asyncio.Queue[tuple[int, Piece]]
+    alarm: asyncio.TimerHandle | None = None  # ends it when its time is over
     id: str = field(default_factory=lambda: uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -99,30 +108,32 @@ class Work:
         }
 
 
-def make_endpoint(served: Served, local: bool = True) -> FastAPI:
+def make_endpoint(served: Served, local: bool = True, key: str | None = None) -> FastAPI:
     """Make the application that serves a model, to this machine or to others; its engine must be at work."""
     app = FastAPI(title="Linearizer", docs_url=None, redoc_url=None, openapi_url=None)
+    if key is not None:
+        app.add_middleware(KeyHolders, key=key, refuse=response_of(Refusal(401, WRONG_KEY, code="invalid_api_key")))
     if local:
-        refusal = Refusal(403, REFUSAL.strip())
-        app.add_middleware(LocalRequests, refuse=JSONResponse(refusal.content, refusal.status))
+        app.add_middleware(LocalRequests, refuse=response_of(Refusal(403, REFUSAL.strip())))
+    app.add_middleware(Counted, metrics=served.metrics)
 
     @app.exception_handler(Refusal)
     async def answer_refusal(request: Request, error: Refusal) -> JSONResponse:
-        return JSONResponse(error.content, error.status)
-
-    @app.exception_handler(RequestValidationError)
-    async def answer_invalid(request: Request, error: RequestValidationError) -> JSONResponse:
-        return await answer_refusal(request, refusal_of(error))
+        return response_of(error)
 
     @app.exception_handler(HTTPException)
     async def answer_http(request: Request, error: HTTPException) -> JSONResponse:
         message = f"{request.method} {request.url.path} is not served ({error.detail}): see GET /v1/models"
-        return await answer_refusal(request, Refusal(error.status_code, message))
+        return response_of(Refusal(error.status_code, message))
 
     @app.get("/health")
     async def health() -> dict[str, Any]:
         engine = served.engine
         return {"rows": len(engine.rows), "waiting": engine.unread, "kept_state_bytes": engine.kept.bytes}
+
+    @app.get("/metrics")
+    async def metrics() -> PlainTextResponse:
+        return PlainTextResponse(served.metrics.text(served.gauges), media_type=CONTENT_TYPE)
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
@@ -134,34 +145,28 @@ def make_endpoint(served: Served, local: bool = True) -> FastAPI:
         return served.card
 
     @app.post("/v1/completions")
-    async def completions(body: CompletionBody, request: Request) -> Any:
-        return await answer(served, body, request)
+    async def completions(request: Request) -> Any:
+        return await answer(served, CompletionBody, request)
 
     @app.post("/v1/chat/completions")
-    async def chat_completions(body: ChatBody, request: Request) -> Any:
-        return await answer(served, body, request)
+    async def chat_completions(request: Request) -> Any:
+        return await answer(served, ChatBody, request)
 
     return app
 
 
-def refusal_of(error: RequestValidationError) -> Refusal:
-    """Say what is wrong with a body, and with which of its fields."""
-    first = error.errors()[0]
-    if first["type"] == "json_invalid":
-        where = f"{first['ctx']['error']} at character {first['loc'][-1]}"
-        return Refusal(400, f"the body is no JSON ({where}): correct it")
-    names = [str(part) for part in first["loc"] if part != "body"]
-    place = [name for name in names if name != "str" and not name.startswith("list[")]  # pydantic names what it tried
-    reason = first["msg"].removeprefix("Value error, ")
-    if not place and first["type"] != "value_error":
-        return Refusal(400, "the body is no JSON object: send an object, with the content type application/json")
-    return Refusal(400, f"{'.'.join(place)}: {reason}" if place else reason, place[0] if place else None)
+def response_of(refusal: Refusal) -> JSONResponse:
+    return JSONResponse(refusal.content, refusal.status, refusal.headers)
 
 
-async def answer(served: Served, body: Body, request: Request) -> Any:
+async def answer(served: Served, kind: type[Body], request: Request) -> Any:
     """Answer a request, at once or as a stream."""
+    late = time.monotonic() + served.max_seconds
+    if not served.engine.has_room(1):  # before a body is received and read for nothing
+        raise turned_away(served)
+    body = await read_body(request, kind, served.positions)
     refuse_other_model(served, body.model)
-    work = await begin(served, body)
+    work = await begin(served, body, late)
     if body.stream:
         return Stream(served, work)
     try:
@@ -169,7 +174,15 @@ async def answer(served: Served, body: Body, request: Request) -> Any:
     except asyncio.CancelledError as error:  # by the server, which has waited long enough
         raise Refusal(503, STOPPED) from error
     finally:
-        cancel(served, work)
+        end(served, work)
+
+
+def turned_away(served: Served) -> Refusal:
+    """Say that there is no room for a request."""
+    if served.engine.closed:
+        return Refusal(503, STOPPED)
+    wait = {"Retry-After": str(RETRY_SECONDS)}
+    return Refusal(429, "too many requests wait already: try again later", code="too_many_requests", headers=wait)
 
 
 def refuse_other_model(served: Served, name: str) -> None:
@@ -177,8 +190,8 @@ def refuse_other_model(served: Served, name: str) -> None:
         raise Refusal(404, f"there is no model {name!r} here: ask for {served.name!r}", "model", "model_not_found")
 
 
-async def begin(served: Served, body: Body) -> Work:
-    """Check a request, and let its texts wait for their turn."""
+async def begin(served: Served, body: Body, late: float) -> Work:
+    """Check a request, and let its texts wait for their turn; `late` is the time at which it is given up."""
     loop, received = asyncio.get_running_loop(), asyncio.Queue[tuple[int, Piece]]()
 
     def sender(index: int) -> Callable[[Piece], None]:
@@ -194,15 +207,19 @@ async def begin(served: Served, body: Body) -> Work:
 
         return send if body.stream else send_last
 
+    def make_rows() -> list[Row]:
+        prompts = body.prompts(served.tokenizer)
+        return [make_row(served, body, tokens, index, sender(index)) for index, tokens in enumerate(prompts)]
+
     try:
-        prompts = await run_in_threadpool(body.prompts, served.tokenizer)
-        rows = [make_row(served, body, tokens, index, sender(index)) for index, tokens in enumerate(prompts)]
+        rows = await run_in_threadpool(make_rows)  # to turn a long text into tokens takes seconds
     except RequestError as error:
         raise Refusal(400, str(error)) from error
     work = Work(body, rows, received)
-    if not all(served.engine.submit(row) for row in rows):
-        cancel(served, work)
-        raise Refusal(503, "too many requests wait already: try again later")
+    if not served.engine.submit(*rows):
+        raise turned_away(served)
+    why = f"the answer was not complete after {served.max_seconds:g} seconds: ask for fewer max_tokens, or stream it"
+    work.alarm = loop.call_later(late - time.monotonic(), received.put_nowait, (0, Piece(error=why, status=504)))
     return work
 
 
@@ -210,8 +227,6 @@ def make_row(served: Served, body: Body, tokens: list[int], index: int, send: Ca
     """Make the text of a prompt; refuse a prompt that cannot be served."""
     if not tokens:
         raise Refusal(400, "the prompt is empty: send at least one token", "prompt")
-    if not all(0 <= token < vocabulary(served.model) for token in tokens):
-        raise Refusal(400, f"a token is none of the model's {vocabulary(served.model)}", "prompt")
     room = served.positions - len(tokens)
     if room < 1 or (body.new_tokens or 1) > room:
         raise Refusal(
@@ -221,13 +236,27 @@ def make_row(served: Served, body: Body, tokens: list[int], index: int, send: Ca
             "max_tokens" if room > 0 else "messages" if isinstance(body, ChatBody) else "prompt",
             "context_length_exceeded",
         )
-    temperature, top_p = (1.0 if x is None else x for x in (body.temperature, body.top_p))
-    drawing = Drawing(temperature, top_p, random.Random(None if body.seed is None else f"{body.seed} {index}"))
+    if min(tokens) < 0 or max(tokens) >= (known := vocabulary(served.model)):
+        raise Refusal(400, f"a token is none of the model's {known}", "prompt")
     ends = frozenset[int]() if body.ignore_eos else served.ends
-    return Row(tokens, send, served.tokenizer, body.new_tokens or room, drawing, body.stops, ends)
+    return Row(tokens, send, served.tokenizer, body.new_tokens or room, make_drawing(body, index), body.stops, ends)
 
 
-def cancel(served: Served, work: Work) -> None:
+def make_drawing(body: Body, index: int) -> Drawing:
+    """Take from a body how a text of it is drawn."""
+    temperature, top_p, penalty = (
+        1.0 if x is None else x for x in (body.temperature, body.top_p, body.repetition_penalty)
+    )
+    top_k = body.top_k if body.top_k is not None and body.top_k > 0 else None
+    seeded = random.Random(None if body.seed is None else f"{body.seed} {index}")
+    return Drawing(temperature, top_p, seeded, top_k, body.min_p or 0.0, penalty)
+
+
+def end(served: Served, work: Work) -> None:
+    """End a request: its texts that still wait or are written are abandoned."""
+    served.metrics.add_usage(work.usage)
+    if work.alarm is not None:
+        work.alarm.cancel()
     for row in work.rows:
         if not row.done:
             served.engine.cancel(row)
@@ -260,7 +289,7 @@ async def collect(work: Work) -> tuple[list[str], list[str | None]]:
     ends: list[str | None] = [None for _ in work.rows]
     async for index, piece in work.pieces():
         if piece.error is not None:
-            raise Refusal(500, piece.error)
+            raise Refusal(piece.status, piece.error)
         texts[index].append(piece.text)
         ends[index] = piece.finish
     return ["".join(text) for text in texts], ends
@@ -277,7 +306,7 @@ class Stream(StreamingResponse):
 
     def __init__(self, served: Served, work: Work) -> None:
         super().__init__(events_of(served, work), media_type="text/event-stream")
-        self.leave = partial(cancel, served, work)
+        self.leave = partial(end, served, work)
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -305,7 +334,7 @@ async def events_of(served: Served, work: Work) -> AsyncIterator[str]:
         yield chunk(0, "", None, role="assistant")
     async for index, piece in work.pieces():
         if piece.error is not None:
-            yield event(Refusal(500, piece.error).content)
+            yield event(Refusal(piece.status, piece.error).content)
             return
         yield chunk(index, piece.text, piece.finish)
     if with_usage:

@@ -57,12 +57,16 @@ class Engine:
         """Count the texts whose prompts are not read."""
         return len(self.waiting) + len(self.prompts.rows)
 
-    def submit(self, row: Row) -> bool:
-        """Queue a row; tell whether there is room for it."""
+    def has_room(self, rows: int) -> bool:
+        """Tell whether so many more rows may wait."""
+        return not self.closed and len(self.waiting) + rows <= MAX_WAITING
+
+    def submit(self, *rows: Row) -> bool:
+        """Queue the rows of a request; tell whether there is room for all of them, or else queue none."""
         with self.wake:
-            if self.closed or len(self.waiting) >= MAX_WAITING:
+            if not self.has_room(len(rows)):
                 return False
-            self.waiting.append(row)
+            self.waiting.extend(rows)
             self.wake.notify()
             return True
 
@@ -134,7 +138,7 @@ class Engine:
         )
         logits = out.logits[:, -1].float()
         broken = logits.isnan().any(-1).tolist()
-        tokens = choose_tokens(logits, [row.drawing for row in rows])
+        tokens = choose_tokens(logits, [row.drawing for row in rows], [row.tokens for row in rows])
         for row, token, is_broken in zip(rows, tokens, broken, strict=True):
             row.read += 1
             if is_broken:

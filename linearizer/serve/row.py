@@ -20,6 +20,7 @@ class Piece:
     text: str = ""
     finish: str | None = None  # "stop", or "length"
     error: str | None = None
+    status: int = 500  # of HTTP, where there is an error
 
     @property
     def last(self) -> bool:

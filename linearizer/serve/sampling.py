@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from random import Random
 
 import torch
+from transformers import RepetitionPenaltyLogitsProcessor
 
 Tensor = torch.Tensor
 
@@ -18,10 +19,17 @@ class Drawing:
     temperature: float = 0.0
     top_p: float = 1.0
     random: Random = field(default_factory=Random)
+    top_k: int | None = None  # None: all
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
 
 
-def choose_tokens(logits: Tensor, drawings: Sequence[Drawing]) -> list[int]:
-    """Choose the next token of every row of logits (rows, vocabulary)."""
+def choose_tokens(logits: Tensor, drawings: Sequence[Drawing], texts: Sequence[Sequence[int]] = ()) -> list[int]:
+    """Choose the next token of every row of logits (rows, vocabulary), after the tokens of its text."""
+    for row, drawing in enumerate(drawings):
+        if drawing.repetition_penalty != 1.0:
+            text = torch.tensor([texts[row]], device=logits.device)
+            logits[row] = RepetitionPenaltyLogitsProcessor(drawing.repetition_penalty)(text, logits[row : row + 1])[0]
     chosen = logits.argmax(-1)
     drawn = [row for row, drawing in enumerate(drawings) if drawing.temperature > 0]
     if drawn:
@@ -32,7 +40,8 @@ def choose_tokens(logits: Tensor, drawings: Sequence[Drawing]) -> list[int]:
 
 
 def draw_tokens(logits: Tensor, drawings: Sequence[Drawing]) -> Tensor:
-    """Draw from the likeliest tokens whose probabilities add up to top_p, with one random number a row."""
+    """Draw with one random number a row: of the likeliest top_k tokens, from those whose probabilities add up to top_p,
+    and of these from those that have min_p of the likeliest one's; in the order in which transformers does it."""
 
     def column(values: Sequence[float]) -> Tensor:
         return torch.tensor(values, device=logits.device, dtype=logits.dtype)[:, None]
@@ -40,8 +49,13 @@ def draw_tokens(logits: Tensor, drawings: Sequence[Drawing]) -> Tensor:
     temperature = column([drawing.temperature for drawing in drawings])
     shares = ((logits - logits.amax(-1, keepdim=True)) / temperature).softmax(-1)
     shares, order = shares.sort(stable=True, dim=-1, descending=True)
+    if any(drawing.top_k is not None for drawing in drawings):
+        most = column([drawing.top_k or shares.shape[-1] for drawing in drawings])
+        shares = shares * (torch.arange(shares.shape[-1], device=logits.device) < most)
+        shares = shares / shares.sum(-1, keepdim=True)
     before = shares.cumsum(-1) - shares
     kept = before < column([drawing.top_p for drawing in drawings])
+    kept &= shares >= column([drawing.min_p for drawing in drawings]) * shares[:, :1]
     kept[:, 0] = True
     total = (shares * kept).cumsum(-1)
     place = torch.searchsorted(

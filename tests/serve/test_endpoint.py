@@ -8,41 +8,8 @@ import time
 import httpx
 import pytest
 import torch
-from transformers import AutoTokenizer
 
-from linearizer.model.hub import find_model
-from linearizer.serve.endpoint import Served
-from linearizer.serve.engine import Engine
-from tests.support.models import student_of
-from tests.support.serving import listening
-
-TEMPLATE = (
-    "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}"
-    "{% if add_generation_prompt %}assistant: {% endif %}"
-)
-
-
-@pytest.fixture(scope="module")
-def served():
-    tokenizer = AutoTokenizer.from_pretrained(find_model("demo").folder)
-    tokenizer.chat_template = TEMPLATE
-    student = student_of("llama", vocab_size=len(tokenizer), max_position_embeddings=512)
-    student.generation_config.eos_token_id = None
-    with Engine(student, 2**24) as engine:
-        known = Served("tiny", student, tokenizer, 512, engine)
-        with listening(known) as url, httpx.Client(base_url=url, timeout=60) as client:
-            client.served = known
-            yield client
-
-
-def complete(client, **options):
-    return client.post("completions", json={"model": "tiny", "prompt": "Once upon", "temperature": 0, **options})
-
-
-def chat(client, *words, **options):
-    roles = ("user", "assistant")
-    messages = [{"role": roles[i % 2], "content": text} for i, text in enumerate(words)]
-    return client.post("chat/completions", json={"model": "tiny", "messages": messages, "temperature": 0, **options})
+from tests.support.serving import chat, complete
 
 
 def expected(client, prompt, count):

@@ -24,10 +24,17 @@ def test_a_run_is_served_until_it_is_stopped(quick_run):
 
 
 def test_a_teacher_is_served_until_it_is_stopped(quick_run, capsys):
-    """In this process, whose main thread serves: a second one would import all anew."""
+    """In this process, whose main thread serves: a second one would import all anew.
+
+    It serves others than this machine, without a key, and warns of it.
+    """
     from linearizer.cli.main import main
 
-    out, heard, over = [""], [], threading.Event()
+    out, err, heard, over = [""], [""], [], threading.Event()
+
+    def take():
+        said = capsys.readouterr()
+        out[0], err[0] = out[0] + said.out, err[0] + said.err
 
     def stop():
         os.kill(os.getpid(), signal.SIGINT)
@@ -36,7 +43,7 @@ def test_a_teacher_is_served_until_it_is_stopped(quick_run, capsys):
         try:
             while not out[0].endswith("}\n"):
                 assert not over.wait(0.1)
-                out[0] += capsys.readouterr().out
+                take()
             ask_until_stopped(json.loads(out[0]), "demo-teacher", stop)
             heard.append("stopped")
         finally:
@@ -45,11 +52,12 @@ def test_a_teacher_is_served_until_it_is_stopped(quick_run, capsys):
 
     asking = threading.Thread(target=ask)
     asking.start()
-    code = main(["serve", str(quick_run), "--port", "0", "--json", "--teacher"])
+    code = main(["serve", str(quick_run), "--port", "0", "--json", "--teacher", "--host", "0.0.0.0"])
     over.set()
     asking.join()
+    take()
     assert code in (0, 130) and heard == ["stopped"]
-    assert "Traceback" not in capsys.readouterr().err
+    assert "Traceback" not in err[0] and "set --api-key" in err[0]
 
 
 def ask_until_stopped(served, name, stop):
@@ -74,6 +82,12 @@ def test_what_cannot_be_served_is_said_at_once(quick_run, tmp_path, said):
         (("serve", quick_run, "--port", 99999), "--port"),
         (("serve", quick_run, "--host", "no.such.host.invalid", "--port", 0), "--host"),
         (("serve", quick_run, "--port", 0, "--max-state-bytes", -1), "max-state-bytes"),
+        (("serve", quick_run, "--port", 0, "--host", "\udcff\udcfe"), "--host"),
+        (("serve", quick_run, "--port", 0, "--host", "x" * 300), "--host"),
+        (("serve", quick_run, "--port", 0, "--host", "a\0b"), "--host"),
+        (("serve", quick_run, "--port", 0, "--max-seconds", "nan"), "max-seconds"),
+        (("serve", quick_run, "--port", 0, "--api-key", ""), "API key"),
+        (("serve", quick_run, "--port", 0, "--api-key", "a b"), "API key"),
         (("serve", tmp_path / "none"), "there is no run"),
     ]:
         code, out, err = said(*words)

@@ -1,0 +1,82 @@
+"""An endpoint asks for its key, gives up what lasts too long, turns away what has no room, and counts it all."""
+
+import json
+import re
+import time
+
+import httpx
+import pytest
+
+from linearizer.serve import engine as engines
+from linearizer.serve.endpoint import Served
+from linearizer.serve.metrics import Metrics
+from tests.support.serving import complete, listening
+
+SAMPLE = re.compile(r'linearizer_\w+(\{\w+="[^"]*"(,\w+="[^"]*")*\})? \d+(\.\d+)?')
+
+
+def limited(served, **changes):
+    """The same model, with limits of its own."""
+    known = served.served
+    return Served(known.name, known.model, known.tokenizer, known.positions, known.engine, **changes)
+
+
+@pytest.mark.parametrize("header", [None, "Bearer other", "Bearer s3cret2", "Basic s3cret", "s3cret", "Bearer s3crét"])
+def test_without_its_key_nothing_is_served_but_its_health(served, header):
+    headers = {} if header is None else {"Authorization": header.encode()}
+    with listening(limited(served), local=False, key="s3cret") as url, httpx.Client(base_url=url) as client:
+        for answer in (
+            client.get("models", headers=headers),
+            client.get("../metrics", headers=headers),
+            client.post("completions", json={"model": "tiny", "prompt": "a"}, headers=headers),
+        ):
+            assert answer.status_code == 401 and answer.json()["error"]["code"] == "invalid_api_key"
+        assert client.get("../health", headers=headers).status_code == 200
+        assert client.get("models", headers={"Authorization": "Bearer s3cret"}).status_code == 200
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_lasts_too_long_is_given_up_and_frees_its_place(served, stream):
+    with listening(limited(served, max_seconds=0.05)) as url, httpx.Client(base_url=url, timeout=60) as client:
+        answer = complete(client, max_tokens=500, stream=stream)
+        content = [line for line in answer.text.splitlines() if line][-1].removeprefix("data: ")
+        assert answer.status_code == (200 if stream else 504)
+        assert "0.05 seconds" in json.loads(content)["error"]["message"]
+        engine, last = served.served.engine, time.monotonic() + 60
+        while engine.rows or engine.unread:
+            assert time.monotonic() < last
+            time.sleep(0.01)
+        assert max(kept.tokens for kept in engine.kept.states.values()) < 400  # it did not write to the end
+    assert complete(served, max_tokens=2).status_code == 200
+
+
+def test_what_has_no_room_may_come_again(served, monkeypatch):
+    monkeypatch.setattr(engines, "MAX_WAITING", 0)
+    answer = complete(served)
+    assert answer.status_code == 429 and int(answer.headers["Retry-After"]) > 0
+    assert answer.json()["error"]["type"] == "rate_limit_error"
+    monkeypatch.setattr(engines, "MAX_WAITING", 3)
+    answer = complete(served, prompt=["a"] * 4)  # all of its texts, or none
+    assert answer.status_code == 429 and not served.served.engine.unread
+    monkeypatch.undo()
+    assert complete(served, max_tokens=1).status_code == 200
+
+
+def test_prometheus_reads_what_the_endpoint_does(served):
+    with listening(limited(served, metrics=Metrics())) as url, httpx.Client(base_url=url, timeout=60) as client:
+        complete(client, max_tokens=7)
+        complete(client, temperature=9)
+        for name in ("a", "b"):
+            client.get(f"../{name}")
+        answer = client.get("../metrics")
+    assert answer.headers["content-type"].startswith("text/plain; version=0.0.4")
+    samples = [line for line in answer.text.splitlines() if not line.startswith("#")]
+    assert all(SAMPLE.fullmatch(line) for line in samples)
+    found = dict(line.rsplit(" ", 1) for line in samples)
+    assert found['linearizer_requests_total{path="/v1/completions",status="200"}'] == "1"
+    assert found['linearizer_requests_total{path="/v1/completions",status="400"}'] == "1"
+    assert (
+        found['linearizer_requests_total{path="other",status="404"}'] == "2"
+    )  # names that others choose are no labels
+    assert found["linearizer_written_tokens_total"] == "7" and int(found["linearizer_prompt_tokens_total"]) > 0
+    assert float(found["linearizer_kept_state_bytes"]) == served.served.engine.kept.bytes
