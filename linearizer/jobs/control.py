@@ -20,7 +20,7 @@ from linearizer.jobs import processes, queue
 from linearizer.jobs.queue import Ticket
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.events import READ_BYTES, STEPS, Event, EventName, first_event, newest_events, read_events
-from linearizer.run.files import UNFINISHED, remove, writing
+from linearizer.run.files import UNFINISHED, open_in_place, remove, writing
 from linearizer.run.folder import FILES_OF_RUN, Run, newest_request
 from linearizer.run.locks import Lock
 from linearizer.run.plan import Plan
@@ -119,7 +119,7 @@ def lock_and_queue(run: Run, **details: Any) -> tuple[Lock, Ticket]:
 def start_worker(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
     """Start the process of a run."""
     request = {"folder": str(run.folder), "job": run.job, "ticket": str(ticket.path), "token": token}
-    with (run.folder / "worker.log").open("wb") as log:
+    with open(run.folder / "worker.log", "wb", opener=open_in_place) as log:
         processes.start_process(request, [lock.fd, ticket.lock.fd], log.fileno()).close()
 
 

@@ -28,6 +28,7 @@ from linearizer.jobs.processes import CAN_FORK, fork_from, replace_own_environme
 from linearizer.jobs.queue import Ticket
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.events import EventName
+from linearizer.run.files import open_in_place
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
 from linearizer.run.locks import Lock
@@ -216,7 +217,7 @@ def keep_faults(run: Run, token: str | None, file: Path | None = None) -> Iterat
 
     def keep(fault: Exception) -> None:
         text = "".join(traceback.format_exception(fault))
-        with nullcontext(sys.stderr) if file is None else file.open("a") as kept:
+        with nullcontext(sys.stderr) if file is None else open(file, "a", opener=open_in_place) as kept:
             kept.write(text.replace(token, "…") if token else text)
             kept.flush()
 

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from linearizer.errors import FolderError
-from linearizer.run.files import parse_json, writing
+from linearizer.run.files import open_in_place, parse_json, writing
 
 READ_BYTES = 2**14  # bytes that are read at once
 LAST_SECOND = 2**36  # of a time: some two thousand years after 1970
@@ -74,7 +74,7 @@ def append_event(path: Path, event: str, details: Mapping[str, Any]) -> None:
 
 def append_line(path: Path, line: bytes) -> None:
     """Append a line, and end a line before it that was cut off."""
-    with writing(path), path.open("ab+") as file:
+    with writing(path), open(path, "ab+", opener=open_in_place) as file:
         torn = file.tell() > 0 and file.seek(-1, os.SEEK_END) >= 0 and file.read(1) != b"\n"
         file.write((b"\n" if torn else b"") + line + b"\n")
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import json
 import os
@@ -56,6 +57,8 @@ def writing(path: Path) -> Iterator[None]:
         # By its name: a signal's handler writes, too, and importing there breaks the import that the signal came into.
         if not isinstance(error, OSError) and type(error).__name__ != "SafetensorError":
             raise
+        if getattr(error, "errno", None) == errno.ELOOP:
+            raise link_error(Path(error.filename or path)) from error  # type: ignore[attr-defined]
         reason = getattr(error, "strerror", None) or error
         raise FolderError(
             f"{str(path)!r} cannot be written ({reason}): free the disk, or name a folder that is yours to write; "
@@ -63,12 +66,24 @@ def writing(path: Path) -> Iterator[None]:
         ) from error
 
 
+def link_error(path: Path) -> FolderError:
+    return FolderError(
+        f"{str(path)!r} is a link, and only files of the folder itself are written: remove it, or put in its place a "
+        "copy of what it points to"
+    )
+
+
+def open_in_place(path: str | os.PathLike[str], flags: int) -> int:
+    """Open a file that is written where it is (for `open`'s opener); not through a link, which may lead anywhere."""
+    return os.open(path, flags | os.O_NOFOLLOW, 0o666)
+
+
 def write_whole(path: Path, content: str | bytes) -> None:
     """Replace a file at once, so that a reader or a crash never meets half of it."""
     unfinished = path.with_name(path.name + UNFINISHED)
     with writing(path):
         try:
-            with unfinished.open("wb") as file:
+            with open(unfinished, "wb", opener=open_in_place) as file:
                 file.write(content.encode() if isinstance(content, str) else content)
                 file.flush()
                 os.fsync(file.fileno())
@@ -91,12 +106,12 @@ def replacing(folder: Path) -> Iterator[Path]:
     """Give a folder to fill; when it is whole it takes the place of `folder`, and else nothing changes."""
     unfinished = folder.with_name(folder.name + UNFINISHED)
     with writing(folder):
-        shutil.rmtree(unfinished, ignore_errors=True)
+        remove(unfinished)
         try:
             yield unfinished
             for path in unfinished.rglob("*"):
                 sync(path)
-            shutil.rmtree(folder, ignore_errors=True)
+            remove(folder)
             unfinished.rename(folder)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)

@@ -13,6 +13,7 @@ RUN/hub_job.json    hardware, price and owner of a run that works in jobs of the
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, replace
 from pathlib import Path
@@ -32,7 +33,7 @@ from linearizer.run.events import (
     newest_events,
     read_events,
 )
-from linearizer.run.files import UNFINISHED, parse_json, seal, unseal, write_whole, writing
+from linearizer.run.files import UNFINISHED, link_error, open_in_place, parse_json, seal, unseal, write_whole, writing
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.locks import Lock
@@ -304,12 +305,20 @@ class Run:
 
     def take_lock(self) -> Lock:
         """Keep other processes from writing this run; a process that dies frees its lock."""
+        self.refuse_links()
         with writing(self.folder):
             lock = locks.take_lock(self.folder / "lock")
         if lock is None:
             raise FolderError(f"{str(self.folder)!r} is being written by another process: wait for it, or stop it")
         self.clear_request("stop")  # it was meant for a process that has ended
         return lock
+
+    def refuse_links(self) -> None:
+        """Refuse links among the files of a run: what is written to one lands elsewhere."""
+        below = (Path(place) / name for place, *names in os.walk(self.folder / "state") for name in sum(names, []))
+        for path in (*(self.folder / name for name in sorted(FILES_OF_RUN)), *below):
+            if path.is_symlink():
+                raise link_error(path)
 
     @property
     def is_locked(self) -> bool:
@@ -322,7 +331,7 @@ class Run:
             self.write(name, why)
             return
         with writing(self.folder):
-            (self.folder / name).touch()
+            os.close(open_in_place(self.folder / name, os.O_WRONLY | os.O_CREAT))
 
     def request_reason(self, name: str) -> str | None:
         """Give the reason of a request, if one was given."""

@@ -71,7 +71,7 @@ def is_held(path: Path) -> bool:
     """Tell whether a live process holds a lock."""
     try:
         fd = open_file(path, os.O_RDONLY)
-    except (FileNotFoundError, NotADirectoryError):
+    except OSError:  # there is none, or a link in its place, which no process of ours holds
         return False
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)  # shared: two that ask do not meet each other
@@ -85,7 +85,7 @@ def is_held(path: Path) -> bool:
 def open_file(path: Path, how: int) -> int:
     """Open a file for a lock on it."""
     with CHANGING:
-        fd = os.open(path, how, 0o644)
+        fd = os.open(path, how | os.O_NOFOLLOW, 0o644)
         OPEN.add(fd)
     return fd
 
