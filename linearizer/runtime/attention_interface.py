@@ -15,10 +15,11 @@ from typing import Any
 
 import torch
 from torch import nn
-from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedModel
+from transformers import AttentionInterface, AttentionMaskInterface, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import causal_mask_function, sdpa_mask
+from transformers.utils import logging
 
 from .cache import CACHE, empty_cache, keeps_state, take_cache
 
@@ -30,8 +31,9 @@ NOT_SERVED = (
     "give each text a row of its own, and an attention_mask (texts, tokens) for its padding"
 )
 NO_WEIGHTS = (
-    "a linearized model computes no weights between tokens: leave output_attentions out, or ask its teacher for them"
+    "a linearized model computes no weights between tokens, so its attentions are None: ask its teacher for them"
 )
+logger = logging.get_logger(__name__)
 
 
 def attention_modules(model: nn.Module) -> list[nn.Module]:
@@ -125,8 +127,7 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
     mask, positions, cache = kwargs.get("attention_mask"), kwargs.get("position_ids"), take_cache(kwargs)
     if mask is not None and getattr(mask, "ndim", None) != 2:
         raise ValueError(NOT_SERVED)
-    if kwargs.get("output_attentions"):
-        raise ValueError(NO_WEIGHTS)
+    leave_out_weights(kwargs, decoder.config)
     if torch.compiler.is_compiling() and mask is positions is None:  # or transformers masks as if texts were packed
         given = kwargs["input_ids"] if kwargs.get("input_ids") is not None else kwargs["inputs_embeds"]
         kwargs["attention_mask"] = torch.ones(given.shape[:2], dtype=torch.long, device=given.device)
@@ -145,6 +146,14 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
         if not cache.get_seq_length() and restarts(positions):
             raise ValueError(NOT_SERVED)  # without a cache transformers sees it
     return (), {**kwargs, CACHE: cache}
+
+
+def leave_out_weights(kwargs: dict, config: PreTrainedConfig) -> None:
+    """Ask for no weights between tokens, whether an argument or the config wants them, and say so."""
+    wanted = kwargs.get("output_attentions")
+    if config.output_attentions if wanted is None else wanted:
+        logger.warning_once(NO_WEIGHTS)
+        kwargs["output_attentions"] = False
 
 
 def restarts(positions: torch.Tensor) -> bool:

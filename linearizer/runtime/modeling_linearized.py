@@ -34,7 +34,14 @@ from transformers import (
 )
 from transformers.cache_utils import Cache
 
-from .attention_interface import IMPLEMENTATION, attention_modules, device_of, hand_over_state, serve_decoder
+from .attention_interface import (
+    IMPLEMENTATION,
+    attention_modules,
+    device_of,
+    hand_over_state,
+    leave_out_weights,
+    serve_decoder,
+)
 from .cache import CACHE, LinearizedCache, empty_cache, take_cache
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .layer_student import LayerStudent, generator_at
@@ -48,6 +55,15 @@ NOT_BATCHED = (
     "call generate with a padded batch, whose texts take the same state at any length"
 )
 OWN = {"base", "layers", "sinks", "feature_map", "teacher", "auto_map"}  # of a config; all else is its teacher's
+SIZES = (  # of its teacher that tools look for in what is written of a config
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+    "max_position_embeddings",
+)
 CONTENT = ("_modules", "_parameters", "_buffers", "_non_persistent_buffers_set")  # of a module
 TRAITS = (  # of the base that transformers asks a model for
     "base_model_prefix",
@@ -94,15 +110,25 @@ class LinearizedConfig(PreTrainedConfig):
         own = self if name in self.__dict__ or not belongs_to(self.__dict__.get("base"), name) else self.base
         super().__setattr__(name, value) if own is self else setattr(own, name, value)
 
+    @property
+    def output_attentions(self) -> bool:
+        """Whether weights between tokens are wanted: a student has none, and transformers would ask how it attends."""
+        return self._output_attentions
+
+    @output_attentions.setter
+    def output_attentions(self, value: bool) -> None:
+        self._output_attentions = value
+
     def get_text_config(self, *args: object, **kwargs: object) -> PreTrainedConfig:
         return self.__dict__.get("base") or self
 
     def to_dict(self) -> dict:
-        """Leave out where the teacher lay; how its weights are quantised is said of the whole model."""
+        """Leave out where the teacher lay; sizes, and how its weights are quantised, are said of the whole model."""
         content = super().to_dict()
         base = {name: x for name, x in (content["base"] or {}).items() if not name.startswith("_")}
         quantised = base.pop("quantization_config", None)
-        return {**content, "base": base, **({"quantization_config": quantised} if quantised else {})}
+        sizes = {name: getattr(self, name) for name in SIZES if belongs_to(self.base, name)}
+        return {**content, **sizes, "base": base, **({"quantization_config": quantised} if quantised else {})}
 
 
 def belongs_to(base: PreTrainedConfig | None, name: str) -> bool:
@@ -229,6 +255,7 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
         for name in ("output_hidden_states", "return_dict"):
             if kwargs.get(name) is None and getattr(self.config, name) != getattr(self.base.config, name):
                 kwargs[name] = getattr(self.config, name)
+        leave_out_weights(kwargs, self.config)
         return self.base(
             input_ids=input_ids,
             attention_mask=attention_mask,

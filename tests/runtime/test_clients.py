@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM
 from linearizer.model.checkpoint import load, save
 from linearizer.run.head_bytes import Head
 from linearizer.runtime.cache import CACHE
+from linearizer.runtime import attention_interface
 from linearizer.runtime.feature_maps import FEATURE_MAPS
 from tests.support.families import FAMILIES
 from tests.support.models import MIXED, student_of, teacher_of, tokens
@@ -100,11 +101,35 @@ def test_what_students_do_not_serve_is_refused_at_once():
     assert time.monotonic() - begin < 5  # it took 40 s to answer nothing
     packed = torch.tensor([[0, 1, 2, 3, 0, 1, 2, 3, 4]])
     for part in (student, student.base_model):
-        with pytest.raises(ValueError, match="leave output_attentions out"):
-            part(ids, output_attentions=True)
         for use_cache in (True, False):
             with pytest.raises(ValueError, match="give each text a row of its own"):
                 part(ids, position_ids=packed, use_cache=use_cache)
+
+
+@pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
+@torch.no_grad()
+def test_weights_between_tokens_are_none_with_a_warning(family, capfd, tmp_path):
+    """As of other models that have none: what asks for them for all models, as tools do, goes on."""
+    student, ids = student_of(family), tokens(1, 9)
+    plain = student(ids).logits
+    student.save_pretrained(tmp_path)
+    configured, its_config = student_of(family), AutoModelForCausalLM.from_pretrained(tmp_path, output_attentions=True)
+    configured.config.output_attentions = True
+    for ask in (
+        lambda: student(ids, output_attentions=True),
+        lambda: student.base_model(ids, output_attentions=True),
+        lambda: configured(ids),
+        lambda: its_config(ids),
+        lambda: student.generate(ids, output_attentions=True, return_dict_in_generate=True, max_new_tokens=2),
+    ):
+        attention_interface.logger.warning_once.cache_clear()
+        out = ask()
+        attentions = out.attentions
+        assert attentions is None or set(attentions) == {None}
+        assert "computes no weights between tokens" in capfd.readouterr().err
+        if "logits" in out:
+            torch.testing.assert_close(out.logits, plain)
+    assert configured(ids, output_attentions=False).attentions is None and not capfd.readouterr().err
 
 
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16], ids=str)
