@@ -33,6 +33,7 @@ from transformers import (
     PreTrainedModel,
 )
 from transformers.cache_utils import Cache
+from transformers.utils import logging
 
 from .attention_interface import (
     IMPLEMENTATION,
@@ -54,6 +55,11 @@ NOT_BATCHED = (
     "continuous batching keeps keys in pages, and a linearized model keeps a state: "
     "call generate with a padded batch, whose texts take the same state at any length"
 )
+BEYOND = (
+    "the text is longer than the {} positions that the teacher of this linearized model was made for: its state does "
+    "not grow, but what the model writes from here on may be worse, and was not measured"
+)
+logger = logging.get_logger(__name__)
 OWN = {"base", "layers", "sinks", "feature_map", "teacher", "auto_map"}  # of a config; all else is its teacher's
 SIZES = (  # of its teacher that tools look for in what is written of a config
     "vocab_size",
@@ -256,6 +262,8 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             if kwargs.get(name) is None and getattr(self.config, name) != getattr(self.base.config, name):
                 kwargs[name] = getattr(self.config, name)
         leave_out_weights(kwargs, self.config)
+        if not torch.compiler.is_compiling():
+            self.warn_beyond_positions(input_ids if inputs_embeds is None else inputs_embeds, past_key_values)
         return self.base(
             input_ids=input_ids,
             attention_mask=attention_mask,
@@ -267,6 +275,12 @@ class LinearizedForCausalLM(PreTrainedModel, GenerationMixin):
             **{CACHE: cache},
             **kwargs,
         )
+
+    def warn_beyond_positions(self, new: torch.Tensor | None, cache: Cache | None) -> None:
+        """Say that a text has become longer than what the teacher was made for: a state has room for any length."""
+        most = getattr(self.config, "max_position_embeddings", None)
+        if most and new is not None and new.shape[1] + (cache.get_seq_length() if cache is not None else 0) > most:
+            logger.warning_once(BEYOND.format(most))
 
     def empty_cache(self) -> LinearizedCache:
         return empty_cache(self.base.config, [held is not None for held in self.config.layers], self)

@@ -10,8 +10,8 @@ from transformers import AutoModelForCausalLM
 
 from linearizer.model.checkpoint import load, save
 from linearizer.run.head_bytes import Head
+from linearizer.runtime import attention_interface, modeling_linearized
 from linearizer.runtime.cache import CACHE
-from linearizer.runtime import attention_interface
 from linearizer.runtime.feature_maps import FEATURE_MAPS
 from tests.support.families import FAMILIES
 from tests.support.models import MIXED, student_of, teacher_of, tokens
@@ -104,6 +104,19 @@ def test_what_students_do_not_serve_is_refused_at_once():
         for use_cache in (True, False):
             with pytest.raises(ValueError, match="give each text a row of its own"):
                 part(ids, position_ids=packed, use_cache=use_cache)
+
+
+@torch.no_grad()
+def test_it_warns_where_a_text_is_longer_than_its_teacher_reads(capfd):
+    student, ids = student_of("llama", max_position_embeddings=16), tokens(1, 20)
+    modeling_linearized.logger.warning_once.cache_clear()
+    cache = student(ids[:, :10]).past_key_values
+    student(ids[:, 10:16], past_key_values=cache)
+    assert not capfd.readouterr().err
+    student(ids[:, 16:17], past_key_values=cache)
+    assert "longer than the 16 positions" in capfd.readouterr().err
+    student(ids)
+    assert not capfd.readouterr().err  # once
 
 
 @pytest.mark.parametrize("family", ["llama", "gpt2", "gemma3_text"])
