@@ -30,7 +30,7 @@ from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.hub_job import FILE as HUB_JOB
 from linearizer.run.stopping import is_out_of_memory
-from linearizer.run.weight_digests import check_weights, weight_files
+from linearizer.run.weight_digests import OF_THIS_MACHINE, check_weights, weight_files
 from linearizer.runtime.attention_interface import attention_modules, device_of
 from linearizer.runtime.layer_student import LayerStudent, generator_at
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
@@ -125,11 +125,18 @@ def save(
             else:
                 student.save_pretrained(unfinished, max_shard_size=MAX_SHARD)
         if tokenizer is not None:
-            tokenizer.save_pretrained(unfinished)
+            save_tokenizer(tokenizer, unfinished)
         readable = (unfinished / "config.json").stat().st_mode
         for shard in unfinished.glob("*.safetensors"):
             if shard.stat().st_nlink == 1:
                 shard.chmod(readable)  # safetensors writes through a temporary file, which its owner alone may read
+
+
+def save_tokenizer(tokenizer: PreTrainedTokenizerBase, folder: Path) -> None:
+    """Write a tokenizer, without what transformers notes of where it was read from."""
+    for name in OF_THIS_MACHINE:
+        tokenizer.init_kwargs.pop(name, None)
+    tokenizer.save_pretrained(folder)
 
 
 def link_missing_weights(run: Run, token: str | None = None, in_job: bool = False) -> None:
@@ -218,7 +225,18 @@ def load_of_run(run: Run) -> tuple[LinearizedForCausalLM, PreTrainedTokenizerBas
             student = load_around(run, load_teacher_of(plan, inspection=run.inspection).model)
         else:
             student = load_student(run, choose_device(plan.device), dtype=plan.dtype)
-        return student, AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
+        return student, load_tokenizer_of(run)
+
+
+def load_tokenizer_of(run: Run) -> PreTrainedTokenizerBase:
+    """Load the tokenizer of a run's student."""
+    try:
+        return AutoTokenizer.from_pretrained(run.checkpoint, trust_remote_code=False)
+    except Exception as error:  # each kind reads its files in its own way, with errors of many types
+        raise FolderError(
+            f"{str(run.checkpoint)!r} has no tokenizer that can be loaded ({first_line(error)}): remove it, and "
+            f"`linearizer runs resume {run.folder}` makes it anew"
+        ) from error
 
 
 def load(folder: str | Path, **options: object) -> LinearizedForCausalLM:

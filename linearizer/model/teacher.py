@@ -35,12 +35,12 @@ from linearizer.model.text import read_texts
 from linearizer.model.towers import names_in_files, text_tower, whole_of
 from linearizer.run.inspection import Inspection
 from linearizer.run.plan import Plan
+from linearizer.run.weight_digests import TOKENIZER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 GENERATION = "generation_config.json"
-TOKENIZER = ("tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.jinja")
 
 
 def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:

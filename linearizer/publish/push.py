@@ -27,11 +27,12 @@ from linearizer.publish.repository import (
 from linearizer.publish.upload import Content, HubFile, size_of, upload
 from linearizer.publish.verdict import judge_run
 from linearizer.run.events import EventName
+from linearizer.run.files import parse_object
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import FILE as HUB_JOB
-from linearizer.run.weight_digests import check_weights, read_digests
+from linearizer.run.weight_digests import OF_THIS_MACHINE, check_weights, read_digests
 
-CONFIG = "config.json"
+CONFIG, TOKENIZER_CONFIG = "config.json", "tokenizer_config.json"
 MODEL_TYPE = "linearized"  # of every student
 REPLACED_SUFFIXES = (".safetensors", ".safetensors.index.json", ".py")  # of an earlier push, if the new one lacks them
 
@@ -131,7 +132,17 @@ def model_files(run: Run, repo_id: str) -> dict[str, Content]:
         name = path.relative_to(run.checkpoint)
         if path.is_file() and not path.is_symlink() and not any(part.startswith((".", "__")) for part in name.parts):
             files[name.as_posix()] = path
+    if TOKENIZER_CONFIG in files:
+        files[TOKENIZER_CONFIG] = portable_settings(run)
     return {**files, **files_on_hub(run), **card_files(run, repo_id)}
+
+
+def portable_settings(run: Run) -> Content:
+    """Leave out of a tokenizer's settings where it was read from, which earlier versions wrote there."""
+    settings = run.checkpoint / TOKENIZER_CONFIG
+    content = run.parse_file(f"{run.checkpoint.name}/{TOKENIZER_CONFIG}", parse_object)
+    kept = {name: value for name, value in content.items() if name not in OF_THIS_MACHINE}
+    return settings if kept == content else (json.dumps(kept, indent=2, ensure_ascii=False) + "\n").encode()
 
 
 def files_on_hub(run: Run) -> dict[str, HubFile]:

@@ -33,6 +33,13 @@ def parse_json(text: str | bytes) -> Any:
         raise ValueError("it is nested too deeply") from error
 
 
+def parse_object(text: str | bytes) -> dict[str, Any]:
+    """Parse a JSON object."""
+    if not isinstance(content := parse_json(text), dict):
+        raise ValueError("it is no object")
+    return content
+
+
 def seal(text: str) -> str:
     """Add the digest of a JSON object to it, by which a later change of any bit is seen."""
     return f'{text.rstrip()[:-1]},\n"{SEAL}": "{hashlib.sha256(text.rstrip().encode()).hexdigest()}"}}'

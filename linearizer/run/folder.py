@@ -33,7 +33,17 @@ from linearizer.run.events import (
     newest_events,
     read_events,
 )
-from linearizer.run.files import UNFINISHED, link_error, open_in_place, parse_json, seal, unseal, write_whole, writing
+from linearizer.run.files import (
+    UNFINISHED,
+    link_error,
+    open_in_place,
+    parse_json,
+    parse_object,
+    seal,
+    unseal,
+    write_whole,
+    writing,
+)
 from linearizer.run.head_bytes import Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.locks import Lock
@@ -117,7 +127,7 @@ class Run:
     @property
     def begun(self) -> dict[str, Any]:
         """The id of the run, and the choices that its plan holds as decided."""
-        return self.parse_file("begun.json", parse_json, again=False)
+        return self.parse_file("begun.json", read_begun, again=False)
 
     @property
     def settled(self) -> bool:
@@ -364,6 +374,14 @@ def parse_plan(name: str, content: bytes) -> Plan:
         return Plan.from_json(unseal(content.decode(), check=False))
     except (UnicodeDecodeError, RequestError) as error:
         raise RequestError(f"{name!r} cannot be read ({error.__cause__ or error}): name a plan.json") from error
+
+
+def read_begun(text: str) -> dict[str, Any]:
+    """Parse what a run was begun with."""
+    begun = parse_object(text)
+    if missing := sorted({"id", *DECIDED} - begun.keys()):
+        raise ValueError(f"it lacks {missing[0]}")
+    return begun
 
 
 def read_evaluation(text: str) -> dict[str, dict[str, Any]]:

@@ -1,4 +1,4 @@
-"""Digests of a checkpoint's weights: damage is seen before a student is loaded or published."""
+"""Digests of a checkpoint's weights and tokenizer: damage is seen before a student is loaded or published."""
 
 from __future__ import annotations
 
@@ -10,26 +10,30 @@ from functools import lru_cache
 from pathlib import Path
 
 from linearizer.errors import FolderError
-from linearizer.run.files import parse_json
+from linearizer.run.files import parse_object
 from linearizer.run.folder import Run
 
 DIGESTS = "state/checkpoint.json"  # of a run's folder
 PIECE_BYTES = 1 << 20  # that are read at a time
 KNOWN_FILES = 256  # whose digests a process remembers
+TOKENIZER = (  # the files of one, of any kind
+    "tokenizer*", "vocab*", "merges*", "special_tokens_map.json", "added_tokens.json", "*.model", "*.jinja"
+)  # fmt: skip
+OF_THIS_MACHINE = ("is_local", "local_files_only")  # what transformers writes into a tokenizer's settings
 
 
 def write_digests(run: Run, linked: Sequence[Path] = ()) -> None:
-    """Note the digests of the weights of a checkpoint; a linked file of the Hub's cache has its digest for a name."""
+    """Note the digests of a checkpoint's files; a linked file of the Hub's cache has its digest for a name."""
     blobs = [path.resolve() for path in linked]
     known = {path.stat().st_ino: path.name for path in blobs if re.fullmatch("[0-9a-f]{64}", path.name)}
-    files = weight_files(run.checkpoint)
+    files = digested_files(run.checkpoint)
     digests = {path.name: known.get(path.stat().st_ino) or hash_file(path) for path in files}
     run.write_product(DIGESTS, json.dumps(digests))
 
 
 def check_weights(run: Run, but: Collection[str] = ()) -> None:
-    """Refuse weights that have changed since the run wrote them; `but` names files that are not checked."""
-    present = {path.name: path for path in weight_files(run.checkpoint)}
+    """Refuse files that have changed since the run wrote them; `but` names files that are not checked."""
+    present = {path.name: path for path in digested_files(run.checkpoint)}
     for name, digest in read_digests(run).items():
         if name not in but and (name not in present or digest_of(present[name]) != digest):
             raise FolderError(
@@ -39,8 +43,14 @@ def check_weights(run: Run, but: Collection[str] = ()) -> None:
 
 
 def read_digests(run: Run) -> dict[str, str]:
-    """Read the digests of the weights that a run wrote; none until they are noted."""
-    return run.parse_file(DIGESTS, parse_json, again=False) if run.has_file(DIGESTS) else {}
+    """Read the digests of the files that a run wrote; none until they are noted."""
+    return run.parse_file(DIGESTS, parse_object, again=False) if run.has_file(DIGESTS) else {}
+
+
+def digested_files(folder: Path) -> list[Path]:
+    """List the files of a checkpoint whose damage nothing else shows before it matters."""
+    tokenizer = {path for pattern in TOKENIZER for path in folder.glob(pattern) if path.is_file()}
+    return [*weight_files(folder), *sorted(tokenizer)]
 
 
 def weight_files(folder: Path) -> list[Path]:

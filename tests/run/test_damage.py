@@ -61,6 +61,15 @@ def test_a_damaged_product_is_named_with_what_to_do(name, damage, run):
         read(run, name)
 
 
+@pytest.mark.parametrize("damage", ["null", "3", "[]", "{}", '{"id": "a"}'])
+def test_a_run_that_forgot_how_it_was_begun_says_so(run, damage, said):
+    (run.folder / "begun.json").write_text(damage)
+    with pytest.raises(FolderError, match=r"begun.json' cannot be read \(.*\): start a new run$"):
+        run.id  # noqa: B018
+    code, out, err = said("run", "demo", "--resume", "--out", run.folder)
+    assert code == 2 and "begun.json" in err and err.count("\n") == 1
+
+
 def flip_a_digit(path):
     """Change one digit of a number in a file, as a failing disk may."""
     content = path.read_bytes()

@@ -1,12 +1,17 @@
 """A checkpoint whose weights changed since they were written is neither loaded nor published."""
 
-import pytest
+import json
 
+import pytest
+from transformers import AutoTokenizer
+
+from linearizer import pipeline
 from linearizer.errors import FolderError
-from linearizer.model.checkpoint import load_student, save
+from linearizer.model.checkpoint import load_of_run, load_student, save
+from linearizer.model.hub import find_model
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.run.weight_digests import check_weights, hash_file, read_digests, write_digests
+from linearizer.run.weight_digests import DIGESTS, check_weights, hash_file, read_digests, write_digests
 from tests.support.models import student_of, teacher_of
 
 
@@ -47,6 +52,56 @@ def test_a_linked_file_of_the_hubs_cache_is_not_read_for_its_digest(tmp_path):
     check_weights(run, but=["teacher-00001-of-00001.safetensors"])
     with pytest.raises(FolderError, match="teacher-00001-of-00001.safetensors' is not as the run wrote it"):
         check_weights(run)
+
+
+@pytest.fixture
+def with_tokenizer(run):
+    """A run whose checkpoint has a tokenizer, and whose plan is all that loading asks for."""
+    (run.folder / "inspection.json").write_text(pipeline.inspect("demo").to_json())
+    save(student_of("llama"), AutoTokenizer.from_pretrained(find_model("demo").folder), run.checkpoint)
+    return run
+
+
+@pytest.mark.parametrize("name", ["tokenizer.json", "tokenizer_config.json"])
+@pytest.mark.parametrize("damage", [b"", b"{", b"null", b"[[[", b"\xff", b'{"model": {"type": "none"}}'])
+def test_a_damaged_tokenizer_is_refused_in_a_sentence(with_tokenizer, name, damage):
+    """Also where a run of an earlier version has noted no digest of it."""
+    run, path = with_tokenizer, with_tokenizer.checkpoint / name
+    write_digests(run)
+    whole = path.read_bytes()
+    path.write_bytes(damage)
+    with pytest.raises(FolderError, match=f"{name}' is not as the run wrote it: remove the folder checkpoint"):
+        load_of_run(run)
+    write_digests(run)
+    if (name, damage) != ("tokenizer_config.json", b'{"model": {"type": "none"}}'):  # settings may name anything
+        with pytest.raises(FolderError, match="checkpoint' has no tokenizer that can be loaded"):
+            load_of_run(run)
+    path.write_bytes(whole)
+    write_digests(run)
+    load_of_run(run)
+
+
+def test_a_flipped_bit_of_a_tokenizer_is_seen(with_tokenizer):
+    write_digests(with_tokenizer)
+    path = with_tokenizer.checkpoint / "tokenizer.json"
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    with pytest.raises(FolderError, match=r"tokenizer.json' is not as the run wrote it"):
+        check_weights(with_tokenizer)
+
+
+def test_a_checkpoint_does_not_tell_where_its_tokenizer_was_read(with_tokenizer):
+    settings = json.loads((with_tokenizer.checkpoint / "tokenizer_config.json").read_text())
+    assert settings["tokenizer_class"] and not settings.keys() & {"is_local", "local_files_only"}
+
+
+@pytest.mark.parametrize("damage", ["null", "3", "[]"])
+def test_digests_that_are_none_are_refused_in_a_sentence(run, damage):
+    run.write_product(DIGESTS, '{"a": 1}')
+    (run.folder / DIGESTS).write_text(damage)
+    with pytest.raises(FolderError, match="checkpoint.json' cannot be read"):
+        load_student(run)
 
 
 def test_a_damaged_config_is_refused_in_a_sentence(run):
