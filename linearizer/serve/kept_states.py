@@ -10,7 +10,10 @@ from dataclasses import dataclass
 
 from transformers.cache_utils import Cache
 
-from linearizer.model.logits import bytes_held
+from linearizer.runtime.cache import keeps_state
+from linearizer.runtime.state import tensors
+
+TENSOR_BYTES = 640  # of memory that a tensor takes beside its numbers (some 400), with its share of what holds it
 
 
 @dataclass(frozen=True)
@@ -29,8 +32,8 @@ class KeptStates:
         self.lengths: Counter[int] = Counter()
 
     def keep(self, tokens: Sequence[int], cache: Cache) -> bool:
-        """Keep a cache that has read these tokens, and must not read on; tell whether there is room for it."""
-        key, held = next(hashes(tokens, [len(tokens)]))[1], bytes_held(cache)
+        """Keep a cache that has read these tokens, and is nobody else's; tell whether there is room for it."""
+        key, held = next(hashes(tokens, [len(tokens)]))[1], memory_of(cache)
         if held > self.max_bytes:
             return False
         if key in self.states:
@@ -59,6 +62,17 @@ class KeptStates:
         self.lengths[kept.tokens] -= 1
         if not self.lengths[kept.tokens]:
             del self.lengths[kept.tokens]
+
+
+def memory_of(cache: Cache) -> int:
+    """Count the memory that a cache takes: whole storages, counters too, and what each tensor takes by itself."""
+    held = []
+    for layer in cache.layers:
+        if keeps_state(layer):
+            held += [x for state in layer.memory for x in tensors(state).values()]
+        elif layer.is_initialized:
+            held += [layer.keys, layer.values]
+    return sum(x.untyped_storage().nbytes() + TENSOR_BYTES for x in held)
 
 
 def hashes(tokens: Sequence[int], lengths: Sequence[int]) -> Iterator[tuple[int, bytes]]:

@@ -105,5 +105,6 @@ class Prompts:
         for index, row in enumerate(rows):
             row.read += count
             row.cache = take_row(cache, index, row.read) if len(rows) > 1 else cache
-            at_boundary = row.read % PIECE == 0 or not row.left
-            row.cache_is_kept = at_boundary and self.kept.keep(row.prompt[: row.read], row.cache)
+            row.cache_is_kept = False
+            if self.kept.max_bytes and (row.read % PIECE == 0 or not row.left):  # a copy: what reads on has buffers
+                self.kept.keep(row.prompt[: row.read], take_row(row.cache, 0, row.read))

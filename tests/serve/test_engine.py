@@ -6,17 +6,19 @@ import time
 import pytest
 import torch
 
-from linearizer.model.logits import bytes_held, fresh_cache
+from linearizer.model.logits import fresh_cache
 from linearizer.run.head_bytes import Head
+from linearizer.runtime.state import tensors
 from linearizer.serve import engine as engines
 from linearizer.serve import prompts
 from linearizer.serve.engine import Engine
-from linearizer.serve.kept_states import KeptStates
+from linearizer.serve.kept_states import KeptStates, memory_of
 from linearizer.serve.row import Row, begun_stop, find_stop
 from linearizer.serve.sampling import Drawing, choose_tokens
 from tests.support.models import MIXED, student_of, teacher_of, tokens
 
 ROOM = 2**30
+SMALL = [Head(window=5, bits=8), Head(window=4, slots=6, bits=8)]
 SLOTS = [Head(window=4, slots=6), Head(window=5), Head(window=8, features=16)]
 
 
@@ -143,7 +145,7 @@ def test_states_are_kept_within_a_bound_and_the_oldest_goes_first():
         return cache
 
     texts = [tokens(1, 12, seed)[0].tolist() for seed in range(4)]
-    size = bytes_held(cache_of(texts[0]))
+    size = memory_of(cache_of(texts[0]))
     kept = KeptStates(3 * size)
     for text in texts[:3]:
         kept.keep(text, cache_of(text))
@@ -156,6 +158,30 @@ def test_states_are_kept_within_a_bound_and_the_oldest_goes_first():
     small = KeptStates(size - 1)
     small.keep(texts[0], cache_of(texts[0]))
     assert not small.states and not small.bytes and not small.lengths
+
+
+@pytest.mark.parametrize("heads", [SLOTS, SMALL, None], ids=["16 bits", "8 bits", "teacher"])
+def test_what_is_kept_takes_the_memory_that_is_counted(heads):
+    """Nothing of the buffers in which a text is read on, nor of the batch that it was read in."""
+    engine = Engine(teacher_of("llama") if heads is None else student_of("llama", heads), ROOM)
+    rows = [row_of(tokens(1, size, size)[0].tolist(), 4) for size in (30, 30, 30, 41, 17)]
+    work(engine, {0: rows[:3], 2: rows[3:]})
+    assert len(engine.kept.states) >= 5
+    for kept in engine.kept.states.values():
+        held = [x for layer in kept.cache.layers for x in tensors_of(layer)]
+        assert held and all(x.untyped_storage().nbytes() == x.numel() * x.element_size() for x in held)
+        assert all(not vars(state).keys() & {"token_buffer", "layer_in_c"} for state in states_of(kept.cache))
+        assert kept.bytes >= sum(x.untyped_storage().nbytes() for x in held) + 400 * len(held)
+    assert engine.kept.bytes == sum(kept.bytes for kept in engine.kept.states.values())
+
+
+def states_of(cache):
+    return [state for layer in cache.layers for state in getattr(layer, "memory", None) or []]
+
+
+def tensors_of(layer):
+    states = [tensors(state).values() for state in getattr(layer, "memory", None) or []]
+    return [layer.keys, layer.values] if not states else [x for each in states for x in each]
 
 
 def test_nothing_is_kept_where_no_memory_is_given():
