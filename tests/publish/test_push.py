@@ -21,6 +21,7 @@ from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.publish import push, repository, upload
 from linearizer.run.plan import Plan
+from linearizer.run.weight_digests import write_digests
 from tests.support.publishing import HOW_THE_HUB_SENDS, ME, WEIGHTS, copy_run, files_of, publish, refused, written
 
 DEMO = find_model("demo").folder
@@ -72,6 +73,17 @@ def test_no_published_file_tells_where_it_was_made(hub, run):
     publish(run)
     for name, content in files_of(hub).items():
         assert str(run.folder.parent).encode() not in content and str(Path.home()).encode() not in content, name
+
+
+def test_a_tokenizer_is_published_without_where_it_was_read(hub, run, tmp_path):
+    """Also where an earlier version wrote the checkpoint."""
+    older = copy_run(run.folder, tmp_path / "older")
+    path = older.checkpoint / "tokenizer_config.json"
+    settings = json.loads(path.read_text())
+    path.write_text(json.dumps({**settings, "is_local": True, "local_files_only": False}))
+    write_digests(older)
+    publish(older)
+    assert json.loads(files_of(hub)[path.name]) == settings
 
 
 def test_a_run_of_a_folder_goes_on_from_anywhere_and_tells_nobody_where_that_is(hub, tmp_path, monkeypatch):
