@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import os
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -44,7 +45,7 @@ def add_run_options(command: argparse.ArgumentParser) -> None:
         type=Path,
         help="a plan.json, of a run or from the page; other options change it, and --recipe all that recipes decide",
     )
-    command.add_argument("--out", type=Path, help="the run's folder (default: a new one under runs/)")
+    command.add_argument("--out", type=read_folder, help="the run's folder (default: a new one under runs/)")
     command.add_argument("--resume", action="store_true", help="go on with the run in the folder")
     add_lines(command, "recipes", {name: recipe.origin for name, recipe in RECIPES.items()})
     add_allocation_options(command)
@@ -109,6 +110,21 @@ def add_evaluate_options(command: argparse.ArgumentParser) -> None:
     command.add_argument("--charts", type=Path, metavar="FILE.html", help="write tables and charts as a page, too")
     command.add_argument("--again", action="store_true", help="measure again what was measured")
     command.add_argument("--detach", action="store_true", help="work in the background: see `linearizer runs`")
+
+
+def read_folder(text: str) -> Path:
+    """Read the name of a folder that is there or may be made."""
+    try:
+        if not text.strip():
+            raise ValueError("it is empty")
+        text.encode()
+        os.stat(text)
+    except FileNotFoundError:
+        pass
+    except (OSError, ValueError) as error:  # too long, a loop of links, no folder on the way, letters that are none
+        reason = getattr(error, "strerror", None) or error
+        raise argparse.ArgumentTypeError(f"{text!r} cannot be a folder ({reason}): name another") from error
+    return Path(text)
 
 
 def read_port(text: str) -> int:

@@ -102,7 +102,8 @@ def weigh_folder(name: str, folder: Path) -> Weights:
 def teacher_files(folder: Path) -> dict[str, str]:
     """List the files of a checkpoint that are its teacher's, with their names in the teacher's repository."""
     index = read_json(str(folder), folder / INDEX) if (folder / INDEX).is_file() else {}
-    return index.get("metadata", {}).get(TEACHER_FILES, {})
+    named = (index.get("metadata") or {}).get(TEACHER_FILES, {})
+    return named if isinstance(named, dict) else {}
 
 
 def list_shards(name: str, index: dict[str, Any]) -> tuple[str, ...]:
@@ -110,6 +111,8 @@ def list_shards(name: str, index: dict[str, Any]) -> tuple[str, ...]:
     weight_map = index.get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise damaged_weights(name, f"{INDEX} names no files")
+    if not isinstance(index.get("metadata"), dict):  # transformers looks into it
+        raise damaged_weights(name, f"{INDEX} has no metadata")
     return tuple(sorted({str(file) for file in weight_map.values()}))
 
 

@@ -29,11 +29,12 @@ from linearizer.model.quantised import (
     quantisation_of,
 )
 from linearizer.model.quiet import quiet
-from linearizer.model.safetensors import INDEX, damaged_weights, read_json
+from linearizer.model.safetensors import INDEX, SINGLE, damaged_weights, list_shards, read_json
 from linearizer.model.streaming import leave_states_in_place, place_weights, streamed_weights
 from linearizer.model.text import read_texts
 from linearizer.model.towers import names_in_files, text_tower, whole_of
 from linearizer.run.inspection import Inspection
+from linearizer.run.json_products import quote
 from linearizer.run.plan import Plan
 from linearizer.run.weight_digests import TOKENIZER
 
@@ -41,6 +42,11 @@ if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase
 
 GENERATION = "generation_config.json"
+KINDS_OF_SETTINGS: dict[str, tuple[type, ...]] = {  # which transformers does not check
+    **dict.fromkeys(("bos_token_id", "eos_token_id", "pad_token_id", "top_k", "max_length", "max_new_tokens"), (int,)),
+    **dict.fromkeys(("temperature", "top_p", "min_p", "repetition_penalty"), (int, float)),
+    "do_sample": (bool,),
+}
 
 
 def load_config(source: Source, token: str | None = None) -> PreTrainedConfig:
@@ -147,9 +153,30 @@ def fetch_weights(source: Source, token: str | None) -> Path:
     missing = [file for file in source.weights.files if not (folder / file).is_file()]
     if missing:  # without a network, the Hub's client returns the files that it has
         raise ModelNotAvailable(f"{source.name!r} lacks {missing[0]}, no network: connect, or name a local folder")
-    if source.head is None and (folder / GENERATION).is_file():
-        read_json(source.name, folder / GENERATION)
+    if source.head is None:
+        if (folder / INDEX).is_file() and SINGLE not in source.weights.files:
+            list_shards(source.name, read_json(source.name, folder / INDEX))
+        if (folder / GENERATION).is_file():
+            check_generation(source.name, read_json(source.name, folder / GENERATION))
     return folder
+
+
+def check_generation(name: str, settings: dict[str, Any]) -> None:
+    """Refuse settings of generation that transformers cannot use, which it would say in the midst of the work."""
+    from transformers import GenerationConfig
+
+    try:
+        for key, kinds in KINDS_OF_SETTINGS.items():
+            value = settings.get(key)
+            several = value if isinstance(value, list) and key == "eos_token_id" else [value]
+            if value is not None and not all(type(each) in kinds for each in several):
+                raise TypeError(f"{key} is {quote(str(value))}")
+        with quiet():
+            GenerationConfig.from_dict(settings).validate()
+    except Exception as error:  # each setting is read in its own way, with errors of many types
+        raise ModelNotAvailable(
+            f"{name!r} has a {GENERATION} that cannot be used ({first_line(error)}): repair that file, or remove it"
+        ) from error
 
 
 def read_model(

@@ -83,7 +83,8 @@ class Run:
     @staticmethod
     def is_begun(folder: Path, resume: bool = False) -> bool:
         """Tell whether a folder holds a run to resume; refuse it where a run can neither begin nor resume."""
-        begun = (folder / "plan.json").exists()
+        with writing(folder):  # a name may be too long, or a loop of links
+            begun = (folder / "plan.json").exists()
         if begun and not resume:
             raise FolderError(
                 f"{str(folder)!r} holds a run already: add --resume to go on with it, or name another folder"

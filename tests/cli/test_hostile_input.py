@@ -58,6 +58,16 @@ OPTIONS = [
     ["--minutes", "inf"],
     ["--minutes", "nan"],
     ["--window", str(-(2**63))],
+    ["--out", ""],
+    ["--out", " "],
+    ["--out", "x" * 5000],
+    ["--out", "/".join(["x" * 200] * 30)],
+    ["--out", "a\0b"],
+    ["--out", "\udcff"],
+    ["--out", "loop"],
+    ["--out", "loop/x"],
+    ["--plan", "loop"],
+    ["--text", "file:loop"],
 ]
 
 
@@ -72,6 +82,7 @@ def empty(tmp_path, monkeypatch):
     """An empty working directory, which stays empty."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    (tmp_path / "loop").symlink_to("loop")
     yield tmp_path
     assert not list(tmp_path.glob("runs/*")) and not list(tmp_path.rglob("plan.json"))
 
@@ -103,6 +114,21 @@ def change_json(folder, name, **changes):
     path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
 
 
+def write_json(folder, name, **content):
+    (folder / name).write_text(json.dumps(content))
+
+
+def drop_from_json(folder, name, key):
+    content = json.loads((folder / name).read_text())
+    del content[key]
+    write_json(folder, name, **content)
+
+
+def put_loop(path):
+    path.unlink()
+    path.symlink_to(path.name)
+
+
 MODELS = {
     "deep config": lambda f: (f / "config.json").write_text(DEEP),
     "deep index": lambda f: (f / "model.safetensors.index.json").write_text(DEEP),
@@ -116,6 +142,16 @@ MODELS = {
     "index without files": lambda f: change_json(f, "model.safetensors.index.json", weight_map={"a": 3}),
     "index beyond the folder": lambda f: change_json(f, "model.safetensors.index.json", weight_map={"a": "../x"}),
     "damaged generation_config": lambda f: (f / "generation_config.json").write_text("{"),
+    "index without metadata": lambda f: drop_from_json(f, "model.safetensors.index.json", "metadata"),
+    "index that is a loop": lambda f: put_loop(f / "model.safetensors.index.json"),
+    "config that is a loop": lambda f: put_loop(f / "config.json"),
+    "tokenizer that is a loop": lambda f: put_loop(f / "tokenizer.json"),
+    "padding beyond the embedding": lambda f: change_json(f, "config.json", pad_token_id=10**9),
+    "generation_config whose end is text": lambda f: write_json(f, "generation_config.json", eos_token_id="x"),
+    "generation_config whose ends are text": lambda f: write_json(f, "generation_config.json", eos_token_id=[1, "x"]),
+    "generation_config that is hot": lambda f: write_json(f, "generation_config.json", temperature="hot"),
+    "generation_config of many": lambda f: write_json(f, "generation_config.json", max_new_tokens="many"),
+    "generation_config of another kind": lambda f: (f / "generation_config.json").write_text("null"),
     "deep generation_config": lambda f: (f / "generation_config.json").write_text(DEEP),
     "damaged tokenizer": lambda f: (f / "tokenizer.json").write_text("{"),
     "tokenizer ids beyond the embedding": lambda f: change_json(f, "config.json", vocab_size=100),
