@@ -16,7 +16,7 @@ pytestmark = pytest.mark.filterwarnings("ignore")  # of tests that are not ours
 
 TWO_LAYERS = {"gpt2": dict(n_layer=2), "gemma3_text": dict(layer_types=["sliding_attention", "full_attention"])}
 OWN_ATTENTION = "the attention of a student is its own and cannot be exchanged"
-NO_WEIGHTS = "a student computes no weights between tokens, and refuses to return them"
+NO_WEIGHTS = "a student computes no weights between tokens, so its attentions are None"
 NO_KEYS = "looks for the keys of all tokens in the cache, and a student keeps a state"
 NO_ROLLBACK = "a student cannot forget tokens, so assisted decoding and prompt lookup are refused"
 NO_STATIC_CACHE = "a student has a cache of its own, and refuses static and quantised ones"
