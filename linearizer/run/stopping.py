@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
 from types import FrameType
 from typing import TypeVar
 
@@ -126,33 +126,41 @@ class LogPace:
         return {"seconds_left": taken * (progress.total - progress.done) / made}
 
 
-@contextmanager
-def interruptible(run: Run) -> Iterator[None]:
+def interruptible(run: Run) -> AbstractContextManager[None]:
     """While this lasts, let a request to stop act as ctrl-C does: for work that is long and yields nothing."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    over = threading.Event()
+    in_main_thread = threading.current_thread() is threading.main_thread()  # only there signals are handled
+    return Interruption(run) if in_main_thread else nullcontext()
 
-    def interrupt(number: int, frame: FrameType | None) -> None:
+
+class Interruption(AbstractContextManager[None]):
+    """Watches for a request to stop, and interrupts the work between `__enter__` and `__exit__`, never these two."""
+
+    def __init__(self, run: Run) -> None:
+        self.run, self.over, self.main = run, threading.Event(), threading.get_ident()
+        self.watcher = threading.Thread(target=self.watch, daemon=True)
+
+    def __enter__(self) -> None:
+        self.before = signal.signal(INTERRUPT, self.interrupt)
+        self.watcher.start()
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self.over.set()
+        self.watcher.join()
+        signal.signal(INTERRUPT, self.before)
+        if kind is not None and issubclass(kind, KeyboardInterrupt):
+            check_stop(self.run)
+
+    def watch(self) -> None:
+        """Send the signal again and again: a download waits for its threads after the first."""
+        while not self.over.wait(STOP_POLL_SECONDS):
+            if self.run.has_request("stop"):
+                signal.pthread_kill(self.main, INTERRUPT)
+                self.over.wait(INTERRUPT_SECONDS)
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        """Interrupt the work; what is just beginning or ending it must do so whole, or the signals would never end."""
+        while frame is not None:
+            if frame.f_code in (Interruption.__enter__.__code__, Interruption.__exit__.__code__):
+                return  # the request is still there for the next look
+            frame = frame.f_back
         raise KeyboardInterrupt
-
-    def watch() -> None:
-        while not over.wait(STOP_POLL_SECONDS):
-            if run.has_request("stop"):
-                signal.pthread_kill(main, INTERRUPT)  # and again: a download waits for its threads after the first
-                over.wait(INTERRUPT_SECONDS)
-
-    main, watcher = threading.get_ident(), threading.Thread(target=watch, daemon=True)
-    before = signal.signal(INTERRUPT, interrupt)
-    watcher.start()
-    try:
-        try:
-            yield
-        finally:
-            over.set()
-            watcher.join()
-            signal.signal(INTERRUPT, before)
-    except KeyboardInterrupt:
-        check_stop(run)
-        raise

@@ -1,7 +1,9 @@
 """A request to stop ends what yields nothing."""
 
 import signal
+import threading
 import time
+from contextlib import suppress
 
 import pytest
 
@@ -23,3 +25,25 @@ def test_a_request_to_stop_interrupts_work_whatever_becomes_of_ctrl_c(tmp_path, 
     finally:
         signal.signal(signal.SIGINT, before[signal.SIGINT])
     assert signal.getsignal(signal.SIGUSR1) == before[signal.SIGUSR1]
+
+
+def test_a_signal_that_comes_as_the_work_ends_strikes_nothing_after_it(tmp_path):
+    """At any moment: signals are sent without a pause while blocks of work begin and end."""
+    run, over, before = Run.create(tmp_path / "run", Plan("demo", budget=64)), threading.Event(), signal.SIG_IGN
+    main, usual = threading.get_ident(), signal.signal(signal.SIGUSR1, before)
+
+    def send():
+        while not over.wait(1e-4):
+            signal.pthread_kill(main, signal.SIGUSR1)
+
+    sender = threading.Thread(target=send)
+    sender.start()
+    try:
+        for _ in range(100):
+            with suppress(KeyboardInterrupt), interruptible(run):
+                pass
+            assert signal.getsignal(signal.SIGUSR1) == before
+    finally:
+        over.set()
+        sender.join()
+        signal.signal(signal.SIGUSR1, usual)
