@@ -143,18 +143,22 @@ def seconds_of(work: Callable[[], object], times: int, clock: Clock) -> float:
 
 def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: float) -> RunForecast:
     """Say what a plan will take on a machine, where so many bytes are still to be downloaded."""
-    layers = [layer for layer in inspection.layers if layer.native_window is None]
-    length = plan.kept_length(inspection.max_positions)
     return RunForecast(
-        START_SECONDS + run_seconds(plan, inspection, layers, length, speeds),
-        run_memory(plan, inspection, layers, length),
+        START_SECONDS + run_seconds(plan, inspection, speeds),
+        run_memory(plan, inspection),
         resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection) + other_bytes(inspection) + download,
         download,
     )
 
 
-def run_seconds(plan: Plan, inspection: Inspection, layers: list[Layer], length: int, speeds: Speeds) -> float:
+def replaced_layers(inspection: Inspection) -> list[Layer]:
+    """List the layers whose memory a student replaces: those without a window of their own."""
+    return [layer for layer in inspection.layers if layer.native_window is None]
+
+
+def run_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     """Say how many seconds the steps take once all is loaded."""
+    layers, length = replaced_layers(inspection), plan.kept_length(inspection.max_positions)
     attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
     token = 2 * inspection.active + attention  # operations
     heads = sum(layer.kv_heads for layer in layers)
@@ -227,8 +231,9 @@ def training_seconds(plan: Plan, layers: list[Layer], length: int, token: float,
     return plan.steps * plan.batch * length * (token + TRAINING_FACTOR * products) / speed
 
 
-def run_memory(plan: Plan, inspection: Inspection, layers: list[Layer], length: int) -> float:
+def run_memory(plan: Plan, inspection: Inspection) -> float:
     """Say how many bytes a run has in memory at once: the weights, and what the dearest of its steps takes besides."""
+    layers, length = replaced_layers(inspection), plan.kept_length(inspection.max_positions)
     weights: float = bytes_in_memory(inspection, plan.dtype, plan.device)
     read = min(inspection.weight_bytes, LARGEST_FILE) if weights > inspection.weight_bytes else 0.0
     if streams(inspection, plan.dtype, plan.device):

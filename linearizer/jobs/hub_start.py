@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Callable, Collection
+from collections.abc import Collection
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -40,7 +40,6 @@ def run_in_job(
     token: str | None = None,
     resume: bool = False,
     yielding: Collection[str] = (),
-    check_limits: Callable[[Plan, Inspection], None] = lambda plan, inspection: None,
 ) -> Run:
     """Begin a run in a job of the Hub, on a kind of hardware and on the account whose token this is.
 
@@ -52,7 +51,7 @@ def run_in_job(
     account = Account(token, owner)
     hardware = choose_hardware(flavor, account.token)
     fresh = not Run.is_begun(folder, resume)
-    run = pipeline.begin(folder, plan, account.token, resume, check_limits, yielding, here=False)
+    run = pipeline.begin(folder, plan, account.token, resume, yielding=yielding, here=False)
     try:
         job = make_offer(plan, run.inspection, account, hardware, minutes, push)
         if not yes and most_usd < job.cap:

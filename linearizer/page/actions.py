@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -162,7 +163,8 @@ def describe_machine(plan: Plan, model: Examined) -> Machine:
 
 def start_run(visitor: Visitor, plan: Plan, asked: Collection[str] = ()) -> str:
     """Start a run, and return its name; the run goes on without the page. What was not `asked` for yields to texts."""
-    return start_work(visitor, begin_run(visitor, plan, [name for name in YIELDING if name not in asked]))
+    with limits.turn(visitor, runs_root()):
+        return start_work(visitor, begin_run(visitor, plan, [name for name in YIELDING if name not in asked]))
 
 
 def branch_run(visitor: Visitor, name: str, budget: int) -> str:
@@ -170,12 +172,13 @@ def branch_run(visitor: Visitor, name: str, budget: int) -> str:
     old = visitor.find_run(name)
     require_profile(old)
     plan = replace(old.plan, budget=budget, features=None)
-    run = begin_run(visitor, plan, ["samples"])  # they are drawn: a budget with more sinks refuses none of them
-    with writing(run.folder):
-        for file in MEASURED_FILES:
-            if old.has_file(file):
-                shutil.copyfile(old.folder / file, run.folder / file)
-    return start_work(visitor, run)
+    with limits.turn(visitor, runs_root()):
+        run = begin_run(visitor, plan, ["samples"])  # they are drawn: a budget with more sinks refuses none of them
+        with removed_if_it_fails(run), writing(run.folder):
+            for file in MEASURED_FILES:
+                if old.has_file(file):
+                    shutil.copyfile(old.folder / file, run.folder / file)
+        return start_work(visitor, run)
 
 
 def begin_run(visitor: Visitor, plan: Plan, yielding: Collection[str] = ()) -> Run:
@@ -183,22 +186,25 @@ def begin_run(visitor: Visitor, plan: Plan, yielding: Collection[str] = ()) -> R
     from linearizer import pipeline
 
     limits.check_model(plan.model, plan.text)
-
-    def check_limits(plan: Plan, inspection: Inspection) -> None:
-        limits.check_plan(visitor, plan, inspection, runs_root())
-
     folder = visitor.fresh_folder(plan)
-    return pipeline.begin(folder, plan, visitor.token, check_limits=check_limits, yielding=yielding)
+    return pipeline.begin(folder, plan, visitor.token, check_limits=limits.check_plan, yielding=yielding)
 
 
 def start_work(visitor: Visitor, run: Run) -> str:
-    """Start the process of a new run, and name the run; without a process no folder stays behind."""
-    try:
+    """Start the process of a new run, and name the run."""
+    with removed_if_it_fails(run):
         choose_start(run)(run, visitor.token)
-    except LinearizerError:
-        run.remove_unstarted()
-        raise
     return run.folder.name
+
+
+@contextmanager
+def removed_if_it_fails(run: Run) -> Iterator[None]:
+    """Leave no folder behind where a new run cannot be prepared or started."""
+    try:
+        yield
+    except LinearizerError:
+        control.delete(run)
+        raise
 
 
 def list_hardware(visitor: Visitor) -> tuple[Hardware, ...]:
@@ -230,22 +236,17 @@ def start_job(
     from linearizer.jobs import hub_start
 
     limits.check_model(plan.model, plan.text)
-
-    def check_limits(plan: Plan, inspection: Inspection) -> None:
-        if on_space():
-            limits.check_turn(visitor, runs_root())
-
-    run = hub_start.run_in_job(
-        visitor.fresh_folder(plan),
-        plan,
-        flavor,
-        minutes=minutes,
-        push=push,
-        most_usd=most_usd,
-        token=visitor.token,
-        yielding=[name for name in YIELDING if name not in asked],
-        check_limits=check_limits,
-    )
+    with limits.turn(visitor, runs_root()):
+        run = hub_start.run_in_job(
+            visitor.fresh_folder(plan),
+            plan,
+            flavor,
+            minutes=minutes,
+            push=push,
+            most_usd=most_usd,
+            token=visitor.token,
+            yielding=[name for name in YIELDING if name not in asked],
+        )
     return run.folder.name
 
 
@@ -253,9 +254,8 @@ def ask_run(visitor: Visitor, name: str, wish: str) -> str:
     """Stop a run, `use` its training as it is, resume it, or `pay` for a job to resume it in; return its state."""
     run = visitor.find_own_run(name)
     if wish in ("resume", "pay"):
-        if on_space():
-            limits.check_turn(visitor, runs_root())
-        runs.resume_run(run, visitor.token, yes=wish == "pay", agree="agree", begin=choose_start(run))
+        with limits.turn(visitor, runs_root()):
+            runs.resume_run(run, visitor.token, yes=wish == "pay", agree="agree", begin=choose_start(run))
     else:
         {"stop": control.stop, "use": control.use_now}[wish](run)
     return control.state_of(run)
@@ -274,8 +274,9 @@ def choose_start(run: Run) -> Callable[..., None]:
 def start_evaluation(visitor: Visitor, name: str, choices: Mapping[str, Any]) -> str:
     """Start an evaluation of a run's student, and return its state; parts that are there as asked are kept."""
     run, request = visitor.find_own_run(name), Request.of(choices)
-    limits.check_request(visitor, request, runs_root())
-    control.evaluate(run, asdict(request), token=visitor.token, begin=choose_start(run))
+    limits.check_request(request)
+    with limits.turn(visitor, runs_root()):
+        control.evaluate(run, asdict(request), token=visitor.token, begin=choose_start(run))
     return control.state_of(run.evaluating)
 
 

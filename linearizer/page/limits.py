@@ -6,10 +6,11 @@ The owner of a Space sets other limits by variables: LINEARIZER_SPACE_MINUTES=90
 from __future__ import annotations
 
 import os
+import threading
 import time
 import traceback
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import TYPE_CHECKING
@@ -20,6 +21,7 @@ from linearizer.page.visitors import Visitor, on_space
 from linearizer.run import events
 from linearizer.run.evaluation_request import Request
 from linearizer.run.events import EventName
+from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
 from linearizer.run.names import HubName, id_of_address
 from linearizer.run.plan import Plan
@@ -27,7 +29,8 @@ from linearizer.run.plan import Plan
 if TYPE_CHECKING:
     from linearizer.run.inspection import Inspection
 
-MAX_OF_PLAN = {"texts": 32, "length": 2048, "samples": 4096, "steps": 300, "minutes": 30, "batch": 8}
+MAX_OF_PLAN = {"budget": 2048, "features": 1024, "window": 2048, "sinks": 256, "memories": 2, "exchanges": 32}
+MAX_OF_PLAN |= {"texts": 32, "length": 2048, "samples": 4096, "steps": 300, "minutes": 30, "batch": 8, "lora": 64}
 MAX_OF_REQUEST = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "limit": 200, "tasks": 4, "curve_steps": 20}
 MAX_COMPARED_TOKENS = 256  # of a comparison, from each model
 MAX_PROMPT_CHARACTERS = 4000
@@ -42,6 +45,7 @@ class Limits:
     """The limits of a Space."""
 
     gigabytes: float = 4.0  # of a model's weights
+    memory: float = 12.0  # gigabytes that a run is forecast to have in memory at once
     disk: float = 8.0  # gigabytes of one visitor's runs
     runs: float = 2.0  # of one visitor that wait or work
     queue: float = 12.0  # runs that wait or work, of all visitors
@@ -71,6 +75,8 @@ class Limits:
 
 
 LIMITS = Limits.of(os.environ)
+CHECKING = threading.Lock()
+STARTING: list[Path] = []  # the folders of visitors who start a run just now, which is not at work yet
 
 
 def check_model(name: str, text: str = "builtin") -> None:
@@ -88,7 +94,7 @@ def check_model(name: str, text: str = "builtin") -> None:
         raise RequestError("on a Space text comes from `builtin`, `self` or `dataset:ID`: files of yours are not here")
 
 
-def check_plan(visitor: Visitor, plan: Plan, inspection: Inspection, root: Path, limits: Limits = LIMITS) -> None:
+def check_plan(plan: Plan, inspection: Inspection, limits: Limits = LIMITS) -> None:
     """Refuse what a public Space cannot do for one visitor among many."""
     if not on_space():
         return
@@ -97,13 +103,34 @@ def check_plan(visitor: Visitor, plan: Plan, inspection: Inspection, root: Path,
             f"{inspection.name!r} has {inspection.expanded_bytes / 1e9:.1f} GB of weights, and this Space serves up to "
             f"{limits.gigabytes:g} GB: choose a smaller model, or {ELSEWHERE}"
         )
-    for field, most in MAX_OF_PLAN.items():
-        if (getattr(plan, field) or 0) > most:
-            raise RequestError(f"{field} {getattr(plan, field)} is more than this Space serves ({most}): {ELSEWHERE}")
-    check_turn(visitor, root, limits)
+    for name, amount in amounts_of(plan, inspection).items():
+        if amount > MAX_OF_PLAN[name]:
+            raise RequestError(f"{name} {amount} is more than this Space serves ({MAX_OF_PLAN[name]}): {ELSEWHERE}")
+    if plan.prices == "measured":
+        raise RequestError(f"measuring all prices takes too long for this Space: let them be estimated, or {ELSEWHERE}")
+    check_memory(plan, inspection, limits)
 
 
-def check_request(visitor: Visitor, request: Request, root: Path) -> None:
+def amounts_of(plan: Plan, inspection: Inspection) -> dict[str, float]:
+    """Count what a plan asks for, also where it leaves that out."""
+    amounts: dict[str, float] = {name: getattr(plan, name) or 0 for name in MAX_OF_PLAN if name != "memories"}
+    sizes = {"texts": plan.kept_texts, "length": plan.kept_length(inspection.max_positions)}
+    sizes |= {"samples": plan.kept_samples, "memories": len(plan.offered_memories)}
+    return amounts | sizes | {"window": plan.kept_window, "sinks": plan.kept_sinks, "lora": plan.kept_lora}
+
+
+def check_memory(plan: Plan, inspection: Inspection, limits: Limits) -> None:
+    """Refuse what would take the memory that all visitors' runs share."""
+    from linearizer.jobs.forecast import run_memory
+
+    if (needed := run_memory(plan, inspection)) > limits.memory * 1e9:
+        raise RequestError(
+            f"this plan would take some {needed / 1e9:.1f} GB of memory, and this Space gives a run {limits.memory:g} "
+            f"GB: ask for shorter texts, fewer features or a smaller batch, or {ELSEWHERE}"
+        )
+
+
+def check_request(request: Request) -> None:
     """Refuse an evaluation that a public Space cannot do for one visitor among many."""
     if not on_space():
         return
@@ -120,19 +147,43 @@ def check_request(visitor: Visitor, request: Request, root: Path) -> None:
     for name, amount in {**amounts, "curve_steps": request.curve_steps}.items():
         if amount > MAX_OF_REQUEST[name]:
             raise RequestError(f"{name} {amount} is more than this Space serves ({MAX_OF_REQUEST[name]}): {ELSEWHERE}")
-    check_turn(visitor, root)
 
 
-def check_turn(visitor: Visitor, root: Path, limits: Limits = LIMITS) -> None:
+@contextmanager
+def turn(visitor: Visitor, root: Path, limits: Limits = LIMITS) -> Iterator[None]:
+    """Let a visitor start a run, if they may have one more; while it starts, it counts as a run at work."""
+    if not on_space():
+        yield
+        return
+    home = visitor.home
+    with CHECKING:
+        check_turn(home, root, limits)
+        STARTING.append(home)
+    try:
+        yield
+    finally:
+        STARTING.remove(home)
+
+
+def check_turn(home: Path, root: Path, limits: Limits) -> None:
     """Refuse more runs or disk than a visitor may use, and any run while the queue is full."""
-    mine = control.runs_in(visitor.home)
-    if sum(status.live for status in mine) >= limits.runs:
+    mine = control.runs_in(home)
+    if sum(status.live for status in mine) + STARTING.count(home) >= limits.runs:
         raise RequestError(f"{limits.runs:g} runs of yours are at work or wait: wait until a run ends, or stop it")
     if sum(status.disk_bytes for status in mine) > limits.disk * 1e9:
         raise RequestError(f"your runs fill {limits.disk:g} GB: delete a run under `Runs`")
-    waiting = sum(status.live for folder in visitor_folders(root) for status in control.runs_in(folder))
+    waiting = sum(map(count_at_work, visitor_folders(root))) + len(STARTING)
     if waiting >= limits.queue:
         raise RequestError(f"{waiting} runs wait here already: try again later, or {ELSEWHERE}")
+
+
+def count_at_work(home: Path) -> int:
+    """Count the runs of a visitor that wait or work, by their locks: others' logs and files need not be read."""
+    held = 0
+    for file in home.glob("*/plan.json"):
+        with suppress(OSError):  # its lock is damaged, so nothing works on it
+            held += Run(file.parent).is_locked
+    return held
 
 
 def visitor_folders(root: Path) -> list[Path]:

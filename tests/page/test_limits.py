@@ -1,6 +1,7 @@
 """What a Space lets a visitor use: each limit is kept, said in words, and set by the Space's owner."""
 
 import time
+from dataclasses import replace
 
 import pytest
 
@@ -70,44 +71,95 @@ def test_a_space_removes_what_nobody_has_looked_after(space):
     assert not run.folder.exists()
 
 
+def examined(**given):
+    """A plan for the demo model, and what is known of the model, as if it could read texts of any length."""
+    plan = Plan.of(given.pop("recipe", "best"), model="demo", **{"budget": 64, **given})
+    return plan, replace(actions.examine_model(find_visitor(secret=ANN), "demo").inspection, max_positions=None)
+
+
+TOO_MUCH = {name: {"recipe": "features", name: most + 8} for name, most in MAX_OF_PLAN.items()}
+TOO_MUCH["window"]["budget"] = TOO_MUCH["sinks"]["budget"] = None
+TOO_MUCH["features"]["budget"] = None
+TOO_MUCH["window"]["features"] = TOO_MUCH["sinks"]["features"] = 64
+TOO_MUCH["memories"] = {"memories": ("all",), "loss": "output"}
+
+
 @pytest.mark.parametrize("field", MAX_OF_PLAN)
 def test_a_space_says_what_is_too_much(space, field):
-    plan = Plan.of("features", model="demo", budget=64, **{"steps": 1, field: MAX_OF_PLAN[field] + 8})
-    result = actions.examine_model(find_visitor(secret=ANN), "demo").inspection
     with pytest.raises(RequestError, match=f"{field} .* more than this Space serves"):
-        limits.check_plan(find_visitor(secret=ANN), plan, result, space)
+        limits.check_plan(*examined(**TOO_MUCH[field]))
+
+
+def test_a_space_counts_what_a_plan_leaves_out(space):
+    with pytest.raises(RequestError, match="length 4096 is more than this Space serves"):  # eight times the budget
+        limits.check_plan(*examined(budget=512))
+
+
+def test_a_space_measures_no_prices_of_all_heads(space):
+    with pytest.raises(RequestError, match="measuring all prices takes too long for this Space"):
+        limits.check_plan(*examined(prices="measured"))
+
+
+def test_a_plan_that_would_take_the_memory_of_all_is_refused(space):
+    few, many = examined(recipe="features", steps=60), examined(recipe="features", steps=60, batch=8, length=2048)
+    limits.check_plan(*few, Limits(memory=1.2))
+    with pytest.raises(RequestError, match="would take some .* GB of memory, and this Space gives a run 1.2 GB"):
+        limits.check_plan(*many, Limits(memory=1.2))
 
 
 def test_a_model_that_is_too_large_is_refused_before_it_is_read(space):
-    result = actions.examine_model(find_visitor(secret=ANN), "demo").inspection
-    ann, plan = find_visitor(secret=ANN), Plan("demo", budget=64)
-    limits.check_plan(ann, plan, result, space, Limits(gigabytes=result.weight_bytes / 1e9))
+    plan, inspection = examined()
+    limits.check_plan(plan, inspection, Limits(gigabytes=inspection.weight_bytes / 1e9))
     with pytest.raises(RequestError, match=r"GB of weights, and this Space serves up to 0.001 GB: choose a smaller"):
-        limits.check_plan(ann, plan, result, space, Limits(gigabytes=0.001))
+        limits.check_plan(plan, inspection, Limits(gigabytes=0.001))
+
+
+def take_turn(secret, space, few):
+    with limits.turn(find_visitor(secret=secret), space, few):
+        pass
 
 
 def test_a_visitor_whose_runs_fill_their_share_of_the_disk_is_refused_and_nobody_else(space):
     run = begun()
     (run.folder / "state" / "large").write_bytes(b"x" * 2000)
-    limits.check_turn(find_visitor(secret=ANN), space, Limits(disk=1e-5))
+    take_turn(ANN, space, Limits(disk=1e-5))
     with pytest.raises(RequestError, match="your runs fill 1e-06 GB: delete a run under `Runs`"):
-        limits.check_turn(find_visitor(secret=ANN), space, Limits(disk=1e-6))
-    limits.check_turn(find_visitor(secret=BOB), space, Limits(disk=1e-6))
+        take_turn(ANN, space, Limits(disk=1e-6))
+    take_turn(BOB, space, Limits(disk=1e-6))
 
 
 def test_a_visitor_and_all_together_have_only_so_many_runs_at_work(space):
     first, second = begun(), begun(BOB)
     few = Limits(runs=1, queue=2)
-    limits.check_turn(find_visitor(secret=ANN), space, few)
+    take_turn(ANN, space, few)
     with first.take_lock():
         first.log("queued")
         with pytest.raises(RequestError, match="1 runs of yours are at work or wait"):
-            limits.check_turn(find_visitor(secret=ANN), space, few)
-        limits.check_turn(find_visitor(secret=BOB), space, few)
+            take_turn(ANN, space, few)
+        take_turn(BOB, space, few)
         with second.take_lock():
             second.log("queued")
             with pytest.raises(RequestError, match="2 runs wait here already: try again later"):
-                limits.check_turn(find_visitor(secret="c" * 16), space, few)
+                take_turn("c" * 16, space, few)
+
+
+def test_a_run_that_is_being_started_counts_before_it_is_at_work(space):
+    few = Limits(runs=1, queue=2)
+    with limits.turn(find_visitor(secret=ANN), space, few):
+        with pytest.raises(RequestError, match="1 runs of yours are at work or wait"):
+            take_turn(ANN, space, few)
+        with limits.turn(find_visitor(secret=BOB), space, few):
+            with pytest.raises(RequestError, match="2 runs wait here already"):
+                take_turn("c" * 16, space, few)
+    take_turn(ANN, space, few)
+
+
+def test_others_runs_are_counted_without_reading_their_logs(space):
+    other = begun(BOB)
+    with other.take_lock():
+        other.log_file.mkdir()
+        with pytest.raises(RequestError, match="1 runs wait here already"):
+            take_turn(ANN, space, Limits(queue=1))
 
 
 TOO_LONG = "a prompt of {} characters and {} tokens cannot be compared here"
@@ -137,7 +189,9 @@ def test_the_owner_of_a_space_sets_its_limits_by_variables():
 def test_nothing_is_limited_at_ones_own_machine(tmp_path, monkeypatch):
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
     limits.check_model("/some/folder", "file:text")
-    limits.check_plan(find_visitor(), Plan("demo", budget=64, steps=10**6), None, tmp_path)
+    limits.check_plan(Plan("demo", budget=64, steps=10**6), None)
+    with limits.turn(find_visitor(), tmp_path, Limits(runs=0)):
+        pass
 
 
 def damage(run, name, content):

@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from linearizer import pipeline
+from linearizer.errors import FolderError
 from linearizer.jobs import control
-from linearizer.page import calls, polling, run_state, sending, students
+from linearizer.page import actions, calls, polling, run_state, sending, students
 from linearizer.page.visitors import find_visitor
 from linearizer.publish import push
 from linearizer.run.folder import Run
@@ -59,3 +60,12 @@ def test_only_a_page_that_leaves_a_run_closes_the_steps_behind_the_first():
     step = polling.OUTPUTS.index("step_2")
     fresh, left = (polling.draw_changes({"run": None}, None, None, seen, 2, False) for seen in ({}, {"shown": "1"}))
     assert "interactive" not in fresh[step] and left[step].interactive is False
+
+
+def test_a_run_that_cannot_take_over_measurements_leaves_no_folder_behind(someone, tmp_path, quick_run):
+    old = Run(shutil.copytree(quick_run, tmp_path / "demo-64"))
+    (samples := old.folder / "state" / "samples.safetensors").unlink(missing_ok=True)
+    samples.mkdir()  # is copied after the profile, and cannot be
+    with pytest.raises(FolderError, match="cannot be written"):
+        actions.branch_run(someone, "demo-64", 96)
+    assert [path.name for path in tmp_path.iterdir()] == ["demo-64"]

@@ -63,13 +63,13 @@ def test_a_space_says_what_is_too_much_of_an_evaluation(tmp_path, monkeypatch, n
     options = {"tasks": ["piqa"] * (most + 1), "limit": 1} if name == "tasks" else {name: most + 1}
     options = {"lengths": [64] * (most + 1)} if name == "lengths" else options
     with pytest.raises(RequestError, match=f"{name} .* is more than this Space serves"):
-        limits.check_request(find_visitor(secret=ANN), Request.of(options), tmp_path)
+        limits.check_request(Request.of(options))
     with pytest.raises(RequestError, match="give a limit up to"):
-        limits.check_request(find_visitor(secret=ANN), Request(("tasks",), tasks=("piqa",)), tmp_path)
+        limits.check_request(Request(("tasks",), tasks=("piqa",)))
 
 
 def test_nothing_is_limited_at_ones_own_machine(tmp_path):
-    limits.check_request(find_visitor(), Request(texts=10**6, text="file:mine", task_folder="mine"), tmp_path)
+    limits.check_request(Request(texts=10**6, text="file:mine", task_folder="mine"))
 
 
 def test_parts_are_forecast_from_what_judging_took(run):
