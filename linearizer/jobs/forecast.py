@@ -73,6 +73,7 @@ class Speeds:
     spectra: float  # cubed points of a spectrum
     reads: float  # bytes of weights
     calls: float = 0.0  # seconds that a layer takes for a token of a student, however many heads it has
+    room: float | None = None  # bytes of weights that memory holds; None: what is free here
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ def seconds_of(work: Callable[[], object], times: int, clock: Clock) -> float:
 def forecast_run(plan: Plan, inspection: Inspection, speeds: Speeds, download: float) -> RunForecast:
     """Say what a plan will take on a machine, where so many bytes are still to be downloaded."""
     return RunForecast(
-        START_SECONDS + run_seconds(plan, inspection, speeds),
+        forecast_seconds(plan, inspection, speeds),
         run_memory(plan, inspection),
         resume_bytes(plan, inspection) + checkpoint_bytes(plan, inspection) + other_bytes(inspection) + download,
         download,
@@ -156,8 +157,8 @@ def replaced_layers(inspection: Inspection) -> list[Layer]:
     return [layer for layer in inspection.layers if layer.native_window is None]
 
 
-def run_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
-    """Say how many seconds the steps take once all is loaded."""
+def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
+    """Say how many seconds the steps take."""
     layers, length = replaced_layers(inspection), plan.kept_length(inspection.max_positions)
     attention = sum(2 * layer.query_heads * (layer.key_dim + layer.value_dim) for layer in layers) * length
     token = 2 * inspection.active + attention  # operations
@@ -166,8 +167,9 @@ def run_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     products = product_speed(plan, inspection, speeds)
     teacher = length * token / products  # seconds for a text
     reading = inspection.weight_bytes / speeds.reads
-    if streams(inspection, plan.dtype, plan.device):
-        reading += sweeps(plan, layers) * bytes_in_memory(inspection, plan.dtype, plan.device) / speeds.reads
+    weights = bytes_in_memory(inspection, plan.dtype, plan.device)
+    if weights > speeds.room if speeds.room else streams(inspection, plan.dtype, plan.device):
+        reading += sweeps(plan, layers) * weights / speeds.reads
     sizes = [
         layer.kv_heads * (HEAD_SHARE + (1 - HEAD_SHARE) * layer.key_dim / STUDENT_SHAPES[0][2]) for layer in layers
     ]
@@ -185,7 +187,7 @@ def run_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
         training = plan.steps * plan.batch * (teacher + passes * (teacher + own))
     if plan.steps and plan.rules.decided_by == "prices":  # memories learn before they are priced, too
         training *= 1 + sum(bool(option.memory) for option in offered_options(plan, layers, length))
-    return spectra + plan.kept_texts * teacher + pricing + training + judging + reading
+    return START_SECONDS + spectra + plan.kept_texts * teacher + pricing + training + judging + reading
 
 
 def sweeps(plan: Plan, layers: list[Layer]) -> float:

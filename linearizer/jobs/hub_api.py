@@ -50,12 +50,17 @@ class Hardware:
     gpu: str  # empty: none
     usd_per_hour: float
     gpus: int = 0
+    gpu_memory: str = ""  # of each GPU
 
     @property
     def disk_bytes(self) -> float:
         """The bytes of its disk; 0: unknown."""
-        stated = re.fullmatch(r"([\d.]+)\s*([KMGT]B)", self.disk.strip().upper())
-        return float(stated[1]) * UNITS[stated[2]] if stated else 0.0
+        return parse_bytes(self.disk)
+
+    @property
+    def memory_bytes(self) -> float:
+        """The bytes of the memory that holds weights: of all its GPUs, if it has any; 0: unknown."""
+        return self.gpus * parse_bytes(self.gpu_memory) if self.gpus else parse_bytes(self.memory)
 
     @property
     def devices(self) -> tuple[str, ...]:
@@ -112,12 +117,29 @@ def list_hardware(token: str | None = None) -> tuple[Hardware, ...]:
             each.ram,
             getattr(each, "ephemeral_storage", ""),
             describe_gpu(each.accelerator),
-            each.unit_cost_usd * HOURS.get(each.unit_label, 60),
+            usd_per_hour(each),
             0 if each.accelerator is None else int(each.accelerator.quantity),
+            "" if each.accelerator is None else each.accelerator.vram,
         )
         for each in machines
     )
     return tuple(sorted(offered, key=lambda each: each.usd_per_hour))
+
+
+def usd_per_hour(machine: Any) -> float:
+    """Give the price of a machine; a unit that is not known may stand for any price, so nobody can agree to it."""
+    if machine.unit_label not in HOURS:
+        raise RequestError(
+            f"the Hub gives the price of {machine.name!r} for each {machine.unit_label!r}, which is none of "
+            f"{', '.join(HOURS)}: look for a newer Linearizer; {NOTHING_BEGUN}"
+        )
+    return machine.unit_cost_usd * HOURS[machine.unit_label]
+
+
+def parse_bytes(text: str) -> float:
+    """Read an amount such as '24 GB'; 0: it says none."""
+    stated = re.fullmatch(r"([\d.]+)\s*([KMGT]B)", text.strip().upper())
+    return float(stated[1]) * UNITS[stated[2]] if stated else 0.0
 
 
 def describe_gpu(accelerator: Any) -> str:

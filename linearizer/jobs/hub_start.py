@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Collection
 from contextlib import suppress
@@ -11,8 +12,9 @@ from pathlib import Path
 from linearizer import pipeline
 from linearizer.errors import NotAgreed, RequestError
 from linearizer.jobs import control
-from linearizer.jobs.forecast import forecast_run, measure_speeds
+from linearizer.jobs.forecast import READ_RATE, Speeds, forecast_seconds
 from linearizer.jobs.hub_api import NOTHING_BEGUN, TROUBLE, Account, Hardware, explain_job_errors, list_hardware
+from linearizer.model.streaming import FILLED
 from linearizer.publish.push import check_target
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import HubJob, newest_job, open_job, read_hub_job, write_hub_job
@@ -22,7 +24,10 @@ from linearizer.run.plan import Plan
 MIN_MINUTES, MAX_MINUTES = 15, 7 * 60  # that a job may take: the token of a sign-in lasts for eight hours
 MACHINE_SECONDS = 300.0  # until a machine is there and has installed what it needs
 MARGIN = 2.0  # by which a forecast may be wrong
-GPU_PRODUCTS, GPU_SMALL_PRODUCTS = 8e12, 3e13  # in a second, of the slowest GPU on offer
+# The least that hardware on offer does in a second, whichever machine asks: of a CPU with two cores, and of a GPU,
+# where students and spectra are taken to be no faster.
+CPU_SPEEDS = Speeds(products=3e10, small_products=1e10, students=2e5, spectra=8e8, reads=READ_RATE, calls=2e-6)
+GPU_SPEEDS = replace(CPU_SPEEDS, products=8e12, small_products=3e13)
 DOWNLOAD_RATE = 1e8  # bytes in a second, inside the Hub
 INSTALLED_BYTES = 1.2e10  # of PyTorch and what it needs
 
@@ -131,11 +136,12 @@ def make_offer(
 
 
 def guess_minutes(plan: Plan, inspection: Inspection, hardware: Hardware) -> int:
-    """Give a job twice the time that the run is forecast to take on the slowest GPU on offer, or on a CPU like this."""
-    here = measure_speeds("cpu")
-    speeds = replace(here, products=GPU_PRODUCTS, small_products=GPU_SMALL_PRODUCTS) if hardware.gpu else here
-    seconds = MACHINE_SECONDS + inspection.weight_bytes / DOWNLOAD_RATE
-    seconds += forecast_run(replace(plan, device="cpu"), inspection, speeds, 0).seconds
+    """Give a job twice the time that the run is forecast to take on the slowest GPU, or the slowest CPU, on offer."""
+    room = FILLED * hardware.memory_bytes or math.inf
+    speeds = replace(GPU_SPEEDS if hardware.gpu else CPU_SPEEDS, room=room)
+    dtype = "float32" if plan.dtype == "auto" and not hardware.gpu else plan.dtype
+    there = replace(plan, device="cuda" if hardware.gpu else "cpu", dtype=dtype)
+    seconds = MACHINE_SECONDS + inspection.weight_bytes / DOWNLOAD_RATE + forecast_seconds(there, inspection, speeds)
     return min(MAX_MINUTES, max(MIN_MINUTES, round(MARGIN * seconds / 60)))
 
 

@@ -11,19 +11,32 @@ import pytest
 from linearizer import pipeline, run_in_job
 from linearizer.errors import LinearizerError, RequestError
 from linearizer.jobs import control, hub_follow, hub_start
-from linearizer.jobs.hub_api import BUCKET, Account
+from linearizer.jobs.hub_api import BUCKET, Account, Hardware
 from linearizer.jobs.hub_follow import bucket_folder, follow_job
+from linearizer.jobs.hub_start import guess_minutes
+from linearizer.model import streaming
 from linearizer.model.checkpoint import load_of_run
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.run.events import EventName
+from linearizer.run.head_bytes import Layer
 from linearizer.run.hub_job import HubJob, write_hub_job
 from linearizer.run.plan import Plan
-from tests.support.runs import QUICK, log_of, process_of, wait_for, wait_for_event, wait_until, weights_of
+from tests.support.runs import (
+    QUICK,
+    inspection_of,
+    log_of,
+    process_of,
+    wait_for,
+    wait_for_event,
+    wait_until,
+    weights_of,
+)
 
 ME, OFFER = "hf_fake_me", HubJob("me", "cpu-basic", 15, 0.01)
 PLAN, LONG = (Plan("demo", steps=steps, **QUICK) for steps in (2, 100_000))
 EVENT = 'print(\'{"time": 1.0, "event": "%s"}\', flush=True)'
+GPUS = (("small", "2 GB"), ("large", "80 GB"))
 pytestmark = pytest.mark.filterwarnings("ignore:Use 'content=:DeprecationWarning")  # how the Hub's client sends files
 
 
@@ -249,6 +262,29 @@ def test_what_can_be_refused_is_refused_before_anything_is_sent(begin, hub, tmp_
     with pytest.raises(RequestError, match="choose from nothing now; nothing was begun"):
         begin()
     assert not hub.jobs and not hub.buckets and not (tmp_path / "runs" / "run" / "plan.json").exists()
+
+
+def test_a_price_for_a_unit_that_nobody_knows_is_refused(begin, hub):
+    hub.unit = "fortnight"
+    sentence = (
+        "the price of 'cpu-basic' for each 'fortnight', which is none of second, minute, hour: .*nothing was begun"
+    )
+    with pytest.raises(RequestError, match=sentence):
+        begin()
+    assert not hub.jobs
+
+
+def test_the_time_of_a_job_depends_on_its_hardware_and_not_on_this_machine(monkeypatch):
+    layers, seconds = [Layer(32, 8, 64, 64)] * 16, []
+    model = inspection_of(layers, parameters=10**9, weight_bytes=2 * 10**9)
+    small, large = (Hardware(name, name, "30 GB", "1 TB", "1 GPU", 1.0, 1, memory) for name, memory in GPUS)
+    for free in (2**30, 2**40):  # bytes of this machine's memory
+        monkeypatch.setattr(streaming, "free_bytes", lambda device, free=free: free)
+        seconds.append([guess_minutes(Plan("demo", budget=64), model, each) for each in (small, large)])
+    assert seconds[0] == seconds[1]
+    assert seconds[0][0] > seconds[0][1]  # the weights are read block by block, again and again
+    plain = Hardware("cpu", "CPU", "64 GB", "1 TB", "", 1.0)
+    assert guess_minutes(Plan("demo", budget=64), model, plain) > seconds[0][1]
 
 
 def test_lines_that_the_log_lost_come_from_the_bucket(queued, hub):

@@ -140,7 +140,8 @@ class Jobs:
         if path == "/api/jobs/hardware":
             names = ("name", "prettyName", "cpu", "ram", "ephemeralStorage", "accelerator", "unitCostMicroUSD")
             rows = [dict(zip(names, row, strict=True)) for row in self.hub.hardware]
-            self.reply([{**row, "unitCostUSD": row["unitCostMicroUSD"] / 1e6, "unitLabel": "minute"} for row in rows])
+            unit = {"unitLabel": self.hub.unit}
+            self.reply([{**row, "unitCostUSD": row["unitCostMicroUSD"] / 1e6, **unit} for row in rows])
         elif found := re.fullmatch(r"/api/jobs/([^/]+)", path):
             self.check_owner(found[1])
             self.begin_job(found[1]) if self.command == "POST" else self.reply(
@@ -263,6 +264,7 @@ class JobsOfHub:
         self.jobs, self.buckets, self.breaks = {}, {}, []  # breaks: lines before which the connection of a log breaks
         self.program = ""  # what jobs run instead of their command
         self.hardware, self.second, self.machine_seconds, self.no_machine = list(HARDWARE), 1.0, 0.0, False
+        self.unit = "minute"  # that machines are paid by
         self.sizes = defaultdict(int)
 
     @property
