@@ -27,11 +27,12 @@ from linearizer.measure.step import measure_teacher, min_texts
 from linearizer.model import checkpoint
 from linearizer.model.hub import find_model, local_weight_files
 from linearizer.model.inspect import inspect_model
+from linearizer.model.kept_texts import texts_of_run
 from linearizer.model.memory import keep_freed_memory
 from linearizer.model.quiet import quiet
 from linearizer.model.streaming import spreads, streams
 from linearizer.model.sweep import is_chain
-from linearizer.model.teacher import Teacher, load_config, load_teacher_of, texts_of
+from linearizer.model.teacher import Teacher, load_config, load_teacher_of
 from linearizer.progress import Progress, Steps
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
@@ -141,6 +142,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
             keep_freed_memory()
     with interruptible(run):
         teacher = load_teacher_of(run.plan, token, run.inspection)
+        training_and_judging_texts(run, run.plan, teacher, token)  # reads all that the steps take parts of
     layers = teacher.inspection.layers
     yield from measure_teacher(run, teacher, token)
     offers = offers_trainer(run, teacher, token)
@@ -153,7 +155,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
     student = begin_student(run, teacher, allocation)
     with interruptible(run):
         plan = plan_with_steps(run, teacher, student, token)
-        learnt, judged = training_and_judging_texts(plan, teacher, token)
+        learnt, judged = training_and_judging_texts(run, plan, teacher, token)
     yield from train(run, plan, student, allocation, learnt, helpers)
     helpers.close()
     if plan.changes_weights:  # what is judged is what is saved
@@ -175,7 +177,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
 
 def offers_trainer(run: Run, teacher: Teacher, token: str | None) -> TrainOffers:
     """Give what trains the offers of a run on the texts that its student is to learn from."""
-    return partial(train_offers, run, teacher, lambda: training_and_judging_texts(run.plan, teacher, token)[0])
+    return partial(train_offers, run, teacher, lambda: training_and_judging_texts(run, run.plan, teacher, token)[0])
 
 
 def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> LinearizedForCausalLM:
@@ -205,16 +207,18 @@ def help_with(run: Run, tasks: Iterable[str], share: Share, token: str | None = 
                 initialise_student(run, student)
             if learnt is None and (kind == "training" or run.plan.minutes is None):  # or steps are being timed
                 plan = plan_with_steps(run, teacher, student, token)
-                learnt, _ = training_and_judging_texts(plan, teacher, token)
+                learnt, _ = training_and_judging_texts(run, plan, teacher, token)
             if kind == "training" and learnt is not None:
                 yield from help_training(run, plan, student, allocation, learnt, int(numbers[0]), share)
         yield Progress(HELPED, 1, 1, task, {"product": product})
 
 
-def training_and_judging_texts(plan: Plan, teacher: Teacher, token: str | None) -> tuple[torch.Tensor, torch.Tensor]:
+def training_and_judging_texts(
+    run: Run, plan: Plan, teacher: Teacher, token: str | None
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Take texts to train on, and later texts to judge by, which nothing was trained, measured or priced on."""
     wanted, least = plan.steps * plan.batch, min_texts(plan)
-    texts = texts_of(plan, teacher, max(wanted, plan.texts_measured) + JUDGING.texts, token, least=least)
+    texts = texts_of_run(run, teacher, max(wanted, plan.texts_measured) + JUDGING.texts, token, least=least)
     judged = min(JUDGING.texts, len(texts) - least + 1)
     return texts[:-judged][:wanted], texts[-judged:]
 

@@ -17,8 +17,9 @@ from linearizer.allocate.by_prices import OffersOfHeads, allocate_by_prices
 from linearizer.allocate.decide import allocate_alike
 from linearizer.measure.whole_student import kl_by_token
 from linearizer.model.initialise import begin_of
+from linearizer.model.kept_texts import texts_of_run
 from linearizer.model.streaming import bytes_for_weights, is_streamed
-from linearizer.model.teacher import Teacher, texts_of
+from linearizer.model.teacher import Teacher
 from linearizer.model.text import start_tokens
 from linearizer.progress import Steps
 from linearizer.run.allocation import Allocation
@@ -84,7 +85,7 @@ def unpriced_texts(run: Run, teacher: Teacher, token: str | None) -> torch.Tenso
     """Take texts that no head was priced on, joined in pairs where the model's positions have room for two."""
     plan, priced = run.plan, texts_priced(run.plan)
     last = max(plan.texts_measured, priced + 1)
-    texts = texts_of(plan, teacher, last, token)[priced : priced + 2]
+    texts = texts_of_run(run, teacher, last, token)[priced : priced + 2]
     first = len(start_tokens(teacher.tokenizer))
     joined = torch.cat([texts[0], *(text[first:] for text in texts[1:])])
     most = teacher.inspection.max_positions

@@ -24,8 +24,9 @@ from linearizer.measure.head_prices import (
 from linearizer.measure.head_prices_by_gradient import estimate_prices
 from linearizer.measure.whole_student import improve_by_exchanges, measure_students
 from linearizer.model.initialise import begin_of
+from linearizer.model.kept_texts import texts_of_run
 from linearizer.model.swap import Begin
-from linearizer.model.teacher import Teacher, texts_of
+from linearizer.model.teacher import Teacher
 from linearizer.progress import Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.events import EventName
@@ -90,7 +91,7 @@ def allocate_with_gates(run: Run, teacher: Teacher, token: str | None) -> Steps[
 def texts_to_price_on(run: Run, teacher: Teacher, token: str | None) -> torch.Tensor:
     """Take half of the profiled texts, and repeat passages in half of these."""
     with interruptible(run):
-        texts = texts_of(run.plan, teacher, texts_priced(run.plan), token)
+        texts = texts_of_run(run, teacher, texts_priced(run.plan), token)
     passage = max(2, min(texts.shape[1] // 16, MOST_REPEATED))
     return with_repeats(texts, passage, run.plan.seed)
 

@@ -20,6 +20,7 @@ from linearizer.evaluate.cache_in_few_bits import caches_in_few_bits
 from linearizer.evaluate.subjects import Subject, window_control
 from linearizer.model import checkpoint
 from linearizer.model.devices import choose_device, describe_device
+from linearizer.model.kept_texts import read_kept_texts
 from linearizer.model.quiet import quiet
 from linearizer.model.samples import SAMPLES
 from linearizer.model.swap import exchange_students
@@ -141,6 +142,9 @@ class Setup:
         first = len(start_tokens(self.tokenizer))
         learnt = max(self.run.evaluation_file["made_with"].get("learnt", plan.steps * plan.batch), plan.texts_measured)
         skipped = -(-learnt * (self.usual_length - first) // (length - first))
+        kept = read_kept_texts(self.run) if length == self.usual_length else None
+        if kept is not None and len(kept.texts) >= skipped + count:
+            return kept.texts[skipped : skipped + count]
         stream = pack_texts(read_for_length(source, self.usual_length), self.tokenizer, length)
         windows = list(islice(stream, skipped, skipped + count))
         if not windows:
@@ -152,7 +156,9 @@ class Setup:
 
     def learnt(self, count: int) -> torch.Tensor:  # (≤ count, tokens)
         """Take the text that the student was trained on."""
-        plan = self.run.plan
+        plan, kept = self.run.plan, read_kept_texts(self.run)
+        if kept is not None and len(kept.texts) >= count:
+            return kept.texts[:count]
         return read_texts(
             plan.text, self.tokenizer, self.usual_length, count, least=plan.batch, model=self.teacher, seed=plan.seed
         )

@@ -6,10 +6,11 @@ from collections.abc import Collection
 from dataclasses import replace
 
 from linearizer.measure.profile import measure_profile, profile_settings
+from linearizer.model.kept_texts import texts_of_run
 from linearizer.model.logits import check_logits
 from linearizer.model.safetensors import write_tensors
 from linearizer.model.samples import SAMPLES
-from linearizer.model.teacher import Teacher, texts_of
+from linearizer.model.teacher import Teacher
 from linearizer.progress import Steps
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run
@@ -25,7 +26,7 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
     if profile := run.profile:
         return profile
     with interruptible(run):
-        texts = texts_of(run.plan, teacher, min_texts(run.plan), token)[: run.plan.kept_texts]
+        texts = texts_of_run(run, teacher, min_texts(run.plan), token)[: run.plan.kept_texts]
         check_logits(teacher.model, texts)
     settings, keep_text = profile_settings(run.plan), bool(run.plan.offered_memories)
     steps = measure_profile(teacher.model, texts, teacher.inspection.layers, settings, keep_text=keep_text)

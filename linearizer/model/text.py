@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import os
 from collections.abc import Generator, Iterable, Iterator
 from contextlib import contextmanager
@@ -167,20 +168,29 @@ def repeated_passages(texts: torch.Tensor, passage: int, gap: int) -> torch.Tens
 def sample_from(
     model: PreTrainedModel, tokenizer: PreTrainedTokenizerBase, length: int, count: int, seed: int
 ) -> torch.Tensor:  # (count, length)
-    """Let a model write `count` texts of `length` tokens, each from the start of a text; the same for the same seed."""
+    """Let a model write `count` texts of `length` tokens, each from the start of a text; the same for the same seed.
+
+    How many there are changes none of them, except where a device rounds the logits of few and many texts differently.
+    """
     from linearizer.model.logits import fresh_cache
     from linearizer.model.token_loop import draw_tokens, write_tokens
 
     first = start_tokens(tokenizer) or end_tokens(tokenizer)
     if not first:
         raise TextError("'self' needs a token to start from, and this tokenizer has neither bos nor eos: use `builtin`")
-    choose = draw_tokens(seed, model.device)
     texts = []
     for begin in range(0, count, ROWS):
-        start = torch.full((min(ROWS, count - begin), 1), first[0], device=model.device)
+        numbers = range(begin, min(begin + ROWS, count))
+        start = torch.full((len(numbers), 1), first[0], device=model.device)
+        choose = draw_tokens([seed_of_text(seed, number) for number in numbers], model.device)
         tokens = write_tokens(model, start, fresh_cache(model), choose)
         texts.append(torch.cat([start, *islice(tokens, length - 1)], 1).cpu())
     return torch.cat(texts)
+
+
+def seed_of_text(seed: int, number: int) -> int:
+    """Derive the seed of one text; texts of two seeds have none in common."""
+    return int.from_bytes(hashlib.sha256(f"{seed} {number}".encode()).digest()[:7], "big")
 
 
 def read_whole(path: Path) -> str:

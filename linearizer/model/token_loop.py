@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -41,10 +41,15 @@ def choose_likeliest(logits: Tensor) -> Tensor:
     return logits.argmax(-1, keepdim=True)
 
 
-def draw_tokens(seed: int, device: torch.device) -> Choose:
-    """Draw from the softmax of the logits with the random numbers of a seed."""
-    generator = torch.Generator(device).manual_seed(seed)
-    return lambda logits: torch.multinomial(logits.softmax(-1), 1, generator=generator)
+def draw_tokens(seeds: Sequence[int], device: torch.device) -> Choose:
+    """Draw from the softmax of the logits, each text with the random numbers of its own seed."""
+    generators = [torch.Generator(device).manual_seed(seed) for seed in seeds]
+
+    def choose(logits: Tensor) -> Tensor:
+        chances = zip(logits.softmax(-1), generators, strict=True)
+        return torch.stack([torch.multinomial(row, 1, generator=generator) for row, generator in chances])
+
+    return choose
 
 
 def draw_with_same_noise(seed: int) -> Choose:
@@ -71,7 +76,7 @@ def generate_tokens(
         generation_config: GenerationConfig,
         **_: object,
     ) -> Iterator[int]:
-        choose, texts = draw_tokens(seed, model.device) if sample else choose_likeliest, input_ids
+        choose, texts = draw_tokens([seed], model.device) if sample else choose_likeliest, input_ids
 
         def choose_next(logits: Tensor) -> Tensor:
             return choose(logits_processor(texts, logits))

@@ -46,6 +46,7 @@ MEASURED_FILES = (
     "prices.json",
     "gates.json",
     "state/samples.safetensors",
+    "state/texts.safetensors",
 )  # of a run, and the same for every budget
 
 

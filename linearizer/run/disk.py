@@ -81,7 +81,13 @@ def resume_bytes(plan: Plan, inspection: Inspection) -> int:
     )
     trained = map_bytes(plan, inspection) + adapter_bytes(plan, inspection)
     files = 0 if not plan.trains else 1 if plan.minutes is None and plan.steps <= SAVE_EVERY else FILES
-    return samples * NUMBER + KEPT * files * trained + fitted_bytes(plan, inspection)
+    return samples * NUMBER + text_bytes(plan, inspection) + KEPT * files * trained + fitted_bytes(plan, inspection)
+
+
+def text_bytes(plan: Plan, inspection: Inspection) -> int:
+    """Estimate the size of the texts that are kept as tokens: to measure and judge, and to train."""
+    texts = plan.steps * plan.batch + plan.texts_measured + plan.kept_texts
+    return texts * plan.kept_length(inspection.max_positions) * NUMBER
 
 
 def fitted_bytes(plan: Plan, inspection: Inspection) -> int:

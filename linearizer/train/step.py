@@ -14,9 +14,10 @@ import torch
 
 from linearizer.errors import FaultError
 from linearizer.model.initialise import initialise
+from linearizer.model.kept_texts import texts_of_run
 from linearizer.model.samples import samples_of
 from linearizer.model.streaming import is_streamed
-from linearizer.model.teacher import Teacher, texts_of
+from linearizer.model.teacher import Teacher
 from linearizer.progress import Steps
 from linearizer.run import events
 from linearizer.run.allocation import Allocation
@@ -50,7 +51,7 @@ def plan_with_steps(run: Run, teacher: Teacher, student: LinearizedForCausalLM, 
     if not run.has_file("state/steps.json"):
         before = {name: value.clone() for name, value in student.state_dict().items() if ".student." in name}
         initialise_student(run, student)
-        texts = texts_of(plan, teacher, TIMED_STEPS * plan.batch, token, least=plan.batch)
+        texts = texts_of_run(run, teacher, TIMED_STEPS * plan.batch, token, least=plan.batch)
         seconds = [
             seconds_per_step(student, replace(settings, steps=TIMED_STEPS), texts)
             for settings in training_settings(plan)

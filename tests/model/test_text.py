@@ -214,6 +214,13 @@ def test_model_writes_texts_that_its_seed_repeats(tokenizer):
     assert torch.equal(state, torch.get_rng_state())
 
 
+def test_the_first_texts_that_a_model_writes_are_the_same_however_many_it_writes(tokenizer):
+    model = AutoModelForCausalLM.from_config(tiny_config("llama")).eval()
+    most = sample_from(model, tokenizer, 12, 20, seed=3)
+    for count in (1, 2, 4, 8, 17):
+        assert torch.equal(most[:count], sample_from(model, tokenizer, 12, count, seed=3))
+
+
 @pytest.mark.parametrize("family", ["gpt_neox", "gpt_bigcode", "gemma3_text"])
 def test_written_tokens_follow_the_models_own_chances(family, tokenizer):
     model = AutoModelForCausalLM.from_config(tiny_config(family)).eval()
