@@ -103,16 +103,19 @@ def dear_offers(
 
 
 def correct_prices(prices: Prices, measured: Mapping[tuple[int, int, int], float]) -> Prices:
-    """Put measured kl in the place of estimates, and scale the head's other dear estimates as the nearest of these."""
+    """Put measured kl in the place of estimates, and scale the head's other dear estimates as the nearest of these.
+
+    A kl that rounding made nothing, or less, does not make the head's other options free.
+    """
 
     def corrected(layer: int, head: int, row: tuple[float, ...]) -> tuple[float, ...]:
-        known = {option: kl for (*place, option), kl in measured.items() if place == [layer, head]}
+        known = {option: max(kl, MIN_KL) for (*place, option), kl in measured.items() if place == [layer, head]}
 
         def scaled(option: int, kl: float) -> float:
             if option in known or not known or kl <= DEAR_KL:
                 return known.get(option, kl)
             nearest = min(known, key=lambda other: abs(math.log(row[other] / kl)))
-            return kl * known[nearest] / row[nearest]
+            return max(kl * known[nearest] / row[nearest], MIN_KL)
 
         return tuple(scaled(option, kl) for option, kl in enumerate(row))
 
@@ -273,12 +276,10 @@ def efficient_offers(offers: Iterable[Offer]) -> list[Offer]:
             continue
         while len(kept) > 1 and kl_saved_per_byte(kept[-1], offer) >= kl_saved_per_byte(kept[-2], kept[-1]):
             kept.pop()
-        if kept and offer.bytes == kept[-1].bytes:
-            kept.pop()
         kept.append(offer)
     return kept
 
 
 def kl_saved_per_byte(smaller: Offer, larger: Offer) -> float:
     """Give the nats that each further byte saves."""
-    return (smaller.kl - larger.kl) / max(larger.bytes - smaller.bytes, 1)
+    return (smaller.kl - larger.kl) / (larger.bytes - smaller.bytes)

@@ -10,6 +10,7 @@ from hypothesis import strategies as st
 
 from linearizer.allocate.by_prices import (
     DEAR_KL,
+    MIN_KL,
     STEEPEST,
     OffersOfHeads,
     allocate_by_prices,
@@ -214,3 +215,9 @@ def test_what_was_measured_takes_the_place_of_estimates_and_scales_the_dear_ones
     result = correct_prices(estimated, {(0, 0, 1): 0.1, (0, 0, 0): 0.2})
     assert result.kl[0][0] == pytest.approx((0.2, 0.1, 0.004, 0.2))  # the last is nearer to .2 than to .8, in ratio
     assert result.kl[0][1:] == estimated.kl[0][1:] and result.kl[1:] == estimated.kl[1:]
+
+
+@pytest.mark.parametrize("rounded", [0.0, -1e-8])
+def test_a_kl_that_rounding_made_nothing_makes_no_other_option_free(rounded):
+    estimated = prices_of([[0.8, 0.2, 0.004, 0.4], [0.1, 0.05, 0.02, 0.03], [0.8, 0.2, 0.004, 0.4], [1, 1, 1, 1]])
+    assert min(correct_prices(estimated, {(0, 0, 1): rounded}).kl[0][0]) >= MIN_KL
