@@ -28,7 +28,7 @@ from linearizer.publish.verdict import judge_run
 from linearizer.run import events
 from linearizer.run.allocation import Allocation
 from linearizer.run.candidates import CANDIDATES
-from linearizer.run.events import EventName
+from linearizer.run.events import Event, EventName
 from linearizer.run.folder import Run
 from linearizer.run.results import Language, Part
 
@@ -55,7 +55,8 @@ class RunState:
         self.place, self.begun = 0, 0.0
         self.freedoms: dict[int, list[float]] = {}
         self.notes: dict[int, list[str]] = {}  # of heads, once all of them are measured
-        self.training: list[dict[str, Any]] = []
+        self.training: list[dict[str, Any]] = []  # steps are counted over all losses
+        self.begin, self.ends = 0, dict[int, int]()  # of the loss that is at work, and of each that ended, in this list
         self.pieces: dict[str, Piece] = {}
         self.read_at = self.drawn = 0.0
 
@@ -75,9 +76,22 @@ class RunState:
             if event["event"] == EventName.PROFILE and "layer" in event:
                 self.freedoms[event["layer"]] = event["freedoms"]
             elif event["event"] == EventName.DISTILL and self.run.owns_event(event):
-                self.training = [before for before in self.training if before["done"] < event["done"]] + [event]
+                self.add_step(event)
+            elif event["event"] == EventName.DISTILLED and self.run.owns_event(event):
+                self.begin = self.ends.setdefault(event.get("phase", 0), len(self.training))
+            elif event["event"] == EventName.STARTED and self.run.owns_event(event):
+                self.begin = 0  # losses that have ended say so again
+            elif event["event"] == EventName.ALLOCATED and event.get("changed"):
+                self.training, self.begin, self.ends = [], 0, {}
             elif event["event"] == EventName.PUBLISHED:
                 self.put("published", f"{event['time']} {event['revision']}", lambda event=event: event)
+
+    def add_step(self, event: Event) -> None:
+        """Add a step of a training; a resumed loss takes the place of its own steps from there on."""
+        before = self.training[self.begin - 1]["done"] if self.begin else 0
+        while len(self.training) > self.begin and self.training[-1]["done"] >= before + event["done"]:
+            self.training.pop()
+        self.training.append({**event, "done": before + event["done"], "total": before + event["total"]})
 
     def put(self, name: str, mark: object, value: Any) -> None:
         """Keep a piece; `value` is called only if the mark is new."""

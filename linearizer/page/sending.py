@@ -46,7 +46,8 @@ class Publication:
                 self.error = "publishing failed by a fault of Linearizer: try again, nothing is sent twice"
 
 
-PUBLICATIONS: dict[tuple[Path, str], Publication] = {}  # by the keys of runs
+PUBLICATIONS: dict[tuple[Path, str], Publication] = {}  # by the keys of runs, the newest last
+MAX_KEPT = 64  # publications that are over: logs keep what was published
 LOCK = threading.Lock()
 
 
@@ -56,6 +57,10 @@ def begin_publication(run: Run, repo_id: str, private: bool, token: str | None) 
         before = PUBLICATIONS.get(run.key)
         if before is not None and not before.over:
             raise RequestError(f"this run is being published to {before.repo_id!r}: wait until that is done")
+        PUBLICATIONS.pop(run.key, None)
+        over = [key for key, kept in PUBLICATIONS.items() if kept.over]
+        for key in over[: max(0, len(over) - MAX_KEPT + 1)]:
+            del PUBLICATIONS[key]
         publication = PUBLICATIONS[run.key] = Publication(run, repo_id)
     threading.Thread(target=publication.send, args=(private, token), daemon=True).start()
     return publication

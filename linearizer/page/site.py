@@ -43,7 +43,11 @@ ONCE: dict[str, Any] = {**SLOW, "show_progress_on": [], "trigger_mode": "once"}
 
 
 def browser_memory() -> gr.BrowserState:
-    """Keep in the browser which run it watched, and what it is known by; never a token."""
+    """Keep in the browser which run it watched, and what it is known by; never a token.
+
+    Gradio wants a secret to write it with, and draws another at each start, after which no browser would be known. This
+    one protects nothing: whoever reads a browser's storage reads what is kept there.
+    """
     return gr.BrowserState({"secret": "", "run": None}, storage_key="linearizer", secret="linearizer")
 
 

@@ -69,3 +69,13 @@ def test_a_run_that_cannot_take_over_measurements_leaves_no_folder_behind(someon
     with pytest.raises(FolderError, match="cannot be written"):
         actions.branch_run(someone, "demo-64", 96)
     assert [path.name for path in tmp_path.iterdir()] == ["demo-64"]
+
+
+def test_only_the_newest_publications_are_kept_in_memory(someone, tmp_path, monkeypatch):
+    monkeypatch.setattr(push, "publish", published)
+    runs = [Run.create(tmp_path / f"run-{number}", PLAN) for number in range(sending.MAX_KEPT + 5)]
+    for run in runs:
+        sending.begin_publication(run, "me/student", True, None)
+        wait_until(lambda run=run: sending.latest_publication(run).over)
+    assert len(sending.PUBLICATIONS) == sending.MAX_KEPT
+    assert sending.latest_publication(runs[0]) is None and sending.latest_publication(runs[-1]).published
