@@ -22,6 +22,7 @@ from linearizer.model import teacher as teacher_module
 from linearizer.page import actions
 from linearizer.page.run_state import RunState
 from linearizer.progress import finish
+from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer, cache_bytes
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
@@ -70,21 +71,21 @@ def test_a_student_is_judged_by_text_that_its_teacher_was_not_measured_on(tmp_pa
     text = tmp_path / "text.txt"
     text.write_text("Once upon a time there was a child who liked to read. " * 30)
     plan = Plan.of("windows", **{**SMALL, "texts": 5, "text": f"file:{text}"})
-    teacher = teacher_module.load_teacher_of(plan)
+    run, teacher = Run.create(tmp_path / "run", plan), teacher_module.load_teacher_of(plan)
     judged, measured = (
-        pipeline.training_and_judging_texts(plan, teacher, None)[1],
+        pipeline.training_and_judging_texts(run, plan, teacher, None)[1],
         teacher_module.texts_of(plan, teacher, 5, None),
     )
     assert len(judged) and not (judged[:, None] == measured).all(-1).any()
     with pytest.raises(TextError, match="are needed"):
-        pipeline.training_and_judging_texts(replace(plan, texts=5 + len(judged)), teacher, None)
+        pipeline.training_and_judging_texts(run, replace(plan, texts=5 + len(judged)), teacher, None)
 
 
 @pytest.mark.parametrize("recipe", ["best", "duo"])
 def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(recipe, tmp_path):
     run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1, "samples": 120}, may_grow=True))
     teacher = teacher_module.load_teacher_of(run.plan)
-    judged = pipeline.training_and_judging_texts(run.plan, teacher, None)[1]
+    judged = pipeline.training_and_judging_texts(run, run.plan, teacher, None)[1]
     seen = teacher_module.texts_of(run.plan, teacher, len(step.texts_to_price_on(run, teacher, None)), None)
     assert len(seen) == 2 and not (judged[:, None] == seen).all(-1).any()
 

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
-
-from linearizer.run.head_bytes import Layer
+from linearizer.run.head_bytes import FEATURE_MAPS, Layer
 from linearizer.run.inspection import Inspection
 from linearizer.run.memories import MEMORIES
 from linearizer.run.plan import FITTED, Plan
@@ -16,15 +14,6 @@ PRICED_SHARE = 3 / 4  # of a text: as many rows as heads with prices are offered
 SAVE_EVERY = 25  # steps of a training
 SMALL_FILES, TOKEN = 1_000_000, 64  # bytes of what every run writes, and of an entry in a tokenizer's file
 SIZES = {"float32": 4, "bfloat16": 2, "float16": 2}
-FEATURE_NUMBERS: Mapping[str, Callable[[int, int], int]] = {  # of a head's map, by the size of a key and its features
-    "prf": lambda dim, features: features * (dim + 1),
-    "performer": lambda dim, features: features * (dim + 1),
-    "dijiang": lambda dim, features: features * (dim + 1),
-    "hedgehog": lambda dim, features: features // 2 * 2 * dim + 1,
-    "mlp": lambda dim, features: 2 * (features * (3 * dim + 1) + 2 * dim * dim + 1),
-    "codebook": lambda dim, features: features * dim + dim * dim + 1,
-    "clusters": lambda dim, features: features * (2 * dim + 1) + dim * dim + 1,
-}
 
 
 def checkpoint_bytes(plan: Plan, inspection: Inspection, linked: bool = True) -> int:
@@ -49,8 +38,13 @@ def map_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate the size of the feature maps, if any, or of the memories, whose rows are what a query and a key are."""
     if not plan.may_hold_features:
         return 0
-    numbers = FEATURE_NUMBERS.get(plan.feature_map, lambda dim, rows: rows * (3 * dim + 4))
+    numbers = memory_numbers if plan.feature_map in MEMORIES else FEATURE_MAPS[plan.feature_map]
     return NUMBER * sum(layer.kv_heads * numbers(layer.key_dim, mean_rows(plan, layer)) for layer in inspection.layers)
+
+
+def memory_numbers(dim: int, rows: int) -> int:
+    """Estimate the numbers that a memory learns for a head."""
+    return rows * (3 * dim + 4)
 
 
 def mean_rows(plan: Plan, layer: Layer) -> int:

@@ -8,7 +8,7 @@ from dataclasses import asdict, dataclass, fields, replace
 from typing import Any
 
 from linearizer.errors import BudgetError, RequestError
-from linearizer.run.head_bytes import BITS, SINKS, TILE
+from linearizer.run.head_bytes import BITS, FEATURE_MAPS, SINKS, TILE
 from linearizer.run.json_products import JsonProduct, check_names
 from linearizer.run.memories import MEMORIES
 from linearizer.run.options import check_options, option, options_of
@@ -29,7 +29,6 @@ BY_RECIPE, ALL = "the recipe's", "all"
 YIELDING = ("texts", "length", "samples")  # options that, where they are left out, shrink to what a text has
 HEALING_RANK = 8  # of the adapters that make up for what heads without features lost
 FITTED = "squares"  # the loss in closed form
-FEATURE_MAPS = ("clusters", "codebook", "mlp", "prf", "performer", "dijiang", "hedgehog")
 
 
 @dataclass(frozen=True)

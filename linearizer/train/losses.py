@@ -34,7 +34,7 @@ from linearizer.train.attention_loss import attention_loss
 from linearizer.train.attention_loss_blocks import largest_scores
 
 EXCESS_NAMES = {"softmax": "attention_error", "logits": "kl"}  # of the excess that is a KL divergence, by its loss
-MAX_LOGITS = 2**23  # held at once, in fp32
+TRAINED_LOGITS = 2**23  # held at once, in fp32, with what their gradients need
 
 Tensor = torch.Tensor
 
@@ -275,7 +275,7 @@ def mean_over_pieces(
     hidden, target = hidden.flatten(0, 1), target.flatten(0, 1)
     with torch.no_grad():
         vocabulary = head(hidden[:1]).shape[-1]
-    size = max(1, MAX_LOGITS // vocabulary)
+    size = max(1, TRAINED_LOGITS // vocabulary)
     pieces = zip(hidden.split(size), target.split(size), strict=True)
     parts = [checkpoint(loss, *piece, use_reentrant=False, preserve_rng_state=False) for piece in pieces]
     return torch.stack(parts).sum() / len(hidden)

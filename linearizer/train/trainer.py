@@ -16,10 +16,10 @@ from torch import nn
 from linearizer.errors import FaultError
 from linearizer.model.layers import featured, layer_number, output_projections
 from linearizer.model.logits import PROBE_TOKENS
-from linearizer.model.memory import is_out_of_memory
 from linearizer.model.streaming import is_streamed
 from linearizer.model.sweep import Chain, calls_of, chain_of, sweep_forward
 from linearizer.run.sharing import ALL, Share
+from linearizer.run.stopping import is_out_of_memory
 from linearizer.runtime.attention_interface import Observer, attending, attention_modules, observing
 from linearizer.runtime.layer_student import FeatureGroup
 from linearizer.runtime.matrix_rule import MatrixRule

@@ -47,7 +47,8 @@ def main(arguments=None):
 @torch.inference_mode()
 def measure(run):
     """Give a row for teacher and student in each dtype."""
-    ids, logits = training_and_judging_texts(run.plan, load_teacher_of(run.plan, None, run.inspection), None)[1], {}
+    teacher = load_teacher_of(run.plan, None, run.inspection)
+    ids, logits = training_and_judging_texts(run, run.plan, teacher, None)[1], {}
     for dtype in DTYPES:
         student, name = load_student(run, dtype=dtype), str(dtype).removeprefix("torch.")
         logits["student", name] = read(student, ids)

@@ -5,7 +5,8 @@ from dataclasses import replace
 import pytest
 
 from linearizer.jobs.forecast import Speeds, forecast_run, matrix_size, students_speed
-from linearizer.run.disk import FEATURE_NUMBERS, most_rows
+from linearizer.run import head_bytes
+from linearizer.run.disk import most_rows
 from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import Plan
 from linearizer.runtime.feature_maps import FEATURE_MAPS
@@ -87,4 +88,4 @@ def test_a_memory_has_no_more_rows_than_its_keys_allow():
 @pytest.mark.parametrize("name", FEATURE_MAPS)
 def test_the_disk_that_feature_maps_take_is_that_of_their_numbers(name):
     made = FEATURE_MAPS[name](2, 16, 24)
-    assert 2 * FEATURE_NUMBERS[name](16, 24) == sum(x.numel() for x in made.parameters())
+    assert 2 * head_bytes.FEATURE_MAPS[name](16, 24) == sum(x.numel() for x in made.parameters())

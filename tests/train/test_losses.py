@@ -189,7 +189,7 @@ def test_a_model_that_bends_its_logits_is_refused():
 
 @pytest.mark.parametrize("pieces", [1, 7])
 def test_pieces_of_logits_give_the_plain_divergence_and_gradient(pieces, monkeypatch):
-    monkeypatch.setattr(losses, "MAX_LOGITS", 128 * -(-2 * 12 // pieces))
+    monkeypatch.setattr(losses, "TRAINED_LOGITS", 128 * -(-2 * 12 // pieces))
     student, ids = student_of("llama", [Head(window=3, features=16)]), tokens(2, 12)
     head = LogitHead(student.base, ids)
     with torch.no_grad(), attending(student.base, "sdpa"):
@@ -203,7 +203,7 @@ def test_pieces_of_logits_give_the_plain_divergence_and_gradient(pieces, monkeyp
 
 @pytest.mark.parametrize("pieces", [1, 7])
 def test_pieces_of_logits_give_the_plain_next_token_loss_and_gradient(pieces, monkeypatch):
-    monkeypatch.setattr(losses, "MAX_LOGITS", 128 * -(-2 * 11 // pieces))
+    monkeypatch.setattr(losses, "TRAINED_LOGITS", 128 * -(-2 * 11 // pieces))
     student, ids = student_of("llama", [Head(window=3, features=16)]), tokens(2, 12)
     plain = student(ids, labels=ids).loss
     result = direct_loss(LogitHead(student.base, ids), hidden_states(student.base, ids), ids)
@@ -218,7 +218,7 @@ def check_equal_with_gradients(student, result, plain):
 
 
 def test_pieces_hold_no_logits_of_the_whole_batch(monkeypatch):
-    monkeypatch.setattr(losses, "MAX_LOGITS", 128 * 4)
+    monkeypatch.setattr(losses, "TRAINED_LOGITS", 128 * 4)
     sizes = []
 
     def head(hidden):

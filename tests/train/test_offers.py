@@ -32,7 +32,7 @@ def test_memories_are_trained_priced_and_bought_beside_slots(tmp_path, monkeypat
     run = pipeline.begin(tmp_path / "run", Plan.of("best", memories=("gdn",), steps=2, **SMALL))
     teacher, option = teacher_module.load_teacher_of(run.plan), few[-1]
     finish(measure_teacher(run, teacher))
-    texts = pipeline.training_and_judging_texts(run.plan, teacher, None)[0]
+    texts = pipeline.training_and_judging_texts(run, run.plan, teacher, None)[0]
     before = teacher.model.state_dict().keys()
     train = pipeline.partial(pipeline.train_offers, run, teacher, lambda: texts)
     begin = finish(train(few, 1))
