@@ -10,7 +10,7 @@ from safetensors.torch import load_file
 
 from linearizer import pipeline
 from linearizer.allocate import step
-from linearizer.allocate.by_gates import allocate_by_gates
+from linearizer.allocate.decide import allocate_by_gates
 from linearizer.cli.main import parser
 from linearizer.cli.run_commands import begin_run
 from linearizer.errors import BudgetError, RequestError, TextError

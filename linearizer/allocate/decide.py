@@ -6,15 +6,25 @@ from collections.abc import Sequence
 from dataclasses import replace
 
 from linearizer.allocate.by_freedoms import allocate_by_freedoms, check_room
-from linearizer.allocate.by_gates import allocate_by_gates
 from linearizer.allocate.by_prices import OffersOfHeads, allocate_by_prices, check_least_budget
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.allocation import Allocation, heads_replaced
 from linearizer.run.folder import Run
-from linearizer.run.head_bytes import SINKS, Head, Layer, feature_bytes, head_bytes, slot_bytes, token_bytes
+from linearizer.run.head_bytes import (
+    SINKS,
+    Head,
+    Layer,
+    cache_bytes,
+    feature_bytes,
+    head_bytes,
+    slot_bytes,
+    token_bytes,
+)
 from linearizer.run.memories import MEMORIES
 from linearizer.run.plan import Plan
-from linearizer.run.prices import Prices
+from linearizer.run.prices import SMALLEST, Prices
+
+Gates = Sequence[Sequence[float]]  # [layer][KV head], none in a native layer
 
 
 def check_dials(plan: Plan, layers: tuple[Layer, ...]) -> None:
@@ -156,3 +166,40 @@ def missing_measurement(run: Run, plan: Plan, what: str) -> RequestError:
         f"{str(run.folder)!r} has no {what}, by which the strategy {plan.strategy} decides, and resuming it "
         f"measures none: start a new run with --strategy {plan.strategy}"
     )
+
+
+def allocate_by_gates(gates: Gates, layers: Sequence[Layer], budget: int, sinks: int, length: int) -> Allocation:
+    """Leave softmax as many heads as the budget has room for at a length, and give the others one window size."""
+    order = sorted(
+        ((index, head) for index, row in enumerate(gates) for head in range(len(row))),
+        key=lambda place: -gates[place[0]][place[1]],
+    )
+    softmax: set[tuple[int, int]] = set()
+    least = sinks + max(SMALLEST, budget // 4)  # a window is worth more than another softmax head
+    for place in order:
+        if window_tokens(layers, gates, softmax | {place}, budget, length) < least:
+            break
+        softmax.add(place)
+    window = window_tokens(layers, gates, softmax, budget, length) - sinks
+    return Allocation(
+        "duo",
+        sinks,
+        tuple(
+            tuple(Head(softmax=True) if (index, head) in softmax else Head(window=window) for head in range(len(row)))
+            for index, row in enumerate(gates)
+        ),
+    )
+
+
+def window_tokens(
+    layers: Sequence[Layer], gates: Gates, softmax: set[tuple[int, int]], budget: int, length: int
+) -> int:
+    """Compute the tokens that each other head can hold beside some softmax heads."""
+    left = cache_bytes(layers, budget) - sum(length * token_bytes(layers[index]) for index, _ in softmax)
+    one_each = sum(
+        token_bytes(layer)
+        for index, (layer, row) in enumerate(zip(layers, gates, strict=True))
+        for head in range(len(row))
+        if (index, head) not in softmax
+    )
+    return left // one_each if one_each else 0

@@ -33,6 +33,11 @@ def matrices(module: nn.Module) -> list[nn.Module]:
     return [part for part in module.modules() if getattr(getattr(part, "weight", None), "ndim", 0) == 2]
 
 
+def is_transposed(part: nn.Module | None) -> bool:
+    """Tell whether a part keeps its matrix as (inputs, outputs), as in GPT-2."""
+    return type(part).__name__ == "Conv1D"
+
+
 def output_projections(model: nn.Module, ids: torch.Tensor) -> dict[int, nn.Module]:
     """Find the output projection of every layer: the first linear map that it calls after it attended."""
     projections: dict[int, nn.Module] = {}

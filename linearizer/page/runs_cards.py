@@ -12,7 +12,6 @@ from linearizer.amounts import ago, growing, size
 from linearizer.errors import LinearizerError
 from linearizer.jobs.control import LIVE, Status
 from linearizer.page.cards import STEP_SENTENCES, state_sign
-from linearizer.publish.allocation_charts import describe_head
 from linearizer.publish.html import folded, message_box, sentence_html, table, without_folders
 from linearizer.publish.verdict import judge_run
 from linearizer.run.allocation import Allocation
@@ -137,7 +136,7 @@ def run_facts(run: Run) -> dict[str, str]:
 
 def describe_kinds(allocation: Allocation) -> str:
     """Count the KV heads by what they hold, the most frequent first."""
-    kinds = Counter(describe_head(head) for row in allocation.heads for head in row).most_common()
+    kinds = Counter(head.in_brief for row in allocation.heads for head in row).most_common()
     named = [f"{count} × {kind}" for kind, count in kinds[:MAX_KINDS]]
     rest = sum(count for _, count in kinds[MAX_KINDS:])
     return "; ".join([*named, f"{rest} × others"] if rest else named)

@@ -91,7 +91,7 @@ def draw_price_map(prices: Prices, layers: Sequence[Layer], option: Head) -> Fig
     place = prices.options.index(option)
     kl = {index: [1000 * max(row[place], MIN_DRAWN_KL) for row in rows] for index, rows in enumerate(prices.kl)}
     figure = draw_head_map(kl, layers, "kl, 10⁻³ nats per token", 1000 * MIN_DRAWN_KL)  # short numbers for the cells
-    return figure.update_xaxes(title=f"KV head; each alone holds<br>{describe_head(option)}")
+    return figure.update_xaxes(title=f"KV head; each alone holds<br>{option.in_brief}")
 
 
 def draw_head_map(
@@ -244,17 +244,6 @@ def far_tokens(head: Head, layer: Layer) -> float:
     return head_bytes.head_bytes(replace(head, window=0), layer, 0, 0) / head_bytes.token_bytes(layer)
 
 
-def describe_head(head: Head) -> str:
-    """Say in words what a KV head holds."""
-    if head.softmax:
-        return "its whole cache, softmax"
-    rows = f"rows of {head.memory}" if head.memory else "features"
-    far = [f"{count} {name}" for count, name in ((head.features, rows), (head.slots, "slots")) if count]
-    if not far:
-        return f"a window of {head.window}"
-    return " and ".join(far) + (f" beside a window of {head.window}" if head.window else "")
-
-
 def choice_kl(prices: Prices | None, layers: Sequence[Layer], layer: int, head: int, held: Head) -> float | None:
     """Return the kl of what a head holds, if it alone holds that; None where no head prices were measured."""
     if prices is None:
@@ -268,7 +257,7 @@ def draw_allocation(
 ) -> Figure:
     """Draw what every KV head holds, in tokens of cache, beside Fix; below it the kl of each head's choice."""
     places = [(i, j) for i, row in enumerate(allocation.heads) for j in range(len(row))]
-    names = [f"layer {i}, KV head {j}: {describe_head(allocation.heads[i][j])}" for i, j in places]
+    names = [f"layer {i}, KV head {j}: {allocation.heads[i][j].in_brief}" for i, j in places]
     kl = [choice_kl(prices, layers, i, j, allocation.heads[i][j]) for i, j in places]
     level: list[float] = []
     if fix is not None:

@@ -60,13 +60,14 @@ class Head:
 
     @property
     def in_brief(self) -> str:
-        """What the head holds besides its sinks: 16 + 48 slots, 4 bits."""
+        """What the head holds besides its sinks: a window of 16 tokens, or 16 + 48 slots, 4 bits."""
         few = f", {self.bits} bits" if self.bits < 8 else ""
         if self.softmax:
             return f"softmax{few}"
         rows = f"rows of {self.memory}" if self.memory else "features"
-        far = (f"{count} {name}" for count, name in ((self.features, rows), (self.slots, "slots")) if count)
-        return (" + ".join([str(self.window)] * bool(self.window) + [*far]) or "nothing") + few
+        far = [f"{count} {name}" for count, name in ((self.features, rows), (self.slots, "slots")) if count]
+        near = [f"{self.window}" if far else f"{self.window} tokens"] if self.window else []
+        return (" + ".join(near + far) or "nothing") + few
 
     @property
     def held(self) -> list[int | str] | str:

@@ -11,7 +11,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
-from linearizer.model.layers import matrices
+from linearizer.model.layers import is_transposed, matrices
 from linearizer.runtime.attention_interface import attention_modules
 
 NAME = "distillation"
@@ -32,20 +32,14 @@ def add_adapters(base: PreTrainedModel, rank: int, seed: int) -> None:
     targets = [
         names[part] for module in attention_modules(base) if hasattr(module, "student") for part in matrices(module)
     ]
-    config = LoraConfig(
-        r=rank, lora_alpha=2 * rank, target_modules=targets, fan_in_fan_out=is_transposed(base, targets)
-    )
+    transposed = any(is_transposed(base.get_submodule(name)) for name in targets)
+    config = LoraConfig(r=rank, lora_alpha=2 * rank, target_modules=targets, fan_in_fan_out=transposed)
     with torch.random.fork_rng():
         torch.manual_seed(seed)
         inject_adapter_in_model(config, base, adapter_name=NAME)
     for name, parameter in base.named_parameters():
         if "lora_" in name:
             parameter.data = parameter.data.float()
-
-
-def is_transposed(base: PreTrainedModel, targets: list[str]) -> bool:
-    """Tell whether weights are kept as (inputs, outputs), as in GPT-2."""
-    return any(type(base.get_submodule(name)).__name__ == "Conv1D" for name in targets)
 
 
 def adapted_modules(base: PreTrainedModel) -> dict[str, nn.Module]:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.model.layers import layer_number, matrices, output_projections
+from linearizer.model.layers import is_transposed, layer_number, matrices, output_projections
 from linearizer.model.logits import PROBE_TOKENS
 from linearizer.model.safetensors import read_tensors, write_tensors
 from linearizer.model.swap import FixedOutput, replace_student
@@ -62,11 +62,6 @@ class Squares:
         added = torch.linalg.solve(self.inputs + least * torch.eye(len(self.inputs)).to(least), self.products)
         weight = cast(nn.Parameter, part.weight)
         weight.add_((added if is_transposed(part) else added.mT).to(weight.dtype))
-
-
-def is_transposed(part: nn.Module) -> bool:
-    """Tell whether a map keeps its weight as (inputs, outputs), as in GPT-2."""
-    return type(part).__name__ == "Conv1D"
 
 
 @dataclass(frozen=True)

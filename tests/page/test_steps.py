@@ -6,7 +6,6 @@ import time
 from linearizer.model.hub import find_demo
 from linearizer.page import plan_form
 from linearizer.page.ways import WAYS
-from linearizer.publish.allocation_charts import describe_head
 from linearizer.publish.verdict import judge_run
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
@@ -137,7 +136,7 @@ def test_the_profile_step_shows_what_the_run_holds_until_the_slider_moves(local,
         drawn = page.evaluate(names)
         for index, row in enumerate(run.allocation.heads):
             for place, head in enumerate(row):
-                assert f"layer {index}, KV head {place}: {describe_head(head)}" in drawn
+                assert f"layer {index}, KV head {place}: {head.in_brief}" in drawn
         legend = page.locator("#step-3 .legendtext").all_text_contents()
         assert any(text.startswith("λ of the map") for text in legend)
         assert "layer 0" in page.locator("#step-3 .annotation-text").all_text_contents()

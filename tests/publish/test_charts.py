@@ -110,9 +110,9 @@ def test_bars_add_up_to_the_bytes_of_each_head():
 
 def test_bars_say_in_words_and_by_pattern_what_each_head_became():
     bars = {trace.name: trace for trace in allocation_charts.draw_allocation(MIXED, LAYERS, FIX).data}
-    assert bars["features"].customdata[0] == "layer 0, KV head 0: 32 features beside a window of 28"
-    assert bars["features"].customdata[1] == "layer 0, KV head 1: its whole cache, softmax"
-    assert bars["features"].customdata[2] == "layer 2, KV head 0: a window of 8"
+    assert bars["features"].customdata[0] == "layer 0, KV head 0: 28 + 32 features"
+    assert bars["features"].customdata[1] == "layer 0, KV head 1: softmax"
+    assert bars["features"].customdata[2] == "layer 2, KV head 0: 8 tokens"
     patterns = [trace.marker.pattern.shape for trace in bars.values() if trace.type == "bar"]
     assert len(set(patterns)) == 3
 
@@ -122,7 +122,7 @@ def test_slots_are_told_from_features():
     bars = {trace.name: trace for trace in allocation_charts.draw_allocation(held, LAYERS).data}
     assert bars["slots"].y[0] * head_bytes.token_bytes(LAYERS[0]) == 16 * head_bytes.slot_bytes(LAYERS[0])
     assert [height > 0 for height in bars["slots"].y] == [True, False, False, True]
-    assert bars["slots"].customdata[0] == "layer 0, KV head 0: 16 slots beside a window of 8"
+    assert bars["slots"].customdata[0] == "layer 0, KV head 0: 8 + 16 slots"
 
 
 def test_prices_are_shown_where_they_were_measured():
@@ -139,7 +139,7 @@ def test_heads_are_compared_by_what_an_equal_share_of_the_budget_buys():
         assert option == Head(window=window)
     drawn = allocation_charts.draw_price_map(PRICES, LAYERS, Head(window=32))
     assert [tuple(row) for row in drawn.data[0].text] == [("100", "200"), ("", ""), ("≤0.001", "200")]
-    assert "each alone holds<br>a window of 32" in drawn.layout.xaxis.title.text
+    assert "each alone holds<br>32 tokens" in drawn.layout.xaxis.title.text
 
 
 def test_the_curves_name_their_ends_beside_the_axes_and_the_dashed_line():
@@ -215,7 +215,7 @@ def test_memory_crosses_where_the_student_breaks_even():
 
 
 def test_a_head_is_named_by_what_it_holds_and_its_far_errors_are_read_on_the_map():
-    assert allocation_charts.describe_head(Head(4, 6, memory="gdn")) == "6 rows of gdn beside a window of 4"
+    assert Head(4, 6, memory="gdn").in_brief == "4 + 6 rows of gdn"
     layers = tuple(
         replace(row, heads=tuple(replace(head, mass_error=0.0123, values_error=0.5) for head in row.heads))
         for row in PROFILE.layers
