@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING
 
 from linearizer.allocate.decide import check_dials
 from linearizer.errors import RequestError
-from linearizer.measure.profile import profile_settings
-from linearizer.measure.step import fit_to_text, min_texts
+from linearizer.measure.profile import fit_to_text, min_texts, profile_settings
 from linearizer.model.devices import choose_dtype
 from linearizer.model.hub import Source, cache_folder, download_bytes
 from linearizer.model.streaming import OFFLOADED, place_weights

@@ -23,7 +23,7 @@ from linearizer.errors import LinearizerError
 from linearizer.evaluate.setup import Setup, assembled, environment
 from linearizer.evaluate.side_by_side import write_in_turns
 from linearizer.evaluate.step import JUDGING, judge, measure_parts
-from linearizer.measure.step import measure_teacher, min_texts
+from linearizer.measure.profile import measure_teacher, min_texts
 from linearizer.model import checkpoint
 from linearizer.model.hub import find_model, local_weight_files
 from linearizer.model.inspect import inspect_model

@@ -17,7 +17,7 @@ from linearizer.errors import BudgetError, RequestError, TextError
 from linearizer.measure import head_prices_by_gradient
 from linearizer.measure.gates import learn_gates
 from linearizer.measure.head_prices import options_to_price
-from linearizer.measure.step import measure_teacher
+from linearizer.measure.profile import measure_teacher
 from linearizer.model import teacher as teacher_module
 from linearizer.page import actions
 from linearizer.page.run_state import RunState

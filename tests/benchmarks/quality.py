@@ -35,8 +35,7 @@ from linearizer.evaluate.language import join_scores, read_scores, tail_of
 from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.setup import environment
 from linearizer.evaluate.subjects import Subject
-from linearizer.measure.profile import profile_settings
-from linearizer.measure.step import measure_teacher
+from linearizer.measure.profile import measure_teacher, profile_settings
 from linearizer.model import checkpoint
 from linearizer.model import teacher as teacher_module
 from linearizer.model.layers import layer_number

@@ -12,7 +12,7 @@ from linearizer.allocate import step
 from linearizer.jobs import children, control, queue
 from linearizer.jobs.children import devices_of
 from linearizer.measure.head_prices import measure_prices
-from linearizer.measure.step import measure_teacher
+from linearizer.measure.profile import measure_teacher
 from linearizer.model.devices import device_name
 from linearizer.model.teacher import load_teacher_of
 from linearizer.progress import Progress, finish

@@ -9,7 +9,7 @@ from linearizer import pipeline
 from linearizer.allocate import step
 from linearizer.cli.main import main
 from linearizer.errors import FolderError
-from linearizer.measure.step import measure_teacher
+from linearizer.measure.profile import measure_teacher
 from linearizer.model import samples
 from linearizer.model import teacher as teacher_module
 from linearizer.model.samples import SAMPLES

@@ -6,7 +6,7 @@ import torch
 from linearizer import pipeline
 from linearizer.allocate import step
 from linearizer.errors import RequestError
-from linearizer.measure.step import measure_teacher
+from linearizer.measure.profile import measure_teacher
 from linearizer.model import teacher as teacher_module
 from linearizer.model.initialise import begin_of
 from linearizer.model.swap import make_layer_student
