@@ -16,7 +16,8 @@ from linearizer.cli.options import AddCommand
 from linearizer.cli.text import ProgressBar, describe_publication, describe_run, print_product
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.jobs import control
-from linearizer.jobs.control import Status, delete_run, resume_run
+from linearizer.jobs.control import Status
+from linearizer.jobs.runs import delete_run, resume_run
 from linearizer.progress import Progress
 from linearizer.run import folder
 from linearizer.run.folder import Run

@@ -22,7 +22,6 @@ from linearizer.run.evaluation_request import PARTS
 from linearizer.run.events import READ_BYTES, STEPS, Event, EventName, first_event, newest_events, read_events
 from linearizer.run.files import UNFINISHED, open_in_place, remove, writing
 from linearizer.run.folder import FILES_OF_RUN, Run, newest_request
-from linearizer.run.hub_job import read_hub_job
 from linearizer.run.locks import Lock
 from linearizer.run.plan import Plan
 
@@ -153,37 +152,6 @@ def delete(run: Run) -> None:
                 remove(path)
         if not any(run.folder.iterdir()):
             run.folder.rmdir()
-
-
-def resume_run(
-    run: Run,
-    token: str | None = None,
-    *,
-    yes: bool = False,
-    agree: str = "add --yes",
-    begin: Callable[..., None] = start,
-) -> None:
-    """Resume a run; where it is done, the evaluation of its student.
-
-    `yes` agrees to what another job costs at most; the error of a run that needs one says how to `agree`.
-    """
-    if run.done and (evaluation := status(run).evaluation) is not None and evaluation.state != "done":
-        evaluate(run, token=token, begin=begin)
-    elif run.done or read_hub_job(run) is None:
-        begin(run, token)
-    else:
-        from linearizer.jobs.hub_start import resume_in_job
-
-        resume_in_job(run, token, yes=yes, agree=agree)
-
-
-def delete_run(run: Run, token: str | None = None) -> None:
-    """Delete a run that is not at work, for good, and what its jobs left on the Hub."""
-    if read_hub_job(run) is not None and not status(run).live:
-        from linearizer.jobs.hub_start import forget_in_bucket
-
-        forget_in_bucket(run, token)
-    delete(run)
 
 
 def status(run: Run) -> Status:

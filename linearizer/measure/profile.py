@@ -1,4 +1,4 @@
-"""Runs a model over text and reduces its queries and keys, as they come, to a Profile and to Samples."""
+"""Measures a teacher: runs it over text and reduces queries and keys, as they come, to a Profile and to Samples."""
 
 from __future__ import annotations
 

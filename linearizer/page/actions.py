@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from linearizer.errors import BudgetError, LinearizerError, ModelNotAvailable, RequestError
-from linearizer.jobs import control
+from linearizer.jobs import control, runs
 from linearizer.page import limits, zerogpu, zerogpu_runs
 from linearizer.page.visitors import Visitor, on_space
 from linearizer.run.allocation import Allocation
@@ -256,7 +256,7 @@ def ask_run(visitor: Visitor, name: str, wish: str) -> str:
     run = visitor.find_own_run(name)
     if wish in ("resume", "pay"):
         with limits.turn(visitor, runs_root()):
-            control.resume_run(run, visitor.token, yes=wish == "pay", agree="agree", begin=choose_start(run))
+            runs.resume_run(run, visitor.token, yes=wish == "pay", agree="agree", begin=choose_start(run))
     else:
         {"stop": control.stop, "use": control.use_now}[wish](run)
     return control.state_of(run)
@@ -264,7 +264,7 @@ def ask_run(visitor: Visitor, name: str, wish: str) -> str:
 
 def delete_run(visitor: Visitor, name: str) -> None:
     """Delete a run that is not at work, for good, and what its jobs left on the Hub."""
-    control.delete_run(visitor.find_own_run(name), visitor.token)
+    runs.delete_run(visitor.find_own_run(name), visitor.token)
 
 
 def choose_start(run: Run) -> Callable[..., None]:
