@@ -12,8 +12,10 @@ from linearizer.allocate.by_prices import offers_for_head
 from linearizer.amounts import size
 from linearizer.publish.chart_style import (
     BLUE,
+    BYTES_AXIS,
     GREEN,
     GREY,
+    LOG_AXIS,
     MAP_COLOURS,
     MARGIN,
     MAX_LABELLED,
@@ -23,17 +25,12 @@ from linearizer.publish.chart_style import (
     bar_marker,
     base_layout,
     blend_colours,
-    bytes_axis,
     choose_ink,
-    format_power,
     layer_colour,
     layer_dash,
-    log_axis,
     new_figure,
-    round_ticks,
     subject_line,
     thin_points,
-    tick_label,
 )
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
@@ -127,7 +124,7 @@ def draw_head_map(
         ygap=2,
         hoverongaps=False,
         hovertemplate=f"layer %{{y}}, KV head %{{x}}<br>%{{text}} {unit}%{{customdata}}<extra></extra>",
-        colorbar=log_colourbar(unit, round_ticks(10**low, 10**high)),
+        colorbar=log_colourbar(unit, low, high),
     )
     if heads <= MAX_LABELLED and len(layers) <= 48:
         write_numbers(figure, logs, texts, low, max(high, low + 0.05))
@@ -137,9 +134,10 @@ def draw_head_map(
     return figure
 
 
-def log_colourbar(unit: str, ticks: Sequence[float]) -> dict[str, Any]:
+def log_colourbar(unit: str, low: float, high: float) -> dict[str, Any]:
     """Describe the scale of colours beside a map of logarithms."""
-    labels = {"tickvals": [math.log10(tick) for tick in ticks], "ticktext": [*map(tick_label, ticks)]}
+    ticks = [low + share * (high - low) for share in (0, 0.25, 0.5, 0.75, 1)]
+    labels = {"tickvals": ticks, "ticktext": [f"{10**tick:.3g}" for tick in ticks]}
     return {"title": {"text": unit, "side": "right"}, **labels, "thickness": 10, "outlinewidth": 0}
 
 
@@ -195,15 +193,9 @@ def draw_freedom_curves(profile: Profile) -> Figure:
     reference = profile.settings.reference
     dashes = {"color": GREY, "width": 1, "dash": "dash"}
     figure.add_vline(x=reference, line=dashes, showlegend=True, name=f"λ of the map, {reference:.2g}")
-    ticks = [tick for tick in range(-9, 10, 2) if ridges[-1] <= 10.0**tick <= ridges[0]]
-    shown = {"tickvals": [10.0**tick for tick in ticks], "ticktext": [format_power(tick) for tick in ticks]}
     span = [math.log10(ridges[0]), math.log10(ridges[-1])]
-    figure.update_xaxes(title="ridge λ, a share of the kernel's trace", type="log", range=span, **shown)
-    counts = {
-        "tickvals": [10.0**tick for tick in range(-3, 6)],
-        "ticktext": [f"{10.0**tick:g}" for tick in range(-3, 6)],
-    }
-    figure.update_yaxes(title="degrees of freedom, in features", type="log", **counts)
+    figure.update_xaxes(title="ridge λ, a share of the kernel's trace", range=span, dtick=2, **LOG_AXIS)
+    figure.update_yaxes(title="degrees of freedom, in features", dtick=1, **LOG_AXIS)
     return figure
 
 
@@ -233,9 +225,8 @@ def draw_frontier(
     for name, kl in measured.items():
         line = subject_line(name, f"kl %{{y:.2g}} with {size(bytes)}")
         figure.add_scatter(x=[bytes], y=[max(kl, MIN_DRAWN_KL)], **line | {"mode": "markers"})
-    drawn = [max(value, MIN_DRAWN_KL) for value in (*(kl for _, kl in shown), *measured.values())]
-    figure.update_xaxes(title="state, bytes", **bytes_axis([held for held, _ in shown]))
-    figure.update_yaxes(title="kl, nats per token", **log_axis(drawn))
+    figure.update_xaxes(title="state, bytes", **BYTES_AXIS)
+    figure.update_yaxes(title="kl, nats per token", **LOG_AXIS)
     return figure
 
 
@@ -269,12 +260,11 @@ def draw_allocation(
         lines.append(draw_kl_marks(kl, names))
     from plotly.graph_objects import Figure
 
-    return Figure([*bars, *lines], lay_out_bars(allocation, top, drawn_kl))
+    return Figure([*bars, *lines], lay_out_bars(allocation, top, bool(drawn_kl)))
 
 
-def lay_out_bars(allocation: Allocation, top: float, drawn_kl: Sequence[float]) -> dict[str, Any]:
+def lay_out_bars(allocation: Allocation, top: float, has_kl: bool) -> dict[str, Any]:
     """Lay out the bars of all heads above their kl; axes have room for any budget, so that nothing jumps."""
-    has_kl = bool(drawn_kl)
     firsts = accumulate((len(row) for row in allocation.heads), initial=0)
     marks = [(at, i) for (i, row), at in zip(enumerate(allocation.heads), firsts, strict=False) if row]
     shown = marks[:: max(1, len(marks) // 24)]
@@ -290,7 +280,7 @@ def lay_out_bars(allocation: Allocation, top: float, drawn_kl: Sequence[float]) 
     tokens = {**YAXIS, **still, "title": "tokens of cache", "range": [0, top], "domain": [0.36 if has_kl else 0, 1]}
     axes = {"xaxis": heads, "yaxis": tokens}
     if has_kl:
-        axes["yaxis2"] = {**YAXIS, **still, **log_axis(drawn_kl), "domain": [0, 0.3], "title": "kl, nats"}
+        axes["yaxis2"] = {**YAXIS, **still, **LOG_AXIS, "domain": [0, 0.3], "title": "kl, nats"}
     margin = {"l": 64, "r": 16, "t": 36, "b": 48}
     return base_layout(470 if has_kl else 340, barmode="stack", bargap=0.15, margin=margin, **axes)
 

@@ -2,12 +2,9 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
-
-from linearizer.amounts import size
 
 if TYPE_CHECKING:
     from plotly.graph_objects import Figure
@@ -25,6 +22,8 @@ MARGIN = {"l": 56, "r": 16, "t": 20, "b": 44}  # pixels
 INK, PAPER = "#1f2430", "#ffffff"  # of hover labels, on white pages and on black pages
 XAXIS = {"showgrid": False, "zeroline": False, "linecolor": FAINT, "ticks": "", "automargin": True}
 YAXIS = {"gridcolor": FAINT, "zeroline": False, "ticks": "", "automargin": True}
+LOG_AXIS = {"type": "log", "tickformat": ",~g", "nticks": 4}
+BYTES_AXIS = {"type": "log", "tickformat": "~s", "nticks": 4}
 SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
     "teacher": ("teacher", GREY, "circle", "dot"),
     "student": ("student", BLUE, "diamond", "solid"),
@@ -173,45 +172,6 @@ def bar_numbers(name: str, labels: Sequence[str], values: Sequence[float], heigh
     }
 
 
-def round_ticks(low: float, high: float) -> list[float]:
-    """Choose round numbers for a logarithmic axis: 1, 2, 5, 10, … on a short one, else powers of ten."""
-    wide = high > 200 * low
-    ticks = [factor * 10.0**power for power in range(-9, 13) for factor in ((1,) if wide else (1, 2, 5))]
-    near = [tick for tick in ticks if low / 1.5 <= tick <= high * 1.5]
-    within = [tick for tick in near if low <= tick <= high]
-    return near if len(within) > 1 else even_ticks(low, high)
-
-
-def even_ticks(low: float, high: float) -> list[float]:
-    """Choose ticks at even round steps, for an axis so short that it has no two of 1, 2, 5, 10, …"""
-    if not 0 < low < high:
-        return [low]
-    step = 10.0 ** math.floor(math.log10(high - low))
-    step *= next(factor for factor in (0.2, 0.5, 1, 2) if (high - low) / (factor * step) <= 6)
-    return [round(step * n, 12) for n in range(math.ceil(low / step), math.floor(high / step) + 1)]
-
-
-def format_power(exponent: int) -> str:
-    """Write a power of ten."""
-    return "1" if exponent == 0 else "10" + str(exponent).translate(str.maketrans("-0123456789", "⁻⁰¹²³⁴⁵⁶⁷⁸⁹"))
-
-
-def tick_label(tick: float) -> str:
-    """Write the number at a tick: 2,000, 0.05, 5·10⁻⁵."""
-    if tick >= 1e-3:
-        return f"{tick:,g}"
-    exponent = math.floor(math.log10(tick) + 1e-9)
-    digits = f"{tick / 10.0**exponent:g}"
-    return format_power(exponent) if digits == "1" else f"{digits}·{format_power(exponent)}"
-
-
-def log_axis(values: Iterable[float]) -> dict[str, Any]:
-    """Lay out a logarithmic axis for values above 0, with round ticks."""
-    known = list(values) or [1.0]
-    ticks = round_ticks(min(known), max(known))
-    return {"type": "log", "tickvals": ticks, "ticktext": [*map(tick_label, ticks)]}
-
-
 def steps_axis(last: int) -> dict[str, Any]:
     """Lay out an axis of steps of training, with ticks at whole steps."""
     step = next(f * 10**n for n in range(12) for f in (1, 2, 5) if last <= 8 * f * 10**n)
@@ -234,11 +194,3 @@ def lengths_axis(lengths: Sequence[int], spacing: float = 1.45) -> dict[str, Any
             ticks.append(length)
     labels = [f"{tick // 1024}k" if tick >= 1024 and tick % 1024 == 0 else str(tick) for tick in ticks]
     return {"type": "log", "tickvals": ticks, "ticktext": labels}
-
-
-def bytes_axis(values: Sequence[int]) -> dict[str, Any]:
-    """Lay out a logarithmic axis of bytes, with ticks at 1, 10, 100 kB, MB, …, or nearer ones on a short axis."""
-    low, high = min(values), max(values)
-    ticks: list[float] = [1000**n * m for n in range(1, 5) for m in (1, 10, 100) if low <= 1000**n * m <= high]
-    ticks = ticks if len(ticks) > 2 else [tick for tick in round_ticks(low, high) if low <= tick <= high] or ticks
-    return {"type": "log", "tickvals": ticks, "ticktext": [size(tick) for tick in ticks]}

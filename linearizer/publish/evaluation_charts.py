@@ -8,13 +8,13 @@ from typing import TYPE_CHECKING
 
 from linearizer.amounts import size
 from linearizer.publish.chart_style import (
+    BYTES_AXIS,
     GREY,
+    LOG_AXIS,
     MAP_CELLS,
     MAP_COLOURS,
     bar_numbers,
-    bytes_axis,
     lengths_axis,
-    log_axis,
     new_figure,
     new_grid,
     open_markers,
@@ -102,8 +102,7 @@ def draw_error_curve(part: Part[Approximation]) -> Figure | None:
     predicted = subject_line("teacher", "λ = %{y:.2g} at %{x} features") | {"name": "λ where N(λ) is that many"}
     figure.add_scatter(x=curve.features, y=curve.predicted, **predicted)
     figure.update_xaxes(title="features per KV head", **lengths_axis(curve.features))
-    drawn = [value for line in figure.data for value in line.y if value > 0]
-    figure.update_yaxes(title="share of attention misplaced", **log_axis(drawn))
+    figure.update_yaxes(title="share of attention misplaced", **LOG_AXIS)
     return figure
 
 
@@ -112,7 +111,6 @@ def draw_rates(part: Part[Speed], of: str) -> Figure:
     speed = part.result
     known = {pace.length for subject in speed.subjects for pace in subject.paces if getattr(pace, of) is not None}
     figure = new_lengths_figure(sorted(known) or speed.lengths)
-    rates: list[float] = []
     for subject in speed.subjects:
         paces = [pace for pace in subject.paces if getattr(pace, of) is not None]
         reasons = [f", extrapolated for lack of {pace.extrapolated}" if pace.extrapolated else "" for pace in paces]
@@ -120,8 +118,7 @@ def draw_rates(part: Part[Speed], of: str) -> Figure:
         line = open_markers(line, list(map(bool, reasons)))
         own = [getattr(pace, of) for pace in paces]
         figure.add_scatter(x=[pace.length for pace in paces], y=own, customdata=reasons, **line)
-        rates += own
-    figure.update_yaxes(title="tokens per second", **log_axis(rates))
+    figure.update_yaxes(title="tokens per second", **LOG_AXIS)
     return figure
 
 
@@ -129,19 +126,17 @@ def draw_memory(part: Part[Speed]) -> Figure:
     """Draw the bytes of state or cache over the length of the text; open markers are computed from the shape."""
     speed = part.result
     figure = new_lengths_figure(speed.lengths)
-    values = []
     for subject in speed.subjects:
         measured = [None if pace.extrapolated else pace.state_bytes for pace in subject.paces]
         sizes = [
             pace.predicted_bytes if known is None else known
             for pace, known in zip(subject.paces, measured, strict=True)
         ]
-        values += sizes
         computed = [known is None for known in measured]
         labels = [size(bytes) + ", by its shape" * mark for bytes, mark in zip(sizes, computed, strict=True)]
         line = open_markers(subject_line(subject.name, "%{customdata} at %{x} tokens"), computed)
         figure.add_scatter(x=[pace.length for pace in subject.paces], y=sizes, customdata=labels, **line)
-    figure.update_yaxes(title="state or cache, bytes", **bytes_axis(values))
+    figure.update_yaxes(title="state or cache, bytes", **BYTES_AXIS)
     return figure
 
 

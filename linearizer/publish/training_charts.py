@@ -9,12 +9,12 @@ from typing import TYPE_CHECKING, Any
 from linearizer.amounts import size
 from linearizer.publish.chart_style import (
     BLUE,
+    BYTES_AXIS,
+    LOG_AXIS,
     MAX_LABELLED,
-    bytes_axis,
     layer_colour,
     layer_dash,
     lengths_axis,
-    log_axis,
     new_figure,
     steps_axis,
     subject_line,
@@ -50,9 +50,8 @@ def draw_training_losses(events: Sequence[Mapping[str, Any]]) -> Figure:
                 x=shown[-1]["done"], y=math.log10(values[-1]), text=name, showarrow=False, xanchor="left", xshift=4
             )
     figure.update_xaxes(**steps_axis(shown[-1]["done"] if shown else 1))
-    drawn = [value for line in figure.data for value in line.y if value is not None]
     unit = "nats" if any(event.get("attention_error") is not None for event in shown) else "in the loss's own unit"
-    figure.update_yaxes(title=f"loss above the least, {unit}", **log_axis(drawn))
+    figure.update_yaxes(title=f"loss above the least, {unit}", **LOG_AXIS)
     return figure
 
 
@@ -100,5 +99,5 @@ def draw_state_size(layers: Sequence[Layer], fixed: int, growth: int = 0) -> Fig
         label = f"smaller from {begin:,} tokens on"
         figure.add_annotation(**at, text=label, showarrow=False, xanchor="left", yanchor="top", xshift=6, yshift=-4)
     figure.update_xaxes(title="tokens read", **lengths_axis(lengths, spacing=8))
-    figure.update_yaxes(title="state or cache, bytes", **bytes_axis([*states, *caches]))
+    figure.update_yaxes(title="state or cache, bytes", **BYTES_AXIS)
     return figure

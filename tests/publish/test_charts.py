@@ -150,11 +150,7 @@ def test_the_curves_name_their_ends_beside_the_axes_and_the_dashed_line():
     assert line.showlegend and line.name.startswith("λ of the map") and all(each.showlegend for each in figure.data)
 
 
-@pytest.mark.parametrize("values", [(0.6, 0.95), (5.0, 9.9), (0.02, 3.0), (1e-4, 2.0), (0.5, 0.5)])
-def test_loss_charts_have_round_ticks_and_whole_steps(values):
-    ticks = chart_style.log_axis(values)["ticktext"]
-    assert 1 <= len(ticks) <= 9 and all(len(tick.replace(",", "")) <= 6 for tick in ticks), ticks
-    assert len(ticks) > 1 or values[0] == values[1]
+def test_loss_charts_have_whole_steps():
     for last in (1, 3, 60, 4000):
         step = chart_style.steps_axis(last)["dtick"]
         assert step == int(step) >= 1 and last / step <= 8
