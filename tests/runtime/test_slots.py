@@ -172,7 +172,7 @@ def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
         k, v, weight = given.k[0, head], given.v[0, head], given.weight[0, head]
         full = [i for i in range(12) if weight[i]]
 
-        def cost(i, j, k=k, v=v, weight=weight):
+        def cost(i, j, k=k, v=v, weight=weight, full=full):
             apart, values = (k[i] - k[j]).square().sum(), (v[i] - v[j]).norm()
             newer = full.index(max(i, j)) + 1
             return float(apart**2 * values * newer * weight[i] * weight[j] / (weight[i] + weight[j]))
