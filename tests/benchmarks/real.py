@@ -25,8 +25,7 @@ from linearizer.allocate.decide import allocate_alike
 from linearizer.errors import BudgetError
 from linearizer.evaluate.setup import environment
 from linearizer.evaluate.subjects import Subject
-from linearizer.measure.profile import profile_settings
-from linearizer.measure.step import measure_teacher
+from linearizer.measure.profile import measure_teacher, profile_settings
 from linearizer.model import teacher as teacher_module
 from linearizer.model.hub import find_model
 from linearizer.model.quiet import quiet
