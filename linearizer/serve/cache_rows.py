@@ -114,5 +114,5 @@ def cut_rows(holder: Any, names: Iterable[str], longest: int) -> None:
 def growing_axis(holder: Any, name: str) -> int | None:
     """Tell along which axis a tensor grows with the text; None: its size is fixed."""
     if hasattr(holder, "real"):
-        return -1 if name == "real" else -2
+        return {"real": -1, "k": -2, "v": -2}.get(name)  # all but its sinks
     return -2 if hasattr(holder, "keys") else None
