@@ -196,7 +196,7 @@ class Bench:
             run.write_product("allocation.json", allocation.to_json())
             allocation = finish(choose_student(run, teacher, allocation, None))
         student = pipeline.begin_student(run, teacher, allocation)
-        learnt, _ = pipeline.training_and_judging_texts(plan, teacher, None)
+        learnt, _ = pipeline.training_and_judging_texts(run, plan, teacher, None)
         finish(train_step.train(run, plan, student, allocation, learnt))
         return student.eval(), allocation
 
