@@ -15,7 +15,7 @@ import torch
 from torch.nn.functional import pad
 from transformers.cache_utils import Cache
 
-from linearizer.runtime.cache import LinearizedCache, copy_layer, keeps_state
+from linearizer.runtime.cache import Change, LinearizedCache, copy_layer, keeps_state
 from linearizer.runtime.state import tensors
 
 Tensor = torch.Tensor
@@ -68,15 +68,17 @@ def keep_rows(cache: Cache, rows: Sequence[int], longest: int) -> None:
 def take_row(cache: Cache, row: int, tokens: int) -> Cache:
     """Copy one row of a batch, which has read so many tokens; what the copy reads does not change the batch."""
 
-    def copied(name: str, x: Tensor) -> Tensor:
-        return x[row : row + 1].clone()
-
-    if isinstance(cache, LinearizedCache):
-        other: Cache = cache.copied(copied)
-    else:
-        other = copy.copy(cache)
-        other.layers = [copy_layer(layer, copied) for layer in cache.layers]
+    other = copy_cache(cache, lambda name, x: x[row : row + 1].clone())
     cut_padding(other, tokens)
+    return other
+
+
+def copy_cache(cache: Cache, change: Change = lambda name, x: x.clone()) -> Cache:
+    """Copy a cache, whose tensors become what `change` makes of them."""
+    if isinstance(cache, LinearizedCache):
+        return cache.copied(change)
+    other = copy.copy(cache)
+    other.layers = [copy_layer(layer, change) for layer in cache.layers]
     return other
 
 

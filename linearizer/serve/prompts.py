@@ -13,7 +13,7 @@ from transformers import PreTrainedModel
 
 from linearizer.model.logits import fresh_cache
 from linearizer.runtime.cache import CACHE
-from linearizer.serve.cache_rows import join_caches, real_tokens, take_row
+from linearizer.serve.cache_rows import copy_cache, join_caches, real_tokens, take_row
 from linearizer.serve.kept_states import KeptStates
 from linearizer.serve.row import Row
 
@@ -107,4 +107,4 @@ class Prompts:
             row.cache = take_row(cache, index, row.read) if len(rows) > 1 else cache
             row.cache_is_kept = False
             if self.kept.max_bytes and (row.read % PIECE == 0 or not row.left):  # a copy: what reads on has buffers
-                self.kept.keep(row.prompt[: row.read], take_row(row.cache, 0, row.read))
+                self.kept.keep(row.prompt[: row.read], copy_cache(row.cache))
