@@ -190,7 +190,7 @@ static void measure_pairs(Slots *s) {
 }
 
 /* By what an error of a slot counts for more than one of the oldest (slots_merging.RECENCY). */
-static REAL recency(long place) { return (REAL)(place + 1) * (REAL)(place + 1); }
+static REAL recency(long place) { return (REAL)(place + 1); }
 
 /* Choose which slots go, and into which that stay. */
 static void choose_pairs(Slots *s, long most) {

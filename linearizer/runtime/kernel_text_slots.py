@@ -61,7 +61,7 @@ def pair_costs(x_ptr, weight_ptr, place_ptr, i, j, N, W, C: tl.constexpr):
     light = 1 / tl.maximum(own, 1.0)[:, None] + 1 / tl.maximum(other, 1.0)[None, :]
     cost = apart * apart * (apart * apart) * values / light / light
     newer = tl.maximum(load_rows(place_ptr, i, N)[:, None], load_rows(place_ptr, j, N)[None, :])
-    cost = cost * newer * newer  # slots_merging.RECENCY
+    cost = cost * newer  # slots_merging.RECENCY
     never = (own == 0)[:, None] | (other == 0)[None, :] | (i[:, None] == j[None, :])
     return tl.where(never, INFINITE, cost)
 

@@ -29,7 +29,7 @@ from .state_in_few_bits import round_slots
 
 MAX_MERGED_ROWS = 512  # slots and tokens of a block that one program of a kernel merges at most
 GAIN = 0.25  # half of what a Gaussian spread of keys calls for: measured best, since no query sees the mean spread
-RECENCY = 2  # power of the place of the newer of two slots by which what merging them costs is multiplied
+RECENCY = 1  # power of the place of the newer of two slots by which what merging them costs is multiplied
 TINY = 1e-30  # a squared distance of values that counts as none: infinity times it is infinite
 
 Tensor = torch.Tensor

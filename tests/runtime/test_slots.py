@@ -152,7 +152,8 @@ def test_the_pair_that_is_merged_is_the_cheapest():
     for head in range(2):
         costs = {
             (i, j): (given.k[0, head, i] - given.k[0, head, j]).square().sum()
-            * ((given.v[0, head, i] - given.v[0, head, j]).norm() * (i + 1)).sqrt()
+            * (given.v[0, head, i] - given.v[0, head, j]).norm().sqrt()
+            * (i + 1) ** 0.25
             for i in range(5)
             for j in range(i)
         }
@@ -175,7 +176,7 @@ def test_slots_that_go_are_the_cheapest_and_each_goes_into_one_that_stays():
         def cost(i, j, k=k, v=v, weight=weight, full=full):
             apart, values = (k[i] - k[j]).square().sum(), (v[i] - v[j]).norm()
             newer = full.index(max(i, j)) + 1
-            return float(apart**2 * values * newer * weight[i] * weight[j] / (weight[i] + weight[j]))
+            return float(apart**2 * values * newer**0.5 * weight[i] * weight[j] / (weight[i] + weight[j]))
 
         least = {i: min(cost(i, j) for j in full if j < i) for i in full[1:]}
         gone = sorted(least, key=least.get)[: len(full) - count]
