@@ -17,7 +17,7 @@ from transformers import AutoTokenizer, PreTrainedModel, PreTrainedTokenizerBase
 import linearizer
 from linearizer.errors import ModelNotAvailable, RequestError, TextError
 from linearizer.evaluate.cache_in_few_bits import caches_in_few_bits
-from linearizer.evaluate.subjects import Subject, window_control
+from linearizer.evaluate.subjects import Subject
 from linearizer.model import checkpoint
 from linearizer.model.devices import choose_device, describe_device
 from linearizer.model.kept_texts import read_kept_texts
@@ -26,7 +26,7 @@ from linearizer.model.samples import SAMPLES
 from linearizer.model.swap import exchange_students
 from linearizer.model.teacher import load_teacher_of
 from linearizer.model.text import pack_texts, read_for_length, read_texts, start_tokens
-from linearizer.run.allocation import Allocation
+from linearizer.run.allocation import Allocation, window_control
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.names import absolute_source

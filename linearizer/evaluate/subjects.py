@@ -20,7 +20,7 @@ from linearizer.model.logits import Tensor, bytes_held, fresh_cache, losses_of, 
 from linearizer.model.swap import exchange_students
 from linearizer.model.token_loop import read_tokens
 from linearizer.run.allocation import Allocation
-from linearizer.run.head_bytes import SINKS, Head, Layer, cache_bytes, token_bytes
+from linearizer.run.head_bytes import Layer, cache_bytes
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.cache import CACHE
 
@@ -57,19 +57,6 @@ class Subject:
     def state_bytes(self, layers: Sequence[Layer], length: int) -> int:
         """Give the bytes of cache or state once `length` tokens have been read."""
         return cache_bytes(layers, length) if self.allocation is None else self.allocation.state_bytes(layers, length)
-
-
-def window_control(allocation: Allocation, layers: Sequence[Layer], length: int) -> Allocation:
-    """Give every head a plain window and sinks, in the student's bits, that together take its bytes at a length."""
-    bits, room = allocation.bits, allocation.state_bytes(layers, length)
-    of_token, of_sink = (
-        max(1, sum(len(row) * token_bytes(layer, own) for row, layer in zip(allocation.heads, layers, strict=True)))
-        for own in (bits, 16)
-    )
-    sinks = min(SINKS, room // of_token // 8)  # its own: a student with slots may need none
-    window = max((room - sinks * of_sink) // of_token, 1)
-    rows = tuple((Head(window=window, bits=bits),) * len(row) for row in allocation.heads)
-    return Allocation("window", sinks, rows)
 
 
 Pieces = Iterator[tuple[int, list[Tensor]]]  # where a piece begins, and each subject's logits of it

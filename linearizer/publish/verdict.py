@@ -10,7 +10,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from linearizer.evaluate.subjects import window_control
+from linearizer.run.allocation import window_control
 from linearizer.run.folder import Run
 from linearizer.run.results import Estimate, Language, LengthResult, Part, ShortPredictions
 from linearizer.run.state_size import StateSize

@@ -108,3 +108,22 @@ def heads_replaced(layer: Layer) -> int:
 def is_count(value: Any) -> bool:
     """Tell whether a value is a whole number, 0 or more."""
     return isinstance(value, int) and not isinstance(value, bool) and value >= 0
+
+
+def window_control(allocation: Allocation, layers: Sequence[Layer], length: int) -> Allocation:
+    """Give every head a plain window and sinks, in the student's bits, that together take its bytes at a length."""
+    bits, room = allocation.bits, allocation.state_bytes(layers, length)
+    of_token, of_sink = (
+        max(
+            1,
+            sum(
+                len(row) * head_bytes.token_bytes(layer, own)
+                for row, layer in zip(allocation.heads, layers, strict=True)
+            ),
+        )
+        for own in (bits, 16)
+    )
+    sinks = min(head_bytes.SINKS, room // of_token // 8)  # its own: a student with slots may need none
+    window = max((room - sinks * of_sink) // of_token, 1)
+    rows = tuple((Head(window=window, bits=bits),) * len(row) for row in allocation.heads)
+    return Allocation("window", sinks, rows)
