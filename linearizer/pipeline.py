@@ -149,6 +149,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
     allocation = run.allocation or (yield from allocate(run, teacher, token, offers, helpers))
     run.write_product("allocation.json", allocation.to_json())
     allocation = yield from choose_student(run, teacher, allocation, token)
+    run.write_product("allocation.json", allocation.to_json())
     run.log(EventName.ALLOCATED, strategy=allocation.strategy, features_mean=allocation.features_mean)
     if shared:
         helpers.prepare("student")

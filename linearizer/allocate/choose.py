@@ -36,12 +36,14 @@ HALVES = (torch.bfloat16, torch.float16)
 
 
 def choose_student(run: Run, teacher: Teacher, allocation: Allocation, token: str | None) -> Steps[Allocation]:
-    """Return the allocation, or a plain one whose student has a smaller kl, unless the run has chosen already."""
-    if run.has_file(CANDIDATES) or not is_comparable(run.plan):
+    """Return the allocation, or a plain one whose student has a smaller kl; a run that has chosen keeps to it."""
+    if not is_comparable(run.plan):
         return allocation
+    offered = candidates_of(run, allocation)
+    if (before := run.candidates) is not None:  # a kill may have come before allocation.json was written
+        return offered.get(before.kept.name, allocation)
     with interruptible(run):
         texts = unpriced_texts(run, teacher, token)
-    offered = candidates_of(run, allocation)
     layers, begin = teacher.inspection.layers, begin_of(run)
     with nullcontext() if teacher.inspection.packed else in_float32(teacher.model):
         steps = kl_by_token(teacher.model, texts, layers, list(offered.values()), begin)
@@ -52,11 +54,9 @@ def choose_student(run: Run, teacher: Teacher, allocation: Allocation, token: st
         for name, own in zip(offered, kl, strict=True)
     )
     result = Candidates(lengths, measured)
-    chosen = offered[result.kept.name]
-    run.write_product("allocation.json", chosen.to_json())
     run.write_product(CANDIDATES, result.to_json())
     run.log(EventName.CHECKED, kept=result.kept.name, lengths=lengths, kl={own.name: own.kl for own in measured})
-    return chosen
+    return offered[result.kept.name]
 
 
 def is_comparable(plan: Plan) -> bool:

@@ -3,15 +3,16 @@
 import pytest
 
 from linearizer import pipeline
-from linearizer.allocate.choose import PRICED, SLOTS, WINDOW
+from linearizer.allocate.choose import PRICED, SLOTS, WINDOW, choose_student
 from linearizer.cli.text import describe_run
 from linearizer.measure.head_prices import options_to_price
 from linearizer.page.cards import candidates_card
 from linearizer.pipeline import linearize, reallocate
 from linearizer.progress import finish
 from linearizer.publish.card import write_card
-from linearizer.run.allocation import heads_replaced
+from linearizer.run.allocation import Allocation, heads_replaced
 from linearizer.run.candidates import Candidate, Candidates
+from linearizer.run.head_bytes import Head
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 
@@ -60,6 +61,14 @@ def test_the_student_that_is_made_is_the_kept_one_and_every_account_says_why(dec
     kept = f"Kept: {deceived.candidates.kept.name}, the smallest KL of 3 allocations of the same bytes."
     assert kept in describe_run(deceived) and kept in candidates_card(deceived) and kept in write_card(deceived)
     assert f"| {PRICED} |" in write_card(deceived)
+
+
+def test_a_kill_before_the_kept_allocation_was_written_changes_nothing(deceived):
+    kept, priced = deceived.allocation, Allocation("gain", 2, tuple((Head(window=4, bits=8),) * 4 for _ in range(8)))
+    steps = choose_student(deceived, None, priced, None)
+    with pytest.raises(StopIteration) as end:
+        next(steps)
+    assert end.value.value == kept != priced
 
 
 def test_another_budget_is_compared_anew(tmp_path):
