@@ -66,7 +66,7 @@ def with_slots(allocation: Allocation, layers: Sequence[Layer]) -> Allocation:
 def half_slots(head: Head, layer: Layer, sinks: int) -> Head:
     """Spend the bytes of a head on half as many tokens, and as many slots."""
     token, slot = token_bytes(layer, head.bits), slot_bytes(layer, head.bits)
-    room = head_bytes(head, layer, sinks, 0) - sinks * token
+    room = head_bytes(head, layer, sinks, 0) - sinks * token_bytes(layer)
     slots = room // (token + slot)
     return Head(window=(room - slots * slot) // token, slots=slots, bits=head.bits)
 

@@ -90,6 +90,18 @@ def test_the_time_of_a_run_is_laid_out_by_steps_beside_its_forecast(capsys):
     time_of_runs.main(["demo", *given])
     lines = capsys.readouterr().out.splitlines()
     steps = [line.split()[0] for line in lines[2:-2]]
-    assert steps == ["start", "load", "profile", "try", "price", "exchange", "evaluate", "save", "all", "forecast"]
+    assert steps == [
+        "start",
+        "load",
+        "profile",
+        "try",
+        "price",
+        "exchange",
+        "check",
+        "evaluate",
+        "save",
+        "all",
+        "forecast",
+    ]
     seconds = [float(line.split()[1]) for line in lines[2:-3]]
     assert sum(seconds[:-1]) == pytest.approx(seconds[-1], abs=0.5) and "forecast ÷ measured" in lines[-2]

@@ -127,7 +127,6 @@ REFUSED = {
     "bloom": (dict(model_type="bloom"), ALIBI),
     "mpt": (dict(model_type="mpt"), ALIBI),
     "mpt without ALiBi": (dict(model_type="mpt", attn_config=dict(alibi=False)), INTERFACE),
-    "gptj": (dict(model_type="gptj", n_layer=2, rotary_dim=8), INTERFACE),
     "gemma2": (dict(model_type="gemma2"), "soft-capping"),
     "gpt_oss": (dict(model_type="gpt_oss"), "learned sinks"),
     "doge": (dict(model_type="doge", num_hidden_layers=2), f"({INTERFACE}|its layers mask tokens)"),

@@ -249,7 +249,11 @@ def test_a_run_without_a_student_is_refused(hub, tmp_path):
     assert not hub.requests
 
 
-def test_the_command_shows_then_publishes(hub, run, signed_in, said):
+def test_the_command_shows_then_publishes(hub, run, signed_in, said, tmp_path):
+    run, parts = copy_run(run.folder, tmp_path / "worse"), run.evaluation_parts
+    for result in parts["language"]["lengths"]:
+        result["difference"], result["strained"] = {"mean": 1.0, "interval": [0.5, 1.5]}, False
+    run.write_evaluation(parts=parts)
     code, out, _ = said("push", run.folder, "student", "--dry-run")
     assert (
         code == 0
