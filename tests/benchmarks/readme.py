@@ -22,6 +22,7 @@ from linearizer.run.plan import Plan
 README = Path(__file__).parents[2] / "README.md"
 BEGIN, END = "<!-- measured: python -m tests.benchmarks.readme -->", "<!-- measured: end -->"
 BUDGET, TEXTS, LENGTH, GAPS = 64, 16, 1024, (32, 128, 448)
+READ = 512  # tokens of a text that are judged: the demo teacher predicts later ones worse than a window does
 DOCUMENTS = 20  # of the built-in text, its last, which are read
 RECIPES = ("paper", "features", "best")
 ROWS = ("teacher", "window", *RECIPES)
@@ -74,9 +75,9 @@ def measured(arguments):
 
 def row_of(parts, name):
     """Take one subject's numbers out of all parts."""
+    results = parts["language"].result.at(READ), parts["recall"].result, parts["speed"].result
     language, recall, speed = (
-        next(subject for subject in parts[part].result.subjects if subject.name == name)
-        for part in ("language", "recall", "speed")
+        next(subject for subject in result.subjects if subject.name == name) for result in results
     )
     pace, kl = speed.paces[0], language.kl
     seconds = dict(zip(parts["recall"].result.gaps, recall.second, strict=True))
@@ -94,8 +95,8 @@ def note(language):
     made, read = language.made_with, language.read
     versions = ", ".join(f"{name} {made.versions[name]}" for name in ("torch", "transformers"))
     text = (
-        f"The demo model at the bytes of {BUDGET} tokens of cache; {read.texts} texts of {read.length} "
-        f"tokens that were held out from training, seed {read.seed}; ± half the width of a 95% interval "
+        f"The demo model at the bytes of {BUDGET} tokens of cache; the first {READ} tokens of {read.texts} "
+        f"texts that were held out from training, seed {read.seed}; ± half the width of a 95% interval "
         f"over {language.result.drawn}. State: after {LENGTH} tokens. {made.dtype} on "
         f"{made.device}, {versions}."
     )
