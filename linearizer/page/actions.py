@@ -35,10 +35,10 @@ if TYPE_CHECKING:
     from linearizer.run.inspection import Inspection
     from linearizer.run.profile import Profile
 
-EFFORTS = {  # sizes of the measuring, and the share of the plan's training steps
+EFFORTS = {  # sizes of the measuring that are not the plan's own, and the share of its training steps
     "Try it": ({"texts": 2, "length": 256, "samples": 512, "exchanges": 0}, 1 / 6),
-    "Quick": ({"texts": 8, "length": 512, "samples": 1024, "exchanges": 8}, 1),
-    "Thorough": ({"texts": 32, "length": 1024, "samples": 2048, "exchanges": 16}, 5),
+    "Quick": ({"exchanges": 8}, 1),
+    "Thorough": ({"texts": 32, "samples": 2048, "exchanges": 16}, 5),
 }
 MAX_MODELS_FOUND = 20
 MEASURED_FILES = (
@@ -126,7 +126,7 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
     given.setdefault("budget", None if "features" in given else budget)
     sizes, share = EFFORTS[effort]
     plan = Plan.of(**{"model": model.strip(), **sizes, **given})
-    if "samples" not in given:  # the effort's number yields to texts that are few or short
+    if "samples" in sizes and "samples" not in given:  # the effort's number yields to texts that are few or short
         plan = replace(plan, samples=min(sizes["samples"], plan.most_samples()))
     for name in (name for name in YIELDING if name not in given):  # the usual number is left out
         without: dict[str, Any] = {name: None}
