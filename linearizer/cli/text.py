@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import json
+import signal
 import sys
+import threading
 import time
 from argparse import Namespace
 from collections.abc import Generator, Mapping, Sequence
-from contextlib import closing
+from contextlib import AbstractContextManager, closing
 from pathlib import Path
+from types import FrameType
 from typing import TYPE_CHECKING, Any, TextIO, TypeVar
 
 from linearizer.amounts import columns, duration, size
@@ -64,14 +67,40 @@ class ProgressBar:
             self.stream.write("\r")
 
 
+class Interrupts(AbstractContextManager["Interrupts"]):
+    """Remembers ctrl-C: Python drops an interrupt that is raised in a destructor, or in a weak reference's callback."""
+
+    def __enter__(self) -> Interrupts:
+        self.seen, self.before = False, signal.getsignal(signal.SIGINT)
+        main = threading.current_thread() is threading.main_thread()  # only there signals are handled
+        self.kept = main and self.before is signal.default_int_handler
+        if self.kept:
+            signal.signal(signal.SIGINT, self.interrupt)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self.kept:
+            signal.signal(signal.SIGINT, self.before)
+
+    def interrupt(self, number: int, frame: FrameType | None) -> None:
+        self.seen = True
+        raise KeyboardInterrupt
+
+    def check(self) -> None:
+        """Raise again an interrupt that was dropped."""
+        if self.seen:
+            raise KeyboardInterrupt
+
+
 def show_progress(steps: Steps[Product]) -> Product:
     """Run a step to its end, with its progress on standard error if that is a terminal."""
     bar = ProgressBar(sys.stderr)
-    with closing(steps):
+    with closing(steps), Interrupts() as interrupts:
         try:
             while True:
                 try:
                     bar.show(next(steps))
+                    interrupts.check()
                 except StopIteration as end:
                     return end.value
         finally:

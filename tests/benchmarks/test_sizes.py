@@ -1,12 +1,14 @@
 """Models of real configs are made shard by shard, and what their steps take stands beside the forecast."""
 
+import subprocess
+import sys
+from pathlib import Path
+
 import pytest
-import torch
 from transformers import AutoModelForCausalLM, LlamaConfig
 
 from linearizer import pipeline
-from linearizer.jobs.forecast import PROCESS_BYTES, Speeds, forecast_run
-from linearizer.model.memory import PeakMemory
+from linearizer.jobs.forecast import Speeds, forecast_run
 from linearizer.model.probe import build_blueprint
 from linearizer.progress import finish
 from linearizer.run.folder import Run
@@ -58,16 +60,23 @@ def test_the_disk_of_a_run_is_at_most_its_forecast_and_that_at_most_half_as_much
     assert used <= forecast.disk_bytes <= 1.5 * used, (used, forecast)
 
 
+@pytest.mark.skipif(not Path("/proc").exists(), reason="the system does not tell what a process took")
 def test_the_memory_of_a_run_is_at_most_its_forecast_and_that_at_most_half_as_much_again(tmp_path):
     config = LlamaConfig(**{**GROUPED, "num_hidden_layers": 2, "vocab_size": 32768, "dtype": "float32"})
     sizes.make_model(tmp_path / "model", config)
+    work = f"from {__name__} import print_memory; print_memory({str(tmp_path)!r})"  # a process that has freed nothing
+    said = subprocess.check_output([sys.executable, "-c", work], text=True)
+    taken, forecast = map(float, said.split()[-2:])
+    assert taken <= forecast <= 1.5 * taken, said
+
+
+def print_memory(folder):
+    """Run all steps on a folder's model; print what this process took and what was forecast."""
     options = dict(recipe="features", strategy="common-lambda", steps=2, texts=2, length=64, samples=128, budget=32)
-    run = pipeline.begin(tmp_path / "run", Plan.of(model=str(tmp_path / "model"), device="cpu", **options))
-    forecast = forecast_run(run.plan, run.inspection, SPEEDS, 0)
-    memory = PeakMemory(torch.device("cpu"))
+    run = pipeline.begin(Path(folder) / "run", Plan.of(model=f"{folder}/model", device="cpu", **options))
     finish(pipeline.linearize(run))
-    if (taken := memory.taken()) is not None:  # besides what a process takes that has imported everything
-        assert taken <= forecast.memory_bytes - PROCESS_BYTES <= 1.5 * taken, (taken, forecast)
+    forecast = forecast_run(run.plan, run.inspection, SPEEDS, 0).memory_bytes
+    print(sizes.peak_bytes(), forecast)
 
 
 def test_a_table_takes_the_place_of_the_one_that_the_same_command_wrote_before():

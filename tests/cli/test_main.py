@@ -16,8 +16,10 @@ import pytest
 import torch
 
 from linearizer.cli.main import main
+from linearizer.cli.text import show_progress
 from linearizer.jobs import control
 from linearizer.model.checkpoint import load
+from linearizer.progress import Progress
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.support.runs import weights_of
@@ -170,6 +172,25 @@ def test_ctrl_c_stops_with_130_and_the_run_can_be_resumed(tmp_path, said):
     assert f"--resume --out {folder}" in err and "Traceback" not in err
     assert said("run", "demo", "--out", folder, "--resume", *QUICK)[0] == 0
     assert weights_of(folder / "checkpoint")
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
+def test_ctrl_c_that_python_drops_in_a_destructor_ends_the_work_still():
+    class Freed:
+        def __del__(self):
+            signal.raise_signal(signal.SIGINT)
+
+    def steps():
+        for done in range(3):
+            seen.append(done)
+            held = Freed()
+            del held
+            yield Progress("profile", done, 3, "batches")
+
+    seen = []
+    with pytest.raises(KeyboardInterrupt):
+        show_progress(steps())
+    assert seen == [0] and signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def test_a_killed_run_resumes_to_the_same_student(done, tmp_path, said):
