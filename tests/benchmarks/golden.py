@@ -1,0 +1,85 @@
+"""Records what short runs of the demo model make, and compares it with a record: a change of form must change nothing.
+
+  python -m tests.benchmarks.golden FILE    write the record, or compare with the one that FILE holds
+
+A record holds for one machine and its libraries: another one rounds differently.
+"""
+
+import hashlib
+import json
+import sys
+import tempfile
+from pathlib import Path
+
+import torch
+
+from linearizer import pipeline
+from linearizer.model.checkpoint import load
+from linearizer.model.quiet import quiet
+from linearizer.progress import finish
+from linearizer.run.plan import Plan
+
+SMALL = {
+    "model": "demo",
+    "texts": 2,
+    "length": 128,
+    "samples": 128,
+    "budget": 32,
+    "exchanges": 2,
+    "dtype": "float32",
+    "device": "cpu",
+}
+TRAINED = {**SMALL, "steps": 3}
+RUNS = {
+    "best": SMALL,
+    "windows": SMALL,
+    "best --may-grow": {**SMALL, "may_grow": True},
+    "features": TRAINED,
+    "paper": TRAINED,
+    "gdn": TRAINED,
+    "lolcats": TRAINED,
+}
+CONTEXT = 96  # tokens that logits are recorded of
+
+
+def main(arguments):
+    if len(arguments) != 1:
+        sys.exit(__doc__)
+    file, record = Path(arguments[0]), {name: record_run(name, options) for name, options in RUNS.items()}
+    if not file.exists():
+        file.write_text(json.dumps(record, indent=1))
+        print(f"{len(record)} runs are recorded in {file}")
+        return
+    before = json.loads(file.read_text())
+    changed = [f"{name}: {part}" for name, old in before.items() for part in old if record[name].get(part) != old[part]]
+    print("\n".join(changed) if changed else f"nothing of {len(before)} runs has changed")
+    sys.exit(bool(changed))
+
+
+def record_run(name, options):
+    """Hash the products of one run, and what its student says of a text."""
+    with tempfile.TemporaryDirectory() as folder, quiet():
+        run = pipeline.begin(Path(folder) / "run", Plan.of(recipe=name.split()[0], **options))
+        finish(pipeline.linearize(run))
+        student = load(run.folder / "checkpoint")
+        ids = torch.arange(CONTEXT)[None] * 37 % student.config.vocab_size
+        with torch.inference_mode():
+            logits = student(ids).logits
+        weights = {key: hash_tensor(tensor) for key, tensor in sorted(student.state_dict().items())}
+        files = {
+            name: run.folder / name for name in ("allocation.json", "prices.json", "gates.json", "candidates.json")
+        }
+        products = {name: hash_text(file.read_text()) for name, file in files.items() if file.exists()}
+        return {**products, "weights": hash_text(json.dumps(weights)), "logits": hash_tensor(logits)}
+
+
+def hash_tensor(tensor):
+    return hashlib.sha256(tensor.detach().contiguous().view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
+
+
+def hash_text(text):
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+if __name__ == "__main__":
+    main(sys.argv[1:])
