@@ -29,8 +29,11 @@ import torch  # noqa: E402
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"  # kernels are read where they are defined, and then run by numpy
 
+import hypothesis  # noqa: E402
 import pytest  # noqa: E402  (huggingface_hub reads the environment when it is imported, and pytest's plugins may)
 
+hypothesis.settings.register_profile("any machine", deadline=None)
+hypothesis.settings.load_profile("any machine")
 LONGEST = "page/test_on_space page/test_journey page cli jobs runtime test_ train publish model benchmarks".split()
 ONE_SERVER = "access api cards evaluation hub_jobs journey local_requests steps"  # and one browser, long to start
 ONE_SPACE = "limits on_space"

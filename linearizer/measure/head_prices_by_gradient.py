@@ -61,7 +61,8 @@ def estimate_prices(
     recordings = {index: recording_of(layers[index], sinks, begin, index, devices[index]) for index in priced}
     chain = chain_of(teacher, texts) if left else None
     sweeps = [left] if is_streamed(teacher) else [[first] for first in left]  # a sweep reads all weights
-    counts = {first: len(texts[first : first + size]) for first in sorted({first for _, first in own})}
+    total, done = len(own), sum(part in kl for part in own)
+    yield Progress(EventName.PRICE, done, total, "layers")
     for sweep in sweeps:
 
         def likelihoods(batch: int, logits: Tensor, sweep: Sequence[int] = sweep) -> list[Tensor]:
@@ -73,9 +74,8 @@ def estimate_prices(
             if part in own and part not in kl:
                 kl[part] = kl_of_options(layers[index], recordings[index], gradient, options, sinks, begin, index)
                 keep(part, kl[part])
-        left = left[len(sweep) :]
-        total = sum(counts.values())
-        yield Progress(EventName.PRICE, total - sum(counts[first] for first in left), total, "texts")
+                done += 1
+                yield Progress(EventName.PRICE, done, total, "layers")
     means = {}
     for index in priced:
         if all((index, first) in kl for first in groups):

@@ -42,13 +42,14 @@ def kl_by_token(
 ) -> Steps[list[torch.Tensor]]:  # (texts, tokens) for each allocation
     """Measure the kl of each allocation's student at every token, in nats."""
     kl: list[torch.Tensor] = []
+    yield Progress(step, 0, len(allocations), "students")
     expected = logits_of(teacher, texts)
     size = passes_at_once(teacher, texts.numel())
     for done in range(0, len(allocations), size):
-        yield Progress(step, done, len(allocations), "students")
         some = allocations[done : done + size]
         given = [(teacher, texts, layers, allocation, begin, expected) for allocation in some]
         kl += in_step(teacher, [partial(tokens_kl_of_student, *each) for each in given])
+        yield Progress(step, len(kl), len(allocations), "students")
     return kl
 
 
@@ -66,6 +67,7 @@ def improve_by_exchanges(
 
     A candidate is run from the first layer on in which it differs from the best.
     """
+    yield Progress(EventName.EXCHANGE, 0, exchanges, "students")
     expected = logits_of(teacher, texts)
     best, answers = allocation, BlockAnswers(teacher)
     with answers.kept():

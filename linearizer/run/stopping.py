@@ -9,7 +9,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterator
-from contextlib import AbstractContextManager, closing, contextmanager, nullcontext
+from contextlib import AbstractContextManager, closing, contextmanager, nullcontext, suppress
 from types import FrameType
 from typing import TypeVar
 
@@ -25,6 +25,8 @@ EVENT_SHARE = 1e-3  # of the time that the step has taken
 MIN_GUESS_SECONDS = 2.0  # seconds of a step after which the rest of it can be guessed
 STOP_POLL_SECONDS = 0.2  # seconds between two looks for a request where nothing is yielded
 INTERRUPT_SECONDS = 1.0  # seconds until work that did not stop is interrupted again
+YIELD_SECONDS = 3.0  # seconds that a step has to yield, and to save its state, before it is interrupted
+QUIET_SECONDS = 4.0  # seconds after which a step that has yielded nothing is logged again
 INTERRUPT = signal.SIGUSR1  # not SIGINT, which a shell lets its background jobs ignore
 
 
@@ -72,19 +74,24 @@ def is_out_of_memory(error: BaseException) -> bool:
 
 def log_progress(run: Run, steps: Steps[Product]) -> Steps[Product]:
     """Write a step's progress into the run's log, too, and end it early if the run is to stop."""
-    pace = LogPace()
+    pace, progress = LogPace(), None
     with closing(steps):  # a step that is stopped saves its state
         while True:
             try:
-                progress = next(steps)
+                with interruptible(run, YIELD_SECONDS, progress):
+                    progress = next(steps)
             except StopIteration as end:
                 return end.value
             stop = run.has_request("stop")
             if pace.due(progress) or stop:
-                details = {"done": progress.done, "total": progress.total, "unit": progress.unit}
-                run.log(progress.step, **details, **pace.left(progress), **progress.details)
+                run.log(progress.step, **counts_of(progress), **pace.left(progress), **progress.details)
             yield progress
             check_stop(run)
+
+
+def counts_of(progress: Progress) -> dict[str, object]:
+    """Return how far a step is, for an event."""
+    return {"done": progress.done, "total": progress.total, "unit": progress.unit}
 
 
 def check_stop(run: Run) -> None:
@@ -126,17 +133,21 @@ class LogPace:
         return {"seconds_left": taken * (progress.total - progress.done) / made}
 
 
-def interruptible(run: Run) -> AbstractContextManager[None]:
-    """While this lasts, let a request to stop act as ctrl-C does: for work that is long and yields nothing."""
+def interruptible(run: Run, patience: float = 0.0, progress: Progress | None = None) -> AbstractContextManager[None]:
+    """While this lasts, let a request to stop act as ctrl-C does: for work that is long and yields nothing.
+
+    The work has some seconds of patience to end by itself. Where its last progress is given, that is logged again.
+    """
     in_main_thread = threading.current_thread() is threading.main_thread()  # only there signals are handled
-    return Interruption(run) if in_main_thread else nullcontext()
+    return Interruption(run, patience, progress) if in_main_thread else nullcontext()
 
 
 class Interruption(AbstractContextManager[None]):
     """Watches for a request to stop, and interrupts the work between `__enter__` and `__exit__`, never these two."""
 
-    def __init__(self, run: Run) -> None:
-        self.run, self.over, self.main = run, threading.Event(), threading.get_ident()
+    def __init__(self, run: Run, patience: float, progress: Progress | None) -> None:
+        self.run, self.patience, self.progress = run, patience, progress
+        self.over, self.main, self.begin = threading.Event(), threading.get_ident(), time.monotonic()
         self.watcher = threading.Thread(target=self.watch, daemon=True)
 
     def __enter__(self) -> None:
@@ -152,10 +163,19 @@ class Interruption(AbstractContextManager[None]):
 
     def watch(self) -> None:
         """Send the signal again and again: a download waits for its threads after the first."""
+        logged = self.begin
         while not self.over.wait(STOP_POLL_SECONDS):
-            if self.run.has_request("stop"):
+            if self.progress is not None and time.monotonic() - logged >= QUIET_SECONDS:
+                logged = time.monotonic()
+                self.log_again(self.progress, logged - self.begin)
+            if self.run.has_request("stop") and not self.over.wait(self.patience):
                 signal.pthread_kill(self.main, INTERRUPT)
                 self.over.wait(INTERRUPT_SECONDS)
+
+    def log_again(self, progress: Progress, seconds: float) -> None:
+        """Log that a step is where it was, and goes on; a full disk is for the step itself to say."""
+        with suppress(LinearizerError, OSError):
+            self.run.log(progress.step, **counts_of(progress), **progress.details, working=round(seconds, 1))
 
     def interrupt(self, number: int, frame: FrameType | None) -> None:
         """Interrupt the work; what is just beginning or ending it must do so whole, or the signals would never end."""

@@ -129,11 +129,11 @@ class LinearizedCache(Cache):
         write_state(self, model, path)
 
     def fork(self, texts: int = 1) -> "LinearizedCache":
-        """Copy the state, each text so many times; what the copy reads does not change this one."""
+        """Copy the state without its turns, each text `texts` times; what the copy reads does not change this one."""
         return self.copied(lambda name, x: x.clone() if texts == 1 else x.repeat_interleave(texts, 0))
 
     def to(self, device: torch.device | str | None = None, dtype: torch.dtype | None = None) -> "LinearizedCache":
-        """Copy the state to another device, or for a model in another dtype; bytes stay bytes, and sums fp32."""
+        """Copy the state and its turns to another device, or for another dtype; bytes stay bytes, and sums fp32."""
 
         def change(name: str, x: torch.Tensor) -> torch.Tensor:
             kind = x.dtype
@@ -141,7 +141,9 @@ class LinearizedCache(Cache):
                 kind = dtype if name in KEYS_AND_VALUES else working_dtype(x.new_empty(0, dtype=dtype))
             return x.to(device, kind, copy=True)
 
-        return self.copied(change)
+        other = self.copied(change)
+        other.turns = [turn.copied(change) for turn in self.turns]
+        return other
 
     def begin_turn(self) -> None:
         """Remember the state as it is now, so that what is read from here on can be taken back."""
@@ -156,7 +158,7 @@ class LinearizedCache(Cache):
         self.layers = self.turns.pop().layers
 
     def copied(self, change: Change) -> "LinearizedCache":
-        """Give another cache, whose tensors are what `change` makes of these."""
+        """Return another cache, whose tensors are what `change` makes of these, without turns to take back."""
         return LinearizedCache([copy_layer(layer, change) for layer in self.layers], self.model)
 
 

@@ -3,7 +3,8 @@
 Tests cannot know the chip, the driver and the compiler of every user. So before a family of kernels is used in some
 sizes on a device for the first time, it runs there on a small problem: it may err at most twice as much as PyTorch does
 in the same dtype, both against float64. Where it errs more, or does not compile, PyTorch does its work on that device
-from then on, and a warning says why. LINEARIZER_KERNELS=0 in the environment keeps all kernels off.
+from then on, and a warning says why; where the memory is full, PyTorch does so for this call alone.
+LINEARIZER_KERNELS=0 in the environment keeps all kernels off.
 """
 
 from __future__ import annotations
@@ -46,7 +47,7 @@ def passes_trial(family: str, x: Tensor, sizes: tuple, compute: Compute) -> bool
             return False
         with _lock:
             run_trial(here, case, x, compute)
-    return _verdicts.get(here, True)
+    return _verdicts.get(here, case in _verdicts)
 
 
 def is_recorded(x: Tensor) -> bool:
@@ -58,7 +59,10 @@ def run_trial(here: tuple, case: tuple, x: Tensor, compute: Compute) -> None:
     """Try the kernels, unless another thread just did; keep the verdict, and warn where they are wrong."""
     if here in _verdicts or case in _verdicts:
         return
-    fault = find_fault(compute, x)
+    try:
+        fault = find_fault(compute, x)
+    except torch.OutOfMemoryError:  # says nothing about the kernels: the next call tries them again
+        return
     if fault is None:
         _verdicts[case] = True
         return
@@ -74,6 +78,8 @@ def find_fault(compute: Compute, x: Tensor) -> str | None:
     try:
         with torch.inference_mode(False), torch.enable_grad(), torch.autocast(x.device.type, enabled=False):
             results = [compute(*way) for way in ((True, x.dtype), (False, x.dtype), (False, torch.float64))]
+    except torch.OutOfMemoryError:
+        raise
     except Exception as error:  # compilers, drivers and launches raise many kinds of errors, which all mean the same
         said = " ".join(str(error).split())
         return f"they failed there with {type(error).__name__}: {said[:200]}"

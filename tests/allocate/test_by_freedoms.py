@@ -50,7 +50,7 @@ def features_of(allocation):
 
 
 names = pytest.mark.parametrize("strategy", UNITS_BY_STRATEGY)
-few = settings(max_examples=40, deadline=None)
+few = settings(max_examples=40)
 
 
 @names

@@ -5,7 +5,7 @@ import math
 from dataclasses import replace
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from linearizer.allocate.by_prices import (
@@ -54,7 +54,6 @@ def spent(allocation, length):
     return allocation.state_bytes(LAYERS, length)
 
 
-@settings(deadline=None)
 @given(prices=four_heads, budget=st.integers(6, 300))
 def test_the_frontier_has_every_allocation_on_or_above_it(prices, budget):
     offers = OffersOfHeads.of(prices, LAYERS, budget, 4096)
@@ -66,7 +65,6 @@ def test_the_frontier_has_every_allocation_on_or_above_it(prices, budget):
     assert points[-1] == (spent(whole, 0), pytest.approx(least))
 
 
-@settings(deadline=None)
 @given(prices=four_heads, budget=st.integers(6, 300), may_grow=st.booleans(), length=st.integers(64, 4096))
 def test_the_budget_is_kept_and_every_head_served(prices, budget, may_grow, length):
     allocation, kl = allocate(prices, budget, length, may_grow)
@@ -117,7 +115,6 @@ def test_sinks_that_are_asked_for_are_not_tried_against_others():
     assert sinks_to_try(Plan("demo", budget=16)) == (2, 1, 0), "an eighth of the budget at most"
 
 
-@settings(deadline=None)
 @given(prices=four_heads, budget=st.integers(6, 120))
 def test_it_is_the_best_choice_but_for_one_step(prices, budget):
     """Against all choices: no budget of one head's dearest option less does better."""
@@ -136,14 +133,12 @@ def test_it_is_the_best_choice_but_for_one_step(prices, budget):
     assert kl <= best + 1e-9
 
 
-@settings(deadline=None)
 @given(prices=four_heads, budget=st.integers(6, 200), more=st.integers(0, 200))
 def test_a_larger_budget_is_spent_to_lose_no_more(prices, budget, more):
     small, large = (allocate(prices, spend, 4096, may_grow=False)[1] for spend in (budget, budget + more))
     assert large <= small + 1e-12
 
 
-@settings(deadline=None)
 @given(prices=four_heads, budget=st.integers(6, 200))
 def test_exchanges_keep_the_budget_and_end(prices, budget):
     offers, tried = OffersOfHeads.of(prices, LAYERS, budget, 4096, may_grow=False), set()

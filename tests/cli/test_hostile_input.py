@@ -199,7 +199,7 @@ def test_a_data_set_whose_card_names_other_files_is_refused(path, empty, said):
     assert "names files outside of itself" in err
 
 
-@settings(max_examples=200, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=200, suppress_health_check=list(HealthCheck))
 @given(st.binary(max_size=200) | st.from_regex(rb'\{"time": .{0,9}, "event": .{0,20}\}', fullmatch=True))
 def test_any_line_of_a_log_is_an_event_or_none(line):
     event = parse_line(line)

@@ -58,7 +58,7 @@ def test_whole_curve_from_one_factor_equals_a_factor_for_every_ridge(norm, norma
     assert result.tolist() == pytest.approx(each, abs=1e-7, rel=0)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(
     count=st.integers(2, 40),
     norm=st.floats(0, 44),

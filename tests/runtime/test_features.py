@@ -23,7 +23,7 @@ def run(q, k, v, feature_map, window, sinks, real=None, cuts=()):
     return torch.cat(out, -2), state
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(
     tokens=st.integers(1, 40),
     window=st.sampled_from([0, 1, 3, 8, 50]),

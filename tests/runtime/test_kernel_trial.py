@@ -184,6 +184,23 @@ def test_what_is_compiled_goes_on_with_kernels_that_were_found_right(tokens, mon
     assert len(kernel_trial._verdicts) == 2 and all(kernel_trial._verdicts.values())
 
 
+def test_a_trial_that_finds_no_memory_says_nothing_of_the_kernels(launches, monkeypatch):
+    monkeypatch.setenv("LINEARIZER_KERNELS", "0")
+    expected = read()
+    monkeypatch.delenv("LINEARIZER_KERNELS")
+
+    def full(*_):
+        raise torch.OutOfMemoryError("CUDA out of memory")
+
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(kernel_trial, "relative_error", full)
+        assert torch.equal(read(), expected) and not kernel_trial._verdicts
+    launches.clear()
+    read()
+    assert launches and all(kernel_trial._verdicts.values())
+
+
 def test_a_result_that_is_no_number_is_wrong():
     x = torch.ones(3)
     assert "err by nan" in kernel_trial.find_fault(

@@ -80,7 +80,7 @@ def test_outputs_are_those_of_the_reference(slots, block, padded):
         torch.testing.assert_close(out * seen[:, None, None, :, None], expected)
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=40)
 @given(edges=st.lists(st.integers(1, 49), max_size=6, unique=True).map(sorted), block=st.integers(1, WINDOW))
 def test_however_a_text_is_cut_into_calls_the_answer_is_the_same(edges, block):
     q, k, v = drawn()
@@ -99,7 +99,7 @@ def test_token_by_token_is_the_whole_text():
     torch.testing.assert_close(other.sink_k, state.sink_k)
 
 
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20)
 @given(holes=st.lists(st.integers(0, 29), min_size=1, max_size=12, unique=True))
 def test_padding_anywhere_changes_nothing(holes):
     q, k, v = drawn(batch=1, length=30)

@@ -86,6 +86,17 @@ def test_turns_are_taken_back_one_by_one(student):
 
 
 @torch.no_grad()
+def test_turns_move_with_their_state(student):
+    ids, cache = read(student)
+    expected = go_on(student, ids, cache.fork())
+    cache.begin_turn()
+    student(tokens(1, 5, seed=2), past_key_values=cache)
+    moved = cache.to("cpu")
+    moved.take_back_turn()
+    assert torch.equal(go_on(student, ids, moved), expected) and len(cache.turns) == 1
+
+
+@torch.no_grad()
 def test_a_state_moves_to_another_dtype(student):
     ids, cache = read(student)
     moved = cache.to("cpu", torch.float64)
