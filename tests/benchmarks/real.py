@@ -3,7 +3,7 @@
   python -m tests.benchmarks.real               hours; what is finished is kept, and a second call goes on
   python -m tests.benchmarks.real --minutes 50  stops then, between two texts, and keeps what is finished
   python -m tests.benchmarks.real --rows best swa --budgets 256 --lengths 1024 4096 --texts 4
-  python -m tests.benchmarks.real --table       only write the table of what has been measured
+  python -m tests.benchmarks.real --table       only write the table of what has been measured, and README's of it
 
 Rows are names of quality_rows.py, or short names of some of them (--rows names them). A student is made as a run makes
 it, once for a row and budget, and judged at all lengths, in float32. Writes results/real-smollm2-135m.json and .md.
@@ -50,6 +50,8 @@ from tests.benchmarks.real_judging import (
 from tests.benchmarks.real_table import TEACHER, RealTable
 from tests.benchmarks.real_texts import documents_to_judge, real_model
 
+README = Path(__file__).parents[2] / "README.md"
+BEGIN, END = "<!-- measured: python -m tests.benchmarks.real --table -->", "<!-- measured: end -->"
 BUDGETS, LENGTHS = (128, 256, 512, 1024), (1024, 2048, 4096, 8192)
 SHORT = {  # names of rows
     "slots": "best, 8 bits, uniform",
@@ -91,6 +93,17 @@ def main(arguments=None):
         except OutOfTime:
             print(f"stopped after {arguments.minutes:g} minutes: call it again to go on", flush=True)
     print(table.write())
+    if arguments.table and arguments.out is None and arguments.model is None:
+        write_between(README, table.short())
+
+
+def write_between(readme, text):
+    """Write a table between its markers."""
+    before, begin, rest = readme.read_text(encoding="utf-8").partition(BEGIN)
+    _, end, after = rest.partition(END)
+    if not end:
+        raise SystemExit(f"{readme} lacks the markers {BEGIN} and {END}")
+    readme.write_text(f"{before}{begin}\n{text}\n{end}{after}", encoding="utf-8")
 
 
 def measure_all(bench):

@@ -83,6 +83,19 @@ class RealTable(Table):
         judged = f"Judged on {len(documents)} documents: {', '.join(map(shorten, documents))}."
         return "\n\n".join([ABOUT, judged, *blocks, "\n".join(["What the rows are", "", *lines])]) + "\n"
 
+    def short(self):
+        """Write the KL of all rows alone."""
+        order = [TEACHER, *ROWS]
+        records = [record for record in self.records if record["row"] != TEACHER and "refused" not in record]
+        records = sorted(records, key=lambda record: (record["budget"] or math.inf, order.index(record["row"])))
+        lengths = sorted({length for record in records for length in lengths_of(record)})
+        lines = [
+            [record["row"], str(record["budget"] or ""), held(record)]
+            + [in_words(self.estimate(record, "kl", length)) for length in lengths]
+            for record in records
+        ]
+        return grid(["", "budget", "state", *(f"KL, {length:,} tokens" for length in lengths)], lines)
+
     def block(self, budget):
         """Write the rows of a budget, or those that have none."""
         order = [TEACHER, *ROWS]
