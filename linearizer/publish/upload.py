@@ -5,7 +5,7 @@ An upload that broke is repeated by the same call: the client asks the Hub which
 
 from __future__ import annotations
 
-import hashlib
+import json
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping
@@ -14,11 +14,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, TypeVar
 
-from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi, constants
-from huggingface_hub.utils import get_session, hf_raise_for_status
+from huggingface_hub import CommitOperationAdd, CommitOperationCopy, CommitOperationDelete, HfApi, RepoCard
+from huggingface_hub.utils.sha import git_hash
 
 from linearizer.errors import FaultError
-from linearizer.model.hub import HUB_SECONDS, access_token
+from linearizer.model.hub import access_token
 from linearizer.model.hub_errors import HUB_ERRORS, find_cause, is_temporary, name_reason, requested_wait
 from linearizer.progress import Progress, Steps
 from linearizer.publish.repository import KEPT, Info, Repository, explain_publish_errors, list_files, without_bars
@@ -94,7 +94,7 @@ def send(
     message: str,
     obsolete: Collection[str],
 ) -> Steps[str]:
-    """Send the files that are not copied, make one commit of both kinds, and check what the Hub then holds."""
+    """Send the files that are not copied, and make one commit of both kinds."""
     sent = {name: path_or_bytes(content) for name, content in sorted(files.items()) if name not in copies}
     additions = yield from watch(
         lambda: [CommitOperationAdd(name, content) for name, content in sent.items()],  # computes hashes
@@ -105,9 +105,7 @@ def send(
         if isinstance(file, HubFile) and addition.upload_info.sha256.hex() != file.sha256:
             raise ValueError(f"{file.path.name} has changed since the run wrote it")
     yield from upload_large_files(hub, repo, additions)
-    revision = yield from commit(hub, repo, additions, copies, message, obsolete)
-    yield from check_files(hub, repo, revision, additions, copies)
-    return revision
+    return (yield from commit(hub, repo, additions, copies, message, obsolete))
 
 
 def path_or_bytes(content: Content) -> Path | bytes:
@@ -131,12 +129,11 @@ def check_card(repo: Repository, content: Content) -> None:
     """Let the Hub check the metadata of a card before the repository is created; the client does so only later."""
     content = path_or_bytes(content)
     text = content.decode() if isinstance(content, bytes) else content.read_text(encoding="utf-8")
-    address = f"{constants.ENDPOINT}/api/validate-yaml"
-    answer = get_session().post(address, json={"content": text, "repoType": repo.kind}, timeout=HUB_SECONDS)
-    if answer.status_code == 400:
-        faults = "; ".join(str(error.get("message")) for error in answer.json().get("errors", ()))
-        raise ValueError(f"the metadata of its card: {faults}")
-    hf_raise_for_status(answer)
+    try:
+        RepoCard(text).validate(repo.kind)
+    except ValueError as error:
+        faults = "; ".join(str(fault.get("message")) for fault in json.loads(str(error)).get("errors", ()))
+        raise ValueError(f"the metadata of its card: {faults}") from error
 
 
 def upload_large_files(hub: HfApi, repo: Repository, additions: list[CommitOperationAdd]) -> Steps[None]:
@@ -162,43 +159,35 @@ def commit(
     message: str,
     obsolete: Collection[str],
 ) -> Steps[str]:
-    """Make one commit, none if the repository holds all files already: the answer to an earlier try may be lost."""
+    """Make one commit, and check by hashes what the Hub then holds.
+
+    No commit is made if the repository holds all files already: the answer to an earlier try may be lost.
+    """
 
     def commit_once() -> str:
         info = hub.repo_info(repo.repo_id, repo_type=repo.kind, files_metadata=True)
         deletions = [CommitOperationDelete(path) for path in obsolete if path in list_files(info)]
-        differing = list_differing(info, additions, copies)
-        if info.sha and not deletions and not differing:
+        if info.sha and not deletions and not list_differing(info, additions, copies):
             return info.sha
         copied = [
             CommitOperationCopy(file.name, name, file.revision, src_repo_id=file.repo_id, src_repo_type="model")
             for name, file in copies.items()
-            if name in differing
         ]
         return hub.create_commit(
-            repo.repo_id,
-            [*additions, *copied, *deletions],
-            commit_message=message,
-            repo_type=repo.kind,
-            parent_commit=info.sha,
+            repo.repo_id, [*additions, *copied, *deletions], commit_message=message, repo_type=repo.kind
         ).oid
 
     total = sum(file.upload_info.size for file in additions)
     at = Progress("publish", total, total, "bytes", {"file": "the commit"})
     yield at
-    return (yield from retry(commit_once, at))
-
-
-def check_files(
-    hub: HfApi, repo: Repository, revision: str, additions: list[CommitOperationAdd], copies: Mapping[str, HubFile]
-) -> Steps[None]:
-    """Compare what the Hub holds with what was sent and copied, by hash."""
+    revision = yield from retry(commit_once, at)
     at = Progress("publish", 0, len(additions) + len(copies), "files checked")
     info = yield from retry(
         lambda: hub.repo_info(repo.repo_id, repo_type=repo.kind, revision=revision, files_metadata=True), at
     )
     for path in list_differing(info, additions, copies):
         raise FaultError(f"{repo.repo_id!r} at {revision} does not hold {path} as it was sent: try again; {KEPT}")
+    return revision
 
 
 def list_differing(info: Info, additions: list[CommitOperationAdd], copies: Mapping[str, HubFile]) -> list[str]:
@@ -216,18 +205,10 @@ def is_large_file(held: Any, sha256: str) -> bool:
 
 def same_content(held: Any, sent: CommitOperationAdd) -> bool:
     """Compare a file of a repository, or None, with one of ours by the hash that the Hub keeps of it."""
-    if held is None or held.lfs is None:
-        return held is not None and bool(held.blob_id == git_hash(sent))
-    return is_large_file(held, sent.upload_info.sha256.hex())
-
-
-def git_hash(sent: CommitOperationAdd) -> str:
-    """Compute the hash by which git names a file's content."""
-    digest = hashlib.sha1(b"blob %d\0" % sent.upload_info.size)
+    if held is None or held.lfs is not None:
+        return is_large_file(held, sent.upload_info.sha256.hex())
     with sent.as_file() as file:
-        while piece := file.read(2**20):
-            digest.update(piece)
-    return digest.hexdigest()
+        return bool(held.blob_id == git_hash(file.read()))
 
 
 def retry(call: Callable[[], Product], at: Progress) -> Steps[Product]:
