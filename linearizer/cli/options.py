@@ -127,13 +127,6 @@ def read_folder(text: str) -> Path:
     return Path(text)
 
 
-def read_port(text: str) -> int:
-    """Read the number of a port."""
-    if not text.isdecimal() or not 0 < int(text) < 2**16:
-        raise argparse.ArgumentTypeError(f"{text!r} is no port: give a number from 1 to 65535")
-    return int(text)
-
-
 def add_writing_options(command: argparse.ArgumentParser, about: str, tokens: int) -> None:
     """Add how many tokens are written, and how they are chosen."""
     command.add_argument("--tokens", type=int, default=tokens, help=f"{about} (default: %(default)s)")

@@ -8,7 +8,7 @@ import sys
 from dataclasses import asdict
 from pathlib import Path
 
-from linearizer.cli.options import OPERANDS, AddCommand, add_writing_options, read_port
+from linearizer.cli.options import OPERANDS, AddCommand, add_writing_options
 from linearizer.cli.text import (
     describe_comparison,
     describe_preview,
@@ -38,7 +38,7 @@ def add_commands(add: AddCommand) -> None:
     add_push(add)
     command = add("app", serve_app, "the page: all of this in a browser")
     command.add_argument("--host", help="the address to listen at (default: this machine alone)")
-    command.add_argument("--port", type=read_port, help="the port (default: the first free port from 7860 on)")
+    command.add_argument("--port", type=int, help="the port (default: the first free port from 7860 on)")
 
 
 def serve_compare(arguments: argparse.Namespace) -> None:
@@ -189,11 +189,11 @@ def serve_app(arguments: argparse.Namespace) -> None:
 
     if zerogpu.on_zerogpu():
         zerogpu.import_spaces()  # before anything else looks for a device
-    if arguments.port or arguments.host:  # Gradio's own sentence names its parameters
+    if arguments.port is not None or arguments.host:  # Gradio's own sentence names its parameters
         listen(arguments.host or HOST, arguments.port or 0).close()
     from linearizer.page import site
 
     try:
-        site.serve_page(arguments.port, arguments.host)
+        site.serve_page(arguments.port or None, arguments.host)
     except OSError as error:
         raise RequestError(f"the page cannot be shown ({error}): name another --port") from error

@@ -93,9 +93,9 @@ def test_steps_of_a_folder_that_is_no_run_are_refused(tmp_path, said):
 
 
 def test_a_port_that_is_none_is_refused_with_the_ports_that_there_are(said):
-    for port in ("0", "65536", "many"):
+    for port in (-1, 65536):
         code, _, err = said("app", "--port", port)
-        assert code == 2 and f"{port!r} is no port: give a number from 1 to 65535" in err
+        assert code == 2 and f"--port {port} is no port: give a number from 1 to 65535" in err
 
 
 def spoil(folder, of, value):
