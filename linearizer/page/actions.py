@@ -24,7 +24,6 @@ from linearizer.run.hub_job import HubJob
 from linearizer.run.names import runs_root
 from linearizer.run.options import options_of
 from linearizer.run.plan import YIELDING, Plan
-from linearizer.run.prices import Prices
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig
@@ -303,7 +302,6 @@ class Shares:
     allocation: Allocation
     fix: Allocation | None
     layers: tuple[Layer, ...]
-    prices: Prices | None
     length: int  # tokens of text at which the bytes of heads that may grow count
     decided: bool  # by the run itself, after measuring whole students; else predicted
 
@@ -333,7 +331,7 @@ def share_budget(run: Run, budget: int | None = None) -> Shares:
         )
     except BudgetError:  # windows come in smaller pieces than features
         fix = None
-    return Shares(plan, allocation, fix, layers, run.prices, plan.target_tokens(run.positions), decided is not None)
+    return Shares(plan, allocation, fix, layers, plan.target_tokens(run.positions), decided is not None)
 
 
 def require_profile(run: Run) -> Profile:

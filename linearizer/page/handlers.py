@@ -134,7 +134,7 @@ def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
     from linearizer.publish.prediction import predict_kl
 
     shares = actions.share_budget(run, budget)
-    figure = allocation_charts.draw_allocation(shares.allocation, shares.layers, shares.fix, shares.prices)
+    figure = allocation_charts.draw_allocation(shares.allocation, shares.layers, shares.fix)
     kl = predict_kl(run, shares.plan, shares.allocation)
     card = cards.shares_note(shares.decided) + plan_cards.allocation_card(shares.allocation, shares.layers, kl)
     return figure.to_json(), card + (cards.candidates_card(run) if shares.decided else "")

@@ -1,4 +1,4 @@
-"""Figures of what every KV head needs, holds and costs in kl; no value is shown by colour alone."""
+"""Figures of what every KV head needs, costs in kl, and holds; no value is shown by colour alone."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from dataclasses import replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any
 
-from linearizer.allocate.by_prices import offers_for_head
 from linearizer.amounts import size
 from linearizer.publish.chart_style import (
     BLUE,
-    BYTES_AXIS,
+    COUNTS_AXIS,
     GREEN,
     GREY,
     LOG_AXIS,
+    MAP_CELLS,
     MAP_COLOURS,
     MARGIN,
     MAX_LABELLED,
@@ -24,8 +24,6 @@ from linearizer.publish.chart_style import (
     YAXIS,
     bar_marker,
     base_layout,
-    blend_colours,
-    choose_ink,
     layer_colour,
     layer_dash,
     new_figure,
@@ -43,6 +41,14 @@ if TYPE_CHECKING:
 
 NOTHING: Mapping[int, Sequence[str]] = {}
 MIN_DRAWN_KL = 1e-6  # nats per token: a smaller kl is drawn there
+EXACT, FEATURES, MEMORIES, SLOTS, WHOLE = "exact tokens", "features", "memories", "slots", "whole cache, grows"
+KINDS = {  # of what heads keep -> colour, pattern
+    EXACT: (ORANGE, "/"),
+    FEATURES: (BLUE, ""),
+    MEMORIES: (BLUE, "\\"),
+    SLOTS: (GREEN, "."),
+    WHOLE: (GREY, "x"),
+}
 LAYER_ENTRY = 56  # pixels of "layer 10", so that a phone has several in a row of the legend
 
 
@@ -118,16 +124,13 @@ def draw_head_map(
         zmin=low,
         zmax=max(high, low + 0.05),
         text=texts,
+        texttemplate="%{text}" if heads <= MAX_LABELLED and len(layers) <= 48 else "",
         customdata=said,
         colorscale=[list(stop) for stop in MAP_COLOURS],
-        xgap=2,
-        ygap=2,
-        hoverongaps=False,
         hovertemplate=f"layer %{{y}}, KV head %{{x}}<br>%{{text}} {unit}%{{customdata}}<extra></extra>",
         colorbar=log_colourbar(unit, low, high),
+        **MAP_CELLS,
     )
-    if heads <= MAX_LABELLED and len(layers) <= 48:
-        write_numbers(figure, logs, texts, low, max(high, low + 0.05))
     figure.update_layout(plot_bgcolor="rgba(128,138,150,0.10)")
     figure.update_xaxes(title="KV head", dtick=max(1, heads // 16), range=[-0.5, heads - 0.5])
     figure.update_yaxes(title="layer", dtick=max(1, len(layers) // 24), range=[len(layers) - 0.5, -0.5], showgrid=False)
@@ -144,23 +147,6 @@ def log_colourbar(unit: str, low: float, high: float) -> dict[str, Any]:
 def cell_text(count: float, least: float) -> str:
     """Write a number as briefly as its cell needs; nothing is drawn below the least."""
     return f"≤{least:g}" if count <= least else f"{count:.{2 if count < 1 else 3}g}"
-
-
-def write_numbers(
-    figure: Figure, logs: Sequence[Sequence[float | None]], texts: Sequence[Sequence[str]], low: float, high: float
-) -> None:
-    """Write the number into every cell of a map, in black or white as the cell's colour needs."""
-    cells = [(i, j, value) for i, row in enumerate(logs) for j, value in enumerate(row) if value is not None]
-    inks = [choose_ink(blend_colours(MAP_COLOURS, (value - low) / (high - low))) for _, _, value in cells]
-    figure.add_scatter(
-        x=[j for _, j, _ in cells],
-        y=[i for i, _, _ in cells],
-        text=[texts[i][j] for i, j, _ in cells],
-        mode="text",
-        textfont={"size": 11, "color": inks},
-        hoverinfo="skip",
-        showlegend=False,
-    )
 
 
 def draw_freedom_curves(profile: Profile) -> Figure:
@@ -225,7 +211,7 @@ def draw_frontier(
     for name, kl in measured.items():
         line = subject_line(name, f"kl %{{y:.2g}} with {size(bytes)}")
         figure.add_scatter(x=[bytes], y=[max(kl, MIN_DRAWN_KL)], **line | {"mode": "markers"})
-    figure.update_xaxes(title="state, bytes", **BYTES_AXIS)
+    figure.update_xaxes(title="state, bytes", **COUNTS_AXIS)
     figure.update_yaxes(title="kl, nats per token", **LOG_AXIS)
     return figure
 
@@ -235,36 +221,31 @@ def far_tokens(head: Head, layer: Layer) -> float:
     return head_bytes.head_bytes(replace(head, window=0), layer, 0, 0) / head_bytes.token_bytes(layer)
 
 
-def choice_kl(prices: Prices | None, layers: Sequence[Layer], layer: int, head: int, held: Head) -> float | None:
-    """Return the kl of what a head holds, if it alone holds that; None where no head prices were measured."""
-    if prices is None:
-        return None
-    offers = offers_for_head(prices, layers[layer], prices.kl[layer][head], 1, may_grow=True)
-    return next((offer.kl for offer in offers if offer.head == held), None)
+def held_parts(head: Head, layer: Layer, sinks: int) -> dict[str, float]:
+    """Say what a head keeps by kind, in tokens of cache; a whole cache grows, and is of no size."""
+    if head.softmax:
+        return {WHOLE: 1.0}
+    far = MEMORIES if head.memory else FEATURES if head.features else SLOTS
+    return {EXACT: float(head.window + sinks), far: far_tokens(head, layer)}
 
 
-def draw_allocation(
-    allocation: Allocation, layers: Sequence[Layer], fix: Allocation | None = None, prices: Prices | None = None
-) -> Figure:
-    """Draw what every KV head holds, in tokens of cache, beside Fix; below it the kl of each head's choice."""
-    places = [(i, j) for i, row in enumerate(allocation.heads) for j in range(len(row))]
-    names = [f"layer {i}, KV head {j}: {allocation.heads[i][j].in_brief}" for i, j in places]
-    kl = [choice_kl(prices, layers, i, j, allocation.heads[i][j]) for i, j in places]
-    level: list[float] = []
-    if fix is not None:
-        alike = head_bytes.pair_with_layers(fix.heads, layers)
-        level = [fix.sinks + head.window + far_tokens(head, layer) for head, layer in alike]
-    bars, top = stack_bars(allocation, layers, names, level)
-    lines = [draw_fix_line(level)] if level else []
-    if drawn_kl := [max(value, MIN_DRAWN_KL) for value in kl if value is not None]:
-        lines.append(draw_kl_marks(kl, names))
+def draw_allocation(allocation: Allocation, layers: Sequence[Layer], fix: Allocation | None = None) -> Figure:
+    """Draw what every KV head holds, in tokens of cache, beside Fix."""
     from plotly.graph_objects import Figure
 
-    return Figure([*bars, *lines], lay_out_bars(allocation, top, bool(drawn_kl)))
+    level = [sum(parts.values()) for parts in all_parts(fix, layers)] if fix is not None else []
+    bars, top = stack_bars(allocation, layers, level)
+    return Figure([*bars, *([draw_fix_line(level)] if level else [])], lay_out_bars(allocation, top))
 
 
-def lay_out_bars(allocation: Allocation, top: float, has_kl: bool) -> dict[str, Any]:
-    """Lay out the bars of all heads above their kl; axes have room for any budget, so that nothing jumps."""
+def all_parts(allocation: Allocation, layers: Sequence[Layer]) -> list[dict[str, float]]:
+    """Say what each head keeps, in one list."""
+    pairs = head_bytes.pair_with_layers(allocation.heads, layers)
+    return [held_parts(head, layer, allocation.sinks) for head, layer in pairs]
+
+
+def lay_out_bars(allocation: Allocation, top: float) -> dict[str, Any]:
+    """Lay out the bars of all heads; axes have room for any budget, so that nothing jumps."""
     firsts = accumulate((len(row) for row in allocation.heads), initial=0)
     marks = [(at, i) for (i, row), at in zip(enumerate(allocation.heads), firsts, strict=False) if row]
     shown = marks[:: max(1, len(marks) // 24)]
@@ -275,14 +256,10 @@ def lay_out_bars(allocation: Allocation, top: float, has_kl: bool) -> dict[str, 
         "tickvals": [at for at, _ in shown],
         "ticktext": [str(i) for _, i in shown],
         "title": "KV heads, by the number of their layer",
-        "anchor": "y2" if has_kl else "y",
     }
-    tokens = {**YAXIS, **still, "title": "tokens of cache", "range": [0, top], "domain": [0.36 if has_kl else 0, 1]}
-    axes = {"xaxis": heads, "yaxis": tokens}
-    if has_kl:
-        axes["yaxis2"] = {**YAXIS, **still, **LOG_AXIS, "domain": [0, 0.3], "title": "kl, nats"}
+    tokens = {**YAXIS, **still, "title": "tokens of cache", "range": [0, top]}
     margin = {"l": 64, "r": 16, "t": 36, "b": 48}
-    return base_layout(470 if has_kl else 340, barmode="stack", bargap=0.15, margin=margin, **axes)
+    return base_layout(340, barmode="stack", bargap=0.15, margin=margin, xaxis=heads, yaxis=tokens)
 
 
 def draw_fix_line(level: Sequence[float]) -> dict[str, Any]:
@@ -297,47 +274,18 @@ def draw_fix_line(level: Sequence[float]) -> dict[str, Any]:
     }
 
 
-def draw_kl_marks(kl: Sequence[float | None], names: Sequence[str]) -> dict[str, Any]:
-    """Describe the markers of the kl that each head's choice costs."""
-    return {
-        "type": "scatter",
-        "y": [None if value is None else max(value, MIN_DRAWN_KL) for value in kl],
-        "mode": "markers",
-        "marker": {"color": GREEN, "symbol": "diamond", "size": 6},
-        "name": "kl of the head alone",
-        "customdata": names,
-        "hovertemplate": "%{customdata}<br>kl %{y:.2g} nats per token<extra></extra>",
-        "yaxis": "y2",
-    }
-
-
 def stack_bars(
-    allocation: Allocation, layers: Sequence[Layer], names: Sequence[str], level: Sequence[float]
+    allocation: Allocation, layers: Sequence[Layer], level: Sequence[float]
 ) -> tuple[list[dict[str, Any]], float]:
-    """Stack exact tokens, features and whole caches of every head; return the top of their axis, too."""
-    held = list(head_bytes.pair_with_layers(allocation.heads, layers))
-    exact = [0.0 if head.softmax else float(head.window + allocation.sinks) for head, _ in held]
-    far = [0.0 if head.softmax else far_tokens(head, layer) for head, layer in held]
-    features = [amount if head.features else 0.0 for amount, (head, _) in zip(far, held, strict=True)]
-    slots = [0.0 if head.features else amount for amount, (head, _) in zip(far, held, strict=True)]
-    top = 1.12 * max((*map(sum, zip(exact, far, strict=True)), *level, 1))
-    whole = [top if head.softmax else 0.0 for head, _ in held]  # grows with the text: fills the height
-    parts = (
-        ("exact tokens", exact, ORANGE, "/"),
-        ("memories" if any(head.memory for head, _ in held) else "features", features, BLUE, ""),
-        ("slots", slots, GREEN, "."),
-        ("whole cache, grows", whole, GREY, "x"),
-    )
-    bars = [
-        {
-            "type": "bar",
-            "y": heights,
-            "name": name,
-            "marker": bar_marker(colour, pattern),
-            "customdata": names,
-            "hovertemplate": "%{customdata}<extra></extra>",
-        }
-        for name, heights, colour, pattern in parts
-        if any(heights)
-    ]
+    """Stack what every head keeps; return the top of the axis, too, which a cache that grows reaches."""
+    places = [(i, j, head) for i, row in enumerate(allocation.heads) for j, head in enumerate(row)]
+    names = [f"layer {i}, KV head {j}: {head.in_brief}" for i, j, head in places]
+    held = all_parts(allocation, layers)
+    top = 1.12 * max((*(sum(parts.values()) for parts in held), *level, 1))
+    bars = []
+    for name, (colour, pattern) in KINDS.items():
+        heights = [top if WHOLE in parts and name == WHOLE else parts.get(name, 0.0) for parts in held]
+        if any(heights):
+            hover = {"customdata": names, "hovertemplate": "%{customdata}<extra></extra>"}
+            bars.append({"type": "bar", "y": heights, "name": name, "marker": bar_marker(colour, pattern), **hover})
     return bars, top

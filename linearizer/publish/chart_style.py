@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, TypeVar
 
 if TYPE_CHECKING:
@@ -13,7 +12,7 @@ T = TypeVar("T")
 # Okabe and Ito's order of hues, at a lightness that stands out from white and from black by 3:1.
 BLUE, ORANGE, GREY, GREEN, PURPLE = "#2a83c4", "#cf6f10", "#7c8796", "#12906f", "#b0639a"
 MAP_COLOURS = ((0.0, "#26355d"), (0.35, "#2a6f97"), (0.65, "#2ea39a"), (1.0, "#b9e8a4"))  # lightness rises all the way
-LAYER_COLOURS = ((0.0, "#6a5fb5"), (0.5, "#2a83c4"), (1.0, "#17937f"))  # the same, seen as lines on white and on black
+LAYER_COLOURS = [[0.0, "#6a5fb5"], [0.5, "#2a83c4"], [1.0, "#17937f"]]  # the same, seen as lines on white and on black
 LAYER_DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_POINTS = 300  # of a line: more cannot be seen
 MAX_LABELLED = 16  # lines, or heads of a layer, beside which numbers can be read
@@ -23,7 +22,7 @@ INK, PAPER = "#1f2430", "#ffffff"  # of hover labels, on white pages and on blac
 XAXIS = {"showgrid": False, "zeroline": False, "linecolor": FAINT, "ticks": "", "automargin": True}
 YAXIS = {"gridcolor": FAINT, "zeroline": False, "ticks": "", "automargin": True}
 LOG_AXIS = {"type": "log", "tickformat": ",~g", "nticks": 4}
-BYTES_AXIS = {"type": "log", "tickformat": "~s", "nticks": 4}
+COUNTS_AXIS = {"type": "log", "tickformat": "~s", "nticks": 4}  # of bytes or tokens
 SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
     "teacher": ("teacher", GREY, "circle", "dot"),
     "student": ("student", BLUE, "diamond", "solid"),
@@ -88,41 +87,14 @@ def thin_points(points: Sequence[T]) -> list[T]:
 
 def layer_colour(number: int, count: int) -> str:
     """Choose the colour of a layer's line, between the colours of the first layer and of the last."""
-    return blend_colours(LAYER_COLOURS, number / max(1, count - 1))
+    from plotly.colors import sample_colorscale
+
+    return str(sample_colorscale(LAYER_COLOURS, number / max(1, count - 1))[0])
 
 
 def layer_dash(number: int) -> str:
     """Choose the dashes of a layer's line, so that neighbours differ by more than their colour."""
     return LAYER_DASHES[number % len(LAYER_DASHES)]
-
-
-def blend_colours(stops: Sequence[tuple[float, str]], at: float) -> str:
-    """Mix the colours of a scale at a share of it."""
-    (low, first), (high, last) = next((a, b) for a, b in pairwise(stops) if at <= b[0])
-    share = (at - low) / (high - low)
-    mixed = (round(a + share * (b - a)) for a, b in zip(channels(first), channels(last), strict=True))
-    return "#" + "".join(f"{channel:02x}" for channel in mixed)
-
-
-def channels(colour: str) -> tuple[int, ...]:
-    return int(colour[1:3], 16), int(colour[3:5], 16), int(colour[5:7], 16)
-
-
-def contrast(first: str, second: str) -> float:
-    """Compute the contrast of two colours as WCAG 2 defines it: text must have at least 4.5."""
-    lights = sorted(luminance(colour) + 0.05 for colour in (first, second))
-    return lights[1] / lights[0]
-
-
-def luminance(colour: str) -> float:
-    parts = (channel / 255 for channel in channels(colour))
-    red, green, blue = (part / 12.92 if part <= 0.04045 else ((part + 0.055) / 1.055) ** 2.4 for part in parts)
-    return 0.2126 * red + 0.7152 * green + 0.0722 * blue
-
-
-def choose_ink(ground: str) -> str:
-    """Choose black or white, whichever can be read better on a colour."""
-    return max(("#ffffff", "#000000"), key=lambda colour: contrast(colour, ground))
 
 
 def subject_line(name: str, hover: str) -> dict[str, Any]:
@@ -174,8 +146,7 @@ def bar_numbers(name: str, labels: Sequence[str], values: Sequence[float], heigh
 
 def steps_axis(last: int) -> dict[str, Any]:
     """Lay out an axis of steps of training, with ticks at whole steps."""
-    step = next(f * 10**n for n in range(12) for f in (1, 2, 5) if last <= 8 * f * 10**n)
-    return {"title": "steps of training", "rangemode": "tozero", "dtick": step, "tickformat": ",d"}
+    return {"title": "steps of training", "rangemode": "tozero", "tickformat": ",d", "dtick": 1 if last < 8 else None}
 
 
 def open_markers(line: dict[str, Any], is_open: Sequence[bool]) -> dict[str, Any]:
@@ -184,13 +155,3 @@ def open_markers(line: dict[str, Any], is_open: Sequence[bool]) -> dict[str, Any
     edge = {"width": 2, "color": line["line"]["color"]}
     symbols = [f"{symbol}-open" if hollow else symbol for hollow in is_open]
     return line | {"marker": line["marker"] | {"symbol": symbols, "line": edge}}
-
-
-def lengths_axis(lengths: Sequence[int], spacing: float = 1.45) -> dict[str, Any]:
-    """Lay out a logarithmic axis of lengths, without ticks that would overlap."""
-    ticks: list[int] = []
-    for length in sorted(lengths):
-        if not ticks or length >= spacing * ticks[-1]:
-            ticks.append(length)
-    labels = [f"{tick // 1024}k" if tick >= 1024 and tick % 1024 == 0 else str(tick) for tick in ticks]
-    return {"type": "log", "tickvals": ticks, "ticktext": labels}

@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING
 
 from linearizer.amounts import size
 from linearizer.publish.chart_style import (
-    BYTES_AXIS,
+    COUNTS_AXIS,
     GREY,
     LOG_AXIS,
     MAP_CELLS,
     MAP_COLOURS,
     bar_numbers,
-    lengths_axis,
     new_figure,
     new_grid,
     open_markers,
@@ -101,7 +100,7 @@ def draw_error_curve(part: Part[Approximation]) -> Figure | None:
         figure.add_scatter(x=curve.features, y=errors, **line | {"name": name})
     predicted = subject_line("teacher", "λ = %{y:.2g} at %{x} features") | {"name": "λ where N(λ) is that many"}
     figure.add_scatter(x=curve.features, y=curve.predicted, **predicted)
-    figure.update_xaxes(title="features per KV head", **lengths_axis(curve.features))
+    figure.update_xaxes(title="features per KV head", **COUNTS_AXIS)
     figure.update_yaxes(title="share of attention misplaced", **LOG_AXIS)
     return figure
 
@@ -136,7 +135,7 @@ def draw_memory(part: Part[Speed]) -> Figure:
         labels = [size(bytes) + ", by its shape" * mark for bytes, mark in zip(sizes, computed, strict=True)]
         line = open_markers(subject_line(subject.name, "%{customdata} at %{x} tokens"), computed)
         figure.add_scatter(x=[pace.length for pace in subject.paces], y=sizes, customdata=labels, **line)
-    figure.update_yaxes(title="state or cache, bytes", **BYTES_AXIS)
+    figure.update_yaxes(title="state or cache, bytes", **COUNTS_AXIS)
     return figure
 
 
@@ -144,7 +143,7 @@ def new_lengths_figure(lengths: Sequence[int]) -> Figure:
     """Create a figure over lengths of text."""
     figure = new_figure(300)
     ends = [math.log10(lengths[0] / 1.15), math.log10(lengths[-1] * 1.15)]
-    figure.update_xaxes(title="length of the text, tokens", range=ends, **lengths_axis(lengths))
+    figure.update_xaxes(title="length of the text, tokens", range=ends, **COUNTS_AXIS)
     return figure
 
 

@@ -6,11 +6,11 @@ from itertools import pairwise
 from typing import TYPE_CHECKING
 
 from linearizer.publish.chart_style import (
+    COUNTS_AXIS,
     FAINT,
     GREY,
     MAP_CELLS,
     MAP_COLOURS,
-    lengths_axis,
     new_figure,
     new_grid,
     open_markers,
@@ -100,7 +100,7 @@ def draw_recall(part: Part[Recall]) -> Figure:
         name=f"the first time, {first.name}",
         hovertemplate=f"{level:.3f} nats<extra>the first time</extra>",
     )
-    figure.update_xaxes(title="tokens since the passage came first", **lengths_axis(recall.gaps))
+    figure.update_xaxes(title="tokens since the passage came first", **COUNTS_AXIS)
     figure.update_yaxes(title="loss, nats per token")
     return figure
 

@@ -9,12 +9,11 @@ from typing import TYPE_CHECKING, Any
 from linearizer.amounts import size
 from linearizer.publish.chart_style import (
     BLUE,
-    BYTES_AXIS,
+    COUNTS_AXIS,
     LOG_AXIS,
     MAX_LABELLED,
     layer_colour,
     layer_dash,
-    lengths_axis,
     new_figure,
     steps_axis,
     subject_line,
@@ -98,6 +97,6 @@ def draw_state_size(layers: Sequence[Layer], fixed: int, growth: int = 0) -> Fig
         at = {"x": math.log10(begin), "y": math.log10(head_bytes.cache_bytes(layers, begin))}
         label = f"smaller from {begin:,} tokens on"
         figure.add_annotation(**at, text=label, showarrow=False, xanchor="left", yanchor="top", xshift=6, yshift=-4)
-    figure.update_xaxes(title="tokens read", **lengths_axis(lengths, spacing=8))
-    figure.update_yaxes(title="state or cache, bytes", **BYTES_AXIS)
+    figure.update_xaxes(title="tokens read", **COUNTS_AXIS)
+    figure.update_yaxes(title="state or cache, bytes", **COUNTS_AXIS)
     return figure

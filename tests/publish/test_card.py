@@ -10,7 +10,8 @@ from PIL import Image
 
 from linearizer.cli.main import parser
 from linearizer.cli.options import plan_changes
-from linearizer.publish.allocation_picture import EMPTY, FEATURES, SLOTS, WHOLE, WINDOW, draw_picture
+from linearizer.publish.allocation_charts import EXACT, FEATURES, KINDS, SLOTS, WHOLE
+from linearizer.publish.allocation_picture import CELL, EMPTY, GAP, HEIGHT, LEFT, TOP, draw_picture
 from linearizer.publish.card import escape_markdown, write_card, write_snippet
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, Layer
@@ -159,14 +160,13 @@ def test_escaped_text_has_no_line_breaks_and_no_markup():
 
 def test_the_picture_has_a_cell_for_every_head(tmp_path):
     image = Image.open(BytesIO(draw_picture(Allocation("gain", 4, HEADS), LAYERS)))
-    rows = [116 + 46 * index for index in range(3)]
-    left = [(96 + 108 * head, 96 + 108 * head + 104) for head in range(2)]
-    cells = {(layer, head): colours(image, (*(left[head][0], rows[layer]), left[head][1], rows[layer] + 42))
-             for layer in range(3) for head in range(2)}  # fmt: skip
-    assert {rgb(WINDOW), rgb(FEATURES), rgb(EMPTY)} <= cells[0, 0] and rgb(WHOLE) in cells[0, 1]
+    places = {(layer, head): (LEFT + CELL * head, TOP + HEIGHT * layer) for layer in range(3) for head in range(2)}
+    cells = {key: colours(image, (x, y, x + CELL - GAP, y + HEIGHT - GAP)) for key, (x, y) in places.items()}
+    exact, features, slots, whole = (rgb(KINDS[name][0]) for name in (EXACT, FEATURES, SLOTS, WHOLE))
+    assert {exact, features, rgb(EMPTY)} <= cells[0, 0] and whole in cells[0, 1]
     assert rgb(EMPTY) not in cells[1, 0] | cells[1, 1]  # the teacher bounds this layer itself
-    assert {rgb(WINDOW), rgb(SLOTS)} <= cells[2, 0] and rgb(FEATURES) not in cells[2, 0]
-    assert rgb(FEATURES) in cells[2, 1] and rgb(WINDOW) not in cells[2, 1]
+    assert {exact, slots} <= cells[2, 0] and features not in cells[2, 0]
+    assert {exact, features} <= cells[2, 1]  # its sinks are exact
 
 
 @pytest.mark.parametrize("heads", [(), (Head(),), (Head(softmax=True),) * 32])
