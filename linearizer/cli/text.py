@@ -198,21 +198,10 @@ def describe_allocation(allocation: Allocation, layers: Sequence[Layer]) -> str:
 
 def describe_state(allocation: Allocation, layers: Sequence[Layer]) -> str:
     """Describe a student's state in one line."""
+    from linearizer.publish.tables import describe_heads
+
     state = StateSize.of(allocation, layers)
     return f"{allocation.strategy}: {describe_heads(allocation)}; state {state.in_words}; {state.beside_cache}"
-
-
-def describe_heads(allocation: Allocation) -> str:
-    """Describe what the heads hold in a line."""
-    heads = [head for row in allocation.heads for head in row]
-    kinds = {
-        "with a window": [head for head in heads if not (head.softmax or head.slots or head.features)],
-        f"with {allocation.features_mean:.1f} features on average": [head for head in heads if head.features],
-        "with slots": [head for head in heads if head.slots],
-        "left softmax": [head for head in heads if head.softmax],
-    }
-    counts = ", ".join(f"{len(held)} KV heads {kind}" for kind, held in kinds.items() if held)
-    return f"{counts}, {allocation.sinks} sink{'s' * (allocation.sinks != 1)}, {allocation.bits_in_words} bits a number"
 
 
 def describe_run(run: Run) -> str:

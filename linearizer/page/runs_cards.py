@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import time
-from collections import Counter
 from collections.abc import Sequence
 from dataclasses import asdict
 from html import escape
@@ -13,13 +12,12 @@ from linearizer.errors import LinearizerError
 from linearizer.jobs.control import LIVE, Status
 from linearizer.page.cards import STEP_SENTENCES, state_sign
 from linearizer.publish.html import folded, message_box, sentence_html, table, without_folders
+from linearizer.publish.tables import describe_heads
 from linearizer.publish.verdict import judge_run
-from linearizer.run.allocation import Allocation
 from linearizer.run.folder import Run
 from linearizer.run.results import Language, Speed
 from linearizer.run.state_size import StateSize
 
-MAX_KINDS = 4  # of what heads hold that are named for a run
 BESIDE = ("student", "teacher")
 RATES = {"reads, tokens/s": "read_rate", "writes, tokens/s": "write_rate"}
 
@@ -128,18 +126,9 @@ def run_facts(run: Run) -> dict[str, str]:
         state = StateSize.of(allocation, layers)
         facts["state"] = growing(state.fixed, state.growth)
         facts["smaller from"] = "never" if state.breakeven is None else f"{state.breakeven:,} tokens on"
-        facts["heads hold"] = describe_kinds(allocation)
-        facts["sinks, bits"] = f"{allocation.sinks}, {allocation.bits}"
+        facts["heads hold"] = describe_heads(allocation)
     unknown = dict.fromkeys(RATES, "not evaluated yet")
     return facts | (speed_facts(parts["speed"].result) if "speed" in parts else unknown)
-
-
-def describe_kinds(allocation: Allocation) -> str:
-    """Count the KV heads by what they hold, the most frequent first."""
-    kinds = Counter(head.in_brief for row in allocation.heads for head in row).most_common()
-    named = [f"{count} × {kind}" for kind, count in kinds[:MAX_KINDS]]
-    rest = sum(count for _, count in kinds[MAX_KINDS:])
-    return "; ".join([*named, f"{rest} × others"] if rest else named)
 
 
 def speed_facts(speed: Speed) -> dict[str, str]:

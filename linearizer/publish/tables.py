@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from linearizer.amounts import columns, from_length, size
 from linearizer.run import results
+from linearizer.run.allocation import Allocation
 from linearizer.run.results import Part
 
 Rows = list[Sequence[object]]
@@ -23,6 +24,19 @@ class Table:
 def write_tables(tables: Sequence[Table]) -> str:
     """Write tables as plain text."""
     return "\n\n".join("\n".join([columns(table.rows), *table.notes]) for table in tables)
+
+
+def describe_heads(allocation: Allocation) -> str:
+    """Describe what all heads hold in a line."""
+    heads = [head for row in allocation.heads for head in row]
+    kinds = {
+        "with a window": [head for head in heads if not (head.softmax or head.slots or head.features)],
+        f"with {allocation.features_mean:.1f} features on average": [head for head in heads if head.features],
+        "with slots": [head for head in heads if head.slots],
+        "left softmax": [head for head in heads if head.softmax],
+    }
+    counts = ", ".join(f"{len(held)} KV heads {kind}" for kind, held in kinds.items() if held)
+    return f"{counts}, {allocation.sinks} sink{'s' * (allocation.sinks != 1)}, {allocation.bits_in_words} bits a number"
 
 
 def describe_environment(part: Part) -> tuple[str, ...]:
@@ -42,34 +56,39 @@ def describe_texts(part: Part) -> str:
 
 
 def language_tables(part: Part[results.Language]) -> list[Table]:
-    language = part.result
-    rows: Rows = [("", "state", "loss", "95%", "perplexity", "above teacher", "calibration")]
+    """Show each subject at the run's own length, then at all lengths; the other tables are of whole texts."""
+    language, read = part.result, part.read
+    assert read is not None, "the part reads texts"
+    own = own_length(language)
+    judged = {subject.name: subject for subject in own.subjects} if own else {}
+    length = own.length if own else read.length
+    rows: Rows = [(f"over {length:,} tokens", "state", "loss", "95%", "KL", "same top token")]
     for subject in language.subjects:
-        low, high = subject.loss.interval
-        row = [subject.name, size(subject.state_bytes), f"{subject.loss.mean:.3f}", f"{low:.3f}–{high:.3f}"]
-        rows.append(
-            [*row, f"{subject.perplexity:.2f}", with_half_width(subject.excess), f"{subject.calibration_error:.3f}"]
-        )
+        at = judged.get(subject.name, subject)
+        low, high = at.loss.interval
+        near = with_half_width(at.kl, ".4f"), with_half_width(at.agreement, ".1%")
+        rows.append((subject.name, size(subject.state_bytes), f"{at.loss.mean:.3f}", f"{low:.3f}–{high:.3f}", *near))
     ranges: Rows = [("loss from token", *language.edges)]
     ranges += [(subject.name, *(f"{loss:.3f}" for loss in subject.by_position)) for subject in language.subjects]
     over = f"95% intervals from {language.count} {language.drawn}, drawn again"
-    state = "state: what is remembered at the end of a text; the teacher's grows with every token"
-    near = [tail_table(language)] * any(subject.kl is not None for subject in language.subjects)
-    near += [length_table(language.lengths)] if language.lengths else []
-    return [Table(rows, (state,)), *near, Table(ranges, (f"{describe_texts(part)}; {over}",))]
+    state = f"state: what is remembered after {read.length:,} tokens; the teacher's grows with every token"
+    every = [length_table(language.lengths)] if language.lengths else []
+    return [Table(rows, (state,)), *every, tail_table(language), Table(ranges, (f"{describe_texts(part)}; {over}",))]
+
+
+def own_length(language: results.Language) -> results.LengthResult | None:
+    """Find the length of the run's texts: after a quarter of it, and before that of two texts joined."""
+    return language.lengths[min(1, len(language.lengths) - 1)] if language.lengths else None
 
 
 def tail_table(language: results.Language) -> Table:
-    """Show how near each subject is to the teacher, token by token."""
-    rows: Rows = [("beside the teacher", "KL", "KL, 99%", "KL, 99.9%", "RMS Δp", "same top token")]
+    """Show how far each subject is from the teacher, token by token."""
+    rows: Rows = [("over whole texts", "above teacher", "KL, 99%", "KL, 99.9%", "RMS Δp", "calibration")]
     for subject in language.subjects:
-        tail = subject.tail
-        far = (
-            ("–",) * 3
-            if tail is None
-            else (f"{tail.kl_99:.4f}", f"{tail.kl_999:.4f}", f"{tail.probability_change:.2%}")
-        )
-        rows.append((subject.name, with_half_width(subject.kl, ".4f"), *far, with_half_width(subject.agreement, ".1%")))
+        far = ["–"] * 3
+        if (tail := subject.tail) is not None:
+            far = [f"{tail.kl_99:.4f}", f"{tail.kl_999:.4f}", f"{tail.probability_change:.2%}"]
+        rows.append((subject.name, with_half_width(subject.excess), *far, f"{subject.calibration_error:.3f}"))
     note = "99% and 99.9% of the tokens have a smaller KL; Δp: change in the probability of the token that came"
     return Table(rows, (note,))
 

@@ -6,7 +6,7 @@ from linearizer.run.allocation import Allocation
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.plan import Plan
-from tests.support.evaluation_results import LANGUAGE, RECALL, at_length, predictions
+from tests.support.evaluation_results import LANGUAGE, RECALL, at_length, estimate, predictions
 from tests.support.runs import inspection_of
 
 HOSTILE = "](http://evil)\n---\nlicense: mit\n# <script>alert(1)</script> `x` | **bold** ${os} ```"
@@ -26,6 +26,8 @@ def judged(text="builtin", **losses):
     passages = [{"name": name, "first": [4.0], "second": [2.0]} for name in losses]
     recall = {**RECALL, "text": text, "gaps": [16], "subjects": passages, "longer": None}
     lengths = [at_length(length, names=list(losses)) for length in (32, 128)]
+    for row in (row for result in lengths for row in result["subjects"]):
+        row["loss"] = estimate(losses[row["name"]])
     return {"language": {**LANGUAGE, "text": text, "subjects": predicted, "lengths": lengths}, "recall": recall}
 
 
