@@ -1,4 +1,4 @@
-"""The pieces of the page's HTML, with its glossary: every word that came from outside is escaped."""
+"""The pieces of the page's HTML: every word that came from outside is escaped."""
 
 from __future__ import annotations
 
@@ -13,21 +13,6 @@ from linearizer.run.folder import Run
 from linearizer.run.names import runs_root
 from linearizer.run.results import Part
 
-GLOSSARY = {  # the README holds the same table
-    "teacher, student": "the model as it was; the same model once its heads hold a state of fixed size",
-    "KV head": "one head of keys and values, with the group of query heads that read it; each "
-    "holds what was bought for it",
-    "cache": "the keys and values of every token, which a teacher keeps",
-    "window, sinks": "the newest tokens and the first few, which a head keeps exactly",
-    "far field": "what a head keeps of all tokens older than its window: slots, features, or a memory that a "
-    "rule updates",
-    "slot": "one key and value that stand for several older tokens, with their number",
-    "feature": "one of the functions whose products stand for exp(q·k) in linear attention",
-    "degrees of freedom": "how many features a head's attention needs for a given error; they decide those of "
-    "`paper` and `features`",
-    "kl": "nats by which the student's next-token distribution differs from its teacher's, at the model's output",
-    "budget": "tokens of the teacher's cache whose bytes the student's state may take",
-}
 PAGE = Template("""<!doctype html>
 <html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width, initial-scale=1">
 <title>$title</title><style>
@@ -136,10 +121,13 @@ def table_html(caption: str, content: Table) -> str:
 
 
 def glossary_html() -> str:
-    """Lay out a "?" that opens the glossary; the browser itself opens and closes it, with the keyboard, too."""
-    words = "".join(
-        f"<dt>{escape(word)}</dt><dd>{escape(meaning).replace('`', '')}</dd>" for word, meaning in GLOSSARY.items()
-    )
+    """Lay out a "?" that opens the README's glossary; the browser opens and closes it, with the keyboard, too."""
+    from linearizer.publish.space import project_folder
+
+    readme = (project_folder() / "README.md").read_text(encoding="utf-8")
+    table = readme.partition("## Glossary")[2].partition("\n## ")[0]
+    rows = re.findall(r"^\| (.+?) \| (.+) \|$", table, re.MULTILINE)[2:]  # below the head, and the line under it
+    words = "".join(f"<dt>{escape(word)}</dt><dd>{escape(meaning).replace('`', '')}</dd>" for word, meaning in rows)
     return (
         '<button type="button" class="lz-ask" popovertarget="glossary" aria-label="Glossary">?</button>'
         '<div id="glossary" class="lz-glossary" popover role="dialog" aria-label="Glossary">'
