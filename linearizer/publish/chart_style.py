@@ -32,7 +32,7 @@ SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
     "cache, 3 bits": ("cache, 3 bits", PURPLE, "star", "longdashdot"),
     "cache, 4 bits": ("cache, 4 bits", PURPLE, "triangle-up", "2px,5px"),
 }
-MAP_CELLS = {"coloraxis": "coloraxis", "xgap": 2, "ygap": 2, "hoverongaps": False, "textfont": {"size": 11}}
+MAP_CELLS = {"xgap": 2, "ygap": 2, "hoverongaps": False, "textfont": {"size": 11}}
 BAR_PATTERNS = {"teacher": "", "student": "/", "window": ".", "untrained": "x"}
 
 

@@ -81,6 +81,7 @@ def draw_error_maps(part: Part[Approximation]) -> Figure:
             hovertemplate="layer %{y}, KV head %{x}<br>%{z:.3f} misplaced<extra>" + names[place] + "</extra>",
             row=1,
             col=place + 1,
+            coloraxis="coloraxis",
             **MAP_CELLS,
         )
     figure.update_layout(plot_bgcolor="rgba(128,138,150,0.10)")

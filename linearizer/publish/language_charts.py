@@ -140,6 +140,7 @@ def draw_needle_maps(part: Part[Needle]) -> Figure:
             hovertemplate=f"{names[place]}: %{{text}} recalled<br>depth %{{y}} of %{{x}} tokens<extra></extra>",
             row=place // 2 + 1,
             col=place % 2 + 1,
+            coloraxis="coloraxis",
             **MAP_CELLS,
         )
     figure.update_xaxes(type="category")

@@ -75,6 +75,7 @@ def test_the_map_shows_every_head_and_leaves_open_what_is_not_measured():
     result = allocation_charts.read_freedoms(PROFILE)
     whole = allocation_charts.draw_freedom_map(result, LAYERS).data[0]
     assert [tuple(row) for row in whole.text] == [("16", "32"), ("", ""), ("48", "64")]
+    assert whole.colorbar.title.text == "degrees of freedom" and whole.coloraxis is None  # its own scale of colours
     partly = allocation_charts.draw_freedom_map({0: result[0]}, LAYERS).data[0]
     assert tuple(partly.z[0]) == tuple(whole.z[0])
     assert tuple(partly.z[2]) == (None, None)
