@@ -15,13 +15,12 @@ from linearizer.progress import Progress
 from linearizer.publish.html import announcement, folded, message_box, table, table_html, values_list, without_folders
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.publish.prediction import candidates_table, read_corrections
-from linearizer.publish.tables import length_table
 from linearizer.publish.training_charts import ERRORS
 from linearizer.publish.verdict import Verdict
 from linearizer.run.files import parse_json
 from linearizer.run.folder import Run
 from linearizer.run.hub_job import read_hub_job
-from linearizer.run.results import Language, Recall
+from linearizer.run.results import Part
 
 if TYPE_CHECKING:
     from linearizer.jobs.forecast import EvaluationForecast
@@ -181,26 +180,10 @@ def candidates_card(run: Run) -> str:
     return lines + folded(candidates.why, table_html("Allocations that were measured", candidates_table(candidates)))
 
 
-def evaluation_table(language: Language, recall: Recall | None) -> str:
-    """Compare the student with its teacher and a plain window of the same bytes."""
-    gaps = [f"recall after {gap}" for gap in recall.gaps] if recall else []
-    again = {subject.name: [f"{loss:.3f}" for loss in subject.second] for subject in recall.subjects} if recall else {}
-    cells = [
-        [
-            subject.name,
-            size(subject.state_bytes),
-            f"{subject.loss.mean:.3f}",
-            "–" if subject.kl is None else f"{subject.kl.mean:.4f}",
-            "–" if subject.agreement is None else f"{subject.agreement.mean:.1%}",
-            *again.get(subject.name, ["–"] * len(gaps)),
-        ]
-        for subject in language.subjects
-    ]
-    head = ("model", "state", "loss", "KL to the teacher", "agreement", *gaps)
-    texts = f"texts of {language.lengths[-1].length:,} tokens" if language.lengths else "text"
-    note = f"On {texts} kept from training, in nats per token; window: a plain window of the student's bytes"
-    by_length = table_html("By length", length_table(language.lengths)) if language.lengths else ""
-    return folded("In numbers", table(note, head, cells) + by_length)
+def evaluation_tables(parts: Mapping[str, Part]) -> str:
+    """Compare the student with its teacher and a plain window of the same bytes, in the tables of the command."""
+    shown = [each for name in ("language", "recall") if name in parts for each in PART_VIEWS[name].tables(parts[name])]
+    return folded("In numbers", "".join(table_html(f"Numbers, {n}", each) for n, each in enumerate(shown, 1)))
 
 
 def writing_card(side: Side | None, difference: Difference | None, own: str) -> str:

@@ -182,10 +182,9 @@ class RunState:
         from linearizer.publish import training_charts
 
         parts = self.run.results
-        language, recall = parts.get("language"), parts.get("recall")
-        if language is not None:
-            table = cards.evaluation_table(language.result, None if recall is None else recall.result)
-            self.put("evaluation", mark, lambda: table + cards.candidates_card(self.run))
+        if (language := parts.get("language")) is not None:
+            tables = cards.evaluation_tables(parts)
+            self.put("evaluation", mark, lambda: tables + cards.candidates_card(self.run))
             self.put("verdict", mark, lambda: cards.verdict_card(judge_run(self.run)))
         for name, part in parts.items():
             draw = cache(partial(draw_part, name, part))
