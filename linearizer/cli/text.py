@@ -152,39 +152,31 @@ def describe_memory(inspection: Inspection) -> str:
 
 def describe_profile(profile: Profile) -> str:
     """Describe a profile, layer by layer."""
-    reference = profile.settings.ridges.index(profile.settings.reference)
+    settings = profile.settings
+    reference, newest = settings.ridges.index(settings.reference), f"in window {profile.windows[-1]}"
     rows: list[Sequence[object]] = [
-        (
-            "layer",
-            "N(λ) by KV head",
-            "in sinks",
-            f"in window {profile.windows[-1]}",
-            "nats",
-            "far mass off",
-            "values off",
-        )
+        ("layer", "N(λ) by KV head", "in sinks", newest, "nats", "far mass off", "values off")
     ]
     for index, layer in enumerate(profile.layers):
         if not layer.heads:
             rows.append((index, "bounded by itself", *[""] * 5))
             continue
         counts = " ".join(f"{head.freedoms[reference]:.1f}{'*' * head.saturated}" for head in layer.heads)
-        sinks, window, entropy = (
-            sum(values) / len(layer.heads)
-            for values in zip(*((h.sink_mass, h.window_mass[-1], h.entropy) for h in layer.heads), strict=True)
-        )
-        far = ([head.mass_error for head in layer.heads], [head.values_error for head in layer.heads])
-        known = ([error for error in own if error is not None] for own in far)
-        off = (f"{sum(own) / len(own):.2g}" if own else "" for own in known)
-        rows.append((index, counts, f"{sinks:.0%}", f"{window:.0%}", f"{entropy:.2f}", *off))
-    text = columns(rows) + f"\ndegrees of freedom at λ = {profile.settings.reference:g}, from {profile.tokens:,} tokens"
-    text += (
-        f"\noff: |y - ŷ|² / |y|² beyond a window of {profile.windows[0]}, if far keys were Gaussian, and if far values "
-        "were their mean"
-    )
+        of_heads = [(h.sink_mass, h.window_mass[-1], h.entropy, h.mass_error, h.values_error) for h in layer.heads]
+        known = ([value for value in column if value is not None] for column in zip(*of_heads, strict=True))
+        means = (sum(values) / len(values) if values else None for values in known)
+        forms = (".0%", ".0%", ".2f", ".2g", ".2g")
+        cells = ("" if mean is None else f"{mean:{form}}" for mean, form in zip(means, forms, strict=True))
+        rows.append((index, counts, *cells))
+    lines = [
+        columns(rows),
+        f"degrees of freedom at λ = {settings.reference:g}, from {profile.tokens:,} tokens",
+        f"off: |y - ŷ|² / |y|² beyond a window of {profile.windows[0]}, if far keys were Gaussian, and if far values "
+        "were their mean",
+    ]
     if any(head.saturated for layer in profile.layers for head in layer.heads):
-        text += f"\n* more than a quarter of the {profile.settings.samples} samples: ask for more with --samples"
-    return text
+        lines.append(f"* more than a quarter of the {settings.samples} samples: ask for more with --samples")
+    return "\n".join(lines)
 
 
 def describe_allocation(allocation: Allocation, layers: Sequence[Layer]) -> str:
