@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Mapping
 from importlib.metadata import version
 from pathlib import Path
+from typing import Any
+
+from huggingface_hub import SpaceCardData
 
 from linearizer.errors import RequestError
 from linearizer.publish.upload import Content
@@ -19,7 +21,7 @@ CARRIED_FOLDERS = ("project", "assets")  # an installed package carries here wha
 OF_THE_PAGE = ("gradio", "fastapi", "uvicorn")  # needed by no run
 PREINSTALLED = ("gradio", "triton")  # gradio by sdk_version of the Space, triton by torch
 TORCH = "torch>=2.8,<2.12"  # ZeroGPU has no newer one
-FRONT_MATTER: dict[str, object] = {
+FRONT_MATTER: dict[str, Any] = {
     "title": "Linearizer",
     "emoji": "📏",
     "colorFrom": "blue",
@@ -52,7 +54,8 @@ def list_space_files(repo_id: str) -> dict[str, Content]:
         )
     files: dict[str, Content] = {**{name: project / name for name in TOP_FILES}, **package_files()}
     readme, lines = ((project / name).read_text(encoding="utf-8") for name in FITTED_FILES)
-    fitted = (write_front_matter() + remove_missing_pictures(readme, files), fit_requirements(lines))
+    front_matter = SpaceCardData(**FRONT_MATTER, sdk_version=version("gradio")).to_yaml(line_break="\n")
+    fitted = (f"---\n{front_matter}\n---\n{remove_missing_pictures(readme, files)}", fit_requirements(lines))
     return {**files, **{name: text.encode() for name, text in zip(FITTED_FILES, fitted, strict=True)}}
 
 
@@ -90,16 +93,6 @@ def remove_missing_pictures(readme: str, files: Mapping[str, Content]) -> str:
 def is_hidden(name: Path) -> bool:
     """Tell whether a file belongs to a working copy and not to the project."""
     return any(part.startswith((".", "__pycache__")) or part.endswith(".egg-info") for part in name.parts)
-
-
-def write_front_matter() -> str:
-    """Write the front matter of a Space's README; JSON is valid YAML."""
-    matter = {**FRONT_MATTER, "sdk_version": version("gradio")}
-    return (
-        "---\n"
-        + "".join(f"{key}: {json.dumps(value, ensure_ascii=False)}\n" for key, value in matter.items())
-        + "---\n"
-    )
 
 
 def fit_requirements(lines: str) -> str:
