@@ -17,7 +17,6 @@ from linearizer.publish.chart_style import (
     LOG_AXIS,
     MAP_CELLS,
     MAP_COLOURS,
-    MARGIN,
     MAX_LABELLED,
     ORANGE,
     XAXIS,
@@ -153,9 +152,8 @@ def draw_freedom_curves(profile: Profile) -> Figure:
     """Draw N(λ): the mean of each layer as a line, from the first layer (violet) to the last (green)."""
     ridges, measured = list(profile.settings.ridges), [i for i, layer in enumerate(profile.layers) if layer.heads]
     few = len(measured) <= MAX_LABELLED
-    figure = new_figure(340 + 20 * (len(measured) // 5 if few else 0), showlegend=True, margin={**MARGIN, "r": 64})
+    figure = new_figure(340 + 20 * (len(measured) // 5 if few else 0), showlegend=True)
     figure.update_layout(legend={"entrywidth": LAYER_ENTRY})
-    ends: dict[int, float] = {}
     for place, index in enumerate(measured):
         heads = profile.layers[index].heads
         means = [math.fsum(counts) / len(heads) for counts in zip(*(head.freedoms for head in heads), strict=True)]
@@ -168,14 +166,6 @@ def draw_freedom_curves(profile: Profile) -> Figure:
             showlegend=few or place in (0, len(measured) - 1),
             hovertemplate="%{y:.3g} at λ = %{x:.2g}<extra>layer " + str(index) + "</extra>",
         )
-        if place in (0, len(measured) - 1):
-            ends[index] = means[-1]
-    for index, end in ends.items():  # beside the axes: on them, rounding would leave the label out
-        above = end == max(ends.values())
-        figure.add_annotation(
-            xref="paper", x=1, y=math.log10(end), text=f"layer {index}", showarrow=False, xanchor="left", xshift=4,
-            yanchor="middle" if len(ends) < 2 else "bottom" if above else "top",
-        )  # fmt: skip
     reference = profile.settings.reference
     dashes = {"color": GREY, "width": 1, "dash": "dash"}
     figure.add_vline(x=reference, line=dashes, showlegend=True, name=f"λ of the map, {reference:.2g}")
