@@ -8,8 +8,10 @@ from PIL import Image
 
 from linearizer.publish.card import card_files, write_card
 from linearizer.publish.parts import PART_VIEWS
+from linearizer.publish.tables import language_tables
+from linearizer.run.results import read_part
 from tests.support.cards import HOSTILE, made
-from tests.support.evaluation_results import STORED
+from tests.support.evaluation_results import STORED, at_length
 
 
 def test_every_part_is_on_the_card_as_tables(tmp_path):
@@ -32,6 +34,16 @@ def test_every_part_is_on_the_card_as_tables(tmp_path):
         and "4.6000" not in page
         and text.count("<details>") == 2 + shown
     )
+
+
+def test_the_first_table_is_of_the_runs_own_length_and_the_next_of_all_lengths():
+    lengths = [at_length(length) for length in (64, 256, 511)]  # the last are two texts joined
+    for result, loss in zip(lengths, (3.0, 4.0, 5.0), strict=True):
+        for subject in result["subjects"]:
+            subject["loss"] = {"mean": loss, "interval": [loss - 0.1, loss + 0.1]}
+    first, second, *_ = language_tables(read_part("language", {**STORED["language"], "lengths": lengths}))
+    assert first.rows[0][0] == "over 256 tokens" and {row[2] for row in first.rows[1:]} == {"4.000"}
+    assert second.rows[0][1:] == ("64", "256", "511")
 
 
 def test_what_others_wrote_in_an_evaluation_stays_text(tmp_path):
