@@ -18,7 +18,7 @@ import torch
 from linearizer import door
 from linearizer.allocate.choose import choose_student
 from linearizer.allocate.decide import decide
-from linearizer.allocate.step import PRICING, TrainOffers, allocate, help_pricing
+from linearizer.allocate.step import TrainOffers, allocate, help_pricing
 from linearizer.errors import LinearizerError
 from linearizer.evaluate.setup import Setup, assembled, environment
 from linearizer.evaluate.side_by_side import write_in_turns
@@ -51,8 +51,7 @@ from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import DIGESTS, write_digests
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.offers import train_offers
-from linearizer.train.settings import training_settings
-from linearizer.train.step import can_be_shared, help_training, initialise_student, plan_with_steps, train
+from linearizer.train.step import plan_with_steps, train
 
 
 def inspect(model: str, token: str | None = None) -> Inspection:
@@ -135,8 +134,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
     weights = run.inspection, run.plan.dtype, run.plan.device
     if streams(*weights) or spreads(*weights):  # one disk is not read faster by more processes; no device is free
         helpers = ALONE
-    shared = run.plan.trains and any(map(can_be_shared, training_settings(run.plan)))
-    if shared or (run.prices is None and run.plan.rules.decided_by == "prices"):
+    if run.prices is None and run.plan.rules.decided_by == "prices":
         helpers.begin()  # they load the teacher while this process does
         if helpers.count > 1:
             keep_freed_memory()
@@ -147,18 +145,16 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
     yield from measure_teacher(run, teacher, token)
     offers = offers_trainer(run, teacher, token)
     allocation = run.allocation or (yield from allocate(run, teacher, token, offers, helpers))
+    helpers.close()
     run.write_product("allocation.json", allocation.to_json())
     allocation = yield from choose_student(run, teacher, allocation, token)
     run.write_product("allocation.json", allocation.to_json())
     run.log(EventName.ALLOCATED, strategy=allocation.strategy, features_mean=allocation.features_mean)
-    if shared:
-        helpers.prepare("student")
     student = begin_student(run, teacher, allocation)
     with interruptible(run):
         plan = plan_with_steps(run, teacher, student, token)
         learnt, judged = training_and_judging_texts(run, plan, teacher, token)
-    yield from train(run, plan, student, allocation, learnt, helpers)
-    helpers.close()
+    yield from train(run, plan, student, allocation, learnt)
     if plan.changes_weights:  # what is judged is what is saved
         checkpoint.round_weights(student, teacher.stored)
     made_with = {"text": run.plan.text, "learnt": len(learnt), "judged": len(judged), "seed": run.plan.seed}
@@ -191,26 +187,13 @@ def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> Lineari
 
 
 def help_with(run: Run, tasks: Iterable[str], share: Share, token: str | None = None) -> Steps[None]:
-    """Do a share of the tasks that the process of a run hands to its helpers, with one teacher for all of them."""
+    """Do a share of the pricing that the process of a run hands to its helpers, with one teacher for all of it."""
     keep_freed_memory()
     teacher = load_teacher_of(run.plan, token, run.inspection)
-    student: LinearizedForCausalLM | None = None
-    learnt: torch.Tensor | None = None
+    offers = offers_trainer(run, teacher, token)
     for task in tasks:
-        kind, *numbers = task.split()
-        product: Any = None
-        if kind in PRICING:
-            offers = offers_trainer(run, teacher, token)
-            product = yield from help_pricing(run, teacher, token, offers, kind, int(numbers[0]), share)
-        elif (allocation := run.allocation) is not None:
-            if student is None:
-                student = begin_student(run, teacher, allocation)
-                initialise_student(run, student)
-            if learnt is None and (kind == "training" or run.plan.minutes is None):  # or steps are being timed
-                plan = plan_with_steps(run, teacher, student, token)
-                learnt, _ = training_and_judging_texts(run, plan, teacher, token)
-            if kind == "training" and learnt is not None:
-                yield from help_training(run, plan, student, allocation, learnt, int(numbers[0]), share)
+        kind, sinks = task.split()
+        product = yield from help_pricing(run, teacher, token, offers, kind, int(sinks), share)
         yield Progress(HELPED, 1, 1, task, {"product": product})
 
 

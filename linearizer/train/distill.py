@@ -19,7 +19,6 @@ from linearizer.model.safetensors import digest
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.options import differences
-from linearizer.run.sharing import ALL, Share
 from linearizer.runtime.attention_interface import attending
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.lora import add_adapters, remove_adapters
@@ -50,18 +49,16 @@ def distill(
     folder: Path | None = None,
     resume: bool = False,
     enough: Callable[[int], bool] = lambda step: False,
-    share: Share = ALL,
 ) -> Steps[TrainingResult]:
     """Train a student's feature maps; with a folder, a training that was stopped resumes where it stopped.
 
-    Before each step `enough` receives the number of finished steps; returning true ends the training early. Of a share,
-    the other layers stay as they are.
+    Before each step `enough` receives the number of finished steps; returning true ends the training early.
     """
     check_text(texts, settings)
     with attending(student.base, TEACHER):
         check_logits(student.base, texts)
     with trainable_features(student, settings):
-        trainer = Trainer(student, texts, settings, share, folder)
+        trainer = Trainer(student, texts, settings)
         identity = identity_of(student, texts, settings)
         state = resume_training(trainer, folder, identity) if folder is not None and resume else None
         if folder is not None and not resume:

@@ -4,37 +4,29 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import asdict, replace
 from itertools import islice
-from pathlib import Path
 
 import torch
 
-from linearizer.errors import FaultError
 from linearizer.model.initialise import initialise
 from linearizer.model.kept_texts import texts_of_run
 from linearizer.model.samples import samples_of
-from linearizer.model.streaming import is_streamed
 from linearizer.model.teacher import Teacher
 from linearizer.progress import Steps
 from linearizer.run import events
 from linearizer.run.allocation import Allocation
 from linearizer.run.events import EventName
-from linearizer.run.files import parse_json, remove, writing
+from linearizer.run.files import parse_json, writing
 from linearizer.run.folder import Run
 from linearizer.run.plan import FITTED, Plan
-from linearizer.run.sharing import ALL, ALONE, Helpers, Share
 from linearizer.run.stopping import log_progress
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.train.distill import TrainingResult, distill
-from linearizer.train.relay import HIDDEN
-from linearizer.train.settings import LAYERWISE, TrainingSettings, training_settings
+from linearizer.train.distill import distill
+from linearizer.train.settings import TrainingSettings, training_settings
 from linearizer.train.squares import fit_maps
-from linearizer.train.trainer import may_be_together
 
-OF = "-of-"  # between number and count of a share, in the name of its folder
 TIMED_STEPS = 4  # from which the seconds of a step are known
 
 
@@ -87,17 +79,12 @@ def seconds_per_step(student: LinearizedForCausalLM, settings: TrainingSettings,
 
 
 def train(
-    run: Run,
-    plan: Plan,
-    student: LinearizedForCausalLM,
-    allocation: Allocation,
-    texts: torch.Tensor,
-    helpers: Helpers = ALONE,
+    run: Run, plan: Plan, student: LinearizedForCausalLM, allocation: Allocation, texts: torch.Tensor
 ) -> Steps[None]:
     """Initialise the student from the profile's samples, and train it in the phases of the plan."""
     initialise_student(run, student)
     for number, settings in phases(plan, allocation):
-        yield from train_phase(run, student, settings, texts, number, helpers)
+        yield from train_phase(run, student, settings, texts, number)
     run.clear_request("use")  # not before: it is meant for the losses that are still to come, too
 
 
@@ -111,121 +98,20 @@ def phases(plan: Plan, allocation: Allocation) -> list[tuple[int, TrainingSettin
 
 
 def train_phase(
-    run: Run,
-    student: LinearizedForCausalLM,
-    settings: TrainingSettings,
-    texts: torch.Tensor,
-    number: int,
-    helpers: Helpers = ALONE,
+    run: Run, student: LinearizedForCausalLM, settings: TrainingSettings, texts: torch.Tensor, number: int
 ) -> Steps[None]:
-    """Train with one loss, resuming where an earlier training stopped.
-
-    Where every layer learns by itself, helpers train some. Their shares stay as they are until the phase ends, also
-    where it is resumed by fewer processes.
-    """
-    folder = folder_of(run, number)
-    tokens = settings.batch * texts.shape[1]
-    shares = shares_in(folder) or shares_for(student, settings, folder, helpers.count, tokens)
-    results = []
-    for share in shares:
-        steps = train_share(run, student, settings, texts, number, share)
-        if share.number == 0 and share.count > 1:
-            beside = helpers.beside(f"training {number}", steps)  # so that the shares of the others are done below
-            result, _ = yield from log_progress(run, beside)
-        else:
-            result = yield from log_progress(run, steps)
-        results.append(result)
-    for path in folder.glob(f"{HIDDEN}-*"):
-        remove(path)
-    result = joined(results)
-    if len(shares) > 1 and set(result.given_up) == set(result.start):
-        raise FaultError(f"no layer is left to train with the loss {settings.loss!r}: use a smaller learning rate")
-    ends = {"shares": [each.steps for each in results]} if len(shares) > 1 else {}
-    run.log(EventName.DISTILLED, phase=number, asked=settings.steps, **asdict(result), **ends)
-
-
-def folder_of(run: Run, number: int) -> Path:
-    """Name the folder of a phase's state, whose parent is made."""
+    """Train with one loss, from where it stands to the steps at which it ended, perhaps early."""
     folder = run.folder / "state" / "training" / str(number)
     with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
-    return folder
-
-
-def shares_in(folder: Path) -> list[Share]:
-    """List the shares of a phase that was begun."""
-    if not folder.exists():
-        return []
-    counts = [int(path.name.partition(OF)[2]) for path in folder.glob(f"*{OF}*")]
-    return [Share(number, counts[0]) for number in range(counts[0])] if counts else [ALL]
-
-
-def shares_for(
-    student: LinearizedForCausalLM, settings: TrainingSettings, folder: Path, processes: int, tokens: int
-) -> list[Share]:
-    """Share out the layers of a phase that begins, where each learns by itself and none reads weights for all."""
-    alone = processes == 1 or not can_be_shared(settings) or is_streamed(student)
-    if alone or may_be_together(student, settings, tokens):  # what is computed together has bits of its own
-        return [ALL]
-    shares = [Share(number, processes) for number in range(processes)]
-    with writing(folder):
-        for share in shares:
-            (folder / name_of(share)).mkdir(parents=True, exist_ok=True)
-    return shares
-
-
-def can_be_shared(settings: TrainingSettings) -> bool:
-    """Tell whether each layer learns by itself."""
-    return settings.loss in LAYERWISE and not settings.lora
-
-
-def name_of(share: Share) -> str:
-    return f"{share.number}{OF}{share.count}"
-
-
-def train_share(
-    run: Run, student: LinearizedForCausalLM, settings: TrainingSettings, texts: torch.Tensor, number: int, share: Share
-) -> Steps[TrainingResult]:
-    """Train a share of the layers in a phase, from where it stands to the steps at which it ended, perhaps early."""
-    folder = folder_of(run, number)
     trained = events.events_of_student(run.events(), EventName.DISTILLED) if folder.exists() else []
-    ends = {event.get("phase", 0): event.get("shares", [event["steps"]]) for event in trained}
-    end = ends[number][share.number] if number in ends else settings.steps
+    ends = {event.get("phase", 0): event["steps"] for event in trained}
+    end = ends.get(number, settings.steps)
 
     def enough(step: int) -> bool:
         return step >= end or run.has_request("use")
 
-    place = folder if share == ALL else folder / name_of(share)
-    if settings.loss == FITTED:
-        return fit_maps(student, texts, settings, folder=place, resume=place.exists(), enough=enough)
-    return distill(student, texts, settings, folder=place, resume=place.exists(), enough=enough, share=share)
-
-
-def joined(results: Sequence[TrainingResult]) -> TrainingResult:
-    """Put the results of shares together."""
-    return TrainingResult(
-        steps=max(each.steps for each in results),
-        start={index: loss for each in results for index, loss in each.start.items()},
-        end={index: loss for each in results for index, loss in each.end.items()},
-        given_up=tuple(sorted(index for each in results for index in each.given_up)),
-        events=tuple(event for each in results for event in each.events),
-    )
-
-
-def help_training(
-    run: Run,
-    plan: Plan,
-    student: LinearizedForCausalLM,
-    allocation: Allocation,
-    texts: torch.Tensor,
-    number: int,
-    helper: Share,
-) -> Steps[None]:
-    """Train the shares of a phase that fall to a helper, after the phases before, which are finished.
-
-    The student was initialised.
-    """
-    for phase, settings in phases(plan, allocation):
-        for share in shares_in(folder_of(run, phase)):
-            if phase < number or (phase == number and helper.has(share.number)):
-                yield from train_share(run, student, settings, texts, phase, share)
+    learn = fit_maps if settings.loss == FITTED else distill
+    steps = learn(student, texts, settings, folder=folder, resume=folder.exists(), enough=enough)
+    result = yield from log_progress(run, steps)
+    run.log(EventName.DISTILLED, phase=number, asked=settings.steps, **asdict(result))

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
-from pathlib import Path
 
 import torch
 from torch import nn
@@ -18,7 +17,6 @@ from linearizer.model.layers import featured, layer_number, output_projections
 from linearizer.model.logits import PROBE_TOKENS
 from linearizer.model.streaming import is_streamed
 from linearizer.model.sweep import Chain, calls_of, chain_of, sweep_forward
-from linearizer.run.sharing import ALL, Share
 from linearizer.run.stopping import is_out_of_memory
 from linearizer.runtime.attention_interface import Observer, attending, attention_modules, observing
 from linearizer.runtime.layer_student import FeatureGroup
@@ -38,7 +36,6 @@ from linearizer.train.losses import (
     normaliser_of,
     output_losses,
 )
-from linearizer.train.relay import Relay
 from linearizer.train.settings import LAYERWISE, TrainingSettings, draw_batch, rate_share, window_share
 from linearizer.train.state_file import TrainingState
 
@@ -50,19 +47,10 @@ MAX_TOGETHER = 2**23  # numbers that all layers attend with: above it operations
 class Trainer:
     """A training of which `step` steps are done."""
 
-    def __init__(
-        self,
-        student: LinearizedForCausalLM,
-        texts: torch.Tensor,
-        settings: TrainingSettings,
-        share: Share = ALL,
-        folder: Path | None = None,
-    ) -> None:
+    def __init__(self, student: LinearizedForCausalLM, texts: torch.Tensor, settings: TrainingSettings) -> None:
         self.student, self.texts, self.settings = student, texts, settings
         self.base, self.device = student.base, next(student.parameters()).device
-        self.share = share
-        self.optimizers = make_optimizers(student, settings, share)
-        self.relay = Relay.of(self.base, sorted(trained_parameters(student)), share, folder)
+        self.optimizers = make_optimizers(student, settings)
         self.step, self.rows = 0, settings.batch  # rows: texts that run through the model together
         self.layerwise = settings.loss in LAYERWISE
         probe = texts[:1, :PROBE_TOKENS].to(self.device)
@@ -142,8 +130,8 @@ class Trainer:
         return losses, events
 
     def check_active(self) -> None:
-        """End a training in which no layer trains any more; of a share, the layers of others may."""
-        if not self.active() and self.share == ALL:
+        """End a training in which no layer trains any more."""
+        if not self.active():
             reasons = {optimizer.status.given_up for optimizer in self.optimizers.values()}
             raise FaultError(
                 f"no layer is left to train at step {self.step} ({'; '.join(sorted(map(str, reasons)))}): use a "
@@ -211,10 +199,7 @@ class Trainer:
     def read(self, ids: torch.Tensor, observe: Observer) -> None:
         """Let the teacher read, and show what each layer attends with."""
         with torch.no_grad(), observing(self.base, observe):
-            if self.relay is not None and len(ids) == self.settings.batch:
-                self.relay.run(self.base, self.step, ids)
-            else:
-                hidden_states(self.base, ids)
+            hidden_states(self.base, ids)
 
     def layer_losses(
         self, ids: torch.Tensor, keep: float, share: float, normalisers: Mapping[int, torch.Tensor]
@@ -349,24 +334,14 @@ def may_be_together(student: LinearizedForCausalLM, settings: TrainingSettings, 
     return settings.loss == "output" and tokens <= MAX_TOGETHER // (3 * config.num_hidden_layers * config.hidden_size)
 
 
-def make_optimizers(
-    student: LinearizedForCausalLM, settings: TrainingSettings, share: Share = ALL
-) -> dict[int, LayerOptimizer]:
-    """Make an optimiser for every layer of a share that has parameters to train."""
-    optimizers, found = {}, trained_parameters(student)
-    for index in share.section(sorted(found)):
-        rates = {name: settings.rate_of(name) for name in found[index]}
-        optimizers[index] = LayerOptimizer(found[index], rates)
+def make_optimizers(student: LinearizedForCausalLM, settings: TrainingSettings) -> dict[int, LayerOptimizer]:
+    """Make an optimiser for every layer that has parameters to train."""
+    optimizers = {}
+    for module in attention_modules(student.base):
+        if found := {name: p for name, p in module.named_parameters() if p.requires_grad}:
+            rates = {name: settings.rate_of(name) for name in found}
+            optimizers[layer_number(module)] = LayerOptimizer(found, rates)
     return optimizers
-
-
-def trained_parameters(student: LinearizedForCausalLM) -> dict[int, dict[str, nn.Parameter]]:
-    """Name the parameters that are trained, by layer, of the layers that have any."""
-    named = {
-        layer_number(module): {name: p for name, p in module.named_parameters() if p.requires_grad}
-        for module in attention_modules(student.base)
-    }
-    return {index: parameters for index, parameters in named.items() if parameters}
 
 
 @contextmanager

@@ -1,4 +1,4 @@
-"""How much faster several processes price and train: python -m tests.benchmarks.processes [STEP …] [--processes N]
+"""How much faster several processes price: python -m tests.benchmarks.processes [STEP …] [--processes N]
 
 Runs the demo model in one process and in N, each with one thread, and prints the seconds of each step and whether the
 products have the same bits. It needs as many free cores as processes; where others use them, too, what counts is by how
@@ -37,10 +37,6 @@ PLANS = {  # what is timed -> the plan, and the events between which it happens
     "prices-estimated": (
         Plan(**USUAL, budget=64, texts=8, length=512, strategy="gain", steps=0),
         (EventName.PROFILED, EventName.PRICED),
-    ),
-    "training": (
-        Plan(**USUAL, budget=64, texts=4, length=256, recipe="features", strategy="common-lambda", steps=60),
-        (EventName.ALLOCATED, EventName.DISTILLED),
     ),
 }
 

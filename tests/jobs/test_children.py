@@ -24,8 +24,7 @@ from tests.support.runs import FP32, process_of, wait_for, wait_for_event, wait_
 
 PROC = Path("/proc")
 SMALL = dict(texts=2, length=32, samples=64, exchanges=0, sinks=2, budget=32, steps=3, **FP32)
-PLAN = Plan("demo", strategy="gain-features", **SMALL)  # prices
-FEATURES = Plan("demo", recipe="features", strategy="common-lambda", **SMALL)  # training
+PLAN = Plan("demo", strategy="gain-features", **SMALL)
 
 
 class InTurn:
@@ -59,14 +58,14 @@ def products(run):
 
 
 def test_a_child_that_dies_ends_in_a_run_that_one_process_finishes_to_the_same_bits(tmp_path, monkeypatch):
-    whole, run = (pipeline.begin(tmp_path / name, FEATURES) for name in ("whole", "helped"))
+    whole, run = (pipeline.begin(tmp_path / name, PLAN) for name in ("whole", "helped"))
     finish(pipeline.linearize(whole))
     monkeypatch.setenv(children.PROCESSES, "2")
     control.start(run)
     wait_until(lambda: helpers_of(run))
     own, (child,) = process_of(run), helpers_of(run)
     os.kill(int(child.name), signal.SIGSTOP)
-    wait_for_event(run, "distill")
+    wait_for_event(run, "price")
     assert parents_of(child)[2] == own  # it was forked, by what the run's process kept, and is watched
     assert (child / "cmdline").read_bytes() == (own / "cmdline").read_bytes()
     os.kill(int(child.name), signal.SIGKILL)
@@ -76,7 +75,6 @@ def test_a_child_that_dies_ends_in_a_run_that_one_process_finishes_to_the_same_b
     control.start(run)
     wait_for(run, "done")
     assert products(run) == products(whole)
-    assert {path.name for path in (run.folder / "state" / "training" / "0").iterdir()} == {"0-of-2", "1-of-2"}
 
 
 def helpers_of(run):
