@@ -18,7 +18,7 @@ import torch
 from linearizer import door
 from linearizer.allocate.choose import choose_student
 from linearizer.allocate.decide import decide
-from linearizer.allocate.step import TrainOffers, allocate, help_pricing
+from linearizer.allocate.step import DearPrice, TrainOffers, allocate, help_pricing
 from linearizer.errors import LinearizerError
 from linearizer.evaluate.setup import Setup, assembled, environment
 from linearizer.evaluate.side_by_side import write_in_turns
@@ -28,12 +28,11 @@ from linearizer.model import checkpoint
 from linearizer.model.hub import find_model, local_weight_files
 from linearizer.model.inspect import inspect_model
 from linearizer.model.kept_texts import texts_of_run
-from linearizer.model.memory import keep_freed_memory
 from linearizer.model.quiet import quiet
 from linearizer.model.streaming import spreads, streams
 from linearizer.model.sweep import is_chain
 from linearizer.model.teacher import Teacher, load_config, load_teacher_of
-from linearizer.progress import Progress, Steps
+from linearizer.progress import Progress, Steps, finish
 from linearizer.publish.card import add_card
 from linearizer.run.allocation import Allocation
 from linearizer.run.candidates import CANDIDATES
@@ -45,7 +44,7 @@ from linearizer.run.inspection import Inspection
 from linearizer.run.plan import YIELDING, Plan
 from linearizer.run.profile import Profile
 from linearizer.run.results import Comparison, Part
-from linearizer.run.sharing import ALONE, HELPED, Helpers, Share
+from linearizer.run.sharing import ALONE, Helpers, Share
 from linearizer.run.state_size import StateSize
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import DIGESTS, write_digests
@@ -115,7 +114,7 @@ def linearize(run: Run, token: str | None = None, held: bool = False, helpers: H
     """Make the student of a run from where the run stands; `held`: the caller holds its lock.
 
     The work begins at once. `jobs.control.start` and the command line wait for their turn at the device. Helpers are
-    other processes, with a device each, that work on some of the layers.
+    other processes, with a device each, that price some of the heads.
     """
     if not run.done:
         with logged_work(run, held), closing(helpers):
@@ -134,10 +133,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
     weights = run.inspection, run.plan.dtype, run.plan.device
     if streams(*weights) or spreads(*weights):  # one disk is not read faster by more processes; no device is free
         helpers = ALONE
-    if run.prices is None and run.plan.rules.decided_by == "prices":
-        helpers.begin()  # they load the teacher while this process does
-        if helpers.count > 1:
-            keep_freed_memory()
+    helpers.begin()  # they load the teacher while this process does
     with interruptible(run):
         teacher = load_teacher_of(run.plan, token, run.inspection)
         training_and_judging_texts(run, run.plan, teacher, token)  # reads all that the steps take parts of
@@ -186,15 +182,13 @@ def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> Lineari
     return checkpoint.put_student_into(teacher.model, layers, allocation, run.plan.feature_map, run.plan.seed, origin)
 
 
-def help_with(run: Run, tasks: Iterable[str], share: Share, token: str | None = None) -> Steps[None]:
+def help_with(run: Run, tasks: Iterable[str], share: Share, token: str | None = None) -> Iterator[list[DearPrice]]:
     """Do a share of the pricing that the process of a run hands to its helpers, with one teacher for all of it."""
-    keep_freed_memory()
     teacher = load_teacher_of(run.plan, token, run.inspection)
     offers = offers_trainer(run, teacher, token)
     for task in tasks:
         kind, sinks = task.split()
-        product = yield from help_pricing(run, teacher, token, offers, kind, int(sinks), share)
-        yield Progress(HELPED, 1, 1, task, {"product": product})
+        yield finish(help_pricing(run, teacher, token, offers, kind, int(sinks), share))
 
 
 def training_and_judging_texts(

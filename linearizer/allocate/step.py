@@ -39,7 +39,7 @@ from linearizer.run.stopping import interruptible, log_progress
 
 GATE_STEPS = 60
 MOST_REPEATED = 64  # tokens of a passage that comes again: short ones come again at many distances
-PRICING = ("prices", "dear-prices")  # tasks of helpers
+PRICES, DEAR_PRICES = "prices", "dear-prices"  # tasks of helpers
 DearPrice = tuple[int, int, int, float]  # layer, KV head, option, kl
 LAYERS = "state/prices"  # a file for each layer that is priced, and for each group of texts, until all are
 
@@ -116,13 +116,13 @@ def price_heads(
     sinks = next(iter(stored.values())).sinks if stored else (yield from choose_sinks(run, teacher, texts))
     begin = yield from begin_offers(run, train_offers, options, sinks)
     own = price_share(run, teacher, texts, sinks, begin, Share(0, helpers.count))
-    prices, others = yield from log_progress(run, helpers.beside(f"prices {sinks}", own))
+    prices, others = yield from log_progress(run, helpers.beside(f"{PRICES} {sinks}", own))
     if others:  # the prices that they kept are there now
         prices = yield from log_progress(run, price_share(run, teacher, texts, sinks, begin))
     measured: dict[Place, float] = {}
     if run.plan.prices == "estimated":
         mine = measure_dear_prices(run, teacher, texts, prices, begin, Share(0, helpers.count))
-        own_prices, others = yield from log_progress(run, helpers.beside(f"dear-prices {sinks}", mine))
+        own_prices, others = yield from log_progress(run, helpers.beside(f"{DEAR_PRICES} {sinks}", mine))
         measured = {(layer, head, option): kl for part in (own_prices, *others) for layer, head, option, kl in part}
         prices = correct_prices(prices, measured)
     run.write_product("prices.json", prices.to_json())
@@ -138,7 +138,7 @@ def help_pricing(
     """Price a share of the layers for the process of a run, which has trained what can learn."""
     texts = texts_to_price_on(run, teacher, token)
     begin = yield from train_offers(options_of(run, teacher, texts), sinks)
-    if task == PRICING[0]:
+    if task == PRICES:
         yield from price_share(run, teacher, texts, sinks, begin, share)
         return []
     prices = yield from price_share(run, teacher, texts, sinks, begin)  # all are there

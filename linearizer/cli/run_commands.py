@@ -111,12 +111,12 @@ def serve_run(arguments: argparse.Namespace) -> None:
         start_in_background(arguments, run, lambda: control.start(run))
         return
     from linearizer import pipeline
-    from linearizer.jobs.children import Children
+    from linearizer.jobs.helpers import HelperProcesses
     from linearizer.progress import finish
     from linearizer.publish.verdict import judge_run
 
     run = begin_run(arguments)
-    steps = pipeline.linearize(run, held=not run.done, helpers=Children(run))
+    steps = pipeline.linearize(run, held=not run.done, helpers=HelperProcesses(run))
     allocation = finish(steps) if run.done else work_here(run, steps)
     product = {
         "run": str(run.folder),

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import os
 import re
+import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, suppress
@@ -16,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.errors import FolderError, RequestError
-from linearizer.jobs import processes, queue
+from linearizer.jobs import queue
+from linearizer.jobs.processes import start_process
 from linearizer.jobs.queue import Ticket
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.events import READ_BYTES, STEPS, Event, EventName, first_event, newest_events, read_events
@@ -119,8 +122,18 @@ def lock_and_queue(run: Run, **details: Any) -> tuple[Lock, Ticket]:
 def start_worker(run: Run, lock: Lock, ticket: Ticket, token: str | None) -> None:
     """Start the process of a run."""
     request = {"folder": str(run.folder), "job": run.job, "ticket": str(ticket.path), "token": token}
+    locks = {"lock": lock.fd, "ticket_lock": ticket.lock.fd}
     with open(run.folder / "worker.log", "wb", opener=open_in_place) as log:
-        processes.start_process(request, [lock.fd, ticket.lock.fd], log.fileno()).close()
+        process = start_process(
+            "linearizer.jobs.worker",
+            {**request, **locks},
+            stdout=subprocess.DEVNULL,
+            stderr=log,
+            pass_fds=tuple(locks.values()),
+        )
+    with suppress(BrokenPipeError):
+        process.stdin.close()  # type: ignore[union-attr]
+    threading.Thread(target=process.wait, daemon=True).start()  # leave no zombie
 
 
 def stop(run: Run, why: str = "") -> None:

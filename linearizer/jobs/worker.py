@@ -1,30 +1,25 @@
 """Work on a run: wait for the device, do what the plan asks for, and log how that ended.
 
-python -m linearizer.jobs.worker FD is the process that forks the processes of runs, of their evaluations and of their
-helpers: for each, `processes.start_process` sends the open files through the socket FD. A process reads the token,
-which is in its request, only once it was forked: the process that forks never holds it.
+python -m linearizer.jobs.worker FOLDER is the process of a run, or of its evaluation. Its request, with the token and
+the numbers of the locks that it is handed, comes through standard input.
 """
 
 from __future__ import annotations
 
-import gc
 import json
 import os
 import signal
-import socket
 import sys
 import time
 import traceback
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager, nullcontext, suppress
-from importlib import import_module
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
 from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
-from linearizer.jobs.children import Children, devices_to_hold, help_watched, may_have_helpers
 from linearizer.jobs.control import lock_and_queue
-from linearizer.jobs.processes import CAN_FORK, fork_from, replace_own_environment
+from linearizer.jobs.helpers import HelperProcesses, devices_to_hold
 from linearizer.jobs.queue import Ticket
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.events import EventName
@@ -36,60 +31,13 @@ from linearizer.run.stopping import check_stop, log_end
 
 Product = TypeVar("Product")
 QUEUE_POLL_SECONDS = 0.3  # between two reads of the queue
-MAX_FILES = 4  # of a process: its request, two locks or its answers, its log
 
 
-def main(fd: int) -> None:
-    """Import what runs need, and fork a process for each that is sent."""
-    with suppress(Exception):  # a run that needs the import says what is wrong with it
-        import_module("linearizer.pipeline")
-    gc.freeze()  # what was imported stays shared
-    serve(socket.socket(fileno=fd))
-    os._exit(0)  # the bindings of libraries that end with the process would write into the log of a run
-
-
-def serve(connection: socket.socket) -> None:
-    """Fork a process for each that is sent, until the process at the other end has ended."""
-    with connection:
-        signal.signal(signal.SIGCHLD, signal.SIG_IGN)  # leave no zombies
-        while (sent := socket.recv_fds(connection, 1, MAX_FILES))[0]:
-            files = sent[1]
-            if CAN_FORK and fork(files[-1]):
-                for file in files:
-                    os.close(file)
-                continue
-            connection.close()
-            work_and_exit(*files)
-
-
-def fork(log: int) -> int:
-    """Fork this process, and give the number of the new one, here; where none can be made, write so into a log."""
-    try:
-        return os.fork()
-    except OSError as error:
-        os.write(log, f"no process could be started ({error.strerror}): free memory\n".encode())
-        return -1
-
-
-def work_and_exit(request: int, *files: int) -> NoReturn:
-    """Do what is requested in this process; the arguments are open files, the last of them for standard error."""
+def main() -> NoReturn:
+    """Do what is requested through standard input."""
     code = 1
     try:
-        *own, log = files
-        for file in (request, *own):
-            os.set_inheritable(file, False)
-        os.dup2(log, sys.stderr.fileno())
-        os.close(log)
-        signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-        pipe = open(request)
-        details = json.loads(pipe.readline())
-        replace_own_environment(details.pop("environment"))
-        if "number" in details:
-            code = help_watched(pipe, *own, **details)
-        else:
-            pipe.close()
-            lock, ticket_lock = own
-            code = work(Lock(lock), Lock(ticket_lock), **details)
+        code = work(**json.loads(sys.stdin.readline()))
     except BaseException:
         traceback.print_exc()
     finally:
@@ -97,37 +45,16 @@ def work_and_exit(request: int, *files: int) -> NoReturn:
         os._exit(code)  # without waiting for the threads of an abandoned download
 
 
-def keep_fork(run: Run, locks: Sequence[Lock]) -> None:
-    """Keep a fork of this process, which has done nothing yet, for the helpers of a run; it holds no lock."""
-    if run.job is not None or not CAN_FORK or not may_have_helpers(run.plan):
-        return
-    connection, theirs = socket.socketpair()
-    if fork(sys.stderr.fileno()):
-        theirs.close()
-        fork_from(connection)
-        return
-    try:
-        connection.close()
-        for lock in locks:
-            lock.release()
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, signal.SIG_DFL)
-        serve(theirs)
-    finally:
-        os._exit(0)
-
-
-def work(lock: Lock, ticket_lock: Lock, folder: str, job: str | None, ticket: str, token: str | None) -> int:
+def work(lock: int, ticket_lock: int, folder: str, job: str | None, ticket: str, token: str | None) -> int:
     """Work on a run that was handed over, and return an exit code; errors are in the run's log."""
+    for file in (lock, ticket_lock):
+        os.set_inheritable(file, False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
     run = Run(Path(folder), job)
-    with lock, stop_on_sigterm(run):
+    with Lock(lock), stop_on_sigterm(run):
         try:
             with keep_faults(run, token):
-                keep_fork(run, (lock, ticket_lock))
-                with suppress(OSError):  # other systems than Linux have none
-                    Path("/proc/self/comm").write_text(f"run {run.folder.name}")  # its name in a list of processes
-                own = Ticket(Path(ticket), ticket_lock)
+                own = Ticket(Path(ticket), Lock(ticket_lock))
                 if read_hub_job(run) is None:
                     finish(work_in_turn(run, own, lambda: work_on(run, token)))
                 else:
@@ -155,7 +82,7 @@ def work_on(run: Run, token: str | None) -> Steps[Any]:
         return resume_evaluation(run, token)
     from linearizer.pipeline import linearize
 
-    return linearize(run, token, held=True, helpers=Children(run, token))
+    return linearize(run, token, held=True, helpers=HelperProcesses(run, token))
 
 
 def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps[Product]:
@@ -187,7 +114,7 @@ def work_in_turn(
 
 
 def wait_for_turn(run: Run, ticket: Ticket, device: str | None = None) -> Steps[None]:
-    """Wait until a run's devices, or the one named, are free; an evaluation has the first alone."""
+    """Wait until a run's devices, or the one named, are free."""
     ticket.set_devices([device] if device else devices_to_hold(run))
     while before := ticket.count_before():
         yield Progress("queue", 0, before, "runs before")
@@ -241,4 +168,4 @@ def stop_on_sigterm(run: Run) -> Iterator[None]:
 
 
 if __name__ == "__main__":
-    main(int(sys.argv[1]))
+    main()

@@ -93,11 +93,6 @@ def return_freed_memory() -> None:
     change_heap({HEAPS: 1, MAPPED: 2**18, ON_TOP: 2**18})
 
 
-def keep_freed_memory() -> None:
-    """Keep what is freed for what is taken next: the system clears each page anew, which processes wait for in turn."""
-    change_heap({MAPPED: 2**25, ON_TOP: 2**30})
-
-
 def change_heap(options: Mapping[int, int]) -> None:
     """Change how the C library takes memory, where it can be changed."""
     change = getattr(ctypes.CDLL(None), "mallopt", None)

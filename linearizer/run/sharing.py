@@ -1,18 +1,17 @@
-"""The layers of a model shared out to processes, each with a device: what a layer needs, no other layer computes.
+"""The pricing of a model's heads shared out to processes, each with a device: no price hangs on another.
 
 A run's own process has the share with number 0, and is the only one that writes its log.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from linearizer.progress import Steps
 
 Product = TypeVar("Product")
-HELPED = "helped"  # the step of the progress that ends a task of a helper
 
 
 @dataclass(frozen=True)
@@ -21,13 +20,6 @@ class Share:
 
     number: int = 0
     count: int = 1
-
-    def has(self, layer: int) -> bool:
-        return layer % self.count == self.number
-
-    def section(self, layers: Sequence[int]) -> list[int]:
-        """List the layers that fall to this process where all cost the same, one after the other."""
-        return list(layers[self.number * len(layers) // self.count : (self.number + 1) * len(layers) // self.count])
 
     def part_of(self, costs: Mapping[int, float]) -> list[int]:
         """List the layers of this process by what each costs: the dearest first, each to the process with the least."""
@@ -44,7 +36,7 @@ ALL = Share()
 
 
 class Helpers:
-    """Other processes that work on the layers of a run: here there are none."""
+    """Other processes that price some of the heads: here there are none."""
 
     @property
     def count(self) -> int:
@@ -53,9 +45,6 @@ class Helpers:
 
     def begin(self) -> None:
         """Let the others load the teacher, before there is a task for them."""
-
-    def prepare(self, task: str) -> None:
-        """Let the others prepare for a task that is to come."""
 
     def beside(self, task: str, steps: Steps[Product]) -> Steps[tuple[Product, list[Any]]]:
         """Let the others do their shares of a task while the steps of this process's share are taken.

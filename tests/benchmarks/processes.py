@@ -23,7 +23,7 @@ if __name__ == "__main__":  # before PyTorch is imported
 
 from linearizer import pipeline
 from linearizer.jobs import control
-from linearizer.jobs.children import PROCESSES
+from linearizer.jobs.helpers import PROCESSES
 from linearizer.run.events import EventName
 from linearizer.run.plan import Plan
 

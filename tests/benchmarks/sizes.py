@@ -28,8 +28,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, Qwen3Config
 
 from linearizer import pipeline
 from linearizer.amounts import columns, duration, size
-from linearizer.jobs.children import Children
 from linearizer.jobs.forecast import forecast_run, measure_speeds
+from linearizer.jobs.helpers import HelperProcesses
 from linearizer.model import streaming
 from linearizer.model.hub import find_model
 from linearizer.model.inspect import inspect_model
@@ -197,7 +197,7 @@ def run_here(arguments):
     with quiet(), watched_disk(folder) as disk:
         begin = time.perf_counter()
         run = pipeline.begin(folder, plan)
-        for progress in pipeline.linearize(run, helpers=Children(run)):
+        for progress in pipeline.linearize(run, helpers=HelperProcesses(run)):
             if not steps or steps[-1][0] != progress.step:
                 steps.append([progress.step, begin, 0.0])
             steps[-1][1:] = [steps[-1][1], time.perf_counter()]

@@ -48,7 +48,7 @@ def test_a_run_in_the_background_outlives_who_started_it_and_is_followed_to_its_
     assert os.getsid(int(process_of(run).name)) != starter.pid
     code, out, err = said("runs", "attach", "demo-64")
     assert (code, err) == (0, "") and "the student is in" in out
-    assert log_of(run) == ""  # also the process that forked the run's has ended
+    assert log_of(run) == ""
     code, out, _ = said("runs")
     lines = [line.split() for line in out.splitlines()]
     assert lines[0] == ["run", "model", "budget", "state", "progress", "disk", "age"]

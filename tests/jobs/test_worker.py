@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import signal
 import time
 from contextlib import suppress
 from pathlib import Path
@@ -103,33 +102,14 @@ def test_a_run_deleted_under_its_process_is_gone(begin):
     assert not run.folder.exists() and list(control.follow(run)) == []
 
 
-def test_runs_outlive_the_process_that_forked_them_and_another_is_begun_for_the_next(begin):
-    first, second, third = (begin(name, LONG) for name in ("first", "second", "third"))
-    control.start(first)
-    control.start(second)
-    forking = parent_of(first)
-    assert parent_of(second) == forking != os.getpid()
-    os.kill(forking, signal.SIGKILL)
-    wait_until(lambda: not Path("/proc", str(forking)).exists())
-    control.start(third)
-    assert parent_of(third) not in (forking, os.getpid())
-    wait_for_event(first, "distill")
-    assert [control.state_of(run) for run in (first, second)] == ["running", "queued"]
-
-
-def parent_of(run):
-    return int((process_of(run) / "stat").read_text().rpartition(")")[2].split()[1])
-
-
-def test_a_run_has_the_environment_of_its_start_whichever_process_forked_it(begin, monkeypatch, tmp_path):
+def test_a_run_has_the_environment_of_its_start_and_a_session_of_its_own(begin, monkeypatch, tmp_path):
     first, second = begin("first", LONG), begin("second", LONG)
     control.start(first)
-    forking = parent_of(first)
     wait_for(first, "running")
     monkeypatch.setenv("LINEARIZER_QUEUE", str(tmp_path / "queue"))
     with_number_1 = queue.take_ticket(tmp_path)
     control.start(second)
-    assert parent_of(second) == forking
     with_number_1.remove()
     wait_for(second, "running")  # in the other queue, number 1 goes on
     assert control.state_of(first) == "running"
+    assert len({os.getsid(pid) for pid in (0, *(int(process_of(run).name) for run in (first, second)))}) == 3

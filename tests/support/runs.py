@@ -91,10 +91,10 @@ def process_of(run):
 
 
 def find_process(run):
-    """Find the process of a run as anybody may who looks at the list of processes: its name, and its open files."""
+    """Find the process of a run as anybody may who looks at the list of processes: its command, and its open files."""
     for process in Path("/proc").glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile, or closed a file
-            if (process / "comm").read_text().startswith("run "):
+            if b"linearizer.jobs.worker" in (process / "cmdline").read_bytes():
                 if run.folder / "lock" in [file.readlink() for file in (process / "fd").iterdir()]:
                     return process
     return None

@@ -1,21 +1,23 @@
-"""Other processes work on some of a run's layers: the student has the bits that one process alone makes."""
+"""Other processes price some of a run's heads: the student has the bits that one process alone makes."""
 
 import os
 import signal
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
 
 from linearizer import pipeline
 from linearizer.allocate import step
-from linearizer.jobs import children, control, queue
-from linearizer.jobs.children import devices_of
+from linearizer.errors import FaultError
+from linearizer.jobs import control, helpers, queue
+from linearizer.jobs.helpers import HelperProcesses, devices_of
 from linearizer.measure.head_prices import measure_prices
 from linearizer.measure.profile import measure_teacher
 from linearizer.model.devices import device_name
 from linearizer.model.teacher import load_teacher_of
-from linearizer.progress import Progress, finish
+from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
 from linearizer.run.plan import Plan
 from linearizer.run.sharing import Share
@@ -38,14 +40,10 @@ class InTurn:
     def begin(self):
         pass
 
-    def prepare(self, task):
-        pass
-
     def beside(self, task, steps):
         products = []
         for number in range(1, self.count):
-            *_, last = pipeline.help_with(self.run, [task], Share(number, self.count))
-            products.append(last.details["product"])
+            products += pipeline.help_with(self.run, [task], Share(number, self.count))
         return (yield from steps), products
 
     def close(self):
@@ -57,51 +55,68 @@ def products(run):
     return [run.read(name) for name in ("profile.json", "allocation.json")], weights_of(run.checkpoint)
 
 
-def test_a_child_that_dies_ends_in_a_run_that_one_process_finishes_to_the_same_bits(tmp_path, monkeypatch):
+def test_a_helper_that_dies_ends_in_a_run_that_one_process_finishes_to_the_same_bits(tmp_path, monkeypatch):
     whole, run = (pipeline.begin(tmp_path / name, PLAN) for name in ("whole", "helped"))
     finish(pipeline.linearize(whole))
-    monkeypatch.setenv(children.PROCESSES, "2")
+    monkeypatch.setenv(helpers.PROCESSES, "2")
     control.start(run)
     wait_until(lambda: helpers_of(run))
-    own, (child,) = process_of(run), helpers_of(run)
-    os.kill(int(child.name), signal.SIGSTOP)
+    (helper,) = helpers_of(run)
+    os.kill(helper, signal.SIGSTOP)
     wait_for_event(run, "price")
-    assert parents_of(child)[2] == own  # it was forked, by what the run's process kept, and is watched
-    assert (child / "cmdline").read_bytes() == (own / "cmdline").read_bytes()
-    os.kill(int(child.name), signal.SIGKILL)
+    os.kill(helper, signal.SIGKILL)
     error = wait_for(run, "failed").error
     assert error.startswith("the process that helps on cpu was ended by signal 9: resume the run"), error
-    monkeypatch.setenv(children.PROCESSES, "1")
+    monkeypatch.setenv(helpers.PROCESSES, "1")
     control.start(run)
     wait_for(run, "done")
     assert products(run) == products(whole)
 
 
+@pytest.mark.parametrize("end", [signal.SIGTERM, signal.SIGKILL])
+def test_helpers_end_with_the_process_of_the_run(end, tmp_path, monkeypatch):
+    monkeypatch.setenv(helpers.PROCESSES, "2")
+    run = pipeline.begin(tmp_path / "run", PLAN)
+    control.start(run)
+    wait_until(lambda: helpers_of(run))
+    os.kill(int(process_of(run).name), end)
+    wait_until(lambda: not helpers_of(run))
+    assert control.state_of(run) == ("lost" if end == signal.SIGKILL else "stopped")
+    wait_until(lambda: not run.is_locked)
+
+
+def test_a_helper_that_cannot_work_says_why(tmp_path, monkeypatch):
+    monkeypatch.setenv(helpers.PROCESSES, "2")
+    run = pipeline.begin(tmp_path / "run", PLAN)
+    (run.folder / "inspection.json").rename(tmp_path / "inspection.json")
+    processes = HelperProcesses(run)
+    processes.begin()
+    try:
+        with pytest.raises(FaultError, match="the process that helps on cpu cannot go on: .*inspection.json"):
+            finish(processes.beside("prices 2", processes.watched(iter(()))))
+    finally:
+        processes.close()
+    assert not helpers_of(run)
+
+
 def helpers_of(run):
-    """List the processes that help with runs of this name, once they say so."""
+    """List the processes that help with a run."""
     found = []
     for process in PROC.glob("[0-9]*"):
         with suppress(OSError):  # it ended meanwhile
-            if (process / "comm").read_text() == f"help {run.folder.name}\n":
-                found.append(process)
+            command = (process / "cmdline").read_bytes().split(b"\0")
+            if b"linearizer.jobs.helpers" in command and bytes(run.folder) in command:
+                found.append(int(process.name))
     return found
 
 
-def parents_of(process):
-    """List the processes that a process comes from, its parent first."""
-    parents = [process]
-    while parents[-1].name != "1" and len(parents) < 5:
-        parents.append(PROC / (parents[-1] / "stat").read_text().rpartition(")")[2].split()[1])
-    return parents[1:]
-
-
 @pytest.mark.parametrize("visible", ["", "2,3", "GPU-a,GPU-b/1", "MIG-GPU-c/1/0, MIG-GPU-c/2/0"])
-def test_a_child_sees_the_device_that_is_its_own_by_the_name_that_it_has_here(visible, monkeypatch):
+def test_a_helper_sees_the_device_that_is_its_own_by_the_name_that_it_has_here(visible, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", visible)
     names = [name.strip() for name in visible.split(",")] if visible else ["0", "1"]
     for number, name in enumerate(names):
-        assert children.seen_by(number, device_name(f"cuda:{number}")) == {"CUDA_VISIBLE_DEVICES": name}
-    assert children.seen_by(1, "cpu") == {}
+        assert helpers.seen_by(number, device_name(f"cuda:{number}")) == {"CUDA_VISIBLE_DEVICES": name}
+    assert helpers.seen_by(1, "cpu") == {}
 
 
 @pytest.mark.parametrize("count", [2, 3, 4])  # halves of the texts, layers, and both
@@ -125,16 +140,6 @@ def test_shares_of_layers_are_measured_as_all_of_them():
     assert sorted(kept) == [0, 1, 2] and finish(measure_prices(*given, kept)) == finish(measure_prices(*given))
 
 
-def test_progress_of_all_is_put_together():
-    own = Progress("price", 5, 10, "prices")
-    other = Progress("price", 2, 8, "prices")
-    assert children.join_progress([own, None, other]) == Progress("price", 7, 18, "prices")
-    first = Progress("distill", 5, 10, "steps", {"loss": 1.0, "layers": {0: 0.5}})
-    second = Progress("distill", 3, 10, "steps", {"loss": 2.0, "layers": {"1": 0.25}})
-    both = children.join_progress([first, second])
-    assert (both.done, both.total, both.details) == (3, 10, {"loss": 1.0, "layers": {"0": 0.5, "1": 0.25}})
-
-
 def test_a_run_on_several_devices_waits_for_each(tmp_path):
     held = [queue.take_ticket(tmp_path / str(number)) for number in range(4)]
     for ticket, devices in zip(held, (["cuda:0"], ["cuda:1"], ["cuda:0", "cuda:1"], ["cuda:1"]), strict=True):
@@ -148,8 +153,11 @@ def test_a_run_on_several_devices_waits_for_each(tmp_path):
         ticket.remove()
 
 
-def test_a_cpu_has_one_process_unless_more_are_asked_for(monkeypatch):
-    assert devices_of(PLAN) == ["cpu"]
+def test_a_cpu_has_one_process_unless_more_are_asked_for_and_there_are_prices_to_measure(tmp_path, monkeypatch):
+    run = pipeline.begin(tmp_path / "run", PLAN)
+    unpriced = pipeline.begin(tmp_path / "unpriced", replace(PLAN, strategy="common-lambda"))
+    assert devices_of(run) == ["cpu"]
     for asked, count in (("3", 3), ("0", 1), ("many", 1)):
-        monkeypatch.setenv(children.PROCESSES, asked)
-        assert devices_of(PLAN) == ["cpu"] * count
+        monkeypatch.setenv(helpers.PROCESSES, asked)
+        assert devices_of(run) == ["cpu"] * count
+        assert devices_of(unpriced) == devices_of(run.evaluating) == ["cpu"]
