@@ -13,11 +13,11 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from pathlib import Path
 from typing import Any, NoReturn, TypeVar
 
-from linearizer.errors import FaultError, LinearizerError, RequestError, Stopped
+from linearizer.errors import FaultError, FolderError, LinearizerError, RequestError, Stopped
 from linearizer.jobs.control import lock_and_queue
 from linearizer.jobs.helpers import HelperProcesses, devices_to_hold
 from linearizer.jobs.queue import Ticket
@@ -50,28 +50,21 @@ def work(lock: int, ticket_lock: int, folder: str, job: str | None, ticket: str,
     for file in (lock, ticket_lock):
         os.set_inheritable(file, False)
     signal.signal(signal.SIGINT, signal.default_int_handler)
-    run = Run(Path(folder), job)
-    with Lock(lock), stop_on_sigterm(run):
-        try:
-            with keep_faults(run, token):
-                own = Ticket(Path(ticket), Lock(ticket_lock))
-                if read_hub_job(run) is None:
-                    finish(work_in_turn(run, own, lambda: work_on(run, token)))
-                else:
-                    follow_in_hub(run, own, token)
-        except LinearizerError as error:
-            return error.exit_code
-        except KeyboardInterrupt:
-            return Stopped.exit_code
+    run, own = Run(Path(folder), job), Ticket(Path(ticket), Lock(ticket_lock))
+    try:
+        with Lock(lock), stop_on_sigterm(run), keep_faults(run, token):
+            if read_hub_job(run) is None:
+                finish(work_in_turn(run, own, lambda: work_on(run, token)))
+            else:
+                from linearizer.jobs.hub_follow import follow_job
+
+                own.remove()  # a job of the Hub waits for no device of this machine
+                follow_job(run, token)
+    except LinearizerError as error:
+        return error.exit_code
+    except KeyboardInterrupt:
+        return Stopped.exit_code
     return 0
-
-
-def follow_in_hub(run: Run, ticket: Ticket, token: str | None) -> None:
-    """Follow a run that works in a job of the Hub, and so waits for no device of this machine."""
-    from linearizer.jobs.hub_follow import follow_job
-
-    ticket.remove()
-    follow_job(run, token)
 
 
 def work_on(run: Run, token: str | None) -> Steps[Any]:
@@ -88,10 +81,9 @@ def work_on(run: Run, token: str | None) -> Steps[Any]:
 def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps[Product]:
     """Work on a run in this process; a request that cannot be served leaves no run. The log holds the details."""
     lock, ticket = lock_and_queue(run, **details)
-    with lock, stop_on_sigterm(run):
+    with lock, stop_on_sigterm(run), keep_faults(run):
         try:
-            with log_faults(run):
-                return (yield from work_in_turn(run, ticket, lambda: steps))
+            return (yield from work_in_turn(run, ticket, lambda: steps))
         except RequestError:
             if run.job is None and not run.has_file("profile.json"):
                 run.remove_unstarted()
@@ -101,60 +93,37 @@ def work_in_foreground(run: Run, steps: Steps[Product], **details: Any) -> Steps
 def work_in_turn(
     run: Run, ticket: Ticket, steps: Callable[[], Steps[Product]], device: str | None = None
 ) -> Steps[Product]:
-    """Work on a run when its device is free; the caller holds the run."""
+    """Work on a run when its devices, or the one named, are free; the caller holds the run."""
     try:
         with log_end(run):
-            for waiting in wait_for_turn(run, ticket, device):
+            ticket.set_devices([device] if device else devices_to_hold(run))
+            while before := ticket.count_before():
                 check_stop(run)
-                yield waiting
+                yield Progress("queue", 0, before, "runs before")
+                time.sleep(QUEUE_POLL_SECONDS)
             check_stop(run)
         return (yield from steps())
     finally:
         ticket.remove()
 
 
-def wait_for_turn(run: Run, ticket: Ticket, device: str | None = None) -> Steps[None]:
-    """Wait until a run's devices, or the one named, are free."""
-    ticket.set_devices([device] if device else devices_to_hold(run))
-    while before := ticket.count_before():
-        yield Progress("queue", 0, before, "runs before")
-        time.sleep(QUEUE_POLL_SECONDS)
-
-
 @contextmanager
-def log_faults(run: Run, keep: Callable[[Exception], None] = lambda fault: None) -> Iterator[None]:
-    """Log the type of an unexpected exception and where its traceback is, once `keep` has written it there."""
+def keep_faults(run: Run, token: str | None = None, file: Path | None = None) -> Iterator[None]:
+    """Log an unexpected exception; keep its traceback in a file or on standard error, never the token."""
     try:
         yield
     except LinearizerError:
         raise
     except Exception as fault:
-        keep(fault)
-        run.log(
-            EventName.FAILED,
-            error=f"{type(fault).__name__}, a fault of Linearizer itself: its traceback is on standard error, which a "
-            "run in the background keeps in its folder as worker.log",
-        )
-        raise
-
-
-@contextmanager
-def keep_faults(run: Run, token: str | None, file: Path | None = None) -> Iterator[None]:
-    """Keep the traceback of an unexpected exception, in a file or on standard error, never the token."""
-
-    def keep(fault: Exception) -> None:
         text = "".join(traceback.format_exception(fault))
-        with nullcontext(sys.stderr) if file is None else open(file, "a", opener=open_in_place) as kept:
-            kept.write(text.replace(token, "…") if token else text)
-            kept.flush()
-
-    try:
-        with log_faults(run, keep):
-            yield
-    except LinearizerError:
-        raise
-    except Exception as fault:
-        raise FaultError(f"{type(fault).__name__}, a fault of Linearizer itself") from None
+        error = f"{type(fault).__name__}, a fault of Linearizer itself"
+        where = "on standard error, which a run in the background keeps in its folder as worker.log"
+        with suppress(OSError, FolderError):  # neither can be written
+            with nullcontext(sys.stderr) if file is None else open(file, "a", opener=open_in_place) as kept:
+                kept.write(text.replace(token, "…") if token else text)
+                kept.flush()
+            run.log(EventName.FAILED, error=f"{error}: its traceback is {where}")
+        raise FaultError(error) from None
 
 
 @contextmanager
