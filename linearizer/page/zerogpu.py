@@ -53,47 +53,30 @@ def with_device(seconds: int) -> Callable[[Function], Function]:
     def decorate(function: Function) -> Function:
         if not on_zerogpu():
             return function
-        if inspect.isgeneratorfunction(function):
-            return lend_generator(function, seconds)  # type: ignore[return-value]
         return lend(function, seconds)  # type: ignore[return-value]
 
     return decorate
 
 
 def lend(function: Callable, seconds: int) -> Callable:
+    """Lend the device to a function, or to a generator for as long as it yields."""
+    yields = inspect.isgeneratorfunction(function)
+
     @wraps(function)
     def work(*args: Any) -> Any:
         use_one_thread()
         try:
-            return function(*args)
-        except LinearizerError as error:
-            return error
-
-    borrowed = import_spaces().GPU(duration=seconds)(work)
-
-    @wraps(function)
-    def served(*args: Any) -> Any:
-        result = explain_refusal(lambda: borrowed(*args))
-        if isinstance(result, LinearizerError):
-            raise result
-        return result
-
-    return served
-
-
-def lend_generator(function: Callable, seconds: int) -> Callable:
-    @wraps(function)
-    def work(*args: Any) -> Any:
-        use_one_thread()
-        try:
-            yield from function(*args)
+            if yields:
+                yield from function(*args)
+            else:
+                yield function(*args)
         except LinearizerError as error:
             yield error
 
     borrowed = import_spaces().GPU(duration=seconds)(work)
 
     @wraps(function)
-    def served(*args: Any) -> Any:
+    def values(*args: Any) -> Any:
         steps, over = borrowed(*args), object()
         error = None
         try:
@@ -107,7 +90,7 @@ def lend_generator(function: Callable, seconds: int) -> Callable:
         if error is not None:
             raise error
 
-    return served
+    return values if yields else wraps(function)(lambda *args: list(values(*args))[-1])
 
 
 def use_one_thread() -> None:

@@ -1,16 +1,14 @@
-"""Runs and evaluations on ZeroGPU: a thread of the server asks for the device, one slice of time after the other.
+"""Runs and evaluations on ZeroGPU: a thread of the server asks for the device, for one step of a run after the other.
 
-A slice resumes what is saved, works until its time is nearly over, and saves. In the end the student has the same bits
-as from a single piece of work, and finished parts of an evaluation are kept. The time counts against the visitor who
-started or resumed the work. The owner of a Space sets by LINEARIZER_SLICE how many seconds a slice has, and by
-LINEARIZER_SLICE_SHARE what share of them is worked.
+The time counts against the visitor who started or resumed the work. A step that takes longer than the device is lent
+ends in a sentence; what it saved is kept. The owner of a Space sets by LINEARIZER_SLICE how many seconds a step has.
 """
 
 from __future__ import annotations
 
 import os
 import threading
-import time
+from collections.abc import Collection
 from contextlib import suppress
 from contextvars import copy_context
 from pathlib import Path
@@ -22,113 +20,74 @@ from linearizer.jobs.queue import Ticket
 from linearizer.jobs.worker import keep_faults, work_in_turn, work_on
 from linearizer.page import zerogpu
 from linearizer.progress import Progress, Steps, finish
-from linearizer.run import events
-from linearizer.run import folder as folder_module
+from linearizer.run.candidates import CANDIDATES
 from linearizer.run.events import EventName
-from linearizer.run.folder import Run
+from linearizer.run.folder import Run, newest_request
 from linearizer.run.locks import Lock
 from linearizer.run.stopping import SliceOver, check_stop, log_end
 
-SLICE_SECONDS = int(os.environ.get("LINEARIZER_SLICE") or 60)  # for which the device is asked
-WORKED_SHARE = float(
-    os.environ.get("LINEARIZER_SLICE_SHARE") or 0.7
-)  # of a slice; the rest is for its start, and to save
-MAX_VAIN_SLICES = 2  # in a row that finish nothing before a run fails
+SECONDS = int(os.environ.get("LINEARIZER_SLICE") or 120)  # for which the device is asked
 DEVICE = "zerogpu"
-FILES_WITHOUT_PROGRESS = ("stop", "use", "worker.log")  # that change although nothing is finished
+PRODUCTS = ("profile.json", "prices.json", "gates.json", "allocation.json", CANDIDATES, "evaluation.json")  # of steps
 
 
 def start(run: Run, token: str | None = None, **details: Any) -> None:
     """Queue a run, and work on it from where it stands; the time counts against the visitor of this request.
 
-    Other arguments go into the log, where the slices read them.
+    Other arguments go into the log, where the steps read them.
     """
     control.check_start(run, token)
     lock, ticket = control.lock_and_queue(run, **details)
     context = copy_context()  # tells ZeroGPU the visitor
-    threading.Thread(target=context.run, args=(work_in_slices, run, token, lock, ticket), daemon=True).start()
+    threading.Thread(target=context.run, args=(work_in_steps, run, token, lock, ticket), daemon=True).start()
 
 
-def work_in_slices(run: Run, token: str | None, lock: Lock, ticket: Ticket) -> None:
+def work_in_steps(run: Run, token: str | None, lock: Lock, ticket: Ticket) -> None:
     """Work on a run until it ends; errors go into its log."""
-    with lock:
-        with suppress(LinearizerError), keep_faults(run, token, run.folder / "worker.log"):
-            finish(work_in_turn(run, ticket, lambda: run_slices(run, token), DEVICE))
+    with lock, suppress(LinearizerError), keep_faults(run, token, run.folder / "worker.log"):
+        finish(work_in_turn(run, ticket, lambda: run_steps(run, token), DEVICE))
 
 
-def run_slices(run: Run, token: str | None) -> Steps[None]:
-    """Work on a run in slices, as long as they finish something."""
-    count, vain, over = 0, 0, False
+def run_steps(run: Run, token: str | None) -> Steps[None]:
+    """Work on a run, asking for the device for each of its steps."""
+    over = False
     while not over:
         with log_end(run):
             check_stop(run)
-        before = read_progress(run, saved_steps(run))
         try:
-            over = work_one_slice(str(run.folder), run.job, token)
-        except zerogpu.DeviceTaken:  # it worked too long; what it saved before is kept
-            run.log(EventName.SLICE)
+            over = work_one_step(str(run.folder), run.job, token)
+        except zerogpu.DeviceTaken as error:
+            with log_end(run):
+                raise FaultError(
+                    f"{current_step(run)!r} is a step that takes longer than the {SECONDS} seconds for which ZeroGPU "
+                    "was asked: resume the run, and it goes on from what was saved, or ask for fewer or shorter texts, "
+                    "or for a smaller model, or do this at your own machine"
+                ) from error
         except zerogpu.DeviceRefused as refusal:
             run.log(EventName.STOPPED, error=f"{refusal}; what was finished is kept: resume it later")
             raise
-        count, vain = count + 1, vain + 1 if read_progress(run, saved_steps(run)) == before else 0
-        yield Progress("slice", count, count + (not over), "slices")
-        with log_end(run):
-            if not over and vain == MAX_VAIN_SLICES:
-                raise FaultError(
-                    f"{current_step(run)!r} is a step that takes longer than the {SLICE_SECONDS} seconds that ZeroGPU "
-                    "lends at a time: ask for fewer or shorter texts, or for a smaller model, or do this at your own "
-                    "machine; what was finished is kept"
-                )
+        yield Progress(EventName.SLICE, 1, 1, "steps")
 
 
-@zerogpu.with_device(SLICE_SECONDS)
-def work_one_slice(folder: str, job: str | None, token: str | None) -> bool:
-    """Work on a run while the device is lent, in a process of its own; tell whether the run has ended."""
+@zerogpu.with_device(SECONDS)
+def work_one_step(folder: str, job: str | None, token: str | None) -> bool:
+    """Work on a run until a step is finished, while the device is lent; tell whether the run has ended."""
     run = Run(Path(folder), job)
     with keep_faults(run, token, run.folder / "worker.log"):
-        return work_until_time(run, token)
+        before, steps = finished_steps(run), work_on(run, token)
+        with suppress(SliceOver):
+            for _ in steps:
+                if finished_steps(run) != before:
+                    steps.throw(SliceOver())
+            return True
+    return False
 
 
-def work_until_time(run: Run, token: str | None) -> bool:
-    """Work until the time is nearly over, and no longer than it takes to finish something."""
-    last, longest, before = time.monotonic(), 0.0, read_progress(run, logged_steps(run))
-    end = last + WORKED_SHARE * SLICE_SECONDS
-    steps = work_on(run, token)
-    try:
-        for number, _ in enumerate(steps):
-            now = time.monotonic()
-            longest, last = max(longest, now - last if number else 0.0), now
-            if (
-                now + longest > end and read_progress(run, logged_steps(run)) != before
-            ):  # a longer step would be done again
-                steps.throw(SliceOver())
-    except SliceOver:
-        return False
-    return True
-
-
-def read_progress(run: Run, steps: int) -> tuple[frozenset[str], int, int]:
-    """Describe what of a run is finished; the result changes with any work that need not be done again."""
+def finished_steps(run: Run) -> Collection[str]:
+    """Name what is finished: products of a run, or parts of its evaluation."""
     if run.job is not None:
-        return frozenset(folder_module.newest_request(run)[2]), 0, 0
-    files = {path.relative_to(run.folder).as_posix(): stat for path, stat in control.files_of(run.folder).items()}
-    priced = [stat.st_mtime_ns for name, stat in files.items() if name.startswith("state/prices/")]
-    names = frozenset(name for name in files if name not in FILES_WITHOUT_PROGRESS)
-    return names, max(priced, default=0), steps
-
-
-def saved_steps(run: Run) -> int:
-    """Count the steps of training that are saved."""
-    from linearizer.train.state_file import step_in
-
-    return sum(map(step_in, (run.folder / "state" / "training").glob("*")))
-
-
-def logged_steps(run: Run) -> int:
-    """Read the last step of training from the log; where a slice ends, that step is saved."""
-    return next(
-        (event["done"] for event in events.newest_events(run.log_file) if event["event"] == EventName.DISTILL), 0
-    )
+        return set(newest_request(run)[2])
+    return {name for name in PRODUCTS if run.has_file(name)}
 
 
 def current_step(run: Run) -> str:

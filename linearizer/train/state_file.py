@@ -12,10 +12,10 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
+from safetensors import SafetensorError
 
 from linearizer.errors import FaultError
-from linearizer.model.safetensors import read_seal, read_tensors, write_tensors
+from linearizer.model.safetensors import read_tensors, write_tensors
 from linearizer.run.files import parse_json, writing
 
 NEWEST, PREVIOUS = "training.safetensors", "training.before.safetensors"
@@ -54,15 +54,6 @@ def read_state(folder: Path) -> TrainingState | None:
     if not paths:
         return None
     raise FaultError(f"no state in {str(folder)!r} can be used: {'; '.join(damage)}: train again without resuming")
-
-
-def step_in(folder: Path) -> int:
-    """Read only the step of the newest state; 0 where there is none, or it is damaged."""
-    try:
-        with safe_open(folder / NEWEST, "pt") as file:
-            return int(parse_json(read_seal(file)["facts"])["step"])
-    except (OSError, SafetensorError, ValueError, KeyError):
-        return 0
 
 
 def read_file(path: Path) -> TrainingState:
