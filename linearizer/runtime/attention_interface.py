@@ -104,7 +104,7 @@ def padding_only(
     if mask_function is not causal_mask_function:
         raise ValueError(NOT_SERVED)
     new = None if attention_mask is None else attention_mask[:, -q_length:]
-    if new is None or (not torch.compiler.is_exporting() and new.all()):
+    if new is None or new.all():
         return None
     return new[:, None, None].bool()
 
@@ -142,7 +142,7 @@ def give_cache(names: tuple, decoder: Any, args: tuple, kwargs: dict) -> tuple[t
             f"a linearized model keeps a state, not keys, and cannot use a {type(cache).__name__}: "
             f"leave {CACHE} out, or pass model.empty_cache()"
         )
-    if cache is not None and mask is None and positions is not None and not torch.compiler.is_exporting():
+    if cache is not None and mask is None and positions is not None:
         if not cache.get_seq_length() and restarts(positions):
             raise ValueError(NOT_SERVED)  # without a cache transformers sees it
     return (), {**kwargs, CACHE: cache}

@@ -1,34 +1,28 @@
 """The cache of a linearized model: a state of fixed size in each layer where a teacher keeps all keys.
 
 It is a thing to keep: it can be saved to a file and loaded again (state_file.py), copied for many questions about one
-text, moved, and taken back to where a turn of a conversation began. An exported graph takes and gives it as tensors.
+text, moved, and taken back to where a turn of a conversation began.
 """
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Sequence
-from dataclasses import fields, replace
-from functools import partial
+from collections.abc import Callable, Sequence
+from dataclasses import replace
 from inspect import signature
-from itertools import islice
 from typing import Any
 
 import torch
-from torch.utils._pytree import SequenceKey, register_pytree_node
-from transformers import GenerationMixin, PreTrainedModel, cache_utils
+from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
-from .state import FeatureState, MatrixState, SlotState, SoftmaxState, change_tensors, tensors, working_dtype
+from .state import change_tensors, tensors, working_dtype
 from .state_file import FORMAT, write_state
 from .state_in_few_bits import KEPT_AS_BYTES, KEYS_AND_VALUES
 
 # What transformers calls a cache, as an argument and in what a model gives: past_key_values before 5.24.
 CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"
 MAX_TURNS = 8  # that can be taken back
-OF_OWN_LAYERS = {"is_initialized", "sliding_window", "cumulative_length", "record_past"}  # what a graph takes as fixed
-STATES = {kind.__name__: kind for kind in (FeatureState, MatrixState, SlotState, SoftmaxState)}
 
-Tensor = torch.Tensor
 Change = Callable[[str, torch.Tensor], torch.Tensor]  # of a tensor, by its name
 
 
@@ -190,7 +184,7 @@ def empty_cache(
     """Make a cache with a fixed-size layer where a layer has a student, and the teacher's own kind elsewhere."""
     own = native_layers(base_config) if not all(linearized) else []
     layers = [LinearizedLayer() if mine else own[index] for index, mine in enumerate(linearized)]
-    return LinearizedCache(layers, MadeBy(model) if model is not None else no_model)
+    return LinearizedCache(layers, weakref.ref(model) if model is not None else no_model)
 
 
 def native_layers(base_config: Any) -> list[CacheLayerMixin]:
@@ -203,73 +197,5 @@ def native_layers(base_config: Any) -> list[CacheLayerMixin]:
     return layers
 
 
-class MadeBy:
-    """Refers to the model of a cache without keeping it; what is pickled is without its model."""
-
-    def __init__(self, model: PreTrainedModel) -> None:
-        self.reference = weakref.ref(model)
-
-    def __call__(self) -> PreTrainedModel | None:
-        return self.reference()
-
-    def __deepcopy__(self, memo: dict) -> "MadeBy":
-        return self
-
-    def __reduce__(self) -> tuple:
-        return partial, (no_model,)
-
-
 def no_model() -> None:
-    """What made a cache is a decoder, which was called alone, or an exported graph."""
-
-
-def flatten_cache(cache: LinearizedCache) -> tuple[list[Tensor], list]:
-    """Give the tensors of a cache, and for each layer what they are.
-
-    What a student has read is a number among them, so that a graph serves a state of any text; but a graph that holds
-    layers of the teacher's own kind, or heads that keep all keys, serves one length.
-    """
-    leaves: list[Tensor] = []
-    kinds: list[Any] = []
-    for layer in cache.layers:
-        if isinstance(layer, LinearizedLayer):
-            kinds.append([type(state).__name__ for state in layer.memory])
-            leaves += [torch.as_tensor(layer.tokens_read), *(x for s in layer.memory for x in tensors(s).values())]
-        else:
-            own = {name: x for name, x in vars(layer).items() if name in OF_OWN_LAYERS}
-            kinds.append({"kind": type(layer).__name__, **own})
-            leaves += [layer.keys, layer.values] if layer.is_initialized else []
-    return leaves, kinds
-
-
-def flatten_cache_by_place(cache: LinearizedCache) -> tuple[list, list]:
-    """Give the same, each tensor with its place."""
-    leaves, kinds = flatten_cache(cache)
-    return [(SequenceKey(place), x) for place, x in enumerate(leaves)], kinds
-
-
-def unflatten_cache(leaves: Iterable[Any], kinds: list) -> LinearizedCache:
-    """Make the cache whose tensors and kinds of layers `flatten_cache` gave."""
-    left, layers = iter(leaves), list[Any]()
-    for kind in kinds:
-        if isinstance(kind, dict):
-            layer = object.__new__(getattr(cache_utils, kind["kind"]))
-            vars(layer).update({"keys": None, "values": None, **kind})
-            if layer.is_initialized:
-                layer.keys, layer.values = next(left), next(left)
-                layer.dtype, layer.device = layer.keys.dtype, layer.keys.device
-        else:
-            layer, count = LinearizedLayer(), next(left)
-            layer.tokens_read = int(count) if type(count) is Tensor else count  # a number, unless it is being traced
-            layer.memory = [STATES[name](*islice(left, len(fields(STATES[name])))) for name in kind]
-        layers.append(layer)
-    return LinearizedCache(layers, no_model)
-
-
-register_pytree_node(
-    LinearizedCache,
-    flatten_cache,
-    unflatten_cache,
-    serialized_type_name=f"{__name__}.{LinearizedCache.__name__}",
-    flatten_with_keys_fn=flatten_cache_by_place,
-)
+    """What made a cache is a decoder, which was called alone."""

@@ -33,7 +33,6 @@ from .softmax_parts import (
     Reading,
     attend_seen,
     combine,
-    compute_either,
     exact_part,
     far_logits_exactly,
     fold_unless_training,
@@ -188,7 +187,7 @@ def attend_chunk(
     exactly, filled = far.exactly, columns.filled(start + columns.window, start + columns.window + size)
     low = torch.maximum(near.bound, far.lse) < far.bound
     lost = (low & filled[:, None, None, :, None]).any()
-    return compute_either(lost, lambda: combine(near, *exactly()), lambda: combine(near, far))
+    return combine(near, *exactly()) if lost else combine(near, far)
 
 
 @dataclass(frozen=True)

@@ -143,8 +143,7 @@ class SoftmaxGroup(nn.Module):
     def forward(
         self, q: Tensor, k: Tensor, v: Tensor, scale: float, real: Tensor | None, state: SoftmaxState | None
     ) -> tuple[Tensor, SoftmaxState]:
-        unsure = torch.compiler.is_exporting()
-        tokens, padded = q.shape[-2], real is not None or (state is not None and (unsure or not state.real.all()))
+        tokens, padded = q.shape[-2], real is not None or (state is not None and not state.real.all())
         real = torch.ones(k.shape[0], tokens, dtype=torch.bool, device=k.device) if real is None else real
         if state is not None:
             k, v = torch.cat([state.k, k], -2), torch.cat([state.v, v], -2)
@@ -361,7 +360,7 @@ class LayerStudent(nn.Module):
         each group gives."""
         readings, states = {}, {}
         parts: dict[int, Tensor] = {}
-        as_token = query.shape[-2] == 1 and real is None and not torch.compiler.is_exporting()
+        as_token = query.shape[-2] == 1 and real is None
         for index, group in left:
             if not isinstance(group, SlotGroup) or as_token:
                 continue

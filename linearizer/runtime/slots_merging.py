@@ -213,14 +213,7 @@ def choose_pairs(
     gone = gone + first_rows(count, size, device)[:, None]
     partner = cost.flatten(0, 1).index_select(0, gone.flatten()).view(count, most, size).add_(goes[:, None]).argmin(-1)
     partner += first_rows(count, size, device)[:, None]
-    return numbers_where(goes == 0, size - most), gone, partner
-
-
-def numbers_where(stays: Tensor, each: int) -> Tensor:
-    """Number, among the slots of all rows, those that stay: so many of each row."""
-    if torch.compiler.is_exporting():  # a graph has to know how many there are
-        return torch.nonzero_static(stays.flatten(), size=len(stays) * each)[:, 0]
-    return stays.flatten().nonzero()[:, 0]
+    return (goes == 0).flatten().nonzero()[:, 0], gone, partner
 
 
 def merging_costs(rows: Tensor, dims: tuple[int, int], full: bool) -> Tensor:

@@ -139,10 +139,7 @@ def read_text(q: Tensor, k: Tensor, v: Tensor, merging: Merging, real: Tensor | 
     remember_sinks(state, columns)
     first, end = state.count, columns.first + window + tokens
     period = torch.div(first - window, block, rounding_mode="floor") + 1  # how many blocks are merged for a row's place
-    if torch.compiler.is_exporting():  # a graph knows no places: as many as there may be
-        periods = (tokens + block - 2) // block + 1
-    else:
-        periods = max(1, int((torch.div(end - 1 - window, block, rounding_mode="floor") + 2 - period).max()))
+    periods = max(1, int((torch.div(end - 1 - window, block, rounding_mode="floor") + 2 - period).max()))
     period = period[:, None] + torch.arange(periods, device=q.device)
     start = window + block * (period - 1)  # the first place that sees a period's blocks merged
     begin, rows = (start, block) if tokens > 1 else (first[:, None], 1)
@@ -252,7 +249,7 @@ def merge_blocks(pieces: list[Piece]) -> list[Slots]:
     for piece, state, (heads, count) in zip(pieces, states, sizes, strict=True):
         own = slots_of_rows(each[:, : piece.merged.shape[1], begin : begin + heads, room - count :], dims)
         last = Slots(*(x[:, -1] for x in own.all()))
-        if torch.compiler.is_exporting() or not bool(last.weight.all()):
+        if not bool(last.weight.all()):
             last = keep_slots(last, count)
         state.slot_k, state.slot_v = last.k.to(state.slot_k.dtype), last.v.to(state.slot_v.dtype)
         state.weight, state.spread, begin = last.weight, last.spread, begin + heads
@@ -265,7 +262,7 @@ def rows_of_state(piece: Piece) -> Tensor:
     state, work = piece.state, piece.state.weight.dtype
     slots = Slots(state.slot_k.to(work), state.slot_v.to(work), state.weight, state.spread)
     rows, full, size = lay_rows(slots, piece.merging.scaled), (state.weight > 0).sum(-1), state.weight.shape[-1]
-    if not torch.compiler.is_exporting() and bool((full == size).all()):
+    if bool((full == size).all()):
         return rows
     index = (full[..., None] + torch.arange(size, device=full.device)) % size
     return take_rows(rows.flatten(0, 1), index.flatten(0, 1)).unflatten(0, full.shape)
@@ -295,8 +292,6 @@ def plan_merging(held: Tensor, comes: Tensor, counts: Tensor) -> list[Step]:
     """Plan the steps; held (batch, heads, room), comes (batch, heads, periods, block), counts (heads,)."""
     before, new, block = held.sum(-1, keepdim=True), comes.sum(-1), comes.shape[-1]
     left = torch.minimum(before + new.cumsum(-1), counts[:, None])
-    if torch.compiler.is_exporting():  # a graph merges always: where nothing comes, or is too many, nothing changes
-        return [Step(True, True, True, False, own) for own in left.flatten(0, 1).unbind(-1)]
     have = torch.cat([before, left[..., :-1]], -1) + new
     facts = torch.stack([new > 0, have > left, have < left + block, have < held.shape[-1] + block])
     numbers = zip(*facts.flatten(1, 2).any(1).tolist(), left.flatten(0, 1).unbind(-1), strict=True)

@@ -99,11 +99,8 @@ def get_folded(feature_map: Any) -> Folded | None:
 
 
 def fold_unless_training(feature_map: Any) -> Any:
-    """Return the folded map, or the map itself where gradients are taken: its parameters need them, and will change.
-
-    An exported graph folds by itself: its parameters have no addresses by which changes are seen.
-    """
-    if not torch.is_grad_enabled() and not torch.compiler.is_exporting():
+    """Return the folded map, or the map itself where gradients are taken: its parameters need them, and will change."""
+    if not torch.is_grad_enabled():
         return get_folded(feature_map) or feature_map
     getattr(feature_map, "forget_folded", lambda: None)()
     return feature_map
@@ -136,16 +133,6 @@ class FarField:
         total = product.sum(-1, keepdim=True) + multiply_by_head(query, held)
         sums = multiply_by_head(product, v).add_(multiply_by_head(query, held * state.mean))
         return cls(key, ceiling, Reading(bound - HEADROOM, total, sums))
-
-
-def compute_either(condition: Tensor, first: Callable[[], Tensor], second: Callable[[], Tensor]) -> Tensor:
-    """Compute the first where a condition is true, and else the second; an exported graph holds both.
-
-    A compiled one breaks here: after a `cond` torch 2.13 forgets what else is written to a state.
-    """
-    if torch.compiler.is_exporting():
-        return torch.cond(condition, first, second)
-    return first() if condition else second()
 
 
 def far_logits_exactly(u: Tensor, w: Tensor) -> Tensor:

@@ -21,15 +21,7 @@ HEADROOM = 60.0  # fp32 spans e^±87: shifting by 60 leaves 147 below a stabilis
 Tensor = torch.Tensor
 
 
-def made_once(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Keep what a function makes of sizes; but an exported graph makes its own, as its tensors hold no numbers."""
-    keep = functools.lru_cache(maxsize=512)(make)
-
-    @functools.wraps(make)
-    def get(*sizes: Any) -> Tensor:
-        return (make if torch.compiler.is_exporting() else keep)(*sizes)
-
-    return get
+made_once = functools.lru_cache(maxsize=512)  # keeps what a function makes of sizes
 
 
 def number(value: float, dtype: torch.dtype, device: torch.device) -> Any:
@@ -257,8 +249,8 @@ def least_count(count: Tensor) -> int:
 
 
 def is_traced() -> bool:
-    """Tell whether a graph is being made, compiled or exported: each number that Python looks at breaks one in two."""
-    return torch.compiler.is_compiling() or torch.compiler.is_exporting()
+    """Tell whether a graph is being compiled: each number that Python looks at breaks one in two."""
+    return torch.compiler.is_compiling()
 
 
 def remember_sinks(state: ExactState, columns: Columns) -> None:

@@ -148,7 +148,7 @@ def attend_in_few_bits(
     q, bits, tokens = given.query, int(group.bits), given.query.shape[-2]  # type: ignore[arg-type]
     k, v = given.beside_sinks(first_tokens(held, tokens, real, sinks, q))
     before = None if held is None else unpack_state(held, bits, k.dtype, v.dtype)
-    alone = keep and before is not None and real is None and tokens == 1 and not torch.compiler.is_exporting()
+    alone = keep and before is not None and real is None and tokens == 1
     if alone and is_exact(held):  # before the group counts the token, in place
         remember_sink(held, k, v, least_count(held.count))
         remember_token(held, pack_vectors(k, bits), pack_vectors(v, bits))

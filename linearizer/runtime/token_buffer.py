@@ -46,7 +46,7 @@ class WindowGroup:
         return self.state.sink_k.shape[-2]
 
 
-@dataclass(slots=True)  # no __dict__: exporters of transformers look into each, and states hold what holds them
+@dataclass
 class TokenBuffer:
     groups: list[WindowGroup]
     indices: list[int]  # of the groups among those of the layer

@@ -1,5 +1,5 @@
 """What others do with a model of transformers works with a student: weights by the teacher's names, losses, offloading,
-lower precision, export."""
+lower precision, compilation."""
 
 import copy
 import time
@@ -191,73 +191,6 @@ def test_a_layer_may_lie_on_disk(tmp_path):
     placed = load(tmp_path / "checkpoint", device_map=places, offload_folder=tmp_path / "offloaded")
     assert placed.model.layers[1].self_attn.q_proj.weight.is_meta
     assert torch.equal(placed(ids).logits, student(ids).logits)
-
-
-EXPORTED = {  # few layers: each branch and block of each takes its time to export
-    "features": dict(family="llama", heads=[Head(window=5, features=16), Head(softmax=True)], num_hidden_layers=1),
-    "slots": dict(family="llama", heads=[Head(window=4, slots=3), Head(window=3)], num_hidden_layers=1),
-    "gpt2": dict(family="gpt2", heads=[Head(window=3), Head(softmax=True)], n_layer=1),
-    "gemma3_text": dict(
-        family="gemma3_text",
-        heads=[Head(window=3), Head(softmax=True)],
-        num_hidden_layers=2,
-        layer_types=["sliding_attention", "full_attention"],
-    ),
-}
-
-
-@pytest.mark.parametrize("kind", EXPORTED)
-@torch.no_grad()
-def test_it_is_exported(kind):
-    student, ids = student_of(**EXPORTED[kind]), tokens(2, 16)
-    mask = torch.ones_like(ids)
-    mask[0, 12:] = 0
-    for given in ({"input_ids": ids}, {"input_ids": ids, "attention_mask": mask})[kind == "slots" :]:
-        exported = torch.export.export(student, (), {**given, "use_cache": False}, strict=False)
-        other = {**given, "input_ids": tokens(2, 16, seed=1)}
-        result, expected = (model(**other, use_cache=False).logits for model in (exported.module(), student))
-        torch.testing.assert_close(result[:, :12], expected[:, :12], **CLOSE)
-
-
-@torch.no_grad()
-def test_an_exported_graph_takes_a_state_of_any_text_and_gives_the_next(tmp_path):
-    heads = [Head(window=4, slots=4, bits=8), Head(window=3)]
-    student, ids, places = (
-        student_of("llama", heads, num_hidden_layers=1),
-        tokens(2, 32),
-        torch.arange(32).expand(2, -1),
-    )
-    begun = [student(ids[:, :read], use_cache=True)[CACHE] for read in (7, 17)]
-    for size in (1, 3):
-        given = dict(input_ids=ids[:, :size], position_ids=places[:, :size], past_key_values=begun[0].fork())
-        graph = torch.export.export(student, (), {**given, "use_cache": True}, strict=False)
-        if size == 1:
-            torch.export.save(graph, tmp_path / "graph.pt2")
-            graph = torch.export.load(tmp_path / "graph.pt2")
-        run = graph.module()
-        for first in begun:
-            state, own, start = first.fork(), first.fork(), first.get_seq_length()
-            for part in (slice(place, place + size) for place in range(start, start + 3 * size, size)):
-                before = state
-                out = run(input_ids=ids[:, part], position_ids=places[:, part], past_key_values=state, use_cache=True)
-                torch.testing.assert_close(out.logits, student(ids[:, part], past_key_values=own).logits, **CLOSE)
-                state = out[CACHE]
-                assert before.layers[0].memory[0].count.tolist() == [part.start] * 2  # a graph changes no state
-            assert state.get_seq_length() == own.get_seq_length() == start + 3 * size
-
-
-@pytest.mark.filterwarnings("ignore")  # of an exporter that calls itself experimental
-@torch.no_grad()
-def test_transformers_exports_what_generate_calls():
-    exporters = pytest.importorskip("transformers.exporters", reason="this version of transformers exports nothing")
-    from transformers.exporters.utils import decompose_for_generation
-
-    heads = [Head(window=2), Head(softmax=True)]
-    parts = decompose_for_generation(student_of("llama", heads, num_hidden_layers=1), {"input_ids": tokens(2, 6)})
-    assert parts.keys() == {"prefill", "decode"}
-    for model, inputs in parts.values():
-        exported = exporters.DynamoExporter().export(model, copy.deepcopy(inputs), config=exporters.DynamoConfig())
-        torch.testing.assert_close(exported(**copy.deepcopy(inputs)).logits, model(**inputs).logits, **CLOSE)
 
 
 COMPILED = {"features": [Head(window=5, features=16), Head(window=3)], "slots": SMALL[:2]}
