@@ -18,7 +18,7 @@ import torch
 from linearizer import door
 from linearizer.allocate.choose import choose_student
 from linearizer.allocate.decide import decide
-from linearizer.allocate.step import DearPrice, TrainOffers, allocate, help_pricing
+from linearizer.allocate.step import DearPrice, allocate, help_pricing
 from linearizer.errors import LinearizerError
 from linearizer.evaluate.setup import Setup, assembled, environment
 from linearizer.evaluate.side_by_side import write_in_turns
@@ -49,7 +49,6 @@ from linearizer.run.state_size import StateSize
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import DIGESTS, write_digests
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.train.offers import train_offers
 from linearizer.train.step import plan_with_steps, train
 
 
@@ -139,8 +138,7 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
         training_and_judging_texts(run, run.plan, teacher, token)  # reads all that the steps take parts of
     layers = teacher.inspection.layers
     yield from measure_teacher(run, teacher, token)
-    offers = offers_trainer(run, teacher, token)
-    allocation = run.allocation or (yield from allocate(run, teacher, token, offers, helpers))
+    allocation = run.allocation or (yield from allocate(run, teacher, token, helpers))
     helpers.close()
     run.write_product("allocation.json", allocation.to_json())
     allocation = yield from choose_student(run, teacher, allocation, token)
@@ -168,11 +166,6 @@ def make_student(run: Run, token: str | None, helpers: Helpers = ALONE) -> Steps
     write_digests(run, files)
 
 
-def offers_trainer(run: Run, teacher: Teacher, token: str | None) -> TrainOffers:
-    """Give what trains the offers of a run on the texts that its student is to learn from."""
-    return partial(train_offers, run, teacher, lambda: training_and_judging_texts(run, run.plan, teacher, token)[0])
-
-
 def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> LinearizedForCausalLM:
     """Put an untrained student into the layers of a teacher."""
     name = teacher.source.repo_id or Path(teacher.source.name).name  # the path of a folder is not published
@@ -185,10 +178,9 @@ def begin_student(run: Run, teacher: Teacher, allocation: Allocation) -> Lineari
 def help_with(run: Run, tasks: Iterable[str], share: Share, token: str | None = None) -> Iterator[list[DearPrice]]:
     """Do a share of the pricing that the process of a run hands to its helpers, with one teacher for all of it."""
     teacher = load_teacher_of(run.plan, token, run.inspection)
-    offers = offers_trainer(run, teacher, token)
     for task in tasks:
         kind, sinks = task.split()
-        yield finish(help_pricing(run, teacher, token, offers, kind, int(sinks), share))
+        yield finish(help_pricing(run, teacher, token, kind, int(sinks), share))
 
 
 def training_and_judging_texts(

@@ -229,7 +229,7 @@ def series_of(head: Head) -> str:
     """Name the series of options that differ only in size, so that sizes between two of them make sense."""
     if not head.slots and not head.features:
         return "windows"
-    kind, size = ("slots", head.slots) if head.slots else (head.memory or "features", head.features)
+    kind, size = ("slots", head.slots) if head.slots else ("features", head.features)
     return f"even {kind}" if head.window == size else f"{kind} beside {head.window}"
 
 

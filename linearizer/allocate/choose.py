@@ -60,8 +60,8 @@ def choose_student(run: Run, teacher: Teacher, allocation: Allocation, token: st
 
 
 def is_comparable(plan: Plan) -> bool:
-    """Whether a plan allocates by prices, and its heads hold nothing that is trained first."""
-    return plan.rules.decided_by == "prices" and plan.rules.far_field != "features" and not plan.offered_memories
+    """Whether a plan allocates by prices, and its heads hold nothing that is trained."""
+    return plan.rules.decided_by == "prices" and plan.rules.far_field != "features"
 
 
 def candidates_of(run: Run, allocation: Allocation) -> Mapping[str, Allocation]:

@@ -128,13 +128,11 @@ def offers_of(run: Run, plan: Plan, layers: tuple[Layer, ...]) -> OffersOfHeads:
 
 def offers_by_prices(run: Run, plan: Plan, prices: Prices, layers: Sequence[Layer]) -> OffersOfHeads:
     """List the offers of every head under a plan by given prices."""
-    far_field = plan.priced_far_field
+    far_field = plan.rules.far_field
 
     def is_allowed(option: Head) -> bool:
         if option.softmax:  # what fewer bits cost
             return option.bits in plan.fewer_bits
-        if option.memory:
-            return option.memory in plan.offered_memories
         return (not option.slots or far_field == "slots") and (not option.features or far_field == "features")
 
     length = plan.target_tokens(run.positions)
@@ -148,14 +146,12 @@ def check_prices(prices: Prices, plan: Plan) -> None:
         raise RequestError(f"the prices were measured with {bits} bits a number, not {plan.bits}: start a new run")
     if plan.sinks not in (None, prices.sinks):
         raise RequestError(f"the prices were measured with sinks {prices.sinks}, not {plan.sinks}: start a new run")
-    far_field, priced = plan.priced_far_field, {option.memory for option in prices.options}
-    if far_field and not any(getattr(option, far_field) and not option.memory for option in prices.options):
+    far_field = plan.rules.far_field
+    if far_field and not any(getattr(option, far_field) for option in prices.options):
         raise RequestError(
             f"the prices were measured without {far_field}, which the strategy {plan.strategy} needs: start a new run "
             f"with --strategy {plan.strategy}"
         )
-    if missing := sorted({*plan.offered_memories} - priced):
-        raise RequestError(f"the prices were measured without {', '.join(missing)}: start a new run to have them")
 
 
 def missing_measurement(run: Run, plan: Plan, what: str) -> RequestError:

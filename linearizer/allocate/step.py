@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable, Sequence
 
 import torch
 
@@ -44,35 +43,26 @@ DearPrice = tuple[int, int, int, float]  # layer, KV head, option, kl
 LAYERS = "state/prices"  # a file for each layer that is priced, and for each group of texts, until all are
 
 
-# given what is offered and the number of sinks: trains what can learn, and returns how layers begin
-TrainOffers = Callable[[Sequence[Head], int], Steps[Begin]]
-
-
-def allocate(
-    run: Run, teacher: Teacher, token: str | None, train_offers: TrainOffers | None = None, helpers: Helpers = ALONE
-) -> Steps[Allocation]:
+def allocate(run: Run, teacher: Teacher, token: str | None, helpers: Helpers = ALONE) -> Steps[Allocation]:
     """Decide what every head holds, after measuring what the plan's strategy decides by."""
     if run.plan.rules.decided_by == "prices":
-        return (yield from allocate_with_exchanges(run, teacher, token, train_offers, helpers))
+        return (yield from allocate_with_exchanges(run, teacher, token, helpers))
     if run.plan.rules.decided_by == "gates":
         return (yield from allocate_with_gates(run, teacher, token))
     return decide(run, run.plan, teacher.inspection.layers)
 
 
-def allocate_with_exchanges(
-    run: Run, teacher: Teacher, token: str | None, train_offers: TrainOffers | None, helpers: Helpers
-) -> Steps[Allocation]:
+def allocate_with_exchanges(run: Run, teacher: Teacher, token: str | None, helpers: Helpers) -> Steps[Allocation]:
     """Allocate by prices, then exchange options between heads where whole students measure a smaller kl."""
     texts, layers = texts_to_price_on(run, teacher, token), teacher.inspection.layers
-    prices = yield from price_heads(run, teacher, texts, train_offers, helpers)
-    begin = yield from begin_offers(run, train_offers, prices.options, prices.sinks)
+    yield from price_heads(run, teacher, texts, helpers)
     first, offers = decide(run, run.plan, layers), offers_of(run, run.plan, layers)
     tried: set[int] = set()
 
     def exchange(allocation: Allocation) -> Allocation | None:
         return exchange_once(offers, allocation, tried)
 
-    steps = improve_by_exchanges(teacher.model, texts, layers, first, exchange, run.plan.exchanges, begin)
+    steps = improve_by_exchanges(teacher.model, texts, layers, first, exchange, run.plan.exchanges, begin_of(run))
     best, kl = yield from log_progress(run, steps)
     run.log(EventName.EXCHANGED, predicted=offers.kl(offers.levels(best)), measured=kl, changed=best != first)
     return best
@@ -96,25 +86,14 @@ def texts_to_price_on(run: Run, teacher: Teacher, token: str | None) -> torch.Te
     return with_repeats(texts, passage, run.plan.seed)
 
 
-def begin_offers(run: Run, train_offers: TrainOffers | None, options: Sequence[Head], sinks: int) -> Steps[Begin]:
-    """Return how layers begin: with what offers have learned, where they can learn."""
-    return begin_of(run) if train_offers is None else (yield from train_offers(options, sinks))
-
-
-def price_heads(
-    run: Run,
-    teacher: Teacher,
-    texts: torch.Tensor,
-    train_offers: TrainOffers | None = None,
-    helpers: Helpers = ALONE,
-) -> Steps[Prices]:
+def price_heads(run: Run, teacher: Teacher, texts: torch.Tensor, helpers: Helpers = ALONE) -> Steps[Prices]:
     """Measure or estimate the prices of all KV heads, unless the run has them already."""
     if prices := run.prices:
         return prices
     options = options_of(run, teacher, texts)
     stored = read_priced_layers(run, options)
     sinks = next(iter(stored.values())).sinks if stored else (yield from choose_sinks(run, teacher, texts))
-    begin = yield from begin_offers(run, train_offers, options, sinks)
+    begin = begin_of(run)
     own = price_share(run, teacher, texts, sinks, begin, Share(0, helpers.count))
     prices, others = yield from log_progress(run, helpers.beside(f"{PRICES} {sinks}", own))
     if others:  # the prices that they kept are there now
@@ -133,11 +112,10 @@ def price_heads(
 
 
 def help_pricing(
-    run: Run, teacher: Teacher, token: str | None, train_offers: TrainOffers, task: str, sinks: int, share: Share
+    run: Run, teacher: Teacher, token: str | None, task: str, sinks: int, share: Share
 ) -> Steps[list[DearPrice]]:
-    """Price a share of the layers for the process of a run, which has trained what can learn."""
-    texts = texts_to_price_on(run, teacher, token)
-    begin = yield from train_offers(options_of(run, teacher, texts), sinks)
+    """Price a share of the layers for the process of a run."""
+    texts, begin = texts_to_price_on(run, teacher, token), begin_of(run)
     if task == PRICES:
         yield from price_share(run, teacher, texts, sinks, begin, share)
         return []
@@ -167,10 +145,9 @@ def price_share(
 
 def options_of(run: Run, teacher: Teacher, texts: torch.Tensor) -> tuple[Head, ...]:
     """List what the heads of a run are priced with."""
-    plan, layers = run.plan, teacher.inspection.layers
-    most = max(layer.key_dim for layer in layers)
-    offered = plan.priced_far_field, plan.kept_bits, fewer_bits(plan, layers), plan.offered_memories, most
-    return options_to_price(texts.shape[1], *offered)
+    plan = run.plan
+    bits = plan.kept_bits, fewer_bits(plan, teacher.inspection.layers)
+    return options_to_price(texts.shape[1], plan.rules.far_field, *bits)
 
 
 def measure_dear_prices(

@@ -85,7 +85,7 @@ def describe_recipes() -> str:
     lines = ["each recipe: what it is, its reference, and its results with the demo model:", ""]
     for name, recipe in RECIPES.items():
         lines += [f"  {name:12}{recipe.origin}", *(f"{'':14}{line}" for line in measured_lines(name))]
-    lines += ["", "further memories, for --feature-map beside the recipe gdn, or for --memories:", ""]
+    lines += ["", "further memories, for --feature-map beside the recipe gdn:", ""]
     for name in (name for name in MEMORIES if name not in RECIPES):
         lines += [f"  {name:18}{MEMORIES[name].origin}", *(f"{'':14}{line}" for line in measured_lines(name))]
     lines += ["", "methods that no head can hold, and why:", ""]

@@ -185,8 +185,6 @@ def forecast_seconds(plan: Plan, inspection: Inspection, speeds: Speeds) -> floa
     if plan.heals and plan.minutes is None:
         passes = HEALING_PASSES if plan.kept_lora else 1
         training = plan.steps * plan.batch * (teacher + passes * (teacher + own))
-    if plan.steps and plan.rules.decided_by == "prices":  # memories learn before they are priced, too
-        training *= 1 + sum(bool(option.memory) for option in offered_options(plan, layers, length))
     return START_SECONDS + spectra + plan.kept_texts * teacher + pricing + training + judging + reading
 
 
@@ -208,15 +206,10 @@ def product_speed(plan: Plan, inspection: Inspection, speeds: Speeds) -> float:
     return speeds.products if plan.dtype in ("auto", "float32") else speeds.small_products
 
 
-def offered_options(plan: Plan, layers: list[Layer], length: int) -> tuple[Head, ...]:
-    """List what heads with prices are offered."""
-    most = max((layer.key_dim for layer in layers), default=0)
-    return options_to_price(length, plan.priced_far_field, 16, plan.fewer_bits, plan.offered_memories, most)
-
-
 def pricing_seconds(plan: Plan, layers: list[Layer], length: int, teacher: float, own: float) -> float:
     """Say how many seconds sinks, prices and exchanges take for a text."""
-    heads, offered = sum(layer.kv_heads for layer in layers), len(offered_options(plan, layers, length))
+    heads = sum(layer.kv_heads for layer in layers)
+    offered = len(options_to_price(length, plan.rules.far_field, 16, plan.fewer_bits))
     students = len(sinks_to_try(plan)) + 1 + EXCHANGE_SHARE * plan.exchanges + COMPARED
     priced = ESTIMATING_PASSES + MOST_DEAR * DEAR_SHARE / 2
     if plan.prices == "measured":

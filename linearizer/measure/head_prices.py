@@ -30,7 +30,6 @@ from linearizer.model.sweep import hold_weights
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import BLOCK, Head, Layer
-from linearizer.run.memories import MEMORIES
 from linearizer.run.prices import SMALLEST, KlOfLayer, Prices
 from linearizer.run.sharing import ALL, Share
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
@@ -39,19 +38,12 @@ MANY = 4  # blocks of slots
 Place = tuple[int, int, int]  # layer, KV head, option
 
 
-def options_to_price(
-    length: int,
-    far: str = "slots",
-    bits: int = 16,
-    fewer: Sequence[int] = (),
-    memories: Sequence[str] = (),
-    key_dim: int = 0,
-) -> tuple[Head, ...]:
+def options_to_price(length: int, far: str = "slots", bits: int = 16, fewer: Sequence[int] = ()) -> tuple[Head, ...]:
     """List windows that double in size, alone and with slots or features, as far as texts of `length` tell them apart.
 
     The largest are three quarters of a text: the few heads that recall need that much. With slots a head may also hold
     a whole text, token by token: in few bits that takes no more than what merges its last quarter in many.
-    `far` names what holds older tokens: "slots", "features", or "" for nothing but `memories`.
+    `far` names what holds older tokens: "slots", "features", or "" for nothing.
     Beside many slots the window is two blocks: a smaller one would merge its tokens more often.
     What `fewer` bits cost is measured once for a head, with its whole cache, and added to the price of what it holds.
     """
@@ -62,10 +54,6 @@ def options_to_price(
     slim = [(least, count) for count in [*list_doublings(least, most), most]]
     even = [(count, count) for count in list_doublings(2 * least, length // 2)]
     held: list[Head] = []
-    for memory in memories:
-        rows = MEMORIES[memory].most_rows(key_dim)
-        beside = sorted({(window, min(count, rows)) for window, count in slim + even})
-        held += [Head(window, count, bits=bits, memory=memory) for window, count in beside]
     if far == "slots" and least > SMALLEST:
         wide = 2 * least
         narrow, many = ([pair for pair in slim if (pair[1] > MANY * least) == is_many] for is_many in (False, True))
@@ -74,7 +62,7 @@ def options_to_price(
         slim.append((wide, length - wide))
     if far:
         pairs = dict.fromkeys(slim + even)
-        held = [Head(window=window, bits=bits, **{far: count}) for window, count in pairs] + held  # type: ignore[arg-type]
+        held = [Head(window=window, bits=bits, **{far: count}) for window, count in pairs]  # type: ignore[arg-type]
     return tuple(windows + held + rounded)
 
 

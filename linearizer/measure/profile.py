@@ -225,7 +225,7 @@ def measure_teacher(run: Run, teacher: Teacher, token: str | None = None) -> Ste
     with interruptible(run):
         texts = texts_of_run(run, teacher, min_texts(run.plan), token)[: run.plan.kept_texts]
         check_logits(teacher.model, texts)
-    settings, keep_text = profile_settings(run.plan), bool(run.plan.offered_memories)
+    settings, keep_text = profile_settings(run.plan), bool(run.plan.memory)
     steps = measure_profile(teacher.model, texts, teacher.inspection.layers, settings, keep_text=keep_text)
     measured = yield from log_progress(run, steps)
     write_tensors(run.folder / SAMPLES, measured.samples.tensors())

@@ -29,7 +29,7 @@ from linearizer.run.plan import Plan
 if TYPE_CHECKING:
     from linearizer.run.inspection import Inspection
 
-MAX_OF_PLAN = {"budget": 2048, "features": 1024, "window": 2048, "sinks": 256, "memories": 2, "exchanges": 32}
+MAX_OF_PLAN = {"budget": 2048, "features": 1024, "window": 2048, "sinks": 256, "exchanges": 32}
 MAX_OF_PLAN |= {"texts": 32, "length": 2048, "samples": 4096, "steps": 300, "minutes": 30, "batch": 8, "lora": 64}
 MAX_OF_REQUEST = {"texts": 32, "length": 8192, "lengths": 6, "seconds": 15, "limit": 200, "tasks": 4, "curve_steps": 20}
 MAX_COMPARED_TOKENS = 256  # of a comparison, from each model
@@ -113,9 +113,9 @@ def check_plan(plan: Plan, inspection: Inspection, limits: Limits = LIMITS) -> N
 
 def amounts_of(plan: Plan, inspection: Inspection) -> dict[str, float]:
     """Count what a plan asks for, also where it leaves that out."""
-    amounts: dict[str, float] = {name: getattr(plan, name) or 0 for name in MAX_OF_PLAN if name != "memories"}
+    amounts: dict[str, float] = {name: getattr(plan, name) or 0 for name in MAX_OF_PLAN}
     sizes = {"texts": plan.kept_texts, "length": plan.kept_length(inspection.max_positions)}
-    sizes |= {"samples": plan.kept_samples, "memories": len(plan.offered_memories)}
+    sizes |= {"samples": plan.kept_samples}
     return amounts | sizes | {"window": plan.kept_window, "sinks": plan.kept_sinks, "lora": plan.kept_lora}
 
 

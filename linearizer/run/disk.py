@@ -61,14 +61,12 @@ def most_rows(plan: Plan, layer: Layer) -> int:
     rows = plan.features or plan.budget or 0
     if plan.rules.decided_by == "prices":
         rows = min(rows, int(PRICED_SHARE * plan.kept_length(None)))
-    if plan.offered_memories and plan.priced_far_field != "features":
-        rows = min(rows, max(MEMORIES[name].most_rows(layer.key_dim) for name in plan.offered_memories))
-    return rows
+    return min(rows, MEMORIES[plan.memory].most_rows(layer.key_dim)) if plan.memory else rows
 
 
 def resume_bytes(plan: Plan, inspection: Inspection) -> int:
     """Estimate what resuming needs: samples of queries, keys and values, and the state of training."""
-    kept = plan.kept_samples // 2 + (plan.kept_length(inspection.max_positions) if plan.offered_memories else 0)
+    kept = plan.kept_samples // 2 + (plan.kept_length(inspection.max_positions) if plan.memory else 0)
     samples = sum(
         (layer.query_heads * layer.key_dim + layer.kv_heads * (layer.key_dim + layer.value_dim)) * kept
         for layer in inspection.layers

@@ -25,7 +25,7 @@ MIN_SAMPLES, USUAL_SAMPLES = 32, 1024
 MAX_STEPS, MAX_MINUTES = 10**9, 365 * 24 * 60
 ALLOCATION = "what heads hold"  # options by which an allocation is decided anew, from what a run has measured
 METHOD, MEASURING, TRAINING, MACHINE = "the method", "measuring", "training", "the machine"
-BY_RECIPE, ALL = "the recipe's", "all"
+BY_RECIPE = "the recipe's"
 YIELDING = ("texts", "length", "samples")  # options that, where they are left out, shrink to what a text has
 HEALING_RANK = 8  # of the adapters that make up for what heads without features lost
 FITTED = "squares"  # the loss in closed form
@@ -93,13 +93,6 @@ class Plan(JsonProduct):
         choices=(*FEATURE_MAPS, *MEMORIES),
         default_text=BY_RECIPE,
         group=TRAINING,
-    )
-    memories: tuple[str, ...] = option(
-        (),
-        "memories of --feature-map that heads with prices may hold, too, with commas between, or all",
-        choices=(ALL, *MEMORIES),
-        default_text="none",
-        group=ALLOCATION,
     )
     text: str = option(
         "builtin",
@@ -232,47 +225,29 @@ class Plan(JsonProduct):
 
     def check_memory(self) -> None:
         """Refuse a memory that the strategy cannot share out, or that the loss says nothing of."""
-        if self.memory and self.rules.decided_by == "freedoms":
+        if self.memory and self.strategy != "memory":
             raise RequestError(
-                f"the strategy {self.strategy} counts degrees of freedom, which say nothing of {self.memory}: ask for "
-                "--strategy memory, or gain-features"
+                f"the strategy {self.strategy} shares out features, of which {self.memory} has none: ask for "
+                "--strategy memory"
             )
         if self.strategy == "memory" and not self.memory:
             raise RequestError(
                 f"the strategy memory needs a memory, and feature map {self.feature_map!r} is none: ask for "
                 f"--feature-map {' or '.join(list(MEMORIES)[-3:])}, or another strategy"
             )
-        if self.memories and self.rules.decided_by != "prices":
-            raise RequestError(
-                f"the strategy {self.strategy} buys nothing by prices, by which memories are chosen: leave out "
-                "--memories, or ask for --strategy gain"
-            )
-        signed = tuple(name for name in self.offered_memories if not MEMORIES[name].is_positive)
-        compared = {
-            "l2": ("products of features", self.offered_memories),
-            "softmax": ("rows of positive weights", signed),
-        }
-        for loss, (what, without) in compared.items():
-            if self.trains and loss in self.kept_loss.split("+") and without:
+        compared = {"l2": "products of features"}
+        if self.memory and not MEMORIES[self.memory].is_positive:
+            compared["softmax"] = "rows of positive weights"
+        for loss, what in compared.items():
+            if self.memory and self.trains and loss in self.kept_loss.split("+"):
                 raise RequestError(
-                    f"{', '.join(without)} has no {what}, which the loss {loss} compares: ask for --loss output"
+                    f"{self.memory} has no {what}, which the loss {loss} compares: ask for --loss output"
                 )
 
     @property
     def memory(self) -> str:
         """The memory in place of features; none: features."""
         return self.feature_map if self.feature_map in MEMORIES and self.rules.far_field == "features" else ""
-
-    @property
-    def priced_far_field(self) -> str:
-        """What heads with prices may hold beside a window and memories: slots, features, or nothing."""
-        return "" if self.memory else self.rules.far_field
-
-    @property
-    def offered_memories(self) -> tuple[str, ...]:
-        """All memories that a head may hold."""
-        asked = tuple(MEMORIES) if ALL in self.memories else self.memories
-        return tuple(dict.fromkeys((*filter(None, [self.memory]), *asked)))
 
     @property
     def kept_sinks(self) -> int:
@@ -349,7 +324,7 @@ class Plan(JsonProduct):
 
     @property
     def may_hold_features(self) -> bool:
-        return self.rules.far_field == "features" or bool(self.memories)
+        return self.rules.far_field == "features"
 
     @property
     def trains(self) -> bool:
@@ -366,7 +341,7 @@ class Plan(JsonProduct):
         """The plan's loss, or the loss that suits what is trained."""
         if self.heals:
             return self.loss or ("logits" if self.lora else FITTED)
-        return self.loss or ("output" if self.memories else "softmax")
+        return self.loss or "softmax"
 
     @property
     def kept_lora(self) -> int:

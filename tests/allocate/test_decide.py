@@ -150,7 +150,7 @@ def test_a_memory_that_cannot_be_is_refused(inspection):
         BudgetError, match="no room for a row of mom beside a window of 60 and 4 sinks: ask for at least"
     ):
         decide(None, Plan.of("mom", model="demo", budget=64, window=60), inspection.layers)
-    with pytest.raises(RequestError, match="degrees of freedom, which say nothing of gdn: ask for --strategy memory"):
+    with pytest.raises(RequestError, match="shares out features, of which gdn has none: ask for --strategy memory"):
         Plan.of("features", model="demo", budget=64, feature_map="gdn")
     with pytest.raises(RequestError, match="needs a memory, and feature map 'mlp' is none"):
         Plan.of("gdn", model="demo", budget=64, feature_map="mlp")

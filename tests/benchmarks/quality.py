@@ -51,7 +51,6 @@ from linearizer.run.plan import USUAL_TEXTS, Plan
 from linearizer.run.recipes import RECIPES
 from linearizer.runtime.attention_interface import attention_modules
 from linearizer.train import step as train_step
-from linearizer.train.offers import train_offers
 from linearizer.train.trainer import Trainer
 from tests.benchmarks.ablation import (
     READOUTS,
@@ -177,7 +176,7 @@ def has_both(allocation):
 def prepared(work, plan, row):
     """Open a run that has the measurements of its plan, which other plans may have asked for before."""
     seen = {name: getattr(plan, name) for name in ("model", "texts", "length")}
-    fitted = {"fitted": True} if plan.offered_memories else {}  # memories, to a text that the samples keep
+    fitted = {"fitted": True} if plan.memory else {}  # memories, to a text that the samples keep
     key = digest({}, json.dumps({**seen, **asdict(profile_settings(plan)), **fitted}))[:16]
     base, folder = work / f"{Path(plan.model).name}-{key}", work / "run"
     run, teacher = begun(folder, plan), teacher_module.load_teacher_of(plan)
@@ -198,18 +197,12 @@ def prepared(work, plan, row):
         sinks = finish(step.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
         result = "measured" if plan.prices == "measured" else plan.budget  # near a budget the dear ones are measured
         bits = "-".join(map(str, (plan.kept_bits, *plan.fewer_bits)))
-        offered = "-".join(filter(None, [plan.priced_far_field, *(plan.memories or [plan.memory])]))
-        learned = base / f"offers-{offered}-{bits}-{sinks}-{plan.steps}"
-        prices = base / f"prices-{offered}-{bits}-{sinks}-{result}{f'-{plan.steps}' * bool(plan.offered_memories)}.json"
-        if learned.exists():
-            shutil.copytree(learned, folder / "state" / "offers", dirs_exist_ok=True)
+        prices = base / f"prices-{plan.rules.far_field}-{bits}-{sinks}-{result}.json"
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
         else:
-            finish(step.price_heads(run, teacher, texts, offers_of(run, teacher)))
+            finish(step.price_heads(run, teacher, texts))
             shutil.copy(folder / "prices.json", prices)
-        if run.has_file("state/offers") and not learned.exists():
-            shutil.copytree(folder / "state" / "offers", learned)
     return run, teacher
 
 
@@ -220,16 +213,6 @@ def begun(folder, plan):
     except RequestError:
         shutil.rmtree(folder, ignore_errors=True)  # a refusal leaves none
         return pipeline.begin(folder, plan)
-
-
-def offers_of(run, teacher):
-    """Give what trains the memories that heads are offered."""
-
-    def texts():
-        plan = run.plan
-        return teacher_module.texts_of(plan, teacher, AHEAD // plan.kept_length(None), None)[: plan.steps * plan.batch]
-
-    return partial(train_offers, run, teacher, texts)
 
 
 @contextmanager
@@ -272,7 +255,7 @@ def made(work, run, teacher, row):
     elif share_of(row) in PRICES:
         allocation = share_out(run.prices, plan, layers)
     else:
-        allocation = finish(step.allocate(run, teacher, None, offers_of(run, teacher)))
+        allocation = finish(step.allocate(run, teacher, None))
     if row.startswith("slots"):
         allocation = with_slots(allocation, layers)
     student = checkpoint.put_student_into(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)

@@ -69,18 +69,7 @@ ROWS |= {
         "cells",
         {"feature_map": "cells", **SINKS, "steps": MEMORY_STEPS, "batch": 1, "loss": "softmax"},
     ),
-    "best, all memories": ("best", {"memories": ("all",)}),
-    "best, 8 bits, all memories": ("best", {"memories": ("all",), "bits": 8}),
-    "best, 8 bits, cells": ("best", {"memories": ("cells",), "bits": 8}),
     "sas": ("sas", SINKS),
-    "gain-features, gdn": (
-        "best",
-        {"strategy": "gain-features", "feature_map": "gdn", "loss": "output", "steps": STEPS},
-    ),
-    "gain-features, cells": (
-        "best",
-        {"strategy": "gain-features", "feature_map": "cells", "loss": "output", "steps": STEPS},
-    ),
 }
 
 
@@ -125,9 +114,7 @@ def describe_priced(row):
     )
     if "uniform" in row:
         return f"ours: the same window and as many slots in every KV head, {bits} a number; no training"
-    memories = [f"a memory ({name})" for name in changes.get("memories", ())]
-    offered = [changes.get("feature_map", strategy.far_field), *memories]
-    held = ["a window"] + [f"a window with {' or '.join(offered)}"] * bool(strategy.far_field)
+    held = ["a window"] + [f"a window with {strategy.far_field}"] * bool(strategy.far_field)
     held += ["its whole cache"] * changes.get("may_grow", False)
     parts = [f"ours: every KV head {', or '.join(held)}, {bits} a number, by its price"]
     parts += ["every price measured"] * ("prices" in changes)

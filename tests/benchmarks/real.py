@@ -204,8 +204,7 @@ class Bench:
         if "uniform" in row:
             allocation = allocate_alike(layers, plan, plan.kept_sinks)
         else:
-            offers = pipeline.offers_trainer(run, teacher, None)
-            allocation = run.allocation or finish(step.allocate(run, teacher, None, offers))
+            allocation = run.allocation or finish(step.allocate(run, teacher, None))
             run.write_product("allocation.json", allocation.to_json())
             allocation = finish(choose_student(run, teacher, allocation, None))
         student = pipeline.begin_student(run, teacher, allocation)
@@ -218,7 +217,7 @@ class Bench:
         if run.profile:
             return
         seen = {name: getattr(run.plan, name) for name in ("texts", "length", "text")}
-        seen["memories"] = bool(run.plan.offered_memories)  # are fitted to a text that the samples keep
+        seen["memories"] = bool(run.plan.memory)  # are fitted to a text that the samples keep
         key = digest({}, json.dumps([seen, repr(profile_settings(run.plan))]))[:16]
         kept = self.work / "measured" / key
         if not (kept / "cost.json").exists():

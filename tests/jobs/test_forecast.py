@@ -63,16 +63,6 @@ def test_a_forecast_counts_the_training_of_adapters_and_what_resuming_it_needs()
     )  # weights of its own, and the maps to resume from
 
 
-def test_a_forecast_counts_the_memories_that_are_trained_before_they_are_priced():
-    result = inspection_of([Layer(32, 8, 64, 64)] * 16, parameters=10**9, weight_bytes=2 * 10**9)
-    speeds, plan = Speeds(1e11, 2e11, 1e5, 1e10, 1e9), Plan.of(model="demo", budget=64, device="cpu", length=512)
-    one, two = replace(plan, memories=("gdn",)), replace(plan, memories=("gdn", "kda"))
-    plain, first, both = (forecast_run(each, result, speeds, 0).seconds for each in (plan, one, two))
-    assert plain < first < both
-    trained, more = (forecast_run(replace(each, steps=60), result, speeds, 0).seconds for each in (one, two))
-    assert more - both > 1.5 * (trained - first) > 0
-
-
 def test_a_memory_has_no_more_rows_than_its_keys_allow():
     layers = [Layer(32, 8, 64, 64)] * 16
     features, memory = (

@@ -81,7 +81,6 @@ TOO_MUCH = {name: {"recipe": "features", name: most + 8} for name, most in MAX_O
 TOO_MUCH["window"]["budget"] = TOO_MUCH["sinks"]["budget"] = None
 TOO_MUCH["features"]["budget"] = None
 TOO_MUCH["window"]["features"] = TOO_MUCH["sinks"]["features"] = 64
-TOO_MUCH["memories"] = {"memories": ("all",), "loss": "output"}
 
 
 @pytest.mark.parametrize("field", MAX_OF_PLAN)
