@@ -104,11 +104,6 @@ def initialise_rule(rule: MatrixRule, head: int, q: Tensor, k: Tensor, generator
     values, vectors = values.flip(0), vectors.flip(1)
     vectors = vectors * torch.where(q.mean(0).double() @ vectors < 0, -1.0, 1.0)  # whose signs eigh leaves open
     root = (values.clamp_min(0) + 1e-4 * values.mean() + 1e-12).sqrt()
-    if rule.rule.map == "fourier":
-        drawn = torch.randn(rule.key_map.shape[2], len(values), generator=generator)
-        rule.key_map[head, 0], rule.query_map[head] = (drawn @ (vectors * x).mT.float() for x in (root, 1 / root))
-        rule.key_shift[head] = k.mean(0)
-        return
     count = min(rule.key_map.shape[2], len(values))
     key_map, query_map = (vectors * root).mT[:count].float(), (vectors / root).mT[:count].float()
     rule.key_map[head, :, :count] = torch.stack([key_map.roll(step, 0) for step in range(rule.rule.steps)])
@@ -120,9 +115,7 @@ def initialise_rule(rule: MatrixRule, head: int, q: Tensor, k: Tensor, generator
         rule.key_map[head, 0] = SHARPNESS * centres @ metric
         rule.key_bias[head] = -SHARPNESS * centres.square().sum(-1) / 2
     if rule.router is not None:
-        routed = rule.key_map[head, 0] if rule.key_bias is not None else key_map
-        centres = cluster((k - k.mean(0)) @ routed.mT, rule.rule.memories, generator)
-        rule.router[head, :, : len(routed)] = centres
+        rule.router[head, :, :count] = cluster((k - k.mean(0)) @ key_map.mT, rule.rule.memories, generator)
 
 
 def query_metric(q: Tensor) -> Tensor:

@@ -163,7 +163,7 @@ RECIPES: Mapping[str, Recipe] = {
     ),
     "retnet": Recipe(
         "RetNet",
-        "sums of products with one decay for a head, normalised when read, beside a window",
+        "sums of products with one decay for a head, as Lightning Attention has it, too, beside a window",
         by_rule("retnet"),
         "Sun et al., Retentive Network: A Successor to Transformer for Large Language Models, 2023, arXiv:2307.08621",
     ),

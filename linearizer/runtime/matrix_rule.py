@@ -25,7 +25,7 @@ import torch
 from torch import nn
 from torch.nn.functional import logsigmoid
 
-from .matrix_torch import Ask, Cells, LeastSquares, convolved, read_and_write, rows_of, running_moments, together
+from .matrix_torch import Cells, convolved, read_and_write, rows_of, running_moments
 from .softmax_parts import Reading
 from .state import EMPTY, HEADROOM, ExactState, MatrixState, working_dtype
 
@@ -46,44 +46,36 @@ class Rule:
     decay: str = ""  # fixed, scalar, channel: by gates; key: by the key; complement: what is not written; level: mean
     erase: str = ""  # "": nothing; scalar or channel: what the key finds; removal: a step of its own before writing
     mass: str = "gauss"
-    read: str = ""  # norm: of unit norm; solve, by the inverse of Σ k k'; mala; cells: softmax over the rows' mean keys
-    beta: float = 1.0  # the largest share of what is found that is erased; beyond 1 signs turn
-    steps: int = 1  # of erasing and writing, with a key each, for every token
+    read: str = ""  # norm: of unit norm; mala; cells: softmax over the rows' mean keys
     memories: int = 1  # routed to, beside one that every token shares
     taps: int = 1  # of causal convolutions over keys and over queries
-    heat: bool = False  # queries are scaled by their place and norm, keys by their norm
     share: float = -2.0  # the logarithm of the far share before training, where the mass is a share
+
+    @property
+    def steps(self) -> int:
+        """Of erasing and writing, with a key each, for every token."""
+        return 2 if self.erase == "removal" else 1
 
 
 RULES: Mapping[str, Rule] = {
     "linear": Rule("plain", mass="share", read="norm"),
     "elu": Rule("elu", mass="sum"),
-    "rfa": Rule("fourier"),
-    "cosformer": Rule("cosine", mass="sum"),
     "nalaformer": Rule("signs", mass="sum"),
     "mala": Rule("elu", read="mala"),
-    "transnormer": Rule("elu", mass="share", read="norm"),
     "cells": Rule("softmax", mass="sum", read="cells"),
-    "cells-gauss": Rule("softmax", read="cells"),
     "lawcat": Rule("both", "scalar", mass="sum", taps=4),
     "retnet": Rule("plain", "fixed", mass="share", read="norm"),
-    "lightning": Rule("silu", "fixed", mass="share", read="norm"),
     "mamba2": Rule("plain", "scalar", mass="share", taps=4),
     "gla": Rule("plain", "channel", mass="share", read="norm"),
     "liger": Rule("softmax", "key", mass="share", share=0.0),
     "hgrn2": Rule("plain", "complement", mass="share"),
     "lightnet": Rule("plain", "level", mass="share"),
     "deltanet": Rule("unit", "", "scalar"),
-    "deltanet-negative": Rule("unit", "", "scalar", beta=1.95),
     "gdn": Rule("unit", "scalar", "scalar"),
     "kda": Rule("unit", "channel", "scalar"),
     "gdn2": Rule("unit", "channel", "channel"),
-    "deltaproduct": Rule("unit", "scalar", "scalar", steps=2, beta=1.95),
-    "rwkv7": Rule("unit", "channel", "removal", steps=2),
-    "mesa": Rule("unit", "scalar", read="solve"),
+    "rwkv7": Rule("unit", "channel", "removal"),
     "mom": Rule("unit", "scalar", "scalar", memories=3),
-    "mom-cells": Rule("softmax", mass="sum", read="cells", memories=3),
-    "selective": Rule("unit", "scalar", "scalar", heat=True),
 }
 
 
@@ -100,21 +92,19 @@ class MatrixRule(nn.Module):
     gate_up: Tensor | None
     norm: Tensor | None
     key_bias: Tensor | None  # of cells, as far as keys are from their centres
-    log_ridge: Tensor | None
     tap_weight: Tensor | None
     query_tap_weight: Tensor | None
-    heat: Tensor | None
     router: Tensor | None
 
     def __init__(self, heads: int, key_dim: int, value_dim: int, rows: int, rule: Rule) -> None:
         super().__init__()
         self.rule, self.features, self.value_dim = rule, rows, value_dim
-        wide = rule.map in ("fourier", "cosine", "signs", "both")  # two rows from each product
+        wide = rule.map in ("signs", "both")  # two rows from each product
         products = -(-rows // 2) if wide else rows
         self.all_memories = 1 if rule.memories == 1 else rule.memories + 1
         self.gates = {
             "decay": {"fixed": 1, "scalar": 1, "channel": rows, "key": rows, "complement": rows}.get(rule.decay, 0),
-            "beta": {"scalar": rule.steps, "channel": rows, "removal": rows}.get(rule.erase, int(rule.read == "solve")),
+            "beta": {"scalar": 1, "channel": rows, "removal": rows}.get(rule.erase, 0),
             "write": value_dim if rule.erase == "channel" else 0,
         }
         by_token = rule.decay in ("scalar", "channel") or self.gates["beta"]
@@ -129,10 +119,8 @@ class MatrixRule(nn.Module):
             "value_scale": (),
             "mass": (),
             "norm": (value_dim if rule.read == "norm" else 0,),
-            "log_ridge": () if rule.read == "solve" else (0,),
             "tap_weight": (rule.taps if rule.taps > 1 else 0, key_dim),
             "query_tap_weight": (rule.taps if rule.taps > 1 else 0, key_dim),
-            "heat": (5 if rule.heat else 0,),
             "router": (rule.memories if rule.memories > 1 else 0, products),
         }
         for name, size in sizes.items():
@@ -150,9 +138,7 @@ class MatrixRule(nn.Module):
             parameter.zero_()
             if name in ("key_map", "query_map", "gate_down", "router"):
                 drawn = torch.randn(parameter.shape, generator=generator)
-                parameter.copy_(drawn if self.rule.map == "fourier" else drawn / math.sqrt(parameter.shape[-1]))
-        if self.rule.map == "fourier":
-            self.query_map.copy_(self.key_map[:, 0])
+                parameter.copy_(drawn / math.sqrt(parameter.shape[-1]))
         if self.gate_bias is not None:
             self.gate_bias.copy_(torch.cat([self.begin_bias(kind, size) for kind, size in self.gates.items()]))
         self.value_scale.fill_(BEGIN_SCALE if self.has_moments else 1.0)
@@ -168,7 +154,7 @@ class MatrixRule(nn.Module):
         if kind == "decay" and self.rule.decay == "key":
             return torch.zeros(size)  # as its authors have it: half-lives of some 16 tokens
         slowness = 1.0 if self.rule.decay == "complement" else SLOWNESS
-        share = 2 ** (-slowness / HALF_LIFE) if kind == "decay" else 0.5 / self.rule.beta
+        share = 2 ** (-slowness / HALF_LIFE) if kind == "decay" else 0.5
         return torch.full((size,), math.log(share / (1 - share)))
 
     @property
@@ -178,7 +164,7 @@ class MatrixRule(nn.Module):
     @property
     def columns(self) -> int:
         of_keys = self.key_shift.shape[-1] + 1
-        extra = {"solve": self.features, "mala": 1, "cells": of_keys}.get(self.rule.read, int(self.rule.mass == "sum"))
+        extra = {"mala": 1, "cells": of_keys}.get(self.rule.read, int(self.rule.mass == "sum"))
         return self.value_dim + extra
 
     def empty(self, k: Tensor, v: Tensor, window: int, sinks: int) -> MatrixState:
@@ -208,8 +194,6 @@ class MatrixRule(nn.Module):
         if self.rule.taps > 1:
             q, k = self.convolved(state, q, k, comes, place)
         k, v = k * there, v * there
-        if self.heat is not None:
-            q, k = q * self.heat_of(q, place), k * self.norm_power(k, 4)
         mass = self.mass.to(q.dtype)[:, None, None, None] + torch.where(count > 0, 0.0, EMPTY)[:, :, None].to(q.dtype)
         mean = q.new_zeros(())
         if self.has_moments:
@@ -217,33 +201,24 @@ class MatrixRule(nn.Module):
             mean, spread = moments[2], (q.square() * moments[1][:, :, None]).sum(-1, keepdim=True) / 2
             mass = mass + count.clamp_min(1).log()[:, :, None] + (q * moments[0][:, :, None]).sum(-1, keepdim=True)
             mass = mass + spread
-        centre = mean * there if self.rule.read not in ("mala", "cells") else mean.new_zeros(())
-        keys, erase, write, decay = self.written(root, state, k, v - centre, there, place - window)
+        centre = mean * there if self.rule.read != "mala" else mean.new_zeros(())
+        keys, erase, write, decay = self.written(root, state, k, v - centre, there)
         routes = None
         if self.router is not None:
             keys, erase, decay, routes = self.routed(root, q, k, keys, erase, decay)
-        asks = (q if self.rule.read == "cells" else self.queries(q / root, place))[:, :, None]
-        ask = self.asking(k.shape[-1])
-        sizes = self.rule.steps, WRITTEN_BY_CHANNEL if decay.shape[-1] > 1 or ask is not None else WRITTEN_AT_ONCE
-        out, state.matrix = read_and_write(asks, keys, erase, write[:, :, None], decay, state.matrix, *sizes, ask)
-        if self.rule.read == "cells":  # a query reads all: their masses tell what they are worth
-            out = together(out)
-        else:
-            out = out[:, :, 0] if routes is None else (out * routes).sum(2)
+        cells = Cells(k.shape[-1]) if self.rule.read == "cells" else None
+        asks = (q if cells else self.queries(q / root))[:, :, None]
+        sizes = self.rule.steps, WRITTEN_BY_CHANNEL if decay.shape[-1] > 1 or cells else WRITTEN_AT_ONCE
+        out, state.matrix = read_and_write(asks, keys, erase, write[:, :, None], decay, state.matrix, *sizes, cells)
+        out = out[:, :, 0] if routes is None else (out * routes).sum(2)
         vectors, mass = self.weighed(out, mass, mean, count)
         return mass, vectors
-
-    def asking(self, key_dim: int) -> Ask | None:
-        """Give what turns queries into what reads, where that depends on what was written."""
-        if self.log_ridge is not None:
-            return LeastSquares(self.features, self.log_ridge.exp())
-        return Cells(key_dim) if self.rule.read == "cells" else None
 
     def weighed(self, out: Tensor, mass: Tensor, mean: Tensor, count: Tensor) -> tuple[Tensor, Tensor]:
         """Make a mean of values and its mass of what was read."""
         scale = self.value_scale.to(out.dtype)[:, None, None, None]
         if self.rule.read == "cells":
-            return out[..., :-1], mass if self.has_moments else mass + out[..., -1:]
+            return out[..., :-1], mass + out[..., -1:]
         if self.rule.mass == "sum":
             total = out[..., -1:].clamp_min(torch.finfo(out.dtype).tiny)
             return out[..., :-1] / total, mass + total.log()
@@ -256,7 +231,7 @@ class MatrixRule(nn.Module):
         return (mean[:, :, None] if self.has_moments else 0.0) + scale * out, mass
 
     def written(
-        self, root: float, state: MatrixState, k: Tensor, v: Tensor, there: Tensor, place: Tensor
+        self, root: float, state: MatrixState, k: Tensor, v: Tensor, there: Tensor
     ) -> tuple[Tensor, Tensor | None, Tensor, Tensor]:
         """Give what each step writes: keys, erasures, values and log decays, (batch, heads, memories, steps, …)."""
         rule = self.rule
@@ -264,18 +239,18 @@ class MatrixRule(nn.Module):
         products = torch.einsum("bhtd,hspd->bhtsp", shifted, self.key_map.to(k.dtype))
         if self.key_bias is not None:
             products = products + self.key_bias[:, None, None].to(k.dtype)
-        keys = rows_of(rule.map, products, place[:, None, :, None, None], False)[..., : self.features]
+        keys = rows_of(rule.map, products, False)[..., : self.features]
         gates = self.gate_values(k, v)
         decay = self.log_decay(gates["decay"], products[..., 0, :])
         if rule.decay == "complement":
             keys = -decay.expm1()[..., None, :]
         if rule.decay == "level":
             keys, decay = self.leveled(state, keys, there)
-        if rule.mass == "sum" or rule.read in ("mala", "cells"):
+        if rule.mass == "sum" or rule.read == "mala":
             v = torch.cat([v, torch.ones_like(v[..., :1])], -1)
         if rule.read == "cells":
             v = torch.cat([k, v], -1)
-        beta = gates["beta"].sigmoid() * rule.beta
+        beta = gates["beta"].sigmoid()
         keys, erase, write = keys * there[..., None], None, v[..., None, :].expand(*v.shape[:3], rule.steps, -1)
         if rule.erase == "scalar":
             erase, write = beta[..., None] * keys, beta[..., None] * write
@@ -284,8 +259,6 @@ class MatrixRule(nn.Module):
         elif rule.erase == "removal":  # the first step takes out, the second writes
             first = torch.arange(2, device=k.device)[:, None] == 0
             erase, write = torch.where(first, beta[..., None, :] * keys, 0.0), torch.where(first, 0.0, write)
-        elif rule.read == "solve":
-            write = torch.cat([keys, write], -1) * beta[..., None]
         decay = decay * there
         steps = torch.cat([decay[..., None, :], decay.new_zeros(*decay.shape[:3], rule.steps - 1, decay.shape[-1])], -2)
         keys, write, steps = (x.flatten(2, 3) for x in (keys, write * there[..., None], steps))
@@ -321,10 +294,10 @@ class MatrixRule(nn.Module):
         before, after = levels[..., :-1, :], levels[..., 1:, :]
         return (log_keys - after).clamp_max(0).exp()[..., None, :], (before - after).clamp(min=-HEADROOM, max=0.0)
 
-    def queries(self, q: Tensor, place: Tensor) -> Tensor:
+    def queries(self, q: Tensor) -> Tensor:
         """Make the rows that read of queries: (batch, heads, group, tokens, rows)."""
         products = q @ self.query_map.to(q.dtype)[:, None].mT
-        return rows_of(self.rule.map, products, place[:, None, None, :, None], True)[..., : self.features]
+        return rows_of(self.rule.map, products, True)[..., : self.features]
 
     def routed(
         self, root: float, q: Tensor, k: Tensor, keys: Tensor, erase: Tensor | None, decay: Tensor
@@ -334,10 +307,7 @@ class MatrixRule(nn.Module):
         assert self.router is not None
         scores = products @ self.router.to(k.dtype).mT
         chosen = torch.zeros_like(scores).scatter(-1, scores.topk(ROUTES, -1).indices, 1.0).movedim(-1, 2)
-        chosen = torch.cat([torch.ones_like(chosen[:, :, :1]), chosen], 2)[
-            ..., None
-        ]  # (batch, heads, memories, tokens, 1)
-        chosen = chosen.repeat_interleave(self.rule.steps, -2)
+        chosen = torch.cat([torch.ones_like(chosen[:, :, :1]), chosen], 2)[..., None]  # (…, memories, tokens, 1)
         scores = (q / root) @ self.query_map.to(q.dtype)[:, None].mT @ self.router.to(q.dtype)[:, None].mT
         best = scores.topk(ROUTES, -1)
         routes = torch.zeros_like(scores).scatter(-1, best.indices, best.values.softmax(-1)).movedim(-1, 2)
@@ -357,20 +327,6 @@ class MatrixRule(nn.Module):
         asks, last = convolved(q.flatten(1, 2), kept.flatten(1, 2), weight, is_real)
         state.query_taps = last.unflatten(1, q.shape[1:3])
         return asks.unflatten(1, q.shape[1:3]), k
-
-    def heat_of(self, q: Tensor, place: Tensor) -> Tensor:
-        """Give the factor of each query: 1 before training."""
-        assert self.heat is not None
-        heat = self.heat.to(q.dtype)[:, None, None]
-        far = place.clamp_min(1).to(q.dtype).log()[:, None, None]
-        hot = (heat[..., 0] + heat[..., 1] * far + heat[..., 2] * q.norm(dim=-1)).exp()[..., None]
-        return hot * self.norm_power(q, 3)
-
-    def norm_power(self, x: Tensor, place: int) -> Tensor:
-        """Give a learned power of the norm of each query or key: the power -1 makes them units."""
-        assert self.heat is not None
-        power = self.heat[:, place].to(x.dtype).view(1, -1, *[1] * (x.dim() - 2))
-        return (power * x.square().sum(-1, keepdim=True).clamp_min(1e-12).log() / 2).exp()
 
 
 @dataclass(frozen=True)

@@ -4,22 +4,20 @@ matrix_rule.py defines them.
 
 from __future__ import annotations
 
-import math
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any
 
 import torch
-from torch.nn.functional import elu, pad, relu, silu
+from torch.nn.functional import elu, pad, relu
 
 from .state import EMPTY, MatrixState
 
 Tensor = torch.Tensor
-HORIZON = 4096.0  # tokens over which the weights of `cosformer` fall
 LEAST_NUMBER = 1e-30  # of tokens in a cell
 PAIRED_AT_ONCE = 8  # rows with decays by channel: more take longer
 
 
-def rows_of(kind: str, x: Tensor, place: Tensor, is_query: bool) -> Tensor:
+def rows_of(kind: str, x: Tensor, is_query: bool) -> Tensor:
     """Make rows of products (…, products)."""
     if kind == "plain":
         return x
@@ -27,17 +25,10 @@ def rows_of(kind: str, x: Tensor, place: Tensor, is_query: bool) -> Tensor:
         return unit(x)
     if kind == "elu":
         return elu(x) + 1
-    if kind == "silu":
-        return silu(x)
     if kind == "softmax":
         return x.softmax(-1)
     if kind == "both":
         return torch.cat([x.softmax(-1), (-x).softmax(-1)], -1)
-    if kind == "fourier":
-        return torch.cat([x.cos(), x.sin()], -1) / math.sqrt(x.shape[-1])
-    if kind == "cosine":
-        angle = (math.pi / 2) * (place.to(x.dtype) / HORIZON).clamp(0, 1)
-        return torch.cat([relu(x) * angle.cos(), relu(x) * angle.sin()], -1)
     assert kind == "signs", kind
     power: Any = 3.0
     if is_query:
@@ -85,36 +76,6 @@ def running_moments(
     return mean, variance, values
 
 
-class Ask(Protocol):
-    """Turns queries into what reads a matrix, where that depends on what the matrix holds as each row reads."""
-
-    def columns(self, whole: Tensor) -> Tensor: ...  # of a matrix, or of what is written: those that are read
-
-    def queries(
-        self, q: Tensor, k: Tensor, write: Tensor, weights: Tensor, kept: Tensor, matrix: Tensor
-    ) -> tuple[Tensor, Tensor | None]: ...  # what reads, and the logarithm of its mass where it has its own
-
-
-@dataclass(frozen=True)
-class LeastSquares:
-    """Multiplies queries by the inverse of Σ k k', which the first columns hold, lifted by a ridge of each head."""
-
-    size: int
-    ridge: Tensor  # (heads,)
-
-    def columns(self, whole: Tensor) -> Tensor:
-        return whole[..., self.size :]
-
-    def queries(
-        self, q: Tensor, k: Tensor, write: Tensor, weights: Tensor, kept: Tensor, matrix: Tensor
-    ) -> tuple[Tensor, None]:
-        squares = torch.einsum("...ij,...jk,...jl->...ikl", weights, k, write[..., : self.size])
-        squares = squares + kept[..., None] * matrix[..., None, :, : self.size]
-        eye = torch.eye(self.size, dtype=q.dtype, device=q.device)
-        lifted = squares + self.ridge.to(q.dtype).view(1, -1, 1, 1, 1, 1) * eye
-        return torch.linalg.solve(lifted, q.movedim(-3, -1)).movedim(-1, -3), None
-
-
 @dataclass(frozen=True)
 class Cells:
     """Scores the mean key of every row, which is a cell, and adds the logarithm of how much was written to it.
@@ -138,15 +99,6 @@ class Cells:
         return (logits - mass).exp() / number, mass
 
 
-def together(out: Tensor) -> Tensor:
-    """Let what was read of several memories meet by its masses, whose logarithms are the last column.
-
-    (batch, heads, memories, …, columns) -> (batch, heads, …, columns)
-    """
-    mass = out[..., -1:]
-    return torch.cat([(mass.softmax(2) * out[..., :-1]).sum(2), mass.logsumexp(2)], -1)
-
-
 def read_and_write(
     q: Tensor,  # (batch, heads, memories or 1, group, rows, K)
     k: Tensor,  # (batch, heads, memories, rows · steps, K)
@@ -156,25 +108,25 @@ def read_and_write(
     matrix: Tensor,  # (batch, heads, memories, K, columns)
     steps: int,
     size: int,
-    ask: Ask | None = None,
+    cells: Cells | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Write tokens and read after each, some at a time; return what is read and the matrix at the end.
 
-    What is read ends with the logarithm of its mass, where what asks has its own.
+    What is read of cells ends with the logarithm of its mass.
     """
     tokens, parts = q.shape[-2], []
     if tokens == 1:
-        return read_and_write_token(q, k, erase, write, decay, matrix, ask)
+        return read_and_write_token(q, k, erase, write, decay, matrix, cells)
     for start in range(0, tokens, size):
         some = slice(start * steps, (start + size) * steps)
         part = k[..., some, :], None if erase is None else erase[..., some, :], write[..., some, :], decay[..., some, :]
-        out, matrix = read_and_write_chunk(q[..., start : start + size, :], *part, matrix, steps, ask)
+        out, matrix = read_and_write_chunk(q[..., start : start + size, :], *part, matrix, steps, cells)
         parts.append(out)
     return torch.cat(parts, -2), matrix
 
 
 def read_and_write_token(
-    q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor, ask: Ask | None
+    q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor, cells: Cells | None
 ) -> tuple[Tensor, Tensor]:
     """Take the steps of one token, one after the other."""
     for step in range(k.shape[-2]):
@@ -183,17 +135,16 @@ def read_and_write_token(
         if erase is not None:
             new = new - erase[..., step, None, :] @ matrix
         matrix = matrix + k[..., step, :, None] * new
-    if ask is None:
+    if cells is None:
         return q @ matrix[..., None, :, :], matrix
     nothing = k.new_zeros(*k.shape[:-2], 1, 0), k.new_ones(*k.shape[:-2], 1, 1)  # all is in the matrix
-    q, mass = ask.queries(q, k[..., :0, :], write[..., :0, :], *nothing, matrix)
-    out = q @ ask.columns(matrix)[..., None, :, :]
-    return out if mass is None else torch.cat([out, mass], -1), matrix
+    q, mass = cells.queries(q, k[..., :0, :], write[..., :0, :], *nothing, matrix)
+    return torch.cat([q @ cells.columns(matrix)[..., None, :, :], mass], -1), matrix
 
 
 def read_and_write_chunk(
     q: Tensor, k: Tensor, erase: Tensor | None, write: Tensor, decay: Tensor, matrix: Tensor, steps: int,
-    ask: Ask | None,
+    cells: Cells | None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """Solve for what some tokens write, then read."""
     tokens = k.shape[-2]
@@ -204,10 +155,10 @@ def read_and_write_chunk(
         write = torch.linalg.solve_triangular(system, found, upper=False, unitriangular=True)
     rows, mass, columns = at[steps - 1 :: steps], None, (write, matrix)
     own, seen = sums[..., rows, :], at <= rows[:, None]
-    if ask is not None:
+    if cells is not None:
         weights = torch.where(seen, own[..., :, None, 0] - sums[..., None, :, 0], EMPTY).exp()
-        q, mass = ask.queries(q, k, write, weights, own.exp(), matrix)
-        columns = ask.columns(write), ask.columns(matrix)
+        q, mass = cells.queries(q, k, write, weights, own.exp(), matrix)
+        columns = cells.columns(write), cells.columns(matrix)
     scores = paired(q, k[..., None, :, :], own[..., None, :, :], sums[..., None, :, :], seen)
     out = (q * own.exp()[..., None, :, :]) @ columns[1][..., None, :, :] + scores @ columns[0][..., None, :, :]
     last = sums[..., -1:, :]
