@@ -15,22 +15,22 @@ from typing import Any
 
 import torch
 
-from linearizer import door
+from linearizer import checks
+from linearizer.allocate.allocate_run import DearPrice, allocate, help_pricing
 from linearizer.allocate.choose import choose_student
 from linearizer.allocate.decide import decide
-from linearizer.allocate.step import DearPrice, allocate, help_pricing
 from linearizer.errors import LinearizerError
+from linearizer.evaluate.evaluate_run import JUDGING, judge, measure_parts
 from linearizer.evaluate.setup import Setup, assembled, environment
 from linearizer.evaluate.side_by_side import write_in_turns
-from linearizer.evaluate.step import JUDGING, judge, measure_parts
 from linearizer.measure.profile import measure_teacher, min_texts
 from linearizer.model import checkpoint
+from linearizer.model.blockwise_pass import is_chain
 from linearizer.model.hub import find_model, local_weight_files
 from linearizer.model.inspect import inspect_model
 from linearizer.model.kept_texts import texts_of_run
 from linearizer.model.quiet import quiet
 from linearizer.model.streaming import spreads, streams
-from linearizer.model.sweep import is_chain
 from linearizer.model.teacher import Teacher, load_config, load_teacher_of
 from linearizer.progress import Progress, Steps, finish
 from linearizer.publish.card import add_card
@@ -49,7 +49,7 @@ from linearizer.run.state_size import StateSize
 from linearizer.run.stopping import check_stop, interruptible, log_end
 from linearizer.run.weight_digests import DIGESTS, write_digests
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.train.step import plan_with_steps, train
+from linearizer.train.train_run import plan_with_steps, train
 
 
 def inspect(model: str, token: str | None = None) -> Inspection:
@@ -73,7 +73,7 @@ def begin(
     of their tokens and of samples. These three numbers shrink to what the text has where the plan leaves them out, or
     where `yielding` names them. Where the work is not `here`, `settle` decides what depends on the machine.
     """
-    plan = door.with_absolute_paths(plan)
+    plan = checks.with_absolute_paths(plan)
     if Run.is_begun(folder, resume):
         (run := Run(folder)).check_same(plan)
         return run
@@ -81,18 +81,18 @@ def begin(
     config = load_config(source, token)
     inspection = inspect_model(source, config)
     inspection.require_support()
-    door.check_plan(plan, inspection, partial(is_chain, config))
+    checks.check_plan(plan, inspection, partial(is_chain, config))
     check_limits(plan, inspection)
     model = source.pinned or plan.model
-    dtype = door.decide_dtype(plan, source, config) if here else plan.dtype
+    dtype = checks.decide_dtype(plan, source, config) if here else plan.dtype
     left_out: dict[str, Any] = dict.fromkeys(yielding)
     given = replace(plan, **left_out)
     yielding = [name for name in YIELDING if getattr(given, name) is None]
-    decided = replace(door.fit_plan(plan, source, inspection, yielding, token), model=model, dtype=dtype)
+    decided = replace(checks.fit_plan(plan, source, inspection, yielding, token), model=model, dtype=dtype)
     run = Run.create(folder, decided, inspection, given, settled=here)
     try:
         if here:
-            door.check_disks(folder, plan, source, inspection)
+            checks.check_disks(folder, plan, source, inspection)
     except LinearizerError:
         run.remove_unstarted()
         raise
@@ -104,8 +104,8 @@ def settle(run: Run, token: str | None = None) -> None:
     if run.settled:
         return
     plan, source = run.plan, find_model(run.plan.model, token)
-    dtype = door.decide_dtype(plan, source, load_config(source, token))
-    door.check_disks(run.folder, plan, source, run.inspection)
+    dtype = checks.decide_dtype(plan, source, load_config(source, token))
+    checks.check_disks(run.folder, plan, source, run.inspection)
     run.settle(replace(plan, dtype=dtype))
 
 

@@ -74,10 +74,10 @@ def judged_briefly(monkeypatch):
     from dataclasses import replace
 
     from linearizer import pipeline
-    from linearizer.evaluate import step
+    from linearizer.evaluate import evaluate_run
 
-    brief = replace(step.JUDGING, texts=2)
-    for module in (step, pipeline):
+    brief = replace(evaluate_run.JUDGING, texts=2)
+    for module in (evaluate_run, pipeline):
         monkeypatch.setattr(module, "JUDGING", brief)
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from linearizer import pipeline
-from linearizer.allocate import step
+from linearizer.allocate import allocate_run
 from linearizer.cli.text import describe_run
 from linearizer.errors import FolderError, RequestError, Stopped
 from linearizer.jobs import control
@@ -25,7 +25,7 @@ from linearizer.run.head_bytes import Layer
 from linearizer.run.plan import USUAL_LENGTH, USUAL_TEXTS, Plan
 from linearizer.run.stopping import LogPace
 from linearizer.run.weight_digests import DIGESTS, read_digests
-from linearizer.train.state_file import NEWEST
+from linearizer.train.training_state import NEWEST
 from tests.support import runs
 from tests.support.hub import Handler
 from tests.support.runs import inspection_of, weights_of
@@ -47,7 +47,7 @@ def student(run):
 
 @pytest.mark.parametrize("strategy", ["common-lambda", "gain"])
 def test_a_run_stops_within_every_step_and_resumes_to_the_same_bits(strategy, begin, monkeypatch):
-    monkeypatch.setattr(step, "options_to_price", lambda *offered: options_to_price(*offered)[::3])
+    monkeypatch.setattr(allocate_run, "options_to_price", lambda *offered: options_to_price(*offered)[::3])
     plan = Plan("demo", target_length=64, steps=4, exchanges=1, **{**QUICK, "budget": 24, "strategy": strategy})
     plan = replace(plan, bits=8 if strategy == "gain" else None)
     whole, run = begin("whole", plan), begin("run", plan)

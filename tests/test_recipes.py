@@ -9,7 +9,7 @@ import torch
 from safetensors.torch import load_file
 
 from linearizer import pipeline
-from linearizer.allocate import step
+from linearizer.allocate import allocate_run
 from linearizer.allocate.decide import allocate_by_gates
 from linearizer.cli.main import parser
 from linearizer.cli.run_commands import begin_run
@@ -45,7 +45,7 @@ SMALL = dict(model="demo", budget=40, texts=2, length=64, samples=128, target_le
 
 @pytest.mark.parametrize("recipe", ["windows", "swa", "duo", "lolcats", "performer", "liger"])
 def test_a_recipe_makes_a_student_within_the_budget(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(step, "GATE_STEPS", 4)
+    monkeypatch.setattr(allocate_run, "GATE_STEPS", 4)
     steps = {"steps": 2} if RECIPES[recipe].choices.get("steps") else {}
     run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **SMALL, **steps, may_grow=recipe == "duo"))
     allocation = finish(pipeline.linearize(run))
@@ -86,7 +86,7 @@ def test_a_run_that_measures_one_text_is_judged_by_none_that_it_was_priced_on(re
     run = pipeline.begin(tmp_path / "run", Plan.of(recipe, **{**SMALL, "texts": 1, "samples": 120}, may_grow=True))
     teacher = teacher_module.load_teacher_of(run.plan)
     judged = pipeline.training_and_judging_texts(run, run.plan, teacher, None)[1]
-    seen = teacher_module.texts_of(run.plan, teacher, len(step.texts_to_price_on(run, teacher, None)), None)
+    seen = teacher_module.texts_of(run.plan, teacher, len(allocate_run.texts_to_price_on(run, teacher, None)), None)
     assert len(seen) == 2 and not (judged[:, None] == seen).all(-1).any()
 
 
@@ -94,7 +94,7 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
     run = pipeline.begin(tmp_path / "run", Plan.of("best", **SMALL, strategy="gain-features", steps=2))
     teacher = teacher_module.load_teacher_of(run.plan)
     finish(measure_teacher(run, teacher))
-    finish(step.price_heads(run, teacher, step.texts_to_price_on(run, teacher, None)))
+    finish(allocate_run.price_heads(run, teacher, allocate_run.texts_to_price_on(run, teacher, None)))
     result = run.prices
     assert {bool(option.slots) for option in result.options} == {False}
     half = [0.5 if option.features else 1.0 for option in result.options]  # what features are not by nature, here
@@ -112,20 +112,20 @@ def test_features_are_bought_where_they_are_the_better_price(tmp_path):
 @pytest.mark.parametrize("prices", ["estimated", "measured"])
 def test_pricing_that_is_stopped_goes_on_to_the_same_prices(prices, tmp_path, monkeypatch):
     monkeypatch.setattr(head_prices_by_gradient, "MAX_GRADIENTS", 1)  # text by text
-    monkeypatch.setattr(step, "options_to_price", lambda *offered: options_to_price(*offered)[::4])
+    monkeypatch.setattr(allocate_run, "options_to_price", lambda *offered: options_to_price(*offered)[::4])
     options = {**SMALL, "length": 32, "texts": 4, "prices": prices}
     run = pipeline.begin(tmp_path / "run", Plan.of("best", **options, strategy="gain-features", sinks=0))
     teacher = teacher_module.load_teacher_of(run.plan)
     finish(measure_teacher(run, teacher))
-    texts = step.texts_to_price_on(run, teacher, None)
-    whole = finish(step.price_heads(run, teacher, texts))
+    texts = allocate_run.texts_to_price_on(run, teacher, None)
+    whole = finish(allocate_run.price_heads(run, teacher, texts))
     (run.folder / "prices.json").unlink()
-    steps = step.price_heads(run, teacher, texts)
-    while not list((run.folder / step.LAYERS).glob("*")):
+    steps = allocate_run.price_heads(run, teacher, texts)
+    while not list((run.folder / allocate_run.LAYERS).glob("*")):
         next(steps)
     steps.close()
     before = len(run.events())
-    assert finish(step.price_heads(run, teacher, texts)) == whole
+    assert finish(allocate_run.price_heads(run, teacher, texts)) == whole
     first = next(event for event in run.events()[before:] if event["event"] == "price")
     assert first["done"] > (prices == "measured"), "what was priced is not priced again"
 

@@ -20,9 +20,9 @@ from linearizer.run.head_bytes import (
     slot_bytes,
     token_bytes,
 )
-from linearizer.run.memories import MEMORIES
 from linearizer.run.plan import Plan
 from linearizer.run.prices import SMALLEST, Prices
+from linearizer.run.update_rules import MEMORIES
 
 Gates = Sequence[Sequence[float]]  # [layer][KV head], none in a native layer
 

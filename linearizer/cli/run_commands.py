@@ -200,7 +200,7 @@ def serve_evaluate(arguments: argparse.Namespace) -> None:
     results = run.results
     parts = {name: results[name] for name in request.chosen if name in results}
     if arguments.charts:
-        from linearizer.publish.html import write_page
+        from linearizer.publish.markup import write_page
 
         write_whole(arguments.charts, write_page(run, parts))
     report = "\n\n".join([*verdict_lines(run), evaluation_report(parts)])

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from linearizer.errors import RequestError
 from linearizer.evaluate.subjects import Subject, read_into_cache, read_logits
 from linearizer.model.logits import fresh_cache, losses_of
-from linearizer.model.memory import run_if_it_fits
+from linearizer.model.ram import run_if_it_fits
 from linearizer.progress import Progress, Steps
 from linearizer.run.results import Grid, Needle
 

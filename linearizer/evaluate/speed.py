@@ -16,7 +16,7 @@ import torch
 
 from linearizer.evaluate.subjects import Subject, read_into_cache, read_logits
 from linearizer.model.logits import bytes_held, fresh_cache, vocabulary
-from linearizer.model.memory import PeakMemory, free_bytes, run_if_it_fits
+from linearizer.model.ram import PeakMemory, free_bytes, run_if_it_fits
 from linearizer.progress import Progress, Steps
 from linearizer.run import head_bytes
 from linearizer.run.head_bytes import Layer

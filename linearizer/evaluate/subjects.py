@@ -14,10 +14,10 @@ from torch import nn
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from linearizer.model.in_step import in_step
 from linearizer.model.layers import blocks_of
 from linearizer.model.logits import Tensor, bytes_held, fresh_cache, losses_of, texts_at_once, tokens_at_once
-from linearizer.model.swap import exchange_students
+from linearizer.model.shared_reads import in_step
+from linearizer.model.substitute import exchange_students
 from linearizer.model.token_loop import read_tokens
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Layer, cache_bytes

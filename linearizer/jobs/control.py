@@ -18,9 +18,9 @@ from pathlib import Path
 from typing import Any
 
 from linearizer.errors import FolderError, RequestError
-from linearizer.jobs import queue
+from linearizer.jobs import device_queue
+from linearizer.jobs.device_queue import Ticket
 from linearizer.jobs.processes import start_process
-from linearizer.jobs.queue import Ticket
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.events import READ_BYTES, STEPS, Event, EventName, first_event, newest_events, read_events
 from linearizer.run.files import UNFINISHED, open_in_place, remove, writing
@@ -112,7 +112,7 @@ def lock_and_queue(run: Run, **details: Any) -> tuple[Lock, Ticket]:
     with ExitStack() as undo:
         lock = undo.enter_context(run.take_lock())
         remove(run.folder / "worker.log")
-        ticket = queue.take_ticket(run.folder)
+        ticket = device_queue.take_ticket(run.folder)
         undo.callback(ticket.remove)
         run.log(EventName.QUEUED, **details)
         undo.pop_all()
@@ -181,7 +181,7 @@ def status(run: Run) -> Status:
         run=run,
         plan=run.plan,
         state=state,
-        place=queue.place_of(run.folder) if state == "queued" else None,
+        place=device_queue.place_of(run.folder) if state == "queued" else None,
         step=log_state.step,
         error=LOST_ERROR + quote_last_line(run) if state == "lost" else log_state.error,
         begun=begun,

@@ -15,9 +15,9 @@ import torch
 
 from linearizer.allocate.by_prices import MOST_DEAR
 from linearizer.allocate.decide import sinks_to_try
+from linearizer.evaluate.evaluate_run import JUDGING, MAX_WRITTEN_TOKENS, needle_lengths
 from linearizer.evaluate.needle import DEPTHS
 from linearizer.evaluate.speed import LENGTHS
-from linearizer.evaluate.step import JUDGING, MAX_WRITTEN_TOKENS, needle_lengths
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.head_prices import options_to_price
 from linearizer.measure.head_prices_by_gradient import DRAWS

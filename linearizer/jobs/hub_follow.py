@@ -21,7 +21,7 @@ from typing import Any
 from linearizer.errors import FaultError, RequestError, Stopped
 from linearizer.jobs.hub_api import TROUBLE, Account, Job, explain_job_errors, job_environment, status_of
 from linearizer.model.hub_errors import redact
-from linearizer.model.safetensors import teacher_files
+from linearizer.model.weight_files import teacher_files
 from linearizer.publish.space import job_requirements, package_files
 from linearizer.publish.upload import path_or_bytes
 from linearizer.run.events import EventName, append_line, parse_line

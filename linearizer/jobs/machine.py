@@ -11,7 +11,7 @@ import torch
 
 from linearizer.jobs.forecast import RunForecast
 from linearizer.model.devices import choose_device, choose_dtype, describe_device
-from linearizer.model.memory import free_bytes
+from linearizer.model.ram import free_bytes
 from linearizer.model.streaming import rooms_for_weights
 from linearizer.run.plan import Plan
 from linearizer.runtime.kernel_dispatch import FeatureAttention

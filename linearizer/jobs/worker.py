@@ -19,8 +19,8 @@ from typing import Any, NoReturn, TypeVar
 
 from linearizer.errors import FaultError, FolderError, LinearizerError, RequestError, Stopped
 from linearizer.jobs.control import lock_and_queue
+from linearizer.jobs.device_queue import Ticket
 from linearizer.jobs.helpers import HelperProcesses, devices_to_hold
-from linearizer.jobs.queue import Ticket
 from linearizer.progress import Progress, Steps, finish
 from linearizer.run.events import EventName
 from linearizer.run.files import open_in_place

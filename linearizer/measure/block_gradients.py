@@ -16,9 +16,9 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.errors import RequestError
+from linearizer.model.blockwise_pass import Chain, calls_of, hidden_of, hold_weights, sweep_forward
 from linearizer.model.streaming import is_streamed
-from linearizer.model.swap import fixed_answer, replace_student
-from linearizer.model.sweep import Chain, calls_of, hidden_of, hold_weights, sweep_forward
+from linearizer.model.substitute import fixed_answer, replace_student
 from linearizer.runtime.attention_interface import IMPLEMENTATION, attending, attention_modules
 
 Tensor = torch.Tensor

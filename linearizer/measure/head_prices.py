@@ -15,10 +15,11 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from linearizer.model.in_step import in_step, passes_at_once
+from linearizer.model.blockwise_pass import hold_weights
 from linearizer.model.layers import layer_number
 from linearizer.model.logits import kl_of, logits_of
-from linearizer.model.swap import (
+from linearizer.model.shared_reads import in_step, passes_at_once
+from linearizer.model.substitute import (
     Begin,
     BlockAnswers,
     FixedOutput,
@@ -26,7 +27,6 @@ from linearizer.model.swap import (
     make_layer_student,
     replace_student,
 )
-from linearizer.model.sweep import hold_weights
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import BLOCK, Head, Layer

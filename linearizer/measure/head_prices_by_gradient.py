@@ -15,10 +15,10 @@ import torch
 from transformers import PreTrainedModel
 
 from linearizer.measure.block_gradients import Recording, gradients_by_layer
+from linearizer.model.blockwise_pass import chain_of
 from linearizer.model.logits import vocabulary
 from linearizer.model.streaming import is_streamed
-from linearizer.model.swap import Begin, make_layer_student
-from linearizer.model.sweep import chain_of
+from linearizer.model.substitute import Begin, make_layer_student
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.head_bytes import Head, Layer

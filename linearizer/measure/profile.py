@@ -13,13 +13,13 @@ from torch import nn
 
 from linearizer.measure.degrees_of_freedom import degrees_of_freedom
 from linearizer.measure.recorder import LayerRecord, Recorder, draw_sample
+from linearizer.model.blockwise_pass import Chain, calls_of, chain_of, run_blocks, sweep_forward
 from linearizer.model.kept_texts import texts_of_run
 from linearizer.model.logits import check_logits
-from linearizer.model.safetensors import write_tensors
 from linearizer.model.samples import SAMPLES, LayerSamples, Samples
 from linearizer.model.streaming import is_streamed
-from linearizer.model.sweep import Chain, calls_of, chain_of, run_blocks, sweep_forward
 from linearizer.model.teacher import Teacher
+from linearizer.model.weight_files import write_tensors
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.folder import Run

@@ -9,9 +9,9 @@ from functools import partial
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.model.in_step import in_step, passes_at_once
 from linearizer.model.logits import kl_of, logits_of
-from linearizer.model.swap import Begin, BlockAnswers, make_layer_student, replace_student
+from linearizer.model.shared_reads import in_step, passes_at_once
+from linearizer.model.substitute import Begin, BlockAnswers, make_layer_student, replace_student
 from linearizer.progress import Progress, Steps
 from linearizer.run.allocation import Allocation
 from linearizer.run.events import EventName

@@ -18,12 +18,12 @@ from linearizer.errors import FolderError, RequestError, first_line
 from linearizer.model.devices import choose_device
 from linearizer.model.hub import fetch, find_model
 from linearizer.model.linked_weights import is_own, link_or_copy, save_around, save_streamed
-from linearizer.model.memory import free_bytes
 from linearizer.model.quantised import keep_as_stored, to_device
 from linearizer.model.quiet import quiet
-from linearizer.model.safetensors import teacher_files
+from linearizer.model.ram import free_bytes
 from linearizer.model.streaming import is_placed, is_streamed, spreads, streams
 from linearizer.model.teacher import load_teacher_of
+from linearizer.model.weight_files import teacher_files
 from linearizer.run.allocation import Allocation, check_allocation
 from linearizer.run.files import parse_json, replacing, writing
 from linearizer.run.folder import Run

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
 from linearizer.model.quiet import quiet
-from linearizer.model.safetensors import GGUF, Weights, damaged_weights
+from linearizer.model.weight_files import GGUF, Weights, damaged_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel, PreTrainedTokenizerBase

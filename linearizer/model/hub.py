@@ -43,7 +43,7 @@ from linearizer.model.gguf_files import (
     write_stand_in,
 )
 from linearizer.model.hub_errors import ANSWER_ERRORS, HUB_ERRORS, Use, describe_error, describe_missing, redact
-from linearizer.model.safetensors import (
+from linearizer.model.weight_files import (
     GGUF,
     INDEX,
     SINGLE,

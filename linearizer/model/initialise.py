@@ -16,7 +16,7 @@ import torch
 from linearizer.model.fit_memory import fit_memory
 from linearizer.model.layers import featured, layer_number
 from linearizer.model.samples import LayerSamples, Samples, samples_of
-from linearizer.model.swap import Begin
+from linearizer.model.substitute import Begin
 from linearizer.run.folder import Run
 from linearizer.runtime.attention_interface import attention_modules
 from linearizer.runtime.feature_maps import Clusters, Codebook

@@ -11,7 +11,7 @@ from linearizer.model.hub import Source
 from linearizer.model.probe import AttentionLayer, build_blueprint, watch_blueprint, watch_layers
 from linearizer.model.quantised import check_quantisation, describe_quantisation, gguf_file, is_packed, method_of
 from linearizer.model.support import TESTED, Refused, check_config, check_windows
-from linearizer.model.towers import names_in_files, whole_of
+from linearizer.model.text_tower import names_in_files, whole_of
 from linearizer.run.head_bytes import Layer, cache_bytes, feature_bytes
 from linearizer.run.inspection import Budget, Inspection
 

@@ -7,8 +7,8 @@ from dataclasses import dataclass
 import torch
 from safetensors import SafetensorError
 
-from linearizer.model.safetensors import read_tensors, write_tensors
 from linearizer.model.teacher import Teacher, texts_of
+from linearizer.model.weight_files import read_tensors, write_tensors
 from linearizer.run.events import EventName
 from linearizer.run.files import remove
 from linearizer.run.folder import Run

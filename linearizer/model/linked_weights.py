@@ -16,8 +16,8 @@ import torch
 from safetensors.torch import save_file
 
 from linearizer.model.quiet import quiet
-from linearizer.model.safetensors import INDEX, SINGLE, TEACHER_FILES, read_header
 from linearizer.model.streaming import offload_hooks
+from linearizer.model.weight_files import INDEX, SINGLE, TEACHER_FILES, read_header
 from linearizer.run.files import UNFINISHED
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 

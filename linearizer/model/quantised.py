@@ -6,9 +6,9 @@ from dataclasses import dataclass
 from importlib.util import find_spec
 from typing import TYPE_CHECKING, Any, TypeVar
 
-from linearizer.model.few_bits import check_few_bits
-from linearizer.model.safetensors import GGUF
+from linearizer.model.gptq_awq import check_few_bits
 from linearizer.model.support import Refused
+from linearizer.model.weight_files import GGUF
 
 if TYPE_CHECKING:
     import torch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from safetensors import SafetensorError
 
-from linearizer.model.safetensors import read_tensors
+from linearizer.model.weight_files import read_tensors
 from linearizer.run.folder import Run
 
 SAMPLES = "state/samples.safetensors"  # of a run's folder

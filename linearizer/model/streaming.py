@@ -17,9 +17,9 @@ from torch import nn
 from linearizer.errors import RequestError
 from linearizer.model.devices import choose_device, choose_dtype, device_kind
 from linearizer.model.layers import blocks_of
-from linearizer.model.memory import free_bytes
 from linearizer.model.probe import build_blueprint
 from linearizer.model.quantised import is_packed, method_of
+from linearizer.model.ram import free_bytes
 from linearizer.run.inspection import Inspection
 
 if TYPE_CHECKING:

@@ -13,11 +13,10 @@ from safetensors import SafetensorError
 
 from linearizer.errors import ModelNotAvailable, UnsupportedModel, first_line
 from linearizer.model.devices import choose_device
-from linearizer.model.few_bits import expand_weights
 from linearizer.model.gguf_files import load_gguf_config, load_gguf_tokenizer, read_gguf
+from linearizer.model.gptq_awq import expand_weights
 from linearizer.model.hub import CONFIG, Source, fetch, find_model
 from linearizer.model.inspect import inspect_model, verify_teacher
-from linearizer.model.memory import return_freed_memory
 from linearizer.model.probe import build_blueprint
 from linearizer.model.quantised import (
     expand_while_loading,
@@ -29,10 +28,11 @@ from linearizer.model.quantised import (
     quantisation_of,
 )
 from linearizer.model.quiet import quiet
-from linearizer.model.safetensors import INDEX, SINGLE, damaged_weights, list_shards, read_json
+from linearizer.model.ram import return_freed_memory
 from linearizer.model.streaming import leave_states_in_place, place_weights, streamed_weights
 from linearizer.model.text import read_texts
-from linearizer.model.towers import names_in_files, text_tower, whole_of
+from linearizer.model.text_tower import names_in_files, text_tower, whole_of
+from linearizer.model.weight_files import INDEX, SINGLE, damaged_weights, list_shards, read_json
 from linearizer.run.inspection import Inspection
 from linearizer.run.json_products import quote
 from linearizer.run.plan import Plan

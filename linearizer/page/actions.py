@@ -93,7 +93,7 @@ class Examined:
 
     @cached_property
     def is_chain(self) -> bool:
-        from linearizer.model.sweep import is_chain
+        from linearizer.model.blockwise_pass import is_chain
 
         return is_chain(self.config)
 
@@ -138,9 +138,9 @@ def make_plan(model: str, budget: int, effort: str, options: Mapping[str, Any]) 
 
 def check_plan(plan: Plan, model: Examined) -> None:
     """Refuse what the door would refuse of a plan, while its visitor still chooses."""
-    from linearizer import door
+    from linearizer import checks
 
-    door.check_plan(plan, model.inspection, lambda: model.is_chain)
+    checks.check_plan(plan, model.inspection, lambda: model.is_chain)
 
 
 def forecast_run(plan: Plan, model: Examined) -> RunForecast:

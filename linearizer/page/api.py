@@ -22,11 +22,11 @@ from linearizer.errors import RequestError
 from linearizer.jobs import control
 from linearizer.jobs.control import Status
 from linearizer.jobs.hub_api import Hardware
-from linearizer.page import actions, sending, students
+from linearizer.page import actions, chat, sending
 from linearizer.page.calls import Profile, Token, identify_visitor, refusals_in_api
 from linearizer.page.limits import MAX_COMPARED_TOKENS, MAX_PROMPT_CHARACTERS
 from linearizer.page.visitors import Visitor
-from linearizer.publish import html
+from linearizer.publish import markup
 from linearizer.publish.repository import Preview, Published
 from linearizer.publish.verdict import Verdict
 from linearizer.run.evaluation_request import PARTS, Request
@@ -211,15 +211,15 @@ def compare_models(
 
     prompt: {prompt}. tokens: {tokens}. seed: {seed}.
     """
-    for both in students.compare_models(visitor, run, prompt, tokens, seed, sample):
+    for both in chat.compare_models(visitor, run, prompt, tokens, seed, sample):
         last = both
-    why = students.explain_speed(visitor.find_run(run), last.teacher, last.student)
+    why = chat.explain_speed(visitor.find_run(run), last.teacher, last.student)
     return Sides(last.teacher, last.student, last.difference, why)
 
 
 def read_document(visitor: Visitor, run: str, text: str) -> Reading:
     """Let the student of a run read a document once; its state is kept with the run, for `ask_document`."""
-    for step in students.read_document(visitor, run, text):
+    for step in chat.read_document(visitor, run, text):
         last = step
     assert isinstance(last, Reading), "the last value is what was read"
     return last
@@ -233,14 +233,14 @@ def ask_document(
     prompt: {prompt}. tokens: {tokens}. seed: {seed}. keep: the state remembers prompt and answer, too.
     """
     text = ""
-    for text in students.ask_document(visitor, run, prompt, tokens, seed, sample, keep):  # noqa: B007
+    for text in chat.ask_document(visitor, run, prompt, tokens, seed, sample, keep):  # noqa: B007
         pass
     return text
 
 
 def take_back_answer(visitor: Visitor, run: str) -> Reading:
     """Let the state of a document forget the prompt and the answer that it kept last."""
-    return students.take_back_answer(visitor, run)
+    return chat.take_back_answer(visitor, run)
 
 
 def preview_publication(visitor: Visitor, run: str, repo_id: str, private: bool = True) -> Preview:
@@ -360,7 +360,7 @@ def describe_status(status: Status) -> dict[str, Any]:
     """Describe a status in plain numbers and words, without paths of this machine."""
     same = ("state", "place", "step", "begun", "changed", "disk_bytes", "saved", "published")
     facts = {name: getattr(status, name) for name in same}
-    return {"run": status.run.folder.name, **facts, "error": status.error and html.without_folders(status.error)}
+    return {"run": status.run.folder.name, **facts, "error": status.error and markup.without_folders(status.error)}
 
 
 def read_whole_number(number: object) -> int:

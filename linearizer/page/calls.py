@@ -13,7 +13,7 @@ import gradio as gr
 from linearizer.errors import LinearizerError
 from linearizer.page import warmup
 from linearizer.page.visitors import Visitor, find_visitor
-from linearizer.publish import html
+from linearizer.publish import markup
 from linearizer.run.folder import Run
 
 Profile: TypeAlias = gr.OAuthProfile | None
@@ -82,7 +82,7 @@ def refusals_on_page() -> Iterator[None]:
     try:
         yield
     except LinearizerError as error:
-        sentence = html.sentence_html(str(error))
+        sentence = markup.sentence_html(str(error))
         raise gr.Error(sentence, title="That cannot be done", duration=15, print_exception=False) from None
 
 
@@ -92,4 +92,4 @@ def refusals_in_api() -> Iterator[None]:
     try:
         yield
     except LinearizerError as error:
-        raise gr.Error(html.without_folders(str(error)), print_exception=False) from None
+        raise gr.Error(markup.without_folders(str(error)), print_exception=False) from None

@@ -10,9 +10,9 @@ from typing import TYPE_CHECKING, Any
 
 from linearizer.amounts import ago, duration, size
 from linearizer.jobs.control import LIVE, Status
-from linearizer.page.students import DOCUMENT_FACTS
+from linearizer.page.chat import DOCUMENT_FACTS
 from linearizer.progress import Progress
-from linearizer.publish.html import announcement, folded, message_box, table, table_html, values_list, without_folders
+from linearizer.publish.markup import announcement, folded, message_box, table, table_html, values_list, without_folders
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.publish.prediction import candidates_table, read_corrections
 from linearizer.publish.training_charts import ERRORS

@@ -13,7 +13,7 @@ from linearizer.page import actions, cards, run_state
 from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import SOON_SECONDS, plot_json, watched_run
 from linearizer.page.run_state import PART_PREFIX
-from linearizer.publish import html
+from linearizer.publish import markup
 from linearizer.publish.parts import PART_VIEWS
 
 SPEED_SECONDS = 5.0  # that one measurement of speed may take: visitors wait for it
@@ -53,7 +53,7 @@ def forecast_evaluation(browser: Browser, parts: list[str], texts: float, tasks:
         choices = read_choices(parts, texts, tasks, limit)
         return cards.times_line(actions.forecast_evaluation(browser.visitor, browser.run_name, choices))
     except LinearizerError as error:
-        return html.message_box(str(error))
+        return markup.message_box(str(error))
 
 
 def part_marks(parts: Mapping[str, run_state.Piece]) -> dict[str, str]:

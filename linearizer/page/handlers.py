@@ -12,12 +12,12 @@ from gradio.components.plot import PlotData
 
 from linearizer.errors import LinearizerError, NotAgreed, PublishError, RequestError
 from linearizer.jobs import control
-from linearizer.page import actions, cards, plan_cards, run_state, runs_cards, sending, students, warmup
+from linearizer.page import actions, cards, chat, plan_cards, run_state, runs_cards, sending, warmup
 from linearizer.page.calls import Browser, Memory, handler, refusals_on_page
 from linearizer.page.layout import SEARCH_ABOUT
 from linearizer.page.visitors import EXAMPLE_NAME, MIN_SECRET_CHARACTERS, Visitor, has_example, new_secret, on_space
 from linearizer.progress import Progress
-from linearizer.publish import html
+from linearizer.publish import markup
 from linearizer.run.folder import Run
 
 if TYPE_CHECKING:
@@ -61,7 +61,7 @@ def open_page(browser: Browser, address: str | None) -> tuple[Memory, Any, Any]:
             kept["run"] = Browser(kept, browser.profile, browser.token).find_run().folder.name
         except LinearizerError as error:
             kept["run"] = None
-            note = html.message_box(str(error), "bad") if address else ""
+            note = markup.message_box(str(error), "bad") if address else ""
     poll_seconds = SOON_SECONDS if kept["run"] else IDLE_POLL_SECONDS
     return kept, show_note(note), gr.Timer(poll_seconds, active=True)
 
@@ -72,7 +72,7 @@ def search_models(browser: Browser, key: gr.KeyUpData) -> Any:
     try:
         names, about = actions.search_models(browser.visitor, key.input_value), SEARCH_ABOUT
     except RequestError as error:  # what was typed may be a folder, or in the cache
-        names, about = [], html.without_folders(str(error))
+        names, about = [], markup.without_folders(str(error))
     return gr.Dropdown(choices=names, info=about)
 
 
@@ -109,7 +109,7 @@ def ask_run(wish: str) -> Callable:
         try:
             actions.ask_run(browser.visitor, browser.run_name, wish)
         except NotAgreed as question:
-            return gr.skip(), show_note(html.message_box(str(question))), gr.Button(visible=True)
+            return gr.skip(), show_note(markup.message_box(str(question))), gr.Button(visible=True)
         return gr.Timer(SOON_SECONDS), show_note(""), gr.Button(visible=False)
 
     return ask
@@ -124,8 +124,8 @@ def share_budget(browser: Browser, budget: float) -> tuple[str, bool]:
             return "", False
         figure, card = draw_shares(run, int(budget))
     except LinearizerError as error:
-        return html.message_box(str(error), "bad"), True
-    return card + html.hidden_data("figure", figure), True
+        return markup.message_box(str(error), "bad"), True
+    return card + markup.hidden_data("figure", figure), True
 
 
 def draw_shares(run: Run, budget: int | None = None) -> tuple[str, str]:
@@ -148,10 +148,10 @@ def compare_models(
     empty, both = cards.side_card(None), None
     yield "", empty, "", empty, ""
     choices = read_drawing(prompt, tokens, seed, sample)
-    for both in students.compare_models(browser.visitor, browser.run_name, *choices):
+    for both in chat.compare_models(browser.visitor, browser.run_name, *choices):
         yield *show_sides(both), ""
     if both is not None:
-        why = students.explain_speed(browser.find_run(), both.teacher, both.student)
+        why = chat.explain_speed(browser.find_run(), both.teacher, both.student)
         yield *show_sides(both), cards.comparison_note(both, why)
 
 
@@ -171,7 +171,7 @@ def show_sides(both: Comparison) -> tuple[str, str, str, str]:
 @handler
 def read_document(browser: Browser, text: str) -> Iterator[tuple[str, Any, Any]]:
     """Let the student read a document; its state is kept with the run."""
-    for step in students.read_document(browser.visitor, browser.run_name, text or ""):
+    for step in chat.read_document(browser.visitor, browser.run_name, text or ""):
         if isinstance(step, Progress):
             yield cards.document_bar(step), gr.skip(), gr.skip()
     asks = gr.Button(interactive=True)
@@ -192,7 +192,7 @@ def ask_document(
 ) -> Iterator[tuple[str, Any]]:
     """Let the student continue a prompt after the document that it read."""
     choices, answer = read_drawing(prompt, tokens, seed, sample), ""
-    for text in students.ask_document(browser.visitor, browser.run_name, *choices, bool(keep)):
+    for text in chat.ask_document(browser.visitor, browser.run_name, *choices, bool(keep)):
         answer = f"<p>{escape(text)}</p>"
         yield answer, gr.skip()
     if keep:
@@ -202,7 +202,7 @@ def ask_document(
 @handler
 def take_back_answer(browser: Browser) -> tuple[str, str]:
     """Let the state forget the question and the answer that it kept last."""
-    students.take_back_answer(browser.visitor, browser.run_name)
+    chat.take_back_answer(browser.visitor, browser.run_name)
     return "", cards.reading_card(browser.find_run())
 
 
@@ -221,7 +221,7 @@ def list_owners(browser: Browser) -> tuple[Any, str, str]:
         except PublishError as error:
             note = str(error)
     listed = gr.Dropdown(choices=owners, value=owners[0]) if owners else gr.Dropdown(choices=[])
-    return listed, suggested, html.message_box(note) if note else ""
+    return listed, suggested, markup.message_box(note) if note else ""
 
 
 @handler
@@ -234,7 +234,7 @@ def preview_publication(browser: Browser, owner: str, repo: str, private: bool) 
         push.preview(run, repo_id_of(owner, repo), private, browser.visitor.token),
         push.list_warnings(run),
     )
-    notes = "".join(html.message_box(note, "bad" if note in warnings else "note") for note in preview.notes)
+    notes = "".join(markup.message_box(note, "bad" if note in warnings else "note") for note in preview.notes)
     return notes, cards.files_table(preview.files, preview.bytes), preview.card, gr.Button(interactive=preview.checked)
 
 
@@ -257,7 +257,7 @@ def list_runs(browser: Browser) -> tuple[str, Any, Any, Any]:
     try:
         table, names, idle = lay_out_runs(browser.visitor)
     except LinearizerError as error:
-        return html.message_box(str(error), "bad"), *[gr.skip()] * 3
+        return markup.message_box(str(error), "bad"), *[gr.skip()] * 3
     return table, gr.Dropdown(choices=idle), gr.Dropdown(choices=names), gr.Dropdown(choices=names)
 
 
@@ -277,7 +277,7 @@ def compare_runs(browser: Browser, first: str | None, second: str | None) -> str
     try:
         return runs_cards.comparison_card(browser.visitor.find_run(first), browser.visitor.find_run(second))
     except LinearizerError as error:
-        return html.message_box(str(error), "bad")
+        return markup.message_box(str(error), "bad")
 
 
 @handler

@@ -13,7 +13,7 @@ from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import watch_run
 from linearizer.page.plan_handlers import read_form
 from linearizer.page.visitors import signs_in
-from linearizer.publish import html
+from linearizer.publish import markup
 
 ABOUT = (
     "The same run on hardware that the Hub lends by the minute. Your account pays, and nobody else; the run is kept in "
@@ -54,7 +54,7 @@ def offer_job(browser: Browser, *choices: Any) -> tuple[Any, str, float]:
     plan = read_form(chosen, *form)
     job = actions.offer_job(browser.visitor, plan, chosen.inspection, *read_job(flavor, minutes, push))
     sentence = job.in_words + (f"; it publishes {job.push}" if job.push else "")
-    return gr.Column(visible=True), html.message_box(sentence[0].upper() + sentence[1:] + "."), job.cap
+    return gr.Column(visible=True), markup.message_box(sentence[0].upper() + sentence[1:] + "."), job.cap
 
 
 @handler

@@ -11,7 +11,7 @@ import gradio as gr
 
 from linearizer.page.limits import LIMITS
 from linearizer.page.visitors import on_space, signs_in
-from linearizer.publish.html import glossary_html
+from linearizer.publish.markup import glossary_html
 from linearizer.run.plan import DEFAULT_BUDGET
 
 SEARCH_ABOUT = "type to search; Enter takes what you typed, or what an arrow key chose"

@@ -7,7 +7,7 @@ from html import escape
 from typing import TYPE_CHECKING
 
 from linearizer.amounts import count_in_words, duration, from_length, size
-from linearizer.publish.html import announcement, folded, message_box, table, values_list
+from linearizer.publish.markup import announcement, folded, message_box, table, values_list
 from linearizer.run import head_bytes
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Layer

@@ -13,7 +13,7 @@ import gradio as gr
 
 from linearizer.errors import RequestError
 from linearizer.page import actions
-from linearizer.page.ways import field_title, name_fields, recipe_of, way_of
+from linearizer.page.presets import field_title, name_fields, recipe_of, way_of
 from linearizer.run.options import Option, options_of
 from linearizer.run.plan import ALLOCATION, DEFAULT_BUDGET, MACHINE, MEASURING, TRAINING, Plan
 

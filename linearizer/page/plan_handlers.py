@@ -15,8 +15,8 @@ from linearizer.page.actions import Examined
 from linearizer.page.calls import Browser, handler, refusals_on_page
 from linearizer.page.handlers import watch_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
-from linearizer.page.ways import WAYS, name_fields, recipe_of, way_choices
-from linearizer.publish import html
+from linearizer.page.presets import WAYS, name_fields, recipe_of, way_choices
+from linearizer.publish import markup
 from linearizer.run.folder import parse_plan
 from linearizer.run.plan import YIELDING, Plan
 
@@ -29,11 +29,11 @@ def show_model(browser: Browser, model: str | None) -> tuple[Any, ...]:
     """Say what a model is."""
     closed = gr.Button(interactive=False), gr.Tab(interactive=False), gr.skip()  # the second step needs a model
     if not model:
-        return html.message_box("No model is named: type one, or take the demo."), None, *closed
+        return markup.message_box("No model is named: type one, or take the demo."), None, *closed
     try:
         examined = actions.examine_model(browser.visitor, model)
     except RequestError as error:
-        return html.message_box(str(error), "bad"), None, *closed
+        return markup.message_box(str(error), "bad"), None, *closed
     inspection = examined.inspection
     most = max(2 * MIN_BUDGET, min(MAX_BUDGET, inspection.max_positions or MAX_BUDGET))
     return (
@@ -58,12 +58,12 @@ def read_form(
 def show_budget(chosen: Examined | None, *choices: Any) -> str:
     """Say what a budget means, while the slider moves."""
     if chosen is None:
-        return html.message_box("Choose a model first.")
+        return markup.message_box("Choose a model first.")
     try:
         plan = read_form(chosen, *choices)
         actions.check_plan(plan, chosen)
     except LinearizerError as error:
-        return html.message_box(name_fields(str(error)), "bad")
+        return markup.message_box(name_fields(str(error)), "bad")
     return plan_cards.budget_card(plan, chosen.inspection.layers, chosen.positions)
 
 

@@ -11,9 +11,9 @@ import gradio as gr
 from linearizer.page import hub_jobs, plan_form
 from linearizer.page.actions import EFFORTS
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET, SEARCH_ABOUT, lead
+from linearizer.page.presets import USUAL_PAPER, further_memories, recipe_choices, way_choices
 from linearizer.page.visitors import EXAMPLE_NAME, has_example
-from linearizer.page.ways import USUAL_PAPER, further_memories, recipe_choices, way_choices
-from linearizer.publish.html import folded, message_box, table
+from linearizer.publish.markup import folded, message_box, table
 from linearizer.run.plan import DEFAULT_BUDGET
 
 LENGTHS = ("a page", "a chapter", "a book")  # that was read, in the picture of the landing page

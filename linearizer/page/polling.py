@@ -21,7 +21,7 @@ from linearizer.page.calls import Browser, handler
 from linearizer.page.handlers import IDLE_POLL_SECONDS, draw_shares, plot_json, show_note, watched_run
 from linearizer.page.layout import MAX_BUDGET, MIN_BUDGET
 from linearizer.page.visitors import is_example
-from linearizer.publish import html
+from linearizer.publish import markup
 from linearizer.run.folder import Run
 from linearizer.run.plan import DEFAULT_BUDGET
 
@@ -51,7 +51,7 @@ def poll_run(browser: Browser) -> tuple[str, str, str, str, str, str]:
         run = browser.find_run()
         parts = run_state.read_pieces(run, time.time())
     except LinearizerError as error:
-        return html.message_box(str(error), "bad"), "", "", "gone", "none", "none"
+        return markup.message_box(str(error), "bad"), "", "", "gone", "none", "none"
     rest = {
         key: part.mark
         for key, part in parts.items()
@@ -125,7 +125,7 @@ def show_attached(run: Run | None) -> dict[str, Any]:
         return {**shown, "run_model": "", "run_plan": ""}
     by_prices = gr.Column(visible=run.plan.rules.decided_by == "prices")
     shown |= {"frontier_place": by_prices, "prices_place": by_prices}
-    shown["note"] = show_note(html.message_box(EXAMPLE_NOTE) if is_example(run) else "")
+    shown["note"] = show_note(markup.message_box(EXAMPLE_NOTE) if is_example(run) else "")
     shown["run_plan"] = plan_cards.plan_card(run.plan)
     if run.has_file("inspection.json"):
         shown |= {"run_model": plan_cards.model_card(run.inspection), "other": slider_of(run)}
@@ -161,7 +161,7 @@ def draw_own_shares(run: Run) -> dict[str, Any]:
         figure, card = draw_shares(run)
         return {"bars": plot_json(figure), "other_card": card}
     except LinearizerError as error:
-        return {"other_card": html.message_box(str(error), "bad")}
+        return {"other_card": markup.message_box(str(error), "bad")}
 
 
 def publication_piece(run: Run, parts: dict[str, run_state.Piece]) -> run_state.Piece:

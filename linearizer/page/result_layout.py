@@ -6,9 +6,9 @@ from types import SimpleNamespace
 
 import gradio as gr
 
+from linearizer.page.chat import sample_prompts
 from linearizer.page.layout import chart, lead
-from linearizer.page.students import sample_prompts
-from linearizer.publish.html import message_box, part_lead
+from linearizer.publish.markup import message_box, part_lead
 from linearizer.publish.parts import PART_VIEWS
 
 

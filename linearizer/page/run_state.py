@@ -20,8 +20,8 @@ from linearizer.allocate.decide import decidable, offers_of
 from linearizer.jobs import control
 from linearizer.jobs.control import LIVE, Status
 from linearizer.page import cards
-from linearizer.page.students import DOCUMENT_FACTS
-from linearizer.publish import html
+from linearizer.page.chat import DOCUMENT_FACTS
+from linearizer.publish import markup
 from linearizer.publish.parts import PART_VIEWS
 from linearizer.publish.prediction import find_correction
 from linearizer.publish.verdict import judge_run
@@ -136,7 +136,7 @@ class RunState:
             self.notes = allocation_charts.describe_far_errors(profile)
             self.put("curves", "measured", lambda: allocation_charts.draw_freedom_curves(profile).to_json())
         self.put("map", (len(self.freedoms), bool(self.notes), self.run.has_file("inspection.json")), self.draw_map)
-        self.put("deciding", "by the plan", lambda: html.message_box(cards.DECIDING[run.plan.rules.decided_by]))
+        self.put("deciding", "by the plan", lambda: markup.message_box(cards.DECIDING[run.plan.rules.decided_by]))
         if "prices" not in self.pieces and run.has_file("prices.json"):
             self.put("prices", "measured", self.draw_prices)
         if "measured" in self.pieces or decidable(run):
@@ -215,7 +215,7 @@ class RunState:
 def draw_part(name: str, part: Part) -> tuple[str, list[str | None]]:
     """Show the result of a part: its tables, folded, and its charts in the order of their captions."""
     figures = [chart.draw(part) for chart in PART_VIEWS[name].charts]
-    return html.part_html(name, part), [None if figure is None else figure.to_json() for figure in figures]
+    return markup.part_html(name, part), [None if figure is None else figure.to_json() for figure in figures]
 
 
 def step_of_page(status: Status) -> int:

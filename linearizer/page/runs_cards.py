@@ -11,7 +11,7 @@ from linearizer.amounts import ago, growing, size
 from linearizer.errors import LinearizerError
 from linearizer.jobs.control import LIVE, Status
 from linearizer.page.cards import STEP_SENTENCES, state_sign
-from linearizer.publish.html import folded, message_box, sentence_html, table, without_folders
+from linearizer.publish.markup import folded, message_box, sentence_html, table, without_folders
 from linearizer.publish.tables import describe_heads
 from linearizer.publish.verdict import judge_run
 from linearizer.run.folder import Run

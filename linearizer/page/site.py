@@ -25,7 +25,7 @@ from linearizer.page import (
 )
 from linearizer.page.api import add_endpoints
 from linearizer.page.browser_script import ADDRESS, HEAD, REMEMBER, STEPS
-from linearizer.page.students import sample_prompts
+from linearizer.page.chat import sample_prompts
 from linearizer.page.theme import CSS, OUTSIDE, theme
 from linearizer.page.visitors import on_space, signs_in
 from linearizer.run.names import runs_root

@@ -16,7 +16,7 @@ from typing import Any
 
 from linearizer.errors import FaultError, LinearizerError
 from linearizer.jobs import control
-from linearizer.jobs.queue import Ticket
+from linearizer.jobs.device_queue import Ticket
 from linearizer.jobs.worker import keep_faults, work_in_turn, work_on
 from linearizer.page import zerogpu
 from linearizer.progress import Progress, Steps, finish

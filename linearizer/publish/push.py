@@ -8,7 +8,7 @@ from dataclasses import asdict
 
 from linearizer.amounts import size
 from linearizer.errors import FaultError, RequestError
-from linearizer.model.safetensors import teacher_files
+from linearizer.model.weight_files import teacher_files
 from linearizer.progress import Progress, Steps
 from linearizer.publish import space
 from linearizer.publish.card import card_files, write_snippet

@@ -11,7 +11,7 @@ from linearizer.errors import RequestError
 from linearizer.run import head_bytes
 from linearizer.run.head_bytes import Head, Layer
 from linearizer.run.json_products import JsonProduct
-from linearizer.run.memories import MEMORIES
+from linearizer.run.update_rules import MEMORIES
 
 
 @dataclass(frozen=True)

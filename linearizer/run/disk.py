@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from linearizer.run.head_bytes import FEATURE_MAPS, Layer
 from linearizer.run.inspection import Inspection
-from linearizer.run.memories import MEMORIES
 from linearizer.run.plan import FITTED, Plan
+from linearizer.run.update_rules import MEMORIES
 
 NUMBER = 4  # bytes of a float32
 KEPT = 4  # numbers that training keeps of a parameter: itself, a good one of before, two moments

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
-from linearizer.run.memories import MEMORIES
+from linearizer.run.update_rules import MEMORIES
 
 CACHED = 2  # bytes of a cached number
 BITS = (4, 5, 6, 8, 16)  # that a number in keys and values may have

@@ -10,10 +10,10 @@ from typing import Any
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.head_bytes import BITS, FEATURE_MAPS, SINKS, TILE
 from linearizer.run.json_products import JsonProduct, check_names
-from linearizer.run.memories import MEMORIES
 from linearizer.run.options import check_options, option, options_of
 from linearizer.run.profile import Gauge, Normalise, Per
 from linearizer.run.recipes import CHOSEN, RECIPES, STRATEGIES, Strategy, choices_of
+from linearizer.run.update_rules import MEMORIES
 
 DEFAULT_BUDGET = 256  # tokens of cache, where a command or the page is given none
 MIN_FEATURES_IN_TOKENS = 18  # tokens of cache that take the bytes of the fewest features of a head

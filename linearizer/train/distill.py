@@ -15,7 +15,7 @@ import torch
 from linearizer.errors import RequestError, TextError
 from linearizer.model.layers import featured
 from linearizer.model.logits import check_logits
-from linearizer.model.safetensors import digest
+from linearizer.model.weight_files import digest
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.options import differences
@@ -24,8 +24,8 @@ from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.lora import add_adapters, remove_adapters
 from linearizer.train.losses import EXCESS_NAMES
 from linearizer.train.settings import TrainingSettings
-from linearizer.train.state_file import TrainingState, read_state, remove_states, write_state
 from linearizer.train.trainer import TEACHER, Losses, Trainer
+from linearizer.train.training_state import TrainingState, read_state, remove_states, write_state
 
 DEFAULTS = TrainingSettings()
 

@@ -13,10 +13,10 @@ import torch
 from torch import nn
 
 from linearizer.errors import FaultError
+from linearizer.model.blockwise_pass import Chain, calls_of, chain_of, sweep_forward
 from linearizer.model.layers import featured, layer_number, output_projections
 from linearizer.model.logits import PROBE_TOKENS
 from linearizer.model.streaming import is_streamed
-from linearizer.model.sweep import Chain, calls_of, chain_of, sweep_forward
 from linearizer.run.stopping import is_out_of_memory
 from linearizer.runtime.attention_interface import Observer, attending, attention_modules, observing
 from linearizer.runtime.layer_student import FeatureGroup
@@ -37,7 +37,7 @@ from linearizer.train.losses import (
     output_losses,
 )
 from linearizer.train.settings import LAYERWISE, TrainingSettings, draw_batch, rate_share, window_share
-from linearizer.train.state_file import TrainingState
+from linearizer.train.training_state import TrainingState
 
 Losses = dict[str, dict[int, float]]  # "loss" and "excess" of every layer
 TEACHER = "sdpa"

@@ -11,10 +11,10 @@ from linearizer.pipeline import inspect
 from linearizer.run.disk import checkpoint_bytes
 from linearizer.run.folder import Run
 from linearizer.run.head_bytes import cache_bytes
-from linearizer.run.memories import MEMORIES
 from linearizer.run.plan import Plan
 from linearizer.run.prices import Prices
 from linearizer.run.recipes import STRATEGIES
+from linearizer.run.update_rules import MEMORIES
 
 
 @pytest.fixture(scope="module")

@@ -27,8 +27,8 @@ import torch
 from linearizer.evaluate.speed import Meter
 from linearizer.evaluate.subjects import Subject
 from linearizer.model.checkpoint import put_student_into
-from linearizer.model.memory import run_if_it_fits
 from linearizer.model.quiet import quiet
+from linearizer.model.ram import run_if_it_fits
 from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
 from linearizer.run.head_bytes import Head, Layer

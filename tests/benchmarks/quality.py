@@ -27,10 +27,10 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from linearizer import pipeline
-from linearizer.allocate import step
+from linearizer.allocate import allocate_run
 from linearizer.allocate.decide import allocate_alike
 from linearizer.errors import BudgetError, RequestError
-from linearizer.evaluate.cache_in_few_bits import caches_in_few_bits
+from linearizer.evaluate.kivi_control import caches_in_few_bits
 from linearizer.evaluate.language import join_scores, read_scores, tail_of
 from linearizer.evaluate.recall import measure_recall
 from linearizer.evaluate.setup import environment
@@ -40,17 +40,17 @@ from linearizer.model import checkpoint
 from linearizer.model import teacher as teacher_module
 from linearizer.model.layers import layer_number
 from linearizer.model.quiet import quiet
-from linearizer.model.safetensors import digest
-from linearizer.model.swap import exchange_students
+from linearizer.model.substitute import exchange_students
+from linearizer.model.weight_files import digest
 from linearizer.progress import finish
 from linearizer.run.allocation import Allocation
 from linearizer.run.files import write_whole
 from linearizer.run.head_bytes import cache_bytes, head_bytes, token_bytes
-from linearizer.run.memories import MEMORIES
 from linearizer.run.plan import USUAL_TEXTS, Plan
 from linearizer.run.recipes import RECIPES
+from linearizer.run.update_rules import MEMORIES
 from linearizer.runtime.attention_interface import attention_modules
-from linearizer.train import step as train_step
+from linearizer.train import train_run
 from linearizer.train.trainer import Trainer
 from tests.benchmarks.ablation import (
     READOUTS,
@@ -193,15 +193,15 @@ def prepared(work, plan, row):
             shutil.copy(folder / "prices.json", kept)
         shutil.copy(kept, folder / "prices.json")
     elif plan.rules.decided_by == "prices" and "uniform" not in row:
-        texts = step.texts_to_price_on(run, teacher, None)
-        sinks = finish(step.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
+        texts = allocate_run.texts_to_price_on(run, teacher, None)
+        sinks = finish(allocate_run.choose_sinks(run, teacher, texts))  # how many are kept depends on the budget
         result = "measured" if plan.prices == "measured" else plan.budget  # near a budget the dear ones are measured
         bits = "-".join(map(str, (plan.kept_bits, *plan.fewer_bits)))
         prices = base / f"prices-{plan.rules.far_field}-{bits}-{sinks}-{result}.json"
         if prices.exists():
             shutil.copy(prices, folder / "prices.json")
         else:
-            finish(step.price_heads(run, teacher, texts))
+            finish(allocate_run.price_heads(run, teacher, texts))
             shutil.copy(folder / "prices.json", prices)
     return run, teacher
 
@@ -255,13 +255,13 @@ def made(work, run, teacher, row):
     elif share_of(row) in PRICES:
         allocation = share_out(run.prices, plan, layers)
     else:
-        allocation = finish(step.allocate(run, teacher, None))
+        allocation = finish(allocate_run.allocate(run, teacher, None))
     if row.startswith("slots"):
         allocation = with_slots(allocation, layers)
     student = checkpoint.put_student_into(teacher.model.float(), layers, allocation, plan.feature_map, plan.seed)
     texts = teacher_module.texts_of(plan, teacher, AHEAD // plan.kept_length(None), None)
     with kept_readings(work) if plan.memory else nullcontext():
-        finish(train_step.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
+        finish(train_run.train(run, plan, student, allocation, texts[: max(1, plan.steps * plan.batch)]))
     return student.eval(), allocation
 
 

@@ -8,8 +8,8 @@ from pathlib import Path
 
 from linearizer.amounts import size
 from linearizer.run.files import write_whole
-from linearizer.run.memories import MEMORIES
 from linearizer.run.recipes import RECIPES, SUMMARY
+from linearizer.run.update_rules import MEMORIES
 from tests.benchmarks.ablation import READOUTS
 from tests.benchmarks.quality_rows import MEMORY_STEPS, ROWS, describe_row
 

@@ -19,7 +19,7 @@ from pathlib import Path
 import torch
 
 from linearizer import pipeline
-from linearizer.allocate import step
+from linearizer.allocate import allocate_run
 from linearizer.allocate.choose import choose_student
 from linearizer.allocate.decide import allocate_alike
 from linearizer.errors import BudgetError
@@ -29,12 +29,12 @@ from linearizer.measure.profile import measure_teacher, profile_settings
 from linearizer.model import teacher as teacher_module
 from linearizer.model.hub import find_model
 from linearizer.model.quiet import quiet
-from linearizer.model.safetensors import digest
+from linearizer.model.weight_files import digest
 from linearizer.progress import finish
 from linearizer.run.files import write_whole
 from linearizer.run.head_bytes import cache_bytes
 from linearizer.run.plan import Plan
-from linearizer.train import step as train_step
+from linearizer.train import train_run
 from tests.benchmarks.quality import begun, controlled
 from tests.benchmarks.quality_rows import ROWS, is_control
 from tests.benchmarks.quality_table import RESULTS
@@ -204,12 +204,12 @@ class Bench:
         if "uniform" in row:
             allocation = allocate_alike(layers, plan, plan.kept_sinks)
         else:
-            allocation = run.allocation or finish(step.allocate(run, teacher, None))
+            allocation = run.allocation or finish(allocate_run.allocate(run, teacher, None))
             run.write_product("allocation.json", allocation.to_json())
             allocation = finish(choose_student(run, teacher, allocation, None))
         student = pipeline.begin_student(run, teacher, allocation)
         learnt, _ = pipeline.training_and_judging_texts(run, plan, teacher, None)
-        finish(train_step.train(run, plan, student, allocation, learnt))
+        finish(train_run.train(run, plan, student, allocation, learnt))
         return student.eval(), allocation
 
     def measure_once(self, run, teacher, costs):

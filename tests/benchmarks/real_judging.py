@@ -17,7 +17,7 @@ from linearizer.evaluate.needle import DEPTHS, HiddenPairs, ask_subject
 from linearizer.evaluate.ruler import LOSS, measure_ruler
 from linearizer.evaluate.subjects import Subject, read_logits
 from linearizer.model.logits import fresh_cache, logits_of
-from linearizer.model.safetensors import digest
+from linearizer.model.weight_files import digest
 from linearizer.progress import finish
 
 PIECE = 512  # tokens of a text that are read, and whose logits are held, at once

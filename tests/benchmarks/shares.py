@@ -14,13 +14,13 @@ from dataclasses import replace
 import torch
 from transformers import PreTrainedModel
 
-from linearizer.allocate import step
+from linearizer.allocate import allocate_run
 from linearizer.allocate.by_prices import OffersOfHeads, allocate_by_prices
 from linearizer.allocate.decide import allocate_alike
 from linearizer.measure.whole_student import first_difference, logits_of_student
 from linearizer.model.initialise import begin_of
 from linearizer.model.logits import losses_of
-from linearizer.model.swap import Begin, BlockAnswers
+from linearizer.model.substitute import Begin, BlockAnswers
 from linearizer.model.teacher import Teacher
 from linearizer.run.allocation import Allocation
 from linearizer.run.folder import Run
@@ -40,7 +40,7 @@ Tensor = torch.Tensor
 
 def price_heads(kind: str, run: Run, teacher: Teacher) -> Prices:
     """Price every head with so many tokens, in the way of this kind."""
-    plan, texts, layers = run.plan, step.texts_to_price_on(run, teacher, None), teacher.inspection.layers
+    plan, texts, layers = run.plan, allocate_run.texts_to_price_on(run, teacher, None), teacher.inspection.layers
     options = tuple(Head(window=size, bits=plan.kept_bits) for size in SIZES)
     return Prices(plan.kept_sinks, options, PRICES[kind](teacher.model, layers, texts, plan, begin_of(run)))
 

@@ -22,7 +22,7 @@ from linearizer import pipeline
 from linearizer.amounts import size
 from linearizer.evaluate.setup import assembled, environment
 from linearizer.evaluate.speed import Meter
-from linearizer.model.memory import MAPPED, ON_TOP, change_heap, return_freed_memory
+from linearizer.model.ram import MAPPED, ON_TOP, change_heap, return_freed_memory
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
 from linearizer.run.folder import Run

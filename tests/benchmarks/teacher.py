@@ -32,7 +32,7 @@ from linearizer.model.devices import choose_device
 from linearizer.model.logits import losses_of
 from linearizer.model.text import read_documents
 from linearizer.run.plan import Plan
-from linearizer.train.state_file import TrainingState, read_state, write_state
+from linearizer.train.training_state import TrainingState, read_state, write_state
 
 RESULTS = Path(__file__).parent / "results"
 REPEATING = (0.5, 512), (0.8, 192)  # in the first steps and the last: of the texts, and tokens to a passage

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from linearizer.evaluate.cache_in_few_bits import GROUP, RECENT, CacheInFewBits, RoundedCache, caches_in_few_bits
-from linearizer.model.swap import exchange_students
+from linearizer.evaluate.kivi_control import GROUP, RECENT, CacheInFewBits, RoundedCache, caches_in_few_bits
+from linearizer.model.substitute import exchange_students
 from linearizer.run.head_bytes import Head, Layer, cache_bytes, token_bytes
 from tests.benchmarks.rivals import EXTRA, RULES, Rival, tokens_within
 from tests.support.models import layers_of, student_of, teacher_of, tokens

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from linearizer.evaluate.subjects import Subject, read_logits
-from linearizer.model.swap import exchange_students
+from linearizer.model.substitute import exchange_students
 from linearizer.run.allocation import Allocation
 from linearizer.run.head_bytes import Head, cache_bytes, head_bytes
 from linearizer.run.plan import Plan

@@ -6,6 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 
+from linearizer.evaluate.evaluate_run import passage_tokens
 from linearizer.evaluate.language import (
     Resampled,
     calibration,
@@ -17,7 +18,6 @@ from linearizer.evaluate.language import (
     student_t,
 )
 from linearizer.evaluate.recall import RepeatReader, doubling_gaps, measure_longer, measure_recall
-from linearizer.evaluate.step import passage_tokens
 from linearizer.evaluate.subjects import Subject, read_losses, read_together
 from linearizer.jobs.forecast import JUDGED_SHARE
 from linearizer.model import logits

@@ -9,7 +9,7 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.errors import FolderError, RequestError
-from linearizer.jobs import control, queue
+from linearizer.jobs import control, device_queue
 from linearizer.jobs.worker import work_in_foreground
 from linearizer.pipeline import linearize
 from linearizer.progress import finish
@@ -102,8 +102,8 @@ def test_runs_take_turns_and_the_dead_hold_nobody_up(begin, tmp_path):
     wait_for(second, "running")
     control.stop(second)
     wait_for(second, "stopped")
-    queue.take_ticket(first.folder).remove()  # taking a ticket removes those of dead processes
-    assert [path.name for path in queue.queue_folder().iterdir()] == ["lock"]
+    device_queue.take_ticket(first.folder).remove()  # taking a ticket removes those of dead processes
+    assert [path.name for path in device_queue.queue_folder().iterdir()] == ["lock"]
 
 
 def test_one_of_many_starts_wins(begin):
@@ -190,4 +190,4 @@ def test_a_start_that_fails_holds_nobody_up(begin, tmp_path, monkeypatch):
     with pytest.raises(FolderError, match="cannot be worked on"):
         control.start(run)
     assert control.status(run).state == "failed" and not run.is_locked
-    assert [path.name for path in queue.queue_folder().iterdir()] == ["lock"]
+    assert [path.name for path in device_queue.queue_folder().iterdir()] == ["lock"]

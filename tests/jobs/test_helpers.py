@@ -9,9 +9,9 @@ from pathlib import Path
 import pytest
 
 from linearizer import pipeline
-from linearizer.allocate import step
+from linearizer.allocate import allocate_run
 from linearizer.errors import FaultError
-from linearizer.jobs import control, helpers, queue
+from linearizer.jobs import control, device_queue, helpers
 from linearizer.jobs.helpers import HelperProcesses, devices_of
 from linearizer.measure.head_prices import measure_prices
 from linearizer.measure.profile import measure_teacher
@@ -125,10 +125,10 @@ def test_several_processes_estimate_the_prices_of_one(count, tmp_path, monkeypat
     run = pipeline.begin(tmp_path / "run", PLAN)
     teacher = load_teacher_of(run.plan)
     finish(measure_teacher(run, teacher))
-    texts = step.texts_to_price_on(run, teacher, None)
-    whole = finish(step.price_heads(run, teacher, texts))
+    texts = allocate_run.texts_to_price_on(run, teacher, None)
+    whole = finish(allocate_run.price_heads(run, teacher, texts))
     (run.folder / "prices.json").unlink()
-    assert finish(step.price_heads(run, teacher, texts, helpers=InTurn(run))) == whole
+    assert finish(allocate_run.price_heads(run, teacher, texts, helpers=InTurn(run))) == whole
 
 
 def test_shares_of_layers_are_measured_as_all_of_them():
@@ -141,7 +141,7 @@ def test_shares_of_layers_are_measured_as_all_of_them():
 
 
 def test_a_run_on_several_devices_waits_for_each(tmp_path):
-    held = [queue.take_ticket(tmp_path / str(number)) for number in range(4)]
+    held = [device_queue.take_ticket(tmp_path / str(number)) for number in range(4)]
     for ticket, devices in zip(held, (["cuda:0"], ["cuda:1"], ["cuda:0", "cuda:1"], ["cuda:1"]), strict=True):
         ticket.set_devices(devices)
     assert [ticket.count_before() for ticket in held] == [0, 0, 2, 2]

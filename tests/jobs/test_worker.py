@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from linearizer.errors import FolderError, RequestError
-from linearizer.jobs import control, queue
+from linearizer.jobs import control, device_queue
 from linearizer.model.hub import find_model
 from linearizer.run.plan import Plan
 from tests.support.runs import LONG, QUICK, beginning, log_of, process_of, wait_for, wait_for_event, wait_until
@@ -38,7 +38,7 @@ def test_a_token_reaches_the_run_and_nothing_else(begin, hub, tmp_path):
         time.sleep(0.1)
     assert seen and control.status(run).state == "done", log_of(run)
     assert "is no folder here and not on the Hub, or it is private" in control.status(refused).error
-    for place in (tmp_path, queue.queue_folder(), Path(os.environ["HF_HOME"])):
+    for place in (tmp_path, device_queue.queue_folder(), Path(os.environ["HF_HOME"])):
         assert not [path for path in place.rglob("*") if path.is_file() and secret in path.read_bytes()]
 
 
@@ -107,7 +107,7 @@ def test_a_run_has_the_environment_of_its_start_and_a_session_of_its_own(begin, 
     control.start(first)
     wait_for(first, "running")
     monkeypatch.setenv("LINEARIZER_QUEUE", str(tmp_path / "queue"))
-    with_number_1 = queue.take_ticket(tmp_path)
+    with_number_1 = device_queue.take_ticket(tmp_path)
     control.start(second)
     with_number_1.remove()
     wait_for(second, "running")  # in the other queue, number 1 goes on

@@ -5,8 +5,8 @@ import torch
 
 from linearizer.measure.block_gradients import at_once, by_blocks, recording
 from linearizer.measure.head_prices_by_gradient import recording_of
+from linearizer.model.blockwise_pass import chain_of
 from linearizer.model.layers import blocks_of
-from linearizer.model.sweep import chain_of
 from tests.support.models import layers_of, teacher_of, tokens
 
 

@@ -11,9 +11,9 @@ from linearizer.cli.text import describe_inspection
 from linearizer.errors import UnsupportedModel
 from linearizer.model.hub import Source, find_model
 from linearizer.model.inspect import inspect_model, verify_teacher
-from linearizer.model.safetensors import Weights
 from linearizer.model.support import TESTED
 from linearizer.model.teacher import load_config
+from linearizer.model.weight_files import Weights
 from linearizer.publish.card import describe_teacher
 from linearizer.run.head_bytes import Layer, cache_bytes
 from tests.support.families import FAMILIES, WINDOW, tiny_config

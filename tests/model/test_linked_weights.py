@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM
 from linearizer.errors import ModelNotAvailable
 from linearizer.model.checkpoint import save
 from linearizer.model.linked_weights import link_or_copy
-from linearizer.model.safetensors import teacher_files
+from linearizer.model.weight_files import teacher_files
 from linearizer.run.head_bytes import Head
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 

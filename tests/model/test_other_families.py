@@ -10,7 +10,7 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from linearizer.model.hub import Source
 from linearizer.model.inspect import inspect_model
-from linearizer.model.safetensors import Weights
+from linearizer.model.weight_files import Weights
 from linearizer.runtime.modeling_linearized import LinearizedConfig, LinearizedForCausalLM
 from tests.support.families import EXPERTS, FAMILIES, GPT, GROUPED, LATENT, ROUTED, WINDOW
 from tests.support.models import tokens

@@ -14,11 +14,11 @@ from linearizer.measure import head_prices_by_gradient
 from linearizer.measure.head_prices_by_gradient import estimate_prices
 from linearizer.measure.profile import measure_profile
 from linearizer.model import checkpoint, streaming
+from linearizer.model.blockwise_pass import chain_of
 from linearizer.model.checkpoint import load_student
 from linearizer.model.hub import find_model
 from linearizer.model.layers import blocks_of
 from linearizer.model.streaming import is_streamed, place_weights, streamed_weights
-from linearizer.model.sweep import chain_of
 from linearizer.model.teacher import load_config, load_teacher
 from linearizer.progress import finish
 from linearizer.run.evaluation_request import Request

@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from linearizer.jobs import control
-from linearizer.page import cards, runs_cards, students
+from linearizer.page import cards, chat, runs_cards
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from linearizer.run.results import Side
@@ -45,9 +45,9 @@ def side(tokens, rate):
 
 def test_a_slower_student_says_why_and_a_faster_one_nothing(quick_run):
     run = Run(quick_run)
-    assert students.explain_speed(run, side(32, 50.0), side(32, 60.0)) == ""
-    why = students.explain_speed(run, side(32, 80.0), side(32, 60.0))
+    assert chat.explain_speed(run, side(32, 50.0), side(32, 60.0)) == ""
+    why = chat.explain_speed(run, side(32, 80.0), side(32, 60.0))
     assert why.startswith("The student writes 75% as fast here, because after 32 tokens its teacher's cache is still")
     assert "queries and keys have to be turned into features" in why
     assert "the kernels that do this at once need a GPU" in why
-    assert "cache" not in students.explain_speed(run, side(4000, 80.0), side(4000, 60.0))
+    assert "cache" not in chat.explain_speed(run, side(4000, 80.0), side(4000, 60.0))

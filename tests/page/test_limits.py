@@ -7,11 +7,11 @@ import pytest
 
 from linearizer.errors import RequestError
 from linearizer.jobs import control
-from linearizer.page import actions, limits, runs_cards, students
+from linearizer.page import actions, chat, limits, runs_cards
 from linearizer.page.limits import LIMITS, MAX_OF_PLAN, Limits
 from linearizer.page.visitors import find_visitor
 from linearizer.run.plan import Plan
-from linearizer.train.state_file import read_state
+from linearizer.train.training_state import read_state
 from tests.support.runs import LONG, begin_for, wait_for, wait_for_event
 
 ANN, BOB = "a" * 16, "b" * 16
@@ -173,7 +173,7 @@ def test_a_comparison_that_is_too_long_or_of_nothing_is_refused(space, prompt, t
     run = begun()
     run.checkpoint.mkdir()
     with pytest.raises(RequestError, match=sentence.format(len(prompt), tokens)):
-        next(students.compare_models(find_visitor(secret=ANN), run.folder.name, prompt, tokens, 0, False))
+        next(chat.compare_models(find_visitor(secret=ANN), run.folder.name, prompt, tokens, 0, False))
 
 
 def test_the_owner_of_a_space_sets_its_limits_by_variables():

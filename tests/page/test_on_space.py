@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 from gradio_client.exceptions import AppError
 
-from linearizer.jobs import control, queue
+from linearizer.jobs import control, device_queue
 from linearizer.page.visitors import hash_identity
 from linearizer.publish.verdict import judge_run
 from linearizer.run.folder import Run
@@ -27,7 +27,7 @@ QUICK = {"texts": 2, "seconds": 0.2, "lengths": [160]}
 @pytest.fixture
 def busy(space):
     """Let the device be at work for another, so that runs wait and take no time of the processor."""
-    ticket = queue.take_ticket(Path("another"))
+    ticket = device_queue.take_ticket(Path("another"))
     yield
     end_runs(space.runs)
     ticket.remove()

@@ -7,16 +7,16 @@ import pytest
 
 from linearizer import pipeline
 from linearizer.errors import RequestError
-from linearizer.model import sweep
+from linearizer.model import blockwise_pass
 from linearizer.page import actions, plan_form, plan_handlers
 from linearizer.page.plan_handlers import take_plan
+from linearizer.page.presets import LISTED, WAYS, further_memories, recipe_choices, recipe_of, way_of
 from linearizer.page.visitors import find_visitor
-from linearizer.page.ways import LISTED, WAYS, further_memories, recipe_choices, recipe_of, way_of
 from linearizer.run.folder import parse_plan, read_plan
-from linearizer.run.memories import MEMORIES
 from linearizer.run.options import options_of
 from linearizer.run.plan import USUAL_TEXTS, YIELDING, Plan
 from linearizer.run.recipes import RECIPES
+from linearizer.run.update_rules import MEMORIES
 
 
 def plan_of(values):
@@ -97,7 +97,7 @@ def test_a_slider_that_moves_forecasts_nothing_and_then_each_plan_is_forecast_on
 
 def test_the_page_refuses_while_it_is_chosen_what_the_door_refuses(monkeypatch):
     looked = []
-    monkeypatch.setattr(sweep, "is_chain", looked.append)
+    monkeypatch.setattr(blockwise_pass, "is_chain", looked.append)
     chosen = actions.examine_model(find_visitor(), "demo")
     form = (64, "Quick", False, "measured", "paper", *("4" if name == "steps" else "" for name in plan_form.OPTIONS))
     for _ in range(2):

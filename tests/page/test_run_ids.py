@@ -8,7 +8,7 @@ import pytest
 from linearizer import pipeline
 from linearizer.errors import FolderError
 from linearizer.jobs import control
-from linearizer.page import actions, calls, polling, run_state, sending, students
+from linearizer.page import actions, calls, chat, polling, run_state, sending
 from linearizer.page.visitors import find_visitor
 from linearizer.publish import push
 from linearizer.run.folder import Run
@@ -21,7 +21,7 @@ PLAN = Plan("demo", strategy="window", budget=64, texts=2, length=64, samples=12
 @pytest.fixture
 def someone(tmp_path, monkeypatch):
     monkeypatch.setenv("LINEARIZER_RUNS", str(tmp_path))
-    monkeypatch.setattr(students, "LOADED_PAIRS", [])
+    monkeypatch.setattr(chat, "LOADED_PAIRS", [])
     return find_visitor()
 
 
@@ -36,11 +36,11 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
 ):
     monkeypatch.setattr(push, "publish", published)
     run = Run(shutil.copytree(quick_run, tmp_path / "demo-64"))
-    first = students.load_pair(run, someone)
+    first = chat.load_pair(run, someone)
     sending.begin_publication(run, "me/first", True, None)
     wait_until(lambda: sending.latest_publication(run).over)
     seen = {name: part.mark for name, part in run_state.read_pieces(run, 60.0).items()}
-    assert students.load_pair(run, someone) is first and "evaluation" in seen
+    assert chat.load_pair(run, someone) is first and "evaluation" in seen
 
     control.delete(run)
     run = pipeline.begin(tmp_path / "demo-64", PLAN)
@@ -53,7 +53,7 @@ def test_a_run_that_is_named_as_a_deleted_one_was_shows_and_compares_its_own(
 
     control.delete(run)
     run = Run(shutil.copytree(trained_run, tmp_path / "demo-64"))
-    assert students.load_pair(run, someone) is not first
+    assert chat.load_pair(run, someone) is not first
 
 
 def test_only_a_page_that_leaves_a_run_closes_the_steps_behind_the_first():

@@ -5,7 +5,7 @@ import time
 
 from linearizer.model.hub import find_demo
 from linearizer.page import plan_form
-from linearizer.page.ways import WAYS
+from linearizer.page.presets import WAYS
 from linearizer.publish.verdict import judge_run
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan

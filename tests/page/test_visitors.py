@@ -7,7 +7,7 @@ import pytest
 from linearizer.errors import ModelNotAvailable, RequestError
 from linearizer.page import actions, cards, handlers, plan_cards, runs_cards
 from linearizer.page.visitors import find_visitor, new_secret
-from linearizer.publish import html
+from linearizer.publish import markup
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
 from tests.support.page_server import free_port
@@ -89,14 +89,14 @@ def test_what_comes_from_outside_is_escaped(root):
     status = control.status(run)
     for shown in (
         plan_cards.model_card(result),
-        html.message_box(odd, "bad"),
+        markup.message_box(odd, "bad"),
         cards.run_card(status, odd, 0.0),
         runs_cards.runs_table([status]),
         cards.files_table([(odd, 1)], 1),
         cards.sending_card(odd, None, odd),
         cards.sending_card(odd, None, None),
         cards.published_card({"repo_id": odd, "revision": odd, "url": odd}),
-        html.table(odd, [odd], [[odd, odd]]),
+        markup.table(odd, [odd], [[odd, odd]]),
     ):
         assert "<img" not in shown
         assert "<b>" not in shown
@@ -111,7 +111,7 @@ def test_a_list_without_a_visitor_says_so(space):
 
 def test_a_sentence_does_not_tell_where_runs_are_kept(space):
     home = find_visitor(secret=ANN).home
-    assert html.without_folders(f"'{home}/r123' is done") == "'r123' is done"
+    assert markup.without_folders(f"'{home}/r123' is done") == "'r123' is done"
 
 
 def test_the_command_and_the_plan_that_are_shown_ask_for_the_same(root):

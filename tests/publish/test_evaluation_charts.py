@@ -5,7 +5,7 @@ from dataclasses import replace
 
 import pytest
 
-from linearizer.publish.html import part_html, write_page
+from linearizer.publish.markup import part_html, write_page
 from linearizer.publish.parts import PART_VIEWS, evaluation_report
 from linearizer.run.evaluation_request import PARTS
 from linearizer.run.folder import Run

@@ -6,7 +6,7 @@ import shutil
 import pytest
 
 from linearizer import pipeline
-from linearizer.allocate import step
+from linearizer.allocate import allocate_run
 from linearizer.cli.main import main
 from linearizer.errors import FolderError
 from linearizer.measure.profile import measure_teacher
@@ -16,7 +16,7 @@ from linearizer.model.samples import SAMPLES
 from linearizer.progress import finish
 from linearizer.run.folder import Run
 from linearizer.run.plan import Plan
-from linearizer.train import step as train_step
+from linearizer.train import train_run
 
 ASKED = dict(
     model="demo", budget=24, texts=2, length=32, samples=64, sinks=1, prices="estimated", exchanges=0, dtype="float32"
@@ -133,15 +133,17 @@ def test_what_is_made_anew_is_what_was_lost(run):
 
 def test_damaged_prices_of_the_first_layers_are_measured_anew_and_that_is_logged(run, stopped):
     teacher = stopped[1]
-    texts = step.texts_to_price_on(run, teacher, None)
-    result = finish(step.price_heads(run, teacher, texts))
+    texts = allocate_run.texts_to_price_on(run, teacher, None)
+    result = finish(allocate_run.price_heads(run, teacher, texts))
     (run.folder / "prices.json").unlink()
-    (run.folder / step.LAYERS).mkdir()
-    run.write(f"{step.LAYERS}/0.json", '{"sinks"')
-    assert finish(step.price_heads(run, teacher, texts)) == result
+    (run.folder / allocate_run.LAYERS).mkdir()
+    run.write(f"{allocate_run.LAYERS}/0.json", '{"sinks"')
+    assert finish(allocate_run.price_heads(run, teacher, texts)) == result
     (dropped,) = (event for event in run.events() if event["event"] == "dropped")
     assert (
-        dropped["file"] == f"{step.LAYERS}/0.json" and "delimiter" in dropped["why"] and not run.has_file(step.LAYERS)
+        dropped["file"] == f"{allocate_run.LAYERS}/0.json"
+        and "delimiter" in dropped["why"]
+        and not run.has_file(allocate_run.LAYERS)
     )
 
 
@@ -150,4 +152,4 @@ def test_a_damaged_number_of_steps_is_named(run):
     run.write("plan.json", Plan.of("features", **options).to_json())
     run.write("state/steps.json", "1e")
     with pytest.raises(FolderError, match=r"state/steps.json' cannot be read \(.*\): remove it, and `linearizer runs"):
-        train_step.plan_with_steps(run, None, None, None)
+        train_run.plan_with_steps(run, None, None, None)

@@ -12,10 +12,10 @@ from linearizer.cli.main import parser
 from linearizer.cli.options import plan_changes
 from linearizer.errors import BudgetError, RequestError
 from linearizer.run.evaluation_request import Request
-from linearizer.run.memories import MEMORIES
 from linearizer.run.options import check_options, option, options_of
 from linearizer.run.plan import ALLOCATION, BY_RECIPE, USUAL_SAMPLES, Plan
 from linearizer.run.recipes import CHOSEN, NOT_EXPRESSED, RECIPES, STRATEGIES, measured_quality
+from linearizer.run.update_rules import MEMORIES
 from linearizer.runtime.feature_maps import FEATURE_MAPS
 from linearizer.runtime.matrix_rule import RULES
 

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from linearizer.run.memories import MEMORIES
+from linearizer.run.update_rules import MEMORIES
 from linearizer.runtime.features_torch import attend_text_with_features
 from linearizer.runtime.kernel_dispatch import linear_attention
 from linearizer.runtime.matrix_rule import RULES, MatrixRule, Rule, ScaledRule

@@ -9,7 +9,7 @@ from linearizer.model.checkpoint import load, save
 from linearizer.model.initialise import initialise_rule
 from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
-from linearizer.run.memories import MEMORIES
+from linearizer.run.update_rules import MEMORIES
 from linearizer.runtime.cache import CACHE
 from linearizer.runtime.matrix_rule import RULES, MatrixRule
 from linearizer.train.distill import distill

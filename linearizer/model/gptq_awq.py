@@ -18,8 +18,8 @@ from safetensors import safe_open
 from torch import nn
 
 from linearizer.errors import UnsupportedModel
-from linearizer.model.safetensors import damaged_weights
 from linearizer.model.support import Refused
+from linearizer.model.weight_files import damaged_weights
 
 if TYPE_CHECKING:
     from transformers import PreTrainedModel

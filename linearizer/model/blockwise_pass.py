@@ -19,7 +19,7 @@ from linearizer.model.layers import blocks_of
 from linearizer.model.logits import PROBE_TOKENS
 from linearizer.model.probe import WATCHED_TOKENS, build_blueprint, run_blueprint
 from linearizer.model.streaming import is_streamed, offload_hooks
-from linearizer.model.swap import fixed_answer
+from linearizer.model.substitute import fixed_answer
 
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig

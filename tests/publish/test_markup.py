@@ -1,6 +1,6 @@
 """The glossary of the page is that of the README."""
 
-from linearizer.publish.html import glossary_html
+from linearizer.publish.markup import glossary_html
 
 
 def test_the_page_explains_the_words_of_the_readme():

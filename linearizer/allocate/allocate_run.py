@@ -24,7 +24,7 @@ from linearizer.measure.head_prices_by_gradient import estimate_prices
 from linearizer.measure.whole_student import improve_by_exchanges, measure_students
 from linearizer.model.initialise import begin_of
 from linearizer.model.kept_texts import texts_of_run
-from linearizer.model.swap import Begin
+from linearizer.model.substitute import Begin
 from linearizer.model.teacher import Teacher
 from linearizer.progress import Steps
 from linearizer.run.allocation import Allocation

@@ -13,10 +13,10 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, GPT2Config
 
 from linearizer import pipeline
+from linearizer.checks import with_absolute_paths
 from linearizer.cli.main import main
-from linearizer.door import with_absolute_paths
 from linearizer.errors import FolderError
-from linearizer.evaluate import step
+from linearizer.evaluate import evaluate_run
 from linearizer.evaluate.setup import assembled
 from linearizer.evaluate.subjects import read_losses
 from linearizer.jobs import control as jobs
@@ -129,7 +129,11 @@ def test_a_part_that_is_there_as_asked_is_not_measured_again(run, said, monkeypa
     said("evaluate", run.folder, "--parts", "language", "--texts", "2")
     before = run.evaluation_parts["language"]
     with monkeypatch.context() as patch:
-        patch.setitem(step.PART_MEASURES, "language", step.PartMeasure(lambda *_: pytest.fail(), step.ON_TEXT))
+        patch.setitem(
+            evaluate_run.PART_MEASURES,
+            "language",
+            evaluate_run.PartMeasure(lambda *_: pytest.fail(), evaluate_run.ON_TEXT),
+        )
         said("evaluate", run.folder, "--parts", "language,recall", "--texts", "2")
     assert list(run.evaluation_parts) == ["language", "recall"]
     said("evaluate", run.folder, "--parts", "language", "--texts", "2", "--again")
@@ -139,13 +143,13 @@ def test_a_part_that_is_there_as_asked_is_not_measured_again(run, said, monkeypa
 
 
 def test_an_interrupted_evaluation_keeps_what_was_finished(run):
-    steps = pipeline.evaluate(run, step.Request(("language", "recall"), texts=2))
+    steps = pipeline.evaluate(run, evaluate_run.Request(("language", "recall"), texts=2))
     while next(steps).step != "recall":
         pass
     steps.close()
     assert asked_texts(run) == {"language": 2, "recall": 8}
     events = [event["event"] for event in run.events()]
-    finish(pipeline.evaluate(run, step.Request(("language", "recall"), texts=2)))
+    finish(pipeline.evaluate(run, evaluate_run.Request(("language", "recall"), texts=2)))
     new = run.events()[len(events) :]
     assert [event["part"] for event in new if event["event"] == "examined"] == ["recall"]
     assert {event["job"] for event in new} == {"evaluate"} and jobs.state_of(run) == "done"
@@ -164,7 +168,7 @@ def test_ctrl_c_and_a_kill_leave_what_was_finished(run):
         assert process.returncode == code and "Traceback" not in err
         assert code < 0 or "what was finished is kept: repeat `linearizer evaluate" in err
     kept = run.evaluation_parts
-    finish(pipeline.evaluate(run, step.Request(("language", "recall"), texts=2)))
+    finish(pipeline.evaluate(run, evaluate_run.Request(("language", "recall"), texts=2)))
     assert {part: run.evaluation_parts[part] for part in kept} == kept
     parts = examined(run)
     assert len(parts) == len(set(parts)) and set(parts) <= set(run.evaluation_parts)  # a kill may forestall one
@@ -198,7 +202,7 @@ def test_the_curve_of_errors_leaves_the_teacher_as_it_is(run):
     run.write("plan.json", replace(run.plan, loss="direct", lora=2).to_json())
     with assembled(run) as setup:
         before = {name: tensor.clone() for name, tensor in setup.teacher.state_dict().items()}
-        finish(step.plain_students(setup, 2))
+        finish(evaluate_run.plain_students(setup, 2))
         for name, tensor in setup.teacher.state_dict().items():
             assert torch.equal(tensor, before[name]), name
 
@@ -209,7 +213,7 @@ def test_a_run_is_judged_on_text_that_nothing_was_measured_on(tmp_path, model):
     with assembled(run) as setup:
         texts = read_texts("builtin", setup.tokenizer, 64, run.plan.texts + 8)[run.plan.texts :]
         assert torch.equal(setup.windows(None, 64, 8, 0), texts)
-        judged = step.texts_to_judge(setup, step.JUDGING)
+        judged = evaluate_run.texts_to_judge(setup, evaluate_run.JUDGING)
         losses = [loss.mean().item() for loss in read_losses(setup.subjects(64), judged.windows)]
         alone = [loss[:, :15].mean().item() for loss in read_losses(setup.subjects(64), texts[::2, :16])]
     assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
@@ -223,10 +227,12 @@ def test_texts_follow_each_other_in_pairs_where_positions_reach_and_there_are_en
         texts = setup.windows(None, 64, 8, 0)
 
         def taken(**asked):
-            judged = step.texts_to_judge(setup, step.Request(**asked))
+            judged = evaluate_run.texts_to_judge(setup, evaluate_run.Request(**asked))
             return tuple(judged.windows.shape), judged.lengths, (judged.read.texts, judged.read.length)
 
-        assert torch.equal(step.texts_to_judge(setup, step.Request()).windows.flatten(), texts.flatten())
+        assert torch.equal(
+            evaluate_run.texts_to_judge(setup, evaluate_run.Request()).windows.flatten(), texts.flatten()
+        )
         assert taken() == ((4, 128), (16, 64, 128), (4, 128))
         assert taken(texts=3) == ((3, 64), (16, 64), (3, 64))  # two pairs would take four
         assert taken(length=64) == ((8, 64), (16, 64), (8, 64))
@@ -238,10 +244,10 @@ def test_what_judging_measured_is_not_measured_again_as_it_was_asked(tmp_path, m
     assert main(["run", str(model), "--budget", "32", "--out", str(tmp_path / "run"), *QUICK[:-2]]) == 0
     run = Run.open(tmp_path / "run")
     judged = run.evaluation_parts
-    assert set(judged) == set(step.JUDGING.parts)
-    finish(pipeline.evaluate(run, replace(step.JUDGING, parts=("language", "recall"))))
+    assert set(judged) == set(evaluate_run.JUDGING.parts)
+    finish(pipeline.evaluate(run, replace(evaluate_run.JUDGING, parts=("language", "recall"))))
     assert examined(run) == [] and run.evaluation_parts == judged
-    finish(pipeline.evaluate(run, step.Request(("recall",), texts=2)))
+    finish(pipeline.evaluate(run, evaluate_run.Request(("recall",), texts=2)))
     assert examined(run) == ["recall"] and run.evaluation_parts["language"] == judged["language"]
 
 
@@ -308,7 +314,7 @@ def test_every_part_is_measured_told_and_plotted_as_it_is(run, said):
     code, out, err = said("evaluate", run.folder, *small)
     assert code == 0, err
     parts = run.evaluation_parts
-    assert list(parts) == [part for part in step.PART_MEASURES if part != "tasks"]
+    assert list(parts) == [part for part in evaluate_run.PART_MEASURES if part != "tasks"]
     for word in ("recalled, at depth", "leaves the teacher", "rows misplaced", "reads tokens/s", "by its shape"):
         assert word in out
     assert parts["needle"]["lengths"] == [160, 192] and len(parts["needle"]["subjects"][0]["correct"][0]) == 5
@@ -336,7 +342,7 @@ def test_controls_have_the_teachers_weights_where_adapters_changed_the_students(
     assert main(["run", str(model), "--budget", "32", *how, "--out", str(tmp_path / "run"), *QUICK]) == 0
     run = Run.open(tmp_path / "run")
     with assembled(run) as setup:
-        texts = step.texts_to_judge(setup, step.JUDGING).windows
+        texts = evaluate_run.texts_to_judge(setup, evaluate_run.JUDGING).windows
         losses = [loss.mean().item() for loss in read_losses(setup.subjects(64)[:3], texts)]
         assert judged_losses(run) == pytest.approx(losses, abs=1e-5)
         own, control, teacher = (

@@ -5,9 +5,9 @@ from functools import partial
 import pytest
 from transformers import AutoConfig
 
-from linearizer.door import check_chain
+from linearizer.checks import check_chain
 from linearizer.errors import RequestError
-from linearizer.model.sweep import is_chain
+from linearizer.model.blockwise_pass import is_chain
 from linearizer.run.plan import Plan
 from tests.support.families import FAMILIES
 from tests.support.models import tiny_config

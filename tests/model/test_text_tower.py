@@ -15,7 +15,7 @@ from linearizer.model.hub import find_model
 from linearizer.model.inspect import inspect_model, verify_teacher
 from linearizer.model.streaming import measure_weights
 from linearizer.model.teacher import load_config, load_teacher
-from linearizer.model.towers import TOWERS
+from linearizer.model.text_tower import TOWERS
 from linearizer.progress import finish
 from linearizer.publish.card import describe_teacher
 from linearizer.run.disk import checkpoint_bytes

@@ -8,8 +8,8 @@ from linearizer.model.layers import blocks_of
 from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
 from linearizer.runtime.attention_interface import attending
+from linearizer.train.fit_outputs import Squares, fit_maps
 from linearizer.train.settings import TrainingSettings
-from linearizer.train.squares import Squares, fit_maps
 from tests.support.models import WHOLE, tokens
 from tests.support.training import a_student, assert_equal_weights, weights
 

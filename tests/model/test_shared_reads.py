@@ -17,8 +17,8 @@ from linearizer.model import logits as logits_module
 from linearizer.model import streaming
 from linearizer.model.checkpoint import make_layer_students, put_student_into
 from linearizer.model.hub import find_model
-from linearizer.model.in_step import in_step
 from linearizer.model.logits import logits_of, vocabulary
+from linearizer.model.shared_reads import in_step
 from linearizer.model.streaming import place_weights
 from linearizer.model.teacher import load_config, load_teacher
 from linearizer.progress import finish

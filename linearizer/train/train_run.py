@@ -24,8 +24,8 @@ from linearizer.run.plan import FITTED, Plan
 from linearizer.run.stopping import log_progress
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
 from linearizer.train.distill import distill
+from linearizer.train.fit_outputs import fit_maps
 from linearizer.train.settings import TrainingSettings, training_settings
-from linearizer.train.squares import fit_maps
 
 TIMED_STEPS = 4  # from which the seconds of a step are known
 

@@ -21,11 +21,11 @@ from safetensors import SafetensorError
 from torch import nn
 from transformers import PreTrainedModel
 
+from linearizer.model.blockwise_pass import Call, calls_of, chain_of, hidden_of
 from linearizer.model.layers import is_transposed, layer_number, matrices, output_projections
 from linearizer.model.logits import PROBE_TOKENS
-from linearizer.model.safetensors import read_tensors, write_tensors
-from linearizer.model.swap import FixedOutput, replace_student
-from linearizer.model.sweep import Call, calls_of, chain_of, hidden_of
+from linearizer.model.substitute import FixedOutput, replace_student
+from linearizer.model.weight_files import read_tensors, write_tensors
 from linearizer.progress import Progress, Steps
 from linearizer.run.events import EventName
 from linearizer.run.files import parse_json, remove, writing

@@ -18,11 +18,11 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from linearizer.model import streaming
+from linearizer.model.blockwise_pass import hold_weights
 from linearizer.model.layers import blocks_of
 from linearizer.model.logits import vocabulary
 from linearizer.model.streaming import is_streamed
-from linearizer.model.swap import is_fixed
-from linearizer.model.sweep import hold_weights
+from linearizer.model.substitute import is_fixed
 from linearizer.runtime.attention_interface import attention_modules
 
 T = TypeVar("T")

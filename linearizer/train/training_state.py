@@ -15,7 +15,7 @@ import torch
 from safetensors import SafetensorError
 
 from linearizer.errors import FaultError
-from linearizer.model.safetensors import read_tensors, write_tensors
+from linearizer.model.weight_files import read_tensors, write_tensors
 from linearizer.run.files import parse_json, writing
 
 NEWEST, PREVIOUS = "training.safetensors", "training.before.safetensors"
