@@ -23,7 +23,7 @@ from linearizer.runtime.feature_maps import Clusters, Codebook
 from linearizer.runtime.layer_student import LayerStudent, SlotGroup, generator_at
 from linearizer.runtime.matrix_rule import MatrixRule
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
-from linearizer.runtime.state_in_few_bits import Turns
+from linearizer.runtime.packed_state import Turns
 
 KMEANS_ROUNDS = 8
 RIDGE = 0.01  # of the mean square, which every direction has besides: no sample shows all differences

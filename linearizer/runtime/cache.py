@@ -1,6 +1,6 @@
 """The cache of a linearized model: a state of fixed size in each layer where a teacher keeps all keys.
 
-It is a thing to keep: it can be saved to a file and loaded again (state_file.py), copied for many questions about one
+It is a thing to keep: it can be saved to a file and loaded again (saved_state.py), copied for many questions about one
 text, moved, and taken back to where a turn of a conversation began.
 """
 
@@ -15,9 +15,9 @@ import torch
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.cache_utils import Cache, CacheLayerMixin, DynamicCache
 
+from .packed_state import KEPT_AS_BYTES, KEYS_AND_VALUES
+from .saved_state import FORMAT, write_state
 from .state import change_tensors, tensors, working_dtype
-from .state_file import FORMAT, write_state
-from .state_in_few_bits import KEPT_AS_BYTES, KEYS_AND_VALUES
 
 # What transformers calls a cache, as an argument and in what a model gives: past_key_values before 5.24.
 CACHE = "cache" if "cache" in signature(GenerationMixin.prepare_inputs_for_generation).parameters else "past_key_values"

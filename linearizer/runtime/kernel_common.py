@@ -2,7 +2,7 @@
 blocks; and of those for one token: their table, keys and values that may be bytes, the window and the sinks.
 
 A program for one token serves a KV head and reads its row of the table (kernel_token_table.py). BITS is 8 where keys
-and values are kept as bytes (few_bits.py), but for sinks; the new token is rounded as it is read.
+and values are kept as bytes (rounding.py), but for sinks; the new token is rounded as it is read.
 """
 
 from __future__ import annotations

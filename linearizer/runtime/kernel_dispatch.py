@@ -17,14 +17,14 @@ import torch
 
 from .feature_maps import NONE, Folded
 from .features_torch import CHUNK, attend_chunks, attend_text_with_features, attend_token_with_features
-from .few_bits import FEWER, round_vectors, unpack_vectors
 from .kernel_token_table import TokenGroup, get_table
 from .kernel_trial import TrialSizes, TrialText, kernels_accept, passes_trial
+from .packed_state import Turns, as_sink, pack_state
+from .rounding import FEWER, round_vectors, unpack_vectors
 from .slots_merging import MAX_MERGED_ROWS, Merging
 from .slots_torch import Piece, attend_periods, attend_text_with_slots, attend_token_with_slots
 from .softmax_parts import Features, get_folded
 from .state import ABSENT, Columns, ExactState, FeatureState, SlotState, as_slice, working_dtype
-from .state_in_few_bits import Turns, as_sink, pack_state
 
 try:
     from .kernel_text_gradients import FeatureAttention

@@ -15,12 +15,12 @@ from typing import Any
 
 import torch
 
-from .few_bits import FEWER, SCALE_BYTES
 from .kernel_in_c import Kernel, addresses_of, load_kernel, whole_numbers
 from .kernel_state_in_c import SOURCE as STATE
+from .packed_state import SINK_TYPE, Turns
+from .rounding import FEWER, SCALE_BYTES
 from .slots_merging import Merging
 from .state import ExactState, FeatureState, SlotState, tensors, working_dtype
-from .state_in_few_bits import SINK_TYPE, Turns
 
 VECTORS = ("sink_k", "sink_v", "window_k", "window_v", "slot_k", "slot_v")
 HELD = (*VECTORS, "weight", "spread")  # of states, in the order of the kernel

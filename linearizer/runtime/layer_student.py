@@ -12,18 +12,13 @@ from torch import nn
 from torch.nn.functional import scaled_dot_product_attention
 
 from .feature_maps import FEATURE_MAPS, FeatureMap, Folded
-from .few_bits import FEWER, can_turn, round_vectors
 from .kernel_dispatch import attend_token_of_layer, kernel_serves_text_slots, linear_attention, slot_attention
 from .kernel_in_c import may_run_in_c
 from .kernel_layer_in_c import read_in_c
 from .kernel_token_table import TokenGroup
 from .kernel_trial import kernels_accept, passes_trial
 from .matrix_rule import RULES, MatrixRule, ScaledRule
-from .slots_merging import Merger, Merging
-from .slots_torch import read_text, read_together
-from .softmax_parts import get_folded
-from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice
-from .state_in_few_bits import (
+from .packed_state import (
     FewBits,
     Turns,
     attend_in_few_bits,
@@ -32,6 +27,11 @@ from .state_in_few_bits import (
     pack_state,
     unpack_state,
 )
+from .rounding import FEWER, can_turn, round_vectors
+from .slots_merging import Merger, Merging
+from .slots_torch import read_text, read_together
+from .softmax_parts import get_folded
+from .state import ExactState, FeatureState, SlotState, SoftmaxState, as_slice
 from .token_buffer import WindowGroup, attend_token_in_buffer
 
 Tensor = torch.Tensor

@@ -47,9 +47,9 @@ from .cache import CACHE, LinearizedCache, empty_cache, take_cache
 from .feature_maps import FEATURE_MAPS, FeatureMap
 from .layer_student import LayerStudent, generator_at
 from .matrix_rule import RULES, MatrixRule
+from .packed_state import Turns
+from .saved_state import read_state
 from .slots_merging import Merger
-from .state_file import read_state
-from .state_in_few_bits import Turns
 
 NOT_BATCHED = (
     "continuous batching keeps keys in pages, and a linearized model keeps a state: "

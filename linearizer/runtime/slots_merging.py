@@ -24,8 +24,8 @@ from dataclasses import dataclass, replace
 import torch
 from torch import nn
 
+from .packed_state import round_slots
 from .state import first_rows, made_once
-from .state_in_few_bits import round_slots
 
 MAX_MERGED_ROWS = 512  # slots and tokens of a block that one program of a kernel merges at most
 GAIN = 0.25  # half of what a Gaussian spread of keys calls for: measured best, since no query sees the mean spread

@@ -15,11 +15,11 @@ from typing import Any
 
 import torch
 
-from .few_bits import codes_in, pack_vectors, scales_in, unpack_vectors
+from .packed_state import Turns, pack_counts, unpack_counts
+from .rounding import codes_in, pack_vectors, scales_in, unpack_vectors
 from .slots_merging import Merging
 from .slots_torch import block_leaves, merge_leaving, slot_levels
 from .state import EMPTY, as_slice, first_places, is_traced, must_be_copied, number, tensors, working_dtype
-from .state_in_few_bits import Turns, pack_counts, unpack_counts
 
 Tensor = torch.Tensor
 

@@ -23,7 +23,7 @@ from vllm.v1.kv_cache_interface import KVCacheSpec, MambaSpec
 from linearizer.errors import RequestError
 from linearizer.model.checkpoint import load
 from linearizer.runtime.cache import LinearizedCache
-from linearizer.runtime.state_file import places
+from linearizer.runtime.saved_state import places
 from linearizer.serve.cache_rows import join_caches, take_row
 
 Tensor = torch.Tensor

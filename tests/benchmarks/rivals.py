@@ -18,8 +18,8 @@ from linearizer.model.layers import layer_number
 from linearizer.run.head_bytes import Layer, token_bytes
 from linearizer.runtime.attention_interface import observing
 from linearizer.runtime.cache import CACHE
-from linearizer.runtime.few_bits import round_vectors
 from linearizer.runtime.modeling_linearized import LinearizedForCausalLM
+from linearizer.runtime.rounding import round_vectors
 from linearizer.runtime.state import tensors, working_dtype
 
 RECENT = 8  # queries that morphkv and grkv keep in view

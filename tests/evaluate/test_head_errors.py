@@ -21,7 +21,7 @@ from linearizer.progress import finish
 from linearizer.run.head_bytes import Head
 from linearizer.run.profile import HeadProfile, LayerProfile, Profile, ProfileSettings
 from linearizer.runtime.layer_student import LayerStudent
-from linearizer.runtime.state_in_few_bits import FewBits
+from linearizer.runtime.packed_state import FewBits
 from tests.support.models import MIXED, WHOLE, allocation_of, layers_of, student_of, teacher_of, tokens
 
 RIDGES = tuple(2.0**-exponent for exponent in range(21))

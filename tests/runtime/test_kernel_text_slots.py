@@ -6,8 +6,8 @@ import torch
 pytest.importorskip("triton")
 
 from linearizer.runtime import kernel_common, kernel_text_slots
-from linearizer.runtime.few_bits import round_vectors
 from linearizer.runtime.kernel_dispatch import attend_periods_by_kernel
+from linearizer.runtime.rounding import round_vectors
 from linearizer.runtime.slots_merging import Merging
 from linearizer.runtime.slots_torch import attend_periods, attend_text_with_slots
 from linearizer.runtime.state import SlotState, tensors

@@ -14,9 +14,9 @@ from linearizer.runtime import (
     kernel_token_slots,
     kernel_trial,
 )
-from linearizer.runtime.few_bits import pack_vectors
 from linearizer.runtime.kernel_token_table import TokenGroup, get_table
 from linearizer.runtime.layer_student import LayerStudent
+from linearizer.runtime.rounding import pack_vectors
 from linearizer.runtime.state import change_tensors, tensors
 from tests.support.kernels import CLOSE, DEVICE, EXACT, mutate, relative, vary
 

@@ -7,10 +7,10 @@ import torch
 
 from linearizer.model.initialise import initialise_turns
 from linearizer.run.head_bytes import Head, vector_bytes
-from linearizer.runtime.few_bits import MAX_CODE, TRIED, limit_of, pack_vectors, rotate, round_vectors, unpack_vectors
 from linearizer.runtime.layer_student import LayerStudent
+from linearizer.runtime.packed_state import Turns, as_sink, pack_state, round_counts, unpack_state
+from linearizer.runtime.rounding import MAX_CODE, TRIED, limit_of, pack_vectors, rotate, round_vectors, unpack_vectors
 from linearizer.runtime.state import SlotState
-from linearizer.runtime.state_in_few_bits import Turns, as_sink, pack_state, round_counts, unpack_state
 from tests.support.families import FAMILIES
 from tests.support.models import MIXED, allocation_of, layers_of, student_of, teacher_of, tokens
 

@@ -4,7 +4,7 @@ A vector becomes numbers of few digits times one scale. In 8 bits they are whole
 power of two, the least that lets its largest number fit: every such number is exact in bf16, fp16 and fp32. In 4 to 6
 bits they lie half way between whole ones, and the scale has 8 digits; of a few scales, which cut off more or fewer of
 the largest numbers, that is taken which moves the vector least. Vectors whose numbers are about equally large lose
-least, so heads turn them first (state_in_few_bits.py).
+least, so heads turn them first (packed_state.py).
 
 What is rounded once stays what it is when it is rounded again: so a token is the same whether it is attended to in the
 call that read it or out of the state of a later one.

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from .few_bits import FEWER, pack_vectors, rotate, rotation, round_vectors, unpack_vectors
+from .rounding import FEWER, pack_vectors, rotate, rotation, round_vectors, unpack_vectors
 from .state import as_slice, is_exact, least_count, remember_sink, remember_token, tensors, working_dtype
 
 MOST_TOKENS = 32767  # that a slot of two bytes counts; more tokens make it no heavier
