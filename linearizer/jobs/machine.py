@@ -61,4 +61,4 @@ def describe_kernels(device: torch.device) -> str:
         return "none: they need a GPU"
     if FeatureAttention is None:
         return "none: Triton is not installed"
-    return "Triton's, each tried on first use"
+    return "Triton's for heads of 8 and 16 bits, each tried on first use; PyTorch for those of fewer bits"

@@ -18,8 +18,8 @@ FOLDER = Path(__file__).parents[2] / "assets" / "example-run"
 RUN = "run demo --budget 64 --seed 0".split()
 EVALUATE = "--texts 4 --seconds 2".split()
 PRODUCTS = (
-    "begun.json", "plan.json", "inspection.json", "profile.json", "prices.json", "allocation.json", "evaluation.json",
-    "events.jsonl",
+    "begun.json", "plan.json", "inspection.json", "profile.json", "prices.json", "candidates.json", "allocation.json",
+    "evaluation.json", "events.jsonl",
 )  # fmt: skip
 
 
