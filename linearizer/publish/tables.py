@@ -113,8 +113,8 @@ def in_interval(estimate: results.Estimate | None) -> str:
     """A mean and its interval, with signs; a dash where one text or document shows no difference."""
     if estimate is None:
         return "–"
-    low, high = estimate.interval
-    return f"{estimate.mean:+.4f} ({low:+.4f} to {high:+.4f})"
+    mean, low, high = (write_number(number, "+.4f") for number in (estimate.mean, *estimate.interval))
+    return f"{mean} ({low} to {high})"
 
 
 def recall_tables(part: Part[results.Recall]) -> list[Table]:
@@ -258,4 +258,10 @@ def with_half_width(estimate: results.Estimate | None, form: str = ".3f") -> str
     if estimate is None:
         return "–"
     low, high = estimate.interval
-    return f"{estimate.mean:{form}} ± {(high - low) / 2:{form}}"
+    return f"{write_number(estimate.mean, form)} ± {(high - low) / 2:{form}}"
+
+
+def write_number(number: float, form: str) -> str:
+    """Write a number; what is rounded to zero has no sign."""
+    text = f"{number:{form}}"
+    return text if text.strip("+-0.%") else text.lstrip("+-")

@@ -321,7 +321,11 @@ class Run:
             lock = locks.take_lock(self.folder / "lock")
         if lock is None:
             raise FolderError(f"{str(self.folder)!r} is being written by another process: wait for it, or stop it")
-        self.clear_request("stop")  # it was meant for a process that has ended
+        try:
+            self.clear_request("stop")  # it was meant for a process that has ended
+        except FolderError:
+            lock.release()
+            raise
         return lock
 
     def refuse_links(self) -> None:
