@@ -104,7 +104,7 @@ def test_options_that_cannot_be(options, empty, said):
     check_refusal(*said("run", "demo", *options))
 
 
-@pytest.mark.parametrize("port", ["0", "65536", "-1", "http", "9" * 50])
+@pytest.mark.parametrize("port", ["65536", "-1", "http", "9" * 50])
 def test_ports_that_cannot_be(port, empty, said):
     check_refusal(*said("app", "--port", port))
 
