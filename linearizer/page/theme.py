@@ -163,7 +163,7 @@ progress::-moz-progress-bar { background: var(--slider-color); }
   vertical-align: top; overflow-wrap: anywhere; }
 .lz-chart h3 { font-size: 1rem; font-weight: 600; margin: 1rem 0 0; }
 .lz-chart p { color: var(--body-text-color-subdued); font-size: .9rem; margin: 0; max-width: 44rem; }
-.js-plotly-plot g:not(.heatmap-label):not(.textpoint):not(.hovertext) > text {
+.js-plotly-plot g:not(.heatmap-label):not(.hovertext) > text {
   fill: var(--body-text-color-subdued) !important; }
 .js-plotly-plot .hovertext > text.name { fill: var(--body-text-color) !important; }
 .js-plotly-plot .annotation-text, .js-plotly-plot .legendtext { fill: var(--body-text-color) !important; }

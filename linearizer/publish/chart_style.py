@@ -11,7 +11,8 @@ if TYPE_CHECKING:
 T = TypeVar("T")
 # Okabe and Ito's order of hues, at a lightness that stands out from white and from black by 3:1.
 BLUE, ORANGE, GREY, GREEN, PURPLE = "#2a83c4", "#cf6f10", "#7c8796", "#12906f", "#b0639a"
-MAP_COLOURS = ((0.0, "#26355d"), (0.35, "#2a6f97"), (0.65, "#2ea39a"), (1.0, "#b9e8a4"))  # lightness rises all the way
+MAP_COLOURS = ((0.0, "#5b8fc9"), (0.35, "#5fb3c4"), (0.65, "#86cfa8"), (1.0, "#d8f3b8"))  # lightness rises all the way
+MAP_INK = "#000000"  # can be read on all of them
 LAYER_COLOURS = [[0.0, "#6a5fb5"], [0.5, "#2a83c4"], [1.0, "#17937f"]]  # the same, seen as lines on white and on black
 LAYER_DASHES = ("solid", "dash", "dot", "dashdot")
 MAX_POINTS = 300  # of a line: more cannot be seen
@@ -32,7 +33,7 @@ SUBJECT_STYLES = {  # name -> legend, colour, marker, dash
     "cache, 3 bits": ("cache, 3 bits", PURPLE, "star", "longdashdot"),
     "cache, 4 bits": ("cache, 4 bits", PURPLE, "triangle-up", "2px,5px"),
 }
-MAP_CELLS = {"xgap": 2, "ygap": 2, "hoverongaps": False, "textfont": {"size": 11}}
+MAP_CELLS = {"xgap": 2, "ygap": 2, "hoverongaps": False, "textfont": {"size": 11, "color": MAP_INK}}
 BAR_PATTERNS = {"teacher": "", "student": "/", "window": ".", "untrained": "x"}
 
 

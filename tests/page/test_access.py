@@ -52,7 +52,7 @@ INK = """() => {
       .map(c => c <= .04045 ? c / 12.92 : ((c + .055) / 1.055) ** 2.4); return .2126 * r + .7152 * g + .0722 * b };
   const ground = light(getComputedStyle(document.body).backgroundColor);
   return [...document.querySelectorAll('.js-plotly-plot text')].filter(one => one.textContent.trim()
-      && one.getBoundingClientRect().width && !one.closest('.textpoint')).map(one => {
+      && one.getBoundingClientRect().width && !one.closest('.heatmap-label')).map(one => {
     const [low, high] = [ground, light(getComputedStyle(one).fill)].sort((a, b) => a - b);
     return [one.textContent, (high + .05) / (low + .05)];
   });
@@ -80,7 +80,7 @@ def test_words_in_figures_stand_out_from_the_ground_in_both_schemes(local, brows
             for scheme in SCHEMES:
                 show_in(page, scheme)
                 words = page.evaluate(INK)
-                assert words and all(contrast >= 4.5 for _, contrast in words), (scheme, words)
+                assert words and not [word for word in words if word[1] < 4.5], (scheme, step)
         page.locator("#step-3 .heatmaplayer").first.hover(force=True)  # what listens lies above it
         page.wait_for_selector(".hovertext")
         for scheme in SCHEMES:

@@ -4,6 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
+from plotly.colors import sample_colorscale
 
 from linearizer.evaluate.setup import RIVAL_BITS
 from linearizer.publish import allocation_charts, chart_style, language_charts, training_charts
@@ -207,6 +208,13 @@ def test_memory_crosses_where_the_student_breaks_even():
     assert "300" in figure.layout.annotations[0].text
     never = training_charts.draw_state_size(LAYERS, 1000, growth=head_bytes.cache_bytes(LAYERS, 1))
     assert len(never.data) == 2
+
+
+def test_numbers_can_be_read_on_every_colour_of_a_map():
+    scale = [list(stop) for stop in chart_style.MAP_COLOURS]
+    for colour in sample_colorscale(scale, [place / 20 for place in range(21)], colortype="tuple"):
+        hexadecimal = "#" + "".join(f"{round(255 * part):02x}" for part in colour)
+        assert contrast(hexadecimal, chart_style.MAP_INK) >= 4.5
 
 
 def test_a_head_is_named_by_what_it_holds_and_its_far_errors_are_read_on_the_map():
